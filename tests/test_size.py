@@ -10,7 +10,7 @@ MAX_FUNCTION_LINES = 60
 EXCEPTIONS = {
     "hpctrain/cli/data_pack.py:pack": "its options and its help are signature and docstring",
     "hpctrain/cli/launch.py:launch": "its options and its help are signature and docstring",
-    "hpctrain/cli/study_run.py:run": "its options and its help are signature and docstring",
+    "hpctrain/cli/study.py:run": "its options and its help are signature and docstring",
     "hpctrain/cli/plan.py:plan": "its options and its help are signature and docstring",
     "hpctrain/cli/submit.py:submit": "its options and its help are signature and docstring",
     "hpctrain/cli/train.py:train": "its options and its help are signature and docstring",

@@ -2,7 +2,6 @@
 
 import logging
 import math
-import re
 import shutil
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from hpctrain.checkpoint.format.manifest import CheckpointManifest
+from hpctrain.checkpoint.format.manifest import CheckpointManifest, name_of, step_of
 from hpctrain.core.atomic import PART, reason_of, sync
 from hpctrain.core.errors import CheckpointError
 
@@ -18,8 +17,6 @@ SCORE = "score"  # among the facts of a checkpoint: how good its model is
 
 ASIDE = ".aside"
 """Ending of a checkpoint that a run went back behind; it is kept for people, and never loaded."""
-
-_NAME = re.compile(r"step-(\d{8,})")
 
 T = TypeVar("T")
 
@@ -34,17 +31,6 @@ class Kept:
     whole: bool = True  # whether it can be loaded, as far as is known
     score: float | None = None
     """How good the model is, the larger the better; None and NaN are never the best."""
-
-
-def name_of(step: int) -> str:
-    """Return the name of the directory of the checkpoint after ``step`` steps."""
-    return f"step-{step:08d}"
-
-
-def step_of(name: str) -> int | None:
-    """Return the step in the name of a checkpoint's directory; None for all other names."""
-    match = _NAME.fullmatch(name)
-    return int(match[1]) if match and name_of(int(match[1])) == name else None
 
 
 def expendable(present: Iterable[Kept], *, keep: int, keep_best: int = 0) -> list[int]:

@@ -5,9 +5,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from hpctrain.checkpoint.checkpoint_directory import SCORE, CheckpointDirectory, step_of
+from hpctrain.checkpoint.checkpoint_directory import SCORE, CheckpointDirectory
 from hpctrain.checkpoint.format import manifest
-from hpctrain.checkpoint.format.manifest import CheckpointManifest
+from hpctrain.checkpoint.format.manifest import CheckpointManifest, step_of
 from hpctrain.checkpoint.loading import check
 from hpctrain.core.errors import CheckpointError
 from hpctrain.core.units import format_bytes

@@ -25,6 +25,7 @@ from hpctrain.checkpoint.format.manifest import (
     StoredPart,
     dumps,
     file_name,
+    require_named,
 )
 from hpctrain.checkpoint.format.shard import Piece, Shard, fault_of_cover
 from hpctrain.checkpoint.format.state_tree import flatten, lines
@@ -96,14 +97,15 @@ def save(  # noqa: PLR0913 - what belongs to a checkpoint
             CheckpointError of it prevents.
 
     Raises:
-        CheckpointError: the state is no state, the ranks disagree, or a disk refuses; on every
-            rank, and what was there before is intact.
+        CheckpointError: the state is no state, the ranks disagree, the directory has the name
+            of another step, or a disk refuses; on every rank, and what was there before is intact.
     """
     began = time.perf_counter()
     directory = Path(directory)
     what = f"write checkpoint {directory}"
     facts = dict(facts or {})
     with agreed(comm, CheckpointError), explained(what):
+        require_named(directory, step)
         contents = _contents([str(directory), str(step)], state, private or {}, facts)
     try:
         way_out = "what a rank has of its own goes into private"

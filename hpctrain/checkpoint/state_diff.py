@@ -1,5 +1,6 @@
 """The difference of two checkpoints, bit by bit."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,8 +19,13 @@ from hpctrain.comm.tensor_arguments import name_of
 
 PRIVATE = "private"  # begins the paths of what a rank has of its own: ``private/3/random``
 
-_MEASURED = ("training_s", "tally/sums", "epoch_tally/sums")
-"""Ends of the paths at which the state of ``hpctrain train`` holds durations."""
+NO_RESULTS = {"time", "records"}
+"""Kinds of differences that runs with equal results may have."""
+
+_NOTED = {"training_s": "time", "num_records": "records"}
+"""Where the state of ``hpctrain train`` holds what is no result."""
+_SUMS = re.compile(rf"({PRIVATE}/\d+/)?(epoch_)?tally/sums")
+_DURATIONS = slice(2, 5)  # of these sums
 
 _LONGEST = 60  # characters shown of a plain value
 
@@ -32,8 +38,8 @@ class Difference:
 
     path: str  # of the tensor or plain value, such as ``model/0.weight``
     what: str
-    """``values``, ``shape``, ``dtype``, ``missing``, ``plain``, or ``time`` of what a run of
-    ``hpctrain train`` has measured of itself, which is no difference of its results."""
+    """``values``, ``shape``, ``dtype``, ``missing``, ``plain``; or ``time`` that a run of
+    ``hpctrain train`` has measured, and ``records``, their number, which are no results."""
     text: str  # for people, in one line
     num_different: int = 0  # elements whose bits differ; 0 unless ``what`` is ``values``
     max_abs: float = 0.0  # largest difference of two finite elements
@@ -46,8 +52,8 @@ def compare(a: Path | str, b: Path | str, only: Sequence[str] = ()) -> list[Diff
     where there are no paths of parts, ``only``. Raises ``CheckpointError``: one of them cannot be
     read, or has no such part.
     """
-    found = list(differences(_read(a, only), _read(b, only)))
-    return [replace(one, what="time") if _is_measured(one) else one for one in found]
+    mine, theirs = _read(a, only), _read(b, only)
+    return [replace(one, what=_kind_of(one, mine, theirs)) for one in differences(mine, theirs)]
 
 
 def _read(path: Path | str, only: Sequence[str]) -> dict[str, Any]:
@@ -87,8 +93,16 @@ def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Differen
             yield Difference(path, "missing", f"{path}: {_told(value)} in B, not in A")
 
 
-def _is_measured(found: Difference) -> bool:
-    return found.what in {"values", "plain"} and found.path.endswith(_MEASURED)
+def _kind_of(found: Difference, a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
+    """Return what a difference is, where the state is one of ``hpctrain train``."""
+    path = found.path
+    if found.what == "plain":
+        return _NOTED.get(path, found.what)
+    if found.what == "values" and _SUMS.fullmatch(path):
+        x, y = a[path].clone(), b[path].clone()
+        x[_DURATIONS] = y[_DURATIONS] = 0
+        return found.what if any(_of_tensors(path, x, y)) else "time"
+    return found.what
 
 
 def _told(value: object) -> str:

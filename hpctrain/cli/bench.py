@@ -151,46 +151,46 @@ def fit(
       hpctrain bench fit perf/results/cost-1gbit.json
     """
     from hpctrain.core.atomic import publishing  # noqa: PLC0415
+    from hpctrain.core.keys import render  # noqa: PLC0415
     from hpctrain.cost.fitting import fit as fitted  # noqa: PLC0415
-    from hpctrain.cost.fitting import machine_text, read_points  # noqa: PLC0415
+    from hpctrain.cost.fitting import read_points  # noqa: PLC0415
 
     found = fitted([point for file in files for point in read_points(file)])
     _show(found)
     if out is not None:
         try:
             with publishing(out) as part:
-                part.write_text(machine_text(found.machine()), encoding="utf-8")
+                part.write_text(render(found.machine()), encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"{out} cannot be written: {error}; choose another file") from None
         typer.echo(f"machine written to {out}")
 
 
 def _show(found: "Fit") -> None:
-    from rich.table import Table  # noqa: PLC0415
-
     from hpctrain.core.units import format_bytes, format_seconds  # noqa: PLC0415
-    from hpctrain.train.console import make_console  # noqa: PLC0415
+    from hpctrain.train.console import figures, make_console  # noqa: PLC0415
 
     console, machine = make_console(shown=True), found.machine()
-    points = Table(title="points, measured and by the fit", title_justify="left")
-    for head in ("nodes", "ranks each", "way", "message", "measured", "model", "off by"):
-        points.add_column(head, justify="left" if head == "way" else "right")
-    for point, off in zip(found.points, found.residuals, strict=True):
-        points.add_row(
+    points = [
+        (
             *(str(point.nodes), str(point.ranks_per_node), str(point.way)),
             *(format_bytes(point.num_bytes), format_seconds(point.seconds)),
             *(format_seconds(found.seconds(point)), f"{off:+.0%}"),
         )
-    console.print(points)
-    figures = Table(title="figures of the machine, fitted", title_justify="left")
-    for head in ("", "latency", "bytes a second"):
-        figures.add_column(head, justify="right")
-    for name, link in (("node", machine.node), ("network", machine.network)):
-        figures.add_row(name, format_seconds(link.latency_s), _rate(link.bytes_per_s))
-    figures.add_row("combining", "", _rate(machine.reduce_bytes_per_s))
-    console.print(figures)
+        for point, off in zip(found.points, found.residuals, strict=True)
+    ]
+    heads = ("nodes", "ranks each", "way", "message", "measured", "model", "off by")
+    console.print(figures("points, measured and by the fit", heads, points))
+    rows = [
+        ("node", format_seconds(machine.node.latency_s), machine.node.bytes_per_s),
+        ("network", format_seconds(machine.network.latency_s), machine.network.bytes_per_s),
+        ("processor, to the network", "", machine.handle_bytes_per_s),
+        ("combining", "", machine.reduce_bytes_per_s),
+    ]
+    rates = [
+        (*row, "too fast to see" if rate == float("inf") else f"{rate / 1e6:.4g} MB/s")
+        for *row, rate in rows
+    ]
+    title = "figures of the machine, fitted"
+    console.print(figures(title, ("", "latency", "bytes a second"), rates))
     console.print(f"median error {found.error:.1%}; {found.held_out:.1%} on points not fitted to")
-
-
-def _rate(bytes_per_s: float) -> str:
-    return "too fast to see" if bytes_per_s == float("inf") else f"{bytes_per_s / 1e6:.4g} MB/s"

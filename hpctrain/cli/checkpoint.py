@@ -169,8 +169,8 @@ def diff(
 
     A and B are checkpoints, or run directories, whose newest one counts. Tensors come first, in
     the order of the state, then plain values, then what each rank has of its own. The exit code
-    is 0 if they are the same, 1 if they differ; times that a run has measured of itself are
-    named, and do not count.
+    is 0 if they are the same, 1 if they differ; times that a run has measured, and the number of
+    its records, are named, and do not count.
 
     For instance:
 
@@ -178,10 +178,10 @@ def diff(
 
       hpctrain checkpoint diff runs/a runs/b --only model --only optimizer
     """
-    from hpctrain.checkpoint.state_diff import compare  # noqa: PLC0415
+    from hpctrain.checkpoint.state_diff import NO_RESULTS, compare  # noqa: PLC0415
 
     found = compare(first, second, only or ())
-    differ = [item for item in found if item.what != "time"]
+    differ = [item for item in found if item.what not in NO_RESULTS]
     if json:
         typer.echo(dumps([asdict(item) for item in found], indent=1))
     elif differ:
@@ -193,9 +193,9 @@ def diff(
         if len(found) > lines:
             _say(f"  and {len(found) - lines} more; --lines {len(found)} lists all")
     else:
-        times = ", but for times that were measured: " * bool(found)
+        but = ", but for times that were measured and numbers of records: " * bool(found)
         names = ", ".join(item.path for item in found)
-        _say(f"{first} and {second} are the same, bit for bit{times}{names}")
+        _say(f"{first} and {second} are the same, bit for bit{but}{names}")
     if differ:
         raise typer.Exit(FAULT)
 

@@ -1,17 +1,361 @@
-"""``hpctrain study``: scaling studies."""
+"""``hpctrain study``: scaling studies, from their file to their report."""
+
+import shlex
+import signal
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+from typer import Argument, Option
 
-from hpctrain.cli.study_report import compare, report
-from hpctrain.cli.study_run import init, run
+from hpctrain.cli.train import write_new
+from hpctrain.core.errors import ConfigError
+from hpctrain.core.units import format_seconds
+from hpctrain.train.console import make_console
+
+if TYPE_CHECKING:
+    from hpctrain.studies.points import Attempt
+    from hpctrain.studies.records import PointRecord
+    from hpctrain.studies.study import Study
+
+FAILED = 1  # exit code of run where points have failed
+SLOWER = 1  # and of compare --fail-slower
+
+EXAMPLES = """
+For instance:
+
+  hpctrain study init strong.toml      a file with every key; of your script by --command
+
+  hpctrain study run strong.toml --dry-run
+
+  hpctrain study run strong.toml       again after a kill: it goes on
+
+  hpctrain study report studies/digits-strong
+
+  hpctrain study compare studies/before studies/after
+
+  hpctrain guide studies               factors, what is measured, and how
+"""
 
 study = typer.Typer(
     name="study",
     help="Measure how a training scales, and report it so that others can believe it.",
+    epilog=EXAMPLES,
     no_args_is_help=True,
     rich_markup_mode="rich",
 )
-study.command()(init)
-study.command()(run)
-study.command()(report)
-study.command()(compare)
+
+File = Annotated[Path, Argument(metavar="STUDY.toml", show_default=False)]
+
+
+@study.command()
+def init(
+    path: File,
+    *,
+    mode: Annotated[
+        Literal["strong", "weak"], Option(help="The same work on more ranks, or more work.")
+    ] = "strong",
+    command: Annotated[
+        str,
+        Option(
+            metavar="COMMAND",
+            help="What to measure, such as 'python train.py'.",
+            show_default="the example with handwritten digits",
+        ),
+    ] = "",
+) -> None:
+    """Write STUDY.toml, with every key and what it means.
+
+    A script of your own tells of its steps in three lines; elsewhere they do nothing:
+
+      import hpctrain
+      ...
+      hpctrain.record(step=step, samples=len(batch), loss=loss.item())   # behind each step
+
+    For instance:
+
+      hpctrain study init strong.toml
+
+      hpctrain study init weak.toml --mode weak --command 'python train.py'
+    """
+    from hpctrain.core.keys import render  # noqa: PLC0415
+    from hpctrain.studies.study_file import example  # noqa: PLC0415
+
+    write_new(path, render(example(mode, command)))
+    typer.echo(f"{path} has every key; `hpctrain study run {path} --dry-run` lists its points")
+
+
+@study.command()
+def run(  # noqa: PLR0913 - a command's options
+    path: File,
+    *,
+    out: Annotated[
+        Path | None,
+        Option(metavar="DIR", help="Folder of the study.", show_default="studies/NAME"),
+    ] = None,
+    dry_run: Annotated[
+        bool, Option("--dry-run", help="List what is left to measure and its cost, and stop.")
+    ] = False,
+    seconds_per_point: Annotated[
+        float | None,
+        Option(min=0, metavar="S", help="For that cost.", show_default="as measured"),
+    ] = None,
+    retry_failed: Annotated[
+        bool, Option("--retry-failed", help="Measure points again that have failed.")
+    ] = False,
+    repeat: Annotated[
+        int | None, Option(min=0, metavar="N", help="Measure this repeat alone, from 0.")
+    ] = None,
+    slurm: Annotated[
+        bool, Option("--slurm", help="Submit a job for each repeat, and one that reports.")
+    ] = False,
+    time: Annotated[
+        str | None, Option("--time", "-t", metavar="TIME", help="Limit of each job.")
+    ] = None,
+    partition: Annotated[str | None, Option("--partition", "-p", metavar="NAME")] = None,
+    account: Annotated[str | None, Option("--account", "-A", metavar="NAME")] = None,
+    extra: Annotated[
+        list[str] | None,
+        Option("--option", metavar="--qos=high", help="A further option of sbatch."),
+    ] = None,
+) -> None:
+    """Measure all points of a scaling study, each several times, in random order.
+
+    The same command goes on after any kill: what has a record is not measured
+    again, what was broken off is. A point that fails is recorded, with its last
+    lines, and the study goes on; the exit code is 1 then.
+
+    DIR has STUDY.toml, environment.json, points-N.jsonl with a line for each point
+    of repeat N, and attempts/ with all output.
+
+    For instance:
+
+      hpctrain study run strong.toml --dry-run --seconds-per-point 20
+
+      hpctrain study run strong.toml
+
+      hpctrain study run strong.toml --slurm --time 1h --partition compute
+    """
+    from hpctrain.studies import study_file  # noqa: PLC0415
+    from hpctrain.studies.points import on_slurm  # noqa: PLC0415
+    from hpctrain.studies.study import Study  # noqa: PLC0415
+
+    config = study_file.load(path)
+    for word in shlex.split(config.command.run):
+        if word.endswith((".py", ".toml")) and "{" not in word and not Path(word).exists():
+            raise ConfigError(
+                f"command.run of {path} names files that are there, {word} is not in "
+                f"{Path.cwd()}; start the study where it is, or write its whole path"
+            )
+    where = out or Path("studies", config.study.name)
+    found = Study(on_slurm(config) if slurm else config, where)
+    attempts = found.missing(repeat=repeat, failed=retry_failed)
+    if dry_run:
+        _describe(found, attempts, seconds_per_point)
+        return
+    found.prepare()
+    if slurm:
+        settings = {"partition": partition, "account": account, "extra": tuple(extra or ())}
+        _submit(found, attempts, time, settings)
+        return
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _end)  # by an exception, which leaves no rank behind
+    _measure(found, attempts)
+    failed = [record for record in found.folder.read_points() if record.status == "failed"]
+    typer.echo(
+        f"{len(found.attempts) - len(found.missing())} of {len(found.attempts)} measured, "
+        f"{len(failed)} failed; `hpctrain study report {where}` shows them"
+    )
+    if failed:
+        raise typer.Exit(FAILED)
+
+
+@study.command()
+def report(
+    directory: Annotated[
+        Path, Argument(metavar="DIR", help="The folder of a study.", show_default=False)
+    ],
+    *,
+    machine: Annotated[
+        Path | None,
+        Option(metavar="FILE", help="A machine in TOML, for a bound.", show_default="none"),
+    ] = None,
+    out: Annotated[
+        Path | None, Option(metavar="DIR", help="Folder to write into.", show_default="DIR")
+    ] = None,
+) -> None:
+    """Write the page report.html, figures as PNG and SVG, and print a summary.
+
+    The page opens without a network. Its checklist names the rules for reports
+    on performance that the study keeps, and what is missing for the others.
+
+    For instance:
+
+      hpctrain study report studies/digits-strong
+
+      hpctrain study report studies/digits-strong --machine cluster.toml --out digits
+    """
+    from hpctrain.cost.machine import Machine  # noqa: PLC0415
+    from hpctrain.studies.report import summary_of, write_report  # noqa: PLC0415
+    from hpctrain.studies.results import StudyResults  # noqa: PLC0415
+
+    results = StudyResults.read(directory)
+    if machine is not None:
+        results = results.beside(Machine.read(machine))
+    console = Console(highlight=False, markup=False)
+    console.print(summary_of(results))
+    page, *figures = write_report(results, out or directory)
+    console.print(f"wrote {page}, and {len(figures)} figures in plots beside it", soft_wrap=True)
+
+
+@study.command()
+def compare(
+    first: Annotated[
+        Path, Argument(metavar="A", help="The folder of a study.", show_default=False)
+    ],
+    second: Annotated[
+        Path, Argument(metavar="B", help="What is compared with A.", show_default=False)
+    ],
+    *,
+    alpha: Annotated[
+        float,
+        Option(min=1e-6, max=0.5, metavar="P", help="How often equal studies may differ."),
+    ] = 0.05,
+    html: Annotated[
+        Path | None, Option(metavar="FILE", help="Write a page too.", show_default="none")
+    ] = None,
+    fail_slower: Annotated[
+        bool, Option("--fail-slower", help="Exit code 1 if B is slower beyond noise.")
+    ] = False,
+) -> None:
+    """Compare the time of a step at the points that two studies share.
+
+    Ratios of B to A, with intervals of an exact rank-sum test over repeats.
+
+    For instance:
+
+      hpctrain study compare studies/before studies/after
+
+      hpctrain study compare studies/before studies/after --html ratio.html --fail-slower
+    """
+    from hpctrain.studies.comparison import StudyComparison  # noqa: PLC0415
+    from hpctrain.studies.results import StudyResults  # noqa: PLC0415
+
+    found = StudyComparison(StudyResults.read(first), StudyResults.read(second), alpha)
+    Console(highlight=False, markup=False).print(found.summary())
+    if html is not None:
+        found.write(html)
+    if fail_slower and all(verdict.startswith("too few") for verdict in found.verdicts):
+        raise ConfigError(
+            "--fail-slower needs more repeats, or a larger --alpha, to find anything"
+        )
+    if fail_slower and "slower" in found.verdicts:
+        raise typer.Exit(SLOWER)
+
+
+def _describe(found: "Study", attempts: "list[Attempt]", seconds_per_point: float | None) -> None:
+    """List the points that are left, a command line, and the cost."""
+    points: dict[str, list[Attempt]] = {}
+    for attempt in sorted(attempts, key=lambda each: each.layout):
+        points.setdefault(attempt.text, []).append(attempt)
+    cores, hosts = found.config.study.cores, found.config.study.hosts
+    for text, repeats in points.items():
+        many = repeats[0].is_oversubscribed(cores, hosts)
+        note = f"  oversubscribed: {cores} cores on each of {hosts} hosts" if many else ""
+        typer.echo(f"{text}  x {len(repeats)}{note}")
+    if attempts:
+        place = found.folder.attempts / attempts[0].name
+        names = attempts[0].names(found.config.study.mode, place)
+        launcher, command, _ = found.config.filled(names)
+        typer.echo(f"the first: {shlex.join([*launcher, *command])}")
+    cost_s = found.expected_s(attempts)
+    if seconds_per_point is not None:
+        cost_s = seconds_per_point * len(attempts)
+    price = "say --seconds-per-point for their cost"
+    if cost_s is not None:
+        # All nodes of the largest point are held all the time.
+        price = f"{cost_s * hosts / 3600:.3g} node-hours, {format_seconds(cost_s)} in all"
+    typer.echo(f"{len(attempts)} of {len(found.attempts)} are left to measure: {price}")
+
+
+def _submit(
+    found: "Study", attempts: "list[Attempt]", time: str | None, settings: dict[str, Any]
+) -> None:
+    """Submit a job for each repeat that is left, and behind them one that reports."""
+    from hpctrain.cli.submit import check  # noqa: PLC0415
+    from hpctrain.launch.slurm.batch_script import BatchSettings, script  # noqa: PLC0415
+    from hpctrain.launch.slurm.scheduler import sbatch_time, submit  # noqa: PLC0415
+
+    if not attempts:
+        typer.echo("everything is measured")
+        return
+    where = found.folder.path
+    common = BatchSettings(
+        job_name=found.config.study.name,
+        config=str(found.folder.file),
+        directory=str(where),
+        **settings,
+    )
+    layouts = [attempt.layout for attempt in attempts]
+    repeats = ",".join(map(str, sorted({attempt.repeat for attempt in attempts})))
+    array = replace(
+        common,
+        nodes=max(layout.nodes for layout in layouts),
+        tasks_per_node=max(layout.ranks_per_node for layout in layouts),
+        time=None if time is None else sbatch_time(time),
+        output=f"{where}/slurm-%A_%a.out",
+        array=repeats,
+    )
+    text = script("study", array)
+    check(text, where)
+    path = where / "job.sbatch"
+    path.write_text(text, encoding="utf-8")
+    number = submit(path)
+    after = replace(
+        common,
+        nodes=1,
+        tasks_per_node=1,
+        output=f"{where}/slurm-report-%j.out",
+        dependency=f"afterany:{number}",
+        extra=(*common.extra, "--export=ALL,PART=report"),
+    )
+    path = where / "report.sbatch"
+    path.write_text(script("study", after), encoding="utf-8")
+    typer.echo(f"job {number}: repeats {repeats} in {where}\njob {submit(path)}: the report")
+
+
+def _end(number: int, _frame: object) -> None:
+    sys.exit(128 + number)
+
+
+def _measure(found: "Study", attempts: "list[Attempt]") -> None:
+    """Measure under a bar that shows the time left, with a line for each attempt."""
+    left = {attempt.order: attempt for attempt in attempts}
+    console = make_console(shown=True)
+    texts = ("{task.completed}/{task.total}", "{task.description}")
+    count, text = (TextColumn(each, markup=False) for each in texts)
+    hidden = not console.is_terminal
+    with Progress(
+        count, BarColumn(), text, console=console, transient=True, disable=hidden
+    ) as bar:
+        task = bar.add_task("", total=len(attempts))
+
+        def begun(attempt: "Attempt") -> None:
+            left_s = found.expected_s(left.values())
+            time_left = f"  {format_seconds(left_s)} left" if left_s else ""
+            done = len(attempts) - len(left)
+            bar.update(task, completed=done, description=f"{attempt.text}{time_left}")
+
+        def ended(record: "PointRecord") -> None:
+            said = f"failed: {record.error}"
+            if record.is_done:
+                step = format_seconds(record.mean_step_s)
+                said = f"{step} a step, {record.samples_per_s or 0:.0f} samples/s"
+            line = f"{left.pop(record.order).text}  repeat {record.repeat}: {said}"
+            console.print(line, soft_wrap=True)
+
+        found.measure(attempts, begun=begun, ended=ended)

@@ -102,13 +102,6 @@ def check_rows(tensor: Tensor, function: str) -> None:
         )
 
 
-def check_reduction(tensor: Tensor, op: ReduceOp, prescale: float, postscale: float) -> None:
-    """Refuse what ``check_tensor`` does, and what cannot be done with values of this dtype."""
-    check_tensor(tensor)
-    if refusal := _refusal(tensor.dtype, op, prescale != 1.0 or postscale != 1.0):
-        raise ConfigError(refusal)
-
-
 def check_group(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Return the tensors of a group as a list; ``ConfigError`` if it is empty, or no group."""
     if isinstance(tensors, Tensor) or not isinstance(tensors, Iterable):
@@ -132,14 +125,17 @@ def reduction(  # noqa: PLR0913 - what users give
     *,
     in_place: bool = False,
 ) -> Request:
-    """Return the request for a reduction of some tensors; see ``check_reduction``."""
+    """Return the request for a reduction of some tensors.
+
+    Raises ``ConfigError``: ``check_tensor`` does, or values of a dtype cannot be so reduced.
+    """
+    for tensor in tensors:
+        check_tensor(tensor)
+        _check_values(tensor.dtype, op, prescale != 1.0 or postscale != 1.0)
     if len(tensors) == 1:  # as a rule, and there may be thousands, again and again
-        check_tensor(tensors[0])
         what = tensors[0].dtype, tensors[0].shape, op, float(prescale), float(postscale)
         full_name, signature = _of_one(kind, name, *what)
         return Request(kind, full_name, tensors, in_place=in_place, signature=signature)
-    for tensor in tensors:
-        check_reduction(tensor, op, prescale, postscale)
     return Request(
         kind,
         named(kind, name),
@@ -162,8 +158,6 @@ def _of_one(  # noqa: PLR0913, PLR0917 - what users give
     postscale: float,
 ) -> tuple[str | None, Signature]:
     """Return the whole name, and the signature of a reduction of one tensor on the CPU."""
-    if refusal := _refusal(dtype, op, prescale != 1.0 or postscale != 1.0):
-        raise ConfigError(refusal)
     what = kind, (dtype,), (shape,), op, prescale, postscale, None, ("cpu",)
     return named(kind, name), Signature(*what)
 
@@ -251,21 +245,22 @@ def _checked(handle: Handle) -> Handle:
 
 
 @lru_cache(maxsize=256)
-def _refusal(dtype: torch.dtype, op: ReduceOp, is_scaled: bool) -> str | None:  # noqa: FBT001
-    """Return why there is no such reduction; None if there is."""
+def _check_values(dtype: torch.dtype, op: ReduceOp, is_scaled: bool) -> None:  # noqa: FBT001
+    """Refuse, by ``ConfigError``, what cannot be done with values of a dtype."""
     name = name_of(dtype)
     if dtype is torch.bool and (is_scaled or op is ReduceOp.AVERAGE):
-        return (
+        raise ConfigError(
             f"there are no averages and factors of {name}; use op=Max for 'any', op=Min for "
             f"'all', or convert the tensor"
         )
     if op is ReduceOp.ADASUM:
         if dtype.is_floating_point and dtype.itemsize > 1:
-            return None
-        return f"Adasum takes floating point of 16 bits and more, got {name}; convert the tensor"
+            return
+        raise ConfigError(
+            f"Adasum takes floating point of 16 bits and more, got {name}; convert the tensor"
+        )
     kinds = {ReduceOp.MIN: Op.MIN, ReduceOp.MAX: Op.MAX, ReduceOp.PRODUCT: Op.PRODUCT}
     try:
         combination(dtype, kinds.get(op, Op.SUM))
     except CommError as error:
-        return str(error)
-    return None
+        raise ConfigError(str(error)) from None

@@ -66,6 +66,7 @@ class Rule:
 Count = Annotated[int, Rule(least=0)]
 Number = Annotated[int, Rule(least=1)]
 Positive = Annotated[float, Rule(above=0)]
+AtLeast0 = Annotated[float, Rule(least=0)]
 Time = Annotated[str, Rule(is_time=True)]
 Texts = Annotated[list[str], Rule(each=str)]
 
@@ -74,6 +75,27 @@ def require(ok: bool, rule: str, value: object) -> None:  # noqa: FBT001 - reads
     """Raise a ``ConfigError`` with ``rule`` and ``value`` unless ``ok``."""
     if not ok:
         raise ConfigError(f"{rule}, got {value!r}")
+
+
+def check_rules(config: Any) -> None:
+    """Raise a ``ConfigError`` unless the fields of a dataclass keep to the rules of their types.
+
+    For those that are made by programs too; what is read from a file is checked by its keys.
+    """
+    cls: Any = type(config)
+    for name, rule in _rules_of(cls).items():
+        rule.check(name, getattr(config, name))
+
+
+@functools.cache
+def _rules_of(cls: type) -> dict[str, Rule]:
+    hints = get_type_hints(cls, include_extras=True)
+    return {
+        name: rule
+        for name, hint in hints.items()
+        for _, rule in _alternatives(hint)
+        if isinstance(rule, Rule)
+    }
 
 
 def seconds(text: str) -> float | None:

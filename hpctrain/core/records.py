@@ -1,13 +1,21 @@
-"""Files of records, one JSON object per line, each appended at once."""
+"""Files of records, one JSON object per line; those of steps, which scaling studies read."""
 
+import atexit
+import functools
 import json
 import math
 import os
+import platform
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from hpctrain.core.atomic import sync
+from hpctrain.core.atomic import make_folder, sync
+from hpctrain.core.config import records_folder
+from hpctrain.core.errors import ConfigError
+
+_FLUSH_S = 1.0  # of steps a kill may cost so much; the study does such a repeat again
 
 
 class Records:
@@ -24,24 +32,20 @@ class Records:
             self._file.write(b"\n")
         sync(path.parent)
 
-    def append(self, record: Mapping[str, Any]) -> None:
-        """Append one record; a number that is not finite becomes null, as JSON has none.
+    def append(self, *records: Mapping[str, Any]) -> None:
+        """Append records; a number that is not finite becomes null, as JSON has none.
 
         Raises ``OSError``: the file system refuses.
         """
-        text = json.dumps({name: _finite(value) for name, value in record.items()})
+        lines = [json.dumps({n: _finite(v) for n, v in each.items()}) + "\n" for each in records]
         # One write, but on a full disk: others who append, or read, meet whole lines.
-        line = memoryview(text.encode() + b"\n")
-        while line:
-            line = line[self._file.write(line) :]
+        text = memoryview("".join(lines).encode())
+        while text:
+            text = text[self._file.write(text) :]
 
     def sync(self) -> None:
         """Return when all records are on disk."""
         os.fsync(self._file.fileno())
-
-    def fileno(self) -> int:
-        """Return the descriptor of the file, such as for a lock."""
-        return self._file.fileno()
 
     def close(self) -> None:
         """Close the file."""
@@ -70,6 +74,76 @@ def record_of(line: bytes, key: str = "event") -> dict[str, Any] | None:
     except ValueError:  # among them bytes that are no text
         return None
     return found if isinstance(found, dict) and key in found else None
+
+
+def record(
+    *,
+    step: int,
+    samples: int | None = None,
+    loss: float | None = None,
+    seconds: float | None = None,
+    **values: float,
+) -> None:
+    """Tell a scaling study of a step that this rank has just done; elsewhere do nothing.
+
+    Every rank calls it at the end of each step. Not collective, and it needs neither MPI nor
+    ``init``: each process appends to a file of its own, in the folder that ``hpctrain study run``
+    names by ``HPCTRAIN_RECORDS``. A step lasts from one call to the next, and as long as on the
+    slowest rank.
+
+    Args:
+        step: number of the step, the same on all ranks.
+        samples: from which this rank has learnt in it. None is no step: ``values`` alone are told,
+            such as the accuracy of a test, and the next step begins now.
+        loss: mean over these samples.
+        seconds: duration of the step, where that is not the time since the last call.
+        **values: ``compute_s``, ``communication_s``, ``input_s``: parts of the step;
+            ``node_bytes``, ``rail_bytes``: what this rank has moved in its node and sent in it;
+            any other, such as ``accuracy``, is what a study may have as its target.
+
+    Raises:
+        ConfigError: the folder cannot be written.
+    """
+    recorder = _recorder(os.getpid())
+    if recorder is not None:
+        told = {"samples": samples, "loss": loss, "seconds": seconds, **values}
+        recorder.write(step, {n: float(value) for n, value in told.items() if value is not None})
+
+
+class _Recorder:
+    """Appends what a rank tells about once a second: its steps may be short, and the disk far."""
+
+    def __init__(self, folder: Path) -> None:
+        self._pid, self._flushed = os.getpid(), time.monotonic()
+        self._pending: list[dict[str, float]] = []
+        try:
+            make_folder(folder)
+            # Ranks need no number: their files tell them apart.
+            self._records = Records(folder / f"{platform.node()}-{self._pid}.jsonl")
+        except OSError as error:
+            raise ConfigError(
+                f"HPCTRAIN_RECORDS names a folder for records, {folder} cannot be written: "
+                f"{error.strerror}; unset it, or name another"
+            ) from None
+        atexit.register(self.flush)
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        now = time.monotonic()
+        self._pending.append({"step": int(step), "at": now, **values})
+        if now - self._flushed > _FLUSH_S:
+            self.flush()
+            self._flushed = now
+
+    def flush(self) -> None:
+        if os.getpid() == self._pid:  # a forked child has these lines too
+            self._records.append(*self._pending)
+            self._pending.clear()
+
+
+@functools.cache
+def _recorder(_pid: int) -> _Recorder | None:  # a forked child begins a file of its own
+    folder = records_folder()
+    return None if folder is None else _Recorder(folder)
 
 
 def _finite(value: Any) -> Any:

@@ -3,6 +3,7 @@
 import difflib
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -51,7 +52,9 @@ class TomlValues(Generic[C]):
         top = self._cls()
         try:
             inner = {
-                name: type(getattr(top, name))(**table) for name, table in tables.items() if name
+                name: replace(getattr(top, name), **table)
+                for name, table in tables.items()
+                if name
             }
             made: C = self._cls(**tables.get("", {}), **inner)
         except ConfigError as error:

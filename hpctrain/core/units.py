@@ -44,6 +44,15 @@ def parse_seconds(text: str) -> float:
     return sum(float(n) * _SECONDS[unit.lower()] for n, unit in _DURATION_PART.findall(text))
 
 
+def parse_number(text: str) -> float:
+    """Read a number such as ``"25.6M"`` or ``"1e9"``; ``ConfigError``: it is none."""
+    digits = text.rstrip("kMG")
+    try:
+        return float(digits) * {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9}[text.removeprefix(digits)]
+    except (ValueError, KeyError):
+        raise ConfigError(f"a number is one such as 1000, 25.6M or 1e9, got {text!r}") from None
+
+
 def format_bytes(num_bytes: float) -> str:
     """Write a number of bytes with a binary unit: ``25.0 MiB``."""
     for unit, size in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
@@ -53,13 +62,15 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Write a duration with the unit that fits: ``3.2 us``, ``1.84 ms``, ``3 min 05 s``."""
+    """Write a duration with the unit that fits: ``3.2 us``, ``3 min 05 s``, ``2.5 h``."""
     if seconds < 1e-3:
         return f"{seconds * 1e6:.1f} us"
     if seconds < 1:
         return f"{seconds * 1e3:.2f} ms"
     if seconds < 60:
         return f"{seconds:.2f} s"
+    if seconds >= 3600:
+        return f"{seconds / 3600:.3g} h"
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes} min {rest:02d} s"
 

@@ -2,51 +2,81 @@
 
 import math
 import operator
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 from hpctrain.core.errors import ConfigError
 from hpctrain.cost.machine import Machine
+from hpctrain.cost.messages import phases
 from hpctrain.cost.schedules import SCHEDULES
 
 
 class Load(NamedTuple):
     """What a sum asks of the rank or link that is busy longest, one after the other.
 
-    Its time is linear in the figures of a machine, so these are fitted to measured times.
+    Its time is linear in the figures of a machine, so these are fitted to measured times. What
+    processors do counts as many times as ranks take turns on a core.
     """
 
     node_rounds: float = 0.0  # messages inside a node
     node_bytes: float = 0.0
     network_rounds: float = 0.0  # messages between nodes
     network_bytes: float = 0.0  # through one network card, in one direction
+    handled_bytes: float = 0.0  # of those, by one rank's processor
     combined_bytes: float = 0.0  # of one of two tensors, by one rank
+    codec_s: float = 0.0  # seconds that a codec takes on any machine
 
     def __add__(self, other: "Load") -> "Load":  # type: ignore[override] # not a longer tuple
         return Load(*map(operator.add, self, other))
 
     def seconds(self, machine: Machine) -> float:
         """Return the time on a machine."""
-        node, network = machine.node, machine.network
-        return (
-            self.node_rounds * node.latency_s
-            + self.node_bytes / node.bytes_per_s
-            + self.network_rounds * network.latency_s
-            + self.network_bytes / network.bytes_per_s
-            + self.combined_bytes / machine.reduce_bytes_per_s
-        )
+        return float(sum(map(operator.mul, self, seconds_of_one(machine))))
+
+
+def seconds_of_one(machine: Machine) -> Load:
+    """Return the seconds for one of each field of a load."""
+    node, network = machine.node, machine.network
+    links = node.latency_s, 1 / node.bytes_per_s, network.latency_s, 1 / network.bytes_per_s
+    return Load(*links, 1 / machine.handle_bytes_per_s, 1 / machine.reduce_bytes_per_s, 1.0)
 
 
 class CodecCost(NamedTuple):
-    """What a codec does to a message."""
+    """What a codec does to a message of float32."""
 
-    ratio: float  # bytes that travel, by those of the message
-    passes: float  # as many times a rank goes over what it sends, besides combining it
+    bytes_per_element: float  # that travel, of 4
+    s_per_byte: float = 0.0  # processor time for each byte of the message, both ways
+    passes: float = 0.0  # as many times a rank goes over what it sends, besides combining it
 
 
-CODECS = {"none": CodecCost(1.0, 0.0), "bf16": CodecCost(0.5, 2.0)}
-"""By name: ``hpctrain.Compression`` has both."""
+CODECS = {
+    "none": CodecCost(4.0),
+    "fp16": CodecCost(2.0, passes=2.0),
+    "bf16": CodecCost(2.0, passes=2.0),
+}
+"""By name, those of ``hpctrain.Compression``."""
+
+
+def codec_cost(name: str) -> CodecCost:
+    """Return what a codec costs: one of ``CODECS``, or ``NAME:BYTES:SECONDS``.
+
+    The latter says what no row of the table does: the bytes for each element, and the seconds of a
+    processor for each byte of the message. Raises ``ConfigError``: it is neither.
+    """
+    if name in CODECS:
+        return CODECS[name]
+    try:
+        _, size, seconds = name.split(":")
+        found = CodecCost(float(size), float(seconds))
+    except ValueError:
+        found = CodecCost(0.0)
+    if not (0 < found.bytes_per_element < math.inf and 0 <= found.s_per_byte < math.inf):
+        raise ConfigError(
+            f"a codec of a model is one of {', '.join(CODECS)}, or NAME:BYTES:SECONDS such as "
+            f"int8:1:2e-10, bytes of an element and seconds for a byte, got {name!r}"
+        )
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,134 +84,26 @@ class Way:
     """How all ranks sum a message; ``ConfigError`` if it has no such name."""
 
     algorithm: str
-    """A name of ``ALGORITHMS``; on one node with rails also ``slices`` or ``direct``."""
+    """A name of ``schedules.SCHEDULES``; on one node with rails also ``slices`` or ``direct``."""
     rails: int = 0
     """Ranks of each node that sum their parts between nodes, after the node has summed in its
     memory; 0 where the algorithm runs flat over all ranks."""
-    codec: str = "none"  # a name of ``CODECS``, for what travels between nodes
+    codec: str = "none"  # what ``codec_cost`` takes, for what travels between nodes
 
     def __post_init__(self) -> None:
-        names = [*ALGORITHMS, *(ON_A_NODE if self.rails else ())]
-        for what, name, known in (
-            ("an algorithm", self.algorithm, names),
-            ("a codec", self.codec, CODECS),
-        ):
-            if name not in known:
-                raise ConfigError(f"{what} of a model is one of {', '.join(known)}, got {name!r}")
+        known = [*SCHEDULES, *(ON_A_NODE if self.rails else ())]
+        if self.algorithm not in known:
+            raise ConfigError(
+                f"an algorithm of a model is one of {', '.join(known)}, got {self.algorithm!r}"
+            )
+        codec_cost(self.codec)
 
     def __str__(self) -> str:
         levels = f"{self.rails} rail{'s' * (self.rails > 1)}" if self.rails else "flat"
         return f"{self.algorithm}, {levels}{f', {self.codec}' * (self.codec != 'none')}"
 
 
-class _Round(NamedTuple):
-    """Messages that travel at the same time."""
-
-    reach: int  # how many ranks further on the partner is
-    num_bytes: float  # of each message
-    times: float = 1
-    kind: str = "pairs"
-    """``pairs``: all exchange with a partner; ``folded``: so do those that take part for their
-    neighbours too, which lie twice as far apart, and the others; ``shift``: all send to the one
-    ``reach`` further on; ``tree``: one of each ``2 reach`` sends."""
-    combines: bool = False  # whether what arrives is combined with what is there
-
-    def leaving(self, block: int) -> int:
-        """Count the messages that leave a block of so many consecutive ranks, in a direction."""
-        if self.kind == "folded":
-            near = self._replace(kind="pairs")
-            far = near._replace(reach=2 * self.reach)
-            return max(near.leaving(block), math.ceil(far.leaving(block) / 2))
-        if self.kind != "shift" and block % (2 * self.reach) == 0:
-            return 0
-        return 1 if self.kind == "tree" else min(self.reach, block)
-
-
-def _ring(size: int, num_bytes: float) -> list[_Round]:
-    part = _Round(1, num_bytes / size, size - 1, "shift")
-    return [part._replace(combines=True), part]
-
-
-def _paired(size: int) -> list[_Round]:
-    """Return rounds of nothing at 1, 2, 4, ... below the largest power of two within ``size``."""
-    kind = "folded" if size & (size - 1) else "pairs"
-    return [_Round(1 << k, 0.0, kind=kind) for k in range(size.bit_length() - 1)]
-
-
-def _doubling(size: int, num_bytes: float) -> list[_Round]:
-    rounds = [each._replace(num_bytes=num_bytes, combines=True) for each in _paired(size)]
-    if size & (size - 1):  # the odd ones of the first few hand in, and are told
-        fold = _Round(1, num_bytes, kind="tree")
-        rounds = [fold._replace(combines=True), *rounds, fold]
-    return rounds
-
-
-def _halving(size: int, num_bytes: float) -> list[_Round]:
-    back = [each._replace(num_bytes=num_bytes / (2 * each.reach)) for each in _paired(size)]
-    rounds = [*(part._replace(combines=True) for part in back), *reversed(back)]
-    if size & (size - 1):
-        fold = _Round(1, num_bytes / 2)
-        given = fold._replace(kind="tree")
-        rounds = [fold._replace(combines=True), given, *rounds, given._replace(times=2)]
-    return rounds
-
-
-def _tree(size: int, num_bytes: float) -> list[_Round]:
-    reaches = [1 << k for k in range((size - 1).bit_length())]
-    down = [_Round(reach, num_bytes, kind="tree") for reach in reaches]
-    return [*(part._replace(combines=True) for part in down), *down]
-
-
-SEGMENT_BYTES = SCHEDULES["double_tree"].segment_bytes
-
-
-def _double_tree(size: int, num_bytes: float) -> list[_Round]:
-    depth = (size - 1).bit_length()
-    segment = min(SEGMENT_BYTES, num_bytes / 2)
-    children = min(2, size - 1)  # an inner rank takes a segment from each of them
-    behind = children * (num_bytes / 2 - segment) / depth  # the other segments
-    way = _Round(max(size // 2, 1), segment + behind, 2 * depth, "tree")
-    return [way._replace(combines=True), way]
-
-
-ALGORITHMS: dict[str, Callable[[int, float], list[_Round]]] = {
-    "ring": _ring,
-    "doubling": _doubling,
-    "halving": _halving,
-    "tree": _tree,
-    "double_tree": _double_tree,
-}
-"""Those of ``comm/rail`` by name, as rounds: of the number of ranks and the bytes of a message."""
-
 ON_A_NODE = ("slices", "direct")
-
-
-def _load(rounds: list[_Round], machine: Machine, block: int, lanes: int) -> Load:
-    """Add up rounds of ranks that lie in blocks on the nodes, in as many lanes at a time.
-
-    Messages that leave a node share its cards, and those that leave a leaf switch its links.
-    """
-    total = Load()
-    for each in rounds:
-        leaving = each.leaving(block) * lanes if machine.nodes > 1 else 0
-        num_bytes = each.times * each.num_bytes
-        if leaving:
-            width = max(math.ceil(leaving / machine.nics), _at_leaf(each, machine, block, leaving))
-            total += Load(network_rounds=each.times, network_bytes=num_bytes * width)
-        else:
-            total += Load(node_rounds=each.times, node_bytes=num_bytes)
-        if each.combines:
-            total += Load(combined_bytes=num_bytes)
-    return total
-
-
-def _at_leaf(each: _Round, machine: Machine, block: int, leaving: int) -> float:
-    """Return how many messages share as much of a leaf's links upwards as one card carries."""
-    if not 0 < machine.leaf_size < machine.nodes:
-        return 0.0
-    of_nodes = each._replace(reach=max(each.reach // block, 1))
-    cards = machine.leaf_size * machine.nics / machine.oversubscription
-    return of_nodes.leaving(machine.leaf_size) * leaving / cards
 
 
 def allreduce(machine: Machine, num_bytes: float, way: Way) -> Load:
@@ -195,28 +117,83 @@ def allreduce(machine: Machine, num_bytes: float, way: Way) -> Load:
     operations in MPICH"; Patarasu and Yuan 2009, "Bandwidth optimal all-reduce algorithms for
     clusters of workstations"; as in ``comm/rail/algorithms``. What shares a card waits for it.
     """
-    local, codec = machine.ranks_per_node, CODECS[way.codec]
-    if machine.num_ranks == 1:
-        return Load()
-    if not way.rails:
-        rounds = ALGORITHMS[way.algorithm](machine.num_ranks, codec.ratio * num_bytes)
-        coded = Load(combined_bytes=codec.passes * num_bytes)
-        return _load(rounds, machine, local, 1) + coded
-    total = _on_node(local, num_bytes, direct=way.algorithm == "direct")
-    if machine.nodes == 1:
-        return total
+    before, after = around(machine, num_bytes, way)
+    rails, sent = between_nodes(machine, num_bytes, way)
+    if (machine.nodes if rails else machine.num_ranks) == 1:
+        return before + after
+    shape = Machine(**{name: getattr(machine, name) for name in _SHAPE})
+    of_messages = _double_tree if way.algorithm == "double_tree" else _in_rounds
+    return before + of_messages(sent, way.algorithm, shape, rails) + after
+
+
+_SHAPE = ("nodes", "ranks_per_node", "nics", "ranks_per_core", "leaf_size", "oversubscription")
+
+
+def _in_rounds(num_bytes: float, algorithm: str, shape: Machine, rails: int) -> Load:
+    """Add up the rounds of a schedule; of those under way together the slowest counts."""
+    each = _of_one_byte(algorithm, shape, rails)
+    return Load(
+        *(many if "rounds" in name else many * num_bytes for name, many in each._asdict().items())
+    )
+
+
+@lru_cache(maxsize=1024)
+def _of_one_byte(algorithm: str, shape: Machine, rails: int) -> Load:
+    schedule, total = SCHEDULES[algorithm], Load()
+    num_parts = schedule.num_parts(shape.nodes if rails else shape.num_ranks)
+    for steps, _, _ in phases(schedule, 1, shape, rails):
+        for messages, num_pieces, combined, repeats in steps:
+            part = repeats * num_pieces / num_parts
+            width = float((messages.width * messages.crosses).max())
+            total += _asked(shape, rails, repeats, part, width, part * combined)
+    return total
+
+
+def _asked(
+    shape: Machine, rails: int, rounds: float, num_bytes: float, width: float, combined: float
+) -> Load:
+    """Return the load of rounds; a width of 0 says that none of them leaves a node."""
+    turns = shape.turns(rails or shape.ranks_per_node)
+    both = Load(combined_bytes=turns * combined)
+    if not width:
+        return both + Load(turns * rounds, turns * num_bytes)
+    return both + Load(0, 0, turns * rounds, width * num_bytes, turns * num_bytes)
+
+
+def _double_tree(num_bytes: float, algorithm: str, shape: Machine, rails: int) -> Load:
+    """Return what a rank inside one of two trees waits for: it is a leaf of the other."""
+    size = shape.nodes if rails else shape.num_ranks
+    depth = (size - 1).bit_length()
+    segment = min(SCHEDULES[algorithm].segment_bytes, num_bytes / 2)
+    # An inner rank takes a segment from each child; the others follow the first.
+    up = 2 * depth * segment + 2 * min(2, size - 1) * (num_bytes / 2 - segment)
+    width = math.ceil((rails or 1) / shape.nics) if shape.nodes > 1 else 0
+    return _asked(shape, rails, 4 * depth, 2 * up, width, up)
+
+
+def between_nodes(machine: Machine, num_bytes: float, way: Way) -> tuple[int, float]:
+    """Return the rails of each node, and the bytes of a message that ranks sum by messages."""
+    if way.algorithm in ON_A_NODE and machine.nodes > 1:
+        raise ConfigError(f"{way.algorithm} sums on one node, got {machine.nodes}; name another")
+    rails = min(way.rails, machine.ranks_per_node)
+    return rails, codec_cost(way.codec).bytes_per_element / 4 * num_bytes / (rails or 1)
+
+
+def around(machine: Machine, num_bytes: float, way: Way) -> tuple[Load, Load]:
+    """Return what ranks do before they send and afterwards: a codec, and the memory of a node."""
+    local, codec, before, after = machine.ranks_per_node, codec_cost(way.codec), Load(), Load()
     rails = min(way.rails, local)
-    part = num_bytes / rails
-    rounds = ALGORITHMS[way.algorithm](machine.nodes, codec.ratio * part)
-    coded = Load(combined_bytes=codec.passes * part)
-    return total + _load(rounds, machine, 1, rails) + coded
-
-
-def _on_node(local: int, num_bytes: float, *, direct: bool) -> Load:
-    depth, others = (local - 1).bit_length(), (local - 1) * num_bytes
-    if direct:
-        return Load(node_rounds=depth, combined_bytes=others)
-    return Load(node_rounds=3 * depth, combined_bytes=2 * others / local)  # and copied
+    if machine.nodes > 1 or (local > 1 and not rails):
+        coded = machine.turns(rails or local) * num_bytes / (rails or 1) / 2
+        before = Load(combined_bytes=codec.passes * coded, codec_s=codec.s_per_byte * coded)
+        after = before
+    if rails:
+        turns, depth = machine.turns(local), (local - 1).bit_length()
+        if way.algorithm == "direct":
+            return Load(turns * depth, combined_bytes=turns * (local - 1) * num_bytes), Load()
+        part = Load(turns * depth, combined_bytes=turns * (local - 1) / local * num_bytes)
+        before, after = part + Load(turns * depth) + before, after + part
+    return before, after
 
 
 def fastest(machine: Machine, num_bytes: float, codec: str = "none") -> Way:
@@ -225,7 +202,7 @@ def fastest(machine: Machine, num_bytes: float, codec: str = "none") -> Way:
     if machine.nodes == 1:
         return Way("slices", rails=1)
     rails = sorted({1, min(machine.nics, local), min(2 * machine.nics, local), local})
-    ways = [Way(name, many, codec) for name in ALGORITHMS for many in rails]
+    ways = [Way(name, many, codec) for name in SCHEDULES for many in rails]
     return min(ways, key=lambda way: allreduce(machine, num_bytes, way).seconds(machine))
 
 
@@ -261,4 +238,5 @@ def parameter_server(
     share = max(num_bytes / servers, largest)
     remote = machine.num_ranks - machine.ranks_per_node
     taken = Load(combined_bytes=machine.num_ranks * share)
-    return taken + Load(network_rounds=1, network_bytes=remote * share / machine.nics)
+    sent = remote * share
+    return taken + Load(0, 0, 1, sent / machine.nics, sent)

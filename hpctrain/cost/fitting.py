@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from hpctrain.core.atomic import publishing
 from hpctrain.core.errors import ConfigError
+from hpctrain.core.keys import Count, Number, Positive, check_rules
 from hpctrain.cost.collectives import Load, Way, allreduce
 from hpctrain.cost.machine import Link, Machine
 
@@ -23,25 +24,23 @@ LEAST_POINTS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """One measured sum over all ranks."""
+    """One measured sum over all ranks; ``ConfigError`` where a rule is broken."""
 
-    nodes: int
-    ranks_per_node: int
-    nics: int = 1  # network cards of each node
+    nodes: Number
+    ranks_per_node: Number
+    nics: Number = 1  # network cards of each node
     algorithm: str
     """As a plan names it: ``slices`` or ``direct`` on one node, else that of the rails, or of all
     ranks where there is no rail."""
-    rails: int  # 0 where the algorithm runs flat over all ranks
+    rails: Count  # 0 where the algorithm runs flat over all ranks
     codec: str = "none"
-    ranks_per_core: float = 1.0
+    ranks_per_core: Positive = 1.0
     """How many ranks take turns on a core: what a processor does takes as many times as long."""
-    num_bytes: int  # of the message, before the codec
-    seconds: float  # of the slowest rank
+    num_bytes: Number  # of the message, before the codec
+    seconds: Positive  # of the slowest rank
 
     def __post_init__(self) -> None:
-        """Refuse what cannot have been measured, by ``ConfigError``."""
-        if min(self.nodes, self.ranks_per_node, self.nics, self.num_bytes, self.seconds) <= 0:
-            raise ConfigError(f"numbers of a point are above 0, got {asdict(self)}")
+        check_rules(self)
 
     @property
     def way(self) -> Way:
@@ -51,14 +50,16 @@ class Point:
     @property
     def shape(self) -> Machine:
         """The machine that it was measured on, of default links."""
-        return Machine(nodes=self.nodes, ranks_per_node=self.ranks_per_node, nics=self.nics)
+        return Machine(
+            nodes=self.nodes,
+            ranks_per_node=self.ranks_per_node,
+            nics=self.nics,
+            ranks_per_core=self.ranks_per_core,
+        )
 
     def load(self) -> Load:
-        """Return what the models say that it asked of links, and of processors that are shared."""
-        load = allreduce(self.shape, self.num_bytes, self.way)
-        times = max(self.ranks_per_core, 1.0)
-        slowed = Load(*(times * value for value in load))
-        return slowed._replace(network_bytes=load.network_bytes)
+        """Return what the models say that it asked of links and processors."""
+        return allreduce(self.shape, self.num_bytes, self.way)
 
 
 def read_points(path: Path) -> list[Point]:
@@ -88,7 +89,7 @@ class Fit:
     """Figures of a machine, and how well the models meet the points with them."""
 
     points: tuple[Point, ...]
-    per_unit_s: tuple[float, ...]
+    per_unit: Load
     """Seconds for one of each field of a ``Load``."""
     held_out: float
     """Median relative error on the half of the points that the fit did not see, of both halves."""
@@ -105,7 +106,7 @@ class Fit:
 
     def seconds(self, point: Point) -> float:
         """Return the time that the models predict for what a point measured."""
-        return float(np.dot(point.load(), self.per_unit_s))
+        return float(np.dot(point.load(), self.per_unit))
 
     def machine(self) -> Machine:
         """Return the largest machine of the points with the figures that were fitted.
@@ -114,13 +115,15 @@ class Fit:
         used keep the machine's defaults.
         """
         largest = max(self.points, key=lambda point: (point.nodes, point.ranks_per_node))
-        found, figures = largest.shape, self.per_unit_s
-        node, network = (Link(figures[k], _rate(figures[k + 1])) for k in (0, 2))
+        found, unit = largest.shape, self.per_unit
+        node = Link(unit.node_rounds, _rate(unit.node_bytes))
+        network = Link(unit.network_rounds, _rate(unit.network_bytes))
         return replace(
             found,
             node=node if any(p.ranks_per_node > 1 for p in self.points) else found.node,
             network=network if found.nodes > 1 else found.network,
-            reduce_bytes_per_s=_rate(figures[4]),
+            handle_bytes_per_s=_rate(unit.handled_bytes),
+            reduce_bytes_per_s=_rate(unit.combined_bytes),
         )
 
 
@@ -144,16 +147,22 @@ def fit(points: Sequence[Point], *, seed: int = 0) -> Fit:
             f"a fit takes {LEAST_POINTS} points or more, got {len(points)}; measure other sizes, "
             f"ways or numbers of nodes too"
         )
-    loads = np.array([point.load() for point in points], dtype=float)
-    seconds = np.array([point.seconds for point in points])
     order = np.random.default_rng(seed).permutation(len(points))
-    halves = order[::2], order[1::2]
+    halves = [[points[k] for k in order[start::2]] for start in range(2)]
     errors = [
-        np.abs(loads[other] @ robust(loads[half], seconds[half]) / seconds[other] - 1)
+        float(np.dot(point.load(), found) / point.seconds - 1)
         for half, other in (halves, halves[::-1])
+        for found in [_figures(half)]
+        for point in other
     ]
-    found = robust(loads, seconds)
-    return Fit(tuple(points), tuple(map(float, found)), float(np.median(np.concatenate(errors))))
+    return Fit(tuple(points), _figures(points), float(np.median(np.abs(errors))))
+
+
+def _figures(points: Sequence[Point]) -> Load:
+    """Return the seconds for one of each field of a load; a codec's are seconds already."""
+    *loads, codec_s = np.array([point.load() for point in points]).T
+    seconds = np.array([point.seconds for point in points]) - codec_s
+    return Load(*robust(np.array(loads).T, seconds).tolist())._replace(codec_s=1.0)
 
 
 TURNS = 20
@@ -199,13 +208,3 @@ def non_negative(matrix: Vector, target: Vector) -> Vector:
                 best = np.zeros(matrix.shape[1])
                 best[subset] = x / scale[subset]
     return best
-
-
-def machine_text(machine: Machine) -> str:
-    """Write a machine as the TOML that ``Machine.read`` takes, every key of it."""
-    values = asdict(machine)
-    links = {name: values.pop(name) for name in ("node", "network")}
-    lines = [f"{key} = {value!r}" for key, value in values.items()]
-    for name, link in links.items():
-        lines += ["", f"[{name}]", *(f"{key} = {value!r}" for key, value in link.items())]
-    return "\n".join(lines) + "\n"

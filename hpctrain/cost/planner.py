@@ -3,10 +3,12 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, product
+from typing import Any
 
 from hpctrain.core.errors import ConfigError
-from hpctrain.cost.collectives import CODECS, Way, fastest
+from hpctrain.core.keys import Number, Positive, check_rules
+from hpctrain.cost.collectives import CODECS, Way, codec_cost, fastest
 from hpctrain.cost.failures import daly, goodput
 from hpctrain.cost.learning import most_local_steps, samples_needed
 from hpctrain.cost.machine import Machine
@@ -18,24 +20,25 @@ most half as much again."""
 GAIN = 0.95
 """A codec, and local steps, are taken where they bring the time down to this part or below: both
 change what is computed, and models are not exact."""
+SLOWEST, FASTEST = 1e3, 1e15  # bytes a second, between which it is looked for what pays
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goal:
     """What shall be reached; ``ConfigError`` if it cannot."""
 
-    samples: float  # to learn from until the goal, in batches of ``batch``
-    batch: int
+    samples: Positive  # to learn from until the goal, in batches of ``batch``
+    batch: Number
     """Batch of all ranks by which ``samples`` is known; it is kept where no noise scale says what
     another one takes."""
-    noise_scale: float = math.inf  # in samples: ``learning.noise_scale``
-    deadline_s: float = math.inf
-    max_local_steps: int = 1  # between two averagings; 1 averages gradients in every step
+    noise_scale: Positive = math.inf  # in samples: ``learning.noise_scale``
+    deadline_s: Positive = math.inf
+    max_local_steps: Number = 1  # between two averagings; 1 averages gradients in every step
+    codecs: tuple[str, ...] = tuple(CODECS)
+    """What may be taken, as ``collectives.codec_cost`` names it; ``none`` always may."""
 
     def __post_init__(self) -> None:
-        for name in ("samples", "batch", "noise_scale", "deadline_s", "max_local_steps"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} of a goal must be above 0, got {getattr(self, name)}")
+        check_rules(self)
 
     def samples_at(self, batch: int) -> float:
         """Return how many samples it takes in batches of another size."""
@@ -79,6 +82,17 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
+class Payoff:
+    """What a codec, or local steps, do to a step of the best candidate, beside neither."""
+
+    codec: str
+    local_steps: int
+    step: StepTime
+    saves: float  # part of the time of a step, below 0 where it costs more
+    pays_below: float  # bytes a second of a network card; 0 where it never pays
+
+
+@dataclass(frozen=True, slots=True)
 class Advice:
     """What the planner has found."""
 
@@ -86,6 +100,7 @@ class Advice:
     next_best: tuple[Candidate, ...]  # three others: first the best with another codec or method
     by_nodes: tuple[Candidate, ...]  # the best on each number of nodes, fewest first
     pays_up_to: int  # nodes beyond which more stop paying
+    payoffs: tuple[Payoff, ...]  # of each codec, and of local steps
     reason: str  # why ``best`` is the best, for people
 
 
@@ -124,7 +139,8 @@ def advise(machine: Machine, model: Model, goal: Goal) -> Advice:
             f"deadline or another goal"
         )
     best, *others = _unlike_first(eligible)
-    return Advice(best, tuple(others[:3]), tuple(by_nodes), pays_up_to, reason)
+    payoffs = tuple(_payoffs(best, model, goal))
+    return Advice(best, tuple(others[:3]), tuple(by_nodes), pays_up_to, payoffs, reason)
 
 
 def _unlike_first(candidates: list[Candidate]) -> list[Candidate]:
@@ -145,33 +161,64 @@ def _pays_up_to(by_nodes: list[Candidate]) -> int:
 
 
 def _candidates(machine: Machine, model: Model, goal: Goal) -> Iterator[Candidate]:
+    # Of codecs that cost alike one is enough.
+    codecs = {codec_cost(name): name for name in ("none", *goal.codecs)}.values()
     for nodes in _numbers_of_nodes(machine.nodes):
         part = replace(machine, nodes=nodes)
         batches = [batch for batch in _batches(goal) if batch >= part.num_ranks]
-        # Which way is fastest depends on the size of a message alone, and all buckets have one.
-        message = min(model.num_bytes, model.bucket_bytes)
-        found = [fastest(part, message, codec) for codec in CODECS]
-        for way in found[: 1 if nodes == 1 else None]:
-            for batch in batches:
-                yield from _by_local_steps(part, model, goal, batch, way)
+        ways = [_fastest(part, model, codec) for codec in (codecs if nodes > 1 else ["none"])]
+        mtbf_s = machine.mtbf_s / nodes
+        for way, batch in product(ways, batches):
+            num_steps = goal.samples_at(batch) / batch
+            for local_steps in _local_steps(part, goal, batch):
+                share = batch / part.num_ranks
+                step = step_time(part, model, share, way, local_steps=local_steps)
+                every_s = daly(machine.checkpoint_s, mtbf_s) if mtbf_s < math.inf else math.inf
+                # After a step at the earliest, and after one where it holds up nothing.
+                every_s = max(every_s, step.total_s)
+                left = goodput(every_s, machine.checkpoint_s, machine.restart_s, mtbf_s)
+                yield Candidate(part, batch, way, local_steps, step, num_steps, every_s, left)
 
 
-def _by_local_steps(
-    machine: Machine, model: Model, goal: Goal, batch: int, way: Way
-) -> Iterator[Candidate]:
-    share = batch / machine.num_ranks
-    num_steps = goal.samples_at(batch) / batch
+def _fastest(machine: Machine, model: Model, codec: str) -> Way:
+    # It depends on the size of a message alone, and all buckets have one.
+    return fastest(machine, min(model.num_bytes, model.bucket_bytes), codec)
+
+
+def _local_steps(machine: Machine, goal: Goal, batch: int) -> Iterator[int]:
+    """Yield 1 and the powers of two that converge as fast, by a law for convex losses."""
+    share, num_steps = batch / machine.num_ranks, goal.samples_at(batch) / batch
     most = min(goal.max_local_steps, most_local_steps(num_steps, machine.num_ranks, share))
-    local_steps = 1
-    while local_steps == 1 or (local_steps <= most and machine.num_ranks > 1):
-        step = step_time(machine, model, share, way, local_steps=local_steps)
-        mtbf_s = machine.mtbf_s / machine.nodes
-        every_s = daly(machine.checkpoint_s, mtbf_s) if math.isfinite(mtbf_s) else math.inf
-        # A checkpoint is taken after a step at the earliest, and after one that holds up nothing.
-        every_s = max(every_s, step.total_s)
-        left = goodput(every_s, machine.checkpoint_s, machine.restart_s, mtbf_s)
-        yield Candidate(machine, batch, way, local_steps, step, num_steps, every_s, left)
-        local_steps *= 2
+    yield from (
+        1 << k for k in range(int(max(most, 1)).bit_length()) if machine.num_ranks > 1 or not k
+    )
+
+
+def _payoffs(best: Candidate, model: Model, goal: Goal) -> Iterator[Payoff]:
+    here, share = best.machine, best.batch / best.machine.num_ranks
+
+    def step(bytes_per_s: float, codec: str, local_steps: int) -> StepTime:
+        network = replace(here.network, bytes_per_s=bytes_per_s)
+        machine = replace(here, network=network)
+        way = _fastest(machine, model, codec)
+        return step_time(machine, model, share, way, local_steps=local_steps)
+
+    def saves(bytes_per_s: float, *how: Any) -> float:
+        return 1 - step(bytes_per_s, *how).total_s / step(bytes_per_s, "none", 1).total_s
+
+    rows = [(codec, 1) for codec in goal.codecs if codec != "none" and here.nodes > 1]
+    rows += [("none", many) for many in _local_steps(here, goal, best.batch) if many > 1]
+    for how in rows:
+        low, high = SLOWEST, FASTEST
+        if saves(high, *how) > 0:
+            low = math.inf
+        elif saves(low, *how) <= 0:
+            low = 0.0
+        while high > 1.005 * low > 0:
+            middle = math.sqrt(low * high)
+            low, high = (middle, high) if saves(middle, *how) > 0 else (low, middle)
+        rate = here.network.bytes_per_s
+        yield Payoff(*how, step(rate, *how), saves(rate, *how), low)
 
 
 def _numbers_of_nodes(most: int) -> list[int]:

@@ -6,7 +6,7 @@ messages ``hpctrain.cost.simulate`` times. Pure.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -45,6 +45,12 @@ class Phase(NamedTuple):
     """How many receives are posted all the time."""
     window: float = 0
     """How many sends may be unfinished while what arrives is combined; 0 where they read that."""
+    runs: Sequence[tuple[Round, int]] = ()
+    """Where many rounds in a row differ in their pieces alone: one of them, and how many."""
+
+    def timed(self) -> Iterable[tuple[Round, int]]:
+        """Return the rounds for who times them, each with how many are like it."""
+        return self.runs or ((each, 1) for each in self.rounds)
 
 
 def even_cut(numel: int, num_pieces: int) -> list[int]:
@@ -107,7 +113,7 @@ def _choose(condition: Any, yes: Each, no: Each) -> Each:
     return yes if condition else no
 
 
-def _doubling(rank: Each, size: int, _: int) -> Iterator[Phase]:
+def _doubling(rank: Each, size: int) -> Iterator[Round]:
     """In round k ranks exchange all they have with the one 2^k further on or back.
 
     log2(N) rounds of m bytes each, so about log2(N) (a + m b) for a message of m bytes, a seconds
@@ -117,10 +123,6 @@ def _doubling(rank: Each, size: int, _: int) -> Iterator[Phase]:
     Source: Thakur, Rabenseifner and Gropp 2005, "Optimization of collective communication
     operations in MPICH", recursive doubling in the section on all-reduce.
     """
-    yield Phase(_doubling_rounds(rank, size))
-
-
-def _doubling_rounds(rank: Each, size: int) -> Iterator[Round]:
     folded = fold(rank, size)
     out = folded.place == NOBODY
     stays, leaves = _choose(out, NOBODY, folded.other), _choose(out, folded.other, NOBODY)
@@ -135,7 +137,7 @@ def _doubling_rounds(rank: Each, size: int) -> Iterator[Round]:
         yield Round(stays, 0, leaves, 0, 1, COPY)
 
 
-def _halving(rank: Each, size: int, _: int) -> Iterator[Phase]:
+def _halving(rank: Each, size: int) -> Iterator[Round]:
     """A reduce-scatter in which partners send each other half of what they have, and back.
 
     The all-gather goes the same way back. For N a power of two: 2 log2(N) rounds and 2(N-1)/N of
@@ -148,10 +150,6 @@ def _halving(rank: Each, size: int, _: int) -> Iterator[Phase]:
     halving and doubling; the odd ranks: Thakur, Rabenseifner and Gropp 2005, "Optimization of
     collective communication operations in MPICH", section on reduce.
     """
-    yield Phase(_halving_rounds(rank, size))
-
-
-def _halving_rounds(rank: Each, size: int) -> Iterator[Round]:
     folded = fold(rank, size)
     out = folded.place == NOBODY
     stays, leaves = _choose(out, NOBODY, folded.other), _choose(out, folded.other, NOBODY)
@@ -188,26 +186,28 @@ def _ring(rank: Each, size: int, num_segments: int) -> Iterator[Phase]:
     workstations", the ring for all-reduce.
     Differs: a rank passes each segment of a part on as soon as it is combined.
     """
+    steps = range(2 * size - 2)
     yield Phase(
-        _ring_rounds(rank, size, num_segments),
+        (each for step in steps for each in _ring_step(rank, size, num_segments, step)),
         lead=num_segments,
         ahead=min(2, num_segments),
         window=num_segments,
+        runs=[
+            (next(_ring_step(rank, size, num_segments, step)), (size - 1) * num_segments)
+            for step in (0, size - 1)
+        ],
     )
 
 
-def _ring_rounds(rank: Each, size: int, num_segments: int) -> Iterator[Round]:
+def _ring_step(rank: Each, size: int, num_segments: int, step: int) -> Iterator[Round]:
+    outgoing, incoming = ((rank - behind) % size * num_segments for behind in (step, step + 1))
     dest, source = (rank + 1) % size, (rank - 1) % size
-    part = rank
-    for step in range(2 * size - 2):
-        outgoing, part = part * num_segments, (part - 1) % size
-        incoming = part * num_segments
+    for turn in range(num_segments):
         action = COMBINE if step < size - 1 else COPY
-        for turn in range(num_segments):
-            yield Round(dest, outgoing + turn, source, incoming + turn, 1, action)
+        yield Round(dest, outgoing + turn, source, incoming + turn, 1, action)
 
 
-def _tree(rank: Each, size: int, _: int) -> Iterator[Phase]:
+def _tree(rank: Each, size: int) -> Iterator[Round]:
     """A binomial tree: children are 1, 2, 4, ... further on, up to the rank's lowest set bit.
 
     Their subtrees are combined in that order. 2 ceil(log2 N) rounds of the whole message, so about
@@ -217,10 +217,6 @@ def _tree(rank: Each, size: int, _: int) -> Iterator[Phase]:
     Source: Thakur, Rabenseifner and Gropp 2005, "Optimization of collective communication
     operations in MPICH", binomial tree in the sections on broadcast and reduce.
     """
-    yield Phase(_tree_rounds(rank, size))
-
-
-def _tree_rounds(rank: Each, size: int) -> Iterator[Round]:
     distances = [1 << level for level in range((size - 1).bit_length())]
     for action in (COMBINE, COPY):
         for distance in distances if action == COMBINE else reversed(distances):
@@ -339,13 +335,17 @@ def tree_place(rank: Each, size: int, tree: int) -> TreePlace:
     )
 
 
+def _one_phase(rounds: Callable[[Each, int], Iterator[Round]]) -> Any:
+    return lambda rank, size, _: iter([Phase(rounds(rank, size))])
+
+
 SCHEDULES = {
-    "doubling": Schedule(_doubling),
+    "doubling": Schedule(_one_phase(_doubling)),
     "halving": Schedule(
-        _halving, num_parts=lambda size: 1 << (size.bit_length() - 1), cut=halved_cut
+        _one_phase(_halving), num_parts=lambda size: 1 << (size.bit_length() - 1), cut=halved_cut
     ),
     "ring": Schedule(_ring, num_parts=lambda size: size, segment_bytes=MIB),
-    "tree": Schedule(_tree),
+    "tree": Schedule(_one_phase(_tree)),
     "double_tree": Schedule(_double_tree, num_parts=lambda _: 2, segment_bytes=256 * KIB),
 }
 """By the name that a plan gives them."""

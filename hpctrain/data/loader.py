@@ -199,13 +199,18 @@ class Loader:
         if self._pass is current:
             self.epoch, self.consumed = self.epoch + 1, 0
 
-    def delivered(self) -> Indices:
-        """Return the numbers of this rank's samples in the batch that was delivered last.
+    @property
+    def place(self) -> tuple[int, int]:
+        """Epoch of the batch that was delivered last, and the samples of all ranks before it.
 
-        Not collective; until the next one is asked for.
+        Until the next one is asked for.
         """
-        part = self.steps(self.consumed - self.step_samples).part(0)
-        return part.without(self._skipped).indices
+        return self.epoch, self.consumed - self.step_samples
+
+    def samples_at(self, place: tuple[int, int]) -> Indices:
+        """Return the numbers of this rank's samples in the batch of a place; not collective."""
+        epoch, start = place
+        return self.steps(start, epoch=epoch).part(0).without(self._skipped).indices
 
     def close(self) -> None:
         """End the worker processes, if there are any; the next pass starts new ones."""
@@ -274,8 +279,10 @@ class Loader:
         except Exception as error:
             yield error
 
-    def steps(self, start: int = 0, together: int = 1, num_ahead: int = 1) -> Steps:
-        """Return the steps of this rank behind the first ``start`` samples of the epoch."""
+    def steps(
+        self, start: int = 0, together: int = 1, num_ahead: int = 1, epoch: int | None = None
+    ) -> Steps:
+        """Return the steps of this rank behind the first ``start`` samples of this or an epoch."""
         cut = Cut(
             num_samples=len(self.dataset),
             start=start,
@@ -285,7 +292,8 @@ class Loader:
             size=self.size,
             micro_shards=self.micro_shards,
         )
-        order = self._ordering.order(self.dataset, self.seed, self.epoch)
+        epoch = self.epoch if epoch is None else epoch
+        order = self._ordering.order(self.dataset, self.seed, epoch)
         return Steps(order, cut, together, num_ahead)
 
     def _reading(self) -> AbstractContextManager[Iterator[list[Batch | Exception]]]:

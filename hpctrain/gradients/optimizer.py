@@ -222,9 +222,10 @@ class DistributedMethods:
 class AdasumMethods(DistributedMethods):
     """What ``DistributedOptimizer`` adds to an optimizer whose steps are combined by Adasum.
 
-    Every rank takes every step: a ``GradScaler`` that skips it on one rank only is an error on
-    all.
+    Every rank takes every step. One whose ``GradScaler`` has found ``inf`` adds nothing to it.
     """
+
+    _step_supports_amp_scaling = True  # lets ``GradScaler`` call ``step()`` in any case
 
     def set_num_samples(self, num_samples: float, nominal: float = 1.0) -> None:
         """Refuse: Adasum has no weights."""
@@ -278,7 +279,22 @@ def after_step(stepped: Any, *_: object) -> None:
 @eager
 def begin_step(stepping: Any, *_: object) -> None:
     """Keep the parameters: torch calls this at the start of ``step()``."""
+    _unscale(stepping)
     stepping._exchange.begin()  # noqa: SLF001
+
+
+def _unscale(stepping: Any) -> None:
+    """Do what ``GradScaler`` leaves to an optimizer that steps in any case."""
+    found_inf, scale = (getattr(stepping, name, None) for name in ("found_inf", "grad_scale"))
+    if found_inf is None:
+        return
+    stepping.found_inf = stepping.grad_scale = None  # the scaler removes both
+    inverse = None if scale is None else scale.double().reciprocal().float()
+    for p in (p for group in stepping.param_groups for p in group["params"]):
+        if found_inf:
+            p.grad = None
+        elif p.grad is not None and inverse is not None:
+            p.grad.mul_(inverse.to(p.grad.device))
 
 
 def _upgraded(

@@ -215,6 +215,11 @@ class Reduction:
         return self._comm.size
 
     @property
+    def leads(self) -> bool:
+        """Whether this rank is the first of them."""
+        return self._comm.rank == 0
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of this rank that travel in a step, sparse gradients left out."""
         return sum(self._codec.num_bytes(bucket.bucket) for bucket in self._buckets)
@@ -227,7 +232,7 @@ class Reduction:
     @property
     def keeps_result(self) -> bool:
         """Whether this rank adds what is reduced to a further reduction: one does of a sum."""
-        return self.count.average or self._comm.rank == 0
+        return self.count.average or self.leads
 
     def build(self, parameters: NamedParameters, results: Sequence[Tensor] = ()) -> None:
         """Lay the buckets out for all these parameters, the same on every rank. Collective.

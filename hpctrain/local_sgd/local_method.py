@@ -268,6 +268,11 @@ class LocalMethod(StateFields):
         return alone or any(r.is_on and self._is_of_all(r) for r in self._reducers)
 
     @property
+    def leads_step(self) -> bool:
+        """Whether this rank is the first of those that take the present step together."""
+        return all(r.reduction.leads for r in self._reducers if r.is_on)
+
+    @property
     def gradient_flags(self) -> int:
         """Bits that any of the ranks had raised whose gradients are averaged in this step.
 

@@ -9,11 +9,11 @@ import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from hpctrain.core.atomic import make_folder
 from hpctrain.core.config import variable_of
 from hpctrain.core.errors import DataError, HpctrainError
+from hpctrain.core.keys import seconds
 from hpctrain.launch.program import resolve
 from hpctrain.studies.measurement import measure
 from hpctrain.studies.points import Attempt
@@ -28,36 +28,31 @@ _VARIABLE = variable_of("records")
 _GRACE_S, _LOOK_S = 5.0, 0.01
 
 
-def carry_out(
-    config: StudyConfig, attempt: Attempt, folder: StudyFolder, *, cores: int
-) -> PointRecord:
+def carry_out(config: StudyConfig, attempt: Attempt, folder: StudyFolder) -> PointRecord:
     """Measure one repeat of one point. What fails is in the record, and no error.
 
     A half-done attempt of the same name is cleared away first, and so are its processes.
     """
-    place = clear(folder, attempt)
+    place, study = clear(folder, attempt), config.study
     make_folder(place / RECORDS)
-    facts: dict[str, Any] = {
-        "point": attempt.point,
-        "repeat": attempt.repeat,
-        "order": attempt.order,
-        "oversubscribed": attempt.is_oversubscribed(cores, config.study.hosts),
-        "started": datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
-        "folder": str(place.relative_to(folder.path)),
-    }
-    start = time.monotonic()
+    begun, start = datetime.now(UTC), time.monotonic()
     try:
         _run(config, attempt, place)
-        found = measure(
-            place / RECORDS,
-            ranks=attempt.layout.ranks,
-            warm_up=config.study.warm_up,
-            target=config.study.target,
-        )
-        facts |= {"status": "done", **found}
+        ranks = attempt.layout.ranks
+        found = measure(place / RECORDS, ranks, warm_up=study.warm_up, target=study.target)
+        found |= {"status": "done"}
     except HpctrainError as error:
-        facts |= {"status": "failed", "error": f"{error}{_last_lines(place / OUTPUT)}"}
-    return PointRecord(**facts, wall_s=time.monotonic() - start)
+        found = {"status": "failed", "error": f"{error}{_last_lines(place / OUTPUT)}"}
+    return PointRecord(
+        point=attempt.point,
+        repeat=attempt.repeat,
+        order=attempt.order,
+        oversubscribed=attempt.is_oversubscribed(study.cores, study.hosts),
+        started=begun.strftime("%Y-%m-%dT%H:%M:%SZ"),
+        folder=str(place.relative_to(folder.path)),
+        wall_s=time.monotonic() - start,
+        **found,
+    )
 
 
 def clear(folder: StudyFolder, attempt: Attempt) -> Path:
@@ -75,7 +70,7 @@ def _run(config: StudyConfig, attempt: Attempt, place: Path) -> None:
     words = [*(resolve(launcher) if launcher else ()), *resolve(command)]
     records = str((place / RECORDS).absolute())
     environ = {**os.environ, **variables, _VARIABLE: records}
-    code = _wait(words, environ, place / OUTPUT, config.timeout_s)
+    code = _wait(words, environ, place / OUTPUT, seconds(config.study.timeout))
     if code is None:
         raise DataError(f"it took longer than study.timeout = {config.study.timeout}")
     if code:

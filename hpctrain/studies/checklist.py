@@ -8,9 +8,9 @@ import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import resources
-from itertools import pairwise, product
+from itertools import pairwise
 
-from hpctrain.studies.points import Placement, layout_of
+from hpctrain.studies.points import Placement, attempts_of, layout_of
 from hpctrain.studies.records import PointRecord, ranks_of
 from hpctrain.studies.results import StudyResults
 
@@ -50,9 +50,7 @@ def _base(results: StudyResults) -> str:
 
 
 def _complete(results: StudyResults) -> str:
-    factors = results.facts.factors
-    points = [dict(zip(factors, values, strict=True)) for values in product(*factors.values())]
-    planned = results.facts.repeats * sum(layout_of(point) is not None for point in points)
+    planned = len(attempts_of(results.config))
     if planned > len(results.records):
         missing = planned - len(results.records)
         return f"{missing} of {planned} repeats have neither a result nor a failure"
@@ -60,7 +58,7 @@ def _complete(results: StudyResults) -> str:
 
 
 def _batch(results: StudyResults) -> str:
-    mode = results.facts.mode
+    mode = results.config.study.mode
     batches: dict[str, set[float]] = {}
     for record in results.done:
         share = 1 if mode == "strong" else ranks_of(record.point)
@@ -74,8 +72,8 @@ def _batch(results: StudyResults) -> str:
 
 
 def _repeats(results: StudyResults) -> str:
-    few = [each for each in results.summaries if each.num_done < MIN_REPEATS]
-    return f"{few[0].num_done} at {results.label(few[0].point)}" if few else ""
+    few = [each for each in results.summaries if len(each.done) < MIN_REPEATS]
+    return f"{len(few[0].done)} at {results.label(few[0].point)}" if few else ""
 
 
 def _interleaved(results: StudyResults) -> str:
@@ -90,16 +88,16 @@ def _setup(results: StudyResults) -> str:
     if (found := results.environment) is None:
         return "there is no environment.json"
     names = ("versions", "cpu", "cores", "host", "topology", "plan", "pinning", "commit")
-    missing = [name for name in names if not getattr(found, name)]
-    missing += ["command"] * (not results.facts.command)
-    missing += ["changes beyond the commit"] * (found.commit or "").endswith("+")
+    missing = [name for name in names if not found.get(name)]
+    missing += ["command"] * (not results.config.command.run)
+    missing += ["changes beyond the commit"] * (found.get("commit") or "").endswith("+")
     return f"not recorded: {', '.join(missing)}" if missing else ""
 
 
 def _cores(results: StudyResults) -> str:
     for record in results.done:
         layout = layout_of(record.point) or Placement(1, 1, 1)
-        cores = layout.nodes * results.facts.cores
+        cores = layout.nodes * results.config.study.cores
         if layout.ranks > cores and not record.oversubscribed:
             return f"{results.label(record.point)} has {cores} cores, and is not marked"
     fit = {each.ranks for each in results.summaries if each.efficiency}
@@ -107,7 +105,7 @@ def _cores(results: StudyResults) -> str:
 
 
 def _target(results: StudyResults) -> str:
-    if not results.facts.target:
+    if not results.config.study.target:
         return "no target is stated"
     return _lacking(lambda record: record.time_to_target_s is None, "not reached")(results)
 

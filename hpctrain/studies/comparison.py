@@ -2,66 +2,103 @@
 
 import math
 from html import escape
+from pathlib import Path
 
-import numpy as np
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from hpctrain.core.errors import DataError
 from hpctrain.studies.figures import Figure, Series
-from hpctrain.studies.page import Cell, estimate_cell, figures_html, page, table
-from hpctrain.studies.report import text_table
-from hpctrain.studies.results import StudyResults, shown
-from hpctrain.studies.statistics import Comparison, compare, step_time_s
+from hpctrain.studies.page import (
+    Cell,
+    figures_html,
+    page,
+    table,
+    text_table,
+    value_cell,
+    write_page,
+)
+from hpctrain.studies.results import StudyResults, key_of, shown
+from hpctrain.studies.statistics import Estimate, ratio
 
-_DRAWS = 20_000
-_HEADS = ("point", "second by first", "pairs", "verdict")
+_HEADS = ("point", "second by first", "repeats", "verdict")
+_WHERE = ("cpu", "cores", "host", "versions", "commit")
 
 
 class StudyComparison:
     """The second of two studies by the first.
 
-    A point is called slower or faster where the interval of its ratio leaves out 1 and an exact
-    rank test says so too. The interval alone would not keep to alpha: noise alone makes all of
-    five pairs agree at every sixteenth point. Source of the test: Wilcoxon 1945, "Individual
-    comparisons by ranking methods", of unpaired samples.
+    At each point an exact rank-sum test tells slower or faster from noise, and its interval leaves
+    out 1 then. All points together call studies different that are not with a probability of at
+    most ``alpha``: each has its share of it (Bonferroni).
     """
 
     def __init__(self, first: StudyResults, second: StudyResults, alpha: float) -> None:
-        """Compare them; see ``statistics.compare``.
-
-        Raises ``DataError``: no point is in both.
-        """
-        self._studies = first, second
-        points = compare(first.done, second.done, alpha=alpha, seed=first.facts.seed)
-        order = [summary.point for summary in first.summaries]
-        points.sort(key=lambda each: order.index(each.point))
-        self.verdicts = [(each, self._verdict(each)) for each in points]
-        """Each point, and ``slower``, ``faster``, or why neither."""
+        """Compare them. Raises ``DataError``: no point is in both."""
+        before, after = (
+            {key_of(each.point): each for each in study.summaries} for study in (first, second)
+        )
+        points = {key: first.label(each.point) for key, each in (before | after).items()}
+        shared = [key for key in points if all(key in s and s[key].done for s in (before, after))]
+        if not shared:
+            raise DataError(
+                "two studies are compared at the points that both have measured, and these share "
+                "none"
+            )
+        self.alpha = alpha / len(shared)
+        """Of each point."""
+        self.points = [
+            (points[key], ratio(before[key].times_s, after[key].times_s, 1 - self.alpha))
+            for key in shared
+        ]
+        """Each point by its label, and the ratio there."""
+        self.verdicts = [self._verdict(found) for _, found in self.points]
+        """Of each point: ``slower``, ``faster``, or why neither."""
+        self._rows: list[list[Cell]] = [
+            [
+                label,
+                value_cell(found, "{:.3f}".format),
+                f"{len(before[key].done)}, {len(after[key].done)}",
+                verdict,
+            ]
+            for key, (label, found), verdict in zip(
+                shared, self.points, self.verdicts, strict=True
+            )
+        ]
+        names = [each.config.study.name for each in (second, first)]
+        if len(set(names)) == 1:  # one study, measured again
+            names = [str(each.directory) for each in (second, first)]
         self.headline = (
-            f"{shown(second.facts.name)} by {shown(first.facts.name)}: time of a step, "
-            f"{len(points)} points, alpha {alpha:g} over all of them together"
+            f"{' by '.join(map(shown, names))}: time of a step, {len(shared)} points, alpha "
+            f"{alpha:g} over all of them together"
         )
-        records, shared = first.records + second.records, [each.point for each in points]
-        alone = [first.label(each.point) for each in records if each.point not in shared]
+        alone = [label for key, label in points.items() if key not in shared]
+        here, there = first.environment or {}, second.environment or {}
+        other = [name for name in _WHERE if here.get(name) != there.get(name)]
         self.method = (
-            f"Ratios of medians, with intervals of a bootstrap that draws repeats of the same "
-            f"number as pairs; alpha {points[0].alpha:.2g} at each point (Bonferroni). A point "
-            f"differs if its interval leaves out 1 and an exact rank test agrees. Left out, as "
-            f"not in both: {'; '.join(dict.fromkeys(alone)) or 'nothing'}."
+            f"Ratios of medians, with intervals by an exact rank-sum test of alpha "
+            f"{self.alpha:.2g} at each point (Bonferroni), which assumes no distribution. "
+            f"Whatever changed in between counts, load of the machine too: make variants a factor "
+            f"of one study, and they are measured in turn. Of where they ran differ: "
+            f"{', '.join(other) or 'nothing'}. Left out, as not in both: "
+            f"{'; '.join(alone) or 'nothing'}."
         )
 
-    @property
-    def slower(self) -> list[Comparison]:
-        """Points at which the second study is slower beyond noise."""
-        return [each for each, verdict in self.verdicts if verdict == "slower"]
+    def _verdict(self, found: Estimate) -> str:
+        if found.low is None or found.high is None or found.confidence < 1 - self.alpha - 1e-12:
+            enough = (n for n in range(2, 100) if 2 / math.comb(2 * n, n) <= self.alpha)
+            return f"too few repeats to tell, {next(enough)} are needed"
+        if found.low <= 1 <= found.high:
+            return "no difference beyond noise"
+        return "slower" if found.value > 1 else "faster"
 
     def summary(self) -> RenderableType:
         """Return the comparison for a terminal."""
-        return Group(Text(self.headline), text_table(_HEADS, self._rows()), Text(self.method))
+        return Group(Text(self.headline), text_table(_HEADS, self._rows), Text(self.method))
 
-    def page(self) -> str:
-        """Return it as a page. Raises ``ConfigError``: plotly is not installed."""
-        ratios = [(self._label(each), each.ratio) for each, _ in self.verdicts]
+    def write(self, path: Path) -> Path:
+        """Write it as a page. Raises ``ConfigError``: plotly is missing, or the file system."""
+        ones = [(label, 1.0) for label, _ in self.points]
         figure = Figure(
             name="ratio",
             title="Time of a step, second study by first",
@@ -69,52 +106,14 @@ class StudyComparison:
             note="Above 1 the second study is slower.",
             scale="zoom",
             series=[
-                Series.of_estimates(ratios, name="", kind="points", colour=0),
-                Series.of([(name, 1) for name, _ in ratios], name="", kind="dashed", colour=7),
+                Series.of(self.points, name="", kind="points", colour=0),
+                Series.of(ones, name="", kind="dashed", colour=7),
             ],
         )
         parts = [
             f"<p>{escape(self.headline)}</p>",
             figures_html([figure]),
-            table("points", _HEADS, self._rows()),
+            table("points", _HEADS, self._rows),
             f'<p class="soft">{escape(self.method)}</p>',
         ]
-        return page("Two studies compared", parts, [figure])
-
-    def _rows(self) -> list[list[Cell]]:
-        return [
-            [
-                self._label(each),
-                estimate_cell(each.ratio, "{:.3f}".format),
-                (str(each.ratio.num_samples), each.ratio.num_samples),
-                verdict,
-            ]
-            for each, verdict in self.verdicts
-        ]
-
-    def _label(self, found: Comparison) -> str:
-        return self._studies[0].label(found.point)
-
-    def _verdict(self, found: Comparison) -> str:
-        first, second = ([*map(step_time_s, s.repeats(found.point))] for s in self._studies)
-        if (needed := _repeats_for(found.alpha)) > min(len(first), len(second)):
-            return f"too few repeats to tell, {needed} are needed"
-        if not found.is_different or rank_test(first, second) > found.alpha:
-            return "no difference beyond noise"
-        return "slower" if found.ratio.value > 1 else "faster"
-
-
-def rank_test(first: list[float], second: list[float]) -> float:
-    """Return how often as great a difference of ranks comes by chance, in both directions."""
-    both = np.array([*first, *second])
-    ranks = (both[:, None] > both).sum(1) + (both[:, None] == both).sum(1) / 2
-    generator = np.random.default_rng(0)
-    drawn = generator.permuted(np.tile(ranks, (_DRAWS, 1)), axis=1)[:, : len(first)].mean(1)
-    mean = ranks.mean()
-    is_as_great = abs(drawn - mean) >= abs(ranks[: len(first)].mean() - mean) - 1e-9
-    return float((1 + is_as_great.sum()) / (1 + _DRAWS))
-
-
-def _repeats_for(alpha: float) -> int:
-    """Return with how many repeats of each study ranks can tell a difference."""
-    return next(n for n in range(1, 100) if 2 / math.comb(2 * n, n) < alpha)
+        return write_page(path, page("Two studies compared", parts, [figure]))

@@ -42,17 +42,21 @@ def missing(name: str) -> ConfigError:
 
 def _draw(axes: Any, figure: Figure) -> None:
     names = list(dict.fromkeys(x for series in figure.series for x in series.x))
-    places = {name: name if figure.x_label else place for place, name in enumerate(names)}
-    bars = [series for series in figure.series if series.kind == "bars"]
-    for series in figure.series:
-        x = [places[name] for name in series.x]
-        if series.kind == "bars":
-            _draw_bars(axes, figure, bars.index(series), x)
-        else:
+    below = dict.fromkeys(names, 0.0)  # tops of the bars so far
+    for number, series in enumerate(figure.series):
+        x = series.x if figure.x_label else [names.index(name) for name in series.x]
+        if series.kind != "bars":
             _draw_points(axes, series, x)
+            continue
+        width = 0.8 if figure.is_stacked else 0.8 / len(figure.series)
+        shift = 0 if figure.is_stacked else (number - (len(figure.series) - 1) / 2) * width
+        style = {"label": series.name, "color": _colour(series)}
+        bottom = [below[name] for name in series.x]
+        axes.bar([place + shift for place in x], series.y, width, bottom=bottom, **style)
+        if figure.is_stacked:
+            below |= {n: y + b for n, y, b in zip(series.x, series.y, bottom, strict=True)}
     axes.set_title(figure.title, loc="left")
-    axes.set_ylabel(figure.y_label)
-    axes.set_xlabel(figure.x_label)
+    axes.set(xlabel=figure.x_label, ylabel=figure.y_label)
     if figure.x_label == RANKS:
         axes.set_xscale("log")
         axes.set_xticks(sorted(names), map(str, sorted(names)))
@@ -68,44 +72,22 @@ def _draw(axes: Any, figure: Figure) -> None:
     axes.grid(alpha=0.3)
     named: dict[str, Any] = {}
     for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
-        named.setdefault(label, handle)  # repeats have the name of their point
+        named.setdefault(label, handle)  # hollow points have the name of the others
     if named:
         axes.legend(named.values(), named.keys(), frameon=False)
 
 
-def _draw_bars(axes: Any, figure: Figure, number: int, x: list[float]) -> None:
-    series = figure.series[number]
-    style = {"label": series.name, "color": _colour(series)}
-    if figure.is_stacked:
-        below = [
-            sum(
-                dict(zip(lower.x, lower.y, strict=True)).get(name, 0)
-                for lower in figure.series[:number]
-            )
-            for name in series.x
-        ]
-        axes.bar(x, series.y, 0.7, bottom=below, **style)
-    else:
-        width = 0.8 / len(figure.series)
-        axes.bar(
-            [place + (number - (len(figure.series) - 1) / 2) * width for place in x],
-            series.y,
-            width,
-            **style,
-        )
-
-
 def _draw_points(axes: Any, series: Series, x: list[Any]) -> None:
-    style = {"color": _colour(series)}
+    style: dict[str, Any] = {"color": _colour(series)}
     if series.kind in ("solid", "dashed", "dotted"):
         axes.plot(x, series.y, linestyle=series.kind, linewidth=1.2, label=series.name, **style)
     elif series.kind == "repeats":
         axes.plot(x, series.y, "o", markersize=2.5, alpha=0.4, **style)
     elif series.x:
         around = [series.below, series.above] if series.below else None
-        if series.kind == "hollow":
-            style["markerfacecolor"] = "none"
-        axes.errorbar(x, series.y, around, fmt="o", capsize=3, label=series.name, **style)
+        face = {"markerfacecolor": "none"} if series.kind == "hollow" else {}
+        style |= {"fmt": "o", "capsize": 3, "label": series.name, **face}
+        axes.errorbar(x, series.y, around, **style)
 
 
 def _colour(series: Series) -> str:

@@ -8,8 +8,10 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from hpctrain.core.errors import DataError
 from hpctrain.core.records import read
@@ -20,15 +22,15 @@ _OWN = ("step", "at", "samples", "loss", "seconds")
 _PARTS = ("compute_s", "communication_s", "input_s")
 _BYTES = ("node_bytes", "rail_bytes")
 
-_Line = dict[str, Any]  # a record of a rank
+_Lines = Sequence[dict[str, Any]]  # records of a rank
 
 
 def measure(
-    folder: Path, *, ranks: int, warm_up: int, target: Mapping[str, float] | None
+    folder: Path, ranks: int, *, warm_up: int, target: Mapping[str, float]
 ) -> dict[str, Any]:
     """Return fields of a ``PointRecord`` from the files of all ranks in ``folder``.
 
-    Raises ``DataError``: ranks are missing, or no step counts.
+    Raises ``DataError``: ranks are missing, what they tell cannot be, or no step counts.
     """
     lines = [read(path, key="at") for path in sorted(folder.glob("*.jsonl"))]
     if len(lines) != ranks:
@@ -39,85 +41,82 @@ def measure(
         )
     of_ranks = [_steps(each) for each in lines]
     steps = sorted(set.intersection(*(set(each) for each in of_ranks)))
-    all_steps = [[each[step] for each in of_ranks] for step in steps]
-    num_untimed = next(
-        (i for i, step in enumerate(all_steps) if not math.isnan(_longest(step))),
-        len(all_steps),
-    )
-    dropped = max(warm_up, num_untimed)
-    counted = all_steps[dropped:]
-    if not counted:
+
+    def told(name: str) -> npt.NDArray[np.float64]:
+        """A row for each step, a column for each rank; NaN where nothing was told."""
+        rows = [[rank[step].get(name) for rank in of_ranks] for step in steps]
+        return np.array(rows, dtype=np.float64).reshape(-1, ranks)
+
+    lengths, samples = told("seconds").max(axis=1), told("samples")
+    # Nobody has told the begin of a first step, and with it its duration.
+    dropped = max(warm_up, int(np.isnan(lengths).argmin()) if steps else 0)
+    step_s, most = lengths[dropped:], max(map(len, of_ranks))
+    if not len(step_s) or 2 * len(steps) < most:
         raise DataError(
-            f"a repeat has steps behind its warm-up, and this one has {len(steps)} in all of "
-            f"which {dropped} are dropped; train longer, or set study.warm_up lower"
+            f"a repeat has steps of all ranks behind its warm-up, and this one has {len(steps)} "
+            f"in all of which {dropped} are dropped, where a rank has told of {most}; train "
+            f"longer, set study.warm_up lower, or let all ranks count their steps alike"
         )
-    step_s = [_longest(step) for step in counted]
+    if not (np.isfinite(step_s).all() and step_s.min() > 0 and np.isfinite(samples).all()):
+        raise DataError(
+            f"a step has a duration above 0 and a number of samples, got {step_s.min():g} to "
+            f"{step_s.max():g} s, and {samples.sum():g} samples; mend what hpctrain.record is told"
+        )
+    parts = {name: told(name)[dropped:] for name in (*_PARTS, *_BYTES)}
+    known = {name: part for name, part in parts.items() if np.isfinite(part).all()}
+    weights = np.where(np.isnan(told("loss")), 0, samples)
+    with np.errstate(invalid="ignore"):  # a step of which nobody told has no loss
+        losses = np.nansum(told("loss") * weights, axis=1) / weights.sum(axis=1)
     name, metric = _metric(lines, target)
     return {
-        "num_steps": len(counted),
+        "num_steps": len(step_s),
         "warm_up_steps": dropped,
-        "step_s": step_s,
-        "samples": round(sum(line["samples"] for step in counted for line in step)),
+        "step_s": step_s.tolist(),
+        "samples": round(samples[dropped:].sum()),
         "seconds": math.fsum(step_s),
-        **_parts(counted),
-        **{key: _bytes(counted, key) for key in _BYTES},
-        "loss": _loss(counted[-1]),
+        **_means(known),
+        **{name: float(known[name].sum(axis=1).mean()) for name in _BYTES if name in known},
+        "loss": None if np.isnan(losses[-1]) else float(losses[-1]),
         "metric": metric,
         "metric_name": name,
-        **_reached(lines, all_steps, steps, target),
+        **_reached(lines, steps, losses, target),
     }
 
 
-def _steps(lines: Iterable[_Line]) -> dict[int, _Line]:
-    """Return the steps of a rank by their numbers; seconds of its first may be NaN."""
-    found: dict[int, _Line] = {}
+def _means(known: Mapping[str, npt.NDArray[np.float64]]) -> dict[str, list[float]]:
+    """Return what the ranks of each step have told of its parts, on average."""
+    found = {name: known[name].mean(axis=1) for name in _PARTS if name in known}
+    if (exposed := known.get("communication_s")) is not None:
+        # The rank that came last has no wait for others in it: what others have more is idle.
+        found["communication_s"] = exposed.min(axis=1)
+        found["idle_s"] = exposed.mean(axis=1) - exposed.min(axis=1)
+    return {name: means.tolist() for name, means in found.items()}
+
+
+def _steps(lines: _Lines) -> dict[int, dict[str, Any]]:
+    """Return the steps of a rank by their numbers; seconds of its first may be NaN.
+
+    Raises ``DataError``: a number comes again.
+    """
+    found: dict[int, dict[str, Any]] = {}
     before = math.nan
     for line in lines:
         if "samples" in line:
+            if line["step"] in found:
+                raise DataError(
+                    f"a rank counts its steps over all epochs, and step {line['step']} came "
+                    f"twice; pass hpctrain.record a number that only grows"
+                )
             found[line["step"]] = {"seconds": line["at"] - before, **line}
         before = line["at"]
     return found
 
 
-def _longest(step: Iterable[_Line]) -> float:
-    times = [line["seconds"] for line in step]
-    return math.nan if any(map(math.isnan, times)) else max(times)
-
-
-def _parts(steps: Sequence[Sequence[_Line]]) -> dict[str, list[float] | None]:
-    """Return the parts of each step, where all ranks have told them.
-
-    Exposed communication of the rank that came last has no wait for others in it: what others
-    have more is idle.
-    """
-    found: dict[str, list[float] | None] = dict.fromkeys((*_PARTS, "idle_s"))
-    for part in _PARTS:
-        if all(part in line for step in steps for line in step):
-            found[part] = [fmean(line[part] for line in step) for step in steps]
-    if (mean := found["communication_s"]) is not None:
-        least = [min(line["communication_s"] for line in step) for step in steps]
-        found["communication_s"] = least
-        found["idle_s"] = [a - b for a, b in zip(mean, least, strict=True)]
-    return found
-
-
-def _bytes(steps: Sequence[Sequence[_Line]], key: str) -> float | None:
-    if not all(key in line for step in steps for line in step):
-        return None
-    return fmean(sum(line[key] for line in step) for step in steps)
-
-
-def _loss(step: Iterable[_Line]) -> float | None:
-    told = [line for line in step if line.get("loss") is not None and line["samples"]]
-    weight = sum(line["samples"] for line in told)
-    return sum(line["loss"] * line["samples"] for line in told) / weight if weight else None
-
-
 def _metric(
-    lines: Sequence[Sequence[_Line]], target: Mapping[str, float] | None
+    lines: Iterable[_Lines], target: Mapping[str, float]
 ) -> tuple[str | None, float | None]:
     """Return name and last value of the target, else of what a test has told last."""
-    wanted = next(iter(target or ()), "loss")
+    wanted = next(iter(target), "loss")
     found: tuple[str | None, float | None] = None, None
     for line in (line for rank in lines for line in rank):
         for name, value in line.items():
@@ -128,37 +127,27 @@ def _metric(
 
 
 def _reached(
-    lines: Sequence[Sequence[_Line]],
-    all_steps: Sequence[Sequence[_Line]],
-    numbers: Sequence[int],
-    target: Mapping[str, float] | None,
+    lines: Sequence[_Lines],
+    steps: Sequence[int],
+    losses: npt.NDArray[np.float64],
+    target: Mapping[str, float],
 ) -> dict[str, Any]:
     """Return time and steps to the target, from the begin of the first step, tests included."""
-    found: dict[str, Any] = {"time_to_target_s": None, "steps_to_target": None}
-    if not target:
-        return found
-    [(name, wanted)] = target.items()
-    sign = -1 if name.endswith("loss") else 1
-    if name == "loss":
-        losses = [math.nan if (loss := _loss(each)) is None else loss for each in all_steps]
-        means = [math.fsum(losses[i : i + SMOOTHED]) / SMOOTHED for i in range(len(losses))]
-        last = len(losses) - SMOOTHED
-        told = [numbers[i + SMOOTHED - 1] for i in range(last + 1) if means[i] <= wanted]
-    else:
-        told = [
-            line["step"]
-            for rank in lines
-            for line in rank
-            if line.get(name) is not None and sign * line[name] >= sign * wanted
-        ]
-    if not told:
-        return found
-    step, what = min(told), "samples" if name == "loss" else name
-    begins = [rank[0]["at"] - rank[0].get("seconds", 0.0) for rank in lines]
-    times = [
-        line["at"] - begin
-        for rank, begin in zip(lines, begins, strict=True)
-        for line in rank
-        if line["step"] == step and what in line
-    ]
-    return {"time_to_target_s": max(times), "steps_to_target": bisect_right(numbers, step)}
+    for name, wanted in target.items():
+        sign = -1 if name.endswith("loss") else 1
+        if name == "loss":
+            ends = range(SMOOTHED, len(steps) + 1)
+            told = [steps[i - 1] for i in ends if losses[i - SMOOTHED : i].mean() <= wanted]
+        else:
+            every = [line for rank in lines for line in rank if line.get(name) is not None]
+            told = [line["step"] for line in every if sign * line[name] >= sign * wanted]
+        if told:
+            step, what = min(told), "samples" if name == "loss" else name
+            times = [
+                line["at"] - (rank[0]["at"] - (rank[0].get("seconds") or 0.0))
+                for rank in lines
+                for line in rank
+                if line["step"] == step and what in line
+            ]
+            return {"time_to_target_s": max(times), "steps_to_target": bisect_right(steps, step)}
+    return {}

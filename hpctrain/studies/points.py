@@ -78,11 +78,8 @@ def points_of(config: StudyConfig) -> list[Point]:
 
     Raises ``ConfigError``: there is none, or the ranks of one cannot share its batch.
     """
-    names = list(config.factors)
-    found = [
-        dict(zip(names, values, strict=True))
-        for values in itertools.product(*config.factors.values())
-    ]
+    combinations = itertools.product(*config.factors.values())
+    found = [dict(zip(config.factors, values, strict=True)) for values in combinations]
     points: list[Point] = [point for point in found if layout_of(point) is not None]
     if not points:
         raise ConfigError(

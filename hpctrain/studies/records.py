@@ -1,12 +1,15 @@
 """Files of a study: what was asked, where it ran, and a record for each point and repeat."""
 
 import json
+import math
 import os
 import platform
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Self
+from statistics import fmean
+from typing import Any, Literal
 
 from hpctrain.core.atomic import publishing
 from hpctrain.core.errors import DataError
@@ -22,30 +25,8 @@ def ranks_of(point: Point) -> int:
     return found
 
 
-class _Json:
-    """Base of what has a JSON object with the names of its fields."""
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Make it from such an object.
-
-        Raises ``DataError``: a field is missing, or there is one too many.
-        """
-        try:
-            return cls(**values)
-        except TypeError as error:
-            raise DataError(
-                f"a file of a study was written by another version of hpctrain: {error}; measure "
-                f"again into another folder, or read it with that version"
-            ) from None
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return that object."""
-        return asdict(self)  # type: ignore[call-overload, no-any-return]
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PointRecord(_Json):
+class PointRecord:
     """One repeat of one point. Times and bytes are of a step; None is what nobody has told.
 
     Lists have an entry for each step that counts. A step lasts as long as on its slowest rank.
@@ -78,40 +59,26 @@ class PointRecord(_Json):
     wall_s: float | None = None  # of the whole attempt, its start and end included
 
     @property
-    def samples_per_s(self) -> float:
-        """Throughput of all ranks."""
-        return self.samples / self.seconds
+    def is_done(self) -> bool:
+        """Whether it measured something: steps that all have a duration."""
+        times = [each or 0.0 for each in self.step_s]  # what was not finite is None in a file
+        return self.status == "done" and bool(times) and all(0 < each < math.inf for each in times)
+
+    @property
+    def mean_step_s(self) -> float:
+        """Time of a step: the mean, as a median would leave out what comes every few steps."""
+        return fmean(self.step_s)
+
+    @property
+    def samples_per_s(self) -> float | None:
+        """Throughput of all ranks: the harmonic mean of its steps; None where none was told."""
+        return self.samples / self.seconds if self.samples and self.seconds else None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StudyFacts(_Json):
-    """What a study asks: ``study.json``."""
-
-    name: str
-    mode: Literal["strong", "weak"]
-    repeats: int
-    seed: int  # of the order in which points are measured
-    warm_up: str  # the rule by which first steps are dropped
-    target: Mapping[str, float] | None  # such as {"loss": 0.1} or {"accuracy": 0.95}
-    factors: Mapping[str, list[Any]]
-    command: str
-    launcher: str
-    cores: int  # of a node
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Environment(_Json):
-    """Where a study ran: ``environment.json``."""
-
-    versions: Mapping[str, str | None]
-    cpu: str
-    cores: int  # of the host
-    host: str
-    commit: str | None  # of the folder in which the study was started; with "+" if changed
-    topology: Any  # by point, as the first repeat has told it
-    plan: Any  # how ranks communicate, by point
-    slurm_job: str | None
-    pinning: Any  # cores that this process may use, and what binds ranks
+Environment = Mapping[str, Any]
+"""Where a study ran: versions, cpu, cores and name of the host, commit of the working directory
+(with "+" if changed), topology and plan of each point, slurm_job, and pinning: the cores that the
+study may use, and what binds ranks."""
 
 
 class StudyFolder:
@@ -119,22 +86,20 @@ class StudyFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.file = path / "STUDY.toml"  # as it was measured
-        self.study = path / "study.json"
+        self.file = path / "STUDY.toml"  # as it is measured
         self.environment = path / "environment.json"
         self.attempts = path / "attempts"  # a folder for each, with all output
 
-    def points_file(self, share: int | None = None) -> Path:
-        """Return the file of the records; jobs of an array have one each, by their index."""
-        return self.path / ("points.jsonl" if share is None else f"points-{share}.jsonl")
+    def points_file(self, repeat: int) -> Path:
+        """Return the file of the records of a repeat: jobs may measure one each."""
+        return self.path / f"points-{repeat}.jsonl"
 
-    def read_study(self) -> StudyFacts:
-        """Read what is asked. Raises ``DataError``: there is no study, or it cannot be read."""
-        return StudyFacts.from_dict(_load(self.study))
-
-    def read_environment(self) -> Environment:
-        """Read where it ran. Raises ``DataError``: the file is not there, or cannot be read."""
-        return Environment.from_dict(_load(self.environment))
+    def read_environment(self) -> Environment | None:
+        """Read where it ran; None where nobody has told, or what is told is not whole."""
+        with suppress(OSError, ValueError):
+            found: Environment = json.loads(self.environment.read_text(encoding="utf-8"))
+            return found if isinstance(found, dict) else None
+        return None
 
     def read_points(self) -> list[PointRecord]:
         """Read all records, in the order of the study; of several of one repeat the last counts.
@@ -144,26 +109,19 @@ class StudyFolder:
         found = {}
         for path in sorted(self.path.glob("points*.jsonl")):
             for values in read(path, key="status"):
-                record = PointRecord.from_dict(values)
+                try:
+                    record = PointRecord(**values)
+                except TypeError as error:
+                    raise DataError(
+                        f"{path} was written by another version of hpctrain: {error}; measure "
+                        f"again into another folder, or read it with that version"
+                    ) from None
                 found[record.order] = record
         return [found[order] for order in sorted(found)]
 
-    def write(self, path: Path, value: _Json | str) -> None:
+    def write(self, path: Path, value: Environment | str) -> None:
         """Write a file of the study at once or not at all."""
-        text = value if isinstance(value, str) else json.dumps(value.as_dict(), indent=2) + "\n"
+        text = value if isinstance(value, str) else json.dumps(value, indent=2) + "\n"
         # Jobs of an array may write at the same time.
         with publishing(path, f"{path.name}.{platform.node()}-{os.getpid()}") as part:
             part.write_text(text, encoding="utf-8")
-
-
-def _load(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DataError(
-            f"a study has a file {path.name} that can be read, {path.parent} does not: {error}; "
-            f"hpctrain study run writes it"
-        ) from None
-    if not isinstance(found, dict):
-        raise DataError(f"{path} holds an object, got {type(found).__name__}")
-    return found

@@ -1,48 +1,97 @@
 """The report of a study: a page, figures as files, and a summary for a terminal."""
 
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Sequence
+from html import escape
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
-from hpctrain.core.atomic import make_folder, publishing
-from hpctrain.core.errors import ConfigError
-from hpctrain.studies.checklist import verdicts
+from hpctrain.core.keys import keys_of, value_of
+from hpctrain.core.units import format_bytes, format_seconds
+from hpctrain.studies.checklist import MIN_REPEATS, verdicts
 from hpctrain.studies.drawing import draw_files
-from hpctrain.studies.figures import figures_of
-from hpctrain.studies.page import POINT_HEADS, Cell, point_cells, study_page
-from hpctrain.studies.results import StudyResults, shown
+from hpctrain.studies.figures import LEVELS, PARTS, Figure, figures_of
+from hpctrain.studies.page import (
+    Cell,
+    figures_html,
+    page,
+    table,
+    text_table,
+    value_cell,
+    write_page,
+)
+from hpctrain.studies.results import PointSummary, StudyResults, shown
+from hpctrain.studies.study_file import StudyConfig
 
-PAGE = "report.html"
-PLOTS = "plots"  # folder of the figures
+MAX_TEXT = 400  # characters of a cell; more can be folded out
 
+POINT_HEADS = (
+    *("point", "step", "samples/s", "efficiency", "slow steps"),
+    *PARTS.values(),
+    *LEVELS.values(),
+    *("time to target", "without extremes", "measured"),
+)
 _NUM_SHOWN = 4  # columns of points on a terminal
+
+_KEPT, _MISSING = ("\N{CHECK MARK} kept", 1), ("\N{BALLOT X} missing", 0)
+
+_METHOD = (
+    "A step lasts as long as on its slowest rank. Of each repeat counts the mean of its steps "
+    "behind {warm_up} of warm-up, and all its samples by all its seconds as its rate; of a point "
+    "the median over repeats. Intervals of medians are repeats, by the sign test; efficiency is "
+    "the ratio of medians to the smallest point of the curve that has a core for each rank, with "
+    "an interval by the rank-sum test. Both assume no distribution, and hold the true value with "
+    "95 % or more, or with what stands behind them; each point for itself. 95 % of all steps are "
+    "faster than slow steps. Time to target is a median, only where every repeat reached it; "
+    "without extremes it is the mean without the best and the worst repeat, as MLPerf HPC scores."
+)
 
 
 def write_report(results: StudyResults, directory: Path) -> list[Path]:
-    """Write the page and the figures of a study into a directory, and return their paths.
+    """Write ``report.html`` and ``plots/`` with the figures into a directory; return their paths.
 
     Raises ``ConfigError``: plotly or matplotlib is not installed, or the file system refuses.
     """
     figures = figures_of(results)
-    page = write_page(directory / PAGE, study_page(results, verdicts(results), figures))
-    return [page, *draw_files(figures, directory / PLOTS)]
+    written = write_page(directory / "report.html", study_page(results, figures))
+    return [written, *draw_files(figures, directory / "plots")]
 
 
-def write_page(path: Path, text: str) -> Path:
-    """Write a page at once or not at all. Raises ``ConfigError``: the file system refuses."""
-    try:
-        make_folder(path.parent)
-        with publishing(path) as part:
-            # Half of a surrogate pair has no UTF-8: a question mark stands for it.
-            part.write_text(text, encoding="utf-8", errors="replace")
-    except OSError as error:
-        raise ConfigError(
-            f"{path} cannot be written: {error.strerror}; name a place that can"
-        ) from None
-    return path
+def study_page(results: StudyResults, figures: list[Figure]) -> str:
+    """Return the page of a study. Raises ``ConfigError``: plotly is not installed."""
+    judged = verdicts(results)
+    kept = sum(not verdict.fault for verdict in judged)
+    cards = [*_cards(results), (f"{kept} of {len(judged)}", "rules of the checklist are kept")]
+    checks: list[list[Cell]] = [
+        [_MISSING if each.fault else _KEPT, each.rule, each.advice, each.source] for each in judged
+    ]
+    failures: list[list[Cell]] = [
+        [results.label(each.point), (str(each.repeat), each.repeat), each.folder, each.error or ""]
+        for each in results.failed
+    ]
+    points = [point_cells(results, each) for each in results.summaries]
+    study = results.config.study
+    parts = [
+        f'<p class="soft">{escape(results.headline)}</p>',
+        '<div class="cards">',
+        *(f"<div><b>{escape(value)}</b>{escape(text)}</div>" for value, text in cards),
+        "</div>",
+        figures_html(figures) if figures else '<p class="missing">Nothing was measured.</p>',
+        "<h2>Points</h2>",
+        table("points", POINT_HEADS, points),
+        f'<p class="soft">{_METHOD.format(warm_up=study.warm_up)}</p>',
+        "<h2>Points that failed</h2>" if failures else "",
+        table("failed", ("point", "repeat", "folder", "error"), failures) if failures else "",
+        "<h2>Checklist</h2>",
+        table("checklist", ("state", "rule", "what is missing, and what to do", "source"), checks),
+        "<h2>What was run, and how</h2>",
+        _setup(results),
+    ]
+    return page(shown(study.name), parts, figures)
 
 
 def summary_of(results: StudyResults) -> RenderableType:
@@ -62,9 +111,56 @@ def summary_of(results: StudyResults) -> RenderableType:
     return Group(Text(results.headline), points, *map(Text, lines))
 
 
-def text_table(heads: Iterable[str], rows: Iterable[Sequence[Cell]]) -> Table:
-    """Return a table of what cells show, for a terminal."""
-    found = Table(*heads, box=None, pad_edge=False)
-    for row in rows:
-        found.add_row(*(Text(cell if isinstance(cell, str) else cell[0]) for cell in row))
-    return found
+def point_cells(results: StudyResults, summary: PointSummary) -> list[Cell]:
+    """Return what is known of a point, in the order of ``POINT_HEADS``."""
+    mark = "\n(more ranks than cores)" if summary.oversubscribed else ""
+    steps = [seconds for record in summary.done for seconds in record.step_s]
+    slow_s = float(np.quantile(steps, 0.95)) if steps else None
+    score_s = _without_extremes([each.time_to_target_s for each in summary.done])
+    parts = [found and found.value for found in map(summary.median_of, PARTS)]
+    return [
+        results.label(summary.point) + mark,
+        value_cell(summary.step_s, format_seconds),
+        value_cell(summary.samples_per_s, "{:.4g}".format),
+        value_cell(summary.efficiency, "{:.1%}".format),
+        value_cell(slow_s, format_seconds),
+        *(value_cell(part, format_seconds) for part in parts),
+        *(value_cell(summary.median_of(name), format_bytes) for name in LEVELS),
+        value_cell(summary.median_of("time_to_target_s"), format_seconds),
+        value_cell(score_s, format_seconds),
+        (f"{len(summary.done)} of {len(summary.records)}", len(summary.done)),
+    ]
+
+
+def _without_extremes(times: Sequence[float | None]) -> float | None:
+    told = sorted(seconds for seconds in times if seconds is not None)
+    is_enough = len(told) == len(times) >= MIN_REPEATS
+    return sum(told[1:-1]) / (len(told) - 2) if is_enough else None
+
+
+def _cards(results: StudyResults) -> list[tuple[str, str]]:
+    fit = [each for each in results.summaries if each.efficiency and each.samples_per_s]
+    if not fit:
+        return []
+    last = max(fit, key=lambda each: (each.ranks, each.efficiency and each.efficiency.value))
+    assert last.efficiency is not None
+    assert last.samples_per_s is not None
+    return [
+        (f"{last.efficiency.value:.1%}", f"efficiency on {last.ranks} ranks"),
+        (f"{last.samples_per_s.value:.4g}", f"samples per second on {last.ranks} ranks"),
+    ]
+
+
+def _setup(results: StudyResults) -> str:
+    config = results.config
+    found: dict[str, Any] = {name: value_of(config, name) for name in keys_of(StudyConfig)}
+    found |= results.environment or {}
+    texts = {n: v if isinstance(v, str) else json.dumps(v) for n, v in found.items()}
+    rows = [[name, text] for name, text in texts.items() if len(text) < MAX_TEXT]
+    details = [
+        f"<details><summary>{name}</summary><pre>"
+        f"{escape(json.dumps(found[name], indent=2))}</pre></details>"
+        for name, text in texts.items()
+        if len(text) >= MAX_TEXT
+    ]
+    return "\n".join([table("setup", ("what", "value"), rows), *details])

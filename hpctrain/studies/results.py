@@ -1,37 +1,141 @@
 """Results of a study as reports need them: records, summaries, bounds, and names of points."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
+from hpctrain.core.errors import DataError
 from hpctrain.core.records import read
 from hpctrain.cost.machine import Machine
+from hpctrain.cost.step import least_step_s
+from hpctrain.studies.attempt import RECORDS
 from hpctrain.studies.points import Placement, layout_of
-from hpctrain.studies.records import Environment, Point, PointRecord, StudyFacts, StudyFolder
-from hpctrain.studies.statistics import (
-    SIZES,
-    Estimate,
-    PointSummary,
-    curve_of,
-    median,
-    summarize,
-)
+from hpctrain.studies.records import Environment, Point, PointRecord, StudyFolder, ranks_of
+from hpctrain.studies.statistics import Estimate, median, ratio
+from hpctrain.studies.study_file import StudyConfig, load
 
 StepBound = Callable[[Point], float]
 """Seconds which a step at a point takes at least, by a model of the machine."""
 
 MAX_NAME = 60  # characters
 MAX_POINTS = 100  # of a curve
-RECORDS = "records"  # folder of what the ranks of an attempt told
+
+
+SIZES = ("ranks", "nodes", "ranks_per_node")
+"""Factors that say how large the machine is; all others tell curves apart."""
+
+
+@dataclass(frozen=True)
+class PointSummary:
+    """What all repeats of one point say together; None is what they do not tell."""
+
+    records: list[PointRecord]
+    base: "PointSummary | None" = None
+    """Of its curve the point with the fewest ranks that is not oversubscribed and was measured."""
+    growth: float = 1.0  # a step of the base by its own, if all ranks are used as well
+
+    @property
+    def point(self) -> Point:
+        """The factors."""
+        return self.records[0].point
+
+    @property
+    def ranks(self) -> int:
+        """How large it is."""
+        return ranks_of(self.point)
+
+    @property
+    def oversubscribed(self) -> bool:
+        """Whether it has more ranks than cores."""
+        return any(each.oversubscribed for each in self.records)
+
+    @cached_property
+    def done(self) -> list[PointRecord]:
+        """Repeats that have measured something."""
+        return [each for each in self.records if each.is_done]
+
+    @cached_property
+    def times_s(self) -> list[float]:
+        """Time of a step in each repeat that has measured something."""
+        return [each.mean_step_s for each in self.done]
+
+    @cached_property
+    def step_s(self) -> Estimate | None:
+        """Time of a step: median over repeats of the means of their steps."""
+        return self.median_of("mean_step_s")
+
+    @cached_property
+    def samples_per_s(self) -> Estimate | None:
+        """Median over repeats of all samples by all seconds."""
+        return self.median_of("samples_per_s")
+
+    @cached_property
+    def efficiency(self) -> Estimate | None:
+        """How well its ranks are used, those of the base being 1; None where oversubscribed."""
+        if not self.times_s or self.base is None or self.oversubscribed:
+            return None
+        found = ratio(self.times_s, [each / self.growth for each in self.base.times_s])
+        if self.records is not self.base.records:
+            return found
+        return replace(found, low=1.0, high=1.0, confidence=1.0)  # by definition
+
+    @property
+    def ideal_s(self) -> float | None:
+        """The time of a step if every rank were used as well as those of the base."""
+        return median(self.base.times_s).value / self.growth if self.base else None
+
+    def median_of(self, name: str) -> Estimate | None:
+        """Return the median of a field of the repeats, of lists that of their means.
+
+        None where one of them lacks it: a median of those that reached a target, without the
+        others, would flatter the point.
+        """
+        told = [getattr(each, name) for each in self.done]
+        if not told or None in told:
+            return None
+        return median([fmean(each) if isinstance(each, list) else each for each in told])
+
+
+def summarize(records: Iterable[PointRecord], mode: str) -> list[PointSummary]:
+    """Return a summary of each point, curve by curve, small machines first.
+
+    Points that differ in a factor other than ``SIZES`` are on other curves; in a weak study the
+    batch of a rank belongs to the curve, in a strong one the batch of all.
+    """
+    points: dict[str, list[PointRecord]] = {}
+    for record in records:
+        points.setdefault(key_of(record.point), []).append(record)
+    curves: dict[str, list[PointSummary]] = {}
+    for repeats in points.values():
+        name = key_of(_curve_of(repeats[0].point))
+        curves.setdefault(name, []).append(PointSummary(repeats))
+    found = []
+    for curve in curves.values():
+        curve.sort(key=lambda each: each.ranks)
+        base = next((each for each in curve if each.done and not each.oversubscribed), None)
+        for each in curve:
+            growth = each.ranks / base.ranks if base and mode == "strong" else 1.0
+            found.append(PointSummary(each.records, base, growth))
+    return found
+
+
+def key_of(point: Point) -> str:
+    """Return the same text for the same point."""
+    return repr(sorted(point.items()))
+
+
+def _curve_of(point: Point) -> Point:
+    return {name: value for name, value in point.items() if name not in SIZES}
 
 
 @dataclass(frozen=True)
 class StudyResults:
     """What a study has measured."""
 
-    facts: StudyFacts
+    config: StudyConfig
     environment: Environment | None
     records: list[PointRecord]
     directory: Path = Path()
@@ -44,76 +148,60 @@ class StudyResults:
         Raises ``DataError``: there is no study, or one of its files cannot be read.
         """
         folder = StudyFolder(directory)
-        environment = folder.read_environment() if folder.environment.exists() else None
-        return cls(folder.read_study(), environment, folder.read_points(), directory)
+        if not folder.file.exists():
+            raise DataError(
+                f"the folder of a study has a {folder.file.name}, {directory} has none; "
+                f"hpctrain study run writes it"
+            )
+        return cls(load(folder.file), folder.read_environment(), folder.read_points(), directory)
 
     @cached_property
     def summaries(self) -> list[PointSummary]:
         """One for each point, curve by curve, in the order of the factors."""
-        factors = [item for item in self.facts.factors.items() if item[0] not in SIZES]
+        factors = [item for item in self.config.factors.items() if item[0] not in SIZES]
 
         def place(summary: PointSummary) -> list[int]:
             found = [(summary.point.get(name), values) for name, values in factors]
             return [values.index(mine) if mine in values else -1 for mine, values in found]
 
-        return sorted(summarize(self.records, self.facts), key=place)
+        return sorted(summarize(self.records, self.config.study.mode), key=place)
 
     @cached_property
     def done(self) -> list[PointRecord]:
         """Records of what was measured."""
-        return [each for each in self.records if each.status == "done" and each.step_s]
+        return [each for each in self.records if each.is_done]
 
     @cached_property
     def failed(self) -> list[PointRecord]:
         """Records of what was tried and gave nothing."""
-        return [each for each in self.records if each.status != "done" or not each.step_s]
+        return [each for each in self.records if not each.is_done]
 
     @cached_property
     def headline(self) -> str:
         """What was measured, in one line."""
-        host = f" on {shown(self.environment.host)}" if self.environment else ""
+        host = f" on {shown(self.environment.get('host'))}" if self.environment else ""
+        table = self.config.study
         return (
-            f"{shown(self.facts.name)}: {self.facts.mode} scaling{host}, {len(self.summaries)} "
-            f"points, {len(self.done)} repeats measured, {len(self.failed)} failed"
+            f"{shown(table.name)}: {table.mode} scaling{host}, {len(self.summaries)} points, "
+            f"{len(self.done)} repeats measured, {len(self.failed)} failed"
         )
-
-    def repeats(self, point: Point) -> list[PointRecord]:
-        """Return what was measured at a point."""
-        return [record for record in self.done if record.point == point]
-
-    def median_of(self, point: Point, name: str) -> Estimate | None:
-        """Return the median of a field of the repeats; None where one of them lacks it.
-
-        A median of those that reached a target, without the others, would flatter the point.
-        """
-        told = [getattr(record, name) for record in self.repeats(point)]
-        return median(told, seed=self.facts.seed) if told and None not in told else None
-
-    def ideal_s(self, summary: PointSummary) -> float | None:
-        """Return the time of a step if every rank were used as well as those of the base."""
-        base = next((each for each in self.summaries if each.point == summary.base), None)
-        if base is None or base.step_s is None:
-            return None
-        growth = summary.ranks / base.ranks if self.facts.mode == "strong" else 1
-        return base.step_s.value / growth
 
     def beside(self, machine: Machine) -> "StudyResults":
         """Return these results with a bound: what a machine's links allow for the bytes moved.
 
         A step takes at least the ideal time, as if all communication were hidden, and at least
-        as long as its bytes need when all links between nodes, or in them, are busy at once.
+        as long as the rounds of a sum and its bytes need; see ``hpctrain.cost.least_step_s``.
         """
 
         def least_s(point: Point) -> float:
             summary = next(each for each in self.summaries if each.point == point)
             layout = layout_of(point) or Placement(summary.ranks, 1, summary.ranks)
-            rates = {
-                "rail_bytes": layout.nodes * machine.nics * machine.network.bytes_per_s,
-                "node_bytes": layout.ranks * machine.node.bytes_per_s,
-            }
-            moved = {name: self.median_of(point, name) for name in rates}
-            times = [found.value / rates[name] for name, found in moved.items() if found]
-            return max(self.ideal_s(summary) or 0.0, *times, 0.0)
+            moved = (summary.median_of(name) for name in ("rail_bytes", "node_bytes"))
+            between, inside = (found.value if found else 0.0 for found in moved)
+            there = replace(machine, nodes=layout.nodes, ranks_per_node=layout.ranks_per_node)
+            return least_step_s(
+                there, summary.ideal_s or 0.0, network_bytes=between, node_bytes=inside
+            )
 
         return replace(self, bound=least_s)
 
@@ -128,12 +216,14 @@ class StudyResults:
 
     def label(self, point: Point) -> str:
         """Return what tells a point from the others."""
-        told = {name: value for name, value in point.items() if name in self._varying}
-        return label_of(told or point)
+        return label_of(self._told(point) or point)
 
     def curve(self, point: Point) -> str:
         """Return what tells the curve of a point from others; empty where there is one."""
-        return label_of({n: v for n, v in curve_of(point).items() if n in self._varying})
+        return label_of(self._told(_curve_of(point)))
+
+    def _told(self, point: Point) -> Point:
+        return {name: value for name, value in point.items() if name in self._varying}
 
     @cached_property
     def _varying(self) -> list[str]:

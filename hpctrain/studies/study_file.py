@@ -2,16 +2,15 @@
 
 import re
 import shlex
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from hpctrain.core.errors import ConfigError
-from hpctrain.core.keys import Count, Number, Time, require, seconds
+from hpctrain.core.keys import Count, Number, Time, keys_of, require, value_of
 from hpctrain.core.target import hint
 from hpctrain.core.toml_values import TomlValues, read_toml
-from hpctrain.studies.records import StudyFacts
 
 LAUNCH = "hpctrain launch -n {ranks} --nodes {nodes} --"
 
@@ -35,7 +34,8 @@ class StudyTable:
     seed: Count = 0
     """Of the random order."""
     warm_up: Count = 10
-    """First steps of each repeat that do not count; a step whose begin nobody has told neither."""
+    """First steps of each repeat that do not count; at least the very first, of which nobody knows
+    when it began, unless records tell its seconds."""
     target: Mapping[str, Any] = field(default_factory=dict)
     """What to take the time to, such as { accuracy = 0.95 } or { loss = 0.1 }, by the names of
     hpctrain.record; loss is the mean of ten steps, a name that ends in loss falls, others grow."""
@@ -82,7 +82,7 @@ class StudyConfig:
         """Check the factors, and that each changes something."""
         for name, values in self.factors.items():
             require(
-                isinstance(values, list) and bool(values) and _are_unique(values),
+                isinstance(values, list) and 0 < len(values) == len(set(map(repr, values))),
                 f"factors.{name} is a list of different values",
                 values,
             )
@@ -119,49 +119,43 @@ class StudyConfig:
                 sorted(used),
             )
 
-    def _texts(self) -> Iterator[str]:
-        yield from (self.command.run, self.command.launcher)
-        yield from map(_text, flat(self.command.set).values())
-        yield from map(_text, self.command.environment.values())
+    def _texts(self) -> list[str]:
+        command = self.command
+        return [command.run, command.launcher, *self._settings.values(), *self._variables.values()]
 
-    def facts(self, cores: int) -> StudyFacts:
-        """Return what this asks, on hosts of so many cores."""
-        settings = [f"{name}={_text(value)}" for name, value in flat(self.command.set).items()]
-        variables = [f"{n}={_text(v)}" for n, v in self.command.environment.items()]
-        words = [f"--set {setting}" for setting in settings]
-        return StudyFacts(
-            name=self.study.name,
-            mode=self.study.mode,
-            repeats=self.study.repeats,
-            seed=self.study.seed,
-            warm_up=f"the first {self.study.warm_up} steps of each repeat are dropped",
-            target=dict(self.study.target) or None,
-            factors={name: list(values) for name, values in self.factors.items()},
-            command=" ".join([*variables, self.command.run, *words]),
-            launcher=self.command.launcher,
-            cores=self.study.cores or cores,
-        )
+    @property
+    def _settings(self) -> dict[str, str]:
+        return {name: _text(value) for name, value in _flat(self.command.set).items()}
+
+    @property
+    def _variables(self) -> dict[str, str]:
+        return {name: _text(value) for name, value in self.command.environment.items()}
 
     def filled(self, names: Mapping[str, Any]) -> tuple[list[str], list[str], dict[str, str]]:
         """Return the words of the launcher and of the command, and the variables.
 
         What ``{...}`` stand for is in ``names``.
         """
-        run = [_filled(word, names) for word in shlex.split(self.command.run)]
-        for key, value in flat(self.command.set).items():
-            run += ["--set", f"{key}={_filled(_text(value), names)}"]
-        launcher = [_filled(word, names) for word in shlex.split(self.command.launcher)]
-        variables = self.command.environment.items()
-        return launcher, run, {name: _filled(_text(value), names) for name, value in variables}
+        launcher, run = (
+            [_filled(word, names) for word in shlex.split(text)]
+            for text in (self.command.launcher, self.command.run)
+        )
+        for key, text in self._settings.items():
+            run += ["--set", f"{key}={_filled(text, names)}"]
+        return launcher, run, {n: _filled(text, names) for n, text in self._variables.items()}
 
     def uses(self, name: str) -> bool:
         """Say whether a text of [command] has ``{name}``."""
         return any(name in _NAME.findall(text) for text in self._texts())
 
-    @property
-    def timeout_s(self) -> float | None:
-        """``timeout`` as a number."""
-        return seconds(self.study.timeout)
+    def changes(self, other: "StudyConfig") -> list[str]:
+        """Return the keys in which another study asks something else, so that points differ.
+
+        More repeats, other limits of time, and what the machine has, do not.
+        """
+        free = ("study.repeats", "study.timeout", "study.cores", "study.hosts")
+        keys = [name for name in keys_of(StudyConfig) if name not in free]
+        return [name for name in keys if value_of(self, name) != value_of(other, name)]
 
 
 def load(path: Path) -> StudyConfig:
@@ -179,14 +173,13 @@ def load(path: Path) -> StudyConfig:
 
 def example(mode: Literal["strong", "weak"], script: str = "") -> StudyConfig:
     """Return a study to begin with: of ``script``, else of the handwritten digits."""
-    table = StudyTable(name=f"digits-{mode}", mode=mode, target={"accuracy": 0.9})
     factors = {"ranks": [1, 2, 4, 8], "batch": [64 if mode == "strong" else 16]}
+    threads = {"OMP_NUM_THREADS": 1}
     if script:
-        own = CommandTable(run=script, environment={"OMP_NUM_THREADS": 1})
-        if "batch}" not in script:
-            own = replace(own, environment={"BATCH": "{rank_batch}", **own.environment})
+        batch = {} if "batch}" in script else {"BATCH": "{rank_batch}"}
+        command = CommandTable(run=script, environment={**batch, **threads})
         table = StudyTable(name=f"script-{mode}", mode=mode)
-        return StudyConfig(factors=factors, study=table, command=own)
+        return StudyConfig(factors=factors, study=table, command=command)
     settings = {
         "output_dir": "{folder}/run",
         "seed": "{repeat}",
@@ -195,22 +188,18 @@ def example(mode: Literal["strong", "weak"], script: str = "") -> StudyConfig:
         "checkpoint.every": "none",
         "log.plots": False,
     }
-    command = CommandTable(
-        run="hpctrain train examples/digits.toml",
-        set=settings,
-        environment={"OMP_NUM_THREADS": 1},
-    )
+    run = "hpctrain train examples/digits.toml"
+    command = CommandTable(run=run, set=settings, environment=threads)
+    table = StudyTable(name=f"digits-{mode}", mode=mode, target={"accuracy": 0.9})
     return StudyConfig(factors=factors, study=table, command=command)
 
 
-def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return the values of nested tables by dotted names."""
     found: dict[str, Any] = {}
     for name, value in table.items():
-        if isinstance(value, Mapping):
-            found |= flat(value, f"{prefix}{name}.")
-        else:
-            found[prefix + name] = value
+        inner = isinstance(value, Mapping)
+        found |= _flat(value, f"{prefix}{name}.") if inner else {prefix + name: value}
     return found
 
 
@@ -220,7 +209,3 @@ def _filled(text: str, names: Mapping[str, Any]) -> str:
 
 def _text(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _are_unique(values: list[Any]) -> bool:
-    return len({repr(value) for value in values}) == len(values)

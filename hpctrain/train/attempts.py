@@ -12,15 +12,21 @@ from hpctrain.checkpoint.manager import Manager
 from hpctrain.cluster.env import job_id
 from hpctrain.comm.agreement import agreed, on_root
 from hpctrain.comm.plan.planning import StoredPlan
-from hpctrain.core.errors import CheckpointError, ConfigError, NotFiniteError, ReplicaError
+from hpctrain.core.errors import (
+    CheckpointError,
+    ConfigError,
+    MismatchError,
+    NotFiniteError,
+    ReplicaError,
+)
 from hpctrain.core.logs import logger
 from hpctrain.core.records import read
+from hpctrain.launch.lease import Lease
 from hpctrain.launch.slurm.scheduler import restart_count
 from hpctrain.runtime import world
 from hpctrain.runtime.stopping import StopRequests
 from hpctrain.train.boundary import Boundary
 from hpctrain.train.console import Progress
-from hpctrain.train.lease import Lease
 from hpctrain.train.loop import Outcome, Stopped, TrainingLoop, hash_of, left_out
 from hpctrain.train.metrics import Metrics
 from hpctrain.train.profiler import Profiler
@@ -247,6 +253,9 @@ class RunInDirectory:
             if isinstance(error, NotFiniteError):
                 raise NotFiniteError(f"{error}\n{_where_it_goes_on(manager)}") from error
             raise
+        except CheckpointError as error:  # the last state of a run, which is not on disk
+            self._close(manager)
+            raise MismatchError(f"{error}\n{_where_it_goes_on(manager)}") from error
 
     def _close(self, manager: Manager) -> None:
         try:

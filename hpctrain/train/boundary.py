@@ -9,8 +9,8 @@ from hpctrain.checkpoint.manager import Manager
 from hpctrain.comm.communicator import Communicator
 from hpctrain.core.errors import CheckpointError
 from hpctrain.core.logs import logger
+from hpctrain.launch.lease import Lease
 from hpctrain.runtime.stopping import StopRequests
-from hpctrain.train.lease import Lease
 from hpctrain.train.metrics import Metrics
 from hpctrain.train.run_state import RunState, require_finite_weights
 

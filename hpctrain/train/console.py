@@ -2,12 +2,13 @@
 
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, ProgressColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
+from rich.table import Table
 
 from hpctrain.core.units import format_bytes
 
@@ -31,6 +32,16 @@ def make_console(*, shown: bool) -> Console:
         highlight=False,
         markup=False,
     )
+
+
+def figures(title: str, heads: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:
+    """A table of numbers with a title."""
+    table = Table(title=title, title_justify="left")
+    for head in heads:
+        table.add_column(head, justify="right")
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
 class Bar:

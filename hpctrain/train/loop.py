@@ -1,6 +1,7 @@
 """The training loop."""
 
 import math
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from time import perf_counter
 from typing import Any
@@ -9,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from hpctrain.checkpoint.format.state_hash import state_hash
-from hpctrain.core.step_records import record
+from hpctrain.comm.agreement import agreed
+from hpctrain.core.errors import NotFiniteError
+from hpctrain.core.records import record
 from hpctrain.data.samples import Batch
 from hpctrain.train.boundary import SAVE, STOP, Boundary
 from hpctrain.train.console import Progress
@@ -64,6 +67,12 @@ class TrainingLoop:
         Raises ``NotFiniteError``: loss, gradients, parameters or the loss of a test are not
         finite; on every rank. ``ReplicaError``: the ranks have parted; on every rank.
         """
+        try:
+            return self._train()
+        except NotFiniteError as error:
+            raise self._guard.traced(error) from error
+
+    def _train(self) -> Outcome | Stopped:
         state, loader, boundary = self._state, self._task.train, self._boundary
         while loader.epoch < self._task.config.train.epochs and not state.has_lost_patience:
             epoch, wishes = loader.epoch + 1, 0
@@ -134,16 +143,16 @@ class TrainingLoop:
         guard.begin(state.step + 1, lr, self._boundary.wishes(state.step + 1))
         if task.sync is not None:
             task.sync.rounds.must_meet = self._must_meet(state.step + 1)
+        leads = task.comm.rank == 0 if task.sync is None else task.sync.leads_step
         before, start = task.comm.traffic(), perf_counter()
         loss, num_samples, is_taken = train_step(task, batch, guard)
         work_s, communication_s = perf_counter() - start, task.exchange.communication_seconds
-        counts = not is_taken and (task.sync is not None or task.comm.rank == 0)
         state.tally.add(
             loss=loss,
             num_samples=num_samples,
             work_s=work_s,
             communication_s=communication_s,
-            num_skipped=int(counts),
+            num_skipped=int(leads and not is_taken),
         )
         moved, input_s = task.comm.traffic().since(before), state.tally.input_s
         record(
@@ -291,24 +300,27 @@ def train_step(task: Task, batch: Batch, guard: StepGuard) -> tuple[float, int, 
 def _backward(task: Task, batch: Batch, guard: StepGuard) -> tuple[float, int]:
     """Return the loss of this rank's samples, by reproducible steps of all, and their number."""
     if task.steps is not None:
-        loss_of = lambda part: task.forward(*part)[1]  # noqa: E731
         both, num_samples = task.split(batch), task.train.step_samples
+        loss_of = lambda part: task.forward(*part)[1]  # noqa: E731
         return task.steps.backward(both, loss_of, num_samples=num_samples), batch.num_samples
     task.optimizer.zero_grad()
     nominal = task.config.train.global_batch / task.comm.size
     task.exchange.set_num_samples(batch.num_samples, nominal=nominal)
-    if not batch.num_samples:
+    pieces = min(task.config.train.accumulate, batch.num_samples)
+    cut = (values.tensor_split(max(pieces, 1)) for values in task.split(batch))
+    parts = [*zip(*cut, strict=True)] if pieces else []
+    # What does not fit, mostly does not in the first step on any rank: one error for all of them.
+    with agreed(task.comm) if guard.is_first else nullcontext():
+        loss = task.forward(*map(aligned, parts[0]))[1] if parts else None
+    if loss is None:
         task.exchange.synchronize()  # in place of backward
         return 0.0, 0
-    pieces = min(task.config.train.accumulate, batch.num_samples)
     if task.config.train.accumulate > 1:
         task.exchange.set_backward_passes_per_step(pieces)
     value = 0.0
-    parts = zip(*(values.tensor_split(pieces) for values in task.split(batch)), strict=True)
     for number, part in enumerate(parts, 1):
-        inputs, labels = map(aligned, part)
-        weight = len(inputs) / batch.num_samples
-        loss = task.forward(inputs, labels)[1]
+        loss = task.forward(*map(aligned, part))[1] if number > 1 else loss
+        weight = len(part[0]) / batch.num_samples
         value += loss.item() * weight
         if number == pieces:
             guard.see_loss(value)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import statistics
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -124,3 +125,48 @@ def result(record: Mapping[str, Any]) -> str:
     """Say for people what the last test of a finished run has given; null is not finite."""
     metric = record["metric"]
     return f"test {record['metric_name']} {math.nan if metric is None else metric:.4f}"
+
+
+def learned(run: Path, target_loss: float | None = None) -> dict[str, Any]:
+    """Say what a run has shown of its model, and how many samples it took to a loss.
+
+    A loss counts in tests if there are any; without one, all samples do.
+
+    Returns:
+        ``parameters``; ``samples_per_s`` of a rank that computes alone; ``rank_batch``, ``batch``
+        and ``samples``.
+
+    Raises:
+        ConfigError: there are no records of steps, or none has reached the loss.
+    """
+    file = run / "metrics.jsonl"
+    if not file.exists():
+        raise ConfigError(f"{run} is no run directory: it has no {file.name}; give one that does")
+    by_event: dict[str, list[dict[str, Any]]] = {}
+    for record in read(file):
+        if record.get("loss", record["event"]) is not None:
+            by_event.setdefault(record["event"], []).append(record)
+    begun = by_event.get("started", []) + by_event.get("resumed", [])
+    steps, tests = by_event.get("step", []), by_event.get("test", [])
+    if not begun or not steps:
+        raise ConfigError(f"{file} has no record of a step; let the run go on for a while first")
+    # The mean over the steps of a record; the last step of an epoch may be short.
+    times = ("compute_s", "communication_s", "input_s")
+    batch = max(round(r["samples_per_s"] * sum(r[t] for t in times)) for r in steps)
+    share = batch / begun[-1]["world_size"]
+    reached = [steps[-1]["step"]]
+    if target_loss is not None:
+        reached = [r["step"] for r in tests or steps if r["loss"] <= target_loss]
+    if not reached:
+        least = min(record["loss"] for record in tests or steps)
+        raise ConfigError(
+            f"{run} has not reached a loss of {target_loss:g}, its least is {least:.4g}; give a "
+            f"loss that it has reached, or --samples"
+        )
+    return {
+        "parameters": float(begun[-1]["parameters"]),
+        "samples_per_s": share / statistics.median(r["compute_s"] for r in steps),
+        "rank_batch": math.ceil(share),
+        "batch": batch,
+        "samples": float(reached[0] * batch),
+    }

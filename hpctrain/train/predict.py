@@ -101,7 +101,7 @@ def predict(task: Task, path: Path, facts: Mapping[str, Any]) -> tuple[int, ...]
                 kind = next(each for each in kinds if each is not None)
                 rows = _Rows(part, len(loader.dataset), kind, facts, comm)
             if values is not None:
-                fault = rows.write(int(loader.delivered()[0]), values)
+                fault = rows.write(int(loader.samples_at(loader.place)[0]), values)
         assert rows is not None
         comm.agree(not fault, fault)
         rows.close()

@@ -19,13 +19,13 @@ from hpctrain.core.keys import render, seconds
 from hpctrain.core.logs import logger
 from hpctrain.core.target import make_importable
 from hpctrain.core.units import format_seconds
+from hpctrain.launch.lease import TIMES, Holder, Lease
 from hpctrain.launch.slurm.scheduler import job_end
 from hpctrain.runtime import world
 from hpctrain.runtime.stopping import STOPPED, StopRequests, deadline
 from hpctrain.train.attempts import RunInDirectory
 from hpctrain.train.config import RunConfig
 from hpctrain.train.console import make_console
-from hpctrain.train.lease import TIMES, Holder, Lease
 from hpctrain.train.load import LoadedData
 from hpctrain.train.loop import Outcome, Stopped
 from hpctrain.train.metrics import result

@@ -13,7 +13,7 @@ from typing import Any
 from hpctrain.core.atomic import make_folder, publishing
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.provenance import versions
-from hpctrain.train.lease import Holder
+from hpctrain.launch.lease import Holder
 from hpctrain.train.metrics import RANKS, cut
 
 

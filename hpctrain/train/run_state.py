@@ -223,13 +223,18 @@ def require_finite_weights(task: Task) -> None:
     """
     if task.config.train.on_non_finite == "ignore":
         return
-    names = [n for n, p in task.model.named_parameters() if not bool(p.isfinite().all())]
-    found: Sequence[str | None] = task.comm.allgather_object(", ".join(names[:3]) or None)
+    names = ", ".join(unfinite_weights(task)[:3])
+    found: Sequence[str | None] = task.comm.allgather_object(names or None)
     if any(found):
         raise NotFiniteError(
             f"parameters that are kept must be finite, {by_rank(found)} are not: nothing was "
             f"written\ntake a smaller optimizer.lr, or train.clip_norm (both with --changed)"
         )
+
+
+def unfinite_weights(task: Task) -> list[str]:
+    """Return the names of this rank's parameters that are not finite."""
+    return [n for n, p in task.model.named_parameters() if not bool(p.isfinite().all())]
 
 
 def own_replica(task: Task) -> dict[str, Any] | None:

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hpctrain.core.records import record_of
+from hpctrain.launch.lease import Holder
 from hpctrain.runtime.stopping import STOPPED
-from hpctrain.train.lease import Holder
 from hpctrain.train.metrics import result
 from hpctrain.train.run_directory import RunDirectory
 

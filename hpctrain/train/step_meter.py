@@ -26,7 +26,7 @@ class Interval:
     communication_s: float  # only what computing did not hide
     input_s: float
     num_skipped: int = 0
-    """Steps that were left out; where ranks take steps of their own, of all ranks."""
+    """Steps that were left out; what ranks take together is one, their own are one of each."""
     of_ranks: Mapping[str, list[float]] = field(default_factory=dict)
     """The three times by rank, as means over the steps."""
 

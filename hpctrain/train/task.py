@@ -2,9 +2,10 @@
 
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from traceback import extract_tb
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from hpctrain.cluster.topology import Topology
 from hpctrain.collectives.parameters import broadcast_parameters
 from hpctrain.comm.agreement import agreed, on_root
 from hpctrain.comm.communicator import Communicator
-from hpctrain.core.errors import ConfigError, DataError
+from hpctrain.core.errors import ConfigError, DataError, HpctrainError
 from hpctrain.core.target import call, check_arguments, member, resolve
 from hpctrain.data.format.layout import Field
 from hpctrain.data.loader import Loader
@@ -117,12 +118,6 @@ class Task:
         mode = self.config.test.mode
         return mode == "max" or (mode == "auto" and self.metric_name != LOSS)
 
-    def forward(self, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Return output and loss, calculated as ``train.precision`` says."""
-        with self.precision.autocast():
-            output = self.model(inputs)
-            return output, self.loss(output, labels)
-
     def averaged(self) -> AbstractContextManager[None]:
         """Let the model be inside the one that is tested. Collective."""
         if self.sync is not None:
@@ -138,6 +133,50 @@ class Task:
         if not (isinstance(inputs, Tensor) and isinstance(labels, Tensor)):
             raise DataError(_ONE_LENGTH)
         return inputs, labels
+
+    def forward(self, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Return output and mean loss of some samples, calculated as ``train.precision`` says.
+
+        Raises ``DataError``: the model or the loss refuses them, or the loss is not one number.
+        """
+        config = self.config
+        whose = f'loss.target = "{config.loss.target}"'
+        with self.precision.autocast():
+            with _told_of(f'model.target = "{config.model.target}"', inputs):
+                output = self.model(inputs)
+            with _told_of(whose, output, labels):
+                loss: object = self.loss(output, labels)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise DataError(
+                f"{whose} returns one number for a batch, such as the mean over its samples, got "
+                f"{_form(loss)} of {_form(output)} and {_form(labels)}"
+            )
+        return output, loss
+
+
+@contextmanager
+def _told_of(whose: str, *values: object) -> Iterator[None]:
+    """Let what torch raises inside name the function and what it was given; else traces say it."""
+    try:
+        yield
+    except (HpctrainError, torch.OutOfMemoryError):
+        raise
+    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
+        if "/torch/" not in extract_tb(error.__traceback__)[-1].filename:
+            raise
+        given = " and ".join(map(_form, values))
+        raise DataError(
+            f"model, loss and data fit together, {whose} refuses {given}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def _form(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
+    if isinstance(value, tuple | list):
+        return f"a {type(value).__name__} of {', '.join(map(_form, value))}"
+    return f"a {type(value).__name__}"
 
 
 def build(config: RunConfig, comm: Communicator, *, is_new: bool = True) -> Task:

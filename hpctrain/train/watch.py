@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.records import record_of
-from hpctrain.train.lease import BEAT, TIMES, Holder
+from hpctrain.launch.lease import BEAT, TIMES, Holder
 from hpctrain.train.run_directory import RunDirectory
 from hpctrain.train.status import Status, by_record
 

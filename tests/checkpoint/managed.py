@@ -4,7 +4,7 @@ from contextlib import contextmanager
 
 import torch
 
-from hpctrain.checkpoint.checkpoint_directory import step_of
+from hpctrain.checkpoint.format.manifest import step_of
 from hpctrain.checkpoint.manager import Manager
 
 

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.checkpoint.checkpoint_directory import Kept, expendable, name_of, step_of
+from hpctrain.checkpoint.checkpoint_directory import Kept, expendable
+from hpctrain.checkpoint.format.manifest import name_of, step_of
 from hpctrain.comm.serial import SerialCommunicator
 from hpctrain.core.errors import CheckpointError
 from tests.checkpoint.managed import loaded_value, managed, state, steps_in

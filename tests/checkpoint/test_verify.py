@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hpctrain import checkpoint
-from hpctrain.checkpoint.checkpoint_directory import step_of
+from hpctrain.checkpoint.format.manifest import step_of
 from hpctrain.checkpoint.inspection import checkpoints_in, describe, lines_of, verify
 from hpctrain.comm.mpi import MpiCommunicator
 from hpctrain.comm.serial import SerialCommunicator
@@ -53,6 +53,24 @@ def names(paths):
 def told_by(run):
     """Return each step that verify tells of, and whether it is whole."""
     return [(step_of(place.name), not faults) for place, faults in verify(run)]
+
+
+def test_a_directory_with_the_name_of_another_step_is_refused_by_all(run, caplog):
+    folder = run / "checkpoints"
+    (folder / "step-00000003").rename(folder / "step-00000009")
+    assert told_by(run) == [(1, True), (2, True), (4, True), (9, False)]
+    said = "step-00000009 is after step 3; name it step-00000003"
+    for refused in (describe, lambda path: checkpoint.load(path, SerialCommunicator())):
+        with pytest.raises(CheckpointError, match=said):
+            refused(folder / "step-00000009")
+    with pytest.raises(CheckpointError, match="name it step-00000005"):
+        checkpoint.save(folder / "step-00000006", {}, SerialCommunicator(), step=5)
+    manager = checkpoint.Manager(folder, SerialCommunicator())
+    assert manager.load_latest().step == 4
+    assert caplog.text.count(said) == 1
+    manager.close()
+    (folder / "step-00000009").rename(folder / "kept")
+    assert checkpoint.load(folder / "kept", SerialCommunicator()).step == 3
 
 
 def test_whole_checkpoints_are_whole(run):

@@ -14,8 +14,8 @@ from hpctrain.comm.ops import Op, combination
 from hpctrain.comm.serial import SerialCommunicator
 from hpctrain.core.errors import CommError, ConfigError
 from hpctrain.core.units import MIB
-from hpctrain.cost.collectives import ALGORITHMS
 from hpctrain.cost.fitting import read_points
+from hpctrain.cost.schedules import SCHEDULES
 from hpctrain.doctor.benchmarks import benchmark
 from hpctrain.doctor.benchmarks.benchmark import UNCHECKABLE, BenchmarkRequest, measure
 from hpctrain.doctor.benchmarks.operations import (
@@ -112,7 +112,7 @@ def test_what_was_measured_is_written_as_points_that_a_fit_reads(comm, tmp_path)
         assert [point.num_bytes for point in points] == [65536, 262144, MIB]
         assert {(p.nodes, p.ranks_per_node) for p in points} == {(comm.size // 2, 2)}
         assert all(point.rails == (comm.num_rails or 1) for point in points)
-        known = {"slices"} if comm.size == 2 else set(ALGORITHMS)
+        known = {"slices"} if comm.size == 2 else set(SCHEDULES)
         assert {point.algorithm for point in points} <= known
     wrong = BenchmarkRequest(operation="allreduce", dtype="float64")
     with pytest.raises(ConfigError, match="got allreduce of float64"):

@@ -136,16 +136,28 @@ def test_diff_names_the_first_tensor_and_by_how_much(run, tmp_path):
     assert [(item["path"], item["max_abs"]) for item in record] == [("model/0.bias", 0.5)]
 
 
-def test_times_that_runs_have_measured_are_named_and_no_difference(tmp_path):
-    for name, step, time in [("a", 1, 0.5), ("b", 1, 0.7), ("c", 2, 0.7)]:
-        state = {"step": step, "training_s": time, "tally": {"sums": torch.full((3,), time)}}
-        checkpoint.save(
-            tmp_path / name / "checkpoints" / "step-00000001", state, SerialCommunicator(), step=1
-        )
-    same, other = (call("diff", tmp_path / "a", tmp_path / name) for name in "bc")
-    assert (same.exit_code, other.exit_code) == (0, 1)
-    assert "bit for bit, but for times that were measured: tally/sums, training_s" in same.output
-    assert "time (2), plain (1)" in other.output
+def test_times_and_numbers_of_records_are_named_and_no_difference(tmp_path):
+    def diff_of_a_and(name, **changes):
+        for folder, told in (("a", {}), (name, changes)):
+            state = {"step": 1, "training_s": 0.5, "num_records": 3, "other": {"num_records": 3}}
+            own = {"tally": {"sums": torch.tensor([*told.pop("sums", [1.0] * 6)])}}
+            path = tmp_path / folder / "checkpoints" / "step-00000001"
+            comm = SerialCommunicator()
+            checkpoint.save(path, state | told, comm, step=1, private=own)
+        result = call("diff", tmp_path / "a", tmp_path / name)
+        return result.exit_code, result.output.replace("\n", " ")
+
+    times = [1.0, 1.0, 2.0, 2.0, 2.0, 1.0]
+    code, told = diff_of_a_and("same", training_s=0.7, num_records=4, sums=times)
+    assert code == 0
+    assert "the same, bit for bit, but for times that were measured and numbers of reco" in told
+    assert told.endswith("records: training_s, num_records, private/0/tally/sums ")
+    code, told = diff_of_a_and("later", step=2, num_records=4)
+    assert (code, "plain (1), records (1)" in told) == (1, True)
+    code, told = diff_of_a_and("loss", sums=[2.0, *times[1:]])
+    assert (code, "values (1)" in told) == (1, True)
+    code, told = diff_of_a_and("other", other={"num_records": 4})
+    assert (code, "plain (1)" in told) == (1, True)
 
 
 def test_of_several_ranks_one_does_the_work(run, tmp_path, monkeypatch):

@@ -59,12 +59,24 @@ def test_the_table_has_best_next_and_where_more_nodes_stop_paying(ask):
 
 def test_json_has_every_figure_of_the_table(ask):
     found = json.loads(ask("--json", **GIVEN).output)
-    assert {"best", "next", "by_nodes", "pays_up_to_nodes", "reason"} == set(found)
+    names = {"best", "next", "by_nodes", "pays_up_to_nodes", "payoffs", "reason"}
+    assert names == set(found)
     assert len(found["next"]) == 3
     assert found["best"]["node_hours"] == pytest.approx(
         found["best"]["nodes"] * found["best"]["seconds"] / 3600
     )
     assert found["best"]["nodes"] <= found["pays_up_to_nodes"]
+
+
+def test_a_codec_of_one_s_own_joins_and_what_pays_is_told(ask):
+    told = ask("--codec", "int8:1:2e-10", **GIVEN).output
+    assert "what pays on 16 nodes with a batch of 256" in told
+    assert "Gbit/s" in told
+    found = json.loads(ask("--json", "--codec", "int8:1:2e-10", **GIVEN).output)
+    assert found["best"]["codec"] == "int8:1:2e-10"
+    codecs = {one["codec"] for one in found["payoffs"] if one["local_steps"] == 1}
+    assert codecs == {"fp16", "bf16", "int8:1:2e-10"}
+    assert "NAME:BYTES:SECONDS" in str(ask("--codec", "zip", **GIVEN).exception)
 
 
 def test_a_run_tells_model_speed_batch_and_the_way_to_a_loss(ask, run):

@@ -14,6 +14,7 @@ from hpctrain.core.units import (
     format_ranks,
     format_seconds,
     parse_bytes,
+    parse_number,
     parse_seconds,
 )
 
@@ -35,6 +36,13 @@ def test_what_is_no_size_is_refused_with_an_example(text):
     assert repr(text) in str(caught.value)
 
 
+def test_numbers_are_read_with_their_factors():
+    assert [parse_number(text) for text in ("10", "25.6M", "1e9", "3k")] == [10, 25.6e6, 1e9, 3e3]
+    for text in ("many", "M", "3 m", ""):
+        with pytest.raises(ConfigError, match=r"25\.6M or 1e9, got"):
+            parse_number(text)
+
+
 @given(st.integers(0, 2**50))
 def test_a_size_that_was_written_is_read_back_within_its_rounding(num_bytes):
     again = parse_bytes(format_bytes(num_bytes))
@@ -49,7 +57,7 @@ def test_a_size_that_was_written_is_read_back_within_its_rounding(num_bytes):
         (format_bytes, {0: "0 B", 1023: "1023 B", KIB: "1.0 KiB", 25 * MIB: "25.0 MiB"}),
         (format_bytes, {5 * GIB: "5.0 GiB"}),
         (format_seconds, {3.2e-6: "3.2 us", 1.84e-3: "1.84 ms", 2.5: "2.50 s"}),
-        (format_seconds, {60: "1 min 00 s", 185: "3 min 05 s"}),
+        (format_seconds, {60: "1 min 00 s", 185: "3 min 05 s", 9000: "2.5 h"}),
         (format_numbers, {(): "", (3,): "3", (8, 0, 1): "0-1,8"}),
         (format_ranks, {(3,): "rank 3", (0, 1, 2, 5): "ranks 0-2,5"}),
     ],

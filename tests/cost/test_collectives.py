@@ -1,6 +1,7 @@
 """The closed forms: what the algorithms of the project do, never below the bounds."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,8 +10,6 @@ from hpctrain.comm.ops import Op, combination
 from hpctrain.comm.rail import algorithms
 from hpctrain.core.errors import ConfigError
 from hpctrain.cost.collectives import (
-    ALGORITHMS,
-    SEGMENT_BYTES,
     Load,
     Way,
     allreduce,
@@ -19,9 +18,11 @@ from hpctrain.cost.collectives import (
     parameter_server,
 )
 from hpctrain.cost.machine import Link, Machine
+from hpctrain.cost.schedules import SCHEDULES
 from hpctrain.cost.simulate import allreduce_times
 from tests.comm.simulated import run_ranks
 
+SEGMENT_BYTES = SCHEDULES["double_tree"].segment_bytes
 NUMEL = 3 * 2**10
 MIB = 2**20
 
@@ -45,7 +46,7 @@ def test_where_all_ranks_do_alike_bytes_and_rounds_are_those_of_the_algorithm(na
 
 
 @pytest.mark.parametrize("size", [3, 5, 6, 7, 12])
-@pytest.mark.parametrize("name", sorted(ALGORITHMS.keys() - {"double_tree"}))
+@pytest.mark.parametrize("name", sorted(SCHEDULES.keys() - {"double_tree"}))
 def test_for_any_number_of_ranks_no_rank_sends_more_than_the_model_says(name, size):
     load = allreduce(Machine(nodes=size), 4 * NUMEL, Way(name))
     most = max(num_bytes for num_bytes, _ in sent_by_each(name, size))
@@ -104,7 +105,7 @@ def test_flat_ranks_share_their_node_s_card(name, nodes, ranks):
 
 @pytest.mark.parametrize("codec", ["none", "bf16"])
 @pytest.mark.parametrize("rails", [0, 1, 2, 4])
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_nothing_goes_below_the_bounds(name, rails, codec):
     ratio = 0.5 if codec == "bf16" else 1.0
     for nodes in (1, 2, 3, 4, 7, 8, 100, 1024):
@@ -154,6 +155,32 @@ def test_half_the_bytes_travel_in_bf16_and_what_rounds_them_costs_too():
     assert half.seconds(slow) > plain.seconds(slow)
 
 
+def test_a_codec_is_its_bytes_and_its_seconds():
+    machine = Machine(nodes=4, ranks_per_node=2)
+    plain, none, int8 = (
+        allreduce(machine, MIB, Way("ring", 2, codec))
+        for codec in ("none", "mine:4:0", "int8:1:2e-10")
+    )
+    assert none == plain
+    assert int8.network_bytes == plain.network_bytes / 4
+    assert int8.codec_s == pytest.approx(MIB / 2 * 2e-10)  # of the part of its rail
+    assert int8.seconds(replace(machine, network=Link(0, 1e30))) > int8.codec_s
+
+
+def test_ranks_at_work_share_cores_and_those_that_wait_leave_them():
+    def load(rails, ranks_per_core):
+        machine = Machine(nodes=4, ranks_per_node=4, ranks_per_core=ranks_per_core)
+        return allreduce(machine, MIB, Way("ring", rails))
+
+    for rails in (1, 2, 4):
+        alone, shared = load(rails, 1), load(rails, 4)
+        assert shared.network_bytes == alone.network_bytes
+        assert shared.handled_bytes == rails * alone.handled_bytes
+        assert shared.network_rounds == rails * alone.network_rounds
+        assert shared.node_rounds == 4 * alone.node_rounds
+        assert load(rails, 0.5) == alone
+
+
 def test_latency_decides_for_short_messages_and_bandwidth_for_long_ones():
     machine = Machine(nodes=64, network=Link(1e-6, 1e10), reduce_bytes_per_s=1e11)
     assert fastest(machine, 8).algorithm == "doubling"
@@ -172,12 +199,13 @@ def test_the_busiest_server_takes_from_all_ranks_and_a_large_tensor_cannot_be_sh
 
 
 def test_what_no_model_knows_is_refused_by_name():
-    with pytest.raises(ConfigError, match=r"one of ring, .*, got 'library'"):
+    with pytest.raises(ConfigError, match=r"one of doubling, .*, got 'library'"):
         Way("library")
     with pytest.raises(ConfigError, match="got 'slices'"):
         Way("slices", rails=0)
-    with pytest.raises(ConfigError, match="one of none, bf16, got 'gzip'"):
-        Way("ring", codec="gzip")
+    for codec in ("gzip", "int8:0:0", "int8:1:-1", "int8:one:1", "int8:nan:0"):
+        with pytest.raises(ConfigError, match=f"one of none, fp16, bf16, or .*, got '{codec}'"):
+            Way("ring", codec=codec)
 
 
 def test_rounds_of_a_bound_are_a_logarithm():
@@ -186,12 +214,12 @@ def test_rounds_of_a_bound_are_a_logarithm():
 
 
 @pytest.mark.parametrize("nodes", [2, 3, 4, 6, 16, 33])
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_closed_forms_are_what_the_simulation_of_the_messages_takes(name, nodes):
     machine = Machine(nodes=nodes, network=Link(1e-5, 1e9))
     for num_bytes in (64 << 10, 1 << 20, 16 << 20):
         ratio = (
             allreduce(machine, num_bytes, Way(name)).seconds(machine)
-            / allreduce_times(name, num_bytes, machine).max()
+            / allreduce_times(Way(name), num_bytes, machine).max()
         )
         assert 0.99 < ratio < 1.05 if name != "double_tree" else 0.85 < ratio < 1.6

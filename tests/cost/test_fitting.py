@@ -13,11 +13,11 @@ from typer.testing import CliRunner
 
 from hpctrain.cli.main import app
 from hpctrain.core.errors import ConfigError
+from hpctrain.core.keys import render
 from hpctrain.cost.collectives import allreduce
 from hpctrain.cost.fitting import (
     Point,
     fit,
-    machine_text,
     non_negative,
     read_points,
     write_points,
@@ -31,6 +31,7 @@ TRUE = Machine(
     node=Link(3e-6, 4e9),
     network=Link(80e-6, 1.2e8),
     reduce_bytes_per_s=2e9,
+    handle_bytes_per_s=1e9,
 )
 SHAPES = ((1, 2), (1, 4), (2, 2), (4, 2), (2, 4), (4, 1))
 SIZES = tuple(4**k for k in range(5, 14))
@@ -61,7 +62,8 @@ def made(noise=0.0, seed=0):
 
 def figures(machine):
     links = (machine.node, machine.network)
-    return [*(x for link in links for x in asdict(link).values()), machine.reduce_bytes_per_s]
+    rates = machine.reduce_bytes_per_s, machine.handle_bytes_per_s
+    return [*(x for link in links for x in asdict(link).values()), *rates]
 
 
 def test_exact_times_give_the_figures_back():
@@ -87,18 +89,12 @@ def test_a_tenth_of_wild_points_hardly_counts():
 
 
 def test_ranks_that_share_cores_are_slower_and_the_network_is_not():
-    points = made()
+    points = [replace(point, ranks_per_core=2.0) for point in made()[::3]]
     shared = [
-        replace(p, ranks_per_core=2.0, seconds=p.seconds + seconds_of_processors(p))
-        for p in points[::3]
+        replace(p, seconds=p.load().seconds(replace(TRUE, ranks_per_core=2.0))) for p in points
     ]
-    found = fit([*points, *shared]).machine()
+    found = fit([*made(), *shared]).machine()
     assert figures(found) == pytest.approx(figures(TRUE), rel=1e-6)
-
-
-def seconds_of_processors(point):
-    load = point.load()
-    return load.seconds(TRUE) - load.network_bytes / TRUE.network.bytes_per_s
 
 
 def test_what_is_not_measured_keeps_the_default_of_a_machine():
@@ -132,26 +128,15 @@ def test_no_other_non_negative_numbers_come_nearer(case):
         assert least <= np.linalg.norm(matrix @ other - target) + 1e-6
 
 
-def errors_on_the_other_half(points, seed):
-    """Relative errors on either half of the points, of a fit to the other one."""
-    order = np.random.default_rng(seed).permutation(len(points))
-    halves = [[points[k] for k in order[start::2]] for start in range(2)]
-    for half, other in (halves, halves[::-1]):
-        found = fit(half)
-        yield from (abs(found.seconds(point) / point.seconds - 1) for point in other)
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_measured_sums_are_met_within_15_percent_by_a_fit_to_the_other_half(seed):
-    errors = []
-    for rate in ("1gbit", "200mbit"):
-        points = read_points(RESULTS / f"cost-{rate}.json")
-        assert {(p.nodes, p.ranks_per_node) for p in points} == {(2, 2), (4, 2), (2, 4)}
-        assert {p.codec for p in points} == {"none", "bf16"}
-        assert {p.rails for p in points} == {0, 2}
-        assert {p.num_bytes for p in points} == {4**k * 2**18 for k in range(5)}
-        errors += errors_on_the_other_half(points, seed)
-    assert np.median(errors) <= 0.15
+@pytest.mark.parametrize("rate", ["1gbit", "200mbit"])
+def test_measured_sums_are_met_within_15_percent_by_a_fit_to_the_other_half(rate):
+    points = read_points(RESULTS / f"cost-{rate}.json")
+    assert {(p.nodes, p.ranks_per_node) for p in points} == {(2, 2), (4, 2), (2, 4)}
+    assert {p.codec for p in points} == {"none", "bf16"}
+    assert {p.rails for p in points} == {0, 2}
+    assert {p.num_bytes for p in points} == {4**k * 2**18 for k in range(5)}
+    held_out = [fit(points, seed=seed).held_out for seed in range(5)]
+    assert np.median(held_out) <= 0.15
 
 
 def test_points_and_machines_survive_their_files(tmp_path):
@@ -159,7 +144,7 @@ def test_points_and_machines_survive_their_files(tmp_path):
     write_points(tmp_path / "points.json", points, note="kept")
     assert read_points(tmp_path / "points.json") == points
     machine = replace(TRUE, nics=2, mtbf_s=1e6)
-    (tmp_path / "machine.toml").write_text(machine_text(machine))
+    (tmp_path / "machine.toml").write_text(render(machine))
     assert Machine.read(tmp_path / "machine.toml") == machine
 
 
@@ -171,7 +156,7 @@ def test_points_and_machines_survive_their_files(tmp_path):
         ('{"points": [3]}', "must be a mapping"),
         ('{"points": [{"nodes": 1}]}', "missing .* 'ranks_per_node'"),
         (json.dumps({"points": [asdict(made()[0]) | {"nodes": "1"}]}), "not supported between"),
-        (json.dumps({"points": [asdict(made()[0]) | {"nodes": 0}]}), "numbers of a point"),
+        (json.dumps({"points": [asdict(made()[0]) | {"nodes": 0}]}), "must be "),
     ],
 )
 def test_a_file_without_points_is_refused_by_name(tmp_path, text, said):
@@ -185,7 +170,7 @@ def test_a_file_without_points_is_refused_by_name(tmp_path, text, said):
 def test_numbers_of_a_point_are_above_zero_and_a_fit_takes_several():
     values = asdict(made()[0])
     for wrong in ({"seconds": 0}, {"nodes": -1}):
-        with pytest.raises(ConfigError, match="numbers of a point"):
+        with pytest.raises(ConfigError, match="must be "):
             Point(**values | wrong)
     with pytest.raises(ConfigError, match="4 points or more, got 3"):
         fit(made()[:3])

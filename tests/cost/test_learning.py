@@ -1,4 +1,4 @@
-"""Laws of learning and failing, against simulations of a few lines."""
+"""Laws of learning, against simulations of a few lines."""
 
 import math
 
@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from hpctrain.core.errors import ConfigError
-from hpctrain.cost.failures import daly, goodput
 from hpctrain.cost.learning import fewest_rounds, most_local_steps, noise_scale, samples_needed
 
 
@@ -51,38 +50,3 @@ def test_sgd_on_a_quadratic_takes_as_many_more_samples_as_the_law_says():
 def test_the_bounds_are_those_of_the_papers():
     assert most_local_steps(6400, 4, 16) == pytest.approx(10)
     assert fewest_rounds(100, math.exp(-3)) == pytest.approx(30)
-
-
-def survived(interval_s, cost_s, restart_s, mtbf_s, random, work_s=2e5):
-    """Time that a simulated job takes for ``work_s`` seconds of computing."""
-    now, done, failure = 0.0, 0.0, random.exponential(mtbf_s)
-    while done < work_s:
-        end = now + interval_s + cost_s
-        if end <= failure:
-            now, done = end, done + interval_s
-            continue
-        now = failure
-        failure = now + random.exponential(mtbf_s)
-        while failure < now + restart_s:
-            now = failure
-            failure = now + random.exponential(mtbf_s)
-        now += restart_s
-    return now / done
-
-
-def test_goodput_is_that_of_simulated_failures_and_best_at_daly_s_interval():
-    cost_s, restart_s, mtbf_s = 20.0, 60.0, 2000.0
-    best_s = daly(cost_s, mtbf_s)
-    random = np.random.default_rng(1)
-    for factor in (0.3, 1.0, 3.0):
-        times = [survived(factor * best_s, cost_s, restart_s, mtbf_s, random) for _ in range(10)]
-        told = goodput(factor * best_s, cost_s, restart_s, mtbf_s)
-        assert 1 / np.mean(times) == pytest.approx(told, rel=0.03)
-    around = best_s * np.geomspace(0.2, 5, 201)
-    values = [goodput(x, cost_s, restart_s, mtbf_s) for x in around]
-    assert around[int(np.argmax(values))] == pytest.approx(best_s, rel=0.05)
-
-
-def test_without_failures_only_checkpoints_cost():
-    assert goodput(90, 10, 60, math.inf) == 0.9
-    assert goodput(math.inf, 10, 60, math.inf) == 1.0

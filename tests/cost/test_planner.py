@@ -7,8 +7,9 @@ from itertools import pairwise
 import pytest
 
 from hpctrain.core.errors import ConfigError
+from hpctrain.cost.collectives import CODECS
 from hpctrain.cost.machine import Link, Machine
-from hpctrain.cost.planner import GAIN, PAYS, Goal, advise
+from hpctrain.cost.planner import GAIN, PAYS, Goal, _payoffs, advise
 from hpctrain.cost.step import Model
 
 MACHINE = Machine(
@@ -78,6 +79,34 @@ def departures(candidate):
     return (candidate.way.codec != "none") + (candidate.local_steps > 1)
 
 
+def test_what_pays_pays_below_its_bandwidth_and_not_above():
+    machine = replace(MACHINE, nodes=16, reduce_bytes_per_s=2e9, jitter=0)
+    codecs = (*CODECS, "int8:1:4e-10", "slow:3:1")
+    goal = replace(GOAL, max_local_steps=8, codecs=codecs)
+
+    def payoffs(bytes_per_s):
+        here = replace(machine, network=Link(3e-6, bytes_per_s))
+        found = advise(here, MODEL, replace(goal, deadline_s=1e9))
+        assert found.best.nodes == 1  # so the deadline asks for: compare on all nodes
+        return {
+            (one.codec, one.local_steps): one for one in _payoffs(found.by_nodes[-1], MODEL, goal)
+        }
+
+    found = payoffs(3e9)
+    assert {how for how in found if how[1] == 1} == {(codec, 1) for codec in codecs[1:]}
+    assert any(local_steps > 1 for _, local_steps in found)
+    assert found["slow:3:1", 1].pays_below == 0 > found["slow:3:1", 1].saves
+    assert found["bf16", 1] == replace(found["fp16", 1], codec="bf16")
+    for how, one in found.items():
+        assert (one.saves > 0) == (one.pays_below > 3e9)
+        if 0 < one.pays_below < math.inf:
+            assert (
+                payoffs(0.98 * one.pays_below)[how].saves
+                > 0
+                >= payoffs(1.02 * one.pays_below)[how].saves
+            )
+
+
 def test_without_a_noise_scale_the_batch_stays_and_with_it_large_ones_cost_samples():
     kept = advise(MACHINE, MODEL, GOAL)
     assert {c.batch for c in kept.by_nodes} == {2048}
@@ -116,5 +145,5 @@ def test_a_batch_too_small_for_the_ranks_is_refused():
     with pytest.raises(ConfigError, match="got 3 samples for the 4 ranks of a node"):
         advise(MACHINE, MODEL, replace(GOAL, batch=3))
     assert max(c.nodes for c in advise(MACHINE, MODEL, replace(GOAL, batch=40)).by_nodes) == 8
-    with pytest.raises(ConfigError, match="samples of a goal must be above 0, got 0"):
+    with pytest.raises(ConfigError, match="samples must be above 0, got 0"):
         Goal(samples=0, batch=1)

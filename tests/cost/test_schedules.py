@@ -56,6 +56,18 @@ def test_every_rank_ends_with_the_share_of_each_rank_once(name, size):
     assert (shares == 1).all()
 
 
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("size", SIZES)
+def test_runs_of_rounds_are_the_rounds_but_for_their_pieces(name, size):
+    both = (SCHEDULES[name].phases(np.arange(size), size, 3) for _ in range(2))
+    for phase, timed in zip(*both, strict=True):
+        expanded = [each for each, repeats in timed.timed() for _ in range(repeats)]
+        for one, other in zip(expanded, phase.rounds, strict=True):
+            assert (one.source == other.source).all()
+            assert one.num_pieces == other.num_pieces
+            assert np.all(one.action == other.action)
+
+
 @pytest.mark.parametrize("size", [*range(2, 70), 255, 256, 257, 1000])
 def test_two_trees_span_all_ranks_and_share_no_inner_one(size):
     trees = [tree_place(np.arange(size), size, tree) for tree in range(2)]

@@ -1,7 +1,9 @@
 """Laws of a step in closed form: stragglers, what backward hides, local steps."""
 
 import math
-from dataclasses import replace
+import tracemalloc
+from dataclasses import astuple, replace
+from time import process_time
 
 import numpy as np
 import pytest
@@ -10,7 +12,9 @@ from hpctrain.core.errors import ConfigError
 from hpctrain.core.units import MIB
 from hpctrain.cost.collectives import Way, allreduce
 from hpctrain.cost.machine import Link, Machine
-from hpctrain.cost.step import BACKWARD, Model, lateness, step_time
+from hpctrain.cost.schedules import SCHEDULES
+from hpctrain.cost.simulate import allreduce_times
+from hpctrain.cost.step import Model, lateness, least_step_s, simulate_steps, step_time
 
 MACHINE = Machine(nodes=8, ranks_per_node=4, network=Link(5e-6, 1e9))
 MODEL = Model(parameters=25e6, samples_per_s=100, rank_batch=32, overlap=False)
@@ -51,7 +55,7 @@ def test_backward_hides_all_but_the_last_bucket_and_no_more_than_it_lasts():
         whole = step_time(machine, MODEL, 32, RING).exposed_s
         left = step_time(machine, replace(MODEL, overlap=True), 32, RING).exposed_s
         buckets = math.ceil(1e8 / (25 * MIB))
-        hidden = min(BACKWARD * 0.32 * (1 - 1 / buckets), whole * (1 - 1 / buckets))
+        hidden = min(MODEL.backward * 0.32 * (1 - 1 / buckets), whole * (1 - 1 / buckets))
         assert left == pytest.approx(whole - hidden)
     # Of samples taken one after the other, only the last ones' backward has sums beside it.
     twice = step_time(slow, replace(MODEL, overlap=True), 64, RING).exposed_s
@@ -65,5 +69,104 @@ def test_of_local_steps_each_pays_its_part_of_an_averaging():
 
 
 def test_a_model_of_nothing_is_refused():
-    with pytest.raises(ConfigError, match="samples_per_s of a model must be above 0, got 0"):
+    with pytest.raises(ConfigError, match="got 0"):
+        simulate_steps(MACHINE, MODEL, 1, RING, num_steps=0)
+    with pytest.raises(ConfigError, match="backward must be 1 at most, got 2"):
+        replace(MODEL, backward=2)
+    with pytest.raises(ConfigError, match="samples_per_s must be above 0, got 0"):
         Model(parameters=1, samples_per_s=0)
+
+
+# By events: ten buckets of 1 MiB, a second of computing for ten samples.
+BUCKETS = Model(parameters=10 * MIB / 4, samples_per_s=1e3, rank_batch=100, bucket_bytes=MIB)
+FLAT = Machine(nodes=8, network=Link(2e-6, 10e9))
+SUM_S = float(allreduce_times(Way("ring"), MIB, FLAT).max())
+
+
+def test_simulated_without_overlap_every_sum_is_exposed():
+    step = simulate_steps(FLAT, replace(BUCKETS, overlap=False), 100, Way("ring"))
+    assert step.total_s == pytest.approx(0.1 + 10 * SUM_S)
+    assert step.exposed_s == pytest.approx(10 * SUM_S)
+    assert step.waiting_s == pytest.approx(0, abs=1e-12)
+
+
+def test_simulated_the_last_bucket_alone_is_exposed_until_the_network_is_the_limit():
+    hidden = simulate_steps(FLAT, BUCKETS, 100, Way("ring"))
+    assert hidden.exposed_s == pytest.approx(SUM_S)
+    # The first bucket is ready after a third of the time and a tenth of the rest.
+    busy = simulate_steps(FLAT, BUCKETS, 1, Way("ring"))
+    assert busy.total_s == pytest.approx((1 / 3 + 2 / 30) * 1e-3 + 10 * SUM_S)
+
+
+@pytest.mark.parametrize("codec", ["none", "bf16", "int8:1:2e-10"])
+@pytest.mark.parametrize("local_steps", [1, 4])
+@pytest.mark.parametrize("share", [1, 100])
+def test_a_simulated_step_takes_what_the_closed_form_says(codec, local_steps, share):
+    way, machine = Way("halving", 2, codec), replace(MACHINE, reduce_bytes_per_s=1e10)
+    told, found = (
+        each(machine, BUCKETS, share, way, local_steps=local_steps)
+        for each in (step_time, simulate_steps)
+    )
+    assert astuple(found) == pytest.approx(astuple(told), rel=1e-9)
+
+
+def test_a_slow_node_sets_the_pace():
+    machine = replace(FLAT, slow_fraction=0.125, slow_factor=2.0)
+    step = simulate_steps(machine, BUCKETS, 100, Way("ring"), num_steps=5)
+    assert step.compute_s + step.waiting_s == pytest.approx(0.2)
+    assert step.total_s == pytest.approx(0.2 + SUM_S, rel=1e-3)
+
+
+def test_jitter_costs_more_on_more_ranks_less_between_averagings_and_the_seed_decides():
+    model = replace(BUCKETS, bucket_bytes=math.inf)
+
+    def waiting_s(nodes, seed=0, **how):
+        machine = Machine(nodes=nodes, network=FLAT.network, jitter=0.1)
+        step = simulate_steps(machine, model, 100, Way("halving"), num_steps=64, seed=seed, **how)
+        told = step_time(machine, model, 100, Way("halving"), **how)
+        assert step.waiting_s == pytest.approx(told.waiting_s, rel=0.2)
+        return step.waiting_s
+
+    assert waiting_s(512) > waiting_s(64) > waiting_s(8)
+    assert waiting_s(64, local_steps=16) < waiting_s(64) / 2
+    assert waiting_s(8) == waiting_s(8) != waiting_s(8, seed=1)
+
+
+BIG = Machine(nodes=1024, ranks_per_node=4, network=FLAT.network, jitter=0.05)
+HUNDRED = Model(parameters=100 * 25 * MIB / 4, samples_per_s=10, rank_batch=3)
+
+
+@pytest.mark.parametrize(
+    "way",
+    [Way("ring", 2), Way("halving"), pytest.param(Way("ring"), marks=pytest.mark.conformance)],
+    ids=str,
+)
+def test_hundred_buckets_on_4096_ranks_take_seconds_and_little_memory(way):
+    assert HUNDRED.num_buckets == 100
+    start = process_time()
+    simulate_steps(BIG, HUNDRED, 3, way)
+    assert process_time() - start < 30
+    if way == Way("halving"):
+        tracemalloc.start()
+        simulate_steps(BIG, HUNDRED, 3, way)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert peak_bytes < 2e9
+
+
+def test_no_step_goes_below_the_least_one():
+    for nodes in (1, 2, 8, 64):
+        for rate in (1e7, 1e9, 1e11):
+            machine = replace(MACHINE, nodes=nodes, network=Link(5e-6, rate))
+            for name in SCHEDULES:
+                step = step_time(machine, replace(MODEL, overlap=True), 32, Way(name, 4))
+                moved = 2 * (nodes - 1) * MODEL.num_bytes
+                assert step.total_s >= least_step_s(machine, 0.32, network_bytes=moved)
+
+
+def test_the_least_step_is_computing_or_rounds_and_bytes_of_the_level_that_takes_longest():
+    machine = Machine(nodes=4, ranks_per_node=2, node=Link(1, 1e6), network=Link(3, 1e6), nics=2)
+    assert least_step_s(machine, 100) == 100
+    assert least_step_s(machine, 0) == 2 * 3  # four nodes know a sum after two messages
+    assert least_step_s(machine, 0, network_bytes=80e6) == 6 + 10
+    assert least_step_s(machine, 0, network_bytes=80e6, node_bytes=400e6) == 1 + 50

@@ -17,6 +17,10 @@ def place_of(grad):
     return grad._version, 0 if grad.is_sparse else grad.data_ptr()
 
 
+class RefusedToOneError(Exception):
+    """Torch refuses a statement on some replicas alone: the script ends before it."""
+
+
 class Oracle:
     """All replicas of a script, carried out statement by statement.
 
@@ -60,8 +64,7 @@ class Oracle:
         if kind == "join":
             self._join(line, target, made[0])
         else:
-            for names in self.names:
-                exec(line, names)
+            self._on_every_replica(line)
         if kind in ("backward", "partial"):
             self._after_backward(before, reduces=kind == "backward")
         elif kind == "each":
@@ -72,6 +75,18 @@ class Oracle:
             one.after_step()
         for one in self.made if kind == "finish" else ():
             one.finish()
+
+    def _on_every_replica(self, line):
+        raised = []
+        for names in self.names:
+            try:
+                exec(line, names)
+            except Exception as error:
+                raised.append(error)
+        if 0 < len(raised) < self.size:
+            raise RefusedToOneError from raised[0]
+        if raised:
+            raise raised[0]
 
     def _join(self, line, target, wrap):
         """Train on 2, 3, 2 batches; who has none adds zeros, and takes over the last model."""
@@ -194,8 +209,10 @@ class Stub:
         optimizer.skip_synchronize = nullcontext
         optimizer.set_num_samples = lambda n, nominal=1.0: wrap.weigh(self._rank, n / nominal)
         optimizer.set_backward_passes_per_step = wrap.set_passes
-        plain = optimizer.zero_grad
-        optimizer.zero_grad = lambda *a, **k: (wrap.set_passes(wrap.passes), plain(*a, **k))
+        for begins_anew in ("zero_grad", "load_state_dict"):
+            plain = getattr(optimizer, begins_anew)
+            beginning = lambda *a, plain=plain, **k: (wrap.set_passes(wrap.passes), plain(*a, **k))  # noqa: E731
+            setattr(optimizer, begins_anew, beginning)
         return optimizer
 
     def _method(self, kind, model, optimizer, *args, **options):

@@ -144,7 +144,7 @@ class Local:
         if rank == self.oracle.size - 1:
             self.anchor = [p.detach().clone() for p in model.parameters()]
             self.momenta = [torch.zeros_like(p) for p in self.anchor]
-            self.left_out = set()
+            self.left_out, self.stepped = set(), set()
             self.trained = self.apart = self._trained()
             self.held = set()
 
@@ -174,6 +174,8 @@ class Local:
 
     def after_step(self):
         self.step += 1
+        rows = zip(*(model.parameters() for model in self.models), strict=True)
+        self.stepped |= {i for i, ps in enumerate(rows) if any(p.grad is not None for p in ps)}
         in_round = self.step - self.start
         synchronous = len(self.phase(self.step - 1)) == 1
         self.agrees &= synchronous
@@ -274,7 +276,7 @@ class Local:
         rows = zip(*(model.parameters() for model in self.models), strict=True)
         for i, (ps, mean) in enumerate(zip(rows, means, strict=True)):
             anchor, momentum = self.anchor[i], self.momenta[i]
-            is_frozen = not ps[0].requires_grad and all(p.grad is None for p in ps)
+            is_frozen = not ps[0].requires_grad and i not in self.stepped
             if is_frozen and all(p.equal(anchor) for p in ps):
                 self.left_out.add(i)
                 continue
@@ -287,6 +289,7 @@ class Local:
                 anchor.sub_(lr * (anchor - mean + mu * momentum))
             for p in ps:
                 p.copy_(anchor)
+        self.stepped.clear()
 
     @torch.no_grad()
     def _average_states(self):

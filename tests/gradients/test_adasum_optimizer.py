@@ -62,6 +62,37 @@ def test_all_ranks_hold_the_same_weights_after_any_steps(hvd):
 
 
 @MANY
+@pytest.mark.parametrize("looks", [False, True])
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_ranks_whose_scaler_skips_take_the_step_of_the_others(hvd, kind, looks):
+    model, alone = make_model(), make_model()
+    optimizer, plain = kind(model.parameters()), kind(alone.parameters())
+    optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), op=hvd.Adasum)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** (4 + hvd.rank()), growth_interval=2)
+    some, everyone = 2, 4  # steps in which others than rank 0, or all, find inf
+    x, last = torch.ones(2, 64).double(), []
+    for step in range(5):
+        flawed = step == everyone or (step == some and hvd.rank() > 0)
+        optimizer.zero_grad()
+        loss = model(torch.full_like(x, torch.inf) if flawed else x).square().sum()
+        scaler.scale(loss).backward()
+        if looks:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        plain.zero_grad()
+        alone(x).square().sum().backward()
+        plain.step()
+        now = [p.detach().clone() for p in model.parameters()]
+        for one, other, before in zip(now, alone.parameters(), last or now, strict=True):
+            assert torch.equal(hvd.broadcast(one, 0), one)
+            if step <= some:
+                torch.testing.assert_close(one, other.detach(), rtol=1e-9, atol=1e-12)
+            assert step < everyone or torch.equal(one, before)
+        last = now
+
+
+@MANY
 def test_what_adasum_cannot_do_is_refused(hvd):
     model = make_model()
     with pytest.raises(ConfigError, match="predivide"):

@@ -1,12 +1,14 @@
 """Studies as ``hpctrain study run`` would leave them, with times from a formula and noise."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 
+from hpctrain.core.keys import render
 from hpctrain.core.records import Records
-from hpctrain.studies.records import Environment, PointRecord, StudyFacts, StudyFolder
+from hpctrain.studies.records import PointRecord, StudyFolder
 from hpctrain.studies.results import StudyResults
+from hpctrain.studies.study_file import CommandTable, StudyConfig, StudyTable
 
 NUM_STEPS = 20
 BATCH = 64
@@ -17,39 +19,40 @@ def bound(point):
     return 0.07 / point["ranks"]
 
 
-def facts(**changes):
-    return replace(
-        StudyFacts(
-            name="digits",
-            mode="strong",
-            repeats=5,
-            seed=7,
-            warm_up="the first 5 steps",
-            target={"accuracy": 0.95},
-            factors={"ranks": [1, 2, 4, 8], "codec": ["none", "bf16"]},
-            command="hpctrain train digits.toml",
-            launcher="mpirun -n {ranks}",
-            cores=4,
-        ),
+FACTORS = {"ranks": [1, 2, 4, 8], "codec": ["none", "bf16"]}
+
+
+def config(factors=None, **changes):
+    """What is asked; the keys of [study] may be others."""
+    table = {
+        "name": "digits",
+        "mode": "strong",
+        "repeats": 5,
+        "seed": 7,
+        "warm_up": 5,
+        "target": {"accuracy": 0.95},
+        "cores": 4,
         **changes,
-    )
+    }
+    factors = factors or FACTORS
+    codec = " --set sync.compression={codec}" if "codec" in factors else ""
+    command = CommandTable(run=f"hpctrain train digits.toml{codec}", launcher="mpirun -n {ranks}")
+    return StudyConfig(factors=factors, study=StudyTable(**table), command=command)
 
 
 def environment(**changes):
-    return replace(
-        Environment(
-            versions={"python": "3.11.2", "torch": "2.13.0", "mpi": "Open MPI 5.0.11"},
-            cpu="AMD EPYC 7763",
-            cores=4,
-            host="login1",
-            commit="1a2d1ae",
-            topology={"nodes": 2, "ranks_per_node": 4},
-            plan={"algorithm": "ring", "rails": 2},
-            slurm_job=None,
-            pinning={"cores": "0-3", "by": "mpirun --bind-to core"},
-        ),
+    return {
+        "versions": {"python": "3.11.2", "torch": "2.13.0", "mpi": "Open MPI 5.0.11"},
+        "cpu": "AMD EPYC 7763",
+        "cores": 4,
+        "host": "login1",
+        "commit": "1a2d1ae",
+        "topology": {"nodes": 2, "ranks_per_node": 4},
+        "plan": {"algorithm": "ring", "rails": 2},
+        "slurm_job": None,
+        "pinning": {"cores": "0-3", "by": "mpirun --bind-to core"},
         **changes,
-    )
+    }
 
 
 def record(point, repeat, order, **changes):
@@ -89,32 +92,33 @@ def record(point, repeat, order, **changes):
     return replace(made, **changes)
 
 
-def records(seen=None, **changes):
+def records(asked=None, **changes):
     """Every repeat of every point, in random order."""
-    asked = seen or facts()
+    asked = asked or config()
     points = [
         {"ranks": ranks, "codec": codec}
         for codec in asked.factors.get("codec", ["none"])
         for ranks in asked.factors["ranks"]
     ]
-    pairs = [(point, repeat) for point in points for repeat in range(asked.repeats)]
-    order = np.random.default_rng(asked.seed).permutation(len(pairs))
+    repeats = range(asked.study.repeats)
+    pairs = [(point, repeat) for point in points for repeat in repeats]
+    order = np.random.default_rng(asked.study.seed).permutation(len(pairs))
     return [record(*pairs[place], order=number, **changes) for number, place in enumerate(order)]
 
 
 def complete(**changes):
     """A study in which nothing is missing."""
-    return replace(StudyResults(facts(), environment(), records(), bound=bound), **changes)
+    return replace(StudyResults(config(), environment(), records(), bound=bound), **changes)
 
 
 def write(results, path):
     """Write a study into a folder."""
     path.mkdir(parents=True, exist_ok=True)
     folder = StudyFolder(path)
-    folder.write(folder.study, results.facts)
+    folder.write(folder.file, render(results.config))
     if results.environment:
         folder.write(folder.environment, results.environment)
-    with Records(folder.points_file()) as file:
-        for each in results.records:
-            file.append(each.as_dict())
+    for each in results.records:
+        with Records(folder.points_file(each.repeat)) as file:
+            file.append(asdict(each))
     return path

@@ -6,7 +6,7 @@ import subprocess
 import pytest
 
 from hpctrain.studies.comparison import StudyComparison
-from hpctrain.studies.report import write_page, write_report
+from hpctrain.studies.report import write_report
 from tests.studies import generated
 from tests.studies.test_report import Page, hostile_results
 
@@ -41,7 +41,7 @@ def pages(tmp_path_factory):
         "complete": write_report(generated.complete(), folder / "complete")[0],
         "hostile": write_report(hostile_results(), folder / "hostile")[0],
         "failed": write_report(generated.complete(records=[]), folder / "failed")[0],
-        "comparison": write_page(folder / "comparison.html", comparison.page()),
+        "comparison": comparison.write(folder / "comparison.html"),
     }
 
 

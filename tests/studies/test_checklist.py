@@ -24,8 +24,8 @@ def with_one(place=0, **changes):
     return generated.complete(records=records)
 
 
-def with_facts(**changes):
-    return generated.complete(facts=generated.facts(**changes))
+def asking(**changes):
+    return generated.complete(config=generated.config(**changes))
 
 
 def with_environment(**changes):
@@ -37,7 +37,7 @@ def of_points(keep):
     records = [each for each in generated.records() if keep(each.point)]
     ranks = sorted({each.point["ranks"] for each in records})
     factors = {"ranks": ranks, "codec": ["none", "bf16"]}
-    return generated.complete(facts=generated.facts(factors=factors), records=records)
+    return generated.complete(config=generated.config(factors), records=records)
 
 
 def in_a_row():
@@ -66,7 +66,7 @@ FAILED = {"status": "failed", "step_s": [], "num_steps": 0}
 REMOVED = {
     "base": (lambda: of_points(lambda point: point["ranks"] > 1), "smallest point has 2 ranks"),
     "complete": (
-        lambda: with_facts(repeats=6),
+        lambda: asking(repeats=6),
         "8 of 48 repeats have neither",
     ),
     "batch": (with_growing_batch, "all ranks took 64 samples in a step, and 512"),
@@ -83,7 +83,7 @@ REMOVED = {
     "bound": (lambda: generated.complete(bound=None), "no model of the machine"),
     "parts": (lambda: with_records(idle_s=None), "idle_s: repeat"),
     "cores": (lambda: with_records(oversubscribed=False), "has 4 cores, and is not marked"),
-    "target": (lambda: with_facts(target=None), "no target is stated"),
+    "target": (lambda: asking(target={}), "no target is stated"),
     "input": (lambda: with_records(input_s=None), "no input_s"),
 }
 
@@ -120,9 +120,9 @@ def test_weak_scaling_keeps_the_batch_of_a_rank():
     records = [
         replace(each, samples=each.samples * each.point["ranks"]) for each in generated.records()
     ]
-    results = generated.complete(facts=generated.facts(mode="weak"), records=records)
+    results = generated.complete(config=generated.config(mode="weak"), records=records)
     assert broken(results) == set()
-    assert broken(generated.complete(facts=generated.facts(mode="weak"))) == {"batch"}
+    assert broken(generated.complete(config=generated.config(mode="weak"))) == {"batch"}
 
 
 def test_of_a_study_that_only_failed_nothing_is_kept_that_needs_a_measurement():

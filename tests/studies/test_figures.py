@@ -21,7 +21,7 @@ def series(figure, *kinds):
 def test_a_complete_study_has_every_figure():
     names = list(figures(generated.complete()))
     assert names == [
-        *("time", "throughput", "efficiency", "breakdown", "bytes", "time-to-target", "learning"),
+        *("time", "throughput", "efficiency", "time-to-target", "breakdown", "bytes", "learning"),
     ]
 
 
@@ -48,7 +48,7 @@ def test_no_line_goes_where_nothing_was_measured():
 
 @pytest.mark.parametrize(("mode", "growth"), [("strong", 1), ("weak", 0)])
 def test_the_ideal_goes_through_the_base(mode, growth):
-    results = generated.complete(facts=generated.facts(mode=mode))
+    results = generated.complete(config=generated.config(mode=mode))
     ideal = series(figures(results)["time"], "dashed")[0]
     base = results.summaries[0].step_s.value
     assert ideal.y == [pytest.approx(base / ranks**growth) for ranks in (1, 2, 4, 8)]
@@ -57,7 +57,7 @@ def test_the_ideal_goes_through_the_base(mode, growth):
 
 def test_the_bound_is_what_links_allow_and_never_below_the_ideal():
     results = generated.complete(bound=None)
-    ideal = [results.ideal_s(each) for each in results.summaries]
+    ideal = [each.ideal_s for each in results.summaries]
     fast = results.beside(Machine(nodes=8))
     assert [fast.bound(each.point) for each in results.summaries] == ideal
     slow = results.beside(Machine(nodes=8, network=Link(0, 8e6), node=Link(0, 70e6)))
@@ -71,8 +71,8 @@ def test_the_bound_is_what_links_allow_and_never_below_the_ideal():
 
 
 def test_points_of_one_size_stand_side_by_side():
-    facts = generated.facts(factors={"ranks": [4], "codec": ["none", "bf16"]})
-    results = generated.complete(facts=facts, records=generated.records(facts))
+    asked = generated.config({"ranks": [4], "codec": ["none", "bf16"]})
+    results = generated.complete(config=asked, records=generated.records(asked))
     figure = figures(results)["time"]
     assert figure.x_label == ""
     assert [each.x for each in series(figure, "points")] == [["codec none", "codec bf16"]]

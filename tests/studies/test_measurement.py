@@ -28,11 +28,12 @@ def steps(begin: float, *seconds: float, **values):
 
 def test_a_step_lasts_as_long_as_on_the_slowest_rank_by_each_ones_own_clock(tmp_path):
     write(tmp_path, steps(0, 9, 1, 2, 3), steps(5000, 9, 2, 1, 4))
-    found = measure(tmp_path, ranks=2, warm_up=1, target=None)
+    found = measure(tmp_path, 2, warm_up=1, target={})
     assert found["step_s"] == [2, 2, 4]
     assert (found["num_steps"], found["warm_up_steps"]) == (3, 1)
     assert (found["samples"], found["seconds"], found["loss"]) == (24, 8, 5)
-    assert found["compute_s"] is found["rail_bytes"] is found["metric"] is None
+    assert found["metric"] is None
+    assert not {"compute_s", "rail_bytes"} & found.keys()
 
 
 @pytest.mark.parametrize("warm_up", [0, 1])
@@ -40,9 +41,9 @@ def test_a_step_whose_begin_is_unknown_never_counts_one_that_tells_its_duration_
     tmp_path, warm_up
 ):
     write(tmp_path, steps(0, 9, 1, 2))
-    assert measure(tmp_path, ranks=1, warm_up=warm_up, target=None)["step_s"] == [1, 2]
+    assert measure(tmp_path, 1, warm_up=warm_up, target={})["step_s"] == [1, 2]
     write(tmp_path, steps(0, 9, 1, 2, seconds=0.5))
-    found = measure(tmp_path, ranks=1, warm_up=warm_up, target=None)
+    found = measure(tmp_path, 1, warm_up=warm_up, target={})
     assert found["step_s"] == [0.5] * (3 - warm_up)
 
 
@@ -52,12 +53,13 @@ def test_parts_are_means_and_what_the_last_to_come_did_not_wait_is_communication
         steps(0, 1, 1, compute_s=0.9, communication_s=0.1, input_s=0.0, node_bytes=10),
         steps(0, 1, 1, compute_s=0.5, communication_s=0.5, input_s=0.2, node_bytes=30),
     )
-    found = measure(tmp_path, ranks=2, warm_up=1, target=None)
+    found = measure(tmp_path, 2, warm_up=1, target={})
     assert found["compute_s"] == [pytest.approx(0.7)]
     assert found["communication_s"] == [pytest.approx(0.1)]
     assert found["idle_s"] == [pytest.approx(0.2)]
     assert found["input_s"] == [pytest.approx(0.1)]
-    assert (found["node_bytes"], found["rail_bytes"]) == (40, None)
+    assert found["node_bytes"] == 40
+    assert "rail_bytes" not in found
 
 
 def test_a_test_is_no_step_and_its_time_belongs_to_none(tmp_path):
@@ -66,7 +68,7 @@ def test_a_test_is_no_step_and_its_time_belongs_to_none(tmp_path):
         line["at"] += 60
     lines.insert(2, {"step": 1, "at": 62.0, "test_loss": 0.3, "accuracy": 0.9})
     write(tmp_path, lines)
-    found = measure(tmp_path, ranks=1, warm_up=0, target=None)
+    found = measure(tmp_path, 1, warm_up=0, target={})
     assert found["step_s"] == [1, 1]
     assert (found["metric_name"], found["metric"]) == ("accuracy", 0.9)
 
@@ -75,22 +77,76 @@ def test_the_target_is_reached_where_a_test_says_so_or_ten_steps_on_average(tmp_
     lines = steps(0, *[1.0] * 40)
     lines.insert(20, {"step": 19, "at": 20.5, "accuracy": 0.97})
     write(tmp_path, lines)
-    reached = measure(tmp_path, ranks=1, warm_up=5, target={"accuracy": 0.95})
+    reached = measure(tmp_path, 1, warm_up=5, target={"accuracy": 0.95})
     assert (reached["steps_to_target"], reached["time_to_target_s"]) == (20, 19.5)
-    reached = measure(tmp_path, ranks=1, warm_up=5, target={"loss": 8 - 20.5})
+    reached = measure(tmp_path, 1, warm_up=5, target={"loss": 8 - 20.5})
     assert (reached["steps_to_target"], reached["time_to_target_s"]) == (26, 25)
-    missed = measure(tmp_path, ranks=1, warm_up=5, target={"accuracy": 0.98})
-    assert missed["steps_to_target"] is missed["time_to_target_s"] is None
+    missed = measure(tmp_path, 1, warm_up=5, target={"accuracy": 0.98})
+    assert "steps_to_target" not in missed
 
 
 def test_ranks_that_say_nothing_and_too_few_steps_are_errors(tmp_path):
     with pytest.raises(DataError, match="of 1 ranks 0 did"):
-        measure(tmp_path, ranks=1, warm_up=0, target=None)
+        measure(tmp_path, 1, warm_up=0, target={})
     write(tmp_path, steps(0, 1, 1))
     with pytest.raises(DataError, match="of 2 ranks 1 did; call it on every rank"):
-        measure(tmp_path, ranks=2, warm_up=0, target=None)
+        measure(tmp_path, 2, warm_up=0, target={})
     with pytest.raises(DataError, match="2 in all of which 9 are dropped"):
-        measure(tmp_path, ranks=1, warm_up=9, target=None)
+        measure(tmp_path, 1, warm_up=9, target={})
+
+
+def test_the_loss_is_the_mean_over_the_samples_of_those_who_tell_one(tmp_path):
+    one, other = steps(0, 1, 1, 1), steps(0, 1, 1, 1)
+    one[2]["loss"], other[2]["loss"], other[2]["samples"] = 1.0, 5.0, 12.0
+    write(tmp_path, one, other)
+    assert measure(tmp_path, 2, warm_up=1, target={})["loss"] == 4
+    del other[2]["loss"]
+    write(tmp_path, one, other)
+    assert measure(tmp_path, 2, warm_up=1, target={})["loss"] == 1
+    del one[2]["loss"]
+    write(tmp_path, one, other)
+    found = measure(tmp_path, 2, warm_up=1, target={"loss": 9.0})
+    assert found["loss"] is None
+    assert "steps_to_target" not in found  # three steps are no ten
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"seconds": 0.0}, "a duration above 0.*got 0 to"),
+        ({"seconds": -1.0}, "a duration above 0.*got -1 to"),
+        ({"seconds": NAN}, "a duration above 0"),
+        ({"samples": NAN}, "a number of samples.*nan samples"),
+        ({"step": 1}, "step 1 came twice.*only grows"),
+        ({"step": 7}, r"this one has 1 in all.*told of 3"),
+    ],
+)
+def test_what_cannot_be_is_an_error_of_the_repeat_not_of_the_report(tmp_path, change, said):
+    lines, good = steps(0, 1, 1, 1), steps(0, 1, 1, 1)
+    if "step" in change and change["step"] == 7:
+        lines[1]["step"] = 8
+    lines[2] |= change
+    write(tmp_path, lines, lines if "seconds" in change else good)
+    with pytest.raises(DataError, match=said):
+        measure(tmp_path, 2, warm_up=0, target={})
+
+
+def test_what_was_not_finite_and_is_null_is_not_told(tmp_path):
+    lines = steps(0, 1, 1, 1, seconds=1.0, accuracy=None)
+    lines[0]["seconds"], lines[2]["accuracy"] = None, 0.7
+    write(tmp_path, lines)
+    found = measure(tmp_path, 1, warm_up=0, target={"accuracy": 0.6})
+    assert (found["step_s"], found["time_to_target_s"], found["metric"]) == ([1, 1], 2, 0.7)
+
+
+def test_parts_that_are_not_finite_are_not_told(tmp_path):
+    write(tmp_path, steps(0, 1, 1, 1, compute_s=NAN, input_s=0.5, node_bytes=NAN))
+    found = measure(tmp_path, 1, warm_up=0, target={})
+    assert found["input_s"] == [0.5, 0.5]
+    assert not {"compute_s", "node_bytes"} & found.keys()
 
 
 SCRIPT = """

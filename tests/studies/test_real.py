@@ -41,7 +41,7 @@ def measured(folder, text, num_points=2):
     records = sorted(study.read_points(), key=lambda record: record.point["ranks"])
     assert len(records) == num_points
     assert not any("torch" in line for line in done.stderr.splitlines())
-    assert len(study.read_environment().plan) == num_points
+    assert len(study.read_environment()["plan"]) == num_points
     return study, records
 
 

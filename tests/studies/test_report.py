@@ -13,13 +13,11 @@ from typer.testing import CliRunner
 
 from hpctrain.cli.main import app
 from hpctrain.core.errors import ConfigError, DataError
-from hpctrain.studies.checklist import verdicts
 from hpctrain.studies.drawing import draw_files
 from hpctrain.studies.figures import figures_of
-from hpctrain.studies.page import POINT_HEADS, study_page
-from hpctrain.studies.report import summary_of, write_report
+from hpctrain.studies.report import POINT_HEADS, study_page, summary_of, write_report
 from hpctrain.studies.results import StudyResults
-from hpctrain.studies.statistics import step_time_s
+from hpctrain.studies.study_file import CommandTable, StudyConfig, StudyTable
 from tests.studies import generated
 
 HOSTILE = "[red]\x1b[2J$\\frac{$</script><script>alert(1)</script><img onerror=alert()>&amp;\ud800"
@@ -56,7 +54,7 @@ class Page(HTMLParser):
 
 
 def page_of(results):
-    text = study_page(results, verdicts(results), figures_of(results))
+    text = study_page(results, figures_of(results))
     return text, Page(text)
 
 
@@ -86,7 +84,7 @@ def test_numbers_of_the_page_are_those_of_the_statistics(results):
         value = {name: row[place[name]][1] for name in place}
         assert float(value["step"]) == summary.step_s.value
         assert float(value["samples/s"]) == summary.samples_per_s.value
-        assert float(value["exposed communication"]) == summary.breakdown_s["communication"]
+        assert float(value["exposed communication"]) == summary.median_of("communication_s").value
         assert float(value["in nodes"]) == 4e6 * (summary.ranks - 1)
         assert (value["efficiency"] is None) == summary.oversubscribed
         if not summary.oversubscribed:
@@ -101,13 +99,13 @@ def test_numbers_of_the_page_are_those_of_the_statistics(results):
     assert sorted(told) == [pytest.approx(each) for each in sorted(estimates)]
     repeats = [series for series in drawn(text)["time"]["series"] if series["kind"] == "repeats"]
     assert sorted(y for series in repeats for y in series["y"]) == sorted(
-        map(step_time_s, results.done)
+        each.mean_step_s for each in results.done
     )
 
 
 def test_the_score_of_mlperf_leaves_out_best_and_worst(results):
     _, page = page_of(results)
-    times = sorted(each.time_to_target_s for each in results.repeats(results.summaries[0].point))
+    times = sorted(each.time_to_target_s for each in results.summaries[0].done)
     [score] = [row[-2] for row in page.rows("points")][:1]
     assert float(score[1]) == pytest.approx(sum(times[1:-1]) / 3)
 
@@ -138,13 +136,10 @@ def hostile_results():
     records[0] = replace(
         records[0], status="failed", error=HOSTILE, folder=HOSTILE, metric_name=HOSTILE
     )
-    facts = generated.facts(
-        name=HOSTILE,
-        command=HOSTILE,
-        launcher=HOSTILE,
-        warm_up=HOSTILE,
-        target={HOSTILE: 1},
-        factors={HOSTILE: [HOSTILE]},
+    asked = StudyConfig(
+        factors={"ranks": [1, 2], "a": [HOSTILE]},
+        study=StudyTable(name=HOSTILE, target={HOSTILE: 1}),
+        command=CommandTable(run=f"{{a}}{HOSTILE}", launcher="{ranks}" + HOSTILE),
     )
     environment = generated.environment(
         host=HOSTILE,
@@ -154,7 +149,7 @@ def hostile_results():
         plan={HOSTILE: "<b>"},
     )
     records = [replace(each, metric_name=HOSTILE) for each in records]
-    return StudyResults(facts, environment, records, bound=generated.bound)
+    return StudyResults(asked, environment, records, bound=generated.bound)
 
 
 def test_hostile_names_are_text_everywhere(tmp_path):
@@ -214,7 +209,7 @@ def test_the_command_writes_page_and_figures_beside_it(tmp_path, results):
     shown = drawn((folder / "report.html").read_text(encoding="utf-8"))
     again = StudyResults.read(folder)
     assert {s["kind"] for s in shown["time"]["series"]} >= {"dashed", "dotted", "hollow"}
-    assert again.summaries == results.summaries
+    assert [s.step_s for s in again.summaries] == [s.step_s for s in results.summaries]
 
 
 def test_what_cannot_be_reported_says_what_to_do(tmp_path, results, monkeypatch):
@@ -238,9 +233,9 @@ def test_a_study_without_anything_optional_is_reported():
         if name.endswith(("_s", "_bytes")) and name != "step_s"
     }
     bare |= {"loss": None, "metric": None, "metric_name": None, "steps_to_target": None}
-    facts = generated.facts(factors={"ranks": [1, 2]}, target=None)
-    records = [replace(each, **bare) for each in generated.records(facts)]
-    results = StudyResults(facts, None, records)
+    asked = generated.config({"ranks": [1, 2]}, target={})
+    records = [replace(each, **bare) for each in generated.records(asked)]
+    results = StudyResults(asked, None, records)
     text, page = page_of(results)
     assert set(drawn(text)) == {"time", "throughput", "efficiency"}
     assert len(page.rows("points")) == 2

@@ -9,16 +9,16 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from hpctrain.core.errors import ConfigError
+from hpctrain.core.errors import CheckpointError, ConfigError
+from hpctrain.launch.lease import Times
 from hpctrain.studies.attempt import OUTPUT, carry_out
 from hpctrain.studies.records import StudyFolder
 from hpctrain.studies.study import Study
-from hpctrain.studies.study_file import CommandTable, StudyConfig, StudyTable
+from hpctrain.studies.study_file import CommandTable, StudyConfig, StudyTable, load
 
 RANKS = [1, 2, 3]
 
@@ -70,8 +70,8 @@ def test_a_study_measures_every_point_in_every_repeat_once(tmp_path):
     [record, *_] = study.folder.read_points()
     assert (record.step_s, record.samples) == ([1, 2], 16 * record.point["ranks"])
     assert (tmp_path / record.folder / OUTPUT).exists()
-    assert study.folder.read_study() == study.facts
-    assert study.folder.read_environment().versions["hpctrain"]
+    assert load(study.folder.file) == study.config
+    assert study.folder.read_environment()["versions"]["hpctrain"]
 
 
 def test_more_repeats_go_on_and_another_question_is_refused(tmp_path):
@@ -81,7 +81,7 @@ def test_more_repeats_go_on_and_another_question_is_refused(tmp_path):
         assert len(study.missing()) == 3
         study.measure(study.missing())
     assert len(points(tmp_path)) == 6
-    with pytest.raises(ConfigError, match="of other seed, warm_up; only repeats may change"):
+    with pytest.raises(ConfigError, match=r"of other study.seed, study.warm_up; only repeats"):
         Study(config(seed=3, warm_up=0), tmp_path).prepare()
 
 
@@ -90,7 +90,7 @@ def test_a_study_that_goes_on_elsewhere_says_what_is_not_as_before(tmp_path, cap
     study.prepare()
     study.measure(study.missing()[:1])
     environment = study.folder.read_environment()
-    study.folder.write(study.folder.environment, replace(environment, cores=999))
+    study.folder.write(study.folder.environment, {**environment, "cores": 999})
     study.measure(study.missing()[:1])
     [message] = caplog.messages
     assert "was begun with cores 999" in message
@@ -128,7 +128,7 @@ def test_what_tells_nothing_is_not_there_or_hangs_has_failed_and_leaves_no_proce
         command=CommandTable(run=command, launcher=""),
     )
     [attempt, *_] = Study(asked, tmp_path).attempts
-    record = carry_out(asked, attempt, StudyFolder(tmp_path), cores=2)
+    record = carry_out(asked, attempt, StudyFolder(tmp_path))
     assert record.status == "failed"
     assert re.search(said, record.error)
     assert left_over(tmp_path) == []
@@ -148,19 +148,32 @@ def test_what_was_broken_off_leaves_neither_files_nor_processes_to_the_next(tmp_
     assert [record.status for record in study.folder.read_points()] == ["done"] * 6
 
 
-def test_one_process_at_a_time_measures_but_shares_go_side_by_side(tmp_path):
-    study = Study(config(), tmp_path)
+def test_one_process_at_a_time_measures_a_repeat_and_others_go_side_by_side(tmp_path):
+    times = Times(beat_s=0.02, wait_s=0.1, look_s=0.02, settle_s=0.05)
+    study = Study(config(), tmp_path, times)
     study.prepare()
 
     def also(_attempt):
-        with pytest.raises(ConfigError, match="another one is at work"):
-            Study(config(), tmp_path).measure(study.missing(repeat=0), share=0)
-        with pytest.raises(ConfigError, match="another one is at work"):
-            Study(config(), tmp_path).measure(study.missing())
-        Study(config(), tmp_path).measure(study.missing(repeat=1), share=1)
+        for attempts in (study.missing(repeat=0), study.missing()):
+            with pytest.raises(ConfigError, match=r"still does so.*this command goes on"):
+                Study(config(), tmp_path, times).measure(attempts)
+        Study(config(), tmp_path, times).measure(study.missing(repeat=1))
 
-    study.measure(study.missing(repeat=0)[:1], share=0, begun=also)
+    study.measure(study.missing(repeat=0)[:1], begun=also)
     assert sorted(record.repeat for record in study.folder.read_points()) == [0, 1, 1, 1]
+
+
+def test_who_has_lost_a_repeat_to_another_process_writes_no_more_of_it(tmp_path):
+    study = Study(config(), tmp_path)
+    study.prepare()
+
+    def take(_attempt):
+        [lease] = (tmp_path / "leases").glob("*/lease.json")
+        lease.write_text(lease.read_text().replace('"token": "', '"token": "a'))
+
+    with pytest.raises(CheckpointError, match=r"has taken it over.*this command goes on"):
+        study.measure(study.missing(), begun=take)
+    assert study.folder.read_points() == []
 
 
 def test_what_is_left_is_expected_to_take_as_long_as_what_was_measured(tmp_path):
@@ -214,7 +227,7 @@ def test_killed_at_any_moment_it_goes_on_to_the_same_points(tmp_path, how):
     said, _ = process.communicate()
     assert process.returncode == 0
     assert "12 of 12 measured, 0 failed" in said
-    lines = (folder / "points.jsonl").read_text().splitlines()
+    lines = [line for path in folder.glob("points-*.jsonl") for line in path.open()]
     found = Counter((line["point"]["ranks"], line["repeat"]) for line in map(json.loads, lines))
     assert found == Counter((ranks, repeat) for ranks in RANKS for repeat in range(4))
     assert left_over(folder) == []

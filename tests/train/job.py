@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from hpctrain.checkpoint.export import newest_state
 from hpctrain.checkpoint.format.state_hash import state_hash
+from hpctrain.checkpoint.state_diff import NO_RESULTS, compare
 from hpctrain.comm.serial import SerialCommunicator
 from hpctrain.core.keys import render
 from hpctrain.core.records import read
@@ -132,6 +133,12 @@ def assert_same_run(one: Job, other: Job) -> None:
     one.here.comm.barrier()
     assert one.curve() == other.curve()
     assert_same_bits(one.final(), other.final())
+
+
+def assert_same_checkpoint(one: Job, other: Job) -> None:
+    """Find no difference but of what is no result."""
+    found = compare(one.directory.path, other.directory.path)
+    assert [each.text for each in found if each.what not in NO_RESULTS] == []
 
 
 def assert_same_bits(one, other) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 import hpctrain
 from hpctrain.core.errors import DataError
@@ -228,6 +229,29 @@ def renamed_for_test(columns):
 
 def distance(output: Tensor, label: Tensor) -> Tensor:
     return output.gather(1, label[:, None])[:, 0].abs()
+
+
+def loss_of_each(output: Tensor, label: Tensor) -> Tensor:
+    return functional.cross_entropy(output, label, reduction="none")
+
+
+class Pair(nn.Module):
+    """A network that returns two values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = model()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.network(x), x
+
+
+def float_model() -> nn.Module:
+    return model().float()
+
+
+def two_classes() -> nn.Module:
+    return nn.Linear(NUM_FEATURES, 2).double()
 
 
 def no_model() -> int:

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 
+from hpctrain.core.errors import MismatchError
 from hpctrain.core.libc import exchange_names
 from hpctrain.train.loop import Outcome
 from tests.train.job import Job, assert_same_run
@@ -57,6 +58,14 @@ def test_a_full_disk_is_a_warning_and_the_good_checkpoint_stays(
     assert told == ("File too large" in caplog.text) == (here.comm.rank == 0)
     assert steps_in(job)[-1] == steps_in(whole)[-1]
     assert_same_run(whole, job)
+
+
+def test_a_disk_that_refuses_the_last_state_is_one_error_of_all_ranks(
+    here, configure, shared, fill
+):
+    job = Job(here, configure, shared / "run", *WIDE)
+    with pytest.raises(MismatchError, match=r"too large.*\nthen go on from step-00000003 by --re"):
+        job.part(at={7: lambda: fill(True)})
 
 
 @pytest.mark.parametrize("way", ["vanishes", "is taken"])

@@ -114,6 +114,43 @@ def test_looking_costs_no_byte(here, configure, shared):
     assert sent("stop") == sent("skip") == sent("ignore")
 
 
+UNSEEN = [
+    pytest.param([], "the weights behind step", id="next loss"),
+    pytest.param(FIXED, "the weights behind step", id="reproducible", marks=LONG),
+    pytest.param(
+        ["checkpoint.every=1"], "that are kept must be finite", id="checkpoint", marks=LONG
+    ),
+    pytest.param(
+        ["sync.method=local_sgd", "sync.steps=50"], "the weights behind step", id="local"
+    ),
+    pytest.param(["sync.method=local_sgd", "sync.steps=1"], "a mean over replicas", id="mean"),
+]
+
+
+@TWO
+@pytest.mark.parametrize(("overrides", "said"), UNSEEN)
+def test_a_gradient_that_nobody_looks_at_is_told_with_the_samples_of_its_step(
+    here, configure, shared, overrides, said
+):
+    losses = Job(here, configure, shared / "losses", *FLAWED, *overrides)
+    losses.config = configure(*losses.overrides, "checkpoint.every=none")
+    with pytest.raises(NotFiniteError, match=r"in step \d+ \(.* samples [\d, ]*13"):
+        losses.part()
+    job = Job(here, configure, shared / "run", *FLAWED, GRADIENT, "checkpoint.every=none")
+    job.config = configure(*job.overrides, *overrides)
+    with pytest.raises(NotFiniteError) as caught:
+        job.part()
+    here.comm.barrier()
+    (record,) = [r for r in read(job.directory.metrics) if r["event"] == "not_finite"]
+    (before,) = [r for r in read(losses.directory.metrics) if r["event"] == "not_finite"]
+    assert said in str(caught.value).splitlines()[0]
+    (culprit,) = [r for r in record["ranks"] if 13 in r["samples"]]
+    assert culprit["step"] == min(r["step"] for r in before["ranks"] if 13 in r["samples"])
+    assert f"  rank {culprit['rank']}: loss {float(culprit['loss']):g} in step" in str(
+        caught.value
+    )
+
+
 @TWO
 def test_weights_that_are_not_finite_are_never_kept(here, configure, shared):
     """Nobody looks at the gradient, and the weights are infinite after the step."""
@@ -134,10 +171,11 @@ LOCAL = [
     pytest.param(["sync.method=post_local_sgd", "sync.args.start=20"], id="post, synchronous"),
     pytest.param(["sync.method=diloco", "sync.steps=50"], id="a long round", marks=LONG),
     pytest.param(["sync.method=hierarchical_local_sgd"], id="nodes", marks=LONG),
+    pytest.param(["sync.method=staged_sgd"], id="staged", marks=LONG),
 ]
 
 
-@TWO
+@pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("overrides", LOCAL)
 def test_ranks_that_take_steps_of_their_own_stop_when_they_meet(
     here, configure, shared, overrides
@@ -151,14 +189,14 @@ def test_ranks_that_take_steps_of_their_own_stop_when_they_meet(
     assert_finite(last_checkpoint(here, job).state["model"])
 
 
-@TWO
+@pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("overrides", LOCAL)
 def test_a_rank_that_takes_steps_of_its_own_leaves_out_its_own(here, configure, shared, overrides):
     job = Job(here, configure, shared / "run", *FLAWED, SKIP, *overrides)
     assert isinstance(job.part(), Outcome)
     here.comm.barrier()
-    together = 2 if job.config.sync.method in ("post_local_sgd", "hierarchical_local_sgd") else 1
-    assert read(job.directory.metrics)[-1]["skipped"] == 2 * together
+    # One in each epoch, also where ranks take it together.
+    assert read(job.directory.metrics)[-1]["skipped"] == 2
     assert_finite(job.final()["model"])
 
 

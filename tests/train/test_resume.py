@@ -12,7 +12,7 @@ import hpctrain
 from hpctrain.core.errors import CheckpointError, ConfigError, MismatchError
 from hpctrain.core.keys import render
 from hpctrain.core.records import read
-from hpctrain.train.lease import Lease
+from hpctrain.launch.lease import Lease
 from hpctrain.train.load import load as load_config
 from hpctrain.train.loop import Outcome, Stopped
 from hpctrain.train.resume import check_same, finished, goes_on
@@ -21,7 +21,7 @@ from hpctrain.train.run_directory import RunDirectory
 from hpctrain.train.run_state import RunState, check_fit
 from hpctrain.train.task import build
 from tests.harness import preload
-from tests.train.job import WAYS, Job, assert_same_run
+from tests.train.job import WAYS, Job, assert_same_checkpoint, assert_same_run
 from tests.train.starting import start, write_config
 
 PLAIN = ["model.target=tests.train.problem:noisy_model"]
@@ -80,6 +80,7 @@ def test_a_run_stopped_in_every_way_ends_with_the_same_bits(here, configure, sha
     assert done == [step + num_skipped for step in (3, 6, 8, 13, 19)]
     assert isinstance(parts.part(), Outcome)
     assert_same_run(whole, parts)
+    assert_same_checkpoint(whole, parts)
 
 
 @pytest.mark.ranks(1, 2)
@@ -93,6 +94,7 @@ def test_a_run_that_died_goes_on_from_its_last_checkpoint(here, configure, share
             parts.part(after=after, fail=True)
     parts.part()
     assert_same_run(whole, parts)
+    assert_same_checkpoint(whole, parts)
     events = [record["event"] for record in read(parts.directory.metrics)]
     assert events.count("started") == 1
     assert events.count("resumed") == 2

@@ -10,7 +10,7 @@ import pytest
 import hpctrain
 from hpctrain.core.errors import ConfigError, MismatchError
 from hpctrain.core.records import read
-from hpctrain.train.lease import Holder
+from hpctrain.launch.lease import Holder
 from hpctrain.train.load import load
 from hpctrain.train.run import How, run
 from hpctrain.train.run_directory import RunDirectory

@@ -17,7 +17,7 @@ from hpctrain.train import sync_method
 from hpctrain.train.loop import Outcome, Stopped
 from hpctrain.train.run_state import RunState
 from hpctrain.train.task import build
-from tests.train.job import Job, assert_same_bits, assert_same_run
+from tests.train.job import Job, assert_same_bits, assert_same_checkpoint, assert_same_run
 
 NOISY = ["model.target=tests.train.problem:noisy_model", "checkpoint.background=false"]
 TWO, FOUR = pytest.mark.ranks(2), pytest.mark.ranks(4)
@@ -64,6 +64,7 @@ def test_a_run_that_died_in_a_round_ends_with_the_same_bits(here, configure, sha
             parts.part(after=after, fail=True)
     assert isinstance(parts.part(), Outcome)
     assert_same_run(whole, parts)
+    assert_same_checkpoint(whole, parts)
     records = read(parts.directory.metrics)
     assert [r["step"] for r in records if r["event"] == "resumed"] == [3, 9]
 

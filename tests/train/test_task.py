@@ -12,6 +12,7 @@ from hpctrain.train.finite import StepGuard
 from hpctrain.train.loop import train_step
 from hpctrain.train.metrics import Metrics
 from hpctrain.train.task import build, make_schedule
+from tests.train.job import Job
 from tests.train.problem import NUM_SAMPLES
 
 UNCHANGED = "tests.train.problem:unchanged"
@@ -32,6 +33,26 @@ def test_steps_and_samples_are_those_of_the_global_batch(here, configure):
     task = build(configure("train.global_batch=10", "train.epochs=4"), here.comm)
     assert (len(task.train), task.num_steps, task.num_train_samples) == (6, 24, NUM_SAMPLES)
     assert task.num_parameters == sum(p.numel() for p in task.model.parameters())
+
+
+UNFIT = [
+    ("loss.target={}:loss_of_each", 'loss.target = "{}:loss_of_each" returns one number for a'),
+    ("model.target={}:Pair", 'loss.target = "cross_entropy" refuses a tuple of float64 ('),
+    ("model.target={}:float_model", 'model.target = "{}:float_model" refuses float64 ('),
+    ("model.target={}:two_classes", 'loss.target = "cross_entropy" refuses float64 ('),
+]
+
+
+@pytest.mark.ranks(1, 3)
+def test_what_does_not_fit_is_one_error_of_all_ranks_in_the_first_step(here, configure, shared):
+    for number, texts in enumerate(UNFIT):
+        override, message = (text.format("tests.train.problem") for text in texts)
+        job = Job(here, configure, shared / str(number), override)
+        with pytest.raises((DataError, MismatchError)) as caught:
+            job.part()
+        assert message in str(caught.value)
+        assert len(set(here.comm.allgather_object(str(caught.value)))) == 1
+        assert here.comm.size == 1 or isinstance(caught.value, MismatchError)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +138,7 @@ def test_labels_that_torch_refuses_are_told(here, configure, dtype):
         build(config, here.comm)
     config = configure(f"data.args.label_type={dtype}", f"data.transform={UNCHANGED}")
     task = build(config, here.comm)
-    with pytest.raises(DataError, match="takes numbers of classes as int64 or uint8, got"):
+    with pytest.raises(MismatchError, match="takes numbers of classes as int64 or uint8, got"):
         step(task)
 
 

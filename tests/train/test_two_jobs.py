@@ -21,8 +21,8 @@ from hpctrain.checkpoint.loading import check
 from hpctrain.core.errors import MismatchError
 from hpctrain.core.records import read
 from hpctrain.launch import mpiexec
+from hpctrain.launch.lease import NAME, Holder
 from hpctrain.runtime.stopping import STOPPED
-from hpctrain.train.lease import NAME, Holder
 from hpctrain.train.load import load
 from hpctrain.train.loop import hash_of
 from hpctrain.train.run import How, run

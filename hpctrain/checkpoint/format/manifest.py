@@ -23,6 +23,7 @@ PRIVATE = "%private"
 """Begins the names, in a rank's file, of what it has of its own; no path of a state does."""
 
 _FORMAT = "hpctrain checkpoint"
+_DIRECTORY = re.compile(r"step-(\d{8,})")
 _FIRST_LINE = re.compile(rb'\{"crc32": "([0-9a-f]{8})",\n')
 
 
@@ -77,9 +78,9 @@ class CheckpointManifest:
 
     @classmethod
     def parse(cls, data: bytes, directory: Path | str) -> "CheckpointManifest":
-        """Read a manifest from its bytes; ``directory`` is for messages.
+        """Read a manifest from its bytes; ``directory`` is where it lies.
 
-        Raises ``CheckpointError``: it is damaged or hostile.
+        Raises ``CheckpointError``: it is damaged or hostile, or its directory was renamed.
         """
         path = Path(directory) / NAME
         first = _FIRST_LINE.match(data)
@@ -97,9 +98,11 @@ class CheckpointManifest:
                     f"checkpoint {directory} has version {version}, this hpctrain reads up to "
                     f"{VERSION}; use a newer hpctrain"
                 )
-            return _manifest(told)
+            found = _manifest(told)
+            require_named(directory, found.step)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise damaged(path, f"{type(error).__name__} {error}") from error
+        return found
 
     def to_bytes(self) -> bytes:
         """Return the manifest as it stands in its file."""
@@ -119,6 +122,29 @@ class CheckpointManifest:
         lines = (f"{json.dumps(key)}: {dumps(value)}" for key, value in told.items())
         body = (",\n".join(lines) + "\n}\n").encode()
         return b'{"crc32": "%08x",\n' % crc32(body) + body
+
+
+def name_of(step: int) -> str:
+    """Return the name of the directory of the checkpoint after ``step`` steps."""
+    return f"step-{step:08d}"
+
+
+def step_of(name: str) -> int | None:
+    """Return the step in the name of a checkpoint's directory; None for all other names."""
+    match = _DIRECTORY.fullmatch(name)
+    return int(match[1]) if match and name_of(int(match[1])) == name else None
+
+
+def require_named(directory: Path | str, step: int) -> None:
+    """Return unless the directory has the name of another step's checkpoint.
+
+    Raises ``CheckpointError``: a run would take it for that.
+    """
+    if step_of(Path(directory).name) not in (None, step):
+        raise CheckpointError(
+            f"a checkpoint has the name of its step, or one of another form, and {directory} is "
+            f"after step {step}; name it {name_of(step)}"
+        )
 
 
 def read_bytes(directory: Path | str) -> bytes:

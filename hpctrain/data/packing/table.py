@@ -129,9 +129,10 @@ _BOM = "\xef\xbb\xbf"
 _GAPS = {"", "#N/A", "#N/A N/A", "#NA", "N/A", "NA", "NULL", "n/a", "null"}
 _GAPS |= {"NaN", "nan", "-NaN", "-nan", "1.#IND", "1.#QNAN", "-1.#IND", "-1.#QNAN"}
 """What stands in a column of numbers where one is missing."""
-_HEXADECIMAL = re.compile(r"[ \t]*[+-]?0[xX]")
-_ODD_NUMBER = re.compile(r"[+-]?(0\d|\d{16})")
-"""Numbers that may be names, or that a float cannot hold."""
+_NO_NUMBER = re.compile(r"[ \t]*[+-]?(0x|nan\()", re.IGNORECASE)
+"""Begins what pyarrow takes for a number, and a table does not mean so."""
+_PADDED = re.compile(r"[+-]?0\d")
+"""Begins numbers that may be names."""
 
 
 class Block(NamedTuple):
@@ -176,9 +177,10 @@ def _values_of(
         kind = dtype  # a float between would lose digits
     if kind == TEXT:
         return [raw(text.encode("latin-1")) for text in texts]
-    values, what = _numbers(texts, kind), f"column {at} of {block.path}"
+    is_exact = dtype is None  # who asks for floats takes whole numbers rounded
+    values, what = _numbers(texts, kind, is_exact=is_exact), f"column {at} of {block.path}"
     if values is None:
-        odd = next(text for text in texts if _numbers([text], kind) is None)
+        odd = next(text for text in texts if _numbers([text], kind, is_exact=is_exact) is None)
         raise DataError(
             f"a column of CSV holds values of the type of its first rows, or that was asked for, "
             f"and lacks none: {what} has {odd!r}, which {dtype or kind} cannot hold; repair "
@@ -193,20 +195,35 @@ def _kind_of(texts: Sequence[str]) -> str:
     return next((kind for kind in ("i8", "b1", "f8") if _numbers(there, kind) is not None), TEXT)
 
 
-def _numbers(texts: Sequence[str], kind: str) -> Array | None:
-    """Return a column as numbers, None where one is of another form; floats have 8 bytes."""
-    if not _GAPS.isdisjoint(texts) or any(map(_HEXADECIMAL.match, texts)):
+def _numbers(texts: Sequence[str], kind: str, *, is_exact: bool = True) -> Array | None:
+    """Return a column as numbers, None where one is of another form; floats have 8 bytes.
+
+    Truth is written in words. Floats that ``is_exact`` hold all whole numbers as they are.
+    """
+    if not _GAPS.isdisjoint(texts) or any(map(_NO_NUMBER.match, texts)):
         return None
-    written = pa.array([text.strip(" \t") for text in texts], pa.string())
+    texts = [text.strip(" \t") for text in texts]
+    if kind == "b1" and not {"0", "1"}.isdisjoint(texts):
+        return None
     try:
-        found = written.cast(pa.from_numpy_dtype(np.dtype("f8" if kind[0] == "f" else kind)))
+        found = pa.array(texts, pa.string()).cast(
+            pa.from_numpy_dtype(np.dtype("f8" if kind[0] == "f" else kind))
+        )
     except pa.ArrowInvalid:
         return None
     values = np.asarray(found.to_numpy(zero_copy_only=False))
-    is_infinite = np.isinf(values) if values.dtype.kind == "f" else ()
-    if any(text.rstrip(" \t")[-1:] in "0123456789." for text in compress(texts, is_infinite)):
+    if kind[0] != "f":
+        return values
+    if any(text[-1:] in "0123456789." for text in compress(texts, np.isinf(values))):
         return None  # a finite number that is too large
-    return values
+    large = compress(texts, np.abs(values) >= _LARGEST_WHOLE) if is_exact else ()
+    return None if any(map(_is_rounded, large)) else values
+
+
+def _is_rounded(text: str) -> bool:
+    """Say whether this is a whole number that no float holds."""
+    digits = text.lstrip("+-")
+    return digits.isdigit() and int(float(digits)) != int(digits)
 
 
 def _notes(
@@ -214,11 +231,11 @@ def _notes(
 ) -> Iterator[str]:
     """Name the columns that a user may have meant otherwise, as the first rows show them."""
     free = [(name, names) for name, (names, dtype) in columns.items() if dtype is None]
-    types = {"i8": int, "f8": float}
+    types: dict[str, type[int] | type[float]] = {"i8": int, "f8": float}
     for name, at in ((name, at) for name, names in free for at in names if kinds[at] in types):
         kind = types[kinds[at]]
         texts = map(str.strip, first.column(at))
-        if odd := next((text for text in texts if _is_cut(text, kind)), None):
+        if odd := next(filter(_PADDED.match, texts), None):
             yield (
                 f"column {at} of {first.path} has numbers such as {odd}, packed as {kind(odd)}; "
                 f"to keep them as they are written: --field {name}={at}:{TEXT}"
@@ -229,15 +246,6 @@ def _notes(
             f"floats of {first.path} are packed in 8 bytes ({', '.join(floats)}), which no model "
             f"in float32 takes; in 4 bytes: --field {name}={','.join(floats[name])}:f4"
         )
-
-
-def _is_cut(text: str, kind: type[int] | type[float]) -> bool:
-    """Say whether a number no longer is as it was written."""
-    if not _ODD_NUMBER.match(text):
-        return False
-    digits = text.lstrip("+-")
-    cut = kind is float and digits.isdigit() and int(float(digits)) != int(digits)
-    return cut or digits.startswith("0")
 
 
 def _blocks(path: str) -> Iterator[Block]:

@@ -14,8 +14,9 @@ from hpctrain.comm.agreement import on_root
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.ops import Op, combination
 from hpctrain.core.errors import CommError, ConfigError
-from hpctrain.cost.collectives import ALGORITHMS, ON_A_NODE
+from hpctrain.cost.collectives import ON_A_NODE
 from hpctrain.cost.fitting import Point, write_points
+from hpctrain.cost.schedules import SCHEDULES
 from hpctrain.doctor.benchmarks.operations import OPERATIONS, Case, Setup
 from hpctrain.runtime import world
 from hpctrain.runtime.world import World
@@ -183,7 +184,7 @@ def _points(rows: list[Row], request: BenchmarkRequest, here: World) -> Iterator
             way = "levels" if plan.num_rails else "slices"
         if way == "levels":
             way = plan.rail.at(row.num_bytes // plan.num_rails)
-        if way in ON_A_NODE or (plan.num_rails and way in ALGORITHMS):
+        if way in ON_A_NODE or (plan.num_rails and way in SCHEDULES):
             yield Point(
                 nodes=topology.num_nodes,
                 ranks_per_node=topology.size // topology.num_nodes,

@@ -44,7 +44,7 @@ function draw() {
     } else if (!figure.x_label) {
       Object.assign(xaxis, { type: "category", tickangle: -35 });
     }
-    const yaxis = { ...lines, title: { text: plain(figure.y_label) } };
+    const yaxis = { ...lines, title: { text: plain(figure.y_label), standoff: 8 } };
     if (figure.scale === "log") {
       Object.assign(yaxis, { type: "log", tickformat: "~g", tickvals: DIGITS });
     } else if (figure.scale === "linear") {

@@ -85,6 +85,12 @@ CSV = [
         {},
         r"1.tsv has 'x', which i8 cannot",
     ),
+    ({"0.csv": "a\ntrue\n", "1.csv": "a\n1\n"}, {}, r"1.csv has '1', which b1 cannot"),
+    (
+        {"0.csv": "a\n0.5\n", "1.csv": f"a\n0.5\n{2**53 + 1}\n"},
+        {},
+        rf"1.csv has '{2**53 + 1}', which f8 cannot",
+    ),
     ({"t.csv": 'a,b\n1,"x\n2,y\n'}, {}, QUOTE.format(2)),
     ({"t.csv": 'a,b\n1,"x"\n2,"y""\n'}, {}, QUOTE.format(3)),
     ({"t.csv": 'a,b\r\n1,"x\r\ny"\r\n2,z"z\r\n3,"z\r\n4,z'}, {}, QUOTE.format(5)),

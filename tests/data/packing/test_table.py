@@ -45,13 +45,32 @@ def test_columns_of_csv_get_names_of_fields(tmp_path, packed):
     assert bytes(found["note"][3]) == b"text, 3"
 
 
-@pytest.mark.parametrize(
-    "text", ["0\n1", "5\n", "1_000", "٣", "yes", "2020-01-01", "1e400", "-1e999 ", "0x10"]
-)
+NO_NUMBERS = ["0\n1", "5\n", "1_000", "1,000", "٣", "²", "yes", "2020-01-01", "1e400", "-1e999 "]
+NO_NUMBERS += ["0x10", "nan(1)", f"{2**64 - 1}", f"+{2**53 + 1}"]
+
+
+@pytest.mark.parametrize("text", NO_NUMBERS)
 def test_what_only_looks_like_a_number_is_text(tmp_path, packed, text):
     (tmp_path / "t.csv").write_text(f'a\n"{text}"\n')
     _, found = packed(tmp_path / "t.csv")
     assert [bytes(one).decode() for one in found["a"]] == [text]
+
+
+MIXED = ["1 0 true", "True 0", "1 0 yes", f"0.5 {2**53 + 1}", "1 2020-01-01"]
+
+
+@pytest.mark.parametrize("texts", MIXED)
+def test_a_column_whose_values_are_not_of_one_type_is_text(tmp_path, packed, texts):
+    (tmp_path / "t.csv").write_text("\n".join(["a", *texts.split()]))
+    _, found = packed(tmp_path / "t.csv")
+    assert [bytes(one).decode() for one in found["a"]] == texts.split()
+
+
+def test_truth_is_a_column_of_words_or_of_numbers_where_that_is_said(tmp_path, packed):
+    (tmp_path / "t.csv").write_text("a,b,c\ntrue,1,1\nFalse,0,0\n")
+    done, found = packed(tmp_path / "t.csv", fields={"a": "a", "b": "b", "c": "c:b1"})
+    assert [field.dtype for field in done.manifest.fields.values()] == ["|b1", "<i8", "|b1"]
+    assert list(found["a"]) == list(found["c"]) == [True, False]
 
 
 def test_a_number_that_is_none_is_one_where_it_is_no_gap(tmp_path, packed):

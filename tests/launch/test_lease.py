@@ -12,7 +12,7 @@ import pytest
 
 from hpctrain.cluster.process import birth
 from hpctrain.core.errors import CheckpointError, ConfigError
-from hpctrain.train.lease import NAME, Holder, Lease, Times
+from hpctrain.launch.lease import NAME, Holder, Lease, Times
 from tests.full_disk import largest_file
 
 TIMES = Times(beat_s=0.05, stale_s=0.6, wait_s=0.9, look_s=0.05, settle_s=0.1)

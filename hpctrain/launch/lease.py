@@ -1,4 +1,4 @@
-"""The lease on a run directory: one job at a time writes there, on any file system.
+"""The lease on a directory: one job at a time writes there, on any file system.
 
 It needs neither file locks nor clocks that agree: a file is created where there is none, or a name
 is replaced at once, and whoever waits watches by its own clock whether a counter still changes.
@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from platform import node
 from secrets import token_hex
-from typing import Self
+from typing import NamedTuple, Self
 
 from hpctrain.cluster.env import job_id
 from hpctrain.cluster.process import birth, identity
@@ -42,6 +42,26 @@ class Times:
 
 
 TIMES = Times()
+
+
+class WaysOut(NamedTuple):
+    """What to do about a lease that others have; the ends of errors."""
+
+    held: str  # by one that lives
+    gone: str
+    taken: str
+
+
+OF_RUN = WaysOut(
+    held=(
+        "wait for its end, choose another folder with --set output_dir=…, or let --force end it "
+        "and go on from its last checkpoint"
+    ),
+    gone=(
+        "hpctrain status tells how the run stands, and --resume goes on from its last checkpoint"
+    ),
+    taken="for both to go on, choose another folder for one with --set output_dir=…",
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,9 +139,9 @@ class Lease:
     thread hangs: such a holder counts as alive until its launcher ends it.
     """
 
-    def __init__(self, folder: Path, times: Times = TIMES) -> None:
+    def __init__(self, folder: Path, times: Times = TIMES, *, ways_out: WaysOut = OF_RUN) -> None:
         """Take the directory, which is there."""
-        self._folder, self._times = folder, times
+        self._folder, self._times, self._ways_out = folder, times, ways_out
         self._file = folder / NAME
         self._me = Holder.here()
         self._mine = (json.dumps(asdict(self._me), indent=2) + "\n").encode()
@@ -180,8 +200,7 @@ class Lease:
         if is_alive and self._waited_s >= self._times.wait_s:
             raise ConfigError(
                 f"one job at a time writes into {self._folder}, and {who} still does so after "
-                f"{self._waited_s:.0f} s; wait for its end, choose another folder with --set "
-                f"output_dir=…, or let --force end it and go on from its last checkpoint"
+                f"{self._waited_s:.0f} s; {self._ways_out.held}"
             )
         return (
             f"{who} holds {self._folder}: waiting {self._times.wait_s:.0f} s for its end, or "
@@ -270,16 +289,15 @@ class Lease:
             return (
                 f"one job at a time writes into {self._folder}, and the {NAME} of this one is gone"
                 f": another job has been at work there while this one gave no sign of life, or "
-                f"somebody has removed the file; this one stops, and writes no more; hpctrain "
-                f"status tells how the run stands, and --resume goes on from its last checkpoint"
+                f"somebody has removed the file; this one stops, and writes no more; "
+                f"{self._ways_out.gone}"
             )
         holder = Holder.parse(found)
         return (
             f"one job at a time writes into {self._folder}, and "
             f"{'another job' if holder is None else holder.describe()} has taken it over: by "
             f"--force, or as this one gave no sign of life for {self._times.stale_s:.0f} s; this "
-            f"one stops, and writes no more; for both to go on, choose another folder for one "
-            f"with --set output_dir=…"
+            f"one stops, and writes no more; {self._ways_out.taken}"
         )
 
     def release(self) -> None:

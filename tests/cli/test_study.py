@@ -1,5 +1,8 @@
 """``hpctrain study init`` and ``run``: what they print and write; no rank is started."""
 
+import re
+import shlex
+from importlib import resources
 from pathlib import Path
 
 import pytest
@@ -8,6 +11,8 @@ from typer.testing import CliRunner
 from hpctrain.cli.study import study
 from hpctrain.core.errors import ConfigError
 from hpctrain.studies.records import StudyFolder
+from tests.studies import generated
+from tests.train.starting import ROOT
 
 SBATCH = """\
 #!/bin/sh
@@ -45,11 +50,49 @@ def run(*words):
 
 
 def test_init_writes_a_file_that_runs_and_leaves_one_that_exists():
+    Path("x.py").touch()
     said = run("init", "new.toml", "--mode", "weak", "--command", "python x.py {batch}").stdout
     assert "hpctrain study run new.toml --dry-run" in said
     assert "20 of 20 are left" in run("run", "new.toml", "--dry-run").stdout
+    Path("x.py").unlink()
+    with pytest.raises(ConfigError, match=r"command.run of new.toml names files.*x.py is not in"):
+        run("run", "new.toml", "--dry-run")
     with pytest.raises(ConfigError, match="left as it is"):
         run("init", "new.toml")
+
+
+def commands():
+    """Every command line of the guide and of the help, once."""
+    texts = [(resources.files("hpctrain.guide") / "studies.md").read_text()]
+    texts += [run(*words, "--help").stdout for words in ((), *((name,) for name in NAMES))]
+    found = re.findall(r"^ *(?:│ *)?hpctrain study (\S+ \S.*)$", "\n".join(texts), re.MULTILINE)
+    return list(dict.fromkeys(re.split(r"\s{3,}|\s+#", each)[0] for each in found))
+
+
+NAMES = ("init", "run", "report", "compare")
+
+
+def test_what_guide_and_help_show_runs(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    asked = generated.config(repeats=6)
+    for name in ("digits-strong", "before", "after", "codec"):
+        results = generated.complete(config=asked, records=generated.records(asked))
+        generated.write(results, Path("studies", name))
+    for place in (Path("examples"), Path("train.py")):
+        place.symlink_to(ROOT / "examples" / ("" if place.name == "examples" else "measured.py"))
+    Path("cluster.toml").write_text("nodes = 8\n")
+    lines = commands()
+    assert {line.split()[0] for line in lines} == set(NAMES)
+    assert len(lines) > 10
+    for line in sorted(lines, key=lambda each: NAMES.index(each.split()[0])):
+        words = shlex.split(line)
+        if words[0] == "init":
+            Path(words[1]).unlink(missing_ok=True)
+        if words[0] == "report" and "--out" not in words:
+            words += ["--help"]  # one that is drawn is enough
+        if words[0] == "run":  # what each starts is the law of other tests
+            words += ["--dry-run", "--out", "fresh"]
+        assert run(*words).exit_code == 0, line
 
 
 def test_a_dry_run_lists_points_and_cost_and_writes_nothing():
@@ -58,7 +101,7 @@ def test_a_dry_run_lists_points_and_cost_and_writes_nothing():
     assert f"nodes=4 ranks_per_node=2 depth=2  x 3  {many}\n" in said
     assert "nodes=1 ranks_per_node=2 depth=1  x 3\n" in said
     assert "the first: hpctrain launch -n " in said
-    assert "12 of 12 are left to measure: 2 node-hours, 120 min 00 s in all\n" in said
+    assert "12 of 12 are left to measure: 2 node-hours, 2 h in all\n" in said
     assert not Path("studies").exists()
 
 

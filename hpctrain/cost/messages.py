@@ -1,0 +1,88 @@
+"""The messages of a schedule on a machine: which are under way together, and what they share."""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpctrain.cost.machine import Machine
+from hpctrain.cost.schedules import COPY, NOBODY, Schedule
+
+Indices = NDArray[np.int64]
+Numbers = NDArray[np.float64]
+
+
+class Messages(NamedTuple):
+    """One from each of some ranks, all on their way at once."""
+
+    senders: Indices  # places among ``members``, group by group
+    receivers: Indices | None  # None where every member receives, in order
+    crosses: Numbers  # 1 for one that leaves its node, else 0
+    climbs: Numbers  # 1 for one that leaves its leaf switch
+    width: Numbers
+    """How many times as long one that crosses takes, beside the others, as alone."""
+
+
+class Step(NamedTuple):
+    """Equal rounds in a row."""
+
+    messages: Messages
+    num_pieces: int
+    combined: bool
+    repeats: int
+
+
+def members(machine: Machine, rails: int) -> Indices:
+    """Return the ranks of each group in a row: those of each rail, or all of them."""
+    ranks = np.arange(machine.num_ranks)
+    return ranks.reshape(machine.nodes, -1)[:, :rails].T if rails else ranks[None]
+
+
+@lru_cache(maxsize=64)
+def phases(
+    schedule: Schedule, num_segments: int, machine: Machine, rails: int
+) -> list[tuple[list[Step], int, bool]]:
+    """Return what all ranks do in each phase, those of each rail at the same time.
+
+    With it the phase's lead, and whether each round waits for its sends.
+    """
+    groups = members(machine, rails)
+    size = groups.shape[1]
+    made: dict[int, tuple[Indices, Messages]] = {}  # by the identity of the sources
+    found = []
+    for phase in schedule.phases(np.arange(size), size, num_segments):
+        steps = []
+        for each, repeats in phase.timed():
+            if id(each.source) not in made:
+                made[id(each.source)] = each.source, _messages(each.source, groups, machine)
+            messages = made[id(each.source)][1]
+            if len(messages.senders):
+                combined = bool(np.all(each.action != COPY))
+                steps.append(Step(messages, each.num_pieces, combined, repeats))
+        found.append((steps, phase.lead, not phase.window))
+    return found
+
+
+def _messages(source: Indices, groups: Indices, machine: Machine) -> Messages:
+    """Return the messages that come from these places of each group, or from nobody."""
+    firsts = np.arange(0, groups.size, groups.shape[1])[:, None]
+    to = np.flatnonzero(source != NOBODY)
+    senders, receivers = (firsts + source[to]).ravel(), (firsts + to).ravel()
+    ends = [
+        np.divmod(groups.ravel()[each], machine.ranks_per_node) for each in (senders, receivers)
+    ]
+    crosses = ends[0][0] != ends[1][0]
+    shared = [(node * machine.nics + local % machine.nics, crosses, 1.0) for node, local in ends]
+    climbs = np.zeros_like(crosses)
+    if machine.leaf_size:
+        leaves = [node // machine.leaf_size for node, _ in ends]
+        climbs = leaves[0] != leaves[1]
+        cards = machine.leaf_size * machine.nics / machine.oversubscription
+        shared += [(leaf, climbs, cards) for leaf in leaves]
+    width = np.ones(len(senders))
+    for way, used, cards in shared:
+        load = np.bincount(way[used], minlength=groups.size * machine.nics)[way]
+        width = np.maximum(width, np.where(used, load / cards, 0))
+    everybody = None if len(to) == groups.shape[1] else receivers
+    return Messages(senders, everybody, 1.0 * crosses, 1.0 * climbs, width)
