@@ -39,7 +39,7 @@ def lines_of(code):
 
 
 def run(line):
-    program, *words = shlex.split(line)
+    program, *words = shlex.split(line, comments=True)
     if [program, words[0]] == ["cp", "-r"]:
         return str(shutil.copytree(*words[1:]))
     assert program == "hpctrain", line
@@ -95,10 +95,14 @@ def test_commands_within_sentences_exist(topic):
 def test_every_snippet_runs_from_top_to_bottom(topic, tmp_path, monkeypatch):
     """In one process: a snippet may use what those before it have made."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path.copy())
     names: dict[str, object] = {"__name__": "guide"}
     try:
         for language, code in BLOCK.findall(TEXTS[topic]):
-            if language == "python":
+            if language == "python" and (name := re.match(r"# (\w+)\.py\n", code)):
+                Path(f"{name[1]}.py").write_text(code)
+                monkeypatch.delitem(sys.modules, name[1], raising=False)
+            elif language == "python":
                 exec(compile(code, f"guide {topic}", "exec"), names)
             elif language == "toml" and (name := re.search(r"# (\w+\.toml)\n", code)):
                 Path(name[1]).write_text(code)
