@@ -5,7 +5,6 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ import hpctrain
 from hpctrain.cli import guide as guides
 from hpctrain.cli.main import app
 from hpctrain.core.errors import ConfigError
+from tests.harness import preload
 
 TEXTS = guides._guides()
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -101,6 +101,8 @@ def test_every_snippet_runs_from_top_to_bottom(topic, tmp_path, monkeypatch):
         hpctrain.shutdown()
 
 
+@pytest.mark.launches
+@pytest.mark.limit(180)
 def test_the_script_of_start_stops_when_it_is_asked_and_goes_on(tmp_path):
     (script,) = (code for language, code in BLOCK.findall(TEXTS["start"]) if language == "py")
     (tmp_path / "train.py").write_text(script)
@@ -108,7 +110,7 @@ def test_the_script_of_start_stops_when_it_is_asked_and_goes_on(tmp_path):
 
     def run():
         environ = os.environ | {"RUN_DIRECTORY": str(tmp_path), "HPCTRAIN_ALONE": "1"}
-        line = [sys.executable, "train.py", "300"]
+        line = [*preload.python(), "train.py", "300"]
         return subprocess.run(
             line, env=environ, cwd=tmp_path, capture_output=True, text=True, check=False
         )
