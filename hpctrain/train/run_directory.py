@@ -35,6 +35,7 @@ class RunDirectory:
         self.checkpoints = path / "checkpoints"
         self.plots = path / "plots"  # the folder of figures
         self.plot = self.plots / "training.png"
+        self.profile = path / "profile"  # the folder of traces of steps
         self.stop = path / "STOP"
         """A file that somebody makes who wants the run to save its state and stop."""
 

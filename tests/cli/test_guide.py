@@ -1,5 +1,7 @@
 """``hpctrain guide`` shows what is true: every snippet and every command of a guide runs."""
 
+import ast
+import contextlib
 import os
 import re
 import shlex
@@ -14,8 +16,15 @@ from typer.testing import CliRunner
 
 import hpctrain
 from hpctrain.cli import guide as guides
-from hpctrain.cli.main import app
+from hpctrain.cli.launch import INTERRUPTED
+from hpctrain.cli.main import USAGE_ERROR, app
+from hpctrain.core import errors
 from hpctrain.core.errors import ConfigError
+from hpctrain.launch.supervise import TIMED_OUT
+from hpctrain.negotiation.stall import HANG
+from hpctrain.runtime import abort
+from hpctrain.runtime.stopping import STOPPED
+from tests.harness import preload
 
 TEXTS = guides._guides()
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -31,7 +40,7 @@ def lines_of(code):
 
 
 def run(line):
-    program, *words = shlex.split(line)
+    program, *words = shlex.split(line, comments=True)
     if [program, words[0]] == ["cp", "-r"]:
         return str(shutil.copytree(*words[1:]))
     assert program == "hpctrain", line
@@ -87,10 +96,14 @@ def test_commands_within_sentences_exist(topic):
 def test_every_snippet_runs_from_top_to_bottom(topic, tmp_path, monkeypatch):
     """In one process: a snippet may use what those before it have made."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path.copy())
     names: dict[str, object] = {"__name__": "guide"}
     try:
         for language, code in BLOCK.findall(TEXTS[topic]):
-            if language == "python":
+            if language == "python" and (name := re.match(r"# (\w+)\.py\n", code)):
+                Path(f"{name[1]}.py").write_text(code)
+                monkeypatch.delitem(sys.modules, name[1], raising=False)
+            elif language == "python":
                 exec(compile(code, f"guide {topic}", "exec"), names)
             elif language == "toml" and (name := re.search(r"# (\w+\.toml)\n", code)):
                 Path(name[1]).write_text(code)
@@ -101,6 +114,8 @@ def test_every_snippet_runs_from_top_to_bottom(topic, tmp_path, monkeypatch):
         hpctrain.shutdown()
 
 
+@pytest.mark.launches
+@pytest.mark.limit(180)
 def test_the_script_of_start_stops_when_it_is_asked_and_goes_on(tmp_path):
     (script,) = (code for language, code in BLOCK.findall(TEXTS["start"]) if language == "py")
     (tmp_path / "train.py").write_text(script)
@@ -108,7 +123,7 @@ def test_the_script_of_start_stops_when_it_is_asked_and_goes_on(tmp_path):
 
     def run():
         environ = os.environ | {"RUN_DIRECTORY": str(tmp_path), "HPCTRAIN_ALONE": "1"}
-        line = [sys.executable, "train.py", "300"]
+        line = [*preload.python(), "train.py", "300"]
         return subprocess.run(
             line, env=environ, cwd=tmp_path, capture_output=True, text=True, check=False
         )
@@ -131,3 +146,56 @@ def test_files_of_the_project_that_a_guide_names_exist(topic):
     root = Path(__file__).parents[2]
     for name in re.findall(r"`((?:examples|perf)/[\w./]+)`", TEXTS[topic]):
         assert (root / name).exists() or name == "perf/results", name
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("topic", ["ddp", "checkpoints"])
+def test_snippets_for_scripts_of_ones_own_run_on_several_ranks(topic, world, tmp_path):
+    """What a shell does between them, rank 0 does."""
+    names: dict[str, object] = {"__name__": "guide"}
+    with contextlib.ExitStack() as stack:
+        stack.callback(hpctrain.shutdown)
+        stack.enter_context(contextlib.chdir(world.bcast(tmp_path)))
+        for language, code in BLOCK.findall(TEXTS[topic]):
+            if language == "python":
+                exec(compile(code, f"guide {topic}", "exec"), names)
+            elif language == "sh" and world.rank == 0:
+                for line in lines_of(code):
+                    run(line)
+            world.barrier()
+
+
+# -- errors ------------------------------------------------------------------------------------
+
+
+def test_every_exit_code_and_every_class_of_errors_is_in_the_guide():
+    codes = {abort.FAILED, abort.RANK_LOST, STOPPED, HANG, TIMED_OUT, INTERRUPTED, USAGE_ERROR}
+    rows = re.findall(r"^\| ([\d, ]+) \|", TEXTS["errors"], re.MULTILINE)
+    assert codes <= {int(number) for row in rows for number in row.split(",")}
+    classes = {name for name, kind in vars(errors).items() if isinstance(kind, type)}
+    assert set(re.findall(r"^\| `(\w+Error)` \|", TEXTS["errors"], re.MULTILINE)) | {
+        "HpctrainError"
+    } == {name for name in classes if issubclass(getattr(errors, name), errors.HpctrainError)}
+
+
+def messages() -> str:
+    """Every text in the code, with "..." where a value is put in; one per line."""
+    texts = []
+    for file in Path(guides.__file__).parents[1].rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = [getattr(each, "value", "") for each in node.values]
+                texts.append("".join(p if isinstance(p, str) else "..." for p in parts))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.append(node.value)
+    return "\n".join(text.replace("\n", " ") for text in texts)
+
+
+def test_messages_that_the_guide_of_errors_quotes_are_those_of_the_code():
+    every = messages()
+    table = TEXTS["errors"].partition("## Starting")[2]
+    quoted = re.findall(r"^\| `([^`]+)` \|", table, re.MULTILINE)
+    assert len(quoted) > 20
+    for message in quoted:
+        pattern = ".*".join(map(re.escape, message.split("...")))
+        assert re.search(pattern, every), message
