@@ -68,6 +68,11 @@ setup: .venv/stamp ## make .venv with the package and all that the targets need
 	$(BIN)/python -m pip install --quiet --no-deps --target .venv-peers -r perf/peers.txt
 	touch $@
 
+# Sphinx and what reads a notebook, for `make docs` and the tests of both.
+.venv/docs-stamp: .venv/stamp
+	$(BIN)/python -m pip install --quiet -c .ci/constraints.txt -e '.[docs]'
+	touch $@
+
 # --- the main job -------------------------------------------------------------------------------
 
 .PHONY: demo
@@ -138,6 +143,11 @@ conformance: .venv/stamp ## run the long tests; with HOROVOD_SRC=DIR Horovod's o
 	    .venv-mpich/bin/python -m pytest -q --color=$(COLOR) || code=$$?; \
 	  python -m tests.conformance.suite $(HOROVOD_SRC) || code=$$?; exit $$code
 
+# By hand, once per release: other MPIs, the oldest packages, and what torch and Python can be had.
+.PHONY: matrix
+matrix: .venv/stamp ## test other versions of MPI, torch, Python; the table: hpctrain guide versions
+	python tests/matrix.py --guide
+
 # --- everything else ----------------------------------------------------------------------------
 
 SHELL_FILES := .ci/run $(wildcard slurm/*.sbatch slurm/*.sh slurm/sites/*.sh)
@@ -159,12 +169,14 @@ check: .venv/stamp ## lint, types, layers, spelling, size of files
 	python -m pytest -q tests/test_size.py
 
 .PHONY: soak
-soak: .venv/stamp ## kill writers, let jobs overlap, run 500 training scripts drawn at random
+soak: .venv/stamp ## kill writers, let jobs overlap, run 500 random scripts, 10000 mixed steps
 	HPCTRAIN_TEST_KILLS=200 python -m pytest -q -m "conformance or not conformance" \
 	  tests/data/test_kills.py tests/checkpoint/test_checkpoint_kills.py
 	HPCTRAIN_TEST_OVERLAPS=50 python -m pytest -q -n 3 tests/train/test_two_jobs.py
 	$(foreach ranks,2 3,HPCTRAIN_TEST_PROGRAMS=250 $(SIDE_BY_SIDE) \
 	  hpctrain launch -n $(ranks) -- python -m pytest -q -x tests/gradients/test_programs.py;)
+	$(foreach ranks,2 3 4 6,HPCTRAIN_TEST_MIXED_STEPS=10000 $(SIDE_BY_SIDE) \
+	  hpctrain launch -n $(ranks) -- python -m pytest -q -x tests/collectives/test_mixed.py;)
 
 # Each benchmark ends within its limit, all of them within 15 minutes.
 # $(call bench,SECONDS,NAME,COMMAND): what has no result in time is told, and the rest goes on.
@@ -234,6 +246,15 @@ bench-full: .venv/stamp ## run every benchmark; HOROVOD_PYTHON has Horovod; figu
 	  test ! -e .venv-mpich/stamp || python perf/bench_network.py --mpi mpich \
 	    --json perf/results/network-mpich.json --plot perf/results/network-mpich.png; fi
 	@python perf/table.py
+
+# Examples are run, and what they print is shown. A warning, a link that leads nowhere or a public
+# name without a docstring is an error.
+.PHONY: docs
+docs: .venv/docs-stamp ## build the manual as HTML, in build/docs: guides, public names, examples
+	@rm -rf build/docs
+	python hpctrain/guide/html/pages.py build/docs-source
+	python -m sphinx -q -W --keep-going -c hpctrain/guide/html build/docs-source build/docs
+	@echo "build/docs/index.html"
 
 .PHONY: dist
 dist: .venv/stamp ## build the sdist and the wheel; install the wheel in an empty venv and run it

@@ -1,12 +1,14 @@
 """The documents are true: links resolve, code compiles, the changelog has its shape."""
 
 import re
+from configparser import ConfigParser
 from pathlib import Path
 
 import pytest
 
 import hpctrain
 from hpctrain.core.config import Settings
+from tests.matrix import ROWS
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted(
@@ -72,3 +74,18 @@ def test_the_changelog_is_one_sentence_a_line_in_known_groups():
             assert line.removeprefix("### ") in GROUPS
         if line.startswith("- "):
             assert line.endswith("."), line
+
+
+def test_the_table_of_versions_has_the_rows_of_the_matrix_and_the_torch_that_is_asked_for():
+    text = text_of("hpctrain/guide/versions.md")
+    rows = re.findall(r"^\| `([\w.-]+)` \|", text, re.MULTILINE)
+    assert set(rows) == {row.name for row in ROWS}
+    settings = ConfigParser()
+    settings.read(ROOT / "setup.cfg")
+    asked = settings["options"]["install_requires"]
+    low, high = re.search(r"^torch>=([\d.]+),<([\d.]+)$", asked, re.MULTILINE).groups()
+    tested = re.findall(r"torch ([\d.]+)\+cpu, [^|]*\| (?:all tests|\d+ passed)", text)
+    assert tested
+    numbers = [tuple(map(int, each.split(".")[:2])) for each in tested]
+    assert min(numbers) == tuple(map(int, low.split(".")))
+    assert max(numbers) < tuple(map(int, high.split(".")))

@@ -26,7 +26,9 @@ class ReduceOp(enum.Enum):
 
 
 Average, Sum, Adasum = ReduceOp.AVERAGE, ReduceOp.SUM, ReduceOp.ADASUM
+"""``op`` of a reduction over the ranks: the mean, the sum, or the adaptive sum of gradients."""
 Min, Max, Product = ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT
+"""``op`` of a reduction over the ranks, element by element."""
 
 
 class Kind(enum.Enum):

@@ -1,8 +1,12 @@
 """``hpctrain guide`` shows what is true: every snippet and every command of a guide runs."""
 
+import ast
+import contextlib
+import os
 import re
 import shlex
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -12,8 +16,14 @@ from typer.testing import CliRunner
 
 import hpctrain
 from hpctrain.cli import guide as guides
-from hpctrain.cli.main import app
+from hpctrain.cli.launch import INTERRUPTED
+from hpctrain.cli.main import USAGE_ERROR, app
+from hpctrain.core import errors
 from hpctrain.core.errors import ConfigError
+from hpctrain.launch.supervise import TIMED_OUT
+from hpctrain.negotiation.stall import HANG
+from hpctrain.runtime import abort
+from hpctrain.runtime.stopping import STOPPED
 
 TEXTS = guides._guides()
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -103,6 +113,25 @@ def test_every_snippet_runs_from_top_to_bottom(topic, tmp_path, monkeypatch):
         hpctrain.shutdown()
 
 
+def test_the_script_of_start_stops_when_it_is_asked_and_goes_on(tmp_path):
+    (script,) = (code for language, code in BLOCK.findall(TEXTS["start"]) if language == "py")
+    (tmp_path / "train.py").write_text(script)
+    (tmp_path / "STOP").touch()
+
+    def run():
+        environ = os.environ | {"RUN_DIRECTORY": str(tmp_path), "HPCTRAIN_ALONE": "1"}
+        line = [sys.executable, "train.py", "300"]
+        return subprocess.run(
+            line, env=environ, cwd=tmp_path, capture_output=True, text=True, check=False
+        )
+
+    assert run().returncode == 85
+    (tmp_path / "STOP").unlink()
+    done = run()
+    assert done.returncode == 0, done.stderr
+    assert "begin at step 1\nfinished after 300 steps" in done.stdout
+
+
 @pytest.mark.parametrize("topic", TEXTS)
 def test_lines_of_code_are_short_enough_for_a_terminal(topic):
     for _, code in BLOCK.findall(TEXTS[topic]):
@@ -114,3 +143,56 @@ def test_files_of_the_project_that_a_guide_names_exist(topic):
     root = Path(__file__).parents[2]
     for name in re.findall(r"`((?:examples|perf)/[\w./]+)`", TEXTS[topic]):
         assert (root / name).exists() or name == "perf/results", name
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("topic", ["ddp", "checkpoints"])
+def test_snippets_for_scripts_of_ones_own_run_on_several_ranks(topic, world, tmp_path):
+    """What a shell does between them, rank 0 does."""
+    names: dict[str, object] = {"__name__": "guide"}
+    with contextlib.ExitStack() as stack:
+        stack.callback(hpctrain.shutdown)
+        stack.enter_context(contextlib.chdir(world.bcast(tmp_path)))
+        for language, code in BLOCK.findall(TEXTS[topic]):
+            if language == "python":
+                exec(compile(code, f"guide {topic}", "exec"), names)
+            elif language == "sh" and world.rank == 0:
+                for line in lines_of(code):
+                    run(line)
+            world.barrier()
+
+
+# -- errors ------------------------------------------------------------------------------------
+
+
+def test_every_exit_code_and_every_class_of_errors_is_in_the_guide():
+    codes = {abort.FAILED, abort.RANK_LOST, STOPPED, HANG, TIMED_OUT, INTERRUPTED, USAGE_ERROR}
+    rows = re.findall(r"^\| ([\d, ]+) \|", TEXTS["errors"], re.MULTILINE)
+    assert codes <= {int(number) for row in rows for number in row.split(",")}
+    classes = {name for name, kind in vars(errors).items() if isinstance(kind, type)}
+    assert set(re.findall(r"^\| `(\w+Error)` \|", TEXTS["errors"], re.MULTILINE)) | {
+        "HpctrainError"
+    } == {name for name in classes if issubclass(getattr(errors, name), errors.HpctrainError)}
+
+
+def messages() -> str:
+    """Every text in the code, with "..." where a value is put in; one per line."""
+    texts = []
+    for file in Path(guides.__file__).parents[1].rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = [getattr(each, "value", "") for each in node.values]
+                texts.append("".join(p if isinstance(p, str) else "..." for p in parts))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.append(node.value)
+    return "\n".join(text.replace("\n", " ") for text in texts)
+
+
+def test_messages_that_the_guide_of_errors_quotes_are_those_of_the_code():
+    every = messages()
+    table = TEXTS["errors"].partition("## Starting")[2]
+    quoted = re.findall(r"^\| `([^`]+)` \|", table, re.MULTILINE)
+    assert len(quoted) > 20
+    for message in quoted:
+        pattern = ".*".join(map(re.escape, message.split("...")))
+        assert re.search(pattern, every), message

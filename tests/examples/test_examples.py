@@ -111,6 +111,42 @@ def block(language: str, name: str) -> str:
     return re.search(rf"```{language}\n(# {name}.*?)```", README, re.DOTALL)[1]
 
 
+OF_ONES_OWN = """
+import os
+
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+torch.manual_seed(0)
+dataset = TensorDataset(torch.randn(200, 8), torch.randn(200, 1))
+torch.manual_seed(int(os.environ.get("OMPI_COMM_WORLD_RANK", 0)))  # ranks begin differently
+model = torch.nn.Linear(8, 1)
+
+
+def train(model, loader, optimizer):
+    for inputs, labels in loader:
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(model(inputs), labels).backward()
+        optimizer.step()
+
+
+"""
+"""What the diff of README leaves out of a script."""
+
+
+@pytest.mark.launches
+def test_the_lines_of_the_readme_learn_on_two_ranks_what_one_process_learns(tmp_path):
+    lines = re.search(r"```diff\n(.*?)```", README, re.DOTALL)[1].splitlines()
+    for name, sign, num_ranks in (("before", "-", None), ("after", "+", 2)):
+        kept = "\n".join(line[1:] for line in lines if line[:1] in ("", " ", sign))
+        (tmp_path / f"{name}.py").write_text(f"{OF_ONES_OWN}{kept}\n")
+        done = start(tmp_path / f"{name}.py", num_ranks=num_ranks, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        (tmp_path / "model.pt").rename(tmp_path / f"{name}.pt")
+    before, after = (torch.load(tmp_path / f"{name}.pt") for name in ("before", "after"))
+    torch.testing.assert_close(after, before)
+
+
 @pytest.mark.launches
 @pytest.mark.limit(420)
 def test_the_recipe_of_the_readme_trains_a_model_of_ones_own(tmp_path, monkeypatch):
@@ -120,7 +156,7 @@ def test_the_recipe_of_the_readme_trains_a_model_of_ones_own(tmp_path, monkeypat
         np.savez(tmp_path / f"{part}.npz", x=x, y=digits.target[rows])
     (tmp_path / "mine.py").write_text(block("python", "mine.py"))
     (tmp_path / "mine.toml").write_text(block("toml", "mine.toml"))
-    recipe = README[README.index("## Your own model") : README.index("## Horovod scripts")]
+    recipe = README.partition("## Your own model\n")[2].partition("\n## ")[0]
     lines = [line.strip() for line in recipe.splitlines() if line.startswith("    hpctrain ")]
     assert len(lines) == 3
     monkeypatch.chdir(tmp_path)

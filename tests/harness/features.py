@@ -97,6 +97,8 @@ def _compiler() -> str:
     return "" if shutil.which("cc") else "no C compiler: cc"
 
 
+LMOD = Path("/usr/share/lmod/lmod/init/bash")
+
 FEATURES: dict[str, Callable[[], str]] = {
     "c-compiler": _program("cc", "gcc"),
     "chromium": _program("chromium"),
@@ -107,13 +109,16 @@ FEATURES: dict[str, Callable[[], str]] = {
     "h5dump": _program("h5dump"),
     "horovod": _horovod,
     "horovod-module": _module("horovod"),
+    "lmod": lambda: "" if LMOD.exists() else "no Lmod: apt-get install lmod",
     "memory-cgroup": _memory_cgroup,
     "mpich": _mpich,
+    "notebook": _module("nbclient"),
     "pip": _module("pip"),
     "root": _root,
     "setpriv": _program("setpriv"),
     "shellcheck": _program("shellcheck"),
     "slurm": _slurm,
+    "sphinx": _module("myst_parser"),
 }
 """For each feature, what is missing; empty where it is there."""
 

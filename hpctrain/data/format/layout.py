@@ -26,6 +26,7 @@ from hpctrain.core.errors import DataError
 FORMAT = "hpctrain-h5"
 VERSION = 1
 MANIFEST = "manifest.json"
+"""Name of the file that tells what a data set holds; it is written last."""
 LOCK = "writer.lock"  # held by the writer that is at work in the directory
 CLASSES = "classes.txt"  # the name of label 0 in the first line, and so on
 COMPRESSIONS = (None, "zstd")

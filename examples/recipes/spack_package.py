@@ -1,0 +1,39 @@
+"""hpctrain as a package of Spack, with the MPI that Spack has or finds on the system.
+
+    spack repo create my-packages && mkdir my-packages/packages/py_hpctrain
+    cp examples/recipes/spack_package.py my-packages/packages/py_hpctrain/package.py
+    spack repo add my-packages
+    spack external find openmpi
+    spack install py-hpctrain
+
+Where Spack lacks a package that this one names, `pip install` it into the environment, and take
+its line out. isal is left out: without it checksums are slower.
+
+Checked by a test: what it depends on is what hpctrain asks for. Not built: the machine of the
+tests has no Spack.
+"""
+
+from spack.package import PythonPackage, depends_on, license, version  # noqa: A004 - Spack's name
+
+
+class PyHpctrain(PythonPackage):
+    """Train PyTorch models across the nodes of a supercomputer, under plain mpirun or srun."""
+
+    pypi = "hpctrain/hpctrain-0.1.0.tar.gz"
+
+    license("Apache-2.0")
+
+    version("0.1.0")
+
+    depends_on("python@3.11:3.11", type=("build", "run"))
+    depends_on("py-setuptools@77:", type="build")
+    depends_on("py-cloudpickle@3.0:", type=("build", "run"))
+    depends_on("py-h5py@3.12:3", type=("build", "run"))
+    depends_on("py-mpi4py@4.1:4", type=("build", "run"))
+    depends_on("py-numpy@2.0:2", type=("build", "run"))
+    depends_on("py-rich@14.0:", type=("build", "run"))
+    depends_on("py-safetensors@0.6:", type=("build", "run"))
+    depends_on("py-torch@2.13", type=("build", "run"))
+    depends_on("py-tree-sitter@0.25:", type=("build", "run"))
+    depends_on("py-tree-sitter-bash@0.25:", type=("build", "run"))
+    depends_on("py-typer@0.20:", type=("build", "run"))

@@ -1,0 +1,348 @@
+"""The sources of the manual as HTML: guides, examples with their output, public names.
+
+    python hpctrain/guide/html/pages.py build/docs-source [--no-output]
+
+They lie as in the repository, so links between documents stay. ``hpctrain guide TOPIC``
+and names of examples become links. An example that ends in seconds is run by the command that its
+README has for it.
+"""
+
+import argparse
+import importlib
+import inspect
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+ROOT = Path(__file__).parents[3]
+GUIDES = ROOT / "hpctrain/guide"
+
+FIRST = (
+    ("Begin", ("start", "ddp", "train", "data", "checkpoints", "slurm")),
+    ("When something is wrong or slow", ("errors", "performance", "versions")),
+    ("Horovod", ("horovod", "migrate", "horovod-variables")),
+)
+"""Topics in reading order; what is not named here follows by its name."""
+
+PACKAGES = ("hpctrain", "hpctrain.data", "hpctrain.checkpoint", "hpctrain.comm", "hpctrain.cost")
+
+SECTIONS = {
+    "runtime": "The world",
+    "gradients": "Training",
+    "data": "Training",
+    "local_sgd": "Agreeing less often",
+    "collectives": "Operations",
+    "negotiation": "Reductions",
+    "compress": "Compression",
+    "checkpoint": "Checkpoints",
+    "launch": "Jobs",
+    "core": "Records and errors",
+}
+"""Titles of the public names of ``hpctrain``, by the package that has them."""
+
+CODE = {".py": "python", ".toml": "toml", ".lua": "lua", ".yml": "yaml", ".json": "json"}
+CODE |= {".def": "bash", ".ipynb": "json"}
+
+IN_SECONDS = {
+    "01_four_lines.py",
+    "digits.toml",
+    "elastic_digits.py",
+    "local_sgd.toml",
+    "measured.py",
+}
+ALONE = "hpctrain launch -n 2 -- python examples/tour/{name}"
+LIMIT_S = 600
+
+GUIDE = re.compile(r"`hpctrain guide\s+([a-z-]+)`")
+EXAMPLE = re.compile(r"`(examples/[\w./-]+)`")
+LINK = re.compile(r"\]\(([\w./-]+)\)")
+
+
+class Pages:
+    """Writes pages below one folder."""
+
+    def __init__(self, folder: Path, *, with_output: bool) -> None:
+        """Begin with an empty folder."""
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        self._folder = folder
+        self._with_output = with_output
+        self._topics = {path.stem for path in GUIDES.glob("*.md")}
+        self._examples = sorted(
+            path.relative_to(ROOT)
+            for path in (ROOT / "examples").rglob("*")
+            if path.suffix in CODE and not path.name.startswith(".")
+        )
+
+    def write(self) -> None:
+        """Write all of them."""
+        for source in GUIDES.glob("*.md"):
+            self._document(source, Path("guide", source.name))
+        for source in (ROOT / "examples").rglob("*.md"):
+            self._document(source, source.relative_to(ROOT), self._examples_of(source.parent))
+        for name in ("CHANGELOG.md", "CONTRIBUTING.md"):
+            self._document(ROOT / name, Path(name))
+        for pattern in ("perf/results/*.png", "LICENSE", "CITATION.cff"):
+            for file in ROOT.glob(pattern):
+                self._copy(file, file.relative_to(ROOT))
+        for example in self._examples:
+            self._example(example)
+        for package in PACKAGES:
+            self._put(Path("reference", f"{package}.md"), "\n".join(reference(package)))
+        self._put(Path("reference/hpctrain.elastic.md"), "\n".join(reference("hpctrain.elastic")))
+        self._document(ROOT / "README.md", Path("index.md"), "\n".join(self._contents()))
+
+    def _contents(self) -> Iterator[str]:
+        """The tables of contents, which the page itself does not show."""
+        rest = self._topics - {topic for _, topics in FIRST for topic in topics}
+        for caption, topics in (*FIRST, ("More topics", sorted(rest))):
+            there = [f"{topic} <guide/{topic}>" for topic in topics if topic in self._topics]
+            yield from _toctree(caption, there)
+        yield from _toctree("Examples", ["examples <examples/README>"])
+        packages = (*PACKAGES, "hpctrain.elastic")
+        yield from _toctree("Reference", [f"{name} <reference/{name}>" for name in packages])
+        yield from _toctree("Project", ["Changes <CHANGELOG>", "Contributing <CONTRIBUTING>"])
+
+    def _examples_of(self, folder: Path) -> str:
+        """The table of contents of a folder of examples, those of folders without one included."""
+        with_readme = {path.parent.relative_to(ROOT) for path in ROOT.glob("examples/*/README.md")}
+        place = folder.relative_to(ROOT)
+        mine = [
+            path
+            for path in self._examples
+            if next((each for each in path.parents if each in with_readme), Path("examples"))
+            == place
+        ]
+        entries = [f"{each} <{each}>" for each in (path.relative_to(place) for path in mine)]
+        if place == Path("examples"):
+            entries += [f"{each.name}/ <{each.name}/README>" for each in sorted(with_readme)]
+        return "\n".join(_toctree("", entries))
+
+    def _document(self, source: Path, place: Path, behind: str = "") -> None:
+        text = "".join(self._linked(part) for part in _parts(source.read_text(encoding="utf-8")))
+        text = LINK.sub(lambda found: self._to_page(found, source.parent), text)
+        self._put(place, f"{text}\n{behind}")
+
+    def _linked(self, part: str) -> str:
+        """Make links of the topics and examples that prose names."""
+        if part.startswith(("```", "    ")):
+            return part
+        topics, examples = self._topics, self._examples
+
+        def to_guide(found: re.Match[str]) -> str:
+            known = found[1] in topics
+            return f"[`hpctrain guide {found[1]}`](/guide/{found[1]}.md)" if known else found[0]
+
+        def to_example(found: re.Match[str]) -> str:
+            known = Path(found[1]) in examples
+            return f"[`{found[1]}`](/{found[1]}.md)" if known else found[0]
+
+        bare = re.split(r"(\[[^\]]*\]\([^)]*\))", part)  # what is a link already stays as it is
+        return "".join(
+            each if each.startswith("[") else EXAMPLE.sub(to_example, GUIDE.sub(to_guide, each))
+            for each in bare
+        )
+
+    def _to_page(self, found: re.Match[str], folder: Path) -> str:
+        """Lead a link to an example to its page, and one to a folder to the README in it."""
+        target = (folder / found[1]).resolve()
+        if target.is_relative_to(ROOT) and target.relative_to(ROOT) in self._examples:
+            return f"](/{target.relative_to(ROOT)}.md)"
+        return found[0]
+
+    def _example(self, example: Path) -> None:
+        self._copy(ROOT / example, example)
+        name = example.name
+        if example.suffix == ".ipynb":
+            text = "\n".join(cells_of(ROOT / example, is_run=self._with_output))
+            self._put(example.with_name(f"{name}.md"), text)
+            return
+        lines = [f"# {example.relative_to('examples')}", ""]
+        if command := command_of(example):
+            lines += ["    " + command, ""]
+        lines += [f"```{{literalinclude}} {name}", f":language: {CODE[example.suffix]}", "```"]
+        is_short = name in IN_SECONDS or example.parent.name in ("tour", "studies")
+        if command and is_short and self._with_output:
+            told, figure = output_of(command)
+            lines += ["", "## Output", "", "```text", told.rstrip(), "```"]
+            if figure is not None:
+                self._put(example.with_name(f"{name}.png"), figure)
+                lines += ["", f"![what {name} has drawn]({name}.png)"]
+        self._put(example.with_name(f"{name}.md"), "\n".join(lines) + "\n")
+
+    def _copy(self, source: Path, place: Path) -> None:
+        self._put(place, source.read_bytes())
+
+    def _put(self, place: Path, contents: str | bytes) -> None:
+        path = self._folder / place
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(contents.encode() if isinstance(contents, str) else contents)
+
+
+def _parts(text: str) -> list[str]:
+    """Cut a document into fenced blocks, indented lines and the rest."""
+    return re.split(r"(^```.*?^```$|^    .*$)", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def _toctree(caption: str, entries: list[str]) -> list[str]:
+    options = [":hidden:", *([f":caption: {caption}"] if caption else [])]
+    return ["", "```{toctree}", *options, "", *entries, "```"]
+
+
+# --- examples -----------------------------------------------------------------------------------
+
+
+def command_of(example: Path) -> str:
+    """Return the command by which an example is run, as its README has it; empty for none."""
+    if example.parent.name == "tour":
+        return ALONE.format(name=example.name) if example.name[0].isdigit() else ""
+    if example.parent.name == "studies":
+        return f"python {example}"
+    text = (ROOT / "examples/README.md").read_text(encoding="utf-8")
+    rows = [line for line in text.splitlines() if f"]({example.name})" in line]
+    commands = [found for row in rows for found in re.findall(rf"`([^`]* {example}[^`]*)`", row)]
+    return commands[0] if commands else ""
+
+
+def output_of(command: str) -> tuple[str, bytes | None]:
+    """Run the command of an example in a folder of its own: what it prints, and its figure.
+
+    Raises ``SystemExit``: it has failed.
+    """
+    with tempfile.TemporaryDirectory(prefix="hpctrain-docs-") as name:
+        folder = Path(name)
+        (folder / "examples").symlink_to(ROOT / "examples")
+        here = str(Path(sys.executable).parent)
+        environ = {**os.environ, "PATH": f"{here}:{os.environ['PATH']}", "COLUMNS": "96"}
+        environ |= {"PYTHONPATH": str(ROOT), "NO_COLOR": "1"}
+        sys.stderr.write(f"{command}\n")
+        done = subprocess.run(  # noqa: S603 - a command of our own documents
+            shlex.split(command),
+            cwd=folder,
+            env=environ,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            check=False,
+        )
+        if done.returncode:
+            raise SystemExit(f"{command} has failed:\n{done.stdout}{done.stderr}")
+        figures = sorted(folder.glob("runs/*/plots/*.png"))
+        figure = figures[0].read_bytes() if figures else None
+        return done.stdout.replace(f"{folder}/", ""), figure
+
+
+def cells_of(notebook: Path, *, is_run: bool) -> Iterator[str]:
+    """Yield the cells of a notebook as Markdown, with what they print if it is run."""
+    import nbformat  # noqa: PLC0415 - of the extra `docs`
+    from nbclient import NotebookClient  # noqa: PLC0415
+
+    found = nbformat.read(notebook, as_version=4)
+    if is_run:
+        sys.stderr.write(f"{notebook.name}\n")
+        NotebookClient(found, timeout=LIMIT_S).execute()
+    for cell in found.cells:
+        is_code = cell.cell_type == "code"
+        yield f"```python\n{cell.source}\n```\n" if is_code else f"{cell.source}\n"
+        told = [each.text for each in cell.get("outputs", ()) if each.get("name") == "stdout"]
+        if told:
+            yield f"```text\n{''.join(told)}```\n"
+
+
+# --- public names -------------------------------------------------------------------------------
+
+
+def reference(package: str) -> Iterator[str]:
+    """Yield the page of the public names of a module, as directives of autodoc.
+
+    Raises ``SystemExit``: a public name has no docstring.
+    """
+    module = importlib.import_module(package)
+    yield from (f"# {package}", "", inspect.getdoc(module) or "", "")
+    for title, names in _sections(package, module).items():
+        if title:
+            yield from (f"## {title}", "")
+        yield "```{eval-rst}"
+        for name in names:
+            yield from _entry(f"{package}.{name}", getattr(module, name), package)
+        yield "```"
+
+
+def _sections(package: str, module: ModuleType) -> dict[str, list[str]]:
+    names = [name for name in module.__all__ if name not in ("__version__", "elastic")]
+    if package != "hpctrain":
+        return {"": names}
+    places = _places(package)
+    where = {name: places[name].split(".")[1] for name in names}
+    order = [*SECTIONS, *sorted({*where.values()} - {*SECTIONS})]
+    found: dict[str, list[str]] = {}
+    for part in order:
+        mine = [name for name in names if where[name] == part]
+        if mine:
+            found.setdefault(SECTIONS.get(part, part), []).extend(mine)
+    return found
+
+
+def _places(package: str) -> dict[str, str]:
+    """The module of each public name, as the stub of the package has it."""
+    stub = Path(str(importlib.import_module(package).__file__)).with_suffix(".pyi")
+    if not stub.exists():
+        return {}
+    found = re.findall(r"^from (\S+) import \(?\s*(\w+) as", stub.read_text("utf-8"), re.MULTILINE)
+    return {name: place for place, name in found}
+
+
+def _entry(full: str, value: Any, package: str) -> list[str]:
+    name = full.rpartition(".")[2]
+    if inspect.isclass(value):
+        _require_docstrings(full, value)
+        kind = "exception" if issubclass(value, BaseException) else "class"
+        return [f".. auto{kind}:: {full}", ""]
+    if callable(value):
+        if not inspect.getdoc(value):
+            raise SystemExit(f"{full} has no docstring")
+        return [f".. autofunction:: {full}", ""]
+    text = _comment(name, _places(package).get(name, package))
+    if not text:
+        raise SystemExit(f"{full} has neither a docstring nor a comment at its assignment")
+    return [f".. py:data:: {full}", "", *(f"   {line}" for line in text), ""]
+
+
+def _comment(name: str, module: str) -> list[str]:
+    """Return the docstring below the assignment of a name, or the comment behind it."""
+    from sphinx.pycode import ModuleAnalyzer  # noqa: PLC0415 - its tests need no Sphinx
+
+    analyzer = ModuleAnalyzer.for_module(module)
+    found = re.search(rf"^{name} = .*?  # (.+)$", analyzer.code, re.MULTILINE)
+    below: list[str] = list(analyzer.find_attr_docs().get(("", name), []))
+    return below or ([found[1]] if found else [])
+
+
+def _require_docstrings(full: str, kind: type) -> None:
+    """Every public method and property that a class of ours defines has a docstring."""
+    bare = [] if inspect.getdoc(kind) else [full]
+    for base in kind.__mro__:
+        if not base.__module__.startswith("hpctrain"):
+            continue
+        for name, member in vars(base).items():
+            is_code = inspect.isroutine(member) or isinstance(member, property)
+            if is_code and not name.startswith("_") and not inspect.getdoc(getattr(kind, name)):
+                bare.append(f"{full}.{name}")
+    if bare:
+        raise SystemExit(f"public names without a docstring: {', '.join(sorted(set(bare)))}")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("folder", type=Path, help="where the sources are written, anew")
+    parser.add_argument("--no-output", action="store_true", help="run no example")
+    arguments = parser.parse_args()
+    Pages(arguments.folder, with_output=not arguments.no_output).write()

@@ -1,0 +1,88 @@
+"""The manual as HTML: it has every public name and guide, and nothing of it leads nowhere."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+HTML = ROOT / "hpctrain/guide/html"
+
+pytestmark = [
+    pytest.mark.conformance,
+    pytest.mark.requires("sphinx"),
+    pytest.mark.limit(400),
+]
+
+
+def pages(folder):
+    line = [sys.executable, HTML / "pages.py", folder, "--no-output"]
+    subprocess.run(line, check=True, cwd=ROOT)
+
+
+def build(source, target):
+    options = ["-q", "-W", "--keep-going", "-c", HTML]
+    line = [sys.executable, "-m", "sphinx", *options, source, target]
+    return subprocess.run(line, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("site")
+    pages(folder / "source")
+    done = build(folder / "source", folder / "html")
+    assert done.returncode == 0, done.stderr
+    return folder / "html"
+
+
+def test_every_public_name_has_its_place(site):
+    text = "".join(path.read_text() for path in (site / "reference").glob("*.html"))
+    places = set(re.findall(r'<dt [^>]*id="hpctrain\.([\w.]+)"', text))
+    lines = (ROOT / "tests/public_api.txt").read_text().splitlines()
+    names = {line.partition("(")[0] for line in lines if not line.startswith("HPCTRAIN_")}
+    names = {name for name in names if name and name not in ("__version__", "elastic")}
+    # An optimizer is of torch's class, with methods that its function's page tells of.
+    assert {name for name in names if not name.startswith("DistributedOptimizer()")} <= places
+
+
+def test_guides_lead_to_each_other_as_on_a_terminal(site):
+    topics = {path.stem for path in (ROOT / "hpctrain/guide").glob("*.md")}
+    for topic in topics:
+        text = (ROOT / f"hpctrain/guide/{topic}.md").read_text()
+        prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+        named = set(re.findall(r"`hpctrain guide ([a-z-]+)`", prose)) & topics
+        links = re.findall(
+            r'href="(?:([\w-]+)\.html)?#?"', (site / f"guide/{topic}.html").read_text()
+        )
+        assert named - {topic} <= set(links), topic
+
+
+def test_a_link_that_leads_nowhere_and_a_page_in_no_contents_are_errors(tmp_path):
+    source = tmp_path / "source"
+    pages(source)
+    with (source / "guide/cost.md").open("a") as file:
+        file.write("\n[away](nowhere.md)\n")
+    (source / "guide/stray.md").write_text("# A page that nothing leads to\n")
+    done = build(source, tmp_path / "html")
+    assert done.returncode != 0
+    assert "nowhere.md" in done.stderr
+    assert "stray.md" in done.stderr
+
+
+def test_a_public_name_without_a_docstring_is_an_error(monkeypatch):
+    import hpctrain.checkpoint  # noqa: PLC0415
+
+    monkeypatch.syspath_prepend(HTML)
+    from pages import reference  # noqa: PLC0415
+
+    monkeypatch.setattr(hpctrain.checkpoint.save, "__doc__", None)
+    with pytest.raises(SystemExit, match=r"hpctrain\.checkpoint\.save has no docstring"):
+        list(reference("hpctrain.checkpoint"))
+    monkeypatch.undo()
+    monkeypatch.setattr(hpctrain.checkpoint.Manager.save, "__doc__", None)
+    with pytest.raises(
+        SystemExit, match=r"without a docstring: hpctrain\.checkpoint\.Manager\.save"
+    ):
+        list(reference("hpctrain.checkpoint"))
