@@ -1,4 +1,5 @@
 from hpctrain import elastic as elastic
+from hpctrain.cluster.env import STOPPED as STOPPED
 from hpctrain.collectives.allgather import allgather as allgather
 from hpctrain.collectives.allgather import allgather_async as allgather_async
 from hpctrain.collectives.allgather import grouped_allgather as grouped_allgather
@@ -80,7 +81,11 @@ from hpctrain.runtime.process_sets import ProcessSet as ProcessSet
 from hpctrain.runtime.process_sets import add_process_set as add_process_set
 from hpctrain.runtime.process_sets import global_process_set as global_process_set
 from hpctrain.runtime.process_sets import remove_process_set as remove_process_set
+from hpctrain.runtime.run import RankError as RankError
 from hpctrain.runtime.run import run as run
+from hpctrain.runtime.stopping import should_stop as should_stop
+from hpctrain.runtime.submit import Job as Job
+from hpctrain.runtime.submit import submit as submit
 from hpctrain.runtime.world import cross_rank as cross_rank
 from hpctrain.runtime.world import cross_size as cross_size
 from hpctrain.runtime.world import current as current

@@ -1,6 +1,7 @@
 """``hpctrain doctor``: what is wrong with this machine, this job or this launch."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from json import dumps
 from pathlib import Path
@@ -81,14 +82,23 @@ def doctor(
 
 
 def _lint(script: Path) -> list[Finding]:
-    from hpctrain.core.errors import ConfigError  # noqa: PLC0415
+    from hpctrain.core.errors import ConfigError, LaunchError  # noqa: PLC0415
     from hpctrain.launch.slurm.lint.lint import gather, lint  # noqa: PLC0415
+    from hpctrain.launch.slurm.scheduler import find_sbatch, try_out  # noqa: PLC0415
 
     try:
-        text = script.read_text(encoding="utf-8")
+        text = script.read_bytes().decode("utf-8")  # with the ends of its lines
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--lint needs a job script, {script} cannot be read: {error}") from None
-    return lint(text, facts=gather(Path.cwd()))
+    found = lint(text, facts=gather(Path.cwd()))
+    with suppress(LaunchError):
+        find_sbatch()
+        try:
+            try_out(text)
+        except LaunchError as error:  # in Slurm's own words
+            found = [each for each in found if each.level != "ok"]
+            found.append(Finding("sbatch --test-only", "error", str(error), "sbatch --help"))
+    return found
 
 
 def _examine(directories: Sequence[Path]) -> tuple[list[Finding], bool]:

@@ -1,20 +1,21 @@
 """``hpctrain launch``: start a command on several ranks."""
 
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from hpctrain.cli.horovodrun import split, variables, with_options
-from hpctrain.cluster.env import scheduler
+from hpctrain.cluster.env import STOPPED, scheduler
 from hpctrain.core.errors import LaunchError
 from hpctrain.launch import mpiexec
+from hpctrain.launch.installed_horovod import without_horovod
 from hpctrain.launch.mpiexec import read_hostfile
 from hpctrain.launch.mpirun import find_mpirun
 from hpctrain.launch.program import resolve
 from hpctrain.launch.supervise import supervise
-from hpctrain.runtime.stopping import STOPPED
 
 CONTEXT_SETTINGS = {"allow_extra_args": True, "allow_interspersed_args": False}
 """Options end where the command begins: those behind it are the command's own."""
@@ -78,7 +79,8 @@ def launch(  # noqa: PLR0913 - a command's options
 
     Behind the options comes the command: `python x.py`, `x.py`, `hpctrain ...`, any program.
 
-    The options of `horovodrun` are understood too.
+    The options of `horovodrun` are understood too. The ranks also find what torchrun sets (RANK,
+    WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, ...), so a script for torch.distributed runs unchanged.
 
     One rank's death ends all ranks. The exit code is the command's, 124 after --timeout; 85 is
     a run that has stopped and wants to go on.
@@ -101,13 +103,15 @@ def launch(  # noqa: PLR0913 - a command's options
         )
     if hostfile:
         hosts = read_hostfile(hostfile)
+    check_configuration(ctx.args)
     found = find_mpirun(mpirun)
+    allocated = bool(scheduler())
     options = mpiexec.Options(
         binding="none" if no_bind else "auto",
         tag_output=tag_output,
-        allocated=bool(scheduler()),
+        allocated=allocated,
         interfaces=split(network_interface or []),
-        variables=variables(of_horovodrun),
+        variables=mpiexec.rendezvous(hosts, allocated=allocated) | variables(of_horovodrun),
         extra=tuple(shlex.split(mpi_args or "")),
     )
     line = mpiexec.command(
@@ -118,6 +122,8 @@ def launch(  # noqa: PLR0913 - a command's options
         hosts=hosts,
         options=options,
     )
+    if told := without_horovod(ctx.args):
+        typer.echo(f"hpctrain: {told}", err=True)
     if dry_run:
         typer.echo(shlex.join(line))
         return
@@ -130,7 +136,30 @@ def launch(  # noqa: PLR0913 - a command's options
     if code == STOPPED:
         typer.echo(
             f"hpctrain: the ranks have stopped with code {STOPPED}: their state is saved, "
-            f"and --resume goes on",
+            f"and the same command goes on, of hpctrain train with --resume",
             err=True,
         )
     raise typer.Exit(code)
+
+
+def check_configuration(words: Sequence[str]) -> None:
+    """Read the configuration of an ``hpctrain train`` that is to be started, once for all ranks.
+
+    Raises ``ConfigError``: it, or what replaces its values, is wrong.
+    """
+    rest = list(words[2:])
+    if [*words[:2]] != ["hpctrain", "train"] or {"--init", "--explain", "--help", "-h"} & {*rest}:
+        return
+    from hpctrain.core.config import given  # noqa: PLC0415
+    from hpctrain.train.load import load  # noqa: PLC0415
+
+    overrides, files = [], []
+    while rest:
+        name, mark, value = rest.pop(0).partition("=")
+        if name == "--set":
+            overrides.append(value if mark else "".join(rest[:1]))
+            del rest[: 0 if mark else 1]
+        elif not name.startswith("-"):
+            files.append(f"{name}{mark}{value}")
+    if len(files) == 1:
+        load(Path(files[0]), overrides, given())

@@ -3,6 +3,8 @@
 import platform
 import sys
 import time
+import traceback
+from contextlib import suppress
 from typing import Annotated
 
 import typer
@@ -23,7 +25,13 @@ from hpctrain.cli.study import study
 from hpctrain.cli.submit import SubmitCommand, submit
 from hpctrain.cli.top import top
 from hpctrain.cli.train import train
-from hpctrain.core.errors import HpctrainError, MismatchError, NotFiniteError, ReplicaError
+from hpctrain.core.errors import (
+    HpctrainError,
+    LaunchError,
+    MismatchError,
+    NotFiniteError,
+    ReplicaError,
+)
 
 USAGE_ERROR = 2
 ROOT_SPEAKS_S = 2.0  # time in which rank 0's error ends the job, so that no other rank repeats it
@@ -115,6 +123,44 @@ def main() -> None:
         app()
     except HpctrainError as error:
         _stop(error)
+    except Exception as error:  # of a script or model of the user's
+        if _rank()[1]:
+            raise  # the hooks of the world tell it
+        if str(error).startswith("cannot load MPI library"):  # mpi4py's words
+            _stop(_without_mpi(error))
+        _tell(error)
+        sys.exit(1)
+
+
+def _without_mpi(error: Exception) -> LaunchError:
+    """Say what brings an MPI library where there is none."""
+    from hpctrain.launch.pmi import load  # noqa: PLC0415
+
+    try:
+        load()
+    except LaunchError as told:
+        return told
+    return LaunchError(str(error))
+
+
+def _tell(error: Exception) -> None:
+    """Tell an error in the user's own code by the user's frames; keep all of it in the log.
+
+    Raises ``error`` itself where it is none of the user's.
+    """
+    from hpctrain.core.user_error import folded  # noqa: PLC0415
+
+    module = sys.modules.get("hpctrain.runtime.world")
+    is_joined = module is not None and module.is_initialized()
+    folder = module.current().settings.log_dir if module is not None and is_joined else None
+    log = folder / "rank-0.log" if folder else None
+    text = folded(error, log)
+    if not text:
+        raise error
+    if log is not None:
+        with suppress(OSError), log.open("a", encoding="utf-8") as file:
+            file.write("".join(traceback.format_exception(error)))
+    sys.stderr.write(f"hpctrain: {text}\n")
 
 
 def _stop(error: HpctrainError) -> None:

@@ -5,6 +5,10 @@ from typing import Annotated
 
 import typer
 
+from hpctrain.core.errors import LaunchError
+
+WAITS, AT_WORK = 3, 4  # exit codes while a job of the run waits in the queue, or runs
+
 
 def status(
     directory: Annotated[
@@ -12,11 +16,14 @@ def status(
         typer.Argument(metavar="RUN_DIRECTORY", help="The run's folder.", show_default=False),
     ],
 ) -> None:
-    """Tell whether a run is finished, by its own last record, and which job is at work in it.
+    """Tell whether a run waits, is at work, has stopped or is finished, and which job it is.
 
-    The exit code is 0 for a finished run, 85 for one that has stopped and wants to go on, and 1
-    for one that has failed, is still at work, was ended without a word, or is not there. A
-    launcher's own exit code says less: it may be 0 after a node was lost.
+    What has ended is told by the run's own last record, or for a script of your own by the exit
+    code of its last job: a launcher's says less, and may be 0 after a node was lost.
+
+    The exit code is 0 for a finished run, 85 for one that has stopped and wants to go on, 3 where
+    a job of it waits in the queue of Slurm, 4 where one is at work, and 1 for one that has failed,
+    was ended without a word, or is not there.
 
     For instance:
 
@@ -27,5 +34,23 @@ def status(
     from hpctrain.train.status import status as status_of  # noqa: PLC0415
 
     found = status_of(directory)
+    job, state = (0, "") if found.state == "finished" else _queued(directory)
+    if state:
+        what = "" if found.state == "missing" else f"; {found.what}"
+        typer.echo(f"{directory}: job {job} is {state}{what}")
+        raise typer.Exit(WAITS if state.startswith("PENDING") else AT_WORK)
     typer.echo(found.what)
     raise typer.Exit(found.code)
+
+
+def _queued(directory: Path) -> tuple[int, str]:
+    """Return a job of the run that waits or runs, and how it stands with it; none in a job."""
+    from hpctrain.cluster.env import scheduler  # noqa: PLC0415
+    from hpctrain.launch.slurm.scheduler import in_queue, jobs_of  # noqa: PLC0415
+
+    try:
+        jobs = jobs_of(directory) or jobs_of(directory.parent)  # which is an array's
+        found = in_queue(jobs) if jobs and not scheduler() else {}
+    except (LaunchError, OSError, ValueError):  # then the records must do
+        return 0, ""
+    return min(found.items(), key=lambda each: each[1].startswith("PENDING"), default=(0, ""))

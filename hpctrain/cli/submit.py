@@ -1,6 +1,9 @@
-"""``hpctrain submit``: a job of Slurm that trains what a configuration describes."""
+"""``hpctrain submit``: a job of Slurm that trains what a configuration or a script describes."""
 
+import os
 import re
+import shlex
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,9 +21,7 @@ if TYPE_CHECKING:
     from hpctrain.core.finding import Finding
     from hpctrain.launch.slurm.batch_script import BatchSettings
 
-SCRIPT = "job.sbatch"  # the script of the latest job of a run, in the run's folder
-
-JOBS = "jobs.txt"  # the numbers of its jobs, one a line
+_OUTPUT_DIR = re.compile(r"\s*output_dir\s*=")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,7 +56,7 @@ class Job:
         ``after`` is for what the job will wait, so that it does not work at the same time. Raises
         ``ConfigError``: the run is finished. ``LaunchError``: a job of it waits or runs.
         """
-        from hpctrain.launch.slurm.scheduler import still_there  # noqa: PLC0415
+        from hpctrain.launch.slurm.scheduler import in_queue, jobs_of  # noqa: PLC0415
         from hpctrain.train.status import status  # noqa: PLC0415
 
         found = status(self.folder)
@@ -63,46 +64,26 @@ class Job:
             raise ConfigError(
                 f"{found.what}; submit another run with --name {self.name}-2, or remove the folder"
             )
-        path = self.folder / JOBS
-        known = [int(word) for word in path.read_text().split()] if path.exists() else []
-        others = [job for job in known if str(job) not in re.findall(r"\d+", after)]
-        if others and (there := still_there(others)):
+        named = re.findall(r"\d+", after)
+        others = [job for job in jobs_of(self.folder) if str(job) not in named]
+        if others and (there := [*in_queue(others)]):
             raise LaunchError(
                 f"one job at a time works on a run, and job {there[-1]} waits or runs for "
                 f"{self.folder}; continue it with --after afterany:{there[-1]}, cancel it with "
                 f"`scancel {there[-1]}`, or submit another run with --name {self.name}-2"
             )
 
-    def submit(self, script: str) -> int:
-        """Write the script and submit it; return the number of the job.
-
-        Raises ``ConfigError``: the folder cannot be written. ``LaunchError``: Slurm refuses.
-        """
-        from hpctrain.core.atomic import publishing  # noqa: PLC0415
-        from hpctrain.launch.slurm.scheduler import submit  # noqa: PLC0415
-
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with publishing(self.folder / SCRIPT) as part:
-                part.write_text(script, encoding="utf-8")
-            number = submit(self.folder / SCRIPT)
-            with (self.folder / JOBS).open("a", encoding="utf-8") as file:
-                file.write(f"{number}\n")
-        except OSError as error:
-            raise ConfigError(
-                f"the folder {self.folder} cannot be written: {error}; choose another with --name"
-            ) from None
-        return number
-
     def how_to_watch(self, number: int, output: str) -> str:
         """Return the lines that tell a user where to look; ``output`` is in Slurm's patterns."""
         values = {"j": number, "A": number, "x": self.name, "a": "*", "%": "%"}
         file = re.sub(r"%\d*(.)", lambda found: str(values.get(found[1], "*")), output)
         run = self.folder / "INDEX" if self.is_array else self.folder
+        from hpctrain.launch.slurm.scheduler import SCRIPT  # noqa: PLC0415
+
         rows = (
             (f"squeue -j {number}", "where it stands"),
             (f"tail -F {file}", "its output"),
-            (f"hpctrain status {run}", "finished, stopped or still at work"),
+            (f"hpctrain status {run}", "waiting, at work, stopped or finished"),
             (f"touch {run}/STOP", "the run saves its state and stops"),
             (f"scancel {number}", "the job ends at once"),
         )
@@ -110,6 +91,8 @@ class Job:
         lines = [f"  {command:<{width}}  {what}" for command, what in rows]
         return "\n".join([f"job {number}: {self.folder / SCRIPT}", *lines])
 
+
+TRY_S = 600.0  # time in which a configuration must have read one batch
 
 REFUSED = 1  # exit code where the checks or Slurm refuse the job
 
@@ -122,10 +105,15 @@ WIDTH = 99  # columns of the list of templates
 
 
 class SubmitCommand(TyperCommand):
-    """Takes ``--template`` without a name too."""
+    """Takes ``--template`` without a name too, and a command behind ``--``."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Put in the name where there is none."""
+        """Put in the name where there is none, and leave the command to ``ctx.args``."""
+        if "--" in args:
+            at = args.index("--")
+            self.parse_args(ctx, args[:at])
+            ctx.args = args[at + 1 :] or ["--"]
+            return list(ctx.args)
         option = "--template"
         for at in [at for at, word in enumerate(args) if word == option]:
             if at + 1 == len(args) or args[at + 1].startswith("-"):
@@ -135,6 +123,7 @@ class SubmitCommand(TyperCommand):
 
 
 def submit(  # noqa: PLR0913 - a command's options
+    ctx: typer.Context,
     config: Annotated[
         Path | None,
         typer.Argument(metavar="CONFIG.toml", help="What to train.", show_default=False),
@@ -163,7 +152,7 @@ def submit(  # noqa: PLR0913 - a command's options
         str | None,
         Name(
             help="Name of the job and of its folder, runs/NAME.",
-            show_default="the configuration's",
+            show_default="the configuration's or the script's",
         ),
     ] = None,
     output: Annotated[
@@ -192,15 +181,22 @@ def submit(  # noqa: PLR0913 - a command's options
     dry_run: Annotated[
         bool, Option("--dry-run", help="Print and check the script, write and submit none.")
     ] = False,
+    no_check: Annotated[
+        bool, Option("--no-check", help="Do not try the configuration's own functions before.")
+    ] = False,
     print_only: Annotated[
         bool, Option("--print", help="Print the script, or a template as it is, and stop.")
     ] = False,
 ) -> None:
     """Write a batch script for Slurm, check it and submit it.
 
-    The script lies in the run's folder: output_dir of the configuration, or runs/NAME. A run
+    Behind -- stands a script of your own in place of a configuration. It finds the run's folder in
+    the variable RUN_DIRECTORY; hpctrain.should_stop() tells it when to save and end with code 85.
+
+    The batch script lies in the run's folder: output_dir of the configuration, or runs/NAME. A run
     that has stopped there goes on. Before anything waits in a queue, the script is checked as by
-    hpctrain doctor --lint, and Slurm is asked whether it would take it; exit code 1 if not.
+    hpctrain doctor --lint, Slurm is asked whether it would take it, and the functions that a
+    configuration names are called here and one batch is read; exit code 1 if something is wrong.
 
     Under PBS, LSF and others: hpctrain launch starts the ranks inside a job of your own.
 
@@ -210,6 +206,8 @@ def submit(  # noqa: PLR0913 - a command's options
 
       hpctrain submit my.toml --nodes 4 --gpus 4 --partition gpu --requeue
 
+      hpctrain submit --nodes 2 --tasks 8 --requeue -- python train.py --lr 0.1
+
       hpctrain submit my.toml --after 1234 --dry-run
 
       hpctrain submit my.toml --array 0-4 --set 'seed=$SLURM_ARRAY_TASK_ID'
@@ -218,16 +216,31 @@ def submit(  # noqa: PLR0913 - a command's options
 
       hpctrain submit --template requeue --print > my.sbatch
     """
+    from hpctrain.launch.installed_horovod import without_horovod  # noqa: PLC0415
     from hpctrain.launch.slurm import batch_script  # noqa: PLC0415
-    from hpctrain.launch.slurm.scheduler import dependency, sbatch_time  # noqa: PLC0415
+    from hpctrain.launch.slurm.scheduler import (  # noqa: PLC0415
+        dependency,
+        sbatch_time,
+        submit_in,
+    )
 
     if template == LIST:
         _list_templates()
         return
-    if config is None:
+    if config is None and not ctx.args:
         _print_template(template, print_only=print_only)
         return
-    job = _job(config, name, overrides or (), array)
+    program: Sequence[str] = ()
+    if config is None:
+        program = _command(ctx.args, overrides)
+        job = _job_of(program, name, array)
+    elif ctx.args:
+        raise ConfigError(
+            f"a job trains one thing, got the configuration {config} and the command "
+            f"`{shlex.join(ctx.args)}`; leave one out"
+        )
+    else:
+        job = _job(config, name, overrides or (), array)
     settings = batch_script.BatchSettings(
         job_name=job.name,
         partition=partition,
@@ -241,9 +254,11 @@ def submit(  # noqa: PLR0913 - a command's options
         array=array,
         dependency=None if after is None else dependency(after),
         requeue=requeue,
-        config=str(config),
+        config=None if config is None else str(config),
+        program=tuple(program),
         directory=job.directory,
-        overrides=tuple(overrides or ()),
+        # The folder is the job's: of an array each index has its own.
+        overrides=tuple(each for each in overrides or () if not _OUTPUT_DIR.match(each)),
         extra=tuple(extra or ()),
     )
     script = batch_script.script(template or _default_template(settings), settings)
@@ -251,10 +266,14 @@ def submit(  # noqa: PLR0913 - a command's options
         typer.echo(script, nl=False)
     if print_only:
         return
+    if told := without_horovod(ctx.args):
+        typer.echo(f"warning: horovod: {told}", err=True)
     job.check_free(after or "")
     check(script, job.folder)
     if not dry_run:
-        number = job.submit(script)
+        if config is not None and not no_check:
+            try_configuration(config, overrides or ())
+        number = submit_in(job.folder, script)
         typer.echo(job.how_to_watch(number, settings.output or ""))
 
 
@@ -274,7 +293,8 @@ def _print_template(template: str | None, *, print_only: bool) -> None:
 
     if template is None or not print_only:
         raise ConfigError(
-            "a job needs a configuration: hpctrain submit CONFIG.toml; "
+            "a job needs a configuration or a script: hpctrain submit CONFIG.toml, or "
+            "hpctrain submit -- python train.py; "
             "hpctrain submit --template NAME --print prints a template"
         )
     typer.echo(batch_script.text(template), nl=False)
@@ -285,10 +305,32 @@ def _job(config: Path, name: str | None, overrides: Sequence[str], array: str | 
     from hpctrain.train.load import load  # noqa: PLC0415
 
     # Only the job knows the values of its variables; the index of an array is a number.
-    known = [re.sub(r"\$\{?SLURM_ARRAY_TASK_ID\}?", "0", text) for text in overrides]
+    known = map(_without_index, overrides)
     run = load(config, [text for text in known if "$" not in text], given()).config
     where = Path("runs", name) if name else Path(run.output_dir or Path("runs", run.name))
     return Job(name=name or run.name, folder=where, is_array=array is not None)
+
+
+def _command(words: Sequence[str], overrides: Sequence[str] | None) -> Sequence[str]:
+    """Return the command of a job, looked at first. Raises ``ConfigError``: it cannot be."""
+    from hpctrain.launch.program import resolve  # noqa: PLC0415
+
+    if overrides:
+        raise ConfigError(
+            f"--set replaces values of a configuration, got --set {overrides[0]} and the command "
+            f"`{shlex.join(words)}`; give the script arguments of its own"
+        )
+    found = resolve([] if words == ["--"] else words)
+    script = next((word for word in found[1:] if word.endswith(".py")), None)
+    if script is not None and "$" not in script and not Path(script).is_file():
+        raise ConfigError(f"a job runs a script that is there, nothing is at {script}")
+    return ["python", *words] if words[0] == script else words
+
+
+def _job_of(words: Sequence[str], name: str | None, array: str | None) -> "Job":
+    scripts = [word for word in words if word.endswith(".py")]
+    name = name or Path(scripts[0] if scripts else words[0]).stem
+    return Job(name=name, folder=Path("runs", name), is_array=array is not None)
 
 
 def _default_template(settings: "BatchSettings") -> str:
@@ -316,6 +358,34 @@ def check(script: str, made: Path) -> None:
         raise typer.Exit(REFUSED) from None
     if any(finding.level == "error" for finding in findings):
         raise typer.Exit(REFUSED)
+
+
+def try_configuration(config: Path, overrides: Sequence[str]) -> None:
+    """Build here, in another process, what the job will, and read one batch; stop if it fails."""
+    from importlib.util import find_spec  # noqa: PLC0415
+
+    from hpctrain.launch.program import ask  # noqa: PLC0415
+
+    if find_spec("torch") is None:
+        typer.echo("note: there is no torch here, so the configuration is not tried", err=True)
+        return
+    line = [sys.executable, "-m", "hpctrain", "train", str(config), "--look"]
+    for override in (*map(_without_index, overrides), 'data.stage=""'):
+        line += ["--set", override]
+    environ = {**os.environ, "HPCTRAIN_ALONE": "1"}
+    try:
+        done = ask(line, environ, timeout_s=TRY_S)
+        code, said = done.returncode, done.stderr
+    except (OSError, TimeoutError) as error:
+        code, said = REFUSED, f"hpctrain: {config} could not be tried: {error}\n"
+    if code:
+        typer.echo(f"{said}--no-check submits it all the same", err=True)
+        raise typer.Exit(REFUSED)
+
+
+def _without_index(override: str) -> str:
+    """Put the first index of an array in: only the job knows its own."""
+    return re.sub(r"\$\{?SLURM_ARRAY_TASK_ID\}?", "0", override)
 
 
 def _say(finding: "Finding") -> None:

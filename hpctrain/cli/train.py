@@ -21,8 +21,13 @@ def train(  # noqa: PLR0913 - a command's options
         ),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Build and describe everything, train nothing.")
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Build and describe everything, try a step and a test of one batch, keep none.",
+        ),
     ] = False,
+    look: Annotated[bool, typer.Option("--look", hidden=True)] = False,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with the run in its directory.")
     ] = False,
@@ -88,7 +93,13 @@ def train(  # noqa: PLR0913 - a command's options
             "hpctrain train my.toml --init writes one with every key"
         )
     else:
-        how = {"dry_run": dry_run, "resume": resume, "changed": changed, "force": force}
+        how = {
+            "dry_run": dry_run or look,
+            "look": look,
+            "resume": resume,
+            "changed": changed,
+            "force": force,
+        }
         code = _run(config, overrides or (), **how)
         if code:
             raise typer.Exit(code)

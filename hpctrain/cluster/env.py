@@ -183,6 +183,17 @@ def asked_by() -> str:
         return ""
 
 
+STOPPED = 85  # exit code of a run that has saved its state and wants to go on
+
+STOPPING = "stopping"  # file in the folder of a run whose ranks have agreed to stop
+
+
+def run_directory(environ: Mapping[str, str] | None = None) -> Path | None:
+    """Return the folder that a batch script gives to the run of a program of the user's own."""
+    text = (os.environ if environ is None else environ).get("RUN_DIRECTORY")
+    return Path(text) if text else None
+
+
 def tuning(environ: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return what the environment says to the MPI library and its network."""
     environ = os.environ if environ is None else environ

@@ -100,7 +100,9 @@ def unknown_key(cls: Any, name: str) -> str:
         return f"{name} is a table; write [{name}], or name one of its keys"
     if table not in tables:
         table = ""
-    close = difflib.get_close_matches(name, keys, n=1, cutoff=0.75)
+    of_tables = [] if "." in name else difflib.get_close_matches(name, tables, n=1, cutoff=0.75)
+    close = [f"[{each}]" for each in of_tables]
+    close += difflib.get_close_matches(name, keys, n=1, cutoff=0.75)
     close += [key.name for key in keys.values() if key.short == short]
     close += [f"{table}.args.{short}"] if f"{table}.args" in keys else []
     hint = f"did you mean {close[0]}? " if close else ""

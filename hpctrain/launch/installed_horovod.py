@@ -3,7 +3,7 @@
 import json
 import mmap
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -50,6 +50,25 @@ def installed(find: Find = metadata.distribution) -> Installed | None:
         torch=label[1] if label else _torch_of(found),
         mpi=f"{label[2]}{label[3]}" if label else "",
         needs=needed_by(Path(str(module.locate()))) if module else "",
+    )
+
+
+_HOROVOD = re.compile(r"^[ \t]*(?:import|from)[ \t]+horovod\b", re.MULTILINE)
+
+
+def without_horovod(argv: Sequence[str]) -> str:
+    """Say how a Python script of a command runs that imports Horovod, where none is installed."""
+    script = next((word for word in argv if word.endswith(".py")), "")
+    try:
+        text = Path(script).read_text(encoding="utf-8") if script else ""
+    except (OSError, UnicodeDecodeError):
+        return ""
+    is_shim = "shim" in argv[: argv.index(script)] if script else True
+    if is_shim or not _HOROVOD.search(text) or installed() is not None:
+        return ""
+    return (
+        f"{script} imports horovod, which is not installed; `hpctrain shim {script}` in place of "
+        f"`python {script}` runs it unchanged"
     )
 
 

@@ -24,6 +24,7 @@ FORWARDED = (
     "MKL_",
     "CUDA_VISIBLE_",
     "NCCL_",
+    "GLOO_",
 )
 """Prefixes of what ranks on other hosts are given; PATH and LD_LIBRARY_PATH go as well."""
 
@@ -34,6 +35,9 @@ OUTER = (
     *("TORCHELASTIC_", "CROSS_SIZE"),
 )
 """Prefixes by which a launcher marks its ranks: one inside another would take them for its own."""
+
+OF_TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""What torchrun says to its ranks, and we say to ours."""
 
 INSIDE = (
     *("PMIX_RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK"),
@@ -92,8 +96,37 @@ def command(
         line += _through(mpirun, options.interfaces)
     if hosts:
         line += ["--host" if mpirun.is_openmpi else "-hosts", hosts]
-    program = argv if mpirun.is_openmpi or num_ranks == 1 else guarded(argv)
+    named = as_rank(argv, is_openmpi=mpirun.is_openmpi)
+    program = named if mpirun.is_openmpi or num_ranks == 1 else guarded(named)
     return [*line, *options.extra, "-np", str(num_ranks), *program]
+
+
+_BY_OPENMPI = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+_BY_HYDRA = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+
+
+def as_rank(argv: Sequence[str], *, is_openmpi: bool) -> list[str]:
+    """Wrap the command of a rank, so that it finds what torchrun sets: ``RANK``, ``LOCAL_RANK``.
+
+    A shell does it, which becomes the command: that costs a millisecond.
+    """
+    said = [f"OMPI_COMM_WORLD_{name}" for name in _BY_OPENMPI] if is_openmpi else _BY_HYDRA
+    pairs = zip(OF_TORCH, said, strict=False)
+    words = " ".join(f"{name}=${variable}" for name, variable in pairs)
+    return ["sh", "-c", f'export {words}; exec "$@"', "rank", *argv]
+
+
+def rendezvous(hosts: str | None, *, allocated: bool = False) -> dict[str, str]:
+    """Return where ranks of ``torch.distributed`` meet, as torchrun sets it; not what is set.
+
+    On one host the port is free there now; ranks of hpctrain need neither.
+    """
+    first = hosts.partition(",")[0].partition(":")[0] if hosts else "127.0.0.1"
+    address = socket.gethostname() if allocated and not hosts else first
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        found = {"MASTER_ADDR": address, "MASTER_PORT": str(probe.getsockname()[1])}
+    return {name: os.environ.get(name, value) for name, value in found.items()}
 
 
 def environment(environ: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -104,12 +137,17 @@ def environment(environ: Mapping[str, str] | None = None) -> dict[str, str]:
     """
     environ = os.environ if environ is None else environ
     inside = any(name in environ for name in INSIDE)
-    kept = {k: v for k, v in environ.items() if not (inside and k.startswith(OUTER))}
+    kept = {k: v for k, v in environ.items() if not (inside and marks_rank(k))}
     if on_terminal():
         kept.setdefault("COLUMNS", str(shutil.get_terminal_size().columns))
     else:
         kept["TERM"] = "dumb"
     return kept
+
+
+def marks_rank(name: str) -> bool:
+    """Say whether a launcher gives its ranks this variable."""
+    return name.startswith(OUTER) or name in OF_TORCH
 
 
 def on_terminal() -> bool:

@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
 from hpctrain.core.errors import RankLostError
+from hpctrain.core.user_error import folded
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,7 +28,7 @@ RANK_LOST = 87
 INTERRUPTED = 130
 
 ABORT_S = 2.0  # how long ``MPI_Abort`` may take before the process ends without it
-STAGGER_S, LONGEST_STAGGER_S = 0.1, 1.0
+STAGGER_S, LONGEST_STAGGER_S = 1.0, 1.5
 """What strikes all ranks at once is told in rank order: the first abort silences the others."""
 
 
@@ -89,7 +90,10 @@ class FailureHooks:
         details = f"{where}{''.join(traceback.format_exception(error))}"
         self._write_log(details)
         time.sleep(min(STAGGER_S * self._world.rank, LONGEST_STAGGER_S))
-        self._say(summary or details)
+        own = ""
+        with contextlib.suppress(Exception):  # whatever a user's object does when it is looked at
+            own = folded(error, self._log)
+        self._say(summary or (f"{where}{own}" if own else details))
         self.abort(code)
 
     def abort(self, code: int) -> NoReturn:

@@ -78,23 +78,47 @@ def run(
     """
     with tempfile.TemporaryDirectory(prefix="hpctrain-run-") as name:
         folder = Path(name)
-        (folder / CALL).write_bytes(cloudpickle.dumps((fn, tuple(args), dict(kwargs or {}))))
-        worker = [sys.executable, "-c", _WORKER, name]
-        environ = mpiexec.environment()
-        # The ranks import what this process can, a module beside the notebook too.
-        environ["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, sys.path))
+        worker = write_call(folder, fn, args, kwargs or {})
+        environ = environment_of_ranks()
         line = mpiexec.command(worker, num_ranks=np, nodes=nodes)
         code = supervise(line, environ=environ, timeout_s=timeout_s)
-        outcomes = {rank: file for rank in range(np) if (file := _outcome(folder, rank)).exists()}
-        results = [pickle.loads(file.read_bytes()) for file in outcomes.values()]  # noqa: S301 - ours
-        failures = [result for result in results if isinstance(result, Failure)]
-        if failures:  # says more than the exit code
-            first = min(failures, key=lambda failure: failure.when_s)
-            raise RankError(first.rank, first.summary, first.traceback) from _exception(first)
+        results = results_in(folder, np)
         if code == TIMED_OUT:
             raise LaunchError(f"{np} ranks did not finish in {timeout_s:g} s; raise timeout_s")
-        _require_all([str(rank) for rank in range(np) if rank not in outcomes], code)
-        return results
+        _require_all([str(rank) for rank in range(np) if rank not in results], code)
+        return [*results.values()]
+
+
+def write_call(
+    folder: Path, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> list[str]:
+    """Write a call into a folder, and return the command of a rank that makes it."""
+    (folder / CALL).write_bytes(cloudpickle.dumps((fn, tuple(args), dict(kwargs))))
+    return [sys.executable, "-c", _WORKER, str(folder)]
+
+
+def environment_of_ranks() -> dict[str, str]:
+    """Return an environment in which ranks import what this process can, beside a notebook too."""
+    path = os.pathsep.join(map(os.path.abspath, sys.path))
+    return mpiexec.environment() | {"PYTHONPATH": path}
+
+
+def results_in(folder: Path, num_ranks: int) -> dict[int, Any]:
+    """Return what ranks have left in a folder, by rank; some may have left nothing.
+
+    Raises ``RankError``: the function raised on one; the first failure is told.
+    """
+    files = {rank: _outcome(folder, rank) for rank in range(num_ranks)}
+    results = {
+        rank: pickle.loads(file.read_bytes())  # noqa: S301 - ours
+        for rank, file in files.items()
+        if file.exists()
+    }
+    failures = [result for result in results.values() if isinstance(result, Failure)]
+    if failures:  # says more than the exit code
+        first = min(failures, key=lambda failure: failure.when_s)
+        raise RankError(first.rank, first.summary, first.traceback) from _exception(first)
+    return results
 
 
 def _require_all(missing: list[str], code: int) -> None:
@@ -129,6 +153,7 @@ def work() -> None:
     folder = Path(sys.argv[1])
     world.init()
     rank = world.rank()
+    _outcome(folder, rank).unlink(missing_ok=True)  # of a job that is queued again
     try:
         fn, args, kwargs = pickle.loads((folder / CALL).read_bytes())  # noqa: S301 - ours
         result = cloudpickle.dumps(fn(*args, **kwargs))

@@ -5,20 +5,25 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
-from hpctrain.cluster.env import asked_by
+from hpctrain.cluster.env import STOPPED, STOPPING, asked_by, run_directory
+from hpctrain.core.errors import LaunchError
+from hpctrain.core.logs import logger
 from hpctrain.core.units import format_seconds
+from hpctrain.launch.slurm.scheduler import job_end
 
-STOPPED = 85  # exit code of a run that has saved its state and wants to go on
+if TYPE_CHECKING:
+    from hpctrain.comm.communicator import Communicator
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 ECHO_S = 1.0  # a launcher and a batch system may both deliver the same request: that is one signal
 LOOK_S = 1.0  # between two looks at the file
+MARGIN_S = 60.0  # time to save in, before a job ends, for loops that do not say theirs
 
 
 def deadline(
@@ -156,3 +161,65 @@ class StopRequests:
                 first_at = now
             elif now - first_at > ECHO_S:
                 os._exit(128 + numbers[0])
+
+
+def should_stop() -> bool:
+    """Say whether all ranks are to save their state and end with exit code ``STOPPED``, 85.
+
+    Collective: between two steps of a loop of one's own, on every rank. True on all ranks if one
+    of them was asked: by SIGTERM, SIGUSR1 or Ctrl-C, which from the first call on only ask; by a
+    file STOP in the run's folder; or because ``HPCTRAIN_BUDGET`` or the job is over in a minute.
+
+        if hvd.should_stop():
+            checkpoints.save(state, step=step, wait=True)
+            sys.exit(hvd.STOPPED)
+    """
+    from hpctrain.runtime.world import current  # noqa: PLC0415 - it needs torch, a launcher none
+
+    return current().stop.is_asked()
+
+
+class CommonStop:
+    """What the ranks of a world agree on: whether they stop."""
+
+    def __init__(self, comm: "Communicator", budget_s: float | None) -> None:
+        """Look at nothing before the first question."""
+        self._comm, self._budget_s = comm, budget_s
+        self._started = time.time()
+        self._requests: StopRequests | None = None
+        self._is_over = False
+
+    def is_asked(self) -> bool:
+        """Ask all ranks. Collective."""
+        if self._requests is None:
+            self._requests = self._look().__enter__()
+        if not self._is_over:
+            reasons = self._comm.allgather_object(self._requests.reason)
+            self._is_over = any(reasons)
+            if self._is_over and self._comm.rank == 0:
+                self._tell(", ".join(sorted({*reasons} - {""})))
+        return self._is_over
+
+    def close(self) -> None:
+        """Give the signals back."""
+        if self._requests is not None:
+            self._requests.__exit__()
+            self._requests = None
+
+    def _look(self) -> StopRequests:
+        if self._comm.rank:
+            return StopRequests()
+        folder, ends = run_directory(), None
+        try:
+            ends = job_end()
+        except LaunchError as error:
+            logger.warning(f"ranks cannot stop by themselves before the job ends: {error}")
+        end = deadline(self._started, self._budget_s, ends, MARGIN_S)
+        return StopRequests(stop_file=folder and folder / "STOP", deadline=end)
+
+    @staticmethod
+    def _tell(reason: str) -> None:
+        logger.warning(f"asked to stop by {reason}: the ranks save, and end with code {STOPPED}")
+        if folder := run_directory():
+            with suppress(OSError):
+                (folder / STOPPING).touch()

@@ -29,6 +29,7 @@ from hpctrain.runtime import lazy_dynamo
 from hpctrain.runtime.abort import FailureHooks, leave
 from hpctrain.runtime.process_set_table import Controllers, ProcessSets, Wanted, beside
 from hpctrain.runtime.rebuild import Rebuild, Stage
+from hpctrain.runtime.stopping import CommonStop
 
 if TYPE_CHECKING:
     from hpctrain.comm.liveness import Liveness
@@ -68,6 +69,7 @@ class World:
     rebuild: Rebuild  # who holds state about the ranks
     timelines: Timelines  # the timeline that this rank records, if any
     last_call: LastCall  # what this rank has communicated last
+    stop: CommonStop  # whether the ranks of a loop of the user's own are to stop
     step_checks: MutableMapping[Communicator, OpenedSteps]
     """What opens the steps of distributed optimizers, by the ranks that take them."""
     before_finalize: "BeforeFinalize | None"
@@ -184,8 +186,7 @@ def join(settings: Settings, chosen: object = None) -> None:
         last_call=LastCall(),
         end=hooks.abort if hooks is not None else None,
     )
-    sets = ProcessSets(inside, comm, controllers)
-    rebuild = Rebuild()
+    sets, rebuild = ProcessSets(inside, comm, controllers), Rebuild()
     rebuild.register(Stage.RECORDS, close=controllers.timelines.stop)
     rebuild.register(Stage.SETS, renew=sets.renew, close=sets.close)
     _world = World(
@@ -203,6 +204,7 @@ def join(settings: Settings, chosen: object = None) -> None:
         rebuild=rebuild,
         timelines=controllers.timelines,
         last_call=controllers.last_call,
+        stop=CommonStop(comm, settings.budget),
         step_checks=WeakKeyDictionary(),
         before_finalize=_leave_before_finalize() if ranks else None,
     )
@@ -264,6 +266,7 @@ def _leave(leaving: World) -> None:
         leave(leaving.presence, leaving.hooks)
     if leaving.statistics is not None:
         leaving.statistics.report()  # nobody waits in vain: from `leave` all return, or none
+    leaving.stop.close()
     leaving.rebuild.close()
     leaving.comm.close()
     if leaving.before_finalize is not None:

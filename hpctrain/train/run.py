@@ -4,31 +4,38 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import islice
+from typing import Any, cast
 
 from rich.console import Console
 from rich.table import Column, Table
 
 from hpctrain.checkpoint.checkpoint_directory import CheckpointDirectory
+from hpctrain.cluster.env import STOPPED
 from hpctrain.comm.agreement import on_root
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.plan.plan import Plan
 from hpctrain.core.config import Settings
-from hpctrain.core.errors import CheckpointError, ConfigError, LaunchError
+from hpctrain.core.errors import CheckpointError, ConfigError, HpctrainError, LaunchError
 from hpctrain.core.keys import render, seconds
 from hpctrain.core.logs import logger
 from hpctrain.core.target import make_importable
 from hpctrain.core.units import format_seconds
+from hpctrain.core.user_error import name_target
+from hpctrain.data.loader import Loader
+from hpctrain.data.samples import Batch
 from hpctrain.launch.lease import TIMES, Holder, Lease
 from hpctrain.launch.slurm.scheduler import job_end
 from hpctrain.runtime import world
-from hpctrain.runtime.stopping import STOPPED, StopRequests, deadline
+from hpctrain.runtime.stopping import StopRequests, deadline
 from hpctrain.train.attempts import RunInDirectory
 from hpctrain.train.config import RunConfig
 from hpctrain.train.console import make_console
+from hpctrain.train.evaluate import evaluate
+from hpctrain.train.finite import StepGuard
 from hpctrain.train.load import LoadedData
-from hpctrain.train.loop import Outcome, Stopped
-from hpctrain.train.metrics import result
+from hpctrain.train.loop import Outcome, Stopped, train_step
+from hpctrain.train.metrics import Metrics, result
 from hpctrain.train.plot import plot_run
 from hpctrain.train.resume import check_same, finished, goes_on, plan_to_keep, settled
 from hpctrain.train.run_directory import RunDirectory
@@ -42,6 +49,7 @@ class How:
     """How to run what a configuration describes."""
 
     dry_run: bool = False  # only build and describe everything: write nothing and train nothing
+    look: bool = False  # of a dry run: build everything, read one batch, and calculate nothing
     resume: bool = False  # go on with the run in the directory
     changed: bool = False  # go on also where the configuration makes it another training
     force: bool = False  # take the run also from another job that is at work
@@ -122,7 +130,7 @@ class _Run:
 
     def _train(self, lease: Lease | None = None) -> int:
         """Train, or with ``dry_run`` only tell of it; ``lease`` is that of rank 0. Collective."""
-        here, directory, console = world.current(), self._directory, self._console
+        directory, console = self._directory, self._console
         # Again: the job before may have begun the run, or ended it, by now.
         config, continues, changes = self._plan_part()
         last = on_root(self._comm, lambda: finished(directory) if continues else None)
@@ -133,13 +141,25 @@ class _Run:
             console.print(result(last))
             return 0
         make_importable(self._loaded.folder)
+        with named(config):
+            return self._carry_out(config, lease, changes, continues=continues)
+
+    def _carry_out(
+        self, config: RunConfig, lease: Lease | None, changes: list[str], *, continues: bool
+    ) -> int:
+        """Build and train; return the exit code. Collective."""
+        here, directory, console = world.current(), self._directory, self._console
         task = build(config, self._comm)
+        if self._how.look:
+            task.split(next(iter(task.train)))
+            return 0
         _describe(console, here, task, directory)
         for line in changes:
             console.print(f"changed: {line}")
         if self._how.dry_run:
             _describe_measurements(console, here.plan)
-            console.print("dry run: everything is built, nothing was trained")
+            rehearse(task)
+            console.print("dry run: a step and a test of one batch went well, nothing was kept")
             return 0
         with requests_of(config, directory, self._started, self._comm) as requests:
             outcome = RunInDirectory(task, directory, console, lease).carry_out(
@@ -166,6 +186,52 @@ class _Run:
         )
         self._console.print(f"test {task.metric_name} {outcome.scores.metric:.4f}")
         return 0
+
+
+@contextmanager
+def named(config: RunConfig) -> Iterator[None]:
+    """Note on what the user's own code raises in the block which target it was."""
+    targets = {
+        "model.target": config.model.target,
+        "data.target": config.data.target,
+        "data.transform": config.data.transform,
+        "data.test_transform": config.data.test_transform,
+        "loss.target": config.loss.target,
+        "test.metric": config.test.metric,
+    }
+    try:
+        yield
+    except HpctrainError:
+        raise
+    except Exception as error:
+        with suppress(Exception):  # whatever a user's object does when it is looked at
+            name_target(error, targets)
+        raise
+
+
+def rehearse(task: Task) -> None:
+    """Take one step and test one batch, of which nothing is kept. Collective.
+
+    Raises what a run would raise there.
+    """
+    guard = StepGuard(task, Metrics(None))
+    guard.begin(1, task.config.optimizer.lr, 0)
+    train_step(task, next(iter(task.train)), guard)
+    guard.end()
+    guard.check_test(evaluate(replace(task, test=cast("Loader", _FirstBatch(task.test)))), 1, 1)
+
+
+class _FirstBatch:
+    """A loader that gives one batch."""
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+
+    def __iter__(self) -> Iterator[Batch]:
+        yield from islice(self._loader, 1)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
 
 
 def requests_of(

@@ -5,13 +5,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from hpctrain.cluster.env import STOPPED, STOPPING
 from hpctrain.core.records import record_of
 from hpctrain.launch.lease import Holder
-from hpctrain.runtime.stopping import STOPPED
+from hpctrain.launch.slurm.batch_script import ENDED
 from hpctrain.train.metrics import result
 from hpctrain.train.run_directory import RunDirectory
 
 FAILED = 1  # exit code for a run that is at work, was ended without a word, or is not there
+
+KILLED = 128  # exit codes above it are of signals
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +49,24 @@ def _by_records(path: Path) -> Status:
     try:
         record = last_record(directory.metrics)
     except FileNotFoundError:
-        return Status("missing", f"{path} holds no run that has begun to train")
+        return _by_exit_code(path)
     except (OSError, ValueError) as error:
         return Status("unfinished", f"{directory.metrics} cannot be read: {error}")
     return by_record(path, record)
+
+
+def _by_exit_code(path: Path) -> Status:
+    """Judge the run of a program of the user's own by what its last job has left."""
+    try:
+        code = int((path / ENDED).read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return Status("missing", f"{path} holds no run that has begun to train, or has ended")
+    if code == 0:
+        return Status("finished", f"{path} is finished: its program has ended with code 0")
+    # srun kills ranks that end a moment after the first one.
+    if code == STOPPED or (code > KILLED and (path / STOPPING).exists()):
+        return Status("stopped", f"{path} was stopped, and goes on with its next job")
+    return Status("failed", f"{path} has failed: its program has ended with code {code}")
 
 
 def by_record(path: Path, record: Mapping[str, Any]) -> Status:

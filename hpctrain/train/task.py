@@ -18,7 +18,9 @@ from hpctrain.collectives.parameters import broadcast_parameters
 from hpctrain.comm.agreement import agreed
 from hpctrain.comm.communicator import Communicator
 from hpctrain.core.errors import ConfigError, DataError, HpctrainError
+from hpctrain.core.logs import logger
 from hpctrain.core.target import call, check_arguments, member, resolve
+from hpctrain.core.user_error import user_lines
 from hpctrain.data.format.layout import Field
 from hpctrain.data.loader import Loader
 from hpctrain.data.reader import ShardedDataset
@@ -149,9 +151,15 @@ def _told_of(whose: str, *values: object) -> Iterator[None]:
         if "/torch/" not in extract_tb(error.__traceback__)[-1].filename:
             raise
         given = " and ".join(map(_form, values))
+        logger.info("the model or the loss refuses its input", exc_info=error)
+        said = f"{type(error).__name__}: {error}"
         raise DataError(
-            f"model, loss and data fit together, {whose} refuses {given}: "
-            f"{type(error).__name__}: {error}"
+            "\n".join(
+                [
+                    f"model, loss and data fit together, {whose} refuses {given}: {said}",
+                    *(f"  {line}" for line in user_lines(error)),
+                ]
+            )
         ) from error
 
 

@@ -2,9 +2,12 @@
 
 import ast
 import contextlib
+import os
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -104,6 +107,25 @@ def test_every_snippet_runs_from_top_to_bottom(topic, tmp_path, monkeypatch):
                     run(line)
     finally:
         hpctrain.shutdown()
+
+
+def test_the_script_of_start_stops_when_it_is_asked_and_goes_on(tmp_path):
+    (script,) = (code for language, code in BLOCK.findall(TEXTS["start"]) if language == "py")
+    (tmp_path / "train.py").write_text(script)
+    (tmp_path / "STOP").touch()
+
+    def run():
+        environ = os.environ | {"RUN_DIRECTORY": str(tmp_path), "HPCTRAIN_ALONE": "1"}
+        line = [sys.executable, "train.py", "300"]
+        return subprocess.run(
+            line, env=environ, cwd=tmp_path, capture_output=True, text=True, check=False
+        )
+
+    assert run().returncode == 85
+    (tmp_path / "STOP").unlink()
+    done = run()
+    assert done.returncode == 0, done.stderr
+    assert "begin at step 1\nfinished after 300 steps" in done.stdout
 
 
 @pytest.mark.parametrize("topic", TEXTS)

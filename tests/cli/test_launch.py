@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from hpctrain.cli import main
 from hpctrain.core.config import Settings
 from hpctrain.core.errors import HpctrainError
+from hpctrain.launch import installed_horovod
 
 PYTHON = shlex.quote(sys.executable)
 
@@ -30,6 +31,15 @@ def test_a_dry_run_prints_the_line_and_starts_nothing(tmp_path):
     assert words[words.index("-np") + 1] == "2"
     assert words[-1] == str(tmp_path / "started")
     assert not (tmp_path / "started").exists()
+
+
+def test_a_wrong_configuration_is_told_before_any_rank_starts(tmp_path):
+    (tmp_path / "a.toml").write_text("[train]\nepoch = 1\n")
+    for words in (["--set", "train.epochs=2"], ["--set=train.epochs=x", "--dry-run"]):
+        error = here("-n", "9", "hpctrain", "train", str(tmp_path / "a.toml"), *words).exception
+        assert isinstance(error, HpctrainError)
+        assert "epochs" in str(error)
+    assert here("-n", "2", "--dry-run", "hpctrain", "train", "x.toml", "--init").exit_code == 0
 
 
 @pytest.mark.parametrize("dashes", [[], ["--"]])
@@ -67,7 +77,7 @@ def here(*words):
 def dry(*words):
     result = here("-np", "2", *words, "--dry-run", "python", "x.py")
     assert result.exit_code == 0, result.output
-    return result.output
+    return re.sub(r"MASTER_PORT[= ]\d+", "MASTER_PORT", result.output)
 
 
 def test_options_of_horovodrun_are_ours(tmp_path):
@@ -149,6 +159,40 @@ def test_the_ranks_get_what_options_say_and_each_line_names_its_rank(monkeypatch
     lines = sorted(done.stdout.splitlines())
     assert [line.partition("hello")[2] for line in lines] == [" 0.005"] * 2, done.stderr
     assert all(rank in line.partition("hello")[0] for rank, line in zip("01", lines, strict=True))
+
+
+DDP = """\
+import os, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group("gloo")
+model = DistributedDataParallel(torch.nn.Linear(3, 2))
+model(torch.full((4, 3), float(dist.get_rank()))).sum().backward()
+names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+print(*(os.environ[name] for name in names), model.module.weight.grad[0, 0].item())
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.launches
+def test_a_script_for_torchrun_runs_unchanged_and_init_is_not_misled(tmp_path):
+    (tmp_path / "both.py").write_text(
+        DDP + "import hpctrain as hvd\nhvd.init()\nassert hvd.size() == 2\n"
+    )
+    done = hpctrain("launch", "-n", "2", "--", "python", str(tmp_path / "both.py"))
+    assert sorted(done.stdout.splitlines()) == ["0 2 0 2 2.0", "1 2 1 2 2.0"], done.stderr
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_script_for_horovod_is_told_of_the_shim_where_there_is_none(tmp_path, monkeypatch):
+    script = tmp_path / "train.py"
+    script.write_text("import sys\nimport horovod.torch as hvd\n")
+    monkeypatch.setattr(installed_horovod, "installed", lambda: None)
+    words = ["-n", "2", "--dry-run", "python", str(script)]
+    assert f"`hpctrain shim {script}` in place of `python {script}`" in here(*words).stderr
+    assert here(*words[:3], "hpctrain", "shim", str(script)).stderr == ""
+    script.write_text("horovod = 'import horovod'\n")
+    assert here(*words).stderr == ""
 
 
 @pytest.mark.launches

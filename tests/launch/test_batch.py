@@ -3,7 +3,7 @@
 import re
 import shlex
 import subprocess
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -45,6 +45,7 @@ SETTINGS = BatchSettings(
     dependency="afterok:5",
     requeue=False,
     config="a dir/it's.toml",
+    program=(),
     directory='runs/a "b"/$SLURM_ARRAY_TASK_ID',
     overrides=("seed=$SLURM_ARRAY_TASK_ID", 'data.args={folder = "d"}'),
     extra=("--qos=high", "--exclusive"),
@@ -182,10 +183,36 @@ def test_an_unknown_template_is_answered_with_the_known_ones():
         batch_script.text("multi")
 
 
+PROGRAM = replace(SETTINGS, program=("python", "it's.py", "--seed", "$SLURM_ARRAY_TASK_ID"))
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_a_program_takes_the_place_of_the_training_and_its_end_is_kept(name):
+    text = batch_script.script(name, PROGRAM)
+    words = "python 'it'\"'\"'s.py' --seed"
+    assert f'program=({words} "$SLURM_ARRAY_TASK_ID")' in text
+    assert text.count('"${program[@]}" "') == 1, text
+    assert 'echo "$code" >"$directory/exit_code"' in text
+    assert "export RUN_DIRECTORY=$directory" in text
+    code = re.sub(r"^#.*", "", text, flags=re.MULTILINE)
+    assert "hpctrain train" not in code
+    assert "$config" not in code
+
+
+@pytest.mark.parametrize(
+    ("limit", "margin_s"), [("1", 15), ("00:04:00", 60), ("20", 120), ("0", 120)]
+)
+def test_the_signal_to_save_leaves_most_of_a_short_job(limit, margin_s):
+    options = options_of(batch_script.script("requeue", BatchSettings(time=limit)))
+    assert options["--signal"] == f"USR1@{margin_s}"
+
+
 @pytest.mark.requires("shellcheck")
 def test_shellcheck_finds_nothing(tmp_path):
     for name in NAMES:
         (tmp_path / f"{name}.sbatch").write_text(batch_script.script(name, SETTINGS))
+    for name in TRAINING:
+        (tmp_path / f"{name}-program.sbatch").write_text(batch_script.script(name, PROGRAM))
     line = ["shellcheck", *tmp_path.iterdir(), *PACKAGED.rglob("*.s*")]
     done = subprocess.run(line, capture_output=True, text=True, check=False)
     assert not done.stdout, done.stdout

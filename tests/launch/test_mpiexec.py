@@ -2,6 +2,7 @@ import json
 import os
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ from hpctrain.launch.mpiexec import (
     environment,
     ranks_per_node,
     read_hostfile,
+    rendezvous,
 )
 from hpctrain.launch.mpirun import Mpirun, find_mpirun
 from hpctrain.launch.program import resolve
@@ -83,9 +85,10 @@ HYDRA = [MPICH, INTEL]
 @pytest.mark.parametrize(
     ("mpiruns", "how", "text", "absent"),
     [
-        (OPENMPI, {}, "-np 2 x -n 7", "RANKS_PER_NODE"),
-        (HYDRA, {}, "-np 2 sh -c", "RANKS_PER_NODE"),
-        (HYDRA, {"num_ranks": 1}, "-np 1 x -n 7", "sh -c"),
+        (OPENMPI, {}, "LOCAL_RANK=$OMPI_COMM_WORLD_LOCAL_RANK ", "RANKS_PER_NODE"),
+        (HYDRA, {}, "LOCAL_RANK=$MPI_LOCALRANKID ", "RANKS_PER_NODE"),
+        (HYDRA, {}, "trap : HUP", "OMPI_"),
+        (HYDRA, {"num_ranks": 1}, "-np 1 sh -c 'export RANK=$PMI_RANK ", "trap"),
         (ALL, MORE, "--more 'two words' -np 2", "SECRET"),
         (OPENMPI, LENT, "--bind-to none", "OVERSUBSCRIBE"),
         (OPENMPI, HOSTS, "--host a:2,b:2", "SECRET"),
@@ -177,6 +180,18 @@ def test_the_environment_of_a_launch_forgets_the_outer_one_and_nothing_else():
     assert environment(user) == user
     inside = {"OMPI_COMM_WORLD_RANK": "1", "PMIX_RANK": "1", "OMPI_MCA_x": "1"}
     assert environment(inside) == {"TERM": "dumb"}
+    assert environment(inside | dict.fromkeys(mpiexec.OF_TORCH, "1")) == {"TERM": "dumb"}
+    assert environment({"RANK": "1", "TERM": "dumb"}) == {"RANK": "1", "TERM": "dumb"}
+
+
+def test_ranks_of_torch_meet_at_the_first_host_or_where_the_user_says(monkeypatch):
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    assert rendezvous(None)["MASTER_ADDR"] == "127.0.0.1"
+    assert rendezvous("a:2,b:2")["MASTER_ADDR"] == "a"
+    assert rendezvous(None, allocated=True)["MASTER_ADDR"] == socket.gethostname()
+    monkeypatch.setenv("MASTER_PORT", "9")
+    assert rendezvous("a")["MASTER_PORT"] == "9"
 
 
 @pytest.mark.parametrize(("terminal", "term"), [(True, "xterm"), (False, "dumb")])

@@ -10,10 +10,10 @@ from hpctrain.launch.slurm import scheduler
 from hpctrain.launch.slurm.scheduler import (
     dependency,
     find_sbatch,
+    in_queue,
     job_end,
     restart_count,
     sbatch_time,
-    still_there,
     submit,
     time_limit_s,
     try_out,
@@ -74,7 +74,7 @@ def test_a_slurm_that_does_not_answer_is_an_error_with_its_words(command, monkey
     said = "slurm_load_jobs error: Unable to contact"
     refuses = command("squeue", f"echo '{said}' >&2; exit 1")
     command("sbatch", "true")
-    for ask in (job_end, lambda environ: still_there([1], environ)):
+    for ask in (job_end, lambda environ: in_queue([1], environ)):
         with pytest.raises(LaunchError, match="slurm_load_jobs error: Unable to contact"):
             ask(refuses)
     monkeypatch.setattr(scheduler, "ANSWER_S", 0.2)
@@ -153,9 +153,19 @@ def test_words_without_a_number_are_an_error(command):
 
 
 def test_jobs_that_wait_or_run_are_found_and_so_are_arrays(command):
-    command("squeue", "printf '12 12\\n14 13\\n'")
+    lines = (
+        "12 12 RUNNING 2026-11-25T09:00:00 None",
+        "13 13 PENDING 2026-11-25T10:00:00 Priority",
+        "15 13 RUNNING 2026-11-25T08:00:00 None",
+        "16 16 PENDING N/A (Nodes are down, or reserved)",
+    )
+    command("squeue", "printf '" + "\\n".join(lines) + "\\n'")
     environ = command("sbatch", "true")
-    assert still_there([11, 12, 13], environ) == [12, 13]
+    assert in_queue([11, 12, 13, 16], environ) == {
+        12: "RUNNING",
+        13: "RUNNING",
+        16: "PENDING, (Nodes are down, or reserved)",
+    }
 
 
 @pytest.mark.parametrize(

@@ -272,3 +272,27 @@ def test_what_is_typed_on_a_terminal_reaches_rank_0(tmp_path):
     code, text = code_of(pid, terminal)
     assert code == 0, text
     assert "typed HELLO" in text
+
+
+BOX = f"{'-' * 74}\nMPI_ABORT was invoked on rank 0 in communicator\n{'-' * 74}\n"
+OTHER = f"{'-' * 74}\nprterun noticed that process rank 0 exited on signal 11\n{'-' * 74}\n"
+
+
+@pytest.mark.parametrize(
+    ("said", "code", "kept"),
+    [
+        (f"{BOX}why\n", 1, "why\n"),
+        (f"why\n{BOX}", 1, "why\n"),
+        (f"why\n{OTHER}", 1, f"why\n{OTHER}"),  # which process died, and how
+        (BOX, 1, BOX),  # nobody has said why
+        (BOX, 85, ""),  # all have stopped as they were asked
+        ("50 %\r100 %\0", 0, "50 %\r100 %"),
+        ("- a list\n=\nend", 0, "- a list\n=\nend"),
+    ],
+)
+def test_what_mpirun_says_of_a_rank_is_left_out_where_the_rank_has_said_it(
+    said, code, kept, capfd
+):
+    program = f"import sys; sys.stderr.write({said!r}); sys.exit({code})"
+    assert supervise([sys.executable, "-c", program]) == code
+    assert capfd.readouterr().err == kept

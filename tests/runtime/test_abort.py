@@ -68,10 +68,12 @@ raise ValueError("two\\nlines")
     )
     lines = ended.stderr.splitlines()
     assert [line for line in lines if not line.startswith("[rank 7] ")] == []
-    assert lines[-2:] == ["[rank 7] ValueError: two", "[rank 7] lines"]
     log = tmp_path / "rank-7.log"
+    last = f"[rank 7] the whole traceback: {log}"
+    assert lines[-3:] == ["[rank 7] ValueError: two", "[rank 7] lines", last]
     kept = (tmp_path / "record" / str(log.stat().st_ino)).read_text()
-    assert kept == log.read_text() == ended.stderr
+    assert kept == log.read_text()
+    assert kept.startswith("[rank 7] Traceback (most recent call last):")
     assert (ended.returncode, ended.stdout) == (1, "abort 1\n")
 
 

@@ -127,3 +127,29 @@ def test_the_budget_ends_at_the_deadline():
 )
 def test_the_earlier_of_budget_and_end_of_job_counts(after_s, job_end, margin_s, end):
     assert deadline(100, after_s, job_end, margin_s) == end
+
+
+@pytest.mark.ranks(1, 2, 3)
+def test_all_ranks_of_a_loop_stop_after_the_step_in_which_one_was_asked(
+    hvd, tmp_path, monkeypatch
+):
+    folder = tmp_path / str(hvd.rank())
+    folder.mkdir()
+    monkeypatch.setenv("RUN_DIRECTORY", str(folder))
+    before = signal.getsignal(signal.SIGUSR1)
+    assert not hvd.should_stop()
+    if hvd.rank() == hvd.size() - 1:
+        os.kill(os.getpid(), signal.SIGUSR1)
+    assert hvd.should_stop()
+    assert hvd.should_stop()  # it stays so
+    assert (folder / "stopping").exists() == (hvd.rank() == 0)
+    hvd.shutdown()
+    assert signal.getsignal(signal.SIGUSR1) == before
+
+
+@pytest.mark.ranks(2)
+def test_a_file_stop_in_the_folder_of_the_run_stops_all_ranks(hvd, tmp_path, monkeypatch):
+    monkeypatch.setenv("RUN_DIRECTORY", str(tmp_path))
+    if hvd.rank() == 0:
+        (tmp_path / "STOP").touch()
+    assert hvd.should_stop()

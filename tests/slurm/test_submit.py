@@ -48,11 +48,12 @@ def test_jobs_train_to_the_end_one_after_the_other_and_side_by_side(slurm, submi
     """A run in two jobs, the second of which waits for the first, beside an array of two runs."""
     config = training.write(tmp_path, epochs=2)
     small = ["--tasks", 1, "--set", "model.args.step_s=0.01", "--time", "10min"]
-    array = submit(config, "--name", "both", "--nodes", 1, "--array", "0-1", *small)
+    alone = ["--nodes", 1, "--array", "0-1", "--no-check"]
+    array = submit(config, "--name", "both", *alone, *small)
     long = ["--nodes", 2, "--set", "train.epochs=9", *small]
     first = submit(config, *long, "--set", "stop.after=1s")
     refused = submit(config, *long, check=False)
-    second = submit(config, *long, "--after", f"afterany:{number_of(first)}")
+    second = submit(config, *long, "--no-check", "--after", f"afterany:{number_of(first)}")
     assert refused.returncode == 2
     assert f"job {number_of(first)} waits or runs" in refused.stderr
 

@@ -59,6 +59,7 @@ def test_a_free_table_takes_any_key_and_keeps_its_others(file):
     [
         ("train.epoch=3", "did you mean train.epochs? [train] takes epochs, global_batch"),
         ("epochs=3", "did you mean train.epochs? the top of the file takes name, output_dir"),
+        ("optimiser=1", "did you mean [optimizer]? the top of the file"),
         ("optimizer.weight_decay=0", "did you mean optimizer.args.weight_decay? [optimizer]"),
         ("nonsense=3", "nonsense is not a key; the top of the file takes name"),
         ("train=3", "train is a table"),

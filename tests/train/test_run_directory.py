@@ -9,9 +9,9 @@ import pytest
 from typer.testing import CliRunner
 
 from hpctrain.cli.main import app
+from hpctrain.cluster.env import STOPPED
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.records import read
-from hpctrain.runtime.stopping import STOPPED
 from hpctrain.train.attempts import KILLED, Attempt
 from hpctrain.train.config import RunConfig
 from hpctrain.train.metrics import Metrics, cut

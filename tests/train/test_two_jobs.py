@@ -18,11 +18,11 @@ import pytest
 
 import hpctrain
 from hpctrain.checkpoint.loading import check
+from hpctrain.cluster.env import STOPPED
 from hpctrain.core.errors import MismatchError
 from hpctrain.core.records import read
 from hpctrain.launch import mpiexec
 from hpctrain.launch.lease import NAME, Holder
-from hpctrain.runtime.stopping import STOPPED
 from hpctrain.train.load import load
 from hpctrain.train.loop import hash_of
 from hpctrain.train.run import How, run

@@ -28,7 +28,7 @@ import torch
 from hpctrain.core.errors import DataError
 from hpctrain.data.transform import begin_generators
 from hpctrain.data.workers.shm_message import Outbox, portable
-from hpctrain.launch.mpiexec import OUTER
+from hpctrain.launch.mpiexec import marks_rank
 
 END_S = 5.0
 """How long the processes may take to end before they are killed; they take one second at most."""
@@ -145,7 +145,7 @@ class Processes:
 
 def _environment() -> dict[str, str]:
     """Return the environment without what makes a process a rank, or torch take threads."""
-    kept = {name: text for name, text in os.environ.items() if not name.startswith(OUTER)}
+    kept = {name: text for name, text in os.environ.items() if not marks_rank(name)}
     threads = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
     return kept | dict.fromkeys(threads, "1") | {"MPI4PY_RC_INITIALIZE": "0"}
 

@@ -6,12 +6,23 @@ from dataclasses import dataclass
 from importlib import resources
 from importlib.resources.abc import Traversable
 
+from hpctrain.cluster.env import STOPPING
 from hpctrain.core.errors import ConfigError
+from hpctrain.launch.slurm.scheduler import time_limit_s
 
 SUFFIX = ".sbatch"
 
+ENDED = "exit_code"  # file in the folder of a program's run: how its last job has ended
+
 _CONFIG = re.compile(r"^config=.*$", re.MULTILINE)
 _DIRECTORY = re.compile(r"^directory=.*$", re.MULTILINE)
+_TRAIN = re.compile(
+    r'(hpctrain|"\$\{hpctrain\[@\]\}") train "\$config".*?(?="(\$@|\$\{options\[@\]\})")',
+    re.DOTALL,
+)
+"""What a template starts on the ranks, up to the words behind the script."""
+_JUDGED = re.compile(r"^( *)(?=# The run's own last record)", re.MULTILINE)
+_AGAIN = re.compile(r'echo "to go on: .*"')
 _OPPOSITE = {"--requeue": "--no-requeue", "--no-requeue": "--requeue"}
 _OPTION = re.compile(r"^#SBATCH (--[a-z-]+).*$")
 
@@ -46,6 +57,9 @@ class BatchSettings:
     directory: str | None = None
     """The run's folder, in which Slurm's variables such as ``$SLURM_ARRAY_TASK_ID`` count; else
     what the variable RUN_DIRECTORY says, or one named after the job."""
+    program: tuple[str, ...] = ()
+    """What runs in place of ``hpctrain train``: a command, in whose words Slurm's variables count.
+    It finds the run's folder in RUN_DIRECTORY; its exit code is kept there."""
     overrides: tuple[str, ...] = ()
     """``KEY=VALUE`` for ``hpctrain train --set``, one each; Slurm's variables count."""
     extra: tuple[str, ...] = ()  # further options of sbatch, such as ``--qos=high``, one each
@@ -96,7 +110,7 @@ def script(name: str, settings: BatchSettings) -> str:
     ``ConfigError``: there is no template of this name, or a setting cannot stand in a script.
     """
     options = settings.options()
-    lines = text(name).splitlines()
+    lines = [_in_time(line, settings.time) for line in text(name).splitlines()]
     opposites = {_OPPOSITE[option] for option in options if option in _OPPOSITE}
     written = []
     for line in lines:
@@ -113,11 +127,36 @@ def script(name: str, settings: BatchSettings) -> str:
     if settings.directory is not None:
         line = f"directory={_quoted(settings.directory)}"
         whole = _DIRECTORY.sub(lambda _: line, whole, count=1)
-    return whole
+    if settings.directory is not None or settings.program:
+        whole = _AGAIN.sub('echo "to go on: the same hpctrain submit again"', whole)
+    return _starting(whole, settings.program) if settings.program else whole
+
+
+def _starting(whole: str, program: tuple[str, ...]) -> str:
+    """Let a script that trains start a program in its place, and keep how that has ended."""
+    words = " ".join(_quoted(word) if "$" in word else shlex.quote(word) for word in program)
+    whole = _CONFIG.sub(lambda _: f"program=({words})", whole, count=1)
+    files = f"{{{ENDED},{STOPPING}}}"
+    begin = (
+        f'mkdir -p "$directory" && rm -f "$directory"/{files} && export RUN_DIRECTORY=$directory'
+    )
+    whole = _DIRECTORY.sub(lambda found: f"{found[0]}\n{begin}", whole, count=1)
+    whole = _TRAIN.sub('"${program[@]}" ', whole)
+    whole = _JUDGED.sub(rf'\1echo "$code" >"$directory/{ENDED}"\n\1', whole)
+    return re.sub(r"CONFIG=\$config[ ,]", "", whole)
 
 
 def _folder() -> Traversable:
     return resources.files("hpctrain.launch") / "templates"
+
+
+def _in_time(line: str, limit: str | None) -> str:
+    """Let a signal come at the earliest when three quarters of a job's time are over."""
+    signal, mark, margin_s = line.partition("USR1@")
+    limit_s = time_limit_s(limit or "")
+    if not mark or limit_s is None or not line.startswith("#SBATCH --signal="):
+        return line
+    return f"{signal}{mark}{min(int(margin_s), int(limit_s // 4))}"
 
 
 def _option(line: str) -> str:

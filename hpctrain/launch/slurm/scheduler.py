@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from hpctrain.core.atomic import publishing
 from hpctrain.core.errors import ConfigError, LaunchError
 from hpctrain.core.units import parse_seconds
 from hpctrain.launch.program import Said, ask
@@ -16,6 +17,10 @@ ANSWER_S = 10.0
 """Time that a busy controller gets to answer; a run waits for it once, at its start."""
 
 SUBMIT_S = 120.0  # time that it gets where a person waits for a job to be taken
+
+SCRIPT = "job.sbatch"  # in a run's folder: the script of its latest job
+
+JOBS = "jobs.txt"  # in a run's folder: the numbers of its jobs, one a line
 
 UNLIMITED = ("0", "unlimited", "infinite")  # time limits that are none
 
@@ -171,20 +176,75 @@ def submit(path: Path, environ: Mapping[str, str] | None = None) -> int:
     return int(match[0])
 
 
-def still_there(jobs: Iterable[int], environ: Mapping[str, str] | None = None) -> list[int]:
-    """Return those of the jobs that wait or run.
+def submit_in(folder: Path, script: str, environ: Mapping[str, str] | None = None) -> int:
+    """Write a script into a run's folder and submit it; return the number of the job.
+
+    Raises ``ConfigError``: the folder cannot be written. ``LaunchError``: Slurm refuses.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with publishing(folder / SCRIPT) as part:
+            part.write_text(script, encoding="utf-8")
+        number = submit(folder / SCRIPT, environ)
+        with (folder / JOBS).open("a", encoding="utf-8") as file:
+            file.write(f"{number}\n")
+    except OSError as error:
+        raise ConfigError(
+            f"the folder {folder} cannot be written: {error}; choose another with --name"
+        ) from None
+    return number
+
+
+def in_queue(jobs: Iterable[int], environ: Mapping[str, str] | None = None) -> dict[int, str]:
+    """Return how it stands with those of the jobs that wait or run, such as ``PENDING, Priority``.
 
     Raises ``LaunchError``: Slurm does not answer.
     """
     squeue = Path(find_sbatch(environ)).with_name("squeue")
     # Slurm forgets jobs and then refuses a question about them: so ask for all of this user.
     done = run(
-        [str(squeue), "-h", "-u", str(os.getuid()), "-o", "%A %F"], environ, timeout_s=SUBMIT_S
+        [str(squeue), "-h", "-u", str(os.getuid()), "-o", "%A %F %T %S %r"],
+        environ,
+        timeout_s=SUBMIT_S,
     )
     if done.returncode:
         raise LaunchError(f"Slurm does not answer; it says: {_words(done.stderr)}")
-    found = {int(word) for word in done.stdout.split() if word.isdigit()}
-    return [job for job in jobs if job in found]
+    found: dict[int, str] = {}
+    for line in done.stdout.splitlines():
+        number, whole, state, start, why = (line.split(maxsplit=4) + [""] * 5)[:5]
+        more = f", {why}" if state == "PENDING" and why else ""
+        more += f", expected to start {start}" if more and start[:1].isdigit() else ""
+        # The number of an array names all its tasks: one that runs comes before those that wait.
+        for name in {number, whole} if number.isdigit() and whole.isdigit() else ():
+            if found.get(int(name), "PENDING").startswith("PENDING"):
+                found[int(name)] = f"{state}{more}"
+    return {job: found[job] for job in jobs if job in found}
+
+
+def state_of(job: int, environ: Mapping[str, str] | None = None) -> str:
+    """Return the state of a job as Slurm calls it; empty where it has forgotten the job.
+
+    Raises ``LaunchError``: Slurm does not answer.
+    """
+    if text := in_queue([job], environ).get(job):
+        return text.partition(",")[0]
+    told = run(["scontrol", "--oneliner", "show", "job", str(job)], environ, timeout_s=SUBMIT_S)
+    match = re.search(r"JobState=(\w+)", told.stdout)
+    return match[1] if match else ""
+
+
+def cancel(job: int, environ: Mapping[str, str] | None = None) -> None:
+    """End a job, or take it from the queue; nothing where it has ended.
+
+    Raises ``LaunchError``: Slurm does not answer.
+    """
+    run(["scancel", str(job)], environ, timeout_s=SUBMIT_S)
+
+
+def jobs_of(folder: Path) -> list[int]:
+    """Return the numbers of the jobs that ``hpctrain submit`` has sent for a run, oldest first."""
+    path = folder / JOBS
+    return [int(word) for word in path.read_text("utf-8").split()] if path.exists() else []
 
 
 def dependency(text: str) -> str:

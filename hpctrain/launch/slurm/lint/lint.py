@@ -15,6 +15,7 @@ from hpctrain.core.errors import ConfigError, LaunchError
 from hpctrain.core.finding import Finding, Level
 from hpctrain.core.units import format_seconds, parse_seconds
 from hpctrain.launch.pmi import needed_pmi
+from hpctrain.launch.slurm.lint import surroundings
 from hpctrain.launch.slurm.lint.script import (
     OWN_LAUNCHERS,
     BatchScript,
@@ -24,10 +25,9 @@ from hpctrain.launch.slurm.lint.script import (
     launcher_of,
     number,
 )
-from hpctrain.launch.slurm.lint.shell import UNKNOWN, Command
+from hpctrain.launch.slurm.lint.shell import HARMLESS, UNKNOWN, Command
+from hpctrain.launch.slurm.lint.surroundings import Fault
 from hpctrain.launch.slurm.scheduler import UNLIMITED, run, time_limit_s
-
-Fault = tuple[Level, str, str]  # how bad it is, what is wrong, and what to do
 
 DEFAULT_EVERY = "10min"  # ``checkpoint.every`` of a run that does not say it
 
@@ -76,8 +76,11 @@ def _runs_once(script: BatchScript) -> Iterator[Fault]:
     tasks = script.num_tasks
     if script.steps or script.launchers or not tasks or tasks == 1:
         return
-    if any(command.name in ("", "source", ".", *OWN_LAUNCHERS) for command in script.commands):
+    if any(command.name in ("", *OWN_LAUNCHERS) for command in script.commands):
         return  # what is not known may start ranks
+    sourced = [each.words[1:2] for each in script.commands if each.name in ("source", ".")]
+    if not all(words and HARMLESS.search(words[0] or UNKNOWN) for words in sourced):
+        return
     for command in script.commands:
         words = [word or "" for word in command.words]
         is_script = command.name.startswith("python") and any(w.endswith(".py") for w in words)
@@ -135,13 +138,6 @@ def _runs_srun(launcher: Command) -> bool:
     return re.search(r"(^|[ /])srun( |$)", text) is not None
 
 
-def _late_address(script: BatchScript) -> Iterator[Fault]:
-    line = script.shell.assigned.get("MASTER_ADDR", 0)
-    if script.steps and line > max(step.line for step in script.steps):
-        what = f"line {line}: MASTER_ADDR is set behind the last srun, whose tasks do not see it"
-        yield "warning", what, "export MASTER_ADDR above srun; hpctrain needs none"
-
-
 def _mpi(script: BatchScript) -> Iterator[Fault]:
     """Steps whose ``--mpi`` does not fit the MPI library."""
     needed = script.facts.needed_pmi
@@ -150,7 +146,7 @@ def _mpi(script: BatchScript) -> Iterator[Fault]:
         offered = script.facts.default_pmi if said is None else said
         do = f"srun --mpi={needed} ..."
         fits = UNKNOWN in offered or offered == needed or offered.startswith(f"{needed}_")
-        if step.does_own_launching or (fits and offered):
+        if step.does_own_launching or (fits and offered) or _is_foreign(step, script):
             continue
         needs = f"the MPI of this environment needs {needed}"
         if offered:
@@ -161,6 +157,13 @@ def _mpi(script: BatchScript) -> Iterator[Fault]:
         else:
             what = f"line {step.line}: srun without --mpi takes what the site has chosen; {needs}"
             yield "note", what, do
+
+
+def _is_foreign(step: ScriptStep, script: BatchScript) -> bool:
+    """Say whether a step runs a compiled program, below modules of its own."""
+    names = [program.name for program in step.programs]
+    is_compiled = names and not any(re.match(r"$|python|hpctrain|.*sh$", name) for name in names)
+    return bool(is_compiled) and any(each.name in ("module", "ml") for each in script.commands)
 
 
 def _is_certain(step: ScriptStep, script: BatchScript) -> bool:
@@ -201,6 +204,10 @@ def _uneven_tasks(script: BatchScript) -> Iterator[Fault]:
     tasks, nodes = script.number("ntasks"), script.number("nodes")
     spread = {"ntasks-per-node", "ntasks-per-gpu", "ntasks-per-socket", "distribution"}
     steps = script.rank_steps
+    if tasks and nodes and tasks < nodes and (script.steps or script.launchers):
+        what = f"--ntasks={tasks} on --nodes={nodes}: {nodes - tasks} of the nodes would be idle"
+        yield "warning", what, f"#SBATCH --nodes={nodes} --ntasks-per-node=1"
+        return
     if tasks in (None, 1) or nodes == 1 or not (steps or script.launchers):
         return
     if spread & {*script.options} or (
@@ -383,7 +390,6 @@ RULES: dict[str, Callable[[BatchScript], Iterator[Fault]]] = {
     "start of the ranks": _runs_once,
     "background": _not_waited_for,
     "nested launchers": _nested,
-    "rendezvous": _late_address,
     "srun --mpi": _mpi,
     "kill on bad exit": _waits_for_the_dead,
     "cores of a task": _one_core,
@@ -393,6 +399,7 @@ RULES: dict[str, Callable[[BatchScript], Iterator[Fault]]] = {
     "output": _output,
     "requeue": _endless_requeue,
     "time limit": _time,
+    **surroundings.RULES,
 }
 """All of them, by what their findings are called, in the order of these."""
 

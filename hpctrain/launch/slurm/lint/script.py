@@ -119,17 +119,12 @@ class ScriptStep:
     is_complete: bool  # whether all options are known
     num_tasks: int | None  # None where that is not known
     environ: Mapping[str, str]  # variables that the script sets for it, as far as known
+    does_own_launching: bool  # whether it runs torchrun or one of its kind, as far as can be seen
 
     @property
     def are_ranks(self) -> bool:
         """Whether its tasks wait for each other."""
         return self.num_tasks != 1 and (not self.programs or any(map(is_rank, self.programs)))
-
-    @property
-    def does_own_launching(self) -> bool:
-        """Whether it runs torchrun or one of its kind."""
-        words = (word or "" for program in self.programs for word in program.words)
-        return any(word.rpartition("/")[2] in OWN_LAUNCHERS for word in words)
 
     def option(self, name: str, variable: str) -> str | None:
         """Return what an option or else a variable says; None for what is said nowhere.
@@ -197,14 +192,25 @@ class BatchScript:
     def _step(self, command: Command) -> ScriptStep:
         options, rest, is_complete = parse(command.words[1:])
         around = {name: self.shell.get(name) or "" for name in self.shell.values}
+        programs = tuple(self._programs(command.line, rest))
         return ScriptStep(
             command.line,
             options,
-            tuple(self._programs(command.line, rest)),
+            programs,
             is_complete,
             self._tasks_of(options),
             {**self.shell.given, **around, **command.environ},
+            self._launches(programs),
         )
+
+    def _launches(self, programs: Sequence[Command]) -> bool:
+        words = [word or UNKNOWN for program in programs for word in program.words]
+        if any(word.rpartition("/")[2] in OWN_LAUNCHERS for word in words):
+            return True
+        if any(program.name and is_rank(program) for program in programs):
+            return False
+        code = re.sub(r"(^|\s)#.*", "", self.text)  # in a variable whose value is not known
+        return re.search(rf"\b({'|'.join(map(re.escape, OWN_LAUNCHERS))})\b", code) is not None
 
     def _tasks_of(self, options: Options) -> int | None:
         if "ntasks" in options:
@@ -219,9 +225,13 @@ class BatchScript:
         for flag, text in pairwise(program.words[1:]):
             if program.name in SHELLS and flag and re.fullmatch(r"-\w*c", flag):
                 yield from self.shell.inner(text or "")
-                return
+                at = program.words.index(text) + 2  # behind the name that the shell gets
+                words = program.words[at:] if '"$@"' in (text or "") else ()
+                break
+        else:
+            words = program.words
         if words:
-            yield program
+            yield Command(line, tuple(behind_wrappers(words)), {})
 
 
 def number(options: Options, name: str) -> int | None:

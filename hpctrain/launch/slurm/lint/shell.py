@@ -19,7 +19,8 @@ _WRAPPERS = (
     *("time", "taskset", "builtin", "setsid"),
 )
 _WRAPPER_WORD = re.compile(r"-.*|\d+[smhd]?|0x\w+|\w+=.*", re.DOTALL)
-_HARMLESS = re.compile(r"(/activate|/etc/.*|.*/init/\w+|.*/profile\.d/.*|.*\.bashrc)$")
+HARMLESS = re.compile(r"(/activate|/etc/.*|.*/init/\w+|.*/profile\.d/.*|.*\.bashrc)$")
+"""Files that set variables and start nothing."""
 _WHICH = re.compile(r"\s*(?:which|command -v|type -p)\s+(\w[\w.+-]*)\s*")
 _ARRAY = re.compile(r'"?\$\{(\w+)\[[@*]\]\}"?')
 _OPERATORS = (":-", "-", ":=", "=", ":?", "?", ":+", "+")
@@ -82,7 +83,8 @@ class ShellScript:
         here = line + node.start_point[0] + 1
         if node.type == "variable_assignment":
             self._assign(node)
-            self.assigned[_name(node)] = here
+            if depth == 0:  # not of a program in the words of another
+                self.assigned[_name(node)] = here
         elif node.type == "for_statement":
             self.values[_text(node.child_by_field_name("variable"))] = None
         elif node.type == "command":
@@ -129,7 +131,7 @@ class ShellScript:
         self.values[name] = [*(before or () if is_added else ()), *known] if is_known else None
 
     def _source(self, name: str, depth: int) -> None:
-        if _HARMLESS.search(name):
+        if HARMLESS.search(name):
             return
         if UNKNOWN in name or self.directory is None or depth >= MAX_DEPTH:
             self.has_unread_sources = True

@@ -152,4 +152,85 @@ exec srun --mpi=pmix -K "$(command -v python)" train.py
 #SBATCH --nodes=4 --ntasks=8 --cpus-per-task=9
 srun --mpi=pmix -K ./a : ./b
 """,
+    "Lightning below srun": """\
+#!/bin/bash
+#SBATCH --job-name=vit --nodes=2 --ntasks-per-node=4 --gres=gpu:a100:4 --cpus-per-task=16
+#SBATCH --mem=0 --time=1-12:00:00 --mail-type=END --mail-user=me@example.org
+#SBATCH --signal=SIGUSR1@90 --requeue --open-mode=append
+#SBATCH --output=%x-%j.out
+module load cuda/12.4 python/3.11
+source venv/bin/activate
+export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK
+export NCCL_DEBUG=INFO PYTHONFAULTHANDLER=1
+srun --kill-on-bad-exit=1 --mpi=pmix python train.py --devices 4 --num_nodes $SLURM_NNODES
+""",
+    "DDP by srun": """\
+#!/bin/bash
+#SBATCH -N 2 --ntasks-per-node=4 --gpus-per-node=4 -c 8 -t 2:00:00 -p gpu -A proj
+export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+export MASTER_PORT=$((10000 + SLURM_JOB_ID % 20000))
+export WORLD_SIZE=$SLURM_NTASKS
+srun -K1 --mpi=pmix -c8 bash -c 'export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID
+python train.py --dist-url env://'
+""",
+    "accelerate on several nodes": """\
+#!/bin/bash
+#SBATCH --nodes=4 --ntasks-per-node=1 --gpus-per-node=8 --cpus-per-task=96 --exclusive
+export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
+head=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n1)
+export LAUNCH="accelerate launch --num_processes $((SLURM_NNODES * 8)) --main_process_ip $head"
+srun -K1 bash -c "$LAUNCH --machine_rank \\$SLURM_PROCID train.py"
+""",
+    "a sweep of single GPUs": """\
+#!/bin/bash
+#SBATCH --array=1-20%4
+#SBATCH --ntasks=1 --cpus-per-task=8 --gpus=1 --mem-per-cpu=4G --time=6:00:00
+#SBATCH --output=%A_%a.out
+eval "$(conda shell.bash hook)"
+conda activate torch
+lr=$(sed -n "${SLURM_ARRAY_TASK_ID}p" rates.txt)
+python train.py --lr "$lr" --seed "$SLURM_ARRAY_TASK_ID"
+""",
+    "a whole node for one process": """\
+#!/bin/bash
+#SBATCH --nodes=1 --exclusive --mem=0 --time=30
+export OMP_NUM_THREADS=64 OMP_PROC_BIND=close OMP_PLACES=cores
+cd "$SLURM_SUBMIT_DIR/work" && python preprocess.py
+""",
+    "MPI and OpenMP": """\
+#!/bin/bash
+#SBATCH --nodes=8 --ntasks-per-node=2 --cpus-per-task=24 --hint=nomultithread --time=08:00:00
+module purge; module load intel-oneapi-mpi
+export OMP_NUM_THREADS=24 SLURM_CPU_BIND=cores SRUN_CPUS_PER_TASK=24
+export I_MPI_PMI_LIBRARY=/usr/lib64/libpmi2.so
+srun --mpi=pmi2 --kill-on-bad-exit=1 ./solver.x input.nml
+""",
+    "staging, and tidying up": """\
+#!/bin/bash
+#SBATCH -N1 -n4 --tmp=200G --mem=64G -t 04:00:00
+set -e
+work=$(mktemp -d "$TMPDIR/run.XXXX")
+trap 'rsync -a "$work/out/" results/; rm -rf "$work"' EXIT
+tar xf data.tar -C "$work"
+srun --mpi=pmix -K ./train --data "$work" > log.txt
+""",
+    "a notebook": """\
+#!/bin/bash
+#SBATCH --ntasks=1 --cpus-per-task=4 --mem=16G --time=4:00:00 --output=jupyter-%j.log
+port=$(shuf -i 8000-9999 -n 1)
+echo "ssh -N -L $port:$(hostname):$port login"
+jupyter lab --no-browser --ip=0.0.0.0 --port=$port
+""",
+    "jobs behind each other": """\
+#!/bin/bash
+#SBATCH --job-name=chain --nodes=2 --ntasks-per-node=2 --time=01:00:00 --dependency=singleton
+[ -e finished ] || sbatch --dependency=afterany:$SLURM_JOB_ID "$0"
+srun --mpi=pmix -K hpctrain train my.toml --resume
+""",
+    "containers by pyxis": """\
+#!/bin/bash
+#SBATCH --nodes=2 --ntasks-per-node=8 --gpus-per-node=8 --container-image=image.sqsh
+#SBATCH --container-mounts=/data:/data
+srun --mpi=pmix -K --container-image=torch.sqsh python -u /workspace/train.py --data /data
+""",
 }

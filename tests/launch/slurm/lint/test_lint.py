@@ -17,8 +17,16 @@ FACTS = LintFacts(needed_pmi="pmix", default_pmi="none", directory=Path())
 RUN = "srun --mpi=pmix --kill-on-bad-exit=1 hpctrain train my.toml"
 
 
+FILES = ("my.toml", "a.toml", "train.py", "prepare.py", "bench.py", "a.py", "venv/bin/activate")
+"""What the scripts name."""
+
+
 @pytest.fixture(autouse=True)
 def here(tmp_path, monkeypatch):
+    for name in FILES:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
 
 
@@ -99,6 +107,17 @@ FAULTS = [
     ("nested launchers", "error", "hpctrain train my.toml", "torchrun --nproc-per-node 4 a.py"),
     ("rendezvous", "warning", "|| code=$?", "|| code=$?\nexport MASTER_ADDR=$(hostname)"),
     ("output", "error", "--job-name=big", "--output=logs/%x.txt"),
+    ("options", "error", "--job-name=big", "--job-nam=big"),
+    ("units", "warning", "--job-name=big", "--mem=100"),
+    ("units", "warning", "--time=02:00:00", "--time=24"),
+    ("threads", "warning", "set -euo pipefail", "export OMP_NUM_THREADS=64"),
+    ("rendezvous", "warning", "set -euo pipefail", "export MASTER_ADDR=localhost"),
+    ("rendezvous", "error", "set -euo pipefail", "export RANK=$SLURM_PROCID"),
+    ("tasks of a step", "error", "srun ", "srun -n 32 --ntasks-per-node=4 "),
+    ("tasks per node", "warning", "--ntasks-per-node=4", "--ntasks=3"),
+    ("files", "warning", "hpctrain train my.toml", "hpctrain train my.tml.toml"),
+    ("files", "warning", "hpctrain train my.toml", "python trian.py"),
+    ("files", "warning", "set -euo pipefail", "source ~/env/bin/activate"),
 ]
 
 

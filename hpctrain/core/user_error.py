@@ -1,0 +1,130 @@
+"""Errors of a user's own code: their frames first, all others folded away, in twelve lines.
+
+A frame is the user's unless its file is part of Python, of an installed package or of hpctrain.
+"""
+
+import linecache
+import sysconfig
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from hpctrain.core.errors import HpctrainError
+
+MAX_LINES = 12  # on the terminal; all is in the log file of the rank
+
+_NUM_FRAMES = 3  # of the user's, the innermost ones
+_WIDTH = 300  # of a line of a message
+_NUM_PARTS = 6  # of a tuple that is described
+_OURS = str(Path(__file__).parents[1])
+_FOREIGN = (_OURS, *{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib")})
+_BATCH = ("inputs", "labels", "output", "label", "loss", "x", "y")
+
+
+def folded(error: BaseException, log: Path | None) -> str:
+    """Tell an error by the user's frames, what their tensors are, and the error itself.
+
+    Empty where no frame is the user's, or where it may be a fault of hpctrain itself: then
+    nothing may be folded away. ``log`` is the file that has the whole traceback; None where there
+    is none.
+    """
+    lines, notes = user_lines(error), list(getattr(error, "__notes__", ()))
+    frames = _frames(error)
+    is_told = isinstance(error, HpctrainError | SyntaxError) or bool(notes)
+    is_fault = bool(frames) and frames[-1][0].f_code.co_filename.startswith(_OURS)
+    if not is_told and (is_fault or not lines):
+        return ""
+    said = "".join(traceback.format_exception_only(error)).rstrip().splitlines()
+    said = [line[:_WIDTH] for line in said if line.strip()]
+    last = f"the whole traceback: {log}" if log else "HPCTRAIN_LOG_DIR=FOLDER keeps all frames"
+    left = MAX_LINES - len(lines) - 1
+    if len(said) > left:
+        said = [*said[: left - len(notes)], *notes]
+    return "\n".join([*lines, *said, last])
+
+
+def user_lines(error: BaseException) -> list[str]:
+    """Return the user's frames, a line each, and a line about tensors in the innermost one."""
+    frames = [each for each in _frames(error) if is_user(each[0].f_code.co_filename)]
+    lines = []
+    for frame, number in frames[-_NUM_FRAMES:]:
+        code = frame.f_code
+        source = linecache.getline(code.co_filename, number).strip()
+        lines.append(f"{_short(code.co_filename)}:{number} in {code.co_name}: {source[:_WIDTH]}")
+    if frames and (tensors := _tensors(frames[-1][0].f_locals)):
+        lines.append(f"  where {tensors}")
+    return lines
+
+
+def name_target(error: Exception, targets: Mapping[str, str]) -> None:
+    """Note on an error which of a run's targets it came from, and the tensors it was given.
+
+    ``targets`` are ``module:function`` by key, such as ``model.target``.
+    """
+    frames = [frame for frame, _ in _frames(error)]
+    ours = [each for each in frames if _module(each).startswith("hpctrain.train.")]
+    key = _key_by_function(frames, targets) or _key_by_values(ours)
+    values: dict[str, Any] = {}
+    for frame in ours:
+        values |= {name: frame.f_locals[name] for name in _BATCH if name in frame.f_locals}
+    tensors = _tensors(values)
+    named = f"{key} = {targets[key]}" if targets.get(key) else ""
+    if named or tensors:
+        error.add_note(": ".join(filter(None, (named, tensors))))
+
+
+def is_user(file: str) -> bool:
+    """Say whether a file is the user's own."""
+    return not (file.startswith(("<frozen", *_FOREIGN)) or "-packages/" in file)
+
+
+def _frames(error: BaseException) -> list[tuple[FrameType, int]]:
+    return list(traceback.walk_tb(error.__traceback__))
+
+
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__"))
+
+
+def _key_by_function(frames: list[FrameType], targets: Mapping[str, str]) -> str:
+    names = [f"{_module(frame)}:{frame.f_code.co_name}" for frame in reversed(frames)]
+    found = (key for name in names for key, target in targets.items() if target == name)
+    return next(found, "")
+
+
+def _key_by_values(ours: list[FrameType]) -> str:
+    """Guess from what the innermost of our frames holds how far a step had come."""
+    names = set(ours[-1].f_locals) if ours else set()
+    if "loss" in names or {"output", "label"} <= names:
+        return "loss.target"
+    if {"output", "labels"} <= names:
+        return "test.metric"
+    return "model.target" if "inputs" in names else ""
+
+
+def _tensors(values: Mapping[str, Any]) -> str:
+    """Describe what has a shape and a type, also in tuples."""
+    found = {name: _describe(value) for name, value in values.items() if name != "self"}
+    return ", ".join(f"{name} {text}" for name, text in found.items() if text)[:_WIDTH]
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, tuple | list) and 0 < len(value) <= _NUM_PARTS:
+        parts = [_describe(each) for each in value]
+        return f"{type(value).__name__} of ({', '.join(parts)})" if all(parts) else ""
+    roots = {kind.__module__.partition(".")[0] for kind in type(value).__mro__}
+    if not roots & {"torch", "numpy"}:
+        return ""
+    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+    if dtype is None or not isinstance(shape, tuple):
+        return ""
+    return f"{str(dtype).removeprefix('torch.')} {tuple(shape)}"
+
+
+def _short(file: str) -> str:
+    try:
+        return str(Path(file).relative_to(Path.cwd()))
+    except (ValueError, OSError):
+        return file

@@ -1,0 +1,148 @@
+"""Checks of what a batch script names and finds: options, files, variables, memory."""
+
+import difflib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from hpctrain.core.finding import Level
+from hpctrain.launch.slurm.lint.script import FLAGS, OPTIONAL, BatchScript, number
+from hpctrain.launch.slurm.lint.shell import UNKNOWN, Command
+
+Fault = tuple[Level, str, str]  # how bad it is, what is wrong, and what to do
+
+LEAST_MB = 1000  # a process that has imported torch takes half of it
+
+_VALUED = (
+    *("account", "array", "begin", "chdir", "clusters", "comment", "constraint", "container"),
+    *("cores-per-socket", "cpu-freq", "cpus-per-gpu", "cpus-per-task", "deadline", "dependency"),
+    *("distribution", "error", "exclude", "export", "export-file", "gpu-bind", "gpu-freq", "gpus"),
+    *("gpus-per-node", "gpus-per-socket", "gpus-per-task", "gres", "hint", "input", "job-name"),
+    *("licenses", "mail-type", "mail-user", "mem", "mem-bind", "mem-per-cpu", "mem-per-gpu"),
+    *("mincpus", "network", "nodefile", "nodelist", "nodes", "ntasks", "ntasks-per-core"),
+    *("ntasks-per-gpu", "ntasks-per-node", "ntasks-per-socket", "open-mode", "output"),
+    *("partition", "priority", "profile", "qos", "reservation", "signal", "sockets-per-node"),
+    *("switches", "threads-per-core", "time", "time-min", "tmp", "wckey", "wrap"),
+)
+"""Options of sbatch that take a value, by their long names."""
+
+_HOURS = ("12", "24", "36", "48", "72", "96", "168")  # what people write for hours
+_HERE = ("localhost", "127.0.0.1")
+_UNITS_MB = {"": 1.0, "K": 1 / 1024, "M": 1.0, "G": 1024.0, "T": 1024.0**2}
+
+
+def misspelt(script: BatchScript) -> Iterator[Fault]:
+    """An option that sbatch does not have; plug-ins of a site may bring more."""
+    known = [name for name in (*FLAGS, *OPTIONAL, *_VALUED) if len(name) > 1]
+    for name in script.options:
+        close = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
+        if len(name) > 1 and name not in known and close:
+            yield "error", f"#SBATCH --{name} is no option of sbatch", f"#SBATCH --{close[0]}"
+
+
+def little(script: BatchScript) -> Iterator[Fault]:
+    """Memory or time without the unit that was meant."""
+    for name in ("mem", "mem-per-cpu"):
+        match = re.fullmatch(r"(\d+)([KMGT]?)B?", script.options.get(name, "").upper())
+        if match and 0 < (mb := float(match[1]) * _UNITS_MB[match[2]]) < LEAST_MB:
+            what = f"--{name}={script.options[name]} is {mb:g} MB, too little to import torch"
+            yield "warning", what, f"#SBATCH --{name}={match[1]}G, if gigabytes are meant"
+    if (text := script.options.get("time")) in _HOURS:
+        what = f"--time={text} is {text} minutes"
+        yield "warning", what, f"#SBATCH --time={text}:00:00, if hours are meant"
+
+
+def threads(script: BatchScript) -> Iterator[Fault]:
+    """More threads than a task has cores."""
+    text = script.shell.get("OMP_NUM_THREADS") or ""
+    is_own = "OMP_NUM_THREADS" in script.shell.values and text.isdigit()
+    for step in script.rank_steps if is_own and "exclusive" not in script.options else ():
+        said = step.option("cpus-per-task", "SRUN_CPUS_PER_TASK")
+        cores = said if said is not None else script.options.get("cpus-per-task", "1")
+        if cores.isdigit() and int(text) > int(cores) and script.num_tasks != 1:
+            line = script.shell.assigned.get("OMP_NUM_THREADS", step.line)
+            what = f"line {line}: OMP_NUM_THREADS={text}, and a task has {cores} of the cores"
+            yield "warning", what, "export OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK"
+
+
+def rendezvous(script: BatchScript) -> Iterator[Fault]:
+    """What ``torch.distributed`` reads, set where it cannot be right."""
+    assigned = script.shell.assigned
+    steps = [step for step in script.rank_steps if not step.does_own_launching]
+    if not steps:
+        return
+    line = assigned.get("MASTER_ADDR", 0)
+    if line > max(step.line for step in steps):
+        what = f"line {line}: MASTER_ADDR is set behind the last srun, whose tasks do not see it"
+        yield "warning", what, "export MASTER_ADDR above srun; hpctrain needs none"
+    elif line and script.shell.get("MASTER_ADDR") in _HERE and script.number("nodes") != 1:
+        what = f"line {line}: MASTER_ADDR={script.shell.get('MASTER_ADDR')} is each node itself"
+        do = 'MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
+        yield "warning", what, f"{do}; hpctrain needs none"
+    for name, of_slurm in (("RANK", "SLURM_PROCID"), ("LOCAL_RANK", "SLURM_LOCALID")):
+        if name in assigned:
+            what = (
+                f"line {assigned[name]}: {name} is set once, before srun: all tasks get the same"
+            )
+            do = f"srun bash -c 'export {name}=${of_slurm}; exec \"$@\"' rank PROGRAM ..."
+            yield "error", what, f"{do}; hpctrain needs none"
+
+
+def crowded(script: BatchScript) -> Iterator[Fault]:
+    """A step of more tasks than its job has."""
+    whole = script.num_tasks
+    for step in script.steps if whole and not {"overcommit", "O"} & {*script.options} else ():
+        own = number(step.options, "ntasks")
+        if whole and own and own > whole and not {"overcommit", "O"} & {*step.options}:
+            what = f"line {step.line}: srun starts {own} tasks in a job of {whole}: it would fail"
+            yield "error", what, f"#SBATCH --ntasks={own}, or srun without -n"
+
+
+def missing(script: BatchScript) -> Iterator[Fault]:
+    """A file that a script uses and that is not there, where names begin at a known folder."""
+    facts = script.facts
+    moves = any(command.name in ("cd", "pushd") for command in script.commands)
+    if facts.directory is None:
+        return
+    bare = [step for step in script.steps if not any("container" in name for name in step.options)]
+    inside = [command for step in bare for command in step.programs]
+    for command in [*script.commands, *inside]:
+        for name in _files(command):
+            if UNKNOWN in name or re.search(r"[$*?]", name):
+                continue
+            path = Path(name)
+            is_movable = not path.is_absolute() and not name.startswith("~")
+            if is_movable and (moves or "chdir" in script.options):
+                continue
+            try:
+                is_there = (facts.directory / path.expanduser()).exists()
+            except (OSError, RuntimeError):
+                continue
+            if not is_there:
+                what = f"line {command.line}: {command.name} is given {name}, which is not there"
+                yield "warning", what, f"ls {name}; names begin where sbatch is called"
+
+
+def _files(command: Command) -> Iterator[str]:
+    """Return the files without which a command fails at once."""
+    words = [word or UNKNOWN for word in command.words]
+    rest = words[1:]
+    if command.name in ("source", ".") and rest and rest[0].endswith("/activate"):
+        yield rest[0]
+    elif command.name == "hpctrain" and rest[:1] == ["train"]:
+        yield from (word for word in rest if word.endswith(".toml"))
+    elif re.fullmatch(r"python[\d.]*", command.name):
+        first = next((word for word in rest if not word.startswith("-")), "")
+        if first.endswith(".py") and "-c" not in rest and "-m" not in rest:
+            yield first
+
+
+RULES = {
+    "options": misspelt,
+    "units": little,
+    "threads": threads,
+    "rendezvous": rendezvous,
+    "tasks of a step": crowded,
+    "files": missing,
+}
+"""All of them, by what their findings are called."""

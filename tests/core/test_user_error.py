@@ -1,0 +1,47 @@
+"""An error of the user's own code is told in a few lines; what may be ours is told whole."""
+
+import numpy as np
+import pytest
+
+from hpctrain.core.errors import ConfigError
+from hpctrain.core.units import parse_seconds
+from hpctrain.core.user_error import MAX_LINES, folded
+
+
+def deep(depth, x):
+    if depth:
+        return deep(depth - 1, x)
+    raise ValueError("\n".join(f"line {number}" for number in range(40)))
+
+
+def told(action, *words):
+    with pytest.raises(Exception) as raised:  # noqa: PT011 - of any kind
+        action(*words)
+    return folded(raised.value, None)
+
+
+def test_the_innermost_frames_and_their_arrays_are_told_in_twelve_lines():
+    lines = told(deep, 20, np.zeros((2, 3), "float32")).splitlines()
+    assert len(lines) == MAX_LINES
+    assert "in deep: raise ValueError" in lines[2]
+    assert lines[3] == "  where x float32 (2, 3)"
+    assert lines[4] == "ValueError: line 0"
+
+
+def test_an_error_of_ours_for_users_is_folded_and_a_fault_of_ours_is_not():
+    assert "ConfigError" in told(parse_seconds, "soon")
+    assert told(parse_seconds, {}) == ""
+
+
+def test_a_syntax_error_shows_the_line():
+    text = told(compile, "x = (1,\ny = 2\n", "mine.py", "exec")
+    assert 'File "mine.py", line 1' in text
+
+
+def test_an_object_that_fails_when_it_is_looked_at_is_left_out():
+    class Bad:
+        @property
+        def shape(self):
+            raise ConfigError("no")
+
+    assert "where" not in told(deep, 0, Bad())

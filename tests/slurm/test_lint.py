@@ -1,0 +1,86 @@
+"""``hpctrain doctor --lint`` beside a Slurm: twenty planted mistakes, each of them named."""
+
+from pathlib import Path
+
+import pytest
+
+from hpctrain.cli.doctor import _lint
+from tests.launch.slurm.lint.scripts import USERS
+
+pytestmark = [pytest.mark.launches, pytest.mark.requires("slurm"), pytest.mark.limit(120)]
+
+HEALTHY = """\
+#!/bin/bash
+#SBATCH --job-name=train
+#SBATCH --partition=main
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=2
+#SBATCH --cpus-per-task=2
+#SBATCH --mem=2G
+#SBATCH --time=01:00:00
+#SBATCH --output=%x-%j.out
+source venv/bin/activate
+export SRUN_CPUS_PER_TASK=2 OMP_NUM_THREADS=2
+srun --mpi=pmix --kill-on-bad-exit=1 python train.py
+srun --mpi=pmix --kill-on-bad-exit=1 hpctrain train my.toml
+"""
+SRUN = "srun --mpi=pmix --kill-on-bad-exit=1 python train.py"
+PLANTED = {
+    "no srun": (HEALTHY[HEALTHY.index("srun") :], "python train.py\n", "without srun runs once"),
+    "tasks that fill nodes unevenly": ("--ntasks-per-node=2", "--ntasks=3", "the last one has"),
+    "fewer tasks than nodes": ("--ntasks-per-node=2", "--ntasks=1", "nodes|without srun"),
+    "more threads than cores": ("OMP_NUM_THREADS=2", "OMP_NUM_THREADS=16", "has 2 of the cores"),
+    "MASTER_ADDR": ("export SRUN", "export MASTER_ADDR=localhost SRUN", "each node itself"),
+    "RANK": ("export SRUN", "export RANK=$SLURM_PROCID SRUN", "all tasks get the same"),
+    "torchrun": (SRUN, "srun -K1 --mpi=pmix torchrun --nproc_per_node=2 train.py", "torchrun"),
+    "megabytes": ("--mem=2G", "--mem=100", "is 100 MB"),
+    "more memory than a node has": ("--mem=2G", "--mem=900G", "sbatch"),
+    "more tasks than a node has cores": ("--ntasks-per-node=2", "--ntasks-per-node=64", "sbatch"),
+    "a time that is none": ("--time=01:00:00", "--time=2h", "no time of Slurm's"),
+    "minutes": ("--time=01:00:00", "--time=24", "is 24 minutes"),
+    "an output without a folder": ("--output=", "--output=logs/", "which is no folder"),
+    "a misspelt option": ("--cpus-per-task", "--cpu-per-task", "no option of sbatch"),
+    "a partition that is none": (
+        "--partition=main",
+        "--partition=mian",
+        "partition specified: mian",
+    ),
+    "an environment that is not there": ("venv/bin", "env/bin", "given env/bin/activate"),
+    "a configuration that is not there": ("my.toml", "me.toml", "given me.toml"),
+    "a script that is not there": ("train.py", "trian.py", "given trian.py"),
+    "a launcher nobody waits for": (SRUN, "mpirun -n 4 python train.py &", "without a wait"),
+    "lines of DOS": ("\n", "\r\n", "end as in DOS"),
+}
+
+
+@pytest.fixture(autouse=True)
+def files(login, tmp_path, monkeypatch):  # noqa: ARG001 - its environment
+    names = ("my.toml", "a.toml", "train.py", "prepare.py", "bench.py", "venv/bin/activate")
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+
+def told(text):
+    path = Path("job.sbatch")
+    path.write_text(text, newline="")
+    return [each for each in _lint(path) if each.is_wrong]
+
+
+def test_twenty_of_twenty_planted_mistakes_are_named_and_a_healthy_script_is_well():
+    assert told(HEALTHY) == []
+    assert len(PLANTED) == 20
+    missed = {}
+    for name, (old, new, words) in PLANTED.items():
+        assert old in HEALTHY, name
+        found = [f"{each.check}: {each.what}" for each in told(HEALTHY.replace(old, new))]
+        if not any(word in line for word in words.split("|") for line in found):
+            missed[name] = found
+    assert missed == {}
+
+
+def test_what_slurm_refuses_of_real_scripts_is_all_that_is_said():
+    """The cluster is smaller than those that they are for."""
+    for name, text in USERS.items():
+        assert {each.check for each in told(text)} <= {"sbatch --test-only"}, name

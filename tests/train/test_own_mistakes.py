@@ -1,0 +1,167 @@
+"""Mistakes in the user's own model, loss and data: found by a dry run, and told in a few lines."""
+
+import subprocess
+import sys
+
+import pytest
+
+import hpctrain
+from hpctrain.core.errors import HpctrainError
+from hpctrain.core.user_error import MAX_LINES, folded
+from hpctrain.launch import mpiexec
+from hpctrain.train.load import load
+from hpctrain.train.run import How, run
+from tests.train.starting import ROOT
+
+pytestmark = pytest.mark.launches
+
+MINE = """\
+import numpy, torch
+from torch import nn
+from torch.nn import functional
+from hpctrain.data import ShardedDataset, write_arrays
+
+class Net(nn.Module):
+    def __init__(self, features, classes, fault):
+        super().__init__()
+        self.fault, self.linear = fault, nn.Linear(features, classes)
+
+    def forward(self, x):
+        if self.fault == "memory":
+            return torch.empty(1 << 50)
+        out = self.linear(x)
+        return (out, x) if self.fault == "tuple" else out
+
+def model(features=6, classes=3, fault=""):
+    return Net(features, classes, fault)
+
+def data(comm, folder, fault=""):
+    draw = numpy.random.default_rng(0)
+    x = draw.normal(size=(32, 6)).astype("float64" if fault == "double" else "float32")
+    y = draw.integers(0, 3, 32).astype("int32" if fault == "label" else "int64")
+    if fault == "gap":
+        x[:] = numpy.nan
+    if comm.rank == 0:
+        for part in ("train", "test"):
+            write_arrays(f"{folder}/{part}", {"x": x, "y": y}, samples_per_shard=16)
+    comm.barrier()
+    return tuple(ShardedDataset.open(f"{folder}/{part}", comm) for part in ("train", "test"))
+
+def each_loss(output, label):
+    return functional.cross_entropy(output, label, reduction="none")
+
+def crop(fields):
+    return {"x": fields["z"], "y": fields["y"]}
+"""
+
+CONFIG = """\
+name = "mine"
+[model]
+target = "mine:model"
+[data]
+target = "mine:data"
+[optimizer]
+name = "SGD"
+lr = 0.1
+[train]
+epochs = 1
+global_batch = 16
+[log]
+plots = false
+"""
+
+MODEL = 'model.target = "mine:model" refuses'
+LOSS = 'loss.target = "cross_entropy" refuses'
+FORWARD = "in forward: out = self.linear(x)"
+MISTAKES = {
+    "number of classes": (
+        "model.args.classes=2",
+        "IndexError: Target 2",
+        f"{LOSS} float32 (16, 2)",
+    ),
+    "a tuple": ("model.args.fault=tuple", f"{LOSS} a tuple of float32 (16, 3), float32 (16, 6)"),
+    "no scalar": (
+        "loss.target=mine:each_loss",
+        "returns one number",
+        "got float32 (16,) of float32",
+    ),
+    "double": ("data.args.fault=double", "Double", f"{MODEL} float64 (16, 6)", FORWARD),
+    "field": ("data.input=z", 'data.input = "z" is no field of the data; there are x, y'),
+    "label": ("data.args.fault=label", "int64 or uint8, got labels of type int32"),
+    "shapes": ("model.args.features=5", "16x6 and 5x3", f"{MODEL} float32 (16, 6)", FORWARD),
+    "typo": ("model.target=mine:modle", "mine has no modle; did you mean model?"),
+    "import": ("model.target=broken:model", 'model.target = "broken:model"', "no_such_package"),
+    "transform": (
+        "data.transform=mine:crop",
+        "KeyError",
+        "data.transform = mine:crop",
+        "in crop:",
+    ),
+    "nan": ("data.args.fault=gap", "must be finite", "step 1"),
+    "memory": (
+        "model.args.fault=memory",
+        "memory",
+        "model.target = mine:model: inputs float32 (16, 6), labels int64 (16,)",
+        "in forward: return torch.empty(1 << 50)",
+    ),
+}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(MINE)
+    (tmp_path / "broken.py").write_text("import no_such_package\n")
+    (tmp_path / "mine.toml").write_text(CONFIG)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_a_dry_run_tells_each_of_twelve_mistakes_with_target_and_shapes(folder, monkeypatch):
+    """In this process: no rank needs another."""
+    monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
+    wrong = {}
+    try:
+        for number, (name, (override, *words)) in enumerate(MISTAKES.items()):
+            overrides = [override, f"data.args.folder={folder}/{number}"]
+            text = "nothing"
+            try:
+                run(load(folder / "mine.toml", overrides), {}, How(dry_run=True))
+            except HpctrainError as error:
+                text = str(error)
+            except Exception as error:
+                text = folded(error, None)
+            is_told = all(word in text for word in words)
+            if not is_told or len(text.splitlines()) > MAX_LINES:
+                wrong[name] = text
+        assert wrong == {}
+        assert len(MISTAKES) == 12
+        good = load(folder / "mine.toml", [f"data.args.folder={folder}/good"])
+        assert run(good, {}, How(dry_run=True)) == 0
+        assert not (folder / "runs").exists()
+    finally:
+        hpctrain.shutdown()
+        for module in ("mine", "broken"):
+            sys.modules.pop(module, None)
+
+
+def test_two_ranks_tell_it_once_without_the_launchers_boxes_and_the_log_has_all(folder):
+    words = ["--set=model.args.fault=memory", f"--set=data.args.folder={folder}/d"]
+    line = [sys.executable, "-m", "hpctrain", "launch", "-n", "2", "--"]
+    done = subprocess.run(
+        [*line, "hpctrain", "train", "mine.toml", *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=mpiexec.environment() | {"PYTHONPATH": str(ROOT)},
+    )
+    told = done.stderr.splitlines()
+    assert done.returncode == 1, done.stderr
+    assert told[0] == "[rank 0] mine.py:13 in forward: return torch.empty(1 << 50)", done.stderr
+    assert len(told) <= MAX_LINES, done.stderr
+    assert "model.target = mine:model: inputs float32 (8, 6), labels int64 (8,)" in done.stderr
+    log = folder / "runs/mine/log/rank-0.log"
+    assert told[-1] == f"[rank 0] the whole traceback: {log.relative_to(folder)}"
+    whole = log.read_text()
+    assert "Traceback (most recent call last)" in whole
+    assert "/cli/main.py" in whole
+    assert "\0" not in done.stderr
