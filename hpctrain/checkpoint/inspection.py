@@ -5,7 +5,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from hpctrain.checkpoint.checkpoint_directory import CheckpointDirectory
+from hpctrain.checkpoint.checkpoint_directory import SCORE, CheckpointDirectory
 from hpctrain.checkpoint.format import manifest
 from hpctrain.checkpoint.format.manifest import CheckpointManifest, step_of
 from hpctrain.checkpoint.loading import check
@@ -34,6 +34,33 @@ def checkpoints_in(path: Path | str) -> list[Path]:
         f"there is no checkpoint in {folder} that is finished and in use; give a run directory or "
         f"one of its checkpoints"
     )
+
+
+def checkpoint_of(path: Path | str, which: str) -> Path:
+    """Return one of the checkpoints that a path names: ``last``, ``best`` or a number of steps.
+
+    Raises ``CheckpointError``: there is none such, or no test has said which is the best.
+    """
+    found = checkpoints_in(path)
+    if which == "last":
+        return found[-1]
+    if which == "best":
+        # The newest of equal ones, as that is what a run keeps.
+        facts = ((CheckpointManifest.read(one).facts, one) for one in found)
+        scored = [(told[SCORE], one) for told, one in facts if SCORE in told]
+        if scored:
+            return max(scored)[1]
+        raise CheckpointError(
+            f"no checkpoint of {path} was taken behind a test, so that none is the best; "
+            f"checkpoint.keep_best or test.patience does so"
+        )
+    steps = {str(step_of(one.name)): one for one in found}
+    if which not in steps:
+        raise CheckpointError(
+            f"a checkpoint is last, best, or a number of steps, which here is one of "
+            f"{', '.join(steps)}; got {which!r}"
+        )
+    return steps[which]
 
 
 def describe(directory: Path | str, *, num_largest: int = 10) -> dict[str, Any]:

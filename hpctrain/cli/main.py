@@ -14,6 +14,7 @@ from hpctrain.cli.bench import bench
 from hpctrain.cli.checkpoint import checkpoint
 from hpctrain.cli.data import data
 from hpctrain.cli.doctor import doctor
+from hpctrain.cli.evaluate import evaluate, predict
 from hpctrain.cli.guide import guide
 from hpctrain.cli.horovod import horovod
 from hpctrain.cli.launch import CONTEXT_SETTINGS, launch
@@ -51,6 +52,10 @@ For instance:
 
   hpctrain launch -n 4 hpctrain bench allreduce --peers
 
+  hpctrain evaluate runs/digits        test what a run has learnt
+
+  hpctrain predict runs/digits --output predictions.h5
+
   hpctrain plan runs/digits --machine machine.toml --target-loss 0.1
 
   hpctrain submit my.toml --nodes 2 --tasks 2 --time 30min
@@ -80,6 +85,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(train)
+app.command()(evaluate)
+app.command()(predict)
 app.command(context_settings=CONTEXT_SETTINGS)(launch)
 app.command(cls=ShimCommand, context_settings=SHIM_SETTINGS)(shim)
 app.command(cls=SubmitCommand)(submit)

@@ -60,12 +60,12 @@ class HierarchicalCommunicator(MpiCommunicator):
         self.plan = plan  # what algorithms are chosen by; ``use`` changes it
         self.num_rails = plan.num_rails
         self._one_node = plan.num_rails == 0
-        self._slots = SharedSlots(node)
+        self.slots = SharedSlots(node)  # what ordinary tensors pass through inside the node
         self._ways: dict[str, Callable[[Tensor, Combination, float | None], None]] = {
             "levels": self._levels_
         }
         if self._one_node:
-            self._ways = {"direct": self._slots.direct_, "slices": self._slots.slices_}
+            self._ways = {"direct": self.slots.direct_, "slices": self.slots.slices_}
 
     @property
     def levels(self) -> "HierarchicalCommunicator":
@@ -193,12 +193,12 @@ class HierarchicalCommunicator(MpiCommunicator):
     def _levels_(self, values: Tensor, how: Combination, scale: float | None) -> None:
         early, late = _when(scale, how)
         call = tensor_call(how.op, values.dtype, values.numel(), scale)
-        for chunk in values.split(self._slots.numel(values.dtype)):
-            bucket = self._slots.enter(chunk, call)
+        for chunk in values.split(self.slots.numel(values.dtype)):
+            bucket = self.slots.enter(chunk, call)
             part = self._sum_on_node(bucket, how, early)
             self._sum_over_rail(part, how)
             self.node.barrier()
-            self._slots.leave(chunk, bucket, late)
+            self.slots.leave(chunk, bucket, late)
 
     def _sum_on_node(self, bucket: Bucket, how: Combination, scale: float | None) -> Tensor:
         self.node.sum_slice(bucket, how, scale)

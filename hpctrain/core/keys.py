@@ -36,8 +36,11 @@ class Rule:
 
     least: float | None = None
     above: float | None = None
+    below: float | None = None
     is_time: bool = False
     """A text such as ``"10min"``; an empty one is no time."""
+    each: type | None = None
+    """Of a list: the type of all that it holds."""
 
     def check(self, name: str, value: Any) -> None:
         """Return if a value keeps to it.
@@ -53,6 +56,11 @@ class Rule:
             require(value >= self.least, f"{name} must be at least {self.least}", value)
         if self.above is not None:
             require(value > self.above, f"{name} must be above {self.above}", value)
+        if self.below is not None:
+            require(value < self.below, f"{name} must be below {self.below}", value)
+        if self.each is not None:
+            rule = f"{name} is a list, each of it {TYPE_NAMES[self.each]}"
+            require(all(type(item) is self.each for item in value), rule, value)
 
 
 Count = Annotated[int, Rule(least=0)]
@@ -60,6 +68,7 @@ Number = Annotated[int, Rule(least=1)]
 Positive = Annotated[float, Rule(above=0)]
 AtLeast0 = Annotated[float, Rule(least=0)]
 Time = Annotated[str, Rule(is_time=True)]
+Texts = Annotated[list[str], Rule(each=str)]
 
 
 def require(ok: bool, rule: str, value: object) -> None:  # noqa: FBT001 - reads as a sentence
@@ -252,7 +261,7 @@ def _alternatives(hint: Any) -> list[tuple[type, str | Rule | None]]:
     if origin is Literal:
         return [(str, word) for word in args]
     if origin is Annotated:
-        return [(args[0], args[1])]
+        return [(get_origin(args[0]) or args[0], args[1])]
     return [(hint if hint in TYPE_NAMES else dict, None)]
 
 

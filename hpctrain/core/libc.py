@@ -1,8 +1,10 @@
 """The C library of this process: calls of the kernel that Python has no name for."""
 
+import contextlib
 import ctypes
 import mmap
 import os
+import select
 from functools import cache
 from pathlib import Path
 from typing import TypeAlias
@@ -13,6 +15,7 @@ _HERE = -100  # AT_FDCWD: paths are as for any other call
 _EXCHANGE = 2
 _SET_TIMER_SLACK = 29
 _FAILED = ctypes.c_void_p(-1).value
+_CLOCK_MONOTONIC = 1
 
 
 class _Span(ctypes.Structure):
@@ -112,6 +115,38 @@ def sharpen_sleep() -> None:
     The kernel adds 50 us to every sleep, to save wake-ups: as long as a small message takes.
     """
     libc().prctl(_SET_TIMER_SLACK, ctypes.c_ulong(1), 0, 0, 0)  # nanoseconds; 0 is the default
+
+
+class Timer:
+    """What a thread sleeps on, and another sets: that wakes nobody before the time has come."""
+
+    __slots__ = ("_descriptor", "_poll", "_set")
+
+    def __init__(self) -> None:
+        """Make one that is not set. Raises ``OSError``: too many files are open."""
+        flags = os.O_NONBLOCK | os.O_CLOEXEC
+        self._descriptor: int = libc().timerfd_create(_CLOCK_MONOTONIC, flags)
+        if self._descriptor < 0:
+            raise _error()
+        self._poll = select.poll()
+        self._poll.register(self._descriptor, select.POLLIN)
+        self._set = instant_libc().timerfd_settime
+
+    def set(self, seconds: float) -> None:
+        """Go off once so many seconds from now, in place of any other time; with 0 never."""
+        nanoseconds = int(seconds * 1e9)
+        when = (ctypes.c_long * 4)(0, 0, *divmod(nanoseconds, 1_000_000_000))
+        self._set(self._descriptor, 0, when, None)
+
+    def wait(self, timeout_s: float) -> None:
+        """Sleep until it goes off, or for so long."""
+        if self._poll.poll(timeout_s * 1e3):
+            with contextlib.suppress(BlockingIOError):  # set anew meanwhile
+                os.read(self._descriptor, 8)
+
+    def close(self) -> None:
+        """Give the descriptor back; nobody may wait any more."""
+        os.close(self._descriptor)
 
 
 def _error() -> OSError:

@@ -118,6 +118,14 @@ class LocalMethod(StateFields):
         for reducer in self._reducers:
             reducer.set_num_samples(num_samples, nominal)
 
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Let so many passes be added up before gradients are averaged, from the next step on.
+
+        Not collective; a rank may take fewer of them than others, at least 1.
+        """
+        for reducer in self._reducers:
+            reducer.set_passes(passes)
+
     def take_part(self, *, takes_part: bool) -> None:
         """Let this rank's replica count in averagings from now on, or sit out.
 

@@ -13,6 +13,7 @@ from hpctrain.comm.communicator import Owner
 from hpctrain.comm.eager import eager
 from hpctrain.comm.mpi_library import calls_from_threads
 from hpctrain.core.errors import CommError, HorovodInternalError, RankLostError
+from hpctrain.core.libc import Timer
 from hpctrain.core.units import MIB
 from hpctrain.negotiation.progress_engine import CLOSE, JOIN, BreakOff, ProgressEngine
 from hpctrain.negotiation.request import Handle, Kind, Request, Result, Take
@@ -58,20 +59,24 @@ class Controller:
         self._progress = ProgressEngine(
             comm, self._post, fusion_bytes=fusion_bytes, timelines=timelines, stalls=stalls
         )
-        self._cycle_s, self._timeout_s = cycle_s, timeout_s
+        self._timeout_s = timeout_s
         self._is_open = self._may_drive = True
         self._refusal: HorovodInternalError | None = None
         """Why nothing more is taken on this rank, though others may not know yet."""
         self._owner = Owner()
-        lock = threading.Lock()
-        self._given_up = threading.Condition(lock)
+        self._lock = threading.Lock()
+        self._given_up = threading.Condition(self._lock)
         """Told when nobody drives any more, and when something was carried out."""
-        self._wanted = threading.Condition(lock)  # told when the thread has something to do
-        self._is_driven = self._is_asleep = self._is_idle = False
+        self._is_driven = self._is_asleep = False
         self._num_callers = 0
         self._next_look = time.monotonic() + TICK_S
+        self._burst_s = max(cycle_s, _BURST_S)
+        self._timer: Timer | None = None
+        """Goes off when what nobody waits for has waited for a burst; set when that begins."""
+        self._is_set, self._num_seen = False, 0
         self._thread: threading.Thread | None = None
         if comm.size > 1 and calls_from_threads():
+            self._timer = Timer()
             self._thread = threading.Thread(
                 target=self._drive_for_nobody, name="hpctrain-named", daemon=True
             )
@@ -144,6 +149,9 @@ class Controller:
 
         ``RankLostError`` if it was not done within ``timeout_s``, by default that of all.
         """
+        self._start(handle)
+        if handle.is_done:
+            return
         since = time.monotonic()
         limit_s = self._timeout_s if timeout_s is None else timeout_s
 
@@ -201,22 +209,45 @@ class Controller:
         if self._is_driven:
             if self._is_asleep:
                 self._post.ring()
-        elif self._is_idle:
-            with self._wanted:
-                self._is_idle = False  # told once: it may be long until it has Python's lock
-                self._wanted.notify()
-        elif self._thread is None:
+        elif self._timer is None:
             self.look()
+        elif not self._is_set:
+            with self._lock:
+                self._set_timer(self._timer)
+
+    def _set_timer(self, timer: Timer) -> None:
+        """Let the thread see to what is under way, unless somebody waits for it before."""
+        self._is_set, self._num_seen = True, len(self._progress.news)
+        timer.set(self._burst_s)
+
+    def _start(self, handle: Handle) -> None:
+        """Carry out a repeated operation, or begin to, where nothing else is under way here."""
+        progress = self._progress
+        if progress.express is None:
+            return
+        with self._lock:
+            if self._is_driven or self._num_callers:
+                return
+            self._is_driven = True
+        try:
+            progress.start(handle)
+        except BaseException as error:  # the others may go on with this rank or not
+            progress.break_down(error)
+            raise
+        finally:
+            with self._lock:
+                self._pass_on(drives=True)
 
     def _end_driving(self) -> None:
         """End the thread and wait for callers to go, as nothing can go on; nobody drives then."""
         with self._given_up:
             self._may_drive = False
             self._num_callers += 1  # so that this one is told
-            self._wanted.notify_all()
         self._post.ring()
-        if self._thread is not None:
+        if self._thread is not None and self._timer is not None:
+            self._timer.set(_BURST_S)
             self._thread.join()
+            self._timer.close()
         end = time.monotonic() + _CLOSE_S
         with self._given_up:
             while self._is_driven and time.monotonic() < end:
@@ -262,46 +293,44 @@ class Controller:
             return
         if self._num_callers:
             self._given_up.notify_all()
-        elif self._is_idle and self._progress.has_work():
-            self._wanted.notify()
+        elif self._timer is not None and self._may_drive:
+            has_work = self._progress.has_work()
+            if has_work and not self._is_set:
+                self._set_timer(self._timer)
+            elif self._is_set and not has_work:
+                self._is_set = False
+                self._timer.set(0)
 
     # -- the thread -------------------------------------------------------------------------
 
     def _drive_for_nobody(self) -> None:
+        assert self._timer is not None
         while self._may_drive and self._progress.broken is None:
-            if not self._take_over():
-                continue
+            if self._is_driven or self._num_callers or not self._progress.is_awaited:
+                self._timer.wait(TICK_S)
+            self._is_set = False
+            self._let_burst_pass()
+            with self._lock:
+                if self._is_driven or self._num_callers or not self._may_drive:
+                    continue
+                self._is_driven = True
             try:
                 self._drive(self._is_unneeded)
             except CommError:
                 pass  # those who wait are told, and whoever asks next
             finally:
-                with self._given_up:
+                with self._lock:
                     self._pass_on(drives=True)
-
-    def _take_over(self) -> bool:
-        """Wait until the thread is needed, or for a tick; say whether it drives now."""
-        with self._wanted:
-            self._is_idle = True
-            if self._is_driven or self._num_callers or not self._progress.has_work():
-                self._wanted.wait(TICK_S)
-            self._is_idle = False
-            self._let_burst_pass()
-            if self._is_driven or self._num_callers or not self._may_drive:
-                return False
-            self._is_driven = True
-            return True
 
     def _let_burst_pass(self) -> None:
         """Wait while more and more is submitted: a program that submits needs Python's lock."""
-        news = self._progress.news
+        news, num_seen = self._progress.news, self._num_seen
         for _ in range(_MOST_CYCLES):
             num_news = len(news)
-            if not num_news or self._is_driven or self._num_callers or not self._may_drive:
+            if num_news <= num_seen or self._is_driven or self._num_callers:
                 return
-            self._wanted.wait(max(self._cycle_s, _BURST_S))  # nobody tells of news now
-            if len(news) == num_news:
-                return
+            num_seen = num_news
+            time.sleep(self._burst_s)
 
     def _is_unneeded(self) -> bool:
         """Say whether the thread lets go: for good, for a caller, or for a cycle."""

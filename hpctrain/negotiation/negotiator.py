@@ -30,8 +30,9 @@ class Negotiator:
         self._tree = tree
         self._is_root = tree.parent is None
         self._sources = {child: place for place, child in enumerate(tree.children, OWN + 1)}
-        self._slots = ResponseCache(num_slots)
-        self._tally = PendingTable(tree.rank, len(tree.children), self._slots)
+        self.cache = ResponseCache(num_slots)
+        """The numbers of operations."""
+        self._tally = PendingTable(tree.rank, len(tree.children), self.cache)
         self._announced: dict[str, int] = {}  # in order; the number, or -1
         self._own_slots: list[int] = []  # of them, those that the table has not got yet
         self._is_changed = False
@@ -60,7 +61,7 @@ class Negotiator:
             )
         assert name not in self._announced
         self._is_changed = True
-        slot = self._slots.number(name, signature)
+        slot = self.cache.number(name, signature)
         if slot is not None:
             self._announced[name] = slot
             self._own_slots.append(slot)
@@ -91,6 +92,11 @@ class Negotiator:
     def pending(self) -> Collection[str]:
         """Return what this rank has announced and is not decided, oldest first; a live view."""
         return self._announced.keys()
+
+    @property
+    def takes_part(self) -> bool:
+        """Whether this rank waits for a decision, or has joined."""
+        return bool(self._announced) or self._tally.joined[OWN]
 
     def questions(self) -> list[object]:
         """Return what was asked, each question once."""
@@ -221,14 +227,14 @@ class Negotiator:
                 error = disagreement(name, [(some, ranks or []) for some, ranks in parts])
             else:
                 error = missing_root(name, signature, everywhere)
-        slot = None if error else self._slots.number(name, signature)
+        slot = None if error else self.cache.number(name, signature)
         return Entry(name, signature, error) if slot is None else slot
 
     # -- downwards --------------------------------------------------------------------------
 
     def _apply_slots(self, message: bytes, slots: list[int]) -> None:
         """Take a batch of operations that have numbers, announced by all."""
-        batch = self._slots.batch(message, slots)
+        batch = self.cache.batch(message, slots)
         for entry in batch.entries:
             del self._announced[entry.name]
         self._tally.clear(bits_of(slots), ())
@@ -236,7 +242,7 @@ class Negotiator:
 
     def _apply(self, items: "Sequence[Entry | int]", join_over: int | None) -> None:
         """Take any batch, of entries and numbers: first forget what it decides, then number."""
-        known, numbers = self._slots.entries, self._slots.numbers
+        known, numbers = self.cache.entries, self.cache.numbers
         entries = [known[item] if isinstance(item, int) else item for item in items]
         names = [entry.name for entry in entries]
         for name in names:
@@ -248,7 +254,7 @@ class Negotiator:
             self._tally.unjoin()
         for item in items:
             if isinstance(item, Entry) and item.error is None:
-                self._slots.put(item.name, item.signature)
+                self.cache.put(item.name, item.signature)
 
 
 _NUM_SHOWN = 3  # tensors of a group that are described: the first ones that differ

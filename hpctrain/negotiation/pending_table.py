@@ -27,7 +27,10 @@ class ResponseCache:
     def number(self, name: str, signature: Signature) -> int | None:
         """Return the number of an operation; None if it has none, or is not what that says."""
         slot = self.numbers.get(name)
-        return slot if slot is not None and self.entries[slot].signature == signature else None
+        if slot is None:
+            return None
+        known = self.entries[slot].signature
+        return slot if known is signature or known == signature else None
 
     def put(self, name: str, signature: Signature) -> None:
         """Give an operation a number, or its number another meaning."""

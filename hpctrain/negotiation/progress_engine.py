@@ -12,7 +12,7 @@ from hpctrain.core.errors import (
     HorovodInternalError,
     OperationMismatchError,
 )
-from hpctrain.negotiation.execution import Executor
+from hpctrain.negotiation.execution import Executor, Phases
 from hpctrain.negotiation.messages import OperationBatch
 from hpctrain.negotiation.negotiator import Negotiator
 from hpctrain.negotiation.reducing import stand_in
@@ -22,6 +22,7 @@ from hpctrain.negotiation.stall import Answer, Question, StallWatch
 if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator
     from hpctrain.comm.control_channel.mailbox import Mailbox
+    from hpctrain.negotiation.express import Express, Known
     from hpctrain.negotiation.timeline import Timeline, Timelines
 
 JOIN = "<join>"  # the name of the handles that wait until all ranks have joined
@@ -63,6 +64,10 @@ class ProgressEngine:
         self._comm, self._post = comm, post
         self._executor = Executor(comm, fusion_bytes=fusion_bytes)
         self._negotiator = Negotiator(post.tree)
+        self.express = _express(comm, post, self._negotiator)
+        self._prepared: tuple[Handle, Known] | None = None
+        """What waits for rank 0 to commit or abort it."""
+        self._aborted: Handle | None = None  # the last one that goes by mail therefore
         self.closing: Handle | None = None
         """An operation after which nothing is announced any more."""
         self._joining: list[Handle] = []
@@ -135,12 +140,16 @@ class ProgressEngine:
             for source, message in post.receive():
                 negotiator.receive(source, message)
             is_done |= self._announce_news()
+            is_committed = self._look_at_prepared()
+            is_done |= is_committed
+            self._tell_if_busy()
             while self.to_ask:
                 negotiator.ask(self.to_ask.popleft())
             for to, message in negotiator.outbox(decide=self.broken is None):
                 post.send(to, message)
             batches = negotiator.decided()
             if batches:
+                self._tell_if_busy()
                 post.flush(down=True)  # who has not heard of it could not come
                 for batch in batches:
                     self._carry_out(batch)
@@ -148,8 +157,19 @@ class ProgressEngine:
             talked = self._talk()
             if self.broken is not None:
                 return True
-            if not talked and not batches:
+            if not talked and not batches and not is_committed:
                 return is_done
+
+    def start(self, handle: Handle) -> None:
+        """Carry out at once what all ranks know, or prepare it, if nothing else is under way."""
+        news = self.news
+        if len(news) != 1 or news[0] is not handle or len(self._under_way) != 1 or self._held:
+            return
+        if self.to_ask or self.broken or self._timeline() or not self._prepare(handle):
+            return
+        assert self.express is not None
+        news.remove(handle)
+        self._settle(self.express.look_awake())
 
     def check_stalls(self) -> None:
         """Ask, with the next turn, about operations that have waited for long."""
@@ -182,6 +202,7 @@ class ProgressEngine:
 
     def fail_all(self, error: BaseException) -> None:
         """Let all that is under way fail on this rank."""
+        self._prepared = None
         joining, self._joining = self._joining, []
         with self._numbering:
             held, self._held = self._held, deque()
@@ -193,18 +214,22 @@ class ProgressEngine:
 
     def _announce_news(self) -> bool:
         """Announce what was submitted; say whether anything could not be."""
-        if not self.news:
+        news = self.news
+        if not news or self._prepared is not None:
             return False
         has_failed, timeline, announce = False, self._timeline(), self._negotiator.announce
-        while self.news:
-            handle = self.news.popleft()
+        is_alone = self.express is not None and len(news) == 1
+        while news:
+            handle = news.popleft()
             if handle.name is JOIN:
                 self._joining.append(handle)
                 self._negotiator.join()
                 continue
-            if timeline is not None:
+            if timeline is not None and handle is not self._aborted:
                 timeline.begin(handle.name, f"NEGOTIATE_{handle.request.kind.name}")
                 timeline.rank_ready(handle.name, self._comm.rank)
+            if is_alone and self._prepare(handle):
+                break
             try:
                 announce(handle.name, handle.request.signature)
             except CommError as error:  # this rank has joined
@@ -216,10 +241,70 @@ class ProgressEngine:
             timeline.flush()  # it may wait for ever
         return has_failed
 
+    # -- beside the mail, see Express -------------------------------------------------------
+
+    def _prepare(self, handle: Handle) -> bool:
+        """Prepare an operation, if nothing else is under way here and all know it."""
+        express = self.express
+        if express is None or self._negotiator.takes_part or handle is self._aborted:
+            return False
+        known = express.known(handle.name, handle.request)
+        if known is None:
+            return False
+        try:
+            express.prepare(known, handle.request)
+        except Exception:  # by mail it fails after the others have heard of it
+            return False
+        self._prepared = handle, known
+        return True
+
+    def _look_at_prepared(self) -> bool:
+        """Carry out what was committed, and say so; announce by mail what was aborted."""
+        if self.express is None or self._prepared is None:
+            return False
+        is_committed = self._settle(self.express.commit.look())
+        self._announce_news()  # the rest, if nothing is prepared any more
+        return is_committed
+
+    def _settle(self, verdict: bool | None) -> bool:  # noqa: FBT001
+        assert self._prepared is not None
+        if verdict is None and not (self.news and self._comm.rank == 0):
+            return False
+        (handle, known), self._prepared = self._prepared, None
+        if not verdict:
+            self._aborted = handle
+            self.news.appendleft(handle)
+            return False
+        self._carry_out_known(handle, known)
+        self._post.drain()  # who rang for something else has sent it: the next turn finds it
+        return True
+
+    def _carry_out_known(self, handle: Handle, known: "Known") -> None:
+        """Carry out what was committed."""
+        timeline, request = self._timeline(), handle.request
+        if not known.slots or timeline is not None:
+            self._carry_out(OperationBatch((known.entry,)), known)
+            return
+        del self._under_way[handle.name]
+        self._reduce(handle, known)
+        self._let_go_some()
+        self._stalls.last_call.note(request.kind.value, handle.name)
+
+    def _reduce(self, handle: Handle, known: "Known") -> None:
+        assert self.express is not None
+        try:
+            handle.succeed(self.express.reduced(known, handle.request))
+        except Exception as error:  # for who waits
+            handle.fail(error)
+
+    def _tell_if_busy(self) -> None:
+        if self.express is not None:
+            self.express.commit.set_busy(busy=self._negotiator.takes_part)
+
     def _timeline(self) -> "Timeline | None":
         return self._timelines.current
 
-    def _carry_out(self, batch: OperationBatch) -> None:
+    def _carry_out(self, batch: OperationBatch, known: "Known | None" = None) -> None:
         timeline = self._timeline()
         if timeline is not None:
             timeline.cycle()
@@ -228,7 +313,13 @@ class ProgressEngine:
         handles = self._of_this_rank(batch)
         if handles:
             self._in_hand = handles
-            self._executor.carry_out(handles, timeline, batch)
+            if known is not None and known.slots:
+                phases = Phases(self._comm, timeline, handles)
+                phases.enter("MPI_ALLREDUCE")
+                self._reduce(handles[0], known)
+                phases.end()
+            else:
+                self._executor.carry_out(handles, timeline, batch)
             self._in_hand = []
             self._stalls.last_call.note(handles[-1].request.kind.value, handles[-1].name)
         if batch.join_over is not None:
@@ -273,6 +364,16 @@ class ProgressEngine:
             self._stalls.take(number, answer)
             self._stalls.tell(time.monotonic())
         return bool(questions)
+
+
+def _express(comm: "Communicator", post: "Mailbox", negotiator: Negotiator) -> "Express | None":
+    """Return what commits on one node; None between nodes, where all goes by mail."""
+    levels = comm.levels
+    if levels is None or post.commit is None:
+        return None
+    from hpctrain.negotiation.express import Express  # noqa: PLC0415 - a world of one needs no MPI
+
+    return Express(comm, levels, post.commit, post, negotiator.cache)
 
 
 def _from_zero() -> "dict[Kind, count[int]]":

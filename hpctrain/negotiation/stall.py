@@ -14,6 +14,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
+from threading import get_ident
 from typing import NamedTuple
 
 import hpctrain
@@ -168,7 +169,7 @@ class LastCall:
 
     def enter(self) -> None:
         """Note that this thread communicates."""
-        self._threads.add(threading.get_ident())
+        self._threads.add(get_ident())
 
     def note(self, what: str, name: str = "") -> None:
         """Note one that is over: ``note("allreduce", "allreduce.loss")``."""

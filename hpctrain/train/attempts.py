@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -28,6 +29,7 @@ from hpctrain.train.boundary import Boundary
 from hpctrain.train.console import Progress
 from hpctrain.train.loop import Outcome, Stopped, TrainingLoop, hash_of, left_out
 from hpctrain.train.metrics import Metrics
+from hpctrain.train.profiler import Profiler
 from hpctrain.train.resume import given_arguments
 from hpctrain.train.run_directory import RunDirectory, environment
 from hpctrain.train.run_state import RunState
@@ -85,8 +87,13 @@ class RunInDirectory:
         directory: RunDirectory,
         console: Console,
         lease: Lease | None = None,
+        modules: Path | None = None,
     ) -> None:
-        """Take what is needed; ``lease`` is the one on the directory, on rank 0."""
+        """Take what is needed; ``lease`` is the one on the directory, on rank 0.
+
+        ``modules`` is where the configuration's modules are looked for, which records keep.
+        """
+        self._modules = str(modules or Path.cwd())
         self._task, self._comm = task, task.comm
         self._directory, self._console, self._lease = directory, console, lease
         self._state = RunState(task=task)
@@ -129,7 +136,7 @@ class RunInDirectory:
         with self._metrics() as metrics:
             facts = self._facts()
             hosts = dict(zip(here.topology.hosts, here.topology.nodes, strict=True))
-            about = {"num_steps": self._task.num_steps, "hosts": hosts}
+            about = {"num_steps": self._task.num_steps, "hosts": hosts, "modules": self._modules}
             self._tell_beginning(metrics, {**asdict(part), **facts, **about})
             facts |= {"configuration": config_text, "plan": plan}
             facts["dataset"] = self._task.train.dataset.uuid
@@ -159,7 +166,7 @@ class RunInDirectory:
             self._comm,
             every=table.every,
             keep=table.keep,
-            keep_best=table.keep_best,
+            keep_best=self._task.config.keep_best,
             mtbf=table.mtbf or None,
             background=table.background,
             guard=self._check_lease,
@@ -207,8 +214,11 @@ class RunInDirectory:
         """Train, and write the last record."""
         task, state = self._task, self._state
         epochs = task.config.train.epochs
-        with Progress(self._console, task.num_steps, epochs, task.metric_name) as progress:
-            outcome = TrainingLoop(state, metrics, progress, boundary).train()
+        with (
+            Progress(self._console, task.num_steps, epochs, task.metric_name) as progress,
+            Profiler(task.config.log, self._directory.profile, self._comm.rank) as profiler,
+        ):
+            outcome = TrainingLoop(state, metrics, progress, boundary, profiler).train()
         if isinstance(outcome, Stopped):
             metrics.write("stopped", step=outcome.step, reason=outcome.reason)
             return outcome
@@ -219,7 +229,8 @@ class RunInDirectory:
             **asdict(outcome.scores),
             metric_name=task.metric_name,
             training_s=outcome.training_s,
-            samples_per_s=task.num_samples / outcome.training_s,
+            samples_per_s=outcome.num_samples / outcome.training_s,
+            best=outcome.best,
             **(figures(task.sync) if task.sync is not None else {}),
             **({"skipped": state.num_skipped} if state.num_skipped else {}),
             state_hash=hash_of(task),

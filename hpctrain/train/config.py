@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
 from hpctrain.core.errors import ConfigError
-from hpctrain.core.keys import Count, Number, Positive, Rule, Time, require
+from hpctrain.core.keys import Count, Number, Positive, Rule, Texts, Time, require
 from hpctrain.core.units import parse_bytes
 
 SYNCHRONOUS: Final = "synchronous"
@@ -23,6 +23,11 @@ class ModelConfig:
     """Function "module:function" that takes args and returns a torch.nn.Module."""
     args: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of the target."""
+    init_from: str = ""
+    """First weights: a run directory, a checkpoint, or a file .pt or .safetensors with a state
+    dict. Those that train.ema has averaged, where there are such."""
+    init_strict: bool = True
+    """Whether all tensors must match in name and shape; else those that do not are listed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,6 +102,22 @@ class OptimizerConfig:
     """Peak learning rate. It belongs to the global batch, so it does not depend on the ranks."""
     args: Mapping[str, Any] = field(default_factory=dict)
     """Further keyword arguments of the class."""
+    exempt_norms_and_biases: bool = False
+    """Whether args.weight_decay leaves out norms and biases: parameters of one dimension."""
+    groups: Annotated[list[dict[str, Any]], Rule(each=dict)] = field(default_factory=list)
+    """Tables of arguments of their own, such as lr, for the parameters whose names match: match =
+    "*.bias", or a list of such patterns. The first that matches counts."""
+
+    def __post_init__(self) -> None:
+        """Check that groups say whom they are for."""
+        for group in self.groups:
+            match = group.get("match")
+            texts = match if isinstance(match, list) else [match]
+            require(
+                bool(texts) and all(isinstance(text, str) for text in texts),
+                'optimizer.groups has tables with match = "pattern", or a list of patterns',
+                group,
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,18 +134,36 @@ class ScheduleConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingConfig:
-    """How long and in which batches."""
+    """How long, in which batches, and how a step is calculated."""
 
     epochs: Number = 10
     """Passes over the training data."""
     global_batch: Number = 64
     """Samples of one step, over all ranks: the same training on any number of ranks."""
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """How forward calculates: as the model is (fp32), or by autocast in 16 bits; weights stay as
+    they are. fp16 scales the loss; where gradients overflow, all ranks leave out the step."""
+    accumulate: Number = 1
+    """Pieces in which each rank takes its part of a batch one after the other, to save memory:
+    the same step, but for what depends on a whole batch, such as BatchNorm."""
+    activation_checkpointing: Texts = field(default_factory=list)
+    """Patterns of names of modules, such as "blocks.*", that calculate forward once more in
+    backward, to save memory."""
+    compile: bool = False
+    """Whether the model is compiled by torch.compile."""
+    compile_args: Mapping[str, Any] = field(default_factory=dict)
+    """Keyword arguments of torch.compile, such as mode; dynamic is false unless it is set."""
+    ema: Annotated[float, Rule(least=0, below=1)] = 0.0
+    """Decay of a moving average of the weights, such as 0.999: the model that is tested, and
+    exported by --only ema; 0 for none. Buffers are those of the model."""
     clip_norm: Annotated[float, Rule(least=0)] = 0.0
     """Largest norm of the averaged gradient; 0 does not clip."""
+    clip_value: Annotated[float, Rule(least=0)] = 0.0
+    """Largest element of the averaged gradient, behind clip_norm; 0 does not clip."""
     on_non_finite: Literal["stop", "skip", "ignore"] = "stop"
     """A loss that is NaN or infinite ends all ranks (stop), or they leave out that step (skip), or
-    nobody looks (ignore). Gradients by a finite loss are looked at with skip or clip_norm. That
-    of a test ends all ranks too (stop), or is a warning."""
+    nobody looks (ignore). Gradients by a finite loss are looked at with skip, clip_norm or
+    clip_value. That of a test ends all ranks too (stop), or is a warning."""
     check_replicas: Literal["test", "never"] | Number = "test"
     """Whether all ranks have the same weights is looked at before each test, after so many steps
     too, or never; with a local sync.method only where they have just averaged."""
@@ -172,10 +211,27 @@ class TestConfig:
 
     __test__ = False  # a name that begins with Test is no test
 
-    metric: str = "accuracy"
-    """accuracy, loss, or "module:function" from (output, label) to one value per sample."""
+    metric: str | Texts = "accuracy"
+    """One of accuracy, top5 (any number), f1 (macro), loss, "module:function" from (output, label)
+    to one value per sample; or a list of them, whose first judges: the best, and patience."""
+    mode: Literal["auto", "max", "min"] = "auto"
+    """Whether the larger or the smaller value of the first metric is better; auto: of the loss
+    the smaller, else the larger."""
     every_epochs: Number = 1
     """Epochs between two tests; the last epoch is always tested."""
+    patience: Count = 0
+    """The run ends after so many tests in a row without a better one, and keeps the best
+    checkpoint; 0 for never."""
+
+    def __post_init__(self) -> None:
+        """Check that there is a metric, and each once."""
+        names = [name.rpartition(":")[2] for name in self.metrics]
+        require(0 < len(names) == len(set(names)), "test.metric has names, each once", self.metric)
+
+    @property
+    def metrics(self) -> list[str]:
+        """All metrics; the first one judges."""
+        return [self.metric] if isinstance(self.metric, str) else self.metric
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -263,6 +319,20 @@ class LogConfig:
     """Draw plots/training.png at the end; needs matplotlib."""
     hash_every: Count = 0
     """Steps between two hashes of weights and optimizer state in metrics.jsonl; 0 for none."""
+    profile: Annotated[list[int], Rule(each=int)] = field(default_factory=list)
+    """First and last step, counted from 1, of a Chrome trace in profile/ of the run directory,
+    such as [20, 25]; when empty, none is written."""
+    profile_ranks: Annotated[list[int], Rule(each=int)] = field(default_factory=lambda: [0])
+    """Ranks that write one."""
+
+    def __post_init__(self) -> None:
+        """Check the steps."""
+        steps = self.profile
+        require(
+            not steps or (len(steps) == 2 and 1 <= steps[0] <= steps[1]),
+            "log.profile is the first and the last step, counted from 1",
+            steps,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -275,7 +345,8 @@ class CheckpointConfig:
     keep: Number = 2
     """Newest checkpoints that stay."""
     keep_best: Count = 0
-    """Checkpoints of the best tests that stay besides; a metric of the user's own grows."""
+    """Checkpoints of the best tests that stay besides, by the first test.metric; at least 1 with
+    test.patience."""
     mtbf: Time = ""
     """Mean time between failures of the whole job, such as "20h"; auto needs it."""
     background: bool = True
@@ -340,6 +411,7 @@ class RunConfig:
             "the samples of a rank",
             self.data.on_corrupt,
         )
+        self._check_calculation()
         require(
             not (self.sync.is_local and self.train.reproducible),
             "sync.method is synchronous for train.reproducible = true, as what a rank learns by "
@@ -352,6 +424,34 @@ class RunConfig:
             "step: repair the data with hpctrain data, or set sync.method = synchronous",
             self.data.on_corrupt,
         )
+
+    def _check_calculation(self) -> None:
+        """Check what a step of this kind cannot do."""
+        train = self.train
+        require(
+            not train.reproducible or train.accumulate == 1,
+            "train.accumulate is 1 for train.reproducible = true, whose micro-shards are such "
+            "pieces: set train.micro_shards",
+            train.accumulate,
+        )
+        is_plain = not train.reproducible and not self.sync.is_local
+        require(
+            is_plain or train.precision != "fp16",
+            "train.precision is fp32 or bf16 for a local sync.method and for train.reproducible, "
+            "as all ranks scale one loss together: set bf16, which needs no scale",
+            train.precision,
+        )
+        require(
+            not self.sync.is_local or train.ema == 0,
+            "train.ema is 0 for a local sync.method, whose ranks have weights of their own to "
+            "average: leave one of them out",
+            train.ema,
+        )
+
+    @property
+    def keep_best(self) -> int:
+        """How many checkpoints of the best tests stay."""
+        return max(self.checkpoint.keep_best, int(self.test.patience > 0))
 
     @property
     def directory(self) -> Path:

@@ -13,7 +13,7 @@ from rich.table import Table
 from hpctrain.core.units import format_bytes
 
 if TYPE_CHECKING:
-    from hpctrain.train.evaluate import Scores
+    from hpctrain.train.scores import Scores
     from hpctrain.train.step_meter import Interval
 
 

@@ -1,22 +1,15 @@
 """Evaluation of the model, exactly, on any number of ranks."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from hpctrain.comm.communicator import Communicator
 from hpctrain.gradients.fixed_tree import aligned_parts, exact_sum
+from hpctrain.train.scores import Metric, Scores
+from hpctrain.train.stateful import widened
 from hpctrain.train.task import Task
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Scores:
-    """Means over all test samples."""
-
-    loss: float
-    metric: float  # equal to ``loss`` when the loss is the metric
-    num_samples: int
 
 
 @torch.no_grad()
@@ -31,25 +24,47 @@ def evaluate(task: Task) -> Scores:
     for buffer in task.model.buffers():
         task.comm.broadcast_(buffer).wait()
     task.model.eval()
-    rows = []
+    means = [metric for metric in task.metrics if metric.values is not None]
+    rows, counts = [], dict[str, Tensor]()
     for inputs, labels in _parts(task):
-        output = task.model(inputs)
-        loss = task.loss(output, labels).item() * len(inputs)
-        metric = loss if task.metric is None else task.metric(output, labels).double().sum().item()
-        rows.append((loss, metric, float(len(inputs))))
+        output, loss = task.forward(inputs, labels)
+        output = widened(output)
+        sums_of = (metric.sum_of(output, labels) for metric in means)
+        rows.append((float(len(inputs)), loss.item() * len(inputs), *sums_of))
+        for metric in task.metrics:
+            if metric.counts is not None:
+                found = metric.counts(output, labels)
+                counts[metric.name] = found.add_(counts.get(metric.name, torch.zeros(())))
     task.model.train()
     if task.steps is not None:
         rows = [row for each in task.comm.allgather_object(rows) for row in each]
     # Rounded once at the end, so that the order of the terms does not count.
-    sums = torch.tensor(
-        [exact_sum(column) for column in zip(*rows, strict=True)] or [0.0] * 3, dtype=torch.float64
-    )
+    columns = zip(*rows, strict=True) if rows else [()] * (2 + len(means))
+    sums = torch.tensor([exact_sum(column) for column in columns], dtype=torch.float64)
     if task.steps is None:
         task.comm.allreduce_(sums).wait()
-    loss_sum, metric_sum, num_samples = sums.tolist()
-    return Scores(
-        loss=loss_sum / num_samples, metric=metric_sum / num_samples, num_samples=int(num_samples)
-    )
+    num_samples, *totals = sums.tolist()
+    names = ["loss", *(metric.name for metric in means)]
+    found_means = {n: total / num_samples for n, total in zip(names, totals, strict=True)}
+    metrics = {
+        metric.name: found_means[metric.name]
+        if metric.counts is None
+        else _score(metric, counts.get(metric.name), task.comm)
+        for metric in task.metrics
+    }
+    first = metrics[task.metric_name]
+    loss_mean = found_means["loss"]
+    return Scores(loss=loss_mean, metric=first, num_samples=int(num_samples), metrics=metrics)
+
+
+def _score(metric: Metric, counts: Tensor | None, comm: Communicator) -> float:
+    """Return a score of the counts of all ranks, of which some may have no samples. Collective."""
+    shapes = comm.allgather_object(None if counts is None else tuple(counts.shape))
+    shape = next(shape for shape in shapes if shape is not None)
+    counts = torch.zeros(shape, dtype=torch.float64) if counts is None else counts
+    comm.allreduce_(counts).wait()
+    assert metric.score is not None
+    return metric.score(counts)
 
 
 def _parts(task: Task) -> Iterator[tuple[Tensor, Tensor]]:

@@ -13,9 +13,9 @@ from hpctrain.core.logs import logger
 from hpctrain.core.units import format_ranks
 from hpctrain.gradients.reproducible import StepValues
 from hpctrain.train.boundary import NOT_FINITE
-from hpctrain.train.evaluate import Scores
 from hpctrain.train.metrics import Metrics
 from hpctrain.train.run_state import require_finite_weights, unfinite_weights
+from hpctrain.train.scores import Scores
 from hpctrain.train.task import Task
 
 _MOST_SAMPLES, _MOST_RANKS = 8, 4

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from time import perf_counter
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from hpctrain.checkpoint.format.state_hash import state_hash
@@ -15,10 +16,12 @@ from hpctrain.core.records import record
 from hpctrain.data.samples import Batch
 from hpctrain.train.boundary import SAVE, STOP, Boundary
 from hpctrain.train.console import Progress
-from hpctrain.train.evaluate import Scores, evaluate
-from hpctrain.train.finite import StepGuard
+from hpctrain.train.evaluate import evaluate
+from hpctrain.train.finite import StepGuard, gradient_norm
 from hpctrain.train.metrics import Metrics
+from hpctrain.train.profiler import Profiler
 from hpctrain.train.run_state import RunState, check_replicas
+from hpctrain.train.scores import LOSS, Scores
 from hpctrain.train.sync_method import figures
 from hpctrain.train.task import Task
 
@@ -29,6 +32,9 @@ class Outcome:
 
     scores: Scores  # of the last test
     training_s: float  # duration of all steps, without tests
+    num_samples: int  # learnt from, counted as often as that
+    step: int  # steps that are done
+    best: dict[str, Any]  # step, epoch and metric of the best test
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,10 +49,16 @@ class TrainingLoop:
     """Trains from where a state is, to the last epoch or until a stop."""
 
     def __init__(
-        self, state: RunState, metrics: Metrics, progress: Progress, boundary: Boundary
+        self,
+        state: RunState,
+        metrics: Metrics,
+        progress: Progress,
+        boundary: Boundary,
+        profiler: Profiler,
     ) -> None:
         self._state, self._task = state, state.task
         self._metrics, self._progress, self._boundary = metrics, progress, boundary
+        self._profiler = profiler
         self._guard = StepGuard(state.task, metrics)
 
     def train(self) -> Outcome | Stopped:
@@ -62,7 +74,7 @@ class TrainingLoop:
 
     def _train(self) -> Outcome | Stopped:
         state, loader, boundary = self._state, self._task.train, self._boundary
-        while loader.epoch < self._task.config.train.epochs:
+        while loader.epoch < self._task.config.train.epochs and not state.has_lost_patience:
             epoch, wishes = loader.epoch + 1, 0
             for batch in state.tally.inputs(loader):
                 wishes = self._step(batch, epoch)
@@ -75,7 +87,14 @@ class TrainingLoop:
             self._end_epoch(epoch, wants_save=bool(wishes & SAVE))
         assert state.scores is not None
         boundary.finish(state, score=self._score())
-        return Outcome(scores=state.scores, training_s=state.training_s)
+        num_samples = state.epochs_done * self._task.num_train_samples
+        return Outcome(
+            scores=state.scores,
+            training_s=state.training_s,
+            num_samples=num_samples,
+            step=state.step,
+            best=state.best.facts,
+        )
 
     def _end_epoch(self, epoch: int, *, wants_save: bool) -> None:
         """Test where that is due, and let a run end with one model. Collective."""
@@ -83,12 +102,14 @@ class TrainingLoop:
         is_last = epoch == task.config.train.epochs
         if task.observer is not None:
             task.observer.observe(state.epoch_tally.take(task.comm).loss)
-        if task.sync is not None and is_last:
+        is_tested = is_last or epoch % task.config.test.every_epochs == 0
+        may_be_last = is_last or (is_tested and task.config.test.patience > 0)
+        if task.sync is not None and may_be_last:
             task.sync.finish()
-        if is_tested := is_last or epoch % task.config.test.every_epochs == 0:
+        if is_tested:
             self._test(epoch)
         self._progress.epoch_ended(epoch, state.scores if is_tested else None)
-        if wants_save or (is_tested and task.config.checkpoint.keep_best):
+        if wants_save or (is_tested and task.config.keep_best):
             self._boundary.save(state, score=self._score() if is_tested else None)
         self._resume_clock()
 
@@ -96,14 +117,15 @@ class TrainingLoop:
         state, task = self._state, self._task
         if task.config.train.check_replicas != "never":
             check_replicas(task)
-        with task.sync.averaged() if task.sync is not None else nullcontext():
+        with task.averaged():
             state.scores = evaluate(task)
         self._metrics.write("test", epoch=epoch, step=state.step, **asdict(state.scores))
-        scores: dict[str, Any] = {"test_loss": state.scores.loss}
-        if task.metric is not None:
-            scores[task.metric_name] = state.scores.metric
-        record(step=state.step, **scores)
+        others = {name: value for name, value in state.scores.metrics.items() if name != LOSS}
+        figures_of_test: dict[str, Any] = {"test_loss": state.scores.loss, **others}
+        record(step=state.step, **figures_of_test)
         self._guard.check_test(state.scores, state.step, epoch)
+        place = {"step": state.step, "epoch": epoch, "metric": state.scores.metric}
+        state.best.see(self._score(), **place)
 
     def _resume_clock(self) -> None:
         """Leave what was done between two steps out of their measured time."""
@@ -113,9 +135,11 @@ class TrainingLoop:
     def _step(self, batch: Batch, epoch: int) -> int:
         """Take one step, record it where that is due, and return the ranks' wishes."""
         state, task, guard = self._state, self._task, self._guard
-        lr = task.config.optimizer.lr * task.schedule(state.step)
-        for group in task.optimizer.param_groups:
-            group["lr"] = lr
+        self._profiler.before(state.step + 1)
+        factor = task.schedule(state.step)
+        lr = task.config.optimizer.lr * factor
+        for group, peak in zip(task.optimizer.param_groups, task.peaks, strict=True):
+            group["lr"] = peak * factor
         guard.begin(state.step + 1, lr, self._boundary.wishes(state.step + 1))
         if task.sync is not None:
             task.sync.rounds.must_meet = self._must_meet(state.step + 1)
@@ -197,9 +221,9 @@ class TrainingLoop:
     def _score(self) -> float | None:
         """Return what is larger for a better model; None where no test says so."""
         scores = self._state.scores
-        if scores is None or not math.isfinite(scores.loss):
+        if scores is None or not (math.isfinite(scores.loss) and math.isfinite(scores.metric)):
             return None
-        return -scores.loss if self._task.metric is None else scores.metric
+        return scores.metric if self._task.is_larger_better else -scores.metric
 
 
 def is_recorded(task: Task, step: int, since: int) -> bool:
@@ -256,14 +280,17 @@ def train_step(task: Task, batch: Batch, guard: StepGuard) -> tuple[float, int, 
     sample is in one of them. Then whether the step was taken; if not, no sample counts.
     """
     loss, num_samples = _backward(task, batch, guard)
-    norm = None
-    if task.config.train.clip_norm:
-        parameters = task.model.parameters()
-        norm = float(nn.utils.clip_grad_norm_(parameters, task.config.train.clip_norm))
-    if not guard.may_step(loss, norm):
+    overflows = task.precision.unscale(task.optimizer)
+    # The gradients of an overflow are not looked at: the loss alone says whether all is well.
+    if not guard.may_step(loss, 0.0 if overflows else _clip(task)):
         guard.leave_out()
         return 0.0, 0, False
+    if overflows:
+        task.optimizer.zero_grad()
+        return 0.0, 0, False
     task.optimizer.step()
+    if task.ema is not None:
+        task.ema.update()
     if task.steps is not None:
         # The loss of the whole batch is rank 0's: a sum over ranks would round it otherwise.
         return (loss, task.train.step_samples, True) if task.comm.rank == 0 else (0.0, 0, True)
@@ -274,21 +301,44 @@ def _backward(task: Task, batch: Batch, guard: StepGuard) -> tuple[float, int]:
     """Return the loss of this rank's samples, by reproducible steps of all, and their number."""
     if task.steps is not None:
         both, num_samples = task.split(batch), task.train.step_samples
-        loss_of = lambda part: task.loss_of(*part)  # noqa: E731
+        loss_of = lambda part: task.forward(*part)[1]  # noqa: E731
         return task.steps.backward(both, loss_of, num_samples=num_samples), batch.num_samples
     task.optimizer.zero_grad()
     nominal = task.config.train.global_batch / task.comm.size
     task.exchange.set_num_samples(batch.num_samples, nominal=nominal)
+    pieces = min(task.config.train.accumulate, batch.num_samples)
+    cut = (values.tensor_split(max(pieces, 1)) for values in task.split(batch))
+    parts = [*zip(*cut, strict=True)] if pieces else []
     # What does not fit, mostly does not in the first step on any rank: one error for all of them.
     with agreed(task.comm) if guard.is_first else nullcontext():
-        loss = task.loss_of(*map(aligned, task.split(batch))) if batch.num_samples else None
+        loss = task.forward(*map(aligned, parts[0]))[1] if parts else None
     if loss is None:
         task.exchange.synchronize()  # in place of backward
         return 0.0, 0
-    value = loss.item()
-    guard.see_loss(value)
-    loss.backward()
+    if task.config.train.accumulate > 1:
+        task.exchange.set_backward_passes_per_step(pieces)
+    value = 0.0
+    for number, part in enumerate(parts, 1):
+        loss = task.forward(*map(aligned, part))[1] if number > 1 else loss
+        weight = len(part[0]) / batch.num_samples
+        value += loss.item() * weight
+        if number == pieces:
+            guard.see_loss(value)
+        loss = task.precision.scaled(loss)
+        loss.backward(torch.full_like(loss, weight))
     return value, batch.num_samples
+
+
+def _clip(task: Task) -> float | None:
+    """Clip the averaged gradients; return their norm before, None where nobody asks for it."""
+    train, norm = task.config.train, None
+    if train.clip_norm:
+        norm = float(nn.utils.clip_grad_norm_(task.model.parameters(), train.clip_norm))
+    elif train.clip_value:
+        norm = gradient_norm(task)  # as infinite ones would be clipped too
+    if train.clip_value:
+        nn.utils.clip_grad_value_(task.model.parameters(), train.clip_value)
+    return norm
 
 
 def aligned(values: Tensor) -> Tensor:

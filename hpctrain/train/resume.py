@@ -24,6 +24,7 @@ _NOT_MATHEMATICS = (
     "data.worker_timeout_s",
     "data.prefetch",
     "data.stage",
+    "train.activation_checkpointing",
     "train.on_non_finite",
     "train.check_replicas",
 )
@@ -60,6 +61,8 @@ def check_same(directory: RunDirectory, config: RunConfig, *, changed: bool) -> 
         if name != "output_dir" and value_of(before, name) != value_of(config, name)
     }
     other = [line for name, line in lines.items() if _is_mathematics(name)]
+    if finished(directory) and config.train.epochs > before.train.epochs:
+        other.remove(lines["train.epochs"])  # it is extended
     if other and not changed:
         raise ConfigError(
             f"a run goes on as the training it was, and {directory.config} says: "
@@ -76,7 +79,10 @@ def check_same(directory: RunDirectory, config: RunConfig, *, changed: bool) -> 
 
 def given_arguments(directory: RunDirectory, config: RunConfig) -> list[str]:
     """Return the arguments of the optimizer that the configuration gives, or gave so far."""
-    return [*{**load(directory.config).config.optimizer.args, **config.optimizer.args}]
+    tables = [load(directory.config).config.optimizer, config.optimizer]
+    args = [each for table in tables for each in (table.args, *table.groups)]
+    names = [*(name for each in args for name in each if name != "match"), "weight_decay"]
+    return [*dict.fromkeys(names)]
 
 
 def settled(config: RunConfig, directory: RunDirectory | None, comm: Communicator) -> RunConfig:

@@ -149,7 +149,9 @@ class _Run:
     ) -> int:
         """Build and train; return the exit code. Collective."""
         here, directory, console = world.current(), self._directory, self._console
-        task = build(config, self._comm)
+        shelf = CheckpointDirectory(directory.checkpoints)
+        has_weights = on_root(self._comm, lambda: continues and bool(shelf.steps()))
+        task = build(config, self._comm, is_new=not has_weights)
         if self._how.look:
             task.split(next(iter(task.train)))
             return 0
@@ -162,7 +164,8 @@ class _Run:
             console.print("dry run: a step and a test of one batch went well, nothing was kept")
             return 0
         with requests_of(config, directory, self._started, self._comm) as requests:
-            outcome = RunInDirectory(task, directory, console, lease).carry_out(
+            here_are = self._loaded.folder
+            outcome = RunInDirectory(task, directory, console, lease, here_are).carry_out(
                 render(config), requests, continues=continues
             )
         return self._end(task, outcome, lease)
@@ -181,11 +184,20 @@ class _Run:
             except ConfigError as error:
                 logger.warning(str(error))  # the run itself is complete
         self._console.print(
-            f"{task.num_samples / outcome.training_s:.0f} samples/s over all ranks, "
+            f"{outcome.num_samples / outcome.training_s:.0f} samples/s over all ranks, "
             f"{format_seconds(outcome.training_s)} in all; results in {self._directory.path}"
         )
-        self._console.print(f"test {task.metric_name} {outcome.scores.metric:.4f}")
+        for line in self._told_tests(task, outcome):
+            self._console.print(line)
         return 0
+
+    def _told_tests(self, task: Task, outcome: Outcome) -> Iterator[str]:
+        """Say for people how the tests went: the last one, and the best where it is another."""
+        best = outcome.best
+        if task.config.keep_best and best and best["step"] != outcome.step:
+            path = CheckpointDirectory(self._directory.checkpoints).path(best["step"])
+            yield f"best test {task.metric_name} {best['metric']:.4f}, in {path}"
+        yield from outcome.scores.lines(task.metric_name)
 
 
 @contextmanager
@@ -197,8 +209,9 @@ def named(config: RunConfig) -> Iterator[None]:
         "data.transform": config.data.transform,
         "data.test_transform": config.data.test_transform,
         "loss.target": config.loss.target,
-        "test.metric": config.test.metric,
+        "test.metric": config.test.metrics[0],
     }
+    targets |= {f"test.metric {name}": name for name in config.test.metrics[1:]}
     try:
         yield
     except HpctrainError:

@@ -30,6 +30,7 @@ class RunDirectory:
         self.logs = path / "log"  # the folder of ``rank-N.log``
         self.checkpoints = path / "checkpoints"
         self.plots = path / "plots"  # the folder of figures
+        self.profile = path / "profile"  # the folder of traces of steps
         self.stop = path / "STOP"
         """A file that somebody makes who wants the run to save its state and stop."""
 

@@ -17,7 +17,9 @@ from hpctrain.core.errors import CheckpointError, NotFiniteError
 from hpctrain.gradients.replica_check import require_equal_replicas
 from hpctrain.local_sgd.local_method import LocalMethod
 from hpctrain.train.config import SYNCHRONOUS
-from hpctrain.train.evaluate import Scores
+from hpctrain.train.model import EMA, misfits
+from hpctrain.train.scores import Scores
+from hpctrain.train.stateful import BestTest
 from hpctrain.train.step_meter import StepMeter
 from hpctrain.train.task import Task, seed_all
 
@@ -30,6 +32,7 @@ class RunState:
     step: int = 0  # steps that are done, of all epochs
     training_s: float = 0.0  # duration of the steps that were recorded, without tests
     scores: Scores | None = None  # of the last test
+    best: BestTest = field(default_factory=BestTest)  # of all tests
     num_records: int = 0  # lines of ``metrics.jsonl`` when the state was saved
     num_skipped: int = 0  # steps that were left out, as far as they were recorded
     checked_step: int = 0  # step after which replicas were compared last, in this part
@@ -42,6 +45,17 @@ class RunState:
         """Epochs whose steps are all done, and that were tested where that is due."""
         return self.task.train.epoch
 
+    @property
+    def has_lost_patience(self) -> bool:
+        """Whether ``test.patience`` ends the run here."""
+        return self.best.is_over(self.task.config.test.patience)
+
+    @property
+    def _parts(self) -> dict[str, Any]:
+        """What has a state of its own, the same on every rank, by its name in a checkpoint."""
+        parts = {"precision": self.task.precision, "best": self.best, EMA: self.task.ema}
+        return {name: part for name, part in parts.items() if part is not None}
+
     def shared(self) -> dict[str, Any]:
         """Return what is the same on every rank. Collective.
 
@@ -49,8 +63,13 @@ class RunState:
         mean where replicas differ.
         """
         sync, method = self.task.sync, self.task.config.sync.method
+        replica = shared_replica(self.task)
+        parts = {name: part.state_dict() for name, part in self._parts.items()}
+        if parts.get(EMA):  # as a whole model, for others to load
+            parts[EMA] = {**replica["model"], **parts[EMA]}
         return {
-            **shared_replica(self.task),
+            **replica,
+            **parts,
             "sync": None if sync is None else {"method": method, **sync.shared_state()},
             "step": self.step,
             "epoch": self.epochs_done,
@@ -98,6 +117,9 @@ class RunState:
         self.num_records = shared["num_records"]
         self.scores = Scores(**shared["scores"]) if shared["scores"] else None
         self.num_skipped = shared.get("num_skipped", 0)
+        for name, part in self._parts.items():
+            if shared.get(name):  # else it begins anew: older checkpoints do not have them all
+                part.load_state_dict(shared[name])
         if task.steps is not None and shared.get("steps"):
             task.steps.load_state_dict(shared["steps"])
         elif task.steps is not None:
@@ -129,21 +151,7 @@ def check_fit(have: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> None:
 
     Raises ``CheckpointError``: it has not; lists every tensor.
     """
-    found, wanted = (
-        {name: f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}" for name, t in of.items()}
-        for of in (have, want)
-    )
-    lines = [
-        f"{name}: {found.get(name, 'missing')}, {what} is wanted"
-        for name, what in wanted.items()
-        if found.get(name) != what
-    ]
-    lines += [
-        f"{name}: {what}, nothing of this name is wanted"
-        for name, what in found.items()
-        if name not in wanted
-    ]
-    if lines:
+    if lines := misfits(have, want):
         raise CheckpointError(
             f"the checkpoint of this run does not fit the model in {len(lines)} "
             f"tensor{'s' * (len(lines) != 1)}; build the model that was saved, or change its "

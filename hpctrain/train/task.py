@@ -2,8 +2,8 @@
 
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from traceback import extract_tb
 from typing import Any
@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from hpctrain.cluster.topology import Topology
 from hpctrain.collectives.parameters import broadcast_parameters
-from hpctrain.comm.agreement import agreed
+from hpctrain.comm.agreement import agreed, on_root
 from hpctrain.comm.communicator import Communicator
 from hpctrain.core.errors import ConfigError, DataError, HpctrainError
 from hpctrain.core.logs import logger
@@ -35,18 +35,18 @@ from hpctrain.runtime import world
 from hpctrain.train.config import (
     DataConfig,
     LossConfig,
-    OptimizerConfig,
     RunConfig,
     ScheduleConfig,
 )
+from hpctrain.train.model import load_first_weights, make_model, make_optimizer, prepare
+from hpctrain.train.scores import LOSS, Metric, make_metric
+from hpctrain.train.stateful import Ema, Precision
 from hpctrain.train.sync_method import make_sync
 
 _ONE_LENGTH = (
     "train.reproducible needs samples of one length, as others would be padded to the longest of "
     "a rank's part of the batch; pad them to a fixed length in data.transform"
 )
-
-Metric = Callable[[Tensor, Tensor], Tensor]  # from (output, label) to one value for every sample
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,12 +57,15 @@ class Task:
     comm: Communicator
     model: nn.Module
     loss: Callable[[Tensor, Tensor], Tensor]  # mean over the samples of a batch
-    metric: Metric | None  # None when the loss is the metric
+    metrics: Sequence[Metric]  # the first one judges
+    precision: Precision
+    ema: Ema | None
     optimizer: Any
     """The torch optimizer; ``DistributedOptimizer`` has it unless there are ``steps`` or
     ``sync``."""
     train: Loader
     test: Loader
+    peaks: Sequence[float]  # learning rates of the optimizer's groups at the peak of the schedule
     schedule: Callable[[int], float]  # factor of the learning rate at each step
     steps: Reproducible | None = None
     """Calculates gradients whose bits do not depend on the number of ranks, where that is asked
@@ -109,7 +112,19 @@ class Task:
     @property
     def metric_name(self) -> str:
         """What the last line of the run calls its result."""
-        return self.config.test.metric.rpartition(":")[2]
+        return self.metrics[0].name
+
+    @property
+    def is_larger_better(self) -> bool:
+        """Whether the larger value of the first metric is the better one."""
+        mode = self.config.test.mode
+        return mode == "max" or (mode == "auto" and self.metric_name != LOSS)
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Let the model be inside the one that is tested. Collective."""
+        if self.sync is not None:
+            return self.sync.averaged()
+        return nullcontext() if self.ema is None else self.ema.applied()
 
     def split(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """The input of the model and the label that its output is compared with.
@@ -121,23 +136,24 @@ class Task:
             raise DataError(_ONE_LENGTH)
         return inputs, labels
 
-    def loss_of(self, inputs: Tensor, labels: Tensor) -> Tensor:
-        """Return the mean loss of some samples.
+    def forward(self, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Return output and mean loss of some samples, calculated as ``train.precision`` says.
 
         Raises ``DataError``: the model or the loss refuses them, or the loss is not one number.
         """
         config = self.config
-        with _told_of(f'model.target = "{config.model.target}"', inputs):
-            output = self.model(inputs)
         whose = f'loss.target = "{config.loss.target}"'
-        with _told_of(whose, output, labels):
-            loss: object = self.loss(output, labels)
+        with self.precision.autocast():
+            with _told_of(f'model.target = "{config.model.target}"', inputs):
+                output = self.model(inputs)
+            with _told_of(whose, output, labels):
+                loss: object = self.loss(output, labels)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise DataError(
                 f"{whose} returns one number for a batch, such as the mean over its samples, got "
                 f"{_form(loss)} of {_form(output)} and {_form(labels)}"
             )
-        return loss
+        return output, loss
 
 
 @contextmanager
@@ -171,18 +187,21 @@ def _form(value: object) -> str:
     return f"a {type(value).__name__}"
 
 
-def build(config: RunConfig, comm: Communicator) -> Task:
+def build(config: RunConfig, comm: Communicator, *, is_new: bool = True) -> Task:
     """Build everything that ``config`` names.
 
-    Collective. All ranks begin with the parameters of rank 0. Raises ``MismatchError``: a name or
-    an argument is wrong, or the data cannot be read; on all ranks.
+    Collective. All ranks begin with the parameters of rank 0; where the run ``is_new``, with those
+    of ``model.init_from``. Raises ``MismatchError``: a name or an argument is wrong, or data or
+    weights cannot be read; on all ranks.
     """
     with agreed(comm):
         seed_all(config.seed)
-        model = _model(config)
+        model = make_model(config.model)
         loss = _loss(config.loss)
-        metric = _metric(config.test.metric)
-        optimizer = _optimizer(model, config.optimizer)
+        metrics = [make_metric(name) for name in config.test.metrics]
+        optimizer = make_optimizer(model, config.optimizer)
+        peaks = [group["lr"] for group in optimizer.param_groups]
+        prepare(model, config.train)
         make_data = resolve(config.data.target, "data.target")
         check_arguments(make_data, 1, config.data.args, "data.args")
     with agreed(comm):
@@ -193,6 +212,8 @@ def build(config: RunConfig, comm: Communicator) -> Task:
         seed_all(config.seed + comm.rank)
     if config.data.stage:
         stage_for(train, config.data.stage, comm, world.current().topology)
+    if is_new and config.model.init_from:
+        on_root(comm, lambda: load_first_weights(model, config.model))
     if not config.sync.is_local:  # a local method does it by itself
         broadcast_parameters(model.state_dict())
     with agreed(comm):
@@ -211,24 +232,17 @@ def build(config: RunConfig, comm: Communicator) -> Task:
         comm=comm,
         model=model,
         loss=loss,
-        metric=metric,
+        metrics=metrics,
+        precision=Precision(config.train.precision, model),
+        ema=Ema(model, config.train.ema) if config.train.ema else None,
         optimizer=optimizer,
         train=train,
         test=test,
+        peaks=peaks,
         schedule=schedule,
         steps=steps,
         sync=sync,
     )
-
-
-def _model(config: RunConfig) -> nn.Module:
-    target = resolve(config.model.target, "model.target")
-    model = call(target, (), config.model.args, "model.args")
-    if not isinstance(model, nn.Module):
-        raise ConfigError(
-            f"model.target returns a torch.nn.Module, {config.model.target} returned {model!r}"
-        )
-    return model
 
 
 def _loss(config: LossConfig) -> Callable[[Tensor, Tensor], Tensor]:
@@ -240,31 +254,6 @@ def _loss(config: LossConfig) -> Callable[[Tensor, Tensor], Tensor]:
     check_arguments(function, 2, args, "loss.args")
     function = checking(config.target, function)
     return lambda output, label: function(output, label, **args)
-
-
-def _metric(name: str) -> Metric | None:
-    if name == "loss":
-        return None
-    if name == "accuracy":
-        return lambda output, label: output.argmax(dim=1) == label
-    if ":" in name:
-        function: Metric = resolve(name, "test.metric")
-        check_arguments(function, 2, {}, "test.metric")
-        return function
-    raise ConfigError(f'test.metric is accuracy, loss or "module:function", got "{name}"')
-
-
-def _optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    kind = member(torch.optim, config.name, "optimizer.name")
-    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
-        raise ConfigError(f"optimizer.name is a class of torch.optim, got {config.name!r}")
-    args = {**config.args, "lr": config.lr}
-    try:
-        optimizer = call(kind, (model.parameters(),), args, "optimizer.args")
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"optimizer.args: {config.name} refuses: {error}") from error
-    assert isinstance(optimizer, torch.optim.Optimizer)
-    return optimizer
 
 
 def _steps(

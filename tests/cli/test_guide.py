@@ -7,7 +7,6 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -24,6 +23,7 @@ from hpctrain.launch.supervise import TIMED_OUT
 from hpctrain.negotiation.stall import HANG
 from hpctrain.runtime import abort
 from hpctrain.runtime.stopping import STOPPED
+from tests.harness import preload
 
 TEXTS = guides._guides()
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -39,7 +39,7 @@ def lines_of(code):
 
 
 def run(line):
-    program, *words = shlex.split(line)
+    program, *words = shlex.split(line, comments=True)
     if [program, words[0]] == ["cp", "-r"]:
         return str(shutil.copytree(*words[1:]))
     assert program == "hpctrain", line
@@ -95,10 +95,14 @@ def test_commands_within_sentences_exist(topic):
 def test_every_snippet_runs_from_top_to_bottom(topic, tmp_path, monkeypatch):
     """In one process: a snippet may use what those before it have made."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path.copy())
     names: dict[str, object] = {"__name__": "guide"}
     try:
         for language, code in BLOCK.findall(TEXTS[topic]):
-            if language == "python":
+            if language == "python" and (name := re.match(r"# (\w+)\.py\n", code)):
+                Path(f"{name[1]}.py").write_text(code)
+                monkeypatch.delitem(sys.modules, name[1], raising=False)
+            elif language == "python":
                 exec(compile(code, f"guide {topic}", "exec"), names)
             elif language == "toml" and (name := re.search(r"# (\w+\.toml)\n", code)):
                 Path(name[1]).write_text(code)
@@ -109,6 +113,8 @@ def test_every_snippet_runs_from_top_to_bottom(topic, tmp_path, monkeypatch):
         hpctrain.shutdown()
 
 
+@pytest.mark.launches
+@pytest.mark.limit(180)
 def test_the_script_of_start_stops_when_it_is_asked_and_goes_on(tmp_path):
     (script,) = (code for language, code in BLOCK.findall(TEXTS["start"]) if language == "py")
     (tmp_path / "train.py").write_text(script)
@@ -116,7 +122,7 @@ def test_the_script_of_start_stops_when_it_is_asked_and_goes_on(tmp_path):
 
     def run():
         environ = os.environ | {"RUN_DIRECTORY": str(tmp_path), "HPCTRAIN_ALONE": "1"}
-        line = [sys.executable, "train.py", "300"]
+        line = [*preload.python(), "train.py", "300"]
         return subprocess.run(
             line, env=environ, cwd=tmp_path, capture_output=True, text=True, check=False
         )

@@ -101,6 +101,7 @@ def test_windows_is_sent_to_wsl(monkeypatch, capsys):
     assert "WSL" in capsys.readouterr().err
 
 
+@pytest.mark.limit(120)
 def test_a_run_without_an_mpi_library_says_what_brings_one(tmp_path):
     (tmp_path / "a.toml").write_text('[model]\ntarget = "a:b"\n[data]\ntarget = "a:b"\n')
     done = subprocess.run(

@@ -170,6 +170,7 @@ def test_the_hint_after_a_stop_is_the_command_that_submitted():
     assert "to go on: the same hpctrain submit again" in run("my.toml", "--print").stdout
 
 
+@pytest.mark.limit(120)
 def test_a_configuration_that_names_what_is_not_there_is_never_queued(tmp_path):
     result = run(tmp_path / "my.toml")
     assert result.exit_code == 1

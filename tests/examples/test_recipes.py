@@ -24,7 +24,7 @@ LINES = SETTINGS["options"]["install_requires"].strip().splitlines()
 NEEDED = {needed.name: needed.specifier for needed in map(Requirement, LINES)}
 PYTHON = SpecifierSet(SETTINGS["options"]["python_requires"])
 
-VERSIONS = ("0.1", "0.25", "2.0", "2.13", "2.14", "3", "3.11", "3.12", "3.99", "4.0", "4.1", "15")
+VERSIONS = [f"{major}.{minor}" for major in range(6) for minor in (0, 1, 11, 12, 13, 14, 25, 99)]
 """Versions by which two ways to write a range are compared."""
 
 

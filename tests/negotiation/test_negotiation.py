@@ -139,7 +139,7 @@ def test_any_order_gives_the_same_batches_everywhere_and_loses_nothing(seed: int
     assert all(batches == first for batches in others)
     assert all(not negotiator.pending() for negotiator in ranks.negotiators)
     assert not any(n._tally._parts or any(n._tally.bits) for n in ranks.negotiators)
-    slots = [(n._slots.numbers, n._slots.entries) for n in ranks.negotiators]
+    slots = [(n.cache.numbers, n.cache.entries) for n in ranks.negotiators]
     assert all(some == slots[0] for some in slots)
     want = expected(script, size)
     for name in script.names:

@@ -45,6 +45,13 @@ class Job:
         ]
         self.config = configure(*self.overrides)
 
+    def built(self, comm=None, *, seed: int = 0) -> Task:
+        """Build what is trained, by generators that no two processes have alike."""
+        comm = self.here.comm if comm is None else comm
+        for generator in (torch.manual_seed, np.random.seed, random.seed):
+            generator(seed + comm.rank)
+        return build(self.config, comm)
+
     def part(
         self,
         comm=None,
@@ -54,6 +61,7 @@ class Job:
         on_rank: int = 0,
         fail: bool = False,
         at: Mapping[int, Callable[[], object]] | None = None,
+        task: Task | None = None,
     ):
         """Train until the end, or until a stop that is asked for in the step ``after``.
 
@@ -64,11 +72,10 @@ class Job:
             on_rank: who asks.
             fail: whether every rank fails instead.
             at: what else happens before the optimizer steps, by step of this part.
+            task: of ``built``; by default one is built.
         """
         comm = self.here.comm if comm is None else comm
-        for generator in (torch.manual_seed, np.random.seed, random.seed):
-            generator(after + comm.rank)  # another process has other states
-        task = build(self.config, comm)
+        task = self.built(comm, seed=after) if task is None else task
         now, steps, actions = [0.0], itertools.count(1), dict(at or {})
         if fail:
             actions[after] = _fail
@@ -110,7 +117,8 @@ class Job:
 def newest_model(run: Path) -> dict[str, object]:
     """Return what a run has learnt, of its newest checkpoint."""
     _, state = newest_state(run)
-    return {name: state[name] for name in ("model", "optimizer", "epoch", "step")}
+    names = ("model", "optimizer", "epoch", "step", "precision", "ema", "best")
+    return {name: state[name] for name in names if name in state}
 
 
 def _fail() -> None:

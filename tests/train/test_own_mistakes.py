@@ -13,7 +13,7 @@ from hpctrain.train.load import load
 from hpctrain.train.run import How, run
 from tests.train.starting import ROOT
 
-pytestmark = pytest.mark.launches
+pytestmark = [pytest.mark.launches, pytest.mark.limit(180)]
 
 MINE = """\
 import numpy, torch

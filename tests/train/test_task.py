@@ -71,6 +71,12 @@ def test_what_does_not_fit_is_one_error_of_all_ranks_in_the_first_step(here, con
         ("optimizer.name=lr_scheduler", "optimizer.name"),
         ("optimizer.args.momentun=0.1", "did you mean momentum?"),
         ("optimizer.args.nesterov=true", "optimizer.args: SGD refuses: Nesterov momentum"),
+        (
+            'optimizer.groups=[{ match = "*.bia" }]',
+            'optimizer.groups: "*.bia" matches none of 4',
+        ),
+        ('optimizer.groups=[{ match = "*.bia" }]', "such as 4.bias, 1.bias"),
+        ('optimizer.groups=[{ match = "*", momentun = 0 }]', "did you mean momentum?"),
         ("schedule.name=step", "schedule.name is one of constant, linear, cosine, got 'step'"),
         ("schedule.args.finall=0.1", "did you mean final?"),
         ("test.metric=precision", "test.metric is accuracy, loss"),
@@ -80,6 +86,43 @@ def test_a_mistake_in_the_configuration_says_the_way_out(here, configure, overri
     with pytest.raises(MismatchError) as caught:
         build(configure(override), here.comm)
     assert message in str(caught.value)
+
+
+BIASES = '{ match = "*.bias", lr = 0.5, momentum = 0.0 }'
+LAST = '{ match = ["4.weight", "4.*"], weight_decay = 0.25 }'
+
+
+@pytest.mark.ranks(1, 2)
+def test_parameters_that_match_a_pattern_have_arguments_of_their_own(here, configure):
+    args = "optimizer.args={ momentum = 0.9, weight_decay = 0.1 }"
+    config = configure(
+        args,
+        "schedule.name=linear",
+        "model.args.norm=true",
+        f"optimizer.groups=[{BIASES}, {LAST}]",
+        "optimizer.exempt_norms_and_biases=true",
+        "optimizer.lr=0.2",
+    )
+    task = build(config, here.comm)
+    names = {id(p): name for name, p in task.model.named_parameters()}
+    found = {
+        names[id(p)]: (group["lr"], group["momentum"], group["weight_decay"])
+        for group in task.optimizer.param_groups
+        for p in group["params"]
+    }
+    assert found == {
+        "0.weight": (0.2, 0.9, 0.0),
+        "0.bias": (0.5, 0.0, 0.0),
+        "1.weight": (0.2, 0.9, 0.1),
+        "1.bias": (0.5, 0.0, 0.0),
+        "4.weight": (0.2, 0.9, 0.25),
+        "4.bias": (0.5, 0.0, 0.0),
+    }
+    assert {*task.peaks} == {0.2, 0.5}
+    plain = build(configure(), here.comm)
+    assert [[*group["params"]] for group in plain.optimizer.param_groups] == [
+        [*plain.model.parameters()]
+    ]
 
 
 def step(task):

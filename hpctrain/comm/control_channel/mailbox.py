@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hpctrain.comm.control_channel.ring import HEAD_BYTES, RING_BYTES, Inlet, Outlet, fence_of
+from hpctrain.comm.control_channel.commit import WORDS, TwoPhaseCommit
+from hpctrain.comm.control_channel.ring import (
+    HEAD_BYTES,
+    RING_BYTES,
+    Fence,
+    Inlet,
+    Outlet,
+    fence_of,
+)
 from hpctrain.comm.node.segments import LINE_BYTES, Semaphore
 from hpctrain.comm.waiting import BY_MPI, IN_NODE, Watch, wait_until
 from hpctrain.core.libc import Segment
@@ -77,13 +85,14 @@ class Mailbox:
     One thread at a time sends, receives and sleeps; any thread rings.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the ways, and how to wait on them
         self,
         tree: Tree,
         edges: Mapping[int, tuple[Outlet, Inlet]],
         bell: Semaphore,
         *,
         network: "Network | None" = None,
+        commit: TwoPhaseCommit | None = None,
         watch: Watch,
         spin: bool,
     ) -> None:
@@ -93,6 +102,7 @@ class Mailbox:
         ``bell`` is of this process; with ``spin`` each rank has a core of its own.
         """
         self.tree = tree
+        self.commit = commit  # beside the mail, whose bell it rings; None between nodes
         self._outlets = {rank: outlet for rank, (outlet, _) in edges.items()}
         self._ways_out = tuple(self._outlets.values())
         self._ways_down = tuple(
@@ -106,6 +116,7 @@ class Mailbox:
         self._inbox: list[tuple[int, bytes]] = []
         pace = IN_NODE if network is None else BY_MPI
         self._pace = pace if spin else pace._replace(spin_s=0.0)
+        self.spin_s = self._pace.spin_s  # how long a wait may keep this rank's core
 
     def send(self, to: int, message: bytes) -> None:
         """Send ``message`` to a neighbour in the tree, without waiting for it.
@@ -173,6 +184,11 @@ class Mailbox:
         """Wake ``sleep`` of this process, now or the next one."""
         self._bell.post()
 
+    def drain(self) -> None:
+        """Forget who rang; for who does not sleep now, and calls ``receive`` before it does."""
+        while self._try_wait():
+            pass
+
     def close(self) -> None:
         """Give back what the mailboxes hold. Collective; what nobody has received is lost."""
         if self._network is not None:
@@ -194,8 +210,7 @@ class Mailbox:
 
     def _something_came(self) -> bool:
         if self._try_wait():
-            while self._try_wait():  # one look finds all that was rung for
-                pass
+            self.drain()  # one look finds all that was rung for
             return True
         return self._network is not None and self._network.look()
 
@@ -229,26 +244,34 @@ def by_node(comm: "MPI.Intracomm", node: "SharedMemory", watch: Watch) -> Mailbo
         for leader in dict.fromkeys(leaders)
     ]
     tree = tree_of(nodes, comm.rank)
-    boxes = dict(zip(mine, node.allocate(BOX_BYTES), strict=True))
+    segments = node.allocate(BOX_BYTES + LINE_BYTES * comm.size)
+    boxes = dict(zip(mine, segments, strict=True))
     bell, spare = Semaphore(boxes[comm.rank]), Semaphore(boxes[comm.rank], LINE_BYTES)
     bell.initialise()
     spare.initialise()
     node.barrier()  # nobody rings a bell that is not there yet
+    is_one = len(nodes) == 1  # else nothing is committed: words do not reach other nodes
+    fence = fence_of(spare)
     return Mailbox(
         tree,
-        _edges(tree, boxes, spare),
+        _edges(tree, boxes, fence),
         bell,
-        network=_network(comm) if len(nodes) > 1 else None,
+        network=None if is_one else _network(comm),
+        commit=_commit(tree, boxes, fence) if is_one else None,
         watch=watch,
         spin=node.spin,
     )
 
 
-def _edges(
-    tree: Tree, boxes: dict[int, Segment], spare: Semaphore
-) -> dict[int, tuple[Outlet, Inlet]]:
+def _commit(tree: Tree, boxes: dict[int, Segment], fence: Fence) -> TwoPhaseCommit:
+    """Let the ranks decide by words behind the box of rank 0."""
+    words = np.frombuffer(memoryview(boxes[0]), np.int64, WORDS * len(boxes), BOX_BYTES).data
+    bells = [Semaphore(boxes[rank]).post for rank in range(len(boxes))]
+    return TwoPhaseCommit(words, tree, bells, fence)
+
+
+def _edges(tree: Tree, boxes: dict[int, Segment], fence: Fence) -> dict[int, tuple[Outlet, Inlet]]:
     """Connect this rank with those of its neighbours that have a box on this node."""
-    fence = fence_of(spare)
     edges = {}
     for rank in tree.neighbours:
         if rank not in boxes:

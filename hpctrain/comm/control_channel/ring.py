@@ -20,7 +20,10 @@ STORES_IN_ORDER = platform.machine().lower() in ("x86_64", "amd64", "i686")
 """Whether all processors see the stores of one in order, and load in order."""
 
 
-def fence_of(semaphore: Semaphore) -> Callable[[], object] | None:
+Fence = Callable[[], object] | None  # None where the processor needs none
+
+
+def fence_of(semaphore: Semaphore) -> Fence:
     """Return what keeps loads and stores before it apart from those after it; None for no need.
 
     A post releases, taking it again acquires: together nothing passes them. Nobody else uses the
@@ -41,9 +44,7 @@ class Outlet:
 
     __slots__ = ("_bell", "_counters", "_data", "_fence", "_rest", "_written", "is_stuck")
 
-    def __init__(
-        self, memory: memoryview, bell: Semaphore, fence: Callable[[], object] | None
-    ) -> None:
+    def __init__(self, memory: memoryview, bell: Semaphore, fence: Fence) -> None:
         """Take ``HEAD_BYTES + RING_BYTES`` zeros, aligned to eight, and the reader's bell."""
         self.is_stuck = False  # whether messages wait for room
         self._counters = memory[:HEAD_BYTES].cast("Q")
@@ -108,9 +109,7 @@ class Inlet:
 
     __slots__ = ("_bell", "_counters", "_data", "_fence", "_part", "_read")
 
-    def __init__(
-        self, memory: memoryview, bell: Semaphore, fence: Callable[[], object] | None
-    ) -> None:
+    def __init__(self, memory: memoryview, bell: Semaphore, fence: Fence) -> None:
         """Take the same memory as the writer, and the writer's bell."""
         self._counters = memory[:HEAD_BYTES].cast("Q")
         self._data = memory[HEAD_BYTES : HEAD_BYTES + RING_BYTES]

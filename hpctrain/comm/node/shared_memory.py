@@ -251,7 +251,7 @@ class SharedSlots:
     def __init__(self, node: SharedMemory) -> None:
         self._node = node
         self._num_bytes = len(node.stage[0]) // 2
-        self._seen: dict[tuple[torch.dtype, int, int], Slots] = {}
+        self._seen: dict[tuple[torch.dtype, torch.Size, int], Slots] = {}
 
     def numel(self, dtype: torch.dtype) -> int:
         """Return how many elements a slot takes."""
@@ -295,22 +295,24 @@ class SharedSlots:
         self._node.num_bytes += values.numel() * values.itemsize
 
     def _put(self, values: Tensor, call: Call) -> Slots:
-        numel, node = values.numel(), self._node
-        slots = self._views(values.dtype, numel, node.turn)
+        node = self._node
+        slots = self.views(values.dtype, values.shape, node.turn)
         slots[node.local_rank].copy_(values)
         node.meet(call)
         return slots
 
-    def _views(self, dtype: torch.dtype, numel: int, turn: int) -> Slots:
-        """Look at the slots of a turn as ``numel`` elements; programs repeat a few sizes."""
-        key = (dtype, numel, turn)
+    def views(self, dtype: torch.dtype, shape: torch.Size, turn: int) -> Slots:
+        """Look at the slots of a turn as tensors of a shape; programs repeat a few."""
+        key = (dtype, shape, turn)
         slots = self._seen.get(key)
         if slots is None:
             if len(self._seen) >= MOST_SEEN:
                 self._seen.clear()
             first = turn * self._num_bytes
-            end = first + numel * dtype.itemsize
-            slots = tuple(raw[first:end].view(dtype) for raw in self._node.stage)
+            end = first + shape.numel() * dtype.itemsize
+            # Made outside of inference mode: what is made inside it cannot be written later.
+            with torch.inference_mode(mode=False):
+                slots = tuple(raw[first:end].view(dtype).view(shape) for raw in self._node.stage)
             self._seen[key] = slots
         return slots
 

@@ -1,0 +1,132 @@
+"""Express: repeated operations inside a node, agreed on by a word of each rank instead of mail.
+
+A rank that has nothing else under way prepares an operation that all ranks know by its number
+(``TwoPhaseCommit``); once rank 0 has committed it, all carry it out. The commonest, a reduction of
+one tensor, is over then but for the sum: each rank has written its values into its slot of node
+memory before. What rank 0 aborts is announced by mail, the ordinary way, as is everything while a
+rank waits for something by mail; so rank 0 alone decides, and all has one order.
+"""
+
+import time
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hpctrain.comm.node.shared_memory import combine_to
+from hpctrain.comm.ops import Combination, combination
+from hpctrain.negotiation.messages import Entry
+from hpctrain.negotiation.reducing import recipe
+from hpctrain.negotiation.request import Kind, ReduceOp, Request, Result, Signature
+
+if TYPE_CHECKING:
+    from hpctrain.comm.communicator import Communicator
+    from hpctrain.comm.control_channel.commit import TwoPhaseCommit
+    from hpctrain.comm.control_channel.mailbox import Mailbox
+    from hpctrain.comm.hierarchical import HierarchicalCommunicator
+    from hpctrain.negotiation.pending_table import ResponseCache
+
+_MOST_KNOWN = 4096  # operations that are kept, with their views of the slots
+_NUM_LOOKS = 20  # at least, before a rank that shares its core sleeps
+
+
+class Known(NamedTuple):
+    """A repeated operation, the same on all ranks."""
+
+    entry: Entry  # what all ranks know it as
+    signature: Signature  # the same as in requests of this rank
+    number: int
+    slots: tuple[tuple[Tensor, ...], ...] = ()
+    """By turn and rank, in the shape of the tensor, of a reduction that is only a sum; else none,
+    and a commit means that all ranks begin."""
+    combination: Combination | None = None
+    scale: float | None = None
+
+
+class Express:
+    """This rank's part; used by the thread that drives."""
+
+    def __init__(
+        self,
+        comm: "Communicator",
+        levels: "HierarchicalCommunicator",
+        commit: "TwoPhaseCommit",
+        post: "Mailbox",
+        cache: "ResponseCache",
+    ) -> None:
+        """Take a communicator of one node, its mailboxes, and the numbers of operations."""
+        self.commit = commit
+        self._is_heard = levels is not comm  # then all that moves goes through its methods
+        self._comm, self._post, self._cache = levels, post, cache
+        self._node = levels.node
+        self._known: dict[str, Known] = {}
+
+    def known(self, name: str, request: Request) -> Known | None:
+        """Return what all ranks know of an operation of this name; None if it is new."""
+        known = self._known.get(name)
+        if (
+            known is not None
+            and known.signature is request.signature
+            and known.entry is self._cache.entries[known.number]
+        ):
+            return known
+        number = self._cache.number(name, request.signature)
+        if number is None:
+            return None
+        if len(self._known) >= _MOST_KNOWN:
+            self._known.clear()
+        entry = self._cache.entries[number]
+        known = self._known[name] = self._reduction(Known(entry, request.signature, number))
+        return known
+
+    def prepare(self, known: Known, request: Request) -> None:
+        """Prepare an operation; then nothing else until ``commit.look`` knows more."""
+        if known.slots:
+            (tensor,), node = request.tensors, self._node
+            given = tensor.detach() if tensor.requires_grad else tensor
+            known.slots[node.turn][node.local_rank].copy_(given)
+        self.commit.prepare(known.number)
+
+    def look_awake(self) -> bool | None:
+        """Say what ``commit.look`` says, within the moment that a rank stays awake."""
+        look = self.commit.look
+        for _ in range(_NUM_LOOKS):
+            if (verdict := look()) is not None:
+                return verdict
+        end = time.perf_counter() + self._post.spin_s
+        while time.perf_counter() < end:
+            if (verdict := look()) is not None:
+                return verdict
+        return None
+
+    def reduced(self, known: Known, request: Request) -> Result:
+        """Return the sum of what all ranks have prepared and rank 0 has committed."""
+        node, (given,) = self._node, request.tensors
+        parts = list(known.slots[node.turn])
+        node.turn = 1 - node.turn
+        node.num_bytes += (1 + len(parts)) * given.nbytes
+        if given.requires_grad:
+            given = given.detach()
+        if node.local_rank < 2:
+            parts[node.local_rank] = given  # one stream less than from the slot
+        result = given
+        if not request.in_place:
+            result = torch.empty_like(given, memory_format=torch.contiguous_format)
+        assert known.combination is not None
+        combine_to(result, parts, known.combination, known.scale)
+        return request.tensors if request.in_place else [result]
+
+    def _reduction(self, known: Known) -> Known:
+        """Add what a reduction takes that is only a sum, of what fits a slot."""
+        kind, dtypes, shapes, op, prescale, postscale, _, _ = known.signature
+        if kind is not Kind.ALLREDUCE or op is None or op is ReduceOp.ADASUM or len(dtypes) > 1:
+            return known
+        dtype, shape, slots = dtypes[0], torch.Size(shapes[0]), self._comm.slots
+        how = recipe(dtype, op, prescale, postscale, self._comm.size)
+        what = combination(dtype, how.op)
+        is_simple = how.is_plain and what.lane is dtype and not dtype.is_complex
+        is_direct = self._comm.plan.tensors.at(shape.numel() * dtype.itemsize) == "direct"
+        if self._is_heard or not (is_simple and is_direct) or shape.numel() > slots.numel(dtype):
+            return known
+        views = tuple(slots.views(dtype, shape, turn) for turn in (0, 1))
+        return known._replace(slots=views, combination=what, scale=how.scale)

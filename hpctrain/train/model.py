@@ -1,0 +1,202 @@
+"""Model and optimizer that a configuration names, and the names that patterns in it match."""
+
+import difflib
+import fnmatch
+import pickle
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.checkpoint import checkpoint
+
+from hpctrain.checkpoint.export import newest_state
+from hpctrain.core.errors import ConfigError
+from hpctrain.core.logs import logger
+from hpctrain.core.target import call, check_arguments, member, resolve
+from hpctrain.train.config import ModelConfig, OptimizerConfig, TrainingConfig
+
+EMA = "ema"
+"""Part of a checkpoint's state: the model with averaged weights, a state dict as that of model."""
+
+_PARTS = (EMA, "model", "state_dict", "model_state_dict")
+"""Names under which a file or a checkpoint may hold the weights, beside others."""
+_PREFIXES = ("module.", "_orig_mod.")  # of wrappers, which the names of a state dict may keep
+_UNREADABLE = (pickle.UnpicklingError, safetensors.SafetensorError)
+_MOST_LINES, _MOST_NAMES = 20, 3
+
+
+def make_model(config: ModelConfig) -> nn.Module:
+    """Call the target. Raises ``ConfigError``: it is wrong, or makes no model."""
+    target = resolve(config.target, "model.target")
+    model = call(target, (), config.args, "model.args")
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"model.target returns a torch.nn.Module, {config.target} returned {model!r}"
+        )
+    return model
+
+
+def load_first_weights(model: nn.Module, config: ModelConfig) -> None:
+    """Give the model the weights of ``model.init_from``; not collective.
+
+    Raises ``ConfigError`` or ``CheckpointError``: they cannot be read, or do not fit.
+    """
+    want = model.state_dict()
+    have = _read(Path(config.init_from))
+    for prefix in _PREFIXES:
+        if have and all(name.startswith(prefix) for name in have):
+            have = {name.removeprefix(prefix): value for name, value in have.items()}
+    # Copied into what the model has: its types stay.
+    have = {name: v.to(want[name].dtype) if name in want else v for name, v in have.items()}
+    fits = {n: v for n, v in have.items() if n in want and v.shape == want[n].shape}
+    if lines := misfits(have, want):
+        more = len(lines) - _MOST_LINES
+        lines[_MOST_LINES:] = [f"and {more} more"] if more > 0 else []
+        told = f'model.init_from = "{config.init_from}" fits {len(fits)} of {len(want)} tensors'
+        text = "\n  ".join(lines)
+        if config.init_strict or not fits:
+            raise ConfigError(
+                f"{told}; build the model that was saved, or take what fits by "
+                f"model.init_strict = false:\n  {text}"
+            )
+        logger.warning(f"{told}, the others stay as they were made:\n  {text}")
+    model.load_state_dict(fits, strict=False)
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    if path.is_dir():
+        state: Mapping[str, Any] = newest_state(path)[1]
+    else:
+        try:
+            if path.suffix == ".safetensors":
+                state = load_file(path)
+            else:
+                state = torch.load(path, map_location="cpu", weights_only=True)
+        # Of pickle, zip and torch: what is no file of weights raises anything.
+        except (OSError, RuntimeError, ValueError, LookupError, EOFError, *_UNREADABLE) as error:
+            raise ConfigError(
+                f'model.init_from = "{path}" cannot be read: {str(error).partition(chr(10))[0]}; '
+                f"name a run directory, a checkpoint, or a file of torch.save or safetensors"
+            ) from error
+    found = isinstance(state, Mapping)
+    inner = (state[n] for n in _PARTS if found and isinstance(state.get(n), Mapping) and state[n])
+    part = next(inner, state)
+    if not isinstance(part, Mapping) or not all(isinstance(v, Tensor) for v in part.values()):
+        raise ConfigError(
+            f'model.init_from = "{path}" holds no state dict, neither as it is nor as '
+            f"{', '.join(_PARTS)}; save model.state_dict()"
+        )
+    return dict(part)
+
+
+def misfits(have: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> list[str]:
+    """Return a line for each tensor that is missing, too many, or of another shape or type."""
+    found, wanted = (
+        {name: f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}" for name, t in of.items()}
+        for of in (have, want)
+    )
+    lines = [
+        f"{name}: {found.get(name, 'missing')}, {what} is wanted"
+        for name, what in wanted.items()
+        if found.get(name) != what
+    ]
+    return lines + [
+        f"{name}: {what}, nothing of this name is wanted"
+        for name, what in found.items()
+        if name not in wanted
+    ]
+
+
+def prepare(model: nn.Module, config: TrainingConfig) -> None:
+    """Let the model calculate as ``[train]`` says; the names of its state stay.
+
+    Raises ``ConfigError``: a pattern matches nothing, or torch refuses the arguments.
+    """
+    modules = {name: module for name, module in model.named_modules() if name}
+    chosen = matched(config.activation_checkpointing, [*modules], "train.activation_checkpointing")
+    for name in chosen:
+        outer = (name[:end] for end, char in enumerate(name) if char == ".")
+        if not any(each in chosen for each in outer):  # the outermost has all inside it
+            modules[name].forward = partial(_recomputed, modules[name], modules[name].forward)
+    if not config.compile:
+        return
+    args = {"dynamic": False, **config.compile_args}  # a shape's kernel depends on no other shape
+    check_arguments(torch.compile, 1, args, "train.compile_args")
+    try:
+        model.compile(**args)
+    except (RuntimeError, ValueError, TypeError) as error:
+        raise ConfigError(f"train.compile_args: torch.compile refuses: {error}") from error
+
+
+def _recomputed(module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
+    if not (module.training and torch.is_grad_enabled()):
+        return forward(*args, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+
+def matched(patterns: Sequence[str], names: Sequence[str], key: str) -> list[str]:
+    """Return the names that any of the patterns matches, in their order; ``*`` matches dots too.
+
+    Raises ``ConfigError``: a pattern matches none; lists names that are near it.
+    """
+    found: set[str] = set()
+    for pattern in patterns:
+        hits = fnmatch.filter(names, pattern)
+        if not hits:
+            near = difflib.get_close_matches(pattern.strip("*."), names, n=_MOST_NAMES, cutoff=0.3)
+            some = [*near, *(name for name in names if name not in near)][:_MOST_NAMES]
+            raise ConfigError(
+                f'{key}: "{pattern}" matches none of {len(names)} names, such as '
+                f"{', '.join(some) or 'none'}"
+            )
+        found.update(hits)
+    return [name for name in names if name in found]
+
+
+def make_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
+    """Make the optimizer, with a group for each set of equal arguments.
+
+    Raises ``ConfigError``: there is no such class, it does not take these arguments, or a pattern
+    matches no parameter.
+    """
+    kind = member(torch.optim, config.name, "optimizer.name")
+    if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
+        raise ConfigError(f"optimizer.name is a class of torch.optim, got {config.name!r}")
+    args = {**config.args, "lr": config.lr}
+    own = own_arguments(model, config)
+    for options in own.values():
+        check_arguments(kind, 1, {**args, **options}, "optimizer.groups")
+    groups: dict[str, dict[str, Any]] = {}
+    for name, parameter in model.named_parameters():
+        options = own.get(name, {})
+        group = groups.setdefault(repr(sorted(options.items())), {"params": [], **options})
+        group["params"].append(parameter)
+    try:
+        optimizer = call(kind, ([*groups.values()],), args, "optimizer.args")
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"optimizer.args: {config.name} refuses: {error}") from error
+    assert isinstance(optimizer, Optimizer)
+    return optimizer
+
+
+def own_arguments(model: nn.Module, config: OptimizerConfig) -> dict[str, Mapping[str, Any]]:
+    """Return the arguments that differ from those of ``config.args``, by name of a parameter."""
+    parameters = dict(model.named_parameters())
+    own: dict[str, Mapping[str, Any]] = {}
+    for group in config.groups:
+        match = group["match"]
+        patterns = match if isinstance(match, list) else [match]
+        options = {name: value for name, value in group.items() if name != "match"}
+        for name in matched(patterns, [*parameters], "optimizer.groups"):
+            own.setdefault(name, options)
+    if config.exempt_norms_and_biases:
+        for name, parameter in parameters.items():
+            if parameter.dim() <= 1:
+                own[name] = {"weight_decay": 0.0, **own.get(name, {})}
+    return own

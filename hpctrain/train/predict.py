@@ -1,0 +1,211 @@
+"""What a run has learnt, used: built from a checkpoint, and its outputs written."""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from hpctrain.checkpoint.inspection import checkpoint_of
+from hpctrain.comm.agreement import agreed, on_root
+from hpctrain.comm.communicator import Communicator
+from hpctrain.core.atomic import PART, make_folder, sync
+from hpctrain.core.errors import ConfigError, DataError
+from hpctrain.core.records import read
+from hpctrain.core.target import make_importable
+from hpctrain.data.loader import Loader
+from hpctrain.data.samples import Batch
+from hpctrain.train.config import SyncConfig
+from hpctrain.train.load import load
+from hpctrain.train.run_directory import RunDirectory
+from hpctrain.train.stateful import widened
+from hpctrain.train.task import Task, build
+
+OUTPUT = "output"  # name of the data set in the file
+
+
+def load_task(
+    path: Path, comm: Communicator, *, overrides: Sequence[str], which: str, split: str
+) -> tuple[Task, Path]:
+    """Build what the run in a directory trains, with the weights of one of its checkpoints.
+
+    Collective. ``which`` is last, best or a number of steps; averaged weights come first, as in
+    the run's own tests. The samples of ``split`` come in their order, as in a test. Returns the
+    checkpoint too. Raises ``MismatchError``: there is no such run or checkpoint, or the
+    configuration does not fit it; on all ranks.
+    """
+    directory = RunDirectory(path)
+
+    def find() -> Path:
+        if not directory.config.exists():
+            raise ConfigError(f"{path} holds no run; name the folder of one, such as runs/digits")
+        return checkpoint_of(path, which)
+
+    checkpoint = on_root(comm, find)
+    with agreed(comm):
+        config = load(directory.config, overrides).config
+        begun = (r["modules"] for r in read(directory.metrics) if "modules" in r)
+        make_importable(Path(next(begun, "")).resolve())
+        # Nothing is learnt: all ranks have one model, and its tests may be rounded apart.
+        config = replace(
+            config,
+            sync=SyncConfig(),
+            model=replace(config.model, init_from=str(checkpoint), init_strict=True),
+            data=replace(config.data, stage="", on_corrupt="raise"),
+            train=replace(config.train, reproducible=False, ema=0.0),
+        )
+    task = build(config, comm)
+    if split == "train":
+        loader = Loader(
+            task.train.dataset,
+            order="sequential",
+            global_batch=config.train.global_batch,
+            comm=comm,
+            transform=task.test.transform,
+            ragged="padded",
+        )
+        task = replace(task, test=loader)
+    return task, checkpoint
+
+
+@torch.no_grad()
+def predict(task: Task, path: Path, facts: Mapping[str, Any]) -> tuple[int, ...]:
+    """Write the model's output for every sample of the test, in their order; return its shape.
+
+    Collective. Each rank writes its rows into one HDF5 file, data set ``output``, which appears
+    whole or not at all; ``facts`` are its attributes. Raises ``MismatchError``: there is a file
+    already, or the outputs are no tensors of one shape; on all ranks.
+    """
+    comm, loader = task.comm, task.test
+    part = path.with_name(path.name + PART)
+    on_root(comm, lambda: _check_new(path))
+    task.model.eval()
+    fault = ""
+    rows: _Rows | None = None
+    with _published(part, path, comm):
+        for batch in loader:
+            try:
+                values = _output(task, batch) if not fault else None
+            except DataError as error:
+                fault, values = str(error), None
+            if rows is None:  # some rank has samples of the first step
+                comm.agree(not fault, fault)
+                kinds = comm.allgather_object(None if values is None else _kind(values))
+                kind = next(each for each in kinds if each is not None)
+                rows = _Rows(part, len(loader.dataset), kind, facts, comm)
+            if values is not None:
+                fault = rows.write(int(loader.samples_at(loader.place)[0]), values)
+        assert rows is not None
+        comm.agree(not fault, fault)
+        rows.close()
+    return rows.shape
+
+
+def _output(task: Task, batch: Batch) -> NDArray[Any] | None:
+    """Return the outputs of this rank's samples; None where it has none."""
+    if not batch.num_samples:
+        return None
+    with task.precision.autocast():
+        output = task.model(task.split(batch)[0])
+    output = widened(output)
+    if not isinstance(output, Tensor) or output.shape[:1] != (batch.num_samples,):
+        what = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
+        raise DataError(
+            f"predictions are a tensor with a row for each of {batch.num_samples} samples, the "
+            f"model returned {what}; let it do so after eval()"
+        )
+    found: NDArray[Any] = output.contiguous().numpy()
+    return found
+
+
+def _kind(values: NDArray[Any]) -> tuple[tuple[int, ...], str]:
+    """Return shape and type of a row."""
+    return values.shape[1:], values.dtype.str
+
+
+class _Rows:
+    """Rows of a data set, which lies in its file in one piece: ranks write theirs where they are.
+
+    No rank has more than its own in memory, and HDF5 need not know of several writers.
+    """
+
+    def __init__(
+        self,
+        part: Path,
+        num_rows: int,
+        kind: tuple[tuple[int, ...], str],
+        facts: Mapping[str, Any],
+        comm: Communicator,
+    ) -> None:
+        """Make the file, on rank 0, and open it. Collective."""
+        self._kind, self._comm = kind, comm
+        self.shape = (num_rows, *kind[0])
+
+        def make() -> int:
+            make_folder(part.absolute().parent)
+            how = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+            how.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+            how.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+            with h5py.File(part, "w") as file:
+                file.attrs.update(facts)
+                made = file.create_dataset(OUTPUT, self.shape, np.dtype(kind[1]), dcpl=how)
+                return int(made.id.get_offset())
+
+        self._offset = on_root(comm, make)
+        with agreed(comm):
+            try:
+                self._file = os.open(part, os.O_WRONLY)
+            except OSError as error:
+                raise ConfigError(f"{part} is not seen by this rank: {error.strerror}") from None
+
+    def write(self, first: int, values: NDArray[Any]) -> str:
+        """Write rows from ``first`` on; return why that cannot be done, empty if it is."""
+        if _kind(values) != self._kind:
+            return (
+                f"predictions have one shape and type, got {_kind(values)} after {self._kind}; "
+                f"pad them in the model"
+            )
+        left = values.data.cast("B")
+        place = self._offset + first * (values.nbytes // len(values))
+        try:
+            while left:
+                written = os.pwrite(self._file, left, place)
+                left, place = left[written:], place + written
+        except OSError as error:
+            return f"predictions cannot be written: {error.strerror}; make room, and start again"
+        return ""
+
+    def close(self) -> None:
+        """Return when the rows of all ranks are on disk. Collective."""
+        os.fsync(self._file)
+        os.close(self._file)
+        self._comm.barrier()
+
+
+def _check_new(path: Path) -> None:
+    if path.exists():
+        raise ConfigError(f"{path} is there already, and is left as it is; choose another name")
+
+
+@contextmanager
+def _published(part: Path, path: Path, comm: Communicator) -> Iterator[None]:
+    """Give a file its name behind the block, or remove it. Collective at the end."""
+
+    def publish() -> None:
+        _check_new(path)
+        part.rename(path)
+        sync(path.absolute().parent)
+
+    try:
+        yield
+        on_root(comm, publish)
+    finally:
+        if comm.rank == 0:
+            part.unlink(missing_ok=True)

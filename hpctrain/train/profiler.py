@@ -1,0 +1,58 @@
+"""Chrome traces of chosen steps, for chrome://tracing and Perfetto."""
+
+from pathlib import Path
+from typing import Self
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from hpctrain.core.atomic import make_folder, publishing
+from hpctrain.core.logs import logger
+from hpctrain.train.config import LogConfig
+
+
+class Profiler:
+    """Traces the steps of ``log.profile``, on the ranks that are chosen."""
+
+    def __init__(self, config: LogConfig, folder: Path, rank: int) -> None:
+        """Begin nothing yet; a part of a run that begins within the steps traces the rest."""
+        is_chosen = bool(config.profile) and rank in config.profile_ranks
+        self._steps = range(config.profile[0], config.profile[1] + 1) if is_chosen else range(0)
+        self._folder, self._rank = folder, rank
+        self._trace: profile | None = None
+        self._first = 0
+
+    def before(self, step: int) -> None:
+        """Begin a trace in front of its first step, and write it behind its last; not collective.
+
+        What comes between two steps, such as a test, belongs to the trace.
+        """
+        if step in self._steps and self._trace is None:
+            kinds = [ProfilerActivity.CPU]
+            kinds += [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+            self._trace, self._first = profile(activities=kinds), step
+            self._trace.start()
+        elif self._trace is not None and step not in self._steps:
+            self._write(step - 1)
+        self._last = step
+
+    def _write(self, last: int) -> None:
+        """Write the trace; a disk that refuses is a warning."""
+        assert self._trace is not None
+        trace, self._trace = self._trace, None
+        trace.stop()
+        path = self._folder / f"rank-{self._rank}-steps-{self._first}-{last}.json"
+        try:
+            make_folder(self._folder)
+            with publishing(path) as part:
+                trace.export_chrome_trace(str(part))
+        except (OSError, RuntimeError) as error:
+            logger.warning(f"the trace {path} cannot be written: {error}")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Write what was begun."""
+        if self._trace is not None:
+            self._write(self._last)

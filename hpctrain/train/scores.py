@@ -1,0 +1,96 @@
+"""Metrics of a test: what a batch adds to sums that are exact on any number of ranks."""
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from hpctrain.core.errors import ConfigError, DataError
+from hpctrain.core.target import check_arguments, resolve
+
+LOSS = "loss"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Metric:
+    """A figure of a test: a mean of values, or a score that is calculated from counts."""
+
+    name: str
+    values: Callable[[Tensor, Tensor], Tensor] | None = None
+    """From (output, label) to one value for every sample; None for the loss."""
+    counts: Callable[[Tensor, Tensor], Tensor] | None = None
+    """From (output, label) to whole numbers, ``(k, classes)`` in float64, which are added up."""
+    score: Callable[[Tensor], float] | None = None  # of all counts
+
+    def sum_of(self, output: Tensor, label: Tensor) -> float:
+        """Return the sum of the values over the samples of a batch."""
+        assert self.values is not None
+        values = self.values(output, label)
+        if values.dim() == 0 or len(values) != len(label):
+            raise DataError(
+                f"test.metric: {self.name} returns one value for each of {len(label)} samples, "
+                f"got {tuple(values.shape)}; leave its mean out"
+            )
+        values = values.double()
+        return float((values.flatten(1).mean(1) if values.dim() > 1 else values).sum())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scores:
+    """What a test has given, over all test samples."""
+
+    loss: float
+    metric: float  # the first one; equal to ``loss`` when the loss is the metric
+    num_samples: int
+    metrics: dict[str, float] = field(default_factory=dict)  # all of them, by name
+
+    def lines(self, first: str) -> Iterator[str]:
+        """Say it for people, the ``first`` metric in the last line."""
+        others = [f"{name} {value:.4f}" for name, value in self.metrics.items() if name != first]
+        if others:
+            yield f"test {', '.join(others)}"
+        yield f"test {first} {self.metric:.4f}"
+
+
+def make_metric(name: str) -> Metric:
+    """Return the metric of this name. Raises ``ConfigError``: there is none."""
+    if name == LOSS:
+        return Metric(name=name)
+    if name == "accuracy":
+        return Metric(name=name, values=lambda output, label: output.argmax(dim=1) == label)
+    if name == "f1":
+        return Metric(name=name, counts=_hits, score=_macro_f1)
+    if found := re.fullmatch(r"top([1-9]\d*)", name):
+        return Metric(name=name, values=_top(int(found[1])))
+    if ":" in name:
+        function: Callable[[Tensor, Tensor], Tensor] = resolve(name, "test.metric")
+        check_arguments(function, 2, {}, "test.metric")
+        return Metric(name=name.rpartition(":")[2], values=function)
+    raise ConfigError(
+        f'test.metric is accuracy, loss, f1, top5 (any number) or "module:function", got "{name}"'
+    )
+
+
+def _top(k: int) -> Callable[[Tensor, Tensor], Tensor]:
+    def is_among(output: Tensor, label: Tensor) -> Tensor:
+        best = output.topk(min(k, output.shape[1]), dim=1).indices
+        return (best == label.unsqueeze(1)).any(dim=1)
+
+    return is_among
+
+
+def _hits(output: Tensor, label: Tensor) -> Tensor:
+    """Count by class: right answers, answers, labels."""
+    num_classes = output.shape[1]
+    answer, label = output.argmax(dim=1).flatten(), label.flatten().long()
+    rows = (answer[answer == label], answer, label)
+    return torch.stack([row.bincount(minlength=num_classes).double() for row in rows])
+
+
+def _macro_f1(counts: Tensor) -> float:
+    """Mean over the classes that occur as an answer or a label."""
+    hits, answers, labels = counts
+    occurs = (answers + labels) > 0
+    return float((2 * hits[occurs] / (answers + labels)[occurs]).mean())

@@ -1,0 +1,149 @@
+"""What a run keeps from step to step beside model and optimizer: scale, average, best test."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+
+_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Precision:
+    """How a step calculates: forward by autocast, and a scaled loss where gradients are fp16.
+
+    Gradients are averaged before they are looked at, so that all ranks see the same overflow, and
+    have the same scale.
+    """
+
+    def __init__(self, name: str, model: nn.Module) -> None:
+        """Take a name of ``train.precision``."""
+        parameter = next(model.parameters(), None)
+        self._device = "cpu" if parameter is None else parameter.device.type
+        self._dtype = _TYPES.get(name)
+        self._scaler = GradScaler(self._device, enabled=name == "fp16")
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """Let forward inside calculate as ``train.precision`` says."""
+        if self._dtype is None:
+            return nullcontext()
+        return torch.autocast(self._device, dtype=self._dtype)
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """Return what backward begins with."""
+        scaled: Tensor = self._scaler.scale(loss)
+        return scaled
+
+    def unscale(self, optimizer: Optimizer) -> bool:
+        """Give all gradients their true size; say whether the step is left out for an overflow.
+
+        One below a scale of 1 is none of the scale: then those who look at gradients decide.
+        """
+        if not self._scaler.is_enabled():
+            return False
+        before = self._scaler.get_scale()
+        self._scaler.unscale_(optimizer)
+        self._scaler.update()
+        return 1.0 <= self._scaler.get_scale() < before
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the scale and when it grows; empty where nothing is scaled."""
+        return self._scaler.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state; nothing where nothing is scaled."""
+        self._scaler.load_state_dict(dict(state))
+
+
+def widened(output: Any) -> Any:
+    """Return an output of autocast in 32 bits, for metrics and numpy; others as they are."""
+    is_half = isinstance(output, Tensor) and output.dtype in _TYPES.values()
+    return output.float() if is_half else output
+
+
+class Ema:
+    """Moving average of a model's weights: ``decay * average + (1 - decay) * weights``.
+
+    It begins with the weights after the first step.
+    """
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self._model, self._decay = model, decay
+        self._parameters: list[Tensor] = [*model.parameters()]
+        self._averages: list[Tensor] = []
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take in the weights after a step."""
+        if self._averages:
+            torch._foreach_lerp_(self._averages, self._parameters, 1 - self._decay)
+        else:
+            self._averages = [parameter.detach().clone() for parameter in self._parameters]
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Let the model have the averaged weights inside."""
+        own = [parameter.detach().clone() for parameter in self._parameters]
+        self._give(self._averages)
+        try:
+            yield
+        finally:
+            self._give(own)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the averages by the names of the model's state; empty before the first step."""
+        average = {id(p): a for p, a in zip(self._parameters, self._averages, strict=False)}
+        state = self._model.state_dict(keep_vars=True)
+        return {name: average[id(p)] for name, p in state.items() if id(p) in average}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state, which may have buffers too."""
+        names = {id(p): name for name, p in self._model.state_dict(keep_vars=True).items()}
+        self._averages = [state[names[id(p)]].clone() for p in self._parameters]
+
+    @torch.no_grad()
+    def _give(self, values: list[Tensor]) -> None:
+        for parameter, value in zip(self._parameters, values, strict=False):
+            parameter.copy_(value)
+
+
+class BestTest:
+    """The best test of a run so far, and how many have come since."""
+
+    def __init__(self) -> None:
+        self.score: float | None = None  # the larger the better
+        self.step = self.epoch = 0
+        self.metric = 0.0
+        self.num_since = 0
+
+    def see(self, score: float | None, **place: Any) -> None:
+        """Take in a test; ``score`` is None where it says nothing.
+
+        Of equal ones the later is the best, as its checkpoint stays, but it is no better one.
+        """
+        is_better = score is not None and (self.score is None or score > self.score)
+        self.num_since = 0 if is_better else self.num_since + 1
+        if is_better or (score is not None and score == self.score):
+            self.load_state_dict({"score": score, **place})
+
+    def is_over(self, patience: int) -> bool:
+        """Say whether so many tests in a row were not better; never for 0."""
+        return 0 < patience <= self.num_since
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What the last record of a run says; empty before a test."""
+        if self.score is None:
+            return {}
+        return {"step": self.step, "epoch": self.epoch, "metric": self.metric}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all of it."""
+        return dict(vars(self))
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state."""
+        vars(self).update(state)

@@ -1,0 +1,111 @@
+"""Two-phase commit by words: all ranks commit the same, in the same order, or rank 0 aborts."""
+
+import random
+
+import numpy as np
+import pytest
+
+from hpctrain.comm.control_channel.commit import WORDS, TwoPhaseCommit
+from hpctrain.comm.control_channel.mailbox import tree_of
+
+
+class Ranks:
+    """Ranks that take turns in one process, and what each waits for."""
+
+    def __init__(self, size):
+        words = np.zeros(WORDS * size, np.int64).data
+        self.rung = [0] * size
+        bells = [lambda rank=rank: self.ring(rank) for rank in range(size)]
+        ranks = list(range(size))
+        self.commits = [TwoPhaseCommit(words, tree_of([ranks], r), bells, None) for r in ranks]
+        self.prepared = [None] * size
+        self.is_busy = [False] * size
+        self.log = [[] for _ in ranks]
+
+    def ring(self, rank):
+        self.rung[rank] += 1
+
+    def prepare(self, rank, number):
+        self.commits[rank].prepare(number)
+        self.prepared[rank] = number
+
+    def set_busy(self, rank, *, busy):
+        self.commits[rank].set_busy(busy=busy)
+        self.is_busy[rank] = busy
+
+    def look(self, rank):
+        verdict = self.commits[rank].look()
+        if verdict is not None:
+            if verdict:
+                self.log[rank].append(self.prepared[rank])
+            elif rank == 0:
+                self.commits[0].set_busy(busy=True)
+            self.prepared[rank] = None
+        return verdict
+
+
+@pytest.mark.parametrize("size", [2, 3, 7])
+def test_any_order_of_steps_commits_the_same_on_all_ranks(size):
+    for seed in range(60):
+        ranks, chance = Ranks(size), random.Random(seed)
+        unlike = chance.choice((0.0, 0.1))
+        for _ in range(600):
+            rank = chance.randrange(size)
+            if ranks.prepared[rank] is not None:
+                before = len(ranks.log[0])
+                behind = [number for number in ranks.prepared[1:] if number is None]
+                if ranks.look(rank) and rank == 0:
+                    assert not behind
+                    assert not any(ranks.is_busy)
+                    assert len(ranks.log[0]) == before + 1
+            elif ranks.is_busy[rank]:
+                ranks.set_busy(rank, busy=False)
+            elif chance.random() < unlike:
+                ranks.set_busy(rank, busy=True)
+            else:
+                number = len(ranks.log[rank]) if chance.random() < 0.98 else 7777
+                ranks.prepare(rank, number)
+        longest = max(map(len, ranks.log))
+        assert longest - min(map(len, ranks.log)) <= 1
+        for log in ranks.log:
+            assert log == ranks.log[0][: len(log)]
+        if not unlike:
+            assert longest > 3
+
+
+def test_rank_0_gives_up_once_a_rank_is_busy_or_has_prepared_another():
+    for number, busy in ((5, False), (3, True)):
+        ranks = Ranks(3)
+        ranks.prepare(0, 3)
+        ranks.prepare(1, 3)
+        assert ranks.look(0) is None
+        assert ranks.look(1) is None
+        if busy:
+            ranks.set_busy(2, busy=True)
+        else:
+            ranks.prepare(2, number)
+        assert ranks.look(0) is False
+        assert ranks.look(1) is False
+        assert ranks.rung[1]
+
+
+def test_those_who_sleep_are_woken_along_the_tree():
+    ranks = Ranks(7)
+    for rank in range(7):
+        ranks.prepare(rank, 0)
+    assert ranks.rung[0] >= 6
+    assert ranks.look(0)
+    assert [bool(num) for num in ranks.rung[1:]] == [True] * 4 + [False] * 2
+    assert ranks.look(1)
+    assert all(ranks.rung)
+
+
+def test_what_was_prepared_before_a_commit_counts_for_no_later_one():
+    ranks = Ranks(2)
+    for rank in (1, 0):
+        ranks.prepare(rank, 0)
+    assert ranks.look(0)
+    ranks.prepare(0, 0)
+    assert ranks.look(0) is None
+    assert ranks.look(1)
+    assert ranks.look(0) is None

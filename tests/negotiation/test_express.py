@@ -1,0 +1,203 @@
+"""Repeated operations inside a node take no mail, and are what they are by mail."""
+
+import json
+import threading
+import time
+
+import pytest
+import torch
+
+from hpctrain.comm.observed import Statistics, observed
+from hpctrain.core.config import Settings
+from hpctrain.core.errors import CommError, HorovodInternalError
+from hpctrain.negotiation.controller import Controller
+from hpctrain.negotiation.request import Average, Kind, Max, Product, Request, Sum
+from hpctrain.negotiation.stall import LastCall, SetMember, StallWatch
+from hpctrain.negotiation.timeline import Timelines
+from tests.negotiation.controlling import SEVERAL, allreduce, controller_of, joined
+
+
+@pytest.fixture
+def express(ranks):
+    """Make a controller over all ranks, which share a node."""
+    made = controller_of(ranks.group(range(ranks.size)))
+    yield made
+    ranks.barrier()
+    made.close()
+
+
+def num_commits(controller):
+    return controller._progress.express.commit._num_commits
+
+
+def requests_of(rank, size):
+    """Return one of each kind."""
+    row = torch.full((size + 1, 2), float(rank + 1))
+    group = [torch.full((number + 1, 2), float(rank)) for number in range(5)]
+    return [
+        Request(Kind.ALLREDUCE, "mean", [row], op=Average),
+        Request(Kind.ALLREDUCE, "in place", [row.clone()], in_place=True, op=Sum),
+        Request(Kind.ALLREDUCE, "strided", [row.t()], op=Sum, prescale=3.0, postscale=0.5),
+        Request(Kind.ALLREDUCE, "gradient", [row.clone().requires_grad_()], op=Product),
+        Request(Kind.ALLREDUCE, "one of many", group, op=Max),
+        Request(Kind.BROADCAST, "copy", [row.t()], root=size - 1),
+        Request(Kind.ALLGATHER, "rows", [row[:rank]]),
+        Request(Kind.REDUCESCATTER, "part", [row], op=Sum),
+        Request(Kind.REDUCESCATTER, "integers", [row.to(torch.int16)], op=Average),
+        Request(Kind.BARRIER, "barrier", ()),
+    ]
+
+
+@SEVERAL
+def test_every_kind_that_repeats_gives_the_same_bits_without_mail(express):
+    rank, size = express.comm.rank, express.comm.size
+    by_mail = [express.run(request) for request in requests_of(rank, size)]
+    assert num_commits(express) == 0
+    for start in (express.run, lambda request: express.submit(request).wait()):
+        express.comm.barrier()  # nobody waits so long that rank 0 looks for mail
+        before = num_commits(express)
+        again = [start(request) for request in requests_of(rank, size)]
+        assert num_commits(express) > before + len(again) - 3
+        for some, others in zip(by_mail, again, strict=True):
+            assert all(torch.equal(*pair) for pair in zip(some, others, strict=True))
+
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float8_e5m2, torch.float64, torch.complex64)
+INTEGERS = (torch.bool, torch.uint8, torch.uint32, torch.int64)
+
+
+@SEVERAL
+def test_every_dtype_gives_the_same_bits_without_mail(express):
+    values = torch.randn(333, generator=torch.Generator().manual_seed(express.comm.rank)).abs() * 9
+    for dtype in FLOATS + INTEGERS:
+        op = Max if dtype is torch.bool else Average
+        request = Request(Kind.ALLREDUCE, str(dtype), [values.to(dtype)], op=op)
+        before = num_commits(express)
+        results = [express.run(request)[0].view(torch.uint8) for _ in range(5)]
+        assert num_commits(express) > before
+        assert all(torch.equal(result, results[0]) for result in results)
+
+
+@SEVERAL
+def test_what_is_waited_for_soon_wakes_no_thread(ranks, monkeypatch):
+    names = []
+    drive = Controller._drive
+
+    def noted(self, is_over):
+        names.append(threading.current_thread().name)
+        drive(self, is_over)
+
+    monkeypatch.setattr(Controller, "_drive", noted)
+    stalls = StallWatch(Settings(), ranks.rank, [SetMember(0, "here")] * ranks.size, LastCall())
+    timelines = Timelines(ranks.rank, ranks.size)
+    made = Controller(
+        ranks.group(range(ranks.size)), timelines=timelines, stalls=stalls, cycle_s=0.5
+    )
+    start = time.monotonic()
+    for _ in range(100):
+        made.submit(allreduce("soon", torch.ones(2))).wait()
+    if time.monotonic() - start < 0.9:
+        assert "hpctrain-named" not in names
+    made.close()
+
+
+@SEVERAL
+def test_the_timeline_and_the_statistics_have_it(ranks, tmp_path):
+    count = Statistics(ranks)
+    comm = observed(ranks.group(range(ranks.size)), count)
+    timelines = Timelines(ranks.rank, ranks.size)
+    timelines.start(tmp_path / "{rank}.json")
+    last_call = LastCall()
+    members = [SetMember(rank, "here") for rank in range(ranks.size)]
+    stalls = StallWatch(Settings(), ranks.rank, members, last_call)
+    made = Controller(comm, timelines=timelines, stalls=stalls)
+    for _ in range(20):
+        assert made.run(allreduce("x", torch.ones(2)))[0].tolist() == [ranks.size] * 2
+    assert num_commits(made) > 10
+    assert last_call.describe()[0] == "allreduce x"
+    timelines.stop()
+    made.close()
+    assert count.counts["allreduce_"].calls == 20
+    titles = [
+        event["name"]
+        for event in json.loads((tmp_path / f"{ranks.rank}.json").read_text())
+        if event["ph"] == "B"
+    ]
+    for title in ("NEGOTIATE_ALLREDUCE", "ALLREDUCE", "MPI_ALLREDUCE"):
+        assert titles.count(title) == 20
+
+
+def waiting(controller, errors):
+    """Repeat an operation until all know it; then let a thread wait for the others in it."""
+    for _ in range(3):
+        controller.run(allreduce("again", torch.ones(2)))
+
+    def wait():
+        try:
+            controller.run(allreduce("again", torch.ones(2)))
+        except CommError as error:
+            errors.append(str(error))
+
+    controller.comm.barrier()
+    caller = threading.Thread(target=wait)
+    if controller.comm.rank:
+        caller.start()
+    time.sleep(0.1)
+    return caller
+
+
+@SEVERAL
+@pytest.mark.parametrize("breaker", [0, 1])
+def test_breaking_off_ends_the_wait_of_those_who_have_prepared(ranks, breaker):
+    made, errors = controller_of(ranks), []
+    caller = waiting(made, errors)
+    if made.comm.rank == breaker:
+        made.break_off("enough")
+    if made.comm.rank:
+        caller.join(30)
+        assert not caller.is_alive()
+        assert errors == ["enough"]
+    made.abandon()
+    after = controller_of(ranks)
+    for _ in range(3):  # in step with each other
+        assert after.run(allreduce("again", torch.ones(2)))[0].tolist() == [ranks.size] * 2
+    after.abandon()
+
+
+@SEVERAL
+def test_closing_ends_the_wait_of_those_who_have_prepared(ranks):
+    made, errors = controller_of(ranks.group(range(ranks.size))), []
+    caller = waiting(made, errors)
+    made.close()
+    if ranks.rank:
+        caller.join(30)
+        assert not caller.is_alive()
+        assert "shut down" in errors[0]
+
+
+@SEVERAL
+def test_ranks_that_join_take_part_in_what_others_have_prepared(express):
+    size, errors = express.comm.size, []
+    caller = waiting(express, errors)
+    if express.comm.rank:
+        caller.join(0.05)
+    else:
+        lasts = joined(express)
+    if express.comm.rank:
+        caller.join(30)
+        assert not caller.is_alive()
+        lasts = joined(express)
+    assert not errors
+    assert lasts > 0
+    assert express.run(allreduce("again", torch.ones(2)))[0].tolist() == [size] * 2
+
+
+@SEVERAL
+def test_another_shape_under_a_known_name_is_an_error_on_every_rank(express):
+    rank, size = express.comm.rank, express.comm.size
+    for odd in range(size):
+        for _ in range(3):
+            express.run(allreduce("known", torch.ones(2)))
+        numel = 3 if rank == odd else 2
+        with pytest.raises(HorovodInternalError, match="must be the same on all ranks"):
+            express.run(allreduce("known", torch.ones(numel)))
