@@ -120,7 +120,8 @@ def tested(row: Row) -> tuple[str, str]:
         return f"Python {row.python}, torch {row.torch}", why
     environ = {**os.environ, "PATH": f"{python.parent}:{os.environ['PATH']}"}
     environ |= {"MPI4PY_LIBMPI": row.library} if row.library else {}
-    asked = run(python, "-c", ASK, environ=environ)
+    below = (python, "-m", "hpctrain", "launch", "-n", "1", "--", python, "-c", ASK)
+    asked = run(*below, environ=environ)  # the launcher may decide which library is loaded
     if asked.returncode:
         return row.name, f"does not load: {asked.stderr.strip().splitlines()[-1]}"
     began = time.monotonic()
