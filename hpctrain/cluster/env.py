@@ -200,6 +200,22 @@ def tuning(environ: Mapping[str, str] | None = None) -> dict[str, str]:
     return {name: text for name, text in environ.items() if name.startswith(TUNING)}
 
 
+_JOB = ("cluster_name", "job_partition", "job_account", "job_qos", "job_nodelist", "cpus_per_task")
+
+
+def job_facts(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return what a Slurm job says of itself: partition, account, nodes; empty outside of one."""
+    environ = os.environ if environ is None else environ
+    told = {name: environ.get(f"SLURM_{name.upper()}", "") for name in _JOB}
+    return {name.removeprefix("job_"): text for name, text in told.items() if text}
+
+
+def loaded_modules(environ: Mapping[str, str] | None = None) -> list[str]:
+    """Return the environment modules that are loaded, of Lmod or of its older namesake."""
+    environ = os.environ if environ is None else environ
+    return [name for name in environ.get("LOADEDMODULES", "").split(":") if name]
+
+
 def ranks_of_nodes(environ: Mapping[str, str] | None = None) -> tuple[int, ...] | None:
     """Return the ranks of each node, in order; None where the launcher does not say it of all."""
     environ = os.environ if environ is None else environ

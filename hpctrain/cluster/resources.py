@@ -213,6 +213,29 @@ def live_cards(classes: tuple[Path, ...] = CLASSES) -> list[Path]:
     return sorted(filter(_is_live, cards))
 
 
+NETWORK = Path("/sys/class/net")
+
+
+def links(classes: tuple[Path, ...] = CLASSES, network: Path = NETWORK) -> dict[str, str]:
+    """Return the live network devices of this host with their rates, as the system tells them."""
+    found = {}
+    for card in live_cards(classes):
+        rates = [_read(path) for path in sorted(card.glob("ports/*/rate"))]
+        found[card.name] = ", ".join(filter(None, rates)) or "unknown"
+    for device in sorted(network.glob("*/device")):
+        speed = _read(device.parent / "speed")  # -1 where the device does not know
+        if _read(device.parent / "operstate") == "up":
+            found[device.parent.name] = f"{speed} Mbit/s" if speed.isdigit() else "unknown"
+    return found
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except (OSError, ValueError):
+        return ""
+
+
 def _is_live(card: Path) -> bool:
     """Say whether a port is active; a card that shows no ports is taken at its word."""
     states = list(card.glob("ports/*/state"))

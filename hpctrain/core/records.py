@@ -37,7 +37,7 @@ class Records:
 
         Raises ``OSError``: the file system refuses.
         """
-        lines = [json.dumps({n: _finite(v) for n, v in each.items()}) + "\n" for each in records]
+        lines = [json.dumps(finite(each)) + "\n" for each in records]
         # One write, but on a full disk: others who append, or read, meet whole lines.
         text = memoryview("".join(lines).encode())
         while text:
@@ -146,7 +146,14 @@ def _recorder(_pid: int) -> _Recorder | None:  # a forked child begins a file of
     return None if folder is None else _Recorder(folder)
 
 
+def finite(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a record with None in place of numbers that are not finite, as JSON has none."""
+    return {name: _finite(value) for name, value in record.items()}
+
+
 def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return finite(value)
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

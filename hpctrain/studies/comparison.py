@@ -8,8 +8,8 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from hpctrain.core.errors import DataError
-from hpctrain.studies.figures import Figure, Series
-from hpctrain.studies.page import (
+from hpctrain.report.figure import Estimate, Figure, Series, shown
+from hpctrain.report.page import (
     Cell,
     figures_html,
     page,
@@ -18,8 +18,8 @@ from hpctrain.studies.page import (
     value_cell,
     write_page,
 )
-from hpctrain.studies.results import StudyResults, key_of, shown
-from hpctrain.studies.statistics import Estimate, ratio
+from hpctrain.studies.results import StudyResults, key_of
+from hpctrain.studies.statistics import ratio
 
 _HEADS = ("point", "second by first", "repeats", "verdict")
 _WHERE = ("cpu", "cores", "host", "versions", "commit")

@@ -1,22 +1,13 @@
-"""Figures of a study as plain values, which the page and the files draw alike."""
+"""Figures of a study."""
 
-import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
+from hpctrain.report.figure import PARTS, RANKS, Estimate, Figure, Series, shown
 from hpctrain.studies.records import PointRecord
-from hpctrain.studies.results import PointSummary, StudyResults, label_of, shown
-from hpctrain.studies.statistics import Estimate
+from hpctrain.studies.results import PointSummary, StudyResults, label_of
 
-RANKS = "ranks"  # label of an axis of sizes, which grow by factors
-
-PARTS = {
-    "compute_s": "computing",
-    "communication_s": "exposed communication",
-    "input_s": "input",
-    "idle_s": "idle",
-}
 LEVELS = {"node_bytes": "in nodes", "rail_bytes": "between nodes"}
 
 _INTERVALS = "with intervals, whose confidence is in the table."
@@ -28,47 +19,6 @@ _NOTES = {
     "dotted": "Dotted: what the model of the machine allows.",
 }
 """What to say where a series is of such a kind."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Series:
-    """Values that belong together."""
-
-    name: str
-    kind: Literal["points", "hollow", "repeats", "solid", "dashed", "dotted", "bars"]
-    colour: int  # series of one curve share it
-    x: list[Any]
-    y: list[float]
-    below: list[float] | None = None  # how far an interval reaches from y
-    above: list[float] | None = None
-
-    @classmethod
-    def of(cls, values: Iterable[tuple[Any, Estimate | float | None]], **how: Any) -> "Series":
-        """Make one of pairs of x and y, without those that nobody knows."""
-        told = [(x, y) for x, y in values if y is not None and math.isfinite(_value(y))]
-        got = [y for _, y in told if isinstance(y, Estimate)]
-        if got:
-            how["below"] = [0 if y.low is None else y.value - y.low for y in got]
-            how["above"] = [0 if y.high is None else y.high - y.value for y in got]
-        return cls(x=[x for x, _ in told], y=[_value(y) for _, y in told], **how)
-
-
-def _value(found: Estimate | float) -> float:
-    return found.value if isinstance(found, Estimate) else found
-
-
-@dataclass(frozen=True, kw_only=True)
-class Figure:
-    """One pair of axes. Without a label, x are names."""
-
-    name: str  # of its files
-    title: str
-    y_label: str
-    note: str
-    series: list[Series]
-    x_label: str = ""
-    scale: Literal["linear", "log", "zoom"] = "linear"  # of y; linear begins at 0
-    is_stacked: bool = False
 
 
 def figures_of(results: StudyResults) -> list[Figure]:

@@ -12,10 +12,9 @@ from rich.text import Text
 
 from hpctrain.core.keys import keys_of, value_of
 from hpctrain.core.units import format_bytes, format_seconds
-from hpctrain.studies.checklist import MIN_REPEATS, verdicts
-from hpctrain.studies.drawing import draw_files
-from hpctrain.studies.figures import LEVELS, PARTS, Figure, figures_of
-from hpctrain.studies.page import (
+from hpctrain.report.drawing import draw_files
+from hpctrain.report.figure import PARTS, Figure, shown
+from hpctrain.report.page import (
     Cell,
     figures_html,
     page,
@@ -24,7 +23,9 @@ from hpctrain.studies.page import (
     value_cell,
     write_page,
 )
-from hpctrain.studies.results import PointSummary, StudyResults, shown
+from hpctrain.studies.checklist import MIN_REPEATS, verdicts
+from hpctrain.studies.figures import LEVELS, figures_of
+from hpctrain.studies.results import PointSummary, StudyResults
 from hpctrain.studies.study_file import StudyConfig
 
 MAX_TEXT = 400  # characters of a cell; more can be folded out

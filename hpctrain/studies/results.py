@@ -5,22 +5,21 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 from hpctrain.core.errors import DataError
 from hpctrain.core.records import read
 from hpctrain.cost.machine import Machine
 from hpctrain.cost.step import least_step_s
+from hpctrain.report.figure import Estimate, shown
 from hpctrain.studies.attempt import RECORDS
 from hpctrain.studies.points import Placement, layout_of
 from hpctrain.studies.records import Environment, Point, PointRecord, StudyFolder, ranks_of
-from hpctrain.studies.statistics import Estimate, median, ratio
+from hpctrain.studies.statistics import median, ratio
 from hpctrain.studies.study_file import StudyConfig, load
 
 StepBound = Callable[[Point], float]
 """Seconds which a step at a point takes at least, by a model of the machine."""
 
-MAX_NAME = 60  # characters
 MAX_POINTS = 100  # of a curve
 
 
@@ -235,9 +234,3 @@ class StudyResults:
 def label_of(point: Point) -> str:
     """Return the factors of a point in one line."""
     return ", ".join(f"{shown(name)} {shown(value)}" for name, value in point.items())
-
-
-def shown(value: Any) -> str:
-    """Return a value as a short line without control characters, for labels of any kind."""
-    text = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in str(value))
-    return text if len(text) <= MAX_NAME else f"{text[: MAX_NAME - 1]}\N{HORIZONTAL ELLIPSIS}"

@@ -10,23 +10,12 @@ Lehmann, the same 34 (1963).
 import functools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from statistics import median as middle
 
 import numpy as np
 import numpy.typing as npt
 
-CONFIDENCE = 0.95
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Estimate:
-    """A value, and the interval that holds the true one with a confidence."""
-
-    value: float
-    low: float | None  # None where one sample tells no interval
-    high: float | None
-    confidence: float  # that of the interval: less than wanted where there are few samples
+from hpctrain.report.figure import CONFIDENCE, Estimate
 
 
 def median(samples: Sequence[float], confidence: float = CONFIDENCE) -> Estimate:

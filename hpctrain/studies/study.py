@@ -2,7 +2,6 @@
 
 import json
 import platform
-import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -17,11 +16,10 @@ from hpctrain.core.atomic import make_folder
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.keys import render
 from hpctrain.core.logs import logger
-from hpctrain.core.provenance import processor, versions
+from hpctrain.core.provenance import processor, project, versions
 from hpctrain.core.records import Records
 from hpctrain.core.units import format_numbers
 from hpctrain.launch.lease import Lease, Times, WaysOut
-from hpctrain.launch.program import ask
 from hpctrain.studies.attempt import RECORDS, carry_out, clear
 from hpctrain.studies.points import Attempt, attempts_of
 from hpctrain.studies.records import Environment, PointRecord, StudyFolder, ranks_of
@@ -29,7 +27,6 @@ from hpctrain.studies.study_file import StudyConfig, load
 
 TIMES = Times(wait_s=6.0)  # nobody waits for a whole repeat
 
-_GIT_S = 10.0
 _WAY_OUT = "this command goes on with what is left when that has ended, or elsewhere by --out"
 
 
@@ -171,28 +168,15 @@ class Study:
 
 
 def _environment() -> Environment:
+    state = project(Path.cwd())
     return {
         "versions": versions(),
         "cpu": processor(),
         "cores": num_granted(),
         "host": platform.node(),
-        "commit": _commit(),
+        "commit": f"{state['commit']}{'+' * ('changed' in state)}" if state else None,
         "topology": {},
         "plan": {},
         "slurm_job": job_id() or None,
         "pinning": {"cores": format_numbers(affinity()), "mpi": tuning()},
     }
-
-
-def _commit() -> str | None:
-    """Return the commit of the working directory, with ``+`` where files differ from it."""
-    git = shutil.which("git")
-    if git is None:
-        return None
-    try:
-        head = ask([git, "rev-parse", "HEAD"], timeout_s=_GIT_S)
-        changes = ask([git, "status", "--porcelain", "-uno"], timeout_s=_GIT_S)
-    except OSError:
-        return None
-    mark = "+" if changes.stdout.strip() else ""
-    return head.stdout.strip() + mark if head.returncode == 0 else None

@@ -1,5 +1,6 @@
 """A run in its directory: its first part, and those that go on from a checkpoint."""
 
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -11,6 +12,7 @@ from rich.console import Console
 from hpctrain.checkpoint.manager import Manager
 from hpctrain.cluster.env import job_id
 from hpctrain.comm.agreement import agreed, on_root
+from hpctrain.comm.mpi_library import version
 from hpctrain.comm.plan.planning import StoredPlan
 from hpctrain.core.errors import (
     CheckpointError,
@@ -27,6 +29,7 @@ from hpctrain.runtime import world
 from hpctrain.runtime.stopping import StopRequests
 from hpctrain.train.boundary import Boundary
 from hpctrain.train.console import Progress
+from hpctrain.train.loggers import Loggers
 from hpctrain.train.loop import Outcome, Stopped, TrainingLoop, hash_of, left_out
 from hpctrain.train.metrics import Metrics
 from hpctrain.train.profiler import Profiler
@@ -129,11 +132,11 @@ class RunInDirectory:
             if continues:
                 directory.go_on(config_text, plan, num_records=state.num_records, step=state.step)
             else:
-                directory.create(config_text, environment(), plan)
+                directory.create(config_text, self._environment(), plan)
             return part
 
         part = on_root(comm, begin)
-        with self._metrics() as metrics:
+        with self._metrics(config_text) as metrics:
             facts = self._facts()
             hosts = dict(zip(here.topology.hosts, here.topology.nodes, strict=True))
             about = {"num_steps": self._task.num_steps, "hosts": hosts, "modules": self._modules}
@@ -155,9 +158,12 @@ class RunInDirectory:
         state = self._state
         if state.num_records:
             place = {"step": state.step, "epoch": state.epochs_done}
-            metrics.write("resumed", **place, **facts, environment=environment())
+            metrics.write("resumed", **place, **facts, environment=self._environment())
         else:
             metrics.write("started", **facts)
+
+    def _environment(self) -> dict[str, Any]:
+        return environment(version() if self._comm.size > 1 else None)  # one rank needs no MPI
 
     def _manager(self) -> Manager:
         table = self._task.config.checkpoint
@@ -172,9 +178,13 @@ class RunInDirectory:
             guard=self._check_lease,
         )
 
-    def _metrics(self) -> Metrics:
-        path = self._directory.metrics if self._comm.rank == 0 else None
-        return Metrics(path) if self._lease is None else Metrics(path, self._lease.is_held)
+    def _metrics(self, config_text: str) -> Metrics:
+        if self._comm.rank:
+            return Metrics(None)
+        names, folder = self._task.config.log.to, self._directory.path
+        loggers = Loggers(names, folder, tomllib.loads(config_text))
+        may_write = (lambda: True) if self._lease is None else self._lease.is_held
+        return Metrics(self._directory.metrics, may_write, loggers)
 
     def _check_lease(self) -> None:
         """Return if the directory is still of this job. Raises CheckpointError; on rank 0."""

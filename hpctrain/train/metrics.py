@@ -7,12 +7,15 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from hpctrain.core.atomic import PART, publishing
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.logs import logger
-from hpctrain.core.records import Records, read, record_of
+from hpctrain.core.records import Records, finite, read, record_of
+
+if TYPE_CHECKING:
+    from hpctrain.train.loggers import Loggers
 
 SHOWN = 5  # damaged lines that a warning names
 RANKS = "ranks.json"  # the last times of each rank, beside the records
@@ -26,13 +29,18 @@ class Metrics:
     On ranks that write nothing, ``path`` is None and every call returns at once.
     """
 
-    def __init__(self, path: Path | None, may_write: Callable[[], bool] = lambda: True) -> None:
-        """Open the file, which is made if missing.
+    def __init__(
+        self,
+        path: Path | None,
+        may_write: Callable[[], bool] = lambda: True,
+        loggers: "Loggers | None" = None,
+    ) -> None:
+        """Open the file, which is made if missing; all records go to ``loggers`` too.
 
         ``may_write`` is asked before each record; one that may not be written is left out, and
         whoever has asked for it learns elsewhere why.
         """
-        self._may_write = may_write
+        self._may_write, self._loggers = may_write, loggers
         self._records = None if path is None else Records(path)
         self.num_records = 0 if path is None else len(read(path))
         """Records of the file, those of earlier parts of the run included; 0 without a file."""
@@ -55,6 +63,8 @@ class Metrics:
                 f"not: {error.strerror}; make room there, and go on with --resume"
             ) from error
         self.num_records += 1
+        if self._loggers is not None:
+            self._loggers.write(finite({"event": event, **values}))
 
     def write_ranks(self, step: int, times: Mapping[str, list[float]]) -> None:
         """Replace the times of each rank, for who watches the run; all of them are lists by rank.
@@ -85,6 +95,8 @@ class Metrics:
         if self._records is not None:
             self._flush_ranks()
             self._records.close()
+        if self._loggers is not None:
+            self._loggers.close()
 
     def __enter__(self) -> Self:
         return self

@@ -32,11 +32,13 @@ from hpctrain.train.attempts import RunInDirectory
 from hpctrain.train.config import RunConfig
 from hpctrain.train.console import make_console
 from hpctrain.train.evaluate import evaluate
+from hpctrain.train.figures import draw_runs
 from hpctrain.train.finite import StepGuard
+from hpctrain.train.history import RunHistory
 from hpctrain.train.load import LoadedData
+from hpctrain.train.loggers import check as check_loggers
 from hpctrain.train.loop import Outcome, Stopped, train_step
 from hpctrain.train.metrics import Metrics, result
-from hpctrain.train.plot import plot_run
 from hpctrain.train.resume import check_same, finished, goes_on, plan_to_keep, settled
 from hpctrain.train.run_directory import RunDirectory
 from hpctrain.train.status import last_record
@@ -53,6 +55,7 @@ class How:
     resume: bool = False  # go on with the run in the directory
     changed: bool = False  # go on also where the configuration makes it another training
     force: bool = False  # take the run also from another job that is at work
+    verbose: bool = False  # tell all of configuration, topology and plan, as a dry run does
 
 
 def run(loaded: LoadedData, environment_settings: Mapping[str, Any], how: How) -> int:
@@ -149,13 +152,17 @@ class _Run:
     ) -> int:
         """Build and train; return the exit code. Collective."""
         here, directory, console = world.current(), self._directory, self._console
+        on_root(self._comm, lambda: check_loggers(config.log.to))
         shelf = CheckpointDirectory(directory.checkpoints)
         has_weights = on_root(self._comm, lambda: continues and bool(shelf.steps()))
         task = build(config, self._comm, is_new=not has_weights)
         if self._how.look:
             task.split(next(iter(task.train)))
             return 0
-        _describe(console, here, task, directory)
+        if self._how.verbose or self._how.dry_run:
+            _describe(console, here, task, directory)
+        else:
+            _introduce(console, here, task, directory)
         for line in changes:
             console.print(f"changed: {line}")
         if self._how.dry_run:
@@ -168,27 +175,29 @@ class _Run:
             outcome = RunInDirectory(task, directory, console, lease, here_are).carry_out(
                 render(config), requests, continues=continues
             )
-        return self._end(task, outcome, lease)
+        code = self._end(task, outcome)
+        if lease is not None and lease.is_held(looks=True) and task.config.log.plots:
+            try:
+                draw_runs([RunHistory.read(directory.path)], directory.plot)
+            except ConfigError as error:  # the run itself is saved
+                logger.warning(f"{error}; without a plot: --set log.plots=false")
+        return code
 
-    def _end(self, task: Task, outcome: Outcome | Stopped, lease: Lease | None) -> int:
+    def _end(self, task: Task, outcome: Outcome | Stopped) -> int:
         """Tell how the part has ended, and return its exit code."""
         if isinstance(outcome, Stopped):
             self._console.print(
                 f"stopped by {outcome.reason} after step {outcome.step} of {task.num_steps}; "
-                f"the same command with --resume goes on"
+                f"the same command with --resume goes on",
+                style="yellow",
             )
             return STOPPED
-        if lease is not None and lease.is_held(looks=True) and task.config.log.plots:
-            try:
-                plot_run(self._directory.metrics, self._directory.plots / "training.png")
-            except ConfigError as error:
-                logger.warning(str(error))  # the run itself is complete
         self._console.print(
             f"{outcome.num_samples / outcome.training_s:.0f} samples/s over all ranks, "
             f"{format_seconds(outcome.training_s)} in all; results in {self._directory.path}"
         )
         for line in self._told_tests(task, outcome):
-            self._console.print(line)
+            self._console.print(line, style="bold green")
         return 0
 
     def _told_tests(self, task: Task, outcome: Outcome) -> Iterator[str]:
@@ -263,6 +272,24 @@ def requests_of(
     margin_s = seconds(config.stop.margin) or 0.0
     end = deadline(started, seconds(config.stop.after), ends, margin_s)
     return StopRequests(stop_file=directory.stop, deadline=end)
+
+
+def _introduce(console: Console, here: world.World, task: Task, directory: RunDirectory) -> None:
+    """Tell in four lines what is trained, on what, and where."""
+    config, epochs = task.config, task.config.train.epochs
+    machine, [(name, plan), *_] = dict(here.topology.describe()), here.plan.describe()
+    rate = f"{config.optimizer.name}, learning rate {config.optimizer.lr:g}"
+    data = f"{task.num_train_samples} samples, {config.train.global_batch} in each of"
+    rows = (
+        (config.name, f"in {directory.path}"),
+        ("model", f"{config.model.target}, {task.num_parameters} parameters, {rate}"),
+        ("data", f"{config.data.target}, {data} {task.num_steps} steps, {epochs} epochs"),
+        ("ranks", f"{machine['ranks']}; {name} {plan}"),
+    )
+    grid = Table.grid(Column(style="cyan", no_wrap=True), Column(), padding=(0, 2))
+    for row in rows:
+        grid.add_row(*row)
+    console.print(grid)
 
 
 def _describe(console: Console, here: world.World, task: Task, directory: RunDirectory) -> None:

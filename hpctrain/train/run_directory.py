@@ -10,10 +10,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from hpctrain.cluster.env import job_facts, job_id, loaded_modules, tuning
+from hpctrain.cluster.resources import affinity, links
 from hpctrain.core.atomic import make_folder, publishing
 from hpctrain.core.errors import ConfigError
-from hpctrain.core.provenance import versions
+from hpctrain.core.provenance import processor, project, versions
+from hpctrain.core.units import format_numbers
 from hpctrain.launch.lease import Holder
+from hpctrain.launch.slurm.scheduler import restart_count
 from hpctrain.train.metrics import RANKS, cut
 
 
@@ -30,6 +34,7 @@ class RunDirectory:
         self.logs = path / "log"  # the folder of ``rank-N.log``
         self.checkpoints = path / "checkpoints"
         self.plots = path / "plots"  # the folder of figures
+        self.plot = self.plots / "training.png"
         self.profile = path / "profile"  # the folder of traces of steps
         self.stop = path / "STOP"
         """A file that somebody makes who wants the run to save its state and stop."""
@@ -115,13 +120,24 @@ def _json(value: dict[str, Any]) -> str:
     return json.dumps(value, indent=2) + "\n"
 
 
-def environment() -> dict[str, Any]:
-    """What somebody needs to know to repeat the run: versions, machine, command."""
+def environment(mpi: str | None = None) -> dict[str, Any]:
+    """What somebody needs to know to repeat the run: versions, code, machine, job, command.
+
+    ``mpi`` is the version of the MPI library, where one is used.
+    """
     return {
         **versions(),
+        "mpi": mpi,
+        "mpi_settings": tuning(),
+        "project": project(Path.cwd()),
         "platform": platform.platform(),
         "host": platform.node(),
+        "cpu": processor(),
         "cpus": os.cpu_count(),
+        "cores": format_numbers(affinity()),
+        "links": links(),
+        "modules": loaded_modules(),
+        "job": {"id": job_id(), "restarts": restart_count(), **job_facts()} if job_id() else {},
         "command": sys.argv,
         "working_directory": str(Path.cwd()),
         "started": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -1,4 +1,4 @@
-"""Status of a run by its last record: finished, stopped and waiting to go on, or neither."""
+"""Status of a run by its last record, and by who holds the lease on its directory."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -12,7 +12,16 @@ from hpctrain.launch.slurm.batch_script import ENDED
 from hpctrain.train.metrics import result
 from hpctrain.train.run_directory import RunDirectory
 
-FAILED = 1  # exit code for a run that is at work, was ended without a word, or is not there
+CODES = {
+    "finished": 0,
+    "failed": 1,
+    "waiting": 3,
+    "running": 4,
+    "killed": 5,
+    "missing": 6,
+    "stopped": STOPPED,
+}
+"""Exit code of each state; 2 is that of a wrong command line."""
 
 KILLED = 128  # exit codes above it are of signals
 
@@ -21,13 +30,26 @@ KILLED = 128  # exit codes above it are of signals
 class Status:
     """How it stands with a run."""
 
-    state: Literal["finished", "stopped", "failed", "unfinished", "missing"]
+    state: Literal["finished", "failed", "running", "killed", "missing", "stopped"]
+    """``killed`` is ended without a word; ``running`` is known by who holds the lease."""
     what: str  # in one line, for people
+    where: str = ""  # how far it has come, where it has not said how it ended
 
     @property
     def code(self) -> int:
-        """For a script: 0 finished, 85 stopped and wants to go on, 1 anything else."""
-        return {"finished": 0, "stopped": STOPPED}.get(self.state, FAILED)
+        """For a script."""
+        return CODES[self.state]
+
+    def with_holder(self, path: Path, holder: Holder | None) -> "Status":
+        """Return what is known besides by who holds the lease on the run's directory."""
+        if holder is None:
+            return self
+        told = f"{holder.describe()} holds it"
+        if holder.is_gone(Holder.here()):
+            return replace(self, what=f"{self.what}; {told}, and that is dead")
+        if self.state in ("killed", "missing"):
+            return Status("running", f"{path} is at work{self.where}; {told}")
+        return replace(self, what=f"{self.what}; {told}")
 
 
 def status(path: Path) -> Status:
@@ -36,12 +58,7 @@ def status(path: Path) -> Status:
     A launcher's exit code says less: it may be 0 after a node was lost, or 1 although all ranks
     have saved. Who holds the lease of the directory is told besides.
     """
-    found = _by_records(path)
-    holder = Holder.read(path)
-    if holder is None:
-        return found
-    dead = ", and that is dead" if holder.is_gone(Holder.here()) else ""
-    return replace(found, what=f"{found.what}; {holder.describe()} holds it{dead}")
+    return _by_records(path).with_holder(path, Holder.read(path))
 
 
 def _by_records(path: Path) -> Status:
@@ -51,7 +68,7 @@ def _by_records(path: Path) -> Status:
     except FileNotFoundError:
         return _by_exit_code(path)
     except (OSError, ValueError) as error:
-        return Status("unfinished", f"{directory.metrics} cannot be read: {error}")
+        return Status("killed", f"{directory.metrics} cannot be read: {error}")
     return by_record(path, record)
 
 
@@ -85,10 +102,8 @@ def by_record(path: Path, record: Mapping[str, Any]) -> Status:
             "failed", f"{path} has failed after step {record['step']}: {record['reason']}"
         )
     where = f"after step {record['step']}" if "step" in record else "before its first step"
-    return Status(
-        "unfinished",
-        f"{path} is not finished: it is still at work, or was ended without a word {where}",
-    )
+    told = f"{path} was ended without a word {where}"
+    return Status("killed", told, where=f" {where}")
 
 
 def last_record(path: Path) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from hpctrain.cluster.resources import (
     Room,
     affinity,
     available_bytes,
+    links,
     num_cards,
     num_granted,
     num_siblings,
@@ -277,3 +278,22 @@ def test_a_short_sleep_can_be_had():
     before = int(slack.read_text())
     sharpen_sleep()
     assert int(slack.read_text()) == 1 < before
+
+
+def test_links_are_live_devices_with_the_rates_that_the_system_knows(tmp_path):
+    cards, network = tmp_path / "infiniband", tmp_path / "net"
+    card(cards, "mlx5_0", "2: INIT", "4: ACTIVE")
+    card(cards, "mlx5_1", "1: DOWN")
+    (cards / "mlx5_0/ports/1/rate").write_text("100 Gb/sec (4X EDR)\n")
+    for name, state, speed in (
+        ("eth0", "up", "1000"),
+        ("eth1", "down", "-1"),
+        ("eth2", "up", "-1"),
+    ):
+        (network / name / "device").mkdir(parents=True)
+        (network / name / "operstate").write_text(f"{state}\n")
+        (network / name / "speed").write_text(f"{speed}\n")
+    (network / "lo").mkdir()
+    assert links((cards,), network) == {
+        "mlx5_0": "100 Gb/sec (4X EDR)", "eth0": "1000 Mbit/s", "eth2": "unknown"
+    }  # fmt: skip

@@ -119,6 +119,8 @@ FEATURES: dict[str, Callable[[], str]] = {
     "shellcheck": _program("shellcheck"),
     "slurm": _slurm,
     "sphinx": _module("myst_parser"),
+    "tensorboard": _module("tensorboard"),
+    "wandb": _module("wandb"),
 }
 """For each feature, what is missing; empty where it is there."""
 

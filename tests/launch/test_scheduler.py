@@ -154,17 +154,20 @@ def test_words_without_a_number_are_an_error(command):
 
 def test_jobs_that_wait_or_run_are_found_and_so_are_arrays(command):
     lines = (
-        "12 12 RUNNING 2026-11-25T09:00:00 None",
-        "13 13 PENDING 2026-11-25T10:00:00 Priority",
-        "15 13 RUNNING 2026-11-25T08:00:00 None",
-        "16 16 PENDING N/A (Nodes are down, or reserved)",
+        "12 12 RUNNING 2026-11-25T08:30:00 2026-11-25T09:00:00 None",
+        "13 13 PENDING 2026-11-25T07:00:00 2026-11-25T10:00:00 Priority",
+        "14 14 PENDING 2026-11-25T07:00:00 2026-11-25T10:00:00 Priority",
+        "15 13 RUNNING 2026-11-25T07:00:00 2026-11-25T08:00:00 None",
+        "16 16 PENDING 2026-11-25T06:00:00 N/A (Nodes are down, or reserved)",
     )
     command("squeue", "printf '" + "\\n".join(lines) + "\\n'")
     environ = command("sbatch", "true")
-    assert in_queue([11, 12, 13, 16], environ) == {
-        12: "RUNNING",
-        13: "RUNNING",
-        16: "PENDING, (Nodes are down, or reserved)",
+    waits = "PENDING, Priority, since 2026-11-25T07:00:00, expected to start 2026-11-25T10:00:00"
+    assert in_queue([11, 12, 13, 14, 16], environ) == {
+        12: "RUNNING, since 2026-11-25T09:00:00",
+        13: "RUNNING, since 2026-11-25T08:00:00",
+        14: waits,
+        16: "PENDING, (Nodes are down, or reserved), since 2026-11-25T06:00:00",
     }
 
 

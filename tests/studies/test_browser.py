@@ -7,8 +7,11 @@ import pytest
 
 from hpctrain.studies.comparison import StudyComparison
 from hpctrain.studies.report import write_report
+from hpctrain.train.history import histories
+from hpctrain.train.report import write_report as write_runs
 from tests.studies import generated
 from tests.studies.test_report import Page, hostile_results
+from tests.train.test_figures import write_run
 
 pytestmark = [pytest.mark.conformance, pytest.mark.requires("chromium")]
 
@@ -37,7 +40,9 @@ def widths_of(document):
 def pages(tmp_path_factory):
     folder = tmp_path_factory.mktemp("reports")
     comparison = StudyComparison(generated.complete(), generated.complete(), 0.05)
+    runs = histories([write_run(folder / "a", end="failed"), write_run(folder / "b", resumed=2)])
     return {
+        "runs": write_runs(runs, folder / "runs.html"),
         "complete": write_report(generated.complete(), folder / "complete")[0],
         "hostile": write_report(hostile_results(), folder / "hostile")[0],
         "failed": write_report(generated.complete(records=[]), folder / "failed")[0],
@@ -54,6 +59,8 @@ def pages(tmp_path_factory):
         ("hostile", 7, 1280, LIGHT),
         ("failed", 0, 1280, LIGHT),
         ("comparison", 1, 1280, LIGHT),
+        ("runs", 7, 1280, DARK),
+        ("runs", 7, 500, LIGHT),
     ],
 )
 def test_a_page_opens_without_a_word_on_the_console(

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from hpctrain.cli.main import app
 from hpctrain.core.errors import ConfigError, DataError
-from hpctrain.studies.drawing import draw_files
+from hpctrain.report.drawing import draw_files
 from hpctrain.studies.figures import figures_of
 from hpctrain.studies.report import POINT_HEADS, study_page, summary_of, write_report
 from hpctrain.studies.results import StudyResults

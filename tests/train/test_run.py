@@ -11,6 +11,7 @@ import hpctrain
 from hpctrain.core.errors import ConfigError, MismatchError
 from hpctrain.core.records import read
 from hpctrain.launch.lease import Holder
+from hpctrain.runtime.stopping import STOPPED
 from hpctrain.train.load import load
 from hpctrain.train.run import How, run
 from hpctrain.train.run_directory import RunDirectory
@@ -57,6 +58,7 @@ def test_a_run_leaves_its_directory_and_ends_with_its_result(folder):
     for text in ("samples/s over all ranks", "node memory", "2 on 2 nodes"):
         assert text in done.stdout
     assert "\x1b" not in done.stdout
+    assert "network cards" not in done.stdout  # which --verbose tells
     assert [records[0]["event"], records[-1]["event"]] == ["started", "finished"]
     assert (records[-1]["world_size"], records[-1]["nodes"]) == (2, 2)
     steps = [record for record in records if record["event"] == "step"]
@@ -76,7 +78,7 @@ def test_a_dry_run_and_a_place_that_is_used_or_cannot_be_written(folder, monkeyp
     try:
         assert run(load(Path("small.toml")), {}, How(dry_run=True)) == 0
         told = capsys.readouterr().out
-        for text in ("83 parameters", "2 of 4 steps, 8 in all", "nodes", "one rank"):
+        for text in ("83 parameters", "2 of 4 steps, 8 in all", "network cards", "one rank"):
             assert text in told
         assert not (folder / "runs").exists()
         (folder / "file").touch()
@@ -92,6 +94,21 @@ def test_a_dry_run_and_a_place_that_is_used_or_cannot_be_written(folder, monkeyp
     finally:
         hpctrain.shutdown()
         sys.modules.pop("task", None)
+
+
+def test_a_run_that_stops_leaves_its_plot_too(folder, monkeypatch):
+    """In this process: no rank needs another."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
+    directory = RunDirectory(Path("runs/small"))
+    directory.path.mkdir(parents=True)
+    directory.stop.touch()
+    try:
+        assert run(load(Path("small.toml"), ["train.epochs=9000"]), {}, How()) == STOPPED
+    finally:
+        hpctrain.shutdown()
+        sys.modules.pop("task", None)
+    assert directory.plot.stat().st_size > 10_000
 
 
 def test_an_error_of_all_ranks_is_told_once_and_has_its_code(folder):

@@ -11,13 +11,14 @@ from typer.testing import CliRunner
 from hpctrain.cli.main import app
 from hpctrain.cluster.env import STOPPED
 from hpctrain.core.errors import ConfigError
+from hpctrain.core.provenance import project
 from hpctrain.core.records import read
 from hpctrain.train.attempts import KILLED, Attempt
 from hpctrain.train.config import RunConfig
 from hpctrain.train.metrics import Metrics, cut
 from hpctrain.train.run import requests_of
 from hpctrain.train.run_directory import RunDirectory, environment
-from hpctrain.train.status import FAILED, status
+from hpctrain.train.status import status
 
 
 def test_a_new_directory_has_all_its_parts(tmp_path):
@@ -31,6 +32,48 @@ def test_a_new_directory_has_all_its_parts(tmp_path):
     facts = json.loads(directory.environment.read_text())
     assert facts["torch"]
     assert facts["command"]
+
+
+def test_the_environment_tells_code_machine_and_job(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    variables = {
+        "JOB_ID": 17,
+        "RESTART_COUNT": 2,
+        "JOB_PARTITION": "gpu",
+        "JOB_NODELIST": "n[1-2]",
+    }
+    for name, value in variables.items():
+        monkeypatch.setenv(f"SLURM_{name}", str(value))
+    monkeypatch.setenv("LOADEDMODULES", "gcc/13:openmpi/5.0")
+    facts = environment("Open MPI v5.0.11")
+    assert (facts["mpi"], facts["project"]) == ("Open MPI v5.0.11", {})
+    assert facts["job"] == {"id": "17", "restarts": 2, "partition": "gpu", "nodelist": "n[1-2]"}
+    assert facts["modules"] == ["gcc/13", "openmpi/5.0"]
+    assert facts["cpu"]
+    assert json.loads(json.dumps(facts)) == facts
+
+
+def test_the_environment_tells_the_commit_and_whether_files_differ_from_it(tmp_path):
+    def git(*words):
+        who = ("-c", "user.name=a", "-c", "user.email=a@b")
+        subprocess.run(["git", "-C", tmp_path, *who, *words], check=True, capture_output=True)
+
+    git("init")
+    (tmp_path / "model.py").write_text("1")
+    git("add", ".")
+    git("commit", "-m", "a")
+    clean = project(tmp_path)
+    assert list(clean) == ["commit"]
+    hashes = set()
+    for text in ("2", "3"):
+        (tmp_path / "model.py").write_text(text)
+        found = project(tmp_path)
+        assert (found["commit"], found["changed"]) == (clean["commit"], ["model.py"])
+        hashes.add(found["diff"])
+    assert len(hashes) == 2
+    (tmp_path / "model.py").write_text("1")
+    assert project(tmp_path) == clean
 
 
 def test_a_used_directory_is_refused_and_left_as_it_is_logs_alone_are_no_run(tmp_path):
@@ -104,11 +147,11 @@ FAILURE = {"event": "failed", "step": 3, "reason": "loss and gradients must be f
         ([STARTED, STEP, FINISHED], "finished", 0, "finished: test accuracy 0.7500"),
         ([FINISHED | {"metric": float("nan")}], "finished", 0, "test accuracy nan"),
         ([STARTED, STEP, STOP], "stopped", STOPPED, "stopped by SIGUSR1 after step 9"),
-        ([STARTED, FAILURE], "failed", FAILED, "failed after step 3: loss and gradients"),
-        ([STARTED, STEP], "unfinished", FAILED, "after step 7"),
-        ([STARTED, STOP, RESUMED], "unfinished", FAILED, "after step 9"),
-        ([STARTED], "unfinished", FAILED, "before its first step"),
-        ([], "unfinished", FAILED, "before its first step"),
+        ([STARTED, FAILURE], "failed", 1, "failed after step 3: loss and gradients"),
+        ([STARTED, STEP], "killed", 5, "after step 7"),
+        ([STARTED, STOP, RESUMED], "killed", 5, "after step 9"),
+        ([STARTED], "killed", 5, "before its first step"),
+        ([], "killed", 5, "before its first step"),
     ],
 )
 def test_the_last_record_says_how_a_run_stands(tmp_path, records, state, code, told):
@@ -131,12 +174,12 @@ def test_what_is_no_record_does_not_count(tmp_path, damage):
     assert status(tmp_path).code == STOPPED
 
 
-def test_a_folder_without_a_run_or_without_records_is_1(tmp_path):
+def test_a_folder_without_a_run_or_without_records_has_a_code_of_its_own(tmp_path):
     for folder in (tmp_path, tmp_path / "nowhere"):
-        assert (status(folder).code, status(folder).state) == (FAILED, "missing")
+        assert (status(folder).code, status(folder).state) == (6, "missing")
     for content in (b"\0\0\0\n", b"nonsense\n", b"3\n", b"\xff\n"):
         (tmp_path / "metrics.jsonl").write_bytes(content)
-        assert status(tmp_path).code == FAILED
+        assert status(tmp_path).code == 5
         assert str(tmp_path / "metrics.jsonl") in status(tmp_path).what
 
 
@@ -148,7 +191,7 @@ def test_it_needs_neither_torch_nor_mpi():
         "sys.exit(status(Path('/nowhere')).code)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
-    assert done.returncode == FAILED, done.stderr
+    assert done.returncode == 6, done.stderr
 
 
 FIRST = {"event": "started", "part": 1}

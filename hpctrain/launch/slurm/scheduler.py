@@ -196,14 +196,16 @@ def submit_in(folder: Path, script: str, environ: Mapping[str, str] | None = Non
 
 
 def in_queue(jobs: Iterable[int], environ: Mapping[str, str] | None = None) -> dict[int, str]:
-    """Return how it stands with those of the jobs that wait or run, such as ``PENDING, Priority``.
+    """Return how it stands with those of the jobs that wait or run, for people.
+
+    Such as ``PENDING, Priority, since 2026-11-25T09:12:40``; the state stands before the comma.
 
     Raises ``LaunchError``: Slurm does not answer.
     """
     squeue = Path(find_sbatch(environ)).with_name("squeue")
     # Slurm forgets jobs and then refuses a question about them: so ask for all of this user.
     done = run(
-        [str(squeue), "-h", "-u", str(os.getuid()), "-o", "%A %F %T %S %r"],
+        [str(squeue), "-h", "-u", str(os.getuid()), "-o", "%A %F %T %V %S %r"],
         environ,
         timeout_s=SUBMIT_S,
     )
@@ -211,9 +213,12 @@ def in_queue(jobs: Iterable[int], environ: Mapping[str, str] | None = None) -> d
         raise LaunchError(f"Slurm does not answer; it says: {_words(done.stderr)}")
     found: dict[int, str] = {}
     for line in done.stdout.splitlines():
-        number, whole, state, start, why = (line.split(maxsplit=4) + [""] * 5)[:5]
-        more = f", {why}" if state == "PENDING" and why else ""
-        more += f", expected to start {start}" if more and start[:1].isdigit() else ""
+        number, whole, state, queued, start, why = (line.split(maxsplit=5) + [""] * 6)[:6]
+        waits = state == "PENDING"
+        more = f", {why}" if waits and why else ""
+        since = queued if waits else start
+        more += f", since {since}" if since[:1].isdigit() else ""
+        more += f", expected to start {start}" if waits and start[:1].isdigit() else ""
         # The number of an array names all its tasks: one that runs comes before those that wait.
         for name in {number, whole} if number.isdigit() and whole.isdigit() else ():
             if found.get(int(name), "PENDING").startswith("PENDING"):

@@ -5,6 +5,8 @@ const { colours, figures } = JSON.parse(document.getElementById("figures").textC
 // Ticks of logarithmic axes: 1, 2 and 5 in each decade.
 const DIGITS = Array.from({ length: 60 }, (_, n) => [1, 2, 5][n % 3] * 10 ** (Math.floor(n / 3) - 9));
 
+const UNNAMED = ["repeats", "faint", "marks"]; // kinds that a legend leaves out
+
 // Plotly reads tags and formulas in names; it shows their characters where they are escaped.
 const plain = (text) =>
   typeof text === "string" ? text.replace(/[&<>$]/g, (c) => `&#${c.charCodeAt(0)};`) : text;
@@ -13,7 +15,7 @@ function trace(series, place, all) {
   const color = colours[series.colour % colours.length];
   const name = plain(series.name);
   const common = { x: series.x.map(plain), y: series.y, name, legendgroup: name };
-  const first = all.findIndex((other) => other.kind !== "repeats" && other.name === series.name);
+  const first = all.findIndex((other) => !UNNAMED.includes(other.kind) && other.name === series.name);
   common.showlegend = name !== "" && first === place;
   const line = { ...common, mode: "lines" };
   const points = { ...common, mode: "markers" };
@@ -22,13 +24,25 @@ function trace(series, place, all) {
   }
   return {
     bars: { ...common, type: "bar", marker: { color } },
-    solid: { ...line, line: { color, width: 1 }, opacity: 0.7 },
+    area: { ...line, stackgroup: "parts", line: { color, width: 0 }, fillcolor: color },
+    faint: { ...line, line: { color, width: 1 }, opacity: 0.4, hoverinfo: "skip", showlegend: false },
+    linked: { ...common, mode: "lines+markers", line: { color, width: 1.5 }, marker: { color, size: 6 } },
+    solid: { ...line, line: { color, width: 1.5 }, opacity: 1 },
     dashed: { ...line, line: { color, dash: "dash", width: 1.5 } },
     dotted: { ...line, line: { color, dash: "dot", width: 1.5 } },
     hollow: { ...points, marker: { color, size: 9, symbol: "circle-open" } },
     points: { ...points, marker: { color, size: 9 } },
     repeats: { ...points, showlegend: false, opacity: 0.4, marker: { color, size: 4 } },
   }[series.kind];
+}
+
+// Lines across a figure; one of them has its name in the legend.
+function marks(series) {
+  const line = { color: colours[series.colour % colours.length], dash: "dot", width: 1.5 };
+  return series.x.map((x, place) => ({
+    type: "line", x0: x, x1: x, y0: 0, y1: 1, yref: "paper", line,
+    name: plain(series.name), showlegend: place === 0,
+  }));
 }
 
 // Figures take their colours from the page, again whenever it turns light or dark.
@@ -42,7 +56,7 @@ function draw() {
       const sizes = [...new Set(figure.series.flatMap((series) => series.x))];
       Object.assign(xaxis, { type: "log", tickvals: sizes, ticktext: sizes.map(String) });
     } else if (!figure.x_label) {
-      Object.assign(xaxis, { type: "category", tickangle: -35 });
+      xaxis.type = "category";
     }
     const yaxis = { ...lines, title: { text: plain(figure.y_label), standoff: 8 } };
     if (figure.scale === "log") {
@@ -50,6 +64,7 @@ function draw() {
     } else if (figure.scale === "linear") {
       yaxis.rangemode = "tozero";
     }
+    if (figure.top !== null) yaxis.range = [0, figure.top];
     const layout = {
       barmode: figure.is_stacked ? "stack" : "group",
       font: { color: ink, family: "system-ui, sans-serif" },
@@ -58,10 +73,12 @@ function draw() {
       margin: { l: 10, r: 10, t: 10, b: 10 },
       paper_bgcolor: "rgba(0,0,0,0)",
       plot_bgcolor: "rgba(0,0,0,0)",
+      shapes: figure.series.filter((series) => series.kind === "marks").flatMap(marks),
       xaxis,
       yaxis,
     };
-    const traces = figure.series.filter((series) => series.x.length).map(trace);
+    const drawn = figure.series.filter((series) => series.x.length && series.kind !== "marks");
+    const traces = drawn.map(trace);
     Plotly.react(figure.name, traces, layout, { displayModeBar: false, responsive: true });
   }
 }

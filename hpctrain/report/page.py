@@ -1,4 +1,4 @@
-"""Pages and tables: what a study or a comparison shows, in a browser and on a terminal."""
+"""Pages and tables: what a run, a study or a comparison shows, in a browser and on a terminal."""
 
 import json
 from base64 import b64encode
@@ -15,9 +15,8 @@ from rich.text import Text
 
 from hpctrain.core.atomic import make_folder, publishing
 from hpctrain.core.errors import ConfigError
-from hpctrain.studies.drawing import COLOURS, missing
-from hpctrain.studies.figures import Figure
-from hpctrain.studies.statistics import CONFIDENCE, Estimate
+from hpctrain.report.drawing import COLOURS, missing
+from hpctrain.report.figure import CONFIDENCE, Estimate, Figure
 
 NOTHING = "\N{EN DASH}"
 
@@ -34,7 +33,7 @@ def page(title: str, parts: Iterable[str], figures: list[Figure]) -> str:
         from plotly.offline import get_plotlyjs  # noqa: PLC0415
     except ImportError:
         raise missing("plotly") from None
-    folder = resources.files("hpctrain.studies") / "templates"
+    folder = resources.files("hpctrain.report") / "templates"
     template, script = (
         (folder / name).read_text(encoding="utf-8") for name in ("report.html", "report.js")
     )
@@ -70,7 +69,7 @@ def figures_html(figures: list[Figure]) -> str:
     """Return places for figures, with their titles and what is to be seen."""
     found = [
         f'<figure><h3>{escape(figure.title)}</h3><div class="plot" id="{figure.name}"></div>'
-        f"<figcaption>{escape(figure.note)}</figcaption></figure>"
+        f"<figcaption>{escape(figure.note)}{_warning(figure)}</figcaption></figure>"
         for figure in figures
     ]
     return "\n".join(['<div class="figures">', *found, "</div>"])
@@ -104,6 +103,10 @@ def value_cell(value: Estimate | float | None, form: Callable[[float], str]) -> 
     less = "" if value.confidence >= CONFIDENCE else f" {value.confidence:.0%}"
     interval = f"\n[{', '.join(ends)}]{less}" if len(set(ends)) > 1 else ""
     return f"{form(value.value)}{interval}", value.value
+
+
+def _warning(figure: Figure) -> str:
+    return f' <span class="missing">{escape(figure.warning)}</span>' if figure.warning else ""
 
 
 def _html(cell: Cell) -> str:

@@ -1,0 +1,1 @@
+"""Figures, pages and tables of runs, studies and comparisons."""

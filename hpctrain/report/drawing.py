@@ -1,0 +1,155 @@
+"""Figures drawn into files, by matplotlib; ``templates/report.js`` draws the same on a page."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from textwrap import fill
+from typing import Any
+
+from hpctrain.core.errors import ConfigError
+from hpctrain.report.figure import RANKS, Figure, Series
+
+# Tol's bright colours, which colour-blind readers tell apart, on white and on black.
+COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#ee8866", "#999999")
+
+_WIDTH = 75  # characters of a warning
+_ROOM = 1.3  # of an axis with parts on top of each other: above them is the legend
+
+
+def draw_files(figures: list[Figure], folder: Path) -> list[Path]:
+    """Draw each figure into a PNG and an SVG in a folder, and return their paths.
+
+    Raises ``ConfigError``: matplotlib is not installed. ``OSError``: the file system refuses.
+    """
+    paths = []
+    with _canvases() as new_canvas:
+        folder.mkdir(exist_ok=True)
+        for figure in figures:
+            canvas = new_canvas(figsize=(7, 4.5), layout="constrained")
+            _draw(canvas.subplots(), figure)
+            for ending in ("png", "svg"):
+                paths.append(folder / f"{figure.name}.{ending}")
+                canvas.savefig(paths[-1], dpi=120)
+    return paths
+
+
+def draw_panels(figures: Sequence[Figure], path: Path, title: str, about: str = "") -> None:
+    """Draw figures side by side into one file, below a title and a line about them.
+
+    The ending of ``path`` says in which format. Raises as ``draw_files``.
+    """
+    num_rows = max(1, (len(figures) + 1) // 2)
+    with _canvases() as new_canvas:
+        canvas = new_canvas(figsize=(12, 0.9 + 3.4 * num_rows), layout="constrained")
+        canvas.suptitle(title, x=0.01, ha="left", fontsize=15, fontweight="bold")
+        panels = canvas.subplots(num_rows, 2, squeeze=False).flatten()
+        for axes, figure in zip(panels, figures, strict=False):
+            _draw(axes, figure)
+        for axes in panels[len(figures) :]:
+            axes.set_axis_off()
+        canvas.supxlabel(about, x=0.01, ha="left", fontsize=9, color="#5b646e")
+        canvas.savefig(path, dpi=120)
+
+
+def missing(name: str) -> ConfigError:
+    """Return the error that says how to get a library."""
+    return ConfigError(
+        f"a figure or a report needs {name}, which is not installed; pip install 'hpctrain[plots]'"
+    )
+
+
+@contextmanager
+def _canvases() -> Iterator[Any]:
+    try:
+        import matplotlib as mpl  # noqa: PLC0415
+        from matplotlib import figure  # noqa: PLC0415
+    except ImportError:
+        raise missing("matplotlib") from None
+    # What users name is no formula: a "$" would make it one.
+    with mpl.rc_context({"text.parse_math": False}):
+        yield figure.Figure
+
+
+def _draw(axes: Any, figure: Figure) -> None:
+    names = list(dict.fromkeys(x for series in figure.series for x in series.x))
+    below = dict.fromkeys(names, 0.0)  # tops of the bars so far
+    for number, series in enumerate(figure.series):
+        x = series.x if figure.x_label else [names.index(name) for name in series.x]
+        if series.kind != "bars":
+            _draw_points(axes, series, x)
+            continue
+        width = 0.8 if figure.is_stacked else 0.8 / len(figure.series)
+        shift = 0 if figure.is_stacked else (number - (len(figure.series) - 1) / 2) * width
+        bottom = [below[name] for name in series.x]
+        look: dict[str, Any] = {"label": series.name, "color": _colour(series), "bottom": bottom}
+        axes.bar([place + shift for place in x], series.y, width, **look)
+        if figure.is_stacked:
+            below |= {n: (y or 0) + b for n, y, b in zip(series.x, series.y, bottom, strict=True)}
+    _draw_areas(axes, [series for series in figure.series if series.kind == "area"])
+    axes.set_title(figure.title, loc="left")
+    axes.set(xlabel=figure.x_label, ylabel=figure.y_label)
+    _scale(axes, figure, names)
+    axes.grid(alpha=0.3)
+    if figure.warning:
+        style: dict[str, Any] = {"color": "#cf222e", "fontsize": 9, "va": "bottom"}
+        style["bbox"] = {"facecolor": "white", "alpha": 0.8, "linewidth": 0}
+        told = fill(figure.warning, _WIDTH)
+        axes.text(0.02, 0.03, told, transform=axes.transAxes, **style).set_in_layout(False)
+    named: dict[str, Any] = {}
+    for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+        named.setdefault(label, handle)  # hollow points have the name of the others
+    if named:
+        size = 9 if len(named) < 6 else 7
+        look = {"fontsize": size, "frameon": False, "columnspacing": 1.2}
+        if figure.is_stacked:
+            look |= {"loc": "upper right", "ncols": 3, "handlelength": 1.5}
+        axes.legend(named.values(), named.keys(), **look).set_in_layout(False)
+
+
+def _scale(axes: Any, figure: Figure, names: list[Any]) -> None:
+    if figure.x_label == RANKS:
+        axes.set_xscale("log")
+        axes.set_xticks(sorted(names), map(str, sorted(names)))
+        axes.minorticks_off()
+    elif not figure.x_label:
+        turn = {"rotation": 20, "ha": "right"} if len("".join(map(str, names))) > 50 else {}
+        axes.set_xticks(range(len(names)), names, **turn)
+    if figure.scale == "log":
+        axes.set_yscale("log", subs=[])
+        axes.yaxis.get_major_locator().set_params(subs=(1, 2, 5), numticks=20)
+        axes.yaxis.set_major_formatter("{x:g}")
+    elif figure.scale == "linear":
+        room = _ROOM if figure.is_stacked and figure.series else 1.0
+        top = figure.top or axes.dataLim.ymax
+        axes.set_ylim(0, room * top if figure.top or room > 1 else None)
+
+
+def _draw_points(axes: Any, series: Series, x: list[Any]) -> None:
+    style: dict[str, Any] = {"color": _colour(series)}
+    if series.kind == "marks":
+        for place in x:
+            axes.axvline(place, linestyle=":", linewidth=1.2, label=series.name, **style)
+    elif series.kind in ("solid", "dashed", "dotted"):
+        axes.plot(x, series.y, linestyle=series.kind, linewidth=1.2, label=series.name, **style)
+    elif series.kind == "linked":
+        axes.plot(x, series.y, "o-", markersize=3.5, linewidth=1.2, label=series.name, **style)
+    elif series.kind == "faint":
+        axes.plot(x, series.y, linewidth=0.8, alpha=0.3, **style)
+    elif series.kind == "repeats":
+        axes.plot(x, series.y, "o", markersize=2.5, alpha=0.4, **style)
+    elif series.x and series.kind != "area":
+        around = [series.below, series.above] if series.below else None
+        face = {"markerfacecolor": "none"} if series.kind == "hollow" else {}
+        style |= {"fmt": "o", "capsize": 3, "label": series.name, **face}
+        axes.errorbar(x, series.y, around, **style)
+
+
+def _draw_areas(axes: Any, areas: list[Series]) -> None:
+    """Draw areas on top of each other; all have the same places."""
+    if areas and areas[0].x:
+        style = {"labels": [each.name for each in areas], "colors": list(map(_colour, areas))}
+        axes.stackplot(areas[0].x, *(each.y for each in areas), **style)
+
+
+def _colour(series: Series) -> str:
+    return COLOURS[series.colour % len(COLOURS)]

@@ -1,0 +1,84 @@
+"""Figures as plain values, which pages and files draw alike."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+RANKS = "ranks"  # label of an axis of sizes, which grow by factors
+
+PARTS = {
+    "compute_s": "computing",
+    "communication_s": "exposed communication",
+    "input_s": "input",
+    "idle_s": "idle",
+}
+"""Where the time of a step goes, by names of records."""
+
+CONFIDENCE = 0.95
+
+MAX_NAME = 60  # characters of a name in a figure or a table
+
+Kind = Literal[
+    "points", "hollow", "repeats", "solid", "faint", "linked", "dashed", "dotted", "bars", "area",
+    "marks",
+]  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Estimate:
+    """A value, and the interval that holds the true one with a confidence."""
+
+    value: float
+    low: float | None  # None where one sample tells no interval
+    high: float | None
+    confidence: float  # that of the interval: less than wanted where there are few samples
+
+
+@dataclass(frozen=True, kw_only=True)
+class Series:
+    """Values that belong together. Of ``marks`` only x is drawn, as lines across the figure."""
+
+    name: str
+    kind: Kind
+    colour: int  # series of one curve share it
+    x: list[Any]
+    y: list[float | None]  # None is a gap in a line
+    below: list[float] | None = None  # how far an interval reaches from y
+    above: list[float] | None = None
+
+    @classmethod
+    def of(cls, values: Iterable[tuple[Any, Estimate | float | None]], **how: Any) -> "Series":
+        """Make one of pairs of x and y, without those that nobody knows."""
+        told = [(x, y) for x, y in values if y is not None and math.isfinite(_value(y))]
+        got = [y for _, y in told if isinstance(y, Estimate)]
+        if got:
+            how["below"] = [0 if y.low is None else y.value - y.low for y in got]
+            how["above"] = [0 if y.high is None else y.high - y.value for y in got]
+        return cls(x=[x for x, _ in told], y=[_value(y) for _, y in told], **how)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """One pair of axes. Without a label, x are names."""
+
+    name: str  # of its files
+    title: str
+    y_label: str
+    note: str
+    series: list[Series]
+    x_label: str = ""
+    scale: Literal["linear", "log", "zoom"] = "linear"  # of y; linear begins at 0
+    is_stacked: bool = False
+    top: float | None = None  # where y ends; all of it is seen where there is none
+    warning: str = ""  # what a reader must not miss
+
+
+def shown(value: Any) -> str:
+    """Return a value as a short line without control characters, for labels of any kind."""
+    text = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in str(value))
+    return text if len(text) <= MAX_NAME else f"{text[: MAX_NAME - 1]}\N{HORIZONTAL ELLIPSIS}"
+
+
+def _value(found: Estimate | float) -> float:
+    return found.value if isinstance(found, Estimate) else found

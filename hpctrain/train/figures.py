@@ -1,0 +1,239 @@
+"""Figures of runs: what they learnt, how fast, and where the time of a step went."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from hpctrain.core.errors import ConfigError
+from hpctrain.report.drawing import draw_panels
+from hpctrain.report.figure import PARTS, Figure, Kind, Series
+from hpctrain.train.history import LOSS, TIMES, Record, RunHistory, told
+
+FORMATS = (".png", ".svg", ".pdf")
+MAX_POINTS = 2000  # of a curve: more than a screen has
+MAX_RANKS = 32  # as bars
+MAX_MARKS = 20
+
+_AVERAGED = 25
+"""A curve is averaged over such a part of its records, where nobody says over how many."""
+_CUT = " Higher peaks are cut off."
+_FEW = 20
+_HIGH = 2.0  # times as high as nearly all others is what a figure cuts off
+
+_Style = tuple[str, int, Kind]  # name and colour where there is one run
+_TRAINING: _Style = ("training", 2, "solid")
+_TEST: _Style = ("test", 5, "linked")
+_GREY, _RED = 7, 1
+_TIMES = {name: PARTS[name] for name in TIMES}
+
+Rows = Callable[[RunHistory], list[Record]]
+
+
+def figures_of(runs: Sequence[RunHistory], smooth: int = 0) -> list[Figure]:
+    """Return every figure that the records allow; curves of several runs lie over each other.
+
+    ``smooth`` is over how many records curves are averaged, 1 not at all, 0 by their number.
+    """
+    drifts: Rows = lambda run: [each for each in run.of("step") if "drift" in each]  # noqa: E731
+    away = "Root of the mean square distance from the mean of all replicas."
+    found = [
+        _losses(runs, smooth),
+        *_metrics(runs),
+        _by_step(runs, "lr", "Learning rate", "As set for the last step of a record."),
+        _times(runs),
+        _by_step(runs, "samples_per_s", "Samples per second", "Over all ranks.", smooth=smooth),
+        _by_step(runs, "drift", "Distance of replicas", away, drifts),
+        *_ranks(runs),
+    ]
+    return [figure for figure in found if any(s.x for s in figure.series if s.kind != "marks")]
+
+
+def draw_runs(runs: Sequence[RunHistory], path: Path, smooth: int = 0) -> None:
+    """Draw runs into one file.
+
+    Raises ``ConfigError``: matplotlib is not installed, the ending of ``path`` is no format, or
+    the file system refuses.
+    """
+    if path.suffix.lower() not in FORMATS:
+        raise ConfigError(f"a plot is a file that ends in {', '.join(FORMATS)}, got {path}")
+    is_one = len(runs) == 1
+    figures = figures_of(runs, smooth)
+    figures = [each for each in figures if is_one or not each.name.startswith("ranks")]
+    lines = told(runs, "headline")
+    lines += [] if figures else ["no step is recorded yet"]
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draw_panels(figures, path, ", ".join(run.title for run in runs), "\n".join(lines))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}; choose another") from None
+
+
+def _losses(runs: Sequence[RunHistory], smooth: int) -> Figure:
+    steps: Rows = lambda run: run.of("step")  # noqa: E731
+    tests: Rows = lambda run: run.of("test")  # noqa: E731
+    series = _curves(runs, steps, LOSS, _TRAINING, smooth)
+    series += _curves(runs, tests, LOSS, _TEST)
+    values = [y for each in series for y in each.y if y is not None and y > 0]
+    is_wide = bool(values) and max(values) > 10 * min(values)
+    return Figure(
+        name=LOSS,
+        title="Loss",
+        x_label="step",
+        y_label=LOSS,
+        note="Pale as recorded, full averaged over records; dots are tests.",
+        series=[*series, *_marks(runs)],
+        scale="log" if is_wide else "zoom",
+        warning="; ".join(told(runs, "warning")),
+    )
+
+
+def _metrics(runs: Sequence[RunHistory]) -> Iterator[Figure]:
+    """Yield a figure for each metric that a run has."""
+    tests = {run.label: [t | run.metrics_of(t) for t in run.of("test")] for run in runs}
+    found = (run.metrics_of(test) for run in runs for test in run.of("test"))
+    for number, name in enumerate(dict.fromkeys(name for metrics in found for name in metrics)):
+        rows: Rows = lambda run: tests[run.label]  # noqa: E731
+        series = _curves(runs, rows, name, _TEST)
+        yield Figure(
+            name=f"metric-{number}",
+            title=f"Test {name}",
+            x_label="step",
+            y_label=name,
+            note="Of all test samples.",
+            series=[*series, *_marks(runs)],
+            scale="zoom",
+        )
+
+
+def _by_step(
+    runs: Sequence[RunHistory],
+    name: str,
+    title: str,
+    note: str,
+    rows: Rows = lambda run: run.of("step"),
+    *,
+    smooth: int = 1,
+) -> Figure:
+    """Return the figure of a value of records of steps."""
+    series = [*_curves(runs, rows, name, ("", 2, "solid"), smooth), *_marks(runs)]
+    top = _top([y for each in series for y in each.y if y is not None])
+    return Figure(
+        name=name,
+        title=title,
+        x_label="step",
+        y_label=title.lower(),
+        note=note + (_CUT if top else ""),
+        series=series,
+        top=top,
+    )
+
+
+def _curves(
+    runs: Sequence[RunHistory], rows: Rows, name: str, style: _Style, smooth: int = 1
+) -> list[Series]:
+    """Return a value of records by step: of one run in a style, of several by their names."""
+    label, colour, kind = style
+    found = []
+    for number, run in enumerate(runs):
+        records = rows(run)
+        x = _thin([record["step"] for record in records])
+        y = [record.get(name) for record in records]
+        if len(runs) > 1:
+            colour = number
+        own = label if len(runs) == 1 else f"{run.label} {label}".rstrip()
+        width = smooth or max(1, len(y) // _AVERAGED)
+        if width > 1:
+            found.append(Series(name=own, kind="faint", colour=colour, x=x, y=_thin(y)))
+        # A line needs points: a run of few records shows each of them.
+        drawn: Kind = "linked" if len(y) < _FEW else kind
+        y = _thin(_averaged(y, width))
+        found.append(Series(name=own, kind=drawn, colour=colour, x=x, y=y))
+    return found
+
+
+def _averaged(values: Sequence[float | None], width: int) -> list[float | None]:
+    """Return running means, exponential and free of the bias of their start; gaps stay gaps."""
+    decay, total, weight = 1 - 2 / (width + 1), 0.0, 0.0
+    found: list[float | None] = []
+    for value in values:
+        if value is not None:
+            total, weight = decay * total + value, decay * weight + 1
+        found.append(None if value is None else total / weight)
+    return found
+
+
+def _thin(values: Sequence[Any]) -> list[Any]:
+    return list(values[:: max(1, math.ceil(len(values) / MAX_POINTS))])
+
+
+def _top(values: Sequence[float]) -> float | None:
+    """Return where an axis ends whose highest values would make all others flat."""
+    high = _HIGH * sorted(values)[int(0.95 * len(values))] if values else 0.0
+    return high if 0 < high < max(values) else None
+
+
+def _marks(runs: Sequence[RunHistory]) -> list[Series]:
+    """Return where parts of runs went on, and where values were not finite."""
+    found = []
+    for number, run in enumerate(runs):
+        name, colour = ("", _GREY) if len(runs) == 1 else (f"{run.label} ", number)
+        marks = {
+            f"{name}resumed": (run.resumes, colour),
+            f"{name}not finite": (run.gaps, _RED),
+        }
+        found += [
+            Series(name=text, kind="marks", colour=own, x=x[:MAX_MARKS], y=[])
+            for text, (x, own) in marks.items()
+            if x
+        ]
+    return found
+
+
+def _times(runs: Sequence[RunHistory]) -> Figure:
+    """Return where the time of a step went: by step of one run, as means of several."""
+    is_one = len(runs) == 1
+    steps = {run.label: run.of("step") for run in runs if run.of("step")}
+    series: list[Series] = []
+    top = None
+    if is_one and steps:
+        [found] = steps.values()
+        rows = _thin([{**found[0], "step": 0}, *found])  # the first is of all steps before it
+        series = [*_parts("area", [row["step"] for row in rows], rows), *_marks(runs)]
+        top = _top([1e3 * sum(row[name] for name in TIMES) for row in rows])
+    elif steps:
+        series = _parts("bars", list(steps), [r.mean_times for r in runs if r.label in steps])
+    return Figure(
+        name="time",
+        title="Where the time of a step went",
+        x_label="step" if is_one else "",
+        y_label="milliseconds",
+        note="Means over ranks. Exposed communication is what computing did not hide."
+        + (_CUT if top else ""),
+        series=series,
+        is_stacked=True,
+        top=top,
+    )
+
+
+def _ranks(runs: Sequence[RunHistory]) -> Iterator[Figure]:
+    """Yield the times of each rank in the last steps of each run."""
+    for number, run in enumerate(runs):
+        ranks = sorted(run.view.ranks, key=lambda rank: -rank.work_s)[:MAX_RANKS]
+        rows = [{name: getattr(rank, name) for name in _TIMES} for rank in ranks]
+        yield Figure(
+            name=f"ranks-{number}",
+            title="Last steps by rank" + (f", {run.label}" if len(runs) > 1 else ""),
+            y_label="milliseconds",
+            note=f"The slowest {len(ranks)} of {len(run.view.ranks)}: others wait for them.",
+            series=_parts("bars", [f"rank {rank.rank}" for rank in ranks], rows),
+            is_stacked=True,
+        )
+
+
+def _parts(kind: Kind, x: list[Any], rows: Sequence[Record]) -> list[Series]:
+    """Return the parts of the time of a step, each as a series."""
+    return [
+        Series(name=title, kind=kind, colour=n, x=x, y=[1e3 * row[name] for row in rows])
+        for n, (name, title) in zip((0, 1, 3), _TIMES.items(), strict=True)
+    ]

@@ -1,0 +1,207 @@
+"""The history of a run over all its parts, from its files; needs neither MPI nor torch."""
+
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from hpctrain.core.errors import ConfigError
+from hpctrain.core.logs import logger
+from hpctrain.core.records import read
+from hpctrain.report.figure import PARTS, shown
+from hpctrain.train.run_directory import RunDirectory
+from hpctrain.train.watch import RunView, RunWatch
+
+Record = dict[str, Any]
+
+LOSS = "loss"
+TIMES = tuple(name for name in PARTS if name != "idle_s")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunHistory:
+    """What a run has been told to do, what it has recorded, and how it stands with it."""
+
+    label: str  # tells it from others that are shown with it
+    path: Path
+    view: RunView
+    records: list[Record]
+    configuration: dict[str, Any]  # by dotted key
+    environment: dict[str, Any]  # by dotted name
+
+    @classmethod
+    def read(cls, path: Path, label: str = "") -> "RunHistory":
+        """Read the files of a run. Raises ``ConfigError``: there is none, or one is damaged."""
+        directory, view = RunDirectory(path), RunWatch(path).look()
+        if not directory.metrics.exists():
+            raise ConfigError(f"{path} has no records yet: its job has not begun to train")
+        return cls(
+            label=label or shown(path.resolve().name),
+            path=path,
+            view=view,
+            records=read(directory.metrics),
+            configuration=_parsed(directory.config, tomllib.loads),
+            environment=_parsed(directory.environment, json.loads),
+        )
+
+    @property
+    def title(self) -> str:
+        """The label, and the name of the configuration where that is another."""
+        name = shown(self.configuration.get("name", self.label))
+        return self.label if name in self.label else f"{self.label} ({name})"
+
+    @property
+    def state(self) -> str:
+        """How it stands with the run, as ``hpctrain status`` calls it."""
+        state = self.view.status.state
+        return "running" if state == "killed" and not self.view.has_ended else state
+
+    def of(self, event: str) -> list[Record]:
+        """Return the records of an event, in order."""
+        return [record for record in self.records if record["event"] == event]
+
+    def last(self, event: str) -> Record:
+        """Return the last record of an event; an empty one where there is none."""
+        return next((each for each in reversed(self.records) if each["event"] == event), {})
+
+    @cached_property
+    def metric_name(self) -> str:
+        """Name of the first metric of tests."""
+        metric = self.configuration.get("test.metric", LOSS)
+        first = metric if isinstance(metric, str) else metric[0]
+        return str(self.last("finished").get("metric_name", first.rpartition(":")[2]))
+
+    def metrics_of(self, test: Mapping[str, Any]) -> dict[str, float | None]:
+        """Return what a test has measured besides the loss, by name."""
+        found = test.get("metrics") or {self.metric_name: test.get("metric")}
+        return {name: value for name, value in found.items() if name != LOSS}
+
+    @property
+    def resumes(self) -> list[int]:
+        """The steps after which a part of the run went on."""
+        return [record["step"] for record in self.of("resumed")]
+
+    @property
+    def gaps(self) -> list[int]:
+        """The steps whose record has a loss that is not finite."""
+        return [record["step"] for record in self.of("step") if record.get(LOSS) is None]
+
+    @property
+    def samples_per_s(self) -> float | None:
+        """Of the finished run, or of its last steps."""
+        last = self.last("finished") or self.last("step")
+        return last.get("samples_per_s")
+
+    @property
+    def training_s(self) -> float:
+        """Duration of all recorded steps, without tests and checkpoints."""
+        return self.view.step * sum(self.mean_times.values())
+
+    @cached_property
+    def mean_times(self) -> dict[str, float]:
+        """The parts of the time of a step, as means over all recorded steps."""
+        before, sums = 0, dict.fromkeys(TIMES, 0.0)
+        for record in self.of("step"):
+            for name in TIMES:
+                sums[name] += (record["step"] - before) * record[name]
+            before = record["step"]
+        return {name: seconds / max(before, 1) for name, seconds in sums.items()}
+
+    @property
+    def headline(self) -> str:
+        """How it stands with the run, where it ran and how it learnt, in one line."""
+        begun, rate, test = (
+            self.view.begun,
+            self.configuration.get("optimizer.lr"),
+            self.last("test"),
+        )
+        ranks, nodes = begun.get("world_size", 1), begun.get("nodes", 1)
+        told = [f"{ranks} rank{'s' * (ranks != 1)} on {nodes} node{'s' * (nodes != 1)}"]
+        told += [f"learning rate {rate:g}"] if rate is not None else []
+        told.append(f"{self.view.step} of {begun.get('num_steps', '?')} steps")
+        metrics = {LOSS: test["loss"]} | self.metrics_of(test) if test else {}
+        told += [f"test {name} {number(value)}" for name, value in metrics.items()]
+        if resumes := self.resumes:
+            told.append(f"resumed after step {', '.join(map(str, resumes[-3:]))}")
+        return f"{self.state}: {', '.join(told)}"
+
+    @property
+    def warning(self) -> str:
+        """What a reader must not miss: values that are not finite, and why a run has failed."""
+        gaps, told = self.gaps, []
+        if gaps:
+            many = f"{len(gaps)} of {len(self.of('step'))} records"
+            told.append(f"the loss is not finite in {many}, first at step {gaps[0]}")
+        if self.view.status.state == "failed":
+            failed = self.last("failed")
+            told.append(f"failed after step {failed['step']}: {shown(failed['reason'])}")
+        return "; ".join(told)
+
+
+def number(value: float | None) -> str:
+    """Return a loss or a metric for people; null in a record is not finite."""
+    return "not finite" if value is None else f"{value:.4f}"
+
+
+def histories(paths: Sequence[Path]) -> list[RunHistory]:
+    """Read several runs, labelled by as much of their paths as tells them apart.
+
+    Raises ``ConfigError``: as ``RunHistory.read``.
+    """
+    whole = [path.resolve().parts for path in paths]
+    labels: list[str] = []
+    for depth in range(1, max(map(len, whole)) + 1):
+        labels = [shown("/".join(parts[-depth:])) for parts in whole]
+        if len({*labels}) == len({*whole}):
+            break
+    return [RunHistory.read(path, label) for path, label in zip(paths, labels, strict=True)]
+
+
+def told(runs: Sequence[RunHistory], name: str) -> list[str]:
+    """Return the headlines or the warnings of runs, those of several with their labels."""
+    texts = [(run.label, getattr(run, name)) for run in runs]
+    return [text if len(runs) == 1 else f"{label}: {text}" for label, text in texts if text]
+
+
+def found_in(folder: Path) -> list[RunHistory]:
+    """Return the runs in a folder, newest last; a warning names those that cannot be read.
+
+    Raises ``ConfigError``: there is none.
+    """
+    paths = sorted(file.parent for file in folder.glob("*/metrics.jsonl"))
+    if not paths:
+        raise ConfigError(
+            f"{folder} holds no folders of runs; give the folder in which output_dir lies, by "
+            f"default runs"
+        )
+    found = []
+    for path in paths:
+        try:
+            found.append(RunHistory.read(path))
+        except ConfigError as error:
+            logger.warning(str(error))
+    return sorted(found, key=lambda run: str(run.environment.get("started", "")))
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the values of nested tables by dotted names."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        inner = isinstance(value, dict) and value
+        found |= flat(value, f"{prefix}{name}.") if inner else {f"{prefix}{name}": value}
+    return found
+
+
+def _parsed(path: Path, parse: Any) -> dict[str, Any]:
+    try:
+        return flat(parse(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{path} cannot be read: {error}; a job of this run that goes on by --resume may "
+            f"write it again"
+        ) from None

@@ -1,0 +1,169 @@
+"""Loggers get what metrics.jsonl gets, on rank 0 alone, and never decide how a run goes."""
+
+import csv
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from hpctrain.core.errors import ConfigError
+from hpctrain.core.records import read
+from hpctrain.train.loggers import CsvLogger, Loggers, check, factory, scalars
+from hpctrain.train.metrics import Metrics
+from tests.train.job import Job
+
+
+def rows(path):
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+class Heard:
+    """A logger of the user's own, and one that breaks in each place."""
+
+    of: list["Heard"] = []  # noqa: RUF012 - emptied by each test
+
+    def __init__(self, folder, config):
+        self.folder, self.config, self.records, self.is_closed = folder, config, [], False
+        Heard.of.append(self)
+
+    def write(self, record):
+        self.records.append(record)
+
+    def close(self):
+        self.is_closed = True
+
+
+def fails_at_once(*_):
+    raise RuntimeError("no server")
+
+
+def fails_later(*_):
+    def write(record):
+        raise SystemExit(record["event"])
+
+    return SimpleNamespace(write=write, close=lambda: None)
+
+
+NAME = "tests.train.test_loggers"
+
+
+def log(*names):
+    found = [name[1:] if name[0] == "=" else f"{NAME}:{name}" for name in names]
+    return f"log.to={json.dumps(found)}"
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_logger_hears_all_records_on_rank_0_and_one_that_fails_stops_nobody(
+    here, shared, configure, caplog
+):
+    Heard.of.clear()
+    names = log("Heard", "fails_at_once", "fails_later", "=csv")
+    job = Job(here, configure, shared / "run", names, "train.epochs=2")
+    job.part()
+    plain = Job(here, configure, shared / "plain", "train.epochs=2")
+    plain.part()
+    assert job.curve() == plain.curve()
+    if here.comm.rank:
+        assert (Heard.of, caplog.text) == ([], "")
+        return
+    [heard] = Heard.of
+    assert json.loads(json.dumps(heard.records)) == read(job.directory.metrics)
+    assert heard.is_closed
+    assert (heard.folder, heard.config["train"]["epochs"]) == (job.directory.path, 2)
+    for name, why in (("fails_at_once", "RuntimeError: no server"), ("fails_later", "started")):
+        told = [line for line in caplog.messages if f":{name}" in line]
+        assert len(told) == 1
+        assert "is off from here on" in told[0]
+        assert why in told[0]
+
+
+@pytest.mark.ranks(1)
+def test_the_tables_of_a_run_that_was_resumed_have_each_step_once(here, shared, configure):
+    job = Job(here, configure, shared / "run", log("=csv"), "checkpoint.every=4")
+    job.part(stop="SIGTERM", after=9)
+    job.part()
+    found = rows(job.directory.path / "csv/step.csv")
+    steps = [each for each in read(job.directory.metrics) if each["event"] == "step"]
+    assert [row["step"] for row in found] == [str(each["step"]) for each in steps]
+    assert [float(row["loss"]) for row in found] == [each["loss"] for each in steps]
+    assert len(rows(job.directory.path / "csv/test.csv")) == 4
+
+
+def test_a_table_takes_columns_that_come_late_and_values_that_are_not_finite(tmp_path):
+    loggers = Loggers(["csv"], tmp_path, {})
+    with Metrics(tmp_path / "metrics.jsonl", loggers=loggers) as metrics:
+        metrics.write("started")
+        metrics.write("step", step=1, loss=float("nan"))
+        metrics.write("step", step=2, loss=1.0, skipped=3)
+        metrics.write("step", step=3, loss=2.0)
+    assert rows(tmp_path / "csv/step.csv") == [
+        {"step": "1", "loss": "", "skipped": ""},
+        {"step": "2", "loss": "1.0", "skipped": "3"},
+        {"step": "3", "loss": "2.0", "skipped": ""},
+    ]
+
+
+def test_names_of_values_say_where_they_are_from():
+    record = {"event": "test", "step": 3, "epoch": 1, "loss": 0.5, "metrics": {"f1": 1, "n": None}}
+    assert scalars(record) == {"test/loss": 0.5, "test/metrics.f1": 1.0}
+    assert scalars({"event": "step", "step": 1, "lr": 0.1, "label": "x"}) == {"train/lr": 0.1}
+    assert scalars({"event": "checkpoint", "step": 1}) == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("tensorbord", "did you mean tensorboard?"),
+        ("no.such:Logger", "there is no module no"),
+        ("tests.train.test_loggers:Hear", "did you mean Heard?"),
+    ],
+)
+def test_a_logger_that_is_not_there_is_an_error_before_the_run(name, told):
+    with pytest.raises(ConfigError, match=told.replace("?", r"\?")):
+        check(["csv", name])
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
+def test_a_package_that_is_missing_is_told_with_the_way_to_it(name, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match=rf"pip install 'hpctrain\[{name}\]'"):
+        check([name])
+
+
+def test_a_module_that_cannot_be_imported_is_one_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    (tmp_path / "broken_logger.py").write_text("1 / 0")
+    with pytest.raises(ConfigError, match="cannot be imported: ZeroDivisionError"):
+        factory("broken_logger:Logger")
+    assert factory("csv") is CsvLogger
+
+
+@pytest.mark.requires("tensorboard")
+def test_tensorboard_reads_the_values_of_all_parts(here, shared, configure):
+    from tensorboard.backend.event_processing.event_accumulator import (  # noqa: PLC0415 - where it is
+        EventAccumulator,
+    )
+
+    job = Job(here, configure, shared / "run", log("=tensorboard"), "checkpoint.every=4")
+    job.part(stop="SIGTERM", after=9)
+    job.part()
+    found = EventAccumulator(str(job.directory.path / "tensorboard"))
+    found.Reload()
+    steps = [each for each in read(job.directory.metrics) if each["event"] == "step"]
+    shown = [(each.step, each.value) for each in found.Scalars("train/loss")]
+    assert shown == [(each["step"], pytest.approx(each["loss"])) for each in steps]
+    assert len(found.Scalars("test/metric")) == 4
+
+
+@pytest.mark.requires("wandb")
+def test_parts_are_one_run_of_weights_and_biases(here, shared, configure, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    job = Job(here, configure, shared / "run", log("=wandb"), "train.epochs=2")
+    job.part(stop="SIGTERM", after=5)
+    job.part()
+    found = {path.name.rpartition("-")[2] for path in job.directory.path.glob("wandb/offline-*")}
+    assert len(found) == 1
+    assert list(job.directory.path.glob("wandb/offline-*/*.wandb"))
