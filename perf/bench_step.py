@@ -2,7 +2,8 @@
 
     hpctrain launch -n 2 -- python perf/bench_step.py [--json FILE]
 
-24 x (Linear(1024) + ReLU), 25.2 M parameters, batch 32 on every rank, SGD with momentum, float32.
+24 x (Linear(1024) + ReLU), 25.2 M parameters, batch 32 on every rank, float32; SGD with momentum,
+and AdamW.
 What gradients cost depends on where they are allocated, so there are three forms of the step
 without communication, and ours is compared with the fastest of them:
 
@@ -10,7 +11,8 @@ without communication, and ours is compared with the fastest of them:
 * ``views``: gradients are views of one flat buffer, which is zeroed;
 * ``copied``: hooks copy each gradient into its place in a flat buffer.
 
-``hpctrain`` is the automatic choice, ``ddp gloo`` torch's DistributedDataParallel. The variants
+``hpctrain`` is the automatic choice, ``sharded`` has ``shard="node"``, and ``ddp gloo`` is torch's
+DistributedDataParallel. The variants
 run in turn, each on a model of its own; a step's time is that of the slowest rank.
 """
 
@@ -29,6 +31,9 @@ import hpctrain as hvd
 from hpctrain.runtime.world import current
 
 LAYERS, WIDTH, BATCH = 24, 1024, 32
+NAMES = {"ours": "hpctrain", "ddp": "ddp gloo"}
+
+Make = Callable[[nn.Module], torch.optim.Optimizer]
 
 
 def make_model() -> nn.Module:
@@ -51,9 +56,14 @@ def make_step(model: nn.Module, optimizer, zero_grad: Callable[[], object]) -> C
     return step
 
 
-def sgd(model: nn.Module) -> torch.optim.SGD:
-    """Make the optimizer of all variants."""
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    """Make the first optimizer of the variants."""
     return torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """Make the second one."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
 def flat_views(model: nn.Module) -> tuple[Tensor, dict[nn.Parameter, Tensor]]:
@@ -64,27 +74,27 @@ def flat_views(model: nn.Module) -> tuple[Tensor, dict[nn.Parameter, Tensor]]:
     return flat, {p: part.view_as(p) for p, part in zip(parameters, parts, strict=True)}
 
 
-def plain() -> Callable[[], None]:
+def plain(make: Make = sgd) -> Callable[[], None]:
     """No communication, gradients allocated anew."""
     model = make_model()
-    optimizer = sgd(model)
+    optimizer = make(model)
     return make_step(model, optimizer, optimizer.zero_grad)
 
 
-def views() -> Callable[[], None]:
+def views(make: Make = sgd) -> Callable[[], None]:
     """No communication, gradients kept in a flat buffer."""
     model = make_model()
     flat, places = flat_views(model)
     for parameter, place in places.items():
         parameter.grad = place
-    return make_step(model, sgd(model), flat.zero_)
+    return make_step(model, make(model), flat.zero_)
 
 
-def copied() -> Callable[[], None]:
+def copied(make: Make = sgd) -> Callable[[], None]:
     """No communication, gradients copied into a flat buffer as they come."""
     model = make_model()
     _, places = flat_views(model)
-    optimizer = sgd(model)
+    optimizer = make(model)
 
     def take(parameter: Tensor) -> None:
         places[parameter].copy_(parameter.grad)
@@ -95,18 +105,25 @@ def copied() -> Callable[[], None]:
     return make_step(model, optimizer, optimizer.zero_grad)
 
 
-def ours() -> Callable[[], None]:
+def ours(make: Make = sgd) -> Callable[[], None]:
     """Hpctrain with the plan it chooses."""
     model = make_model()
-    optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters())
+    optimizer = hvd.DistributedOptimizer(make(model), model.named_parameters())
     return make_step(model, optimizer, optimizer.zero_grad)
 
 
-def ddp() -> Callable[[], None]:
+def sharded(make: Make = sgd) -> Callable[[], None]:
+    """Hpctrain with parameters once per node."""
+    model = make_model()
+    optimizer = hvd.DistributedOptimizer(make(model), model.named_parameters(), shard="node")
+    return make_step(model, optimizer, optimizer.zero_grad)
+
+
+def ddp(make: Make = sgd) -> Callable[[], None]:
     """Torch's own, over gloo."""
     start_gloo()
     model = DistributedDataParallel(make_model())
-    optimizer = sgd(model)
+    optimizer = make(model)
     return make_step(model, optimizer, optimizer.zero_grad)
 
 
@@ -117,25 +134,34 @@ def main() -> None:
     options = parser.parse_args()
     hvd.init()
     torch.set_num_threads(1)
-    made = {f.__name__: f() for f in (plain, views, copied, ours, ddp)}
-    variants = {
-        {"ours": "hpctrain", "ddp": "ddp gloo"}.get(n, n): step for n, step in made.items()
-    }
-    seconds = interleave(variants, rounds=options.rounds, repetitions=options.steps, warm_up=2)
+    seconds: dict[str, list[float]] = {}
+    silent: dict[str, float] = {}
+    for make, forms in (
+        (sgd, (plain, views, copied, ours, sharded, ddp)),
+        (adamw, (plain, views, copied, ours, sharded)),
+    ):
+        suffix = " AdamW" * (make is adamw)
+        variants = {NAMES.get(f.__name__, f.__name__) + suffix: f(make) for f in forms}
+        found = interleave(variants, rounds=options.rounds, repetitions=options.steps, warm_up=2)
+        fastest = min(median(found[f.__name__ + suffix]) for f in (plain, views, copied))
+        silent |= dict.fromkeys(found, fastest)
+        seconds |= found
+        del variants
     middle = {name: median(times) for name, times in seconds.items()}
-    silent = min(middle[name] for name in ("plain", "views", "copied"))
     rows = [
         {
             "variant": name,
             "median ms": middle[name] * 1e3,
             "fastest ms": min(times) * 1e3,
             "slowest ms": max(times) * 1e3,
-            "/ no communication": middle[name] / silent,
+            "/ no communication": middle[name] / silent[name],
         }
         for name, times in seconds.items()
     ]
     ratios = {
-        "hpctrain / fastest without communication": middle["hpctrain"] / silent,
+        f"{name} / fastest without communication": middle[name] / silent[name]
+        for name in ("hpctrain", "sharded", "hpctrain AdamW", "sharded AdamW")
+    } | {
         "ddp gloo / hpctrain": middle["ddp gloo"] / middle["hpctrain"],
     }
     pair = seconds["ddp gloo"], seconds["hpctrain"]

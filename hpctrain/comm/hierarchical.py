@@ -185,13 +185,13 @@ class HierarchicalCommunicator(MpiCommunicator):
         if self._one_node:
             self.node.allreduce_(bucket, how, scale)
             return
-        early, late = _when(scale, how)
+        early, late = scaled_when(scale, how)
         part = self.node_sum(bucket, early, how)
         self._sum_over_rail(part, how)
         self.publish(bucket, late, how)
 
     def _levels_(self, values: Tensor, how: Combination, scale: float | None) -> None:
-        early, late = _when(scale, how)
+        early, late = scaled_when(scale, how)
         call = tensor_call(how.op, values.dtype, values.numel(), scale)
         for chunk in values.split(self.slots.numel(values.dtype)):
             bucket = self.slots.enter(chunk, call)
@@ -211,7 +211,7 @@ class HierarchicalCommunicator(MpiCommunicator):
             self.rail.reduce_(part, how)
 
 
-def _when(scale: float | None, how: Combination) -> tuple[float | None, float | None]:
+def scaled_when(scale: float | None, how: Combination) -> tuple[float | None, float | None]:
     """Say which factor to apply inside the node, and which at the end.
 
     A node's sum in 16 bits could overflow where the average does not: there it comes first.

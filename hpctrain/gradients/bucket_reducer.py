@@ -72,7 +72,7 @@ class Reducer:
         """Name of a sum that was replaced before this backward, which adds to it."""
         self._forget_backward()
         self._superseded = ""  # why these gradients are no longer reduced here, if so
-        self._gradient_hook = _Hook(self, Reducer._on_ready, None)
+        self._gradient_hook = _Hook(self, type(self)._on_ready, None)  # noqa: SLF001
         self._hooks: list[RemovableHandle] = []
         self._hooked: dict[int, int] = {}
         """By parameter: what torch had hooked; a conversion may swap it for another."""
@@ -95,6 +95,11 @@ class Reducer:
     def exposed_seconds(self) -> float:
         """Time in which the last step waited for other ranks."""
         return self.reduction.exposed_seconds
+
+    @property
+    def _is_told_before(self) -> bool:
+        """Whether ``_before_sum`` is called before a gradient is added to another."""
+        return not self.reduction.count.average
 
     def set_num_samples(self, num_samples: float, nominal: float) -> None:
         """Let this rank's gradient count as the mean over ``num_samples``."""
@@ -192,8 +197,8 @@ class Reducer:
             is_trained = parameter.requires_grad
             parameter.requires_grad_()  # torch hooks no frozen parameter
             hooks = [parameter.register_post_accumulate_grad_hook(self._gradient_hook)]
-            if not self.reduction.count.average:
-                hook = _Hook(self, Reducer._before_sum, id(parameter))
+            if self._is_told_before:
+                hook = _Hook(self, type(self)._before_sum, id(parameter))  # noqa: SLF001
                 hooks.append(parameter.register_hook(hook))
             parameter.requires_grad_(is_trained)
             self._hooks += hooks
@@ -294,7 +299,7 @@ class Reducer:
             self._complete(changed, Announcement(replaced_sum=self._replaced_sum))
         else:
             grads = ((p, p.grad) for p in self.reduction.slot_of)
-            self._seen = {p: (g, _writes(g)) for p, g in grads if g is not None}
+            self._seen = {p: (g, writes_of(g)) for p, g in grads if g is not None}
             self._forget_backward()
 
     def _break_off(self) -> None:
@@ -341,7 +346,7 @@ class Reducer:
         for parameter in self.reduction.slot_of:
             grad = parameter.grad
             seen, writes = self._seen.get(parameter, (None, None))
-            if grad is not None and (grad is not seen or _writes(grad) != writes):
+            if grad is not None and (grad is not seen or writes_of(grad) != writes):
                 return True
         return False
 
@@ -394,7 +399,7 @@ class _Hook:
             self.tell(reducer, given if self.about is None else self.about)
 
 
-def _writes(grad: torch.Tensor) -> tuple[int, int]:
+def writes_of(grad: torch.Tensor) -> tuple[int, int]:
     """Return what changes when a gradient is written, or when its ``.data`` is another."""
     return grad._version, 0 if grad.is_sparse else grad.data_ptr()  # noqa: SLF001
 

@@ -8,20 +8,23 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn, cast
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim import Optimizer
 
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.eager import eager
-from hpctrain.compress.codec import Compressor
-from hpctrain.compress.half import Compression, codec_for
+from hpctrain.compress.codec import Codec, Compressor, Identity
+from hpctrain.compress.half import Compression, HalfCodec, codec_for
 from hpctrain.core.errors import ConfigError
 from hpctrain.gradients.adasum_step import AdasumStep
-from hpctrain.gradients.bucket_reducer import Reducer
-from hpctrain.gradients.parameter_names import Grouping, Groups, named, names_of
+from hpctrain.gradients.bucket_reducer import ParameterSource, Reducer
+from hpctrain.gradients.parameter_names import Grouping, Groups, named, names_of, places_of
 from hpctrain.gradients.reduction import Reduction
 from hpctrain.gradients.sample_count import NUM_FLAGS, SampleCount
+from hpctrain.gradients.sharded_step import ShardedReduction, ShardedStep
 from hpctrain.gradients.step_check import CheckedSteps, StepCheck
 from hpctrain.negotiation.request import Adasum, Average, ReduceOp, Sum
 from hpctrain.runtime import world
@@ -39,6 +42,7 @@ def DistributedOptimizer(  # noqa: N802, PLR0913, PLR0917 - Horovod's name and a
     groups: Groups | None = None,
     sparse_as_dense: bool = False,  # noqa: FBT001, FBT002 - Horovod's
     process_set: ProcessSet | None = global_process_set,
+    shard: str | None = None,
 ) -> Any:
     """Make ``optimizer`` step on gradients that are averaged over all ranks.
 
@@ -63,6 +67,7 @@ def DistributedOptimizer(  # noqa: N802, PLR0913, PLR0917 - Horovod's name and a
         sparse_as_dense: sum sparse gradients as dense ones; else the rows of all ranks are
             gathered. Either way ``.grad`` is sparse.
         process_set: the ranks to average over; None for all.
+        shard: ``"node"`` keeps parameters and state once per node; see ``hpctrain guide sharded``.
 
     Raises:
         ConfigError: an argument is not valid; a ``ValueError`` too.
@@ -71,23 +76,21 @@ def DistributedOptimizer(  # noqa: N802, PLR0913, PLR0917 - Horovod's name and a
     """
     if num_groups:
         warnings.warn("num_groups is called groups now", DeprecationWarning, stacklevel=2)
-        groups = num_groups if groups is None else groups
-    _check(optimizer, op, gradient_predivide_factor, backward_passes_per_step)
+    groups = num_groups or None if groups is None else groups
+    _check(optimizer, op, gradient_predivide_factor, backward_passes_per_step, shard)
     grouping = Grouping(groups, sparse_as_dense=sparse_as_dense)
     count = SampleCount(average=op is Average, predivide=gradient_predivide_factor)
     names, comm = names_of(optimizer, named_parameters), _communicator(process_set)
-    exchange: Reducer | AdasumStep | None = None
-    if comm is not None:
-        parameters = partial(named, weakref.ref(optimizer), names)
-        compressor, steps = compression or Compression.none, _steps_over(comm)
-        if op is Adasum:
-            exchange = AdasumStep(comm, compressor, parameters, steps)
-        else:
-            here, codec = world.current(), codec_for(compressor)
-            reduction = Reduction(comm, here.plan, codec, grouping, count, steps)
-            note, passes = here.last_call.note, backward_passes_per_step
-            exchange = Reducer(reduction, parameters, note, passes=passes)
-    return _upgraded(optimizer, exchange, names, backward_passes_per_step)
+    compressor, passes = compression or Compression.none, backward_passes_per_step
+    if comm is None:
+        return _upgraded(optimizer, None, names, passes)
+    parameters, steps = partial(named, weakref.ref(optimizer), names), _steps_over(comm)
+    if op is Adasum:
+        combined = AdasumStep(comm, compressor, parameters, steps)
+        return _upgraded(optimizer, combined, names, passes)
+    how = comm, world.current().plan, codec_for(compressor), grouping, count, steps
+    reduction = (ShardedReduction if _is_sharded(shard, comm, how[2]) else Reduction)(*how)
+    return _upgraded(optimizer, _reducer(reduction, parameters, optimizer, passes), names, passes)
 
 
 class DistributedMethods:
@@ -187,6 +190,27 @@ class DistributedMethods:
         finally:
             self._is_synchronizing = True
 
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """Clip the averaged gradients of all parameters together; return their norm.
+
+        As ``torch.nn.utils.clip_grad_norm_``, for any ``shard``; between ``backward()`` and
+        ``step()``. Collective with ``shard="node"``.
+
+        Raises:
+            RuntimeError: the norm is not finite, and that was to be an error.
+        """
+        parameters = [p for _, p in places_of(self)]  # type: ignore[arg-type]
+        return clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
+
+    def clip_grad_value_(self, clip_value: float) -> None:
+        """Clip the averaged gradients element by element; between ``backward()`` and ``step()``.
+
+        As ``torch.nn.utils.clip_grad_value_``, for any ``shard``.
+        """
+        clip_grad_value_([p for _, p in places_of(self)], clip_value)  # type: ignore[arg-type]
+
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's own
         """Forget the gradients; see ``torch.optim.Optimizer.zero_grad``.
 
@@ -241,6 +265,44 @@ class AdasumMethods(DistributedMethods):
         )
 
 
+class ShardedMethods(DistributedMethods):
+    """What ``DistributedOptimizer`` adds to an optimizer whose parameters a node has once."""
+
+    _reducer: ShardedStep
+    _step_supports_amp_scaling = True  # a scaler calls step() on all ranks then, which refuses it
+
+    def synchronize(self) -> None:
+        """Let the ranks compare what they are about to step on; ``raised_flags`` are known then.
+
+        Gradients are averaged in ``step()`` all the same. Collective.
+        """
+        self._reducer.open()
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """Clip the averages in the step to come; return their norm before that. Collective."""
+        norm = self._reducer.norm(float(norm_type))
+        if error_if_nonfinite and not math.isfinite(norm):
+            raise RuntimeError(
+                f"the norm of order {norm_type} of the averaged gradients must be finite to clip "
+                f"them, got {norm}; leave this step out on all ranks"
+            )
+        if (factor := max_norm / (norm + 1e-6)) < 1.0 or math.isnan(factor):
+            self._reducer.scale_by(factor)
+        return torch.tensor(norm, dtype=places_of(self)[0][1].dtype)  # type: ignore[arg-type]
+
+    def clip_grad_value_(self, clip_value: float) -> None:
+        """Clip the averages in the step to come. Every rank calls it."""
+        self._reducer.clip_value(float(clip_value))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the whole state, as the ordinary optimizer does. Not collective."""
+        self._reducer.require_trusted()
+        found: dict[str, Any] = super().state_dict()  # type: ignore[misc]
+        return found
+
+
 @eager
 def before_step(
     stepping: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -255,6 +317,11 @@ def before_step(
             "optimizer.synchronize(); it changes nothing here, since gradients are averaged once, "
             "when backward() returns: leave synchronize() out",
             stacklevel=3,
+        )
+    if isinstance(stepping, ShardedMethods) and hasattr(stepping, "found_inf"):
+        raise ConfigError(
+            'a GradScaler looks at .grad, which with shard="node" is each rank\'s own gradient '
+            "and not the average; take bfloat16, which needs no scaler, or leave shard out"
         )
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if closure is None:
@@ -303,6 +370,7 @@ def _upgraded(
     """Give the optimizer its methods, now that nothing can fail any more."""
     kind, combines = type(optimizer), isinstance(exchange, AdasumStep)
     methods = AdasumMethods if combines else DistributedMethods
+    methods = ShardedMethods if isinstance(exchange, ShardedStep) else methods
     optimizer.__class__ = type(kind.__name__, (methods, kind), {})
     optimizer._parameter_names, optimizer._passes = names, passes  # noqa: SLF001
     if exchange is not None:
@@ -314,12 +382,23 @@ def _upgraded(
     return optimizer
 
 
+def _reducer(
+    reduction: Reduction, parameters: ParameterSource, optimizer: Optimizer, passes: int
+) -> Reducer:
+    note = world.current().last_call.note
+    if isinstance(reduction, ShardedReduction):
+        return ShardedStep(reduction, parameters, note, optimizer)
+    return Reducer(reduction, parameters, note, passes=passes)
+
+
 def _check_passes(passes: int) -> None:
     if passes < 1:
         raise ConfigError(f"backward_passes_per_step must be > 0, got {passes}")
 
 
-def _check(optimizer: Optimizer, op: ReduceOp, predivide: float, passes: int) -> None:
+def _check(
+    optimizer: Optimizer, op: ReduceOp, predivide: float, passes: int, shard: str | None
+) -> None:
     _check_passes(passes)
     if isinstance(optimizer, DistributedMethods):
         raise ConfigError("this optimizer is distributed already; wrap it once")
@@ -332,6 +411,30 @@ def _check(optimizer: Optimizer, op: ReduceOp, predivide: float, passes: int) ->
         )
     if not 0 < predivide < math.inf:
         raise ConfigError(f"gradient_predivide_factor must be above 0, got {predivide}")
+    if shard not in (None, "node"):
+        raise ConfigError(f'shard is None or "node", got {shard!r}')
+    if shard and op is Adasum:
+        raise ConfigError('op=Adasum combines whole steps of ranks, not with shard="node"')
+
+
+def _is_sharded(shard: str | None, comm: Communicator, codec: Codec) -> bool:
+    """Say whether ranks share parameters; not where each has a node to itself."""
+    if shard is None:
+        return False
+    levels = comm.levels
+    if levels is None:
+        if all(len(ranks) == 1 for ranks in world.current().topology.nodes):
+            return False
+        raise ConfigError(
+            'shard="node" needs memory that the ranks of a node share, and there is none here; '
+            "see hpctrain doctor and HPCTRAIN_SHARED_MEMORY, or leave shard out"
+        )
+    if not isinstance(codec, Identity) and (levels.num_rails or not isinstance(codec, HalfCodec)):
+        raise ConfigError(
+            'shard="node" sends gradients between nodes as they are, got a compression; leave one '
+            "of them out"
+        )
+    return True
 
 
 def _steps_over(comm: Communicator) -> CheckedSteps:

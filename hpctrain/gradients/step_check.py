@@ -27,7 +27,7 @@ _MASK = (1 << 20) - 1
 """Bits of a number that are compared: squares of 8192 ranks add up exactly in float64."""
 _FIRST_BYTES = 64 * KIB  # how much of each gradient is compared in the first step
 _LONG = 16  # every so many steps it is compared which parameters no backward has reached in them
-_COMPARED = ("member", "step", "skipped", "by_hand", "weights", "first", "unreached")
+_COMPARED = ("member", "step", "skipped", "by_hand", "weights", "first", "unreached", "settings")
 """Numbers of which the message tells whether all ranks that have one have the same."""
 _COUNTED = (
     "is_weighted",
@@ -40,6 +40,11 @@ _COUNTED = (
     "needs_all",
     "may_skip_alone",
     "is_strict",
+    "own_changed",
+    "is_written",
+    "is_new",
+    "is_spoilt",
+    "is_stale",
 )
 """Facts of which the message tells on how many ranks they are true."""
 _NUM_WORDS = 2 + 3 * len(_COMPARED) + len(_COUNTED) + NUM_FLAGS
@@ -80,6 +85,15 @@ class Announcement:
     unreached_names: tuple[str, ...] = ()
     """Parameters that no backward of this rank has reached in the last ``_LONG`` steps."""
     is_strict: bool = True  # whether weights that have parted are an error
+    settings: int | None = None
+    """Checksum of the optimizer's settings; None where every rank steps by its own."""
+    own_changed: str = ""
+    """Name of a parameter whose gradient of this rank alone was changed; empty for none."""
+    is_written: bool = False
+    """Whether the program has changed parameters that the ranks of a node share."""
+    is_stale: bool = False  # whether parameters were changed where torch does not count it
+    is_new: bool = False  # whether gradients have come since the last message of the same step
+    is_spoilt: bool = False  # whether a step has failed in the middle, so that nobody has a model
     flags: int = 0  # bits that all ranks shall see
 
 
@@ -102,6 +116,8 @@ class Opening:
     first_alike: bool  # whether the first gradients are the same bits on all ranks, of two or more
     unreached_differ: bool
     """Whether backward does not reach the same parameters on all ranks, for many steps."""
+    is_new: bool  # whether gradients have come on any rank since the last message of the step
+    is_written: bool  # whether a program has changed parameters that the ranks of a node share
     flags: int
 
 
@@ -347,6 +363,8 @@ def _read(sums: Sequence[float], size: int) -> tuple[Opening, str]:
         is_strict=num["is_strict"] > 0,
         first_alike=of["first"][0] == size > 1 and _all_equal(of["first"]),
         unreached_differ=not _all_equal(of["unreached"]),
+        is_new=num["is_new"] > 0,
+        is_written=num["is_written"] > 0,
         flags=flags_of(sums[behind + len(_COUNTED) :]),
     )
     return opening, _broken(of, num, opening, size)
@@ -358,6 +376,7 @@ def _broken(
     """Return the first rule of those for all ranks that they have broken; empty for none."""
     some = range(1, opening.num_active)
     is_broken = {
+        "is_spoilt": num["is_spoilt"] > 0,
         "member": not _all_equal(of["member"]),
         "step": not _all_equal(of["step"]),
         "skipped": not (num["may_skip_alone"] or _all_equal(of["skipped"])),
@@ -368,6 +387,9 @@ def _broken(
         "changed_early": num["changed_early"] > 0,
         "replaced_sum": num["replaced_sum"] > 0,
         "needs_all": num["needs_all"] > 0 and opening.num_active < size,
+        "settings": not _all_equal(of["settings"]),
+        "own_changed": num["own_changed"] > 0,
+        "is_stale": num["is_stale"] > 0,
     }
     rule = next((rule for rule, broken in is_broken.items() if broken), None)
     return _RULES[rule].format(num=num.get(rule), size=size) if rule else ""
@@ -397,8 +419,18 @@ _RULES = {
     "before you clip or change gradients",
     "replaced_sum": "with op=Sum, backward() adds to what was reduced, and that was replaced; "
     "call step() or optimizer.zero_grad() in between",
-    "needs_all": "a rank has joined, and op=Adasum needs the steps of all ranks; join on all at "
-    "once",
+    "needs_all": 'a rank has joined, and op=Adasum and shard="node" need the steps of all ranks; '
+    "join on all at once",
+    "is_spoilt": "a step has failed in the middle on {num} of {size} ranks, and parameters that "
+    "ranks of a node share are not to be trusted; start again from a checkpoint",
+    "settings": 'with shard="node" every rank steps a part of each parameter, so learning rates '
+    "and all other settings of the optimizer must be the same on every rank; change them on all",
+    "is_stale": 'with shard="node" torch must count what a program writes to parameters, and some '
+    "steps ago {num} of {size} ranks have written by .data or numpy; write to the parameter "
+    "itself under torch.no_grad(), and start again from a checkpoint",
+    "own_changed": 'with shard="node" .grad is each rank\'s own gradient until step(), which must '
+    "not be changed after backward(), and was on {num} of {size} ranks; clip the average with "
+    "optimizer.clip_grad_norm_() or clip_grad_value_(), scale the loss, or leave shard out",
 }
 """What all ranks must do alike, the first one first."""
 
@@ -421,6 +453,8 @@ def _describe(one: Announcement | None) -> str:
     notes += ["gradients changed by hand"] * (one.by_hand is not None)
     notes += ["gradients of the step before"] * one.repeats
     notes += [f"{one.replaced_sum}.grad replaced"] * bool(one.replaced_sum)
+    notes += [f"{one.own_changed}.grad changed"] * bool(one.own_changed)
+    notes += [f"settings {s:08x}" for s in (one.settings,) if s is not None]
     return ", ".join(notes)
 
 

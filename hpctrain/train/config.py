@@ -164,6 +164,10 @@ class TrainingConfig:
     """A loss that is NaN or infinite ends all ranks (stop), or they leave out that step (skip), or
     nobody looks (ignore). Gradients by a finite loss are looked at with skip, clip_norm or
     clip_value. That of a test ends all ranks too (stop), or is a warning."""
+    shard: Literal["none", "node"] = "none"
+    """Every rank keeps all parameters and the state of the optimizer (none), or a node has them
+    once and its ranks step a part each (node): the same bits, less time and memory; for optimizers
+    that treat every element by itself."""
     check_replicas: Literal["test", "never"] | Number = "test"
     """Whether all ranks have the same weights is looked at before each test, after so many steps
     too, or never; with a local sync.method only where they have just averaged."""
@@ -181,6 +185,18 @@ class TrainingConfig:
             self.micro_shards & (self.micro_shards - 1) == 0,
             "train.micro_shards is a power of two, or 0",
             self.micro_shards,
+        )
+        require(
+            self.shard == "none" or self.precision != "fp16",
+            "train.precision is bf16 or fp32 for train.shard = node, as fp16 changes gradients "
+            "before they are averaged there",
+            self.precision,
+        )
+        require(
+            self.shard == "none" or not self.reproducible,
+            "train.shard is none for train.reproducible = true, which sums gradients by a rule of "
+            "its own: leave one of them out",
+            self.shard,
         )
         if self.reproducible:
             self._check_micro_shards(self.micro_shards)
@@ -420,6 +436,12 @@ class RunConfig:
             "sync.method is synchronous for train.reproducible = true, as what a rank learns by "
             "itself depends on the number of ranks: leave one of them out",
             self.sync.method,
+        )
+        require(
+            not self.sync.is_local or self.train.shard == "none",
+            "train.shard is none for a local sync.method, whose ranks have parameters of their "
+            "own: leave one of them out",
+            self.train.shard,
         )
         require(
             not self.sync.is_local or self.data.on_corrupt == "raise",

@@ -17,7 +17,7 @@ from hpctrain.data.samples import Batch
 from hpctrain.train.boundary import SAVE, STOP, Boundary
 from hpctrain.train.console import Progress
 from hpctrain.train.evaluate import evaluate
-from hpctrain.train.finite import StepGuard, gradient_norm
+from hpctrain.train.finite import StepGuard, clip, gradient_norm
 from hpctrain.train.metrics import Metrics
 from hpctrain.train.profiler import Profiler
 from hpctrain.train.run_state import RunState, check_replicas
@@ -326,6 +326,8 @@ def _backward(task: Task, batch: Batch, guard: StepGuard) -> tuple[float, int]:
             guard.see_loss(value)
         loss = task.precision.scaled(loss)
         loss.backward(torch.full_like(loss, weight))
+    if task.config.train.shard != "none":
+        task.exchange.synchronize()  # flags are known before the step
     return value, batch.num_samples
 
 
@@ -333,10 +335,12 @@ def _clip(task: Task) -> float | None:
     """Clip the averaged gradients; return their norm before, None where nobody asks for it."""
     train, norm = task.config.train, None
     if train.clip_norm:
-        norm = float(nn.utils.clip_grad_norm_(task.model.parameters(), train.clip_norm))
+        norm = clip(task, train.clip_norm)
     elif train.clip_value:
         norm = gradient_norm(task)  # as infinite ones would be clipped too
-    if train.clip_value:
+    if train.clip_value and train.shard != "none":
+        task.optimizer.clip_grad_value_(train.clip_value)
+    elif train.clip_value:
         nn.utils.clip_grad_value_(task.model.parameters(), train.clip_value)
     return norm
 

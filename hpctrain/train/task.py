@@ -226,7 +226,8 @@ def build(config: RunConfig, comm: Communicator, *, is_new: bool = True) -> Task
             num_steps=len(train) * config.train.epochs,
         )
     if steps is None and sync is None:
-        optimizer = DistributedOptimizer(optimizer, model.named_parameters())
+        shard = None if config.train.shard == "none" else config.train.shard
+        optimizer = DistributedOptimizer(optimizer, model.named_parameters(), shard=shard)
     return Task(
         config=config,
         comm=comm,

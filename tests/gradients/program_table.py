@@ -180,9 +180,9 @@ OPTIMIZERS = (
 class Draw:
     """One program's luck."""
 
-    def __init__(self, seed, size):
+    def __init__(self, seed, size, *, sharded=False):
         self.luck = random.Random(f"{seed} of {size}")
-        self.size, self.number = size, 0
+        self.size, self.number, self.sharded = size, 0, sharded
         self.parts = list(PARTS)
 
     def chance(self, share):
@@ -226,7 +226,8 @@ class Script:
 
     def __init__(self, draw):
         self.draw, luck = draw, draw.luck
-        ops = ["Average"] * 6 + ["Sum"] * 3 + ["Adasum"] * (draw.size == 2)
+        may_combine = draw.size == 2 and not draw.sharded
+        ops = ["Average"] * 6 + ["Sum"] * 3 + ["Adasum"] * may_combine
         self.op = luck.choice(ops)
         self.passes = luck.choice((1, 1, 1, 2, 3))
         self.shape = luck.choice(("one",) * 6 + ("disjoint", "disjoint", "twice"))
@@ -234,7 +235,7 @@ class Script:
         self.scaled = self.op != "Adasum" and draw.chance(0.2)
         self.weighted = self.op == "Average" and draw.chance(0.2)
         self.optimizers = ["opt"] if self.shape == "one" else ["opt", "other"]
-        sparse = draw.chance(0.25)
+        sparse = draw.chance(0.25) and not draw.sharded
         tied = self.shape == "one" and draw.chance(0.2)
         self.model = f"model = Model(sparse={sparse}, tied={tied})"
         self.sparse = sparse
@@ -263,7 +264,9 @@ class Script:
             options.append("sparse_as_dense=True")
         if luck.random() < 0.1:
             options.append(f"groups={luck.randint(1, 3)}")
-        if luck.random() < 0.05:
+        if self.draw.sharded:
+            options.append("shard='node'")
+        elif luck.random() < 0.05:
             options.append(f"compression=hvd.Compression.{luck.choice(('fp16', 'bf16'))}")
         own = "[p for n, p in model.named_parameters() if 'late' not in n]"
         of = {"opt": own, "other": own}
@@ -427,10 +430,10 @@ class LocalScript:
         return [*found, step]
 
 
-def draw_program(seed, size):
-    """Draw a program, the same one on every rank."""
-    draw = Draw(seed, size)
-    kind = LocalScript if draw.chance(0.25) else Script
+def draw_program(seed, size, *, sharded=False):
+    """Draw a program, the same one on every rank; ``sharded`` ones have parameters once a node."""
+    draw = Draw(seed, size, sharded=sharded)
+    kind = LocalScript if draw.chance(0.25) and not sharded else Script
     statements = tuple(kind(draw).statements())
     per_node = draw.luck.choice((None, 1, 2))
     return Program(size, per_node, draw.luck.choice(("thread", "inline", "end")), statements)

@@ -84,7 +84,11 @@ def test_all_ranks_stop_before_the_step_and_name_step_rate_norm_and_samples(
 
 
 @ANY
-@pytest.mark.parametrize("overrides", [FIXED, [GRADIENT]], ids=["reproducible", "gradient"])
+@pytest.mark.parametrize(
+    "overrides",
+    [FIXED, [GRADIENT], [GRADIENT, "train.shard=node"]],
+    ids=["reproducible", "gradient", "shared parameters"],
+)
 def test_all_ranks_leave_out_the_step_together_and_count_it(here, configure, shared, overrides):
     job = Job(here, configure, shared / "run", *FLAWED, SKIP, "log.every_steps=1", *overrides)
     assert isinstance(job.part(), Outcome)

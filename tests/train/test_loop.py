@@ -33,6 +33,8 @@ def train_together(task: Task, folder):
         ["train.global_batch=9", "optimizer.name=AdamW", "optimizer.lr=0.01"],
         # Of 14 samples a rank has fewer than pieces, of the last one some ranks none.
         ["train.global_batch=13", "train.accumulate=5"],
+        ["train.global_batch=13", "train.clip_norm=0.05", "train.shard=node"],
+        ["train.global_batch=13", "train.accumulate=5", "train.shard=node"],
     ],
     ids=lambda overrides: " ".join(word.partition(".")[2] for word in overrides),
 )

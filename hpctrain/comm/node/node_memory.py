@@ -7,7 +7,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from hpctrain.cluster.resources import rooms, shortage
 from hpctrain.comm.node.segments import map_shared
@@ -17,6 +17,8 @@ from hpctrain.core.units import format_bytes
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+T = TypeVar("T")
 
 
 def reserve(num_bytes: int) -> int:
@@ -35,9 +37,23 @@ def allocate(
 ) -> Sequence[Segment]:
     """Make a zeroed segment on every rank and map those of all; return them by local rank.
 
-    Collective over ``node``; every rank gives the same number of bytes. A segment lives as long as
-    something refers to it. ``NodeMemoryError`` if this rank could not: the caller agrees with the
-    others.
+    A segment lives as long as something refers to it; else as ``allocate_by``. Collective.
+    """
+    return allocate_by(
+        lambda files: [map_shared(one, num_bytes) for one in files], node, num_bytes, reserve
+    )
+
+
+def allocate_by(
+    map_all: Callable[[Sequence[int]], T],
+    node: "MPI.Intracomm",
+    num_bytes: int,
+    reserve: Callable[[int], int] = reserve,
+) -> T:
+    """Make zeroed memory on every rank; return what ``map_all`` makes of the open files of all.
+
+    Collective over ``node``; every rank gives the same number of bytes. ``NodeMemoryError`` if
+    this rank could not: the caller agrees with the others.
 
     It is anonymous memory, mapped by the peers through ``/proc/PID/fd``, not limited by /dev/shm
     and gone with its last process. ``posix_fallocate`` by the owner takes the pages at once: on
@@ -64,33 +80,36 @@ def allocate(
         given = [answer for answer in answers if isinstance(answer, _Offer)]
         if len(given) < len(answers):
             raise NodeMemoryError(next(text for text in answers if isinstance(text, str)))
-        return _map(node, descriptor, given, num_bytes)
+        return _map(node, descriptor, given, map_all)
     finally:
         if descriptor >= 0:
             os.close(descriptor)
 
 
 def _map(
-    node: "MPI.Intracomm", descriptor: int, offers: "list[_Offer]", num_bytes: int
-) -> Sequence[Segment]:
+    node: "MPI.Intracomm",
+    descriptor: int,
+    offers: "list[_Offer]",
+    map_all: Callable[[Sequence[int]], T],
+) -> T:
     """Map all ranks' memory in the first way that works for every rank."""
-    segments, closed = None, None
+    made, closed = None, None
     try:
-        segments = [_map_of_process(offer, num_bytes) for offer in offers]
+        made = _map_of_processes(offers, map_all)
     except OSError as error:
         closed = str(error)
     # From here on nobody needs an open descriptor of a peer.
     closed = next((text for text in node.allgather(closed) if text), None)
-    if closed is None and segments is not None:
-        return segments
+    if closed is None and made is not None:
+        return made
     try:
         found = exchange(node, descriptor)
     except OSError as error:
         raise NodeMemoryError(f"cannot map a peer's memory: {closed}; {error}") from error
     try:
-        return [
-            _map_opened(one, offer, num_bytes) for one, offer in zip(found, offers, strict=True)
-        ]
+        for one, offer in zip(found, offers, strict=True):
+            _check_identity(os.fstat(one), offer)
+        return map_all(found)
     except OSError as error:
         raise NodeMemoryError(f"cannot map a peer's memory: {error}") from error
     finally:
@@ -111,19 +130,17 @@ def _offer(descriptor: int) -> _Offer:
     return _Offer(os.getpid(), descriptor, status.st_dev, status.st_ino)
 
 
-def _map_of_process(offer: _Offer, num_bytes: int) -> Segment:
-    path = f"/proc/{offer.pid}/fd/{offer.descriptor}"
-    _check_identity(os.stat(path), offer)  # noqa: PTH116 - opening a stranger's may do harm
-    opened = os.open(path, os.O_RDWR)
+def _map_of_processes(offers: "list[_Offer]", map_all: Callable[[Sequence[int]], T]) -> T:
+    opened: list[int] = []
     try:
-        return _map_opened(opened, offer, num_bytes)
+        for offer in offers:
+            path = f"/proc/{offer.pid}/fd/{offer.descriptor}"
+            _check_identity(os.stat(path), offer)  # noqa: PTH116 - opening a stranger's may do harm
+            opened.append(os.open(path, os.O_RDWR))
+            _check_identity(os.fstat(opened[-1]), offer)
+        return map_all(opened)
     finally:
-        os.close(opened)
-
-
-def _map_opened(opened: int, offer: _Offer, num_bytes: int) -> Segment:
-    _check_identity(os.fstat(opened), offer)
-    return map_shared(opened, num_bytes)
+        close(opened)
 
 
 def _check_identity(status: os.stat_result, offer: _Offer) -> None:

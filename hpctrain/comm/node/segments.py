@@ -8,10 +8,16 @@ import ctypes
 import mmap
 import time
 import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
 
 from hpctrain.core.errors import NodeMemoryError
 from hpctrain.core.libc import (
     Segment,
+    advise_memory,
     instant_libc,
     libc,
     map_memory,
@@ -52,6 +58,56 @@ def map_shared(descriptor: int, num_bytes: int) -> Segment:
     # Not at the end of the process: others may still use the memory then.
     weakref.finalize(segment, unmap_memory, address, num_bytes).atexit = False
     return segment
+
+
+_FIXED, _NO_RESERVE = 0x10, 0x4000  # flags of mmap(2) without a name in Python
+
+
+class Region(NamedTuple):
+    """Memory that a node has once, mapped twice by every rank."""
+
+    shared: Segment  # what is stored here is seen by all ranks
+    private: Segment
+    """The same memory, but a page that is stored to here becomes this process's own, and no
+    longer shows what others store."""
+
+    def find_stores(self, first_page: int, num_pages: int) -> bool:
+        """Say whether this process has stored to some pages of ``private``."""
+        kinds = np.zeros(num_pages, np.uint64)
+        try:
+            with Path("/proc/self/pagemap").open("rb", buffering=0) as file:
+                file.seek((ctypes.addressof(self.private) // mmap.PAGESIZE + first_page) * 8)
+                file.readinto(kinds.data)
+        except OSError:  # this system does not tell
+            return False
+        kinds >>= np.uint64(61)  # present, swapped, of a file
+        return bool(((kinds > 1) & (kinds & np.uint64(1) == 0)).any())
+
+    def forget_stores(self) -> None:
+        """Let ``private`` show what is shared again, everywhere."""
+        private = self.private
+        refused = advise_memory(ctypes.addressof(private), len(private), mmap.MADV_DONTNEED)
+        if refused:
+            raise NodeMemoryError(f"cannot drop private pages: madvise failed with {refused}")
+
+
+def map_in_a_row(descriptors: Sequence[int], num_bytes: int) -> Region:
+    """Map the first bytes of files, a multiple of a page, one behind the other.
+
+    OSError if the kernel refuses.
+    """
+    found = []
+    for kind in (mmap.MAP_SHARED, mmap.MAP_PRIVATE | _NO_RESERVE):
+        whole = num_bytes * len(descriptors)
+        address = map_memory(whole, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
+        segment = memory_at(address, whole)
+        weakref.finalize(segment, unmap_memory, address, whole).atexit = False
+        access = mmap.PROT_READ | mmap.PROT_WRITE
+        for place, one in enumerate(descriptors):
+            at = address + place * num_bytes
+            map_memory(num_bytes, access, kind | _FIXED, descriptor=one, address=at)
+        found.append(segment)
+    return Region(*found)
 
 
 def yield_core() -> None:

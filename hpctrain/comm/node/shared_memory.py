@@ -5,8 +5,10 @@ cache, and writes the sum back into every rank's own bucket. So every byte cross
 once per reader instead of being packed into messages, and every rank owns its copy of the sum.
 """
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import mmap
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
@@ -16,7 +18,7 @@ from hpctrain.comm.bucket import Bucket, chunks_of
 from hpctrain.comm.call_check import Call, bucket_call, disagreement, tensor_call
 from hpctrain.comm.communicator import Owner
 from hpctrain.comm.node import node_memory
-from hpctrain.comm.node.segments import LINE_BYTES, Semaphore
+from hpctrain.comm.node.segments import LINE_BYTES, Region, Semaphore, map_in_a_row
 from hpctrain.comm.ops import Combination, scale_
 from hpctrain.comm.waiting import IN_NODE, Watch
 from hpctrain.core.errors import CommError, NodeMemoryError
@@ -24,6 +26,8 @@ from hpctrain.core.libc import Segment
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+T = TypeVar("T")
 
 _CELLS = LINE_BYTES // 8  # numbers in the cache line of each rank
 
@@ -135,21 +139,35 @@ class SharedMemory:
         self._count(1, bucket)
         self.barrier()
 
+    def new_region(self, num_bytes: int) -> Region:
+        """Make zeroed memory that the node has once; every rank brings an equal part of it.
+
+        Each rank's part lies on the memory of its own socket. ``NodeMemoryError``, on every rank
+        of the node, if there is too little.
+        """
+        share = -(-max(num_bytes, 1) // (self.local_size * mmap.PAGESIZE)) * mmap.PAGESIZE
+        map_all = partial(map_in_a_row, num_bytes=share)
+        return self._agreed(lambda: node_memory.allocate_by(map_all, self._node, share))
+
     def allocate(self, num_bytes: int) -> Sequence[Segment]:
         """Make a zeroed segment on every rank, and map those of all; return them by local rank.
 
         Each lives as long as something refers to it. ``NodeMemoryError``, on every rank of the
         node, if there is too little.
         """
-        refusal, segments = None, None
+        return self._agreed(lambda: node_memory.allocate(self._node, num_bytes))
+
+    def _agreed(self, make: Callable[[], T]) -> T:
+        """Return what all ranks of the node have made, else all raise ``NodeMemoryError``."""
+        refusal, made = None, None
         try:
-            segments = node_memory.allocate(self._node, num_bytes)
+            made = make()
         except (NodeMemoryError, OSError, MemoryError) as error:  # the others wait for an answer
             refusal = str(error) or type(error).__name__
         refusals = [text for text in self._node.allgather(refusal) if text]
-        if refusals or segments is None:
+        if refusals or made is None:
             raise NodeMemoryError(refusals[0])
-        return segments
+        return made
 
     def ranks_of(self, comm: "MPI.Intracomm") -> list[int]:
         """Return the numbers of this node's ranks in ``comm``, by local rank. Not collective."""

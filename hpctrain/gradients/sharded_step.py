@@ -1,0 +1,437 @@
+"""The step of ``shard="node"``: each rank of a node sums and updates a slice of the parameters.
+
+backward     fills this rank's buckets; ``.grad`` lies there, and stays its own
+step begins  a message compares the ranks; then all buckets of the node are full
+chunk        its gradients are summed over the node, and the optimizer's own step updates it
+step ends    one barrier; every rank sees all parameters, nothing was written back or gathered
+"""
+
+import math
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import product
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from hpctrain.comm.bucket import slice_bounds
+from hpctrain.comm.call_check import call_of
+from hpctrain.comm.eager import eager
+from hpctrain.comm.hierarchical import scaled_when
+from hpctrain.comm.node.shared_memory import combine_to
+from hpctrain.comm.ops import Op
+from hpctrain.comm.threaded import start_on
+from hpctrain.core.checksum import crc32
+from hpctrain.core.errors import CommError, ConfigError
+from hpctrain.gradients.bucket_reducer import ParameterSource, Reducer, writes_of
+from hpctrain.gradients.elementwise import PieceStep
+from hpctrain.gradients.node_values import Chunk, NodeBucket, NodeTensor, NodeValues, by_group
+from hpctrain.gradients.parameter_names import NamedParameters
+from hpctrain.gradients.reduction import Reduction, Slot
+from hpctrain.gradients.sparse_gradients import SparseSlot
+from hpctrain.gradients.step_check import Announcement
+
+Change = Callable[[Tensor], object]
+"""Something done in place to averaged gradients of a chunk."""
+
+
+class ShardedReduction(Reduction):
+    """Buckets whose sums go into the optimizer's step, chunk by chunk, and nowhere else."""
+
+    def prepare(self, rule: PieceStep) -> None:
+        """Make what the steps need beside the buckets. Collective."""
+        levels = self._comm.levels
+        assert levels is not None
+        self._node = levels.node
+        self._between_nodes = levels.num_rails > 0
+        self.values = NodeValues(self._comm, levels.node, rule)
+        self._has_values = False
+        self._facts = self._comm.new_bucket(1, torch.float64)
+        self._sums: list[NodeTensor] = []
+        share = torch.tensor([1.0 / levels.node.local_size], dtype=torch.float64)
+        self.num_nodes = round(self._comm.allreduce(share).item())
+
+    def open(
+        self, changed: NamedParameters | None, told: Announcement, optimizer: Optimizer
+    ) -> None:
+        """Fill all buckets and let the ranks compare what they are about to do. Collective.
+
+        Afterwards the buckets of all ranks of the node are full, until ``close``.
+        """
+        if changed is None and not told.own_changed:
+            try:
+                self._fill_all()
+            except CommError as error:  # it lies where another one belongs
+                told = replace(told, own_changed=str(error).partition(".grad ")[0])
+        new_sparse = any(slot.found_sparse_dim is not None for slot in self._dense)
+        outdated = changed is not None
+        mine = self._announced(told, new_sparse=new_sparse, outdated=outdated)
+        self._clocked(self._run(self._open, mine).wait)
+        opening = self._opening
+        assert opening is not None
+        if opening.new_sparse:
+            raise ConfigError(
+                'shard="node" takes dense gradients, and a rank has a sparse one; make the layer '
+                "with sparse=False, or leave shard out"
+            )
+        if changed is not None:
+            self.build(changed)
+            self._fill_all()
+        if changed is not None or not self._has_values:
+            self._lay_out_values()
+        if changed is not None or not self._has_values or opening.is_written:
+            self._has_values = False
+            self.values.adopt(optimizer)
+            self._has_values = True
+        self._weights = [float(peer.item()) for peer in self._facts.peers]
+        self._is_weighted = any(weight != 1.0 for weight in self._weights)
+        if self._between_nodes and (opening.is_new or changed is not None):
+            self._clocked(self._run(self._travel).wait)
+
+    def _fill_all(self) -> None:
+        for slot in self._dense:
+            self.take(slot)
+        for bucket in self._buckets:
+            bucket.write_marks()
+        self._facts.flat.fill_(self.count.factor)
+
+    def _lay_out_values(self) -> None:
+        self.values.lay_out(self._buckets)
+        if self._between_nodes:
+            made: list[NodeTensor] = []
+            flats = [one.bucket.flat for one in self._buckets]
+            make = lambda: made.extend(NodeTensor(self._node, f.numel(), f.dtype) for f in flats)  # noqa: E731
+            start_on(self._comm, make).wait()
+            self._sums = made
+
+    def take(self, slot: Slot | SparseSlot) -> None:
+        """Put a gradient of this rank into its place."""
+        assert isinstance(slot, Slot)
+        self._check_place(slot)
+        with torch.no_grad():
+            slot.fill(1.0, keeps_result=True)
+
+    def update(self, rule: PieceStep, changes: Sequence[Change]) -> list[list[bool]]:
+        """Step on the sums of all chunks of this rank, times the scale.
+
+        Returns for each bucket which parameters have a gradient on some rank.
+        """
+        present = self._present()
+        for bucket, are in zip(self.values.buckets, present, strict=True):
+            have_all = all(are)
+            for chunk in bucket.chunks:
+                pieces, groups = chunk.pieces, chunk.groups
+                if not have_all:
+                    pieces = [piece for piece in pieces if are[piece.number]]
+                    groups = by_group(pieces)
+                if pieces:
+                    self._sum(bucket, chunk)
+                    for change, piece in product(changes, pieces):
+                        change(piece.grad)
+                    rule.step(groups)
+                for piece in pieces:
+                    bucket.keep(piece, rule.state[piece.values])
+        return present
+
+    def gradients(self, changes: Sequence[Change]) -> Iterator[Tensor]:
+        """Yield averaged gradients of this rank's slice, piece by piece, in memory used again."""
+        for bucket, are in zip(self.values.buckets, self._present(), strict=True):
+            for chunk in bucket.chunks:
+                pieces = [piece for piece in chunk.pieces if are[piece.number]]
+                if pieces:
+                    self._sum(bucket, chunk)
+                for piece in pieces:
+                    for change in changes:
+                        change(piece.grad)
+                    yield piece.grad
+
+    def _travel(self) -> None:
+        """Sum all buckets inside the node and over the rails, between nodes. Collective."""
+        levels = self._comm.levels
+        assert levels is not None
+        for bucket, total in zip(self.values.buckets, self._sums, strict=True):
+            early, _ = scaled_when(self.count.scale, bucket.how)
+            for chunk in bucket.chunks:
+                out = total.shared[chunk.bounds].view(bucket.how.lane)
+                combine_to(out, self._weighted(chunk.parts), bucket.how, early)
+            if levels.node.local_rank == 0:
+                marks = slice(bucket.num_elements, None)
+                total.shared[marks] = sum(peer[marks] for peer in bucket.peers)
+        levels.node.barrier()
+        for bucket, total in zip(self.values.buckets, self._sums, strict=True):
+            own = slice_bounds(total.shared.numel(), levels.num_rails, levels.node.local_rank)
+            part = total.shared[own].view(bucket.how.lane)
+            if levels.rail is not None and part.numel():
+                levels.rail.reduce_(part, bucket.how)
+        levels.node.barrier()
+
+    def _present(self) -> list[list[bool]]:
+        """Say for each bucket which parameters have a gradient on some rank."""
+        found = []
+        for number, bucket in enumerate(self.values.buckets):
+            rows = [self._sums[number].shared] if self._sums else bucket.peers
+            marks = [row[bucket.num_elements :].tolist() for row in rows]
+            found.append(
+                [any(one.real > 0 for one in column) for column in zip(*marks, strict=True)]
+            )
+        return found
+
+    def close(self, failure: BaseException | None) -> None:
+        """Return when all ranks of the node have stepped; all raise if one has not. Collective."""
+        call = call_of("end of a step" if failure is None else f"failed step: {failure!r:.300}")
+        self._clocked(self._run(self._node.meet, call).wait)
+        if failure is not None:  # on all ranks alike
+            raise failure
+
+    def norm_of_all(self, own: float, order: float) -> float:
+        """Return the norm of all slices; of this rank's its largest element or sum of powers."""
+        total = torch.tensor([own], dtype=torch.float64)
+        if math.isinf(order):
+            return self._comm.allreduce(total, op=Op.MAX).item()
+        powers = self._comm.allreduce(total).item() / self.num_nodes
+        return float(powers ** (1.0 / order))
+
+    def is_written(self, optimizer: Optimizer) -> bool:
+        """Say whether this rank's program has changed what the node shares. Not collective."""
+        step = self.steps.number or 0
+        if not self._has_values:
+            return False
+        if self.values.is_written(optimizer, step):
+            return True
+        return self.values.looks_at_all and self.values.has_hidden_stores(step)
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the program has written to parameters in a way that is found too late."""
+        values, step = self.values, self.steps.number or 0
+        return self._has_values and not values.looks_at_all and values.has_hidden_stores(step)
+
+    def _sum(self, bucket: NodeBucket, chunk: Chunk) -> None:
+        """Let ``chunk.total`` be the sum over all ranks, times the scale."""
+        if not self._sums:
+            combine_to(chunk.total, self._weighted(chunk.parts), bucket.how, self.count.scale)
+            return
+        _, late = scaled_when(self.count.scale, bucket.how)
+        number = self.values.buckets.index(bucket)
+        total = self._sums[number].shared[chunk.bounds].view(bucket.how.lane)
+        combine_to(chunk.total, (total,), bucket.how, late)
+
+    def _weighted(self, parts: Sequence[Tensor]) -> Sequence[Tensor]:
+        if not self._is_weighted:
+            return parts
+        return [
+            part * weight if weight else torch.zeros_like(part)  # the mean over no samples is NaN
+            for part, weight in zip(parts, self._weights, strict=True)
+        ]
+
+
+class ShardedStep(Reducer):
+    """Steps an optimizer on averages whose slices the ranks of a node sum and use themselves.
+
+    Collective, as ``Reducer``; what travels does so in ``step()``.
+    """
+
+    reduction: ShardedReduction
+
+    def __init__(
+        self,
+        reduction: ShardedReduction,
+        parameters: ParameterSource,
+        note: Callable[[str], object],
+        optimizer: Optimizer,
+    ) -> None:
+        """Lay out the buckets and hook the parameters. Collective."""
+        self._rule = PieceStep(optimizer)
+        self._optimizer = weakref.ref(optimizer)
+        self._own: dict[Tensor, tuple[int, int]] = {}
+        """Gradients that backward has left, by what changes when they are written."""
+        self._changed_name = ""  # of a gradient that was changed between two backwards
+        self._changes: list[Change] = []
+        self._is_new = True  # whether gradients have come since the last message
+        self._hidden: list[tuple[Tensor, Tensor]] = []
+        self._is_spoilt = False  # whether a step has failed in the middle
+        reduction.prepare(self._rule)
+        super().__init__(reduction, parameters, note)
+
+    # -- while backward runs ----------------------------------------------------------------
+
+    def _on_ready(self, parameter: Tensor) -> None:
+        """Take one gradient; autograd calls this as soon as it is accumulated."""
+        slot = self.reduction.slot_of.get(parameter)
+        if not self.is_on or self._superseded:
+            return
+        self.is_in_step = self._is_new = True
+        if slot is not None:
+            slot.is_result = False
+            slot.fires += 1
+            try:
+                if slot.fits(parameter):  # else buckets are laid out anew in step()
+                    self.reduction.take(slot)
+            except CommError:  # it lies where another one belongs; all ranks hear of it
+                self._changed_name = slot.name
+        self._note_own(parameter)
+
+    def _note_own(self, parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            self._own[parameter] = writes_of(parameter.grad)
+
+    @property
+    def _is_told_before(self) -> bool:
+        """Whether ``_before_sum`` is called before a gradient is added to another."""
+        return True
+
+    def _before_sum(self, parameter_id: int) -> None:
+        """See whether a gradient was changed to which backward is about to add."""
+        slot = self.reduction.slot_by_id.get(parameter_id)
+        if slot is not None and slot.parameter in self._own:
+            if self._is_changed(slot.parameter):
+                self._changed_name = slot.name
+            self._note_own(slot.parameter)
+
+    # -- the step ---------------------------------------------------------------------------
+
+    @eager
+    def open(self) -> None:
+        """Let the ranks compare what they are about to step on. Collective."""
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        self._check_owner()
+        settings = self._rule.read(optimizer)
+        slots = self.reduction.slot_of.values()
+        is_written = not self._is_spoilt and self.reduction.is_written(optimizer)
+        is_first_time = not self._own and any(slot.holds_result for slot in slots)
+        told = Announcement(
+            needs_all=True,
+            settings=crc32(settings.encode()),
+            own_changed=self._changed_name or self._find_changed(),
+            repeats=is_first_time,
+            is_written=is_written,
+            is_stale=not self._is_spoilt and not is_written and self.reduction.is_stale,
+            is_new=self._is_new,
+            is_spoilt=self._is_spoilt,
+        )
+        changed = self._changed()
+        self.reduction.open(changed, told, optimizer)
+        self.is_in_step, self._is_new = True, False
+        if changed is not None:
+            self._hook_anew()
+        for parameter in self._own:
+            self._note_own(parameter)
+        self._note("gradients")
+
+    def _find_changed(self) -> str:
+        for parameter in self._own:
+            if self._is_changed(parameter):
+                slot = self.reduction.slot_of.get(parameter)
+                return "a parameter" if slot is None else slot.name
+        return ""
+
+    def _is_changed(self, parameter: Tensor) -> bool:
+        """Say whether a gradient is not what backward has left: dropped and zeros are none."""
+        grad, slot = parameter.grad, self.reduction.slot_of.get(parameter)
+        if grad is None:
+            return False
+        place = slot.view if isinstance(slot, Slot) else grad
+        if writes_of(grad) == self._own[parameter]:
+            return grad.stride() != place.stride()
+        was_moved = grad.data_ptr() != place.data_ptr() and same(grad, place)
+        return not was_moved and bool(grad.any())
+
+    @eager
+    @torch.no_grad()
+    def finish(self, *, is_skipped: bool = False) -> bool:  # noqa: ARG002 - of others
+        """Average and step; the optimizer finds no gradients then. Collective."""
+        optimizer = self._optimizer()
+        if not self.is_on or optimizer is None:
+            return False
+        self._learn()
+        self.open()
+        present: list[list[bool]] = []
+        failure: BaseException | None = None
+        try:
+            present = self.reduction.update(self._rule, self._changes)
+        except BaseException as error:  # the others hear of it
+            failure = error
+        try:
+            self.reduction.close(failure)
+        except BaseException as error:
+            self._spoil()
+            raise (failure or error) from None
+        self.reduction.values.show_new_state(optimizer, present)
+        for slot in self.reduction.slot_of.values():
+            grad = slot.parameter.grad
+            slot.is_result = grad is not None
+            if grad is not None:
+                self._hidden.append((slot.parameter, grad))
+                slot.parameter.grad = None
+        return True
+
+    def _spoil(self) -> None:
+        """Let nobody take half a step for a model: the parameters of this rank become NaN."""
+        self._is_spoilt = True
+        for slot in self.reduction.slot_of.values():
+            slot.parameter.data = torch.full_like(slot.parameter, math.nan)
+
+    def require_trusted(self) -> None:
+        """Raise ``CommError`` if a step has failed in the middle."""
+        if self._is_spoilt:
+            raise CommError(
+                "a step has failed in the middle, and the parameters that the ranks of this node "
+                "share are not to be trusted; start again from a checkpoint"
+            )
+
+    @eager
+    def end_step(self) -> None:
+        """Give the gradients back, and expect another step."""
+        for parameter, grad in self._hidden:
+            parameter.grad = grad
+        self._hidden = []
+        self.is_in_step = False
+        self.steps.end()
+        self.new_step()
+
+    @eager
+    def new_step(self) -> None:
+        """Expect the gradients of another step; one that was begun counts as taken."""
+        if self.is_in_step:
+            self.steps.end()
+        self.is_in_step = self._is_reduced = False
+        self._own, self._changes, self._changed_name = {}, [], ""
+        self._is_new = True
+        self.reduction.forget()
+
+    def _learn(self) -> None:
+        if self.reduction.count.weight:
+            slots = self.reduction.slot_of.values()
+            self.steps.count_reached(slot.name for slot in slots if not slot.fires)
+
+    # -- clipping ---------------------------------------------------------------------------
+
+    def clip_value(self, value: float) -> None:
+        """Clamp the average in the step to come."""
+        self._changes.append(lambda grad: grad.clamp_(-value, value))
+
+    @torch.no_grad()
+    def norm(self, order: float) -> float:
+        """Return the norm of the average. Collective."""
+        self.open()
+        reduction, is_max = self.reduction, math.isinf(order)
+        norms = [
+            torch.linalg.vector_norm(grad, order, dtype=torch.float64).item()
+            for grad in reduction.gradients(self._changes)
+        ]
+        own = max(norms, default=0.0) if is_max else sum(norm**order for norm in norms)
+        if math.isnan(sum(norms)):
+            own = math.nan
+        return reduction.norm_of_all(own, order)
+
+    def scale_by(self, factor: float) -> None:
+        """Multiply the average in the step to come."""
+        self._changes.append(lambda grad: grad.mul_(factor))
+
+
+def same(one: Tensor, other: Tensor) -> bool:
+    """Say whether two tensors hold the same values, if only in different places."""
+    return one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)

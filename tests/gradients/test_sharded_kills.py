@@ -1,0 +1,75 @@
+"""A rank of ``shard="node"`` is killed in the middle of an update: no half step survives."""
+
+import pytest
+
+from tests.runtime.victims import run_ranks
+
+BODY = """
+from torch import nn
+from hpctrain.checkpoint import Manager
+from hpctrain.core.errors import CommError, RankLostError
+from hpctrain.runtime.world import current
+
+VICTIM, AT_STEP, AT_CHUNK = {victim}
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(300, 500), nn.Tanh(), nn.Linear(500, 300))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), shard="node")
+manager = Manager(HERE / "checkpoints", current().comm, every=2)
+first = 0
+if (loaded := manager.load_latest()) is not None:
+    model.load_state_dict(loaded.state["model"])
+    optimizer.load_state_dict(loaded.state["optimizer"])
+    first = loaded.step
+whole, seen = optimizer._reducer._rule.step, []
+
+def dying(groups):
+    seen.append(step)
+    if (rank, step) == (VICTIM, AT_STEP) and seen.count(step) == AT_CHUNK:
+        now()
+        os.kill(os.getpid(), signal.SIGKILL)
+    whole(groups)
+
+optimizer._reducer._rule.step = dying
+try:
+    for step in range(first, 24):
+        optimizer.zero_grad()
+        source = torch.Generator().manual_seed(10 * step + rank)
+        model(torch.randn(4, 300, generator=source)).square().mean().backward()
+        optimizer.step()
+        state = {{"model": model.state_dict(), "optimizer": optimizer.state_dict()}}
+        if manager.due(step + 1):
+            manager.save(state, step + 1)
+except RankLostError:
+    try:
+        optimizer.state_dict()
+    except CommError:
+        spoilt = all(p.isnan().all() for p in model.parameters())
+        (HERE / f"spoilt-{{AT_STEP}}-{{rank}}").write_text(str(spoilt))
+    raise
+manager.close()
+if rank == 0:
+    torch.save(model.state_dict(), HERE / "end.pt")
+"""
+
+
+@pytest.mark.launches
+@pytest.mark.conformance
+@pytest.mark.limit(900)
+def test_a_run_whose_ranks_are_killed_in_mid_update_ends_with_the_same_bits(tmp_path):
+    torch = pytest.importorskip("torch")
+    alone, killed = tmp_path / "alone", tmp_path / "killed"
+    for folder in (alone, killed):
+        folder.mkdir()
+    assert run_ranks(alone, BODY.format(victim=(-1, 0, 0))).code == 0
+    for number in range(10):
+        step = 3 + 2 * number
+        outcome = run_ranks(killed, BODY.format(victim=(number % 2, step, 1 + number % 3)))
+        assert outcome.code != 0
+        assert not outcome.left_over
+        for file in killed.glob(f"spoilt-{step}-*"):
+            assert file.read_text() == "True"
+    assert list(killed.glob("spoilt-*"))
+    assert run_ranks(killed, BODY.format(victim=(-1, 0, 0))).code == 0
+    ends = [torch.load(folder / "end.pt") for folder in (alone, killed)]
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
