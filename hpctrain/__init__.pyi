@@ -77,6 +77,8 @@ from hpctrain.runtime.abilities import mpi_enabled as mpi_enabled
 from hpctrain.runtime.abilities import mpi_threads_supported as mpi_threads_supported
 from hpctrain.runtime.abilities import nccl_built as nccl_built
 from hpctrain.runtime.abilities import rocm_built as rocm_built
+from hpctrain.runtime.function_job import Job as Job
+from hpctrain.runtime.function_job import submit as submit
 from hpctrain.runtime.process_sets import ProcessSet as ProcessSet
 from hpctrain.runtime.process_sets import add_process_set as add_process_set
 from hpctrain.runtime.process_sets import global_process_set as global_process_set
@@ -84,8 +86,6 @@ from hpctrain.runtime.process_sets import remove_process_set as remove_process_s
 from hpctrain.runtime.run import RankError as RankError
 from hpctrain.runtime.run import run as run
 from hpctrain.runtime.stopping import should_stop as should_stop
-from hpctrain.runtime.submit import Job as Job
-from hpctrain.runtime.submit import submit as submit
 from hpctrain.runtime.world import cross_rank as cross_rank
 from hpctrain.runtime.world import cross_size as cross_size
 from hpctrain.runtime.world import current as current

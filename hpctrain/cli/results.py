@@ -47,9 +47,9 @@ def plot(
 
       hpctrain plot runs/digits --smooth 20
     """
-    from hpctrain.train.figures import draw_runs  # noqa: PLC0415 - loaded where it is used
     from hpctrain.train.history import histories  # noqa: PLC0415
     from hpctrain.train.run_directory import RunDirectory  # noqa: PLC0415
+    from hpctrain.train.run_figures import draw_runs  # noqa: PLC0415 - loaded where it is used
 
     one = RunDirectory(runs[0]).plot if len(runs) == 1 else Path("runs.png")
     draw_runs(histories(runs), out or one, smooth)
@@ -79,7 +79,7 @@ def report(
       hpctrain report runs/a runs/b --out both.html
     """
     from hpctrain.train.history import histories  # noqa: PLC0415
-    from hpctrain.train.report import write_report  # noqa: PLC0415
+    from hpctrain.train.run_report import write_report  # noqa: PLC0415
 
     one = runs[0] / "report.html" if len(runs) == 1 else Path("runs.html")
     typer.echo(write_report(histories(runs), out or one, smooth))
@@ -98,7 +98,7 @@ def compare(runs: Runs) -> None:
     from rich.console import Console  # noqa: PLC0415
 
     from hpctrain.train.history import histories  # noqa: PLC0415
-    from hpctrain.train.report import comparison  # noqa: PLC0415
+    from hpctrain.train.run_report import comparison  # noqa: PLC0415
 
     if len(runs) < 2:
         raise ConfigError(f"a comparison is of two runs or more, got {runs[0]}; name another one")
@@ -121,6 +121,6 @@ def runs(
     from rich.console import Console  # noqa: PLC0415
 
     from hpctrain.train.history import found_in  # noqa: PLC0415
-    from hpctrain.train.report import overview  # noqa: PLC0415
+    from hpctrain.train.run_report import overview  # noqa: PLC0415
 
     Console(highlight=False, markup=False).print(overview(found_in(folder)))

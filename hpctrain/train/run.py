@@ -32,7 +32,6 @@ from hpctrain.train.attempts import RunInDirectory
 from hpctrain.train.config import RunConfig
 from hpctrain.train.console import make_console
 from hpctrain.train.evaluate import evaluate
-from hpctrain.train.figures import draw_runs
 from hpctrain.train.finite import StepGuard
 from hpctrain.train.history import RunHistory
 from hpctrain.train.load import LoadedData
@@ -41,6 +40,7 @@ from hpctrain.train.loop import Outcome, Stopped, train_step
 from hpctrain.train.metrics import Metrics, result
 from hpctrain.train.resume import check_same, finished, goes_on, plan_to_keep, settled
 from hpctrain.train.run_directory import RunDirectory
+from hpctrain.train.run_figures import draw_runs
 from hpctrain.train.status import last_record
 from hpctrain.train.sync_method import describe
 from hpctrain.train.task import Task, build

@@ -23,8 +23,8 @@ from hpctrain.report.page import (
     write_page,
 )
 from hpctrain.train.config import RunConfig
-from hpctrain.train.figures import figures_of
 from hpctrain.train.history import LOSS, RunHistory, number, told
+from hpctrain.train.run_figures import figures_of
 
 _PARTS = ("run", "part", "begins after step", "ranks", "nodes", "job", "the part before")
 

@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 from hpctrain.cli.main import app
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.keys import dumps
-from hpctrain.train.figures import MAX_POINTS, draw_runs, figures_of
 from hpctrain.train.history import RunHistory, found_in, histories
 from hpctrain.train.metrics import Metrics
+from hpctrain.train.run_figures import MAX_POINTS, draw_runs, figures_of
 from tests.studies.test_report import HOSTILE, Page
 
 TIMES = {"compute_s": 0.01, "communication_s": 0.002, "input_s": 0.001}
