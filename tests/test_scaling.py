@@ -14,6 +14,9 @@ ALLOWED = {
     "comm/ops.py": "products of ranks, and a sum by the scale it is given, 8-bit floats apart",
     # The weight that ``SampleCount`` has decided is applied while a bucket is filled:
     "gradients/reduction.py": "a gradient, by its rank's weight",
+    # What a user asks for, in place of torch's own functions:
+    "gradients/optimizer.py": "a gradient, by the inverse of a GradScaler's scale, with Adasum",
+    "gradients/sharded_step.py": "a chunk of the average, where its norm is clipped",
     # A step of fixed micro-shards has a factor of its own, decided in gradients/reproducible.py:
     "gradients/reproducible.py": "the sum over all micro-shards, by one over their number",
     "gradients/sparse_gradients.py": "gathered rows, by the weight and the scale of the buckets",

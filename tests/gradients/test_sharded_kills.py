@@ -1,6 +1,7 @@
 """A rank of ``shard="node"`` is killed in the middle of an update: no half step survives."""
 
 import pytest
+import torch
 
 from tests.runtime.victims import run_ranks
 
@@ -57,7 +58,6 @@ if rank == 0:
 @pytest.mark.conformance
 @pytest.mark.limit(900)
 def test_a_run_whose_ranks_are_killed_in_mid_update_ends_with_the_same_bits(tmp_path):
-    torch = pytest.importorskip("torch")
     alone, killed = tmp_path / "alone", tmp_path / "killed"
     for folder in (alone, killed):
         folder.mkdir()
