@@ -250,6 +250,8 @@ class ShardedStep(Reducer):
         self._changed_name = ""  # of a gradient that was changed between two backwards
         self._changes: list[Change] = []
         self._is_new = True  # whether gradients have come since the last message
+        self._old_weight: float | None = None
+        """By what the gradients count that the last step has left; None if there are none."""
         self._hidden: list[tuple[Tensor, Tensor]] = []
         self._is_spoilt = False  # whether a step has failed in the middle
         reduction.prepare(self._rule)
@@ -285,10 +287,14 @@ class ShardedStep(Reducer):
     def _before_sum(self, parameter_id: int) -> None:
         """See whether a gradient was changed to which backward is about to add."""
         slot = self.reduction.slot_by_id.get(parameter_id)
-        if slot is not None and slot.parameter in self._own:
+        if slot is None:
+            return
+        if slot.parameter in self._own:
             if self._is_changed(slot.parameter):
                 self._changed_name = slot.name
             self._note_own(slot.parameter)
+        elif self._weighs_anew and slot.has_values:  # it was kept from the step before
+            self._changed_name = slot.name
 
     # -- the step ---------------------------------------------------------------------------
 
@@ -321,7 +327,15 @@ class ShardedStep(Reducer):
             self._note_own(parameter)
         self._note("gradients")
 
+    @property
+    def _weighs_anew(self) -> bool:
+        """Whether gradients of the step before would count by another weight now."""
+        return self._old_weight not in (None, self.reduction.count.weight)
+
     def _find_changed(self) -> str:
+        for each in self.reduction.slot_of.values() if self._weighs_anew else ():
+            if each.parameter not in self._own and each.has_values:
+                return each.name
         for parameter in self._own:
             if self._is_changed(parameter):
                 slot = self.reduction.slot_of.get(parameter)
@@ -336,8 +350,9 @@ class ShardedStep(Reducer):
         place = slot.view if isinstance(slot, Slot) else grad
         if writes_of(grad) == self._own[parameter]:
             return grad.stride() != place.stride()
-        was_moved = grad.data_ptr() != place.data_ptr() and same(grad, place)
-        return not was_moved and bool(grad.any())
+        is_elsewhere = grad.data_ptr() != place.data_ptr()
+        was_moved = is_elsewhere and grad._version == self._own[parameter][0]  # noqa: SLF001
+        return not (was_moved and same(grad, place)) and bool(grad.any())
 
     @eager
     @torch.no_grad()
@@ -387,6 +402,7 @@ class ShardedStep(Reducer):
         """Give the gradients back, and expect another step."""
         for parameter, grad in self._hidden:
             parameter.grad = grad
+        self._old_weight = self.reduction.count.weight if self._hidden else None
         self._hidden = []
         self.is_in_step = False
         self.steps.end()

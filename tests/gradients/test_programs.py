@@ -105,6 +105,8 @@ def compare(program, mine, traces, oracle, rank):
     half_a_step = program.says("closure") and program.says("backward_passes_per_step")
     sharded = program.says("shard=")
     own = sharded and program.says(".grad", "clip_grad", "scaler", "join()", ".float()", ".half()")
+    # Refused, too, where gradients of a step before would count otherwise now.
+    own |= sharded and program.says("set_num_samples", "hvd.rank() !=")
     may_refuse = oracle.may_refuse or changes_graph or half_a_step or own
     if refused and not may_refuse:
         return "refused", f"statement {at}: {type(mine.error).__name__}: {mine.error}"
@@ -156,6 +158,8 @@ def check(world, program):
         torch.__future__.set_swap_module_params_on_conversion(False)
     kind, what = compare(program, mine, traces, oracle, world.rank)
     mark = f"{len(mine.models)} statements, then {type(mine.error).__name__}"
+    if mine.error is not None and program.says("shard="):
+        mark = "stopped"  # by what was heard in synchronize(), or what torch has raised elsewhere
     last = mine.models[-1] if mine.models else {}
     last = without_gradients(last)
     kinds, words, marks, models = zip(*world.allgather((kind, what, mark, last)), strict=True)
