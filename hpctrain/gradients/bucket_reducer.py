@@ -65,6 +65,7 @@ class Reducer:
         self._num_passes = passes
         self.is_in_step = False  # whether gradients of the present step have been begun with
         self._is_reduced = False
+        self._was_reduced = False  # whether it was in this step, before a zero_grad() too
         self._passes_done = 0
         self._seen: dict[torch.Tensor, tuple[torch.Tensor, tuple[int, int]]] = {}
         """Gradients that wait for another pass, and what changes when they are written."""
@@ -118,24 +119,28 @@ class Reducer:
         """Reduce now what ``backward()`` has not reduced in this step. Collective.
 
         Gradients that the program has replaced or dropped since are the ranks' own: where all
-        ranks have done the same they stay, else they are averaged. Returns whether there was
-        anything to do. In a step that is skipped, gradients of the step before add nothing.
+        ranks have done the same they stay, else they are averaged; also behind a ``zero_grad()``
+        that no backward has followed. Returns whether there was anything to do. In a step that is
+        skipped, gradients of the step before add nothing.
         """
         if not self.is_on:
             return False
         self._check_owner()
-        if self._is_reduced or self._num_fires or self._passes_done:
+        has_begun = bool(self._num_fires or self._passes_done)
+        if self._is_reduced or has_begun:
             old = []
         else:  # no backward, so these are the gradients of the step before
             old = [slot for slot in self.reduction.slot_of.values() if slot.holds_result]
         for slot in old if is_skipped else ():
             slot.parameter.grad = None
         changed = self._changed()
-        by_hand = self.reduction.changed_by_hand(changed) if self._is_reduced else None
+        may_be_kept = self._is_reduced or (self._was_reduced and not has_begun)
+        by_hand = self.reduction.changed_by_hand(changed) if may_be_kept else None
         is_due = not self._is_reduced or by_hand is not None or changed is not None
         if is_due:
             told = Announcement(
                 by_hand=by_hand,
+                keeps_sums=self._is_reduced and by_hand is not None,
                 changed_early=self._were_changed_early(),
                 replaced_sum=self._replaced_sum,
                 repeats=any(slot.has_values for slot in old),
@@ -157,6 +162,7 @@ class Reducer:
         """Count a step that was taken, and expect another."""
         self.steps.end()
         self.new_step()
+        self._was_reduced = False
 
     @eager
     def start_again(self) -> None:
@@ -171,7 +177,7 @@ class Reducer:
         self.reduction.drop()
         self.steps.number = None
         self._passes_done = 0
-        self._is_reduced = False
+        self._is_reduced = self._was_reduced = False
         self._forget_backward()
 
     def stand_in(self, opening: Opening) -> None:
@@ -368,7 +374,7 @@ class Reducer:
         self._passes_done = 0
         self._seen = {}
         self._replaced_sum = ""
-        self._is_reduced = True
+        self._is_reduced = self._was_reduced = True
         self._forget_backward()
 
     def _learn(self) -> None:

@@ -461,7 +461,7 @@ class Reduction:
         self, told: Announcement, *, new_sparse: bool, outdated: bool = False
     ) -> Announcement:
         slots = self.slot_of.values()
-        keeps_sums = told.by_hand is not None and not self.count.average
+        keeps_sums = told.keeps_sums and not self.count.average
         return self.steps.announced(
             told,
             slots,

@@ -68,7 +68,8 @@ class Announcement:
     by_hand: int | None = None
     """Checksum of reduced gradients that the program has replaced or dropped; None for none."""
     keeps_sums: bool = False
-    """With ``by_hand`` and a sum: whether something is left of it, or was put in its place."""
+    """With ``by_hand`` and a sum: whether something is left of it, or was put in its place, and
+    no ``zero_grad()`` has come in between."""
     changed_early: bool = False
     """Whether gradients were changed between a pass that was not the last and ``step()``."""
     replaced_sum: str = ""

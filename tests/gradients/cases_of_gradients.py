@@ -127,6 +127,37 @@ def own_gradients_after_a_backward(side):
         side.optimizer.step()
 
 
+@case()
+def surgery_on_gradients_of_two_losses(side):
+    for to_none in (True, False):
+        kept = []
+        for batch in (0, 1):
+            side.optimizer.zero_grad()
+            side.backward(batch)
+            kept.append([p.grad.clone() for p in side.net.parameters()])
+        side.optimizer.zero_grad(set_to_none=to_none)
+        for p, one, other in zip(side.net.parameters(), *kept, strict=True):
+            p.grad = one + other.clamp(-0.01, 0.01)
+        side.optimizer.step()
+
+
+@case()
+def reduced_gradients_that_are_given_back_in_part(side):
+    side.backward()
+    kept = side.net.head.weight.grad.clone()
+    side.optimizer.zero_grad()
+    side.net.head.weight.grad = kept
+    side.optimizer.step()
+
+
+@case()
+def own_gradients_after_zero_grad(side):
+    side.backward()
+    side.optimizer.zero_grad()
+    set_by_autograd_grad(side)
+    side.optimizer.step()
+
+
 @case("Average")
 def own_gradient_of_one_after_a_backward(side):
     side.backward()
