@@ -127,7 +127,7 @@ EDITS = (
     (2, (*ANY, LOCAL), "model.{p}.requires_grad_(not model.{p}.requires_grad)"),
     (2, (FREE, AFTER), "model.float()"),
     (2, (FREE, AFTER), "model.double()"),
-    (1, (FREE,), "model.half()"),
+    (1, (FREE,), "if not model.embed.sparse:\n    model.half()"),
     (2, (FREE, AFTER), "if not model.embed.sparse:\n    model.share_memory()"),
     (1, (FREE,), "torch.__future__.set_swap_module_params_on_conversion(True)"),
     (2, (FREE, LOCAL), "with torch.no_grad():\n    model.{p}.mul_(0.9)"),
