@@ -4,7 +4,6 @@ import re
 import subprocess
 
 import pytest
-from tests.train.test_figures import write_run
 
 from hpctrain.studies.comparison import StudyComparison
 from hpctrain.studies.report import write_report
@@ -12,6 +11,7 @@ from hpctrain.train.history import histories
 from hpctrain.train.run_report import write_report as write_runs
 from tests.studies import generated
 from tests.studies.test_report import Page, hostile_results
+from tests.train.test_run_figures import write_run
 
 pytestmark = [pytest.mark.conformance, pytest.mark.requires("chromium")]
 
