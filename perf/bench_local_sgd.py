@@ -180,7 +180,7 @@ def arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a few steps, to see it work")
-    parser.add_argument("--worlds", nargs="+", choices=WORLDS, help="by default one and many nodes")
+    parser.add_argument("--worlds", nargs="+", choices=WORLDS, help="by default two of them")
     parser.add_argument("--steps", type=int, default=16, help="of synchronous training")
     parser.add_argument(
         "--rounds", type=int, nargs="+", default=[4, 8, 16], help="steps of LocalSGD's rounds"

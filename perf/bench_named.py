@@ -8,9 +8,9 @@
 * ``idle``: a compute loop beside an idle controller, against the same loop before ``init()``.
 
 Jobs of hpctrain and of Horovod take turns; Horovod is the installed one, or that of ``--horovod``,
-another Python with an MPI of its own; without one it has no row. ``MPI`` is MPI_Allreduce on the same memory in the same job,
-for ``many`` one blocking call after the other in one order: what a library does that needs no
-names. Times are medians of the slowest rank. Ratios are the time of a peer over ours: above 1
+another Python with an MPI of its own; without one it has no row. ``MPI`` is MPI_Allreduce on the
+same memory in the same job, for ``many`` one blocking call after the other in one order: what a
+library does that needs no names. Times are medians of the slowest rank. Ratios are the time of a peer over ours: above 1
 ours is faster. The slow-down of the idle controller is the median over pairs of short loops, with
 its 95 % bounds; it needs a core for each rank. What such a median cannot see, a look around once a
 second, is in the processor time that a rank takes while it does nothing.
@@ -119,7 +119,7 @@ def main() -> None:
     parser = arguments(__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=2, help="ranks of each job")
     installed = Path(sys.executable) if find_spec("horovod") else None
-    parser.add_argument("--horovod", type=Path, default=installed, help="a Python that has Horovod")
+    parser.add_argument("--horovod", type=Path, default=installed, help="another Python")
     parser.add_argument("--idle-pairs", type=int, default=300, help="pairs of the compute loop")
     options = parser.parse_args()
     found = collect(options.ranks, options.horovod, options.rounds)
