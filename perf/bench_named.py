@@ -10,10 +10,11 @@
 Jobs of hpctrain and of Horovod take turns; Horovod is the installed one, or that of ``--horovod``,
 another Python with an MPI of its own; without one it has no row. ``MPI`` is MPI_Allreduce on the
 same memory in the same job, for ``many`` one blocking call after the other in one order: what a
-library does that needs no names. Times are medians of the slowest rank. Ratios are the time of a peer over ours: above 1
-ours is faster. The slow-down of the idle controller is the median over pairs of short loops, with
-its 95 % bounds; it needs a core for each rank. What such a median cannot see, a look around once a
-second, is in the processor time that a rank takes while it does nothing.
+library does that needs no names. Times are medians of the slowest rank. Ratios are the time of a
+peer over ours: above 1 ours is faster. The slow-down of the idle controller is the median over
+pairs of short loops, with its 95 % bounds; it needs a core for each rank. What such a median
+cannot see, a look around once a second, is in the processor time that a rank takes while it does
+nothing.
 """
 
 import json
