@@ -51,9 +51,7 @@ WORLDS = {
     "cluster": World(
         title="4 nodes x 2 ranks, 200 Mbit/s", nodes=4, rate="200mbit", quick_steps=4
     ),
-    "two-nodes": World(
-        title="2 nodes x 2 ranks, 1 Gbit/s", nodes=2, rate="1gbit", quick_steps=4
-    ),
+    "two-nodes": World(title="2 nodes x 2 ranks, 1 Gbit/s", nodes=2, rate="1gbit", quick_steps=4),
 }
 
 
