@@ -329,11 +329,13 @@ def before_step(
         stepping._reducer.finish()  # noqa: SLF001
         return args, kwargs
 
+    reducer = stepping._reducer  # noqa: SLF001
+
     def averaging() -> Any:
         loss = closure()
-        stepping._reducer.finish()  # noqa: SLF001
+        reducer.finish()
         if isinstance(stepping, LBFGS):  # which decides by it how far it goes
-            _require_equal_loss(stepping._reducer.reduction, loss)  # noqa: SLF001
+            _require_equal_loss(reducer.reduction, loss)
         return loss
 
     return args[:1], kwargs | {"closure": averaging}
