@@ -152,7 +152,8 @@ class SampleSums:
 
     def load_own_state(self, state: Sequence[float]) -> None:
         """Go on from a state."""
-        self._sum, self._nominal, self._usual, num_untold, is_counted = state
+        self._sum, self._nominal, *more, is_counted = state
+        self._usual, num_untold = more or (0.0, 0)  # of older checkpoints
         self._num_untold, self.is_counted, self._of_step = int(num_untold), bool(is_counted), []
 
 
