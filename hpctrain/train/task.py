@@ -281,7 +281,9 @@ def _loaders(config: RunConfig, data: object, comm: Communicator) -> tuple[Loade
     if not (isinstance(data, tuple) and len(data) == 2 and all(map(_has_samples, data))):
         raise ConfigError(
             f"data.target returns two data sets (train, test), such as ShardedDataset.open makes "
-            f"them, {config.data.target} returned {_form(data)}"
+            f"them, {config.data.target} returned {_form(data)}; pack yours by write_arrays or "
+            f"hpctrain data pack (see hpctrain guide train), or train a script of your own on "
+            f"hpctrain.shard(dataset)"
         )
     train, test = data
     if config.sync.is_local:
