@@ -100,20 +100,17 @@ def summarize(records: Iterable[PointRecord], mode: str) -> list[PointSummary]:
     Points that differ in a factor other than those of ``Placement`` are on other curves; in a weak
     study the batch of a rank belongs to the curve, in a strong one the batch of all.
     """
-    points: dict[str, list[PointRecord]] = {}
+    curves: dict[str, dict[str, list[PointRecord]]] = {}
     for record in records:
-        points.setdefault(key_of(record.point), []).append(record)
-    curves: dict[str, list[PointSummary]] = {}
-    for repeats in points.values():
-        name = key_of(_curve_of(repeats[0].point))
-        curves.setdefault(name, []).append(PointSummary(repeats))
+        curve = curves.setdefault(key_of(_curve_of(record.point)), {})
+        curve.setdefault(key_of(record.point), []).append(record)
     found = []
     for curve in curves.values():
-        curve.sort(key=lambda each: each.ranks)
-        base = next((each for each in curve if each.done and not each.oversubscribed), None)
-        for each in curve:
+        points = sorted(map(PointSummary, curve.values()), key=lambda each: each.ranks)
+        base = next((each for each in points if each.done and not each.oversubscribed), None)
+        for each in points:
             growth = each.ranks / base.ranks if base and mode == "strong" else 1.0
-            found.append(PointSummary(each.records, base, growth))
+            found.append(replace(each, base=base, growth=growth))
     return found
 
 
@@ -156,8 +153,8 @@ class StudyResults:
         factors = _curve_of(self.config.factors).items()
 
         def place(summary: PointSummary) -> list[int]:
-            found = [(summary.point.get(name), values) for name, values in factors]
-            return [values.index(mine) if mine in values else -1 for mine, values in found]
+            told = [(summary.point.get(name), values) for name, values in factors]
+            return [[*values, mine].index(mine) for mine, values in told]
 
         return sorted(summarize(self.records, self.config.study.mode), key=place)
 
