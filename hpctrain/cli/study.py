@@ -326,10 +326,12 @@ def _measure(found: "Study", attempts: "list[Attempt]") -> None:
     console = make_console(shown=True)
     texts = ("{task.completed}/{task.total}", "{task.description}")
     count, text = (TextColumn(each, markup=False) for each in texts)
-    hidden = not console.is_terminal
-    with Progress(
-        count, BarColumn(), text, console=console, transient=True, disable=hidden
-    ) as bar:
+    how: dict[str, Any] = {
+        "console": console,
+        "transient": True,
+        "disable": not console.is_terminal,
+    }
+    with Progress(count, BarColumn(), text, **how) as bar:
         task = bar.add_task("", total=len(attempts))
 
         def begun(attempt: "Attempt") -> None:
@@ -343,7 +345,7 @@ def _measure(found: "Study", attempts: "list[Attempt]") -> None:
             if record.is_done:
                 step = format_seconds(record.mean_step_s)
                 said = f"{step} a step, {record.samples_per_s or 0:.0f} samples/s"
-            line = f"{left.pop(record.order).text}  repeat {record.repeat}: {said}"
-            console.print(line, soft_wrap=True)
+            del left[record.order]
+            console.print(f"{record.text}  repeat {record.repeat}: {said}", soft_wrap=True)
 
         found.measure(attempts, begun=begun, ended=ended)
