@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,6 +21,8 @@ def _norms(text: str) -> tuple[float, float]:
     batch, _, norm = text.partition(":")
     return parse_number(batch), parse_number(norm)
 
+
+_Number = partial(Option, min=1, metavar="N")
 
 Run = Annotated[
     Path | None,
@@ -47,12 +50,9 @@ def plan(  # noqa: PLR0913 - a command's options
     ] = None,
     samples_per_s: Annotated[float | None, _given("R", "Samples a second of one rank.")] = None,
     rank_batch: Annotated[
-        int | None,
-        Option(min=1, metavar="N", help="Samples that a rank takes at once.", show_default="32"),
+        int | None, _Number(help="Samples that a rank takes at once.", show_default="32")
     ] = None,
-    batch: Annotated[
-        int | None, Option(min=1, metavar="N", help="Samples of a step, over all ranks.")
-    ] = None,
+    batch: Annotated[int | None, _Number(help="Samples of a step, over all ranks.")] = None,
     samples: Annotated[
         float | None, _given("N", "Samples to learn from until the goal, in such batches.")
     ] = None,
@@ -109,11 +109,16 @@ def plan(  # noqa: PLR0913 - a command's options
 
     if target_loss is not None and run is None:
         raise ConfigError("--target-loss is read from a run: give its directory, or --samples")
-    given = parameters, samples_per_s, rank_batch, batch, samples
-    names = ("parameters", "samples_per_s", "rank_batch", "batch", "samples")
+    given = {
+        "parameters": parameters,
+        "samples_per_s": samples_per_s,
+        "rank_batch": rank_batch,
+        "batch": batch,
+        "samples": samples,
+    }
     known = {"rank_batch": 32} if run is None else learned(run, target_loss)
-    known |= {name: x for name, x in zip(names, given, strict=True) if x is not None}
-    if missing := set(names) - known.keys():
+    known |= {name: value for name, value in given.items() if value is not None}
+    if missing := given.keys() - known.keys():
         options = ", ".join(sorted(f"--{name.replace('_', '-')}" for name in missing))
         raise ConfigError(
             f"a plan needs the model and the goal, and lacks {options}; give them, or the "
@@ -166,15 +171,10 @@ def _show(advice: "Advice", model: "Model") -> None:
     console, best, machine = make_console(shown=True), advice.best, advice.best.machine
 
     def told(one: "Candidate") -> tuple[str, ...]:
-        return (
-            *("*" if one == best else "", str(one.nodes), str(one.batch), one.way.codec),
-            *(
-                str(one.local_steps),
-                format_seconds(one.step.total_s),
-                f"{one.step.efficiency:.0%}",
-            ),
-            *(f"{one.goodput:.1%}", format_seconds(one.seconds), f"{one.node_hours:.4g}"),
-        )
+        step = format_seconds(one.step.total_s), f"{one.step.efficiency:.0%}"
+        plain = map(str, (one.nodes, one.batch, one.way.codec, one.local_steps))
+        cost = format_seconds(one.seconds), f"{one.node_hours:.4g}"
+        return ("*" if one == best else "", *plain, *step, f"{one.goodput:.1%}", *cost)
 
     heads = ("", "nodes", "batch", "codec", "H", "step", "efficiency", "goodput", "time")
     for title, rows in (
@@ -182,12 +182,10 @@ def _show(advice: "Advice", model: "Model") -> None:
         (f"best: {advice.reason}", (best, *advice.next_best)),
     ):
         console.print(figures(title, (*heads, "node-hours"), map(told, rows)))
+    steps = [format_seconds(one.step.total_s) for one in advice.payoffs]
     pays = [
-        (
-            *(one.codec, str(one.local_steps), format_seconds(one.step.total_s)),
-            *(f"{one.saves:+.0%}", _bandwidth(one.pays_below)),
-        )
-        for one in advice.payoffs
+        (one.codec, str(one.local_steps), step, f"{one.saves:+.0%}", _bandwidth(one.pays_below))
+        for one, step in zip(advice.payoffs, steps, strict=True)
     ]
     title = f"what pays on {best.nodes} nodes with a batch of {best.batch}, beside neither"
     console.print(figures(title, ("codec", "H", "step", "saves", "pays"), pays))

@@ -3,6 +3,7 @@
 import shlex
 import signal
 import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -12,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from typer import Argument, Option
 
+from hpctrain.cli.submit import Account, Extra, Partition, TimeLimit
 from hpctrain.cli.train import write_new
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.units import format_seconds
@@ -52,6 +54,14 @@ study = typer.Typer(
 File = Annotated[Path, Argument(metavar="STUDY.toml", show_default=False)]
 
 
+def _folder(name: str, text: str) -> Any:
+    return Argument(metavar=name, help=text, show_default=False)
+
+
+def _place(name: str, text: str, default: str) -> Any:
+    return Option(metavar=name, help=text, show_default=default)
+
+
 @study.command()
 def init(
     path: File,
@@ -61,11 +71,7 @@ def init(
     ] = "strong",
     command: Annotated[
         str,
-        Option(
-            metavar="COMMAND",
-            help="What to measure, such as 'python train.py'.",
-            show_default="the example with handwritten digits",
-        ),
+        _place("COMMAND", "What to measure, such as 'python train.py'.", "handwritten digits"),
     ] = "",
 ) -> None:
     """Write STUDY.toml, with every key and what it means.
@@ -93,10 +99,7 @@ def init(
 def run(  # noqa: PLR0913 - a command's options
     path: File,
     *,
-    out: Annotated[
-        Path | None,
-        Option(metavar="DIR", help="Folder of the study.", show_default="studies/NAME"),
-    ] = None,
+    out: Annotated[Path | None, _place("DIR", "Folder of the study.", "studies/NAME")] = None,
     dry_run: Annotated[
         bool, Option("--dry-run", help="List what is left to measure and its cost, and stop.")
     ] = False,
@@ -113,15 +116,10 @@ def run(  # noqa: PLR0913 - a command's options
     slurm: Annotated[
         bool, Option("--slurm", help="Submit a job for each repeat, and one that reports.")
     ] = False,
-    time: Annotated[
-        str | None, Option("--time", "-t", metavar="TIME", help="Limit of each job.")
-    ] = None,
-    partition: Annotated[str | None, Option("--partition", "-p", metavar="NAME")] = None,
-    account: Annotated[str | None, Option("--account", "-A", metavar="NAME")] = None,
-    extra: Annotated[
-        list[str] | None,
-        Option("--option", metavar="--qos=high", help="A further option of sbatch."),
-    ] = None,
+    time: TimeLimit = None,
+    partition: Partition = None,
+    account: Account = None,
+    extra: Extra = None,
 ) -> None:
     """Measure all points of a scaling study, each several times, in random order.
 
@@ -176,17 +174,12 @@ def run(  # noqa: PLR0913 - a command's options
 
 @study.command()
 def report(
-    directory: Annotated[
-        Path, Argument(metavar="DIR", help="The folder of a study.", show_default=False)
-    ],
+    directory: Annotated[Path, _folder("DIR", "The folder of a study.")],
     *,
     machine: Annotated[
-        Path | None,
-        Option(metavar="FILE", help="A machine in TOML, for a bound.", show_default="none"),
+        Path | None, _place("FILE", "A machine in TOML, for a bound.", "none")
     ] = None,
-    out: Annotated[
-        Path | None, Option(metavar="DIR", help="Folder to write into.", show_default="DIR")
-    ] = None,
+    out: Annotated[Path | None, _place("DIR", "Folder to write into.", "DIR")] = None,
 ) -> None:
     """Write the page report.html, figures as PNG and SVG, and print a summary.
 
@@ -214,20 +207,14 @@ def report(
 
 @study.command()
 def compare(
-    first: Annotated[
-        Path, Argument(metavar="A", help="The folder of a study.", show_default=False)
-    ],
-    second: Annotated[
-        Path, Argument(metavar="B", help="What is compared with A.", show_default=False)
-    ],
+    first: Annotated[Path, _folder("A", "The folder of a study.")],
+    second: Annotated[Path, _folder("B", "What is compared with A.")],
     *,
     alpha: Annotated[
         float,
         Option(min=1e-6, max=0.5, metavar="P", help="How often equal studies may differ."),
     ] = 0.05,
-    html: Annotated[
-        Path | None, Option(metavar="FILE", help="Write a page too.", show_default="none")
-    ] = None,
+    html: Annotated[Path | None, _place("FILE", "Write a page too.", "none")] = None,
     fail_slower: Annotated[
         bool, Option("--fail-slower", help="Exit code 1 if B is slower beyond noise.")
     ] = False,
@@ -259,18 +246,17 @@ def compare(
 
 def _describe(found: "Study", attempts: "list[Attempt]", seconds_per_point: float | None) -> None:
     """List the points that are left, a command line, and the cost."""
-    points: dict[str, list[Attempt]] = {}
-    for attempt in sorted(attempts, key=lambda each: each.layout):
-        points.setdefault(attempt.text, []).append(attempt)
     cores, hosts = found.config.study.cores, found.config.study.hosts
+    points = Counter(each.text for each in sorted(attempts, key=lambda each: each.layout))
     for text, repeats in points.items():
-        many = repeats[0].is_oversubscribed(cores, hosts)
-        note = f"  oversubscribed: {cores} cores on each of {hosts} hosts" if many else ""
-        typer.echo(f"{text}  x {len(repeats)}{note}")
+        many = next(a for a in attempts if a.text == text).is_oversubscribed(cores, hosts)
+        note = f"  oversubscribed: {cores} cores on each of {hosts} hosts" * many
+        typer.echo(f"{text}  x {repeats}{note}")
     if attempts:
         place = found.folder.attempts / attempts[0].name
-        names = attempts[0].names(found.config.study.mode, place)
-        launcher, command, _ = found.config.filled(names)
+        launcher, command, _ = found.config.filled(
+            attempts[0].names(found.config.study.mode, place)
+        )
         typer.echo(f"the first: {shlex.join([*launcher, *command])}")
     cost_s = found.expected_s(attempts)
     if seconds_per_point is not None:
@@ -293,39 +279,41 @@ def _submit(
     if not attempts:
         typer.echo("everything is measured")
         return
-    where = found.folder.path
-    common = BatchSettings(
-        job_name=found.config.study.name,
-        config=str(found.folder.file),
-        directory=str(where),
-        **settings,
-    )
+    where, table = found.folder.path, found.config.study
     layouts = [attempt.layout for attempt in attempts]
     repeats = ",".join(map(str, sorted({attempt.repeat for attempt in attempts})))
-    array = replace(
-        common,
+    array = BatchSettings(
+        job_name=table.name,
+        config=str(found.folder.file),
+        directory=str(where),
         nodes=max(layout.nodes for layout in layouts),
         tasks_per_node=max(layout.ranks_per_node for layout in layouts),
         time=None if time is None else sbatch_time(time),
         output=f"{where}/slurm-%A_%a.out",
         array=repeats,
+        **settings,
     )
-    text = script("study", array)
-    check(text, where)
-    path = where / "job.sbatch"
-    path.write_text(text, encoding="utf-8")
-    number = submit(path)
+
+    def job(name: str, settings: BatchSettings) -> int:
+        text, path = script("study", settings), where / f"{name}.sbatch"
+        if name == "job":
+            check(text, where)
+        path.write_text(text, encoding="utf-8")
+        return submit(path)
+
+    number = job("job", array)
     after = replace(
-        common,
+        array,
         nodes=1,
         tasks_per_node=1,
+        time=None,
         output=f"{where}/slurm-report-%j.out",
+        array=None,
         dependency=f"afterany:{number}",
-        extra=(*common.extra, "--export=ALL,PART=report"),
+        extra=(*array.extra, "--export=ALL,PART=report"),
     )
-    path = where / "report.sbatch"
-    path.write_text(script("study", after), encoding="utf-8")
-    typer.echo(f"job {number}: repeats {repeats} in {where}\njob {submit(path)}: the report")
+    typer.echo(f"job {number}: repeats {repeats} in {where}")
+    typer.echo(f"job {job('report', after)}: the report")
 
 
 def _end(number: int, _frame: object) -> None:
@@ -338,10 +326,12 @@ def _measure(found: "Study", attempts: "list[Attempt]") -> None:
     console = make_console(shown=True)
     texts = ("{task.completed}/{task.total}", "{task.description}")
     count, text = (TextColumn(each, markup=False) for each in texts)
-    hidden = not console.is_terminal
-    with Progress(
-        count, BarColumn(), text, console=console, transient=True, disable=hidden
-    ) as bar:
+    how: dict[str, Any] = {
+        "console": console,
+        "transient": True,
+        "disable": not console.is_terminal,
+    }
+    with Progress(count, BarColumn(), text, **how) as bar:
         task = bar.add_task("", total=len(attempts))
 
         def begun(attempt: "Attempt") -> None:
@@ -355,7 +345,7 @@ def _measure(found: "Study", attempts: "list[Attempt]") -> None:
             if record.is_done:
                 step = format_seconds(record.mean_step_s)
                 said = f"{step} a step, {record.samples_per_s or 0:.0f} samples/s"
-            line = f"{left.pop(record.order).text}  repeat {record.repeat}: {said}"
-            console.print(line, soft_wrap=True)
+            del left[record.order]
+            console.print(f"{record.text}  repeat {record.repeat}: {said}", soft_wrap=True)
 
         found.measure(attempts, begun=begun, ended=ended)

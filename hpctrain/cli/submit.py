@@ -99,6 +99,17 @@ REFUSED = 1  # exit code where the checks or Slurm refuse the job
 Name = partial(Option, metavar="NAME")
 Number = partial(Option, min=1, metavar="N")
 
+Partition = Annotated[str | None, Name("--partition", "-p", help="Partition.")]
+Account = Annotated[str | None, Name("--account", "-A", help="Whom to charge.")]
+TimeLimit = Annotated[
+    str | None,
+    Option("--time", "-t", metavar="TIME", help="Limit of a job, such as 01:30:00 or 90min."),
+]
+Extra = Annotated[
+    list[str] | None,
+    Option("--option", metavar="--qos=high", help="A further option of sbatch."),
+]
+
 LIST = "list"  # what ``--template`` without a name stands for
 
 WIDTH = 99  # columns of the list of templates
@@ -136,17 +147,14 @@ def submit(  # noqa: PLR0913 - a command's options
             show_default="requeue, gpu, single_node or multi_node, by the other options",
         ),
     ] = None,
-    partition: Annotated[str | None, Name("--partition", "-p", help="Partition.")] = None,
-    account: Annotated[str | None, Name("--account", "-A", help="Whom to charge.")] = None,
+    partition: Partition = None,
+    account: Account = None,
     nodes: Annotated[int | None, Number("--nodes", "-N", help="How many nodes.")] = None,
     tasks: Annotated[
         int | None, Number(help="Ranks on each node.", show_default="one per GPU")
     ] = None,
     cpus: Annotated[int | None, Number(help="Cores of each rank.")] = None,
-    time: Annotated[
-        str | None,
-        Option("--time", "-t", metavar="TIME", help="Limit, such as 01:30:00 or 90min."),
-    ] = None,
+    time: TimeLimit = None,
     gpus: Annotated[int | None, Number(help="GPUs of each node.")] = None,
     name: Annotated[
         str | None,
@@ -174,10 +182,7 @@ def submit(  # noqa: PLR0913 - a command's options
         list[str] | None,
         Option("--set", metavar="KEY=VALUE", help="Replace a value of the configuration."),
     ] = None,
-    extra: Annotated[
-        list[str] | None,
-        Option("--option", metavar="--qos=high", help="A further option of sbatch."),
-    ] = None,
+    extra: Extra = None,
     dry_run: Annotated[
         bool, Option("--dry-run", help="Print and check the script, write and submit none.")
     ] = False,

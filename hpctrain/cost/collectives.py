@@ -1,4 +1,8 @@
-"""Closed forms of sums over all ranks: what each asks of links and processors, and the least."""
+"""Closed forms of sums over all ranks: what each asks of links and processors, and the least.
+
+Sources: those of ``hpctrain.cost.schedules``; of the least, Chan et al. 2007, "Collective
+communication: theory, practice, and experience".
+"""
 
 import math
 import operator
@@ -111,11 +115,7 @@ def allreduce(machine: Machine, num_bytes: float, way: Way) -> Load:
 
     Ranks are numbered node by node. Inside a node every rank sums a slice of the message, or all
     of it if ``direct``, out of memory that all of them read: no message passes there but by flat
-    algorithms.
-
-    Sources: Thakur, Rabenseifner and Gropp 2005, "Optimization of collective communication
-    operations in MPICH"; Patarasu and Yuan 2009, "Bandwidth optimal all-reduce algorithms for
-    clusters of workstations"; as in ``comm/rail/algorithms``. What shares a card waits for it.
+    algorithms. What shares a card waits for it.
     """
     before, after = around(machine, num_bytes, way)
     rails, sent = between_nodes(machine, num_bytes, way)
@@ -131,10 +131,8 @@ _SHAPE = ("nodes", "ranks_per_node", "nics", "ranks_per_core", "leaf_size", "ove
 
 def _in_rounds(num_bytes: float, algorithm: str, shape: Machine, rails: int) -> Load:
     """Add up the rounds of a schedule; of those under way together the slowest counts."""
-    each = _of_one_byte(algorithm, shape, rails)
-    return Load(
-        *(many if "rounds" in name else many * num_bytes for name, many in each._asdict().items())
-    )
+    each = _of_one_byte(algorithm, shape, rails)._asdict().items()
+    return Load(*(many if "rounds" in name else many * num_bytes for name, many in each))
 
 
 @lru_cache(maxsize=1024)
@@ -211,13 +209,10 @@ def bound(machine: Machine, num_bytes: float) -> Load:
 
     And no result is known to all before log2 N messages have followed each other. On one node,
     the same of its ranks.
-
-    Source: Chan et al. 2007, "Collective communication: theory, practice, and experience".
     """
-    several = machine.nodes > 1
-    size = machine.nodes if several else machine.ranks_per_node
+    size = machine.nodes if machine.nodes > 1 else machine.ranks_per_node
     rounds, sent = math.ceil(math.log2(size)), 2 * (size - 1) / size * num_bytes
-    if several:
+    if machine.nodes > 1:
         return Load(network_rounds=rounds, network_bytes=sent / machine.nics)
     return Load(node_rounds=rounds, node_bytes=sent)
 
@@ -236,7 +231,5 @@ def parameter_server(
             f"servers lie on nodes, one on each at most, got {servers} for {machine.nodes} nodes"
         )
     share = max(num_bytes / servers, largest)
-    remote = machine.num_ranks - machine.ranks_per_node
-    taken = Load(combined_bytes=machine.num_ranks * share)
-    sent = remote * share
-    return taken + Load(0, 0, 1, sent / machine.nics, sent)
+    sent = (machine.num_ranks - machine.ranks_per_node) * share
+    return Load(0, 0, 1, sent / machine.nics, sent, machine.num_ranks * share)

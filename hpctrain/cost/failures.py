@@ -3,6 +3,9 @@
 In closed form, and of simulated failures: nodes fail at any time, restarts included, independently
 of each other and of how long they have been up. What was done since the last complete checkpoint
 is lost.
+
+Sources: Daly 2006, "A higher order estimate of the optimum checkpoint interval for restart dumps";
+Vaidya 1997, "Impact of checkpoint latency on overhead ratio of a checkpointing scheme".
 """
 
 import math
@@ -18,17 +21,11 @@ _NUM_FAILURES = 100_000  # of which an average is taken
 
 
 def daly(cost_s: float, mtbf_s: float) -> float:
-    """Return the seconds of computing between two checkpoints, to higher order.
+    """Return the seconds of computing between two checkpoints, to higher order: equation 37.
 
     A cost of two mean times between failures and more gives the mean time: hardly anything can be
-    done then.
-
-    Where a checkpoint is written in the background, its cost is the time that the training
-    stands still, not the time until it is on disk: Vaidya 1997, "Impact of checkpoint latency on
-    overhead ratio of a checkpointing scheme".
-
-    Source: Daly 2006, "A higher order estimate of the optimum checkpoint interval for restart
-        dumps", equation 37.
+    done then. The cost of a checkpoint that is written in the background is the time that the
+    training stands still, not the time until it is on disk (Vaidya).
     """
     if cost_s >= 2 * mtbf_s:
         return mtbf_s
@@ -40,10 +37,7 @@ def goodput(interval_s: float, cost_s: float, restart_s: float, mtbf_s: float) -
     """Return the part of the time, 0 to 1, in which training gets on that is not lost again.
 
     ``mtbf_s`` is of all nodes together, ``interval_s`` the computing between two checkpoints;
-    failures come at random, also during a checkpoint or a restart.
-
-    Source: Daly 2006, "A higher order estimate of the optimum checkpoint interval for restart
-        dumps", equation 20.
+    failures come at random, also during a checkpoint or a restart. Equation 20.
     """
     if math.isinf(mtbf_s):
         return 1.0 if math.isinf(interval_s) else interval_s / (interval_s + cost_s)

@@ -149,13 +149,9 @@ def fit(points: Sequence[Point], *, seed: int = 0) -> Fit:
         )
     order = np.random.default_rng(seed).permutation(len(points))
     halves = [[points[k] for k in order[start::2]] for start in range(2)]
-    errors = [
-        float(np.dot(point.load(), found) / point.seconds - 1)
-        for half, other in (halves, halves[::-1])
-        for found in [_figures(half)]
-        for point in other
-    ]
-    return Fit(tuple(points), _figures(points), float(np.median(np.abs(errors))))
+    crossed = [Fit(tuple(b), _figures(a), 0.0) for a, b in (halves, halves[::-1])]
+    held_out = np.median(np.abs([error for one in crossed for error in one.residuals]))
+    return Fit(tuple(points), _figures(points), float(held_out))
 
 
 def _figures(points: Sequence[Point]) -> Load:

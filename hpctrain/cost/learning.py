@@ -1,4 +1,9 @@
-"""Laws of papers about learning: what batches, local steps and rounds do to it."""
+"""Laws of papers about learning: what batches, local steps and rounds do to it.
+
+Of batches: McCandlish et al. 2018, "An empirical model of large-batch training". Of local steps:
+Stich 2018, "Local SGD converges fast and communicates little". Of rounds: Arjevani and Shamir
+2015, "Communication complexity of distributed convex learning and optimization".
+"""
 
 import math
 
@@ -10,16 +15,11 @@ def noise_scale(small: tuple[float, float], large: tuple[float, float]) -> float
 
     Each argument is a batch size and the mean of the squared norm of gradients of such batches:
     their expectation is ``G2 + S / batch``, with the squared norm G2 of the true gradient and the
-    variance S of one sample's.
+    variance S of one sample's. Returns S / G2, the batch at which noise and gradient weigh the
+    same: appendix A.1.
 
-    Returns:
-        S / G2: the batch at which noise and gradient weigh the same.
-
-    Raises:
-        ConfigError: the batches are not two sizes, or the norms do not fall from one to the other
-            as they must, as of too few batches.
-
-    Source: McCandlish et al. 2018, "An empirical model of large-batch training", appendix A.1.
+    Raises ``ConfigError``: the batches are not two sizes, or the norms do not fall from one to the
+    other as they must, as of too few batches.
     """
     (batch, norm), (more, less) = sorted([small, large])
     if not 0 < batch < more:
@@ -37,9 +37,7 @@ def noise_scale(small: tuple[float, float], large: tuple[float, float]) -> float
 def samples_needed(samples: float, noise_scale: float, batch: float) -> float:
     """Return how many samples a batch size takes to the loss that tiny ones reach by ``samples``.
 
-    Twice as many at a batch of ``noise_scale``; with it infinite, none more.
-
-    Source: McCandlish et al. 2018, "An empirical model of large-batch training", equation 2.11.
+    Twice as many at a batch of ``noise_scale``; with it infinite, none more. Equation 2.11.
     """
     return samples * (1 + batch / noise_scale)
 
@@ -49,8 +47,6 @@ def most_local_steps(num_steps: float, ranks: int, rank_batch: float) -> float:
 
     In order of magnitude, for smooth and strongly convex losses and samples drawn alike on all
     ranks; nobody has proved it of deep networks.
-
-    Source: Stich 2018, "Local SGD converges fast and communicates little": sqrt(T / (K b)).
     """
     return math.sqrt(num_steps / (ranks * rank_batch))
 
@@ -60,8 +56,5 @@ def fewest_rounds(condition: float, accuracy: float) -> float:
 
     Up to a constant factor, for smooth and strongly convex losses of this condition number, until
     the loss is ``accuracy`` of what it was above the least.
-
-    Source: Arjevani and Shamir 2015, "Communication complexity of distributed convex learning and
-    optimization": sqrt(kappa) log(1 / eps).
     """
     return math.sqrt(condition) * math.log(1 / accuracy)

@@ -3,7 +3,8 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import pairwise, product
+from itertools import groupby, pairwise, product
+from operator import attrgetter
 from typing import Any
 
 from hpctrain.core.errors import ConfigError
@@ -118,10 +119,8 @@ def advise(machine: Machine, model: Model, goal: Goal) -> Advice:
             f"a batch has a sample for each rank at least, got {goal.batch} samples for the "
             f"{machine.ranks_per_node} ranks of a node; give a larger batch"
         )
-    by_nodes = [
-        min((c for c in candidates if c.nodes == nodes), key=lambda c: c.score)
-        for nodes in sorted({c.nodes for c in candidates})
-    ]
+    groups = groupby(candidates, key=attrgetter("nodes"))  # fewest nodes first
+    by_nodes = [min(group, key=attrgetter("score")) for _, group in groups]
     pays_up_to = _pays_up_to(by_nodes)
     if math.isfinite(goal.deadline_s):
         eligible = [c for c in candidates if c.seconds <= goal.deadline_s]
@@ -129,7 +128,7 @@ def advise(machine: Machine, model: Model, goal: Goal) -> Advice:
         reason = "least node-hours within the deadline"
     else:
         eligible = [c for c in candidates if c.nodes <= pays_up_to]
-        eligible.sort(key=lambda c: c.score)
+        eligible.sort(key=attrgetter("score"))
         reason = "fastest on a number of nodes that pays"
     if not eligible:
         soonest = min(candidates, key=lambda c: c.seconds)
@@ -185,13 +184,11 @@ def _fastest(machine: Machine, model: Model, codec: str) -> Way:
     return fastest(machine, min(model.num_bytes, model.bucket_bytes), codec)
 
 
-def _local_steps(machine: Machine, goal: Goal, batch: int) -> Iterator[int]:
-    """Yield 1 and the powers of two that converge as fast, by a law for convex losses."""
+def _local_steps(machine: Machine, goal: Goal, batch: int) -> list[int]:
+    """Return the powers of two, from 1, that converge as fast, by a law for convex losses."""
     share, num_steps = batch / machine.num_ranks, goal.samples_at(batch) / batch
     most = min(goal.max_local_steps, most_local_steps(num_steps, machine.num_ranks, share))
-    yield from (
-        1 << k for k in range(int(max(most, 1)).bit_length()) if machine.num_ranks > 1 or not k
-    )
+    return _powers(most if machine.num_ranks > 1 else 1)
 
 
 def _payoffs(best: Candidate, model: Model, goal: Goal) -> Iterator[Payoff]:
@@ -223,15 +220,16 @@ def _payoffs(best: Candidate, model: Model, goal: Goal) -> Iterator[Payoff]:
 
 def _numbers_of_nodes(most: int) -> list[int]:
     """Return powers of two and what lies halfway between, and the most there are."""
-    numbers = {1 << k for k in range(most.bit_length())}
-    return sorted({*(n for n in {*numbers, *(3 * n // 2 for n in numbers)} if n <= most), most})
+    numbers = [n for power in _powers(most) for n in (power, 3 * power // 2)]
+    return sorted({*(n for n in numbers if n <= most), most})
 
 
 def _batches(goal: Goal) -> list[int]:
     """Return the goal's batch, and powers of two times it up to 8 noise scales."""
-    batches = [goal.batch]
-    if math.isinf(goal.noise_scale):
-        return batches
-    while 2 * batches[-1] <= 8 * goal.noise_scale:
-        batches.append(2 * batches[-1])
-    return batches
+    is_known = math.isfinite(goal.noise_scale)
+    return [goal.batch * k for k in _powers(8 * goal.noise_scale / goal.batch if is_known else 1)]
+
+
+def _powers(most: float) -> list[int]:
+    """Return the powers of two up to ``most``, and 1 in any case."""
+    return [1 << k for k in range(int(max(most, 1)).bit_length())]

@@ -2,7 +2,13 @@
 
 A schedule is written once, elementwise in the rank: ``rank`` is the number of one rank, which
 carries the rounds out (``hpctrain.comm.rail.algorithms``), or an array of all ranks, whose
-messages ``hpctrain.cost.simulate`` times. Pure.
+messages ``hpctrain.cost.simulate`` times. Times below are of N ranks and a message of m bytes,
+with a seconds of latency and b seconds per byte. Pure.
+
+Sources: Thakur, Rabenseifner and Gropp 2005, "Optimization of collective communication operations
+in MPICH"; of the ring, Patarasu and Yuan 2009, "Bandwidth optimal all-reduce algorithms for
+clusters of workstations"; of two trees, Sanders, Speck and Träff 2009, "Two-tree algorithms for
+full bandwidth broadcast, reduction and scan", which NCCL's double trees are like.
 """
 
 import math
@@ -100,7 +106,7 @@ class Fold(NamedTuple):
 
 def fold(rank: Each, size: int) -> Fold:
     """Let as many even ones of the first ranks take part for their odd neighbours as needed."""
-    power = 1 << (size.bit_length() - 1)
+    power = _power_below(size)
     num_pairs = size - power
     paired = rank < 2 * num_pairs
     place = _choose(paired, _choose(rank % 2 == 0, rank // 2, NOBODY), rank - num_pairs)
@@ -116,12 +122,8 @@ def _choose(condition: Any, yes: Each, no: Each) -> Each:
 def _doubling(rank: Each, size: int) -> Iterator[Round]:
     """In round k ranks exchange all they have with the one 2^k further on or back.
 
-    log2(N) rounds of m bytes each, so about log2(N) (a + m b) for a message of m bytes, a seconds
-    of latency and b seconds per byte. Two more rounds if N is no power of two. Both partners
-    combine the same two tensors with the lower rank's first, hence to the same bits.
-
-    Source: Thakur, Rabenseifner and Gropp 2005, "Optimization of collective communication
-    operations in MPICH", recursive doubling in the section on all-reduce.
+    About log2(N) (a + m b), and two more rounds if N is no power of two. Both partners combine the
+    same two tensors with the lower rank's first, hence to the same bits.
     """
     folded = fold(rank, size)
     out = folded.place == NOBODY
@@ -140,15 +142,10 @@ def _doubling(rank: Each, size: int) -> Iterator[Round]:
 def _halving(rank: Each, size: int) -> Iterator[Round]:
     """A reduce-scatter in which partners send each other half of what they have, and back.
 
-    The all-gather goes the same way back. For N a power of two: 2 log2(N) rounds and 2(N-1)/N of
-    the message, the least possible, so about 2 log2(N) a + 2(N-1)/N m b for a message of m bytes,
-    a seconds of latency and b seconds per byte; two ranks just exchange halves. Other N take 3
-    rounds and up to 3/2 of the message more, to take in the odd ones of the first 2r ranks (r
-    above the power of two) and to tell them the result.
-
-    Source: Rabenseifner 2004, "Optimization of collective reduction operations", recursive
-    halving and doubling; the odd ranks: Thakur, Rabenseifner and Gropp 2005, "Optimization of
-    collective communication operations in MPICH", section on reduce.
+    The all-gather goes the same way back. About 2 log2(N) a + 2(N-1)/N m b for N a power of two,
+    the least bytes possible; two ranks just exchange halves. Other N take 3 rounds and up to 3/2
+    of the message more, to take in the odd ones of the first 2r ranks (r above the power of two)
+    and to tell them the result.
     """
     folded = fold(rank, size)
     out = folded.place == NOBODY
@@ -163,10 +160,8 @@ def _halving(rank: Each, size: int) -> Iterator[Round]:
     while distance < folded.power:
         partner = _choose(out, NOBODY, folded.rank_at(folded.place ^ distance))
         is_upper = (folded.place & distance) != 0
-        kept, given = (
-            _choose(is_upper, start + half, start),
-            _choose(is_upper, start, start + half),
-        )
+        kept = _choose(is_upper, start + half, start)
+        given = 2 * start + half - kept
         yield Round(partner, given, partner, kept, half, COMBINE)
         way_back.append(Round(partner, kept, partner, given, half, COPY))
         start, half, distance = kept, half // 2, 2 * distance
@@ -178,12 +173,9 @@ def _halving(rank: Each, size: int) -> Iterator[Round]:
 def _ring(rank: Each, size: int, num_segments: int) -> Iterator[Phase]:
     """Part p of N travels the ring from rank p on, to be combined, then once more to be copied.
 
-    It is combined in that order and complete on rank p-1. 2(N-1) rounds; the time is about
-    2(N-1) a + 2(N-1)/N m b for a message of m bytes, a seconds of latency and b seconds per byte.
-    16-bit floats are rounded at each of the N-1 combinations.
+    It is combined in that order and complete on rank p-1. About 2(N-1) a + 2(N-1)/N m b. 16-bit
+    floats are rounded at each of the N-1 combinations.
 
-    Source: Patarasu and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of
-    workstations", the ring for all-reduce.
     Differs: a rank passes each segment of a part on as soon as it is combined.
     """
     steps = range(2 * size - 2)
@@ -210,12 +202,8 @@ def _ring_step(rank: Each, size: int, num_segments: int, step: int) -> Iterator[
 def _tree(rank: Each, size: int) -> Iterator[Round]:
     """A binomial tree: children are 1, 2, 4, ... further on, up to the rank's lowest set bit.
 
-    Their subtrees are combined in that order. 2 ceil(log2 N) rounds of the whole message, so about
-    2 log2(N) (a + m b) for a message of m bytes, a seconds of latency and b seconds per byte.
-    Slower than doubling on a quiet network, but it sends only 2(N-1) messages in all.
-
-    Source: Thakur, Rabenseifner and Gropp 2005, "Optimization of collective communication
-    operations in MPICH", binomial tree in the sections on broadcast and reduce.
+    Their subtrees are combined in that order. About 2 log2(N) (a + m b): slower than doubling on a
+    quiet network, but it sends only 2(N-1) messages in all.
     """
     distances = [1 << level for level in range((size - 1).bit_length())]
     for action in (COMBINE, COPY):
@@ -231,12 +219,9 @@ def _double_tree(rank: Each, size: int, num_segments: int) -> Iterator[Phase]:
     """Each half of the message goes up one of two binary trees, combined, and down again.
 
     Segments follow each other. No rank has children in both trees, so each sends and receives the
-    message twice at most: 4 log2(N) (a + s b) until the first segment is there, and 4 to 5 m b
-    until the last is, for a message of m bytes, segments of s bytes, a seconds of latency and b
-    seconds per byte.
+    message twice at most: 4 log2(N) (a + s b) until the first segment of s bytes is there, and 4
+    to 5 m b until the last is.
 
-    Source: Sanders, Speck and Träff 2009, "Two-tree algorithms for full bandwidth broadcast,
-    reduction and scan", reduction and broadcast; NCCL's double trees are alike.
     Differs: messages are not coloured by rounds, so the last segment is there after 4 m b and not
     2 m b; all ranks belong to both trees, each of which has a root of its own.
     """
@@ -265,9 +250,8 @@ def _wave(levels: list[list[Round]], num_segments: int) -> Iterator[Round]:
             turn = step - level
             if 0 <= turn < num_segments:
                 for each in levels[level]:
-                    yield each._replace(
-                        outgoing=each.outgoing + turn, incoming=each.incoming + turn
-                    )
+                    outgoing, incoming = each.outgoing + turn, each.incoming + turn
+                    yield each._replace(outgoing=outgoing, incoming=incoming)
 
 
 def _levels(rank: Each, size: int, num_segments: int) -> Iterator[list[Round]]:
@@ -339,11 +323,13 @@ def _one_phase(rounds: Callable[[Each, int], Iterator[Round]]) -> Any:
     return lambda rank, size, _: iter([Phase(rounds(rank, size))])
 
 
+def _power_below(size: int) -> int:
+    return 1 << (size.bit_length() - 1)
+
+
 SCHEDULES = {
     "doubling": Schedule(_one_phase(_doubling)),
-    "halving": Schedule(
-        _one_phase(_halving), num_parts=lambda size: 1 << (size.bit_length() - 1), cut=halved_cut
-    ),
+    "halving": Schedule(_one_phase(_halving), num_parts=_power_below, cut=halved_cut),
     "ring": Schedule(_ring, num_parts=lambda size: size, segment_bytes=MIB),
     "tree": Schedule(_one_phase(_tree)),
     "double_tree": Schedule(_double_tree, num_parts=lambda _: 2, segment_bytes=256 * KIB),

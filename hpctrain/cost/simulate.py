@@ -116,11 +116,8 @@ class _Clocks:
 
     def _repeat(self, step: Step, past: deque[Times], *, waits: bool) -> None:
         machine, turns, messages = self._machine, self._turns, step.messages
-        senders, crosses, num_bytes = (
-            messages.senders,
-            messages.crosses,
-            step.num_pieces * self._piece_bytes,
-        )
+        senders, crosses = messages.senders, messages.crosses
+        num_bytes = step.num_pieces * self._piece_bytes
         inside, outside = machine.node, machine.network
         latency_s = turns * (inside.latency_s + crosses * (outside.latency_s - inside.latency_s))
         latency_s += messages.climbs * machine.spine_latency_s

@@ -32,7 +32,13 @@ class Estimate:
     value: float
     low: float | None  # None where one sample tells no interval
     high: float | None
-    confidence: float  # that of the interval: less than wanted where there are few samples
+    confidence: float  # that of the interval
+    wanted: float = CONFIDENCE  # which few samples cannot give
+
+    @property
+    def falls_short(self) -> bool:
+        """Whether the samples are too few for the confidence that was wanted."""
+        return self.confidence < self.wanted - 1e-12
 
 
 @dataclass(frozen=True, kw_only=True)

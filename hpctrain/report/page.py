@@ -1,6 +1,7 @@
 """Pages and tables: what a run, a study or a comparison shows, in a browser and on a terminal."""
 
 import json
+import math
 from base64 import b64encode
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
@@ -16,7 +17,7 @@ from rich.text import Text
 from hpctrain.core.atomic import make_folder, publishing
 from hpctrain.core.errors import ConfigError
 from hpctrain.report.drawing import COLOURS, missing
-from hpctrain.report.figure import CONFIDENCE, Estimate, Figure
+from hpctrain.report.figure import Estimate, Figure
 
 NOTHING = "\N{EN DASH}"
 
@@ -94,13 +95,16 @@ def text_table(heads: Iterable[str], rows: Iterable[Sequence[Cell]]) -> Table:
 
 
 def value_cell(value: Estimate | float | None, form: Callable[[float], str]) -> Cell:
-    """Return a value with its interval, and the confidence of that where it is below 95 %."""
+    """Return a value with its interval, and the confidence of that where it falls short.
+
+    It is rounded down: no interval claims more than it holds.
+    """
     if value is None:
         return NOTHING
     if not isinstance(value, Estimate):
         return form(value), value
     ends = [form(end) for end in (value.low, value.high) if end is not None]
-    less = "" if value.confidence >= CONFIDENCE else f" {value.confidence:.0%}"
+    less = f" {math.floor(1000 * value.confidence) / 10:g}%" if value.falls_short else ""
     interval = f"\n[{', '.join(ends)}]{less}" if len(set(ends)) > 1 else ""
     return f"{form(value.value)}{interval}", value.value
 

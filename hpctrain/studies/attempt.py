@@ -7,6 +7,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -38,15 +39,13 @@ def carry_out(config: StudyConfig, attempt: Attempt, folder: StudyFolder) -> Poi
     begun, start = datetime.now(UTC), time.monotonic()
     try:
         _run(config, attempt, place)
-        ranks = attempt.layout.ranks
-        found = measure(place / RECORDS, ranks, warm_up=study.warm_up, target=study.target)
-        found |= {"status": "done"}
+        found = {"status": "done"} | measure(
+            place / RECORDS, attempt.layout.ranks, warm_up=study.warm_up, target=study.target
+        )
     except HpctrainError as error:
         found = {"status": "failed", "error": f"{error}{_last_lines(place / OUTPUT)}"}
     return PointRecord(
-        point=attempt.point,
-        repeat=attempt.repeat,
-        order=attempt.order,
+        **asdict(attempt),
         oversubscribed=attempt.is_oversubscribed(study.cores, study.hosts),
         started=begun.strftime("%Y-%m-%dT%H:%M:%SZ"),
         folder=str(place.relative_to(folder.path)),

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from importlib import resources
 from itertools import pairwise
 
-from hpctrain.studies.points import Placement, attempts_of, layout_of
-from hpctrain.studies.records import PointRecord, ranks_of
+from hpctrain.studies.points import attempts_of
+from hpctrain.studies.records import PointRecord
 from hpctrain.studies.results import StudyResults
 
 MIN_REPEATS = 5
@@ -61,7 +61,7 @@ def _batch(results: StudyResults) -> str:
     mode = results.config.study.mode
     batches: dict[str, set[float]] = {}
     for record in results.done:
-        share = 1 if mode == "strong" else ranks_of(record.point)
+        share = 1 if mode == "strong" else record.layout.ranks
         batch = record.samples / len(record.step_s) / share
         batches.setdefault(results.curve(record.point), set()).add(round(batch, 6))
     for found in batches.values():
@@ -96,9 +96,8 @@ def _setup(results: StudyResults) -> str:
 
 def _cores(results: StudyResults) -> str:
     for record in results.done:
-        layout = layout_of(record.point) or Placement(1, 1, 1)
-        cores = layout.nodes * results.config.study.cores
-        if layout.ranks > cores and not record.oversubscribed:
+        cores = record.layout.nodes * results.config.study.cores
+        if record.layout.ranks > cores and not record.oversubscribed:
             return f"{results.label(record.point)} has {cores} cores, and is not marked"
     fit = {each.ranks for each in results.summaries if each.efficiency}
     return "" if len(fit) > 1 else f"{len(fit)} sizes have a core for each rank"

@@ -1,6 +1,5 @@
 """Two studies compared: the time of a step at each point that both have measured."""
 
-import math
 from html import escape
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from hpctrain.report.page import (
     write_page,
 )
 from hpctrain.studies.results import StudyResults, key_of
-from hpctrain.studies.statistics import ratio
+from hpctrain.studies.statistics import ratio, repeats_needed
 
 _HEADS = ("point", "second by first", "repeats", "verdict")
 _WHERE = ("cpu", "cores", "host", "versions", "commit")
@@ -38,32 +37,25 @@ class StudyComparison:
         before, after = (
             {key_of(each.point): each for each in study.summaries} for study in (first, second)
         )
-        points = {key: first.label(each.point) for key, each in (before | after).items()}
-        shared = [key for key in points if all(key in s and s[key].done for s in (before, after))]
+        labels = {key: first.label(each.point) for key, each in (before | after).items()}
+        shared = [key for key in labels if all(key in s and s[key].done for s in (before, after))]
         if not shared:
             raise DataError(
                 "two studies are compared at the points that both have measured, and these share "
                 "none"
             )
-        self.alpha = alpha / len(shared)
-        """Of each point."""
+        confidence = 1 - alpha / len(shared)
+        pairs = [(before[key].times_s, after[key].times_s) for key in shared]
         self.points = [
-            (points[key], ratio(before[key].times_s, after[key].times_s, 1 - self.alpha))
-            for key in shared
+            (labels[key], ratio(*pair, confidence))
+            for key, pair in zip(shared, pairs, strict=True)
         ]
         """Each point by its label, and the ratio there."""
-        self.verdicts = [self._verdict(found) for _, found in self.points]
+        self.verdicts = [_verdict(found) for _, found in self.points]
         """Of each point: ``slower``, ``faster``, or why neither."""
         self._rows: list[list[Cell]] = [
-            [
-                label,
-                value_cell(found, "{:.3f}".format),
-                f"{len(before[key].done)}, {len(after[key].done)}",
-                verdict,
-            ]
-            for key, (label, found), verdict in zip(
-                shared, self.points, self.verdicts, strict=True
-            )
+            [label, value_cell(found, "{:.3f}".format), ", ".join(str(len(s)) for s in pair), told]
+            for (label, found), pair, told in zip(self.points, pairs, self.verdicts, strict=True)
         ]
         names = [each.config.study.name for each in (second, first)]
         if len(set(names)) == 1:  # one study, measured again
@@ -72,25 +64,19 @@ class StudyComparison:
             f"{' by '.join(map(shown, names))}: time of a step, {len(shared)} points, alpha "
             f"{alpha:g} over all of them together"
         )
-        alone = [label for key, label in points.items() if key not in shared]
+        alone = [label for key, label in labels.items() if key not in shared]
         here, there = first.environment or {}, second.environment or {}
         other = [name for name in _WHERE if here.get(name) != there.get(name)]
+        short = any(found.falls_short for _, found in self.points)
         self.method = (
             f"Ratios of medians, with intervals by an exact rank-sum test of alpha "
-            f"{self.alpha:.2g} at each point (Bonferroni), which assumes no distribution. "
+            f"{alpha / len(shared):.2g} at each point (Bonferroni), which assumes no "
+            f"distribution. {_SHORT * short}"
             f"Whatever changed in between counts, load of the machine too: make variants a factor "
             f"of one study, and they are measured in turn. Of where they ran differ: "
             f"{', '.join(other) or 'nothing'}. Left out, as not in both: "
             f"{'; '.join(alone) or 'nothing'}."
         )
-
-    def _verdict(self, found: Estimate) -> str:
-        if found.low is None or found.high is None or found.confidence < 1 - self.alpha - 1e-12:
-            enough = (n for n in range(2, 100) if 2 / math.comb(2 * n, n) <= self.alpha)
-            return f"too few repeats to tell, {next(enough)} are needed"
-        if found.low <= 1 <= found.high:
-            return "no difference beyond noise"
-        return "slower" if found.value > 1 else "faster"
 
     def summary(self) -> RenderableType:
         """Return the comparison for a terminal."""
@@ -117,3 +103,17 @@ class StudyComparison:
             f'<p class="soft">{escape(self.method)}</p>',
         ]
         return write_page(path, page("Two studies compared", parts, [figure]))
+
+
+_SHORT = (
+    "Where repeats are too few for that, the interval has the confidence that stands behind it, "
+    "or there is none. "
+)
+
+
+def _verdict(found: Estimate) -> str:
+    if found.low is None or found.high is None or found.falls_short:
+        return f"too few repeats to tell, {repeats_needed(found.wanted)} are needed"
+    if found.low <= 1 <= found.high:
+        return "no difference beyond noise"
+    return "slower" if found.value > 1 else "faster"

@@ -1,17 +1,25 @@
 """Figures of a study."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from hpctrain.report.figure import PARTS, RANKS, Estimate, Figure, Series, shown
-from hpctrain.studies.records import PointRecord
+from hpctrain.report.figure import PARTS, RANKS, Figure, Kind, Series, shown
 from hpctrain.studies.results import PointSummary, StudyResults, label_of
 
 LEVELS = {"node_bytes": "in nodes", "rail_bytes": "between nodes"}
 
+EFFICIENCY = "efficiency"
+
+_Line = Callable[[PointSummary, float], float]
+"""What a time of a step means at a point."""
+
 _INTERVALS = "with intervals, whose confidence is in the table."
-_LINES = {"dashed": "ideal", "dotted": "bound"}
+_LINES: dict[Kind, str] = {"dashed": "ideal", "dotted": "bound"}
+_ABOUT = {
+    EFFICIENCY: "None where ranks outnumber cores.",
+    "time-to-target": "Only where every repeat reached it.",
+}
 _NOTES = {
     "repeats": "Small dots are the repeats.",
     "hollow": "Hollow: more ranks than cores, which shows that it works, not how fast.",
@@ -34,42 +42,35 @@ def _noted(figure: Figure) -> Figure:
     return replace(figure, note=" ".join([figure.note, *notes]))
 
 
-def _by_size(results: StudyResults) -> list[Figure]:
-    """Return what changes with the number of ranks, curve by curve."""
-
-    def rate(summary: PointSummary, seconds: float) -> float:
-        first = summary.done[0]
-        return first.samples / len(first.step_s) / seconds
-
-    def share(summary: PointSummary, seconds: float) -> float:
-        return (summary.ideal_s or 0) / seconds
-
-    def figure(name: str, title: str, y_label: str, series: list[Series], **how: Any) -> Figure:
-        about = {"note": f"Medians {_INTERVALS}", "scale": "log", **how}
-        x_label = RANKS if _is_scaling(results) else ""
-        return Figure(
-            name=name, title=title, y_label=y_label, series=series, x_label=x_label, **about
+def _by_size(results: StudyResults) -> Iterator[Figure]:
+    """Yield what changes with the number of ranks, curve by curve."""
+    target = f"Time to {label_of(results.config.study.target)}"
+    rows: list[tuple[str, str, str, str, _Line | None]] = [
+        ("time", "Time of a step", "seconds", "mean_step_s", lambda _, seconds: seconds),
+        ("throughput", "Throughput", "samples per second", "samples_per_s", _rate),
+        (EFFICIENCY, "Efficiency", "part of the ideal", EFFICIENCY, _share),
+        ("time-to-target", target, "seconds", "time_to_target_s", None),
+    ]
+    for name, title, y_label, field, line in rows:
+        what = "Ratios of medians" if name == EFFICIENCY else "Medians"
+        yield Figure(
+            name=name,
+            title=title,
+            x_label=RANKS if _is_scaling(results) else "",
+            y_label=y_label,
+            note=f"{what} {_INTERVALS} {_ABOUT.get(name, '')}".rstrip(),
+            series=_series(results, field, line),
+            scale="linear" if name == EFFICIENCY else "log",
         )
 
-    steps = _points(results, lambda each: each.step_s, lambda each: each.mean_step_s)
-    steps += _lines(results, lambda _, seconds: seconds)
-    rates = _points(results, lambda each: each.samples_per_s, lambda each: each.samples_per_s)
-    rates += _lines(results, rate)
-    shares = _points(results, lambda each: each.efficiency) + _lines(results, share)
-    times = _points(
-        results,
-        lambda each: each.median_of("time_to_target_s"),
-        lambda record: record.time_to_target_s,
-    )
-    note = f"Ratios of medians {_INTERVALS} None where ranks outnumber cores."
-    late = f"Medians {_INTERVALS} Only where every repeat reached it."
-    title = f"Time to {label_of(results.config.study.target)}"
-    return [
-        figure("time", "Time of a step", "seconds", steps),
-        figure("throughput", "Throughput", "samples per second", rates),
-        figure("efficiency", "Efficiency", "part of the ideal", shares, note=note, scale="linear"),
-        figure("time-to-target", title, "seconds", times, note=late),
-    ]
+
+def _rate(summary: PointSummary, seconds: float) -> float:
+    first = summary.done[0]
+    return first.samples / len(first.step_s) / seconds
+
+
+def _share(summary: PointSummary, seconds: float) -> float:
+    return (summary.ideal_s or 0) / seconds
 
 
 def _by_point(results: StudyResults) -> list[Figure]:
@@ -114,47 +115,36 @@ def _is_scaling(results: StudyResults) -> bool:
     return len({each.ranks for each in results.summaries}) > 1
 
 
-def _curves(results: StudyResults) -> Iterable[tuple[int, tuple[str, list[PointSummary]]]]:
-    """Return colour, name and points of each curve; one where all sizes are alike."""
-    found: dict[str, list[PointSummary]] = {}
+def _series(results: StudyResults, field: str, line: _Line | None) -> list[Series]:
+    """Return a field of each repeat, its median at each point, and what ideal and model say.
+
+    They are drawn by curves: one where all sizes are alike. The lines are at points that were
+    measured.
+    """
+    is_scaling, found = _is_scaling(results), []
+    lines: list[Series] = []
+    curves: dict[str, list[PointSummary]] = {}
     for summary in results.summaries:
-        name = results.curve(summary.point) if _is_scaling(results) else ""
-        found.setdefault(name, []).append(summary)
-    return enumerate(found.items())
-
-
-def _points(
-    results: StudyResults,
-    estimate: Callable[[PointSummary], Estimate | None],
-    of_repeat: Callable[[PointRecord], float | None] = lambda _: None,
-) -> list[Series]:
-    """Return what each repeat says, and an estimate at each point."""
-    found = []
-    for colour, (name, summaries) in _curves(results):
-        dots: list[tuple[Any, float | None]] = []
-        told: dict[str, list[tuple[Any, Estimate | None]]] = {"points": [], "hollow": []}
-        for each in summaries:
-            x = each.ranks if _is_scaling(results) else results.label(each.point)
-            told["hollow" if each.oversubscribed else "points"].append((x, y := estimate(each)))
-            dots += [(x, of_repeat(record)) for record in each.done if y]
-        found.append(Series.of(dots, kind="repeats", name=name, colour=colour))
+        name = results.curve(summary.point) if is_scaling else ""
+        curves.setdefault(name, []).append(summary)
+    for colour, (name, summaries) in enumerate(curves.items()):
+        told: dict[Kind, list[tuple[Any, Any]]] = {"repeats": [], "points": [], "hollow": []}
+        least: dict[Kind, list[tuple[Any, Any]]] = {"dashed": [], "dotted": []}
+        for one in summaries:
+            x = one.ranks if is_scaling else results.label(one.point)
+            y = one.efficiency if field == EFFICIENCY else one.median_of(field)
+            told["hollow" if one.oversubscribed else "points"].append((x, y))
+            if y and field != EFFICIENCY:
+                told["repeats"] += [(x, getattr(record, field)) for record in one.done]
+            if line and one.step_s and is_scaling:
+                bound_s = results.bound(one.point) if results.bound else None
+                least["dashed"] += [(x, line(one, one.ideal_s))] if one.ideal_s else []
+                least["dotted"] += [(x, line(one, bound_s))] if bound_s else []
         found += [Series.of(v, kind=kind, name=name, colour=colour) for kind, v in told.items()]
-    return found
-
-
-def _lines(results: StudyResults, value: Callable[[PointSummary, float], float]) -> list[Series]:
-    """Return what ideal and model say at the points of each curve that were measured."""
-    found = []
-    for colour, (_, summaries) in _curves(results):
-        measured = [each for each in summaries if each.step_s and _is_scaling(results)]
-        times = {"dashed": [each.ideal_s for each in measured]}
-        if results.bound:
-            times["dotted"] = [results.bound(each.point) for each in measured]
-        for kind, seconds in times.items():
-            pairs = zip(measured, seconds, strict=True)
-            values = [(each.ranks, value(each, least)) for each, least in pairs if least]
-            found.append(Series.of(values, name=_LINES[kind], kind=kind, colour=colour))
-    return found
+        lines += [
+            Series.of(v, kind=kind, name=_LINES[kind], colour=colour) for kind, v in least.items()
+        ]
+    return found + lines
 
 
 def _bars(results: StudyResults, titles: Mapping[str, str]) -> list[Series]:

@@ -7,6 +7,7 @@ need not agree.
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -117,13 +118,13 @@ def _metric(
 ) -> tuple[str | None, float | None]:
     """Return name and last value of the target, else of what a test has told last."""
     wanted = next(iter(target), "loss")
-    found: tuple[str | None, float | None] = None, None
-    for line in (line for rank in lines for line in rank):
-        for name, value in line.items():
-            is_told = name == wanted if wanted != "loss" else "samples" not in line
-            if is_told and name not in _OWN:
-                found = name, value
-    return found
+    told = [
+        (name, value)
+        for line in chain.from_iterable(lines)
+        for name, value in line.items()
+        if name not in _OWN and (name == wanted if wanted != "loss" else "samples" not in line)
+    ]
+    return told[-1] if told else (None, None)
 
 
 def _reached(
@@ -139,8 +140,8 @@ def _reached(
             ends = range(SMOOTHED, len(steps) + 1)
             told = [steps[i - 1] for i in ends if losses[i - SMOOTHED : i].mean() <= wanted]
         else:
-            every = [line for rank in lines for line in rank if line.get(name) is not None]
-            told = [line["step"] for line in every if sign * line[name] >= sign * wanted]
+            every = [each for each in chain.from_iterable(lines) if each.get(name) is not None]
+            told = [each["step"] for each in every if sign * each[name] >= sign * wanted]
         if told:
             step, what = min(told), "samples" if name == "loss" else name
             times = [

@@ -2,12 +2,12 @@
 
 import itertools
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from hpctrain.core.errors import ConfigError
-from hpctrain.studies.records import Point
 from hpctrain.studies.study_file import LAUNCH, StudyConfig
 
 SRUN = (
@@ -15,6 +15,10 @@ SRUN = (
     "--kill-on-bad-exit=1 --cpu-bind=cores"
 )
 """Takes the place of ``LAUNCH`` in jobs of Slurm."""
+
+
+Point = Mapping[str, Any]
+"""The value of each factor of the study, by its name."""
 
 
 class Placement(NamedTuple):
@@ -30,9 +34,15 @@ class Attempt:
     """One repeat of one point."""
 
     point: Point
-    layout: Placement
     repeat: int  # from 0
-    order: int  # its place in the study, from 0
+    order: int  # its place among all points and repeats of the study, from 0
+
+    @property
+    def layout(self) -> Placement:
+        """How large it is."""
+        found = layout_of(self.point)
+        assert found is not None
+        return found
 
     @property
     def name(self) -> str:
@@ -73,48 +83,39 @@ def layout_of(point: Point) -> Placement | None:
     return Placement(ranks, nodes, -(-ranks // nodes))
 
 
-def points_of(config: StudyConfig) -> list[Point]:
-    """Return all combinations of the factors that do not contradict each other.
-
-    Raises ``ConfigError``: there is none, or the ranks of one cannot share its batch.
-    """
-    combinations = itertools.product(*config.factors.values())
-    found = [dict(zip(config.factors, values, strict=True)) for values in combinations]
-    points: list[Point] = [point for point in found if layout_of(point) is not None]
-    if not points:
-        raise ConfigError(
-            f"a point has at least as many ranks as nodes, and nodes x ranks_per_node ranks where "
-            f"all are told; none of these has: {dict(config.factors)}"
-        )
-    if config.study.mode == "strong" and config.uses("rank_batch"):
-        for point in points:
-            ranks = layout_of(point)
-            assert ranks is not None
-            if point["batch"] % ranks.ranks:
-                raise ConfigError(
-                    f"factors.batch is divided among the ranks for {{rank_batch}}, and "
-                    f"{ranks.ranks} ranks cannot share {point['batch']} samples alike; choose a "
-                    f"multiple, or mode = weak"
-                )
-    return points
-
-
 def attempts_of(config: StudyConfig) -> list[Attempt]:
     """Return all repeats of all points in the order in which they are measured.
 
     In every repeat all points come, in an order of its own: whatever drifts while a study runs
     meets all points alike. The order of a repeat depends on seed and points alone, so that more
-    repeats can follow later. Raises ``ConfigError`` as ``points_of``.
+    repeats can follow later.
+
+    Raises ``ConfigError``: factors contradict each other in all points, or the ranks of one
+    cannot share its batch.
     """
-    points = points_of(config)
+    combinations = (
+        dict(zip(config.factors, values, strict=True))
+        for values in itertools.product(*config.factors.values())
+    )
+    points = [point for point in combinations if layout_of(point) is not None]
+    if not points:
+        raise ConfigError(
+            f"a point has at least as many ranks as nodes, and nodes x ranks_per_node ranks where "
+            f"all are told; none of these has: {dict(config.factors)}"
+        )
     found: list[Attempt] = []
     for repeat in range(config.study.repeats):
         shuffled = random.Random(f"{config.study.seed}/{repeat}").sample(points, len(points))  # noqa: S311
         for point in shuffled:
-            layout = layout_of(point)
-            assert layout is not None
-            attempt = Attempt(point=point, layout=layout, repeat=repeat, order=len(found))
-            found.append(attempt)
+            found.append(Attempt(point=point, repeat=repeat, order=len(found)))
+    if config.study.mode == "strong" and config.uses("rank_batch"):
+        for attempt in found:
+            batch, ranks = attempt.point["batch"], attempt.layout.ranks
+            if batch % ranks:
+                raise ConfigError(
+                    f"factors.batch is divided among the ranks for {{rank_batch}}, and {ranks} "
+                    f"ranks cannot share {batch} samples alike; choose a multiple, or mode = weak"
+                )
     return found
 
 

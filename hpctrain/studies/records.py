@@ -14,27 +14,16 @@ from typing import Any, Literal
 from hpctrain.core.atomic import publishing
 from hpctrain.core.errors import DataError
 from hpctrain.core.records import read
-
-Point = Mapping[str, Any]
-"""The value of each factor of the study, by its name."""
-
-
-def ranks_of(point: Point) -> int:
-    """Return the number of ranks of a point: ``ranks``, else nodes times ranks per node."""
-    found: int = point.get("ranks") or point.get("nodes", 1) * point.get("ranks_per_node", 1)
-    return found
+from hpctrain.studies.points import Attempt
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PointRecord:
-    """One repeat of one point. Times and bytes are of a step; None is what nobody has told.
+class PointRecord(Attempt):
+    """What came of an attempt. Times and bytes are of a step; None is what nobody has told.
 
     Lists have an entry for each step that counts. A step lasts as long as on its slowest rank.
     """
 
-    point: Point
-    repeat: int  # from 0
-    order: int  # its place among all points and repeats of the study, from 0
     status: Literal["done", "failed"]
     oversubscribed: bool  # more ranks than cores: shows that it works, not how fast
     started: str  # in UTC

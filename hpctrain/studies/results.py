@@ -12,8 +12,8 @@ from hpctrain.cost.machine import Machine
 from hpctrain.cost.step import least_step_s
 from hpctrain.report.figure import Estimate, shown
 from hpctrain.studies.attempt import RECORDS
-from hpctrain.studies.points import Placement, layout_of
-from hpctrain.studies.records import Environment, Point, PointRecord, StudyFolder, ranks_of
+from hpctrain.studies.points import Placement, Point
+from hpctrain.studies.records import Environment, PointRecord, StudyFolder
 from hpctrain.studies.statistics import median, ratio
 from hpctrain.studies.study_file import StudyConfig, load
 
@@ -21,10 +21,6 @@ StepBound = Callable[[Point], float]
 """Seconds which a step at a point takes at least, by a model of the machine."""
 
 MAX_POINTS = 100  # of a curve
-
-
-SIZES = ("ranks", "nodes", "ranks_per_node")
-"""Factors that say how large the machine is; all others tell curves apart."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +40,7 @@ class PointSummary:
     @property
     def ranks(self) -> int:
         """How large it is."""
-        return ranks_of(self.point)
+        return self.records[0].layout.ranks
 
     @property
     def oversubscribed(self) -> bool:
@@ -101,23 +97,20 @@ class PointSummary:
 def summarize(records: Iterable[PointRecord], mode: str) -> list[PointSummary]:
     """Return a summary of each point, curve by curve, small machines first.
 
-    Points that differ in a factor other than ``SIZES`` are on other curves; in a weak study the
-    batch of a rank belongs to the curve, in a strong one the batch of all.
+    Points that differ in a factor other than those of ``Placement`` are on other curves; in a weak
+    study the batch of a rank belongs to the curve, in a strong one the batch of all.
     """
-    points: dict[str, list[PointRecord]] = {}
+    curves: dict[str, dict[str, list[PointRecord]]] = {}
     for record in records:
-        points.setdefault(key_of(record.point), []).append(record)
-    curves: dict[str, list[PointSummary]] = {}
-    for repeats in points.values():
-        name = key_of(_curve_of(repeats[0].point))
-        curves.setdefault(name, []).append(PointSummary(repeats))
+        curve = curves.setdefault(key_of(_curve_of(record.point)), {})
+        curve.setdefault(key_of(record.point), []).append(record)
     found = []
     for curve in curves.values():
-        curve.sort(key=lambda each: each.ranks)
-        base = next((each for each in curve if each.done and not each.oversubscribed), None)
-        for each in curve:
+        points = sorted(map(PointSummary, curve.values()), key=lambda each: each.ranks)
+        base = next((each for each in points if each.done and not each.oversubscribed), None)
+        for each in points:
             growth = each.ranks / base.ranks if base and mode == "strong" else 1.0
-            found.append(PointSummary(each.records, base, growth))
+            found.append(replace(each, base=base, growth=growth))
     return found
 
 
@@ -127,7 +120,7 @@ def key_of(point: Point) -> str:
 
 
 def _curve_of(point: Point) -> Point:
-    return {name: value for name, value in point.items() if name not in SIZES}
+    return {name: value for name, value in point.items() if name not in Placement._fields}
 
 
 @dataclass(frozen=True)
@@ -157,11 +150,11 @@ class StudyResults:
     @cached_property
     def summaries(self) -> list[PointSummary]:
         """One for each point, curve by curve, in the order of the factors."""
-        factors = [item for item in self.config.factors.items() if item[0] not in SIZES]
+        factors = _curve_of(self.config.factors).items()
 
         def place(summary: PointSummary) -> list[int]:
-            found = [(summary.point.get(name), values) for name, values in factors]
-            return [values.index(mine) if mine in values else -1 for mine, values in found]
+            told = [(summary.point.get(name), values) for name, values in factors]
+            return [[*values, mine].index(mine) for mine, values in told]
 
         return sorted(summarize(self.records, self.config.study.mode), key=place)
 
@@ -194,13 +187,12 @@ class StudyResults:
 
         def least_s(point: Point) -> float:
             summary = next(each for each in self.summaries if each.point == point)
-            layout = layout_of(point) or Placement(summary.ranks, 1, summary.ranks)
+            _, nodes, each = summary.records[0].layout
             moved = (summary.median_of(name) for name in ("rail_bytes", "node_bytes"))
             between, inside = (found.value if found else 0.0 for found in moved)
-            there = replace(machine, nodes=layout.nodes, ranks_per_node=layout.ranks_per_node)
-            return least_step_s(
-                there, summary.ideal_s or 0.0, network_bytes=between, node_bytes=inside
-            )
+            there = replace(machine, nodes=nodes, ranks_per_node=each)
+            ideal_s = summary.ideal_s or 0.0
+            return least_step_s(there, ideal_s, network_bytes=between, node_bytes=inside)
 
         return replace(self, bound=least_s)
 

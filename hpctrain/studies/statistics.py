@@ -8,6 +8,7 @@ Lehmann, the same 34 (1963).
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from statistics import median as middle
@@ -38,6 +39,12 @@ def ratio(
     return _estimate(value, ratios, chances, confidence)
 
 
+def repeats_needed(confidence: float) -> int:
+    """Return how many repeats on both sides of a ratio give an interval of this confidence."""
+    ones = ([1.0] * num for num in itertools.count(2))
+    return next(len(one) for one in ones if not ratio(one, one, confidence).falls_short)
+
+
 def _estimate(
     value: float,
     candidates: Iterable[float],
@@ -53,7 +60,7 @@ def _estimate(
     low, high = min(ordered[cut], value), max(ordered[-1 - cut], value)
     kept = 1 - float(outside[cut])
     ends = {"low": low, "high": high} if kept > 0 else {"low": None, "high": None}
-    return Estimate(value=value, confidence=max(kept, 0.0), **ends)
+    return Estimate(value=value, confidence=max(kept, 0.0), wanted=confidence, **ends)
 
 
 @functools.cache

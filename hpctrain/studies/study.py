@@ -22,7 +22,7 @@ from hpctrain.core.units import format_numbers
 from hpctrain.launch.lease import Lease, Times, WaysOut
 from hpctrain.studies.attempt import RECORDS, carry_out, clear
 from hpctrain.studies.points import Attempt, attempts_of
-from hpctrain.studies.records import Environment, PointRecord, StudyFolder, ranks_of
+from hpctrain.studies.records import Environment, PointRecord, StudyFolder
 from hpctrain.studies.study_file import StudyConfig, load
 
 TIMES = Times(wait_s=6.0)  # nobody waits for a whole repeat
@@ -61,7 +61,7 @@ class Study:
         walls: dict[int, list[float]] = {}
         for record in self.folder.read_points():
             if record.wall_s is not None:
-                walls.setdefault(ranks_of(record.point), []).append(record.wall_s)
+                walls.setdefault(record.layout.ranks, []).append(record.wall_s)
         every = [wall for found in walls.values() for wall in found]
         if not every:
             return None

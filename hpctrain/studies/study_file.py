@@ -81,21 +81,15 @@ class StudyConfig:
     def __post_init__(self) -> None:
         """Check the factors, and that each changes something."""
         for name, values in self.factors.items():
+            is_list = isinstance(values, list) and 0 < len(values) == len(set(map(repr, values)))
+            require(is_list, f"factors.{name} is a list of different values", values)
+            is_word = re.fullmatch(r"[a-z]\w*", name) is not None and name not in _ATTEMPT
             require(
-                isinstance(values, list) and 0 < len(values) == len(set(map(repr, values))),
-                f"factors.{name} is a list of different values",
-                values,
+                is_word, "factors are words of small letters, other than folder and repeat", name
             )
-            require(
-                re.fullmatch(r"[a-z]\w*", name) is not None and name not in _ATTEMPT,
-                "factors are words of small letters, other than folder and repeat",
-                name,
-            )
-            require(
-                name not in (*_LAYOUT, "batch") or all(type(v) is int and v > 0 for v in values),
-                f"factors.{name} has whole numbers above 0",
-                values,
-            )
+            is_size = all(type(value) is int and value > 0 for value in values)
+            is_free = name not in (*_LAYOUT, "batch")
+            require(is_free or is_size, f"factors.{name} has whole numbers above 0", values)
         for name, value in self.study.target.items():
             require(type(value) in (int, float), f"study.target.{name} is a number", value)
         require(len(self.study.target) < 2, "study.target has one name", self.study.target)
@@ -121,28 +115,25 @@ class StudyConfig:
 
     def _texts(self) -> list[str]:
         command = self.command
-        return [command.run, command.launcher, *self._settings.values(), *self._variables.values()]
-
-    @property
-    def _settings(self) -> dict[str, str]:
-        return {name: _text(value) for name, value in _flat(self.command.set).items()}
-
-    @property
-    def _variables(self) -> dict[str, str]:
-        return {name: _text(value) for name, value in self.command.environment.items()}
+        values = (*_flat(command.set).values(), *command.environment.values())
+        return [command.run, command.launcher, *map(_text, values)]
 
     def filled(self, names: Mapping[str, Any]) -> tuple[list[str], list[str], dict[str, str]]:
         """Return the words of the launcher and of the command, and the variables.
 
         What ``{...}`` stand for is in ``names``.
         """
+
+        def fill(value: Any) -> str:
+            return _NAME.sub(lambda match: _text(names[match[1]]), _text(value))
+
+        command = self.command
         launcher, run = (
-            [_filled(word, names) for word in shlex.split(text)]
-            for text in (self.command.launcher, self.command.run)
+            list(map(fill, shlex.split(text))) for text in (command.launcher, command.run)
         )
-        for key, text in self._settings.items():
-            run += ["--set", f"{key}={_filled(text, names)}"]
-        return launcher, run, {n: _filled(text, names) for n, text in self._variables.items()}
+        for key, value in _flat(command.set).items():
+            run += ["--set", f"{key}={fill(value)}"]
+        return launcher, run, {name: fill(value) for name, value in command.environment.items()}
 
     def uses(self, name: str) -> bool:
         """Say whether a text of [command] has ``{name}``."""
@@ -173,25 +164,25 @@ def load(path: Path) -> StudyConfig:
 
 def example(mode: Literal["strong", "weak"], script: str = "") -> StudyConfig:
     """Return a study to begin with: of ``script``, else of the handwritten digits."""
-    factors = {"ranks": [1, 2, 4, 8], "batch": [64 if mode == "strong" else 16]}
-    threads = {"OMP_NUM_THREADS": 1}
+    variables: dict[str, Any] = {"OMP_NUM_THREADS": 1}
     if script:
-        batch = {} if "batch}" in script else {"BATCH": "{rank_batch}"}
-        command = CommandTable(run=script, environment={**batch, **threads})
-        table = StudyTable(name=f"script-{mode}", mode=mode)
-        return StudyConfig(factors=factors, study=table, command=command)
-    settings = {
-        "output_dir": "{folder}/run",
-        "seed": "{repeat}",
-        "train.global_batch": "{global_batch}",
-        "train.epochs": 8,
-        "checkpoint.every": "none",
-        "log.plots": False,
-    }
-    run = "hpctrain train examples/digits.toml"
-    command = CommandTable(run=run, set=settings, environment=threads)
-    table = StudyTable(name=f"digits-{mode}", mode=mode, target={"accuracy": 0.9})
-    return StudyConfig(factors=factors, study=table, command=command)
+        name, run, target, settings = "script", script, {}, {}
+        variables = ({} if "batch}" in script else {"BATCH": "{rank_batch}"}) | variables
+    else:
+        name, run, target = "digits", "hpctrain train examples/digits.toml", {"accuracy": 0.9}
+        settings = {
+            "output_dir": "{folder}/run",
+            "seed": "{repeat}",
+            "train.global_batch": "{global_batch}",
+            "train.epochs": 8,
+            "checkpoint.every": "none",
+            "log.plots": False,
+        }
+    return StudyConfig(
+        factors={"ranks": [1, 2, 4, 8], "batch": [64 if mode == "strong" else 16]},
+        study=StudyTable(name=f"{name}-{mode}", mode=mode, target=target),
+        command=CommandTable(run=run, set=settings, environment=variables),
+    )
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -201,10 +192,6 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         inner = isinstance(value, Mapping)
         found |= _flat(value, f"{prefix}{name}.") if inner else {prefix + name: value}
     return found
-
-
-def _filled(text: str, names: Mapping[str, Any]) -> str:
-    return _NAME.sub(lambda match: _text(names[match[1]]), text)
 
 
 def _text(value: Any) -> str:

@@ -1,9 +1,12 @@
 """Two studies compared differ where their intervals say so, and nowhere else."""
 
 from dataclasses import replace
+from io import StringIO
+from math import comb
 
 import numpy as np
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from hpctrain.cli.main import app
@@ -78,6 +81,42 @@ def test_equal_studies_differ_as_seldom_as_alpha_says_and_ten_percent_is_found()
 @pytest.mark.parametrize("kind", ["even", "heavy", "outliers"])
 def test_of_500_equal_studies_no_more_than_alpha_are_called_different(kind):
     assert sum(differing(kind, 1, 500)) <= 0.05 + 2.5 * np.sqrt(0.05 / 500)
+
+
+@pytest.mark.parametrize("num", [1, 2, 3, 4, 5])
+def test_intervals_hold_the_truth_as_often_as_they_say_where_repeats_are_few(num):
+    asked = generated.config({"ranks": [1, 2]}, repeats=num)
+    generator, draws = np.random.default_rng(num), 100
+
+    def drawn(factor):
+        times = [factor * noise("even", generator, (1,)) for _ in range(2 * num)]
+        found = zip(generated.records(asked), times, strict=True)
+        records = [replace(each, step_s=steps.tolist()) for each, steps in found]
+        return generated.complete(config=asked, records=records)
+
+    pairs = [StudyComparison(drawn(1), drawn(1.1), 0.05) for _ in range(draws)]
+    ratios = [ratio for pair in pairs for _, ratio in pair.points]
+    text = " ".join(printed(pairs[0]).split())
+    # 2.5 % at each of the two points takes five repeats: two of C(10, 5) orders.
+    assert ("too few repeats to tell, 5 are needed" in text) == (num < 5)
+    assert ("confidence that stands behind it" in text) == (num < 5)
+    if num == 1:
+        assert {ratio.low for ratio in ratios} == {None}
+        assert "[" not in text
+        return
+    told = ratios[0].confidence
+    assert told == pytest.approx(1 - 2 / comb(2 * num, num)) if num < 5 else told >= 0.975
+    level = {2: "66.6%", 3: "90%", 4: "97.1%"}.get(num, "no")
+    assert text.count(f"] {level}") == 2 * (num < 5)
+    share = np.mean([ratio.low <= 1.1 <= ratio.high for ratio in ratios])
+    assert share >= told - 2.5 * np.sqrt(told * (1 - told) / len(ratios))
+
+
+def printed(found):
+    """What the terminal shows."""
+    console = Console(file=StringIO(), width=300)
+    console.print(found.summary())
+    return console.file.getvalue()
 
 
 def test_too_few_repeats_say_how_many_are_needed(tmp_path):

@@ -1,5 +1,6 @@
 """Points and their order: every point once in every repeat, in an order that a seed fixes."""
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.core.errors import ConfigError
-from hpctrain.studies.points import Attempt, Placement, attempts_of, layout_of, points_of
+from hpctrain.studies.points import Attempt, Placement, attempts_of, layout_of
 from hpctrain.studies.study_file import CommandTable, StudyConfig, StudyTable
 
 TEXT = "run {ranks} {nodes} {batch} {codec}"
@@ -19,6 +20,11 @@ def config(factors, command=TEXT, **table) -> StudyConfig:
         command = command if name in factors else command.replace(f"{{{name}}}", "")
     how = CommandTable(run=command, launcher="")
     return StudyConfig(factors=factors, study=StudyTable(**table), command=how)
+
+
+def points_of(asked):
+    """The points of a study, each once."""
+    return [each.point for each in attempts_of(asked) if each.repeat == 0]
 
 
 @given(
@@ -33,12 +39,16 @@ def config(factors, command=TEXT, **table) -> StudyConfig:
 )
 def test_each_repeat_is_a_permutation_of_all_points_which_the_seed_fixes(factors, repeats, seed):
     asked = config(factors, repeats=repeats, seed=seed)
-    points, attempts = points_of(asked), attempts_of(asked)
-    assert [attempt.order for attempt in attempts] == list(range(len(points) * repeats))
+    attempts = attempts_of(asked)
+    num = len(attempts) // repeats
+    assert [attempt.order for attempt in attempts] == list(
+        range(len(factors["ranks"]) * len(factors["codec"]) * repeats)
+    )
     for repeat in range(repeats):
-        block = attempts[repeat * len(points) : (repeat + 1) * len(points)]
+        block = attempts[repeat * num : (repeat + 1) * num]
         assert {attempt.repeat for attempt in block} == {repeat}
-        assert sorted(map(repr, (attempt.point for attempt in block))) == sorted(map(repr, points))
+        found = [tuple(attempt.point.values()) for attempt in block]
+        assert sorted(found) == sorted(itertools.product(*factors.values()))
     assert attempts == attempts_of(asked)
     more = replace(asked, study=replace(asked.study, repeats=repeats + 1))
     assert attempts_of(more)[: len(attempts)] == attempts  # repeats may be added later
@@ -78,9 +88,7 @@ def test_points_that_contradict_themselves_are_left_out_and_all_of_them_are_an_e
 
 
 def test_the_batch_is_of_all_ranks_in_a_strong_study_and_of_each_in_a_weak_one():
-    attempt = Attempt(
-        point={"ranks": 4, "batch": 64}, layout=Placement(4, 1, 4), repeat=0, order=0
-    )
+    attempt = Attempt(point={"ranks": 4, "batch": 64}, repeat=0, order=0)
     strong, weak = (attempt.names(mode, Path("f")) for mode in ("strong", "weak"))
     assert (strong["global_batch"], strong["rank_batch"]) == (64, 16)
     assert (weak["global_batch"], weak["rank_batch"]) == (256, 64)
@@ -91,7 +99,7 @@ def test_the_batch_is_of_all_ranks_in_a_strong_study_and_of_each_in_a_weak_one()
 
 
 def test_more_ranks_than_cores_of_real_hosts_are_oversubscribed():
-    attempt = Attempt(point={"ranks": 8}, layout=Placement(8, 4, 2), repeat=0, order=0)
+    attempt = Attempt(point={"ranks": 8, "nodes": 4}, repeat=0, order=0)
     assert attempt.is_oversubscribed(cores=2, hosts=1)
     assert attempt.is_oversubscribed(cores=2, hosts=3)
     assert not attempt.is_oversubscribed(cores=2, hosts=4)
