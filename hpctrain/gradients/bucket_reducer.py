@@ -20,7 +20,7 @@ from hpctrain.comm.eager import eager
 from hpctrain.core.errors import CommError, ConfigError, MismatchError
 from hpctrain.gradients.parameter_names import NamedParameters
 from hpctrain.gradients.reduction import Reduction, Slot
-from hpctrain.gradients.sparse_gradients import SparseSlot
+from hpctrain.gradients.sparse_gradients import SparseSlot, writes_of
 from hpctrain.gradients.step_check import Announcement, CheckedSteps, Opening
 
 if TYPE_CHECKING:
@@ -403,11 +403,6 @@ class _Hook:
     def __call__(self, given: torch.Tensor) -> None:
         if (reducer := self.reducer()) is not None:
             self.tell(reducer, given if self.about is None else self.about)
-
-
-def writes_of(grad: torch.Tensor) -> tuple[int, int]:
-    """Return what changes when a gradient is written, or when its ``.data`` is another."""
-    return grad._version, 0 if grad.is_sparse else grad.data_ptr()  # noqa: SLF001
 
 
 def _is_replaced(slot: Slot | SparseSlot) -> bool:

@@ -231,8 +231,8 @@ class DistributedMethods:
 
         What a backward that raised has left behind is forgotten.
         """
-        if self._reducer:
-            self._reducer.start_again()
+        if self._exchange:
+            self._exchange.start_again()
         super().load_state_dict(state_dict)  # type: ignore[misc]
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -257,6 +257,14 @@ class AdasumMethods(DistributedMethods):
             f"sample counts weight an average; this optimizer has op=Adasum, got "
             f"num_samples={num_samples}, nominal={nominal}"
         )
+
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's own
+        """Forget the gradients; see ``torch.optim.Optimizer.zero_grad``.
+
+        A rank that then goes on to the next batch, without a step, has left one out.
+        """
+        cast("AdasumStep", self._exchange).forget()
+        super().zero_grad(set_to_none)
 
     def skip_synchronize(self) -> NoReturn:
         """Refuse: a step that is not combined would let the ranks part."""
@@ -323,7 +331,7 @@ def before_step(
             'a GradScaler looks at .grad, which with shard="node" is each rank\'s own gradient '
             "and not the average; take bfloat16, which needs no scaler, or leave shard out"
         )
-    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    closure = _closure_in(args, kwargs)
     if closure is None:
         stepping._reducer.finish()  # noqa: SLF001
         return args, kwargs
@@ -344,10 +352,14 @@ def after_step(stepped: Any, *_: object) -> None:
 
 
 @eager
-def begin_step(stepping: Any, *_: object) -> None:
+def begin_step(stepping: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Keep the parameters: torch calls this at the start of ``step()``."""
     _unscale(stepping)
-    stepping._exchange.begin()  # noqa: SLF001
+    stepping._exchange.begin(has_closure=_closure_in(args, kwargs) is not None)  # noqa: SLF001
+
+
+def _closure_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return kwargs.get("closure", args[1] if len(args) > 1 else None)
 
 
 def _unscale(stepping: Any) -> None:

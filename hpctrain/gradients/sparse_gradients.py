@@ -59,6 +59,11 @@ class GradientState:
         raise NotImplementedError
 
 
+def writes_of(grad: Tensor) -> tuple[int, int]:
+    """Return what changes when a gradient is written, or when its ``.data`` is another."""
+    return grad._version, 0 if grad.is_sparse else grad.data_ptr()  # noqa: SLF001
+
+
 class SparseSlot(GradientState):
     """One parameter whose gradient is sparse: rows of an embedding, most often.
 
