@@ -11,9 +11,10 @@ from hpctrain.comm.agreement import require_equal
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.threaded import start_on
 from hpctrain.compress.codec import Compressor
+from hpctrain.gradients.checked_steps import CheckedSteps
 from hpctrain.gradients.parameter_names import NamedParameters
 from hpctrain.gradients.sparse_gradients import writes_of
-from hpctrain.gradients.step_check import Announcement, CheckedSteps, Opening
+from hpctrain.gradients.step_check import Announcement, Opening
 
 _STEPPED = "_hpctrain_stepped"  # the attribute of a gradient that a step has taken as it is
 
@@ -59,7 +60,6 @@ class AdasumStep:
         """Forget what has led here: parameters and state were replaced. Not collective."""
         self.steps.number = None
         self._before, self._num_forgotten = [], 0
-        self._mark_gradients()
 
     @torch.no_grad()
     def begin(self, *, has_closure: bool = False) -> None:
@@ -74,7 +74,9 @@ class AdasumStep:
         lines, grads = _lines_of(today), _gradients(today)
         is_new = has_closure or _has_new(grads)
         repeats = not is_new and any(bool(grad.any()) for grad in grads)
-        for _ in range(self._num_forgotten - (not is_new)):
+        if self._num_forgotten and not is_new:
+            self.steps.number = None  # perhaps those that were forgotten were of this step
+        for _ in range(self._num_forgotten):
             self.steps.end()
         self._num_forgotten = 0
         self.steps.count_reached(name for name, p in today if p.grad is None or not p.grad.any())

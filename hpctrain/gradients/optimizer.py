@@ -21,11 +21,12 @@ from hpctrain.compress.half import Compression, HalfCodec, codec_for
 from hpctrain.core.errors import ConfigError
 from hpctrain.gradients.adasum_step import AdasumStep
 from hpctrain.gradients.bucket_reducer import ParameterSource, Reducer
+from hpctrain.gradients.checked_steps import CheckedSteps
 from hpctrain.gradients.parameter_names import Grouping, Groups, named, names_of, places_of
 from hpctrain.gradients.reduction import Reduction
 from hpctrain.gradients.sample_count import NUM_FLAGS, SampleCount
 from hpctrain.gradients.sharded_step import ShardedReduction, ShardedStep
-from hpctrain.gradients.step_check import CheckedSteps, StepCheck
+from hpctrain.gradients.step_check import StepCheck
 from hpctrain.negotiation.request import Adasum, Average, ReduceOp, Sum
 from hpctrain.runtime import world
 from hpctrain.runtime.process_sets import ProcessSet, global_process_set
@@ -453,7 +454,7 @@ def _steps_over(comm: Communicator) -> CheckedSteps:
     """Return the steps of an optimizer over these ranks. Collective for the first one."""
     here = world.current()
     if comm not in here.step_checks:
-        here.step_checks[comm] = StepCheck(comm)
+        here.step_checks[comm] = StepCheck(comm, is_asked=True)
     check = cast("StepCheck", here.step_checks[comm])
     return CheckedSteps(check, here.settings.check_weights)
 

@@ -59,9 +59,9 @@ class GradientState:
         raise NotImplementedError
 
 
-def writes_of(grad: Tensor) -> tuple[int, int]:
-    """Return what changes when a gradient is written, or when its ``.data`` is another."""
-    return grad._version, 0 if grad.is_sparse else grad.data_ptr()  # noqa: SLF001
+def writes_of(tensor: Tensor) -> tuple[int, int]:
+    """Return what changes when a tensor is written to, or when its ``.data`` is another."""
+    return tensor._version, 0 if tensor.is_sparse else tensor.data_ptr()  # noqa: SLF001
 
 
 class SparseSlot(GradientState):

@@ -138,6 +138,80 @@ def test_ranks_may_have_nothing_to_add_and_all_leave_a_step_out(hvd, to_none):
     assert hvd.allgather_object(sums) == [sums] * hvd.size()
 
 
+def accumulates(hvd, model, optimizer):
+    """Add up two passes on every rank, and a third one on some."""
+    for step in range(2 + hvd.rank() % 2):
+        backward(hvd, model, step)
+    optimizer.step()
+
+
+def freezes_and_thaws(hvd, model, optimizer):
+    for is_trained in (False, True):
+        model[0].requires_grad_(is_trained)
+        optimizer.zero_grad()
+        accumulates(hvd, model, optimizer)
+
+
+def adds_parameters(hvd, model, optimizer):
+    late = nn.Linear(10, 1).double()
+    hvd.broadcast_parameters(late.state_dict())
+    optimizer.add_param_group({"params": list(late.parameters())})
+    for _ in range(2):
+        optimizer.zero_grad()
+        late(model(torch.full((2, 64), 0.1 * (1 + hvd.rank())).double())).sum().backward()
+        optimizer.step()
+
+
+def loads_its_state(hvd, model, optimizer):
+    backward(hvd, model)
+    optimizer.load_state_dict(optimizer.state_dict())
+    if hvd.rank() == 0:
+        optimizer.zero_grad()
+    optimizer.step()
+
+
+def forgets_before_one_has_no_samples(hvd, model, optimizer):
+    backward(hvd, model)  # of a loss that is not finite, say
+    optimizer.zero_grad()
+    if hvd.rank() != 1:
+        backward(hvd, model)
+    optimizer.step()
+
+
+def steps_another_optimizer(hvd, model, optimizer):
+    other, its_own = wrapped(hvd, op=hvd.Adasum)
+    for step in range(3):
+        backward(hvd, other, step)
+        its_own.step()
+        its_own.zero_grad()
+    accumulates(hvd, model, optimizer)
+
+
+@MANY
+@pytest.mark.parametrize(
+    "does",
+    [
+        accumulates,
+        freezes_and_thaws,
+        adds_parameters,
+        loads_its_state,
+        forgets_before_one_has_no_samples,
+        steps_another_optimizer,
+    ],
+)
+def test_what_ranks_may_do_is_no_error_in_the_steps_that_follow(hvd, does):
+    model, optimizer = wrapped(hvd, op=hvd.Adasum)
+    for step in range(6):
+        optimizer.zero_grad()
+        backward(hvd, model, step)
+        optimizer.step()
+        if step == 2:
+            optimizer.zero_grad()
+            does(hvd, model, optimizer)
+    sums = [p.sum().item() for p in model.parameters()]
+    assert hvd.allgather_object(sums) == [sums] * hvd.size()
+
+
 @pytest.mark.ranks(2, 3)
 def test_closures_of_ranks_may_be_called_unequally_often(hvd):
     model, calls = make_model(), []
