@@ -196,23 +196,23 @@ bench: .venv/stamp ## run a part of every benchmark and print their table; resul
 	@rm -rf $(BENCH); mkdir -p $(BENCH)
 	@$(MAKE) --no-print-directory .venv-horovod || true # without it there are no figures of it
 	@$(MAKE) --no-print-directory .venv-peers || true # what is not there has a row that says so
-	$(call bench,60,allreduce-2,hpctrain launch -n 2 -- python perf/bench_allreduce.py --rounds 3)
-	$(call bench,90,allreduce-4,hpctrain launch -n 4 -- python perf/bench_allreduce.py --rounds 2)
-	$(call bench,60,step-2,hpctrain launch -n 2 -- python perf/bench_step.py --rounds 3)
-	$(foreach ranks,2 4,$(call bench,75,named-$(ranks),python perf/bench_named.py --rounds 2 \
-	  --idle-pairs 20 --ranks $(ranks) $(HOROVOD_PYTHON:%=--horovod %)))
-	$(call bench,40,start-4,python perf/bench_start.py --rounds 2)
-	$(call bench,40,checkpoint-2,hpctrain launch -n 2 -- python perf/bench_checkpoint.py \
+	$(call bench,50,allreduce-2,hpctrain launch -n 2 -- python perf/bench_allreduce.py --rounds 3)
+	$(call bench,60,allreduce-4,hpctrain launch -n 4 -- python perf/bench_allreduce.py --rounds 2)
+	$(call bench,50,step-2,hpctrain launch -n 2 -- python perf/bench_step.py --rounds 3)
+	$(foreach ranks,2 4,$(call bench,60,named-$(ranks),python perf/bench_named.py --rounds 2 \
+	  --idle-pairs 20 --ranks $(ranks)))
+	$(call bench,30,start-4,python perf/bench_start.py --rounds 2)
+	$(call bench,30,checkpoint-2,hpctrain launch -n 2 -- python perf/bench_checkpoint.py \
 	  --rounds 2 --mib 256)
-	$(call bench,60,reproducible-2,hpctrain launch -n 2 -- python perf/bench_reproducible.py \
+	$(call bench,40,reproducible-2,hpctrain launch -n 2 -- python perf/bench_reproducible.py \
 	  --rounds 2 --steps 2)
 	$(call bench,20,order,python perf/bench_order.py --samples 100000)
 	test ! -e .venv/horovod-stamp || \
-	  timeout -k 5 100 python perf/bench_engines.py --worlds 2 --rounds 2 \
+	  timeout -k 5 80 python perf/bench_engines.py --worlds 2 --rounds 2 \
 	  --sizes 8 65536 1048576 --json $(BENCH)/engines.json || echo "engines: no result" >&2
-	$(call bench,70,data-quick,python perf/bench_data.py --quick)
+	$(call bench,110,data-quick,python perf/bench_data.py --quick)
 	@if python -m tests.cluster.vcluster; then for name in batching local_sgd network; do \
-	  timeout -k 5 60 python perf/bench_$$name.py --quick \
+	  timeout -k 5 100 python perf/bench_$$name.py --quick \
 	    --json $(BENCH)/$${name/_/-}.json || echo "$$name: no result" >&2; done; fi
 	@python perf/table.py $(BENCH)
 
@@ -222,20 +222,20 @@ bench-compare: .venv/stamp ## fail if build/bench has worse ratios than OLD=DIR,
 	@python perf/table.py $(BENCH) --against $(OLD)
 
 .PHONY: bench-full
-bench-full: .venv/stamp ## run every benchmark; HOROVOD_PYTHON has Horovod; figures: perf/results
+bench-full: .venv/stamp ## run every benchmark; figures: perf/results
 	@mkdir -p perf/results
+	@$(MAKE) --no-print-directory .venv-horovod || true # without it there are no figures of it
 	hpctrain launch -n 2 -- python perf/bench_allreduce.py --json perf/results/allreduce-2.json
 	hpctrain launch -n 4 -- python perf/bench_allreduce.py --json perf/results/allreduce-4.json
 	hpctrain launch -n 2 -- python perf/bench_step.py --json perf/results/step-2.json
 	for ranks in 2 4; do python perf/bench_named.py --ranks $$ranks \
-	  $(HOROVOD_PYTHON:%=--horovod %) --json perf/results/named-$$ranks.json; done
+	  --json perf/results/named-$$ranks.json; done
 	python perf/bench_start.py --json perf/results/start-4.json
 	hpctrain launch -n 2 -- python perf/bench_checkpoint.py --json perf/results/checkpoint-2.json
 	hpctrain launch -n 2 -- python perf/bench_reproducible.py --json perf/results/reproducible-2.json
 	python perf/bench_order.py --json perf/results/order.json
 	hpctrain launch -n 4 -- python perf/study_local_sgd.py \
 	  --json perf/results/local-sgd-accuracy.json
-	@$(MAKE) --no-print-directory .venv-horovod || true # without it there are no figures of it
 	test ! -e .venv/horovod-stamp || python perf/bench_engines.py \
 	  --json perf/results/engines.json --plot perf/results/engines.png
 	@$(MAKE) --no-print-directory .venv-peers || true # what is not there has a row that says so

@@ -5,6 +5,7 @@
 A network of 25.2 M parameters learns from the same weights and samples in all ways, one after the
 other in one job; ``local_sgd_job.py`` says what it learns. The worlds are two ranks on one node,
 and four virtual nodes of two ranks each, with links as in ``bench_network.py``; that takes root.
+With ``--quick`` they are two nodes, and a few steps.
 The loss to be reached is that of synchronous training after ``--steps`` steps, and half a per cent
 more, so that no round hangs on the last digit. The other ways take as many steps as they need for
 it, in whole rounds, at least as many as synchronous training and at most twice as many.
@@ -50,6 +51,7 @@ WORLDS = {
     "cluster": World(
         title="4 nodes x 2 ranks, 200 Mbit/s", nodes=4, rate="200mbit", quick_steps=4
     ),
+    "two-nodes": World(title="2 nodes x 2 ranks, 1 Gbit/s", nodes=2, rate="1gbit", quick_steps=4),
 }
 
 
@@ -176,7 +178,7 @@ def arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a few steps, to see it work")
-    parser.add_argument("--worlds", nargs="+", choices=WORLDS, default=list(WORLDS))
+    parser.add_argument("--worlds", nargs="+", choices=WORLDS, help="by default two of them")
     parser.add_argument("--steps", type=int, default=16, help="of synchronous training")
     parser.add_argument(
         "--rounds", type=int, nargs="+", default=[4, 8, 16], help="steps of LocalSGD's rounds"
@@ -187,6 +189,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     parser.add_argument("--plot", type=Path, help="draw loss against time into this PNG")
     options = parser.parse_args()
+    everything = ["one-node", "two-nodes" if options.quick else "cluster"]
+    options.worlds = options.worlds or everything
     if any(options.steps % steps for steps in options.rounds):
         parser.error("--steps is a multiple of each of --rounds, so that all end with a round")
     return options
@@ -199,7 +203,7 @@ def main() -> None:
     results = []
     for name in options.worlds:
         result = run(WORLDS[name], options)
-        result["verdicts"] = verdicts(result["rows"]) if WORLDS[name].nodes > 1 else []
+        result["verdicts"] = verdicts(result["rows"]) if name == "cluster" else []
         results.append(result)
         show(console, result)
     if options.json:

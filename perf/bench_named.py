@@ -7,13 +7,14 @@
 * ``big``: the same of 64 MiB, in an ordinary tensor;
 * ``idle``: a compute loop beside an idle controller, against the same loop before ``init()``.
 
-Jobs of hpctrain and of Horovod take turns; Horovod is that of ``--horovod``, a Python with an MPI
-of its own, and has no row without it. ``MPI`` is MPI_Allreduce on the same memory in the same job,
-for ``many`` one blocking call after the other in one order: what a library does that needs no
-names. Times are medians of the slowest rank. Ratios are the time of a peer over ours: above 1
-ours is faster. The slow-down of the idle controller is the median over pairs of short loops, with
-its 95 % bounds; it needs a core for each rank. What such a median cannot see, a look around once a
-second, is in the processor time that a rank takes while it does nothing.
+Jobs of hpctrain and of Horovod take turns; Horovod is the installed one, or that of ``--horovod``,
+another Python with an MPI of its own; without one it has no row. ``MPI`` is MPI_Allreduce on the
+same memory in the same job, for ``many`` one blocking call after the other in one order: what a
+library does that needs no names. Times are medians of the slowest rank. Ratios are the time of a
+peer over ours: above 1 ours is faster. The slow-down of the idle controller is the median over
+pairs of short loops, with its 95 % bounds; it needs a core for each rank. What such a median
+cannot see, a look around once a second, is in the processor time that a rank takes while it does
+nothing.
 """
 
 import json
@@ -21,6 +22,7 @@ import math
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -117,7 +119,8 @@ def main() -> None:
     """Let all jobs take their turns, print the table, write the JSON file."""
     parser = arguments(__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=2, help="ranks of each job")
-    parser.add_argument("--horovod", type=Path, help="a Python that has Horovod")
+    installed = Path(sys.executable) if find_spec("horovod") else None
+    parser.add_argument("--horovod", type=Path, default=installed, help="another Python")
     parser.add_argument("--idle-pairs", type=int, default=300, help="pairs of the compute loop")
     options = parser.parse_args()
     found = collect(options.ranks, options.horovod, options.rounds)

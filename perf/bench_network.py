@@ -155,7 +155,7 @@ def arguments() -> argparse.Namespace:
     options = parser.parse_args()
     options.shapes = SHAPES
     if options.quick:
-        options.shapes, options.rates, options.rounds = SHAPES[:1], RATES[-1:], 2
+        options.shapes, options.rates, options.rounds = SHAPES[:1], RATES[-1:], 5
         options.sizes = SIZES[:2]
     return options
 

@@ -65,6 +65,7 @@ class Ratio:
 
 def spread(peer: Sequence[float], ours: Sequence[float], rounds: int) -> tuple[float, float]:
     """Return the least and the most that a peer's median over ours is in a round."""
+    rounds = min(rounds, len(ours))  # a quick run has fewer
     calls = len(ours) // rounds
     ratios = [
         statistics.median(peer[begin : begin + calls])

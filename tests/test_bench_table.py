@@ -60,6 +60,7 @@ def test_every_ratio_lies_within_its_spread_and_has_a_date(table):
 def test_a_spread_is_that_of_the_medians_of_the_rounds(table):
     peer, ours = [2.0, 2.0, 9.0, 6.0, 6.0, 0.1], [1.0, 1.0, 1.0, 2.0, 2.0, 2.0]
     assert table.spread(peer, ours, rounds=2) == (2.0, 3.0)
+    assert table.spread([2.0, 6.0], [1.0, 2.0], rounds=5) == (2.0, 3.0)  # of a quick run
 
 
 @pytest.mark.parametrize(

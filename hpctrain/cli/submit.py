@@ -25,7 +25,7 @@ _OUTPUT_DIR = re.compile(r"\s*output_dir\s*=")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
+class JobOptions:
     """A job before it is submitted."""
 
     name: str
@@ -300,7 +300,9 @@ def _print_template(template: str | None, *, print_only: bool) -> None:
     typer.echo(batch_script.text(template), nl=False)
 
 
-def _job(config: Path, name: str | None, overrides: Sequence[str], array: str | None) -> "Job":
+def _job(
+    config: Path, name: str | None, overrides: Sequence[str], array: str | None
+) -> "JobOptions":
     from hpctrain.core.config import given  # noqa: PLC0415
     from hpctrain.train.load import load  # noqa: PLC0415
 
@@ -308,7 +310,7 @@ def _job(config: Path, name: str | None, overrides: Sequence[str], array: str | 
     known = map(_without_index, overrides)
     run = load(config, [text for text in known if "$" not in text], given()).config
     where = Path("runs", name) if name else Path(run.output_dir or Path("runs", run.name))
-    return Job(name=name or run.name, folder=where, is_array=array is not None)
+    return JobOptions(name=name or run.name, folder=where, is_array=array is not None)
 
 
 def _command(words: Sequence[str], overrides: Sequence[str] | None) -> Sequence[str]:
@@ -327,10 +329,10 @@ def _command(words: Sequence[str], overrides: Sequence[str] | None) -> Sequence[
     return ["python", *words] if words[0] == script else words
 
 
-def _job_of(words: Sequence[str], name: str | None, array: str | None) -> "Job":
+def _job_of(words: Sequence[str], name: str | None, array: str | None) -> "JobOptions":
     scripts = [word for word in words if word.endswith(".py")]
     name = name or Path(scripts[0] if scripts else words[0]).stem
-    return Job(name=name, folder=Path("runs", name), is_array=array is not None)
+    return JobOptions(name=name, folder=Path("runs", name), is_array=array is not None)
 
 
 def _default_template(settings: "BatchSettings") -> str:

@@ -113,10 +113,18 @@ def allreduce_async_(  # noqa: PLR0913, PLR0917 - Horovod's arguments, in its or
     process_set: ProcessSet | None = global_process_set,
 ) -> Handle:
     """Start what ``allreduce_`` does; see ``allreduce_async``."""
-    request = _request(
-        (tensor,), name, op, average, prescale_factor, postscale_factor, in_place=True
-    )
-    return controller_of(process_set).submit(request, only)
+    if average is not None or op.__class__ is not ReduceOp:
+        op = chosen_op(op, average)
+    controller = controller_of(process_set)
+    if name is not None:  # there may be thousands in a step
+        handle = controller.submit_tensor(name, tensor, op, prescale_factor, postscale_factor)
+        if handle is not None:
+            return handle
+    factors = prescale_factor, postscale_factor
+    request = reduction(Kind.ALLREDUCE, (tensor,), name, op, *factors, in_place=True)
+    if name is not None:
+        controller.repeat(name, request)
+    return controller.submit(request, only)
 
 
 def grouped_allreduce(  # noqa: PLR0913, PLR0917 - Horovod's arguments, in its order

@@ -129,13 +129,16 @@ def reduction(  # noqa: PLR0913 - what users give
 
     Raises ``ConfigError``: ``check_tensor`` does, or values of a dtype cannot be so reduced.
     """
+    if len(tensors) == 1:  # as a rule, and there may be thousands, again and again
+        (tensor,) = tensors
+        check_tensor(tensor)
+        full_name, signature = _of_one(
+            kind, name, tensor.dtype, tensor.shape, op, float(prescale), float(postscale)
+        )
+        return Request.signed(signature, full_name, (tensor,), in_place=in_place)
     for tensor in tensors:
         check_tensor(tensor)
         _check_values(tensor.dtype, op, prescale != 1.0 or postscale != 1.0)
-    if len(tensors) == 1:  # as a rule, and there may be thousands, again and again
-        what = tensors[0].dtype, tensors[0].shape, op, float(prescale), float(postscale)
-        full_name, signature = _of_one(kind, name, *what)
-        return Request(kind, full_name, tensors, in_place=in_place, signature=signature)
     return Request(
         kind,
         named(kind, name),
@@ -158,6 +161,7 @@ def _of_one(  # noqa: PLR0913, PLR0917 - what users give
     postscale: float,
 ) -> tuple[str | None, Signature]:
     """Return the whole name, and the signature of a reduction of one tensor on the CPU."""
+    _check_values(dtype, op, prescale != 1.0 or postscale != 1.0)
     what = kind, (dtype,), (shape,), op, prescale, postscale, None, ("cpu",)
     return named(kind, name), Signature(*what)
 

@@ -21,7 +21,7 @@ _OPERATIONS = {
 }
 
 
-class Call(NamedTuple):
+class ObservedCall(NamedTuple):
     """One operation of this rank that is over."""
 
     rank: int  # this rank's number in the communicator
@@ -31,7 +31,7 @@ class Call(NamedTuple):
     traffic: Traffic  # what the call moved, and how long it waited
 
 
-Listener = Callable[[Call], object]
+Listener = Callable[[ObservedCall], object]
 """Hears of an operation that is over; on any thread that communicates."""
 
 
@@ -80,7 +80,9 @@ class ObservedCommunicator:
             result = method(*args, **kwargs)
             seconds = time.perf_counter() - start
             moved = self._inside.traffic().since(before)
-            heard = Call(self._inside.rank, self._prefix + name, _num_bytes(args), seconds, moved)
+            heard = ObservedCall(
+                self._inside.rank, self._prefix + name, _num_bytes(args), seconds, moved
+            )
             for listener in self._listeners:
                 listener(heard)
             return result
@@ -99,7 +101,7 @@ def _num_bytes(args: tuple[Any, ...]) -> int | None:
     return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
 
 
-def trace(call: Call) -> None:
+def trace(call: ObservedCall) -> None:
     """Print an operation as ``r3 | allreduce_       |   25.0 MiB |    1.84 ms``."""
     size = "" if call.num_bytes is None else format_bytes(call.num_bytes)
     cells = (f"r{call.rank}", f"{call.operation:16}", f"{size:>10}")
@@ -117,7 +119,7 @@ class Count:
     seconds: float = 0.0
     waited_s: float = 0.0
 
-    def add(self, call: Call) -> None:
+    def add(self, call: ObservedCall) -> None:
         """Count one more call."""
         self.calls += 1
         self.num_bytes += call.num_bytes or 0
@@ -137,7 +139,7 @@ class Statistics:
         self._counting = threading.Lock()
         self._owner = Owner()
 
-    def __call__(self, call: Call) -> None:
+    def __call__(self, call: ObservedCall) -> None:
         """Count ``call``."""
         with self._counting:
             self.counts.setdefault(call.operation, Count()).add(call)

@@ -378,13 +378,13 @@ def identity_of_samples(samples: Iterable[object]) -> str:
     """Return a checksum of the texts and integers of some samples, but those of pixels."""
     total = 0
     for sample in samples:
-        held = sample.values() if isinstance(sample, Mapping) else sample
-        for value in held if isinstance(held, Iterable) and not isinstance(held, str) else [held]:
+        held = [*sample.values()] if isinstance(sample, Mapping) else sample
+        for value in held if isinstance(held, list | tuple) else [held]:
             numbers = _integers(value)
             if numbers is not None and numbers.dtype != np.uint8:
                 total = crc32(numbers[:_MOST_NUMBERS].tobytes(), total)
-            elif isinstance(value, int | str):
-                total = crc32(repr(value).encode(), total)
+            elif isinstance(value, int | str | np.integer):
+                total = crc32(str(value).encode(), total)
     return f"{total:08x}"
 
 

@@ -122,7 +122,8 @@ class Reducer:
         Gradients that the program has replaced or dropped since are the ranks' own: where all
         ranks have done the same they stay, else they are averaged; also behind a ``zero_grad()``
         that no backward has followed. Returns whether there was anything to do. In a step that is
-        skipped, gradients of the step before add nothing.
+        skipped, gradients of the step before add nothing, and samples count only if there was a
+        backward.
         """
         if not self.is_on:
             return False
@@ -146,7 +147,12 @@ class Reducer:
                 replaced_sum=self._replaced_sum,
                 repeats=any(slot.has_values for slot in old),
             )
+            count = self.reduction.count
+            weight = count.weight
+            if is_skipped and count.is_set and not has_begun:
+                count.weight = 0.0
             self._complete(changed, told)
+            count.weight = weight
         return is_due
 
     @eager

@@ -34,6 +34,7 @@ class CheckedSteps:
         self.skipped = 0  # checksum of their numbers
         self.flags = 0  # bits of this rank
         self.raised_flags = 0  # bits that any rank had in the last message; the same on every rank
+        self.num_active = 0  # ranks that have not joined, as of the last message
         self.may_differ = False  # whether this rank's weights may be others: it tells none
         self._sample = WeightSample(())
         self._check, self._check_weights = check, check_weights
@@ -130,7 +131,7 @@ class CheckedSteps:
 
     def take(self, opening: Opening) -> None:
         """Take over what all ranks have in common."""
-        self.raised_flags = opening.flags
+        self.raised_flags, self.num_active = opening.flags, opening.num_active
         self.number = opening.step if self.number is None else self.number
 
 

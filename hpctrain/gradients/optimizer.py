@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
+from hpctrain.comm.agreement import require_equal
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.eager import eager
 from hpctrain.compress.codec import Codec, Compressor, Identity
@@ -337,12 +338,31 @@ def before_step(
         stepping._reducer.finish()  # noqa: SLF001
         return args, kwargs
 
+    reducer = stepping._reducer  # noqa: SLF001
+
     def averaging() -> Any:
         loss = closure()
-        stepping._reducer.finish()  # noqa: SLF001
+        reducer.finish()
+        if isinstance(stepping, LBFGS):  # which decides by it how far it goes
+            _require_equal_loss(reducer.reduction, loss)
         return loss
 
     return args[:1], kwargs | {"closure": averaging}
+
+
+def _require_equal_loss(reduction: Reduction, loss: object) -> None:
+    """Raise ``MismatchError`` on all ranks if their closures return other losses. Collective.
+
+    Not while some have joined, who answer nothing else than averages of gradients.
+    """
+    comm = reduction._comm  # noqa: SLF001
+    if reduction.steps.num_active == comm.size:
+        said = [repr(loss.detach().tolist() if isinstance(loss, Tensor) else loss)]
+        way_out = (
+            "LBFGS decides by it when a step ends, and ranks that decide otherwise part: let the "
+            "closure return the mean over ranks, hvd.allreduce(loss.detach())"
+        )
+        require_equal(comm, said, "what the closure of LBFGS returns", way_out)
 
 
 @eager

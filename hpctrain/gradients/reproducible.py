@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from hpctrain.comm.agreement import by_rank, raise_if_any, require_equal
 from hpctrain.comm.communicator import Communicator
-from hpctrain.core.errors import ConfigError, MismatchError
+from hpctrain.core.errors import ConfigError, DataError, MismatchError
 from hpctrain.core.logs import logger
 from hpctrain.gradients.fixed_tree import (
     ALIGNMENT,
@@ -223,7 +223,7 @@ class Reproducible:
         whose first dimension counts them, in tuples, lists and mappings. None stands for equally
         many in all micro-shards; else each counts by its samples, and empty ones are left out.
         ``loss_function`` returns the mean loss over those of a micro-shard. All ranks raise
-        ``MismatchError`` where the part of one does not fit.
+        ``MismatchError`` where the part of one does not fit, or is refused by a ``DataError``.
         """
         if torch.get_num_threads() != self._num_threads:
             torch.set_num_threads(self._num_threads)
@@ -232,11 +232,10 @@ class Reproducible:
         work = _Work(values, _Report(self.next_step, num_samples, flags=self._flags))
         try:
             sizes = self._sizes(batch, num_samples)
-        except ConfigError as error:
-            work.report.refusal = str(error)
-        else:
             with kept_generators():
                 self._run(work, batch, loss_function, sizes)
+        except (ConfigError, DataError) as error:
+            work.report.refusal = str(error)
         self.own_loss = exact_sum(work.report.losses) / self._num_micro_shards
         start = time.perf_counter()
         with torch.no_grad():

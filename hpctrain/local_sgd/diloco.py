@@ -12,7 +12,7 @@ from hpctrain.compress.codec import Compressor
 from hpctrain.core.errors import ConfigError
 from hpctrain.local_sgd.averaged_tensors import NamedTensors
 from hpctrain.local_sgd.local_method import LocalMethod, require
-from hpctrain.local_sgd.rounds import Fields, RoundOpening, SampleSums, Steps, SyncInterval
+from hpctrain.local_sgd.rounds import Fields, RoundOpening, SampleSums, Share, Steps, SyncInterval
 
 
 class DiLoCo(LocalMethod):
@@ -117,8 +117,12 @@ class DiLoCo(LocalMethod):
                 outer[name] = anchors[name]
             else:  # new since the ranks have met
                 others.append((name, tensor))
-        with replica.holding(outer | replica.means(others)):
+        with replica.holding(outer | replica.means(others, self.share())):
             yield
+
+    def share(self) -> Share:
+        """Return what this rank's replica counts since buffers travelled, with the last part."""
+        return self.rounds.share(self._samples[-1])
 
     def _start_again(self) -> None:
         super()._start_again()

@@ -26,7 +26,7 @@ from hpctrain.gradients.reduction import Reduction
 from hpctrain.gradients.sample_count import NUM_FLAGS, SampleCount
 from hpctrain.gradients.step_check import SKIPPED, StepCheck
 from hpctrain.local_sgd.replica import Exchange, Replica
-from hpctrain.local_sgd.rounds import Fields, Rounds, SampleSums, StateFields
+from hpctrain.local_sgd.rounds import Fields, Rounds, SampleSums, Share, StateFields
 from hpctrain.runtime import world
 
 SWITCH = 1 << (NUM_FLAGS - 1)
@@ -147,7 +147,7 @@ class LocalMethod(StateFields):
         for reducer in self._reducers:
             if reducer.is_on:
                 reducer.steps.skip()
-        self._end_step()
+        self._end_step(is_skipped=True)
 
     @eager
     def synchronize(self) -> None:
@@ -199,12 +199,19 @@ class LocalMethod(StateFields):
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Let the model be the mean of all replicas inside, to test or save it. Collective."""
+        """Let the model be the mean of all replicas inside, to test or save it. Collective.
+
+        They count as they would if the block ended here.
+        """
         if self.rounds.agrees:
             yield
             return
-        with self.replica.as_mean():
+        with self.replica.as_mean(self.share()):
             yield
+
+    def share(self) -> Share:
+        """Return what this rank's replica counts in a mean of all ranks' here. Collective."""
+        return self.rounds.share(self._samples[0])
 
     def close(self) -> None:
         """Remove the hooks. Not collective."""
@@ -388,11 +395,13 @@ class LocalMethod(StateFields):
             reducer.steps.may_differ = self._wants_switch  # by a learning rate of its own
 
     @eager
-    def _end_step(self) -> None:
+    def _end_step(self, *, is_skipped: bool = False) -> None:
         synchronous = self.is_synchronous
         if synchronous:  # looked at here, as the phase may end with this step
             self.rounds.raised_flags = self._flags_of_gradients
         self.rounds.count_step(synchronous=synchronous)
+        for samples in self._samples:
+            samples.end_step(is_skipped=is_skipped)
         self.replica.roster.note_step()
         self.communication_seconds = 0.0
         for reducer in self._reducers:

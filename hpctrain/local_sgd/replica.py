@@ -22,7 +22,7 @@ from hpctrain.local_sgd.averaged_tensors import (
     entries_with_mean,
 )
 from hpctrain.local_sgd.averaging import AnchoredAveraging, Averaging
-from hpctrain.local_sgd.rounds import Fields, RoundOpening, Rounds, SampleSums, StateFields
+from hpctrain.local_sgd.rounds import Fields, RoundOpening, Rounds, SampleSums, Share, StateFields
 from hpctrain.runtime.world import World
 
 
@@ -75,9 +75,9 @@ class Replica:
         self.optimizer.state.clear()
 
     @contextmanager
-    def as_mean(self) -> Iterator[None]:
+    def as_mean(self, share: Share) -> Iterator[None]:
         """Let parameters and buffers be their means over all ranks inside. Collective."""
-        with self.holding(self.means([*self.unequal_parameters(), *self.buffers()])):
+        with self.holding(self.means([*self.unequal_parameters(), *self.buffers()], share)):
             yield
 
     def unequal_parameters(self) -> NamedTensors:
@@ -87,13 +87,13 @@ class Replica:
 
     def average_buffers(self) -> None:
         """Give all ranks the means of their buffers. Collective."""
-        means = self.means(self.buffers())
+        means = self.means(self.buffers(), Share(1.0, 1.0 / self._comm.size))
         for name, buffer in self.buffers():
             buffer.copy_(means[name])
 
-    def means(self, named: NamedTensors) -> dict[str, Tensor]:
+    def means(self, named: NamedTensors, share: Share) -> dict[str, Tensor]:
         """Return the means of tensors over all ranks, by name. Collective."""
-        return {name: self._mean(tensor) for name, tensor in named}
+        return {name: self._mean(tensor, share) for name, tensor in named}
 
     @contextmanager
     def holding(self, values: dict[str, Tensor]) -> Iterator[None]:
@@ -109,9 +109,9 @@ class Replica:
             for name, tensor in tensors.items():
                 tensor.copy_(kept[name])
 
-    def mean_state(self) -> dict[str, Any]:
+    def mean_state(self, share: Share) -> dict[str, Any]:
         """Return the optimizer's ``state_dict`` with the means of its state. Collective."""
-        means = {id(tensor): self._mean(tensor) for _, tensor in self.state()}
+        means = {id(tensor): self._mean(tensor, share) for _, tensor in self.state()}
         state = self.optimizer.state_dict()
         state["state"] = {
             number: {key: means.get(id(value), value) for key, value in own.items()}
@@ -119,10 +119,11 @@ class Replica:
         }
         return state
 
-    def _mean(self, tensor: Tensor) -> Tensor:
+    def _mean(self, tensor: Tensor, share: Share) -> Tensor:
         with torch.no_grad():
-            mean = tensor.clone()
-            self._comm.allreduce_(mean, scale=1.0 / self._comm.size).wait()
+            # What counts nothing is left out, whatever it holds.
+            mean = tensor * share.weight if share.weight else torch.zeros_like(tensor)
+            self._comm.allreduce_(mean, scale=share.scale).wait()
         return mean
 
 

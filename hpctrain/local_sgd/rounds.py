@@ -7,7 +7,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from functools import reduce
 from operator import attrgetter
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -101,37 +101,60 @@ class RoundOpening:
     """Mean time over ranks that the averaging before has cost, waiting for others included."""
 
 
+class Share(NamedTuple):
+    """What this rank's replica counts in a mean over ranks."""
+
+    weight: float
+    scale: float  # one over the sum of all ranks' weights
+
+
 class SampleSums:
     """How much a replica counts: by its samples since the last averaging, if they are counted."""
 
     def __init__(self) -> None:
         self._sum = self._nominal = 0.0
+        self._of_step: list[tuple[float, float]] = []  # given for the step that is not over
+        self._usual, self._num_untold = 0.0, 0  # nominal number of steps that were given none
         self.is_counted = False  # whether a number was ever given
 
     @property
     def weight(self) -> float:
         """Samples over the usual number of them; 1 where they are not counted."""
-        return self._sum / (self._nominal or 1.0) if self.is_counted else 1.0
+        num_samples = self._sum + sum(number for number, _ in self._of_step)
+        nominal = self._nominal + sum(nominal for _, nominal in self._of_step)
+        nominal += self._num_untold * self._usual
+        return num_samples / (nominal or 1.0) if self.is_counted else 1.0
 
     def add(self, num_samples: float, nominal: float) -> None:
         """Add the samples of a step; ``ConfigError`` if the numbers cannot be."""
         check_count(num_samples, nominal)
-        self._sum += num_samples
-        self._nominal += nominal
+        self._of_step.append((num_samples, nominal))
         self.is_counted = True
+
+    def end_step(self, *, is_skipped: bool) -> None:
+        """Count the samples of a step, none if it ``is_skipped``: to others it is a step too."""
+        if not self._of_step:
+            self._num_untold += 1
+            return
+        self._sum += 0.0 if is_skipped else sum(number for number, _ in self._of_step)
+        self._usual = sum(nominal for _, nominal in self._of_step)
+        self._nominal += self._usual
+        self._of_step = []
 
     def clear(self) -> None:
         """Count anew."""
         self._sum = self._nominal = 0.0
+        self._of_step, self._num_untold = [], 0
 
     def own_state(self) -> list[float]:
-        """Return the sums, and whether there are any."""
-        return [self._sum, self._nominal, float(self.is_counted)]
+        """Return the sums, what a step adds to them, and whether there are any."""
+        return [self._sum, self._nominal, self._usual, self._num_untold, self.is_counted]
 
     def load_own_state(self, state: Sequence[float]) -> None:
         """Go on from a state."""
-        self._sum, self._nominal, is_counted = state
-        self.is_counted = bool(is_counted)
+        self._sum, self._nominal, *more, is_counted = state
+        self._usual, num_untold = more or (0.0, 0)  # of older checkpoints
+        self._num_untold, self.is_counted, self._of_step = int(num_untold), bool(is_counted), []
 
 
 class Rounds:
@@ -202,15 +225,9 @@ class Rounds:
         This rank's replica counts by ``samples``; None where none is averaged. Its tensors are
         ``outdated`` where they have changed since buckets were laid out.
         """
-        takes_part = bool(samples and self.takes_part)
-        weight = samples.weight if samples and takes_part else 0.0
-        total = self._sum_of(
-            weight=weight,
-            has_count=bool(samples and samples.is_counted and takes_part),
-            takes_part=takes_part,
+        weight, total, self.raised_flags = self._report(
+            samples,
             outdated=outdated,
-            step=self.step,
-            step_squared=self.step**2,
             step_s=self._timed_s / max(self._num_timed, 1),
             round_s=self.waited_s,
             drift=self.own_drift if self.takes_part else 0.0,
@@ -232,14 +249,36 @@ class Rounds:
             round_s=self.round_s,
         )
 
-    def _sum_of(self, **own: float) -> dict[str, float]:
-        """Return the sums of what ranks report, and let flags be known. Collective."""
-        flat = self._message.flat
-        flat.copy_(torch.tensor((*own.values(), *bits_of(self.flags)), dtype=torch.float64))
+    def share(self, samples: SampleSums) -> Share:
+        """Return what this rank's replica counts in a mean of all ranks' here. Collective.
+
+        As in a round that ends here; all alike where none of them counts.
+        """
+        weight, total, _ = self._report(samples)
+        if not total["weight"]:
+            return Share(1.0, 1.0 / self._comm.size)
+        return Share(weight, 1.0 / total["weight"])
+
+    def _report(
+        self, samples: SampleSums | None, **more: float
+    ) -> tuple[float, dict[str, float], int]:
+        """Return this rank's weight, sums of what ranks report, and their flags. Collective."""
+        takes_part = bool(samples and self.takes_part)
+        weight = samples.weight if samples and takes_part else 0.0
+        own: dict[str, float] = {
+            "weight": weight,
+            "has_count": bool(samples and samples.is_counted and takes_part),
+            "takes_part": takes_part,
+            "step": self.step,
+            "step_squared": self.step**2,
+            **more,
+        }
+        flat = self._message.flat.zero_()
+        reported = (*bits_of(self.flags), *own.values())
+        flat[: len(reported)] = torch.tensor(reported, dtype=torch.float64)
         self._comm.allreduce_(self._message).wait()
         values, size = flat.tolist(), self._comm.size
-        total = dict(zip(own, values, strict=False))
-        self.raised_flags = flags_of(values[len(own) :])
+        total = dict(zip(own, values[NUM_FLAGS:], strict=False))
         if total["step_squared"] * size != total["step"] ** 2:
             raise MismatchError(
                 f"a round ends on all ranks after the same step, they have taken "
@@ -252,7 +291,7 @@ class Rounds:
                 f"{total['has_count']:.0f} of {total['takes_part']:.0f} have called it; call it "
                 f"on every rank"
             )
-        return total
+        return weight, total, flags_of(values[:NUM_FLAGS])
 
     def close(self, *, agrees: bool) -> None:
         """Begin the next round, after one that has made all ranks agree, or has not."""

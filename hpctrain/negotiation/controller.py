@@ -15,10 +15,22 @@ from hpctrain.comm.mpi_library import calls_from_threads
 from hpctrain.core.errors import CommError, HorovodInternalError, RankLostError
 from hpctrain.core.libc import Timer
 from hpctrain.core.units import MIB
+from hpctrain.negotiation.pending_table import NUM_SLOTS
 from hpctrain.negotiation.progress_engine import CLOSE, JOIN, BreakOff, ProgressEngine
-from hpctrain.negotiation.request import Handle, Kind, Request, Result, Take
+from hpctrain.negotiation.request import (
+    Handle,
+    Kind,
+    ReduceOp,
+    Repeated,
+    Request,
+    Result,
+    Take,
+    TensorHandle,
+)
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from hpctrain.comm.communicator import Communicator
     from hpctrain.negotiation.stall import StallWatch
     from hpctrain.negotiation.timeline import Timelines
@@ -63,6 +75,7 @@ class Controller:
         self._is_open = self._may_drive = True
         self._refusal: HorovodInternalError | None = None
         """Why nothing more is taken on this rank, though others may not know yet."""
+        self._repeated: dict[str, Repeated] = {}
         self._owner = Owner()
         self._lock = threading.Lock()
         self._given_up = threading.Condition(self._lock)
@@ -92,6 +105,29 @@ class Controller:
         self._enter(handle)
         self._nudge()
         return handle
+
+    @eager
+    def submit_tensor(
+        self, name: str, tensor: "Tensor", op: ReduceOp, prescale: float, postscale: float
+    ) -> Handle | None:
+        """Start a reduction in place that was started as such before; None if none was.
+
+        ``name`` is what ``repeat`` was told.
+        """
+        repeated = self._repeated.get(name)
+        if repeated is None or not repeated.fits(tensor, op, prescale, postscale):
+            return None
+        handle = TensorHandle(self, repeated, tensor)
+        self._enter(handle)
+        self._nudge()
+        return handle
+
+    def repeat(self, name: str, request: Request) -> None:
+        """Know a reduction in place of one tensor again, by the name that the user gave."""
+        if len(self._repeated) >= NUM_SLOTS:
+            self._repeated.clear()
+        assert request.name is not None
+        self._repeated[name] = Repeated(request.name, request.signature)
 
     @eager
     def run(self, request: Request) -> Result:

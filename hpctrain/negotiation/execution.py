@@ -3,7 +3,7 @@
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from hpctrain.negotiation.request import Kind, ReduceOp, Request, Result
 if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator, Traffic
     from hpctrain.negotiation.messages import OperationBatch
-    from hpctrain.negotiation.request import Handle
+    from hpctrain.negotiation.request import Handle, TensorHandle
     from hpctrain.negotiation.timeline import Timeline
 
 DIRECT_BYTES = 1 << 20
@@ -88,14 +88,14 @@ class FusionBuffer:
         self._layouts: OrderedDict[Hashable, Layout] = OrderedDict()
         self._num_views = 0
 
-    def layout(self, tensors: Sequence[Tensor]) -> Layout:
+    def layout(self, tensors: Sequence[Tensor], shapes: Hashable) -> Layout:
         """Return the buffer laid out for ``tensors`` of one dtype; until the next call.
 
         Collective: the buffer grows where it has to, on all ranks at once. ``NodeMemoryError``, on
         every rank, if there is not enough memory.
         """
         dtype = tensors[0].dtype
-        key = (dtype, tuple([tensor.shape for tensor in tensors]))
+        key = (dtype, shapes)
         found = self._layouts.get(key)
         if found is None:
             # Made outside of inference mode: what is made inside it cannot be written later.
@@ -226,6 +226,9 @@ class Executor:
         request = handles[0].request
         try:
             with torch.no_grad():
+                if len(handles) > 1 and all(handle.repeated for handle in handles):
+                    self._repeated(cast("list[TensorHandle]", handles), phases)
+                    return None
                 if request.kind is Kind.ALLREDUCE:
                     results = self._allreduce([handle.request for handle in handles], phases)
                 else:
@@ -243,6 +246,15 @@ class Executor:
         return None
 
     # -- reductions -------------------------------------------------------------------------
+
+    def _repeated(self, handles: "list[TensorHandle]", phases: Phases) -> None:
+        """Reduce small tensors in place, of which there may be thousands; see ``runs``."""
+        tensors = [handle.tensor for handle in handles]
+        how = self._recipe(handles[0].request)
+        shapes = tuple([handle.repeated.signature.shapes for handle in handles])
+        self._fused(tensors, tensors, how, phases, shapes)
+        for handle in handles:
+            handle.is_done = True
 
     def _allreduce(self, requests: Sequence[Request], phases: Phases) -> list[Result]:
         """Reduce requests of one operation and factors; of several dtypes only if it is one."""
@@ -266,16 +278,15 @@ class Executor:
         self, given: list[Tensor], taken: list[Tensor], request: Request, phases: Phases
     ) -> None:
         """Reduce ``given``, of one dtype, into ``taken``, as ``request`` wants it."""
-        _, _, _, op, prescale, postscale, _, _ = request.signature
-        assert op is not None
-        how = recipe(given[0].dtype, op, prescale, postscale, self._comm.size)
-        if op is ReduceOp.ADASUM:
+        how = self._recipe(request, given[0].dtype)
+        if request.signature.op is ReduceOp.ADASUM:
             self._adasum(given, taken, how, phases)
             return
         for some in _portions(given, self._fusion_bytes):
             if len(some) > 1:
                 chosen = [given[number] for number in some]
-                self._fused(chosen, [taken[number] for number in some], how, phases)
+                shapes = tuple([tensor.shape for tensor in chosen])
+                self._fused(chosen, [taken[number] for number in some], how, phases, shapes)
                 continue
             phases.enter("MPI_ALLREDUCE")
             (number,) = some
@@ -283,11 +294,22 @@ class Executor:
                 taken[number].copy_(given[number])
             reduce_(self._comm, taken[number], how)
 
+    def _recipe(self, request: Request, dtype: torch.dtype | None = None) -> Recipe:
+        """Return how to do it; ``dtype`` if there are several."""
+        _, dtypes, _, op, prescale, postscale, _, _ = request.signature
+        assert op is not None
+        return recipe(dtype or dtypes[0], op, prescale, postscale, self._comm.size)
+
     def _fused(
-        self, given: list[Tensor], taken: list[Tensor], how: Recipe, phases: Phases
+        self,
+        given: list[Tensor],
+        taken: list[Tensor],
+        how: Recipe,
+        phases: Phases,
+        shapes: Hashable,
     ) -> None:
-        """Reduce ``given`` as one into ``taken``."""
-        layout = self._buffer.layout(given)
+        """Reduce ``given``, of these shapes, as one into ``taken``."""
+        layout = self._buffer.layout(given, shapes)
         phases.enter("MEMCPY_IN_FUSION_BUFFER")
         if layout.is_flat:
             torch.cat(given, out=layout.flat)  # in half the time

@@ -34,6 +34,7 @@ class OperationBatch:
     entries: tuple[Entry, ...]
     join_over: int | None = None
     """The rank that joined last, when all have joined: nobody is joined any more."""
+    bits: int = field(default=0, compare=False)  # of their numbers, if all have one
     runs: list[list[int]] | None = field(default=None, compare=False)
     """Which of them share a message, once that is known: the same batch comes again."""
 

@@ -8,7 +8,7 @@ from hpctrain.core.units import format_ranks
 from hpctrain.negotiation import messages
 from hpctrain.negotiation.messages import Entry, OperationBatch, Part, Report, bits_of
 from hpctrain.negotiation.pending_table import NUM_SLOTS, OWN, PendingTable, ResponseCache
-from hpctrain.negotiation.request import Kind, Signature
+from hpctrain.negotiation.request import Kind, Repeated, Signature
 
 if TYPE_CHECKING:
     from hpctrain.comm.control_channel.mailbox import Tree
@@ -68,6 +68,16 @@ class Negotiator:
         else:
             self._announced[name] = -1
             tally.add_name(OWN, name, [(signature, None)])
+
+    def announce_many(self, repeated: Sequence[Repeated | None]) -> bool:
+        """Do what ``announce`` does for operations that all have numbers, else nothing."""
+        known = None if self._tally.joined[OWN] else self.cache.numbers_of(repeated)
+        if known is None:
+            return False
+        self._is_changed = True
+        self._announced.update(known.slots)
+        self._tally.add_bits(OWN, known.bits)
+        return True
 
     def join(self) -> None:
         """Count this rank for everything, until all ranks have joined."""
@@ -204,7 +214,10 @@ class Negotiator:
             return
         self._ready_bits, self._ready_names = 0, {}
         if not names and join_over is None:
-            slots = [slot for slot in self._announced.values() if slot >= 0 and bits >> slot & 1]
+            digits = f"{bits:0{len(self.cache.entries)}b}"[::-1]
+            slots = [
+                slot for slot in self._announced.values() if slot >= 0 and digits[slot] == "1"
+            ]
             message = messages.pack_slots(slots)
             self._send_down(message)
             self._apply_slots(message, slots)
@@ -237,7 +250,7 @@ class Negotiator:
         batch = self.cache.batch(message, slots)
         for entry in batch.entries:
             del self._announced[entry.name]
-        self._tally.clear(bits_of(slots), ())
+        self._tally.clear(batch.bits, ())
         self._batches.append(batch)
 
     def _apply(self, items: "Sequence[Entry | int]", join_over: int | None) -> None:

@@ -1,12 +1,20 @@
 """Operations that this rank and all ranks below it have announced."""
 
 from collections.abc import Sequence
+from typing import NamedTuple, cast
 
-from hpctrain.negotiation.messages import Entry, OperationBatch, Part, slots_of
-from hpctrain.negotiation.request import Signature
+from hpctrain.negotiation.messages import Entry, OperationBatch, Part, bits_of, slots_of
+from hpctrain.negotiation.request import Repeated, Signature
 
 NUM_SLOTS = 16384  # most names that have a number: a vector of as many bits is 2 KiB
 _MOST_BATCHES = 16  # batches that are kept, for a program that repeats them
+
+
+class Numbers(NamedTuple):
+    """Those of some operations."""
+
+    slots: dict[str, int]  # by name
+    bits: int
 
 
 class ResponseCache:
@@ -23,6 +31,7 @@ class ResponseCache:
         self.entries: list[Entry] = []  # by number
         self._num_slots = num_slots
         self._batches: dict[bytes, OperationBatch] = {}
+        self._last: tuple[Sequence[object], Numbers] | None = None
 
     def number(self, name: str, signature: Signature) -> int | None:
         """Return the number of an operation; None if it has none, or is not what that says."""
@@ -32,9 +41,22 @@ class ResponseCache:
         known = self.entries[slot].signature
         return slot if known is signature or known == signature else None
 
+    def numbers_of(self, repeated: Sequence[Repeated | None]) -> Numbers | None:
+        """Return the numbers of operations; None if not all have one. The last are remembered."""
+        if self._last is not None and self._last[0] == repeated:
+            return self._last[1]
+        slots = {each.name: self.number(each.name, each.signature) for each in repeated if each}
+        if len(slots) < len(repeated) or None in slots.values():
+            return None
+        numbers = cast("dict[str, int]", slots)
+        found = Numbers(numbers, bits_of(list(numbers.values())))
+        self._last = repeated, found
+        return found
+
     def put(self, name: str, signature: Signature) -> None:
         """Give an operation a number, or its number another meaning."""
         self._batches.clear()
+        self._last = None
         slot = self.numbers.get(name)
         if slot is not None:
             self.entries[slot] = Entry(name, signature)
@@ -48,7 +70,8 @@ class ResponseCache:
         if batch is None:
             if len(self._batches) >= _MOST_BATCHES:
                 self._batches.clear()
-            batch = OperationBatch(tuple([self.entries[slot] for slot in slots]))
+            entries = tuple([self.entries[slot] for slot in slots])
+            batch = OperationBatch(entries, bits=bits_of(slots))
             self._batches[decision] = batch
         return batch
 

@@ -32,6 +32,9 @@ NUM_UNNAMED = 1024
 are under way at once, those that follow wait until the one of their number is done."""
 
 
+_MANY = 8  # from here on it pays to announce operations all at once
+
+
 class BreakOff(NamedTuple):
     """Tells all ranks that nothing of what is under way will be carried out."""
 
@@ -88,7 +91,7 @@ class ProgressEngine:
 
         ``DuplicateNameError`` if one of this name, which the user gave, is under way.
         """
-        if handle.request.name is not None:
+        if handle.name and handle.name is not JOIN and handle.name is not CLOSE:
             if self._under_way.setdefault(handle.name, handle) is not handle:
                 raise DuplicateNameError(
                     f"an operation named {handle.name!r} is under way on this rank already; wait "
@@ -219,6 +222,8 @@ class ProgressEngine:
             return False
         has_failed, timeline, announce = False, self._timeline(), self._negotiator.announce
         is_alone = self.express is not None and len(news) == 1
+        if len(news) > _MANY and timeline is None:
+            self._announce_many()
         while news:
             handle = news.popleft()
             if handle.name is JOIN:
@@ -240,6 +245,14 @@ class ProgressEngine:
         if timeline is not None:
             timeline.flush()  # it may wait for ever
         return has_failed
+
+    def _announce_many(self) -> None:
+        """Announce, all at once, the news that are repeated, if all of them are."""
+        news = self.news
+        many = [news.popleft() for _ in range(len(news))]  # who submits may go on meanwhile
+        repeated = [handle.repeated for handle in many]
+        if None in repeated or not self._negotiator.announce_many(repeated):
+            news.extendleft(reversed(many))
 
     # -- beside the mail, see Express -------------------------------------------------------
 

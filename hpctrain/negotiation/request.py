@@ -3,7 +3,7 @@
 import enum
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -99,25 +99,30 @@ class Request:
         postscale: float = 1.0,
         root: int | None = None,
         splits: Sequence[int] | None = None,
-        signature: Signature | None = None,
     ) -> None:
         """Take what the caller gave; arguments were checked before.
 
         A ``name`` of None means the next number of a kind. Tensors, dense and on the CPU, belong
         to the operation until it is done, which replaces them if it is ``in_place``. The ``root``
         is numbered in the process set; ``splits`` are the rows of an all-to-all for each rank.
-        A ``signature`` that is known already is taken as it is.
         """
         self.kind, self.name, self.in_place, self.splits = kind, name, in_place, splits
         self.tensors = tensors = tuple(tensors)
-        if signature is not None:
-            self.signature = signature
-            return
         start = 1 if kind in _FREE_ROWS else 0
         dtypes = tuple([tensor.dtype for tensor in tensors])
         shapes = tuple([tensor.shape[start:] for tensor in tensors])
         devices = tuple([tensor.device.type for tensor in tensors])
         self.signature = Signature(kind, dtypes, shapes, op, prescale, postscale, root, devices)
+
+    @classmethod
+    def signed(
+        cls, signature: Signature, name: str | None, tensors: tuple[Tensor, ...], *, in_place: bool
+    ) -> Self:
+        """Return one whose signature is known already: of thousands, again and again."""
+        self = cls.__new__(cls)
+        self.kind, self.name, self.signature = signature.kind, name, signature
+        self.tensors, self.in_place, self.splits = tensors, in_place, None
+        return self
 
 
 Result = Sequence[Any]
@@ -131,7 +136,9 @@ Take = Callable[[Result], Any]  # makes what the user gets of the result of a re
 class Handle:
     """One operation of this rank: ask ``done()``, or ``wait()`` for its result."""
 
-    __slots__ = ("_driver", "_error", "_result", "_take", "is_done", "name", "request", "since")
+    __slots__ = ("_driver", "_error", "_request", "_result", "_take", "is_done", "name", "since")
+
+    repeated: "Repeated | None" = None  # what it is one of
 
     def __init__(
         self,
@@ -141,7 +148,7 @@ class Handle:
         take: Take | None = None,
     ) -> None:
         """Begin; without a ``driver``, which drives while somebody waits, nobody will."""
-        self.request = request
+        self._request = request
         self.name = (request.name or "") if name is None else name
         self.since = time.monotonic()
         self.is_done = False
@@ -149,6 +156,11 @@ class Handle:
         self._take = take
         self._result: Result | None = None
         self._error: BaseException | None = None
+
+    @property
+    def request(self) -> Request:
+        """What is to be done."""
+        return self._request
 
     def done(self) -> bool:
         """Say whether ``wait()`` would return, or raise, at once."""
@@ -181,4 +193,64 @@ class Handle:
     def fail(self, error: BaseException) -> None:
         """Give the error; called once, by the controller."""
         self._error = error
+        self.is_done = True
+
+
+class Repeated:
+    """A named reduction in place of one dense tensor on the CPU: what was checked once."""
+
+    __slots__ = ("_dtype", "_op", "_postscale", "_prescale", "_shape", "name", "signature")
+
+    def __init__(self, name: str, signature: Signature) -> None:
+        """Take the whole name, and the signature of one tensor."""
+        self.name, self.signature = name, signature
+        (self._dtype,), (self._shape,) = signature.dtypes, signature.shapes
+        self._op, self._prescale = signature.op, signature.prescale
+        self._postscale = signature.postscale
+
+    def fits(self, tensor: Tensor, op: ReduceOp, prescale: float, postscale: float) -> bool:
+        """Say whether this is what is asked for with ``tensor``."""
+        return (
+            isinstance(tensor, Tensor)  # type: ignore[redundant-expr]
+            and tensor.dtype is self._dtype
+            and op is self._op
+            and tensor.shape == self._shape
+            and prescale == self._prescale
+            and postscale == self._postscale
+            and tensor.is_cpu
+            and tensor.layout is torch.strided
+        )
+
+
+class TensorHandle(Handle):
+    """The handle of something repeated: there may be thousands, so it holds what it must."""
+
+    __slots__ = ("repeated", "tensor")
+
+    repeated: Repeated
+
+    def __init__(self, driver: "Controller", repeated: Repeated, tensor: Tensor) -> None:
+        self.name = repeated.name
+        self.since = time.monotonic()
+        self.is_done = False
+        self._driver = driver
+        self._error = None
+        self.repeated = repeated
+        self.tensor = tensor
+
+    @property
+    def request(self) -> Request:
+        """What is to be done."""
+        return Request.signed(self.repeated.signature, self.name, (self.tensor,), in_place=True)
+
+    def wait(self) -> Tensor:
+        """Return the tensor, or raise what went wrong; see ``Handle``."""
+        if not self.is_done and self._driver is not None:
+            self._driver.finish(self)
+        if self._error is not None:
+            raise self._error
+        return self.tensor
+
+    def succeed(self, result: Result) -> None:  # noqa: ARG002 - it is in the tensor
+        """Say that it is done; called once, by the controller."""
         self.is_done = True

@@ -5,7 +5,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from hpctrain.comm.agreement import agreed
 from hpctrain.comm.communicator import Communicator
+from hpctrain.core.errors import DataError
 from hpctrain.gradients.fixed_tree import aligned_parts, exact_sum
 from hpctrain.train.scores import Metric, Scores
 from hpctrain.train.stateful import widened
@@ -26,8 +28,15 @@ def evaluate(task: Task) -> Scores:
     task.model.eval()
     means = [metric for metric in task.metrics if metric.values is not None]
     rows, counts = [], dict[str, Tensor]()
+    refusal: DataError | None = None
     for inputs, labels in _parts(task):
-        output, loss = task.forward(inputs, labels)
+        if refusal is not None:
+            continue  # the ranks read on together
+        try:
+            output, loss = task.forward(inputs, labels)
+        except DataError as error:
+            refusal = error
+            continue
         output = widened(output)
         sums_of = (metric.sum_of(output, labels) for metric in means)
         rows.append((float(len(inputs)), loss.item() * len(inputs), *sums_of))
@@ -35,6 +44,9 @@ def evaluate(task: Task) -> Scores:
             if metric.counts is not None:
                 found = metric.counts(output, labels)
                 counts[metric.name] = found.add_(counts.get(metric.name, torch.zeros(())))
+    with agreed(task.comm):
+        if refusal is not None:
+            raise refusal
     task.model.train()
     if task.steps is not None:
         rows = [row for each in task.comm.allgather_object(rows) for row in each]

@@ -301,7 +301,7 @@ def _backward(task: Task, batch: Batch, guard: StepGuard) -> tuple[float, int]:
     """Return the loss of this rank's samples, by reproducible steps of all, and their number."""
     if task.steps is not None:
         both, num_samples = task.split(batch), task.train.step_samples
-        loss_of = lambda part: task.forward(*part)[1]  # noqa: E731
+        loss_of = lambda part: task.forward(*part, tries_backward=guard.is_first)[1]  # noqa: E731
         return task.steps.backward(both, loss_of, num_samples=num_samples), batch.num_samples
     task.optimizer.zero_grad()
     nominal = task.config.train.global_batch / task.comm.size
@@ -311,7 +311,8 @@ def _backward(task: Task, batch: Batch, guard: StepGuard) -> tuple[float, int]:
     parts = [*zip(*cut, strict=True)] if pieces else []
     # What does not fit, mostly does not in the first step on any rank: one error for all of them.
     with agreed(task.comm) if guard.is_first else nullcontext():
-        loss = task.forward(*map(aligned, parts[0]))[1] if parts else None
+        first = map(aligned, parts[0]) if parts else ()
+        loss = task.forward(*first, tries_backward=guard.is_first)[1] if parts else None
     if loss is None:
         task.exchange.synchronize()  # in place of backward
         return 0.0, 0

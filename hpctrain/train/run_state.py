@@ -188,7 +188,7 @@ def shared_replica(task: Task) -> dict[str, Any]:
     """
     sync = task.sync
     differ = sync is not None and task.comm.size > 1 and not sync.rounds.agrees
-    with sync.replica.as_mean() if sync is not None and differ else nullcontext():
+    with sync.replica.as_mean(sync.share()) if sync is not None and differ else nullcontext():
         model = dict(task.model.state_dict())
         for name, buffer in task.model.named_buffers():
             if name in model:
@@ -212,7 +212,7 @@ def shared_optimizer(task: Task) -> dict[str, Any]:
     names = state_hash({"names": [name for name, _ in task.sync.replica.state()]})
     if len(set(task.comm.allgather_object(names))) > 1:
         return {**state, "state": {}}
-    return task.sync.replica.mean_state()
+    return task.sync.replica.mean_state(task.sync.share())
 
 
 def require_finite_weights(task: Task) -> None:

@@ -2,7 +2,7 @@
 
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from traceback import extract_tb
@@ -136,10 +136,13 @@ class Task:
             raise DataError(_ONE_LENGTH)
         return inputs, labels
 
-    def forward(self, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, inputs: Tensor, labels: Tensor, *, tries_backward: bool = False
+    ) -> tuple[Tensor, Tensor]:
         """Return output and mean loss of some samples, calculated as ``train.precision`` says.
 
         Raises ``DataError``: the model or the loss refuses them, or the loss is not one number.
+        Some dtypes are refused in backward alone, which is tried as far as the output.
         """
         config = self.config
         whose = f'loss.target = "{config.loss.target}"'
@@ -153,6 +156,9 @@ class Task:
                 f"{whose} returns one number for a batch, such as the mean over its samples, got "
                 f"{_form(loss)} of {_form(output)} and {_form(labels)}"
             )
+        if tries_backward and loss.requires_grad and getattr(output, "requires_grad", False):
+            with _told_of(whose, output, labels):
+                torch.autograd.grad(loss.sum(), output, retain_graph=True, allow_unused=True)
         return output, loss
 
 
@@ -184,7 +190,12 @@ def _form(value: object) -> str:
         return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
     if isinstance(value, tuple | list):
         return f"a {type(value).__name__} of {', '.join(map(_form, value))}"
-    return f"a {type(value).__name__}"
+    samples = f" of {len(value)} samples" if _is_data(value) and isinstance(value, Sized) else ""
+    return f"a {type(value).__name__}{samples}"
+
+
+def _is_data(value: object) -> bool:
+    return hasattr(value, "__getitem__") and not isinstance(value, str | bytes | Mapping)
 
 
 def build(config: RunConfig, comm: Communicator, *, is_new: bool = True) -> Task:
@@ -270,7 +281,7 @@ def _loaders(config: RunConfig, data: object, comm: Communicator) -> tuple[Loade
     if not (isinstance(data, tuple) and len(data) == 2 and all(map(_has_samples, data))):
         raise ConfigError(
             f"data.target returns two data sets (train, test), such as ShardedDataset.open makes "
-            f"them, {config.data.target} returned {data!r}"
+            f"them, {config.data.target} returned {_form(data)}"
         )
     train, test = data
     if config.sync.is_local:

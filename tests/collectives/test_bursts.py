@@ -1,6 +1,7 @@
 """Many small tensors in place, step after step: what a program repeats, and what it changes."""
 
 import random
+import time
 
 import pytest
 import torch
@@ -75,3 +76,22 @@ def test_a_name_may_come_again_with_another_tensor(hvd):
         hvd.allreduce_async_(torch.eye(2).to_sparse(), name="0", op=hvd.Sum)
     with pytest.raises(ConfigError, match="operations take tensors"):
         hvd.allreduce_async_([1.0], name="0", op=hvd.Sum)
+
+
+@SIZES
+def test_what_is_repeated_holds_after_others_have_had_the_names(hvd):
+    numels, order = [20] * NUM_TENSORS, range(NUM_TENSORS)
+    for step in range(6):
+        tensors = filled(hvd, numels, step)
+        handles = []
+        for number in order:
+            handles.append(hvd.allreduce_async_(tensors[number], name=f"{number}", op=hvd.Sum))
+            if step == 4 and hvd.rank() % 2:  # announced one by one here, at once elsewhere
+                time.sleep(0.001)
+        for handle in handles:
+            hvd.synchronize(handle)
+        check(hvd, tensors, step, order)
+        if step == 3:  # from here on the numbers have another meaning
+            ones = torch.ones(3, dtype=torch.float64)
+            handles = [hvd.allreduce_async(ones, name=f"{n}", op=hvd.Max) for n in order]
+            assert all(bool((hvd.synchronize(handle) == 1).all()) for handle in handles)

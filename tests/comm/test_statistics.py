@@ -7,7 +7,7 @@ import torch
 
 import hpctrain
 from hpctrain.comm.communicator import Traffic
-from hpctrain.comm.observed import Call, Count, Statistics, describe, observed
+from hpctrain.comm.observed import Count, ObservedCall, Statistics, describe, observed
 from hpctrain.comm.serial import SerialCommunicator
 from hpctrain.core.units import MIB
 from hpctrain.runtime.world import current
@@ -26,8 +26,8 @@ def test_calls_of_one_operation_are_added():
     statistics = Statistics(SerialCommunicator())
     for seconds in (0.25, 0.5):
         moved = Traffic(node_bytes=8, rail_bytes=2, waited_s=0.125)
-        statistics(Call(0, "allreduce_", 4, seconds, moved))
-    statistics(Call(0, "barrier", None, 1.0, Traffic()))
+        statistics(ObservedCall(0, "allreduce_", 4, seconds, moved))
+    statistics(ObservedCall(0, "barrier", None, 1.0, Traffic()))
     expected = Count(
         calls=2, num_bytes=8, node_bytes=16, rail_bytes=4, seconds=0.75, waited_s=0.25
     )

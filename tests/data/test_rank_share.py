@@ -3,6 +3,7 @@
 import multiprocessing
 from itertools import chain
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -294,6 +295,56 @@ def test_other_samples_or_another_order_on_a_rank_are_an_error_on_every_rank(wor
     data = Labelled(0)
     data.noise += world.rank  # numbers that may round differently are not compared
     assert hpctrain.shard(DataLoader(data, batch_size=2 * world.size))
+
+
+class Of(IterableDataset):
+    """Samples of one kind, from a list or a function of it."""
+
+    def __init__(self, make):
+        self.make = make
+
+    def __iter__(self):
+        return map(self.make, range(10))
+
+
+SAMPLES = {
+    "tensor without dimension": torch.tensor,
+    "tensor": lambda number: torch.tensor([number, 1]),
+    "tensor of floats": lambda number: torch.tensor(float(number)),
+    "array without dimension": np.array,
+    "number of numpy": np.int64,
+    "float of numpy": np.float32,
+    "float": float,
+    "int": int,
+    "text": str,
+    "bytes": lambda number: b"%d" % number,
+    "None": lambda _: None,
+    "object": lambda _: object,
+    "iterator": lambda number: iter([number]),
+    "nested": lambda number: {"x": (torch.tensor(number), None), "y": np.array(number)},
+}
+
+
+@pytest.mark.ranks(2, 3)
+def test_samples_of_a_stream_may_be_anything(world, caplog):
+    for name, make in SAMPLES.items():
+        kept = [] if name == "iterator" else [make(number) for number in range(10)]
+        data = Of(make)
+        with torch.no_grad():
+            loader = hpctrain.shard(DataLoader(data, batch_size=4, collate_fn=list))
+            mine = joined(loader)
+        if name == "iterator":  # which is not read by what compares samples
+            mine, kept = joined(mine), [*range(10)]
+        expected = joined(kept[at : at + 4][world.rank :: world.size] for at in (0, 4, 8))
+        assert list(map(repr, mine)) == list(map(repr, expected)), name
+    assert "differ" not in caplog.text
+    # Of what has no noise, another order is told.
+    for name in ("tensor without dimension", "array without dimension", "number of numpy", "text"):
+        caplog.clear()
+        data = Of(lambda number, make=SAMPLES[name]: make(number + world.rank))
+        with torch.no_grad():
+            list(hpctrain.shard(DataLoader(data, batch_size=4, collate_fn=list)))
+        assert caplog.text.count("the first batches differ") == (world.rank == 0), name
 
 
 class Streamed(IterableDataset):

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import hpctrain
 from tests.gradients.cases import (
     after_one_of_two_passes,
     between_backward_and_step,
@@ -314,8 +315,13 @@ def several_closures_of_one_step(side):
     side.net = type(side.net)()
     plain = torch.optim.LBFGS(side.net.parameters(), lr=0.05, max_iter=3)
     side.optimizer = side.wrap(plain)
-    side.optimizer.step(side.closure(0))
-    side.step = lambda _: side.optimizer.step(side.closure(0))
+
+    def closure() -> torch.Tensor:
+        loss = side.closure(0)().detach()
+        return loss if side.is_alone else hpctrain.allreduce(loss)
+
+    side.step = lambda _: side.optimizer.step(closure)
+    side.step(0)
 
 
 @case()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import hpctrain
-from hpctrain.core.errors import HpctrainError
+from hpctrain.core.errors import HpctrainError, MismatchError
 from tests.gradients import cases_of_gradients, cases_of_parameters
 from tests.gradients.cases import CAN, CASES, OPS, REFUSED, Side
 
@@ -214,3 +214,29 @@ def test_what_only_some_ranks_do_is_an_error_on_all_or_has_no_effect(hvd, way, w
         weights = world.allgather([p.detach().clone() for p in side.net.parameters()])
         for others in weights:
             assert all(map(torch.equal, weights[0], others))
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("line_search", [None, "strong_wolfe"])
+def test_lbfgs_with_a_loss_of_each_rank_is_an_error_and_with_the_mean_is_not(
+    world, hvd, line_search
+):
+    x = torch.randn(12, 5, generator=torch.Generator().manual_seed(world.rank)).double()
+    for of_all in (True, False):
+        net = torch.nn.Linear(5, 1).double()
+        plain = torch.optim.LBFGS(net.parameters(), max_iter=8, line_search_fn=line_search)
+        optimizer = hvd.DistributedOptimizer(plain, net.named_parameters())
+        hvd.broadcast_parameters(net.state_dict(), root_rank=0)
+
+        def closure(net=net, optimizer=optimizer, of_all=of_all):
+            optimizer.zero_grad()
+            loss = (net(x) - x.square().sum(1, keepdim=True)).square().mean()
+            loss.backward()
+            return hvd.allreduce(loss.detach()) if of_all else loss
+
+        if of_all:
+            optimizer.step(closure)
+            assert len({p.numpy().tobytes() for p in world.allgather(net.weight.detach())}) == 1
+        else:
+            with pytest.raises(MismatchError, match=r"closure of LBFGS .*hvd\.allreduce\(loss"):
+                optimizer.step(closure)

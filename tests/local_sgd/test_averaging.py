@@ -12,7 +12,7 @@ from hpctrain.local_sgd.averaged_tensors import Tensors
 from hpctrain.local_sgd.averaging import AnchoredAveraging, Averaging, NodeVector
 from hpctrain.runtime.world import current
 from tests.gradients.training import global_batch, make_model, part_of, sgd
-from tests.local_sgd.local_methods import METHODS, Normed, adam, replica_of, train, weights_of
+from tests.local_sgd.local_methods import METHODS, Normed, Run, adam, replica_of, train, weights_of
 
 EVERY_SIZE = pytest.mark.ranks(1, 2, 3, 4)
 
@@ -241,3 +241,58 @@ def test_ranks_do_not_part_in_the_cool_down(world, hvd_nodes, make):
             if step >= 7:
                 assert same(world, weights_of(model)), step
         assert same(world, replica_of(model, optimizer))
+
+
+def means_of(world, model: nn.Module, num_samples: float) -> dict[str, torch.Tensor]:
+    """Return what parameters and buffers are on average over samples, by name. Collective."""
+    tensors = {n: t.clone() for n, t in model.state_dict().items() if t.is_floating_point()}
+    of_ranks = world.allgather((num_samples, tensors))
+    total = sum(number for number, _ in of_ranks)
+    weights = [number / total if total else 1 / len(of_ranks) for number, _ in of_ranks]
+    return {
+        name: sum(w * own[name] for w, (_, own) in zip(weights, of_ranks, strict=True))
+        for name in tensors
+    }
+
+
+def close(model: nn.Module, means: dict[str, torch.Tensor], names: list[str]) -> bool:
+    found = model.state_dict()
+    return all(torch.allclose(found[n], means[n], rtol=1e-11, atol=1e-13) for n in names)
+
+
+@MANY
+@pytest.mark.parametrize("name", METHODS)
+def test_a_mean_is_by_the_samples_of_steps_that_were_taken_and_the_end_is_the_same(
+    world, hvd_nodes, name
+):
+    """Rank 0 skips a step with its samples said, and others without: none of them counts."""
+    run, counted, wrong = Run(hvd_nodes, name, model=Normed()), 0, []
+    has_gradients_in_common = name in ("post local", "staged", "hierarchical, synchronous node")
+    skipped = (5, 8) if has_gradients_in_common else (0, 5, 8)
+    names = [n for n, t in run.model.state_dict().items() if t.is_floating_point()]
+    if "diloco" in name:  # whose parameters are those of the outer model
+        names = [n for n, _ in run.model.named_buffers() if "num" not in n]
+    with run.method as method:
+        for step in range(11):
+            start, is_skipped = method.rounds.start, step in skipped and world.rank == 0
+            number = 3 + 2 * world.rank + step
+            if not is_skipped or step == 5:
+                method.set_num_samples(number, nominal=8)
+            if is_skipped:
+                run.skip()
+            else:
+                run.to(step + 1)
+                counted += number
+            counted *= method.rounds.start == start
+            if step == 0:  # rank 0 has not said a number yet
+                continue
+            before = run.replica
+            expected = means_of(world, run.model, counted)
+            with method.averaged():
+                if not method.rounds.agrees and not close(run.model, expected, names):
+                    wrong.append(step)
+            assert torch.equal(before, run.replica)
+        is_apart = not (method.rounds.agrees or method._exchange.is_under_way)
+    assert wrong == []
+    if is_apart and "bf16" not in name:
+        assert close(run.model, expected, names)

@@ -3,6 +3,7 @@
 import time
 
 import pytest
+import torch
 from torch.nn.functional import cross_entropy
 
 from hpctrain.core.errors import CommError, ConfigError
@@ -72,6 +73,28 @@ def test_ranks_of_a_node_that_skip_steps_alone_meet_again(world, hvd_nodes):
             run.to(run.at + 1)
     run.end(20)
     assert run.num_kinds(world) == 1
+
+
+@pytest.mark.ranks(3, 4)
+@pytest.mark.parametrize("is_said", [True, False])
+def test_samples_of_a_rank_that_skips_a_step_do_not_count_on_its_node(world, hvd_nodes, is_said):
+    model = torch.nn.Linear(1, 1, bias=False).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    method = hvd_nodes.HierarchicalLocalSGD(model, optimizer, 6)
+    for step in range(2):
+        is_skipped = step == 1 and world.rank == 0
+        if is_said or not is_skipped:
+            method.set_num_samples(3, nominal=2)
+        before = model.weight.item()
+        if is_skipped:
+            method.skip_step()
+            continue
+        optimizer.zero_grad()
+        model.weight.sum().backward()
+        optimizer.step()
+        assert model.weight.item() == pytest.approx(before - 1, rel=1e-12)
+    method.finish()
+    method.close()
 
 
 @FEW

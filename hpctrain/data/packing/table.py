@@ -3,10 +3,11 @@
 import csv
 import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from io import TextIOWrapper
 from itertools import chain, compress
+from shlex import quote
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -127,11 +128,13 @@ _MAX_VALUE_BYTES = MIB
 _BLOCK_BYTES = MIB
 _BOM = "\xef\xbb\xbf"
 _GAPS = {"", "#N/A", "#N/A N/A", "#NA", "N/A", "NA", "NULL", "n/a", "null"}
-_GAPS |= {"NaN", "nan", "-NaN", "-nan", "1.#IND", "1.#QNAN", "-1.#IND", "-1.#QNAN"}
+_NANS = {"NaN", "nan", "-NaN", "-nan"}
+"""What also is a number, where floats are asked for."""
+_GAPS |= _NANS | {"1.#IND", "1.#QNAN", "-1.#IND", "-1.#QNAN"}
 """What stands in a column of numbers where one is missing."""
 _NO_NUMBER = re.compile(r"[ \t]*[+-]?(0x|nan\()", re.IGNORECASE)
 """Begins what pyarrow takes for a number, and a table does not mean so."""
-_PADDED = re.compile(r"[+-]?0\d")
+_PADDED = re.compile(r"[ \t]*[+-]?0\d")
 """Begins numbers that may be names."""
 
 
@@ -158,35 +161,69 @@ def open_csv(files: Sequence[str], wanted: WantedFields) -> Source:
         raise DataError(f"a data set needs at least one sample, {files[0]} has no rows")
     columns = columns_of(first.names, wanted, files[0])
     kinds = {at: _kind_of(first.column(at)) for at in first.names}
-    parts = [(None, path, partial(_rows_of, kinds, path)) for path in files]
+    padded = {at for at in kinds if any(map(_PADDED.match, first.column(at)))}
+    learnt = Learnt(kinds, padded, is_all=not wanted.fields)
+    parts = [(None, path, partial(_rows_of, learnt, path)) for path in files]
     found = open_table(files, columns, parts)
     found.notes = tuple(_notes(found, columns, kinds, first))
     return found
 
 
-def _rows_of(kinds: Mapping[str, str], path: str) -> Iterator[Rows]:
+class Learnt(NamedTuple):
+    """What the first rows show, and whether all columns are packed."""
+
+    kinds: Mapping[str, str]
+    padded: Collection[str]  # columns of numbers such as 007, which a note names
+    is_all: bool
+
+
+def _rows_of(learnt: Learnt, path: str) -> Iterator[Rows]:
     for block in _blocks(path):
-        yield partial(_values_of, block, kinds)
+        yield partial(_values_of, block, learnt)
 
 
-def _values_of(
-    block: Block, kinds: Mapping[str, str], at: str, dtype: str | None
-) -> Array | list[Array]:
-    texts, kind = block.column(at), kinds[at]
+def _values_of(block: Block, learnt: Learnt, at: str, dtype: str | None) -> Array | list[Array]:
+    texts, kind = block.column(at), learnt.kinds[at]
     if dtype is not None and (dtype[0] not in "bf" or kind == TEXT):
         kind = dtype  # a float between would lose digits
     if kind == TEXT:
         return [raw(text.encode("latin-1")) for text in texts]
+    if dtype and dtype[0] == "f" and kind == "i8" and not _NANS.isdisjoint(texts):
+        kind = dtype
     is_exact = dtype is None  # who asks for floats takes whole numbers rounded
     values, what = _numbers(texts, kind, is_exact=is_exact), f"column {at} of {block.path}"
     if values is None:
         odd = next(text for text in texts if _numbers([text], kind, is_exact=is_exact) is None)
+        floats = is_exact and _numbers([odd], "f8", is_exact=False) is not None
+        as_floats = f"take floats: {_options(block, learnt, at, 'f8')}, or " if floats else ""
         raise DataError(
             f"a column of CSV holds values of the type of its first rows, or that was asked for, "
             f"and lacks none: {what} has {odd!r}, which {dtype or kind} cannot hold; repair "
-            f"it, leave the column out, or keep it as it is written: --field NAME={at}:{TEXT}"
+            f"it, leave the column out, {as_floats}keep it as it is written: "
+            f"{_options(block, learnt, at, TEXT)}"
+        )
+    if is_exact and at not in learnt.padded and (odd := next(filter(_PADDED.match, texts), "")):
+        raise DataError(
+            f"numbers of CSV begin with 0 in the first rows too, or in none: {what} has {odd!r} "
+            f"further on, which would lose its zeros; keep it as it is written: "
+            f"{_options(block, learnt, at, TEXT)}, or pack the number: "
+            f"{_options(block, learnt, at, learnt.kinds[at])}"
         )
     return values if dtype is None else cast(values, dtype, what)
+
+
+_MOST_OPTIONS = 12
+
+
+def _options(block: Block, learnt: Learnt, at: str, kind: str) -> str:
+    """Return options that give a column a type and keep the others, as columns of no field go."""
+    fields = chosen(block.names, {}, block.path) if learnt.is_all else {"NAME": at}
+    named = [f"--field {name}={quote(to)}" for name, to in fields.items() if to != at]
+    name = next((name for name, to in fields.items() if to == at), "NAME")
+    own = f"--field {name}={quote(f'{at}:{kind}')}"
+    if len(named) > _MOST_OPTIONS:
+        return f"{own}, and --field NAME=COLUMN for each other column, which is left out else"
+    return " ".join([own, *named])
 
 
 def _kind_of(texts: Sequence[str]) -> str:
@@ -200,7 +237,8 @@ def _numbers(texts: Sequence[str], kind: str, *, is_exact: bool = True) -> Array
 
     Truth is written in words. Floats that ``is_exact`` hold all whole numbers as they are.
     """
-    if not _GAPS.isdisjoint(texts) or any(map(_NO_NUMBER.match, texts)):
+    gaps = _GAPS if is_exact or kind[0] != "f" else _GAPS - _NANS
+    if not gaps.isdisjoint(texts) or any(map(_NO_NUMBER.match, texts)):
         return None
     texts = [text.strip(" \t") for text in texts]
     if kind == "b1" and not {"0", "1"}.isdisjoint(texts):
@@ -234,11 +272,10 @@ def _notes(
     types: dict[str, type[int] | type[float]] = {"i8": int, "f8": float}
     for name, at in ((name, at) for name, names in free for at in names if kinds[at] in types):
         kind = types[kinds[at]]
-        texts = map(str.strip, first.column(at))
-        if odd := next(filter(_PADDED.match, texts), None):
+        if odd := next(filter(_PADDED.match, first.column(at)), None):
             yield (
-                f"column {at} of {first.path} has numbers such as {odd}, packed as {kind(odd)}; "
-                f"to keep them as they are written: --field {name}={at}:{TEXT}"
+                f"column {at} of {first.path} has numbers such as {odd.strip()}, packed as "
+                f"{kind(odd)}; to keep them as they are written: --field {name}={at}:{TEXT}"
             )
     floats = {name: names for name, names in free if found.fields[name].dtype == "<f8"}
     for name in list(floats)[:1]:

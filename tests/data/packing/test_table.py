@@ -5,6 +5,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from hpctrain.core.errors import DataError
+
 N = 50
 COLUMNS = {
     "a": pa.array(range(N), pa.int32()),
@@ -115,3 +117,34 @@ def test_numbers_get_the_type_that_is_asked_for(tmp_path, packed):
     done, found = packed(tmp_path / "t.parquet", fields={"a": "a:f4"})
     assert [row.tolist() for row in found["a"]] == [[1, 2], [3]]
     assert done.manifest.fields["a"].dtype == "<f4"
+
+
+def test_the_way_out_of_a_column_of_another_type_keeps_all_columns(tmp_path, packed):
+    (tmp_path / "t.csv").write_text("float,my class,text\n1,3,x\n2,4,y\nNaN,5,z\n")
+    with pytest.raises(DataError, match="has 'NaN', which i8 cannot hold") as caught:
+        packed(tmp_path / "t.csv")
+    said = str(caught.value)
+    rest = "--field my_class='my class' --field text=text"
+    assert f"take floats: --field float=float:f8 {rest}, or keep" in said
+    assert said.endswith(f"as it is written: --field float=float:text {rest}")
+    fields = {"float": "float:f8", "my_class": "my class", "text": "text"}
+    _, found = packed(tmp_path / "t.csv", fields=fields)
+    assert np.array_equal(found["float"], [1, 2, np.nan], equal_nan=True)
+    assert list(found) == [*fields]
+    assert [bytes(text) for text in found["text"]] == [b"x", b"y", b"z"]
+
+
+def test_zeros_before_a_number_are_kept_or_said_wherever_they_stand(tmp_path, packed):
+    """The first rows are those of a MiB, and of the first file."""
+    (tmp_path / "0.csv").write_text("id\n" + "90210\n" * 200_000 + " 007\n")
+    (tmp_path / "t").mkdir()
+    (tmp_path / "t/0.csv").write_text("id\n90210\n")
+    (tmp_path / "t/1.csv").write_text("id\n007\n")
+    for source in (tmp_path / "0.csv", tmp_path / "t"):
+        with pytest.raises(DataError, match=r"007' further on, .*=id:text, or .*=id:i8"):
+            packed(source)
+    _, found = packed(tmp_path / "t", fields={"id": "id:text"})
+    assert [bytes(text) for text in found["id"]] == [b"90210", b"007"]
+    done, found = packed(tmp_path / "t", fields={"id": "id:i8"})
+    assert list(found["id"]) == [90210, 7]
+    assert done.notes == ()
