@@ -1,7 +1,7 @@
 """All ranks raise, or none does."""
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -104,6 +104,16 @@ def require_equal_by(
         f"{what} must be the same on every rank, number {number} differs: {by_rank(seen)}; "
         f"{way_out}"
     )
+
+
+def differing(of_ranks: Sequence[Mapping[str, str]], lacking: str | None = None) -> dict[str, str]:
+    """Return by name what the ranks have, where they differ; ``lacking`` for those without.
+
+    None: a rank without counts as none.
+    """
+    names = dict.fromkeys(name for values in of_ranks for name in values)
+    found = {name: [values.get(name, lacking) for values in of_ranks] for name in names}
+    return {name: by_rank(seen) for name, seen in found.items() if len({*seen} - {None}) > 1}
 
 
 def by_rank(messages: Sequence[str | None]) -> str:

@@ -5,6 +5,7 @@ import time
 from array import array
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import NamedTuple
 
 from mpi4py import MPI
@@ -29,6 +30,9 @@ BREAK_S = 2.0
 _LEFT, _BROKE_OFF, _AT_END = 1, 2, 3
 _WORLD = 0  # number of the block that every rank is always in
 _REASON_BYTES = 400
+Gather = Callable[[bytes], list[bytes]]
+"""Returns what all ranks give, by rank. Collective."""
+
 _FAREWELL = Pace(spin_s=0.0, shortest_s=50e-6, longest_s=20e-3)
 
 
@@ -136,7 +140,7 @@ class Liveness:
         text = f"{block} {reason}".encode()[:_REASON_BYTES]
         self._told += [self._control.Issend(text, rank, _BROKE_OFF) for rank in self._to_tell()]
 
-    def farewell(self) -> None:
+    def farewell(self, compare: Callable[[Gather], str] = lambda _: "") -> str:
         """Return when every rank of the world has come here; ranks with work left may take long.
 
         Collective. Sleeps meanwhile, and after a second tells the other ranks that this one has
@@ -144,11 +148,14 @@ class Liveness:
         way when it returns, so that ``MPI_Finalize`` finds no message. ``RankLostError`` if a rank
         of this node died before it came here. Harmless the second time and in forked children.
 
+        When all are here ``compare`` may let them tell each other something; what it returns is
+        returned.
+
         Source: Hoefler, Siebert and Lumsdaine 2010, "Scalable communication protocols for dynamic
         sparse data exchange", for the end: synchronous sends, then a barrier.
         """
         if not self._open or not self._owner.is_here:
-            return
+            return ""
         self._open = False
         notices, has_announced = self._told, False
 
@@ -161,16 +168,28 @@ class Liveness:
                 )
             self._raise_if_dead()
 
-        def look_late(waited_s: float) -> None:
-            if waited_s > GRACE_S:  # sooner, a rank that is gone has just been faster than us
-                self._raise_if_dead()
-
         self._wait_until(self._control.Ibarrier().Test, announce)
         self._wait_until(
             lambda: all(notice.Test() for notice in notices), lambda _: self._raise_if_dead()
         )
-        self._wait_until(self._control.Ibarrier().Test, look_late)
+        found = compare(self._gather)
+        self._wait_until(self._control.Ibarrier().Test, self._look_late)
         self._control.Free()
+        return found
+
+    def _gather(self, text: bytes) -> list[bytes]:
+        lengths = array("q", [0] * self._control.size)
+        mine = array("q", [len(text)])
+        self._wait_until(self._control.Iallgather(mine, lengths).Test, self._look_late)
+        joined, counts = bytearray(sum(lengths)), lengths.tolist()
+        buffers = [text, MPI.BYTE], [joined, counts, MPI.BYTE]
+        self._wait_until(self._control.Iallgatherv(*buffers).Test, self._look_late)
+        ends = list(accumulate(counts))
+        return [bytes(joined[end - n : end]) for n, end in zip(counts, ends, strict=True)]
+
+    def _look_late(self, waited_s: float) -> None:
+        if waited_s > GRACE_S:  # sooner, a rank that is gone has just been faster than us
+            self._raise_if_dead()
 
     def _wait_until(self, done: Callable[[], bool], look: Callable[[float], None]) -> None:
         def done_and_heard() -> bool:

@@ -86,8 +86,8 @@ class Settings:
     bucket_bytes: Annotated[int, parse_bytes] = 25 * MIB
     """Largest message while gradients travel during backward."""
     check_weights: Annotated[str, _one_of("error", "warn", "off")] = "error"
-    """What replicas that part lead to, which each step compares by a sample of their weights:
-    ``error``, ``warn``, or ``off``."""
+    """What replicas that part lead to, which each step compares by a sample of their weights, and
+    the end of the program by all of them: ``error``, ``warn``, or ``off``."""
     timeout: Annotated[float, _seconds] = 600.0
     """Seconds that a wait for other ranks may last; ``inf`` for ever."""
     plan: Annotated[Path | None, _file] = None

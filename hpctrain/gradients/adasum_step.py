@@ -1,7 +1,7 @@
 """Adasum: the ranks' own steps, combined into one."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -11,8 +11,12 @@ from hpctrain.comm.agreement import require_equal
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.threaded import start_on
 from hpctrain.compress.codec import Compressor
+from hpctrain.gradients.checked_steps import CheckedSteps
 from hpctrain.gradients.parameter_names import NamedParameters
-from hpctrain.gradients.step_check import Announcement, CheckedSteps, Opening
+from hpctrain.gradients.sparse_gradients import writes_of
+from hpctrain.gradients.step_check import Announcement, Opening
+
+_STEPPED = "_hpctrain_stepped"  # the attribute of a gradient that a step has taken as it is
 
 
 class AdasumStep:
@@ -38,25 +42,51 @@ class AdasumStep:
         self.exposed_seconds = 0.0  # time that the last step needed beside that of the optimizer
         self._comm, self._compressor, self._parameters = comm, compressor, parameters
         self._before: list[tuple[Tensor, Tensor]] = []
+        self._num_forgotten = 0  # times that gradients were forgotten since the last step
         steps.enter(self)
-        self._lines = _lines_of(_stepped(parameters()))
+        today = _stepped(parameters())
+        self._lines = _lines_of(today)
         require_equal(comm, self._lines, "parameters")
+        steps.watch(today)
+        self._mark_gradients()
+
+    def forget(self) -> None:
+        """Note that gradients are forgotten, before they are. Not collective."""
+        if self._before:  # a closure does so inside of a step, as often as it likes
+            return
+        self._num_forgotten += _has_new(_gradients(self._parameters()))
+
+    def start_again(self) -> None:
+        """Forget what has led here: parameters and state were replaced. Not collective."""
+        self.steps.number = None
+        self._before, self._num_forgotten = [], 0
 
     @torch.no_grad()
-    def begin(self) -> None:
+    def begin(self, *, has_closure: bool = False) -> None:
         """Keep the parameters as they are before this rank's own step. Collective.
 
-        Ranks that take different steps, or step different parameters, all raise ``MismatchError``.
+        Ranks that take different steps, or step different parameters, or hold different weights,
+        all raise ``MismatchError``; so do those of which only some take the gradients of the step
+        before, or have forgotten gradients and gone on to the next ones. A ``closure`` makes them
+        inside.
         """
         today = _stepped(self._parameters())
-        lines = _lines_of(today)
+        lines, grads = _lines_of(today), _gradients(today)
+        is_new = has_closure or _has_new(grads)
+        repeats = not is_new and any(bool(grad.any()) for grad in grads)
+        if self._num_forgotten and not is_new:
+            self.steps.number = None  # perhaps those that were forgotten were of this step
+        for _ in range(self._num_forgotten):
+            self.steps.end()
+        self._num_forgotten = 0
         self.steps.count_reached(name for name, p in today if p.grad is None or not p.grad.any())
-        told = Announcement(needs_all=True)
+        told = Announcement(needs_all=True, repeats=repeats)
         mine = self.steps.announced(told, (), outdated=lines != self._lines)
         start_on(self._comm, self._open, mine).wait()
         if self._is_outdated:
             require_equal(self._comm, lines, "parameters")
             self._lines = lines
+            self.steps.watch(today)
         self._before = [(p, p.detach().clone()) for _, p in today]
 
     def _open(self, mine: Announcement) -> None:
@@ -77,8 +107,23 @@ class AdasumStep:
         for (p, before), (change, ctx) in zip(self._before, changes, strict=True):
             p.copy_(before.add_(self._compressor.decompress(change, ctx)))
         self._before = []
+        self._mark_gradients()
         self.steps.end()
         self.exposed_seconds = time.perf_counter() - start
+
+    def _mark_gradients(self) -> None:
+        """Know these gradients again, until they are written to: they are of no further step."""
+        for grad in _gradients(self._parameters()):
+            setattr(grad, _STEPPED, writes_of(grad))
+
+
+def _gradients(parameters: NamedParameters) -> list[Tensor]:
+    return [p.grad for _, p in parameters if p.grad is not None]
+
+
+def _has_new(grads: Iterable[Tensor]) -> bool:
+    """Say whether some are not zero everywhere, and no step has taken them."""
+    return any(getattr(g, _STEPPED, None) != writes_of(g) and bool(g.any()) for g in grads)
 
 
 def _stepped(parameters: NamedParameters) -> NamedParameters:

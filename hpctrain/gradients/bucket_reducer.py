@@ -18,10 +18,11 @@ from torch.nn import Parameter
 
 from hpctrain.comm.eager import eager
 from hpctrain.core.errors import CommError, ConfigError, MismatchError
+from hpctrain.gradients.checked_steps import CheckedSteps
 from hpctrain.gradients.parameter_names import NamedParameters
 from hpctrain.gradients.reduction import Reduction, Slot
-from hpctrain.gradients.sparse_gradients import SparseSlot
-from hpctrain.gradients.step_check import Announcement, CheckedSteps, Opening
+from hpctrain.gradients.sparse_gradients import SparseSlot, writes_of
+from hpctrain.gradients.step_check import Announcement, Opening
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -194,7 +195,7 @@ class Reducer:
         self.reduction.complete(changed, opening=opening)
         if changed is not None:
             self._hook_anew()
-        self.steps.end()
+        self.steps.end(is_own=False)
 
     def hook(self) -> None:
         """Hook the parameters that are not hooked yet, frozen ones too: one may thaw. Local."""
@@ -409,11 +410,6 @@ class _Hook:
     def __call__(self, given: torch.Tensor) -> None:
         if (reducer := self.reducer()) is not None:
             self.tell(reducer, given if self.about is None else self.about)
-
-
-def writes_of(grad: torch.Tensor) -> tuple[int, int]:
-    """Return what changes when a gradient is written, or when its ``.data`` is another."""
-    return grad._version, 0 if grad.is_sparse else grad.data_ptr()  # noqa: SLF001
 
 
 def _is_replaced(slot: Slot | SparseSlot) -> bool:

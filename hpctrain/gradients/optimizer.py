@@ -22,11 +22,12 @@ from hpctrain.compress.half import Compression, HalfCodec, codec_for
 from hpctrain.core.errors import ConfigError
 from hpctrain.gradients.adasum_step import AdasumStep
 from hpctrain.gradients.bucket_reducer import ParameterSource, Reducer
+from hpctrain.gradients.checked_steps import CheckedSteps
 from hpctrain.gradients.parameter_names import Grouping, Groups, named, names_of, places_of
 from hpctrain.gradients.reduction import Reduction
 from hpctrain.gradients.sample_count import NUM_FLAGS, SampleCount
 from hpctrain.gradients.sharded_step import ShardedReduction, ShardedStep
-from hpctrain.gradients.step_check import CheckedSteps, StepCheck
+from hpctrain.gradients.step_check import StepCheck
 from hpctrain.negotiation.request import Adasum, Average, ReduceOp, Sum
 from hpctrain.runtime import world
 from hpctrain.runtime.process_sets import ProcessSet, global_process_set
@@ -232,8 +233,8 @@ class DistributedMethods:
 
         What a backward that raised has left behind is forgotten.
         """
-        if self._reducer:
-            self._reducer.start_again()
+        if self._exchange:
+            self._exchange.start_again()
         super().load_state_dict(state_dict)  # type: ignore[misc]
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -258,6 +259,14 @@ class AdasumMethods(DistributedMethods):
             f"sample counts weight an average; this optimizer has op=Adasum, got "
             f"num_samples={num_samples}, nominal={nominal}"
         )
+
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's own
+        """Forget the gradients; see ``torch.optim.Optimizer.zero_grad``.
+
+        A rank that then goes on to the next batch, without a step, has left one out.
+        """
+        cast("AdasumStep", self._exchange).forget()
+        super().zero_grad(set_to_none)
 
     def skip_synchronize(self) -> NoReturn:
         """Refuse: a step that is not combined would let the ranks part."""
@@ -324,7 +333,7 @@ def before_step(
             'a GradScaler looks at .grad, which with shard="node" is each rank\'s own gradient '
             "and not the average; take bfloat16, which needs no scaler, or leave shard out"
         )
-    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    closure = _closure_in(args, kwargs)
     if closure is None:
         stepping._reducer.finish()  # noqa: SLF001
         return args, kwargs
@@ -364,10 +373,14 @@ def after_step(stepped: Any, *_: object) -> None:
 
 
 @eager
-def begin_step(stepping: Any, *_: object) -> None:
+def begin_step(stepping: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Keep the parameters: torch calls this at the start of ``step()``."""
     _unscale(stepping)
-    stepping._exchange.begin()  # noqa: SLF001
+    stepping._exchange.begin(has_closure=_closure_in(args, kwargs) is not None)  # noqa: SLF001
+
+
+def _closure_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return kwargs.get("closure", args[1] if len(args) > 1 else None)
 
 
 def _unscale(stepping: Any) -> None:
@@ -461,7 +474,7 @@ def _steps_over(comm: Communicator) -> CheckedSteps:
     """Return the steps of an optimizer over these ranks. Collective for the first one."""
     here = world.current()
     if comm not in here.step_checks:
-        here.step_checks[comm] = StepCheck(comm)
+        here.step_checks[comm] = StepCheck(comm, is_asked=True)
     check = cast("StepCheck", here.step_checks[comm])
     return CheckedSteps(check, here.settings.check_weights)
 

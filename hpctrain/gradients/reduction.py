@@ -20,10 +20,11 @@ from hpctrain.comm.threaded import start_on
 from hpctrain.compress.codec import Codec
 from hpctrain.core.checksum import crc32
 from hpctrain.core.errors import CommError
+from hpctrain.gradients.checked_steps import CheckedSteps
 from hpctrain.gradients.parameter_names import Grouping, NamedParameters
 from hpctrain.gradients.sample_count import SampleCount
 from hpctrain.gradients.sparse_gradients import GradientState, SparseSlot, as_sparse
-from hpctrain.gradients.step_check import Announcement, CheckedSteps, Opening
+from hpctrain.gradients.step_check import Announcement, Opening
 from hpctrain.gradients.weight_sample import checksum_of, due, sample_of
 
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hpctrain.checkpoint.format.state_hash import value_hashes
-from hpctrain.comm.agreement import by_rank
+from hpctrain.comm.agreement import differing
 from hpctrain.comm.communicator import Communicator
 from hpctrain.core.errors import ReplicaError
 from hpctrain.gradients.batch_norm import SyncBatchNorm
@@ -67,15 +67,11 @@ def require_equal_replicas(
     if len(set(comm.allgather_object(whole))) == 1:
         return
     every = comm.allgather_object(mine)
-    names = {name: None for hashes in every for name in hashes}  # a set that keeps their order
-    differ = {
-        name: by_rank(found)
-        for name in names
-        if len(set(found := [hashes.get(name, "not there") for hashes in every])) > 1
-    }
+    num_names = len({name for hashes in every for name in hashes})
+    differ = differing(every, "not there")
     shown = "; ".join(f"{name} ({found})" for name, found in list(differ.items())[:_MOST_NAMED])
     raise ReplicaError(
-        f"replicas must be equal on every rank, {len(differ)} of {len(names)} values differ: "
+        f"replicas must be equal on every rank, {len(differ)} of {num_names} values differ: "
         f"{shown}; look for what some ranks do alone, such as a change outside optimizer.step(), "
         f"and begin with broadcast_parameters(model.state_dict())"
     )

@@ -25,12 +25,12 @@ from hpctrain.comm.ops import Op
 from hpctrain.comm.threaded import start_on
 from hpctrain.core.checksum import crc32
 from hpctrain.core.errors import CommError, ConfigError
-from hpctrain.gradients.bucket_reducer import ParameterSource, Reducer, writes_of
+from hpctrain.gradients.bucket_reducer import ParameterSource, Reducer
 from hpctrain.gradients.elementwise import PieceStep
 from hpctrain.gradients.node_values import Chunk, NodeBucket, NodeTensor, NodeValues, by_group
 from hpctrain.gradients.parameter_names import NamedParameters
 from hpctrain.gradients.reduction import Reduction, Slot
-from hpctrain.gradients.sparse_gradients import SparseSlot
+from hpctrain.gradients.sparse_gradients import SparseSlot, writes_of
 from hpctrain.gradients.step_check import Announcement
 
 Change = Callable[[Tensor], object]

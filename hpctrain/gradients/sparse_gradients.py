@@ -59,6 +59,11 @@ class GradientState:
         raise NotImplementedError
 
 
+def writes_of(tensor: Tensor) -> tuple[int, int]:
+    """Return what changes when a tensor is written to, or when its ``.data`` is another."""
+    return tensor._version, 0 if tensor.is_sparse else tensor.data_ptr()  # noqa: SLF001
+
+
 class SparseSlot(GradientState):
     """One parameter whose gradient is sparse: rows of an embedding, most often.
 

@@ -4,29 +4,25 @@ Ranks that take different steps, reduce other optimizers or hold other weights f
 all ranks at once, in one small all-reduce that is sent anyway. Flags and sample counts ride along.
 """
 
+import gc
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
-from torch.nn import Parameter
 
-from hpctrain.comm.agreement import by_rank
+from hpctrain.comm.agreement import by_rank, differing
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.threaded import start_on
 from hpctrain.core import logs
-from hpctrain.core.checksum import crc32
 from hpctrain.core.errors import MismatchError
-from hpctrain.core.units import KIB
 from hpctrain.gradients.sample_count import NUM_FLAGS, bits_of, flags_of
-from hpctrain.gradients.sparse_gradients import GradientState
-from hpctrain.gradients.weight_sample import WeightSample, checksum_of
 
 _MASK = (1 << 20) - 1
 """Bits of a number that are compared: squares of 8192 ranks add up exactly in float64."""
-_FIRST_BYTES = 64 * KIB  # how much of each gradient is compared in the first step
-_LONG = 16  # every so many steps it is compared which parameters no backward has reached in them
+_MOST_KEPT = 16  # optimizers that are gone
+LONG = 16  # every so many steps it is compared which parameters no backward has reached in them
 _COMPARED = ("member", "step", "skipped", "by_hand", "weights", "first", "unreached", "settings")
 """Numbers of which the message tells whether all ranks that have one have the same."""
 _COUNTED = (
@@ -84,7 +80,7 @@ class Announcement:
     unreached: int | None = None
     """Checksum of the names that follow; None where they are not compared in this step."""
     unreached_names: tuple[str, ...] = ()
-    """Parameters that no backward of this rank has reached in the last ``_LONG`` steps."""
+    """Parameters that no backward of this rank has reached in the last ``LONG`` steps."""
     is_strict: bool = True  # whether weights that have parted are an error
     settings: int | None = None
     """Checksum of the optimizer's settings; None where every rank steps by its own."""
@@ -122,24 +118,49 @@ class Opening:
     flags: int
 
 
+class Leaving(Protocol):
+    """Steps of which the last one has left something."""
+
+    def left(self) -> Mapping[str, str]:
+        """Return what that is, as text by name. Not collective."""
+
+
 class Member(Protocol):
     """An optimizer whose steps begin with a header."""
+
+    @property
+    def steps(self) -> "Leaving":
+        """Its steps."""
 
     def stand_in(self, opening: Opening) -> None:
         """Take part in the step that begins so with nothing. Collective."""
 
 
+class _Collection:
+    """Whether Python collects garbage at the moment, which it does whenever it likes."""
+
+    is_running = False
+
+    def note(self, phase: str, _: object) -> None:
+        self.is_running = phase == "start"
+
+
 class StepCheck:
     """Opens the steps of all optimizers that share a communicator."""
 
-    def __init__(self, comm: Communicator) -> None:
+    def __init__(self, comm: Communicator, *, is_asked: bool = False) -> None:
         """Make the message. Collective."""
+        self.is_asked = is_asked  # whether there is something to ``hand_over`` at the end
         self._message = comm.new_bucket(_NUM_WORDS, torch.float64)
         self._members: list[weakref.ref[Member]] = []
         self._were_equal: set[int] = set()
         self._were_told: set[int] = set()
         self._unreached_told: set[int] = set()
         self._num_taken = 0  # exchanges since all ranks had joined in which this one had not
+        self._kept: dict[int, Mapping[str, str]] = {}  # what optimizers that are gone have left
+        self.collection = _Collection()
+        gc.callbacks.append(self.collection.note)
+        weakref.finalize(self, gc.callbacks.remove, self.collection.note)
 
     def enter(self, member: Member) -> int:
         """Return the number of one more optimizer; all ranks enter theirs in the same order."""
@@ -202,6 +223,27 @@ class StepCheck:
         self._num_taken = 0
         return [rank for rank, number in enumerate(numbers) if number == max(numbers)]
 
+    def hand_over(self) -> dict[int, Mapping[str, str]]:
+        """Return, by optimizer, what its last step has left; once, at the end. Not collective.
+
+        These are the number of steps, and hashes of all its weights but those to which somebody
+        has written since: ranks may do so for a purpose, such as to test with averaged weights.
+        """
+        self.is_asked = False
+        living = ((number, member()) for number, member in enumerate(self._members))
+        found = {number: one.steps.left() for number, one in living if one is not None}
+        return self._kept | found
+
+    def keep(self, number: int, left: Mapping[str, str]) -> None:
+        """Keep what an optimizer leaves that is about to go; that of the last few."""
+        self._kept[number] = left
+        while len(self._kept) > _MOST_KEPT:
+            del self._kept[min(self._kept)]
+
+    def were_equal(self, member: int) -> bool:
+        """Say whether the ranks have once found their weights to be the same."""
+        return member in self._were_equal
+
     def _weights_differ(
         self, comm: Communicator, opening: Opening, sample: Callable[[int], Mapping[str, str]]
     ) -> None:
@@ -229,95 +271,6 @@ class StepCheck:
             )
         if comm.rank == 0:
             logs.warn_merged([[text]])
-
-
-class CheckedSteps:
-    """The steps of one optimizer: what this rank says before each, and what it hears."""
-
-    def __init__(
-        self, check: StepCheck, check_weights: str = "off", *, may_skip_alone: bool = False
-    ) -> None:
-        """Begin at step 0. Replicas that part are an ``error``, ``warn``, or nothing: ``off``.
-
-        Those that have skipped other steps than the rest are not compared; that is an error but
-        where ranks ``may_skip_alone``.
-        """
-        self.number: int | None = 0
-        """Steps that were taken; None after state was loaded, until the next one tells."""
-        self.num_skipped = 0  # steps of all ranks together that this one has not taken
-        self.skipped = 0  # checksum of their numbers
-        self.flags = 0  # bits of this rank
-        self.raised_flags = 0  # bits that any rank had in the last message; the same on every rank
-        self.num_active = 0  # ranks that have not joined, as of the last message
-        self.may_differ = False  # whether this rank's weights may be others: it tells none
-        self._sample = WeightSample(())
-        self._check, self._check_weights = check, check_weights
-        self._may_skip_alone = may_skip_alone
-        self._member, self._is_first = 0, True
-        self._num_counted = 0
-        """Steps with samples since it was last compared what backward reaches."""
-        self._unreached: set[str] = set()  # parameters that none of them has reached
-
-    def enter(self, member: Member) -> None:
-        """Let the check know whose steps these are."""
-        self._member = self._check.enter(member)
-
-    def watch(self, parameters: Sequence[tuple[str, Parameter]]) -> None:
-        """Compare samples of these parameters from here on."""
-        self._sample = WeightSample(parameters)
-
-    def count_reached(self, unreached: Iterable[str]) -> None:
-        """Count a step with samples; take the parameters that its backward has not reached."""
-        self._num_counted += 1
-        if self._num_counted == 1:
-            self._unreached = set(unreached)
-        elif self._unreached:
-            self._unreached &= set(unreached)
-
-    def skip(self) -> None:
-        """Note that this rank does not take a step whose gradients it has averaged."""
-        self.num_skipped += 1
-        self.skipped = crc32(f"{self.skipped} {self.number}".encode())
-
-    def end(self) -> None:
-        """Count a step that was taken."""
-        if self.number is not None:
-            self.number += 1
-
-    def announced(
-        self, told: Announcement, slots: Iterable[GradientState], *, outdated: bool, **facts: Any
-    ) -> Announcement:
-        """Return what is told, the facts, and what can be compared, such as first gradients."""
-        step, is_first, self._is_first = self.number, self._is_first, False
-        is_on = self._check_weights != "off" and not self.may_differ
-        compares = is_on and step is not None and not outdated
-        is_due = step is not None and step % _LONG == 0 and self._num_counted >= _LONG
-        if is_due and not outdated:
-            names = tuple(sorted(self._unreached))
-            facts |= {"unreached": crc32(repr(names).encode()), "unreached_names": names}
-            self._num_counted = 0
-        return replace(
-            told,
-            **facts,
-            outdated=outdated,
-            member=self._member,
-            step=step,
-            skipped=self.skipped,
-            may_skip_alone=self._may_skip_alone,
-            weights=self._sample.checksum(step or 0) if compares else None,
-            first=_checksum_of_first(slots) if is_first and facts.get("weight", 1.0) else None,
-            is_strict=self._check_weights == "error",
-            flags=self.flags,
-        )
-
-    def open(self, comm: Communicator, mine: Announcement) -> Opening:
-        """Return what all ranks say together, on the communicator's thread. Collective."""
-        return self._check.exchange(comm, mine, self._sample.by_name)
-
-    def take(self, opening: Opening) -> None:
-        """Take over what all ranks have in common."""
-        self.raised_flags, self.num_active = opening.flags, opening.num_active
-        self.number = opening.step if self.number is None else self.number
 
 
 def _words(mine: Announcement | None) -> list[float]:
@@ -440,10 +393,8 @@ _RULES = {
 
 def _first_difference(of_ranks: Sequence[Mapping[str, str]]) -> str:
     """Name a parameter whose checksum differs, and the ranks."""
-    for name in next((names for names in of_ranks if names), ()):
-        seen = [one.get(name) for one in of_ranks]
-        if len(set(seen) - {None}) > 1:
-            return f"the checksums of {name} are {by_rank(seen)}"
+    for name, seen in differing(of_ranks).items():
+        return f"the checksums of {name} are {seen}"
     return "the parameters that are compared are not the same"
 
 
@@ -467,21 +418,9 @@ def _unreached(of_ranks: Sequence[Sequence[str]]) -> str:
     own = [[name for name in names if name not in common] for names in of_ranks]
     whose = [f"{names[0]} ({len(names)} in all)" if names else None for names in own]
     return (
-        f"for {_LONG} steps no backward has reached parameters that it reaches on other ranks, "
+        f"for {LONG} steps no backward has reached parameters that it reaches on other ranks, "
         f"{by_rank(whose)}; these ranks add zeros to the average, which is right if their loss "
         f"needs none of them or they have no samples; if their model has got other parameters, as "
         f"by load_state_dict(assign=True), it no longer trains: make the optimizer anew after "
         f"that, on all ranks"
     )
-
-
-def _checksum_of_first(slots: Iterable[GradientState]) -> int | None:
-    """Return a checksum of this rank's own gradients, None if there are only zeros."""
-    total, is_zero = 0, True
-    for slot in slots:
-        grad = slot.parameter.grad
-        if grad is not None and not grad.is_sparse:
-            start = grad.detach().reshape(-1)[: _FIRST_BYTES // grad.itemsize]
-            total = checksum_of(start, total)
-            is_zero = is_zero and not start.any()
-    return None if is_zero else total

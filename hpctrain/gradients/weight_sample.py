@@ -1,4 +1,7 @@
-"""Checksums of weights: of a sample in each step, cheap enough to be always compared."""
+"""Checksums of weights: of a sample in each step, cheap enough to be always compared.
+
+And which of them no one has written to since a step.
+"""
 
 import ctypes
 from collections.abc import Iterable, Sequence
@@ -9,6 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from hpctrain.core.checksum import crc32
+from hpctrain.gradients.sparse_gradients import writes_of
 
 T = TypeVar("T")
 
@@ -21,6 +25,8 @@ class WeightSample:
 
     def __init__(self, parameters: Sequence[tuple[str, Parameter]]) -> None:
         """Take the parameters; those on other devices, and with gaps in memory, are left out."""
+        self._all = [(name, p) for name, p in parameters if p.layout is torch.strided]
+        self._left: list[tuple[int, int]] = []
         self._parameters = [
             (name, p, p.numel() * p.itemsize)
             for name, p in parameters
@@ -38,6 +44,22 @@ class WeightSample:
             name: f"{crc32(_bytes_of(p, n, step)):08x}{notes[bool(p.isfinite().all())]}"
             for name, p, n in self._due(step)
         }
+
+    def mark(self) -> None:
+        """Note that a step has left the parameters as they are."""
+        self._left = [writes_of(p) for _, p in self._all]
+
+    def unmark(self) -> None:
+        """Note that no step has left them so."""
+        self._left = []
+
+    def as_left(self) -> dict[str, Parameter]:
+        """Return, by name, those that nobody has written to since the last step, as torch counts.
+
+        What is written by ``.data`` or numpy torch does not count.
+        """
+        pairs = zip(self._all, self._left, strict=False)
+        return {name: p for (name, p), left in pairs if writes_of(p) == left}
 
     def _due(self, step: int) -> Sequence[tuple[str, Parameter, int]]:
         return due(self._parameters, step)

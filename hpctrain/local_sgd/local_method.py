@@ -19,11 +19,12 @@ from hpctrain.compress.codec import Compressor, Identity
 from hpctrain.compress.half import Compression, codec_for
 from hpctrain.core.errors import ConfigError
 from hpctrain.gradients.bucket_reducer import Reducer
+from hpctrain.gradients.checked_steps import CheckedSteps
 from hpctrain.gradients.optimizer import DistributedMethods
 from hpctrain.gradients.parameter_names import Grouping, named, names_of
 from hpctrain.gradients.reduction import Reduction
 from hpctrain.gradients.sample_count import NUM_FLAGS, SampleCount
-from hpctrain.gradients.step_check import SKIPPED, CheckedSteps, StepCheck
+from hpctrain.gradients.step_check import SKIPPED, StepCheck
 from hpctrain.local_sgd.replica import Exchange, Replica
 from hpctrain.local_sgd.rounds import Fields, Rounds, SampleSums, Share, StateFields
 from hpctrain.runtime import world

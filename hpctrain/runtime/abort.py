@@ -20,7 +20,7 @@ from hpctrain.core.user_error import folded
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from hpctrain.comm.liveness import Liveness
+    from hpctrain.comm.liveness import Gather, Liveness
     from hpctrain.comm.mpi_world import MpiComm
 
 FAILED = 1
@@ -32,13 +32,19 @@ STAGGER_S, LONGEST_STAGGER_S = 1.0, 1.5
 """What strikes all ranks at once is told in rank order: the first abort silences the others."""
 
 
-def leave(presence: "Liveness", hooks: "FailureHooks") -> None:
+def leave(
+    presence: "Liveness",
+    hooks: "FailureHooks",
+    compare: "Callable[[Gather], str]" = lambda _: "",
+) -> str:
     """Wait until every rank has come to its end; end all ranks if one of them never will.
+
+    Then all ``compare`` what they have, and what that returns is returned.
 
     Collective. ``shutdown()`` calls it, and the interpreter at exit, before anything is freed.
     """
     try:
-        presence.farewell()
+        return presence.farewell(compare)
     except BaseException as error:  # at exit Python would print it and go on
         hooks.end(error)
 
@@ -55,7 +61,7 @@ class FailureHooks:
         In a thread that neither computes nor communicates, such as that of a progress bar, it is
         only told. All that stderr gets ``rank-N.log`` in the folder ``log_dir`` gets too.
         """
-        self._world = world
+        self._world, self._rank = world, world.rank
         self._owner = os.getpid()
         self._log = log_dir and log_dir / f"rank-{world.rank}.log"
         self._ending = threading.Lock()
@@ -89,7 +95,7 @@ class FailureHooks:
         code, summary = _verdict(error)
         details = f"{where}{''.join(traceback.format_exception(error))}"
         self._write_log(details)
-        time.sleep(min(STAGGER_S * self._world.rank, LONGEST_STAGGER_S))
+        time.sleep(min(STAGGER_S * self._rank, LONGEST_STAGGER_S))
         own = ""
         with contextlib.suppress(Exception):  # whatever a user's object does when it is looked at
             own = folded(error, self._log)
@@ -125,7 +131,7 @@ class FailureHooks:
             sys.stderr.flush()
 
     def _tagged(self, text: str) -> str:
-        return "".join(f"[rank {self._world.rank}] {line}\n" for line in text.splitlines())
+        return "".join(f"[rank {self._rank}] {line}\n" for line in text.splitlines())
 
     def _on_exception(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None

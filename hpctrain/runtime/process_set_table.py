@@ -143,6 +143,10 @@ class ProcessSets:
         found = [one.controller for one in self._in_turn()]
         return [controller for controller in found if controller is not None]
 
+    def communicators(self) -> dict[int, Communicator]:
+        """Return those for buckets of all sets that this rank is in, by the set's number."""
+        return {one.number: one.comm for one in self._in_turn() if one.comm is not None}
+
     def communicator(self, process_set: "ProcessSet | None") -> Communicator:
         """Return the communicator of a set for buckets, apart from that of its controller.
 

@@ -4,7 +4,7 @@ import atexit
 import json
 import os
 import sys
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
@@ -22,11 +22,12 @@ from hpctrain.comm.plan.planning import StoredPlan
 from hpctrain.comm.threaded import ThreadedCommunicator
 from hpctrain.core import config, logs
 from hpctrain.core.config import Settings
-from hpctrain.core.errors import ConfigError, NotInitializedError
+from hpctrain.core.errors import ConfigError, NotInitializedError, ReplicaError
 from hpctrain.negotiation.stall import LastCall
 from hpctrain.negotiation.timeline import Timelines
 from hpctrain.runtime import lazy_dynamo
 from hpctrain.runtime.abort import FailureHooks, leave
+from hpctrain.runtime.last_check import compare
 from hpctrain.runtime.process_set_table import Controllers, ProcessSets, Wanted, beside
 from hpctrain.runtime.rebuild import Rebuild, Stage
 from hpctrain.runtime.stopping import CommonStop
@@ -46,6 +47,9 @@ class OpenedSteps(Protocol):
 
         False if all ranks do so: there is no other step.
         """
+
+    def hand_over(self) -> Mapping[int, Mapping[str, str]]:
+        """Return, by optimizer, what its last step has left here; at the end. Not collective."""
 
     def last_to_step(self, comm: Communicator) -> Sequence[int]:
         """Return the ranks that have taken every step since all ranks had joined. Collective."""
@@ -220,7 +224,7 @@ def join(settings: Settings, chosen: object = None) -> None:
     if settings.timeline is not None:
         controllers.timelines.start(settings.timeline, mark_cycles=settings.timeline_mark_cycles)
     if found.presence is not None or statistics is not None:
-        atexit.register(shutdown)
+        atexit.register(_shut_down)
 
 
 def _report(found: Connection) -> None:
@@ -241,7 +245,7 @@ def _tell_study(folder: Path, found: Connection) -> None:
 def _leave_before_finalize() -> "BeforeFinalize":
     from hpctrain.comm.mpi_library import BeforeFinalize  # noqa: PLC0415 - a world of one needs no MPI
 
-    return BeforeFinalize(lambda: _leave(current()))
+    return BeforeFinalize(lambda: _leave(current(), raises=False))
 
 
 def shutdown() -> None:
@@ -249,21 +253,39 @@ def shutdown() -> None:
 
     Collective in the end: it waits until every rank has called it or ended. Harmless before
     ``init`` and when called twice. A program that calls ``MPI.Finalize()`` takes leave by that.
+
+    Then the ranks compare what the last step of each ``DistributedOptimizer`` has left: how many
+    steps it has taken, and its weights. Left out are parameters that a rank has written to since,
+    under ``torch.no_grad()`` for instance: such ranks part for a purpose. What is written by
+    ``.data`` torch does not count. An optimizer that some ranks no longer have, after an error or
+    a state that was loaded, is left out, too, and the ranks compare nothing while an exception
+    is on its way on one of them.
+
+    Raises:
+        ReplicaError: it differs, on every rank; the world is over all the same. At the end of a
+            program that does not call this, all ranks end with exit code 1 and the message.
     """
+    _shut_down(raises=True)
+
+
+def _shut_down(*, raises: bool = False) -> None:
     global _world
     if _world is None:
         return
     leaving, _world = _world, None
     if leaving.before_finalize is None or not leaving.before_finalize.is_over:
-        _leave(leaving)
+        _leave(leaving, raises=raises)
 
 
-def _leave(leaving: World) -> None:
-    atexit.unregister(shutdown)
+def _leave(leaving: World, *, raises: bool) -> None:
+    atexit.unregister(_shut_down)
     if isinstance(leaving.comm, ThreadedCommunicator):
         leaving.comm.drain()  # while lost ranks are still looked for
+    fault = ""
     if leaving.presence is not None and leaving.hooks is not None:
-        leave(leaving.presence, leaving.hooks)
+        fault = leave(leaving.presence, leaving.hooks, lambda gather: compare(leaving, gather))
+        if fault and not raises:
+            leaving.hooks.end(ReplicaError(fault))
     if leaving.statistics is not None:
         leaving.statistics.report()  # nobody waits in vain: from `leave` all return, or none
     leaving.stop.close()
@@ -271,6 +293,8 @@ def _leave(leaving: World) -> None:
     leaving.comm.close()
     if leaving.before_finalize is not None:
         leaving.before_finalize.close()
+    if fault:
+        raise ReplicaError(fault)  # with the hooks, for who does not catch it
     if leaving.hooks is not None and sys.exc_info()[0] is None:
         leaving.hooks.uninstall()  # an error on its way out still needs them to end all ranks
 

@@ -64,6 +64,21 @@ def test_a_farewell_waits_for_a_busy_rank_asleep(world: MPI.Intracomm) -> None:
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
+def test_ranks_tell_each_other_texts_of_any_length_once_all_are_there(world) -> None:
+    presence, told = presence_of(world), []
+
+    def compare(gather):
+        told.append(gather(b"x" * world.rank))
+        told.append(gather(b""))
+        return "alike"
+
+    time.sleep(0.1 * world.rank)
+    assert presence.farewell(compare) == "alike"
+    assert told == [[b"x" * rank for rank in range(world.size)], [b""] * world.size]
+    assert not presence.farewell(compare)
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
 def test_nobody_is_missed_before_a_farewell_and_no_notice_is_left_behind(
     world: MPI.Intracomm,
 ) -> None:

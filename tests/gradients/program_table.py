@@ -309,6 +309,8 @@ class Script:
             found += draw.backward(wrapper)
         found += draw.edits(AFTER, 2) if draw.chance(0.5) else []
         found += draw.backward(wrapper) if draw.chance(0.08) else []
+        if self.op == "Adasum" and draw.chance(0.2):
+            found.append(Statement(FORGETTING))
         return [*found, *self.step()]
 
     def wrapper(self):
@@ -369,6 +371,9 @@ class Script:
         if self.scaled:
             yield Statement("scaler.update()")
 
+
+FORGETTING = "if hvd.rank() == 1:\n    opt.zero_grad()"
+"""One rank has gradients of no use, and adds nothing to a step of Adasum."""
 
 JOIN = Statement(
     "for k in range(2 + hvd.rank() % 2):\n    opt.zero_grad()\n"

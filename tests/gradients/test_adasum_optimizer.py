@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from hpctrain.core.errors import ConfigError
+from hpctrain.core.errors import ConfigError, MismatchError
 from tests.gradients.training import MANY, ONE_NODE, backward, distributed, make_model, wrapped
 
 pytestmark = ONE_NODE
@@ -90,6 +90,144 @@ def test_ranks_whose_scaler_skips_take_the_step_of_the_others(hvd, kind, looks):
                 torch.testing.assert_close(one, other.detach(), rtol=1e-9, atol=1e-12)
             assert step < everyone or torch.equal(one, before)
         last = now
+
+
+@MANY
+@pytest.mark.parametrize(
+    ("action", "told"),
+    [
+        ("leaves a step out", "must take the same steps.*rank 1: step 2"),
+        ("edits a weight", r"parted before step 1.*2\.bias.*rank 1"),
+        ("steps once more", "must not take the gradients.*rank 1: step 2"),
+    ],
+)
+def test_a_rank_that_parts_is_an_error_on_all_ranks_at_the_next_step(hvd, action, told):
+    model, optimizer = wrapped(hvd, op=hvd.Adasum)
+
+    def train():
+        for step in range(4):
+            optimizer.zero_grad()
+            backward(hvd, model, step)
+            does = action if (step, hvd.rank()) == (1, 1) else ""
+            if does == "edits a weight":
+                model[2].bias.data[0] += 1e-9
+            if does != "leaves a step out":
+                optimizer.step()
+            if does == "steps once more":
+                optimizer.step()
+
+    with pytest.raises(MismatchError, match=told):
+        train()
+
+
+@MANY
+@pytest.mark.parametrize("to_none", [True, False])
+def test_ranks_may_have_nothing_to_add_and_all_leave_a_step_out(hvd, to_none):
+    model, optimizer = wrapped(hvd, op=hvd.Adasum)
+    for step in range(6):
+        optimizer.zero_grad(set_to_none=to_none)
+        if step != 1 or hvd.rank():  # one without samples
+            backward(hvd, model, step)
+        if step == 2 and hvd.rank() == 1:  # whose own gradients are of no use
+            optimizer.zero_grad(set_to_none=to_none)
+        if step != 4:
+            optimizer.step()
+        if step == 5:  # the same gradients once more
+            optimizer.step()
+    sums = [p.sum().item() for p in model.parameters()]
+    assert hvd.allgather_object(sums) == [sums] * hvd.size()
+
+
+def accumulates(hvd, model, optimizer):
+    """Add up two passes on every rank, and a third one on some."""
+    for step in range(2 + hvd.rank() % 2):
+        backward(hvd, model, step)
+    optimizer.step()
+
+
+def freezes_and_thaws(hvd, model, optimizer):
+    for is_trained in (False, True):
+        model[0].requires_grad_(is_trained)
+        optimizer.zero_grad()
+        accumulates(hvd, model, optimizer)
+
+
+def adds_parameters(hvd, model, optimizer):
+    late = nn.Linear(10, 1).double()
+    hvd.broadcast_parameters(late.state_dict())
+    optimizer.add_param_group({"params": list(late.parameters())})
+    for _ in range(2):
+        optimizer.zero_grad()
+        late(model(torch.full((2, 64), 0.1 * (1 + hvd.rank())).double())).sum().backward()
+        optimizer.step()
+
+
+def loads_its_state(hvd, model, optimizer):
+    backward(hvd, model)
+    optimizer.load_state_dict(optimizer.state_dict())
+    if hvd.rank() == 0:
+        optimizer.zero_grad()
+    optimizer.step()
+
+
+def forgets_before_one_has_no_samples(hvd, model, optimizer):
+    backward(hvd, model)  # of a loss that is not finite, say
+    optimizer.zero_grad()
+    if hvd.rank() != 1:
+        backward(hvd, model)
+    optimizer.step()
+
+
+def steps_another_optimizer(hvd, model, optimizer):
+    other, its_own = wrapped(hvd, op=hvd.Adasum)
+    for step in range(3):
+        backward(hvd, other, step)
+        its_own.step()
+        its_own.zero_grad()
+    accumulates(hvd, model, optimizer)
+
+
+@MANY
+@pytest.mark.parametrize(
+    "does",
+    [
+        accumulates,
+        freezes_and_thaws,
+        adds_parameters,
+        loads_its_state,
+        forgets_before_one_has_no_samples,
+        steps_another_optimizer,
+    ],
+)
+def test_what_ranks_may_do_is_no_error_in_the_steps_that_follow(hvd, does):
+    model, optimizer = wrapped(hvd, op=hvd.Adasum)
+    for step in range(6):
+        optimizer.zero_grad()
+        backward(hvd, model, step)
+        optimizer.step()
+        if step == 2:
+            optimizer.zero_grad()
+            does(hvd, model, optimizer)
+    sums = [p.sum().item() for p in model.parameters()]
+    assert hvd.allgather_object(sums) == [sums] * hvd.size()
+
+
+@pytest.mark.ranks(2, 3)
+def test_closures_of_ranks_may_be_called_unequally_often(hvd):
+    model, calls = make_model(), []
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=2 + hvd.rank())
+    optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), op=hvd.Adasum)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(torch.full((2, 64), 0.1 * (1 + hvd.rank())).double()).square().sum()
+        loss.backward()
+        calls.append(loss.item())
+        return loss
+
+    for _ in range(3):
+        optimizer.step(closure)
+    assert len(set(hvd.allgather_object(len(calls)))) > 1
 
 
 @MANY

@@ -115,6 +115,20 @@ def assert_ended(outcome: Outcome, limit_s: float = LIMIT_S) -> None:
     assert not outcome.left_over, outcome.err
 
 
+def test_an_exception_behind_which_the_world_ends_is_told_with_its_rank(tmp_path: Path) -> None:
+    body = """
+    try:
+        now()
+        raise ValueError("bad luck")
+    finally:
+        hvd.shutdown()
+    """
+    outcome = run_ranks(tmp_path, body)
+    assert_ended(outcome)
+    assert "[rank 0] ValueError: bad luck" in outcome.err
+    assert "excepthook" not in outcome.err
+
+
 def test_an_exception_in_a_thread_that_only_helps_is_told_and_ends_nobody(tmp_path: Path) -> None:
     outcome = run_ranks(
         tmp_path,

@@ -1,0 +1,147 @@
+"""The steps of one distributed optimizer: what a rank says before each, and leaves at the end."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch.nn import Parameter
+
+from hpctrain.checkpoint.format.state_hash import value_hashes
+from hpctrain.comm.communicator import Communicator
+from hpctrain.core.checksum import crc32
+from hpctrain.core.units import KIB
+from hpctrain.gradients.sparse_gradients import GradientState
+from hpctrain.gradients.step_check import LONG, Announcement, Member, Opening, StepCheck
+from hpctrain.gradients.weight_sample import WeightSample, checksum_of
+
+_FIRST_BYTES = 64 * KIB  # how much of each gradient is compared in the first step
+
+
+class CheckedSteps:
+    """The steps of one optimizer: what this rank says before each, and what it hears."""
+
+    def __init__(
+        self, check: StepCheck, check_weights: str = "off", *, may_skip_alone: bool = False
+    ) -> None:
+        """Begin at step 0. Replicas that part are an ``error``, ``warn``, or nothing: ``off``.
+
+        Those that have skipped other steps than the rest are not compared; that is an error but
+        where ranks ``may_skip_alone``.
+        """
+        self.number: int | None = 0
+        """Steps that were taken; None after state was loaded, until the next one tells."""
+        self.num_skipped = 0  # steps of all ranks together that this one has not taken
+        self.skipped = 0  # checksum of their numbers
+        self.flags = 0  # bits of this rank
+        self.raised_flags = 0  # bits that any rank had in the last message; the same on every rank
+        self.num_active = 0  # ranks that have not joined, as of the last message
+        self.may_differ = False  # whether this rank's weights may be others: it tells none
+        self._sample = WeightSample(())
+        self._check, self._check_weights = check, check_weights
+        self._may_skip_alone = may_skip_alone
+        self._member, self._is_first = 0, True
+        self._num_counted = 0
+        """Steps with samples since it was last compared what backward reaches."""
+        self._unreached: set[str] = set()  # parameters that none of them has reached
+
+    def enter(self, member: Member) -> None:
+        """Let the check know whose steps these are."""
+        self._member = self._check.enter(member)
+
+    def watch(self, parameters: Sequence[tuple[str, Parameter]]) -> None:
+        """Compare samples of these parameters from here on."""
+        self._sample = WeightSample(parameters)
+
+    def count_reached(self, unreached: Iterable[str]) -> None:
+        """Count a step with samples; take the parameters that its backward has not reached."""
+        self._num_counted += 1
+        if self._num_counted == 1:
+            self._unreached = set(unreached)
+        elif self._unreached:
+            self._unreached &= set(unreached)
+
+    def skip(self) -> None:
+        """Note that this rank does not take a step whose gradients it has averaged."""
+        self.num_skipped += 1
+        self.skipped = crc32(f"{self.skipped} {self.number}".encode())
+
+    def end(self, *, is_own: bool = True) -> None:
+        """Count a step that was taken; is it of others alone, this rank's weights are old."""
+        if self.number is not None:
+            self.number += 1
+        if is_own:
+            self._sample.mark()
+        else:
+            self._sample.unmark()
+
+    def left(self, *, has_weights: bool = True) -> dict[str, str]:
+        """Return what the last step has left, as text by name; see ``StepCheck.hand_over``."""
+        if self._check_weights == "off" or self.number is None:
+            return {}
+        is_known = self._check.were_equal(self._member) and not self.may_differ
+        hashes = value_hashes(self._sample.as_left()) if is_known and has_weights else {}
+        return {"the number of steps": str(self.number), **hashes}
+
+    def __del__(self) -> None:
+        """Leave behind what is compared at the end: a program may drop its optimizer before.
+
+        Garbage is collected at another time on each rank, between others of the writes to weights
+        that torch does not count: then only the number of steps.
+        """
+        if self._check.is_asked:
+            has_weights = not self._check.collection.is_running
+            self._check.keep(self._member, self.left(has_weights=has_weights))
+
+    def announced(
+        self, told: Announcement, slots: Iterable[GradientState], *, outdated: bool, **facts: Any
+    ) -> Announcement:
+        """Return what is told, the facts, and what can be compared, such as first gradients."""
+        step, is_first, self._is_first = self.number, self._is_first, False
+        is_on = self._check_weights != "off" and not self.may_differ
+        compares = is_on and step is not None and not outdated
+        is_due = step is not None and step % LONG == 0 and self._num_counted >= LONG
+        if is_due and not outdated:
+            names = tuple(sorted(self._unreached))
+            facts |= {"unreached": crc32(repr(names).encode()), "unreached_names": names}
+            self._num_counted = 0
+        return replace(
+            told,
+            **facts,
+            outdated=outdated,
+            member=self._member,
+            step=step,
+            skipped=self.skipped,
+            may_skip_alone=self._may_skip_alone,
+            weights=self._sample.checksum(step or 0) if compares else None,
+            first=_checksum_of_first(slots) if is_first and facts.get("weight", 1.0) else None,
+            is_strict=self._check_weights == "error",
+            flags=self.flags,
+        )
+
+    def open(self, comm: Communicator, mine: Announcement) -> Opening:
+        """Return what all ranks say together, on the communicator's thread. Collective.
+
+        After an error the number of steps is that of others who go on.
+        """
+        try:
+            return self._check.exchange(comm, mine, self._sample.by_name)
+        except BaseException:
+            self.number = None
+            raise
+
+    def take(self, opening: Opening) -> None:
+        """Take over what all ranks have in common."""
+        self.raised_flags, self.num_active = opening.flags, opening.num_active
+        self.number = opening.step if self.number is None else self.number
+
+
+def _checksum_of_first(slots: Iterable[GradientState]) -> int | None:
+    """Return a checksum of this rank's own gradients, None if there are only zeros."""
+    total, is_zero = 0, True
+    for slot in slots:
+        grad = slot.parameter.grad
+        if grad is not None and not grad.is_sparse:
+            start = grad.detach().reshape(-1)[: _FIRST_BYTES // grad.itemsize]
+            total = checksum_of(start, total)
+            is_zero = is_zero and not start.any()
+    return None if is_zero else total

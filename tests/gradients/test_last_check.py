@@ -1,0 +1,369 @@
+"""At the end the ranks compare what the last step has left: all of them raise, or none does."""
+
+import gc
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+import hpctrain
+from hpctrain.core.errors import MismatchError, ReplicaError
+from tests.gradients.training import distributed, make_model
+from tests.runtime.victims import run_ranks
+
+MANY = pytest.mark.ranks(2, 3)
+
+
+class Training:
+    """A world of its own, in which the ranks train alike."""
+
+    def __init__(self, **options):
+        self.model = make_model()
+        self.optimizer = distributed(hpctrain, self.model, **options)
+
+    def backward(self):
+        self.optimizer.zero_grad()
+        x = torch.full((2, 64), 0.1 * (1 + hpctrain.rank())).double()
+        self.model(x).square().sum().backward()
+
+    def step(self, num_steps=1):
+        for _ in range(num_steps):
+            self.backward()
+            self.optimizer.step()
+
+
+@contextmanager
+def world_of_its_own(**options):
+    hpctrain.init(**options)
+    try:
+        yield
+    except BaseException:
+        hpctrain.shutdown()
+        raise
+
+
+@contextmanager
+def at_the_end(function):
+    try:
+        yield
+    finally:
+        function()
+
+
+def end(world):
+    """End the world; return what that raises on every rank, empty for nothing. Collective."""
+    said = ""
+    try:
+        hpctrain.shutdown()
+    except ReplicaError as error:
+        said = str(error)
+    assert not hpctrain.is_initialized()
+    every = world.allgather(said)
+    assert len(set(every)) == 1
+    return said
+
+
+def edits_a_weight_between_backward_and_step(training):
+    training.backward()
+    with torch.no_grad():
+        training.model[2].bias[0] += 1e-9
+    training.optimizer.step()
+
+
+def takes_another_rate(training):
+    training.optimizer.param_groups[0]["lr"] *= 2
+    training.step()
+
+
+def edits_a_weight_behind_it(training):
+    training.step()
+    training.model[2].bias.data[0] += 1e-9
+
+
+CHANGES = [
+    *(
+        (change, op)
+        for change in (
+            edits_a_weight_between_backward_and_step,
+            takes_another_rate,
+            edits_a_weight_behind_it,
+        )
+        for op in ("Average", "Sum")
+    ),
+    (edits_a_weight_behind_it, "Adasum"),  # which compares in step(), and combines any rates
+]
+
+
+@MANY
+@pytest.mark.parametrize(("change", "op"), CHANGES)
+def test_a_weight_that_a_rank_changes_in_the_last_step_is_told_at_the_end(world, change, op):
+    with world_of_its_own():
+        training = Training(op=getattr(hpctrain, op))
+        training.step(2)
+        (change if world.rank == 1 else Training.step)(training)
+    said = end(world)
+    others = "rank 0" if world.size == 2 else "ranks 0,2"
+    assert said.startswith("the ranks have parted in the last step: ")
+    assert "2.bias" in said or change is takes_another_rate
+    assert f"{others}: " in said
+    assert "; rank 1: " in said
+
+
+@MANY
+@pytest.mark.parametrize("op", ["Average", "Sum"])
+def test_a_step_that_a_rank_leaves_out_at_last_is_told_though_the_optimizer_is_gone(world, op):
+    def train():
+        training = Training(op=getattr(hpctrain, op))
+        training.step(2)
+        training.backward()
+        if world.rank != 1:
+            training.optimizer.step()
+
+    with world_of_its_own():
+        train()
+        gc.collect()
+    assert "the number of steps" in end(world)
+
+
+@MANY
+def test_a_weight_is_told_though_the_optimizer_and_the_model_are_gone(world):
+    def train():
+        training = Training()
+        training.step(2)
+        (edits_a_weight_behind_it if world.rank == 1 else Training.step)(training)
+
+    with world_of_its_own():
+        train()
+        gc.collect()
+    assert "2.bias" in end(world)
+
+
+@MANY
+def test_when_a_rank_collects_its_garbage_makes_no_difference(world):
+    with world_of_its_own():
+        training = Training()
+        training.step(2)
+        training.optimizer.itself = training.optimizer
+        del training.optimizer
+        if world.rank == 1:
+            gc.collect()
+        training.model[0].weight.data.mul_(0.5)
+        gc.collect()
+    assert not end(world)
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("shared", [False, True], ids=["process set", "once a node"])
+def test_ranks_of_a_process_set_and_nodes_compare_as_well(world, shared):
+    with world_of_its_own(ranks_per_node=2):
+        few = hpctrain.add_process_set([0, 1])
+        training = Training(**{"shard": "node"} if shared else {"process_set": few})
+        training.step(2)
+        if world.rank == 1:
+            training.model[2].bias.data[0] += 1e-9
+    said = end(world)
+    assert "2.bias" in said
+    assert "rank 1: " in said
+
+
+def all_change_alike(training):
+    training.model[0].weight.data.mul_(0.5)
+
+
+def one_tests_with_averaged_weights(training):
+    if hpctrain.rank() == 0:
+        with torch.no_grad():
+            training.model[0].weight.mul_(0.5)
+
+
+def one_exports_in_half_precision(training):
+    if hpctrain.rank() == 0:
+        training.model.half()
+
+
+def each_trains_a_head_of_its_own(training):
+    head = training.model[4]
+    alone = torch.optim.SGD(head.parameters(), lr=0.1 * (1 + hpctrain.rank()))
+    training.model.zero_grad()
+    head(torch.ones(2, 32).double()).sum().backward()
+    alone.step()
+
+
+def one_loads_a_state(training):
+    if hpctrain.rank() == 0:
+        training.optimizer.load_state_dict(training.optimizer.state_dict())
+        training.model.load_state_dict(make_model().state_dict())
+
+
+def one_drops_its_optimizer(training):
+    if hpctrain.rank() == 0:
+        del training.optimizer
+        gc.collect()
+
+
+def some_join(training):
+    training.step(hpctrain.rank())
+    hpctrain.join()
+
+
+def all_part_and_are_told(training):
+    training.model[0].weight.data += hpctrain.rank()
+    with pytest.raises(MismatchError):
+        training.step()
+
+
+def all_have_no_gradients(training):
+    for _ in range(2):
+        training.optimizer.zero_grad(set_to_none=False)
+        training.optimizer.step()
+
+
+def all_freeze_a_layer(training):
+    training.model[0].requires_grad_(False)
+    training.step()
+
+
+def sets_differ(training):
+    sets = [hpctrain.add_process_set([rank]) for rank in range(hpctrain.size())]
+    pair = hpctrain.add_process_set([0, 1]) if hpctrain.size() > 2 else None
+    other = [
+        torch.optim.SGD(training.model.parameters(), lr=0.1 * (1 + hpctrain.rank())),
+        torch.optim.SGD(make_model().parameters(), lr=0.1),
+    ]
+    alone = hpctrain.DistributedOptimizer(other[0], process_set=sets[hpctrain.rank()])
+    if pair is not None:
+        hpctrain.DistributedOptimizer(other[1], process_set=pair).step()
+    training.backward()
+    alone.step()
+
+
+def all_take_several_optimizers(_):
+    more = [Training(op=op) for op in (hpctrain.Sum, hpctrain.Adasum)]
+    for one in more:
+        one.step()
+
+
+HEALTHY = (
+    all_change_alike,
+    one_tests_with_averaged_weights,
+    one_exports_in_half_precision,
+    each_trains_a_head_of_its_own,
+    one_loads_a_state,
+    one_drops_its_optimizer,
+    some_join,
+    all_part_and_are_told,
+    all_have_no_gradients,
+    all_freeze_a_layer,
+    sets_differ,
+    all_take_several_optimizers,
+)
+
+
+@MANY
+@pytest.mark.parametrize("does", HEALTHY)
+def test_what_ranks_do_alike_or_for_a_purpose_is_not_told(world, does):
+    with world_of_its_own():
+        training = Training()
+        training.step(2)
+        does(training)
+    assert not end(world)
+
+
+@MANY
+@pytest.mark.parametrize("op", ["Average", "Adasum"])
+def test_a_scaler_that_skips_on_one_rank_or_all_is_not_told(world, op):
+    with world_of_its_own():
+        training = Training(op=getattr(hpctrain, op))
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        for flawed in ((), (1,), range(world.size), ()):
+            training.optimizer.zero_grad()
+            x = torch.full((2, 64), torch.inf if world.rank in flawed else 0.1).double()
+            scaler.scale(training.model(x).square().sum()).backward()
+            scaler.step(training.optimizer)
+            scaler.update()
+    assert not end(world)
+
+
+@MANY
+@pytest.mark.parametrize("setting", ["warn", "off"])
+def test_the_comparison_may_only_tell_or_be_off(world, setting, monkeypatch, caplog):
+    monkeypatch.setenv("HPCTRAIN_CHECK_WEIGHTS", setting)
+    with world_of_its_own():
+        training = Training()
+        training.step(2)
+        training.model[2].bias.data[0] += world.rank
+    assert not end(world)
+    told = [r for r in caplog.records if "parted in the last step" in r.getMessage()]
+    assert len(told) == (setting == "warn" and world.rank == 0)
+
+
+@MANY
+def test_an_exception_on_its_way_on_one_rank_is_what_is_told(world):
+    with world_of_its_own():
+        training = Training()
+        training.step(2)
+        training.model[2].bias.data[0] += world.rank
+    if world.rank == 1:
+        with pytest.raises(ValueError, match="bad luck"), at_the_end(hpctrain.shutdown):
+            raise ValueError("bad luck")
+    else:
+        hpctrain.shutdown()
+
+
+@MANY
+def test_weights_that_never_were_alike_were_told_before(world):
+    with world_of_its_own():
+        training = Training()
+        with torch.no_grad():
+            training.model[0].weight.add_(world.rank)
+        training.step()
+    assert not end(world)
+
+
+BODY = """
+def main(op, *, may_part):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), op=op)
+    for step in range(3):
+        optimizer.zero_grad()
+        model(torch.ones(2, 4) * (1 + rank)).square().sum().backward()
+        if may_part and step == 2 and rank == 1:
+            {does}
+        optimizer.step()
+        if may_part and step == 2 and rank == 1:
+            {then}
+    print("the last line of rank", rank)
+
+main(hvd.Average, may_part=False)
+hvd.shutdown()
+hvd.init()
+now()
+main(hvd.{op}, may_part=True)
+"""
+EDIT = "model.bias.data[0] += 1"
+PARTED = "ReplicaError: the ranks have parted in the last step: bias (rank 0: "
+ENDS = {
+    "nothing": ("pass", "pass", "Average", 0, ""),
+    "a weight": ("pass", EDIT, "Adasum", 1, PARTED),
+    "a weight, and an exit code": ("pass", EDIT + "; sys.exit(3)", "Sum", 1, PARTED),
+    "a gradient": ("model.bias.grad.mul_(2)", "pass", "Average", 87, "rank 0 left the program"),
+    "a step": ("return", "pass", "Adasum", 87, "rank 1 left the program"),
+}
+
+
+@pytest.mark.launches
+@pytest.mark.limit(150)
+@pytest.mark.parametrize("what", ENDS)
+def test_a_script_that_ends_by_itself_has_an_exit_code_that_tells(tmp_path, what):
+    does, then, op, code, said = ENDS[what]
+    outcome = run_ranks(tmp_path, BODY.format(does=does, then=then, op=op))
+    assert outcome.code == code, outcome.err
+    assert said in outcome.err
+    assert not outcome.left_over
+    assert outcome.seconds < 10
+    if what in ("nothing", "a weight"):
+        assert outcome.out.count("the last line of rank") == 4
+    if not code:
+        assert not outcome.err
