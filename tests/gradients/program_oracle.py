@@ -220,7 +220,7 @@ class Stub:
         method.take(self._rank, optimizer, model)
         return SimpleNamespace(
             set_num_samples=lambda n, nominal=1.0: method.weigh(self._rank, n, nominal),
-            skip_step=lambda: None,
+            skip_step=lambda: method.skip(self._rank),
             finish=lambda: None,
             averaged=nullcontext,
         )

@@ -122,6 +122,7 @@ class Local:
         size = oracle.size
         self.optimizers, self.models = [None] * size, [None] * size
         self.samples = [[[0.0, 0.0] for _ in range(size)] for _ in range(2)]
+        self.of_step = [0.0] * size
         everywhere, nodes = [Wrap(oracle, range(size))], [Wrap(oracle, n) for n in oracle.nodes]
         if kind == "PostLocalSGD":
             self.phase = lambda step: everywhere if step < options["start"] else []
@@ -158,9 +159,14 @@ class Local:
         self.is_counted = True
         for wrap in self.wraps:
             wrap.weights[rank] = num_samples / nominal
+        self.of_step[rank] += num_samples
         for sums in self.samples:
             sums[rank][0] += num_samples
             sums[rank][1] += nominal
+
+    def skip(self, rank):
+        for sums in self.samples:
+            sums[rank][0] -= self.of_step[rank]
 
     def pass_is_over(self):
         self.reduce()
@@ -174,6 +180,7 @@ class Local:
 
     def after_step(self):
         self.step += 1
+        self.of_step = [0.0] * self.oracle.size
         rows = zip(*(model.parameters() for model in self.models), strict=True)
         self.stepped |= {i for i, ps in enumerate(rows) if any(p.grad is not None for p in ps)}
         in_round = self.step - self.start
