@@ -16,7 +16,14 @@ from hpctrain.comm.agreement import on_root
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.plan.plan import Plan
 from hpctrain.core.config import Settings
-from hpctrain.core.errors import CheckpointError, ConfigError, HpctrainError, LaunchError
+from hpctrain.core.errors import (
+    CheckpointError,
+    ConfigError,
+    HpctrainError,
+    LaunchError,
+    NotFiniteError,
+    ReplicaError,
+)
 from hpctrain.core.keys import render, seconds
 from hpctrain.core.logs import logger
 from hpctrain.core.target import make_importable
@@ -172,16 +179,24 @@ class _Run:
             return 0
         with requests_of(config, directory, self._started, self._comm) as requests:
             here_are = self._loaded.folder
-            outcome = RunInDirectory(task, directory, console, lease, here_are).carry_out(
-                render(config), requests, continues=continues
-            )
-        code = self._end(task, outcome)
-        if lease is not None and lease.is_held(looks=True) and task.config.log.plots:
+            run = RunInDirectory(task, directory, console, lease, here_are)
             try:
-                draw_runs([RunHistory.read(directory.path)], directory.plot)
-            except ConfigError as error:  # the run itself is saved
-                logger.warning(f"{error}; without a plot: --set log.plots=false")
+                outcome = run.carry_out(render(config), requests, continues=continues)
+            except (NotFiniteError, ReplicaError):
+                self._draw(lease)
+                raise
+        code = self._end(task, outcome)
+        self._draw(lease)
         return code
+
+    def _draw(self, lease: Lease | None) -> None:
+        """Leave the plot of a part that all ranks have ended together."""
+        if lease is None or not (self._loaded.config.log.plots and lease.is_held(looks=True)):
+            return
+        try:
+            draw_runs([RunHistory.read(self._directory.path)], self._directory.plot)
+        except ConfigError as error:  # the run itself is saved
+            logger.warning(f"{error}; without a plot: --set log.plots=false")
 
     def _end(self, task: Task, outcome: Outcome | Stopped) -> int:
         """Tell how the part has ended, and return its exit code."""
