@@ -97,6 +97,27 @@ def test_a_batch_in_pieces_is_the_same_step_where_ranks_average_later_too(here, 
         torch.testing.assert_close(two[name], value, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize(
+    "how",
+    [
+        ["train.precision=fp16", 'optimizer.groups=[{ match = "*.bias", lr = 0.1 }]'],
+        ["train.clip_value=0.01", "sync.method=local_sgd", "sync.steps=3"],
+    ],
+)
+def test_a_part_may_begin_where_a_rank_has_no_samples_and_where_no_step_is_left(
+    here, configure, shared, how
+):
+    # The second step of each epoch has one sample, for one rank.
+    how = [*NOISY, *SINGLE, "model.args.norm=false", "train.global_batch=52", *how]
+    whole, job = (Job(here, configure, shared / name, *how, "train.epochs=2") for name in "ab")
+    whole.part()
+    for after in (1, 3):
+        job.part(stop="SIGTERM", after=after)
+    job.part()
+    assert_same_run(whole, job)
+
+
 @pytest.mark.ranks(1, 2)
 def test_a_compiled_model_learns_the_same_under_the_same_names(here, configure, shared):
     how = ["train.global_batch=20", "train.epochs=2"]
