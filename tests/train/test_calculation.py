@@ -7,7 +7,7 @@ from hpctrain.core.errors import MismatchError
 from hpctrain.core.records import read
 from hpctrain.train.evaluate import evaluate
 from hpctrain.train.task import build
-from tests.train.job import Job, assert_same_bits, assert_same_run
+from tests.train.job import Job, assert_same_bits, assert_same_checkpoint, assert_same_run
 from tests.train.problem import NUM_SAMPLES, samples
 
 SINGLE = ["model.args.single=true", "data.args.single=true"]
@@ -110,12 +110,14 @@ def test_a_part_may_begin_where_a_rank_has_no_samples_and_where_no_step_is_left(
 ):
     # The second step of each epoch has one sample, for one rank.
     how = [*NOISY, *SINGLE, "model.args.norm=false", "train.global_batch=52", *how]
-    whole, job = (Job(here, configure, shared / name, *how, "train.epochs=2") for name in "ab")
+    how += ["train.epochs=3", "checkpoint.keep_best=1"]
+    whole, job = (Job(here, configure, shared / name, *how) for name in "ab")
     whole.part()
-    for after in (1, 3):
-        job.part(stop="SIGTERM", after=after)
+    for _ in range(2):
+        job.part(stop="SIGTERM", after=2)
     job.part()
     assert_same_run(whole, job)
+    assert_same_checkpoint(whole, job)  # with the last test, though the step was saved before it
 
 
 @pytest.mark.ranks(1, 2)
