@@ -109,8 +109,20 @@ class OptimizerConfig:
     "*.bias", or a list of such patterns. The first that matches counts."""
 
     def __post_init__(self) -> None:
-        """Check that groups say whom they are for."""
+        """Check that groups say whom they are for, and that each rate has one place."""
+        require(
+            not {"lr", "params"} & {*self.args},
+            "optimizer.args has the other arguments: the rate is optimizer.lr, the parameters are "
+            "those of the model",
+            dict(self.args),
+        )
         for group in self.groups:
+            lr = group.get("lr", self.lr)
+            require(
+                isinstance(lr, float | int) and lr > 0,
+                "optimizer.groups have an lr above 0, or none",
+                group,
+            )
             match = group.get("match")
             texts = match if isinstance(match, list) else [match]
             require(

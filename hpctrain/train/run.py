@@ -233,6 +233,7 @@ def named(config: RunConfig) -> Iterator[None]:
         "data.transform": config.data.transform,
         "data.test_transform": config.data.test_transform,
         "loss.target": config.loss.target,
+        "optimizer.name": config.optimizer.name,
         "test.metric": config.test.metrics[0],
     }
     targets |= {f"test.metric {name}": name for name in config.test.metrics[1:]}

@@ -100,6 +100,7 @@ def _compiler() -> str:
 LMOD = Path("/usr/share/lmod/lmod/init/bash")
 
 FEATURES: dict[str, Callable[[], str]] = {
+    "c++-compiler": _program("g++", "clang++"),
     "c-compiler": _program("cc", "gcc"),
     "chromium": _program("chromium"),
     "cluster": _cluster,

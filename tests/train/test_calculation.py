@@ -120,10 +120,14 @@ def test_a_part_may_begin_where_a_rank_has_no_samples_and_where_no_step_is_left(
     assert_same_checkpoint(whole, job)  # with the last test, though the step was saved before it
 
 
+INDUCTOR = pytest.mark.requires("c++-compiler"), pytest.mark.conformance
+
+
 @pytest.mark.ranks(1, 2)
-def test_a_compiled_model_learns_the_same_under_the_same_names(here, configure, shared):
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=INDUCTOR)])
+def test_a_compiled_model_learns_the_same_under_the_same_names(here, configure, shared, backend):
     how = ["train.global_batch=20", "train.epochs=2"]
-    compiled = 'train.compile_args={ backend = "aot_eager" }'
+    compiled = f'train.compile_args={{ backend = "{backend}" }}'
     plain = Job(here, configure, shared / "plain", *how)
     other = Job(here, configure, shared / "compiled", *how, "train.compile=true", compiled)
     plain.part()
@@ -198,6 +202,10 @@ def test_metrics_are_those_of_one_process_to_the_last_bit(here, configure):
         ),
         (["train.compile=true", "train.compile_args={ mod = 'x' }"], "did you mean mode?"),
         (["train.compile=true", "train.compile_args={ backend = 'no' }"], "compile refuses: "),
+        (
+            ["optimizer.name=LBFGS"],
+            "takes each step by one gradient, and LBFGS calculates several",
+        ),
         (["test.metric=['accuracy', 'f2']"], "test.metric is accuracy, loss, f1, top5"),
     ],
 )
