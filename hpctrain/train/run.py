@@ -292,14 +292,15 @@ def requests_of(
 
 def _introduce(console: Console, here: world.World, task: Task, directory: RunDirectory) -> None:
     """Tell in four lines what is trained, on what, and where."""
-    config, epochs = task.config, task.config.train.epochs
+    config, number = task.config, task.config.train.epochs
+    epochs = "1 epoch" if number == 1 else f"{number} epochs"
     machine, [(name, plan), *_] = dict(here.topology.describe()), here.plan.describe()
     rate = f"{config.optimizer.name}, learning rate {config.optimizer.lr:g}"
     data = f"{task.num_train_samples} samples, {config.train.global_batch} in each of"
     rows = (
         (config.name, f"in {directory.path}"),
         ("model", f"{config.model.target}, {task.num_parameters} parameters, {rate}"),
-        ("data", f"{config.data.target}, {data} {task.num_steps} steps, {epochs} epochs"),
+        ("data", f"{config.data.target}, {data} {task.num_steps} steps, {epochs}"),
         ("ranks", f"{machine['ranks']}; {name} {plan}"),
     )
     grid = Table.grid(Column(style="cyan", no_wrap=True), Column(), padding=(0, 2))

@@ -121,6 +121,7 @@ FEATURES: dict[str, Callable[[], str]] = {
     "slurm": _slurm,
     "sphinx": _module("myst_parser"),
     "tensorboard": _module("tensorboard"),
+    "transformers": _module("transformers"),
     "wandb": _module("wandb"),
 }
 """For each feature, what is missing; empty where it is there."""
