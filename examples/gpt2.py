@@ -8,16 +8,15 @@ As a script of one's own, by the four lines; ``gpt2.toml`` trains the same:
 Text, loss and metric are those of ``text.py``.
 """
 
-import os
 from argparse import ArgumentParser
 
 import text
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from transformers import GPT2Config, GPT2LMHeadModel
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-from transformers import GPT2Config, GPT2LMHeadModel  # noqa: E402
+import hpctrain as hvd
 
 
 class ByteModel(nn.Module):
@@ -31,7 +30,7 @@ class ByteModel(nn.Module):
         self.network = GPT2LMHeadModel(config)
 
     def forward(self, windows: Tensor) -> Tensor:
-        """Turn ``(n, CONTEXT + 1)`` bytes into ``(n, CONTEXT, 256)`` scores of all but the first."""
+        """Turn ``(n, CONTEXT + 1)`` bytes into ``(n, CONTEXT, 256)`` scores of the next ones."""
         scores: Tensor = self.network(windows[:, :-1].long(), use_cache=False).logits
         return scores
 
@@ -43,8 +42,6 @@ def model(width: int = 64, depth: int = 2, num_heads: int = 4) -> ByteModel:
 
 def main() -> None:
     """Train by the four lines."""
-    import hpctrain as hvd  # noqa: PLC0415
-
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("--windows", type=int, default=4000, help="learnt from, once each")
     parser.add_argument("--folder", default="runs/text-data", help="of the data sets")
