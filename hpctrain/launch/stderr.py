@@ -91,7 +91,7 @@ def merged(lines: Iterable[bytes]) -> bytes:
             at[at.index(len(told))] += 1
         told.append(line)
     if len(at) > 1:
-        told.append(b"hpctrain: that was told %d times, as by so many ranks\n" % len(at))
+        told.append(b"hpctrain: %d ranks have told this\n" % len(at))
     return b"".join(told)
 
 

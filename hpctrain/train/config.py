@@ -178,8 +178,8 @@ class TrainingConfig:
     clip_value. That of a test ends all ranks too (stop), or is a warning."""
     shard: Literal["none", "node"] = "none"
     """Every rank keeps all parameters and the state of the optimizer (none), or a node has them
-    once and its ranks step a part each (node): the same bits, less time and memory; for optimizers
-    that treat every element by itself."""
+    once and its ranks step a part each (node): the same bits (but with clip_norm), less time and
+    memory; for optimizers that treat every element by itself."""
     check_replicas: Literal["test", "never"] | Number = "test"
     """Whether all ranks have the same weights is looked at before each test, after so many steps
     too, or never; with a local sync.method only where they have just averaged."""
