@@ -207,6 +207,11 @@ class _Run:
                 style="yellow",
             )
             return STOPPED
+        if outcome.step < task.num_steps:
+            self._console.print(
+                f"ended after step {outcome.step} of {task.num_steps}: no better test in the last "
+                f"{task.config.test.patience} (test.patience)"
+            )
         self._console.print(
             f"{outcome.num_samples / outcome.training_s:.0f} samples/s over all ranks, "
             f"{format_seconds(outcome.training_s)} in all; results in {self._directory.path}"

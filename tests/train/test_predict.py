@@ -174,7 +174,8 @@ def test_a_run_names_its_best_checkpoint_and_commands_take_it(tmp_path, monkeypa
     judged = ['test.metric=["loss", "top2"]', "test.mode=max", "test.patience=1"]
     try:
         assert run(load_config(Path("small.toml"), judged), {}, How()) == 0
-        *_, best, others, last = capsys.readouterr().out.splitlines()
+        *_, why, _, best, others, last = capsys.readouterr().out.splitlines()
+        assert why == "ended after step 8 of 20: no better test in the last 1 (test.patience)"
         assert best.endswith("in runs/small/checkpoints/step-00000004")
         assert best.startswith("best test loss ")
         assert others.startswith("test top2 0.")
