@@ -112,6 +112,7 @@ class Manager:
         self._damaged: dict[int, str] = {}
         self._figures: Figures | None = None
         self._step: int | None = None  # of the last one saved or loaded
+        self._has_score = False  # that one
         self._stall_s = 0.0
         # Of the state, and of what is private.
         self._snapshots = (Snapshot(comm.rank, comm.size), Snapshot())
@@ -143,7 +144,8 @@ class Manager:
     ) -> None:
         """Take a checkpoint, unless the last one saved or loaded here is of this very step.
 
-        Collective. Returns when the state may change again: it is copied, or written.
+        Collective. Returns when the state may change again: it is copied, or written. A score that
+        the last one lacks, as after a stop in front of a test, replaces it.
 
         Args:
             state: the same tree on every rank; see ``save``. Tensors may be on any device.
@@ -165,7 +167,8 @@ class Manager:
             if not wait:
                 raise
             self._warn(str(error))
-        if step == self._step:
+        told = _told(score)
+        if step == self._step and (self._has_score or not told):
             return
         # A rank that fails here tells the others beside: nobody waits for the slowest copy.
         taken: tuple[Any, Any] | CheckpointError
@@ -174,9 +177,9 @@ class Manager:
                 taken = self._taken(state, private or {})
         except CheckpointError as error:
             taken = error
-        contents = {"step": step, "facts": {**(facts or {}), **_told(score)}}
+        contents = {"step": step, "facts": {**(facts or {}), **told}}
         self._schedule.taken(step, began)
-        self._step = step
+        self._step, self._has_score = step, bool(told)
         self._stall_s = time.monotonic() - began
         stall_s = None if self._beside.at_once else self._stall_s
         damaged = {*self._damaged}
@@ -235,7 +238,7 @@ class Manager:
                 if self._comm.broadcast_object(self._shelf.is_there(step)):
                     self._pass_over(step, str(error))
                 continue
-            self._step = step
+            self._step, self._has_score = step, SCORE in loaded.facts
             self._schedule.taken(step, time.monotonic())
             return loaded
         return None

@@ -39,8 +39,8 @@ Fields = Annotated[
 Kind = Annotated[
     str | None,
     option(
-        "arrays, hdf5, tar, csv, parquet, text, folder or python, where the name of SOURCE does "
-        "not tell.",
+        "arrays, hdf5, tar, csv, parquet, arrow, text, folder or python, where the name of "
+        "SOURCE does not tell.",
         "--as",
         metavar="KIND",
     ),
@@ -135,12 +135,16 @@ def pack(  # noqa: PLR0913 - a command's options
 
       hpctrain data pack shards/ data/train --field x=jpg:bytes --field y=cls
 
-    Tables (.csv, .tsv, .parquet), a field for each column, or for several;
-    numbers as f4, i8, ..., and columns of CSV as text, where that is said:
+    Tables (.csv, .tsv, .parquet, .arrow), a field for each column, or for
+    several; numbers as f4, i8, ..., and columns of CSV as text, where said:
 
       hpctrain data pack table.csv data/train --field x=width,height:f4
 
       hpctrain data pack table.csv data/train --field id=id:text --field x=width
+
+    A folder of Hugging Face's save_to_disk(), of numbers, texts and lists:
+
+      hpctrain data pack saved/train data/train --field x=input_ids --field y=label
 
     Text (.txt), lines as bytes, or samples of one length, of bytes or tokens:
 

@@ -65,7 +65,10 @@ def name_target(error: Exception, targets: Mapping[str, str]) -> None:
     """
     frames = [frame for frame, _ in _frames(error)]
     ours = [each for each in frames if _module(each).startswith("hpctrain.train.")]
-    key = _key_by_function(frames, targets) or _key_by_values(ours)
+    is_step = any(_module(frame).startswith("torch.optim.") for frame in frames)
+    key = _key_by_function(frames, targets) or (
+        "optimizer.name" if is_step else _key_by_values(ours)
+    )
     values: dict[str, Any] = {}
     for frame in ours:
         values |= {name: frame.f_locals[name] for name in _BATCH if name in frame.f_locals}

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -12,12 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType
-from typing import IO, TextIO
+from typing import IO
 
-from hpctrain.cluster.env import ASKED, STOPPED
+from hpctrain.cluster.env import ASKED
 from hpctrain.cluster.process import stat
 from hpctrain.core.errors import LaunchError
 from hpctrain.launch.mpiexec import is_guard
+from hpctrain.launch.stderr import fold
 
 FOLDER = "PRTE_MCA_prte_local_tmpdir_base"
 """Tells mpirun of Open MPI 5 where to keep them; others do not look at it."""
@@ -320,63 +320,3 @@ def hand_on_input(sink: IO[bytes]) -> None:
                 sink.flush()
 
     threading.Thread(target=hand_on, daemon=True, name="what is typed").start()
-
-
-_RULE = re.compile(rb"\s*[-=]{60,}\s*")  # above and below what a launcher says
-_NOISE = re.compile(
-    rb"MPI_ABORT was invoked|prterun has exited due to process|BAD TERMINATION|"
-    rb"one or more processes exited with non-zero|application called MPI_Abort|"
-    rb"mpirun has exited due to process|mpiexec has exited due to process"
-)
-"""What launchers say of a rank that has ended all others."""
-
-_LONGEST = 30  # lines of a launcher's box; what is longer is something else
-
-
-def fold(process: subprocess.Popen[bytes]) -> None:
-    """Copy mpirun's stderr to ours, without its boxes about a rank that has told its error itself.
-
-    Where no rank has said a word, they are the only news, and stay; not where all have stopped
-    as they were asked.
-    """
-    box: list[bytes] = []
-    held = b""  # what may come before the words of a rank
-    has_spoken, sink = False, sys.stderr
-    for part in _lines(process.stderr) if process.stderr is not None else ():
-        is_rule = _RULE.fullmatch(part) is not None
-        if box or is_rule:
-            box.append(part)
-            if not (is_rule and len(box) > 1) and len(box) < _LONGEST:
-                continue
-        text, box = b"".join(box) or part, []
-        if _NOISE.search(text):
-            held += text
-            continue
-        has_spoken = has_spoken or bool(text.strip() and not is_rule)
-        _write(sink, text)
-    is_known = has_spoken or process.wait() == STOPPED
-    _write(sink, b"".join(box) + (b"" if is_known else held))
-
-
-def _lines(source: IO[bytes]) -> Iterator[bytes]:
-    """Yield lines, and at once what may be the begin of a line that is still written."""
-    rest = b""
-    while chunk := os.read(source.fileno(), 65536):
-        *lines, rest = (rest + chunk).splitlines(keepends=True) or [b""]
-        yield from lines
-        if rest.endswith(b"\n") or not rest.lstrip().startswith((b"-", b"=")):
-            yield rest
-            rest = b""
-    yield rest
-
-
-def _write(sink: TextIO, text: bytes) -> None:
-    text = text.replace(b"\0", b"")
-    with contextlib.suppress(OSError, ValueError):
-        sink.flush()
-        raw = getattr(sink, "buffer", None)
-        if raw is None:  # such as that of a notebook
-            sink.write(text.decode(errors="replace"))
-        else:
-            raw.write(text)
-        sink.flush()

@@ -46,7 +46,7 @@ FAILED = "an error of all ranks"
 """How a part has ended that all ranks have broken off together, such as a loss that is NaN."""
 
 
-FINISHED = "its last epoch"  # how a part has ended after which nothing was left to do
+FINISHED = "finished"  # how a part has ended after which nothing was left to do
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,7 +77,8 @@ class Attempt:
         """Say it in one line, for people."""
         job = f" in job {self.job}" if self.job else ""
         again = f", restart {self.restarts}" if self.restarts else ""
-        how = "ended without a word" if self.ended_by == KILLED else f"stopped by {self.ended_by}"
+        known = {KILLED: "ended without a word", FINISHED: FINISHED}
+        how = known.get(str(self.ended_by), f"stopped by {self.ended_by}")
         return f"part {self.part} of the run{job}{again}: the part before was {how}"
 
 

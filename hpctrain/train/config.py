@@ -109,8 +109,20 @@ class OptimizerConfig:
     "*.bias", or a list of such patterns. The first that matches counts."""
 
     def __post_init__(self) -> None:
-        """Check that groups say whom they are for."""
+        """Check that groups say whom they are for, and that each rate has one place."""
+        require(
+            not {"lr", "params"} & {*self.args},
+            "optimizer.args has the other arguments: the rate is optimizer.lr, the parameters are "
+            "those of the model",
+            dict(self.args),
+        )
         for group in self.groups:
+            lr = group.get("lr", self.lr)
+            require(
+                isinstance(lr, float | int) and lr > 0,
+                "optimizer.groups have an lr above 0, or none",
+                group,
+            )
             match = group.get("match")
             texts = match if isinstance(match, list) else [match]
             require(
@@ -166,8 +178,8 @@ class TrainingConfig:
     clip_value. That of a test ends all ranks too (stop), or is a warning."""
     shard: Literal["none", "node"] = "none"
     """Every rank keeps all parameters and the state of the optimizer (none), or a node has them
-    once and its ranks step a part each (node): the same bits, less time and memory; for optimizers
-    that treat every element by itself."""
+    once and its ranks step a part each (node): the same bits (but with clip_norm), less time and
+    memory; for optimizers that treat every element by itself."""
     check_replicas: Literal["test", "never"] | Number = "test"
     """Whether all ranks have the same weights is looked at before each test, after so many steps
     too, or never; with a local sync.method only where they have just averaged."""

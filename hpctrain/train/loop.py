@@ -342,7 +342,9 @@ def _clip(task: Task) -> float | None:
     if train.clip_value and train.shard != "none":
         task.optimizer.clip_grad_value_(train.clip_value)
     elif train.clip_value:
-        nn.utils.clip_grad_value_(task.model.parameters(), train.clip_value)
+        with_gradients = [p for p in task.model.parameters() if p.grad is not None]
+        if with_gradients:  # torch refuses none, as of a rank without samples in a step of its own
+            nn.utils.clip_grad_value_(with_gradients, train.clip_value)
     return norm
 
 

@@ -5,6 +5,7 @@ import fnmatch
 import pickle
 from collections.abc import Mapping, Sequence
 from functools import partial
+from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any
 
@@ -81,9 +82,11 @@ def _read(path: Path) -> dict[str, Tensor]:
                 state = torch.load(path, map_location="cpu", weights_only=True)
         # Of pickle, zip and torch: what is no file of weights raises anything.
         except (OSError, RuntimeError, ValueError, LookupError, EOFError, *_UNREADABLE) as error:
+            is_other = isinstance(error, pickle.UnpicklingError)  # torch tells much of that
+            said = "it holds other things than tensors" if is_other else str(error).splitlines()[0]
             raise ConfigError(
-                f'model.init_from = "{path}" cannot be read: {str(error).partition(chr(10))[0]}; '
-                f"name a run directory, a checkpoint, or a file of torch.save or safetensors"
+                f'model.init_from = "{path}" cannot be read: {said}; name a run directory, a '
+                f"checkpoint, or a file of torch.save or safetensors with a state dict"
             ) from error
     found = isinstance(state, Mapping)
     inner = (state[n] for n in _PARTS if found and isinstance(state.get(n), Mapping) and state[n])
@@ -169,6 +172,11 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
     kind = member(torch.optim, config.name, "optimizer.name")
     if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
         raise ConfigError(f"optimizer.name is a class of torch.optim, got {config.name!r}")
+    if signature(kind.step).parameters["closure"].default is Parameter.empty:
+        raise ConfigError(
+            f"optimizer.name is one that takes each step by one gradient, and {config.name} "
+            f"calculates several: choose another, or write a loop of your own"
+        )
     args = {**config.args, "lr": config.lr}
     own = own_arguments(model, config)
     for options in own.values():

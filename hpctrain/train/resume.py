@@ -78,11 +78,14 @@ def check_same(directory: RunDirectory, config: RunConfig, *, changed: bool) -> 
 
 
 def given_arguments(directory: RunDirectory, config: RunConfig) -> list[str]:
-    """Return the arguments of the optimizer that the configuration gives, or gave so far."""
+    """Return the arguments of the optimizer that the configuration gives, or gave so far.
+
+    Not the rate, which each step sets: where none is left it stays that of the last one.
+    """
     tables = [load(directory.config).config.optimizer, config.optimizer]
     args = [each for table in tables for each in (table.args, *table.groups)]
-    names = [*(name for each in args for name in each if name != "match"), "weight_decay"]
-    return [*dict.fromkeys(names)]
+    names = [*(name for each in args for name in each), "weight_decay"]
+    return [name for name in dict.fromkeys(names) if name not in {"lr", "match"}]
 
 
 def settled(config: RunConfig, directory: RunDirectory | None, comm: Communicator) -> RunConfig:

@@ -16,7 +16,14 @@ from hpctrain.comm.agreement import on_root
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.plan.plan import Plan
 from hpctrain.core.config import Settings
-from hpctrain.core.errors import CheckpointError, ConfigError, HpctrainError, LaunchError
+from hpctrain.core.errors import (
+    CheckpointError,
+    ConfigError,
+    HpctrainError,
+    LaunchError,
+    NotFiniteError,
+    ReplicaError,
+)
 from hpctrain.core.keys import render, seconds
 from hpctrain.core.logs import logger
 from hpctrain.core.target import make_importable
@@ -172,16 +179,24 @@ class _Run:
             return 0
         with requests_of(config, directory, self._started, self._comm) as requests:
             here_are = self._loaded.folder
-            outcome = RunInDirectory(task, directory, console, lease, here_are).carry_out(
-                render(config), requests, continues=continues
-            )
-        code = self._end(task, outcome)
-        if lease is not None and lease.is_held(looks=True) and task.config.log.plots:
+            run = RunInDirectory(task, directory, console, lease, here_are)
             try:
-                draw_runs([RunHistory.read(directory.path)], directory.plot)
-            except ConfigError as error:  # the run itself is saved
-                logger.warning(f"{error}; without a plot: --set log.plots=false")
+                outcome = run.carry_out(render(config), requests, continues=continues)
+            except (NotFiniteError, ReplicaError):
+                self._draw(lease)
+                raise
+        code = self._end(task, outcome)
+        self._draw(lease)
         return code
+
+    def _draw(self, lease: Lease | None) -> None:
+        """Leave the plot of a part that all ranks have ended together."""
+        if lease is None or not (self._loaded.config.log.plots and lease.is_held(looks=True)):
+            return
+        try:
+            draw_runs([RunHistory.read(self._directory.path)], self._directory.plot)
+        except ConfigError as error:  # the run itself is saved
+            logger.warning(f"{error}; without a plot: --set log.plots=false")
 
     def _end(self, task: Task, outcome: Outcome | Stopped) -> int:
         """Tell how the part has ended, and return its exit code."""
@@ -192,6 +207,11 @@ class _Run:
                 style="yellow",
             )
             return STOPPED
+        if outcome.step < task.num_steps:
+            self._console.print(
+                f"ended after step {outcome.step} of {task.num_steps}: no better test in the last "
+                f"{task.config.test.patience} (test.patience)"
+            )
         self._console.print(
             f"{outcome.num_samples / outcome.training_s:.0f} samples/s over all ranks, "
             f"{format_seconds(outcome.training_s)} in all; results in {self._directory.path}"
@@ -218,6 +238,7 @@ def named(config: RunConfig) -> Iterator[None]:
         "data.transform": config.data.transform,
         "data.test_transform": config.data.test_transform,
         "loss.target": config.loss.target,
+        "optimizer.name": config.optimizer.name,
         "test.metric": config.test.metrics[0],
     }
     targets |= {f"test.metric {name}": name for name in config.test.metrics[1:]}
@@ -276,14 +297,15 @@ def requests_of(
 
 def _introduce(console: Console, here: world.World, task: Task, directory: RunDirectory) -> None:
     """Tell in four lines what is trained, on what, and where."""
-    config, epochs = task.config, task.config.train.epochs
+    config, number = task.config, task.config.train.epochs
+    epochs = "1 epoch" if number == 1 else f"{number} epochs"
     machine, [(name, plan), *_] = dict(here.topology.describe()), here.plan.describe()
     rate = f"{config.optimizer.name}, learning rate {config.optimizer.lr:g}"
     data = f"{task.num_train_samples} samples, {config.train.global_batch} in each of"
     rows = (
         (config.name, f"in {directory.path}"),
         ("model", f"{config.model.target}, {task.num_parameters} parameters, {rate}"),
-        ("data", f"{config.data.target}, {data} {task.num_steps} steps, {epochs} epochs"),
+        ("data", f"{config.data.target}, {data} {task.num_steps} steps, {epochs}"),
         ("ranks", f"{machine['ranks']}; {name} {plan}"),
     )
     grid = Table.grid(Column(style="cyan", no_wrap=True), Column(), padding=(0, 2))

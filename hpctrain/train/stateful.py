@@ -25,6 +25,8 @@ class Precision:
         self._device = "cpu" if parameter is None else parameter.device.type
         self._dtype = _TYPES.get(name)
         self._scaler = GradScaler(self._device, enabled=name == "fp16")
+        self._scaler.scale(torch.zeros((), device=self._device))
+        # It has a scale from here on: a part may begin with a step in which a rank has no samples.
 
     def autocast(self) -> AbstractContextManager[object]:
         """Let forward inside calculate as ``train.precision`` says."""

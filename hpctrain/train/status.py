@@ -76,8 +76,10 @@ def _by_exit_code(path: Path) -> Status:
     """Judge the run of a program of the user's own by what its last job has left."""
     try:
         code = int((path / ENDED).read_text(encoding="ascii"))
-    except (OSError, ValueError):
-        return Status("missing", f"{path} holds no run that has begun to train, or has ended")
+    except OSError:
+        return Status("missing", f"{path} holds no run that has begun to train")
+    except ValueError:  # its job has begun, and its script was ended too
+        return Status("killed", f"{path} was ended without a word")
     if code == 0:
         return Status("finished", f"{path} is finished: its program has ended with code 0")
     # srun kills ranks that end a moment after the first one.

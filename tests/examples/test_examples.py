@@ -188,6 +188,20 @@ def test_two_ranks_learn_text_that_they_have_not_seen(tmp_path):
     assert (len(train), len(test)) == (1280, 64)
 
 
+@pytest.mark.launches
+@pytest.mark.conformance
+@pytest.mark.requires("transformers")
+def test_a_network_of_transformers_learns_text_by_the_four_lines_and_by_a_configuration(tmp_path):
+    few = ("data.args.num_windows=640", "data.args.num_test=64", "train.ema=0.9")
+    record, told = trained(tmp_path, "gpt2", *few, "log.plots=false", num_ranks=2)
+    assert record["metric"] <= 6.0  # 8 without any knowledge
+    assert last_line(told) == f"test bits_per_byte {record['metric']:.4f}"
+    options = ("--windows", "640", "--folder", tmp_path / "others")
+    done = start(ROOT / "examples/gpt2.py", *options, num_ranks=2)
+    assert done.returncode == 0, done.stderr
+    assert float(last_line(done.stdout).removeprefix("test bits_per_byte ")) <= 6.0
+
+
 def test_no_byte_is_guessed_from_itself_or_from_later_ones_and_not_knowing_costs_eight_bits():
     text = example("text")
     torch.manual_seed(0)

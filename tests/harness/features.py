@@ -100,6 +100,7 @@ def _compiler() -> str:
 LMOD = Path("/usr/share/lmod/lmod/init/bash")
 
 FEATURES: dict[str, Callable[[], str]] = {
+    "c++-compiler": _program("g++", "clang++"),
     "c-compiler": _program("cc", "gcc"),
     "chromium": _program("chromium"),
     "cluster": _cluster,
@@ -120,6 +121,7 @@ FEATURES: dict[str, Callable[[], str]] = {
     "slurm": _slurm,
     "sphinx": _module("myst_parser"),
     "tensorboard": _module("tensorboard"),
+    "transformers": _module("transformers"),
     "wandb": _module("wandb"),
 }
 """For each feature, what is missing; empty where it is there."""

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import pty
+import random
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 
 from hpctrain.core.errors import LaunchError
 from hpctrain.launch import mpiexec
+from hpctrain.launch.stderr import merged
 from hpctrain.launch.supervise import TIMED_OUT, descendants, supervise
 from tests.launch.started import line, ranks_are_gone, start, wait_for
 
@@ -296,3 +298,48 @@ def test_what_mpirun_says_of_a_rank_is_left_out_where_the_rank_has_said_it(
     program = f"import sys; sys.stderr.write({said!r}); sys.exit({code})"
     assert supervise([sys.executable, "-c", program]) == code
     assert capfd.readouterr().err == kept
+
+
+BEGIN = b"Traceback (most recent call last):\n"
+CAUSE = [BEGIN, b'  File "a.py", line 1, in f\n', b"    f()\n", b"KeyError: 3\n"]
+TRACE = [
+    BEGIN,
+    b'  File "a.py", line 2, in g\n',
+    b"    g()\n",
+    b"ValueError: of two\n",
+    b"lines\n",
+]
+TOLD = b"hpctrain: %d ranks have told this\n"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_traceback_of_several_ranks_is_told_once_in_whatever_turn_they_write_it(seed):
+    draw = random.Random(seed)
+    # All but one may be killed in the middle.
+    ends = [len(TRACE), *draw.choices(range(1, len(TRACE) + 1), k=draw.randrange(1, 5))]
+    turns = [rank for rank, end in enumerate(ends) for _ in range(end)]
+    draw.shuffle(turns)
+    written = [iter(TRACE) for _ in ends]
+    told = merged([next(written[rank]) for rank in turns])
+    assert told == b"".join(TRACE) + TOLD % len(ends)
+
+
+def test_errors_with_causes_come_once_and_those_that_differ_are_all_heard():
+    whole = [
+        *CAUSE,
+        b"\n",
+        b"During handling of the above exception, another one:\n",
+        b"\n",
+        *TRACE,
+    ]
+    assert merged(whole) == b"".join(whole)
+    assert merged([line for line in whole for _ in range(3)]) == b"".join(whole) + TOLD % 3
+    others = [b"KeyError: 0\n", b"KeyError: 1\n"]
+    told = merged([BEGIN, *CAUSE[:3], *CAUSE[1:3], *others])
+    assert told == b"".join([*CAUSE[:3], *others]) + TOLD % 2
+
+
+def test_ranks_that_fail_before_they_know_each_other_say_why_once(tmp_path, capfd):
+    argv = line(tmp_path, "import time; time.sleep(1); {}['no such key']")
+    assert supervise(argv, environ=mpiexec.environment()) == 1
+    assert capfd.readouterr().err.count("KeyError: 'no such key'") == 1

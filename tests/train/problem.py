@@ -160,9 +160,9 @@ def stopping_model(notes: str = "", stops: tuple[int, ...] = (2, 4), **how) -> n
     return Stopping(model(**how), notes, stops)
 
 
-def noisy_model(width: int = 8, *, single: bool = False) -> nn.Sequential:
+def noisy_model(width: int = 8, *, single: bool = False, norm: bool = True) -> nn.Sequential:
     """A network whose every step depends on random numbers and on each rank's own buffers."""
-    network = nn.Sequential(Noise(), *model(width, dropout=0.3, norm=True))
+    network = nn.Sequential(Noise(), *model(width, dropout=0.3, norm=norm))
     return network.to(torch.float32) if single else network
 
 

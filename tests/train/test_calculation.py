@@ -7,7 +7,7 @@ from hpctrain.core.errors import MismatchError
 from hpctrain.core.records import read
 from hpctrain.train.evaluate import evaluate
 from hpctrain.train.task import build
-from tests.train.job import Job, assert_same_bits, assert_same_run
+from tests.train.job import Job, assert_same_bits, assert_same_checkpoint, assert_same_run
 from tests.train.problem import NUM_SAMPLES, samples
 
 SINGLE = ["model.args.single=true", "data.args.single=true"]
@@ -97,10 +97,37 @@ def test_a_batch_in_pieces_is_the_same_step_where_ranks_average_later_too(here, 
         torch.testing.assert_close(two[name], value, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize(
+    "how",
+    [
+        ["train.precision=fp16", 'optimizer.groups=[{ match = "*.bias", lr = 0.1 }]'],
+        ["train.clip_value=0.01", "sync.method=local_sgd", "sync.steps=3"],
+    ],
+)
+def test_a_part_may_begin_where_a_rank_has_no_samples_and_where_no_step_is_left(
+    here, configure, shared, how
+):
+    # The second step of each epoch has one sample, for one rank.
+    how = [*NOISY, *SINGLE, "model.args.norm=false", "train.global_batch=52", *how]
+    how += ["train.epochs=3", "checkpoint.keep_best=1"]
+    whole, job = (Job(here, configure, shared / name, *how) for name in "ab")
+    whole.part()
+    for _ in range(2):
+        job.part(stop="SIGTERM", after=2)
+    job.part()
+    assert_same_run(whole, job)
+    assert_same_checkpoint(whole, job)  # with the last test, though the step was saved before it
+
+
+INDUCTOR = pytest.mark.requires("c++-compiler"), pytest.mark.conformance
+
+
 @pytest.mark.ranks(1, 2)
-def test_a_compiled_model_learns_the_same_under_the_same_names(here, configure, shared):
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=INDUCTOR)])
+def test_a_compiled_model_learns_the_same_under_the_same_names(here, configure, shared, backend):
     how = ["train.global_batch=20", "train.epochs=2"]
-    compiled = 'train.compile_args={ backend = "aot_eager" }'
+    compiled = f'train.compile_args={{ backend = "{backend}" }}'
     plain = Job(here, configure, shared / "plain", *how)
     other = Job(here, configure, shared / "compiled", *how, "train.compile=true", compiled)
     plain.part()
@@ -175,6 +202,10 @@ def test_metrics_are_those_of_one_process_to_the_last_bit(here, configure):
         ),
         (["train.compile=true", "train.compile_args={ mod = 'x' }"], "did you mean mode?"),
         (["train.compile=true", "train.compile_args={ backend = 'no' }"], "compile refuses: "),
+        (
+            ["optimizer.name=LBFGS"],
+            "takes each step by one gradient, and LBFGS calculates several",
+        ),
         (["test.metric=['accuracy', 'f2']"], "test.metric is accuracy, loss, f1, top5"),
     ],
 )

@@ -73,6 +73,8 @@ def test_a_free_table_takes_any_key_and_keeps_its_others(file):
         ("schedule.warmup_epochs=-1", "schedule.warmup_epochs must be at least 0, got -1.0"),
         ("train.epochs=0", "train.epochs must be at least 1, got 0"),
         ("train.clip_norm=-1", "train.clip_norm must be at least 0"),
+        ("optimizer.args={lr=3}", "the rate is optimizer.lr"),
+        ('optimizer.groups=[{match="*",lr="x"}]', "optimizer.groups have an lr above 0, or none"),
         ("train.micro_shards=3", "train.micro_shards is a power of two, or 0, got 3"),
         ("train.check_replicas=0", "train.check_replicas must be at least 1, got 0"),
         ("train.check_replicas=x", "is one of test, never or a whole number, got 'x'"),

@@ -129,6 +129,11 @@ MISTAKES = {
         "model.target = mine:model: inputs float32 (16, 6), labels int64 (16,)",
         "in forward: return torch.empty(1 << 50)",
     ),
+    "optimizer": (
+        'optimizer.groups=[{ match = "*", weight_decay = "x" }]',
+        "TypeError",
+        "optimizer.name = SGD",
+    ),
 }
 
 
@@ -141,7 +146,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_a_dry_run_tells_each_of_some_mistakes_with_target_and_shapes(folder, monkeypatch):
+def test_a_dry_run_tells_each_mistake_with_target_and_shapes(folder, monkeypatch):
     """In this process: no rank needs another."""
     monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
     wrong = {}
@@ -159,6 +164,7 @@ def test_a_dry_run_tells_each_of_some_mistakes_with_target_and_shapes(folder, mo
             if not is_told or len(text.splitlines()) > MAX_LINES:
                 wrong[name] = text
         assert wrong == {}
+        assert len(MISTAKES) >= 12
         good = load(folder / "mine.toml", [f"data.args.folder={folder}/good"])
         assert run(good, {}, How(dry_run=True)) == 0
         assert not (folder / "runs").exists()

@@ -100,7 +100,11 @@ def test_a_model_begins_with_the_bits_of_a_run_a_checkpoint_or_a_file(
     task = build(configure(*other, "model.init_strict=false"), here.comm)
     assert_same_bits(task.model.state_dict()["4.bias"], final["ema"]["4.bias"])
     assert caplog.text.count("fits 6 of 9 tensors, the others stay") == (here.comm.rank == 0)
-    for name, message in (("list.pt", "holds no state dict"), ("text.pt", "cannot be read")):
+    for name, message in (
+        ("list.pt", "holds no state dict"),
+        ("text.pt", "holds other things than tensors"),
+        ("none.pt", "cannot be read: .*No such file"),
+    ):
         with pytest.raises(MismatchError, match=message):
             build(configure(f"model.init_from={shared / name}"), here.comm)
 
@@ -170,7 +174,8 @@ def test_a_run_names_its_best_checkpoint_and_commands_take_it(tmp_path, monkeypa
     judged = ['test.metric=["loss", "top2"]', "test.mode=max", "test.patience=1"]
     try:
         assert run(load_config(Path("small.toml"), judged), {}, How()) == 0
-        *_, best, others, last = capsys.readouterr().out.splitlines()
+        *_, why, _, best, others, last = capsys.readouterr().out.splitlines()
+        assert why == "ended after step 8 of 20: no better test in the last 1 (test.patience)"
         assert best.endswith("in runs/small/checkpoints/step-00000004")
         assert best.startswith("best test loss ")
         assert others.startswith("test top2 0.")

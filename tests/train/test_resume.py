@@ -187,7 +187,7 @@ def test_force_is_for_jobs_and_changed_for_configurations(tmp_path, monkeypatch,
     assert "changed: train.epochs was 3, is 1" in told
     assert "there is no checkpoint yet: the run begins again" in told
     assert "changed: train.epochs was 1, is 3" in told
-    assert "part 2 of the run: the part before was stopped by its last epoch" in told
+    assert "part 2 of the run: the part before was finished" in told
     assert max(record["epoch"] for record in read(directory.metrics) if "epoch" in record) == 3
 
 

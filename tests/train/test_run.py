@@ -116,6 +116,7 @@ def test_an_error_of_all_ranks_is_told_once_and_has_its_code(folder):
     assert done.returncode == 1, done.stderr
     assert done.stderr.count("hpctrain: loss and gradients must be finite, those of rank") == 1
     assert "Traceback" not in done.stderr
+    assert (folder / "runs/small/plots/training.png").stat().st_size > 10_000
 
 
 def test_an_error_in_the_loop_of_one_rank_ends_all_with_its_trace(folder):

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from hpctrain.cli.main import app
-from hpctrain.cluster.env import STOPPED
+from hpctrain.cluster.env import STOPPED, STOPPING
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.provenance import project
 from hpctrain.core.records import read
@@ -163,6 +163,17 @@ def test_the_last_record_says_how_a_run_stands(tmp_path, records, state, code, t
     assert told in found.what
     result = CliRunner().invoke(app, ["status", str(tmp_path)])
     assert (result.exit_code, result.stdout) == (code, f"{found.what}\n")
+
+
+def test_the_run_of_a_program_stands_as_its_last_job_has_ended(tmp_path):
+    found = []
+    for code in (None, "begun", "0", "3", "85", "137"):
+        if code:
+            (tmp_path / "exit_code").write_text(f"{code}\n")
+        found.append(status(tmp_path).state)
+    assert found == ["missing", "killed", "finished", "failed", "stopped", "failed"]
+    (tmp_path / STOPPING).touch()  # srun kills ranks that end a moment after the first one
+    assert status(tmp_path).state == "stopped"
 
 
 @pytest.mark.parametrize("damage", [b'{"event": "finis', bytes(60) + b"\n"])

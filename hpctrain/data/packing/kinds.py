@@ -21,9 +21,12 @@ from hpctrain.data.packing.tar import open_tar
 from hpctrain.data.packing.text import open_text
 
 
-def _open_parquet(files: Sequence[str], wanted: WantedFields) -> Source:
-    module = needed("hpctrain.data.packing.parquet", "a Parquet file")
-    return module.open_parquet(files, wanted)  # type: ignore[no-any-return]
+def _columnar(opener: str, what: str) -> Callable[[Sequence[str], WantedFields], Source]:
+    def opened(files: Sequence[str], wanted: WantedFields) -> Source:
+        module = needed("hpctrain.data.packing.parquet", what)
+        return getattr(module, opener)(files, wanted)  # type: ignore[no-any-return]
+
+    return opened
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +48,12 @@ KINDS = {
     "hdf5": SourceKind(open=open_hdf5, endings=(".h5", ".hdf5", ".hdf", ".he5")),
     "tar": SourceKind(open=open_tar, endings=(".tar", ".tar.gz", ".tgz"), options=_OF_IMAGES),
     "csv": SourceKind(open=open_csv, endings=(".csv", ".tsv")),
-    "parquet": SourceKind(open=_open_parquet, endings=(".parquet", ".pq")),
+    "parquet": SourceKind(
+        open=_columnar("open_parquet", "a Parquet file"), endings=(".parquet", ".pq")
+    ),
+    "arrow": SourceKind(
+        open=_columnar("open_arrow", "an Arrow file"), endings=(".arrow", ".feather")
+    ),
     TEXT: SourceKind(open=open_text, endings=(".txt", ".text"), options=("length", "tokenizer")),
     FOLDER: SourceKind(open=open_folder, options=_OF_IMAGES),
     PYTHON: SourceKind(open=open_python, options=("ragged",)),

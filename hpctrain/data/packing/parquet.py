@@ -1,6 +1,6 @@
-"""Parquet files, whose columns pyarrow reads; each row group is a part."""
+"""Parquet and Arrow files, whose columns pyarrow reads; a part is a row group, or a file."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ from hpctrain.data.packing.table import TEXT, Rows, cast, columns_of, open_table
 
 _TEXTS = (pa.string(), pa.large_string(), pa.binary(), pa.large_binary())
 _ROWS_PER_BATCH = 4096
+_MAGIC = b"ARROW1"  # begins a file of Arrow, and no stream
 
 
 def open_parquet(files: Sequence[str], wanted: WantedFields) -> Source:
@@ -21,22 +22,62 @@ def open_parquet(files: Sequence[str], wanted: WantedFields) -> Source:
 
     Raises ``DataError``: a file cannot be read, or a column is not there.
     """
-    groups: list[tuple[str, int, int]] = []
+    parts: list[_Part] = []
     names: dict[str, list[str]] = {}
     for path in files:
         with readable(path, "a table", pa.ArrowException), ParquetFile(path) as file:
             names[path] = file.schema_arrow.names
             inside = map(file.metadata.row_group, range(file.metadata.num_row_groups))
-            groups += [(path, index, group.num_rows) for index, group in enumerate(inside)]
+            parts += [(path, group.num_rows, {"group": n}) for n, group in enumerate(inside)]
+    return _opened(names, parts, _rows_of_group, wanted)
+
+
+def open_arrow(files: Sequence[str], wanted: WantedFields) -> Source:
+    """Examine Arrow files, as ``datasets`` writes them too; as ``open_parquet``."""
+    parts: list[_Part] = []
+    names: dict[str, list[str]] = {}
+    for path in files:
+        with readable(path, "a table", pa.ArrowException):
+            table = _mapped(path)
+        names[path] = table.schema.names
+        parts.append((path, table.num_rows, {}))
+    return _opened(names, parts, _rows_of_file, wanted)
+
+
+_Part = tuple[str, int, dict[str, int]]  # its file, its rows, and where they are
+
+
+def _opened(
+    names: dict[str, list[str]],
+    parts: Sequence[_Part],
+    read: Callable[..., Iterator[Rows]],
+    wanted: WantedFields,
+) -> Source:
+    files = [*names]
     columns = columns_of(names[files[0]], wanted, files[0])
     used = sorted({at for names, _ in columns.values() for at in names})
     for path in files:
         chosen(names[path], {at: at for at in used}, path)
-    parts = [(count, path, partial(_rows_of, path, index, used)) for path, index, count in groups]
-    return open_table(files, columns, parts)
+    reads = [(count, path, partial(read, path, used, **where)) for path, count, where in parts]
+    return open_table(files, columns, reads)
 
 
-def _rows_of(path: str, group: int, columns: list[str]) -> Iterator[Rows]:
+def _mapped(path: str) -> Any:
+    """Map a table into memory, a file of Arrow or a stream."""
+    source = pa.memory_map(path)
+    is_file = source.read(len(_MAGIC)) == _MAGIC
+    source.seek(0)
+    return (pa.ipc.open_file if is_file else pa.ipc.open_stream)(source).read_all()
+
+
+def _rows_of_file(path: str, columns: list[str]) -> Iterator[Rows]:
+    with readable(path, "the table it was at first", pa.ArrowException, OSError):
+        for rows in _mapped(path).select(columns).to_batches(_ROWS_PER_BATCH):
+            if rows.num_rows:
+                yield partial(_values_of, rows, path)
+
+
+def _rows_of_group(path: str, columns: list[str], group: int) -> Iterator[Rows]:
     errors = (pa.ArrowException, OSError)
     with readable(path, "the table it was at first", *errors), ParquetFile(path) as file:
         for rows in file.iter_batches(_ROWS_PER_BATCH, row_groups=[group], columns=columns):

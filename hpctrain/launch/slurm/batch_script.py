@@ -12,7 +12,7 @@ from hpctrain.launch.slurm.scheduler import time_limit_s
 
 SUFFIX = ".sbatch"
 
-ENDED = "exit_code"  # file in the folder of a program's run: how its last job has ended
+ENDED = "exit_code"  # file in the folder of a program's run: how its last job has ended, if it has
 
 _CONFIG = re.compile(r"^config=.*$", re.MULTILINE)
 _DIRECTORY = re.compile(r"^directory=.*$", re.MULTILINE)
@@ -136,9 +136,9 @@ def _starting(whole: str, program: tuple[str, ...]) -> str:
     """Let a script that trains start a program in its place, and keep how that has ended."""
     words = " ".join(_quoted(word) if "$" in word else shlex.quote(word) for word in program)
     whole = _CONFIG.sub(lambda _: f"program=({words})", whole, count=1)
-    files = f"{{{ENDED},{STOPPING}}}"
     begin = (
-        f'mkdir -p "$directory" && rm -f "$directory"/{files} && export RUN_DIRECTORY=$directory'
+        f'mkdir -p "$directory" && rm -f "$directory/{STOPPING}"\n'
+        f'echo begun >"$directory/{ENDED}"\nexport RUN_DIRECTORY=$directory'
     )
     whole = _DIRECTORY.sub(lambda found: f"{found[0]}\n{begin}", whole, count=1)
     whole = _TRAIN.sub('"${program[@]}" ', whole)

@@ -42,6 +42,14 @@ def parquet(**columns):
     return out.getvalue()
 
 
+def arrow(*, is_stream=True, **columns):
+    out, table = BytesIO(), pa.table(columns)
+    make = pa.ipc.new_stream if is_stream else pa.ipc.new_file
+    with make(out, table.schema) as writer:
+        writer.write_table(table, 4)
+    return out.getvalue()
+
+
 def picture(seed, height=4, width=4):
     pixels = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
     return Image.fromarray(pixels)

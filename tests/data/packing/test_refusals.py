@@ -112,6 +112,8 @@ CSV = [
 PARQUET = [
     ({"t.parquet": parquet(a=[1])}, {"fields": {"x": "a:text"}}, "numbers have a type such as f4"),
     ({"t.parquet": b"nothing"}, {}, "cannot be read as a table"),
+    ({"t.arrow": b"nothing"}, {}, "cannot be read as a table"),
+    ({"t.arrow": b""}, {}, "cannot be read as a table"),
     ({"t.parquet": parquet(odd=[1, None])}, {}, "column odd .*lacks 1 of 2"),
     ({"t.parquet": parquet(odd=pa.array([1], pa.timestamp("s")))}, {}, "column odd .*timestamp"),
     ({"t.parquet": parquet(odd=[[1], [None]])}, {}, "column odd .*with gaps"),

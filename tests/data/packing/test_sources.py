@@ -2,6 +2,7 @@
 
 import csv
 import io
+from functools import partial
 
 import h5py
 import numpy as np
@@ -9,7 +10,7 @@ import pyarrow as pa
 import pytest
 import torch
 
-from tests.data.packing.makers import hdf5, npy, npz, parquet, samples_tar, write
+from tests.data.packing.makers import arrow, hdf5, npy, npz, parquet, samples_tar, write
 
 N = 60
 X = np.random.default_rng(0).random((N, 3), dtype=np.float32)
@@ -61,10 +62,10 @@ def table(first=0, last=N, between=","):
     return out.getvalue()
 
 
-def columns(first, last):
+def columns(first, last, make=parquet):
     some = slice(first, last)
     rows = pa.array(list(X[some]), pa.list_(pa.float32(), 3))
-    return parquet(x=rows, y=Y[some], t=TEXTS[some])
+    return make(x=rows, y=Y[some], t=TEXTS[some])
 
 
 def archive(first, last, mode="w"):
@@ -122,6 +123,16 @@ SOURCES = {
         False,
     ),
     "parquet": ({"0.parquet": columns(0, 7), "1.pq": columns(7, N)}, ".", {}, False),
+    "arrow": (
+        {
+            "0.arrow": columns(0, 7, arrow),  # a stream, as Hugging Face's datasets write it
+            "1.feather": columns(7, N, partial(arrow, is_stream=False)),
+            "state.json": b"{}",
+        },
+        ".",
+        {},
+        False,
+    ),
     "folder": ({f"{index:02}.npy": npy(x) for index, x in enumerate(X)}, ".", {}, True),
     "function": ({"source_code.py": CODE}, "source_code:rows", {}, False),
     "class": ({"source_code.py": CODE}, "source_code:Items", IN_TUPLES, True),

@@ -1,0 +1,129 @@
+"""What mpirun and its ranks write to stderr: each thing once."""
+
+import contextlib
+import os
+import re
+import select
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from typing import IO, TextIO
+
+from hpctrain.cluster.env import STOPPED
+
+_RULE = re.compile(rb"\s*[-=]{60,}\s*")  # above and below what a launcher says
+_NOISE = re.compile(
+    rb"MPI_ABORT was invoked|prterun has exited due to process|BAD TERMINATION|"
+    rb"one or more processes exited with non-zero|application called MPI_Abort|"
+    rb"mpirun has exited due to process|mpiexec has exited due to process"
+)
+"""What launchers say of a rank that has ended all others."""
+
+_LONGEST = 30  # lines of a launcher's box; what is longer is something else
+
+_TRACEBACK = b"Traceback (most recent call last):"
+_QUIET_S = 0.3  # silence after which a traceback has been told by all ranks that have it
+_MOST_LINES = 10_000  # of tracebacks that are held back meanwhile
+
+
+def fold(process: subprocess.Popen[bytes]) -> None:
+    """Copy mpirun's stderr to ours, without its boxes about a rank that has told its error itself.
+
+    Where no rank has said a word, they are the only news, and stay; not where all have stopped
+    as they were asked. A traceback of several ranks, as of a script that fails before they know
+    each other, comes once.
+    """
+    box: list[bytes] = []
+    held = b""  # what may come before the words of a rank
+    has_spoken, sink = False, sys.stderr
+    for part in _once(_lines(process.stderr)) if process.stderr is not None else ():
+        is_rule = _RULE.fullmatch(part) is not None
+        if box or is_rule:
+            box.append(part)
+            if not (is_rule and len(box) > 1) and len(box) < _LONGEST:
+                continue
+        text, box = b"".join(box) or part, []
+        if _NOISE.search(text):
+            held += text
+            continue
+        has_spoken = has_spoken or bool(text.strip() and not is_rule)
+        _write(sink, text)
+    is_known = has_spoken or process.wait() == STOPPED
+    _write(sink, b"".join(box) + (b"" if is_known else held))
+
+
+def _once(lines: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield lines as they come; those of tracebacks together, at the next silence."""
+    traceback: list[bytes] = []
+    for line in lines:
+        is_begin = line.rstrip() == _TRACEBACK
+        is_other = not line or _RULE.fullmatch(line) or _NOISE.search(line)
+        if traceback and (is_other or len(traceback) > _MOST_LINES):
+            yield merged(traceback)
+            traceback = []
+        if (traceback or is_begin) and not is_other:
+            traceback.append(line)
+        elif line:
+            yield line
+    if traceback:
+        yield merged(traceback)
+
+
+def merged(lines: Iterable[bytes]) -> bytes:
+    """Return the lines of one traceback that several ranks have written, in any turn.
+
+    What differs, such as the last line, is all there; a rank may have been killed in the middle.
+    """
+    told: list[bytes] = []
+    at: list[int] = []  # how far each rank has come in it
+    for line in lines:
+        behind = (rank for rank, n in enumerate(at) if n < len(told) and told[n] == line)
+        rank = next(behind, None)
+        if rank is not None:
+            at[rank] += 1
+            continue
+        # A cause is told first: then an empty line stands above what it has led to.
+        if line.rstrip() == _TRACEBACK and (not told or told[-1].strip()):
+            at.append(1)
+            if told:
+                continue
+        else:
+            at[at.index(len(told))] += 1
+        told.append(line)
+    if len(at) > 1:
+        told.append(b"hpctrain: %d ranks have told this\n" % len(at))
+    return b"".join(told)
+
+
+def _lines(source: IO[bytes]) -> Iterator[bytes]:
+    """Yield lines, and at once what may be the begin of a line that is still written.
+
+    An empty one after some silence.
+    """
+    rest, is_quiet = b"", True
+    while True:
+        if not is_quiet and not select.select([source], [], [], _QUIET_S)[0]:
+            is_quiet = True
+            yield b""
+            continue
+        chunk, is_quiet = os.read(source.fileno(), 65536), False
+        if not chunk:
+            break
+        *lines, rest = (rest + chunk).splitlines(keepends=True) or [b""]
+        yield from lines
+        if rest.endswith(b"\n") or not rest.lstrip().startswith((b"-", b"=", _TRACEBACK[:1])):
+            yield rest
+            rest = b""
+    yield rest
+
+
+def _write(sink: TextIO, text: bytes) -> None:
+    text = text.replace(b"\0", b"")
+    with contextlib.suppress(OSError, ValueError):
+        sink.flush()
+        raw = getattr(sink, "buffer", None)
+        if raw is None:  # such as that of a notebook
+            sink.write(text.decode(errors="replace"))
+        else:
+            raw.write(text)
+        sink.flush()
