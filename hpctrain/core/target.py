@@ -93,6 +93,8 @@ def check_arguments(
         name = getattr(function, "__name__", str(function))
         wrong = next((each for each in args if each not in valid), "")
         verb = "is " if str(error).startswith("missing") else ""
+        if num_first and str(error).startswith("too many"):
+            verb = f"is called with {num_first} more in front: "
         raise ConfigError(f"{key}: {name} {verb}{error}{hint(wrong, valid)}") from None
 
 

@@ -136,7 +136,7 @@ class CheckedSteps:
 
 
 def _checksum_of_first(slots: Iterable[GradientState]) -> int | None:
-    """Return a checksum of this rank's own gradients, None if there are only zeros."""
+    """Return a checksum of this rank's own gradients; None if they are zeros, or not finite."""
     total, is_zero = 0, True
     for slot in slots:
         grad = slot.parameter.grad
@@ -144,4 +144,6 @@ def _checksum_of_first(slots: Iterable[GradientState]) -> int | None:
             start = grad.detach().reshape(-1)[: _FIRST_BYTES // grad.itemsize]
             total = checksum_of(start, total)
             is_zero = is_zero and not start.any()
+            if not start.isfinite().all():
+                return None  # every NaN is like the other
     return None if is_zero else total

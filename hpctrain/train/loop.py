@@ -299,15 +299,17 @@ def train_step(task: Task, batch: Batch, guard: StepGuard) -> tuple[float, int, 
 
 def _backward(task: Task, batch: Batch, guard: StepGuard) -> tuple[float, int]:
     """Return the loss of this rank's samples, by reproducible steps of all, and their number."""
+    with agreed(task.comm) if guard.is_first else nullcontext():
+        both = task.split(batch)
     if task.steps is not None:
-        both, num_samples = task.split(batch), task.train.step_samples
+        num_samples = task.train.step_samples
         loss_of = lambda part: task.forward(*part, tries_backward=guard.is_first)[1]  # noqa: E731
         return task.steps.backward(both, loss_of, num_samples=num_samples), batch.num_samples
     task.optimizer.zero_grad()
     nominal = task.config.train.global_batch / task.comm.size
     task.exchange.set_num_samples(batch.num_samples, nominal=nominal)
     pieces = min(task.config.train.accumulate, batch.num_samples)
-    cut = (values.tensor_split(max(pieces, 1)) for values in task.split(batch))
+    cut = (values.tensor_split(max(pieces, 1)) for values in both)
     parts = [*zip(*cut, strict=True)] if pieces else []
     # What does not fit, mostly does not in the first step on any rank: one error for all of them.
     with agreed(task.comm) if guard.is_first else nullcontext():

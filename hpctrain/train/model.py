@@ -38,7 +38,7 @@ def make_model(config: ModelConfig) -> nn.Module:
     model = call(target, (), config.args, "model.args")
     if not isinstance(model, nn.Module):
         raise ConfigError(
-            f"model.target returns a torch.nn.Module, {config.target} returned a "
+            f"model.target returns a torch.nn.Module, {config.target} returned what is of type "
             f"{type(model).__name__}"
         )
     return model

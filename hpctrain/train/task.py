@@ -129,9 +129,19 @@ class Task:
     def split(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """The input of the model and the label that its output is compared with.
 
-        Raises ``DataError``: they have samples of different lengths, and the loader does not pad.
+        Raises ``DataError``: they have samples of different lengths, and the loader does not pad;
+        or a transform has left one of them, or samples, out.
         """
-        inputs, labels = batch[self.config.data.input], batch[self.config.data.label]
+        names = self.config.data.input, self.config.data.label
+        inputs, labels = (batch.fields.get(name) for name in names)
+        if any(values is None or len(values) != batch.num_samples for values in (inputs, labels)):
+            whose = " or ".join(filter(None, dict.fromkeys(_transforms(self.config.data))))
+            has = ", ".join(f"{name} of {len(values)}" for name, values in batch.fields.items())
+            raise DataError(
+                f"a transform keeps {' and '.join(names)} and every sample, "
+                f"{whose or 'the data set'} returned {has} for {batch.num_samples} samples; return all of them, and let data.target choose "
+                f"samples"
+            )
         if not (isinstance(inputs, Tensor) and isinstance(labels, Tensor)):
             raise DataError(_ONE_LENGTH)
         return inputs, labels

@@ -218,6 +218,14 @@ def jolted(sample):
     return {**sample, "x": sample["x"] + 0.1 * drawn + 0.1 * torch.randn_like(sample["x"])}
 
 
+def shorter(columns):
+    return {name: values[1:] for name, values in columns.items()}
+
+
+def without_labels(columns):
+    return {"x": columns["x"]}
+
+
 def renamed(columns):
     """A transform that makes the field that the model takes."""
     return {"image": columns["x"] * 2, "y": columns["y"]}

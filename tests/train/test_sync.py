@@ -127,9 +127,13 @@ def test_a_checkpoint_holds_the_mean_and_each_replica_where_they_differ(here, co
     (early, _, own_early), (late, state, own) = found
     assert (early, late) == (2, 6)
     assert own_early["replica"] is None
+    num_samples, nominal, *_ = own["sync"]["samples"][0]  # since the ranks have agreed
+    assert num_samples > 0
+    weight = num_samples / nominal
+    total = sum(here.comm.allgather_object(weight))
     for name, parameter in own["replica"]["parameters"].items():
-        mean = parameter.clone()
-        here.comm.allreduce_(mean, scale=0.5).wait()
+        mean = parameter * weight
+        here.comm.allreduce_(mean, scale=1 / total).wait()
         assert not torch.equal(parameter, mean)
         assert torch.equal(state["model"][name], mean)
     momenta = [values["momentum_buffer"] for values in state["optimizer"]["state"].values()]

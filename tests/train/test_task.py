@@ -40,6 +40,8 @@ UNFIT = [
     ("model.target={}:Pair", 'loss.target = "cross_entropy" refuses a tuple of float64 ('),
     ("model.target={}:float_model", 'model.target = "{}:float_model" refuses float64 ('),
     ("model.target={}:two_classes", 'loss.target = "cross_entropy" refuses float64 ('),
+    ("data.transform={}:shorter", "a transform keeps x and y and every sample, {}:shorter"),
+    ("data.transform={}:without_labels", "{}:without_labels returned x of"),
 ]
 
 
@@ -59,7 +61,7 @@ def test_what_does_not_fit_is_one_error_of_all_ranks_in_the_first_step(here, con
     ("override", "message"),
     [
         ("model.target=tests.train.problem:modle", "did you mean model?"),
-        ("model.target=tests.train.problem:no_model", "returned 3"),
+        ("model.target=tests.train.problem:no_model", "returned what is of type int"),
         ("model.args.widht=3", "did you mean width?"),
         ("data.args={}", "missing a required argument: 'folder'"),
         ("data.input=image", 'data.input = "image" is no field of the data; there are x, y'),

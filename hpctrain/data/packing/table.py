@@ -136,6 +136,8 @@ _NO_NUMBER = re.compile(r"[ \t]*[+-]?(0x|nan\()", re.IGNORECASE)
 """Begins what pyarrow takes for a number, and a table does not mean so."""
 _PADDED = re.compile(r"[ \t]*[+-]?0\d")
 """Begins numbers that may be names."""
+_NUMBER = re.compile(r"\s*[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?\s*\Z", re.IGNORECASE)
+_SEPARATOR = re.compile(r"[;|\t]")
 
 
 class Block(NamedTuple):
@@ -268,6 +270,17 @@ def _notes(
     found: Source, columns: Columns, kinds: Mapping[str, str], first: Block
 ) -> Iterator[str]:
     """Name the columns that a user may have meant otherwise, as the first rows show them."""
+    names = first.names
+    if all(map(_NUMBER.match, names)):
+        yield (
+            f"the first line of {first.path}, {', '.join(names[:4])}, was taken for the names of "
+            f"columns; if it is a sample, put a line of names before it"
+        )
+    if len(names) == 1 and (separator := _SEPARATOR.search(names[0])):
+        yield (
+            f"{first.path} has one column, {names[0]!r}: values are separated by commas, and by "
+            f"tabs in a file .tsv, not by {separator[0]!r}; convert the file if that is not meant"
+        )
     free = [(name, names) for name, (names, dtype) in columns.items() if dtype is None]
     types: dict[str, type[int] | type[float]] = {"i8": int, "f8": float}
     for name, at in ((name, at) for name, names in free for at in names if kinds[at] in types):

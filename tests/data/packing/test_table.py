@@ -104,6 +104,20 @@ def test_a_column_of_csv_stays_as_it_is_written(tmp_path, packed):
     assert done.notes == ()
 
 
+@pytest.mark.parametrize(
+    ("text", "note"),
+    [
+        ("1,2\n3,4\n5,6\n", "the first line of {}, 1, 2, was taken for the names of columns"),
+        ("a;b\n1;2\n", "{} has one column, 'a;b': values are separated by commas"),
+    ],
+)
+def test_a_first_line_that_names_no_columns_is_told(tmp_path, packed, text, note):
+    path = tmp_path / "t.csv"
+    path.write_text(text)
+    done, _ = packed(path)
+    assert any(note.format(path) in one for one in done.notes)
+
+
 def test_numbers_get_the_type_that_is_asked_for(tmp_path, packed):
     (tmp_path / "t.csv").write_text("a,b,c,d\n0.1,2,18446744073709551615,255\n0.5,3,1,0\n")
     done, found = packed(tmp_path / "t.csv", fields={"x": "a,b:f4", "c": "c:u8", "d": "d:u1"})
