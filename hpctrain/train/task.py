@@ -139,7 +139,7 @@ class Task:
             has = ", ".join(f"{name} of {len(values)}" for name, values in batch.fields.items())
             raise DataError(
                 f"a transform keeps {' and '.join(names)} and every sample, "
-                f"{whose or 'the data set'} returned {has} for {batch.num_samples} samples; return "
+                f"{whose or 'a data set'} returned {has} for {batch.num_samples} samples; return "
                 f"all of them, and let data.target choose samples"
             )
         if not (isinstance(inputs, Tensor) and isinstance(labels, Tensor)):
