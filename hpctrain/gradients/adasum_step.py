@@ -47,7 +47,7 @@ class AdasumStep:
         today = _stepped(parameters())
         self._lines = _lines_of(today)
         require_equal(comm, self._lines, "parameters")
-        steps.watch(today)
+        steps.watch(parameters())
         self._mark_gradients()
 
     def forget(self) -> None:
@@ -86,7 +86,7 @@ class AdasumStep:
         if self._is_outdated:
             require_equal(self._comm, lines, "parameters")
             self._lines = lines
-            self.steps.watch(today)
+            self.steps.watch(self._parameters())
         self._before = [(p, p.detach().clone()) for _, p in today]
 
     def _open(self, mine: Announcement) -> None:

@@ -216,8 +216,13 @@ class Reducer:
             parameter.requires_grad_(is_trained)
             self._hooks += hooks
 
+    def _watch(self) -> None:
+        """Let all parameters be compared, frozen ones too: they are part of the replica."""
+        self.steps.watch(self._parameters())
+
     def _hook_anew(self) -> None:
         self.hook()
+        self._watch()
         # The first step keeps everything to its end and learns how often each hook fires.
         self._is_first, self._fires_once = True, False
         self._nested_fires = -1

@@ -249,7 +249,6 @@ class Reduction:
         require_equal(self._comm, lines, "parameters")
         results = [*results, *(p for p, slot in self.slot_of.items() if slot.holds_result)]
         self._parameters = parameters
-        self.steps.watch(parameters)
         self._lay_out()
         for parameter in results:
             if parameter in self.slot_of:

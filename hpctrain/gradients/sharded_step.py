@@ -252,6 +252,7 @@ class ShardedStep(Reducer):
         self._is_new = True  # whether gradients have come since the last message
         self._old_weight: float | None = None
         """By what the gradients count that the last step has left; None if there are none."""
+        self._was_clipped = False  # whether what they were averaged to was, which they are not
         self._hidden: list[tuple[Tensor, Tensor]] = []
         self._is_spoilt = False  # whether a step has failed in the middle
         reduction.prepare(self._rule)
@@ -329,8 +330,8 @@ class ShardedStep(Reducer):
 
     @property
     def _weighs_anew(self) -> bool:
-        """Whether gradients of the step before would count by another weight now."""
-        return self._old_weight not in (None, self.reduction.count.weight)
+        """Whether gradients of the step before would count by another weight now, or unclipped."""
+        return self._was_clipped or self._old_weight not in (None, self.reduction.count.weight)
 
     def _find_changed(self) -> str:
         for each in self.reduction.slot_of.values() if self._weighs_anew else ():
@@ -403,6 +404,7 @@ class ShardedStep(Reducer):
         for parameter, grad in self._hidden:
             parameter.grad = grad
         self._old_weight = self.reduction.count.weight if self._hidden else None
+        self._was_clipped = bool(self._hidden and self._changes)
         self._hidden = []
         self.is_in_step = False
         self.steps.end()

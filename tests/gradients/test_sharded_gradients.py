@@ -27,3 +27,13 @@ def test_gradients_that_were_clipped_and_then_moved_are_an_error_on_all_ranks(hv
     model.share_memory()
     with pytest.raises(MismatchError, match="own gradient"):
         optimizer.step()
+
+
+@MANY
+def test_gradients_that_are_kept_after_a_clipped_step_are_an_error_on_all_ranks(hvd):
+    model, optimizer = wrapped(hvd, shard="node")
+    backward(hvd, model, 0)
+    optimizer.clip_grad_norm_(1e-3)
+    optimizer.step()
+    with pytest.raises(MismatchError, match="after a step that was clipped"):
+        optimizer.step()

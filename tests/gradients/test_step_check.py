@@ -204,6 +204,23 @@ def test_once_broadcast_they_may_not_part_again(hvd):
         step(hvd, model, optimizer)
 
 
+@MANY
+@pytest.mark.parametrize("op", ["Average", "Adasum"])
+@pytest.mark.parametrize("frozen", ["at the wrap", "later"])
+def test_frozen_weights_are_part_of_the_replica(hvd, frozen, op):
+    model = make_model()
+    hvd.broadcast_parameters(model.state_dict())
+    model[0].weight.requires_grad_(frozen == "later")
+    optimizer = distributed(hvd, model, op=getattr(hvd, op))
+    step(hvd, model, optimizer)
+    model[0].weight.requires_grad_(False)
+    optimizer.zero_grad()
+    step(hvd, model, optimizer)
+    model[0].weight.data.add_(hvd.rank())
+    with pytest.raises(MismatchError, match=r"replicas have parted.*0\.weight"):
+        step(hvd, model, optimizer)
+
+
 @pytest.fixture
 def setting(request, monkeypatch):
     monkeypatch.setenv("HPCTRAIN_CHECK_WEIGHTS", request.param)
