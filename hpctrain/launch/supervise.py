@@ -274,9 +274,10 @@ def catches(pid: int) -> set[int]:
 def has_only_dead_children(pid: int) -> bool:
     """Say whether a process has children that ended, and none that lives."""
     children: list[str] = []
-    for listed in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(OSError):
-            children += listed.read_text().split()
+    with contextlib.suppress(OSError):  # it may end meanwhile
+        for listed in Path(f"/proc/{pid}/task").glob("*/children"):
+            with contextlib.suppress(OSError):
+                children += listed.read_text().split()
     states = {found.state for child in children if (found := stat(int(child)))}
     return bool(states) and states <= {"Z", "X"}
 

@@ -50,7 +50,7 @@ def test_jobs_train_to_the_end_one_after_the_other_and_side_by_side(slurm, submi
     small = ["--tasks", 1, "--set", "model.args.step_s=0.01", "--time", "10min"]
     alone = ["--nodes", 1, "--array", "0-1", "--no-check"]
     array = submit(config, "--name", "both", *alone, *small)
-    long = ["--nodes", 2, "--set", "train.epochs=9", *small]
+    long = ["--nodes", 2, "--set", "train.epochs=30", *small]
     first = submit(config, *long, "--set", "stop.after=1s")
     refused = submit(config, *long, check=False)
     second = submit(config, *long, "--no-check", "--after", f"afterany:{number_of(first)}")
