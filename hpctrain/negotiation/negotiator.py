@@ -214,10 +214,8 @@ class Negotiator:
             return
         self._ready_bits, self._ready_names = 0, {}
         if not names and join_over is None:
-            digits = f"{bits:0{len(self.cache.entries)}b}"[::-1]
-            slots = [
-                slot for slot in self._announced.values() if slot >= 0 and digits[slot] == "1"
-            ]
+            ready = set(messages.slots_of(bits))
+            slots = [slot for slot in self._announced.values() if slot in ready]
             message = messages.pack_slots(slots)
             self._send_down(message)
             self._apply_slots(message, slots)
