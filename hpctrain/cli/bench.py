@@ -6,43 +6,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from hpctrain.cli.options import argument, flag, option
 from hpctrain.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from hpctrain.cost.fitting import Fit
 
 WRONG = 1  # exit code when a value was wrong
-
-Operation = Annotated[
-    str,
-    typer.Argument(
-        metavar="OPERATION",
-        help="allreduce, reduce_scatter, all_gather, alltoall, broadcast, barrier or send.",
-        show_default=False,
-    ),
-]
-MinBytes = Annotated[str, typer.Option(metavar="SIZE", help="First size of a message.")]
-MaxBytes = Annotated[str, typer.Option(metavar="SIZE", help="Last size of a message.")]
-Dtype = Annotated[str, typer.Option(metavar="NAME", help="Torch's name of the values' type.")]
-Iterations = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        metavar="N",
-        help="Timed calls of each size.",
-        show_default="as many as fit into 0.5 s",
-    ),
-]
-InBucket = Annotated[
-    bool, typer.Option("--bucket", help="All-reduce buckets in node memory, as gradients are.")
-]
-Peers = Annotated[
-    bool, typer.Option("--peers", help="All-reduce with MPI_Allreduce too, on the same memory.")
-]
-Json = Annotated[
-    Path | None,
-    typer.Option("--json", metavar="FILE", help="Write what hpctrain bench fit reads."),
-]
 
 
 class Operations(TyperGroup):
@@ -74,15 +44,30 @@ bench = typer.Typer(
 
 @bench.command()
 def measure(  # noqa: PLR0913 - a command's options
-    operation: Operation,
+    operation: Annotated[
+        str,
+        argument(
+            "OPERATION",
+            "allreduce, reduce_scatter, all_gather, alltoall, broadcast, barrier or send.",
+        ),
+    ],
     *,
-    min_bytes: MinBytes = "8",
-    max_bytes: MaxBytes = "64MiB",
-    dtype: Dtype = "float32",
-    iterations: Iterations = None,
-    bucket: InBucket = False,
-    peers: Peers = False,
-    json: Json = None,
+    min_bytes: Annotated[str, option("SIZE", "First size of a message.")] = "8",
+    max_bytes: Annotated[str, option("SIZE", "Last size of a message.")] = "64MiB",
+    dtype: Annotated[str, option("NAME", "Torch's name of the values' type.")] = "float32",
+    iterations: Annotated[
+        int | None,
+        option("N", "Timed calls of each size.", default="as many as fit into 0.5 s", min=1),
+    ] = None,
+    bucket: Annotated[
+        bool, flag("All-reduce buckets in node memory, as gradients are.", "--bucket")
+    ] = False,
+    peers: Annotated[
+        bool, flag("All-reduce with MPI_Allreduce too, on the same memory.", "--peers")
+    ] = False,
+    json: Annotated[
+        Path | None, option("FILE", "Write what hpctrain bench fit reads.", "--json")
+    ] = None,
 ) -> None:
     """Measure an operation at growing sizes, and check every value of it.
 
@@ -127,15 +112,9 @@ def measure(  # noqa: PLR0913 - a command's options
 
 @bench.command()
 def fit(
-    files: Annotated[
-        list[Path],
-        typer.Argument(metavar="FILES", help="Points of one machine.", show_default=False),
-    ],
+    files: Annotated[list[Path], argument("FILES", "Points of one machine.")],
     *,
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", metavar="FILE", help="Write the machine as TOML."),
-    ] = None,
+    out: Annotated[Path | None, option("FILE", "Write the machine as TOML.", "--out")] = None,
 ) -> None:
     """Fit latencies and bandwidths of a machine to measured sums, and show what is off.
 

@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+from hpctrain.cli.options import AsJson, argument, flag, option
+
 FAULT = 1  # exit code when a checkpoint is not whole, or two states differ
 
 EXAMPLES = """
@@ -31,43 +33,7 @@ checkpoint = typer.Typer(
     rich_markup_mode="rich",
 )
 
-Where = Annotated[
-    Path,
-    typer.Argument(metavar="PATH", help="A checkpoint, or a run directory.", show_default=False),
-]
-Out = Annotated[Path, typer.Argument(metavar="OUT", help="What is written.", show_default=False)]
-First = Annotated[
-    Path,
-    typer.Argument(metavar="A", help="A checkpoint, or a run directory.", show_default=False),
-]
-Second = Annotated[
-    Path, typer.Argument(metavar="B", help="What A is compared with.", show_default=False)
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Only = Annotated[
-    str | None,
-    typer.Option(
-        metavar="PART",
-        help="This part of the state, such as model or optimizer/state.",
-        show_default="all of it",
-    ),
-]
-Parts = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--only",
-        metavar="PART",
-        help="This part of the state, such as model or optimizer/state; may be repeated.",
-        show_default="all of it",
-    ),
-]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what OUT is.")]
-Largest = Annotated[
-    int, typer.Option("--largest", min=0, metavar="N", help="How many tensors are listed.")
-]
-Lines = Annotated[
-    int, typer.Option("--lines", min=1, metavar="N", help="How many differences are listed.")
-]
+Where = Annotated[Path, argument("PATH", "A checkpoint, or a run directory.")]
 
 
 @checkpoint.callback()
@@ -81,7 +47,12 @@ def alone(context: typer.Context) -> None:
 
 
 @checkpoint.command()
-def info(path: Where, *, json: AsJson = False, largest: Largest = 10) -> None:
+def info(
+    path: Where,
+    *,
+    json: AsJson = False,
+    largest: Annotated[int, option("N", "How many tensors are listed.", "--largest", min=0)] = 10,
+) -> None:
     """Tell what a checkpoint holds, or the newest one of a run: step, sizes, tensors, facts.
 
     Reads the manifest, no tensors. A run directory lists its checkpoints first.
@@ -139,7 +110,20 @@ def verify(path: Where, *, json: AsJson = False) -> None:
 
 
 @checkpoint.command()
-def export(path: Where, out: Out, *, only: Only = None, overwrite: Overwrite = False) -> None:
+def export(
+    path: Where,
+    out: Annotated[Path, argument("OUT", "What is written.")],
+    *,
+    only: Annotated[
+        str | None,
+        option(
+            "PART",
+            "This part of the state, such as model or optimizer/state.",
+            default="all of it",
+        ),
+    ] = None,
+    overwrite: Annotated[bool, flag("Replace what OUT is.", "--overwrite")] = False,
+) -> None:
     """Write the state of a checkpoint for other programs; of a run, that of the newest one.
 
     OUT.pt is for torch.load(OUT, weights_only=True), OUT.safetensors for safetensors, which
@@ -163,7 +147,20 @@ def export(path: Where, out: Out, *, only: Only = None, overwrite: Overwrite = F
 
 @checkpoint.command()
 def diff(
-    first: First, second: Second, *, only: Parts = None, lines: Lines = 10, json: AsJson = False
+    first: Annotated[Path, argument("A", "A checkpoint, or a run directory.")],
+    second: Annotated[Path, argument("B", "What A is compared with.")],
+    *,
+    only: Annotated[
+        list[str] | None,
+        option(
+            "PART",
+            "This part of the state, such as model or optimizer/state; may be repeated.",
+            "--only",
+            default="all of it",
+        ),
+    ] = None,
+    lines: Annotated[int, option("N", "How many differences are listed.", "--lines", min=1)] = 10,
+    json: AsJson = False,
 ) -> None:
     """Tell where two states differ, bit by bit: the first tensor, and by how much.
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hpctrain.cli.data_pack import option, pack, say, summary
+from hpctrain.cli.data_pack import pack, say, summary
+from hpctrain.cli.options import AsJson, argument, option
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -19,41 +20,16 @@ if TYPE_CHECKING:
 
 FAULT = 1  # exit code when a data set is not whole
 
-Directory = Annotated[
-    Path, typer.Argument(metavar="DIR", help="The data set.", show_default=False)
-]
-Out = Annotated[
-    Path,
-    typer.Argument(metavar="OUT", help="Where the new one is written.", show_default=False),
-]
-AsJson = Annotated[bool, option("Print JSON.", "--json")]
-Sample = Annotated[int | None, option("Show this sample too.", min=0, metavar="N")]
-Copy = Annotated[
-    Path | None,
-    option(
-        "Take damaged and missing files from another copy of the same data set.",
-        "--from",
-        metavar="COPY",
-    ),
-]
-SamplesPerShard = Annotated[int | None, option("Samples of a shard.", min=1, metavar="N")]
-ShardSize = Annotated[str | None, option("Bytes of a shard, about.", metavar="SIZE")]
-BlockSize = Annotated[
-    int | None, option("Samples of a block.", min=1, metavar="N", default="as it was")
-]
-Compression = Annotated[
-    str | None, option("Of all fields.", metavar="zstd|none", default="as it was")
-]
-Parts = Annotated[
-    list[str],
-    typer.Argument(
-        metavar="NAME=SHARE...", help="Such as train=0.9 test=0.1.", show_default=False
-    ),
-]
-Seed = Annotated[int, option("Another seed, other parts.", min=0, metavar="N", default=True)]
+Directory = Annotated[Path, argument("DIR", "The data set.")]
+Out = Annotated[Path, argument("OUT", "Where the new one is written.")]
 
 
-def info(directory: Directory, *, json: AsJson = False, sample: Sample = None) -> None:
+def info(
+    directory: Directory,
+    *,
+    json: AsJson = False,
+    sample: Annotated[int | None, option("N", "Show this sample too.", min=0)] = None,
+) -> None:
     """Tell what a data set holds: samples, fields, shards.
 
     Reads the manifest and the sizes of files, no data; with --sample one sample.
@@ -106,7 +82,18 @@ def verify(directory: Directory, *, json: AsJson = False) -> None:
         raise typer.Exit(FAULT)
 
 
-def repair(directory: Directory, *, source: Copy = None) -> None:
+def repair(
+    directory: Directory,
+    *,
+    source: Annotated[
+        Path | None,
+        option(
+            "COPY",
+            "Take damaged and missing files from another copy of the same data set.",
+            "--from",
+        ),
+    ] = None,
+) -> None:
     """Make a damaged data set whole again, and remove files that are no part of it.
 
     Checks it as verify does, then takes shards, and a lost manifest, from a copy.
@@ -130,10 +117,14 @@ def reshard(
     directory: Directory,
     out: Out,
     *,
-    samples_per_shard: SamplesPerShard = None,
-    shard_size: ShardSize = None,
-    block_size: BlockSize = None,
-    compression: Compression = None,
+    samples_per_shard: Annotated[int | None, option("N", "Samples of a shard.", min=1)] = None,
+    shard_size: Annotated[str | None, option("SIZE", "Bytes of a shard, about.")] = None,
+    block_size: Annotated[
+        int | None, option("N", "Samples of a block.", default="as it was", min=1)
+    ] = None,
+    compression: Annotated[
+        str | None, option("zstd|none", "Of all fields.", default="as it was")
+    ] = None,
 ) -> None:
     """Write a data set anew with other shards, blocks or compression.
 
@@ -161,7 +152,13 @@ def reshard(
     say(comm, [summary(out, manifest)])
 
 
-def split(directory: Directory, out: Out, parts: Parts, *, seed: Seed = 0) -> None:
+def split(
+    directory: Directory,
+    out: Out,
+    parts: Annotated[list[str], argument("NAME=SHARE...", "Such as train=0.9 test=0.1.")],
+    *,
+    seed: Annotated[int, option("N", "Another seed, other parts.", min=0)] = 0,
+) -> None:
     """Share out the samples of a data set at random: each part is a data set, OUT/NAME.
 
     Every sample is in one part. The same seed makes the same parts, on any number

@@ -2,10 +2,11 @@
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hpctrain.cli.options import argument, flag, option
 from hpctrain.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -18,92 +19,68 @@ if TYPE_CHECKING:
 _RESIZE = re.compile(r"(\d+)(?:x(\d+))?")
 
 
-def option(text: str, *names: str, default: str | bool = False, **settings: Any) -> Any:
-    """Describe an option by its help; ``default`` is what the help shows of it."""
-    return typer.Option(*names, help=text, show_default=default, **settings)
-
-
-_WHAT = "File, folder, pattern in quotes such as 'shards/*.tar', or module:function."
-Source = Annotated[str, typer.Argument(metavar="SOURCE", help=_WHAT, show_default=False)]
-Directory = Annotated[
-    Path, typer.Argument(metavar="DIR", help="Where the data set goes.", show_default=False)
-]
-Fields = Annotated[
-    list[str] | None,
-    option(
-        "A field, and what of the source it holds; may be repeated. Without it, all there is.",
-        "--field",
-        metavar="NAME=WHAT",
-    ),
-]
-Kind = Annotated[
-    str | None,
-    option(
-        "arrays, hdf5, tar, csv, parquet, arrow, text, folder or python, where the name of "
-        "SOURCE does not tell.",
-        "--as",
-        metavar="KIND",
-    ),
-]
-Split = Annotated[str, option("Name of this part of the data.", metavar="NAME", default=True)]
-PerShard = Annotated[int | None, option("Samples of a shard.", min=1, metavar="N")]
-ShardSize = Annotated[
-    str | None, option("About how large a shard is.", metavar="SIZE", default="512 MiB")
-]
-BlockSize = Annotated[int, option("Samples per checksum.", min=1, metavar="N", default=True)]
-Compression = Annotated[
-    str | None,
-    option("Trade speed of reading for disk space.", metavar="zstd", default="none"),
-]
-Shuffle = Annotated[
-    int | None,
-    option(
-        "Write samples in another order, for instance where they are sorted by class.",
-        min=0,
-        metavar="SEED",
-        default="off",
-    ),
-]
-Resize = Annotated[str | None, option("Bring images to one size, in pixels.", metavar="HxW")]
-Encoded = Annotated[bool, option("Keep images as they are in their files.", "--encoded")]
-Ragged = Annotated[
-    list[str] | None,
-    option(
-        "A field whose samples differ in length, where the first ones do not show it; may be "
-        "repeated.",
-        metavar="NAME",
-    ),
-]
-Length = Annotated[
-    int | None, option("Cut text into samples of N bytes or tokens.", min=1, metavar="N")
-]
-Tokenizer = Annotated[
-    str | None,
-    option(
-        "From text to whole numbers.", metavar="MODULE:FUNCTION", default="the bytes of the text"
-    ),
-]
-Overwrite = Annotated[bool, option("Replace a data set that DIR holds.", "--overwrite")]
-
-
 def pack(  # noqa: PLR0913 - a command's options
-    source: Source,
-    directory: Directory,
+    source: Annotated[
+        str,
+        argument(
+            "SOURCE", "File, folder, pattern in quotes such as 'shards/*.tar', or module:function."
+        ),
+    ],
+    directory: Annotated[Path, argument("DIR", "Where the data set goes.")],
     *,
-    field: Fields = None,
-    kind: Kind = None,
-    split: Split = "train",
-    samples_per_shard: PerShard = None,
-    shard_size: ShardSize = None,
-    block_size: BlockSize = 16,
-    compression: Compression = None,
-    shuffle: Shuffle = None,
-    resize: Resize = None,
-    encoded: Encoded = False,
-    ragged: Ragged = None,
-    length: Length = None,
-    tokenizer: Tokenizer = None,
-    overwrite: Overwrite = False,
+    field: Annotated[
+        list[str] | None,
+        option(
+            "NAME=WHAT",
+            "A field, and what of the source it holds; may be repeated. Without it, all there is.",
+            "--field",
+        ),
+    ] = None,
+    kind: Annotated[
+        str | None,
+        option(
+            "KIND",
+            "arrays, hdf5, tar, csv, parquet, arrow, text, folder or python, where the name of "
+            "SOURCE does not tell.",
+            "--as",
+        ),
+    ] = None,
+    split: Annotated[str, option("NAME", "Name of this part of the data.")] = "train",
+    samples_per_shard: Annotated[int | None, option("N", "Samples of a shard.", min=1)] = None,
+    shard_size: Annotated[
+        str | None, option("SIZE", "About how large a shard is.", default="512 MiB")
+    ] = None,
+    block_size: Annotated[int, option("N", "Samples per checksum.", min=1)] = 16,
+    compression: Annotated[
+        str | None, option("zstd", "Trade speed of reading for disk space.", default="none")
+    ] = None,
+    shuffle: Annotated[
+        int | None,
+        option(
+            "SEED",
+            "Write samples in another order, for instance where they are sorted by class.",
+            default="off",
+            min=0,
+        ),
+    ] = None,
+    resize: Annotated[str | None, option("HxW", "Bring images to one size, in pixels.")] = None,
+    encoded: Annotated[bool, flag("Keep images as they are in their files.", "--encoded")] = False,
+    ragged: Annotated[
+        list[str] | None,
+        option(
+            "NAME",
+            "A field whose samples differ in length, where the first ones do not show it; may be "
+            "repeated.",
+        ),
+    ] = None,
+    length: Annotated[
+        int | None, option("N", "Cut text into samples of N bytes or tokens.", min=1)
+    ] = None,
+    tokenizer: Annotated[
+        str | None,
+        option("MODULE:FUNCTION", "From text to whole numbers.", default="the bytes of the text"),
+    ] = None,
+    overwrite: Annotated[bool, flag("Replace a data set that DIR holds.", "--overwrite")] = False,
 ) -> None:
     """Make a data set of arrays, images, tables, archives, text or Python objects.
 
@@ -186,12 +163,12 @@ def pack(  # noqa: PLR0913 - a command's options
 
 def _fields(options: list[str]) -> dict[str, str]:
     fields: dict[str, str] = {}
-    for option in options:
-        name, equals, what = option.partition("=")
+    for text in options:
+        name, equals, what = text.partition("=")
         if not (name.isidentifier() and equals and what) or name in fields:
             raise ConfigError(
                 f"--field is NAME=WHAT, each NAME a word and given once, such as "
-                f"--field x=images; got {option!r}"
+                f"--field x=images; got {text!r}"
             )
         fields[name] = what
     return fields

@@ -9,37 +9,24 @@ from typing import Annotated
 
 import typer
 
+from hpctrain.cli.options import AsJson, flag, option
 from hpctrain.core.finding import LEVELS, Finding
 
 WRONG = 1  # exit code when there is a warning or an error
-
-AsJson = Annotated[bool, typer.Option("--json", help="Print all findings as JSON.")]
-Pmi = Annotated[
-    bool, typer.Option("--pmi", help="Print what `srun --mpi=` needs, and nothing else.")
-]
-Lint = Annotated[
-    Path | None,
-    typer.Option("--lint", metavar="JOB.sbatch", help="Check a job script.", show_default=False),
-]
-Directories = Annotated[
-    list[Path] | None,
-    typer.Option(
-        "--dir",
-        metavar="DIR",
-        help="Try files, locks and HDF5 there too; may be repeated.",
-        show_default=False,
-    ),
-]
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show what is well, too.")]
 
 
 def doctor(
     *,
     json: AsJson = False,
-    pmi: Pmi = False,
-    lint: Lint = None,
-    directory: Directories = None,
-    verbose: Verbose = False,
+    pmi: Annotated[
+        bool, flag("Print what `srun --mpi=` needs, and nothing else.", "--pmi")
+    ] = False,
+    lint: Annotated[Path | None, option("JOB.sbatch", "Check a job script.", "--lint")] = None,
+    directory: Annotated[
+        list[Path] | None,
+        option("DIR", "Try files, locks and HDF5 there too; may be repeated.", "--dir"),
+    ] = None,
+    verbose: Annotated[bool, flag("Show what is well, too.", "--verbose", "-v")] = False,
 ) -> None:
     """Look for what goes wrong on clusters, and say what to do about it.
 

@@ -7,34 +7,28 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hpctrain.cli.options import AsJson, RunFolder, option
 from hpctrain.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from hpctrain.train.task import Task
 
-Run = Annotated[Path, typer.Argument(metavar="RUN", help="The run's folder.", show_default=False)]
 Which = Annotated[
-    str,
-    typer.Option(
-        "--checkpoint", metavar="WHICH", help="last, best (of those that are kept), or its step."
-    ),
+    str, option("WHICH", "last, best (of those that are kept), or its step.", "--checkpoint")
 ]
-Split = Annotated[
-    str, typer.Option(metavar="test|train", help="Which data set of data.target is taken.")
-]
+Split = Annotated[str, option("test|train", "Which data set of data.target is taken.")]
 Overrides = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Replace a value of the run's configuration."),
+    list[str] | None, option("KEY=VALUE", "Replace a value of the run's configuration.", "--set")
 ]
 
 
 def evaluate(
-    run: Run,
+    run: RunFolder,
     *,
     checkpoint: Which = "last",
     split: Split = "test",
     overrides: Overrides = None,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    json: AsJson = False,
 ) -> None:
     """Test what a run has learnt, on all ranks that were started together; trains nothing.
 
@@ -63,11 +57,9 @@ def evaluate(
 
 
 def predict(
-    run: Run,
+    run: RunFolder,
     *,
-    output: Annotated[
-        Path, typer.Option(metavar="FILE.h5", help="What is written.", show_default=False)
-    ],
+    output: Annotated[Path, option("FILE.h5", "What is written.")],
     checkpoint: Which = "last",
     split: Split = "test",
     overrides: Overrides = None,

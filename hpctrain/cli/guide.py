@@ -5,18 +5,18 @@ from typing import Annotated
 
 import typer
 
+from hpctrain.cli.options import argument
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.target import hint
 
 MAX_WIDTH = 100  # columns of a guide on a wide terminal
 
-Topic = Annotated[
-    str | None,
-    typer.Argument(metavar="TOPIC", help="What to read about.", show_default="list the topics"),
-]
 
-
-def guide(topic: Topic = None) -> None:
+def guide(
+    topic: Annotated[
+        str | None, argument("TOPIC", "What to read about.", default="list the topics")
+    ] = None,
+) -> None:
     """Show a part of the manual, or list its topics.
 
     A pipe or a file gets the Markdown text as it is.

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from hpctrain.cli.options import flag, option
+
 EXAMPLES = """
 For instance:
 
@@ -29,43 +31,32 @@ def _group() -> None:
     """Build Horovod itself, as an engine that hpctrain can run on."""
 
 
-Jobs = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        metavar="N",
-        help="Compilers at a time.",
-        show_default="as many as cores and memory allow",
-    ),
-]
-WheelDir = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="DIR",
-        help="Where wheels are kept, in a folder for each set of versions.",
-        show_default="~/.cache/hpctrain/horovod",
-    ),
-]
-
-
 @horovod.command()
 def build(
     *,
-    jobs: Jobs = None,
-    wheel_dir: WheelDir = None,
+    jobs: Annotated[
+        int | None,
+        option("N", "Compilers at a time.", default="as many as cores and memory allow", min=1),
+    ] = None,
+    wheel_dir: Annotated[
+        Path | None,
+        option(
+            "DIR",
+            "Where wheels are kept, in a folder for each set of versions.",
+            default="~/.cache/hpctrain/horovod",
+        ),
+    ] = None,
     gpu: Annotated[
         str | None,
-        typer.Option(
-            metavar="nccl",
-            help="Reduce tensors on GPUs by NCCL; needs the CUDA toolkit.",
-            show_default="by MPI",
+        option(
+            "nccl", "Reduce tensors on GPUs by NCCL; needs the CUDA toolkit.", default="by MPI"
         ),
     ] = None,
     no_install: Annotated[
-        bool, typer.Option("--no-install", help="Make the wheel, and leave it at that.")
+        bool, flag("Make the wheel, and leave it at that.", "--no-install")
     ] = False,
     force: Annotated[
-        bool, typer.Option("--force", help="Build although there is a wheel of these versions.")
+        bool, flag("Build although there is a wheel of these versions.", "--force")
     ] = False,
 ) -> None:
     """Build Horovod against the installed torch and MPI, and install it.

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from hpctrain.cli.horovodrun import split, variables, with_options
+from hpctrain.cli.options import flag, option
 from hpctrain.cluster.env import STOPPED, scheduler
 from hpctrain.core.errors import LaunchError
 from hpctrain.launch import mpiexec
@@ -27,51 +28,34 @@ INTERRUPTED = 130  # exit code after Ctrl-C, as a shell has it
 def launch(  # noqa: PLR0913 - a command's options
     ctx: typer.Context,
     *,
-    num_ranks: Annotated[
-        int, typer.Option("-n", "-np", "--ranks", min=1, help="How many ranks.", metavar="N")
-    ],
-    nodes: Annotated[
-        int | None,
-        typer.Option(
-            help="Declare so many nodes on this host.", min=1, metavar="N", show_default=False
-        ),
-    ] = None,
+    num_ranks: Annotated[int, option("N", "How many ranks.", "-n", "-np", "--ranks", min=1)],
+    nodes: Annotated[int | None, option("N", "Declare so many nodes on this host.", min=1)] = None,
     hosts: Annotated[
-        str | None,
-        typer.Option("--hosts", "-H", help="Real hosts with their ranks.", metavar="a:2,b:2"),
+        str | None, option("a:2,b:2", "Real hosts with their ranks.", "--hosts", "-H")
     ] = None,
     hostfile: Annotated[
         Path | None,
-        typer.Option(
-            "--hostfile", "-hostfile", help="The same, a line `host slots=2` each.", metavar="FILE"
-        ),
+        option("FILE", "The same, a line `host slots=2` each.", "--hostfile", "-hostfile"),
     ] = None,
     network_interface: Annotated[
         list[str] | None,
-        typer.Option(
+        option(
+            "eth0",
+            "Network between the hosts; MPI chooses.",
             "--network-interface",
             "--network-interfaces",
-            help="Network between the hosts; MPI chooses.",
-            metavar="eth0",
         ),
     ] = None,
-    mpirun: Annotated[
-        str | None, typer.Option(help="The launcher to use.", metavar="PATH")
-    ] = None,
-    timeout: Annotated[
-        float | None, typer.Option(help="End all ranks after so many seconds.", metavar="S")
-    ] = None,
-    tag_output: Annotated[
-        bool, typer.Option("--tag-output", help="Each line names its rank.")
-    ] = False,
-    no_bind: Annotated[bool, typer.Option("--no-bind", help="Tie no rank to a core.")] = False,
+    mpirun: Annotated[str | None, option("PATH", "The launcher to use.")] = None,
+    timeout: Annotated[float | None, option("S", "End all ranks after so many seconds.")] = None,
+    tag_output: Annotated[bool, flag("Each line names its rank.", "--tag-output")] = False,
+    no_bind: Annotated[bool, flag("Tie no rank to a core.", "--no-bind")] = False,
     mpi_args: Annotated[
-        str | None,
-        typer.Option("--mpi-args", help="More words for this mpirun.", metavar="WORDS"),
+        str | None, option("WORDS", "More words for this mpirun.", "--mpi-args")
     ] = None,
-    verbose: Annotated[bool, typer.Option("--verbose", help="Print the mpirun line.")] = False,
+    verbose: Annotated[bool, flag("Print the mpirun line.", "--verbose")] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the mpirun line and start nothing.")
+        bool, flag("Print the mpirun line and start nothing.", "--dry-run")
     ] = False,
     **of_horovodrun: Any,
 ) -> None:

@@ -18,6 +18,7 @@ from hpctrain.cli.evaluate import evaluate, predict
 from hpctrain.cli.guide import guide
 from hpctrain.cli.horovod import horovod
 from hpctrain.cli.launch import CONTEXT_SETTINGS, launch
+from hpctrain.cli.options import flag
 from hpctrain.cli.plan import plan
 from hpctrain.cli.results import compare, plot, report, runs
 from hpctrain.cli.shim import CONTEXT_SETTINGS as SHIM_SETTINGS
@@ -111,9 +112,7 @@ app.command()(guide)
 def hpctrain(
     context: typer.Context,
     *,
-    version: Annotated[
-        bool, typer.Option("--version", help="Print the version and stop.")
-    ] = False,
+    version: Annotated[bool, flag("Print the version and stop.", "--version")] = False,
 ) -> None:
     """Train PyTorch models across the nodes of a supercomputer, under plain mpirun or srun."""
     if version:

@@ -2,13 +2,12 @@
 
 import math
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer import Option
 
+from hpctrain.cli.options import AsJson, argument, option
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.units import format_seconds, parse_number, parse_seconds
 
@@ -22,63 +21,59 @@ def _norms(text: str) -> tuple[float, float]:
     return parse_number(batch), parse_number(norm)
 
 
-_Number = partial(Option, min=1, metavar="N")
-
-Run = Annotated[
-    Path | None,
-    typer.Argument(
-        metavar="RUN_DIRECTORY",
-        help="A run of hpctrain train: its parameters, speed, batch and loss.",
-        show_default=False,
-    ),
-]
-MachineFile = Annotated[
-    Path, Option("--machine", metavar="FILE", help="Machine in TOML: hpctrain guide plan.")
-]
-
-
-def _given(name: str, text: str, parser: Any = parse_number) -> Any:
-    return Option(metavar=name, help=text, parser=parser, show_default=False)
-
-
 def plan(  # noqa: PLR0913 - a command's options
-    run: Run = None,
+    run: Annotated[
+        Path | None,
+        argument(
+            "RUN_DIRECTORY", "A run of hpctrain train: its parameters, speed, batch and loss."
+        ),
+    ] = None,
     *,
-    machine: MachineFile,
+    machine: Annotated[Path, option("FILE", "Machine in TOML: hpctrain guide plan.", "--machine")],
     parameters: Annotated[
-        float | None, _given("N", "Parameters of the model, such as 25.6M.")
+        float | None, option("N", "Parameters of the model, such as 25.6M.", parser=parse_number)
     ] = None,
-    samples_per_s: Annotated[float | None, _given("R", "Samples a second of one rank.")] = None,
+    samples_per_s: Annotated[
+        float | None, option("R", "Samples a second of one rank.", parser=parse_number)
+    ] = None,
     rank_batch: Annotated[
-        int | None, _Number(help="Samples that a rank takes at once.", show_default="32")
+        int | None, option("N", "Samples that a rank takes at once.", default="32", min=1)
     ] = None,
-    batch: Annotated[int | None, _Number(help="Samples of a step, over all ranks.")] = None,
+    batch: Annotated[int | None, option("N", "Samples of a step, over all ranks.", min=1)] = None,
     samples: Annotated[
-        float | None, _given("N", "Samples to learn from until the goal, in such batches.")
+        float | None,
+        option("N", "Samples to learn from until the goal, in such batches.", parser=parse_number),
     ] = None,
     target_loss: Annotated[
-        float | None, Option(metavar="LOSS", help="The goal, where the run has reached it.")
+        float | None, option("LOSS", "The goal, where the run has reached it.")
     ] = None,
     noise_scale: Annotated[
-        float | None, _given("N", "Gradient noise scale in samples: other batches are tried too.")
+        float | None,
+        option(
+            "N",
+            "Gradient noise scale in samples: other batches are tried too.",
+            parser=parse_number,
+        ),
     ] = None,
     gradient_norms: Annotated[
         tuple[Any, Any] | None,
-        _given(
-            "B1:N1 B2:N2", "Instead of it: batches and mean squared norms of gradients.", _norms
+        option(
+            "B1:N1 B2:N2",
+            "Instead of it: batches and mean squared norms of gradients.",
+            parser=_norms,
         ),
     ] = None,
     deadline: Annotated[
-        str | None, Option(metavar="TIME", help="Least node-hours within such as 12h or 2d.")
+        str | None, option("TIME", "Least node-hours within such as 12h or 2d.")
     ] = None,
     max_local_steps: Annotated[
-        int, Option(min=1, metavar="H", help="Most steps between two averagings; 1: none.")
+        int, option("H", "Most steps between two averagings; 1: none.", min=1)
     ] = 8,
     codec: Annotated[
         list[str] | None,
-        _given("NAME:BYTES:SECONDS", "One more: of an element, and for a byte.", str),
+        option("NAME:BYTES:SECONDS", "One more: of an element, and for a byte."),
     ] = None,
-    as_json: Annotated[bool, Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Predict which nodes, batch, codec and local steps reach a goal soonest, and at what cost.
 

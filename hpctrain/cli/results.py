@@ -5,18 +5,17 @@ from typing import Annotated
 
 import typer
 
+from hpctrain.cli.options import argument, option
 from hpctrain.core.errors import ConfigError
 
-Runs = Annotated[
-    list[Path], typer.Argument(metavar="RUN...", help="Folders of runs.", show_default=False)
-]
+Runs = Annotated[list[Path], argument("RUN...", "Folders of runs.")]
 Smooth = Annotated[
     int,
-    typer.Option(
+    option(
+        "N",
+        "Records over which curves are averaged; 1 for none.",
+        default="a 50th of the records",
         min=0,
-        metavar="N",
-        help="Records over which curves are averaged; 1 for none.",
-        show_default="a 50th of the records",
     ),
 ]
 
@@ -26,10 +25,10 @@ def plot(
     *,
     out: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="A file .png, .svg or .pdf.",
-            show_default="RUN/plots/training.png, of several runs.png",
+        option(
+            "FILE",
+            "A file .png, .svg or .pdf.",
+            default="RUN/plots/training.png, of several runs.png",
         ),
     ] = None,
     smooth: Smooth = 0,
@@ -60,10 +59,7 @@ def report(
     runs: Runs,
     *,
     out: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="The page.", show_default="RUN/report.html, of several runs.html"
-        ),
+        Path | None, option("FILE", "The page.", default="RUN/report.html, of several runs.html")
     ] = None,
     smooth: Smooth = 0,
 ) -> None:
@@ -106,7 +102,7 @@ def compare(runs: Runs) -> None:
 
 
 def runs(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where runs lie.")] = Path("runs"),
+    folder: Annotated[Path, argument("DIR", "Where runs lie.", default=True)] = Path("runs"),
 ) -> None:
     """List the runs in a folder: name, state, step, loss, metric, ranks, start.
 

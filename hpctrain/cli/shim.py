@@ -9,6 +9,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperCommand
 
+from hpctrain.cli.options import option
 from hpctrain.core.errors import ConfigError, LaunchError
 from hpctrain.horovod.shim import sitecustomize
 
@@ -31,8 +32,7 @@ def shim(
     ctx: typer.Context,
     *,
     module: Annotated[
-        str | None,
-        typer.Option("-m", "--module", metavar="MODULE", help="Run a module, as `python -m`."),
+        str | None, option("MODULE", "Run a module, as `python -m`.", "-m", "--module")
     ] = None,
 ) -> None:
     """Run a script that says `import horovod.torch`, unchanged, with hpctrain in its place.

@@ -7,20 +7,18 @@ from typing import Annotated
 
 import typer
 
+from hpctrain.cli.options import argument, flag, option
 from hpctrain.core.errors import LaunchError
 
 
 def status(
-    directory: Annotated[
-        Path,
-        typer.Argument(metavar="RUN_DIRECTORY", help="The run's folder.", show_default=False),
-    ],
+    directory: Annotated[Path, argument("RUN_DIRECTORY", "The run's folder.")],
     *,
     watch: Annotated[
-        bool, typer.Option("--watch", help="Tell each change, until the run waits for nobody.")
+        bool, flag("Tell each change, until the run waits for nobody.", "--watch")
     ] = False,
     interval: Annotated[
-        float, typer.Option(min=0.1, metavar="SECONDS", help="With --watch: between two looks.")
+        float, option("SECONDS", "With --watch: between two looks.", min=0.1)
     ] = 10.0,
 ) -> None:
     """Tell whether a run waits, is at work, has stopped or is finished, and which job it is.

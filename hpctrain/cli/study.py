@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
-from typer import Argument, Option
 
+from hpctrain.cli.options import argument, flag, option
 from hpctrain.cli.submit import Account, Extra, Partition, TimeLimit
 from hpctrain.cli.train import write_new
 from hpctrain.core.errors import ConfigError
@@ -51,15 +51,7 @@ study = typer.Typer(
     rich_markup_mode="rich",
 )
 
-File = Annotated[Path, Argument(metavar="STUDY.toml", show_default=False)]
-
-
-def _folder(name: str, text: str) -> Any:
-    return Argument(metavar=name, help=text, show_default=False)
-
-
-def _place(name: str, text: str, default: str) -> Any:
-    return Option(metavar=name, help=text, show_default=default)
+File = Annotated[Path, argument("STUDY.toml")]
 
 
 @study.command()
@@ -67,11 +59,13 @@ def init(
     path: File,
     *,
     mode: Annotated[
-        Literal["strong", "weak"], Option(help="The same work on more ranks, or more work.")
+        Literal["strong", "weak"], flag("The same work on more ranks, or more work.")
     ] = "strong",
     command: Annotated[
         str,
-        _place("COMMAND", "What to measure, such as 'python train.py'.", "handwritten digits"),
+        option(
+            "COMMAND", "What to measure, such as 'python train.py'.", default="handwritten digits"
+        ),
     ] = "",
 ) -> None:
     """Write STUDY.toml, with every key and what it means.
@@ -99,22 +93,21 @@ def init(
 def run(  # noqa: PLR0913 - a command's options
     path: File,
     *,
-    out: Annotated[Path | None, _place("DIR", "Folder of the study.", "studies/NAME")] = None,
+    out: Annotated[
+        Path | None, option("DIR", "Folder of the study.", default="studies/NAME")
+    ] = None,
     dry_run: Annotated[
-        bool, Option("--dry-run", help="List what is left to measure and its cost, and stop.")
+        bool, flag("List what is left to measure and its cost, and stop.", "--dry-run")
     ] = False,
     seconds_per_point: Annotated[
-        float | None,
-        Option(min=0, metavar="S", help="For that cost.", show_default="as measured"),
+        float | None, option("S", "For that cost.", default="as measured", min=0)
     ] = None,
     retry_failed: Annotated[
-        bool, Option("--retry-failed", help="Measure points again that have failed.")
+        bool, flag("Measure points again that have failed.", "--retry-failed")
     ] = False,
-    repeat: Annotated[
-        int | None, Option(min=0, metavar="N", help="Measure this repeat alone, from 0.")
-    ] = None,
+    repeat: Annotated[int | None, option("N", "Measure this repeat alone, from 0.", min=0)] = None,
     slurm: Annotated[
-        bool, Option("--slurm", help="Submit a job for each repeat, and one that reports.")
+        bool, flag("Submit a job for each repeat, and one that reports.", "--slurm")
     ] = False,
     time: TimeLimit = None,
     partition: Partition = None,
@@ -174,12 +167,12 @@ def run(  # noqa: PLR0913 - a command's options
 
 @study.command()
 def report(
-    directory: Annotated[Path, _folder("DIR", "The folder of a study.")],
+    directory: Annotated[Path, argument("DIR", "The folder of a study.")],
     *,
     machine: Annotated[
-        Path | None, _place("FILE", "A machine in TOML, for a bound.", "none")
+        Path | None, option("FILE", "A machine in TOML, for a bound.", default="none")
     ] = None,
-    out: Annotated[Path | None, _place("DIR", "Folder to write into.", "DIR")] = None,
+    out: Annotated[Path | None, option("DIR", "Folder to write into.", default="DIR")] = None,
 ) -> None:
     """Write the page report.html, figures as PNG and SVG, and print a summary.
 
@@ -207,16 +200,15 @@ def report(
 
 @study.command()
 def compare(
-    first: Annotated[Path, _folder("A", "The folder of a study.")],
-    second: Annotated[Path, _folder("B", "What is compared with A.")],
+    first: Annotated[Path, argument("A", "The folder of a study.")],
+    second: Annotated[Path, argument("B", "What is compared with A.")],
     *,
     alpha: Annotated[
-        float,
-        Option(min=1e-6, max=0.5, metavar="P", help="How often equal studies may differ."),
+        float, option("P", "How often equal studies may differ.", min=1e-6, max=0.5)
     ] = 0.05,
-    html: Annotated[Path | None, _place("FILE", "Write a page too.", "none")] = None,
+    html: Annotated[Path | None, option("FILE", "Write a page too.", default="none")] = None,
     fail_slower: Annotated[
-        bool, Option("--fail-slower", help="Exit code 1 if B is slower beyond noise.")
+        bool, flag("Exit code 1 if B is slower beyond noise.", "--fail-slower")
     ] = False,
 ) -> None:
     """Compare the time of a step at the points that two studies share.

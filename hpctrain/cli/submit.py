@@ -6,15 +6,14 @@ import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer import Option
 from typer.core import TyperCommand
 
+from hpctrain.cli.options import argument, flag, option
 from hpctrain.core.errors import ConfigError, LaunchError
 
 if TYPE_CHECKING:
@@ -96,18 +95,14 @@ TRY_S = 600.0  # time in which a configuration must have read one batch
 
 REFUSED = 1  # exit code where the checks or Slurm refuse the job
 
-Name = partial(Option, metavar="NAME")
-Number = partial(Option, min=1, metavar="N")
 
-Partition = Annotated[str | None, Name("--partition", "-p", help="Partition.")]
-Account = Annotated[str | None, Name("--account", "-A", help="Whom to charge.")]
+Partition = Annotated[str | None, option("NAME", "Partition.", "--partition", "-p")]
+Account = Annotated[str | None, option("NAME", "Whom to charge.", "--account", "-A")]
 TimeLimit = Annotated[
-    str | None,
-    Option("--time", "-t", metavar="TIME", help="Limit of a job, such as 01:30:00 or 90min."),
+    str | None, option("TIME", "Limit of a job, such as 01:30:00 or 90min.", "--time", "-t")
 ]
 Extra = Annotated[
-    list[str] | None,
-    Option("--option", metavar="--qos=high", help="A further option of sbatch."),
+    list[str] | None, option("--qos=high", "A further option of sbatch.", "--option")
 ]
 
 LIST = "list"  # what ``--template`` without a name stands for
@@ -135,62 +130,57 @@ class SubmitCommand(TyperCommand):
 
 def submit(  # noqa: PLR0913 - a command's options
     ctx: typer.Context,
-    config: Annotated[
-        Path | None,
-        typer.Argument(metavar="CONFIG.toml", help="What to train.", show_default=False),
-    ] = None,
+    config: Annotated[Path | None, argument("CONFIG.toml", "What to train.")] = None,
     *,
     template: Annotated[
         str | None,
-        Name(
-            help="The script to start from; without NAME, list them.",
-            show_default="requeue, gpu, single_node or multi_node, by the other options",
+        option(
+            "NAME",
+            "The script to start from; without NAME, list them.",
+            default="requeue, gpu, single_node or multi_node, by the other options",
         ),
     ] = None,
     partition: Partition = None,
     account: Account = None,
-    nodes: Annotated[int | None, Number("--nodes", "-N", help="How many nodes.")] = None,
+    nodes: Annotated[int | None, option("N", "How many nodes.", "--nodes", "-N", min=1)] = None,
     tasks: Annotated[
-        int | None, Number(help="Ranks on each node.", show_default="one per GPU")
+        int | None, option("N", "Ranks on each node.", default="one per GPU", min=1)
     ] = None,
-    cpus: Annotated[int | None, Number(help="Cores of each rank.")] = None,
+    cpus: Annotated[int | None, option("N", "Cores of each rank.", min=1)] = None,
     time: TimeLimit = None,
-    gpus: Annotated[int | None, Number(help="GPUs of each node.")] = None,
+    gpus: Annotated[int | None, option("N", "GPUs of each node.", min=1)] = None,
     name: Annotated[
         str | None,
-        Name(
-            help="Name of the job and of its folder, runs/NAME.",
-            show_default="the configuration's or the script's",
+        option(
+            "NAME",
+            "Name of the job and of its folder, runs/NAME.",
+            default="the configuration's or the script's",
         ),
     ] = None,
     output: Annotated[
-        str | None,
-        Option(metavar="FILE", help="Output.", show_default="slurm-%j.out in the folder"),
+        str | None, option("FILE", "Output.", default="slurm-%j.out in the folder")
     ] = None,
     array: Annotated[
-        str | None,
-        Option(metavar="0-7%2", help="A job array: a run for each index, FOLDER/INDEX."),
+        str | None, option("0-7%2", "A job array: a run for each index, FOLDER/INDEX.")
     ] = None,
     after: Annotated[
-        str | None, Option(metavar="JOB", help="Start when this job has ended well; afterany:JOB.")
+        str | None, option("JOB", "Start when this job has ended well; afterany:JOB.")
     ] = None,
     requeue: Annotated[
-        bool | None,
-        Option("--requeue/--no-requeue", help="Queue the job again until it has finished."),
+        bool | None, flag("Queue the job again until it has finished.", "--requeue/--no-requeue")
     ] = None,
     overrides: Annotated[
-        list[str] | None,
-        Option("--set", metavar="KEY=VALUE", help="Replace a value of the configuration."),
+        list[str] | None, option("KEY=VALUE", "Replace a value of the configuration.", "--set")
     ] = None,
     extra: Extra = None,
     dry_run: Annotated[
-        bool, Option("--dry-run", help="Print and check the script, write and submit none.")
+        bool, flag("Print and check the script, write and submit none.", "--dry-run")
     ] = False,
     no_check: Annotated[
-        bool, Option("--no-check", help="Do not try the configuration's own functions before.")
+        bool, flag("Do not try the configuration's own functions before.", "--no-check")
     ] = False,
     print_only: Annotated[
-        bool, Option("--print", help="Print the script, or a template as it is, and stop.")
+        bool, flag("Print the script, or a template as it is, and stop.", "--print")
     ] = False,
 ) -> None:
     """Write a batch script for Slurm, check it and submit it.

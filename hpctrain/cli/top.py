@@ -5,11 +5,11 @@ import time
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hpctrain.cli.options import RunFolder, flag, option
 from hpctrain.core.units import format_seconds
 
 if TYPE_CHECKING:
@@ -21,20 +21,16 @@ SLOW = 1.2  # times as long as the median rank: others wait for such a one
 
 
 def top(
-    directory: Annotated[
-        Path, typer.Argument(metavar="RUN", help="The run's folder.", show_default=False)
-    ],
+    directory: RunFolder,
     *,
     interval: Annotated[
-        float, typer.Option(min=0.1, metavar="SECONDS", help="Between two looks at the files.")
+        float, option("SECONDS", "Between two looks at the files.", min=0.1)
     ] = 2.0,
-    ranks: Annotated[
-        int, typer.Option(min=0, metavar="N", help="Rows of ranks, the slowest first.")
-    ] = 16,
+    ranks: Annotated[int, option("N", "Rows of ranks, the slowest first.", min=0)] = 16,
     once: Annotated[
-        bool, typer.Option("--once", help="Print once and stop, as where there is no terminal.")
+        bool, flag("Print once and stop, as where there is no terminal.", "--once")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, a line a look.")] = False,
+    as_json: Annotated[bool, flag("Print JSON, a line a look.", "--json")] = False,
 ) -> None:
     """Show how a running job does: steps, loss, speed, slow ranks, time left, whether it lives.
 

@@ -6,59 +6,48 @@ from typing import Annotated
 
 import typer
 
+from hpctrain.cli.options import argument, flag, option
 from hpctrain.core.errors import ConfigError
 
 
 def train(  # noqa: PLR0913 - a command's options
-    config: Annotated[
-        Path | None, typer.Argument(metavar="CONFIG.toml", help="What to train.")
-    ] = None,
+    config: Annotated[Path | None, argument("CONFIG.toml", "What to train.")] = None,
     *,
     overrides: Annotated[
         list[str] | None,
-        typer.Option(
-            "--set", metavar="KEY=VALUE", help="Replace a value of the file; may be repeated."
-        ),
+        option("KEY=VALUE", "Replace a value of the file; may be repeated.", "--set"),
     ] = None,
     dry_run: Annotated[
         bool,
-        typer.Option(
+        flag(
+            "Build and describe everything, try a step and a test of one batch, keep none.",
             "--dry-run",
-            help="Build and describe everything, try a step and a test of one batch, keep none.",
         ),
     ] = False,
     look: Annotated[bool, typer.Option("--look", hidden=True)] = False,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the run in its directory.")
-    ] = False,
+    resume: Annotated[bool, flag("Go on with the run in its directory.", "--resume")] = False,
     changed: Annotated[
         bool,
-        typer.Option(
-            "--changed",
-            help="With --resume: go on with another configuration, such as more epochs.",
-        ),
+        flag("With --resume: go on with another configuration, such as more epochs.", "--changed"),
     ] = False,
     force: Annotated[
         bool,
-        typer.Option(
-            "--force",
-            help="With --resume: take the run from a job that is at work in its directory, which "
+        flag(
+            "With --resume: take the run from a job that is at work in its directory, which "
             "loses what it has learnt since its last checkpoint.",
+            "--force",
         ),
     ] = False,
     verbose: Annotated[
-        bool,
-        typer.Option("--verbose", "-v", help="Tell all of configuration, topology and plan."),
+        bool, flag("Tell all of configuration, topology and plan.", "--verbose", "-v")
     ] = False,
-    init: Annotated[
-        bool, typer.Option("--init", help="Write CONFIG.toml, with every key, and stop.")
-    ] = False,
+    init: Annotated[bool, flag("Write CONFIG.toml, with every key, and stop.", "--init")] = False,
     key: Annotated[
         str | None,
-        typer.Option(
+        option(
+            "KEY",
+            "Tell what a key or a table means, its value and who set it, and stop.",
             "--explain",
-            metavar="KEY",
-            help="Tell what a key or a table means, its value and who set it, and stop.",
         ),
     ] = None,
 ) -> None:
