@@ -114,24 +114,22 @@ TUNING = (
 """How variables begin by which users tune their MPI library; others differ from job to job."""
 
 
-def launched(environ: Mapping[str, str] | None = None) -> Launched | None:
+def launched(environ: Mapping[str, str] = os.environ) -> Launched | None:
     """Read what the launcher says, from the first of ``LAUNCHERS`` that applies.
 
     None in a process that no known launcher started.
     """
-    environ = os.environ if environ is None else environ
     step = environ.get("SLURM_STEP_ID", "")
     if step.isdigit() and int(step) >= _NO_RANKS:
         environ = {name: text for name, text in environ.items() if name != "SLURM_STEP_ID"}
     return _said(LAUNCHERS, environ)
 
 
-def unstarted(environ: Mapping[str, str] | None = None) -> Launched | None:
+def unstarted(environ: Mapping[str, str] = os.environ) -> Launched | None:
     """Read how many ranks a job is for, in a process of it that no launcher has started.
 
     None outside of a job, in a rank, and where the job does not say it.
     """
-    environ = os.environ if environ is None else environ
     return None if launched(environ) else _said(JOBS, environ)
 
 
@@ -157,15 +155,13 @@ def _said(launchers: Sequence[Launcher], environ: Mapping[str, str]) -> Launched
     return None
 
 
-def scheduler(environ: Mapping[str, str] | None = None) -> str:
+def scheduler(environ: Mapping[str, str] = os.environ) -> str:
     """Return the scheduler whose job this process is part of, or an empty string."""
-    environ = os.environ if environ is None else environ
     return next((name for name, variable in SCHEDULERS.items() if variable in environ), "")
 
 
-def job_id(environ: Mapping[str, str] | None = None) -> str:
+def job_id(environ: Mapping[str, str] = os.environ) -> str:
     """Return what the scheduler calls this job, or an empty string."""
-    environ = os.environ if environ is None else environ
     name = scheduler(environ)
     variable = "JOB_ID" if name == "sge" else SCHEDULERS.get(name, "")
     return environ.get(variable, "")
@@ -188,37 +184,33 @@ STOPPED = 85  # exit code of a run that has saved its state and wants to go on
 STOPPING = "stopping"  # file in the folder of a run whose ranks have agreed to stop
 
 
-def run_directory(environ: Mapping[str, str] | None = None) -> Path | None:
+def run_directory(environ: Mapping[str, str] = os.environ) -> Path | None:
     """Return the folder that a batch script gives to the run of a program of the user's own."""
-    text = (os.environ if environ is None else environ).get("RUN_DIRECTORY")
+    text = environ.get("RUN_DIRECTORY")
     return Path(text) if text else None
 
 
-def tuning(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+def tuning(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return what the environment says to the MPI library and its network."""
-    environ = os.environ if environ is None else environ
     return {name: text for name, text in environ.items() if name.startswith(TUNING)}
 
 
 _JOB = ("cluster_name", "job_partition", "job_account", "job_qos", "job_nodelist", "cpus_per_task")
 
 
-def job_facts(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+def job_facts(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return what a Slurm job says of itself: partition, account, nodes; empty outside of one."""
-    environ = os.environ if environ is None else environ
     told = {name: environ.get(f"SLURM_{name.upper()}", "") for name in _JOB}
     return {name.removeprefix("job_"): text for name, text in told.items() if text}
 
 
-def loaded_modules(environ: Mapping[str, str] | None = None) -> list[str]:
+def loaded_modules(environ: Mapping[str, str] = os.environ) -> list[str]:
     """Return the environment modules that are loaded, of Lmod or of its older namesake."""
-    environ = os.environ if environ is None else environ
     return [name for name in environ.get("LOADEDMODULES", "").split(":") if name]
 
 
-def ranks_of_nodes(environ: Mapping[str, str] | None = None) -> tuple[int, ...] | None:
+def ranks_of_nodes(environ: Mapping[str, str] = os.environ) -> tuple[int, ...] | None:
     """Return the ranks of each node, in order; None where the launcher does not say it of all."""
-    environ = os.environ if environ is None else environ
     found = launched(environ)
     if found is None:
         return (1,)

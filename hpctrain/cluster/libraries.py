@@ -137,13 +137,12 @@ def mismatch(launched: Launched | None, library: Path | None) -> str:
 
 
 def expected_libmpi(
-    environ: Mapping[str, str] | None = None, prefixes: Sequence[str] | None = None
+    environ: Mapping[str, str] = os.environ, prefixes: Sequence[str] | None = None
 ) -> Path | None:
     """Return the MPI library that mpi4py's wheel will load, without loading it.
 
     None where the dynamic linker is left to find one, by LD_LIBRARY_PATH for instance.
     """
-    environ = os.environ if environ is None else environ
     if named := environ.get("MPI4PY_LIBMPI"):
         return Path(named).resolve() if os.sep in named else None
     if prefixes is None:

@@ -52,7 +52,7 @@ def quota(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> float | None:
 
 
 def num_granted(
-    environ: Mapping[str, str] | None = None,
+    environ: Mapping[str, str] = os.environ,
     root: Path = CGROUPS,
     membership: Path = MEMBERSHIP,
     siblings: Path = SIBLINGS,
@@ -62,7 +62,6 @@ def num_granted(
     Slurm tells; other schedulers are taken at what the mask says; without one all cores of the
     container or the machine count. A virtual node may claim more than there are.
     """
-    environ = os.environ if environ is None else environ
     files = ("cpuset.cpus.effective", "cpuset.effective_cpus")  # versions 2 and 1
     sets = [
         _count(folder / file) for folder in folders("cpuset", root, membership) for file in files

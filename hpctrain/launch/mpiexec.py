@@ -129,13 +129,12 @@ def rendezvous(hosts: str | None, *, allocated: bool = False) -> dict[str, str]:
     return {name: os.environ.get(name, value) for name, value in found.items()}
 
 
-def environment(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+def environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Copy the environment for ``mpirun``, without the marks of a launch we are ourselves part of.
 
     Open MPI gives ranks a terminal of their own, without a width: ``COLUMNS`` tells ours. Where
     our output goes to a file or a pipe, ``TERM=dumb`` keeps colours and progress bars out of it.
     """
-    environ = os.environ if environ is None else environ
     inside = any(name in environ for name in INSIDE)
     kept = {k: v for k, v in environ.items() if not (inside and marks_rank(k))}
     if on_terminal():

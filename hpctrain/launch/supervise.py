@@ -38,7 +38,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.
 def supervise(
     line: Sequence[str],
     *,
-    environ: Mapping[str, str] | None = None,
+    environ: Mapping[str, str] = os.environ,
     timeout_s: float | None = None,
     grace_s: float = GRACE_S,
     save_s: float = SAVE_S,
@@ -55,7 +55,7 @@ def supervise(
     ``KeyboardInterrupt``: Ctrl-C came and the ranks did not stop by themselves; raised when mpirun
     has ended.
     """
-    with session(os.environ if environ is None else environ) as own:
+    with session(environ) as own:
         process = _started(line, own)
         ending = _Ending(process, own.get(ASKED), grace_s=grace_s, save_s=save_s)
         told = threading.Thread(target=fold, args=(process,), daemon=True, name="stderr")

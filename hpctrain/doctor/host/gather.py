@@ -38,7 +38,7 @@ _PAGE = 4096
 
 
 def gather(
-    environ: Mapping[str, str] | None = None,
+    environ: Mapping[str, str] = os.environ,
     directories: Sequence[Path] = (),
     *,
     trial_s: float = TRIAL_S,
@@ -49,7 +49,7 @@ def gather(
     What is written into ``directories`` is removed again. ``lightly`` leaves out the MPI library,
     which is the same for all ranks of a node.
     """
-    environ = dict(os.environ if environ is None else environ)
+    environ = dict(environ)
     libc = " ".join(platform.libc_ver())
     return Facts(
         environ=environ,

@@ -29,14 +29,13 @@ _OTHERS = {"qsub": "PBS", "bsub": "LSF", "flux": "Flux", "ccc_msub": "Bridge", "
 """Commands that submit jobs to other schedulers."""
 
 
-def job_end(environ: Mapping[str, str] | None = None) -> float | None:
+def job_end(environ: Mapping[str, str] = os.environ) -> float | None:
     """Return when Slurm ends this job, in seconds since 1970; None outside of one, or without.
 
     Newer versions say it in ``SLURM_JOB_END_TIME``; others are asked, by one call of ``squeue``.
     Not collective: let one rank ask, a controller does not like thousands. Raises ``LaunchError``:
     this is a job, and Slurm does not answer.
     """
-    environ = os.environ if environ is None else environ
     end = environ.get("SLURM_JOB_END_TIME", "")
     if end.isdigit():
         return float(end)
@@ -92,16 +91,15 @@ def sbatch_time(text: str) -> str:
     return f"{hours:02d}:{minutes:02d}:00"
 
 
-def restart_count(environ: Mapping[str, str] | None = None) -> int:
+def restart_count(environ: Mapping[str, str] = os.environ) -> int:
     """Return how often Slurm has started this job again; 0 the first time and outside of jobs."""
-    environ = os.environ if environ is None else environ
     text = environ.get("SLURM_RESTART_COUNT", "")
     return int(text) if text.isdigit() else 0
 
 
 def run(
     line: Sequence[str],
-    environ: Mapping[str, str] | None = None,
+    environ: Mapping[str, str] = os.environ,
     *,
     text: str = "",
     timeout_s: float | None = None,
@@ -114,7 +112,6 @@ def run(
     Raises:
         LaunchError: there is no such command, or it does not end in time.
     """
-    environ = os.environ if environ is None else environ
     program = shutil.which(line[0], path=environ.get("PATH"))
     if program is None:
         raise LaunchError(f"asking Slurm needs {line[0]} in PATH, there is none")
@@ -124,12 +121,11 @@ def run(
         raise LaunchError(f"Slurm does not answer: {error}") from None
 
 
-def find_sbatch(environ: Mapping[str, str] | None = None) -> str:
+def find_sbatch(environ: Mapping[str, str] = os.environ) -> str:
     """Return the path of sbatch.
 
     Raises ``LaunchError``: there is none; says what works under the scheduler that is there.
     """
-    environ = os.environ if environ is None else environ
     path = environ.get("PATH")
     if found := shutil.which("sbatch", path=path):
         return found
@@ -147,7 +143,7 @@ def find_sbatch(environ: Mapping[str, str] | None = None) -> str:
     )
 
 
-def try_out(script: str, environ: Mapping[str, str] | None = None) -> str:
+def try_out(script: str, environ: Mapping[str, str] = os.environ) -> str:
     """Ask Slurm whether it would take a script, and queue nothing; return when it would start.
 
     Raises ``LaunchError``: there is no sbatch, or Slurm refuses; holds Slurm's own words.
@@ -159,13 +155,12 @@ def try_out(script: str, environ: Mapping[str, str] | None = None) -> str:
     return re.sub(r"Job \d+ to start", "the job would start", said)
 
 
-def submit(path: Path, environ: Mapping[str, str] | None = None) -> int:
+def submit(path: Path, environ: Mapping[str, str] = os.environ) -> int:
     """Hand a script over to Slurm; return the number of its job.
 
     The job finds the ``hpctrain`` of this environment first, also where nobody has activated it.
     Raises ``LaunchError``: there is no sbatch, or Slurm refuses; holds Slurm's own words.
     """
-    environ = os.environ if environ is None else environ
     done = run(
         [find_sbatch(environ), "--parsable", str(path)], _with_ours(environ), timeout_s=SUBMIT_S
     )
@@ -176,7 +171,7 @@ def submit(path: Path, environ: Mapping[str, str] | None = None) -> int:
     return int(match[0])
 
 
-def submit_in(folder: Path, script: str, environ: Mapping[str, str] | None = None) -> int:
+def submit_in(folder: Path, script: str, environ: Mapping[str, str] = os.environ) -> int:
     """Write a script into a run's folder and submit it; return the number of the job.
 
     Raises ``ConfigError``: the folder cannot be written. ``LaunchError``: Slurm refuses.
@@ -195,7 +190,7 @@ def submit_in(folder: Path, script: str, environ: Mapping[str, str] | None = Non
     return number
 
 
-def in_queue(jobs: Iterable[int], environ: Mapping[str, str] | None = None) -> dict[int, str]:
+def in_queue(jobs: Iterable[int], environ: Mapping[str, str] = os.environ) -> dict[int, str]:
     """Return how it stands with those of the jobs that wait or run, for people.
 
     Such as ``PENDING, Priority, since 2026-11-25T09:12:40``; the state stands before the comma.
@@ -226,7 +221,7 @@ def in_queue(jobs: Iterable[int], environ: Mapping[str, str] | None = None) -> d
     return {job: found[job] for job in jobs if job in found}
 
 
-def state_of(job: int, environ: Mapping[str, str] | None = None) -> str:
+def state_of(job: int, environ: Mapping[str, str] = os.environ) -> str:
     """Return the state of a job as Slurm calls it; empty where it has forgotten the job.
 
     Raises ``LaunchError``: Slurm does not answer.
@@ -238,7 +233,7 @@ def state_of(job: int, environ: Mapping[str, str] | None = None) -> str:
     return match[1] if match else ""
 
 
-def cancel(job: int, environ: Mapping[str, str] | None = None) -> None:
+def cancel(job: int, environ: Mapping[str, str] = os.environ) -> None:
     """End a job, or take it from the queue; nothing where it has ended.
 
     Raises ``LaunchError``: Slurm does not answer.

@@ -419,7 +419,7 @@ def lint(script: str, *, facts: LintFacts | None = None) -> list[Finding]:
 
 def gather(
     directory: Path | None = None,
-    environ: Mapping[str, str] | None = None,
+    environ: Mapping[str, str] = os.environ,
     *,
     made: Path | None = None,
 ) -> LintFacts:
@@ -428,7 +428,6 @@ def gather(
     ``directory`` is where sbatch will be called, the current one by default; ``made`` a folder
     that will be there when the job begins.
     """
-    environ = os.environ if environ is None else environ
     try:
         needed = needed_pmi()
     except LaunchError:  # no MPI here: the job's own environment may have one
