@@ -4,10 +4,9 @@ from hpctrain.data.loader import Loader as Loader
 from hpctrain.data.mixture import Mixture as Mixture
 from hpctrain.data.order.window import WindowShape as WindowShape
 from hpctrain.data.reader import ShardedDataset as ShardedDataset
+from hpctrain.data.samples import collate as collate
 from hpctrain.data.staging import stage as stage
 from hpctrain.data.subset import Subset as Subset
-from hpctrain.data.torch_dataloader import Stream as Stream
-from hpctrain.data.torch_dataloader import collate as collate
 from hpctrain.data.transform import PerSample as PerSample
 from hpctrain.data.writer import ShardWriter as ShardWriter
 from hpctrain.data.writer import write_arrays as write_arrays

@@ -17,7 +17,6 @@ from hpctrain.core.checksum import crc32
 from hpctrain.core.errors import ConfigError, DataError, MismatchError
 from hpctrain.core.logs import logger
 from hpctrain.data.loader import Loader
-from hpctrain.data.torch_dataloader import Stream
 from hpctrain.negotiation.request import Min
 from hpctrain.runtime.world import current
 
@@ -114,7 +113,7 @@ def _compare(identities: Sequence[Mapping[str, str]]) -> None:
 def _refusal(data: object, optimizer: object) -> str | None:
     """Say why this cannot be divided, or need not be."""
     kind = type(data).__name__
-    if isinstance(data, Loader | Stream | SharedLoader | StreamLoader):
+    if isinstance(data, Loader | SharedLoader | StreamLoader):
         return f"{kind} is divided among the ranks already; leave shard() out"
     if optimizer is not None and not hasattr(optimizer, "set_num_samples"):
         return (
@@ -131,9 +130,9 @@ def _refusal(data: object, optimizer: object) -> str | None:
 
 def _refusal_of_loader(loader: "DataLoader[Any]") -> str | None:
     samplers = (loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", 0))
-    if isinstance(loader.dataset, Stream) or any(hasattr(it, "num_replicas") for it in samplers):
+    if any(hasattr(it, "num_replicas") for it in samplers):
         return (
-            "this DataLoader is divided among the ranks already, by its sampler or its data set; "
+            "this DataLoader is divided among the ranks already, by its sampler; "
             "leave shard() out, or give the DataLoader a sampler for one process"
         )
     if type(loader).__iter__ is not DataLoader.__iter__:

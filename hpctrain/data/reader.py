@@ -215,7 +215,7 @@ class ShardedDataset:
         return found
 
     def __getitems__(self, indices: Sequence[int]) -> Picked:
-        """Return many samples, for ``DataLoader``; see ``torch_dataloader.collate``."""
+        """Return many samples, for ``DataLoader``; see ``collate``."""
         return Picked(self.take(indices), len(indices))
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.utils.data import default_collate
 
 from hpctrain.core.errors import DataError
 from hpctrain.data.format.layout import Field
@@ -187,6 +188,15 @@ class Picked(Sequence[dict[str, Tensor]]):
         if isinstance(number, range):
             return [self[one] for one in number]
         return {name: values[number] for name, values in self.fields.items()}
+
+
+def collate(samples: Sequence[Any]) -> Any:
+    """Return the batch that a data set picked as it is: ``DataLoader(collate_fn=collate)``.
+
+    Args:
+        samples: from ``ShardedDataset.__getitems__``; any others go to ``default_collate``.
+    """
+    return samples.fields if isinstance(samples, Picked) else default_collate(list(samples))
 
 
 def padded(fields: Mapping[str, Values]) -> dict[str, Values]:

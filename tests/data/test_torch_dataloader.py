@@ -5,9 +5,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Subset
 
-from hpctrain.data.loader import Loader
 from hpctrain.data.reader import ShardedDataset
-from hpctrain.data.torch_dataloader import Stream, collate
+from hpctrain.data.samples import collate
 from tests.data.conftest import numbered
 from tests.data.mixed_set import mixed, write_mixed
 
@@ -46,23 +45,3 @@ def test_ragged_samples_stay_packed(tmp_path):
     assert dataset[4]["text"].tolist() == whole["text"][4].tolist()
     (batch,) = DataLoader(dataset, batch_size=100, collate_fn=collate)
     assert batch["text"].values.tolist() == np.concatenate(whole["text"]).tolist()
-
-
-@pytest.mark.parametrize("num_workers", [0, 1, 2])
-@pytest.mark.parametrize("order", ["global", "window", "sequential"])
-def test_a_stream_has_the_batches_of_a_loader(dataset_of, num_workers, order):
-    options = {"global_batch": 10, "rank": 1, "size": 2, "seed": 5, "order": order}
-    ours = [batch.number.tolist() for batch in Loader(dataset_of(97), **options)]
-    stream = Stream(dataset_of(97), **options, transform=lambda c: {"n": c["number"]})
-    theirs = DataLoader(stream, batch_size=None, num_workers=num_workers)
-    assert [batch["n"].tolist() for batch in theirs] == ours
-    assert len(stream) == len(theirs) == len(ours)
-
-
-def test_epochs_of_a_stream_differ(dataset_of):
-    stream = Stream(dataset_of(97), global_batch=97)
-    (first,) = stream
-    stream.epoch = 1
-    (second,) = stream
-    assert first["number"].tolist() != second["number"].tolist()
-    assert sorted(second["number"].tolist()) == list(range(97))
