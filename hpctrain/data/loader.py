@@ -38,7 +38,7 @@ STATE_FORMAT = 1
 """Of ``state_dict``, in which nothing depends on the number of ranks or on the global batch."""
 
 _CHOICES = {
-    "tail": ("short", "drop", "wrap"),
+    "tail": ("short", "drop"),
     "ragged": ("packed", "padded"),
     "on_corrupt": ("raise", "skip"),
 }
@@ -73,8 +73,7 @@ class Loader:
     """Fixed parts of a global batch, at least as many as ranks, of which each rank gets some in a
     row, so that the parts do not depend on the number of ranks; None for one part per rank."""
     tail: Tail = "short"
-    """The last samples make a ``short`` step, are left out: ``drop``, or are filled up from the
-    start of the epoch: ``wrap``, where ``num_repeated`` of a batch tells how many."""
+    """The last samples make a ``short`` step, or are left out: ``drop``."""
     transform: Transform | None = None
     """Makes the values of a batch from those of the data set; runs while reading. ``PerSample``
     makes one of a function of a sample, which may take a random generator: in threads the global
@@ -97,7 +96,7 @@ class Loader:
     consumed: int = field(default=0, init=False)
     """Samples of this epoch that were delivered, on all ranks together."""
     step_samples: int = field(default=0, init=False)
-    """Samples of the step that was delivered last, on all ranks together, repeated ones apart."""
+    """Samples of the step that was delivered last, on all ranks together."""
     _ordering: Ordering = field(init=False, repr=False)
     _skipped: Skipped = field(init=False, repr=False)
     _draws: ThreadDraws = field(init=False, repr=False)
@@ -245,9 +244,9 @@ class Loader:
         )
         skips = self.on_corrupt == "skip"
         _require(
-            shards is None or not (self.tail == "wrap" or skips),
-            "micro_shards are fixed parts of a global batch, which samples that are left out or "
-            "repeated would move; use on_corrupt='raise' and tail='short' or 'drop'",
+            shards is None or not skips,
+            "micro_shards are fixed parts of a global batch, which samples that are left out "
+            "would move; use on_corrupt='raise'",
         )
         _require(
             not skips or size == 1 or self.comm is not None,
@@ -333,8 +332,7 @@ class Loader:
         assert self.transform is None  # it would have a thread for each step
         with suppress(Exception):
             columns = cut_apart(self.dataset.take(part.indices), part.sizes)
-            batches = zip(columns, part.sizes, part.num_repeated, strict=True)
-            return [self._finished(*batch) for batch in batches]
+            return [self._finished(*batch) for batch in zip(columns, part.sizes, strict=True)]
         return [self._alone(single, pool) for single in part.singles()]
 
     def _alone(self, part: StepPart, pool: DecodePool | None) -> Batch | Exception:
@@ -345,16 +343,16 @@ class Loader:
                     fields = apply(self.transform, columns, part.indices, self.epoch, self.seed)
             else:
                 fields = pool.take(part.indices, self.epoch, self.seed)
-            return self._finished(fields, part.sizes[0], part.num_repeated[0])
+            return self._finished(fields, part.sizes[0])
         except Exception as error:  # raised when its step is delivered
             return error
 
-    def _finished(self, fields: Columns, size: int, num_repeated: int) -> Batch:
+    def _finished(self, fields: Columns, size: int) -> Batch:
         if self.ragged == "padded":
             fields = padded(fields)
         if self.pin_memory:
             fields = pinned(fields)
-        return Batch(fields, size, num_repeated)
+        return Batch(fields, size)
 
     def _leave_out(self, errors: dict[int, Exception]) -> bool:
         """Leave damaged samples out from now on, if there are any, and say so.

@@ -143,8 +143,6 @@ class Batch:
     fields: Mapping[str, Values]
     """Values by name, in the order of the data set or of what the transform returned."""
     num_samples: int  # samples of this rank; 0 where a short tail does not go round
-    num_repeated: int = 0
-    """How many of them, the last ones, came before in this epoch: ``tail="wrap"`` alone."""
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "Batch":
         """Return the batch on a device; with pinned memory ``non_blocking`` does not wait."""

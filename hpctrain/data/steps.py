@@ -20,7 +20,7 @@ from hpctrain.data.order.order import Order
 from hpctrain.data.order.window import WindowOrder, rank_lanes
 from hpctrain.data.samples import Columns, Indices, Ragged, Values
 
-Tail = Literal["short", "drop", "wrap"]
+Tail = Literal["short", "drop"]
 
 PLANNED = 65536
 """Positions that are turned into samples at a time: a call of numpy costs as much as many."""
@@ -68,30 +68,21 @@ class StepPart:
 
     indices: Indices  # of all the steps, one after another
     sizes: list[int]  # samples of each step
-    num_repeated: list[int]
-    """How many of the samples of each step, the last ones, came before in this epoch."""
 
     def singles(self) -> "list[StepPart]":
         """Return the same with each step alone."""
         if len(self.sizes) == 1:
             return [self]
         pieces = np.split(self.indices, np.cumsum(self.sizes)[:-1])
-        return [
-            StepPart(piece, [size], [repeated])
-            for piece, size, repeated in zip(pieces, self.sizes, self.num_repeated, strict=True)
-        ]
+        return [StepPart(piece, [size]) for piece, size in zip(pieces, self.sizes, strict=True)]
 
     def without(self, skipped: Skipped) -> "StepPart":
         """Return the same without some samples."""
         kept = ~skipped.holds(self.indices)
         if kept.all():
             return self
-        sizes, repeated, end = [], [], 0
-        for size, old in zip(self.sizes, self.num_repeated, strict=True):
-            end += size
-            sizes.append(int(np.count_nonzero(kept[end - size : end])))
-            repeated.append(int(np.count_nonzero(kept[end - old : end])))
-        return StepPart(self.indices[kept], sizes, repeated)
+        of_steps = np.split(kept, np.cumsum(self.sizes)[:-1])
+        return StepPart(self.indices[kept], [int(np.count_nonzero(one)) for one in of_steps])
 
 
 def num_steps(num_samples: int, global_batch: int, tail: Tail) -> int:
@@ -135,14 +126,13 @@ class Cut:
 
     @property
     def num_full(self) -> int:
-        """Steps that have a whole global batch without a wrap."""
+        """Steps that have a whole global batch."""
         return (self.num_samples - self.start) // self.global_batch
 
     def positions(self, step: int) -> range:
-        """Return the positions of a step, of all ranks; a tail that wraps goes past the end."""
+        """Return the positions of a step, of all ranks."""
         start = self.start + step * self.global_batch
-        stop = start + self.global_batch
-        return range(start, stop if self.tail == "wrap" else min(stop, self.num_samples))
+        return range(start, min(start + self.global_batch, self.num_samples))
 
 
 class Steps:
@@ -196,7 +186,7 @@ class Steps:
         own = cut.own_parts
         lanes = rank_lanes(own.start, own.stop, size=cut.num_parts, lanes=order.shape.lanes)
         start = cut.positions(steps.start).start
-        stop = min(cut.positions(steps[-1]).stop, cut.num_samples)
+        stop = cut.positions(steps[-1]).stop
         # A part needs few new blocks, and to ask for them costs as much as to look at many.
         few = max(1, min(ASKED // max(1, len(lanes)), order.shape.window // 4))
         turns = range(order.turns_needed(start, few), order.turns_needed(stop, few))
@@ -219,30 +209,25 @@ class Steps:
         first = cut.start + steps.start * cut.global_batch
         full = np.arange(first, first + num_full * cut.global_batch)
         rows = self._mine(full.reshape(num_full, cut.global_batch))
-        mine, sizes, repeated = [rows.ravel()], [rows.shape[1]] * num_full, [0] * num_full
-        for step in steps[num_full:]:  # the tail, of which comes last what comes again
+        mine, sizes = [rows.ravel()], [rows.shape[1]] * num_full
+        for step in steps[num_full:]:  # the short tail
             (tail,) = self._mine(np.array(cut.positions(step))[None])
-            again = tail >= cut.num_samples
-            mine.append(tail[np.argsort(again, kind="stable")])
+            mine.append(tail)
             sizes.append(len(tail))
-            repeated.append(int(np.count_nonzero(again)))
-        samples = self._order.samples_at(np.concatenate(mine) % cut.num_samples)
+        samples = self._order.samples_at(np.concatenate(mine))
         ends = np.cumsum(sizes).tolist()
         parts, start = [], 0
         for place in range(0, len(steps), self._together):
             some = slice(place, place + self._together)
             stop = ends[some][-1]
-            parts.append(StepPart(samples[start:stop], sizes[some], repeated[some]))
+            parts.append(StepPart(samples[start:stop], sizes[some]))
             start = stop
         return parts
 
     def _mine(self, positions: Indices) -> Indices:
         """Return what this rank has of ``(num_steps, samples of a step)`` positions."""
         if isinstance(self._order, WindowOrder) and positions.size:
-            every = positions.ravel()
-            if every[-1] >= self._cut.num_samples:
-                every = every % self._cut.num_samples
-            lanes = self._order.lanes_of(every).reshape(positions.shape)
+            lanes = self._order.lanes_of(positions.ravel()).reshape(positions.shape)
             by_lane = np.argsort(lanes, axis=1, kind="stable")
             positions = np.take_along_axis(positions, by_lane, axis=1)
         return positions[:, self._cut.share(positions.shape[1])]

@@ -197,20 +197,3 @@ def test_damage_that_was_not_asked_for_ends_the_pass():
     loader = Loader(Wrong(20), global_batch=5, on_corrupt="skip")
     with pytest.raises(CorruptError, match="elsewhere"):
         next(iter(loader))
-
-
-@pytest.mark.ranks(1, 2, 3)
-def test_a_tail_that_wraps_counts_repeats_without_what_is_left_out(world, comm):
-    """The step after position 20 repeats samples 0 to 3, of which 1 and 2 are damaged."""
-    dataset = InMemory(20, damaged=[(1, 3), (17, 18)])
-    loader = Loader(
-        dataset, global_batch=12, comm=comm, order="sequential", tail="wrap", on_corrupt="skip"
-    )
-    list(loader)  # finds the damage
-    steps = [(batch.number.tolist(), batch.num_repeated) for batch in loader]
-    every = world.allgather(steps)
-    found = [sorted(itertools.chain(*(s[n][0] for s in every))) for n in range(2)]
-    repeated = [sum(s[n][1] for s in every) for n in range(2)]
-    assert found[0] == sorted({*range(12)} - {1, 2})
-    assert found[1] == sorted([*({*range(12, 20)} - {17}), 0, 3])
-    assert repeated == [0, 2]

@@ -89,24 +89,6 @@ def test_micro_shards_do_not_depend_on_the_number_of_ranks(n, shards, batch, ord
         assert {loader.step_samples for loader in loaders} == {min(batch, n - step * batch)}
 
 
-@settings(max_examples=25)
-@given(n=SAMPLES, size=st.integers(1, 7), batch=st.integers(1, 120), order=ORDERS)
-def test_a_tail_that_wraps_fills_every_step_and_marks_repeats(n, size, batch, order):
-    ranks = [
-        list(Loader(InMemory(n), global_batch=batch, rank=rank, size=size, tail="wrap", **order))
-        for rank in range(size)
-    ]
-    first, repeated = [], []
-    for step in zip(*ranks, strict=True):
-        assert sum(b.num_samples for b in step) == batch
-        for b in step:
-            split = b.num_samples - b.num_repeated
-            first += b.number[:split].tolist()
-            repeated += b.number[split:].tolist()
-    assert sorted(first) == list(range(n))
-    assert len(repeated) == -n % batch
-
-
 def test_drop_leaves_out_the_short_step_only():
     kept = epoch_of(InMemory(97), 3, global_batch=10, tail="drop")
     assert len(kept) == 9
@@ -196,7 +178,7 @@ def test_a_batch_is_a_tuple_a_mapping_and_a_record(dataset_of):
         ({"worker_timeout_s": 0.0}, "positive, inf for no limit"),
         ({"worker_timeout_s": float("nan")}, "positive, inf for no limit"),
         ({"rank": 2}, "rank 2 of 2"),
-        ({"tail": "long"}, "short, drop, wrap"),
+        ({"tail": "long"}, "short, drop"),
         ({"ragged": "list"}, "packed, padded"),
         ({"order": "random"}, "global, window or sequential"),
         ({"order": "global", "window": WindowShape(block=1, window=1, lanes=1)}, "window="),
@@ -204,7 +186,6 @@ def test_a_batch_is_a_tuple_a_mapping_and_a_record(dataset_of):
         ({"on_corrupt": "ignore"}, "raise, skip"),
         ({"on_corrupt": "skip"}, "needs comm"),
         ({"micro_shards": 1}, "micro_shards = 1 on 2 ranks"),
-        ({"micro_shards": 2, "tail": "wrap"}, "fixed parts of a global batch"),
         ({"micro_shards": 2, "on_corrupt": "skip"}, "fixed parts of a global batch"),
     ],
 )

@@ -70,12 +70,9 @@ def test_after_any_interruptions_every_sample_came_once(n, phases, order, epoch)
     sizes=st.tuples(st.integers(1, 5), st.integers(1, 5)),
     num_steps=st.integers(0, 10),
     order=ORDERS,
-    tail=st.sampled_from(["short", "wrap"]),
 )
-def test_global_batches_are_those_of_a_run_without_interruption(
-    n, batch, sizes, num_steps, order, tail
-):
-    dataset, kwargs = InMemory(n), {"global_batch": batch, "tail": tail, **order}
+def test_global_batches_are_those_of_a_run_without_interruption(n, batch, sizes, num_steps, order):
+    dataset, kwargs = InMemory(n), {"global_batch": batch, **order}
     whole, _ = run(dataset, None, size=1, **kwargs)
     found, state = run(dataset, None, size=sizes[0], num_steps=num_steps, **kwargs)
     if state["epoch"] == 0:
