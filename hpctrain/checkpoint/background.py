@@ -29,7 +29,6 @@ class Snapshot:
     """
 
     def __init__(self, rank: int = 0, num_ranks: int = 1) -> None:
-        """Take the ranks that write together what is replicated."""
         self._rank = rank
         self._num_ranks = num_ranks
         self._copies: dict[str, Tensor] = {}

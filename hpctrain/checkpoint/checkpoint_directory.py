@@ -59,7 +59,6 @@ class CheckpointDirectory:
     """Lists, removes and sets aside; nothing here is collective."""
 
     def __init__(self, root: Path) -> None:
-        """Take the directory, which need not be there yet."""
         self.root = root
         self._known: dict[int, Kept] = {}
         self._told: set[str] = set()

@@ -32,7 +32,6 @@ class JobOptions:
     is_array: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse a folder that a shell would read as something else."""
         if "$" in str(self.folder):
             raise ConfigError(
                 f"the folder of a job's run is a plain name without $, got {self.folder}; "

@@ -17,7 +17,6 @@ class TomlValues(Generic[C]):
     """Values for a dataclass of tables, source by source; later ones replace earlier ones."""
 
     def __init__(self, cls: type[C]) -> None:
-        """Begin with the defaults of ``cls``."""
         self._cls: Any = cls
         self._values: dict[str, Any] = {}
         self.origins: dict[str, str] = {}

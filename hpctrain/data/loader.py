@@ -104,7 +104,6 @@ class Loader:
     _pass: object = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Check the arguments."""
         if self.comm is not None:
             self.rank, self.size = self.comm.rank, self.comm.size
         self._check()
@@ -218,11 +217,9 @@ class Loader:
         self._pool = None
 
     def __enter__(self) -> Self:
-        """Return the loader."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close."""
         self.close()
 
     def _check(self) -> None:

@@ -80,7 +80,6 @@ class Mixture:
         return all(source.in_memory for source in self.sources)
 
     def __len__(self) -> int:
-        """Return the number of samples of an epoch."""
         return self._length
 
     def order(self, epoch: int) -> Order:

@@ -137,7 +137,6 @@ class ShardedDataset:
         return self._own is not None and self._own.is_in_memory()
 
     def __len__(self) -> int:
-        """Return the number of samples."""
         return self._num_samples
 
     def with_opener(self, opener: Opener) -> "ShardedDataset":
@@ -219,12 +218,10 @@ class ShardedDataset:
         return Picked(self.take(indices), len(indices))
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        """Yield all samples as they lie."""
         for start in range(0, len(self), self.block_size):
             yield from self.__getitems__(range(start, min(start + self.block_size, len(self))))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what belongs to this process."""
         return {**self.__dict__, "_own": None, "_inherited": []}
 
     def _in_range(self, indices: ArrayLike) -> Array:

@@ -38,11 +38,9 @@ class Ragged:
         return self.offsets.diff()
 
     def __len__(self) -> int:
-        """Return the number of samples."""
         return len(self.offsets) - 1
 
     def __getitem__(self, index: int) -> Tensor:
-        """Return the view of one sample."""
         if not -len(self) <= index < len(self):
             raise IndexError(f"there are {len(self)} samples, got index {index}")
         index %= len(self)
@@ -153,15 +151,12 @@ class Batch:
         return replace(self, fields=moved)
 
     def __iter__(self) -> Iterator[Values]:
-        """Yield the values."""
         return iter(self.fields.values())
 
     def __getitem__(self, name: str) -> Values:
-        """Return the values of a field."""
         return self.fields[name]
 
     def __getattr__(self, name: str) -> Values:
-        """Return the values of a field."""
         # While a batch is unpickled it has no fields yet, and this must not ask for them.
         if name != "fields" and name in self.fields:
             return self.fields[name]
@@ -172,16 +167,13 @@ class Picked(Sequence[dict[str, Tensor]]):
     """A batch whose items are its samples, as views."""
 
     def __init__(self, fields: Mapping[str, Values], num_samples: int) -> None:
-        """Take a batch."""
         self.fields = fields
         self._num_samples = num_samples
 
     def __len__(self) -> int:
-        """Return the number of samples."""
         return self._num_samples
 
     def __getitem__(self, index: Any) -> Any:
-        """Return one sample, or a list of several."""
         number = range(len(self))[index]
         if isinstance(number, range):
             return [self[one] for one in number]

@@ -109,7 +109,6 @@ class StagedOpener:
         return OpenShard(directory, manifest, index, io=io, chunks=chunks)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what belongs to this process."""
         return {**self.__dict__, "held": None}
 
 

@@ -43,7 +43,6 @@ class Skipped:
         self._bounds = np.array(self.ranges, np.int64).ravel()
 
     def __len__(self) -> int:
-        """Return the number of samples."""
         return sum(stop - start for start, stop in self.ranges)
 
     def joined(self, start: int, stop: int) -> "Skipped":
@@ -154,7 +153,6 @@ class Steps:
         self._planning = threading.Lock()
 
     def __len__(self) -> int:
-        """Return the number of parts."""
         return ceil(self._num_steps / self._together)
 
     def part(self, number: int) -> StepPart:

@@ -58,7 +58,6 @@ class Subset:
         return self.dataset.in_memory
 
     def __len__(self) -> int:
-        """Return the number of samples."""
         return self._length
 
     def take(self, indices: Indices) -> Columns:

@@ -175,7 +175,6 @@ class ShardWriter:
                     self._finish_part()
 
     def __enter__(self) -> Self:
-        """Return the writer."""
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:

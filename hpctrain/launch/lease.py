@@ -140,7 +140,6 @@ class Lease:
     """
 
     def __init__(self, folder: Path, times: Times = TIMES, *, ways_out: WaysOut = OF_RUN) -> None:
-        """Take the directory, which is there."""
         self._folder, self._times, self._ways_out = folder, times, ways_out
         self._file = folder / NAME
         self._me = Holder.here()

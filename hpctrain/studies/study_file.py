@@ -79,7 +79,6 @@ class StudyConfig:
     command: CommandTable = field(default_factory=CommandTable)
 
     def __post_init__(self) -> None:
-        """Check the factors, and that each changes something."""
         for name, values in self.factors.items():
             is_list = isinstance(values, list) and 0 < len(values) == len(set(map(repr, values)))
             require(is_list, f"factors.{name} is a list of different values", values)

@@ -68,7 +68,6 @@ class DataConfig:
     """Damaged samples are an error (raise), or left out by all ranks together (skip)."""
 
     def __post_init__(self) -> None:
-        """Check what goes together."""
         require(
             self.per_sample or not self.random,
             "data.random gives each sample a generator: set data.per_sample = true too",
@@ -109,7 +108,6 @@ class OptimizerConfig:
     "*.bias", or a list of such patterns. The first that matches counts."""
 
     def __post_init__(self) -> None:
-        """Check that groups say whom they are for, and that each rate has one place."""
         require(
             not {"lr", "params"} & {*self.args},
             "optimizer.args has the other arguments: the rate is optimizer.lr, the parameters are "
@@ -192,7 +190,6 @@ class TrainingConfig:
     Another number has other bits."""
 
     def __post_init__(self) -> None:
-        """Check the number of micro-shards."""
         require(
             self.micro_shards & (self.micro_shards - 1) == 0,
             "train.micro_shards is a power of two, or 0",
@@ -252,7 +249,6 @@ class TestConfig:
     checkpoint; 0 for never."""
 
     def __post_init__(self) -> None:
-        """Check that there is a metric, and each once."""
         names = [name.rpartition(":")[2] for name in self.metrics]
         require(0 < len(names) == len(set(names)), "test.metric has names, each once", self.metric)
 
@@ -287,7 +283,6 @@ class SyncConfig:
     start_epochs, and staged_sgd warmup_epochs and cooldown_epochs, a tenth of the run each."""
 
     def __post_init__(self) -> None:
-        """Check what goes together."""
         require(
             not (self.method == "staged_sgd" and self.steps == "auto"),
             "sync.steps is a number for sync.method = staged_sgd, which changes it by the loss",
@@ -324,7 +319,6 @@ class CommConfig:
     """Declares nodes on one host, of so many ranks each; 0 takes the machine as it is."""
 
     def __post_init__(self) -> None:
-        """Check the size."""
         try:
             positive = self.bucket_bytes > 0
         except ConfigError as error:
@@ -357,7 +351,6 @@ class LogConfig:
     """Ranks that write one."""
 
     def __post_init__(self) -> None:
-        """Check the steps."""
         steps = self.profile
         require(
             not steps or (len(steps) == 2 and 1 <= steps[0] <= steps[1]),
@@ -386,7 +379,6 @@ class CheckpointConfig:
     """auto goes on with the run in output_dir if there is one, as --resume does."""
 
     def __post_init__(self) -> None:
-        """Check what goes together."""
         require(
             self.every != "auto" or self.mtbf != "",
             "checkpoint.mtbf must be set for every = auto",
@@ -429,7 +421,6 @@ class RunConfig:
     stop: StopConfig = field(default_factory=StopConfig)
 
     def __post_init__(self) -> None:
-        """Check the name, and what goes together."""
         require(
             self.name != "" and self.name == Path(self.name).name and self.name not in {".", ".."},
             "name is a plain word, the name of a folder",

@@ -48,7 +48,6 @@ class Bar:
     """Base of the bars: silent where there is no terminal, and gone at the end of its block."""
 
     def __init__(self, console: Console, *columns: ProgressColumn) -> None:
-        """Show nothing yet."""
         self._bar = RichProgress(
             *columns,
             console=console,
@@ -57,12 +56,10 @@ class Bar:
         )
 
     def __enter__(self) -> Self:
-        """Show the bar."""
         self._bar.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Remove it."""
         self._bar.stop()
 
 

@@ -33,7 +33,6 @@ class Loggers:
     """
 
     def __init__(self, names: Iterable[str], folder: Path, config: Mapping[str, Any]) -> None:
-        """Open them for a run in ``folder``."""
         self._open: dict[str, Any] = {}
         for name in names:
             self._attempt(name, lambda name=name: self._begin(name, folder, config))  # type: ignore[misc]
@@ -96,7 +95,6 @@ class CsvLogger:
     """Writes csv/step.csv and csv/test.csv, whose columns are all that records have."""
 
     def __init__(self, folder: Path, _config: Mapping[str, Any]) -> None:
-        """Take the folder of a run."""
         self._records, self._folder = RunDirectory(folder).metrics, folder / "csv"
         self._columns: dict[str, list[str]] = {}
 
@@ -168,7 +166,6 @@ class WandbLogger:
     """
 
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
-        """Begin the run there, or go on with it."""
         import wandb  # noqa: PLC0415
 
         begun = json.loads(RunDirectory(folder).environment.read_bytes())["started"]

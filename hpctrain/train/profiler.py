@@ -53,6 +53,5 @@ class Profiler:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Write what was begun."""
         if self._trace is not None:
             self._write(self._last)

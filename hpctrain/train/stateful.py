@@ -20,7 +20,6 @@ class Precision:
     """
 
     def __init__(self, name: str, model: nn.Module) -> None:
-        """Take a name of ``train.precision``."""
         parameter = next(model.parameters(), None)
         self._device = "cpu" if parameter is None else parameter.device.type
         self._dtype = _TYPES.get(name)

@@ -106,7 +106,6 @@ class RunWatch:
     """Reads what is new in the files of a run at each look; needs neither MPI nor torch."""
 
     def __init__(self, path: Path) -> None:
-        """Take the run directory."""
         self._directory = RunDirectory(path)
         self._heartbeat, self._record_age = _Age(), _Age()
         self._forget()

@@ -53,7 +53,6 @@ class Field:
     """None or ``zstd``: smaller on disk, several times the work of a processor to read."""
 
     def __post_init__(self) -> None:
-        """Check the shape and the dtype."""
         if any(extent < 0 for extent in self.shape):
             raise DataError(f"a sample's shape has no negative extent, got {self.shape}")
         try:
@@ -128,7 +127,6 @@ class Manifest:
     """Names of the labels 0, 1, ...; ``classes.txt`` is a copy for people."""
 
     def __post_init__(self) -> None:
-        """Check that names are plain and places lie inside their files."""
         if not PLAIN_NAME.fullmatch(self.split):
             raise DataError(f"a split is a word such as train, got {self.split!r}")
         if not self.fields:

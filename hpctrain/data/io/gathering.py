@@ -38,7 +38,6 @@ class Buffers:
     """
 
     def __init__(self) -> None:
-        """Start without memory."""
         self._free: OrderedDict[int, list[NDArray[np.uint8]]] = OrderedDict()
 
     def empty(self, shape: Sequence[int], dtype: np.dtype[Any]) -> NDArray[Any]:

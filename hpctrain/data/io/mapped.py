@@ -80,7 +80,6 @@ class Space:
         return np.asarray(self)
 
     def __del__(self) -> None:
-        """Give the addresses back."""
         if hasattr(self, "_reserved"):
             unmap_memory(self._reserved, self._num_reserved)
 

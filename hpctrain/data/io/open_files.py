@@ -29,7 +29,6 @@ class Handles:
     """Shards opened at first use; those used longest ago are closed when there are too many."""
 
     def __init__(self, manifest: Manifest, open_shard: Callable[..., OpenShard], io: IO) -> None:
-        """Open nothing yet; ``open_shard`` opens a shard by its number and ``io``."""
         self.pid = os.getpid()
         self.buffers = Buffers()
         self.joined: JoinedMap | None = None

@@ -34,7 +34,6 @@ class MappedValues:
     """An array that is the file itself, or was read from it at once."""
 
     def __init__(self, array: NDArray[Any]) -> None:
-        """Take the array ``(num_rows, *shape)``."""
         self._array = array
         self._row_bytes = row_bytes(array)
 
@@ -185,7 +184,6 @@ class ChunkCache:
     """Decoded chunks, those used last, as many as fit; several threads may use it at once."""
 
     def __init__(self, max_bytes: int = CACHE_BYTES) -> None:
-        """Start empty; the chunk used last is always kept."""
         self.max_bytes = max_bytes
         self._num_bytes = 0
         self._chunks: OrderedDict[Key, NDArray[Any]] = OrderedDict()

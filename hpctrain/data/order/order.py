@@ -66,7 +66,6 @@ class FisherYates:
     """
 
     def __init__(self, n: int, seed: int, epoch: int) -> None:
-        """Draw the permutation; arguments as in ``global_order``."""
         philox = np.random.Philox(key=np.array([seed, epoch], np.uint64))
         # The high half of a word times the number of choices: no division, bias under 2^-16.
         choices: Words = philox.random_raw(n) >> np.uint64(32)
@@ -94,7 +93,6 @@ class Shuffled:
     """A permutation of many samples, computed."""
 
     def __init__(self, n: int, seed: int, epoch: int) -> None:
-        """Derive the keys; arguments as in ``global_order``."""
         self._network = Feistel(n, seed, epoch)
 
     def samples_at(self, positions: Indices) -> Indices:

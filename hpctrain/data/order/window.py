@@ -41,7 +41,6 @@ class WindowShape:
     lanes: int  # parts of the data that are read side by side
 
     def __post_init__(self) -> None:
-        """Check that all are positive."""
         if min(self.block, self.window, self.lanes) < 1:
             raise DataError(
                 f"block, window and lanes of a window order are positive, got {self.block}, "

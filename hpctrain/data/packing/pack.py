@@ -50,7 +50,6 @@ class PackConfig(WantedFields):
     overwrite: bool = False  # replace a data set that is in the directory already
 
     def __post_init__(self) -> None:
-        """Check what can be checked before the source is seen."""
         for name in ("samples_per_shard", "shard_bytes", "block_size", "length"):
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -38,7 +38,6 @@ class Shape:
     compression: str | None = None  # ``none`` or ``zstd``, of all fields
 
     def __post_init__(self) -> None:
-        """Check the values."""
         for name in ("samples_per_shard", "shard_bytes", "block_size"):
             value = getattr(self, name)
             if value is not None and value < 1:

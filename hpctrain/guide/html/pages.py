@@ -70,7 +70,6 @@ class Pages:
     """Writes pages below one folder."""
 
     def __init__(self, folder: Path, *, with_output: bool) -> None:
-        """Begin with an empty folder."""
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         self._folder = folder
