@@ -36,10 +36,10 @@ PLANTED = {
     "megabytes": ("--mem=2G", "--mem=100", "is 100 MB"),
     "more memory than a node has": ("--mem=2G", "--mem=900G", "sbatch"),
     "more tasks than a node has cores": ("--ntasks-per-node=2", "--ntasks-per-node=64", "sbatch"),
-    "a time that is none": ("--time=01:00:00", "--time=2h", "no time of Slurm's"),
+    "a time that is none": ("--time=01:00:00", "--time=2h", "sbatch"),
     "minutes": ("--time=01:00:00", "--time=24", "is 24 minutes"),
     "an output without a folder": ("--output=", "--output=logs/", "which is no folder"),
-    "a misspelt option": ("--cpus-per-task", "--cpu-per-task", "no option of sbatch"),
+    "a misspelt option": ("--cpus-per-task", "--cpu-per-task", "sbatch"),
     "a partition that is none": (
         "--partition=main",
         "--partition=mian",
@@ -49,7 +49,7 @@ PLANTED = {
     "a configuration that is not there": ("my.toml", "me.toml", "given me.toml"),
     "a script that is not there": ("train.py", "trian.py", "given trian.py"),
     "a launcher nobody waits for": (SRUN, "mpirun -n 4 python train.py &", "without a wait"),
-    "lines of DOS": ("\n", "\r\n", "end as in DOS"),
+    "lines of DOS": ("\n", "\r\n", "sbatch"),
 }
 
 

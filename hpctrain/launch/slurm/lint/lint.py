@@ -1,4 +1,4 @@
-"""All checks of a batch script, before it waits in a queue: a rule for each thing that goes wrong.
+"""All checks of a batch script, before it waits in a queue: a rule for what sbatch itself takes.
 
 A rule knows when to be silent: a value that only a run would tell is no fault.
 """
@@ -27,7 +27,7 @@ from hpctrain.launch.slurm.lint.script import (
 )
 from hpctrain.launch.slurm.lint.shell import HARMLESS, UNKNOWN, Command
 from hpctrain.launch.slurm.lint.surroundings import Fault
-from hpctrain.launch.slurm.scheduler import UNLIMITED, run, time_limit_s
+from hpctrain.launch.slurm.scheduler import run, time_limit_s
 
 DEFAULT_EVERY = "10min"  # ``checkpoint.every`` of a run that does not say it
 
@@ -51,13 +51,7 @@ _BY_GPU = ("ntasks-per-gpu", "gpus-per-task", "ntasks-per-socket", "gpus-per-soc
 
 
 def _header(script: BatchScript) -> Iterator[Fault]:
-    """What sbatch refuses or does not read."""
-    if not script.text.startswith("#!"):
-        what = "the first line must name the shell, sbatch refuses a script without it"
-        yield "error", what, "begin with #!/bin/bash"
-    if "\r\n" in script.text:
-        what = "lines end as in DOS, sbatch refuses such a script"
-        yield "error", what, "sed -i 's/\\r$//' SCRIPT"
+    """What sbatch does not read."""
     for line in script.late:
         what = f"line {line}: #SBATCH behind the first command: sbatch does not read it"
         yield "warning", what, "move it to the top"
@@ -336,14 +330,10 @@ def _endless_requeue(script: BatchScript) -> Iterator[Fault]:
 
 
 def _time(script: BatchScript) -> Iterator[Fault]:
-    """A limit that Slurm cannot read, or one before the run's first checkpoint."""
+    """A limit before the run's first checkpoint; sbatch itself refuses one it cannot read."""
     text = script.options.get("time", "")
     limit_s = time_limit_s(text)
     if limit_s is None:
-        if text and "$" not in text and text.lower() not in UNLIMITED:
-            what = f"--time={text} is no time of Slurm's, sbatch refuses it"
-            do = "minutes, hours:minutes:seconds or days-hours, such as --time=02:00:00"
-            yield "error", what, do
         return
     for command in script.commands:
         every, is_said = _every(command, script.facts.directory)

@@ -1,43 +1,20 @@
 """Checks of what a batch script names and finds: options, files, variables, memory."""
 
-import difflib
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from hpctrain.core.finding import Level
-from hpctrain.launch.slurm.lint.script import FLAGS, OPTIONAL, BatchScript, number
+from hpctrain.launch.slurm.lint.script import BatchScript, number
 from hpctrain.launch.slurm.lint.shell import UNKNOWN, Command
 
 Fault = tuple[Level, str, str]  # how bad it is, what is wrong, and what to do
 
 LEAST_MB = 1000  # a process that has imported torch takes half of it
 
-_VALUED = (
-    *("account", "array", "begin", "chdir", "clusters", "comment", "constraint", "container"),
-    *("cores-per-socket", "cpu-freq", "cpus-per-gpu", "cpus-per-task", "deadline", "dependency"),
-    *("distribution", "error", "exclude", "export", "export-file", "gpu-bind", "gpu-freq", "gpus"),
-    *("gpus-per-node", "gpus-per-socket", "gpus-per-task", "gres", "hint", "input", "job-name"),
-    *("licenses", "mail-type", "mail-user", "mem", "mem-bind", "mem-per-cpu", "mem-per-gpu"),
-    *("mincpus", "network", "nodefile", "nodelist", "nodes", "ntasks", "ntasks-per-core"),
-    *("ntasks-per-gpu", "ntasks-per-node", "ntasks-per-socket", "open-mode", "output"),
-    *("partition", "priority", "profile", "qos", "reservation", "signal", "sockets-per-node"),
-    *("switches", "threads-per-core", "time", "time-min", "tmp", "wckey", "wrap"),
-)
-"""Options of sbatch that take a value, by their long names."""
-
 _HOURS = ("12", "24", "36", "48", "72", "96", "168")  # what people write for hours
 _HERE = ("localhost", "127.0.0.1")
 _UNITS_MB = {"": 1.0, "K": 1 / 1024, "M": 1.0, "G": 1024.0, "T": 1024.0**2}
-
-
-def misspelt(script: BatchScript) -> Iterator[Fault]:
-    """An option that sbatch does not have; plug-ins of a site may bring more."""
-    known = [name for name in (*FLAGS, *OPTIONAL, *_VALUED) if len(name) > 1]
-    for name in script.options:
-        close = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
-        if len(name) > 1 and name not in known and close:
-            yield "error", f"#SBATCH --{name} is no option of sbatch", f"#SBATCH --{close[0]}"
 
 
 def little(script: BatchScript) -> Iterator[Fault]:
@@ -138,7 +115,6 @@ def _files(command: Command) -> Iterator[str]:
 
 
 RULES = {
-    "options": misspelt,
     "units": little,
     "threads": threads,
     "rendezvous": rendezvous,
