@@ -274,7 +274,6 @@ def _loss(config: LossConfig) -> Callable[[Tensor, Tensor], Tensor]:
         function = member(functional, config.target, "loss.target")
     args: Mapping[str, Any] = dict(config.args)
     check_arguments(function, 2, args, "loss.args")
-    function = checking(config.target, function)
     return lambda output, label: function(output, label, **args)
 
 
@@ -352,7 +351,6 @@ def _check_fields(config: RunConfig, fields: Mapping[str, Field]) -> None:
             )
         if fields[name].ragged and config.train.reproducible:
             raise DataError(f'data.{key} = "{name}": {_ONE_LENGTH}')
-    check_label(config.loss.target, dtype_of(fields[config.data.label].dtype))
 
 
 def _has_samples(data: object) -> bool:
@@ -373,38 +371,6 @@ def _transform(config: DataConfig, name: str) -> Transform | None:
     function, takes_random = resolve(name, key), config.random and is_training
     check_arguments(function, 2 if takes_random else 1, {}, key)
     return PerSample(function, random=takes_random) if config.per_sample else function
-
-
-_OF_CLASSES = ("cross_entropy", "nll_loss")
-"""Losses of torch.nn.functional whose whole-numbered labels are numbers of classes."""
-
-
-def checking(loss: str, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return ``function`` with labels that are looked at first, where ``loss`` is choosy."""
-    if loss not in _OF_CLASSES:
-        return function
-
-    def checked(output: Tensor, label: Tensor, **args: object) -> Tensor:
-        check_label(loss, label.dtype)
-        return function(output, label, **args)
-
-    return checked
-
-
-def check_label(loss: str, dtype: torch.dtype) -> None:
-    """Raise a ``DataError`` if the loss does not take labels of this type."""
-    is_taken = dtype.is_floating_point or dtype in (torch.int64, torch.uint8)
-    if loss in _OF_CLASSES and not is_taken:
-        raise DataError(
-            f'loss.target = "{loss}" takes numbers of classes as int64 or uint8, got labels of '
-            f"type {str(dtype).removeprefix('torch.')}; write them so, or convert them in "
-            f"data.transform"
-        )
-
-
-def dtype_of(name: str) -> torch.dtype:
-    """Return torch's type for numpy's name of it."""
-    return torch.from_numpy(np.empty(0, np.dtype(name))).dtype
 
 
 Factor = Callable[[float], float]

@@ -107,7 +107,7 @@ MISTAKES = {
     ),
     "double": ("data.args.fault=double", "Double", f"{MODEL} float64 (16, 6)", FORWARD),
     "field": ("data.input=z", 'data.input = "z" is no field of the data; there are x, y'),
-    "label": ("data.args.fault=label", "int64 or uint8, got labels of type int32"),
+    "label": ("data.args.fault=label", f"{LOSS} float32 (16, 3) and int32 (16,)"),
     "shapes": ("model.args.features=5", "16x6 and 5x3", f"{MODEL} float32 (16, 6)", FORWARD),
     "typo": ("model.target=mine:modle", "mine has no modle; did you mean model?"),
     "import": ("model.target=broken:model", 'model.target = "broken:model"', "no_such_package"),

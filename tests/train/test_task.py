@@ -135,12 +135,8 @@ def step(task):
 
 @pytest.mark.parametrize("dtype", ["<i4", "|b1", "<u2"])
 def test_labels_that_torch_refuses_are_told(here, configure, dtype):
-    config = configure(f"data.args.label_type={dtype}")
-    with pytest.raises(MismatchError, match="takes numbers of classes as int64 or uint8, got"):
-        build(config, here.comm)
-    config = configure(f"data.args.label_type={dtype}", f"data.transform={UNCHANGED}")
-    task = build(config, here.comm)
-    with pytest.raises(MismatchError, match="takes numbers of classes as int64 or uint8, got"):
+    task = build(configure(f"data.args.label_type={dtype}"), here.comm)
+    with pytest.raises(MismatchError, match=r"refuses .* Long or Byte, but got"):
         step(task)
 
 
