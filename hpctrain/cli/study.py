@@ -206,7 +206,6 @@ def compare(
     alpha: Annotated[
         float, option("P", "How often equal studies may differ.", min=1e-6, max=0.5)
     ] = 0.05,
-    html: Annotated[Path | None, option("FILE", "Write a page too.", default="none")] = None,
     fail_slower: Annotated[
         bool, flag("Exit code 1 if B is slower beyond noise.", "--fail-slower")
     ] = False,
@@ -219,15 +218,13 @@ def compare(
 
       hpctrain study compare studies/before studies/after
 
-      hpctrain study compare studies/before studies/after --html ratio.html --fail-slower
+      hpctrain study compare studies/before studies/after --fail-slower
     """
     from hpctrain.studies.comparison import StudyComparison  # noqa: PLC0415
     from hpctrain.studies.results import StudyResults  # noqa: PLC0415
 
     found = StudyComparison(StudyResults.read(first), StudyResults.read(second), alpha)
     Console(highlight=False, markup=False).print(found.summary())
-    if html is not None:
-        found.write(html)
     if fail_slower and all(verdict.startswith("too few") for verdict in found.verdicts):
         raise ConfigError(
             "--fail-slower needs more repeats, or a larger --alpha, to find anything"

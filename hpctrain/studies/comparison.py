@@ -1,22 +1,11 @@
 """Two studies compared: the time of a step at each point that both have measured."""
 
-from html import escape
-from pathlib import Path
-
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from hpctrain.core.errors import DataError
-from hpctrain.report.figure import Estimate, Figure, Series, shown
-from hpctrain.report.page import (
-    Cell,
-    figures_html,
-    page,
-    table,
-    text_table,
-    value_cell,
-    write_page,
-)
+from hpctrain.report.figure import Estimate, shown
+from hpctrain.report.page import Cell, text_table, value_cell
 from hpctrain.studies.results import StudyResults, key_of
 from hpctrain.studies.statistics import ratio, repeats_needed
 
@@ -81,28 +70,6 @@ class StudyComparison:
     def summary(self) -> RenderableType:
         """Return the comparison for a terminal."""
         return Group(Text(self.headline), text_table(_HEADS, self._rows), Text(self.method))
-
-    def write(self, path: Path) -> Path:
-        """Write it as a page. Raises ``ConfigError``: plotly is missing, or the file system."""
-        ones = [(label, 1.0) for label, _ in self.points]
-        figure = Figure(
-            name="ratio",
-            title="Time of a step, second study by first",
-            y_label="ratio",
-            note="Above 1 the second study is slower.",
-            scale="zoom",
-            series=[
-                Series.of(self.points, name="", kind="points", colour=0),
-                Series.of(ones, name="", kind="dashed", colour=7),
-            ],
-        )
-        parts = [
-            f"<p>{escape(self.headline)}</p>",
-            figures_html([figure]),
-            table("points", _HEADS, self._rows),
-            f'<p class="soft">{escape(self.method)}</p>',
-        ]
-        return write_page(path, page("Two studies compared", parts, [figure]))
 
 
 _SHORT = (

@@ -5,7 +5,6 @@ import subprocess
 
 import pytest
 
-from hpctrain.studies.comparison import StudyComparison
 from hpctrain.studies.report import write_report
 from hpctrain.train.history import histories
 from hpctrain.train.run_report import write_report as write_runs
@@ -39,14 +38,12 @@ def widths_of(document):
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory):
     folder = tmp_path_factory.mktemp("reports")
-    comparison = StudyComparison(generated.complete(), generated.complete(), 0.05)
     runs = histories([write_run(folder / "a", end="failed"), write_run(folder / "b", resumed=2)])
     return {
         "runs": write_runs(runs, folder / "runs.html"),
         "complete": write_report(generated.complete(), folder / "complete")[0],
         "hostile": write_report(hostile_results(), folder / "hostile")[0],
         "failed": write_report(generated.complete(records=[]), folder / "failed")[0],
-        "comparison": comparison.write(folder / "comparison.html"),
     }
 
 
@@ -58,7 +55,6 @@ def pages(tmp_path_factory):
         ("complete", 7, 500, LIGHT),  # a window of Chromium is no narrower
         ("hostile", 7, 1280, LIGHT),
         ("failed", 0, 1280, LIGHT),
-        ("comparison", 1, 1280, LIGHT),
         ("runs", 7, 1280, DARK),
         ("runs", 7, 500, LIGHT),
     ],
@@ -81,7 +77,7 @@ def test_a_page_opens_without_a_word_on_the_console(
 
 def test_a_script_that_is_not_of_the_page_is_refused_and_seen(pages, tmp_path):
     page = tmp_path / "changed.html"
-    text = pages["comparison"].read_text(encoding="utf-8")
+    text = pages["failed"].read_text(encoding="utf-8")
     page.write_text(text.replace("<h1>", "<script>document.title = 'foreign'</script><h1>", 1))
     document, complaints = opened(page, tmp_path, LIGHT)
     assert "<title>foreign" not in document

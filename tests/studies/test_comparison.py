@@ -168,17 +168,14 @@ def test_the_command_fails_on_a_slower_study_where_asked_to(tmp_path, factor, co
     first = generated.write(study(), tmp_path / "a")
     second = generated.write(changed(factor), tmp_path / "b")
     words = ["study", "compare", str(first), str(second), "--alpha", "0.02"]
-    page = tmp_path / "ratio.html"
-    done = CliRunner().invoke(app, [*words, "--fail-slower", "--html", str(page)])
+    done = CliRunner().invoke(app, [*words, "--fail-slower"])
     assert done.exit_code == code, done.output
     assert "alpha 0.02 over all of them together" in " ".join(done.output.split())
     assert f"{factor:.3f}" in done.output
     verdict = {1.2: "slower", 1.0: "no difference beyond noise", 0.8: "faster"}[factor]
     assert done.output.count(verdict) == 8
-    text = page.read_text(encoding="utf-8")
-    assert text.count(f">{verdict}</td>") == 8
-    assert '"name": "ratio"' in text
-    assert f"{shown(second)} by {shown(first)}: time of a step" in text  # their names are alike
+    told = f"{shown(second)} by {shown(first)}: time of a step"  # their names are alike
+    assert told.replace(" ", "") in "".join(done.output.split())
     assert CliRunner().invoke(app, words).exit_code == 0
 
 
