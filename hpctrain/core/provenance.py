@@ -16,7 +16,7 @@ _GIT_S = 10.0
 def versions() -> dict[str, str | None]:
     """Return the versions of this package and of what it stands on; None for what is missing."""
     own = {"hpctrain": __version__, "python": platform.python_version()}
-    return {**own, **{name: _version(name) for name in _SHOWN}}
+    return {**own, **{name: version_of(name) for name in _SHOWN}}
 
 
 def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
@@ -62,7 +62,8 @@ def _git(folder: Path, *words: str) -> str:
     return "" if done.returncode else done.stdout.decode(errors="replace")
 
 
-def _version(name: str) -> str | None:
+def version_of(name: str) -> str | None:
+    """Return the version of an installed package; None where it is not installed."""
     try:
         return version(name)
     except PackageNotFoundError:

@@ -118,3 +118,12 @@ def _with(table: Mapping[str, Any], name: str, value: Any) -> dict[str, Any]:
     if rest and not isinstance(inner, Mapping):
         raise ConfigError(f"{first} holds {inner!r}, so {name} cannot be set; set {first} itself")
     return {**table, first: _with(inner, rest, value) if rest else value}
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the values of nested tables by dotted names."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        inner = isinstance(value, Mapping) and value
+        found |= flat(value, f"{prefix}{name}.") if inner else {f"{prefix}{name}": value}
+    return found

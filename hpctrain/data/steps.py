@@ -19,6 +19,7 @@ from hpctrain.core.units import MIB
 from hpctrain.data.order.order import Order
 from hpctrain.data.order.window import WindowOrder, rank_lanes
 from hpctrain.data.samples import Columns, Indices, Ragged, Values
+from hpctrain.data.tools.faults import merged
 
 Tail = Literal["short", "drop"]
 
@@ -33,13 +34,7 @@ class Skipped:
 
     def __init__(self, ranges: Iterable[tuple[int, int]] = ()) -> None:
         """Join ranges ``[start, stop)``, which may overlap and touch."""
-        self.ranges: list[tuple[int, int]] = []
-        for start, stop in sorted(ranges):
-            if self.ranges and start <= self.ranges[-1][1]:
-                first, last = self.ranges[-1]
-                self.ranges[-1] = (first, max(last, stop))
-            else:
-                self.ranges.append((start, stop))
+        self.ranges = merged(ranges)
         self._bounds = np.array(self.ranges, np.int64).ravel()
 
     def __len__(self) -> int:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.keys import Count, Number, Time, keys_of, require, value_of
 from hpctrain.core.target import hint
-from hpctrain.core.toml_values import TomlValues, read_toml
+from hpctrain.core.toml_values import TomlValues, flat, read_toml
 
 LAUNCH = "hpctrain launch -n {ranks} --nodes {nodes} --"
 
@@ -114,7 +114,7 @@ class StudyConfig:
 
     def _texts(self) -> list[str]:
         command = self.command
-        values = (*_flat(command.set).values(), *command.environment.values())
+        values = (*flat(command.set).values(), *command.environment.values())
         return [command.run, command.launcher, *map(_text, values)]
 
     def filled(self, names: Mapping[str, Any]) -> tuple[list[str], list[str], dict[str, str]]:
@@ -130,7 +130,7 @@ class StudyConfig:
         launcher, run = (
             list(map(fill, shlex.split(text))) for text in (command.launcher, command.run)
         )
-        for key, value in _flat(command.set).items():
+        for key, value in flat(command.set).items():
             run += ["--set", f"{key}={fill(value)}"]
         return launcher, run, {name: fill(value) for name, value in command.environment.items()}
 
@@ -182,15 +182,6 @@ def example(mode: Literal["strong", "weak"], script: str = "") -> StudyConfig:
         study=StudyTable(name=f"{name}-{mode}", mode=mode, target=target),
         command=CommandTable(run=run, set=settings, environment=variables),
     )
-
-
-def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the values of nested tables by dotted names."""
-    found: dict[str, Any] = {}
-    for name, value in table.items():
-        inner = isinstance(value, Mapping)
-        found |= _flat(value, f"{prefix}{name}.") if inner else {prefix + name: value}
-    return found
 
 
 def _text(value: Any) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.logs import logger
 from hpctrain.core.records import read
+from hpctrain.core.toml_values import flat
 from hpctrain.report.figure import PARTS, shown
 from hpctrain.train.run_directory import RunDirectory
 from hpctrain.train.watch import RunView, RunWatch
@@ -184,15 +185,6 @@ def found_in(folder: Path) -> list[RunHistory]:
         except ConfigError as error:
             logger.warning(str(error))
     return sorted(found, key=lambda run: str(run.environment.get("started", "")))
-
-
-def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the values of nested tables by dotted names."""
-    found: dict[str, Any] = {}
-    for name, value in values.items():
-        inner = isinstance(value, dict) and value
-        found |= flat(value, f"{prefix}{name}.") if inner else {f"{prefix}{name}": value}
-    return found
 
 
 def _parsed(path: Path, parse: Any) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from hpctrain.core.errors import ConfigError
 from hpctrain.core.logs import logger
 from hpctrain.core.records import read
 from hpctrain.core.target import hint, resolve
-from hpctrain.train.history import flat
+from hpctrain.core.toml_values import flat
 from hpctrain.train.run_directory import RunDirectory
 
 Record = Mapping[str, Any]

@@ -8,7 +8,6 @@ import socket
 import sys
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from importlib import metadata
 from pathlib import Path
 
 from hpctrain.cluster import resources
@@ -17,6 +16,7 @@ from hpctrain.cluster.libraries import MPI_WHEELS, family, libmpi_of
 from hpctrain.cluster.resources import CLASSES, live_cards, rooms
 from hpctrain.core.errors import LaunchError
 from hpctrain.core.libc import read_memory
+from hpctrain.core.provenance import version_of
 from hpctrain.doctor.checks.facts import (
     Card,
     CoreFacts,
@@ -55,7 +55,7 @@ def gather(
         environ=environ,
         python=platform.python_version(),
         place=f"{platform.system()} {platform.machine()}, {libc}, {sys.prefix}",
-        versions={name: _version(name) for name in PACKAGES},
+        versions={name: version_of(name) for name in PACKAGES},
         mpi=MpiFacts() if lightly else _mpi(environ),
         cores=CoreFacts(
             mask=resources.affinity(),
@@ -71,13 +71,6 @@ def gather(
         host=socket.gethostname(),
         visible=named(environ),
     )
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _mpi(environ: Mapping[str, str]) -> MpiFacts:
@@ -98,7 +91,7 @@ def _mpi(environ: Mapping[str, str]) -> MpiFacts:
 
 def _is_of_wheel(library: Path | None) -> bool:
     own = library is not None and library.is_relative_to(sys.prefix)
-    return own and any(map(_version, MPI_WHEELS))
+    return own and any(map(version_of, MPI_WHEELS))
 
 
 def _srun_types(environ: Mapping[str, str]) -> tuple[str, ...]:
