@@ -56,29 +56,6 @@ def allreduce_times(
     return _met(times, machine, rails) + after
 
 
-def parameter_server_times(
-    num_bytes: float, machine: Machine, start: Times | None = None, *, servers: int = 1
-) -> Times:
-    """Return when each rank has the sum that servers, on nodes of their own, have formed.
-
-    Each of ``servers`` holds as large a part. All ranks send it theirs, which its card takes one
-    after the other; it combines, and sends the sum to them in the same order: the incast.
-    """
-    begin = _started(start, machine)
-    latency_s, bytes_per_s = machine.network.latency_s, machine.network.bytes_per_s
-    turn_s = num_bytes / servers / bytes_per_s
-    sharing = max(1.0, machine.ranks_per_node / machine.nics)  # ranks at a card of their node
-    own_s = num_bytes * sharing / bytes_per_s
-    order = np.argsort(begin, kind="stable")
-    turns = np.arange(1, len(begin) + 1) * turn_s
-    served = np.maximum.accumulate(begin[order] - turns + turn_s) + turns
-    arrived = np.maximum(served, begin[order] + own_s) + latency_s
-    summed = arrived.max() + num_bytes / servers / machine.reduce_bytes_per_s
-    times = np.empty_like(begin)
-    times[order] = summed + latency_s + np.maximum(turns, own_s)
-    return times
-
-
 def _started(start: Times | None, machine: Machine) -> Times:
     if start is None:
         return np.zeros(machine.num_ranks)

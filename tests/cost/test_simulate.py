@@ -13,7 +13,7 @@ from hpctrain.core.errors import ConfigError
 from hpctrain.cost.collectives import Way, allreduce
 from hpctrain.cost.machine import Link, Machine
 from hpctrain.cost.schedules import COPY, NOBODY, SCHEDULES
-from hpctrain.cost.simulate import allreduce_times, parameter_server_times
+from hpctrain.cost.simulate import allreduce_times
 
 ORACLE = json.loads((Path(__file__).parents[2] / "perf/results/simgrid.json").read_text())
 LATENCY_S, BYTES_PER_S = 2e-6, 10e9
@@ -216,19 +216,6 @@ def test_a_late_rank_holds_up_both_levels():
     start[5] = 1.0
     late = allreduce_times(Way("ring", 2), 1 << 20, machine, start)
     assert late.min() >= 1.0 + on_time.min() / 2
-
-
-def test_servers_take_turns_and_more_of_them_share_the_ranks_messages():
-    num_bytes = 1 << 20
-    for ranks in (4, 64):
-        machine = flat(ranks)
-        for servers in (1, 2):
-            turns_s = ranks * num_bytes / servers / BYTES_PER_S
-            seconds = parameter_server_times(num_bytes, machine, servers=servers).max()
-            assert seconds == pytest.approx(2 * (LATENCY_S + turns_s))
-    # So many servers that the ranks' own cards are the limit.
-    seconds = parameter_server_times(num_bytes, flat(4), servers=64).max()
-    assert seconds == pytest.approx(2 * (LATENCY_S + num_bytes / BYTES_PER_S))
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
