@@ -4,11 +4,12 @@ import importlib.util
 import json
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.processes import ended
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "perf/table.py"
@@ -26,7 +27,7 @@ def table():
 
 def run(*words):
     line = [sys.executable, str(SCRIPT), *map(str, words)]
-    return subprocess.run(line, capture_output=True, text=True, check=False)
+    return ended(line)
 
 
 def changed(folder, factor, *, spread):

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import ended
+
 ROOT = Path(__file__).parents[1]
 HTML = ROOT / "hpctrain/guide/html"
 
@@ -25,7 +27,7 @@ def pages(folder):
 def build(source, target):
     options = ["-q", "-W", "--keep-going", "-c", HTML]
     line = [sys.executable, "-m", "sphinx", *options, source, target]
-    return subprocess.run(line, capture_output=True, text=True, check=False)
+    return ended(line)
 
 
 @pytest.fixture(scope="module")

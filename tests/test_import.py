@@ -1,10 +1,11 @@
 """``import hpctrain`` is cheap and needs nothing: no torch, no MPI, no compiler."""
 
 import json
-import subprocess
 import sys
 
 import pytest
+
+from tests.processes import ended
 
 MAX_IMPORT_S = 0.050
 TRIES = 5
@@ -25,9 +26,7 @@ for name in ("mpi4py", "torch", "numpy", "h5py"):
 
 
 def run(code: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60
-    )
+    done = ended([sys.executable, "-c", code], timeout=60)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -1,7 +1,6 @@
 """``hpctrain bench`` measures every operation, finds wrong values, and says what it cannot do."""
 
 import contextlib
-import subprocess
 from dataclasses import replace
 
 import pytest
@@ -30,6 +29,7 @@ from hpctrain.launch import mpiexec
 from hpctrain.runtime.world import current
 from hpctrain.train.console import make_console
 from tests.harness import preload
+from tests.processes import ended
 
 SIZES = pytest.mark.ranks(1, 2, 3, 4)
 DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
@@ -204,14 +204,7 @@ def test_a_wrong_value_is_exit_code_1(monkeypatch):
 def test_rank_0_prints_machine_plan_and_a_line_per_size():
     line = [*preload.python(), "-m", "hpctrain", "bench", "allreduce", "--peers"]
     line += ["--max-bytes", "128", "--iterations", "5"]
-    done = subprocess.run(
-        mpiexec.command(line, num_ranks=2),
-        env=mpiexec.environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
+    done = ended(mpiexec.command(line, num_ranks=2), env=mpiexec.environment(), timeout=60)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert sum(line.startswith("# ranks ") for line in lines) == 1

@@ -1,7 +1,6 @@
 """``hpctrain checkpoint info, verify, export, diff`` on the command line."""
 
 import json
-import subprocess
 import sys
 
 import pytest
@@ -12,6 +11,7 @@ from hpctrain import checkpoint
 from hpctrain.cli.main import app
 from hpctrain.comm.serial import SerialCommunicator
 from hpctrain.core.errors import CheckpointError
+from tests.processes import ended
 
 
 def write(run, step, *, lr=0.1, shift=0.0, rank=0):
@@ -89,7 +89,7 @@ def test_verify_ends_with_0_1_or_2(run, tmp_path):
 
 def test_an_error_is_one_line_of_the_program(tmp_path):
     command = [sys.executable, "-m", "hpctrain", "checkpoint", "info", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = ended(command)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert done.stderr.startswith("hpctrain: there is no checkpoint in ")
 

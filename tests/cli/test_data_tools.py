@@ -16,6 +16,7 @@ from hpctrain.core.errors import DataError, MismatchError
 from hpctrain.data.format.layout import Manifest
 from hpctrain.data.writer import write_arrays
 from tests.data.mixed_set import flip, numbers_in, write_mixed
+from tests.processes import ended
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +68,7 @@ def test_verify_ends_with_0_1_or_2(original, damaged, tmp_path):
     assert (fault["shard"], fault["field"], fault["blocks"]) == (1, "number", [0])
     assert fault["samples"] == [[40, 47]]
     command = [sys.executable, "-m", "hpctrain", "data", "verify", tmp_path / "none"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = ended(command)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert run("verify").exit_code == 2
 

@@ -16,6 +16,7 @@ from hpctrain.cli.main import app
 from hpctrain.core.finding import Finding
 from hpctrain.launch.pmi import needed_pmi
 from tests.harness import preload
+from tests.processes import ended
 
 ROOT = Path(__file__).parents[2]
 REFUSE = ROOT / "tests/doctor/refuse.py"
@@ -33,11 +34,8 @@ def clean_environ():
 
 def doctor(*words, before=(), environ=None):
     """Run it below ``before``; return its exit code and its findings by check and level."""
-    done = subprocess.run(
+    done = ended(
         [*before, sys.executable, "-m", "hpctrain", "doctor", "--json", *words],
-        capture_output=True,
-        text=True,
-        check=False,
         cwd=ROOT,
         env=clean_environ() | (environ or {}),
     )
@@ -164,11 +162,8 @@ def test_a_mistake_in_the_command_is_exit_code_2(words):
 @pytest.mark.limit(120)
 def test_rank_0_tells_what_all_ranks_found():
     launch = [sys.executable, "-m", "hpctrain", "launch", "-n", "2", "--", *preload.python()]
-    done = subprocess.run(
+    done = ended(
         [*launch, "-m", "hpctrain", "doctor", "--json"],
-        capture_output=True,
-        text=True,
-        check=False,
         env=clean_environ() | {"HPCTRAIN_TIMEOUTS": "7", "HPCTRAIN_PROBE": "off"},
     )
     found = {(each["check"], each["level"]) for each in json.loads(done.stdout)}

@@ -6,7 +6,6 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from hpctrain.negotiation.stall import HANG
 from hpctrain.runtime import abort
 from hpctrain.runtime.stopping import STOPPED
 from tests.harness import preload
+from tests.processes import ended
 
 TEXTS = guides._guides()
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -124,9 +124,7 @@ def test_the_script_of_start_stops_when_it_is_asked_and_goes_on(tmp_path):
     def run():
         environ = os.environ | {"RUN_DIRECTORY": str(tmp_path), "HPCTRAIN_ALONE": "1"}
         line = [*preload.python(), "train.py", "300"]
-        return subprocess.run(
-            line, env=environ, cwd=tmp_path, capture_output=True, text=True, check=False
-        )
+        return ended(line, env=environ, cwd=tmp_path)
 
     assert run().returncode == 85
     (tmp_path / "STOP").unlink()

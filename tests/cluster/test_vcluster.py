@@ -10,6 +10,7 @@ import pytest
 from tests.cluster.vcluster import VirtualCluster, check
 from tests.cluster.vcluster.cluster import place, seconds
 from tests.cluster.vcluster.host import END_S
+from tests.processes import ended
 
 needs_cluster = pytest.mark.requires("cluster")
 
@@ -197,9 +198,9 @@ def test_without_privileges_it_is_said_what_they_take(look, rights):
     code = f"from tests.cluster.vcluster.check import *; print({look}())"
     drop = ["setpriv", "--bounding-set=-all", "--inh-caps=-all"]
     line = [*drop, sys.executable, "-c", code]
-    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    done = ended(line)
     if "setpriv:" in done.stderr:  # nothing to drop: we are without privileges already
-        done = subprocess.run(line[3:], capture_output=True, text=True, check=False)
+        done = ended(line[3:])
     assert rights in done.stdout or "apt-get install" in done.stdout, done.stdout + done.stderr
 
 

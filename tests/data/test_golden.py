@@ -4,7 +4,6 @@
 they had come; neither is ever written again.
 """
 
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from hpctrain.data.tools.rewriting import Shape, reshard
 from hpctrain.data.tools.verify import verify
 from hpctrain.data.writer import write_arrays
 from tests.data.plain import read_whole
+from tests.processes import ended
 
 GOLDEN = Path(__file__).parent / "golden"
 NUMBERS = np.arange(20)
@@ -131,7 +131,7 @@ H5DUMP = pytest.mark.requires("h5dump")
 
 
 def h5dump(*words):
-    done = subprocess.run(["h5dump", *words], capture_output=True, text=True, check=False)
+    done = ended(["h5dump", *words])
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -21,6 +21,7 @@ from hpctrain.data.samples import Ragged
 from hpctrain.data.workers.pool import DecodePool
 from hpctrain.data.workers.shm_message import Inbox, Outbox
 from hpctrain.launch import mpiexec
+from tests.processes import ended
 from tests.runtime.victims import is_alive, wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -255,13 +256,7 @@ def test_a_pool_lives_beside_mpi_and_threads_in_a_script_without_a_guard(
     script = [str(ROOT / "tests/data/jobs/decode.py"), str(dataset_of(100).path)]
     path = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
     launch = [python, "-m", "hpctrain", "launch", "-n", str(num_ranks), "--timeout", "150", "--"]
-    done = subprocess.run(
-        [*launch, *job, *script],
-        env=mpiexec.environment() | {"PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = ended([*launch, *job, *script], env=mpiexec.environment() | {"PYTHONPATH": path})
     assert sorted(done.stdout.split()) == [f"<{n}>" for n in range(num_ranks)], done.stderr
     assert done.returncode == 0, done.stderr
     for word in ("fork", "Segmentation", "Traceback", "DeprecationWarning"):

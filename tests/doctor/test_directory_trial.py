@@ -1,7 +1,6 @@
 """Faults of a directory are planted for real: by the kernel, by mounts, by rights."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from hpctrain.doctor.host.directory_trial import (
     take_steps,
     try_directory,
 )
+from tests.processes import ended
 
 REFUSE = Path(__file__).with_name("refuse.py")
 
@@ -31,11 +31,8 @@ print(json.dumps([asdict(each) for each in check_directories(with_(directories=(
 
 def findings(directory, *before, limit_s=60):
     """What is found in a directory by a process that ``before`` puts somewhere."""
-    done = subprocess.run(
+    done = ended(
         [*before, sys.executable, "-c", TRY, str(directory), str(limit_s)],
-        capture_output=True,
-        text=True,
-        check=False,
         cwd=Path(__file__).parents[2],
     )
     assert done.returncode == 0, done.stderr

@@ -15,6 +15,7 @@ from packaging.specifiers import SpecifierSet
 
 import hpctrain
 from tests.harness.features import LMOD
+from tests.processes import ended
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "examples/recipes"
@@ -124,7 +125,7 @@ def test_lmod_loads_the_module_and_takes_it_away_again(tmp_path):
         module unload hpctrain
         command -v hpctrain || echo gone
     """
-    done = subprocess.run(["bash", "-c", lines], text=True, capture_output=True, check=False)
+    done = ended(["bash", "-c", lines])
     expected = [f"hpctrain {version}", f"{prefix}/{version}", "gone"]
     assert done.stdout.split("\n")[:3] == expected, done.stdout + done.stderr
 

@@ -11,6 +11,7 @@ import pytest
 from hpctrain.core.errors import ConfigError
 from hpctrain.launch.slurm import batch_script
 from hpctrain.launch.slurm.batch_script import BatchSettings
+from tests.processes import ended
 
 ROOT = Path(__file__).parents[2]
 PACKAGED, CHECKOUT = ROOT / "hpctrain/launch/templates", ROOT / "slurm"
@@ -214,5 +215,5 @@ def test_shellcheck_finds_nothing(tmp_path):
     for name in TRAINING:
         (tmp_path / f"{name}-program.sbatch").write_text(batch_script.script(name, PROGRAM))
     line = ["shellcheck", *tmp_path.iterdir(), *PACKAGED.rglob("*.s*")]
-    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    done = ended(line)
     assert not done.stdout, done.stdout

@@ -23,6 +23,7 @@ from hpctrain.launch.horovod_build import (
 )
 from hpctrain.launch.pmi import Mpi, load
 from tests.launch.started import is_alive, wait_for
+from tests.processes import ended
 
 MPI = Mpi(vendor="openmpi", version="5.0.11", library=Path("/opt/mpi/lib/libmpi.so.40.40.11"))
 NAME = f"horovod-{VERSION}-cp311-cp311-linux_x86_64.whl"
@@ -181,13 +182,7 @@ def test_all_that_is_missing_is_one_error_and_nothing_is_compiled(tmp_path):
     path = str(Path(sys.executable).parent)
     environ = {**os.environ, "CXX": "no-such-compiler", "PATH": path}
     words = ["build", "--force", "--wheel-dir", str(tmp_path), "--gpu", "nccl"]
-    done = subprocess.run(
-        [sys.executable, "-m", "hpctrain", "horovod", *words],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environ,
-    )
+    done = ended([sys.executable, "-m", "hpctrain", "horovod", *words], env=environ)
     assert done.returncode == 2
     texts = ("cannot be built here, 2 things", "apt-get install g++", "--gpu nccl needs the CUDA")
     for text in texts:

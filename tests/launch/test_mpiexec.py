@@ -24,6 +24,7 @@ from hpctrain.launch.mpiexec import (
 )
 from hpctrain.launch.mpirun import Mpirun, find_mpirun
 from hpctrain.launch.program import resolve
+from tests.processes import ended
 
 OPENMPI5 = Mpirun(path=Path("/ompi5/bin/mpirun"), flavour="openmpi5", version="5.0.11")
 OPENMPI4 = Mpirun(path=Path("/ompi4/bin/mpirun"), flavour="openmpi4", version="4.1.4")
@@ -212,13 +213,10 @@ print(json.dumps([size, os.environ.get("HPCTRAIN_RANKS_PER_NODE"), sys.argv[1:]]
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_ranks_start_with_their_arguments_and_declared_nodes(num_ranks):
     argv = [sys.executable, "-c", FACTS, "two words", "it's", "$HOME"]
-    done = subprocess.run(
+    done = ended(
         command(argv, num_ranks=num_ranks, nodes=num_ranks, options=Options(binding="none")),
         env=environment(),
-        capture_output=True,
-        text=True,
         stdin=subprocess.DEVNULL,
-        check=False,
     )
     assert done.returncode == 0, done.stderr
     answers = [json.loads(answer) for answer in done.stdout.splitlines()]

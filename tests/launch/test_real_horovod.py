@@ -1,12 +1,13 @@
 """The real thing: published sources, a fresh environment, the MPI of a package."""
 
 import os
-import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
 
 import pytest
+
+from tests.processes import ended
 
 ROOT = Path(__file__).parents[2]
 
@@ -21,9 +22,7 @@ print("size", hvd.size())
 
 
 def run(*line, codes=(0,), **kwargs):
-    done = subprocess.run(
-        list(map(str, line)), capture_output=True, text=True, check=False, **kwargs
-    )
+    done = ended(list(map(str, line)), **kwargs)
     assert done.returncode in codes, done.stdout + done.stderr
     return done.stdout
 

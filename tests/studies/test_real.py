@@ -1,7 +1,6 @@
 """Studies of real ranks: of ``hpctrain train``, and of a user's own script."""
 
 import os
-import subprocess
 import sys
 from dataclasses import replace
 
@@ -11,6 +10,7 @@ from hpctrain.core.keys import render
 from hpctrain.core.records import read
 from hpctrain.studies.records import StudyFolder
 from hpctrain.studies.study_file import example
+from tests.processes import ended
 from tests.train.starting import ROOT, write_config
 
 HEAD = """
@@ -32,10 +32,11 @@ run = "python {ROOT}/examples/measured.py --batch {{rank_batch}} --steps 12"
 
 def measured(folder, text, num_points=2):
     (folder / "study.toml").write_text(text)
-    done = subprocess.run(
-        [sys.executable, "-m", "hpctrain", "study", "run", "study.toml"], cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    done = ended(
+        [sys.executable, "-m", "hpctrain", "study", "run", "study.toml"],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     study = StudyFolder(folder / "studies/s")
     records = sorted(study.read_points(), key=lambda record: record.point["ranks"])

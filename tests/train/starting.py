@@ -5,6 +5,7 @@ from pathlib import Path
 
 from hpctrain.launch import mpiexec
 from tests.harness import preload
+from tests.processes import ended
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 360
@@ -41,14 +42,8 @@ def start(
     line = [*preload.python(), *map(str, argv)]
     if num_ranks is not None:
         line = mpiexec.command(line, num_ranks=num_ranks, nodes=nodes)
-    return subprocess.run(
-        line,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=LIMIT_S,
-        env=mpiexec.environment() | {"PYTHONPATH": str(ROOT)},
-        cwd=cwd,
+    return ended(
+        line, timeout=LIMIT_S, env=mpiexec.environment() | {"PYTHONPATH": str(ROOT)}, cwd=cwd
     )
 
 

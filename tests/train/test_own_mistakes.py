@@ -1,6 +1,5 @@
 """Mistakes in the user's own model, loss and data: found by a dry run, and told in a few lines."""
 
-import subprocess
 import sys
 
 import pytest
@@ -11,6 +10,7 @@ from hpctrain.core.user_error import MAX_LINES, folded
 from hpctrain.launch import mpiexec
 from hpctrain.train.load import load
 from hpctrain.train.run import How, run
+from tests.processes import ended
 from tests.train.starting import ROOT
 
 pytestmark = [pytest.mark.launches, pytest.mark.limit(180)]
@@ -177,11 +177,8 @@ def test_a_dry_run_tells_each_mistake_with_target_and_shapes(folder, monkeypatch
 def test_two_ranks_tell_it_once_without_the_launchers_boxes_and_the_log_has_all(folder):
     words = ["--set=model.args.fault=memory", f"--set=data.args.folder={folder}/d"]
     line = [sys.executable, "-m", "hpctrain", "launch", "-n", "2", "--"]
-    done = subprocess.run(
+    done = ended(
         [*line, "hpctrain", "train", "mine.toml", *words],
-        capture_output=True,
-        text=True,
-        check=False,
         env=mpiexec.environment() | {"PYTHONPATH": str(ROOT)},
     )
     told = done.stderr.splitlines()
@@ -211,11 +208,8 @@ def test_what_does_not_fit_is_one_error_of_all_ranks_wherever_it_shows(folder):
     }
     for number, (name, (overrides, *words)) in enumerate(cases.items()):
         sets = [*overrides, f"data.args.folder={folder}/{number}", f"output_dir=runs/{number}"]
-        done = subprocess.run(
+        done = ended(
             [*line, "hpctrain", "train", "mine.toml", *(f"--set={one}" for one in sets)],
-            capture_output=True,
-            text=True,
-            check=False,
             env=mpiexec.environment() | {"PYTHONPATH": str(ROOT)},
             timeout=60,
         )

@@ -2,9 +2,10 @@
 
 import os
 import shutil
-import subprocess
 from collections.abc import Mapping, Sequence
 from glob import glob
+
+from tests.processes import ended
 
 PROGRAMS = {
     "ip": "iproute2",
@@ -70,7 +71,7 @@ def _missing(programs: Mapping[str, str], files: Sequence[str] = ()) -> str:
 
 def _refused(namespaces: Sequence[str], trial: str, rights: str) -> str:
     line = ["unshare", *namespaces, "sh", "-ec", trial]
-    tried = subprocess.run(line, capture_output=True, text=True, check=False)
+    tried = ended(line)
     if tried.returncode == 0:
         return ""
     reason = " ".join(tried.stderr.split()) or "a command failed"

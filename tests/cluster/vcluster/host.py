@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Self
 
 from tests.cluster.vcluster import cable
+from tests.processes import ended
 
 FRAME_BYTES = 16384
 """Largest frame that a host hands to its link: the switch works as fast with few large frames."""
@@ -124,9 +125,7 @@ class Host:
         Raises:
             RuntimeError: it failed; says how.
         """
-        done = subprocess.run(
-            self.enter(argv), input=text, capture_output=True, text=True, check=False
-        )
+        done = ended(self.enter(argv), input=text)
         if done.returncode:
             raise RuntimeError(f"`{shlex.join(argv)}` on {self.name}: {done.stderr.strip()}")
         return done.stdout

@@ -8,6 +8,7 @@ import pytest
 
 from hpctrain.launch import mpiexec
 from tests.harness import preload
+from tests.processes import ended
 
 SCRIPT = """
 import sys
@@ -56,12 +57,9 @@ if hvd.rank() == 0:
 
 def launched(num_ranks, script, *arguments, **variables):
     line = [*preload.python(), "-m", "hpctrain", "shim", str(script), *arguments]
-    return subprocess.run(
+    return ended(
         mpiexec.command(line, num_ranks=num_ranks),
         env=mpiexec.environment({**os.environ, "HPCTRAIN_PROBE": "off", **variables}),
-        capture_output=True,
-        text=True,
-        check=False,
         stdin=subprocess.DEVNULL,
     )
 
@@ -105,10 +103,5 @@ if __name__ == "__main__":
 @pytest.mark.limit(120)
 def test_a_function_runs_on_new_ranks_as_by_horovod_run(tmp_path):
     (tmp_path / "notebook.py").write_text(RUN)
-    done = subprocess.run(
-        [sys.executable, "-m", "hpctrain", "shim", str(tmp_path / "notebook.py")],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = ended([sys.executable, "-m", "hpctrain", "shim", str(tmp_path / "notebook.py")])
     assert done.stdout == "[(5, 1, '0.28.1+hpctrain')]\n", done.stderr

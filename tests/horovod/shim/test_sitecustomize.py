@@ -1,10 +1,11 @@
 """A script below the shim runs as under ``python``, but for ``import horovod``."""
 
 import os
-import subprocess
 import sys
 
 import pytest
+
+from tests.processes import ended
 
 FACTS = """
 import horovod, json, os, sys
@@ -23,7 +24,7 @@ def run(*words, cwd, shim=True, **variables):
     line = [sys.executable, *(("-m", "hpctrain", "shim") if shim else ()), *words]
     path = os.pathsep.join([*variables.pop("folders", ()), *filter(None, sys.path)])
     environ = {**os.environ, "PYTHONPATH": path, **variables}
-    return subprocess.run(line, cwd=cwd, env=environ, capture_output=True, text=True, check=False)
+    return ended(line, cwd=cwd, env=environ)
 
 
 @pytest.mark.parametrize(
