@@ -26,8 +26,7 @@ from hpctrain.core.atomic import publishing, reason_of
 from hpctrain.core.config import cache_folder
 from hpctrain.core.errors import LaunchError
 from hpctrain.core.units import GIB
-from hpctrain.launch.installed_horovod import plain
-from hpctrain.launch.pmi import TIMEOUT_S, Mpi, load, name_of
+from hpctrain.launch.pmi import NAMES, TIMEOUT_S, Mpi, load
 from hpctrain.launch.program import ask
 
 Say = Callable[[str], None]  # is told what happens, a line each
@@ -99,7 +98,7 @@ def build(
     mpi, torch = load(), _torch()
     cache = wheel_dir or (cache_folder() or Path.cwd()) / "horovod"
     folder = (cache / key_of(mpi, torch, gpu)).absolute()
-    say(f"Horovod {VERSION} for torch {torch}, {name_of(mpi.label)} ({mpi.library})")
+    say(f"Horovod {VERSION} for torch {torch}, {NAMES[mpi.vendor]} {mpi.version} ({mpi.library})")
     wheel = None if force else max(folder.glob("horovod-*.whl"), default=None)
     kind = "built" if wheel is None else "built before, --force builds it anew"
     if wheel is None:
@@ -335,11 +334,11 @@ def _wishes(scratch: Path, mpi: Mpi, gpu: str, jobs: int) -> dict[str, str]:
         encoding="utf-8",
     )
     cmake.chmod(0o755)
-    label = plain(".".join(filter(None, (f"torch{_torch()}", mpi.label, gpu))))
+    label = ".".join(filter(None, (f"torch{_torch()}", mpi.label, gpu))).lower()
     wishes = {"HOROVOD_GPU_OPERATIONS": gpu.upper()} if gpu else {}
     return wishes | {
         "HOROVOD_CMAKE": str(cmake),
-        "HOROVOD_LOCAL_VERSION": label,
+        "HOROVOD_LOCAL_VERSION": re.sub(r"[^a-z0-9]+", ".", label),
         "CXX": _compiler() or "c++",
     }
 

@@ -1,6 +1,5 @@
-"""The Horovod that is installed: what it was built for; nothing of it is imported."""
+"""The Horovod that is installed, and the MPI it loads; nothing of it is imported."""
 
-import json
 import mmap
 import re
 from collections.abc import Callable, Sequence
@@ -9,23 +8,19 @@ from importlib import metadata
 from pathlib import Path
 
 from hpctrain.cluster.libraries import Family, family
-from hpctrain.launch.pmi import NAMES
 
 Find = Callable[[str], metadata.Distribution]
 """Finds an installed package by name; PackageNotFoundError where it is not installed."""
 
-_LABEL = re.compile(rf"torch(.+?)\.({'|'.join(NAMES)})(\w[\w.]*?)(\.nccl)?")
 _MODULE = re.compile(r"horovod/torch/mpi_lib_v2\.[^/]*so")
 _LIBMPI = re.compile(rb"\0(libmpi(?:ch|_\w+)?(?:_\d+)?\.so\.\d+)\0")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Installed:
-    """A Horovod and what it was built for."""
+    """A Horovod."""
 
     version: str  # of Horovod itself: ``0.28.1``
-    torch: str = ""  # as in a label, ``2.13.0.cpu``, or as torch says it, ``2.13.0+cpu``
-    mpi: str = ""  # as in a label: ``openmpi5.0.11``; empty for a wheel that another tool built
     needs: str = ""
     """The MPI library it loads, ``libmpi.so.40``; empty where it has no engine for torch."""
 
@@ -41,14 +36,10 @@ def installed(find: Find = metadata.distribution) -> Installed | None:
         found = find("horovod")
     except metadata.PackageNotFoundError:
         return None
-    # 0.28.1+torch2.13.0.cpu.openmpi5.0.11 was built here.
-    label = _LABEL.fullmatch(found.version.partition("+")[2])
     files = found.files or ()
     module = next((file for file in files if _MODULE.fullmatch(file.as_posix())), None)
     return Installed(
         version=found.version.partition("+")[0],
-        torch=label[1] if label else _torch_of(found),
-        mpi=f"{label[2]}{label[3]}" if label else "",
         needs=needed_by(Path(str(module.locate()))) if module else "",
     )
 
@@ -80,18 +71,3 @@ def needed_by(module: Path) -> str:
             return match[1].decode() if match else ""
     except (OSError, ValueError):
         return ""
-
-
-def _torch_of(found: metadata.Distribution) -> str:
-    """Ask what Horovod's own build has written down."""
-    file = next((each for each in found.files or () if each.name == "metadata.json"), None)
-    try:
-        text = Path(str(file.locate())).read_text(encoding="utf-8") if file else "{}"
-        return str(json.loads(text).get("pytorch", ""))
-    except (OSError, ValueError):
-        return ""
-
-
-def plain(text: str) -> str:
-    """Write a version as it stands in a label: ``2.13.0+cpu`` as ``2.13.0.cpu``."""
-    return re.sub(r"[^a-z0-9]+", ".", text.lower())

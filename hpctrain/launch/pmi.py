@@ -103,12 +103,6 @@ def parse_version(text: str) -> tuple[str, str]:
     return "mpi", ""
 
 
-def name_of(label: str) -> str:
-    """Write ``openmpi5.0.11`` for people: ``Open MPI 5.0.11``."""
-    vendor = next((each for each in NAMES if label.startswith(each)), "")
-    return f"{NAMES[vendor]} {label.removeprefix(vendor)}".strip() if vendor else label
-
-
 def _reason(stderr: str) -> str:
     """Shorten a traceback to its error: from the last line that is not indented."""
     lines = stderr.strip().splitlines()

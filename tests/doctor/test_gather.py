@@ -1,8 +1,12 @@
 """Facts are gathered from a machine as it is."""
 
+from unittest.mock import Mock
+
 import pytest
 
+from hpctrain.core.errors import LaunchError
 from hpctrain.doctor.checks.facts import Reached
+from hpctrain.doctor.host import gather as module
 from hpctrain.doctor.host.gather import gather, libraries_in, reached, srun_types_of
 
 
@@ -12,6 +16,17 @@ def test_gathering_lightly_leaves_out_what_is_the_same_for_a_node():
     assert facts.cores.mask
     assert facts.visible == ("0", "3")
     assert facts.network.copy_error == ""
+
+
+def test_horovod_is_loaded_where_ranks_are_to_run_on_it(monkeypatch):
+    refusal, wanted = LaunchError("it says: no; build"), {"HPCTRAIN_ENGINE": "Horovod "}
+    monkeypatch.setattr(module, "load", Mock())
+    monkeypatch.setattr(module, "check_import", Mock(side_effect=refusal))
+    monkeypatch.setattr(module, "version_of", lambda _: None)
+    assert module._horovod_error({}) == ""
+    assert "not installed; hpctrain horovod build" in module._horovod_error(wanted)
+    monkeypatch.setattr(module, "version_of", lambda _: "0.28.1")
+    assert module._horovod_error(wanted) == str(refusal)
 
 
 @pytest.mark.parametrize(

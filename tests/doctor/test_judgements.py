@@ -11,7 +11,6 @@ from hpctrain.doctor.checks import environment, job, network, node
 from hpctrain.doctor.checks.check import few, merge
 from hpctrain.doctor.checks.facts import Card, DirectoryFacts, Reached
 from hpctrain.doctor.checks.table import examine
-from hpctrain.launch.installed_horovod import Installed
 from tests.doctor.healthy import (
     BATCH,
     HEALTHY,
@@ -33,7 +32,6 @@ REFUSED = "[Errno 1] Operation not permitted"
 MODULE = (SITE, "mpirun", Path("/opt/openmpi/bin/mpirun"))
 SYSTEM = (Path("/usr/lib/libmpi.so.40.30.4"), "mpirun", Path("/usr/bin/mpirun"))
 INTEL = Path("/opt/intel/mpi/lib/libmpi.so.12.0.0")
-HOROVOD = {"HPCTRAIN_ENGINE": "horovod"}
 
 
 def masks(facts):
@@ -59,11 +57,6 @@ def shm(free_bytes, **more):
 def beside(*others):
     found = [Reached(library=each[0], by=each[1], program=(*each, None)[2]) for each in others]
     return {"mpi": {"reached": (*HEALTHY.mpi.reached, *found)}}
-
-
-def built(**changes):
-    made = {"version": "0.28.1", "torch": "2.13.0", "mpi": "openmpi5.0.11", "needs": LIBRARY.name}
-    return {"horovod": Installed(**made | changes)}
 
 
 def torch(version, **more):
@@ -113,22 +106,8 @@ TABLE = {
     ],
     environment.check_engines: [
         ({}, {}, "ok", "hpctrain horovod build"),
-        (HOROVOD, {}, "error", "not installed do: hpctrain horovod build"),
-        ({}, built(), "ok", "Horovod 0.28.1, built for torch 2.13.0 and Open MPI 5.0.11"),
-        (HOROVOD, built(), "ok", ""),
-        ({}, built(torch="2.12.1.cpu"), "warning", "torch 2.12.1.cpu, torch is 2.13.0"),
-        (HOROVOD, built(torch="2.12.1.cpu"), "error", "do: hpctrain horovod build"),
-        (
-            {},
-            built() | {"mpi": {"version": "openmpi5.0.12"}},
-            "warning",
-            "Open MPI 5.0.11, ranks load Open MPI 5.0.12",
-        ),
-        ({}, built() | {"mpi": {"library": MPICH}}, "warning", "loads Open MPI, ranks load MPICH"),
-        ({}, built(needs=""), "warning", "without torch or without MPI"),
-        ({}, built(torch="2.13.0.cpu", mpi=""), "ok", ""),
-        ({}, built(torch="2.13.0+cpu", mpi=""), "ok", ""),
-        ({}, built(torch="", mpi=""), "ok", ""),
+        ({}, {"horovod": "0.28.1"}, "ok", "Horovod 0.28.1 is installed"),
+        ({}, {"horovod_error": "it says: no; build"}, "error", "it says: no do: build"),
     ],
     job.check_job: [
         ({}, {}, "ok", "no job"),

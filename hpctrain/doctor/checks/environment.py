@@ -13,8 +13,6 @@ from hpctrain.core.finding import Finding
 from hpctrain.core.units import GIB, format_bytes
 from hpctrain.doctor.checks.check import Found, error, note, ok, warning
 from hpctrain.doctor.checks.facts import DirectoryFacts, Facts, Reached, WorldFacts, differences
-from hpctrain.launch.installed_horovod import Installed, plain
-from hpctrain.launch.pmi import name_of
 
 
 def check_versions(facts: Facts) -> Found:
@@ -43,9 +41,6 @@ def _missing(name: str) -> Finding:
     return error(f"{name} is not installed in this environment", f"pip install {name}")
 
 
-BUILD = "hpctrain horovod build"
-
-_FAMILIES = {"openmpi": "Open MPI", "mpich": "MPICH", "abi": "the standard ABI"}
 _SYSTEM = Path("/usr")  # what lies below was installed with the machine, not chosen by a module
 
 
@@ -98,45 +93,13 @@ def _hidden(facts: Facts, library: Path, other: Reached) -> Finding | None:
 
 
 def check_engines(facts: Facts) -> Found:
-    """Name a Horovod that was built for something else, and one that is asked for and absent."""
-    found = facts.horovod
-    is_wanted = facts.environ.get("HPCTRAIN_ENGINE", "").strip().lower() == "horovod"
-    if found is None:
-        if is_wanted:
-            return error("HPCTRAIN_ENGINE=horovod, and Horovod is not installed", BUILD)
-        return ok(f"hpctrain's own; Horovod by `{BUILD}`")
-    if differences := [*_torch(facts, found), *_mpi(facts, found)]:
-        what = f"Horovod {found.version} does not fit: {'; '.join(differences)}"
-        # Where nobody runs on it yet, it is in nobody's way.
-        return error(what, BUILD) if is_wanted else warning(what, BUILD)
-    mpi = name_of(found.mpi) if found.mpi else f"a {found.needs}"
-    built_for = f"torch {found.torch or 'of any version'} and {mpi}"
-    return ok(f"hpctrain's own; Horovod {found.version}, built for {built_for}")
-
-
-def _torch(facts: Facts, found: Installed) -> list[str]:
-    here = facts.versions.get("torch")
-    if not here or not found.torch:
-        return []
-    mine, theirs = plain(here), plain(found.torch)
-    # What follows the plus, torch may leave out of the version of its package.
-    if f"{mine}.".startswith(f"{theirs}.") or f"{theirs}.".startswith(f"{mine}."):
-        return []
-    return [f"it was built for torch {found.torch}, torch is {here}"]
-
-
-def _mpi(facts: Facts, found: Installed) -> list[str]:
-    if not found.needs:
-        return ["it was built without torch or without MPI"]
-    library = facts.mpi.library
-    if library is None or found.family is None:
-        return []
-    mine, theirs = family(library), found.family
-    if mine != theirs:
-        return [f"it loads {_FAMILIES[theirs]}, ranks load {_FAMILIES[mine]}, {library}"]
-    if found.mpi and facts.mpi.version and found.mpi != facts.mpi.version:
-        return [f"it was built for {name_of(found.mpi)}, ranks load {name_of(facts.mpi.version)}"]
-    return []
+    """Name a Horovod that is asked for, and is absent or does not load."""
+    if facts.horovod_error:
+        what, _, do = facts.horovod_error.rpartition("; ")
+        return error(what, do)
+    if facts.horovod is None:
+        return ok("hpctrain's own; Horovod by `hpctrain horovod build`")
+    return ok(f"hpctrain's own; Horovod {facts.horovod} is installed")
 
 
 OWN_TO_A_NODE = ("log_dir", "stage_dir")

@@ -11,7 +11,6 @@ from hpctrain.core.config import Settings
 from hpctrain.core.finding import Finding
 from hpctrain.core.units import format_ranks
 from hpctrain.doctor.checks.check import listed
-from hpctrain.launch.installed_horovod import Installed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,7 +30,6 @@ class MpiFacts:
     """What a process that imports mpi4py loads; None where it was not tried or failed."""
     error: str = ""  # why it could not
     reached: tuple[Reached, ...] = ()  # libraries that other programs would find
-    version: str = ""  # its vendor and version, ``openmpi5.0.11``; empty where there is none
     is_wheel: bool = False  # whether a Python package brought the library, and not the site
     srun_types: tuple[str, ...] = ()
     """What ``srun --mpi=list`` offers; empty where there is no srun, or it does not say."""
@@ -107,7 +105,9 @@ class Facts:
     cores: CoreFacts
     memory: MemoryFacts
     network: NetworkFacts
-    horovod: Installed | None = None  # the Horovod that is installed
+    horovod: str | None = None  # version of the Horovod that is installed
+    horovod_error: str = ""
+    """What keeps it from being loaded and what to do; empty where nothing does, or none asks."""
     num_gpus: int = 0  # NVIDIA devices that this process may open
     directories: tuple[DirectoryFacts, ...] = ()  # the directories that were asked about
     host: str = ""  # name of the machine

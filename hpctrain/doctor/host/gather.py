@@ -28,7 +28,7 @@ from hpctrain.doctor.checks.facts import (
 )
 from hpctrain.doctor.checks.node import SHM, named
 from hpctrain.doctor.host.directory_trial import TRIAL_S, try_directory
-from hpctrain.launch.installed_horovod import installed
+from hpctrain.launch.horovod_build import check_import
 from hpctrain.launch.pmi import load
 from hpctrain.launch.slurm import scheduler
 
@@ -65,7 +65,8 @@ def gather(
         ),
         memory=_memory(),
         network=_network(),
-        horovod=installed(),
+        horovod=version_of("horovod"),
+        horovod_error="" if lightly else _horovod_error(environ),
         num_gpus=len(list(Path("/dev").glob("nvidia[0-9]*"))),
         directories=tuple(try_directory(each, trial_s) for each in directories),
         host=socket.gethostname(),
@@ -83,10 +84,22 @@ def _mpi(environ: Mapping[str, str]) -> MpiFacts:
         library=library,
         error=error,
         reached=reached(environ),
-        version=mpi.label if mpi else "",
         is_wheel=_is_of_wheel(library),
         srun_types=() if launched(environ) else _srun_types(environ),
     )
+
+
+def _horovod_error(environ: Mapping[str, str]) -> str:
+    """Load Horovod in a process of its own, where ranks are to run on it."""
+    if environ.get("HPCTRAIN_ENGINE", "").strip().lower() != "horovod":
+        return ""
+    if version_of("horovod") is None:
+        return "HPCTRAIN_ENGINE=horovod, and Horovod is not installed; hpctrain horovod build"
+    try:
+        check_import(load(environ))
+    except LaunchError as failed:
+        return str(failed)
+    return ""
 
 
 def _is_of_wheel(library: Path | None) -> bool:
