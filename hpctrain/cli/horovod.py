@@ -46,12 +46,6 @@ def build(
             default="~/.cache/hpctrain/horovod",
         ),
     ] = None,
-    gpu: Annotated[
-        str | None,
-        option(
-            "nccl", "Reduce tensors on GPUs by NCCL; needs the CUDA toolkit.", default="by MPI"
-        ),
-    ] = None,
     no_install: Annotated[
         bool, flag("Make the wheel, and leave it at that.", "--no-install")
     ] = False,
@@ -73,20 +67,14 @@ def build(
       hpctrain horovod build
 
       hpctrain horovod build --jobs 2 --wheel-dir /shared/wheels
-
-      hpctrain horovod build --gpu nccl
     """
-    from hpctrain.core.errors import ConfigError  # noqa: PLC0415
     from hpctrain.launch import horovod_build  # noqa: PLC0415
 
-    if gpu not in (None, "nccl"):
-        raise ConfigError(f"--gpu is nccl, got {gpu!r}; without it MPI reduces tensors on GPUs")
     # As Ctrl-C does, it ends the compilers and removes their folder.
     signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     horovod_build.build(
         typer.echo,
         jobs=jobs,
-        gpu=gpu or "",
         install=not no_install,
         wheel_dir=wheel_dir,
         force=force,

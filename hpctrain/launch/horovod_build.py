@@ -47,7 +47,7 @@ JOB_BYTES = 7 * GIB // 4  # what one compiler takes at most; measured with g++ 1
 LOG = "build.log"  # everything that the last build of a folder has printed
 
 _RECIPE = 1  # counts changes in how it is built: a wheel of an older recipe is not used again
-_OTHER_WISHES = re.compile(r"HOROVOD_(?!CUDA|NCCL)|MAKE|MFLAGS|CMAKE_GENERATOR")
+_OTHER_WISHES = re.compile(r"HOROVOD_|MAKE|MFLAGS|CMAKE_GENERATOR")
 """Variables that would build something else, or speak to a make further up."""
 _WISHES = {
     "HOROVOD_WITH_MPI": "1",
@@ -76,7 +76,6 @@ def build(
     say: Say,
     *,
     jobs: int | None = None,
-    gpu: str = "",
     install: bool = True,
     wheel_dir: Path | None = None,
     force: bool = False,
@@ -84,7 +83,7 @@ def build(
     """Build a wheel for the installed torch and MPI, or take one built before, and install it.
 
     Not collective: one process does it. ``jobs`` compilers work at a time, by default as many as
-    cores and memory allow. ``gpu`` is ``nccl`` for tensors on GPUs, else MPI moves them.
+    cores and memory allow.
     ``wheel_dir`` keeps wheels in a folder for each set of versions, by default the user's cache.
     Raises ``LaunchError``: something is missing, which is said before anything is compiled; it
     does not compile; or the installed package does not import, or loads another MPI.
@@ -97,12 +96,12 @@ def build(
         )
     mpi, torch = load(), _torch()
     cache = wheel_dir or (cache_folder() or Path.cwd()) / "horovod"
-    folder = (cache / key_of(mpi, torch, gpu)).absolute()
+    folder = (cache / key_of(mpi, torch)).absolute()
     say(f"Horovod {VERSION} for torch {torch}, {NAMES[mpi.vendor]} {mpi.version} ({mpi.library})")
     wheel = None if force else max(folder.glob("horovod-*.whl"), default=None)
     kind = "built" if wheel is None else "built before, --force builds it anew"
     if wheel is None:
-        check(mpi, gpu)
+        check(mpi)
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -110,7 +109,7 @@ def build(
                 f"wheels are kept in {folder}, it cannot be written: {reason_of(error)}; "
                 "name another folder with --wheel-dir"
             ) from None
-        wheel = _make(mpi, folder, say, jobs, gpu)
+        wheel = _make(mpi, folder, say, jobs)
     if install:
         say("installing")
         _install(wheel, folder / LOG)
@@ -119,7 +118,7 @@ def build(
     return wheel
 
 
-def check(mpi: Mpi, gpu: str) -> None:
+def check(mpi: Mpi) -> None:
     """See whether all is there that pip cannot bring.
 
     Raises ``LaunchError``: something is not; says what, and the command that installs it.
@@ -146,11 +145,6 @@ def check(mpi: Mpi, gpu: str) -> None:
             "pip fetches the sources and installs the wheel, this environment has no pip",
             "python -m ensurepip, or `uv pip install pip`",
         ),
-        (
-            not gpu or shutil.which("nvcc") is not None,
-            "--gpu nccl needs the CUDA toolkit and NCCL, there is no nvcc in PATH",
-            "apt-get install nvidia-cuda-toolkit libnccl-dev, or load your site's CUDA module",
-        ),
     )
     missing = [f"  {what}\n    do: {do}" for is_there, what, do in table if not is_there]
     if missing:
@@ -169,7 +163,7 @@ def mpicxx_of(mpi: Mpi) -> Path | None:
     return next((program for program in programs if os.access(program, os.X_OK)), None)
 
 
-def key_of(mpi: Mpi, torch: str, gpu: str) -> str:
+def key_of(mpi: Mpi, torch: str) -> str:
     """Name the folder of a wheel: another one as soon as any version differs."""
     library = mpi.library.resolve()
     is_own = library.is_relative_to(Path(sys.prefix).resolve())
@@ -178,7 +172,7 @@ def key_of(mpi: Mpi, torch: str, gpu: str) -> str:
     python = f"{sys.implementation.name[:1]}p{sys.version_info[0]}{sys.version_info[1]}"
     machine = re.sub(r"[-.]", "_", sysconfig.get_platform())
     parts = (f"horovod{VERSION}", python + getattr(sys, "abiflags", ""), machine)
-    return "-".join(filter(None, (*parts, f"torch{torch}", mpi.label, place, gpu, f"r{_RECIPE}")))
+    return "-".join(filter(None, (*parts, f"torch{torch}", mpi.label, place, f"r{_RECIPE}")))
 
 
 def patch(sources: Path) -> list[str]:
@@ -252,7 +246,7 @@ def _compiler() -> str | None:
     return None
 
 
-def _make(mpi: Mpi, folder: Path, say: Say, jobs: int | None, gpu: str) -> Path:
+def _make(mpi: Mpi, folder: Path, say: Say, jobs: int | None) -> Path:
     """Fetch, change and compile the sources; return the wheel in its folder."""
     online = "a machine or a pip.conf that reaches a package index is needed"
     log = folder / LOG
@@ -281,7 +275,7 @@ def _make(mpi: Mpi, folder: Path, say: Say, jobs: int | None, gpu: str) -> Path:
         failure = (
             f"Horovod {VERSION} did not compile; for a lack of memory: --jobs {jobs // 2 or 1}"
         )
-        environ |= _wishes(scratch, mpi, gpu, jobs)
+        environ |= _wishes(scratch, mpi, jobs)
         run_logged(log, [python, "-c", _BUILD, str(scratch / "dist")], sources, environ, failure)
         (wheel,) = (scratch / "dist").glob("horovod-*.whl")
         with publishing(folder / wheel.name) as part:
@@ -311,7 +305,7 @@ def _unpacked(scratch: Path) -> Path:
     return scratch / f"horovod-{VERSION}"
 
 
-def _wishes(scratch: Path, mpi: Mpi, gpu: str, jobs: int) -> dict[str, str]:
+def _wishes(scratch: Path, mpi: Mpi, jobs: int) -> dict[str, str]:
     """Write the program that setup.py calls as cmake: it adds what setup.py cannot be told.
 
     The module finds torch and MPI from its own place, so that a wheel can be installed into
@@ -334,9 +328,8 @@ def _wishes(scratch: Path, mpi: Mpi, gpu: str, jobs: int) -> dict[str, str]:
         encoding="utf-8",
     )
     cmake.chmod(0o755)
-    label = ".".join(filter(None, (f"torch{_torch()}", mpi.label, gpu))).lower()
-    wishes = {"HOROVOD_GPU_OPERATIONS": gpu.upper()} if gpu else {}
-    return wishes | {
+    label = f"torch{_torch()}.{mpi.label}".lower()
+    return {
         "HOROVOD_CMAKE": str(cmake),
         "HOROVOD_LOCAL_VERSION": re.sub(r"[^a-z0-9]+", ".", label),
         "CXX": _compiler() or "c++",
