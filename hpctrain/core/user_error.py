@@ -20,7 +20,6 @@ _WIDTH = 300  # of a line of a message
 _NUM_PARTS = 6  # of a tuple that is described
 _OURS = str(Path(__file__).parents[1])
 _FOREIGN = (_OURS, *{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib")})
-_BATCH = ("inputs", "labels", "output", "label", "loss", "x", "y")
 
 
 def folded(error: BaseException, log: Path | None) -> str:
@@ -58,26 +57,6 @@ def user_lines(error: BaseException) -> list[str]:
     return lines
 
 
-def name_target(error: Exception, targets: Mapping[str, str]) -> None:
-    """Note on an error which of a run's targets it came from, and the tensors it was given.
-
-    ``targets`` are ``module:function`` by key, such as ``model.target``.
-    """
-    frames = [frame for frame, _ in _frames(error)]
-    ours = [each for each in frames if _module(each).startswith("hpctrain.train.")]
-    is_step = any(_module(frame).startswith("torch.optim.") for frame in frames)
-    key = _key_by_function(frames, targets) or (
-        "optimizer.name" if is_step else _key_by_values(ours)
-    )
-    values: dict[str, Any] = {}
-    for frame in ours:
-        values |= {name: frame.f_locals[name] for name in _BATCH if name in frame.f_locals}
-    tensors = _tensors(values)
-    named = f"{key} = {targets[key]}" if targets.get(key) else ""
-    if named or tensors:
-        error.add_note(": ".join(filter(None, (named, tensors))))
-
-
 def is_user(file: str) -> bool:
     """Say whether a file is the user's own."""
     return not (file.startswith(("<frozen", *_FOREIGN)) or "-packages/" in file)
@@ -85,26 +64,6 @@ def is_user(file: str) -> bool:
 
 def _frames(error: BaseException) -> list[tuple[FrameType, int]]:
     return list(traceback.walk_tb(error.__traceback__))
-
-
-def _module(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__"))
-
-
-def _key_by_function(frames: list[FrameType], targets: Mapping[str, str]) -> str:
-    names = [f"{_module(frame)}:{frame.f_code.co_name}" for frame in reversed(frames)]
-    found = (key for name in names for key, target in targets.items() if target == name)
-    return next(found, "")
-
-
-def _key_by_values(ours: list[FrameType]) -> str:
-    """Guess from what the innermost of our frames holds how far a step had come."""
-    names = set(ours[-1].f_locals) if ours else set()
-    if "loss" in names or {"output", "label"} <= names:
-        return "loss.target"
-    if {"output", "labels"} <= names:
-        return "test.metric"
-    return "model.target" if "inputs" in names else ""
 
 
 def _tensors(values: Mapping[str, Any]) -> str:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hpctrain.checkpoint.format.state_hash import state_hash
 from hpctrain.comm.agreement import agreed
-from hpctrain.core.errors import NotFiniteError
+from hpctrain.core.errors import HpctrainError, NotFiniteError
 from hpctrain.core.records import record
 from hpctrain.data.samples import Batch
 from hpctrain.train.boundary import SAVE, STOP, Boundary
@@ -288,7 +288,12 @@ def train_step(task: Task, batch: Batch, guard: StepGuard) -> tuple[float, int, 
     if overflows:
         task.optimizer.zero_grad()
         return 0.0, 0, False
-    task.optimizer.step()
+    try:
+        task.optimizer.step()
+    except Exception as error:
+        if not isinstance(error, HpctrainError):  # such as of an argument of a wrong type
+            error.add_note(f'optimizer.name = "{task.config.optimizer.name}"')
+        raise
     if task.ema is not None:
         task.ema.update()
     if task.steps is not None:

@@ -19,7 +19,6 @@ from hpctrain.core.config import Settings
 from hpctrain.core.errors import (
     CheckpointError,
     ConfigError,
-    HpctrainError,
     LaunchError,
     NotFiniteError,
     ReplicaError,
@@ -28,7 +27,6 @@ from hpctrain.core.keys import render, seconds
 from hpctrain.core.logs import logger
 from hpctrain.core.target import make_importable
 from hpctrain.core.units import format_seconds
-from hpctrain.core.user_error import name_target
 from hpctrain.data.loader import Loader
 from hpctrain.data.samples import Batch
 from hpctrain.launch.lease import TIMES, Holder, Lease
@@ -151,8 +149,7 @@ class _Run:
             console.print(result(last))
             return 0
         make_importable(self._loaded.folder)
-        with named(config):
-            return self._carry_out(config, lease, changes, continues=continues)
+        return self._carry_out(config, lease, changes, continues=continues)
 
     def _carry_out(
         self, config: RunConfig, lease: Lease | None, changes: list[str], *, continues: bool
@@ -227,29 +224,6 @@ class _Run:
             path = CheckpointDirectory(self._directory.checkpoints).path(best["step"])
             yield f"best test {task.metric_name} {best['metric']:.4f}, in {path}"
         yield from outcome.scores.lines(task.metric_name)
-
-
-@contextmanager
-def named(config: RunConfig) -> Iterator[None]:
-    """Note on what the user's own code raises in the block which target it was."""
-    targets = {
-        "model.target": config.model.target,
-        "data.target": config.data.target,
-        "data.transform": config.data.transform,
-        "data.test_transform": config.data.test_transform,
-        "loss.target": config.loss.target,
-        "optimizer.name": config.optimizer.name,
-        "test.metric": config.test.metrics[0],
-    }
-    targets |= {f"test.metric {name}": name for name in config.test.metrics[1:]}
-    try:
-        yield
-    except HpctrainError:
-        raise
-    except Exception as error:
-        with suppress(Exception):  # whatever a user's object does when it is looked at
-            name_target(error, targets)
-        raise
 
 
 def rehearse(task: Task) -> None:

@@ -48,6 +48,8 @@ _ONE_LENGTH = (
     "a rank's part of the batch; pad them to a fixed length in data.transform"
 )
 
+_REFUSALS = (RuntimeError, TypeError, ValueError, IndexError, AttributeError)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
@@ -157,9 +159,9 @@ class Task:
         config = self.config
         whose = f'loss.target = "{config.loss.target}"'
         with self.precision.autocast():
-            with _told_of(f'model.target = "{config.model.target}"', inputs):
+            with told_of(f'model.target = "{config.model.target}"', inputs):
                 output = self.model(inputs)
-            with _told_of(whose, output, labels):
+            with told_of(whose, output, labels):
                 loss: object = self.loss(output, labels)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise DataError(
@@ -167,22 +169,27 @@ class Task:
                 f"{_form(loss)} of {_form(output)} and {_form(labels)}"
             )
         if tries_backward and loss.requires_grad and getattr(output, "requires_grad", False):
-            with _told_of(whose, output, labels):
+            with told_of(whose, output, labels):
                 torch.autograd.grad(loss.sum(), output, retain_graph=True, allow_unused=True)
         return output, loss
 
 
 @contextmanager
-def _told_of(whose: str, *values: object) -> Iterator[None]:
-    """Let what torch raises inside name the function and what it was given; else traces say it."""
+def told_of(whose: str, *values: object) -> Iterator[None]:
+    """Let what is raised inside name the function and what it was given.
+
+    What torch refuses becomes a ``DataError``; an error of the function's own gets a note.
+    """
     try:
         yield
-    except (HpctrainError, torch.OutOfMemoryError):
+    except HpctrainError:
         raise
-    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
-        if "/torch/" not in extract_tb(error.__traceback__)[-1].filename:
-            raise
+    except Exception as error:
         given = " and ".join(map(_form, values))
+        is_refusal = isinstance(error, _REFUSALS) and not isinstance(error, torch.OutOfMemoryError)
+        if not is_refusal or "/torch/" not in extract_tb(error.__traceback__)[-1].filename:
+            error.add_note(f"{whose} was given {given}")
+            raise
         logger.info("the model or the loss refuses its input", exc_info=error)
         said = f"{type(error).__name__}: {error}"
         raise DataError(
