@@ -79,8 +79,6 @@ def command(
     there is no ``mpirun``, or no such network interface.
     """
     options = options or Options()
-    if not argv:
-        raise LaunchError("a launch needs a command, got none; say e.g. `python train.py`")
     if num_ranks < 1:
         raise LaunchError(f"a launch needs at least 1 rank, got {num_ranks}")
     check_hosts(hosts, num_ranks, nodes)

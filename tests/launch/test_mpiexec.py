@@ -171,11 +171,6 @@ def test_ranks_and_places_that_do_not_fit_are_an_error(how, text):
         command(["x"], mpirun=OPENMPI5, **how)
 
 
-def test_no_command_is_an_error():
-    with pytest.raises(LaunchError, match="needs a command"):
-        command([], num_ranks=1, mpirun=OPENMPI5)
-
-
 def test_the_environment_of_a_launch_forgets_the_outer_one_and_nothing_else():
     user = {"PATH": "/bin", "OMPI_MCA_btl": "tcp,self", "TERM": "dumb"}
     assert environment(user) == user
