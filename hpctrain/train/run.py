@@ -163,10 +163,9 @@ class _Run:
         if self._how.look:
             task.split(next(iter(task.train)))
             return 0
+        _introduce(console, here, task, directory)
         if self._how.verbose or self._how.dry_run:
-            _describe(console, here, task, directory)
-        else:
-            _introduce(console, here, task, directory)
+            _describe(console, here)
         for line in changes:
             console.print(f"changed: {line}")
         if self._how.dry_run:
@@ -270,38 +269,28 @@ def requests_of(
 
 
 def _introduce(console: Console, here: world.World, task: Task, directory: RunDirectory) -> None:
-    """Tell in four lines what is trained, on what, and where."""
+    """Tell in a few lines what is trained, on what, and where."""
     config, number = task.config, task.config.train.epochs
     epochs = "1 epoch" if number == 1 else f"{number} epochs"
     machine, [(name, plan), *_] = dict(here.topology.describe()), here.plan.describe()
     rate = f"{config.optimizer.name}, learning rate {config.optimizer.lr:g}"
     data = f"{task.num_train_samples} samples, {config.train.global_batch} in each of"
-    rows = (
+    rows = [
         (config.name, f"in {directory.path}"),
         ("model", f"{config.model.target}, {task.num_parameters} parameters, {rate}"),
         ("data", f"{config.data.target}, {data} {task.num_steps} steps, {epochs}"),
+        *([("reproducible", task.steps.describe())] if task.steps else []),
+        *([("sync", describe(config.sync))] if task.sync else []),
         ("ranks", f"{machine['ranks']}; {name} {plan}"),
-    )
+    ]
     grid = Table.grid(Column(style="cyan", no_wrap=True), Column(), padding=(0, 2))
     for row in rows:
         grid.add_row(*row)
     console.print(grid)
 
 
-def _describe(console: Console, here: world.World, task: Task, directory: RunDirectory) -> None:
-    config = task.config
-    rows = [
-        ("run directory", str(directory.path)),
-        ("model", f"{config.model.target}, {task.num_parameters} parameters"),
-        ("data", f"{config.data.target}, {task.num_train_samples} samples"),
-        ("epochs", f"{config.train.epochs} of {len(task.train)} steps, {task.num_steps} in all"),
-        ("global batch", f"{config.train.global_batch} samples"),
-        *([("reproducible", task.steps.describe())] if task.steps else []),
-        *([("sync", describe(config.sync))] if task.sync else []),
-        ("optimizer", f"{config.optimizer.name}, learning rate {config.optimizer.lr:g}"),
-    ]
+def _describe(console: Console, here: world.World) -> None:
     for title, part in (
-        (config.name, rows),
         ("topology", here.topology.describe()),
         ("plan", [*here.plan.describe(), ("chosen by", here.plan_origin)]),
     ):

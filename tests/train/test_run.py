@@ -78,7 +78,7 @@ def test_a_dry_run_and_a_place_that_is_used_or_cannot_be_written(folder, monkeyp
     try:
         assert run(load(Path("small.toml")), {}, How(dry_run=True)) == 0
         told = capsys.readouterr().out
-        for text in ("83 parameters", "2 of 4 steps, 8 in all", "network cards", "one rank"):
+        for text in ("83 parameters", "8 steps, 2 epochs", "network cards", "one rank"):
             assert text in told
         assert not (folder / "runs").exists()
         (folder / "file").touch()
