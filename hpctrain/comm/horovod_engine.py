@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -26,7 +27,7 @@ from hpctrain.comm.tensor_arguments import name_of
 from hpctrain.comm.waiting import Watch
 from hpctrain.core.config import Settings
 from hpctrain.core.errors import CommError, LaunchError
-from hpctrain.launch.installed_horovod import installed
+from hpctrain.launch.installed_horovod import needed_mpi
 
 
 class HorovodCommunicator(MpiCommunicator):
@@ -249,14 +250,14 @@ def library() -> Library:
 
 def _problem() -> str:
     """Say what keeps Horovod from being loaded, before it brings another MPI; else empty."""
-    found = installed()
-    if found is None:
+    needed = needed_mpi()
+    if needed is None:
         return "Horovod is not installed"
-    if not found.needs:
+    if not needed:
         return "Horovod was built without PyTorch or without MPI"
     here = loaded_libmpi()
-    if here and found.family not in [family(path) for path in here]:
-        return f"Horovod was built for another MPI ({found.needs}) than {here[0]}"
+    if here and family(Path(needed)) not in [family(path) for path in here]:
+        return f"Horovod was built for another MPI ({needed}) than {here[0]}"
     return ""
 
 

@@ -3,11 +3,8 @@
 import mmap
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-
-from hpctrain.cluster.libraries import Family, family
 
 Find = Callable[[str], metadata.Distribution]
 """Finds an installed package by name; PackageNotFoundError where it is not installed."""
@@ -16,32 +13,17 @@ _MODULE = re.compile(r"horovod/torch/mpi_lib_v2\.[^/]*so")
 _LIBMPI = re.compile(rb"\0(libmpi(?:ch|_\w+)?(?:_\d+)?\.so\.\d+)\0")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Installed:
-    """A Horovod."""
+def needed_mpi(find: Find = metadata.distribution) -> str | None:
+    """Return the MPI library that the installed Horovod loads, such as ``libmpi.so.40``.
 
-    version: str  # of Horovod itself: ``0.28.1``
-    needs: str = ""
-    """The MPI library it loads, ``libmpi.so.40``; empty where it has no engine for torch."""
-
-    @property
-    def family(self) -> Family | None:
-        """Whose library it loads; None where it has no engine for torch and MPI."""
-        return family(Path(self.needs)) if self.needs else None
-
-
-def installed(find: Find = metadata.distribution) -> Installed | None:
-    """Return what is installed; None where nothing is."""
+    Empty where it has no engine for torch and MPI; None where there is no Horovod.
+    """
     try:
-        found = find("horovod")
+        files = find("horovod").files or ()
     except metadata.PackageNotFoundError:
         return None
-    files = found.files or ()
     module = next((file for file in files if _MODULE.fullmatch(file.as_posix())), None)
-    return Installed(
-        version=found.version.partition("+")[0],
-        needs=needed_by(Path(str(module.locate()))) if module else "",
-    )
+    return needed_by(Path(str(module.locate()))) if module else ""
 
 
 _HOROVOD = re.compile(r"^[ \t]*(?:import|from)[ \t]+horovod\b", re.MULTILINE)
@@ -55,7 +37,7 @@ def without_horovod(argv: Sequence[str]) -> str:
     except (OSError, UnicodeDecodeError):
         return ""
     is_shim = "shim" in argv[: argv.index(script)] if script else True
-    if is_shim or not _HOROVOD.search(text) or installed() is not None:
+    if is_shim or not _HOROVOD.search(text) or needed_mpi() is not None:
         return ""
     return (
         f"{script} imports horovod, which is not installed; `hpctrain shim {script}` in place of "

@@ -186,7 +186,7 @@ def test_a_script_for_torchrun_runs_unchanged_and_init_is_not_misled(tmp_path):
 def test_a_script_for_horovod_is_told_of_the_shim_where_there_is_none(tmp_path, monkeypatch):
     script = tmp_path / "train.py"
     script.write_text("import sys\nimport horovod.torch as hvd\n")
-    monkeypatch.setattr(installed_horovod, "installed", lambda: None)
+    monkeypatch.setattr(installed_horovod, "needed_mpi", lambda: None)
     words = ["-n", "2", "--dry-run", "python", str(script)]
     assert f"`hpctrain shim {script}` in place of `python {script}`" in here(*words).stderr
     assert here(*words[:3], "hpctrain", "shim", str(script)).stderr == ""

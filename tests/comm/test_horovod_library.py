@@ -9,7 +9,6 @@ import pytest
 from hpctrain.comm import horovod_engine
 from hpctrain.comm.horovod_engine import library
 from hpctrain.core.errors import LaunchError
-from hpctrain.launch.installed_horovod import Installed
 
 OURS = Path("/usr/lib/libmpi.so.40")
 
@@ -55,12 +54,12 @@ def test_what_stands_in_for_horovod_stays_and_the_real_one_is_found():
     ("found", "message"),
     [
         (None, "Horovod is not installed, .*`hpctrain horovod build`"),
-        (Installed(version="0.28.1"), "was built without PyTorch or without MPI"),
-        (Installed(version="0.28.1", needs="libmpi.so.12"), r"for another MPI \(libmpi.so.12\)"),
+        ("", "was built without PyTorch or without MPI"),
+        ("libmpi.so.12", r"for another MPI \(libmpi.so.12\)"),
     ],
 )
 def test_a_horovod_that_cannot_be_had_is_refused_before_it_is_loaded(monkeypatch, found, message):
-    monkeypatch.setattr(horovod_engine, "installed", lambda: found)
+    monkeypatch.setattr(horovod_engine, "needed_mpi", lambda: found)
     monkeypatch.setattr(horovod_engine, "loaded_libmpi", lambda: (OURS,))
     with pytest.raises(LaunchError, match=message):
         library.__wrapped__()

@@ -12,7 +12,7 @@ import pytest
 
 from hpctrain.cluster.libraries import family
 from hpctrain.core.errors import LaunchError
-from hpctrain.launch.installed_horovod import installed
+from hpctrain.launch.installed_horovod import needed_mpi
 from hpctrain.launch.pmi import load
 from tests.cluster.vcluster.check import obstacle, slurm_obstacle
 
@@ -51,15 +51,15 @@ def _debian_openmpi() -> str:
 @functools.cache
 def _horovod() -> str:
     """Horovod itself, of a wheel for the MPI that the tests run with."""
-    found = installed()
-    if found is None or not found.needs:
+    needed = needed_mpi()
+    if not needed:
         return "no Horovod: `make .venv-horovod` builds it"
     try:
         library = load().library
     except LaunchError as error:
         return str(error)
-    if found.family != family(library):
-        return f"Horovod was built for {found.needs}, these tests run with {library.name}"
+    if family(Path(needed)) != family(library):
+        return f"Horovod was built for {needed}, these tests run with {library.name}"
     return ""
 
 

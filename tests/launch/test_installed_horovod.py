@@ -1,19 +1,17 @@
-import shutil
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 
-from hpctrain.launch.installed_horovod import Installed, installed, needed_by
+from hpctrain.launch.installed_horovod import needed_by, needed_mpi
 
 
 @pytest.fixture
 def package(tmp_path):
     """A Horovod as pip leaves it; returns what finds it."""
 
-    def make(version, *, soname=b"\0libmpi.so.40\0"):
+    def make(version, soname):
         info = tmp_path / f"horovod-{version}.dist-info"
-        shutil.rmtree(info, ignore_errors=True)
         info.mkdir()
         (tmp_path / "horovod/torch").mkdir(parents=True, exist_ok=True)
         files = []
@@ -34,24 +32,19 @@ def package(tmp_path):
     return make
 
 
-def test_a_wheel_is_known_by_its_version_and_the_mpi_that_its_module_needs(package):
-    ours = installed(package("0.28.1+torch2.13.0.cpu.openmpi5.0.11"))
-    assert ours == Installed(version="0.28.1", needs="libmpi.so.40")
-    found = installed(package("0.28.1", soname=b"\0libmpi.so.12\0"))
-    assert found == Installed(version="0.28.1", needs="libmpi.so.12")
-    assert found.family == "mpich"
+@pytest.mark.parametrize(
+    ("soname", "needed"),
+    [(b"\0libmpi.so.40\0", "libmpi.so.40"), (b"\0libmpi.so.12\0", "libmpi.so.12"), (None, "")],
+)
+def test_the_mpi_is_the_one_that_the_module_for_torch_was_linked_with(package, soname, needed):
+    assert needed_mpi(package("0.28.1+torch2.13.0.cpu", soname)) == needed
 
 
-def test_a_wheel_without_an_engine_for_torch_needs_no_mpi(package):
-    found = installed(package("0.28.1", soname=None))
-    assert (found.needs, found.family) == ("", None)
-
-
-def test_nothing_installed_is_none():
+def test_without_a_horovod_there_is_none():
     def find(name):
         raise metadata.PackageNotFoundError(name)
 
-    assert installed(find) is None
+    assert needed_mpi(find) is None
 
 
 def test_a_module_that_cannot_be_read_needs_nothing(tmp_path):
