@@ -69,8 +69,7 @@ def DistributedOptimizer(  # noqa: N802, PLR0913, PLR0917 - Horovod's name and a
         gradient_predivide_factor: with ``Average``: divides before the sum, multiplies it after.
         num_groups: Horovod's old name of a number of ``groups``.
         groups: gradients that travel together: lists of parameters, or a number of groups.
-        sparse_as_dense: sum sparse gradients as dense ones; else the rows of all ranks are
-            gathered. Either way ``.grad`` is sparse.
+        sparse_as_dense: sum sparse gradients as dense ones, gather no rows; ``.grad`` is sparse.
         process_set: the ranks to average over; None for all.
         shard: ``"node"`` keeps parameters and state once per node; see ``hpctrain guide sharded``.
         master_dtype: with ``shard``: in which parameters of 16 bits are kept and stepped, too.
