@@ -22,6 +22,8 @@ that of the slowest rank. ``MiB per node`` is what the ranks' memory has grown b
 shared pages counted once.
 """
 
+import ctypes
+import gc
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
@@ -233,6 +235,8 @@ TASKS = {
 
 def node_mib() -> float:
     """Return the memory of this node's ranks, shared pages counted once, in MiB."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what was freed is not counted
     text = Path("/proc/self/smaps_rollup").read_text()
     own = int(text.partition("\nPss:")[2].split()[0])
     return MPI.COMM_WORLD.allreduce(own) * 1024 / MIB
@@ -290,12 +294,12 @@ def main() -> None:
     }
     spreads = {}
     if "ddp gloo" in seconds:
+        stop_gloo()
         ratios["ddp gloo / hpctrain"] = middle["ddp gloo"] / middle["hpctrain"]
         pair = seconds["ddp gloo"], seconds["hpctrain"]
         spreads["ddp gloo / hpctrain"] = spread(*pair, options.rounds)
     title = f"Training step, plan: {current().plan.overlap}"
     report(title, rows, ratios, options.json, spreads)
-    stop_gloo()
 
 
 if __name__ == "__main__":

@@ -149,6 +149,7 @@ def test_masters_that_nobody_keeps_are_refused(hvd):
 
 def bytes_of_tensors(world):
     """Return the bytes of memory that the live tensors of all ranks of the node lie in."""
+    gc.collect()
     maps = []
     for line in Path("/proc/self/maps").read_text().splitlines():
         bounds, _, offset, device, inode = line.split()[:5]
@@ -156,8 +157,8 @@ def bytes_of_tensors(world):
         memory = (device, inode) if inode != "0" else (world.rank, "")
         maps.append((first, end, memory, int(offset, 16) if inode != "0" else first))
     used = defaultdict(list)
-    tensors = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
-    storages = [t.untyped_storage() for t in tensors]
+    tensors = [one for one in gc.get_objects() if type(one) in {torch.Tensor, nn.Parameter}]
+    storages = [t.untyped_storage() for t in tensors if t.is_cpu and t.layout is torch.strided]
     for at, numel in {(s.data_ptr(), s.nbytes()) for s in storages}:
         for first, end, memory, offset in maps:
             low, high = max(first, at), min(end, at + numel)
