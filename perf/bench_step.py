@@ -6,8 +6,8 @@
 |---|---|
 | ``MLP`` | 24 x (Linear(1024) + ReLU), 25.2 M parameters, batch 32; SGD with momentum, and AdamW |
 | ``MLP bf16`` | the same in bfloat16, with masters in float32; AdamW |
-| ``transformer`` | 6 layers of width 384, 10.8 M parameters, 4 x 64 tokens; AdamW |
-| ``ResNet`` | 7 blocks of up to 128 channels, 1.3 M parameters, 16 images of 32 x 32; SGD |
+| ``transformer`` | 6 layers of width 384, 10.8 M parameters, 2 x 64 tokens; AdamW |
+| ``ResNet`` | 7 blocks of up to 128 channels, 1.3 M parameters, 8 images of 32 x 32; SGD |
 
 Batches are those of every rank. What gradients cost depends on where they are allocated, so there
 are three forms of the step without communication, and ours is compared with the fastest of them:
@@ -215,8 +215,8 @@ def ddp(task: Task) -> Step:
 
 SILENT = (plain, views, copied)
 MLP = Task(mlp, rows_of, sgd)
-TOKENS = partial(torch.randint, 512, (4, 64))
-IMAGES = partial(torch.randn, 16, 3, 32, 32)
+TOKENS = partial(torch.randint, 512, (2, 64))
+IMAGES = partial(torch.randn, 8, 3, 32, 32)
 TASKS = {
     "": (MLP, (*SILENT, ours, sharded, ddp)),
     "AdamW": (MLP._replace(optimizer=adamw), (*SILENT, ours, sharded)),
@@ -270,7 +270,7 @@ def main() -> None:
         steps = {name: made(form, task) for form, name in name_of.items()}
         variants = {name: step for name, (step, _) in steps.items()}
         memory |= {name: mib for name, (_, mib) in steps.items()}
-        found = interleave(variants, rounds=options.rounds, repetitions=options.steps, warm_up=2)
+        found = interleave(variants, rounds=options.rounds, repetitions=options.steps, warm_up=1)
         fastest = min(median(found[name_of[form]]) for form in SILENT if form in name_of)
         silent |= dict.fromkeys(found, fastest)
         seconds |= found
