@@ -248,9 +248,7 @@ class ShardedStep(Reducer):
     ) -> None:
         """Lay out the buckets and hook the parameters. Collective."""
         if master_dtype not in (None, torch.float32, torch.float64):
-            raise ConfigError(
-                f"master_dtype is torch.float32 or torch.float64, got {master_dtype}"
-            )
+            raise ConfigError(f"master_dtype is torch.float32 or float64, got {master_dtype}")
         self._rule = PieceStep(optimizer)
         self.master_dtype = master_dtype
         self._optimizer = weakref.ref(optimizer)
@@ -461,11 +459,8 @@ class ShardedStep(Reducer):
 
     @torch.no_grad()
     def unscale(self, factor: float, *, allows_fp16: bool) -> bool:
-        """Multiply the average in the step to come; say whether it is not finite. Collective.
-
-        Then a scaler leaves the step out, and what was done to it does nothing to the next one.
-        """
-        if self._overflowed:
+        """Multiply the average in the step to come; say whether it is not finite. Collective."""
+        if self._overflowed:  # then the step was left out, and clipped for nothing
             self._changes = []
         self.open()
         if not allows_fp16 and torch.float16 in self.reduction.values.step_dtypes:
