@@ -198,7 +198,7 @@ bench: .venv/stamp ## run a part of every benchmark and print their table; resul
 	@$(MAKE) --no-print-directory .venv-peers || true # what is not there has a row that says so
 	$(call bench,50,allreduce-2,hpctrain launch -n 2 -- python perf/bench_allreduce.py --rounds 3)
 	$(call bench,60,allreduce-4,hpctrain launch -n 4 -- python perf/bench_allreduce.py --rounds 2)
-	$(call bench,50,step-2,hpctrain launch -n 2 -- python perf/bench_step.py --rounds 3)
+	$(call bench,60,step-2,hpctrain launch -n 2 -- python perf/bench_step.py --rounds 3 --steps 3)
 	$(foreach ranks,2 4,$(call bench,60,named-$(ranks),python perf/bench_named.py --rounds 2 \
 	  --idle-pairs 20 --ranks $(ranks)))
 	$(call bench,30,start-4,python perf/bench_start.py --rounds 2)

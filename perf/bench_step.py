@@ -1,22 +1,34 @@
 """A whole training step: ours against no communication at all, and against DDP over gloo.
 
-    hpctrain launch -n 2 -- python perf/bench_step.py [--json FILE]
+    hpctrain launch -n 2 -- python perf/bench_step.py [--json FILE] [--only NAME]
 
-24 x (Linear(1024) + ReLU), 25.2 M parameters, batch 32 on every rank, float32; SGD with momentum,
-and AdamW.
-What gradients cost depends on where they are allocated, so there are three forms of the step
-without communication, and ours is compared with the fastest of them:
+| | |
+|---|---|
+| ``MLP`` | 24 x (Linear(1024) + ReLU), 25.2 M parameters, batch 32; SGD with momentum, and AdamW |
+| ``MLP bf16`` | the same in bfloat16, with masters in float32; AdamW |
+| ``transformer`` | 6 layers of width 384, 10.8 M parameters, 2 x 64 tokens; AdamW |
+| ``ResNet`` | 7 blocks of up to 128 channels, 1.3 M parameters, 8 images of 32 x 32; SGD |
+
+Batches are those of every rank. What gradients cost depends on where they are allocated, so there
+are three forms of the step without communication, and ours is compared with the fastest of them:
 
 * ``plain``: the loop of every tutorial, ``zero_grad()`` drops the gradients;
 * ``views``: gradients are views of one flat buffer, which is zeroed;
 * ``copied``: hooks copy each gradient into its place in a flat buffer.
 
 ``hpctrain`` is the automatic choice, ``sharded`` has ``shard="node"``, and ``ddp gloo`` is torch's
-DistributedDataParallel. The variants
-run in turn, each on a model of its own; a step's time is that of the slowest rank.
+DistributedDataParallel. The variants run in turn, each on a model of its own; a step's time is
+that of the slowest rank. ``MiB per node`` is what the ranks' memory has grown by with the variant,
+shared pages counted once.
 """
 
-from collections.abc import Callable
+import ctypes
+import gc
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from measure import arguments, interleave, median, report
@@ -28,73 +40,147 @@ from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
 import hpctrain as hvd
+from hpctrain.core.units import MIB
 from hpctrain.runtime.world import current
 
 LAYERS, WIDTH, BATCH = 24, 1024, 32
 NAMES = {"ours": "hpctrain", "ddp": "ddp gloo"}
 
-Make = Callable[[nn.Module], torch.optim.Optimizer]
+Step = Callable[[], None]
+Make = Callable[..., torch.optim.Optimizer]
 
 
-def make_model() -> nn.Module:
-    """Make the same network every time."""
-    torch.manual_seed(0)
+class Masters:
+    """An optimizer of parameters of 16 bits that steps masters of 32: nobody's but this rank's."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], make: Make) -> None:
+        self.pairs = [(p, p.detach().float()) for p in parameters]
+        self.inner = make([master for _, master in self.pairs])
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Widen the gradients, step, round the parameters."""
+        for p, master in self.pairs:
+            master.grad = p.grad.float()
+        self.inner.step()
+        for p, master in self.pairs:
+            p.copy_(master)
+
+    def zero_grad(self) -> None:
+        """Drop the gradients."""
+        for p, _ in self.pairs:
+            p.grad = None
+
+
+class Task(NamedTuple):
+    """A model, how it is fed, and what steps it."""
+
+    model: Callable[[], nn.Module]
+    batch: Callable[[torch.Generator], Tensor]
+    optimizer: Make
+    dtype: torch.dtype = torch.float32
+
+    def make_model(self) -> nn.Module:
+        """Make the same network every time."""
+        torch.manual_seed(0)
+        return self.model().to(self.dtype)
+
+    def silent(self, model: nn.Module) -> "torch.optim.Optimizer | Masters":
+        """Make the optimizer of one rank alone."""
+        parameters = list(model.parameters())
+        is_half = self.dtype is not torch.float32
+        return Masters(parameters, self.optimizer) if is_half else self.optimizer(parameters)
+
+    def make_step(self, model: nn.Module, optimizer, zero_grad: Callable[[], object]) -> Step:
+        """Make a training step on this rank's own batch."""
+        source = torch.Generator().manual_seed(1 + MPI.COMM_WORLD.rank)
+        inputs = self.batch(source)
+        inputs = inputs.to(self.dtype) if inputs.is_floating_point() else inputs
+        with torch.no_grad():
+            targets = torch.randn(model(inputs).shape, generator=source).to(self.dtype)
+
+        def step() -> None:
+            zero_grad()
+            mse_loss(model(inputs), targets).backward()
+            optimizer.step()
+
+        return step
+
+
+def mlp() -> nn.Module:
+    """Make the network of layers that are all alike."""
     return nn.Sequential(*(m for _ in range(LAYERS) for m in (nn.Linear(WIDTH, WIDTH), nn.ReLU())))
 
 
-def make_step(model: nn.Module, optimizer, zero_grad: Callable[[], object]) -> Callable[[], None]:
-    """Make a training step on this rank's own batch."""
-    data = torch.Generator().manual_seed(1 + MPI.COMM_WORLD.rank)
-    inputs = torch.randn(BATCH, WIDTH, generator=data)
-    targets = torch.randn(BATCH, WIDTH, generator=data)
-
-    def step() -> None:
-        zero_grad()
-        mse_loss(model(inputs), targets).backward()
-        optimizer.step()
-
-    return step
+def transformer() -> nn.Module:
+    """Make an encoder of 512 tokens' embeddings."""
+    layer = nn.TransformerEncoderLayer(384, 6, 1536, dropout=0.0, batch_first=True)
+    return nn.Sequential(nn.Embedding(512, 384), nn.TransformerEncoder(layer, 6))
 
 
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    """Make the first optimizer of the variants."""
-    return torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+class Block(nn.Module):
+    """Two convolutions beside a shortcut."""
+
+    def __init__(self, before: int, channels: int) -> None:
+        super().__init__()
+        stride = 1 if before == channels else 2
+        self.first = nn.Conv2d(before, channels, 3, stride, 1, bias=False)
+        self.second = nn.Conv2d(channels, channels, 3, 1, 1, bias=False)
+        self.norms = nn.ModuleList(nn.BatchNorm2d(channels) for _ in range(2))
+        self.shortcut = nn.Conv2d(before, channels, 1, stride, bias=False)
+
+    def forward(self, values: Tensor) -> Tensor:
+        """Return what the next block takes."""
+        inner = self.norms[0](self.first(values)).relu()
+        return (self.norms[1](self.second(inner)) + self.shortcut(values)).relu()
 
 
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """Make the second one."""
-    return torch.optim.AdamW(model.parameters(), lr=1e-3)
+def resnet() -> nn.Module:
+    """Make a small residual network."""
+    sizes = (32, 32, 32, 64, 64, 128, 128, 128)
+    blocks = (Block(one, other) for one, other in pairwise(sizes))
+    ends = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, 10)
+    return nn.Sequential(nn.Conv2d(3, 32, 3, padding=1), *blocks, *ends)
+
+
+sgd: Make = partial(torch.optim.SGD, lr=1e-3, momentum=0.9)
+adamw: Make = partial(torch.optim.AdamW, lr=1e-3)
+
+
+def rows_of(source: torch.Generator) -> Tensor:
+    """Make the batch of the MLP."""
+    return torch.randn(BATCH, WIDTH, generator=source)
+
+
+def plain(task: Task) -> Step:
+    """No communication, gradients allocated anew."""
+    model = task.make_model()
+    optimizer = task.silent(model)
+    return task.make_step(model, optimizer, optimizer.zero_grad)
 
 
 def flat_views(model: nn.Module) -> tuple[Tensor, dict[nn.Parameter, Tensor]]:
     """Lay all gradients into one buffer, last parameter first."""
     parameters = list(model.parameters())[::-1]
-    flat = torch.zeros(sum(p.numel() for p in parameters))
+    flat = torch.zeros(sum(p.numel() for p in parameters), dtype=parameters[0].dtype)
     parts = flat.split([p.numel() for p in parameters])
     return flat, {p: part.view_as(p) for p, part in zip(parameters, parts, strict=True)}
 
 
-def plain(make: Make = sgd) -> Callable[[], None]:
-    """No communication, gradients allocated anew."""
-    model = make_model()
-    optimizer = make(model)
-    return make_step(model, optimizer, optimizer.zero_grad)
-
-
-def views(make: Make = sgd) -> Callable[[], None]:
+def views(task: Task) -> Step:
     """No communication, gradients kept in a flat buffer."""
-    model = make_model()
+    model = task.make_model()
     flat, places = flat_views(model)
     for parameter, place in places.items():
         parameter.grad = place
-    return make_step(model, make(model), flat.zero_)
+    return task.make_step(model, task.silent(model), flat.zero_)
 
 
-def copied(make: Make = sgd) -> Callable[[], None]:
+def copied(task: Task) -> Step:
     """No communication, gradients copied into a flat buffer as they come."""
-    model = make_model()
+    model = task.make_model()
     _, places = flat_views(model)
-    optimizer = make(model)
+    optimizer = task.silent(model)
 
     def take(parameter: Tensor) -> None:
         places[parameter].copy_(parameter.grad)
@@ -102,51 +188,93 @@ def copied(make: Make = sgd) -> Callable[[], None]:
 
     for parameter in places:
         parameter.register_post_accumulate_grad_hook(take)
-    return make_step(model, optimizer, optimizer.zero_grad)
+    return task.make_step(model, optimizer, optimizer.zero_grad)
 
 
-def ours(make: Make = sgd) -> Callable[[], None]:
+def ours(task: Task, **options: object) -> Step:
     """Hpctrain with the plan it chooses."""
-    model = make_model()
-    optimizer = hvd.DistributedOptimizer(make(model), model.named_parameters())
-    return make_step(model, optimizer, optimizer.zero_grad)
+    model = task.make_model()
+    optimizer = task.optimizer(model.parameters())
+    optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), **options)
+    return task.make_step(model, optimizer, optimizer.zero_grad)
 
 
-def sharded(make: Make = sgd) -> Callable[[], None]:
+def sharded(task: Task) -> Step:
     """Hpctrain with parameters once per node."""
-    model = make_model()
-    optimizer = hvd.DistributedOptimizer(make(model), model.named_parameters(), shard="node")
-    return make_step(model, optimizer, optimizer.zero_grad)
+    masters = {} if task.dtype is torch.float32 else {"master_dtype": torch.float32}
+    return ours(task, shard="node", **masters)
 
 
-def ddp(make: Make = sgd) -> Callable[[], None]:
+def ddp(task: Task) -> Step:
     """Torch's own, over gloo."""
     start_gloo()
-    model = DistributedDataParallel(make_model())
-    optimizer = make(model)
-    return make_step(model, optimizer, optimizer.zero_grad)
+    model = DistributedDataParallel(task.make_model())
+    optimizer = task.optimizer(model.parameters())
+    return task.make_step(model, optimizer, optimizer.zero_grad)
+
+
+SILENT = (plain, views, copied)
+MLP = Task(mlp, rows_of, sgd)
+TOKENS = partial(torch.randint, 512, (2, 64))
+IMAGES = partial(torch.randn, 8, 3, 32, 32)
+TASKS = {
+    "": (MLP, (*SILENT, ours, sharded, ddp)),
+    "AdamW": (MLP._replace(optimizer=adamw), (*SILENT, ours, sharded)),
+    "bf16": (MLP._replace(optimizer=adamw, dtype=torch.bfloat16), (plain, copied, sharded)),
+    "transformer": (
+        Task(transformer, lambda g: TOKENS(generator=g), adamw),
+        (plain, copied, ours, sharded),
+    ),
+    "ResNet": (
+        Task(resnet, lambda g: IMAGES(generator=g), sgd),
+        (plain, copied, ours, sharded),
+    ),
+}
+"""What stands behind the name of a variant, with the variants that there are."""
+
+
+def node_mib() -> float:
+    """Return the memory of this node's ranks, shared pages counted once, in MiB."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what was freed is not counted
+    text = Path("/proc/self/smaps_rollup").read_text()
+    own = int(text.partition("\nPss:")[2].split()[0])
+    return MPI.COMM_WORLD.allreduce(own) * 1024 / MIB
+
+
+def made(form: Callable[[Task], Step], task: Task) -> tuple[Step, float]:
+    """Make a step and take it twice; return what memory has grown by, too."""
+    before = node_mib()
+    step = form(task)
+    for _ in range(2):
+        step()
+    MPI.COMM_WORLD.Barrier()
+    return step, node_mib() - before
 
 
 def main() -> None:
     """Measure all variants in turn, print the table, write the JSON file."""
     parser = arguments(__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=6, help="counted steps in each turn")
+    parser.add_argument("--only", choices=[*TASKS], help="what to measure alone")
     options = parser.parse_args()
     hvd.init()
     torch.set_num_threads(1)
     seconds: dict[str, list[float]] = {}
     silent: dict[str, float] = {}
-    for make, forms in (
-        (sgd, (plain, views, copied, ours, sharded, ddp)),
-        (adamw, (plain, views, copied, ours, sharded)),
-    ):
-        suffix = " AdamW" * (make is adamw)
-        variants = {NAMES.get(f.__name__, f.__name__) + suffix: f(make) for f in forms}
-        found = interleave(variants, rounds=options.rounds, repetitions=options.steps, warm_up=2)
-        fastest = min(median(found[f.__name__ + suffix]) for f in (plain, views, copied))
+    memory: dict[str, float] = {}
+    for suffix, (task, forms) in TASKS.items():
+        if options.only not in (None, suffix):
+            continue
+        name_of = {f: f"{NAMES.get(f.__name__, f.__name__)} {suffix}".strip() for f in forms}
+        steps = {name: made(form, task) for form, name in name_of.items()}
+        variants = {name: step for name, (step, _) in steps.items()}
+        memory |= {name: mib for name, (_, mib) in steps.items()}
+        found = interleave(variants, rounds=options.rounds, repetitions=options.steps, warm_up=1)
+        fastest = min(median(found[name_of[form]]) for form in SILENT if form in name_of)
         silent |= dict.fromkeys(found, fastest)
         seconds |= found
-        del variants
+        del variants, steps
     middle = {name: median(times) for name, times in seconds.items()}
     rows = [
         {
@@ -155,20 +283,23 @@ def main() -> None:
             "fastest ms": min(times) * 1e3,
             "slowest ms": max(times) * 1e3,
             "/ no communication": middle[name] / silent[name],
+            "MiB per node": memory[name],
         }
         for name, times in seconds.items()
     ]
     ratios = {
         f"{name} / fastest without communication": middle[name] / silent[name]
-        for name in ("hpctrain", "sharded", "hpctrain AdamW", "sharded AdamW")
-    } | {
-        "ddp gloo / hpctrain": middle["ddp gloo"] / middle["hpctrain"],
+        for name in seconds
+        if name.startswith(("hpctrain", "sharded"))
     }
-    pair = seconds["ddp gloo"], seconds["hpctrain"]
-    spreads = {"ddp gloo / hpctrain": spread(*pair, options.rounds)}
+    spreads = {}
+    if "ddp gloo" in seconds:
+        stop_gloo()
+        ratios["ddp gloo / hpctrain"] = middle["ddp gloo"] / middle["hpctrain"]
+        pair = seconds["ddp gloo"], seconds["hpctrain"]
+        spreads["ddp gloo / hpctrain"] = spread(*pair, options.rounds)
     title = f"Training step, plan: {current().plan.overlap}"
     report(title, rows, ratios, options.json, spreads)
-    stop_gloo()
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_step import make_model, make_step, plain, sgd, views
+from bench_step import MLP, plain, views
 from measure import Seconds, interleave, machine
 from mpi4py import MPI
 from torch import Tensor
@@ -84,15 +84,17 @@ def sums(hvd: Any, num_bytes: int, count: int) -> Seconds:
 
 def averaging(hvd: Any) -> tuple[torch.nn.Module, Callable[[], None]]:
     """Make the model, and a step that averages its gradients over all ranks."""
-    model = make_model()
-    optimizer = hvd.DistributedOptimizer(sgd(model), named_parameters=model.named_parameters())
-    return model, make_step(model, optimizer, optimizer.zero_grad)
+    model = MLP.make_model()
+    optimizer = hvd.DistributedOptimizer(
+        MLP.optimizer(model.parameters()), named_parameters=model.named_parameters()
+    )
+    return model, MLP.make_step(model, optimizer, optimizer.zero_grad)
 
 
 def weights_after_a_step() -> list[Tensor]:
     """Take one step of the same model, with gradients that MPI averages. Collective."""
-    model = make_model()
-    optimizer = sgd(model)
+    model = MLP.make_model()
+    optimizer = MLP.optimizer(model.parameters())
 
     class Averaging:
         def step(self) -> None:
@@ -101,14 +103,14 @@ def weights_after_a_step() -> list[Tensor]:
                 parameter.grad /= WORLD.size
             optimizer.step()
 
-    make_step(model, Averaging(), optimizer.zero_grad)()
+    MLP.make_step(model, Averaging(), optimizer.zero_grad)()
     return [parameter.detach() for parameter in model.parameters()]
 
 
 def steps(hvd: Any, count: int, warm_up: int) -> dict[str, Seconds]:
     """Time training steps; without an engine, in two forms."""
     if hvd is None:
-        silent = {"plain": plain(), "views": views()}
+        silent = {"plain": plain(MLP), "views": views(MLP)}
         return interleave(silent, rounds=1, repetitions=count, warm_up=warm_up)
     expected = weights_after_a_step()
     model, step = averaging(hvd)

@@ -65,8 +65,9 @@ class PieceStep:
 
     def read(self, optimizer: Optimizer) -> str:
         """Take over the settings of today; return them as a text that ranks can compare."""
-        own = vars(optimizer).items()
-        vars(self._of).update({k: v for k, v in own if k not in _NOT_OF_STEPS})
+        own, its = vars(optimizer).items(), vars(self._of)
+        its.clear()  # a scaler puts something there and takes it away again
+        its.update({k: v for k, v in own if k not in _NOT_OF_STEPS})
         self._settings = [
             {k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups
         ]

@@ -20,15 +20,21 @@ from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.node.shared_memory import SharedMemory
 from hpctrain.comm.ops import Combination, Op, combination
 from hpctrain.comm.threaded import start_on
+from hpctrain.compress.codec import Codec, Identity
+from hpctrain.compress.half import HalfCodec
+from hpctrain.core.errors import ConfigError
 from hpctrain.gradients.elementwise import Part, PieceStep
 from hpctrain.gradients.reduction import GradientBucket, Slot
 from hpctrain.gradients.weight_sample import checksum_of, due, sample_of
+from hpctrain.runtime import world
 
-_CHUNK_BYTES = 512 << 10
-"""Of gradients at work: what belongs to them stays in the last-level cache, and a step of torch,
-which takes some 40 us however little it does, is not called too often."""
+_STATE_BYTES = 2 << 20
+"""Of state that a step works on at once: all that belongs to it stays in the last-level cache, and
+torch, which takes 10 to 40 us for a step however little it does, is not called too often."""
+_BLOCK_BYTES = 512 << 10  # of gradients that are summed and scaled while they stay in L2
 _LOOK, _MOST_LOOKS = 1024, 4
 """How many pages are looked at together, and how often in a step: 0.3 ms at most."""
+_HALVES = (torch.bfloat16, torch.float16)
 _CUT = 64
 """Pieces begin at a multiple of so many elements of their parameter, as vectors do."""
 
@@ -65,15 +71,22 @@ class NodeTensor:
         self._region.forget_stores()
 
 
+MASTER = "master"
+"""Name, in the state of a parameter of 16 bits, of its values before they were rounded."""
+
+
 class Piece:
     """A part of one parameter that this rank updates."""
 
-    __slots__ = ("bounds", "grad", "group", "number", "state", "values")
+    __slots__ = ("bounds", "grad", "group", "number", "rounded", "state", "values")
 
     grad: Tensor  # the average, while its chunk is at work
 
-    def __init__(self, number: int, bounds: slice, values: Tensor, group: int) -> None:
-        self.number, self.bounds, self.values, self.group = number, bounds, values, group
+    def __init__(
+        self, number: int, bounds: slice, values: Tensor, rounded: Tensor, group: int
+    ) -> None:
+        self.number, self.bounds, self.group = number, bounds, group
+        self.values, self.rounded = values, rounded  # what is stepped, and what the model has
         self.state: dict[str, Tensor] = {}
         """Where what the step keeps lies."""
 
@@ -89,7 +102,7 @@ def by_group(pieces: Sequence[Piece]) -> Mapping[int, list[Tensor]]:
 class Chunk:
     """Pieces in a row that fit the cache, with the gradients of all ranks of the node."""
 
-    __slots__ = ("bounds", "groups", "parts", "pieces", "total")
+    __slots__ = ("blocks", "bounds", "groups", "parts", "pieces", "total")
 
     def __init__(
         self, pieces: Sequence[Piece], peers: Sequence[Tensor], scratch: Tensor, how: Combination
@@ -99,7 +112,11 @@ class Chunk:
         self.parts = tuple(peer[self.bounds].view(how.lane) for peer in peers)
         first = self.bounds.start
         total = scratch[: self.bounds.stop - first]
-        self.total = total.view(how.lane)
+        self.total = total.view(how.lane) if total.dtype is peers[0].dtype else total
+        size = _BLOCK_BYTES // self.total.itemsize
+        cut = [one.split(size) for one in (self.total, *self.parts)]
+        self.blocks = [(out, parts) for out, *parts in zip(*cut, strict=True)]
+        """Parts of ``total``, with what is summed there."""
         for piece in pieces:
             piece.grad = total[piece.bounds.start - first : piece.bounds.stop - first]
             piece.values.grad = piece.grad
@@ -108,11 +125,15 @@ class Chunk:
 class NodeBucket:
     """Parameters and state of one bucket of gradients."""
 
-    def __init__(self, node: SharedMemory, gradients: GradientBucket) -> None:
+    def __init__(
+        self, node: SharedMemory, gradients: GradientBucket, master_dtype: torch.dtype | None
+    ) -> None:
         """Make room for the parameters. Collective over the node."""
         bucket = gradients.bucket
         self.slots: Sequence[Slot] = gradients.slots
         self.dtype, self.peers = bucket.flat.dtype, bucket.peers
+        self.has_masters = master_dtype is not None and self.dtype in _HALVES
+        self.step_dtype = master_dtype if master_dtype and self.has_masters else self.dtype
         self.how = combination(self.dtype, Op.SUM)
         self.num_elements = bucket.numel - len(self.slots)  # behind them come the marks
         start = gradients.memory[0]
@@ -129,9 +150,17 @@ class NodeBucket:
         self.names: list[Sequence[str]] = []  # of what a step leaves as state of each parameter
         self.chunks: list[Chunk] = []
 
+    @property
+    def chunk_numel(self) -> int:
+        """How many elements a step takes at once."""
+        num_parts = sum(part.has_elements for name, part in self.parts.items() if name != MASTER)
+        return _STATE_BYTES // max(num_parts, 1) // self.step_dtype.itemsize
+
     def cut(self, groups: Sequence[int], scratch: Tensor) -> None:
         """Cut this rank's slice into chunks of pieces; each parameter is of a group."""
-        node, limit = self._node, _CHUNK_BYTES // self.dtype.itemsize
+        node, limit = self._node, self.chunk_numel
+        rounded = self.values.shared
+        values = self.state[MASTER].shared if self.has_masters else rounded
         mine = slice_bounds(self.num_elements, node.local_size, node.local_rank)
         pieces: list[Piece] = []
         self.chunks = []
@@ -143,7 +172,8 @@ class NodeBucket:
                 if pieces and bounds.stop - pieces[0].bounds.start > limit:
                     self.chunks.append(Chunk(pieces, self.peers, scratch, self.how))
                     pieces = []
-                pieces.append(Piece(number, bounds, self.values.shared[bounds], groups[number]))
+                both = values[bounds], rounded[bounds]
+                pieces.append(Piece(number, bounds, *both, groups[number]))
         if pieces:
             self.chunks.append(Chunk(pieces, self.peers, scratch, self.how))
 
@@ -184,8 +214,15 @@ class NodeBucket:
 class NodeValues:
     """All parameters that an optimizer steps, and their state, in the memory of the node."""
 
-    def __init__(self, comm: Communicator, node: SharedMemory, rule: PieceStep) -> None:
+    def __init__(
+        self,
+        comm: Communicator,
+        node: SharedMemory,
+        rule: PieceStep,
+        master_dtype: torch.dtype | None,
+    ) -> None:
         self.buckets: list[NodeBucket] = []
+        self._master_dtype = master_dtype
         self._comm, self._node, self._rule = comm, node, rule
         self._seen: list[tuple[Slot, int, int]] = []  # with address and version of the parameter
         self._versions: list[int] = []  # of the tensors of the optimizer's state
@@ -230,6 +267,11 @@ class NodeValues:
         return any(values.find_stores(at, _LOOK) for values, at in pages)
 
     @property
+    def step_dtypes(self) -> set[torch.dtype]:
+        """Types in which averages are used."""
+        return {bucket.step_dtype for bucket in self.buckets}
+
+    @property
     def looks_at_all(self) -> bool:
         """Whether ``has_hidden_stores`` looks at all pages in every step."""
         return sum(-(-b.values.num_pages // _LOOK) for b in self.buckets) <= _MOST_LOOKS
@@ -250,11 +292,13 @@ class NodeValues:
                 parameter.data = parameter.detach().clone()
         made: list[NodeBucket] = []
         start_on(
-            self._comm, lambda: made.extend(NodeBucket(self._node, one) for one in gradients)
+            self._comm,
+            lambda: made.extend(
+                NodeBucket(self._node, one, self._master_dtype) for one in gradients
+            ),
         ).wait()
         self.buckets, self._seen = made, []
-        numels = {b.dtype: _CHUNK_BYTES // b.dtype.itemsize for b in made}
-        self._scratch = {dtype: torch.empty(n, dtype=dtype) for dtype, n in numels.items()}
+        self._scratch = {b.step_dtype: torch.empty(0, dtype=b.step_dtype) for b in made}
 
     @torch.no_grad()
     def adopt(self, optimizer: Optimizer) -> None:
@@ -296,28 +340,40 @@ class NodeValues:
 
     def _take_over(self, bucket: NodeBucket, groups: Sequence[int], state: Any) -> None:
         entries = [state.get(slot.parameter) or {} for slot in bucket.slots]
-        parts = [self._rule.parts(group, bucket.dtype) for group in groups]
+        masters = (
+            {MASTER: Part(bucket.step_dtype, has_elements=True)} if bucket.has_masters else {}
+        )
+        parts = [self._rule.parts(group, bucket.step_dtype) | masters for group in groups]
         bucket.names = [list(one) for one in parts]
         wanted = {name: part for one in parts for name, part in one.items()}
         for slot, entry in zip(bucket.slots, entries, strict=True):
             for name, value in entry.items():
-                if isinstance(value, Tensor):
+                if isinstance(value, Tensor) and not (bucket.has_masters and name in wanted):
                     default = Part(value.dtype, value.shape == slot.view.shape)
                     wanted[name] = Part(value.dtype, wanted.get(name, default).has_elements)
         missing = {k: part for k, part in wanted.items() if bucket.parts.get(k) != part}
         start_on(self._comm, bucket.make_room, missing).wait()
-        bucket.cut(groups, self._scratch[bucket.dtype])
+        if self._scratch[bucket.step_dtype].numel() < bucket.chunk_numel:
+            empty = torch.empty(bucket.chunk_numel, dtype=bucket.step_dtype)
+            self._scratch[bucket.step_dtype] = empty
+        bucket.cut(groups, self._scratch[bucket.step_dtype])
         flats = [_flat(slot.parameter, slot.view) for slot in bucket.slots]
         for piece in (piece for chunk in bucket.chunks for piece in chunk.pieces):
             slot, entry = bucket.slots[piece.number], entries[piece.number]
             first = bucket.offsets[piece.number]
             own = slice(piece.bounds.start - first, piece.bounds.stop - first)
-            piece.values.copy_(flats[piece.number][own])
             made = {
                 k: _flat(v, slot.view)[own] if bucket.parts[k].has_elements else v
                 for k, v in entry.items()
                 if v is not None
             }
+            seen, master = flats[piece.number][own], made.pop(MASTER, None)
+            if bucket.has_masters and master is not None:  # unless the program has written since
+                kept = torch.where(master.to(seen.dtype) == seen, master, seen.to(master.dtype))
+                piece.values.copy_(kept)
+            else:
+                piece.values.copy_(seen)
+            piece.rounded.copy_(seen)
             bucket.keep(piece, made)
             if made:
                 self._rule.state[piece.values] = made
@@ -366,6 +422,35 @@ class NodeValues:
             for slot in bucket.slots
         ]
         self._versions = [value._version for value in self._shown()]  # noqa: SLF001
+
+
+def require_no_masters(master_dtype: torch.dtype | None) -> None:
+    """Raise ``ConfigError`` if somebody wants masters where nobody keeps them."""
+    if master_dtype is not None:
+        raise ConfigError(
+            'master_dtype is for shard="node" and several ranks on a node, which keeps masters '
+            f"once, got {master_dtype}; start more ranks, or leave it out"
+        )
+
+
+def is_shared(shard: str | None, comm: Communicator, codec: Codec) -> bool:
+    """Say whether ranks share parameters; not where each has a node to itself."""
+    if shard is None:
+        return False
+    levels = comm.levels
+    if levels is None:
+        if all(len(ranks) == 1 for ranks in world.current().topology.nodes):
+            return False
+        raise ConfigError(
+            'shard="node" needs memory that the ranks of a node share, and there is none here; '
+            "see hpctrain doctor and HPCTRAIN_SHARED_MEMORY, or leave shard out"
+        )
+    if not isinstance(codec, Identity) and (levels.num_rails or not isinstance(codec, HalfCodec)):
+        raise ConfigError(
+            'shard="node" sends gradients between nodes as they are, got a compression; leave one '
+            "of them out"
+        )
+    return True
 
 
 def _cut_at(bound: int, numel: int) -> int:

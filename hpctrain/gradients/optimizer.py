@@ -17,12 +17,14 @@ from torch.optim import LBFGS, Optimizer
 from hpctrain.comm.agreement import require_equal
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.eager import eager
-from hpctrain.compress.codec import Codec, Compressor, Identity
-from hpctrain.compress.half import Compression, HalfCodec, codec_for
+from hpctrain.compress.codec import Compressor
+from hpctrain.compress.half import Compression, codec_for
 from hpctrain.core.errors import ConfigError
 from hpctrain.gradients.adasum_step import AdasumStep
 from hpctrain.gradients.bucket_reducer import ParameterSource, Reducer
 from hpctrain.gradients.checked_steps import CheckedSteps
+from hpctrain.gradients.loss_scale import unscale_averages, unscale_own
+from hpctrain.gradients.node_values import is_shared, require_no_masters
 from hpctrain.gradients.parameter_names import Grouping, Groups, named, names_of, places_of
 from hpctrain.gradients.reduction import Reduction
 from hpctrain.gradients.sample_count import NUM_FLAGS, SampleCount
@@ -45,6 +47,7 @@ def DistributedOptimizer(  # noqa: N802, PLR0913, PLR0917 - Horovod's name and a
     sparse_as_dense: bool = False,  # noqa: FBT001, FBT002 - Horovod's
     process_set: ProcessSet | None = global_process_set,
     shard: str | None = None,
+    master_dtype: torch.dtype | None = None,
 ) -> Any:
     """Make ``optimizer`` step on gradients that are averaged over all ranks.
 
@@ -66,33 +69,32 @@ def DistributedOptimizer(  # noqa: N802, PLR0913, PLR0917 - Horovod's name and a
         gradient_predivide_factor: with ``Average``: divides before the sum, multiplies it after.
         num_groups: Horovod's old name of a number of ``groups``.
         groups: gradients that travel together: lists of parameters, or a number of groups.
-        sparse_as_dense: sum sparse gradients as dense ones; else the rows of all ranks are
-            gathered. Either way ``.grad`` is sparse.
+        sparse_as_dense: sum sparse gradients as dense ones, gather no rows; ``.grad`` is sparse.
         process_set: the ranks to average over; None for all.
         shard: ``"node"`` keeps parameters and state once per node; see ``hpctrain guide sharded``.
+        master_dtype: with ``shard``: in which parameters of 16 bits are kept and stepped, too.
 
     Raises:
         ConfigError: an argument is not valid; a ``ValueError`` too.
         NotInitializedError: ``hpctrain.init()`` was not called.
         MismatchError: the ranks do not have the same parameters.
     """
-    if num_groups:
-        warnings.warn("num_groups is called groups now", DeprecationWarning, stacklevel=2)
-    groups = num_groups or None if groups is None else groups
     _check(optimizer, op, gradient_predivide_factor, backward_passes_per_step, shard)
-    grouping = Grouping(groups, sparse_as_dense=sparse_as_dense)
+    grouping = Grouping(_groups(num_groups, groups), sparse_as_dense=sparse_as_dense)
     count = SampleCount(average=op is Average, predivide=gradient_predivide_factor)
-    names, comm = names_of(optimizer, named_parameters), _communicator(process_set)
+    if shard is None:
+        require_no_masters(master_dtype)
+    names, comm = names_of(optimizer, named_parameters), _communicator(process_set, master_dtype)
     compressor, passes = compression or Compression.none, backward_passes_per_step
     if comm is None:
         return _upgraded(optimizer, None, names, passes)
     parameters, steps = partial(named, weakref.ref(optimizer), names), _steps_over(comm)
     if op is Adasum:
-        combined = AdasumStep(comm, compressor, parameters, steps)
-        return _upgraded(optimizer, combined, names, passes)
+        return _upgraded(optimizer, AdasumStep(comm, compressor, parameters, steps), names, passes)
     how = comm, world.current().plan, codec_for(compressor), grouping, count, steps
-    reduction = (ShardedReduction if _is_sharded(shard, comm, how[2]) else Reduction)(*how)
-    return _upgraded(optimizer, _reducer(reduction, parameters, optimizer, passes), names, passes)
+    reduction = (ShardedReduction if is_shared(shard, comm, how[2]) else Reduction)(*how)
+    exchange = _reducer(reduction, parameters, optimizer, passes, master_dtype)
+    return _upgraded(optimizer, exchange, names, passes)
 
 
 class DistributedMethods:
@@ -279,7 +281,6 @@ class ShardedMethods(DistributedMethods):
     """What ``DistributedOptimizer`` adds to an optimizer whose parameters a node has once."""
 
     _reducer: ShardedStep
-    _step_supports_amp_scaling = True  # a scaler calls step() on all ranks then, which refuses it
 
     def synchronize(self) -> None:
         """Let the ranks compare what they are about to step on; ``raised_flags`` are known then.
@@ -312,6 +313,23 @@ class ShardedMethods(DistributedMethods):
         found: dict[str, Any] = super().state_dict()  # type: ignore[misc]
         return found
 
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Replace the state, in which masters have other bits than torch would give them."""
+        super().load_state_dict(state_dict)
+        places = [i for group in state_dict["param_groups"] for i in group["params"]]
+        for place, (_, parameter) in zip(places, places_of(self), strict=True):  # type: ignore[arg-type]
+            saved = state_dict["state"].get(place, {})
+            if self._reducer.master_dtype and saved:
+                self.state[parameter] = {  # type: ignore[attr-defined]
+                    k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in saved.items()
+                }
+
+    def _unscale(self, factor: float, *, allows_fp16: bool) -> bool:
+        return self._reducer.unscale(factor, allows_fp16=allows_fp16)
+
+
+unscale_averages(ShardedMethods)
+
 
 @eager
 def before_step(
@@ -327,11 +345,6 @@ def before_step(
             "optimizer.synchronize(); it changes nothing here, since gradients are averaged once, "
             "when backward() returns: leave synchronize() out",
             stacklevel=3,
-        )
-    if isinstance(stepping, ShardedMethods) and hasattr(stepping, "found_inf"):
-        raise ConfigError(
-            'a GradScaler looks at .grad, which with shard="node" is each rank\'s own gradient '
-            "and not the average; take bfloat16, which needs no scaler, or leave shard out"
         )
     closure = _closure_in(args, kwargs)
     if closure is None:
@@ -375,26 +388,12 @@ def after_step(stepped: Any, *_: object) -> None:
 @eager
 def begin_step(stepping: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Keep the parameters: torch calls this at the start of ``step()``."""
-    _unscale(stepping)
+    unscale_own(stepping)
     stepping._exchange.begin(has_closure=_closure_in(args, kwargs) is not None)  # noqa: SLF001
 
 
 def _closure_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return kwargs.get("closure", args[1] if len(args) > 1 else None)
-
-
-def _unscale(stepping: Any) -> None:
-    """Do what ``GradScaler`` leaves to an optimizer that steps in any case."""
-    found_inf, scale = (getattr(stepping, name, None) for name in ("found_inf", "grad_scale"))
-    if found_inf is None:
-        return
-    stepping.found_inf = stepping.grad_scale = None  # the scaler removes both
-    inverse = None if scale is None else scale.double().reciprocal().float()
-    for p in (p for group in stepping.param_groups for p in group["params"]):
-        if found_inf:
-            p.grad = None
-        elif p.grad is not None and inverse is not None:
-            p.grad.mul_(inverse.to(p.grad.device))
 
 
 def _upgraded(
@@ -416,12 +415,23 @@ def _upgraded(
 
 
 def _reducer(
-    reduction: Reduction, parameters: ParameterSource, optimizer: Optimizer, passes: int
+    reduction: Reduction,
+    parameters: ParameterSource,
+    optimizer: Optimizer,
+    passes: int,
+    master_dtype: torch.dtype | None,
 ) -> Reducer:
     note = world.current().last_call.note
     if isinstance(reduction, ShardedReduction):
-        return ShardedStep(reduction, parameters, note, optimizer)
+        return ShardedStep(reduction, parameters, note, optimizer, master_dtype)
+    require_no_masters(master_dtype)
     return Reducer(reduction, parameters, note, passes=passes)
+
+
+def _groups(num_groups: int, groups: Groups | None) -> Groups | None:
+    if num_groups:
+        warnings.warn("num_groups is called groups now", DeprecationWarning, stacklevel=3)
+    return num_groups or None if groups is None else groups
 
 
 def _check_passes(passes: int) -> None:
@@ -450,26 +460,6 @@ def _check(
         raise ConfigError('op=Adasum combines whole steps of ranks, not with shard="node"')
 
 
-def _is_sharded(shard: str | None, comm: Communicator, codec: Codec) -> bool:
-    """Say whether ranks share parameters; not where each has a node to itself."""
-    if shard is None:
-        return False
-    levels = comm.levels
-    if levels is None:
-        if all(len(ranks) == 1 for ranks in world.current().topology.nodes):
-            return False
-        raise ConfigError(
-            'shard="node" needs memory that the ranks of a node share, and there is none here; '
-            "see hpctrain doctor and HPCTRAIN_SHARED_MEMORY, or leave shard out"
-        )
-    if not isinstance(codec, Identity) and (levels.num_rails or not isinstance(codec, HalfCodec)):
-        raise ConfigError(
-            'shard="node" sends gradients between nodes as they are, got a compression; leave one '
-            "of them out"
-        )
-    return True
-
-
 def _steps_over(comm: Communicator) -> CheckedSteps:
     """Return the steps of an optimizer over these ranks. Collective for the first one."""
     here = world.current()
@@ -479,10 +469,15 @@ def _steps_over(comm: Communicator) -> CheckedSteps:
     return CheckedSteps(check, here.settings.check_weights)
 
 
-def _communicator(process_set: ProcessSet | None) -> Communicator | None:
+def _communicator(
+    process_set: ProcessSet | None, master_dtype: torch.dtype | None
+) -> Communicator | None:
     """Return what to average over; None where there is nobody else."""
     here, process_set = world.current(), process_set or global_process_set
     if process_set.process_set_id is not None and not process_set.included():
         return None
     comm = here.sets.communicator(process_set)
-    return comm if comm.size > 1 else None
+    if comm.size > 1:
+        return comm
+    require_no_masters(master_dtype)
+    return None

@@ -40,13 +40,13 @@ Change = Callable[[Tensor], object]
 class ShardedReduction(Reduction):
     """Buckets whose sums go into the optimizer's step, chunk by chunk, and nowhere else."""
 
-    def prepare(self, rule: PieceStep) -> None:
+    def prepare(self, rule: PieceStep, master_dtype: torch.dtype | None) -> None:
         """Make what the steps need beside the buckets. Collective."""
         levels = self._comm.levels
         assert levels is not None
         self._node = levels.node
         self._between_nodes = levels.num_rails > 0
-        self.values = NodeValues(self._comm, levels.node, rule)
+        self.values = NodeValues(self._comm, levels.node, rule, master_dtype)
         self._has_values = False
         self._facts = self._comm.new_bucket(1, torch.float64)
         self._sums: list[NodeTensor] = []
@@ -133,6 +133,8 @@ class ShardedReduction(Reduction):
                     rule.step(groups)
                 for piece in pieces:
                     bucket.keep(piece, rule.state[piece.values])
+                    if bucket.has_masters:
+                        piece.rounded.copy_(piece.values)
         return present
 
     def gradients(self, changes: Sequence[Change]) -> Iterator[Tensor]:
@@ -211,7 +213,8 @@ class ShardedReduction(Reduction):
     def _sum(self, bucket: NodeBucket, chunk: Chunk) -> None:
         """Let ``chunk.total`` be the sum over all ranks, times the scale."""
         if not self._sums:
-            combine_to(chunk.total, self._weighted(chunk.parts), bucket.how, self.count.scale)
+            for out, parts in chunk.blocks:
+                combine_to(out, self._weighted(parts), bucket.how, self.count.scale)
             return
         _, late = scaled_when(self.count.scale, bucket.how)
         number = self.values.buckets.index(bucket)
@@ -241,9 +244,13 @@ class ShardedStep(Reducer):
         parameters: ParameterSource,
         note: Callable[[str], object],
         optimizer: Optimizer,
+        master_dtype: torch.dtype | None,
     ) -> None:
         """Lay out the buckets and hook the parameters. Collective."""
+        if master_dtype not in (None, torch.float32, torch.float64):
+            raise ConfigError(f"master_dtype is torch.float32 or float64, got {master_dtype}")
         self._rule = PieceStep(optimizer)
+        self.master_dtype = master_dtype
         self._optimizer = weakref.ref(optimizer)
         self._own: dict[Tensor, tuple[int, int]] = {}
         """Gradients that backward has left, by what changes when they are written."""
@@ -255,7 +262,8 @@ class ShardedStep(Reducer):
         self._was_clipped = False  # whether what they were averaged to was, which they are not
         self._hidden: list[tuple[Tensor, Tensor]] = []
         self._is_spoilt = False  # whether a step has failed in the middle
-        reduction.prepare(self._rule)
+        self._overflowed = False  # whether what was unscaled last was not finite
+        reduction.prepare(self._rule, master_dtype)
         super().__init__(reduction, parameters, note)
 
     # -- while backward runs ----------------------------------------------------------------
@@ -305,7 +313,7 @@ class ShardedStep(Reducer):
         optimizer = self._optimizer()
         assert optimizer is not None
         self._check_owner()
-        settings = self._rule.read(optimizer)
+        settings = f"{self._rule.read(optimizer)}; {self.master_dtype}"
         slots = self.reduction.slot_of.values()
         is_written = not self._is_spoilt and self.reduction.is_written(optimizer)
         is_first_time = not self._own and any(slot.holds_result for slot in slots)
@@ -448,6 +456,22 @@ class ShardedStep(Reducer):
     def scale_by(self, factor: float) -> None:
         """Multiply the average in the step to come."""
         self._changes.append(lambda grad: grad.mul_(factor))
+
+    @torch.no_grad()
+    def unscale(self, factor: float, *, allows_fp16: bool) -> bool:
+        """Multiply the average in the step to come; say whether it is not finite. Collective."""
+        if self._overflowed:  # then the step was left out, and clipped for nothing
+            self._changes = []
+        self.open()
+        if not allows_fp16 and torch.float16 in self.reduction.values.step_dtypes:
+            raise ValueError("Attempting to unscale FP16 gradients.")  # as torch says it
+        one, found = torch.ones(()), torch.zeros(())
+        for grad in self.reduction.gradients(self._changes):
+            torch._amp_foreach_non_finite_check_and_unscale_([grad], found, one)
+        self._overflowed = self.reduction.norm_of_all(found.item(), math.inf) > 0
+        if factor != 1.0:
+            self.scale_by(factor)
+        return self._overflowed
 
 
 def same(one: Tensor, other: Tensor) -> bool:

@@ -385,7 +385,7 @@ _RULES = {
     "itself under torch.no_grad(), and start again from a checkpoint",
     "own_changed": 'with shard="node" .grad is each rank\'s own gradient until step(), which must '
     "not be changed after backward(), nor kept for a step that counts other samples, nor after a "
-    "step that was clipped, and was on {num} of {size} ranks; clip the average with "
+    "step that was clipped or unscaled, and was on {num} of {size} ranks; clip the average with "
     "optimizer.clip_grad_norm_() or clip_grad_value_(), scale the loss, call zero_grad() between "
     "steps, or leave shard out",
 }

@@ -196,12 +196,6 @@ class TrainingConfig:
             self.micro_shards,
         )
         require(
-            self.shard == "none" or self.precision != "fp16",
-            "train.precision is bf16 or fp32 for train.shard = node, as fp16 changes gradients "
-            "before they are averaged there",
-            self.precision,
-        )
-        require(
             self.shard == "none" or not self.reproducible,
             "train.shard is none for train.reproducible = true, which sums gradients by a rule of "
             "its own: leave one of them out",

@@ -104,9 +104,9 @@ def compare(program, mine, traces, oracle, rank):
     changes_graph = program.says(" reentrant", "'reentrant")
     half_a_step = program.says("closure") and program.says("backward_passes_per_step")
     sharded = program.says("shard=")
-    own = sharded and program.says(".grad", "clip_grad", "scaler", "join()", ".float()", ".half()")
+    own = sharded and program.says(".grad", "clip_grad", "join()", ".float()", ".half()")
     # Refused, too, where gradients of a step before would count otherwise now.
-    own |= sharded and program.says("set_num_samples", "hvd.rank() !=")
+    own |= sharded and program.says("set_num_samples", "hvd.rank() !=", "scaler")
     may_refuse = oracle.may_refuse or changes_graph or half_a_step or own
     if refused and not may_refuse:
         return "refused", f"statement {at}: {type(mine.error).__name__}: {mine.error}"

@@ -1,10 +1,11 @@
 """``shard="node"``: what is done to gradients, which stay each rank's own, parts nobody."""
 
 import pytest
+import torch
 from torch import nn
 
 from hpctrain.core.errors import MismatchError
-from tests.gradients.test_sharded_step import MANY, backward, wrapped
+from tests.gradients.test_sharded_step import MANY, assert_same_bits, backward, batch, wrapped
 
 
 @MANY
@@ -37,3 +38,71 @@ def test_gradients_that_are_kept_after_a_clipped_step_are_an_error_on_all_ranks(
     optimizer.step()
     with pytest.raises(MismatchError, match="after a step that was clipped"):
         optimizer.step()
+
+
+def train_scaled(hvd, kind, settings, unscales, clears, **options):
+    """Train with a scaler, whose loss overflows on one rank, then on another."""
+    model, optimizer = wrapped(hvd, kind, torch.float32, settings, **options)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1000.0, growth_interval=2)
+    scales = []
+    for step in range(7):
+        clears(model, optimizer)
+        overflows = step in {1, 4} and hvd.rank() == step % 2
+        loss = model(batch(hvd, step)).square().mean()
+        if overflows:  # in the slice of one rank
+            loss = loss + (model[0].bias * float("inf")).sum()
+        scaler.scale(loss).backward()
+        if unscales:
+            scaler.unscale_(optimizer)
+            optimizer.clip_grad_value_(0.01)
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return model, optimizer.state_dict(), scales
+
+
+@MANY
+@pytest.mark.parametrize("per_node", [2], indirect=True)
+@pytest.mark.parametrize("unscales", [False, True])
+def test_a_scaler_unscales_averages_and_leaves_a_step_out_on_all_ranks(hvd, unscales):
+    for kind, settings, options in (
+        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, {}),
+        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "fused": True}, {}),
+        (torch.optim.AdamW, {"lr": 0.01, "fused": True}, {}),
+        (torch.optim.Adam, {"lr": 0.01, "foreach": True}, {"op": hvd.Sum}),
+    ):
+        for clears in (lambda _, o: o.zero_grad(), lambda m, _: m.zero_grad()):
+            ordinary, sharded = (
+                train_scaled(hvd, kind, settings, unscales, clears, shard=shard, **options)
+                for shard in (None, "node")
+            )
+            for one, other in zip(ordinary, sharded, strict=True):
+                assert_same_bits(one, other)
+        assert {500.0, 1000.0} <= set(sharded[2])
+
+
+@MANY
+def test_a_norm_behind_a_scaler_is_that_of_the_unscaled_average(hvd):
+    models = []
+    for shard in (None, "node"):
+        model, optimizer = wrapped(hvd, shard=shard)
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+        for step in range(3):
+            optimizer.zero_grad()
+            scaler.scale(model(batch(hvd, step, torch.float64)).square().mean()).backward()
+            scaler.unscale_(optimizer)
+            optimizer.clip_grad_norm_(0.02)
+            scaler.step(optimizer)
+            scaler.update()
+        models.append(model)
+    for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+
+
+@MANY
+def test_averages_of_16_bits_are_not_unscaled_as_with_torch(hvd):
+    model, optimizer = wrapped(hvd, dtype=torch.float16, shard="node")
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    scaler.scale(model(batch(hvd, 0, torch.float16)).square().mean()).backward()
+    with pytest.raises(ValueError, match="FP16 gradients"):
+        scaler.unscale_(optimizer)

@@ -15,12 +15,14 @@ NOISY = ["model.target=tests.train.problem:noisy_model"]
 
 
 @pytest.mark.ranks(1, 2, 3)
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("precision", "shard"), [("bf16", "none"), ("fp16", "none"), ("fp16", "node")]
+)
 def test_in_16_bits_all_ranks_have_the_same_bits_and_leave_out_the_same_steps(
-    here, configure, shared, world, precision
+    here, configure, shared, world, precision, shard
 ):
-    how = [f"train.precision={precision}", "loss.target=tests.train.problem:steep"]
-    how += ["optimizer.lr=0.002"]
+    how = [f"train.precision={precision}", f"train.shard={shard}"]
+    how += ["loss.target=tests.train.problem:steep", "optimizer.lr=0.002"]
     job = Job(here, configure, shared / "run", *NOISY, *SINGLE, *how, "train.epochs=2")
     task = job.built()
     seen = set[torch.dtype]()

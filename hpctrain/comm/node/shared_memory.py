@@ -227,12 +227,18 @@ def combine(parts: Sequence[Tensor], combination: Combination, scale: float | No
 def combine_to(
     out: Tensor, parts: Sequence[Tensor], combination: Combination, scale: float | None
 ) -> None:
-    """Combine the pieces in rank order, times ``scale``; ``out`` may be one of the first two."""
+    """Combine the pieces in rank order, times ``scale``; ``out`` may be one of the first two.
+
+    What ``out`` has more bits for is not rounded.
+    """
     if combination.wide is not combination.lane or len(parts) == 1:
-        total = parts[0].to(combination.wide, copy=True)
+        is_wide = out.dtype is combination.wide is not combination.lane
+        total = out.copy_(parts[0]) if is_wide else parts[0].to(combination.wide, copy=True)
         for other in parts[1:]:
             combination.into(total, other)
-        out.copy_(total if scale is None else total.mul_(scale))
+        total = total if scale is None else total.mul_(scale)
+        if not is_wide:
+            out.copy_(total)
         return
     combination.function(parts[0], parts[1], out=out)
     for other in parts[2:]:
