@@ -201,7 +201,7 @@ bench: .venv/stamp ## run a part of every benchmark and print their table; resul
 	$(call bench,60,step-2,hpctrain launch -n 2 -- python perf/bench_step.py --rounds 3 --steps 3)
 	$(foreach ranks,2 4,$(call bench,60,named-$(ranks),python perf/bench_named.py --rounds 2 \
 	  --idle-pairs 20 --ranks $(ranks)))
-	$(call bench,30,start-4,python perf/bench_start.py --rounds 2)
+	$(call bench,30,start-4,python perf/bench_start.py --rounds 1)
 	$(call bench,30,checkpoint-2,hpctrain launch -n 2 -- python perf/bench_checkpoint.py \
 	  --rounds 2 --mib 256)
 	$(call bench,40,reproducible-2,hpctrain launch -n 2 -- python perf/bench_reproducible.py \

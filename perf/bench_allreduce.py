@@ -37,17 +37,15 @@ def measure_size(
     """Time all ways for one message size and check our sums; note the spread of each ratio."""
     comm = current().comm
     numel = max(num_bytes // 4, 1)
-    bucket, tensor, plain = (
-        comm.new_bucket(numel, torch.float32),
-        torch.empty(numel),
-        torch.empty(numel),
-    )
+    bucket, tensor = comm.new_bucket(numel, torch.float32), torch.empty(numel)
+    written = [bucket.flat, tensor]
 
     def write() -> None:
-        for values in (bucket.flat, tensor, plain):
+        written.reverse()  # what is written last lies nearer
+        for values in written:
             values.fill_(comm.rank + 1)
 
-    variants = {name: peer(plain) for name, peer in peers.items()} | {
+    variants = {name: peer(tensor) for name, peer in peers.items()} | {
         "bucket": lambda: comm.allreduce_(bucket).wait(),
         "tensor": lambda: comm.allreduce_(tensor).wait(),
     }

@@ -1,4 +1,4 @@
-"""Start-up: from ``hpctrain.init()`` to the end of the first collective, after the imports.
+"""Start-up: where the time goes from the process to the second step of a training script.
 
     python perf/bench_start.py [--ranks 4] [--nodes 1] [--rounds 5] [--json FILE]
 
@@ -8,68 +8,158 @@ Every launch is a new one of ``mpirun``. Three ways in turn:
 * ``measured``: algorithms are measured, as in the first run on a machine;
 * ``remembered``: the plan of the run before.
 
-A figure is that of the slowest rank; the median over the launches counts.
+Each stage is that of the rank which took longest, the median over the launches: Python and torch,
+then MPI's own start, then the stages of ``init()``, then two steps of a small model. What a stage
+imports is in it, from bytecode, which a launch before the first round has written.
 """
 
+import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
-
-import torch
-from measure import arguments, median, report
-
-from hpctrain.launch import mpiexec
+from typing import Any
 
 WAYS = {"rule": "off", "measured": "fresh", "remembered": "auto"}
+STAGES = {
+    "python": "from the start of the process to its first line",
+    "torch": "import torch",
+    "hpctrain": "import what init() needs",
+    "MPI_Init": "MPI's own: loading the library, finding the ranks",
+    "ranks": "MPI communicators, hosts, cores, who lives",
+    "memory": "segments that the node shares",
+    "plan": "facts, and the plan by rule or of an earlier run",
+    "probe": "measuring algorithms",
+    "named": "the controller of named operations and its mailboxes",
+    "rest": "all else in init()",
+    "broadcast": "DistributedOptimizer, broadcast_parameters",
+    "first step": "forward, backward, the optimizer",
+    "second step": "the same again",
+}
+SUM = "init()"
+OF_SUM = ("ranks", "memory", "plan", "probe", "named", "rest")
+
+
+class Clock:
+    """Seconds by stage; a stage inside of another counts for the outer one."""
+
+    def __init__(self, begin: float) -> None:
+        self.seconds = dict.fromkeys(STAGES, 0.0)
+        self._last, self._is_inside = begin, False
+
+    def note(self, stage: str) -> None:
+        """Give all time since the last note to a stage."""
+        now = time.time()
+        self.seconds[stage] += now - self._last
+        self._last = now
+
+    def watch(self, owner: Any, name: str, stage: str) -> None:
+        """Give the time in a function to its stage; what came before it is the ranks'."""
+        function = getattr(owner, name)
+
+        def watched(*args: Any, **named: Any) -> Any:
+            if self._is_inside:
+                return function(*args, **named)
+            self.note("ranks")
+            self._is_inside = True
+            try:
+                return function(*args, **named)
+            finally:
+                self._is_inside = False
+                self.note(stage)
+
+        setattr(owner, name, watched)
 
 
 def start() -> None:
-    """Join the world and sum a tensor; rank 0 prints the seconds of the slowest rank."""
-    from mpi4py import MPI  # noqa: PLC0415 - only where ranks are started
+    """Start as a script does; rank 0 prints the seconds of the slowest rank."""
+    clock = Clock(started_at())
+    clock.note("python")
+    import torch  # noqa: PLC0415
 
-    import hpctrain  # noqa: PLC0415
-    import hpctrain.collectives.allreduce  # noqa: PLC0415
-    import hpctrain.comm.build  # noqa: PLC0415
-    import hpctrain.comm.plan.probe  # noqa: PLC0415
+    clock.note("torch")
+    import hpctrain as hvd  # noqa: PLC0415
+    from hpctrain.comm import factory  # noqa: PLC0415
+    from hpctrain.runtime import world  # noqa: PLC0415
 
-    tensor = torch.ones(10)
-    MPI.COMM_WORLD.Barrier()
-    begin = time.perf_counter()
-    hpctrain.init()
-    hpctrain.allreduce(tensor)
-    seconds = MPI.COMM_WORLD.reduce(time.perf_counter() - begin, MPI.MAX)
-    if seconds is not None:
-        print(seconds)  # noqa: T201 - the answer to the process that started this
+    clock.note("hpctrain")
+    from mpi4py import MPI  # noqa: PLC0415
+
+    clock.note("MPI_Init")
+    MPI.COMM_WORLD.Barrier()  # some ranks have come later
+    clock.note("MPI_Init")
+    from hpctrain.comm import build  # noqa: PLC0415
+
+    clock.watch(build, "share_memory", "memory")
+    clock.watch(factory.planning, "decide", "plan")
+    clock.watch(factory.planning, "measured", "probe")
+    clock.watch(world, "ProcessSets", "named")
+    hvd.init()
+    clock.note("rest")
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    clock.note("broadcast")
+    for step in ("first step", "second step"):
+        optimizer.zero_grad()
+        model(torch.randn(32, 64)).square().mean().backward()
+        optimizer.step()
+        clock.note(step)
+    found = MPI.COMM_WORLD.gather(clock.seconds)
+    if found is not None:
+        slowest = {stage: max(one[stage] for one in found) for stage in STAGES}
+        slowest[SUM] = max(sum(one[stage] for stage in OF_SUM) for one in found)
+        print(json.dumps(slowest))  # noqa: T201 - the answer to the process that started this
 
 
-def launch(ranks: int, nodes: int, environ: dict[str, str]) -> float:
+def started_at() -> float:
+    """Return when this process began, as ``time.time`` says."""
+    with open("/proc/self/stat", encoding="ascii") as file:  # noqa: PTH123 - nothing is imported yet
+        ticks = int(file.read().rpartition(")")[2].split()[19])
+    age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    return time.time() - age_s
+
+
+def launch(ranks: int, nodes: int, told: dict[str, str]) -> dict[str, float]:
     """Start the ranks once and return what they measured."""
+    from hpctrain.launch import mpiexec  # noqa: PLC0415 - not where ranks are timed
+
     line = mpiexec.command([sys.executable, __file__, "start"], num_ranks=ranks, nodes=nodes)
+    environ = mpiexec.environment(os.environ | told)
     done = subprocess.run(line, env=environ, capture_output=True, text=True, check=True)  # noqa: S603 - our own
-    return float(done.stdout.split()[-1])
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def main() -> None:
     """Launch every way in turn, print the table, write the JSON file."""
+    from measure import arguments, median, report  # noqa: PLC0415
+
     parser = arguments(__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=4, help="ranks of each launch")
     parser.add_argument("--nodes", type=int, default=1, help="nodes to declare on this host")
     options = parser.parse_args()
-    seconds: dict[str, list[float]] = {way: [] for way in WAYS}
+    found: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
     with tempfile.TemporaryDirectory() as cache:
+        compiled = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": cache}
+        launch(options.ranks, options.nodes, compiled)
         for _ in range(options.rounds):
             for way, probe in WAYS.items():
-                told = {"HPCTRAIN_PROBE": probe, "XDG_CACHE_HOME": cache}
-                environ = mpiexec.environment(os.environ | told)
-                seconds[way].append(launch(options.ranks, options.nodes, environ))
+                told = compiled | {"HPCTRAIN_PROBE": probe, "XDG_CACHE_HOME": cache}
+                found[way].append(launch(options.ranks, options.nodes, told))
+    middle = {
+        way: {stage: median([one[stage] for one in runs]) for stage in (*STAGES, SUM)}
+        for way, runs in found.items()
+    }
+    words = STAGES | {SUM: f"the sum of {', '.join(OF_SUM)}"}
     rows = [
-        {"plan": way, "median s": median(found), "fastest s": min(found), "slowest s": max(found)}
-        for way, found in seconds.items()
+        {"stage": stage, **{f"{way} ms": middle[way][stage] * 1e3 for way in WAYS}, "what": text}
+        for stage, text in words.items()
     ]
+    ratios = {f"{way}, {SUM}, s": middle[way][SUM] for way in WAYS}
     title = f"Start-up of {options.ranks} ranks on {options.nodes} node(s)"
-    report(title, rows, {f"{row['plan']}, s": row["median s"] for row in rows}, options.json)
+    report(title, rows, ratios, options.json)
 
 
 if __name__ == "__main__":

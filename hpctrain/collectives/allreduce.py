@@ -97,10 +97,9 @@ def allreduce_(  # noqa: PLR0913, PLR0917 - Horovod's arguments, in its order
 
     As ``allreduce``, but not differentiable.
     """
-    request = _request(
-        (tensor,), name, op, average, prescale_factor, postscale_factor, in_place=True
-    )
-    return cast("Tensor", controller_of(process_set).run(request)[0])
+    factors = prescale_factor, postscale_factor
+    handle = _started(tensor, average, name, op, factors, process_set, is_awaited=True)
+    return cast("Tensor", handle.wait())
 
 
 def allreduce_async_(  # noqa: PLR0913, PLR0917 - Horovod's arguments, in its order
@@ -113,18 +112,8 @@ def allreduce_async_(  # noqa: PLR0913, PLR0917 - Horovod's arguments, in its or
     process_set: ProcessSet | None = global_process_set,
 ) -> Handle:
     """Start what ``allreduce_`` does; see ``allreduce_async``."""
-    if average is not None or op.__class__ is not ReduceOp:
-        op = chosen_op(op, average)
-    controller = controller_of(process_set)
-    if name is not None:  # there may be thousands in a step
-        handle = controller.submit_tensor(name, tensor, op, prescale_factor, postscale_factor)
-        if handle is not None:
-            return handle
     factors = prescale_factor, postscale_factor
-    request = reduction(Kind.ALLREDUCE, (tensor,), name, op, *factors, in_place=True)
-    if name is not None:
-        controller.repeat(name, request)
-    return controller.submit(request, only)
+    return _started(tensor, average, name, op, factors, process_set)
 
 
 def grouped_allreduce(  # noqa: PLR0913, PLR0917 - Horovod's arguments, in its order
@@ -222,6 +211,31 @@ def grouped_allreduce_async_(  # noqa: PLR0913, PLR0917 - Horovod's arguments, i
     group = check_group(tensors)
     request = _request(group, name, op, average, prescale_factor, postscale_factor, in_place=True)
     return controller_of(process_set).submit(request)
+
+
+def _started(  # noqa: PLR0913 - what users give
+    tensor: Tensor,
+    average: bool | None,  # noqa: FBT001
+    name: str | None,
+    op: ReduceOp | None,
+    factors: tuple[float, float],
+    process_set: ProcessSet | None,
+    *,
+    is_awaited: bool = False,
+) -> Handle:
+    """Start a reduction in place; what was checked once is known by its name."""
+    if average is not None or op.__class__ is not ReduceOp:
+        op = chosen_op(op, average, stacklevel=4)
+    assert op is not None
+    controller = controller_of(process_set)
+    if name is not None:  # there may be thousands in a step
+        handle = controller.submit_tensor(name, tensor, op, *factors, is_awaited=is_awaited)
+        if handle is not None:
+            return handle
+    request = reduction(Kind.ALLREDUCE, (tensor,), name, op, *factors, in_place=True)
+    if name is not None:
+        controller.repeat(name, request)
+    return controller.submit(request, only, is_awaited=is_awaited)
 
 
 def _request(  # noqa: PLR0913 - what users give

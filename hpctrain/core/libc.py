@@ -138,11 +138,13 @@ class Timer:
         when = (ctypes.c_long * 4)(0, 0, *divmod(nanoseconds, 1_000_000_000))
         self._set(self._descriptor, 0, when, None)
 
-    def wait(self, timeout_s: float) -> None:
-        """Sleep until it goes off, or for so long."""
-        if self._poll.poll(timeout_s * 1e3):
+    def wait(self, timeout_s: float) -> bool:
+        """Sleep until it goes off, or for so long; say whether it went off."""
+        went_off = bool(self._poll.poll(timeout_s * 1e3))
+        if went_off:
             with contextlib.suppress(BlockingIOError):  # set anew meanwhile
                 os.read(self._descriptor, 8)
+        return went_off
 
     def close(self) -> None:
         """Give the descriptor back; nobody may wait any more."""

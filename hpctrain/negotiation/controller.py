@@ -36,8 +36,10 @@ if TYPE_CHECKING:
     from hpctrain.negotiation.timeline import Timelines
 
 TICK_S = 1.0  # between two looks for what has lasted too long, and for questions of other ranks
-_BURST_S, _MOST_CYCLES = 100e-6, 50
-"""Between two operations of a burst, at most; and how many times it may last so long."""
+_BURST_S, _MOST_PAUSES = 100e-6, 6
+"""Between two operations of a burst, at most; and pauses in it, each twice as long as the last."""
+_LONGEST_S = 2e-3
+"""Until the thread looks up, where all that it has looked up for lately was waited for."""
 _CLOSE_S = 10.0
 """Longest wait at the end for ranks whose operations have broken down, and for a caller whose
 operation does not come back."""
@@ -83,10 +85,11 @@ class Controller:
         self._is_driven = self._is_asleep = False
         self._num_callers = 0
         self._next_look = time.monotonic() + TICK_S
-        self._burst_s = max(cycle_s, _BURST_S)
+        self._burst_s = self._delay_s = max(cycle_s, _BURST_S)
         self._timer: Timer | None = None
-        """Goes off when what nobody waits for has waited for a burst; set when that begins."""
-        self._is_set, self._num_seen = False, 0
+        """Goes off when what nobody waits for has waited for a burst; set when that begins, and
+        left so when that is over: setting it takes as long as an operation."""
+        self._is_set = False
         self._thread: threading.Thread | None = None
         if comm.size > 1 and calls_from_threads():
             self._timer = Timer()
@@ -96,30 +99,42 @@ class Controller:
             self._thread.start()
 
     @eager
-    def submit(self, request: Request, take: Take | None = None) -> Handle:
+    def submit(
+        self, request: Request, take: Take | None = None, *, is_awaited: bool = False
+    ) -> Handle:
         """Start an operation; ``take`` makes what its handle gives of the result.
 
+        One that ``is_awaited`` at once begins when its handle is waited for.
         ``DuplicateNameError`` if an operation of this name is under way on this rank.
         """
         handle = Handle(self, request, take=take)
         self._enter(handle)
-        self._nudge()
+        if not is_awaited:
+            self._nudge()
         return handle
 
     @eager
     def submit_tensor(
-        self, name: str, tensor: "Tensor", op: ReduceOp, prescale: float, postscale: float
+        self,
+        name: str,
+        tensor: "Tensor",
+        op: ReduceOp,
+        prescale: float,
+        postscale: float,
+        *,
+        is_awaited: bool = False,
     ) -> Handle | None:
         """Start a reduction in place that was started as such before; None if none was.
 
-        ``name`` is what ``repeat`` was told.
+        ``name`` is what ``repeat`` was told; see ``submit``.
         """
         repeated = self._repeated.get(name)
         if repeated is None or not repeated.fits(tensor, op, prescale, postscale):
             return None
         handle = TensorHandle(self, repeated, tensor)
         self._enter(handle)
-        self._nudge()
+        if not is_awaited:
+            self._nudge()
         return handle
 
     def repeat(self, name: str, request: Request) -> None:
@@ -132,9 +147,7 @@ class Controller:
     @eager
     def run(self, request: Request) -> Result:
         """Start an operation and wait for its result."""
-        handle = Handle(self, request)
-        self._enter(handle)
-        result: Result = handle.wait()
+        result: Result = self.submit(request, is_awaited=True).wait()
         return result
 
     def start_join(self) -> Handle:
@@ -253,8 +266,8 @@ class Controller:
 
     def _set_timer(self, timer: Timer) -> None:
         """Let the thread see to what is under way, unless somebody waits for it before."""
-        self._is_set, self._num_seen = True, len(self._progress.news)
-        timer.set(self._burst_s)
+        self._is_set = True
+        timer.set(self._delay_s)
 
     def _start(self, handle: Handle) -> None:
         """Carry out a repeated operation, or begin to, where nothing else is under way here."""
@@ -329,25 +342,28 @@ class Controller:
             return
         if self._num_callers:
             self._given_up.notify_all()
-        elif self._timer is not None and self._may_drive:
-            has_work = self._progress.has_work()
-            if has_work and not self._is_set:
-                self._set_timer(self._timer)
-            elif self._is_set and not has_work:
-                self._is_set = False
-                self._timer.set(0)
+            return
+        timer, is_seen_to = self._timer, self._is_set or not self._may_drive
+        if timer is not None and not is_seen_to and self._progress.has_work():
+            self._set_timer(timer)
 
     # -- the thread -------------------------------------------------------------------------
 
     def _drive_for_nobody(self) -> None:
-        assert self._timer is not None
-        while self._may_drive and self._progress.broken is None:
-            if self._is_driven or self._num_callers or not self._progress.is_awaited:
-                self._timer.wait(TICK_S)
+        timer, progress, went_off = self._timer, self._progress, False
+        assert timer is not None
+        while self._may_drive and progress.broken is None:
+            if self._is_driven or self._num_callers or not progress.is_awaited:
+                went_off = timer.wait(TICK_S)
             self._is_set = False
             self._let_burst_pass()
             with self._lock:
-                if self._is_driven or self._num_callers or not self._may_drive:
+                is_free = not (self._is_driven or self._num_callers)
+                is_needed = is_free and progress.has_work()
+                longest_s = max(self._burst_s, _LONGEST_S)
+                self._delay_s = self._burst_s if is_needed else min(2 * self._delay_s, longest_s)
+                is_early = went_off and time.monotonic() < self._next_look
+                if not is_free or (is_early and not is_needed):
                     continue
                 self._is_driven = True
             try:
@@ -360,13 +376,13 @@ class Controller:
 
     def _let_burst_pass(self) -> None:
         """Wait while more and more is submitted: a program that submits needs Python's lock."""
-        news, num_seen = self._progress.news, self._num_seen
-        for _ in range(_MOST_CYCLES):
-            num_news = len(news)
-            if num_news <= num_seen or self._is_driven or self._num_callers:
+        for number in range(_MOST_PAUSES):
+            last = [*self._progress.news][-1:]
+            if not last or self._is_driven or self._num_callers:
                 return
-            num_seen = num_news
-            time.sleep(self._burst_s)
+            if time.monotonic() - last[0].since >= self._burst_s:
+                return
+            time.sleep(self._burst_s * 2**number)
 
     def _is_unneeded(self) -> bool:
         """Say whether the thread lets go: for good, for a caller, or for a cycle."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from hpctrain.comm.node.segments import yield_core
 from hpctrain.comm.node.shared_memory import combine_to
 from hpctrain.comm.ops import Combination, combination
 from hpctrain.negotiation.messages import Entry
@@ -93,8 +94,10 @@ class Express:
         for _ in range(_NUM_LOOKS):
             if (verdict := look()) is not None:
                 return verdict
-        end = time.perf_counter() + self._post.spin_s
-        while time.perf_counter() < end:
+        pace, start = self._post.pace, time.perf_counter()
+        while (waited_s := time.perf_counter() - start) < pace.spin_s + pace.yield_s:
+            if waited_s > pace.spin_s:
+                yield_core()
             if (verdict := look()) is not None:
                 return verdict
         return None

@@ -32,6 +32,7 @@ NUM_UNNAMED = 1024
 are under way at once, those that follow wait until the one of their number is done."""
 
 
+_ALLREDUCE = Kind.ALLREDUCE.value  # looked up once: an attribute of an Enum is a call
 _MANY = 8  # from here on it pays to announce operations all at once
 
 
@@ -79,7 +80,7 @@ class ProgressEngine:
 
     def has_work(self) -> bool:
         """Say whether something of this rank is under way."""
-        return bool(self.is_awaited or self.news or self.to_ask)
+        return bool(self._under_way or self._joining or self.news or self.to_ask)
 
     @property
     def is_awaited(self) -> bool:
@@ -168,7 +169,7 @@ class ProgressEngine:
         news = self.news
         if len(news) != 1 or news[0] is not handle or len(self._under_way) != 1 or self._held:
             return
-        if self.to_ask or self.broken or self._timeline() or not self._prepare(handle):
+        if self.to_ask or self.broken or self._timelines.current or not self._prepare(handle):
             return
         assert self.express is not None
         news.remove(handle)
@@ -261,11 +262,12 @@ class ProgressEngine:
         express = self.express
         if express is None or self._negotiator.takes_part or handle is self._aborted:
             return False
-        known = express.known(handle.name, handle.request)
+        request = handle.request
+        known = express.known(handle.name, request)
         if known is None:
             return False
         try:
-            express.prepare(known, handle.request)
+            express.prepare(known, request)
         except Exception:  # by mail it fails after the others have heard of it
             return False
         self._prepared = handle, known
@@ -294,14 +296,14 @@ class ProgressEngine:
 
     def _carry_out_known(self, handle: Handle, known: "Known") -> None:
         """Carry out what was committed."""
-        timeline, request = self._timeline(), handle.request
-        if not known.slots or timeline is not None:
+        if not known.slots or self._timelines.current is not None:
             self._carry_out(OperationBatch((known.entry,)), known)
             return
         del self._under_way[handle.name]
         self._reduce(handle, known)
-        self._let_go_some()
-        self._stalls.last_call.note(request.kind.value, handle.name)
+        if self._held:
+            self._let_go_some()
+        self._stalls.last_call.note(_ALLREDUCE, handle.name)
 
     def _reduce(self, handle: Handle, known: "Known") -> None:
         assert self.express is not None

@@ -225,7 +225,7 @@ class Repeated:
 class TensorHandle(Handle):
     """The handle of something repeated: there may be thousands, so it holds what it must."""
 
-    __slots__ = ("repeated", "tensor")
+    __slots__ = ("_made", "repeated", "tensor")
 
     repeated: Repeated
 
@@ -235,13 +235,17 @@ class TensorHandle(Handle):
         self.is_done = False
         self._driver = driver
         self._error = None
+        self._made: Request | None = None
         self.repeated = repeated
         self.tensor = tensor
 
     @property
     def request(self) -> Request:
         """What is to be done."""
-        return Request.signed(self.repeated.signature, self.name, (self.tensor,), in_place=True)
+        if self._made is None:
+            what = self.repeated.signature, self.name, (self.tensor,)
+            self._made = Request.signed(*what, in_place=True)
+        return self._made
 
     def wait(self) -> Tensor:
         """Return the tensor, or raise what went wrong; see ``Handle``."""

@@ -14,7 +14,7 @@ from hpctrain.comm.plan.planning import StoredPlan, key_of, load_cached, store_c
 from hpctrain.core import config
 from hpctrain.core.config import Settings
 from hpctrain.core.errors import ConfigError
-from hpctrain.core.units import KIB
+from hpctrain.core.units import KIB, MIB
 
 
 def topology_of(num_ranks, num_cores=64, *, per_node=None, cards=1):
@@ -79,6 +79,13 @@ def test_on_one_node_every_rank_reads_all_only_while_that_is_little(num_ranks):
     assert (table.at(1 << 30) == "slices") == (num_ranks > 4)
     limits = [size for size, _ in table.steps[1:]]
     assert all(size * (num_ranks - 2) <= 64 * KIB or size == 1 for size in limits)
+
+
+def test_ranks_that_take_turns_on_cores_sum_large_tensors_by_slices():
+    for num_ranks in (2, 4):
+        in_turns = plan_for(num_ranks, num_cores=num_ranks // 2).tensors
+        assert (in_turns.at(64 * KIB), in_turns.at(MIB)) == ("direct", "slices")
+        assert plan_for(num_ranks).tensors == SizeTable(((0, "direct"),))
 
 
 def test_between_nodes_tensors_take_the_levels_and_without_node_memory_the_library():

@@ -8,6 +8,8 @@ import torch
 from hpctrain.comm.build import SLOT_BYTES
 from hpctrain.comm.factory import connect
 from hpctrain.comm.mpi_world import find_world
+from hpctrain.comm.node.segments import Semaphore
+from hpctrain.comm.node.shared_memory import IN_TURNS
 from hpctrain.comm.ops import Op
 from hpctrain.core.config import Settings
 from hpctrain.core.errors import CommError, MismatchError, RankLostError
@@ -94,6 +96,21 @@ def test_who_waits_for_a_late_rank_of_its_node_sleeps(world, node):
     node.allreduce_(torch.ones(100))
     waited_s = time.monotonic() - start
     assert world.rank == 0 or time.process_time() - used_s < 0.2 * waited_s
+
+
+@pytest.mark.ranks(2, 4)
+def test_ranks_that_take_turns_on_a_core_sleep_for_none_that_comes_soon(world, node, monkeypatch):
+    monkeypatch.setattr(node.node, "pace", IN_TURNS)
+    naps, sleep = [], Semaphore.wait
+
+    def noted(self, timeout_s):
+        naps.append(timeout_s)
+        return sleep(self, timeout_s)
+
+    monkeypatch.setattr(Semaphore, "wait", noted)
+    for _ in range(300):
+        node.barrier()
+    assert world.allreduce(len(naps)) < 150 * (world.size - 1)
 
 
 @pytest.mark.ranks(2, 3)

@@ -10,6 +10,7 @@ import torch
 from hpctrain.comm.observed import Statistics, observed
 from hpctrain.core.config import Settings
 from hpctrain.core.errors import CommError, HorovodInternalError
+from hpctrain.core.libc import Timer
 from hpctrain.negotiation.controller import Controller
 from hpctrain.negotiation.request import Average, Kind, Max, Product, Request, Sum
 from hpctrain.negotiation.stall import LastCall, SetMember, StallWatch
@@ -99,6 +100,30 @@ def test_what_is_waited_for_soon_wakes_no_thread(ranks, monkeypatch):
     if time.monotonic() - start < 0.9:
         assert "hpctrain-named" not in names
     made.close()
+
+
+@SEVERAL
+def test_a_loop_that_waits_for_each_seldom_sets_the_timer_and_what_nobody_awaits_goes_on(
+    express, monkeypatch
+):
+    times, set_timer = [], Timer.set
+
+    def noted(self, seconds):
+        times.append(seconds)
+        set_timer(self, seconds)
+
+    monkeypatch.setattr(Timer, "set", noted)
+    value = torch.ones(2)
+    for _ in range(200):
+        assert express.submit(allreduce("again", value.fill_(1))).wait()[0] is value
+    assert len(times) < 100
+    assert all(times)  # nor is it set back
+    alone = express.submit(allreduce("again", value.fill_(1)))
+    end = time.monotonic() + 5
+    while not alone.done() and time.monotonic() < end:
+        time.sleep(0.001)
+    assert alone.done()
+    assert value.tolist() == [express.comm.size] * 2
 
 
 @SEVERAL

@@ -18,7 +18,7 @@ from hpctrain.comm.control_channel.ring import (
     fence_of,
 )
 from hpctrain.comm.node.segments import LINE_BYTES, Semaphore
-from hpctrain.comm.waiting import BY_MPI, IN_NODE, Watch, wait_until
+from hpctrain.comm.waiting import BY_MPI, Pace, Watch, wait_until
 from hpctrain.core.libc import Segment
 
 if TYPE_CHECKING:
@@ -94,12 +94,12 @@ class Mailbox:
         network: "Network | None" = None,
         commit: TwoPhaseCommit | None = None,
         watch: Watch,
-        spin: bool,
+        pace: Pace,
     ) -> None:
         """Take the ways to the neighbours.
 
         ``edges`` leads to the neighbours on this node, by rank, ``network`` to the others;
-        ``bell`` is of this process; with ``spin`` each rank has a core of its own.
+        ``bell`` is of this process; ``sleep`` begins at this ``pace``.
         """
         self.tree = tree
         self.commit = commit  # beside the mail, whose bell it rings; None between nodes
@@ -114,9 +114,7 @@ class Mailbox:
         self._network = network
         self._watch = watch
         self._inbox: list[tuple[int, bytes]] = []
-        pace = IN_NODE if network is None else BY_MPI
-        self._pace = pace if spin else pace._replace(spin_s=0.0)
-        self.spin_s = self._pace.spin_s  # how long a wait may keep this rank's core
+        self.pace = pace
 
     def send(self, to: int, message: bytes) -> None:
         """Send ``message`` to a neighbour in the tree, without waiting for it.
@@ -175,7 +173,7 @@ class Mailbox:
             return True
         start = time.perf_counter()
         came = wait_until(
-            self._something_came, self._watch.look, self._pace, nap=self._nap, timeout_s=timeout_s
+            self._something_came, self._watch.look, self.pace, nap=self._nap, timeout_s=timeout_s
         )
         self._watch.waited_s += time.perf_counter() - start
         return came
@@ -223,13 +221,13 @@ class Mailbox:
 
 def alone() -> Mailbox:
     """Make the mailboxes of a single rank, which only ever rings."""
-    return Mailbox(tree_of([[0]], 0), {}, _private_bell(), watch=Watch(), spin=False)
+    return Mailbox(tree_of([[0]], 0), {}, _private_bell(), watch=Watch(), pace=Pace(spin_s=0.0))
 
 
 def flat(comm: "MPI.Intracomm", watch: Watch) -> Mailbox:
     """Make mailboxes between ranks that share no memory. Collective."""
     tree = tree_of([[rank] for rank in range(comm.size)], comm.rank)
-    return Mailbox(tree, {}, _private_bell(), network=_network(comm), watch=watch, spin=True)
+    return Mailbox(tree, {}, _private_bell(), network=_network(comm), watch=watch, pace=BY_MPI)
 
 
 def by_node(comm: "MPI.Intracomm", node: "SharedMemory", watch: Watch) -> Mailbox:
@@ -259,7 +257,7 @@ def by_node(comm: "MPI.Intracomm", node: "SharedMemory", watch: Watch) -> Mailbo
         network=None if is_one else _network(comm),
         commit=_commit(tree, boxes, fence) if is_one else None,
         watch=watch,
-        spin=node.spin,
+        pace=node.pace if is_one else BY_MPI._replace(spin_s=node.pace.spin_s),
     )
 
 

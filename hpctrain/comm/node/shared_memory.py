@@ -8,13 +8,13 @@ once per reader instead of being packed into messages, and every rank owns its c
 import mmap
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from hpctrain.comm.bucket import Bucket, chunks_of
+from hpctrain.comm.bucket import CHUNK_BYTES, Bucket, chunks_of, slice_bounds
 from hpctrain.comm.call_check import Call, bucket_call, disagreement, tensor_call
 from hpctrain.comm.communicator import Owner
 from hpctrain.comm.node import node_memory
@@ -31,6 +31,9 @@ T = TypeVar("T")
 
 _CELLS = LINE_BYTES // 8  # numbers in the cache line of each rank
 
+IN_TURNS = IN_NODE._replace(spin_s=0.0, yield_s=200e-6)
+"""Where ranks outnumber cores: a core that is given away, and not asleep, is back at once."""
+
 
 class SharedMemory:
     """What the ranks of one node can do together; every method is collective over the node."""
@@ -45,14 +48,13 @@ class SharedMemory:
     ) -> None:
         """Take what the levels need in one piece: cells to compare, semaphores, the stage.
 
-        With ``spin`` each rank has a core of its own, so that a short wait may keep it;
+        With ``spin`` each rank has a core of its own, so that a short wait may keep it.
         ``stage_bytes`` are of each rank, for ``stage``. ``NodeMemoryError``, on every rank of the
         node, if there is too little.
         """
         self.local_rank = node.rank
         self.local_size = node.size
-        self.spin = spin
-        """Whether each rank has a core of its own, so that a short wait may keep it."""
+        self.pace = IN_NODE if spin else IN_TURNS  # of waits inside the node
         self.turn = 0
         """Which of two places the next meeting uses: 0 or 1, in turns. What a rank wrote into the
         place of one meeting may be read until that rank comes to the next but one."""
@@ -70,7 +72,7 @@ class SharedMemory:
         self._calls = cells.data
         self._rounds = self._make_rounds(num_rounds, cell_bytes)
         """Of a barrier: the semaphore to wait for, and the one to post."""
-        self._pace, self._watch = IN_NODE if spin else IN_NODE._replace(spin_s=0.0), watch
+        self._watch = watch
         self.stage = tuple(
             torch.frombuffer(segment, dtype=torch.uint8, offset=head_bytes)
             for segment in self._segments
@@ -191,7 +193,7 @@ class SharedMemory:
         for mine, next_one in self._rounds:
             next_one.post()
             if not mine.try_wait():
-                self._watch.wait(mine.try_wait, self._pace, nap=mine.wait)
+                self._watch.wait(mine.try_wait, self.pace, nap=mine.wait)
 
     def _count(self, passes: int, bucket: Bucket) -> None:
         """Count passes in which this rank touched its slice in the buckets of all ranks."""
@@ -261,6 +263,15 @@ def _lane(part: Tensor, combination: Combination) -> Tensor:
 
 Slots = tuple[Tensor, ...]
 
+
+class Cut(NamedTuple):
+    """Views of slots around the slice that this rank sums: before it and behind it; inside it."""
+
+    mine: Slots  # around it, of this rank's slot
+    sums: Slots  # around it, of the first rank's slot, where the sums come
+    peers: tuple[Slots, ...]  # pieces of it that fit the cache, of all ranks' slots
+
+
 MOST_SEEN = 256  # views that are kept: making one costs as much as a small sum
 
 
@@ -276,6 +287,7 @@ class SharedSlots:
         self._node = node
         self._num_bytes = len(node.stage[0]) // 2
         self._seen: dict[tuple[torch.dtype, torch.Size, int], Slots] = {}
+        self._cuts: dict[tuple[torch.dtype, torch.Size, int], Cut] = {}
 
     def numel(self, dtype: torch.dtype) -> int:
         """Return how many elements a slot takes."""
@@ -293,13 +305,44 @@ class SharedSlots:
         node.num_bytes += (1 + node.local_size) * values.numel() * values.itemsize
 
     def slices_(self, values: Tensor, combination: Combination, scale: float | None) -> None:
-        """Replace ``values`` by the sum: every rank sums a slice, then reads those of all."""
+        """Replace ``values`` by the sum: every rank sums a slice, then reads those of all.
+
+        What only this rank reads and needs, its own part of its slice, passes through no slot.
+        """
+        node = self._node
         call = tensor_call(combination.op, values.dtype, values.numel(), scale)
         for chunk in _pieces(values, self.numel(values.dtype)):
-            bucket = self.enter(chunk, call)
-            self._node.sum_slice(bucket, combination, scale)
-            self._node.barrier()
-            self.leave(chunk, bucket, None)
+            mine, sums, peers = self._cut(chunk.dtype, chunk.shape, node.turn)
+            own = slice_bounds(chunk.numel(), node.local_size, node.local_rank)
+            rest = chunk[: own.start], chunk[own.stop :]
+            for slot, part in zip(mine, rest, strict=True):
+                slot.copy_(part)
+            node.meet(call)
+            for given, part in zip(peers, _cached(chunk[own]), strict=True):
+                parts = [*given]
+                parts[node.local_rank] = part
+                combine_to(given[0], parts, combination, scale)
+                part.copy_(given[0])
+            node.barrier()
+            for slot, part in zip(sums, rest, strict=True):
+                part.copy_(slot)
+        node.num_bytes += 3 * values.numel() * values.itemsize
+
+    def _cut(self, dtype: torch.dtype, shape: torch.Size, turn: int) -> Cut:
+        """Cut the slots for flat tensors of a shape, see ``Cut``."""
+        found = self._cuts.get((dtype, shape, turn))
+        if found is None:
+            if len(self._cuts) >= MOST_SEEN:
+                self._cuts.clear()
+            node, slots = self._node, self.views(dtype, shape, turn)
+            own = slice_bounds(shape.numel(), node.local_size, node.local_rank)
+            mine, sums = (
+                (slot[: own.start], slot[own.stop :])
+                for slot in (slots[node.local_rank], slots[0])
+            )
+            peers = tuple(zip(*(_cached(slot[own]) for slot in slots), strict=True))
+            found = self._cuts[dtype, shape, turn] = Cut(mine, sums, peers)
+        return found
 
     def enter(self, values: Tensor, call: Call) -> Bucket:
         """Copy flat ``values``, which must fit, into this rank's slot, and meet for ``call``.
@@ -339,6 +382,12 @@ class SharedSlots:
                 slots = tuple(raw[first:end].view(dtype).view(shape) for raw in self._node.stage)
             self._seen[key] = slots
         return slots
+
+
+def _cached(values: Tensor) -> tuple[Tensor, ...]:
+    """Cut what is summed into pieces that stay in the cache."""
+    pieces: tuple[Tensor, ...] = values.split(CHUNK_BYTES // values.itemsize)
+    return pieces
 
 
 def _pieces(values: Tensor, numel: int) -> tuple[Tensor, ...]:

@@ -18,6 +18,9 @@ DIRECT_RANKS = 4
 """Up to so many ranks of a node each sums all that they hold: one more meeting costs as much."""
 DIRECT_BYTES = 64 * KIB
 """Where more ranks do so, up to so many bytes besides the own ones and one other's."""
+TURNS_BYTES = MIB
+"""Ranks that take turns on cores wait for all that the others do: from so many bytes on, a
+tensor is summed by slices, with less of it."""
 SIZES: dict[str, tuple[int, ...]] = {
     "tensors": (4 * KIB, 64 * KIB, 512 * KIB, 4 * MIB),
     "rail": (4 * KIB, 64 * KIB, MIB),
@@ -49,7 +52,7 @@ def choose_plan(
         free_core = topology.num_peer_cores >= num_busy
         overlap = "thread" if free_core else "end"
     one_level = topology.num_nodes == 1 or node_memory == "none"
-    tensors = _tensors_of(topology, node_memory)
+    tensors = _tensors_of(topology, node_memory, in_turns=bool(topology.shared_cores))
     if settings.engine == "horovod" and node_memory != "alone":
         two_level = settings.horovod_way == "two-level" and has_equal_nodes(topology)
         tensors = SizeTable(((0, "two-level" if two_level else "flat"),))
@@ -71,14 +74,19 @@ def has_equal_nodes(topology: Topology) -> bool:
     return topology.num_nodes > 1 and len(sizes) == 1 and sizes != {1}
 
 
-def tensors_rule(num_nodes: int, node_memory: str, local_size: int) -> SizeTable:
-    """Choose how ordinary tensors travel, for so many ranks on the largest node, unmeasured."""
+def tensors_rule(
+    num_nodes: int, node_memory: str, local_size: int, *, in_turns: bool = False
+) -> SizeTable:
+    """Choose how ordinary tensors travel, for so many ranks on the largest node, unmeasured.
+
+    With ``in_turns`` ranks outnumber cores.
+    """
     if node_memory in ("none", "alone"):
         return SizeTable(((0, "library"),))
     if num_nodes > 1:
         return SizeTable(((0, "levels"),))
     if local_size <= DIRECT_RANKS:
-        return SizeTable(((0, "direct"),))
+        return SizeTable(((0, "direct"), *([(TURNS_BYTES, "slices")] if in_turns else [])))
     return SizeTable(((0, "direct"), (max(DIRECT_BYTES // (local_size - 2), 1), "slices")))
 
 
@@ -103,8 +111,9 @@ def rail_rule(num_nodes: int) -> SizeTable:
     return SizeTable(((0, "doubling"), (DOUBLING_BYTES, "halving"), (ring_from, "ring")))
 
 
-def _tensors_of(topology: Topology, node_memory: str) -> SizeTable:
-    return tensors_rule(topology.num_nodes, node_memory, max(map(len, topology.nodes)))
+def _tensors_of(topology: Topology, node_memory: str, *, in_turns: bool = False) -> SizeTable:
+    local_size = max(map(len, topology.nodes))
+    return tensors_rule(topology.num_nodes, node_memory, local_size, in_turns=in_turns)
 
 
 def plan_for_group(plan: Plan, topology: Topology) -> Plan:
