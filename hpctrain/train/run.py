@@ -307,6 +307,7 @@ def _introduce(console: Console, here: world.World, task: Task, directory: RunDi
         ("model", f"{config.model.target}, {task.num_parameters} parameters, {rate}"),
         ("data", f"{config.data.target}, {data} {task.num_steps} steps, {epochs}"),
         ("ranks", f"{machine['ranks']}; {name} {plan}"),
+        *([("shard", task.shard_reason)] if task.shard_reason else []),
     )
     grid = Table.grid(Column(style="cyan", no_wrap=True), Column(), padding=(0, 2))
     for row in rows:
@@ -324,6 +325,7 @@ def _describe(console: Console, here: world.World, task: Task, directory: RunDir
         ("global batch", f"{config.train.global_batch} samples"),
         *([("reproducible", task.steps.describe())] if task.steps else []),
         *([("sync", describe(config.sync))] if task.sync else []),
+        *([("shard", task.shard_reason)] if task.shard_reason else []),
         ("optimizer", f"{config.optimizer.name}, learning rate {config.optimizer.lr:g}"),
     ]
     for title, part in (
