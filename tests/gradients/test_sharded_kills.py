@@ -86,9 +86,10 @@ def test_a_run_whose_ranks_are_killed_in_mid_update_ends_with_the_same_bits(tmp_
     assert run_ranks(killed, BODY.format(victim=(-1, 0, 0))).code == 0
     ends = [torch.load(folder / "end.pt") for folder in (alone, killed)]
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
-    assert segments() == before
+    assert segments() <= before
 
 
 def segments():
-    """Return what is left in memory that has a name."""
-    return {file.name for file in Path("/dev/shm").iterdir()}
+    """Return what is left in memory that has a name; Open MPI's own stays when it is killed."""
+    names = {file.name for file in Path("/dev/shm").iterdir()}
+    return {name for name in names if not name.startswith(("sm_segment", "vader_segment"))}
