@@ -11,7 +11,9 @@ round has one of each:
   most of what a small sum takes;
 * ``on Horovod, flat`` and ``on Horovod, two-level``: hpctrain with ``engine="horovod"``; two
   levels need several nodes;
-* ``no communication``: the training step only, the faster of its plain and its flat form.
+* ``no communication``: the training step only, the faster of its plain and its flat form;
+* by name only, and the training step only: ``hpctrain, shard=node``, ``torch DDP, gloo`` and
+  ``plain MPI``, a sum for each gradient behind backward.
 
 All jobs have one thread of torch a rank, no binding, since Horovod works on a thread of its own,
 and the same launcher. A sum is one synchronous ``allreduce_`` of an ordinary float32 tensor; the
@@ -69,6 +71,9 @@ WORLDS = {
     "1gbit": World(
         title="2 nodes x 2 ranks, 1 Gbit/s", ranks_per_node=(2, 2), rate="1gbit", job=_SLOW
     ),
+    "4x2": World(
+        title="4 nodes x 2 ranks, 1 Gbit/s", ranks_per_node=(2, 2, 2, 2), rate="1gbit", job=_SLOW
+    ),
     "200mbit": World(
         title="2 nodes x 2 ranks, 200 Mbit/s", ranks_per_node=(2, 2), rate="200mbit", job=_SLOW
     ),
@@ -84,6 +89,10 @@ class Way:
     environ: Mapping[str, str] = field(default_factory=dict)
     several_nodes: bool = False
     """Whether it needs them."""
+    words: tuple[str, ...] = ()
+    """Further arguments of its job."""
+    is_usual: bool = True
+    """Whether it is measured where nobody names the ways."""
 
 
 WAYS = {
@@ -100,6 +109,13 @@ WAYS = {
         several_nodes=True,
     ),
     "no communication": Way(package="none"),
+    "hpctrain, shard=node": Way(
+        package="hpctrain", engine="hpctrain", words=("--shard", "node"), is_usual=False
+    ),
+    "torch DDP, gloo": Way(
+        package="ddp", environ={"GLOO_SOCKET_IFNAME": "eth0"}, several_nodes=True, is_usual=False
+    ),
+    "plain MPI": Way(package="mpi", is_usual=False),
 }
 
 
@@ -134,7 +150,7 @@ def turn(world: World, way: Way, options: argparse.Namespace) -> dict[str, Any]:
     """Run the job of one way once and return what it measured."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "figures.json"
-        words = [str(JOB), way.package, *world.job, "--json", str(file)]
+        words = [str(JOB), way.package, *way.words, *world.job, "--json", str(file)]
         words += ["--sizes", *map(str, options.sizes)]
         if way.engine:
             words += ["--engine", way.engine]
@@ -163,6 +179,7 @@ def measure(world: World, options: argparse.Namespace) -> dict[str, Any]:
             for size, seconds in figures["sums"].items():
                 found[name]["sums"].setdefault(int(size), []).append(median(seconds))
             found[name]["steps"].append(min(map(median, figures["steps"].values())))
+            found[name].setdefault("exposed", []).append(figures["exposed"])
             if "plan" in figures:
                 found[name]["plan"] = figures["plan"]
             about |= {"machine": figures["machine"]} if way.package != "none" else {}
@@ -175,8 +192,8 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="two worlds, to see it work")
     parser.add_argument("--worlds", nargs="+", choices=WORLDS, help="by default all")
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), metavar="WAY")
-    parser.add_argument("--sizes", nargs="+", type=int, default=SIZES, help="bytes")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, metavar="WAY")
+    parser.add_argument("--sizes", nargs="*", type=int, default=SIZES, help="bytes")
     parser.add_argument("--rounds", type=int, default=5, help="jobs of each way")
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds for a job on nodes")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
@@ -185,7 +202,8 @@ def arguments() -> argparse.Namespace:
     if options.quick:
         options.worlds = options.worlds or ["2", "1gbit"]
         options.sizes, options.rounds = (8, 64 * KIB, MIB), 1
-    options.worlds = options.worlds or list(WORLDS)
+    options.worlds = options.worlds or [name for name in WORLDS if name != "4x2"]
+    options.ways = options.ways or [name for name, way in WAYS.items() if way.is_usual]
     return options
 
 

@@ -1,10 +1,11 @@
 """One job of ``bench_engines.py``: the same program for every engine.
 
-    mpirun -np 2 python perf/engines_job.py hpctrain|horovod.torch|none --json FILE
+    mpirun -np 2 python perf/engines_job.py hpctrain|horovod.torch|ddp|mpi|none --json FILE
 
 Whatever the engine, a rank has one thread of torch, sums in an ordinary tensor, in place, under
 the same name in every call, and takes the training step of ``bench_step.py``. mpi4py starts the
-clocks of all ranks together. ``none`` takes the step without any engine.
+clocks of all ranks together. ``none`` takes the step without any engine, ``ddp`` that of torch's
+DistributedDataParallel over gloo, ``mpi`` one that sums each gradient by MPI_Allreduce.
 """
 
 import argparse
@@ -17,14 +18,19 @@ from typing import Any
 
 import torch
 from bench_step import MLP, plain, views
-from measure import Seconds, interleave, machine
+from measure import Seconds, interleave, machine, median
 from mpi4py import MPI
+from peers import start_gloo
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from hpctrain.core.units import KIB, MIB
 from hpctrain.runtime.world import current
 
 WORLD = MPI.COMM_WORLD
+
+SILENT = ("none", "ddp", "mpi")
+"""Packages without an API of their own."""
 
 WEIGHTS_DIFFER = 1e-6
 """At most, after one step: float32 sums of other orders, times the learning rate."""
@@ -34,9 +40,9 @@ def start(package: str, engine: str | None) -> Any:
     """Import and start the package. Collective.
 
     Returns:
-        The module; None for ``none``.
+        The module; None where there is none.
     """
-    if package == "none":
+    if package in SILENT:
         return None
     hvd = importlib.import_module(package)
     if engine is None:
@@ -82,38 +88,56 @@ def sums(hvd: Any, num_bytes: int, count: int) -> Seconds:
     return seconds
 
 
-def averaging(hvd: Any) -> tuple[torch.nn.Module, Callable[[], None]]:
+def averaging(
+    package: str, hvd: Any, shard: str | None
+) -> tuple[torch.nn.Module, Any, Callable[[], None]]:
     """Make the model, and a step that averages its gradients over all ranks."""
     model = MLP.make_model()
-    optimizer = hvd.DistributedOptimizer(
-        MLP.optimizer(model.parameters()), named_parameters=model.named_parameters()
-    )
-    return model, MLP.make_step(model, optimizer, optimizer.zero_grad)
+    if package == "mpi":
+        optimizer: Any = AveragingByMpi(model)
+    elif package == "ddp":
+        start_gloo()
+        model = DistributedDataParallel(model)
+        optimizer = MLP.optimizer(model.parameters())
+    else:
+        options = {"shard": shard} if shard else {}
+        named = model.named_parameters()
+        optimizer = hvd.DistributedOptimizer(
+            MLP.optimizer(model.parameters()), named_parameters=named, **options
+        )
+    return model, optimizer, MLP.make_step(model, optimizer, optimizer.zero_grad)
+
+
+class AveragingByMpi:
+    """Steps on gradients that MPI averages, one after the other."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model, self._optimizer = model, MLP.optimizer(model.parameters())
+        self.zero_grad = self._optimizer.zero_grad
+
+    def step(self) -> None:
+        """Average, and step."""
+        for parameter in self._model.parameters():
+            WORLD.Allreduce(MPI.IN_PLACE, parameter.grad.numpy())
+            parameter.grad /= WORLD.size
+        self._optimizer.step()
 
 
 def weights_after_a_step() -> list[Tensor]:
     """Take one step of the same model, with gradients that MPI averages. Collective."""
-    model = MLP.make_model()
-    optimizer = MLP.optimizer(model.parameters())
-
-    class Averaging:
-        def step(self) -> None:
-            for parameter in model.parameters():
-                WORLD.Allreduce(MPI.IN_PLACE, parameter.grad.numpy())
-                parameter.grad /= WORLD.size
-            optimizer.step()
-
-    MLP.make_step(model, Averaging(), optimizer.zero_grad)()
+    model, _, step = averaging("mpi", None, None)
+    step()
     return [parameter.detach() for parameter in model.parameters()]
 
 
-def steps(hvd: Any, count: int, warm_up: int) -> dict[str, Seconds]:
-    """Time training steps; without an engine, in two forms."""
-    if hvd is None:
+def steps(package: str, hvd: Any, options: argparse.Namespace) -> dict[str, Seconds]:
+    """Time training steps; without an engine, in two forms; of ours, what is exposed too."""
+    count, warm_up = options.steps, options.warm_up
+    if package == "none":
         silent = {"plain": plain(MLP), "views": views(MLP)}
         return interleave(silent, rounds=1, repetitions=count, warm_up=warm_up)
     expected = weights_after_a_step()
-    model, step = averaging(hvd)
+    model, optimizer, step = averaging(package, hvd, options.shard)
     step()
     differ = max(
         float((weights.detach() - right).abs().max())
@@ -121,7 +145,15 @@ def steps(hvd: Any, count: int, warm_up: int) -> dict[str, Seconds]:
     )
     require(differ <= WEIGHTS_DIFFER, f"weights differ by {differ} after a step")
     del expected
-    return interleave({"step": step}, rounds=1, repetitions=count, warm_up=warm_up)
+    exposed: list[float] = []
+
+    def clocked() -> None:
+        step()
+        exposed.append(getattr(optimizer, "communication_seconds", 0.0))
+
+    found = interleave({"step": clocked}, rounds=1, repetitions=count, warm_up=warm_up)
+    options.exposed = max(WORLD.allgather(median(exposed[-count:])))
+    return found
 
 
 def facts(package: str) -> dict[str, Any]:
@@ -137,7 +169,8 @@ def facts(package: str) -> dict[str, Any]:
 def main() -> None:
     """Measure and write one JSON file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("package", choices=("hpctrain", "horovod.torch", "none"))
+    parser.add_argument("package", choices=("hpctrain", "horovod.torch", *SILENT))
+    parser.add_argument("--shard", help="of hpctrain's optimizer")
     parser.add_argument("--engine", help="what hpctrain is to run on")
     parser.add_argument("--sizes", type=int, nargs="*", default=[4 * KIB], help="bytes")
     parser.add_argument("--most-bytes", type=int, default=64 * MIB, help="counted for each size")
@@ -152,7 +185,8 @@ def main() -> None:
             size: sums(hvd, size, repetitions(size, options.most_bytes))
             for size in (options.sizes if hvd else ())
         },
-        "steps": steps(hvd, options.steps, options.warm_up),
+        "steps": steps(options.package, hvd, options),
+        "exposed": getattr(options, "exposed", 0.0),
         **facts(options.package),
     }
     if WORLD.rank == 0:

@@ -85,12 +85,14 @@ def _by_size(world: str, rows: list[dict[str, Any]]) -> Table:
 def _of_steps(result: Result) -> Table:
     title = f"{result['world']}: training step, milliseconds"
     table = Table(title=title, title_justify="left", title_style="bold")
-    for head in ("way", "median", "fastest round", "slowest round", f"/ {SILENT}"):
+    heads = ("median", "fastest round", "slowest round", "waits, by our clock", f"/ {SILENT}")
+    for head in ("way", *heads):
         table.add_column(head, justify="left" if head == "way" else "right")
     ways = result["ways"]
     silent = median(ways[SILENT]["steps"]) if SILENT in ways else None
     for way, found in ways.items():
         steps = found["steps"]
-        cells = (f"{seconds * 1e3:.1f}" for seconds in (median(steps), min(steps), max(steps)))
+        shown = (median(steps), min(steps), max(steps), median(found["exposed"]))
+        cells = (f"{seconds * 1e3:.1f}" for seconds in shown)
         table.add_row(way, *cells, f"{median(steps) / silent:.2f}" if silent else "")
     return table

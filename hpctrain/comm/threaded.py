@@ -2,6 +2,7 @@
 
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -64,6 +65,8 @@ class ThreadedCommunicator:
         self._thread_id: int | None = None
         self._owner = Owner()
         self._works: list[ThreadWork] = []
+        self._lent: list[ThreadedCommunicator] = []
+        self._owners: list[weakref.ref[object]] = []  # of each, to whom it is lent
 
     @property
     def levels(self) -> "HierarchicalCommunicator | None":
@@ -102,12 +105,31 @@ class ThreadedCommunicator:
         made = self._start(lambda: self._comm.group(ranks)).result()
         return None if made is None else ThreadedCommunicator(made)
 
+    def lend(self, owner: object) -> "ThreadedCommunicator":
+        """Return another one of the same ranks, with a thread of its own. Collective.
+
+        What runs there is in no order with what runs here. It is the owner's as long as that
+        lives; then another gets it, unless something is still under way.
+        """
+        lent = enumerate(zip(self._lent, self._owners, strict=True))
+        free = {i for i, (one, of) in lent if of() is None and one._is_idle}  # noqa: SLF001
+        of_all = set.intersection(*self.allgather_object(free))
+        number = min(of_all, default=len(self._lent))
+        if not of_all:
+            made = self.group(range(self.size))
+            assert made is not None
+            self._lent.append(made)
+        self._owners[number:] = [weakref.ref(owner), *self._owners[number + 1 :]]
+        return self._lent[number]
+
     def traffic(self) -> Traffic:
         """Return the counters at this moment; what was started may not be in them yet."""
         return self._comm.traffic()
 
     def drain(self) -> None:
         """Wait for all that was started, end the thread, and tell errors that nobody asked for."""
+        for one in self._lent:  # what was begun there, for a step that did not come, is no error
+            one._thread.shutdown()  # noqa: SLF001
         self._thread.shutdown()
         for work in self._works:
             if not work.is_awaited and (error := work.error()) is not None:
@@ -117,7 +139,13 @@ class ThreadedCommunicator:
     def close(self) -> None:
         """Do what ``drain`` does, then close the communicator."""
         self.drain()
+        for one in self._lent:
+            one._comm.close()  # noqa: SLF001
         self._comm.close()
+
+    @property
+    def _is_idle(self) -> bool:
+        return all(work.done() for work in self._works)
 
     def _start(self, function: Callable[[], T]) -> Future[T]:
         self._owner.check()

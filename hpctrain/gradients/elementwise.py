@@ -119,5 +119,14 @@ class PieceStep:
             yield name, Part(value.dtype, value.numel() == numel)
 
 
+def can_shard(optimizer: Optimizer) -> bool:
+    """Say whether ``shard="node"`` takes an optimizer."""
+    try:
+        PieceStep(optimizer)
+    except ConfigError:
+        return False
+    return True
+
+
 def _plain(value: object) -> object:
     return value.tolist() if isinstance(value, Tensor) else value

@@ -16,22 +16,21 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hpctrain.comm.bucket import slice_bounds
 from hpctrain.comm.call_check import call_of
 from hpctrain.comm.eager import eager
 from hpctrain.comm.hierarchical import scaled_when
 from hpctrain.comm.node.shared_memory import combine_to
 from hpctrain.comm.ops import Op
-from hpctrain.comm.threaded import start_on
 from hpctrain.core.checksum import crc32
 from hpctrain.core.errors import CommError, ConfigError
 from hpctrain.gradients.bucket_reducer import ParameterSource, Reducer
 from hpctrain.gradients.elementwise import PieceStep
 from hpctrain.gradients.node_values import Chunk, NodeBucket, NodeTensor, NodeValues, by_group
 from hpctrain.gradients.parameter_names import NamedParameters
+from hpctrain.gradients.rail_sums import RailSums, weighted
 from hpctrain.gradients.reduction import Reduction, Slot
 from hpctrain.gradients.sparse_gradients import SparseSlot, writes_of
-from hpctrain.gradients.step_check import Announcement
+from hpctrain.gradients.step_check import Announcement, Opening
 
 Change = Callable[[Tensor], object]
 """Something done in place to averaged gradients of a chunk."""
@@ -40,16 +39,18 @@ Change = Callable[[Tensor], object]
 class ShardedReduction(Reduction):
     """Buckets whose sums go into the optimizer's step, chunk by chunk, and nowhere else."""
 
+    _rails: RailSums | None = None  # between nodes, what sums there
+    _has_values = False  # whether the node has the parameters
+
     def prepare(self, rule: PieceStep, master_dtype: torch.dtype | None) -> None:
         """Make what the steps need beside the buckets. Collective."""
         levels = self._comm.levels
         assert levels is not None
         self._node = levels.node
-        self._between_nodes = levels.num_rails > 0
         self.values = NodeValues(self._comm, levels.node, rule, master_dtype)
-        self._has_values = False
         self._facts = self._comm.new_bucket(1, torch.float64)
-        self._sums: list[NodeTensor] = []
+        if levels.num_rails:
+            self._rails = RailSums(self._comm, self.count, self._facts)
         share = torch.tensor([1.0 / levels.node.local_size], dtype=torch.float64)
         self.num_nodes = round(self._comm.allreduce(share).item())
 
@@ -58,16 +59,39 @@ class ShardedReduction(Reduction):
     ) -> None:
         """Fill all buckets and let the ranks compare what they are about to do. Collective.
 
-        Afterwards the buckets of all ranks of the node are full, until ``close``.
+        Afterwards the buckets of all ranks of the node are full, until ``close``; between nodes
+        the sums of all are there.
         """
+        opening, rails = self._opened(changed, told), self._rails
+        if rails is not None and opening.is_early:
+            self._clocked(rails.finish)
+        if changed is not None:
+            self._has_values = False
+            self.build(changed)
+        is_void = opening.is_void or changed is not None
+        if is_void:
+            self._fill_all()
+        if not self._has_values:
+            self._lay_out_values()
+        if not self._has_values or opening.is_written:
+            self._has_values = False
+            self.values.adopt(optimizer)
+            self._has_values = True
+        self._weights = [float(peer.item()) for peer in self._facts.peers]
+        self._is_weighted = any(weight != 1.0 for weight in self._weights)
+        if rails is not None and (is_void or (opening.is_new and not opening.is_early)):
+            self._clocked(rails.finish)
+
+    def _opened(self, changed: NamedParameters | None, told: Announcement) -> Opening:
         if changed is None and not told.own_changed:
             try:
                 self._fill_all()
             except CommError as error:  # it lies where another one belongs
                 told = replace(told, own_changed=str(error).partition(".grad ")[0])
+        if self._rails is not None:
+            told = self._rails.announced(told)
         new_sparse = any(slot.found_sparse_dim is not None for slot in self._dense)
-        outdated = changed is not None
-        mine = self._announced(told, new_sparse=new_sparse, outdated=outdated)
+        mine = self._announced(told, new_sparse=new_sparse, outdated=changed is not None)
         self._clocked(self._run(self._open, mine).wait)
         opening = self._opening
         assert opening is not None
@@ -76,35 +100,27 @@ class ShardedReduction(Reduction):
                 'shard="node" takes dense gradients, and a rank has a sparse one; make the layer '
                 "with sparse=False, or leave shard out"
             )
-        if changed is not None:
-            self.build(changed)
-            self._fill_all()
-        if changed is not None or not self._has_values:
-            self._lay_out_values()
-        if changed is not None or not self._has_values or opening.is_written:
-            self._has_values = False
-            self.values.adopt(optimizer)
-            self._has_values = True
-        self._weights = [float(peer.item()) for peer in self._facts.peers]
-        self._is_weighted = any(weight != 1.0 for weight in self._weights)
-        if self._between_nodes and (opening.is_new or changed is not None):
-            self._clocked(self._run(self._travel).wait)
+        return opening
 
     def _fill_all(self) -> None:
-        for slot in self._dense:
-            self.take(slot)
-        for bucket in self._buckets:
+        """Fill what is not on its way already."""
+        first = self._rails.num_sent if self._rails is not None else 0
+        for bucket in self._buckets[first:]:
+            for slot in bucket.slots:
+                self.take(slot)
             bucket.write_marks()
-        self._facts.flat.fill_(self.count.factor)
+        if not first:
+            self._facts.flat.fill_(self.count.factor)
 
     def _lay_out_values(self) -> None:
         self.values.lay_out(self._buckets)
-        if self._between_nodes:
-            made: list[NodeTensor] = []
-            flats = [one.bucket.flat for one in self._buckets]
-            make = lambda: made.extend(NodeTensor(self._node, f.numel(), f.dtype) for f in flats)  # noqa: E731
-            start_on(self._comm, make).wait()
-            self._sums = made
+        if self._rails is not None:
+            self._rails.lay_out(self._buckets)
+
+    @property
+    def _sums(self) -> list[NodeTensor]:
+        """Between nodes, the sums of all buckets over all ranks."""
+        return [] if self._rails is None else self._rails.totals
 
     def take(self, slot: Slot | SparseSlot) -> None:
         """Put a gradient of this rank into its place."""
@@ -112,6 +128,17 @@ class ShardedReduction(Reduction):
         self._check_place(slot)
         with torch.no_grad():
             slot.fill(1.0, keeps_result=True)
+
+    def ready(self, slot: Slot | SparseSlot) -> None:
+        """Let a gradient that has come to its place travel between nodes, if that can begin."""
+        if self._rails is not None and self._has_values and isinstance(slot, Slot):
+            self._rails.ready(slot, self.take)
+
+    def forget(self) -> None:
+        """Expect the gradients of another step; places that were filled count as empty."""
+        super().forget()
+        if self._rails is not None:
+            self._rails.expect()
 
     def update(self, rule: PieceStep, changes: Sequence[Change]) -> list[list[bool]]:
         """Step on the sums of all chunks of this rank, times the scale.
@@ -149,26 +176,6 @@ class ShardedReduction(Reduction):
                         change(piece.grad)
                     yield piece.grad
 
-    def _travel(self) -> None:
-        """Sum all buckets inside the node and over the rails, between nodes. Collective."""
-        levels = self._comm.levels
-        assert levels is not None
-        for bucket, total in zip(self.values.buckets, self._sums, strict=True):
-            early, _ = scaled_when(self.count.scale, bucket.how)
-            for chunk in bucket.chunks:
-                out = total.shared[chunk.bounds].view(bucket.how.lane)
-                combine_to(out, self._weighted(chunk.parts), bucket.how, early)
-            if levels.node.local_rank == 0:
-                marks = slice(bucket.num_elements, None)
-                total.shared[marks] = sum(peer[marks] for peer in bucket.peers)
-        levels.node.barrier()
-        for bucket, total in zip(self.values.buckets, self._sums, strict=True):
-            own = slice_bounds(total.shared.numel(), levels.num_rails, levels.node.local_rank)
-            part = total.shared[own].view(bucket.how.lane)
-            if levels.rail is not None and part.numel():
-                levels.rail.reduce_(part, bucket.how)
-        levels.node.barrier()
-
     def _present(self) -> list[list[bool]]:
         """Say for each bucket which parameters have a gradient on some rank."""
         found = []
@@ -186,6 +193,9 @@ class ShardedReduction(Reduction):
         self._clocked(self._run(self._node.meet, call).wait)
         if failure is not None:  # on all ranks alike
             raise failure
+        if self._rails is not None:
+            self._rails.learn()
+        self.exposed_seconds = self._waited_s
 
     def norm_of_all(self, own: float, order: float) -> float:
         """Return the norm of all slices; of this rank's its largest element or sum of powers."""
@@ -224,10 +234,7 @@ class ShardedReduction(Reduction):
     def _weighted(self, parts: Sequence[Tensor]) -> Sequence[Tensor]:
         if not self._is_weighted:
             return parts
-        return [
-            part * weight if weight else torch.zeros_like(part)  # the mean over no samples is NaN
-            for part, weight in zip(parts, self._weights, strict=True)
-        ]
+        return weighted(parts, self._weights)
 
 
 class ShardedStep(Reducer):
@@ -280,6 +287,7 @@ class ShardedStep(Reducer):
             try:
                 if slot.fits(parameter):  # else buckets are laid out anew in step()
                     self.reduction.take(slot)
+                    self.reduction.ready(slot)
             except CommError:  # it lies where another one belongs; all ranks hear of it
                 self._changed_name = slot.name
         self._note_own(parameter)

@@ -41,6 +41,8 @@ _COUNTED = (
     "is_new",
     "is_spoilt",
     "is_stale",
+    "is_early",
+    "is_void",
 )
 """Facts of which the message tells on how many ranks they are true."""
 _NUM_WORDS = 2 + 3 * len(_COMPARED) + len(_COUNTED) + NUM_FLAGS
@@ -91,6 +93,8 @@ class Announcement:
     is_stale: bool = False  # whether parameters were changed where torch does not count it
     is_new: bool = False  # whether gradients have come since the last message of the same step
     is_spoilt: bool = False  # whether a step has failed in the middle, so that nobody has a model
+    is_early: bool = False  # whether sums between nodes have begun, which all ranks must end
+    is_void: bool = False  # whether they have, and gradients are others since
     flags: int = 0  # bits that all ranks shall see
 
 
@@ -115,6 +119,8 @@ class Opening:
     """Whether backward does not reach the same parameters on all ranks, for many steps."""
     is_new: bool  # whether gradients have come on any rank since the last message of the step
     is_written: bool  # whether a program has changed parameters that the ranks of a node share
+    is_early: bool  # whether any rank has begun with sums between nodes
+    is_void: bool  # whether they are no longer the sums of what any rank has
     flags: int
 
 
@@ -320,6 +326,8 @@ def _read(sums: Sequence[float], size: int) -> tuple[Opening, str]:
         unreached_differ=not _all_equal(of["unreached"]),
         is_new=num["is_new"] > 0,
         is_written=num["is_written"] > 0,
+        is_early=num["is_early"] > 0,
+        is_void=num["is_void"] > 0,
         flags=flags_of(sums[behind + len(_COUNTED) :]),
     )
     return opening, _broken(of, num, opening, size)

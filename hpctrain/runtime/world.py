@@ -279,8 +279,9 @@ def _shut_down(*, raises: bool = False) -> None:
 
 def _leave(leaving: World, *, raises: bool) -> None:
     atexit.unregister(_shut_down)
-    if isinstance(leaving.comm, ThreadedCommunicator):
-        leaving.comm.drain()  # while lost ranks are still looked for
+    for comm in leaving.sets.communicators().values():
+        if isinstance(comm, ThreadedCommunicator):
+            comm.drain()  # while lost ranks are still looked for
     fault = ""
     if leaving.presence is not None and leaving.hooks is not None:
         fault = leave(leaving.presence, leaving.hooks, lambda gather: compare(leaving, gather))

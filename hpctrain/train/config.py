@@ -174,10 +174,10 @@ class TrainingConfig:
     """A loss that is NaN or infinite ends all ranks (stop), or they leave out that step (skip), or
     nobody looks (ignore). Gradients by a finite loss are looked at with skip, clip_norm or
     clip_value. That of a test ends all ranks too (stop), or is a warning."""
-    shard: Literal["none", "node"] = "none"
+    shard: Literal["none", "node", "auto"] = "none"
     """Every rank keeps all parameters and the state of the optimizer (none), or a node has them
     once and its ranks step a part each (node): the same bits (but with clip_norm), less time and
-    memory; for optimizers that treat every element by itself."""
+    memory; auto is node where optimizer and run allow it and a node has two ranks."""
     check_replicas: Literal["test", "never"] | Number = "test"
     """Whether all ranks have the same weights is looked at before each test, after so many steps
     too, or never; with a local sync.method only where they have just averaged."""
@@ -196,7 +196,7 @@ class TrainingConfig:
             self.micro_shards,
         )
         require(
-            self.shard == "none" or not self.reproducible,
+            self.shard != "node" or not self.reproducible,
             "train.shard is none for train.reproducible = true, which sums gradients by a rule of "
             "its own: leave one of them out",
             self.shard,
@@ -435,7 +435,7 @@ class RunConfig:
             self.sync.method,
         )
         require(
-            not self.sync.is_local or self.train.shard == "none",
+            not self.sync.is_local or self.train.shard != "node",
             "train.shard is none for a local sync.method, whose ranks have parameters of their "
             "own: leave one of them out",
             self.train.shard,

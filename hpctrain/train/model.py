@@ -4,6 +4,7 @@ import difflib
 import fnmatch
 import pickle
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from inspect import Parameter, signature
 from pathlib import Path
@@ -20,7 +21,8 @@ from hpctrain.checkpoint.export import newest_state
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.logs import logger
 from hpctrain.core.target import call, check_arguments, member, resolve
-from hpctrain.train.config import ModelConfig, OptimizerConfig, TrainingConfig
+from hpctrain.gradients.elementwise import can_shard
+from hpctrain.train.config import ModelConfig, OptimizerConfig, RunConfig, TrainingConfig
 
 EMA = "ema"
 """Part of a checkpoint's state: the model with averaged weights, a state dict as that of model."""
@@ -192,6 +194,32 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
         raise ConfigError(f"optimizer.args: {config.name} refuses: {error}") from error
     assert isinstance(optimizer, Optimizer)
     return optimizer
+
+
+def with_shard(
+    config: RunConfig, model: nn.Module, optimizer: Optimizer, local_sizes: Sequence[int]
+) -> tuple[RunConfig, str]:
+    """Return the configuration with what ``train.shard = "auto"`` means here, and why.
+
+    Not collective: from facts that are alike on all ranks. ``local_sizes`` are of nodes whose
+    ranks share memory.
+    """
+    train, most = config.train, max(local_sizes, default=1)
+    if train.shard != "auto":
+        return config, ""
+    refused = {
+        "no node has two ranks that share memory": most < 2,
+        "train.precision is fp16": train.precision == "fp16",
+        "train.reproducible sums gradients by a rule of its own": train.reproducible,
+        f"sync.method is {config.sync.method}": config.sync.is_local,
+        "a layer has sparse gradients": any(getattr(m, "sparse", False) for m in model.modules()),
+        f"a step of {config.optimizer.name} may look beyond elements": not can_shard(optimizer),
+    }
+    if reason := next((text for text, holds in refused.items() if holds), ""):
+        text = f"every rank has all parameters: {reason}"
+        return replace(config, train=replace(train, shard="none")), text
+    text = f"a node has parameters and state once, for up to {most} ranks"
+    return replace(config, train=replace(train, shard="node")), text
 
 
 def own_arguments(model: nn.Module, config: OptimizerConfig) -> dict[str, Mapping[str, Any]]:

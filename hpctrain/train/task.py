@@ -38,7 +38,13 @@ from hpctrain.train.config import (
     RunConfig,
     ScheduleConfig,
 )
-from hpctrain.train.model import load_first_weights, make_model, make_optimizer, prepare
+from hpctrain.train.model import (
+    load_first_weights,
+    make_model,
+    make_optimizer,
+    prepare,
+    with_shard,
+)
 from hpctrain.train.scores import LOSS, Metric, make_metric
 from hpctrain.train.stateful import Ema, Precision
 from hpctrain.train.sync_method import make_sync
@@ -74,6 +80,7 @@ class Task:
     for."""
     sync: LocalMethod | None = None
     """Says when ranks agree that take steps of their own, where that is asked for."""
+    shard_reason: str = ""  # what train.shard = auto has become, and why
 
     @property
     def exchange(self) -> Any:
@@ -253,6 +260,8 @@ def build(config: RunConfig, comm: Communicator, *, is_new: bool = True) -> Task
             epoch_steps=len(train),
             num_steps=len(train) * config.train.epochs,
         )
+    sizes = [len(ranks) for ranks in world.current().topology.nodes if comm.levels is not None]
+    config, reason = with_shard(config, model, optimizer, sizes)
     if steps is None and sync is None:
         shard = None if config.train.shard == "none" else config.train.shard
         optimizer = DistributedOptimizer(optimizer, model.named_parameters(), shard=shard)
@@ -271,6 +280,7 @@ def build(config: RunConfig, comm: Communicator, *, is_new: bool = True) -> Task
         schedule=schedule,
         steps=steps,
         sync=sync,
+        shard_reason=reason,
     )
 
 

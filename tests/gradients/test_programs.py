@@ -184,6 +184,8 @@ def left_apart(program):
     return program.says("method = ") and program.statements[-1].kind != "finish"
 
 
+PER_NODE = int(os.environ.get("HPCTRAIN_TEST_PER_NODE", "0"))
+"""Ranks of each node, for scripts with parameters once a node: sums begin in backward then."""
 NUM_PROGRAMS = int(os.environ.get("HPCTRAIN_TEST_PROGRAMS", "15"))
 """On each number of ranks; ``make soak`` carries out 500."""
 
@@ -204,6 +206,8 @@ def test_a_script_with_parameters_once_a_node_trains_as_replicas_do(world, seed)
     if hpctrain.is_initialized():
         pytest.fail("on a script before the ranks parted, and left their world behind")
     program = draw_program(seed, world.size, sharded=True)
+    if PER_NODE:
+        program = replace(program, per_node=PER_NODE, overlap="thread")
     kind, said = check(world, program)
     assert not kind, f"{said}\n{program.script(kind)}"
 

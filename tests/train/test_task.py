@@ -6,6 +6,7 @@ import torch
 
 from hpctrain.core.errors import ConfigError, DataError, MismatchError
 from hpctrain.core.target import call, make_importable, resolve
+from hpctrain.gradients.optimizer import ShardedMethods
 from hpctrain.train.config import ScheduleConfig
 from hpctrain.train.evaluate import evaluate
 from hpctrain.train.finite import StepGuard
@@ -280,3 +281,25 @@ def test_arguments_in_first_place_are_not_offered():
 
     with pytest.raises(ConfigError, match="did you mean smoothing"):
         call(loss, (1, 2), {"smothing": 1}, "loss.args")
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("overrides", "chosen", "reason"),
+    [
+        ([], "node", "for up to 2 ranks"),
+        (["optimizer.name=AdamW", "train.clip_norm=1"], "node", "parameters and state once"),
+        (["train.precision=fp16"], "none", "fp16"),
+        (["train.reproducible=true"], "none", "reproducible"),
+        (["sync.method=local_sgd"], "none", "sync.method is local_sgd"),
+        (["optimizer.name=SparseAdam"], "none", "SparseAdam may look beyond"),
+    ],
+    ids=str,
+)
+def test_auto_shards_where_nothing_refuses_it_and_says_why(
+    here, configure, overrides, chosen, reason
+):
+    task = build(configure("train.shard=auto", *overrides), here.comm)
+    assert task.config.train.shard == chosen
+    assert reason in task.shard_reason
+    assert isinstance(task.optimizer, ShardedMethods) == (chosen == "node")

@@ -1,0 +1,204 @@
+"""Sums over nodes for ``shard="node"``: they begin in backward, bucket by bucket.
+
+a gradient is final     ready     the first buckets whose gradients all are go on their way
+``step()`` has opened   finish    what is left goes too, and all of it is there
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from hpctrain.comm.bucket import CHUNK_BYTES, Bucket, slice_bounds
+from hpctrain.comm.call_check import call_of
+from hpctrain.comm.communicator import Communicator, Work
+from hpctrain.comm.hierarchical import scaled_when
+from hpctrain.comm.mpi_library import calls_from_threads
+from hpctrain.comm.node.shared_memory import combine_to
+from hpctrain.comm.ops import Op, combination
+from hpctrain.comm.threaded import ThreadedCommunicator, start_on
+from hpctrain.core.errors import NodeMemoryError
+from hpctrain.gradients.node_values import NodeTensor
+from hpctrain.gradients.reduction import GradientBucket, Slot
+from hpctrain.gradients.sample_count import SampleCount
+from hpctrain.gradients.sparse_gradients import writes_of
+from hpctrain.gradients.step_check import Announcement
+
+_LATE_STEPS = 64
+"""So many steps a rank begins nothing early after what it began was void: that costs a sum."""
+
+
+class RailSums:
+    """What the gradients of all ranks add up to, once on each node.
+
+    A gradient counts as final when it has come as often as in the step before. If it comes again
+    all the same, or is dropped, the sums are void, and made anew in the step. They travel on a
+    communicator of their own, in no order with what else the program does, so each rank begins
+    when it likes; in the step all ranks bring to its end what any of them has begun.
+    """
+
+    def __init__(self, comm: Communicator, count: SampleCount, factors: Bucket) -> None:
+        """Take what ranks weigh their gradients by, here and as others see it. Collective."""
+        self._count, self._factors = count, factors
+        self._comm, self._is_beside = comm, False
+        if isinstance(comm, ThreadedCommunicator) and all(
+            comm.allgather_object(calls_from_threads())
+        ):
+            with suppress(NodeMemoryError):  # on all ranks
+                self._comm, self._is_beside = comm.lend(self), True
+        levels = self._comm.levels
+        assert levels is not None
+        self._levels, self._node = levels, levels.node
+        self.totals: list[NodeTensor] = []
+        self._gradients: Sequence[GradientBucket] = ()
+        self._chunks: list[list[tuple[Tensor, tuple[Tensor, ...]]]] = []
+        self._due: dict[Slot, int] = {}  # how often each gradient has come in the step before
+        self._num_late = 0  # steps to come in which this rank begins nothing early
+        self._missing: list[int] = []  # gradients of each bucket that are not final yet
+        self._factor: float | None = None  # of what was summed last
+        self._reset()
+
+    @property
+    def is_void(self) -> bool:
+        """Whether what is on its way is no longer the sum of what this rank has."""
+        return self.num_sent > 0 and (
+            self._came_again
+            or self._factor != self._count.factor
+            or any(_state(slot) != state for slot, state in self._sent)
+        )
+
+    def announced(self, told: Announcement) -> Announcement:
+        """Let all ranks hear what is on its way, and whether gradients count otherwise now."""
+        return replace(
+            told,
+            is_early=self.num_sent > 0,
+            is_void=self.is_void,
+            is_new=told.is_new or self._factor != self._count.factor,
+        )
+
+    def lay_out(self, gradients: Sequence[GradientBucket]) -> None:
+        """Make room for the sums of these buckets. Collective."""
+        made: list[NodeTensor] = []
+        flats = [one.bucket.flat for one in gradients]
+        node = self._node
+        make = lambda: made.extend(NodeTensor(node, f.numel(), f.dtype) for f in flats)  # noqa: E731
+        start_on(self._comm, make).wait()
+        self.totals, self._gradients, self._due = made, gradients, {}
+        self._chunks = [self._cut(*pair) for pair in zip(gradients, made, strict=True)]
+
+    def _cut(
+        self, gradients: GradientBucket, total: NodeTensor
+    ) -> list[tuple[Tensor, tuple[Tensor, ...]]]:
+        bucket, how = gradients.bucket, combination(gradients.bucket.flat.dtype, Op.SUM)
+        numel = bucket.numel - len(gradients.slots)  # behind them come the marks
+        own = slice_bounds(numel, self._node.local_size, self._node.local_rank)
+        step = CHUNK_BYTES // bucket.flat.itemsize
+        bounds = [slice(at, min(at + step, own.stop)) for at in range(own.start, own.stop, step)]
+        return [
+            (total.shared[b].view(how.lane), tuple(p[b].view(how.lane) for p in bucket.peers))
+            for b in bounds
+        ]
+
+    # -- while backward runs ----------------------------------------------------------------
+
+    def expect(self) -> None:
+        """Expect the gradients of another step; what was begun with those of this one is void."""
+        self._came_again |= self.num_sent > 0
+        of_buckets = [[self._due.get(slot, 1) for slot in one.slots] for one in self._gradients]
+        self._missing = [sum(map(bool, due)) for due in of_buckets]
+
+    def ready(self, slot: Slot, fill: Callable[[Slot], None]) -> None:
+        """Take note of a gradient that has come to its place; begin what can be begun.
+
+        ``fill`` puts a gradient there that has not.
+        """
+        if slot.bucket < self.num_sent:
+            self._came_again = True
+        if not self._is_beside or not self._due or self._num_late or self._came_again:
+            return
+        if self._count.is_set and any(_is_scaled_first(one.bucket) for one in self._gradients):
+            return  # what the weights add up to is known in the step
+        self._missing[slot.bucket] -= slot.fires == self._due.get(slot)
+        while self.num_sent < len(self._missing) and not self._missing[self.num_sent]:
+            for each in self._gradients[self.num_sent].slots:
+                if not each.is_filled:
+                    fill(each)
+            self._send()
+
+    def learn(self) -> None:
+        """Remember how often each gradient has come in a step that is over."""
+        fires = {slot: slot.fires for one in self._gradients for slot in one.slots}
+        self._due = fires if any(fires.values()) else self._due
+        self._num_late = max(self._num_late - 1, 0)
+
+    # -- in the step ------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Sum what is not on its way yet, and wait for all of it. Collective."""
+        if self.is_void:
+            self._num_late = _LATE_STEPS
+        while self.num_sent < len(self._gradients):
+            self._send()
+        works = [*self._works, start_on(self._comm, self._node.barrier)]
+        self._reset()
+        for work in works:
+            work.wait()
+
+    def _reset(self) -> None:
+        self.num_sent = 0  # buckets
+        self._works: list[Work] = []
+        self._came_again = False
+        self._sent: list[tuple[Slot, tuple[int, int] | None]] = []
+        """Gradients that are on their way, and what changes when they are written."""
+
+    def _send(self) -> None:
+        gradients = self._gradients[self.num_sent]
+        gradients.write_marks()
+        if not self.num_sent:
+            self._factor = self._count.factor
+            self._factors.flat.fill_(self._factor)
+        self._sent += [(slot, _state(slot)) for slot in gradients.slots]
+        self._works.append(start_on(self._comm, self._sum, self.num_sent, self._count.scale))
+        self.num_sent += 1
+
+    @torch.no_grad()
+    def _sum(self, number: int, scale: float | None) -> None:
+        """Sum a bucket inside the node and over the rails. Collective."""
+        gradients, total = self._gradients[number], self.totals[number].shared
+        bucket, node, levels = gradients.bucket, self._node, self._levels
+        how = combination(total.dtype, Op.SUM)
+        early, _ = scaled_when(scale, how)
+        node.meet(call_of(f"sum of bucket {number} of {len(self._gradients)} between nodes"))
+        factors = [float(peer.item()) for peer in self._factors.peers]
+        for out, parts in self._chunks[number]:
+            combine_to(out, weighted(parts, factors), how, early)
+        if node.local_rank == 0:
+            marks = slice(bucket.numel - len(gradients.slots), None)
+            total[marks] = sum(peer[marks] for peer in bucket.peers)
+        node.barrier()
+        own = slice_bounds(total.numel(), levels.num_rails, node.local_rank)
+        part = total[own].view(how.lane)
+        if levels.rail is not None and part.numel():
+            levels.rail.reduce_(part, how)
+
+
+def weighted(parts: Sequence[Tensor], factors: Sequence[float]) -> Sequence[Tensor]:
+    """Multiply what ranks have by their factors; a mean over no samples, which is NaN, is zero."""
+    if all(factor == 1.0 for factor in factors):
+        return parts
+    return [
+        part * factor if factor else torch.zeros_like(part)
+        for part, factor in zip(parts, factors, strict=True)
+    ]
+
+
+def _is_scaled_first(bucket: Bucket) -> bool:
+    first, _ = scaled_when(1.0, combination(bucket.flat.dtype, Op.SUM))
+    return first is not None
+
+
+def _state(slot: Slot) -> tuple[int, int] | None:
+    grad = slot.parameter.grad
+    return None if grad is None else writes_of(grad)
