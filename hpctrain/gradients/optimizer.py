@@ -17,8 +17,9 @@ from torch.optim import LBFGS, Optimizer
 from hpctrain.comm.agreement import require_equal
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.eager import eager
+from hpctrain.compress.choice import Compressing, codec_for
 from hpctrain.compress.codec import Codec, Compressor, Identity
-from hpctrain.compress.half import Compression, HalfCodec, codec_for
+from hpctrain.compress.half import Compression, HalfCodec
 from hpctrain.core.errors import ConfigError
 from hpctrain.gradients.adasum_step import AdasumStep
 from hpctrain.gradients.bucket_reducer import ParameterSource, Reducer
@@ -36,7 +37,7 @@ from hpctrain.runtime.process_sets import ProcessSet, global_process_set
 def DistributedOptimizer(  # noqa: N802, PLR0913, PLR0917 - Horovod's name and arguments
     optimizer: Optimizer,
     named_parameters: Iterable[tuple[str, Parameter]] | None = None,
-    compression: Compressor | None = Compression.none,
+    compression: Compressing | None = Compression.none,
     backward_passes_per_step: int = 1,
     op: ReduceOp = Average,
     gradient_predivide_factor: float = 1.0,
@@ -58,8 +59,10 @@ def DistributedOptimizer(  # noqa: N802, PLR0913, PLR0917 - Horovod's name and a
     Args:
         optimizer: any torch optimizer, already holding the parameters.
         named_parameters: names for messages: of all parameters of the optimizer, or None.
-        compression: ``Compression.none`` (or None), ``fp16``, ``bf16``, or anything with their two
-            functions; sparse gradients travel as they are.
+        compression: how gradients travel: ``Compression.none`` (or None), ``fp16``, ``bf16``, a
+            codec of ``hpctrain.compress`` or its name, such as ``"int8"``, or anything with the
+            two functions of Horovod's. Sparse gradients travel as they are. See ``hpctrain guide
+            compression``.
         backward_passes_per_step: passes that are added up on each rank before one reduction.
         op: ``Average``, weighted by samples where ``set_num_samples`` is called; ``Sum``; or
             ``Adasum``: each rank takes a step of its own, and the steps are combined.
@@ -83,15 +86,17 @@ def DistributedOptimizer(  # noqa: N802, PLR0913, PLR0917 - Horovod's name and a
     grouping = Grouping(groups, sparse_as_dense=sparse_as_dense)
     count = SampleCount(average=op is Average, predivide=gradient_predivide_factor)
     names, comm = names_of(optimizer, named_parameters), _communicator(process_set)
-    compressor, passes = compression or Compression.none, backward_passes_per_step
+    passes, codec = backward_passes_per_step, codec_for(compression)
+    if warning := codec.warning(optimizer):
+        warnings.warn(f"compression by {type(codec).__name__}: {warning}", stacklevel=2)
     if comm is None:
         return _upgraded(optimizer, None, names, passes)
     parameters, steps = partial(named, weakref.ref(optimizer), names), _steps_over(comm)
     if op is Adasum:
-        combined = AdasumStep(comm, compressor, parameters, steps)
+        combined = AdasumStep(comm, _compressor(compression), parameters, steps)
         return _upgraded(optimizer, combined, names, passes)
-    how = comm, world.current().plan, codec_for(compressor), grouping, count, steps
-    reduction = (ShardedReduction if _is_sharded(shard, comm, how[2]) else Reduction)(*how)
+    how = comm, world.current().plan, codec, grouping, count, steps
+    reduction = (ShardedReduction if _is_sharded(shard, comm, codec) else Reduction)(*how)
     return _upgraded(optimizer, _reducer(reduction, parameters, optimizer, passes), names, passes)
 
 
@@ -110,6 +115,14 @@ class DistributedMethods:
     def communication_seconds(self) -> float:
         """Time in which the last step waited for gradients of other ranks, in seconds."""
         return self._exchange.exposed_seconds if self._exchange else 0.0
+
+    @property
+    def codec(self) -> Codec | None:
+        """By what gradients travel; None where they do not.
+
+        Keep its ``state_dict()``, each rank's own, where it is to go on: what was not sent yet.
+        """
+        return self._reducer.reduction.codec if self._reducer else None
 
     @property
     def backward_passes_per_step(self) -> int:
@@ -448,6 +461,16 @@ def _check(
         raise ConfigError(f'shard is None or "node", got {shard!r}')
     if shard and op is Adasum:
         raise ConfigError('op=Adasum combines whole steps of ranks, not with shard="node"')
+
+
+def _compressor(compression: Compressing | None) -> Compressor:
+    """Return what Adasum sends steps by; a codec has no form for one tensor."""
+    made = getattr(Compression, compression, None) if isinstance(compression, str) else compression
+    if made is not None and not hasattr(made, "compress"):
+        raise ConfigError(
+            f"op=Adasum sends steps by Compression.none, fp16 or bf16, got {compression!r}"
+        )
+    return cast("Compressor", made or Compression.none)
 
 
 def _is_sharded(shard: str | None, comm: Communicator, codec: Codec) -> bool:

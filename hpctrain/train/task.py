@@ -41,7 +41,7 @@ from hpctrain.train.config import (
 from hpctrain.train.model import load_first_weights, make_model, make_optimizer, prepare
 from hpctrain.train.scores import LOSS, Metric, make_metric
 from hpctrain.train.stateful import Ema, Precision
-from hpctrain.train.sync_method import make_sync
+from hpctrain.train.sync_method import codec_of, make_sync
 
 _ONE_LENGTH = (
     "train.reproducible needs samples of one length, as others would be padded to the longest of "
@@ -248,7 +248,9 @@ def build(config: RunConfig, comm: Communicator, *, is_new: bool = True) -> Task
         )
     if steps is None and sync is None:
         shard = None if config.train.shard == "none" else config.train.shard
-        optimizer = DistributedOptimizer(optimizer, model.named_parameters(), shard=shard)
+        optimizer = DistributedOptimizer(
+            optimizer, model.named_parameters(), codec_of(config.sync), shard=shard
+        )
     return Task(
         config=config,
         comm=comm,
