@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -48,7 +49,7 @@ class Mirror:
 
     def alltoall(self, tensors: list[Tensor]) -> list[Tensor]:
         """Return what was meant for this rank, twice."""
-        return [tensors[0], tensors[-1].clone()]
+        return [tensors[0], tensors[0].clone()]
 
     def wait(self) -> None:
         """Return at once."""
@@ -75,18 +76,21 @@ def coding(num_bytes: int, rounds: int) -> list[dict[str, float | str]]:
     rows = []
     for name in CODECS:
         codec = codec_for(name)
-        if not isinstance(codec, RailCodec):
-            half = torch.empty_like(values, dtype=torch.bfloat16)
-            work: Callable[[], object] = lambda half=half: values.copy_(half.copy_(values))
-        else:
-            bucket = Bucket(values.view(-1))
+        bucket = Bucket(values.view(-1))
+        half = torch.empty_like(values, dtype=torch.bfloat16)
+        work: Callable[[], object] = partial(_rounded, values, half)
+        if isinstance(codec, RailCodec):
             codec.prepare(bucket, [*values, bucket.flat[:0]], Mirror())
-            work = lambda codec=codec, bucket=bucket: codec.allreduce_(bucket, Mirror(), scale=0.5)
-        if name != "none":
+            work = partial(codec.allreduce_, bucket, Mirror(), scale=0.5)
+        if name not in ("none", "auto"):
             taken = seconds_of(work, rounds)
             values.normal_()
             rows.append({"codec": name, "seconds": taken, "of a copy": taken / copy_s})
     return rows
+
+
+def _rounded(values: Tensor, half: Tensor) -> None:
+    values.copy_(half.copy_(values))
 
 
 def between_nodes(rate: str, nodes: int, ranks: int, num_bytes: int, rounds: int) -> dict:

@@ -1,4 +1,4 @@
-"""Gradients of 8 bits: blocks of values with a scale each."""
+"""Gradients of 8 bits: blocks of values, each with a scale and a smallest value."""
 
 import torch
 from torch import Tensor
@@ -6,58 +6,53 @@ from torch import Tensor
 from hpctrain.compress.quantized import Quantized
 from hpctrain.compress.rail_codec import Share
 
-_CHUNK = 1 << 15  # values that are worked on while they lie in the cache
+_CHUNK = 1 << 17  # values that are worked on while they lie in the cache
+_HEAD = 8  # bytes of a block beside those of its values
 
 
 class Int8Blocks:
-    """The format of one byte per value, and four per block for its scale.
+    """The format of one byte per value, and eight per block.
 
-    A value is rounded to the nearest multiple of its block's largest magnitude over 127: it is off
-    by at most 1/254 of that. A block with a value that is not finite is NaN.
+    A value is rounded to the nearest of 256 between the smallest and the largest of its block.
+    Values of which one is not finite are NaN.
     """
 
     def __init__(self, unit: int) -> None:
         self.unit = unit
 
     def num_bytes(self, share: Share, piece: slice) -> int:  # noqa: ARG002 - every piece alike
-        """Return a byte per value, and four per block."""
+        """Return a byte per value, eight per block, and one."""
         numel: int = piece.stop - piece.start
-        return numel + 4 * -(-numel // self.unit)
+        return 1 + numel + _HEAD * -(-numel // self.unit)
 
     def pack(self, share: Share, piece: slice, values: Tensor) -> Tensor:
-        """Return the scales, then the rounded values."""
+        """Return whether something is not finite behind all blocks."""
         packet = torch.empty(self.num_bytes(share, piece), dtype=torch.uint8)
-        scales, rounded = self._parts(packet, values)
-        for block, first, chunk in self._chunks(values):
-            largest = torch.linalg.vector_norm(chunk, torch.inf, dim=1)
-            scale = scales[block : block + len(chunk)].copy_(largest.div_(127))
-            inverse = scale.reciprocal().masked_fill_(scale == 0, 0.0).to(chunk.dtype)
-            of_chunk = rounded[first : first + chunk.numel()].view(chunk.shape)
-            of_chunk.copy_((chunk * inverse[:, None]).round_())
+        total = torch.zeros(())
+        for chunk, packed in self._chunks(values, packet):
+            part = chunk.float()
+            total += part.sum()
+            packed.copy_(torch.ops.quantized.embedding_bag_byte_prepack(part))
+        packet[-1] = not bool(total.isfinite())
         return packet
 
     def unpack(self, share: Share, piece: slice, packet: Tensor, out: Tensor) -> None:  # noqa: ARG002
-        """Write the rounded values times their scales."""
-        scales, rounded = self._parts(packet, out)
-        scales = scales.to(out.dtype)
-        for block, first, chunk in self._chunks(out):
-            of_chunk = rounded[first : first + chunk.numel()].view(chunk.shape)
-            torch.mul(of_chunk, scales[block : block + len(chunk), None], out=chunk)
+        """Write the rounded values, or NaN."""
+        if packet[-1]:
+            out.fill_(torch.nan)
+            return
+        for chunk, packed in self._chunks(out, packet):
+            chunk.copy_(torch.ops.quantized.embedding_bag_byte_unpack(packed))
 
-    def _parts(self, packet: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        num_bytes = 4 * -(-values.numel() // self.unit)
-        return packet[:num_bytes].view(torch.float32), packet[num_bytes:].view(torch.int8)
-
-    def _chunks(self, values: Tensor) -> list[tuple[int, int, Tensor]]:
-        """Return pieces in rows of a block, each with the numbers of its first block and value."""
+    def _chunks(self, values: Tensor, packet: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Return pieces of values in rows of a block, and the bytes of each row."""
         unit, whole = self.unit, values.numel() // self.unit * self.unit
-        step = max(_CHUNK // unit, 1) * unit
-        pieces = [
-            (start // unit, start, values[start : min(start + step, whole)].view(-1, unit))
-            for start in range(0, whole, step)
-        ]
+        rows, step = values[:whole].view(-1, unit), max(_CHUNK // unit, 1)
+        packed = packet[: len(rows) * (unit + _HEAD)].view(-1, unit + _HEAD)
+        pieces = list(zip(rows.split(step), packed.split(step), strict=True)) if whole else []
         if whole < values.numel():
-            pieces.append((whole // unit, whole, values[whole:].view(1, -1)))
+            rest = packet[packed.numel() : -1]
+            pieces.append((values[whole:].view(1, -1), rest.view(1, -1)))
         return pieces
 
 
@@ -65,10 +60,10 @@ class Int8(Quantized):
     """Sends a byte for each value: about a quarter of float32.
 
     Args:
-        block: values that share a scale; a multiple of 4.
+        block: values that are rounded together.
         error_feedback: whether what rounding leaves out is added in the next step. Costs as much
             memory as the gradients of a rank's slice, twice; rarely needed at 8 bits.
     """
 
-    def __init__(self, block: int = 256, *, error_feedback: bool = False) -> None:
+    def __init__(self, block: int = 512, *, error_feedback: bool = False) -> None:
         super().__init__(Int8Blocks(block), feedback=error_feedback)

@@ -72,37 +72,32 @@ class TwoValues:
     def num_bytes(self, share: Share, piece: slice) -> int:
         """Return a bit per value, and eight bytes per row."""
         numel: int = piece.stop - piece.start
-        return 8 * len(_row_starts(share, piece)) + -(-numel // 8)
+        return 8 * sum(rows for _, rows, _ in _rows_in(share, piece)) + -(-numel // 8)
 
     def pack(self, share: Share, piece: slice, values: Tensor) -> Tensor:
         """Return both means of each row, then the bits."""
-        starts = _row_starts(share, piece)
-        packet = torch.empty(self.num_bytes(share, piece), dtype=torch.uint8)
-        if not len(starts):
-            return packet
-        is_high = values >= 0
-        high = np.add.reduceat(is_high.numpy(), starts, dtype=np.int64)
-        low = np.diff(starts, append=values.numel()) - high
-        zero = values.new_zeros(())
-        for row, (rows, numels) in enumerate(((~is_high, low), (is_high, high))):
-            totals = np.add.reduceat(torch.where(rows, values, zero).numpy(), starts)
-            means = totals / np.maximum(numels, 1)
-            packet[4 * row * len(starts) : 4 * (row + 1) * len(starts)].view(torch.float32).copy_(
-                torch.from_numpy(means)
-            )
-        packet[8 * len(starts) :] = _bits_of(is_high)
-        return packet
+        means = []
+        for first, rows, numel in _rows_in(share, piece):
+            matrix = values[first : first + rows * numel].view(rows, numel)
+            high = (matrix >= 0).sum(1)
+            above, below = matrix.clamp(min=0).sum(1), matrix.clamp(max=0).sum(1)
+            pair = (above / high.clamp(min=1), below / (numel - high).clamp(min=1))
+            means.append(torch.stack(pair, dim=1).float().view(-1))
+        bits = _bits_of(values >= 0)
+        return torch.cat([*(each.view(torch.uint8) for each in means), bits])
 
     def unpack(self, share: Share, piece: slice, packet: Tensor, out: Tensor) -> None:
         """Write the mean that each bit stands for."""
-        starts = _row_starts(share, piece)
-        if not len(starts):
-            return
-        numels = torch.from_numpy(np.diff(starts, append=out.numel()))
-        means = packet[: 8 * len(starts)].view(torch.float32).view(2, -1).to(out.dtype)
-        low, high = (each.repeat_interleave(numels) for each in means)
-        bits = np.unpackbits(packet[8 * len(starts) :].numpy(), count=out.numel())
-        torch.where(torch.from_numpy(bits).bool(), high, low, out=out)
+        spans = _rows_in(share, piece)
+        num_rows = sum(rows for _, rows, _ in spans)
+        means = packet[: 8 * num_rows].view(torch.float32).view(-1, 2).to(out.dtype)
+        _look_up(packet[8 * num_rows :], _SIGNS, out)
+        at = 0
+        for first, rows, numel in spans:
+            high, low = means[at : at + rows].unsqueeze(2).unbind(1)
+            matrix = out[first : first + rows * numel].view(rows, numel)
+            matrix.mul_((high - low) / 2).add_((high + low) / 2)
+            at += rows
 
 
 class OneBit(Quantized):
@@ -120,15 +115,21 @@ class OneBit(Quantized):
         super().__init__(TwoValues(), feedback=True, warmup_steps=warmup_steps)
 
 
-def _row_starts(share: Share, piece: slice) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
-    """Return where rows, or what is left of them, begin in a piece."""
-    starts = [
-        np.append(at.first, np.arange(at.first + at.row - at.offset % at.row, at.end, at.row))
-        for at in share.places
-    ]
-    edges = np.concatenate(starts) if starts else np.empty(0, np.int64)
-    inside = edges[(edges > piece.start) & (edges < piece.stop)] - piece.start
-    return np.append(0, inside) if piece.start < piece.stop else inside[:0]
+def _rows_in(share: Share, piece: slice) -> list[tuple[int, int, int]]:
+    """Return the rows of tensors in a piece: the first element, how many rows, how long.
+
+    A row that is cut is one of what is left of it.
+    """
+    found = []
+    for place in share.places:
+        start, stop = max(place.first, piece.start), min(place.end, piece.stop)
+        while start < stop:
+            within = (place.offset + start - place.first) % place.row
+            numel = min(place.row - within, stop - start)
+            rows = (stop - start) // place.row if numel == place.row else 1
+            found.append((start - piece.start, rows, numel))
+            start += rows * numel
+    return found
 
 
 def _bits_of(flags: Tensor) -> Tensor:

@@ -465,12 +465,14 @@ def _check(
 
 def _compressor(compression: Compressing | None) -> Compressor:
     """Return what Adasum sends steps by; a codec has no form for one tensor."""
-    made = getattr(Compression, compression, None) if isinstance(compression, str) else compression
-    if made is not None and not hasattr(made, "compress"):
+    made = Compression.none if compression is None else compression
+    if isinstance(made, str):
+        made = getattr(Compression, made, made)
+    if not hasattr(made, "compress"):
         raise ConfigError(
             f"op=Adasum sends steps by Compression.none, fp16 or bf16, got {compression!r}"
         )
-    return cast("Compressor", made or Compression.none)
+    return cast("Compressor", made)
 
 
 def _is_sharded(shard: str | None, comm: Communicator, codec: Codec) -> bool:

@@ -1,10 +1,12 @@
 """Laws of all codecs: same bits everywhere, exact in a node, marks, states, what is not finite."""
 
 import copy
+import typing
 
 import pytest
 import torch
 
+import hpctrain
 from hpctrain.compress.choice import CODECS, codec_for
 from hpctrain.compress.int8 import Int8
 from hpctrain.compress.power_sgd import PowerSGD
@@ -12,6 +14,7 @@ from hpctrain.compress.qsgd import QSGD
 from hpctrain.compress.sign import OneBit, SignSGD
 from hpctrain.compress.sparse import DeepGradientCompression, TopK
 from hpctrain.core.errors import ConfigError
+from hpctrain.train.config import SyncConfig
 from tests.compress.nodes import SHAPES, Gradients, drawn, nodes, of_all
 
 LOSSY = {
@@ -167,6 +170,68 @@ def test_bytes_are_those_that_leave(name):
         gathered = name in ("top k", "qsgd")
         paths = size - 1 if gathered else 2 * (size - 1) / size
         assert sent == pytest.approx(claimed * paths, rel=0.03, abs=64 * size)
+
+
+@pytest.fixture
+def hvd():
+    """Join the world, each rank a node."""
+    hpctrain.init(ranks_per_node=1)
+    yield hpctrain
+    hpctrain.shutdown()
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("name", ["auto", "int8", "one_bit", "sign", "top_k", "dgc", "power_sgd"])
+def test_a_training_goes_down_by_any_codec_and_replicas_stay_equal(hvd, name):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
+    plain = torch.optim.SGD(model.parameters(), lr=0.002 if name == "sign" else 0.05)
+    optimizer = hvd.DistributedOptimizer(plain, model.named_parameters(), compression=name)
+    hvd.broadcast_parameters(model.state_dict())
+    generator = torch.Generator().manual_seed(hvd.rank())
+    losses = []
+    for _ in range(40):
+        inputs = torch.randn(32, 32, generator=generator)
+        optimizer.zero_grad()
+        loss = (model(inputs) - inputs[:, :4].sum(1, keepdim=True)).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(hvd.allreduce(loss.detach())))
+    hvd.check_replicas(model)
+    assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
+    state = optimizer.codec.state_dict()
+    optimizer.codec.load_state_dict(state)
+    if state:
+        with pytest.raises(ConfigError, match="of the buckets that it was saved with, got one of"):
+            optimizer.codec.load_state_dict({**state, "more": {"numel": 1}})
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("codec", "kind", "said"),
+    [
+        ("sign", torch.optim.Adam, "divides by the magnitude of gradients"),
+        (TopK(0.1, error_feedback=False), torch.optim.SGD, "values that are never among"),
+        ("dgc", torch.optim.AdamW, "momentum is summed up before"),
+    ],
+)
+def test_what_does_not_converge_is_warned_of(hvd, codec, kind, said):
+    model = torch.nn.Linear(4, 4)
+    with pytest.warns(UserWarning, match=said):
+        hvd.DistributedOptimizer(kind(model.parameters(), lr=0.1), compression=codec)
+
+
+@pytest.mark.ranks(2)
+def test_adasum_takes_no_codec(hvd):
+    model = torch.nn.Linear(4, 4)
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match=r"op=Adasum sends steps by .* got 'int8'"):
+        hvd.DistributedOptimizer(plain, compression="int8", op=hvd.Adasum)
+
+
+def test_a_configuration_knows_all_names():
+    known = typing.get_type_hints(SyncConfig)["compression"]
+    assert typing.get_args(known) == tuple(CODECS)
 
 
 def test_codecs_have_names_and_a_wrong_one_is_told():
