@@ -1,15 +1,17 @@
 """Codecs by name, and the one that a program's ``compression`` asks for."""
 
 import copy
+import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, cast
 
 import torch
+from torch.optim import Optimizer
 
 from hpctrain.compress.auto import Auto
 from hpctrain.compress.codec import Codec, Compressor, Identity, TensorByTensor
-from hpctrain.compress.half import Half, HalfCodec, NoCompression
+from hpctrain.compress.half import Compression, Half, HalfCodec, NoCompression
 from hpctrain.compress.int8 import Int8
 from hpctrain.compress.power_sgd import PowerSGD
 from hpctrain.compress.qsgd import QSGD
@@ -50,11 +52,19 @@ def codec_named(name: str, args: Mapping[str, Any], key: str) -> Codec:
         raise ConfigError(f"{key} of {name}: {error}") from error
 
 
-def codec_for(compression: "Compressing | None") -> Codec:
+def codec_for(compression: Compressing | None, optimizer: Optimizer | None = None) -> Codec:
     """Return a new codec for a compressor of Horovod's form, a codec, or the name of one.
 
-    Raises ``ConfigError``: there is none of this name.
+    Warns where training by ``optimizer`` is known not to converge with it. Raises
+    ``ConfigError``: there is none of this name.
     """
+    codec = _made(compression)
+    if optimizer is not None and (warning := codec.warning(optimizer)):
+        warnings.warn(f"compression by {type(codec).__name__}: {warning}", stacklevel=3)
+    return codec
+
+
+def _made(compression: Compressing | None) -> Codec:
     if compression is None or isinstance(compression, NoCompression):
         return Identity()
     if isinstance(compression, str):
@@ -69,3 +79,18 @@ def codec_for(compression: "Compressing | None") -> Codec:
     if isinstance(compression, Half):
         return HalfCodec(compression.dtype)
     return TensorByTensor(cast("Compressor", compression))
+
+
+def compressor_for(compression: Compressing | None) -> Compressor:
+    """Return what Adasum sends steps by: a codec has no form for one tensor.
+
+    Raises ``ConfigError``: it is one.
+    """
+    made = Compression.none if compression is None else compression
+    if isinstance(made, str):
+        made = getattr(Compression, made, made)
+    if not hasattr(made, "compress"):
+        raise ConfigError(
+            f"op=Adasum sends steps by Compression.none, fp16 or bf16, got {compression!r}"
+        )
+    return cast("Compressor", made)

@@ -29,7 +29,7 @@ class Codec(Protocol):
         """Drop all that was prepared: other buckets will come. Not collective."""
 
     def num_bytes(self, bucket: Bucket) -> int:
-        """Return how many bytes of this rank travel for a bucket. Not collective."""
+        """Return how many bytes stand for a bucket, the same on all ranks. Not collective."""
 
     def allreduce_(self, bucket: Bucket, comm: Communicator, *, scale: float | None) -> Work:
         """Replace the bucket by (an approximation of) its sum over ``comm``, times ``scale``.

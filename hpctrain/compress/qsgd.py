@@ -32,11 +32,10 @@ class QSGD(RailCodec):
         if levels < 1 or block < 1:
             raise ConfigError(f"levels and block must be at least 1, got {levels} and {block}")
         self._levels, self._block, self._seed = levels, block, seed
-        self._sent_bytes: dict[int, int] = {}
 
     def bytes_of(self, share: Share) -> int:
-        """Return the bytes of the last step's codes; before it those of 3 bits per value."""
-        return self._sent_bytes.get(id(share), share.numel * 3 // 8)
+        """Return those of 3 bits per value, about; how many there are is known when they are."""
+        return share.numel * 3 // 8
 
     def reduce_(self, share: Share, values: Tensor, link: Link) -> None:
         """Send codes to all; see ``RailCodec``."""
@@ -44,7 +43,6 @@ class QSGD(RailCodec):
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
         norms, levels = self.quantized(values, generator)
         packet = self._packed(norms, levels)
-        self._sent_bytes[id(share)] = len(packet)
         size = torch.tensor([len(packet)])
         sizes = [int(each) for each in exchanged(link, [size] * link.size, [1] * link.size)]
         arrived = exchanged(link, [packet] * link.size, sizes)

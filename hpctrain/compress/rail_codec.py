@@ -100,6 +100,7 @@ class RailCodec:
 
     def __init__(self) -> None:
         self._shares: dict[int, tuple[Bucket, Share]] = {}
+        self._wholes: dict[int, Share] = {}  # what all rails of a node take, the same on all ranks
 
     def reduce_(self, share: Share, values: Tensor, link: Link) -> None:
         """Replace flat ``values`` by what the codec makes of the sum over ``link``.
@@ -148,17 +149,22 @@ class RailCodec:
         num_exact = _length(exact) - num_marks
         share = Share(slots, _places(mine, own), exact, num_exact, dtype)
         self._shares[id(bucket)] = bucket, share
+        everything = slice(0, bucket.numel)
+        all_exact = _spans_between(coded, everything)
+        self._wholes[id(bucket)] = Share(slots, _places(coded, everything), all_exact, 0, dtype)
 
     def forget(self) -> None:
         """Drop all shares, and what they remember."""
         self._shares.clear()
+        self._wholes.clear()
 
     def num_bytes(self, bucket: Bucket) -> int:
-        """Return the bytes of this rank's codes; see ``Codec``."""
-        _, share = self._shares.get(id(bucket), (None, None))
-        if share is None:
+        """Return the bytes of a node's codes; see ``Codec``."""
+        whole = self._wholes.get(id(bucket))
+        if whole is None:
             return bucket.flat.nbytes
-        return self.bytes_of(share) + _length(share.exact) * bucket.flat.itemsize
+        whole.num_steps = self._shares[id(bucket)][1].num_steps
+        return self.bytes_of(whole) + _length(whole.exact) * bucket.flat.itemsize
 
     def allreduce_(self, bucket: Bucket, comm: Communicator, *, scale: float | None) -> Work:
         """Sum inside the node, code what crosses the rail; see ``Codec``."""

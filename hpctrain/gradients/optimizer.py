@@ -17,8 +17,8 @@ from torch.optim import LBFGS, Optimizer
 from hpctrain.comm.agreement import require_equal
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.eager import eager
-from hpctrain.compress.choice import Compressing, codec_for
-from hpctrain.compress.codec import Codec, Compressor, Identity
+from hpctrain.compress.choice import Compressing, codec_for, compressor_for
+from hpctrain.compress.codec import Codec, Identity
 from hpctrain.compress.half import Compression, HalfCodec
 from hpctrain.core.errors import ConfigError
 from hpctrain.gradients.adasum_step import AdasumStep
@@ -59,10 +59,8 @@ def DistributedOptimizer(  # noqa: N802, PLR0913, PLR0917 - Horovod's name and a
     Args:
         optimizer: any torch optimizer, already holding the parameters.
         named_parameters: names for messages: of all parameters of the optimizer, or None.
-        compression: how gradients travel: ``Compression.none`` (or None), ``fp16``, ``bf16``, a
-            codec of ``hpctrain.compress`` or its name, such as ``"int8"``, or anything with the
-            two functions of Horovod's. Sparse gradients travel as they are. See ``hpctrain guide
-            compression``.
+        compression: of dense gradients: ``Compression.none``, ``fp16``, ``bf16``, a codec or its
+            name (``hpctrain guide compression``), or anything with Horovod's two functions.
         backward_passes_per_step: passes that are added up on each rank before one reduction.
         op: ``Average``, weighted by samples where ``set_num_samples`` is called; ``Sum``; or
             ``Adasum``: each rank takes a step of its own, and the steps are combined.
@@ -86,14 +84,12 @@ def DistributedOptimizer(  # noqa: N802, PLR0913, PLR0917 - Horovod's name and a
     grouping = Grouping(groups, sparse_as_dense=sparse_as_dense)
     count = SampleCount(average=op is Average, predivide=gradient_predivide_factor)
     names, comm = names_of(optimizer, named_parameters), _communicator(process_set)
-    passes, codec = backward_passes_per_step, codec_for(compression)
-    if warning := codec.warning(optimizer):
-        warnings.warn(f"compression by {type(codec).__name__}: {warning}", stacklevel=2)
+    passes, codec = backward_passes_per_step, codec_for(compression, optimizer)
     if comm is None:
         return _upgraded(optimizer, None, names, passes)
     parameters, steps = partial(named, weakref.ref(optimizer), names), _steps_over(comm)
     if op is Adasum:
-        combined = AdasumStep(comm, _compressor(compression), parameters, steps)
+        combined = AdasumStep(comm, compressor_for(compression), parameters, steps)
         return _upgraded(optimizer, combined, names, passes)
     how = comm, world.current().plan, codec, grouping, count, steps
     reduction = (ShardedReduction if _is_sharded(shard, comm, codec) else Reduction)(*how)
@@ -118,10 +114,7 @@ class DistributedMethods:
 
     @property
     def codec(self) -> Codec | None:
-        """By what gradients travel; None where they do not.
-
-        Keep its ``state_dict()``, each rank's own, where it is to go on: what was not sent yet.
-        """
+        """By what gradients travel, with a ``state_dict()`` of each rank; None if they do not."""
         return self._reducer.reduction.codec if self._reducer else None
 
     @property
@@ -461,18 +454,6 @@ def _check(
         raise ConfigError(f'shard is None or "node", got {shard!r}')
     if shard and op is Adasum:
         raise ConfigError('op=Adasum combines whole steps of ranks, not with shard="node"')
-
-
-def _compressor(compression: Compressing | None) -> Compressor:
-    """Return what Adasum sends steps by; a codec has no form for one tensor."""
-    made = Compression.none if compression is None else compression
-    if isinstance(made, str):
-        made = getattr(Compression, made, made)
-    if not hasattr(made, "compress"):
-        raise ConfigError(
-            f"op=Adasum sends steps by Compression.none, fp16 or bf16, got {compression!r}"
-        )
-    return cast("Compressor", made)
 
 
 def _is_sharded(shard: str | None, comm: Communicator, codec: Codec) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
+from hpctrain.core.config import COMPRESSIONS
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.keys import Count, Number, Positive, Rule, Texts, Time, require
 from hpctrain.core.units import parse_bytes
@@ -280,19 +281,7 @@ class SyncConfig:
     steps: Literal["auto"] | Number = 8
     """Of a local method: steps between two averagings over all ranks, or auto: measured, so that
     averaging takes at most args.share (0.1) of the time."""
-    compression: Literal[
-        "none",
-        "auto",
-        "fp16",
-        "bf16",
-        "int8",
-        "qsgd",
-        "sign",
-        "one_bit",
-        "top_k",
-        "dgc",
-        "power_sgd",
-    ] = "none"
+    compression: Annotated[str, Rule(names=COMPRESSIONS)] = "none"
     """How gradients cross between nodes, or what the replicas of a local method exchange: as they
     are (none), in 16 or 8 bits (fp16, bf16, int8), or by another codec of hpctrain guide
     compression. auto tries the first ones on the link and takes the fastest."""
