@@ -26,7 +26,7 @@ class Codec(Protocol):
         """
 
     def forget(self) -> None:
-        """Drop all that was prepared: other buckets will come. Not collective."""
+        """Drop all that was prepared: other buckets will come, perhaps alike. Not collective."""
 
     def num_bytes(self, bucket: Bucket) -> int:
         """Return how many bytes stand for a bucket, the same on all ranks. Not collective."""

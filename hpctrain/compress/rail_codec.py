@@ -100,6 +100,7 @@ class RailCodec:
 
     def __init__(self) -> None:
         self._shares: dict[int, tuple[Bucket, Share]] = {}
+        self._before: list[Share] = []
         self._wholes: dict[int, Share] = {}  # what all rails of a node take, the same on all ranks
 
     def reduce_(self, share: Share, values: Tensor, link: Link) -> None:
@@ -148,13 +149,17 @@ class RailCodec:
         num_marks = max(own.stop - max(own.start, first_mark), 0) if takes_exact else 0
         num_exact = _length(exact) - num_marks
         share = Share(slots, _places(mine, own), exact, num_exact, dtype)
+        before = self._before.pop(0) if self._before else None
+        if before is not None and before.slots == slots and before.numel == share.numel:
+            share.memory, share.num_steps = before.memory, before.num_steps
         self._shares[id(bucket)] = bucket, share
         everything = slice(0, bucket.numel)
         all_exact = _spans_between(coded, everything)
         self._wholes[id(bucket)] = Share(slots, _places(coded, everything), all_exact, 0, dtype)
 
     def forget(self) -> None:
-        """Drop all shares, and what they remember."""
+        """Drop all shares; new ones for the same tensors remember what these did."""
+        self._before = [share for _, share in self._shares.values()] or self._before
         self._shares.clear()
         self._wholes.clear()
 

@@ -128,6 +128,20 @@ def test_a_state_goes_on_with_the_same_bits(codec):
                 assert torch.equal(got, expected)
 
 
+@pytest.mark.ranks(2, 3)
+@CODEC
+def test_buckets_that_are_laid_out_anew_for_the_same_tensors_change_nothing(codec):
+    with nodes(1) as comm:
+        first, second = (Gradients(codec_for(codec), comm) for _ in range(2))
+        for step in range(4):
+            values = drawn(comm.rank, step)
+            if step == 2:
+                second.codec.forget()
+                second = Gradients(second.codec, comm)
+            for got, expected in zip(second.reduce(values), first.reduce(values), strict=True):
+                assert torch.equal(got, expected)
+
+
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("name", [*FEEDBACK, "dgc"])
 def test_on_other_nodes_what_was_not_sent_is_shared_out(name):
@@ -169,7 +183,9 @@ def test_bytes_are_those_that_leave(name):
         gathered = name == "top k"
         paths = size - 1 if gathered else 2 * (size - 1) / size
         if name == "power sgd":  # short sums go to and fro between pairs of ranks
-            paths = {2: 1, 3: 2, 4: 2}[size]
+            total = sum(comm.allgather_object(sent)) / size
+            assert claimed * paths * 0.97 <= total <= claimed * 2 + 64
+            return
         assert sent == pytest.approx(claimed * paths, rel=0.03, abs=64 * size)
 
 
