@@ -239,7 +239,9 @@ def promises(rows: Sequence[Row]) -> dict[str, float]:
         ("warm", BIG.name): {Memmap.name: 0.80},
         ("warm", SMALL.name): {Memmap.name: 0.60, Hdf5.name: 5, Mosaic.name: 20, Tars.name: 20},
     }
-    wanted |= {("cold", kind.name): {SEQUENTIAL: 0.80} for kind in (BIG, SMALL, *LONG)}
+    for kind in (BIG, SMALL, *LONG):
+        least = 0.80 if kind.shape == BIG.shape else 0.60
+        wanted["cold", kind.name] = {SEQUENTIAL: least}
     ratios = {}
     for row in rows:
         least = wanted[row["cache"], row["sample"]].get(row["way"])

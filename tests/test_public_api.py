@@ -14,13 +14,14 @@ import pytest
 import hpctrain
 import hpctrain.checkpoint
 import hpctrain.comm
+import hpctrain.compress
 import hpctrain.cost
 import hpctrain.data
 from hpctrain.core.config import Settings
 from hpctrain.gradients.optimizer import DistributedMethods
 
 LIST = Path(__file__).with_name("public_api.txt")
-PACKAGES = (hpctrain.checkpoint, hpctrain.comm, hpctrain.cost, hpctrain.data)
+PACKAGES = (hpctrain.checkpoint, hpctrain.comm, hpctrain.compress, hpctrain.cost, hpctrain.data)
 
 
 def surface() -> list[str]:

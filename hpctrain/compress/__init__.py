@@ -1,1 +1,8 @@
-"""Codecs of buckets, one per file."""
+"""Codecs: what crosses between nodes in fewer bytes.
+
+Every name is loaded at its first use.
+"""
+
+from hpctrain.core.lazy import exports
+
+__getattr__, __dir__, __all__ = exports(__name__, __file__)

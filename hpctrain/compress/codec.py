@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from hpctrain.comm.bucket import Bucket
 from hpctrain.comm.communicator import FINISHED, Communicator, Work
@@ -25,10 +26,10 @@ class Codec(Protocol):
         """
 
     def forget(self) -> None:
-        """Drop all that was prepared: other buckets will come. Not collective."""
+        """Drop all that was prepared: other buckets will come, perhaps alike. Not collective."""
 
     def num_bytes(self, bucket: Bucket) -> int:
-        """Return how many bytes of this rank travel for a bucket. Not collective."""
+        """Return how many bytes stand for a bucket, the same on all ranks. Not collective."""
 
     def allreduce_(self, bucket: Bucket, comm: Communicator, *, scale: float | None) -> Work:
         """Replace the bucket by (an approximation of) its sum over ``comm``, times ``scale``.
@@ -39,8 +40,26 @@ class Codec(Protocol):
     def state_dict(self) -> dict[str, Any]:
         """Return what this rank's next step depends on: an unsent error, say. Not collective."""
 
+    def fits(self, state: Mapping[str, Any]) -> bool:
+        """Say whether ``load_state_dict`` can go on from a state: its buckets are these."""
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what ``state_dict`` has given. Not collective."""
+        """Go on from what ``state_dict`` has given. Not collective.
+
+        ``ConfigError`` if it does not fit.
+        """
+
+    def shared_state(self, comm: Communicator) -> dict[str, Any]:
+        """Return what other numbers of ranks can go on from; the same on all ranks. Collective.
+
+        What was not sent yet arrives all the same. Other things that it remembers begin anew.
+        """
+
+    def load_shared_state(self, state: Mapping[str, Any], comm: Communicator) -> None:
+        """Go on from what ``shared_state`` has given. Collective."""
+
+    def warning(self, optimizer: Optimizer) -> str:
+        """Return why training by this optimizer would not converge, empty if nothing is known."""
 
 
 class Stateless:
@@ -50,8 +69,23 @@ class Stateless:
         """Return nothing."""
         return {}
 
+    def fits(self, state: Mapping[str, Any]) -> bool:
+        """Say that it has nothing."""
+        return not state
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Need nothing."""
+
+    def shared_state(self, comm: Communicator) -> dict[str, Any]:  # noqa: ARG002 - of all codecs
+        """Return nothing."""
+        return {}
+
+    def load_shared_state(self, state: Mapping[str, Any], comm: Communicator) -> None:
+        """Need nothing."""
+
+    def warning(self, optimizer: Optimizer) -> str:  # noqa: ARG002 - of all codecs
+        """Return nothing: it converges as without."""
+        return ""
 
 
 class Identity(Stateless):

@@ -8,7 +8,7 @@ from torch import Tensor
 from hpctrain.comm.bucket import Bucket
 from hpctrain.comm.communicator import Communicator, Work
 from hpctrain.comm.threaded import start_on
-from hpctrain.compress.codec import Codec, Compressor, Identity, Stateless, TensorByTensor
+from hpctrain.compress.codec import Stateless
 
 
 class NoCompression:
@@ -111,12 +111,3 @@ class HalfCodec(Stateless):
             levels.rail.allreduce_(half.flat).wait()
             part.copy_(half.flat)
         levels.publish(bucket)
-
-
-def codec_for(compressor: Compressor) -> Codec:
-    """Return a codec that sends buckets as a compressor, or a class of such, sends tensors."""
-    if isinstance(compressor, NoCompression):
-        return Identity()
-    if isinstance(compressor, Half):
-        return HalfCodec(compressor.dtype)
-    return TensorByTensor(compressor)

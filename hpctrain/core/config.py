@@ -14,6 +14,21 @@ from hpctrain.core.units import MIB, parse_bytes, parse_seconds
 
 PREFIX = "HPCTRAIN_"
 
+COMPRESSIONS = (
+    "none",
+    "auto",
+    "fp16",
+    "bf16",
+    "int8",
+    "qsgd",
+    "sign",
+    "one_bit",
+    "top_k",
+    "dgc",
+    "power_sgd",
+)
+"""Codecs of what crosses between nodes, by name."""
+
 OVERLAPS = ("auto", "thread", "inline", "end")
 """When buckets travel: chosen by the plan, on a thread, inside the hooks, after backward."""
 

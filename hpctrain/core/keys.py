@@ -41,6 +41,8 @@ class Rule:
     """A text such as ``"10min"``; an empty one is no time."""
     each: type | None = None
     """Of a list: the type of all that it holds."""
+    names: tuple[str, ...] = ()
+    """Of a text: what it may be; empty for anything."""
 
     def check(self, name: str, value: Any) -> None:
         """Return if a value keeps to it.
@@ -52,6 +54,8 @@ class Rule:
                 seconds(value)
             except ConfigError as error:
                 raise ConfigError(f"{name}: {error}") from None
+        if self.names:
+            require(value in self.names, f"{name} is one of {', '.join(self.names)}", value)
         if self.least is not None:
             require(value >= self.least, f"{name} must be at least {self.least}", value)
         if self.above is not None:

@@ -20,8 +20,7 @@ from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.node.shared_memory import SharedMemory
 from hpctrain.comm.ops import Combination, Op, combination
 from hpctrain.comm.threaded import start_on
-from hpctrain.compress.codec import Codec, Identity
-from hpctrain.compress.half import HalfCodec
+from hpctrain.compress.codec import Codec, Identity, TensorByTensor
 from hpctrain.core.errors import ConfigError
 from hpctrain.gradients.elementwise import Part, PieceStep
 from hpctrain.gradients.reduction import GradientBucket, Slot
@@ -445,7 +444,8 @@ def is_shared(shard: str | None, comm: Communicator, codec: Codec) -> bool:
             'shard="node" needs memory that the ranks of a node share, and there is none here; '
             "see hpctrain doctor and HPCTRAIN_SHARED_MEMORY, or leave shard out"
         )
-    if not isinstance(codec, Identity) and (levels.num_rails or not isinstance(codec, HalfCodec)):
+    is_plain = isinstance(codec, Identity)  # others do nothing inside a node
+    if isinstance(codec, TensorByTensor) or (levels.num_rails and not is_plain):
         raise ConfigError(
             'shard="node" sends gradients between nodes as they are, got a compression; leave one '
             "of them out"

@@ -17,8 +17,9 @@ from torch.optim import LBFGS, Optimizer
 from hpctrain.comm.agreement import require_equal
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.eager import eager
-from hpctrain.compress.codec import Compressor
-from hpctrain.compress.half import Compression, codec_for
+from hpctrain.compress.choice import Compressing, codec_for, compressor_for
+from hpctrain.compress.codec import Codec
+from hpctrain.compress.half import Compression
 from hpctrain.core.errors import ConfigError
 from hpctrain.gradients.adasum_step import AdasumStep
 from hpctrain.gradients.bucket_reducer import ParameterSource, Reducer
@@ -38,7 +39,7 @@ from hpctrain.runtime.process_sets import ProcessSet, global_process_set
 def DistributedOptimizer(  # noqa: N802, PLR0913, PLR0917 - Horovod's name and arguments
     optimizer: Optimizer,
     named_parameters: Iterable[tuple[str, Parameter]] | None = None,
-    compression: Compressor | None = Compression.none,
+    compression: Compressing | None = Compression.none,
     backward_passes_per_step: int = 1,
     op: ReduceOp = Average,
     gradient_predivide_factor: float = 1.0,
@@ -61,8 +62,8 @@ def DistributedOptimizer(  # noqa: N802, PLR0913, PLR0917 - Horovod's name and a
     Args:
         optimizer: any torch optimizer, already holding the parameters.
         named_parameters: names for messages: of all parameters of the optimizer, or None.
-        compression: ``Compression.none`` (or None), ``fp16``, ``bf16``, or anything with their two
-            functions; sparse gradients travel as they are.
+        compression: of dense gradients: ``Compression.none``, ``fp16``, ``bf16``, a codec or its
+            name (``hpctrain guide compression``), or anything with Horovod's two functions.
         backward_passes_per_step: passes that are added up on each rank before one reduction.
         op: ``Average``, weighted by samples where ``set_num_samples`` is called; ``Sum``; or
             ``Adasum``: each rank takes a step of its own, and the steps are combined.
@@ -82,17 +83,17 @@ def DistributedOptimizer(  # noqa: N802, PLR0913, PLR0917 - Horovod's name and a
     _check(optimizer, op, gradient_predivide_factor, backward_passes_per_step, shard)
     grouping = Grouping(_groups(num_groups, groups), sparse_as_dense=sparse_as_dense)
     count = SampleCount(average=op is Average, predivide=gradient_predivide_factor)
-    if shard is None:
-        require_no_masters(master_dtype)
+    require_no_masters(None if shard else master_dtype)
     names, comm = names_of(optimizer, named_parameters), _communicator(process_set, master_dtype)
-    compressor, passes = compression or Compression.none, backward_passes_per_step
+    passes, codec = backward_passes_per_step, codec_for(compression, optimizer)
     if comm is None:
         return _upgraded(optimizer, None, names, passes)
     parameters, steps = partial(named, weakref.ref(optimizer), names), _steps_over(comm)
     if op is Adasum:
-        return _upgraded(optimizer, AdasumStep(comm, compressor, parameters, steps), names, passes)
-    how = comm, world.current().plan, codec_for(compressor), grouping, count, steps
-    reduction = (ShardedReduction if is_shared(shard, comm, how[2]) else Reduction)(*how)
+        combined = AdasumStep(comm, compressor_for(compression), parameters, steps)
+        return _upgraded(optimizer, combined, names, passes)
+    how = comm, world.current().plan, codec, grouping, count, steps
+    reduction = (ShardedReduction if is_shared(shard, comm, codec) else Reduction)(*how)
     exchange = _reducer(reduction, parameters, optimizer, passes, master_dtype)
     return _upgraded(optimizer, exchange, names, passes)
 
@@ -112,6 +113,11 @@ class DistributedMethods:
     def communication_seconds(self) -> float:
         """Time in which the last step waited for gradients of other ranks, in seconds."""
         return self._exchange.exposed_seconds if self._exchange else 0.0
+
+    @property
+    def codec(self) -> Codec | None:
+        """By what gradients travel, with a ``state_dict()`` of each rank; None if they do not."""
+        return self._reducer.reduction.codec if self._reducer else None
 
     @property
     def backward_passes_per_step(self) -> int:

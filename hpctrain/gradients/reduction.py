@@ -201,7 +201,7 @@ class Reduction:
         self.exposed_seconds = 0.0
         self.slot_of: dict[Tensor, Slot | SparseSlot] = {}
         self.slot_by_id: dict[int, Slot | SparseSlot] = {}
-        self._comm, self._plan, self._codec, self._grouping = comm, plan, codec, grouping
+        self._comm, self._plan, self.codec, self._grouping = comm, plan, codec, grouping
         self._parameters: NamedParameters = ()
         self._buckets: list[GradientBucket] = []
         self._dense: list[Slot] = []
@@ -223,7 +223,7 @@ class Reduction:
     @property
     def num_bytes(self) -> int:
         """Bytes of this rank that travel in a step, sparse gradients left out."""
-        return sum(self._codec.num_bytes(bucket.bucket) for bucket in self._buckets)
+        return sum(self.codec.num_bytes(bucket.bucket) for bucket in self._buckets)
 
     @property
     def has_sent(self) -> bool:
@@ -381,10 +381,10 @@ class Reduction:
         self.slot_by_id = {id(parameter): slot for parameter, slot in self.slot_of.items()}
         for slot in self._dense:
             slot.sparse_dim = self._sparse_dims.get(slot.parameter)
-        self._codec.forget()
+        self.codec.forget()
         for bucket in self._buckets:
             parts = [*(slot.view for slot in bucket.slots), bucket.marks]
-            self._codec.prepare(bucket.bucket, parts, self._comm)
+            self.codec.prepare(bucket.bucket, parts, self._comm)
 
     def _set_by_hand(self, today: NamedParameters) -> list[Tensor]:
         """Return the parameters whose gradients the program has put there."""
@@ -495,4 +495,4 @@ class Reduction:
                 what.reduce(self._comm, count.factor, count.scale, keeps_result=keeps)
             else:
                 what.write_marks()
-                self._codec.allreduce_(what.bucket, self._comm, scale=count.scale).wait()
+                self.codec.allreduce_(what.bucket, self._comm, scale=count.scale).wait()

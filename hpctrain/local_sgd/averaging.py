@@ -128,24 +128,32 @@ class Averaging:
         return squared
 
     def own_state(self) -> dict[str, Any] | None:
-        """Return copies of what has travelled, after a wait; None where nothing is under way."""
+        """Return copies of what has travelled, after a wait, and of what the codec remembers.
+
+        None where nothing is under way or remembered.
+        """
         for work in self._works:
             work.wait()
-        if not self._works:
-            return None
-        flats = [load.bucket.flat.clone() for load in self._loads]
-        return {"names": self.names, "held": sorted(self._held), "flats": flats}
+        state: dict[str, Any] = {}
+        if self._works:
+            flats = [load.bucket.flat.clone() for load in self._loads]
+            state = {"names": self.names, "held": sorted(self._held), "flats": flats}
+        if codec := self._codec.state_dict():
+            state["codec"] = codec
+        return state or None
 
     def load_own_state(self, state: Mapping[str, Any] | None) -> None:
         """Take what ``own_state`` returned: a round is under way, or none is. Collective."""
         self.drop()
-        if state is None:
-            return
-        self._lay_out_for(state["names"])
-        self._held = {*state["held"]}
-        for load, flat in zip(self._loads, state["flats"], strict=True):
-            load.bucket.flat.copy_(flat)
-            self._works.append(FINISHED)
+        state = state or {}
+        if "flats" in state:
+            self._lay_out_for(state["names"])
+            self._held = {*state["held"]}
+            for load, flat in zip(self._loads, state["flats"], strict=True):
+                load.bucket.flat.copy_(flat)
+                self._works.append(FINISHED)
+        if "codec" in state and self._codec.fits(state["codec"]):
+            self._codec.load_state_dict(state["codec"])
 
     def drop(self) -> None:
         """Forget a round that is under way."""

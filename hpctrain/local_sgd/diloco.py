@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from torch import nn
 from torch.optim import Optimizer
 
-from hpctrain.compress.codec import Compressor
+from hpctrain.compress.choice import Compressing
 from hpctrain.core.errors import ConfigError
 from hpctrain.local_sgd.averaged_tensors import NamedTensors
 from hpctrain.local_sgd.local_method import LocalMethod, require
@@ -51,7 +51,7 @@ class DiLoCo(LocalMethod):
         keep: float | None = None,
         share: float = 0.1,
         most: int = 512,
-        compression: Compressor | None = None,
+        compression: Compressing | None = None,
     ) -> None:
         """Give all ranks the model of rank 0 and hook the optimizer. Collective.
 

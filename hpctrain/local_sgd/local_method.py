@@ -15,8 +15,8 @@ from hpctrain.comm.agreement import require_equal
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.eager import eager
 from hpctrain.comm.liveness import Block
-from hpctrain.compress.codec import Compressor, Identity
-from hpctrain.compress.half import Compression, codec_for
+from hpctrain.compress.choice import Compressing, codec_for
+from hpctrain.compress.codec import Identity
 from hpctrain.core.errors import ConfigError
 from hpctrain.gradients.bucket_reducer import Reducer
 from hpctrain.gradients.checked_steps import CheckedSteps
@@ -64,7 +64,7 @@ class LocalMethod(StateFields):
     }
 
     def __init__(
-        self, model: nn.Module, optimizer: Optimizer, *, compression: Compressor | None = None
+        self, model: nn.Module, optimizer: Optimizer, *, compression: Compressing | None = None
     ) -> None:
         """Give all ranks the model of rank 0 and hook the optimizer. Collective.
 
@@ -80,7 +80,7 @@ class LocalMethod(StateFields):
             )
         here = world.current()
         self._comm, self._topology, self._presence = here.comm, here.topology, here.presence
-        compression = compression or Compression.none
+        compression = compression or "none"
         self._plan, self._compression, self._note = here.plan, compression, here.last_call.note
         self._names, self._reducers = names_of(optimizer, None), list[Reducer]()
         self.rounds = Rounds(self._comm)  # counts steps and rounds

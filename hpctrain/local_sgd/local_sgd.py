@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 from torch import nn
 from torch.optim import Optimizer
 
-from hpctrain.compress.codec import Compressor
+from hpctrain.compress.choice import Compressing
 from hpctrain.core.errors import ConfigError
 from hpctrain.local_sgd.local_method import LocalMethod
 from hpctrain.local_sgd.rounds import Fields, Steps, SyncInterval
@@ -41,7 +41,7 @@ class LocalSGD(LocalMethod):
         state: str = "local",
         share: float = 0.1,
         most: int = 512,
-        compression: Compressor | None = None,
+        compression: Compressing | None = None,
     ) -> None:
         """Give all ranks the model of rank 0 and hook the optimizer. Collective.
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hpctrain.comm.communicator import Communicator
-from hpctrain.compress.codec import Compressor, Identity
-from hpctrain.compress.half import codec_for
+from hpctrain.compress.choice import Compressing, codec_for
+from hpctrain.compress.codec import Identity
 from hpctrain.gradients.parameter_names import places_of
 from hpctrain.local_sgd.averaged_tensors import (
     NamedTensors,
@@ -137,7 +137,7 @@ class Exchange(StateFields):
     }
 
     def __init__(
-        self, here: World, replica: Replica, rounds: Rounds, compression: Compressor
+        self, here: World, replica: Replica, rounds: Rounds, compression: Compressing
     ) -> None:
         """Begin without averagings; parameters travel compressed between all ranks."""
         self.bytes_sent = 0  # bytes that this rank has given to averagings over all ranks

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from hpctrain.compress.codec import Compressor
+from hpctrain.compress.choice import Compressing
 from hpctrain.local_sgd.local_method import LocalMethod, require
 from hpctrain.local_sgd.rounds import Fields
 
@@ -42,7 +42,7 @@ class StagedSGD(LocalMethod):
         delay: int | None = None,
         patience: int = 2,
         threshold: float = 0.05,
-        compression: Compressor | None = None,
+        compression: Compressing | None = None,
     ) -> None:
         """Give all ranks the model of rank 0 and hook the optimizer. Collective.
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
+from hpctrain.core.config import COMPRESSIONS
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.keys import Count, Number, Positive, Rule, Texts, Time, require
 from hpctrain.core.units import parse_bytes
@@ -270,8 +271,12 @@ class SyncConfig:
     steps: Literal["auto"] | Number = 8
     """Of a local method: steps between two averagings over all ranks, or auto: measured, so that
     averaging takes at most args.share (0.1) of the time."""
-    compression: Literal["none", "fp16", "bf16"] = "none"
-    """Of a local method: what travels does so as it is (none), or in 16 bits (fp16, bf16)."""
+    compression: Annotated[str, Rule(names=COMPRESSIONS)] = "none"
+    """How gradients cross between nodes, or what the replicas of a local method exchange: as they
+    are (none), in 16 or 8 bits (fp16, bf16, int8), or by another codec of hpctrain guide
+    compression. auto tries the first ones on the link and takes the fastest."""
+    compression_args: Mapping[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the codec, such as rank = 4 of power_sgd."""
     args: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of a local method, such as state = "average"; post_local_sgd also takes
     start_epochs, and staged_sgd warmup_epochs and cooldown_epochs, a tenth of the run each."""
@@ -282,17 +287,17 @@ class SyncConfig:
             "sync.steps is a number for sync.method = staged_sgd, which changes it by the loss",
             self.steps,
         )
-        keys = {"steps", "compression"} & self.args.keys()
+        keys = {"steps", "compression", "compression_args"} & self.args.keys()
         require(
             not keys,
             "sync.args has the other arguments of a method: write steps and compression beside it",
             sorted(keys),
         )
         require(
-            self.is_local or (self.compression == "none" and not self.args),
-            f"sync.compression and sync.args are for a local method, and sync.method is "
-            f"{SYNCHRONOUS}: leave them out, or choose another method",
-            {"compression": self.compression, "args": dict(self.args)},
+            self.is_local or not self.args,
+            f"sync.args are for a local method, and sync.method is {SYNCHRONOUS}: leave them out, "
+            f"or choose another method",
+            dict(self.args),
         )
 
     @property
@@ -433,6 +438,13 @@ class RunConfig:
             "sync.method is synchronous for train.reproducible = true, as what a rank learns by "
             "itself depends on the number of ranks: leave one of them out",
             self.sync.method,
+        )
+        require(
+            self.sync.compression == "none"
+            or (self.train.shard != "node" and not self.train.reproducible),
+            "sync.compression is none for train.shard = node and for train.reproducible = true, "
+            "which send gradients as they are",
+            self.sync.compression,
         )
         require(
             not self.sync.is_local or self.train.shard != "node",

@@ -209,9 +209,9 @@ def with_shard(
         return config, ""
     refused = {
         "no node has two ranks that share memory": most < 2,
-        "train.precision is fp16": train.precision == "fp16",
         "train.reproducible sums gradients by a rule of its own": train.reproducible,
         f"sync.method is {config.sync.method}": config.sync.is_local,
+        "sync.compression is not none": config.sync.compression != "none",
         "a layer has sparse gradients": any(getattr(m, "sparse", False) for m in model.modules()),
         f"a step of {config.optimizer.name} may look beyond elements": not can_shard(optimizer),
     }

@@ -13,6 +13,7 @@ from torch import Tensor
 from hpctrain.checkpoint.format.state_hash import state_hash
 from hpctrain.checkpoint.format.state_tree import mapped
 from hpctrain.comm.agreement import by_rank
+from hpctrain.compress.codec import Codec
 from hpctrain.core.errors import CheckpointError, NotFiniteError
 from hpctrain.gradients.replica_check import require_equal_replicas
 from hpctrain.local_sgd.local_method import LocalMethod
@@ -71,6 +72,7 @@ class RunState:
             **replica,
             **parts,
             "sync": None if sync is None else {"method": method, **sync.shared_state()},
+            "codec": codec.shared_state(self.task.comm) if (codec := _codec(self.task)) else None,
             "step": self.step,
             "epoch": self.epochs_done,
             "loader": self.task.train.state_dict(),
@@ -89,6 +91,7 @@ class RunState:
         return {
             "replica": own_replica(self.task),
             "sync": None if sync is None else sync.own_state(),
+            "codec": codec.state_dict() if (codec := _codec(self.task)) else None,
             "random": random_states(),
             "buffers": {name: b.detach() for name, b in self.task.model.named_buffers()},
             "tally": self.tally.state_dict(),
@@ -127,6 +130,7 @@ class RunState:
         if task.sync is not None:
             method = task.config.sync.method
             restore_sync(task.sync, method, shared, own and own.get("sync"))
+        self._restore_codec(shared, own)
         self._restore_tallies(shared, own)
         if own is None:
             # Not the numbers of the first steps once more, and not the same on every rank.
@@ -137,6 +141,16 @@ class RunState:
                 buffer.copy_(own["buffers"][name])
         set_random_states(own["random"])
 
+    def _restore_codec(self, shared: Mapping[str, Any], own: Mapping[str, Any] | None) -> None:
+        """Go on with what was not sent yet, of this rank or shared out anew. Collective."""
+        codec = _codec(self.task)
+        if codec is None:
+            return
+        if own is not None and own.get("codec") and codec.fits(own["codec"]):
+            codec.load_state_dict(own["codec"])
+        elif shared.get("codec"):
+            codec.load_shared_state(shared["codec"], self.task.comm)
+
     def _restore_tallies(self, shared: Mapping[str, Any], own: Mapping[str, Any] | None) -> None:
         """Go on with sums of this rank, or of all; older checkpoints do not have them all."""
         for name, tally in (("tally", self.tally), ("epoch_tally", self.epoch_tally)):
@@ -144,6 +158,11 @@ class RunState:
                 tally.load_state_dict(own[name])
             elif own is None and shared.get(name):
                 tally.load_shared(shared[name], self.task.train.rank)
+
+
+def _codec(task: Task) -> Codec | None:
+    """Return what gradients travel by, where they do."""
+    return getattr(task.optimizer, "codec", None)
 
 
 def check_fit(have: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> None:

@@ -7,7 +7,8 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from hpctrain.compress.half import Compression
+from hpctrain.compress.choice import codec_named
+from hpctrain.compress.codec import Codec
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.target import check_arguments
 from hpctrain.local_sgd.diloco import DiLoCo
@@ -41,7 +42,7 @@ def make_sync(
     kind = _KINDS[config.method]
     args = {
         "steps": config.steps,
-        "compression": getattr(Compression, config.compression),
+        "compression": codec_of(config),
         **_in_steps(config, epoch_steps, num_steps),
     }
     _check(kind, args)
@@ -51,6 +52,14 @@ def make_sync(
         raise ConfigError(f"[sync] {config.method} refuses: {error}") from error
     made.rounds.within_s = WITHIN_S
     return made
+
+
+def codec_of(config: SyncConfig) -> Codec:
+    """Return what ``sync.compression`` names.
+
+    Raises ``ConfigError``: it does not take its arguments.
+    """
+    return codec_named(config.compression, config.compression_args, "sync.compression_args")
 
 
 def describe(config: SyncConfig) -> str:

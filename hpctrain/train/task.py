@@ -47,7 +47,7 @@ from hpctrain.train.model import (
 )
 from hpctrain.train.scores import LOSS, Metric, make_metric
 from hpctrain.train.stateful import Ema, Precision
-from hpctrain.train.sync_method import make_sync
+from hpctrain.train.sync_method import codec_of, make_sync
 
 _ONE_LENGTH = (
     "train.reproducible needs samples of one length, as others would be padded to the longest of "
@@ -253,18 +253,15 @@ def build(config: RunConfig, comm: Communicator, *, is_new: bool = True) -> Task
         broadcast_parameters(model.state_dict())
     with agreed(comm):
         steps = _steps(config, model, optimizer, comm)
-        sync = make_sync(
-            config.sync,
-            model,
-            optimizer,
-            epoch_steps=len(train),
-            num_steps=len(train) * config.train.epochs,
-        )
+        lengths = {"epoch_steps": len(train), "num_steps": len(train) * config.train.epochs}
+        sync = make_sync(config.sync, model, optimizer, **lengths)
     sizes = [len(ranks) for ranks in world.current().topology.nodes if comm.levels is not None]
     config, reason = with_shard(config, model, optimizer, sizes)
     if steps is None and sync is None:
         shard = None if config.train.shard == "none" else config.train.shard
-        optimizer = DistributedOptimizer(optimizer, model.named_parameters(), shard=shard)
+        optimizer = DistributedOptimizer(
+            optimizer, model.named_parameters(), codec_of(config.sync), shard=shard
+        )
     return Task(
         config=config,
         comm=comm,

@@ -96,6 +96,15 @@ METHODS = {
 }
 
 
+def test_what_a_codec_has_not_sent_goes_on_with_other_ranks(carry_out):
+    model = "model.args={stops = [3], norm = true}"
+    more = ["train.epochs=2", "comm.ranks_per_node=1", "sync.compression_args={density = 0.05}"]
+    carry_out({"few": [model, "sync.compression=top_k", *more]}, 3, 2)
+    tests = [record["loss"] for record in records("few") if record["event"] == "test"]
+    assert records("few")[-1]["event"] == "finished"
+    assert tests[-1] < tests[0]
+
+
 def test_every_method_goes_on_in_mid_round_on_another_number_of_ranks(carry_out):
     model = "model.args={stops = [3], norm = true}"
     kinds = {name: [model, f"sync.method={name}", *SHORT, *more] for name, more in METHODS.items()}

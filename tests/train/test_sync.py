@@ -47,6 +47,12 @@ CASES = [
         id="staged",
         marks=FOUR,
     ),
+    pytest.param([*NOISY, "train.epochs=3", "sync.compression=one_bit"], id="bits", marks=FOUR),
+    pytest.param(
+        local("diloco", "sync.compression=top_k", "sync.compression_args.density=0.1"),
+        id="diloco, the largest",
+        marks=FOUR,
+    ),
 ]
 
 

@@ -289,7 +289,8 @@ def test_arguments_in_first_place_are_not_offered():
     [
         ([], "node", "for up to 2 ranks"),
         (["optimizer.name=AdamW", "train.clip_norm=1"], "node", "parameters and state once"),
-        (["train.precision=fp16"], "none", "fp16"),
+        (["train.precision=fp16"], "node", "for up to 2 ranks"),
+        (["sync.compression=int8"], "none", "sync.compression is not none"),
         (["train.reproducible=true"], "none", "reproducible"),
         (["sync.method=local_sgd"], "none", "sync.method is local_sgd"),
         (["optimizer.name=SparseAdam"], "none", "SparseAdam may look beyond"),

@@ -11,7 +11,7 @@ from torch import Tensor
 from hpctrain.comm.communicator import FINISHED, Traffic, Work
 from hpctrain.comm.ops import Combination, Op, combination, scale_
 from hpctrain.comm.plan.plan import SizeTable
-from hpctrain.comm.rail.algorithms import ALGORITHMS
+from hpctrain.comm.rail.algorithms import ALGORITHMS, pairwise_alltoall_
 from hpctrain.comm.rail.wire import Wire
 from hpctrain.comm.tensor_arguments import check_scale, flattened
 from hpctrain.comm.waiting import Watch, wait_request
@@ -192,6 +192,17 @@ class Rail:
         else:
             ALGORITHMS[name](self.wire, part, combination)
         self._seconds += time.perf_counter() - start - (self._watch.waited_s - waited_s)
+
+    def alltoall(self, tensors: Sequence[Tensor], numels: Sequence[int]) -> list[Tensor]:
+        """Send flat ``tensors[r]`` to rank r; return what came from each, ``numels[r]`` elements.
+
+        All are of one dtype.
+        """
+        start, waited_s = time.perf_counter(), self._watch.waited_s
+        arrived = [tensors[0].new_empty(numel) for numel in numels]
+        pairwise_alltoall_(self.wire, tensors, arrived)
+        self._seconds += time.perf_counter() - start - (self._watch.waited_s - waited_s)
+        return arrived
 
     def traffic(self) -> Traffic:
         """Return what this rank has moved so far; of calls to the library, their bytes."""

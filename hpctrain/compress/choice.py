@@ -1,0 +1,96 @@
+"""Codecs by name, and the one that a program's ``compression`` asks for."""
+
+import copy
+import warnings
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch.optim import Optimizer
+
+from hpctrain.compress.auto import Auto
+from hpctrain.compress.codec import Codec, Compressor, Identity, TensorByTensor
+from hpctrain.compress.half import Compression, Half, HalfCodec, NoCompression
+from hpctrain.compress.int8 import Int8
+from hpctrain.compress.power_sgd import PowerSGD
+from hpctrain.compress.qsgd import QSGD
+from hpctrain.compress.rail_codec import RailCodec
+from hpctrain.compress.sign import OneBit, SignSGD
+from hpctrain.compress.sparse import DeepGradientCompression, TopK
+from hpctrain.core.errors import ConfigError
+from hpctrain.core.target import check_arguments
+
+CODECS: Mapping[str, Callable[..., Codec]] = {
+    "none": Identity,
+    "auto": Auto,
+    "fp16": partial(HalfCodec, torch.float16),
+    "bf16": partial(HalfCodec, torch.bfloat16),
+    "int8": Int8,
+    "qsgd": QSGD,
+    "sign": SignSGD,
+    "one_bit": OneBit,
+    "top_k": TopK,
+    "dgc": DeepGradientCompression,
+    "power_sgd": PowerSGD,
+}
+"""By name; arguments are those of the class."""
+
+Compressing = Compressor | Codec | str
+"""What a program may give as ``compression``."""
+
+
+def codec_named(name: str, args: Mapping[str, Any], key: str) -> Codec:
+    """Return a new codec by its name, with arguments that a configuration has under ``key``.
+
+    Raises ``ConfigError``: it does not take them.
+    """
+    check_arguments(CODECS[name], 0, args, key)
+    try:
+        return CODECS[name](**args)
+    except (TypeError, ValueError) as error:  # a ConfigError is a ValueError
+        raise ConfigError(f"{key} of {name}: {error}") from error
+
+
+def codec_for(compression: Compressing | None, optimizer: Optimizer | None = None) -> Codec:
+    """Return a new codec for a compressor of Horovod's form, a codec, or the name of one.
+
+    Warns where training by ``optimizer`` is known not to converge with it. Raises
+    ``ConfigError``: there is none of this name.
+    """
+    codec = _made(compression)
+    if optimizer is not None and (warning := codec.warning(optimizer)):
+        warnings.warn(f"compression by {type(codec).__name__}: {warning}", stacklevel=3)
+    return codec
+
+
+def _made(compression: Compressing | None) -> Codec:
+    if compression is None or isinstance(compression, NoCompression):
+        return Identity()
+    if isinstance(compression, str):
+        if compression not in CODECS:
+            raise ConfigError(
+                f"compression is one of {', '.join(CODECS)}, or a codec of hpctrain.compress, got "
+                f"{compression!r}"
+            )
+        return CODECS[compression]()
+    if isinstance(compression, Identity | HalfCodec | RailCodec | Auto):
+        return copy.deepcopy(compression)  # one for each optimizer, with a memory of its own
+    if isinstance(compression, Half):
+        return HalfCodec(compression.dtype)
+    return TensorByTensor(cast("Compressor", compression))
+
+
+def compressor_for(compression: Compressing | None) -> Compressor:
+    """Return what Adasum sends steps by: a codec has no form for one tensor.
+
+    Raises ``ConfigError``: it is one.
+    """
+    made = Compression.none if compression is None else compression
+    if isinstance(made, str):
+        made = getattr(Compression, made, made)
+    if not hasattr(made, "compress"):
+        raise ConfigError(
+            f"op=Adasum sends steps by Compression.none, fp16 or bf16, got {compression!r}"
+        )
+    return cast("Compressor", made)

@@ -1,0 +1,69 @@
+"""Gradients of 8 bits: blocks of values, each with a scale and a smallest value."""
+
+import torch
+from torch import Tensor
+
+from hpctrain.compress.quantized import Quantized
+from hpctrain.compress.rail_codec import Share
+
+_CHUNK = 1 << 17  # values that are worked on while they lie in the cache
+_HEAD = 8  # bytes of a block beside those of its values
+
+
+class Int8Blocks:
+    """The format of one byte per value, and eight per block.
+
+    A value is rounded to the nearest of 256 between the smallest and the largest of its block.
+    Values of which one is not finite are NaN.
+    """
+
+    def __init__(self, unit: int) -> None:
+        self.unit = unit
+
+    def num_bytes(self, share: Share, piece: slice) -> int:  # noqa: ARG002 - every piece alike
+        """Return a byte per value, eight per block, and one."""
+        numel: int = piece.stop - piece.start
+        return 1 + numel + _HEAD * -(-numel // self.unit)
+
+    def pack(self, share: Share, piece: slice, values: Tensor) -> Tensor:
+        """Return whether something is not finite behind all blocks."""
+        packet = torch.empty(self.num_bytes(share, piece), dtype=torch.uint8)
+        total = torch.zeros(())
+        for chunk, packed in self._chunks(values, packet):
+            part = chunk.float()
+            total += part.sum()
+            packed.copy_(torch.ops.quantized.embedding_bag_byte_prepack(part))
+        packet[-1] = not bool(total.isfinite())
+        return packet
+
+    def unpack(self, share: Share, piece: slice, packet: Tensor, out: Tensor) -> None:  # noqa: ARG002
+        """Write the rounded values, or NaN."""
+        if packet[-1]:
+            out.fill_(torch.nan)
+            return
+        for chunk, packed in self._chunks(out, packet):
+            chunk.copy_(torch.ops.quantized.embedding_bag_byte_unpack(packed))
+
+    def _chunks(self, values: Tensor, packet: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Return pieces of values in rows of a block, and the bytes of each row."""
+        unit, whole = self.unit, values.numel() // self.unit * self.unit
+        rows, step = values[:whole].view(-1, unit), max(_CHUNK // unit, 1)
+        packed = packet[: len(rows) * (unit + _HEAD)].view(-1, unit + _HEAD)
+        pieces = list(zip(rows.split(step), packed.split(step), strict=True)) if whole else []
+        if whole < values.numel():
+            rest = packet[packed.numel() : -1]
+            pieces.append((values[whole:].view(1, -1), rest.view(1, -1)))
+        return pieces
+
+
+class Int8(Quantized):
+    """Sends a byte for each value: about a quarter of float32.
+
+    Args:
+        block: values that are rounded together.
+        error_feedback: whether what rounding leaves out is added in the next step. Costs as much
+            memory as the gradients of a rank's slice, twice; rarely needed at 8 bits.
+    """
+
+    def __init__(self, block: int = 512, *, error_feedback: bool = False) -> None:
+        super().__init__(Int8Blocks(block), feedback=error_feedback)

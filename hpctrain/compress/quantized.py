@@ -1,0 +1,101 @@
+"""Codecs whose codes cannot be added: each rank decodes a piece of all, and sends its sum on.
+
+    values   -> K pieces; piece r, coded, goes to rank r     (reduce-scatter)
+    rank r   -> decodes K codes, sums them, codes the sum
+    sum      -> goes to all, who decode the same codes       (all-gather)
+
+So 2 (K - 1) / K codes leave a rank, as of a ring, and all ranks end with the same bits. With error
+feedback both codings remember what they have left out, and add it the next time.
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from hpctrain.compress.rail_codec import Link, RailCodec, Share, exchanged
+
+
+class Format(Protocol):
+    """Bytes that stand for values of a share; as many for as many values from there on."""
+
+    unit: int
+    """Values are cut at multiples of it."""
+
+    def num_bytes(self, share: Share, piece: slice) -> int:
+        """Return how many bytes stand for these values of a share."""
+
+    def pack(self, share: Share, piece: slice, values: Tensor) -> Tensor:
+        """Return the bytes of flat values, of float32 or float64, as uint8."""
+
+    def unpack(self, share: Share, piece: slice, packet: Tensor, out: Tensor) -> None:
+        """Write the values that bytes stand for."""
+
+
+class Quantized(RailCodec):
+    """Sends the bytes of a format; ``feedback`` says whether both ends remember their errors.
+
+    The first ``warmup_steps`` of every bucket are exact.
+
+    Source: Seide et al. 2014, "1-bit stochastic gradient descent and its application to
+    data-parallel distributed training of speech DNNs", for the two codings with their residuals.
+    """
+
+    def __init__(self, form: Format, *, feedback: bool, warmup_steps: int = 0) -> None:
+        super().__init__()
+        self._form, self._feedback, self._warmup_steps = form, feedback, warmup_steps
+
+    def bytes_of(self, share: Share) -> int:
+        """Return the bytes of one coding of all values."""
+        return self._form.num_bytes(share, slice(0, share.numel))
+
+    def reduce_(self, share: Share, values: Tensor, link: Link) -> None:
+        """Exchange pieces, sum one, and exchange the sums; see ``RailCodec``."""
+        if share.num_steps < self._warmup_steps:
+            link.allreduce_(values).wait()
+            return
+        form = self._form
+        pieces = pieces_of(share.numel, link.size, form.unit)
+        own = pieces[link.rank]
+        keeps = self._feedback
+        packets = [
+            self._coded(share, piece, values, share.remembered("error") if keeps else None)
+            for piece in pieces
+        ]
+        arrived = exchanged(link, packets, [form.num_bytes(share, own)] * link.size)
+        self._sum(share, own, arrived, values)
+        mine = self._coded(share, own, values, share.remembered("late error") if keeps else None)
+        sizes = [form.num_bytes(share, piece) for piece in pieces]
+        arrived = exchanged(link, [mine] * link.size, sizes)
+        for piece, packet in zip(pieces, arrived, strict=True):
+            form.unpack(share, piece, packet, values[piece])
+
+    def _coded(self, share: Share, piece: slice, values: Tensor, memory: Tensor | None) -> Tensor:
+        """Return the bytes of a piece, and let ``memory`` be what they leave out."""
+        form, wanted = self._form, values[piece]
+        if memory is None:
+            return form.pack(share, piece, wanted)
+        error = memory[piece]
+        wanted.add_(error)
+        packet = form.pack(share, piece, wanted)
+        form.unpack(share, piece, packet, error)
+        torch.sub(wanted, error, out=error)
+        return packet
+
+    def _sum(self, share: Share, own: slice, packets: Sequence[Tensor], values: Tensor) -> None:
+        """Let the own piece be the sum of what the packets of all ranks stand for, in order."""
+        total = values[own]
+        value = torch.empty_like(total)
+        self._form.unpack(share, own, packets[0], total)
+        for packet in packets[1:]:
+            self._form.unpack(share, own, packet, value)
+            total.add_(value)
+
+
+def pieces_of(numel: int, num_pieces: int, unit: int) -> list[slice]:
+    """Cut so many values into pieces that differ by at most one unit."""
+    units = -(-numel // unit)
+    edges = [min(piece * units // num_pieces * unit, numel) for piece in range(num_pieces + 1)]
+    return [slice(start, stop) for start, stop in pairwise(edges)]

@@ -1,0 +1,148 @@
+"""Gradients of one bit: the majority of signs; or a bit, and two values for each row."""
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from hpctrain.compress.quantized import Quantized
+from hpctrain.compress.rail_codec import Share
+
+
+class Signs:
+    """The format of one bit per value, which says +1 or -1; zero is +1.
+
+    Values of which one is not finite are NaN.
+    """
+
+    unit = 8
+
+    def num_bytes(self, share: Share, piece: slice) -> int:  # noqa: ARG002 - every piece alike
+        """Return a bit per value, and a byte."""
+        numel: int = piece.stop - piece.start
+        return 1 + -(-numel // 8)
+
+    def pack(self, share: Share, piece: slice, values: Tensor) -> Tensor:
+        """Return whether something is not finite, then the bits."""
+        packet = torch.empty(self.num_bytes(share, piece), dtype=torch.uint8)
+        packet[0] = not bool(values.sum().isfinite())
+        packet[1:] = _bits_of(values >= 0)
+        return packet
+
+    def unpack(self, share: Share, piece: slice, packet: Tensor, out: Tensor) -> None:  # noqa: ARG002
+        """Write 1 and -1, or NaN."""
+        if packet[0]:
+            out.fill_(torch.nan)
+        else:
+            _look_up(packet[1:], _SIGNS, out)
+
+
+class SignSGD(Quantized):
+    """Lets nodes vote on the sign of each value; what comes of it is +1 or -1, whatever the scale.
+
+    A tie counts as +1. Takes an optimizer that adds no scale of its own, such as plain SGD with a
+    small rate: Adam divides by the magnitude, which is 1.
+
+    Source: Bernstein et al. 2018, "signSGD with majority vote is communication efficient and
+    fault tolerant". It converges only under conditions; ``OneBit`` keeps its errors, and does.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(Signs(), feedback=False)
+
+    def warning(self, optimizer: Optimizer) -> str:
+        """Say that a second moment of signs is 1; see ``Codec``."""
+        if not any("betas" in group for group in optimizer.param_groups):
+            return ""
+        return (
+            f"{type(optimizer).__name__} divides by the magnitude of gradients, and signs have "
+            f"none: every weight moves by the whole rate in every step; take SGD, or OneBit"
+        )
+
+
+class TwoValues:
+    """The format of one bit per value, and two values for each row of a tensor.
+
+    A row has all weights into one output. A bit says whether a value is at least zero; it stands
+    for the mean of those of its row that are, or that are not.
+    """
+
+    unit = 8
+
+    def num_bytes(self, share: Share, piece: slice) -> int:
+        """Return a bit per value, and eight bytes per row."""
+        numel: int = piece.stop - piece.start
+        return 8 * sum(rows for _, rows, _ in _rows_in(share, piece)) + -(-numel // 8)
+
+    def pack(self, share: Share, piece: slice, values: Tensor) -> Tensor:
+        """Return both means of each row, then the bits."""
+        means = []
+        for first, rows, numel in _rows_in(share, piece):
+            matrix = values[first : first + rows * numel].view(rows, numel)
+            high = (matrix >= 0).sum(1)
+            above, below = matrix.clamp(min=0).sum(1), matrix.clamp(max=0).sum(1)
+            pair = (above / high.clamp(min=1), below / (numel - high).clamp(min=1))
+            means.append(torch.stack(pair, dim=1).float().view(-1))
+        bits = _bits_of(values >= 0)
+        return torch.cat([*(each.view(torch.uint8) for each in means), bits])
+
+    def unpack(self, share: Share, piece: slice, packet: Tensor, out: Tensor) -> None:
+        """Write the mean that each bit stands for."""
+        spans = _rows_in(share, piece)
+        num_rows = sum(rows for _, rows, _ in spans)
+        means = packet[: 8 * num_rows].view(torch.float32).view(-1, 2).to(out.dtype)
+        _look_up(packet[8 * num_rows :], _SIGNS, out)
+        at = 0
+        for first, rows, numel in spans:
+            high, low = means[at : at + rows].unsqueeze(2).unbind(1)
+            matrix = out[first : first + rows * numel].view(rows, numel)
+            matrix.mul_((high - low) / 2).add_((high + low) / 2)
+            at += rows
+
+
+class OneBit(Quantized):
+    """Sends a bit for each value and two values for each row, and keeps both ends' errors.
+
+    Args:
+        warmup_steps: so many first steps are exact: at the start of a training gradients change
+            faster than errors are made good.
+
+    Source: Seide et al. 2014, "1-bit stochastic gradient descent and its application to
+    data-parallel distributed training of speech DNNs".
+    """
+
+    def __init__(self, warmup_steps: int = 0) -> None:
+        super().__init__(TwoValues(), feedback=True, warmup_steps=warmup_steps)
+
+
+def _rows_in(share: Share, piece: slice) -> list[tuple[int, int, int]]:
+    """Return the rows of tensors in a piece: the first element, how many rows, how long.
+
+    A row that is cut is one of what is left of it.
+    """
+    found = []
+    for place in share.places:
+        start, stop = max(place.first, piece.start), min(place.end, piece.stop)
+        while start < stop:
+            within = (place.offset + start - place.first) % place.row
+            numel = min(place.row - within, stop - start)
+            rows = (stop - start) // place.row if numel == place.row else 1
+            found.append((start - piece.start, rows, numel))
+            start += rows * numel
+    return found
+
+
+def _bits_of(flags: Tensor) -> Tensor:
+    """Return one bit per flag, the first one highest."""
+    return torch.from_numpy(np.packbits(flags.numpy()))
+
+
+_SIGNS = torch.from_numpy(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1) * 2.0 - 1)
+
+
+def _look_up(bits: Tensor, table: Tensor, out: Tensor) -> None:
+    """Write the eight values that each byte stands for."""
+    table, whole = table.to(out.dtype), out.numel() // 8
+    torch.index_select(table, 0, bits[:whole].int(), out=out[: whole * 8].view(-1, 8))
+    if out.numel() % 8:
+        out[whole * 8 :] = table[int(bits[whole])][: out.numel() % 8]

@@ -1,0 +1,177 @@
+"""Few values of many: the largest ones, with their places."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from hpctrain.compress.rail_codec import Link, RailCodec, Share, exchanged
+from hpctrain.core.errors import ConfigError
+
+
+class Sparse(RailCodec):
+    """The base of codecs that send the largest values; a subclass says of what, in ``reduce_``.
+
+    Every rank sends its ``density`` of the values, with four bytes more for the place of each, to
+    all others: an all-gather, whose bytes grow with the number of nodes.
+    """
+
+    def __init__(self, density: float) -> None:
+        super().__init__()
+        if not 0.0 < density <= 1.0:
+            raise ConfigError(
+                f"density is the part that is sent, above 0 and at most 1, got {density}"
+            )
+        self._density = density
+
+    def density_at(self, step: int) -> float:  # noqa: ARG002 - for subclasses
+        """Return the part of values that is sent in a step, counted from 0."""
+        return self._density
+
+    def bytes_of(self, share: Share) -> int:
+        """Return eight bytes for each value that is sent next."""
+        return self._num_sent(share) * (4 + share.dtype.itemsize)
+
+    def send_largest(self, share: Share, wanted: Tensor, result: Tensor, link: Link) -> Tensor:
+        """Let ``result`` be the sum of all ranks' largest values; return places of the own."""
+        places = largest(wanted, self._num_sent(share))
+        values = wanted[places]
+        packet = torch.cat([values.view(torch.uint8), places.int().view(torch.uint8)])
+        arrived = exchanged(link, [packet] * link.size, [len(packet)] * link.size)
+        result.zero_()
+        for other in arrived:
+            sent, found = other[: values.nbytes], other[values.nbytes :]
+            result.index_add_(0, found.view(torch.int32), sent.view(values.dtype))
+        return places
+
+    def _num_sent(self, share: Share) -> int:
+        return max(round(share.numel * self.density_at(share.num_steps)), 1)
+
+
+def largest(values: Tensor, number: int) -> Tensor:
+    """Return the places of so many values of the largest magnitude, in increasing order.
+
+    The values of a sample say above which magnitude to look for them; then those are sorted. What
+    is not a number counts as largest.
+    """
+    magnitudes = values.abs()
+    candidates = None
+    if len(values) > _SAMPLE and 8 * number < len(values):
+        sample = magnitudes[:: len(values) // _SAMPLE]
+        wanted = min(2 * number * len(sample) // len(values) + 8, len(sample))
+        threshold = sample.topk(wanted, sorted=False).values.min()
+        candidates = torch.logical_not(magnitudes < threshold).nonzero().squeeze(1)
+    if candidates is None or len(candidates) < number:
+        return magnitudes.topk(number, sorted=False).indices.sort().values
+    chosen = magnitudes[candidates].topk(number, sorted=False).indices
+    return candidates[chosen].sort().values
+
+
+_SAMPLE = 1 << 14
+
+
+class TopK(Sparse):
+    """Sends the largest values, and adds what was not sent in the next step.
+
+    Args:
+        density: part of the values that is sent.
+        error_feedback: whether what is not sent is kept; without it the small ones are lost for
+            ever, and training ends elsewhere.
+
+    Source: Stich, Cordonnier and Jaggi 2018, "Sparsified SGD with memory".
+    """
+
+    def __init__(self, density: float = 0.01, *, error_feedback: bool = True) -> None:
+        super().__init__(density)
+        self._feedback = error_feedback
+
+    def warning(self, optimizer: Optimizer) -> str:  # noqa: ARG002 - of any
+        """Say that small values are lost without feedback; see ``Codec``."""
+        if self._feedback or self._density == 1.0:
+            return ""
+        return (
+            "without error feedback values that are never among the largest never arrive, and "
+            "training ends elsewhere; leave error_feedback on"
+        )
+
+    def reduce_(self, share: Share, values: Tensor, link: Link) -> None:
+        """Send the largest of values and what was left; see ``RailCodec``."""
+        if not self._feedback:
+            self.send_largest(share, values.clone(), values, link)
+            return
+        error = share.remembered("error").add_(values)
+        error[self.send_largest(share, error, values, link)] = 0.0
+
+
+class DeepGradientCompression(Sparse):
+    """Sends the largest of summed momenta; biases and normalisation travel as they are.
+
+    The momentum is in here, so the optimizer has none. A value that was sent begins anew, with its
+    momentum. Gradients are clipped before they are summed up, each node's by its part.
+
+    Args:
+        density: part of the values that is sent after the warm-up.
+        momentum: 0 to 1; also of what travels as it is.
+        clip_norm: largest norm of what this codec is given in a step, times the root of the
+            number of nodes; None for any.
+        masks_momentum: whether the momentum of what was sent begins anew. At density 1 then
+            nothing of it is left, and without it training is SGD with momentum.
+        warmup: densities of the first steps, each for ``warmup_steps`` of them.
+        warmup_steps: 0 for no warm-up.
+
+    Source: Lin et al. 2018, "Deep gradient compression". Unlike there a norm is that of a slice of
+    a bucket.
+    """
+
+    unsent = "sum"
+
+    def __init__(
+        self,
+        density: float = 0.001,
+        momentum: float = 0.9,
+        *,
+        clip_norm: float | None = None,
+        masks_momentum: bool = True,
+        warmup: Sequence[float] = (0.25, 0.0625, 0.015625, 0.004),
+        warmup_steps: int = 0,
+    ) -> None:
+        super().__init__(density)
+        self._momentum, self._clip_norm, self._masks = momentum, clip_norm, masks_momentum
+        self._warmup, self._warmup_steps = tuple(warmup), warmup_steps
+
+    def density_at(self, step: int) -> float:
+        """Return the part of values that is sent in a step, counted from 0."""
+        stage = step // self._warmup_steps if self._warmup_steps else len(self._warmup)
+        return self._warmup[stage] if stage < len(self._warmup) else self._density
+
+    def warning(self, optimizer: Optimizer) -> str:
+        """Say that momentum counts twice; see ``Codec``."""
+        if not any(group.get("momentum") or "betas" in group for group in optimizer.param_groups):
+            return ""
+        return (
+            f"the momentum is summed up before values are chosen, and {type(optimizer).__name__} "
+            f"adds its own to it; take SGD with momentum=0"
+        )
+
+    def is_exact(self, tensor: Tensor) -> bool:
+        """Say yes of vectors."""
+        return tensor.dim() < 2
+
+    def reduce_(self, share: Share, values: Tensor, link: Link) -> None:
+        """Sum momenta up and send the largest sums; see ``RailCodec``."""
+        momenta, sums = share.remembered("momentum"), share.remembered("sum")
+        if self._clip_norm is not None:
+            norm = torch.linalg.vector_norm(values)
+            values.mul_((self._clip_norm * link.size**-0.5 / (norm + 1e-6)).clamp(max=1.0))
+        momenta.mul_(self._momentum).add_(values)
+        sums.add_(momenta)
+        sent = self.send_largest(share, sums, values, link)
+        sums[sent] = 0.0
+        if self._masks:
+            momenta[sent] = 0.0
+
+    def after_exact(self, share: Share, values: Tensor) -> None:
+        """Add the momentum to what has travelled as it is."""
+        momenta = share.memory.setdefault("exact momentum", torch.zeros_like(values))
+        values.copy_(momenta.mul_(self._momentum).add_(values))

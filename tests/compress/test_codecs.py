@@ -1,0 +1,259 @@
+"""Laws of all codecs: same bits everywhere, exact in a node, marks, states, what is not finite."""
+
+import copy
+
+import pytest
+import torch
+
+import hpctrain
+from hpctrain.compress.choice import CODECS, codec_for
+from hpctrain.compress.int8 import Int8
+from hpctrain.compress.power_sgd import PowerSGD
+from hpctrain.compress.qsgd import QSGD
+from hpctrain.compress.sign import OneBit, SignSGD
+from hpctrain.compress.sparse import DeepGradientCompression, TopK
+from hpctrain.core.config import COMPRESSIONS
+from hpctrain.core.errors import ConfigError
+from tests.compress.nodes import SHAPES, Gradients, drawn, nodes, of_all
+
+LOSSY = {
+    "int8": Int8(64),
+    "int8 with feedback": Int8(64, error_feedback=True),
+    "qsgd": QSGD(4, 128),
+    "sign": SignSGD(),
+    "one bit": OneBit(),
+    "top k": TopK(0.1),
+    "dgc": DeepGradientCompression(0.1),
+    "power sgd": PowerSGD(2),
+}
+CODEC = pytest.mark.parametrize("codec", LOSSY.values(), ids=LOSSY)
+WORLDS = pytest.mark.parametrize(
+    "world",
+    [
+        {"ranks_per_node": 1},
+        {"ranks_per_node": 2},
+        {"ranks_per_node": None, "shared_memory": "off"},
+    ],
+    ids=["nodes of one", "nodes of two", "flat"],
+)
+FEEDBACK = ("int8 with feedback", "one bit", "top k", "power sgd")
+
+
+def distance(got, expected):
+    """Return the relative distance of lists of tensors."""
+    squared = sum(float((g - e).square().sum()) for g, e in zip(got, expected, strict=True))
+    return (squared / sum(float(e.square().sum()) for e in expected)) ** 0.5
+
+
+@pytest.mark.ranks(2, 3, 4)
+@CODEC
+@WORLDS
+def test_all_ranks_end_with_the_same_bits_and_marks_are_counted(codec, world):
+    with nodes(**world) as comm:
+        for dtype in (torch.float32, torch.float64, torch.bfloat16):
+            gradients = Gradients(codec_for(codec), comm, dtype=dtype)
+            for step in range(3):
+                got = gradients.reduce(drawn(comm.rank, step, dtype=dtype), scale=1 / comm.size)
+                marks = torch.full((len(SHAPES),), 1.0, dtype=dtype)
+                torch.testing.assert_close(gradients.marks, marks)
+                assert all(tensor.isfinite().all() for tensor in got)
+
+
+@pytest.mark.ranks(2, 3, 4)
+@CODEC
+def test_inside_one_node_nothing_is_coded(codec):
+    with nodes(None) as comm:
+        coded = Gradients(codec_for(codec), comm)
+        whole = Gradients(codec_for("none"), comm)
+        assert coded.codec.num_bytes(coded.bucket) == coded.bucket.flat.nbytes
+        for step in range(2):
+            values = drawn(comm.rank, step)
+            for got, exact in zip(coded.reduce(values), whole.reduce(values), strict=True):
+                assert torch.equal(got, exact)
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("name", FEEDBACK)
+@WORLDS
+def test_what_is_left_out_comes_later(name, world):
+    """The sum of what arrived and what is remembered is the sum of all gradients."""
+    with nodes(**world) as comm:
+        gradients = Gradients(codec_for(LOSSY[name]), comm)
+        far = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
+        total = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
+        for step in range(100):
+            arrived = gradients.reduce(drawn(comm.rank, step % 5))
+            exact = of_all(comm, lambda rank, step=step: drawn(rank, step % 5))
+            for sums, values in ((far, arrived), (total, exact)):
+                for one, value in zip(sums, values, strict=True):
+                    one.add_(value)
+        assert distance(far, total) < 0.2
+        if comm.levels is not None and not comm.levels.num_rails:
+            return  # one node, where nothing is left out
+        once = Gradients(codec_for(LOSSY[name]), comm).reduce(drawn(comm.rank))
+        assert distance(once, of_all(comm, drawn)) > (0.002 if "int8" in name else 0.2)
+
+
+@pytest.mark.ranks(2, 3, 4)
+@CODEC
+@WORLDS
+def test_a_value_that_is_not_finite_arrives_and_is_not_remembered(codec, world):
+    with nodes(**world) as comm:
+        gradients = Gradients(codec_for(codec), comm)
+        gradients.reduce(drawn(comm.rank))
+        broken = drawn(comm.rank, 1)
+        if comm.rank == comm.size - 1:
+            broken[0][3, 4] = torch.inf
+            broken[2][5, 6, 1] = torch.nan
+        got = gradients.reduce(broken)
+        assert not got[0].isfinite().all()
+        assert not got[2].isfinite().all()
+        for step in range(2, 5):
+            later = gradients.reduce(drawn(comm.rank, step))
+            assert all(tensor.isfinite().all() for tensor in later)
+
+
+@pytest.mark.ranks(2, 3, 4)
+@CODEC
+def test_a_state_goes_on_with_the_same_bits(codec):
+    with nodes(1) as comm:
+        first, second = (Gradients(codec_for(codec), comm) for _ in range(2))
+        for step in range(3):
+            first.reduce(drawn(comm.rank, step))
+        state = copy.deepcopy(first.codec.state_dict())
+        second.codec.load_state_dict(state)
+        for step in range(3, 6):
+            values = drawn(comm.rank, step)
+            for got, expected in zip(second.reduce(values), first.reduce(values), strict=True):
+                assert torch.equal(got, expected)
+
+
+@pytest.mark.ranks(2, 3)
+@CODEC
+def test_buckets_that_are_laid_out_anew_for_the_same_tensors_change_nothing(codec):
+    with nodes(1) as comm:
+        first, second = (Gradients(codec_for(codec), comm) for _ in range(2))
+        for step in range(4):
+            values = drawn(comm.rank, step)
+            if step == 2:
+                second.codec.forget()
+                second = Gradients(second.codec, comm)
+            for got, expected in zip(second.reduce(values), first.reduce(values), strict=True):
+                assert torch.equal(got, expected)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("name", [*FEEDBACK, "dgc"])
+def test_on_other_nodes_what_was_not_sent_is_shared_out(name):
+    """The sum over nodes stays, for each element."""
+
+    def waiting(gradients):
+        return gradients.codec.shared_state(gradients.comm)["unsent"]
+
+    with nodes(1) as comm:
+        before = Gradients(codec_for(LOSSY[name]), comm)
+        for step in range(3):
+            before.reduce(drawn(comm.rank, step))
+        state = copy.deepcopy(before.codec.shared_state(comm))
+    with nodes(2) as comm:
+        after = Gradients(codec_for(LOSSY[name]), comm)
+        after.codec.load_shared_state(state, comm)
+        torch.testing.assert_close(waiting(after), state["unsent"], rtol=1e-12, atol=1e-12)
+        assert any(each.any() for each in state["unsent"])
+        after.reduce(drawn(comm.rank, 3))
+    with nodes(None) as comm:  # nothing waits on one node
+        whole = Gradients(codec_for(LOSSY[name]), comm)
+        whole.codec.load_shared_state(state, comm)
+        assert not waiting(whole)
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("name", ["int8", "sign", "one bit", "top k", "power sgd"])
+def test_bytes_are_those_that_leave(name):
+    """What the rail counts is what the codec claims, times the paths of the exchange."""
+    shapes = ((256, 128),)
+    with nodes(1) as comm:
+        gradients = Gradients(codec_for(LOSSY[name]), comm, shapes, torch.float32)
+        gradients.reduce(drawn(comm.rank, 0, shapes, torch.float32))
+        before = comm.levels.rail.traffic().rail_bytes
+        gradients.codec.allreduce_(gradients.bucket, comm, scale=None).wait()
+        sent = comm.levels.rail.traffic().rail_bytes - before
+        claimed = gradients.codec.num_bytes(gradients.bucket)
+        size = comm.size
+        gathered = name == "top k"
+        paths = size - 1 if gathered else 2 * (size - 1) / size
+        if name == "power sgd":  # short sums go to and fro between pairs of ranks
+            total = sum(comm.allgather_object(sent)) / size
+            assert claimed * paths * 0.97 <= total <= claimed * 2 + 64
+            return
+        assert sent == pytest.approx(claimed * paths, rel=0.03, abs=64 * size)
+
+
+@pytest.fixture
+def hvd():
+    """Join the world, each rank a node."""
+    hpctrain.init(ranks_per_node=1)
+    yield hpctrain
+    hpctrain.shutdown()
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("name", ["auto", "int8", "one_bit", "sign", "top_k", "dgc", "power_sgd"])
+def test_a_training_goes_down_by_any_codec_and_replicas_stay_equal(hvd, name):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
+    plain = torch.optim.SGD(model.parameters(), lr=0.002 if name == "sign" else 0.05)
+    optimizer = hvd.DistributedOptimizer(plain, model.named_parameters(), compression=name)
+    hvd.broadcast_parameters(model.state_dict())
+    generator = torch.Generator().manual_seed(hvd.rank())
+    losses = []
+    for _ in range(40):
+        inputs = torch.randn(32, 32, generator=generator)
+        optimizer.zero_grad()
+        loss = (model(inputs) - inputs[:, :4].sum(1, keepdim=True)).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(hvd.allreduce(loss.detach())))
+    hvd.check_replicas(model)
+    assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
+    state = optimizer.codec.state_dict()
+    optimizer.codec.load_state_dict(state)
+    if state:
+        with pytest.raises(ConfigError, match="of the buckets that it was saved with, got one of"):
+            optimizer.codec.load_state_dict({**state, "more": {"numel": 1}})
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("codec", "kind", "said"),
+    [
+        ("sign", torch.optim.Adam, "divides by the magnitude of gradients"),
+        (TopK(0.1, error_feedback=False), torch.optim.SGD, "values that are never among"),
+        ("dgc", torch.optim.AdamW, "momentum is summed up before"),
+    ],
+)
+def test_what_does_not_converge_is_warned_of(hvd, codec, kind, said):
+    model = torch.nn.Linear(4, 4)
+    with pytest.warns(UserWarning, match=said):
+        hvd.DistributedOptimizer(kind(model.parameters(), lr=0.1), compression=codec)
+
+
+@pytest.mark.ranks(2)
+def test_adasum_takes_no_codec(hvd):
+    model = torch.nn.Linear(4, 4)
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match=r"op=Adasum sends steps by .* got 'int8'"):
+        hvd.DistributedOptimizer(plain, compression="int8", op=hvd.Adasum)
+
+
+def test_a_configuration_knows_all_names():
+    assert tuple(COMPRESSIONS) == tuple(CODECS)
+
+
+def test_codecs_have_names_and_a_wrong_one_is_told():
+    for name in CODECS:
+        assert codec_for(name) is not codec_for(name)
+    kept = Int8(32)
+    assert codec_for(kept) is not kept
+    with pytest.raises(ConfigError, match=r"compression is one of none, auto, .*got 'int9'"):
+        codec_for("int9")
