@@ -182,7 +182,7 @@ def test_bytes_are_those_that_leave(name):
         size = comm.size
         gathered = name == "top k"
         paths = size - 1 if gathered else 2 * (size - 1) / size
-        if name == "power sgd":  # short sums go to and fro between pairs of ranks
+        if name == "power sgd":  # short sums go both ways between pairs of ranks
             total = sum(comm.allgather_object(sent)) / size
             assert claimed * paths * 0.97 <= total <= claimed * 2 + 64
             return
