@@ -59,12 +59,14 @@ def slice_bounds(numel: int, num_parts: int, part: int) -> slice:
     return slice(min(first * ALIGN, numel), min(last * ALIGN, numel))
 
 
-def chunks_of(peers: Sequence[Tensor], local_rank: int) -> tuple[tuple[Tensor, ...], ...]:
+def chunks_of(
+    peers: Sequence[Tensor], local_rank: int, num_bytes: int = CHUNK_BYTES
+) -> tuple[tuple[Tensor, ...], ...]:
     """Cut this rank's slice of a buffer that every peer has into pieces, one view per peer."""
     own = slice_bounds(peers[0].numel(), len(peers), local_rank)
     if own.start == own.stop:
         return ()
-    numel = CHUNK_BYTES // peers[0].itemsize
+    numel = num_bytes // peers[0].itemsize
     return tuple(zip(*(peer[own].split(numel) for peer in peers), strict=True))
 
 

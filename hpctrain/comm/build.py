@@ -99,6 +99,7 @@ def _rail(
     return Rail(
         cast("MPI.Intracomm", comm),
         table=plan.rail,
+        chunk_bytes=plan.chunk_bytes,
         watch=watch,
         world_ranks=[world_ranks[ranks[number]] for ranks in topology.nodes],
         name=f"rail {number}",

@@ -7,13 +7,14 @@ A bucket's all-reduce is three steps in a row, each callable by a codec that rep
     comm.publish(bucket, scale)       # each local rank writes its slice into all buckets
 """
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from hpctrain.comm.bucket import Bucket, slice_bounds
+from hpctrain.comm.bucket import Bucket, chunks_of, slice_bounds
 from hpctrain.comm.call_check import bucket_call, call_of, tensor_call
 from hpctrain.comm.communicator import FINISHED, Traffic, Work
 from hpctrain.comm.control_channel import mailbox
@@ -21,6 +22,7 @@ from hpctrain.comm.mpi import MakeGroup, MpiCommunicator
 from hpctrain.comm.node.shared_memory import SharedMemory, SharedSlots
 from hpctrain.comm.ops import Combination, Op, combination
 from hpctrain.comm.plan.plan import Plan
+from hpctrain.comm.rail.in_flight import InFlight
 from hpctrain.comm.rail.rail import Rail
 from hpctrain.comm.tensor_arguments import check_scale, flat_of, name_of, put_back
 from hpctrain.comm.waiting import Watch
@@ -79,7 +81,7 @@ class HierarchicalCommunicator(MpiCommunicator):
         """
         self.plan = plan
         if self.rail is not None:
-            self.rail.table = plan.rail
+            self.rail.table, self.rail.chunk_bytes = plan.rail, plan.chunk_bytes
 
     def new_bucket(self, numel: int, dtype: torch.dtype) -> Bucket:
         """Make a bucket in node memory."""
@@ -186,11 +188,62 @@ class HierarchicalCommunicator(MpiCommunicator):
             self.node.allreduce_(bucket, how, scale)
             return
         early, late = scaled_when(scale, how)
+        aligned = self.num_rails == self.node.local_size
+        if aligned and 0 < self.plan.chunk_bytes < self.part_of(bucket).nbytes:
+            self._pipeline_bucket(bucket, how, early, late)
+            return
         part = self.node_sum(bucket, early, how)
         self._sum_over_rail(part, how)
         self.publish(bucket, late, how)
 
+    def _pipeline_bucket(
+        self, bucket: Bucket, how: Combination, early: float | None, late: float | None
+    ) -> None:
+        """Take the three steps for each chunk of this rank's slice, while others travel."""
+        node = self.node
+        node.meet(bucket_call(bucket.number, how.op, early))
+        chunks = chunks_of(bucket.peers, node.local_rank, self.plan.chunk_bytes)
+
+        def summed() -> Iterator[Tensor]:
+            for parts in chunks:
+                node.sum_chunk(parts, how, early)
+                yield parts[0].view(how.lane)
+
+        with InFlight(self.rail, how, self._watch) as in_flight:
+            for parts, _ in zip(chunks, in_flight.reduced(summed()), strict=True):
+                node.publish_chunk(parts, how, late)
+        node.barrier()
+
+    def _pipeline_(self, values: Tensor, how: Combination, scale: float | None) -> None:
+        """Do what ``_levels_`` does, with several chunks on their way over the rails."""
+        early, late = scaled_when(scale, how)
+        node, slots = self.node, self.slots
+        chunks = values.split(slots.chunk_numel(self._chunk_bytes, values.dtype))
+        entered, reduced = deque[tuple[Tensor, Bucket]](), deque[tuple[Tensor, Bucket]]()
+
+        def leave() -> None:
+            while reduced:
+                slots.leave(*reduced.popleft(), late)
+
+        def summed() -> Iterator[Tensor]:
+            for number, chunk in enumerate(chunks):
+                bucket = slots.enter_at(number, chunk)
+                leave()  # all ranks of the node came to the barrier with as much
+                entered.append((chunk, bucket))
+                yield self._sum_on_node(bucket, how, early)
+
+        node.meet(tensor_call(how.op, values.dtype, values.numel(), scale))
+        with InFlight(self.rail, how, self._watch) as in_flight, node.busy(in_flight.poll):
+            for _ in in_flight.reduced(summed()):
+                reduced.append(entered.popleft())
+        node.barrier()
+        leave()
+        node.barrier()  # before slots are written again
+
     def _levels_(self, values: Tensor, how: Combination, scale: float | None) -> None:
+        if 0 < self._chunk_bytes < values.nbytes:
+            self._pipeline_(values, how, scale)
+            return
         early, late = scaled_when(scale, how)
         call = tensor_call(how.op, values.dtype, values.numel(), scale)
         for chunk in values.split(self.slots.numel(values.dtype)):
@@ -199,6 +252,11 @@ class HierarchicalCommunicator(MpiCommunicator):
             self._sum_over_rail(part, how)
             self.node.barrier()
             self.slots.leave(chunk, bucket, late)
+
+    @property
+    def _chunk_bytes(self) -> int:
+        """Bytes of an ordinary tensor of which each rail carries a chunk of the plan."""
+        return self.plan.chunk_bytes * self.num_rails
 
     def _sum_on_node(self, bucket: Bucket, how: Combination, scale: float | None) -> Tensor:
         self.node.sum_slice(bucket, how, scale)

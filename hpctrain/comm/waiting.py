@@ -141,9 +141,13 @@ class Watch:
         try:
             wait_until(done, partial(self.look, partner=partner, over=over), pace, nap=nap)
         except BaseException:  # this rank has said that it is here, and goes on without the others
-            self._has_failed = True
+            self.fail()
             raise
         self.waited_s += time.perf_counter() - start
+
+    def fail(self) -> None:
+        """Say that this rank is no longer in step with the others."""
+        self._has_failed = True
 
     def require_in_step(self) -> None:
         """Raise ``CommError`` if a wait has failed before. Not collective."""

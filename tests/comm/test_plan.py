@@ -118,7 +118,7 @@ def test_a_plan_survives_a_file(plan):
 
 def test_a_plan_of_an_older_version_says_nothing_of_small_operations():
     values = MEASURED.as_dict()
-    del values["fusion_bytes"], values["cycle_s"]
+    del values["fusion_bytes"], values["cycle_s"], values["chunk_bytes"]
     assert Plan.from_dict(values) == MEASURED
 
 
@@ -147,6 +147,7 @@ def test_missing_and_unknown_fields_are_named():
         ("cycle_s", -1e-3),
         ("cycle_s", "1 ms"),
         ("cycle_s", float("inf")),
+        ("chunk_bytes", -1),
         ("measured", [{"what": "rail"}]),
         ("measured", [{"what": "rail", "num_bytes": 1, "algorithm": "ring", "runs": 3}]),
     ],
@@ -160,6 +161,8 @@ def test_the_description_names_path_and_algorithms():
     rows = dict(MEASURED.describe())
     assert rows["gradients take"] == "node memory (memfd), then 2 rails"
     assert rows["between nodes"] == "doubling below 16.0 KiB, then ring"
+    cut = replace(MEASURED, chunk_bytes=128 * KIB)
+    assert dict(cut.describe())["between nodes"] == f"{rows['between nodes']}, 128.0 KiB at a time"
     assert rows["other tensors"] == "levels"
     assert rows["small ones"] == "fused up to 64.0 MiB"
     waiting = replace(MEASURED, fusion_bytes=256 * KIB, cycle_s=2e-3)

@@ -35,6 +35,7 @@ def test_all_ranks_come_to_the_same_plan_and_use_it(world, connection):
         assert {m.num_bytes for m in plan.measured if m.what == what} == set(SIZES[what])
         assert len(plan.measurements(what)) == 1 + len(SIZES[what])
     assert all(m.seconds > 0 for m in plan.measured)
+    assert plan.num_rails or not plan.chunk_bytes
     assert connection.comm.plan == plan
     for numel in (1, 1000, 300_000):
         tensor = torch.full((numel,), float(world.rank))

@@ -253,3 +253,44 @@ def test_a_world_of_one_keeps_its_hooks() -> None:
     hpctrain.init()
     assert (sys.excepthook, threading.excepthook) == before
     hpctrain.shutdown()
+
+
+TENSOR, BUCKET = "torch.ones(1 << 18)", "comm.new_bucket(1 << 18, torch.float32)"
+
+
+@pytest.mark.parametrize(
+    ("end", "given"),
+    [("sys.exit()", TENSOR), ("os.kill(os.getpid(), signal.SIGKILL)", BUCKET)],
+)
+def test_a_rank_that_ends_while_chunks_travel_between_nodes_ends_all(
+    end: str, given: str, tmp_path: Path
+) -> None:
+    outcome = run_ranks(
+        tmp_path,
+        f"""
+        from dataclasses import replace
+        from hpctrain.comm.rail import in_flight
+        from hpctrain.runtime.world import current
+
+        comm = current().comm
+        comm.levels.use(replace(comm.levels.plan, chunk_bytes=4096))
+        started, whole = [], in_flight.InFlight._start
+
+        def start(self, part, tag):
+            started.append(tag)
+            if (rank, len(started)) == (2, 200):
+                now()
+                {end}
+            whole(self, part, tag)
+
+        in_flight.InFlight._start = start
+        given = {given}
+        while True:
+            comm.allreduce_(given).wait()
+        """,
+        num_ranks=3,
+        nodes=2,
+    )
+    assert_ended(outcome)
+    if "exit" in end:
+        assert sum("RankLostError" in log for log in outcome.logs.values()) == 2

@@ -6,7 +6,8 @@ once per reader instead of being packed into messages, and every rank owns its c
 """
 
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
@@ -20,7 +21,7 @@ from hpctrain.comm.communicator import Owner
 from hpctrain.comm.node import node_memory
 from hpctrain.comm.node.segments import LINE_BYTES, Region, Semaphore, map_in_a_row
 from hpctrain.comm.ops import Combination, scale_
-from hpctrain.comm.waiting import IN_NODE, Watch
+from hpctrain.comm.waiting import BY_MPI, IN_NODE, Watch
 from hpctrain.core.errors import CommError, NodeMemoryError
 from hpctrain.core.libc import Segment
 
@@ -59,6 +60,7 @@ class SharedMemory:
         """Which of two places the next meeting uses: 0 or 1, in turns. What a rank wrote into the
         place of one meeting may be read until that rank comes to the next but one."""
         self.num_bytes = 0  # bytes that this rank has read and written in node memory so far
+        self._meanwhile: Callable[[], object] | None = None
         self._node = node
         self._num_buckets = 0
         self._is_closed = False
@@ -107,6 +109,15 @@ class SharedMemory:
         if calls.count(call.number) != self.local_size:
             raise disagreement(self._node, call, self._watch)
 
+    @contextmanager
+    def busy(self, work: Callable[[], object]) -> Iterator[None]:
+        """Call ``work`` again and again whenever this rank waits for others of the node."""
+        self._meanwhile = work
+        try:
+            yield
+        finally:
+            self._meanwhile = None
+
     def new_bucket(self, numel: int, dtype: torch.dtype) -> Bucket:
         """Make a bucket of ``numel`` zeros on every rank of the node, mapped by all of them.
 
@@ -125,21 +136,33 @@ class SharedMemory:
         self.meet(bucket_call(bucket.number, combination.op, scale))
         for parts in bucket.chunks:
             spread(combine(parts, combination, scale), parts, combination)
-        self._count(2, bucket)
+            self._count(parts, passes=2)
         self.barrier()
 
     def sum_slice(self, bucket: Bucket, combination: Combination, scale: float | None) -> None:
         """Sum this rank's slice over the node, times ``scale``, into the first rank's bucket."""
         for parts in bucket.chunks:
-            spread(combine(parts, combination, scale), parts[:1], combination)
-        self._count(1, bucket)
+            self.sum_chunk(parts, combination, scale)
+
+    def sum_chunk(
+        self, parts: Sequence[Tensor], combination: Combination, scale: float | None
+    ) -> None:
+        """Sum one of the pieces of ``sum_slice``, of which there is one per rank."""
+        spread(combine(parts, combination, scale), parts[:1], combination)
+        self._count(parts)
 
     def publish(self, bucket: Bucket, combination: Combination, scale: float | None) -> None:
         """Write this rank's slice of the sum into every rank's bucket, times ``scale``."""
         for parts in bucket.chunks:
-            spread(combine(parts[:1], combination, scale), parts, combination)
-        self._count(1, bucket)
+            self.publish_chunk(parts, combination, scale)
         self.barrier()
+
+    def publish_chunk(
+        self, parts: Sequence[Tensor], combination: Combination, scale: float | None
+    ) -> None:
+        """Write one of the pieces of ``publish``; a barrier comes before it is read."""
+        spread(combine(parts[:1], combination, scale), parts, combination)
+        self._count(parts)
 
     def new_region(self, num_bytes: int) -> Region:
         """Make zeroed memory that the node has once; every rank brings an equal part of it.
@@ -190,14 +213,20 @@ class SharedMemory:
         self._watch.require_in_step()
 
     def _pass_barrier(self) -> None:
+        meanwhile = self._meanwhile
         for mine, next_one in self._rounds:
             next_one.post()
-            if not mine.try_wait():
+            if mine.try_wait():
+                continue
+            if meanwhile is None:
                 self._watch.wait(mine.try_wait, self.pace, nap=mine.wait)
+            else:
+                done = lambda: meanwhile() or mine.try_wait()  # noqa: E731, B023 - called here
+                self._watch.wait(done, BY_MPI, nap=mine.wait)
 
-    def _count(self, passes: int, bucket: Bucket) -> None:
-        """Count passes in which this rank touched its slice in the buckets of all ranks."""
-        self.num_bytes += passes * bucket.numel * bucket.flat.itemsize
+    def _count(self, parts: Sequence[Tensor], passes: int = 1) -> None:
+        """Count passes in which this rank touched the pieces of all ranks."""
+        self.num_bytes += passes * len(parts) * parts[0].nbytes
 
     def _make_rounds(
         self, num_rounds: int, first_byte: int
@@ -272,6 +301,10 @@ class Cut(NamedTuple):
     peers: tuple[Slots, ...]  # pieces of it that fit the cache, of all ranks' slots
 
 
+NUM_PLACES = 11
+"""Chunks of a tensor in the stage: those under way between nodes, one that is copied in, one that
+is copied out, and one that another rank may still be copying out."""
+_PLACE_ALIGN = 4096
 MOST_SEEN = 256  # views that are kept: making one costs as much as a small sum
 
 
@@ -286,6 +319,7 @@ class SharedSlots:
     def __init__(self, node: SharedMemory) -> None:
         self._node = node
         self._num_bytes = len(node.stage[0]) // 2
+        self._place_bytes = len(node.stage[0]) // NUM_PLACES // _PLACE_ALIGN * _PLACE_ALIGN
         self._seen: dict[tuple[torch.dtype, torch.Size, int], Slots] = {}
         self._cuts: dict[tuple[torch.dtype, torch.Size, int], Cut] = {}
 
@@ -349,10 +383,27 @@ class SharedSlots:
 
         Returns the slots of all ranks, as a bucket.
         """
-        peers = self._put(values, call)
+        return self._bucket(values, self._put(values, call))
+
+    def chunk_numel(self, num_bytes: int, dtype: torch.dtype) -> int:
+        """Return how many elements ``enter_at`` takes, of about ``num_bytes``."""
+        return min(num_bytes, self._place_bytes) // dtype.itemsize
+
+    def enter_at(self, number: int, values: Tensor) -> Bucket:
+        """Copy a chunk, of ``chunk_numel``, into the next of ``NUM_PLACES``, and pass a barrier.
+
+        Returns as ``enter``. To be used between two barriers of their own.
+        """
+        first_byte = number % NUM_PLACES * self._place_bytes
+        slots = self._views(values.dtype, values.shape, first_byte)
+        slots[self._node.local_rank].copy_(values)
+        self._node.barrier()
+        return self._bucket(values, slots)
+
+    def _bucket(self, values: Tensor, slots: Slots) -> Bucket:
         self._node.num_bytes += values.numel() * values.itemsize
-        chunks = chunks_of(peers, self._node.local_rank)
-        return Bucket(peers[self._node.local_rank], peers, chunks)
+        chunks = chunks_of(slots, self._node.local_rank)
+        return Bucket(slots[self._node.local_rank], slots, chunks)
 
     def leave(self, values: Tensor, bucket: Bucket, scale: float | None) -> None:
         """Copy the sum out of the first rank's slot, times ``scale``; a barrier comes before."""
@@ -370,12 +421,14 @@ class SharedSlots:
 
     def views(self, dtype: torch.dtype, shape: torch.Size, turn: int) -> Slots:
         """Look at the slots of a turn as tensors of a shape; programs repeat a few."""
-        key = (dtype, shape, turn)
+        return self._views(dtype, shape, turn * self._num_bytes)
+
+    def _views(self, dtype: torch.dtype, shape: torch.Size, first: int) -> Slots:
+        key = (dtype, shape, first)
         slots = self._seen.get(key)
         if slots is None:
             if len(self._seen) >= MOST_SEEN:
                 self._seen.clear()
-            first = turn * self._num_bytes
             end = first + shape.numel() * dtype.itemsize
             # Made outside of inference mode: what is made inside it cannot be written later.
             with torch.inference_mode(mode=False):

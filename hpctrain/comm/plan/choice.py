@@ -30,6 +30,9 @@ SIZES: dict[str, tuple[int, ...]] = {
 GAIN = 0.15
 """The rule stays unless another algorithm takes so much less time: smaller gains are noise."""
 
+SMALL_BYTES = 16 * KIB
+"""Between nodes smaller tensors take the levels: the library, which ranks must meet asleep before,
+is not faster, and named ones travel with their commit, to the same bits."""
 ON_A_NODE: tuple[str, ...] = ("direct", "slices", "library")
 BETWEEN_NODES: tuple[str, ...] = ("levels", "library")
 BY_HOROVOD: tuple[str, ...] = ("flat", "two-level")
@@ -138,8 +141,12 @@ def plan_for_group(plan: Plan, topology: Topology) -> Plan:
 
 def candidates(what: str, num_bytes: int, plan: Plan) -> tuple[str, ...]:
     """Return the algorithms worth measuring at a size: the plan's first, then in a fixed order."""
-    if what == "tensors":
-        sensible = BETWEEN_NODES if plan.num_rails else ON_A_NODE
+    if what == "tensors" and plan.num_rails:
+        sensible = BETWEEN_NODES
+        if num_bytes < SMALL_BYTES:
+            sensible = BETWEEN_NODES[:1]
+    elif what == "tensors":
+        sensible = ON_A_NODE
     else:
         sensible = _SMALL_PARTS if num_bytes < 64 * KIB else _LARGE_PARTS
     return tuple(dict.fromkeys((plan.table(what).at(num_bytes), *sensible)))
@@ -233,6 +240,25 @@ def batching(seconds: Mapping[int, float]) -> Batching:
     latency_s = _between(seconds[smallest], *_LATENCY_S)
     fusion_bytes = _between(latency_s / (LATENCY_SHARE * per_byte_s), *_FUSION_BYTES)
     return Batching(_power_of_four(fusion_bytes), _power_of_four(latency_s / 2 / 1e-6) * 1e-6)
+
+
+CHUNK_BYTES = 128 * KIB
+"""Of a rail's part, where several chunks are on the way at once: smaller ones cost more of the
+processor than they gain, of larger ones the first and the last take longer."""
+CHUNKS_FROM_S = 2e-9
+"""Seconds per byte of an all-reduce from which on the link is the limit, and not the processor."""
+
+
+def chunk_bytes(seconds: Mapping[int, float]) -> int:
+    """Choose the chunks of rails from how long all-reduces take, as ``batching`` does; pure.
+
+    0, for none, where the link is not the limit or fewer than two sizes were measured.
+    """
+    if len(seconds) < 2:
+        return 0
+    smallest, largest = min(seconds), max(seconds)
+    per_byte_s = (seconds[largest] - seconds[smallest]) / (largest - smallest)
+    return CHUNK_BYTES if per_byte_s >= CHUNKS_FROM_S else 0
 
 
 def _between(value: float, least: float, most: float) -> float:

@@ -48,7 +48,7 @@ class Measurement:
         return statistics.median(self.runs)
 
 
-_ADDED_LATER = ("fusion_bytes", "cycle_s", "engine")
+_ADDED_LATER = ("fusion_bytes", "cycle_s", "engine", "chunk_bytes")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,6 +72,9 @@ class Plan:
     fusion_bytes: int = 64 * MIB  # largest message of several named operations
     cycle_s: float = 0.0
     """How long a named operation waits for others, unless somebody waits for it."""
+    chunk_bytes: int = 0
+    """Longer parts of a rail are cut into chunks of so many bytes, of which several are on the way
+    at once; 0 for none."""
     engine: str = "hpctrain"  # what moves tensors: ``hpctrain`` or ``horovod``
 
     def table(self, what: str) -> SizeTable:
@@ -124,11 +127,18 @@ class Plan:
         return [
             ("gradients take", path),
             ("they travel", when[self.overlap]),
-            *([("between nodes", _in_words(self.rail))] if self.num_rails else []),
+            *(
+                [("between nodes", _in_words(self.rail) + self._chunks())]
+                if self.num_rails
+                else []
+            ),
             *([("other tensors", _in_words(self.tensors))] if self.engine == "hpctrain" else []),
             ("small ones", f"fused up to {format_bytes(self.fusion_bytes)}{self._pause()}"),
             ("threads per rank", str(self.threads)),
         ]
+
+    def _chunks(self) -> str:
+        return f", {format_bytes(self.chunk_bytes)} at a time" if self.chunk_bytes else ""
 
     def _pause(self) -> str:
         return f", after {format_seconds(self.cycle_s)}" if self.cycle_s else ""
@@ -234,5 +244,6 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "measured": _measured,
     "fusion_bytes": _whole(0),
     "cycle_s": _time,
+    "chunk_bytes": _whole(0),
     "engine": _one_of(*ENGINES),
 }

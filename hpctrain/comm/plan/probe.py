@@ -21,6 +21,7 @@ from hpctrain.comm.plan.choice import (
     SIZES,
     batching,
     candidates,
+    chunk_bytes,
     expected_s,
     refine,
 )
@@ -78,7 +79,8 @@ def measure(
         comm.use(plan)
         times = _shortest(comm, stopwatch, stopwatch.elapsed_s + BATCHING_SHARE * budget_s)
         fusion_bytes, cycle_s = batching(times)
-        plan = replace(plan, fusion_bytes=fusion_bytes, cycle_s=cycle_s)
+        chunk = chunk_bytes(times) if plan.num_rails else 0
+        plan = replace(plan, fusion_bytes=fusion_bytes, cycle_s=cycle_s, chunk_bytes=chunk)
         comm.use(plan)
     finally:
         torch.set_num_threads(threads)

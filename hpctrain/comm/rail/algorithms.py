@@ -4,13 +4,13 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
 from itertools import cycle, islice, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hpctrain.comm.ops import Combination
-from hpctrain.comm.rail.wire import Arrival, Wire, received
+from hpctrain.comm.rail.wire import Arrival, Wire, receives
 from hpctrain.core.units import KIB
 from hpctrain.cost.schedules import COMBINE, COPY, NOBODY, SCHEDULES, Phase, Round, Schedule
 
@@ -25,6 +25,17 @@ def allreduce_by_schedule_(
 
     Collective. ``name`` is one of ``SCHEDULES``, whose functions say what it costs.
     """
+    for transfer in allreduce_steps(name, wire, tensor, combination):
+        wire.finish(transfer)
+
+
+def allreduce_steps(
+    name: str, wire: Wire, tensor: Tensor, combination: Combination, tag: int = 0
+) -> Iterator[Any]:
+    """Yield what must be finished before the next step of ``allreduce_by_schedule_``.
+
+    Several all-reduces may be under way at once, each with a ``tag`` of its own.
+    """
     numel, size = tensor.numel(), wire.size
     if size == 1 or numel == 0:
         return
@@ -32,9 +43,9 @@ def allreduce_by_schedule_(
     pieces = tensor.split(parts[0].numels) if parts[0].numels else ()
     for part in parts:
         if pieces:
-            _pipeline(part, wire, pieces, combination)
+            yield from _pipeline(part, wire, pieces, combination, tag)
         else:
-            _exchange(part, wire, tensor, combination)
+            yield from _exchange(part, wire, tensor, combination, tag)
 
 
 class _Part(NamedTuple):
@@ -86,7 +97,9 @@ def _phases_of(schedule: Schedule, rank: int, size: int, num_segments: int) -> t
     )
 
 
-def _exchange(part: _Part, wire: Wire, tensor: Tensor, combination: Combination) -> None:
+def _exchange(
+    part: _Part, wire: Wire, tensor: Tensor, combination: Combination, tag: int
+) -> Iterator[Any]:
     """Finish each round, sends too, before what arrived in it is combined."""
     mine, theirs = tensor, tensor.new_empty(part.inbox) if part.inbox else tensor
     for dest, outgoing, source, incoming, _, action in part.phase.rounds:
@@ -97,13 +110,13 @@ def _exchange(part: _Part, wire: Wire, tensor: Tensor, combination: Combination)
             other = kept
             if action != COPY:
                 other = theirs if incoming is None else theirs[: kept.numel()]
-            arriving = wire.start_receive(other, source)
+            arriving = wire.start_receive(other, source, tag)
         if dest != NOBODY:
-            leaving = wire.start_send(mine if outgoing is None else mine[outgoing], dest)
+            leaving = wire.start_send(mine if outgoing is None else mine[outgoing], dest, tag)
         if arriving is not None:
-            wire.finish(arriving)
+            yield arriving
         if leaving is not None:
-            wire.finish(leaving)
+            yield leaving
         if other is kept:
             continue
         if action == COMBINE:
@@ -115,25 +128,27 @@ def _exchange(part: _Part, wire: Wire, tensor: Tensor, combination: Combination)
         tensor.copy_(mine)
 
 
-def _pipeline(part: _Part, wire: Wire, pieces: Sequence[Tensor], combination: Combination) -> None:
+def _pipeline(
+    part: _Part, wire: Wire, pieces: Sequence[Tensor], combination: Combination, tag: int
+) -> Iterator[Any]:
     """Send ahead, receive ahead and finish sends late; a message is one piece."""
     phase = part.phase
-    arriving = received(wire, _arrivals(part, pieces), phase.ahead)
+    arriving = receives(wire, _arrivals(part, pieces), phase.ahead, tag)
     leaving: deque[object] = deque()
     later = iter(phase.rounds)
     for turn, each in enumerate(phase.rounds):
         for sent in islice(later, 1 if turn else phase.lead):
             if sent.dest != NOBODY:
-                leaving.append(wire.start_send(pieces[sent.outgoing], sent.dest))
+                leaving.append(wire.start_send(pieces[sent.outgoing], sent.dest, tag))
         # The receive that is posted next may overwrite what these have read.
         while len(leaving) > phase.window:
-            wire.finish(leaving.popleft())
+            yield leaving.popleft()
         if each.source != NOBODY:
-            other = next(arriving)
+            transfer, other = next(arriving)
+            yield transfer
             if each.action == COMBINE:
                 combination.into(pieces[each.incoming], other)
-    for transfer in leaving:
-        wire.finish(transfer)
+    yield from leaving
 
 
 def _arrivals(part: _Part, pieces: Sequence[Tensor]) -> Iterator[Arrival]:
@@ -151,8 +166,14 @@ DOUBLING_BYTES = 32 * KIB
 
 def allreduce_by_messages_(wire: Wire, tensor: Tensor, combination: Combination) -> None:
     """Replace a flat, contiguous ``tensor`` by its reduction over all ranks. Collective."""
-    small = tensor.numel() * tensor.itemsize < DOUBLING_BYTES
-    allreduce_by_schedule_("doubling" if small else "halving", wire, tensor, combination)
+    allreduce_by_schedule_(schedule_name("library", tensor.nbytes), wire, tensor, combination)
+
+
+def schedule_name(name: str, num_bytes: int) -> str:
+    """Return the schedule of a plan's algorithm; where that is the library, one in its place."""
+    if name != "library":
+        return name
+    return "doubling" if num_bytes < DOUBLING_BYTES else "halving"
 
 
 ALGORITHMS: dict[str, Algorithm] = {

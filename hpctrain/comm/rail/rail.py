@@ -1,8 +1,10 @@
 """The rail level, and wires of MPI: owners of the same slice reduce it over the slow link."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from mpi4py import MPI
@@ -12,6 +14,7 @@ from hpctrain.comm.communicator import FINISHED, Traffic, Work
 from hpctrain.comm.ops import Combination, Op, combination, scale_
 from hpctrain.comm.plan.plan import SizeTable
 from hpctrain.comm.rail.algorithms import ALGORITHMS, pairwise_alltoall_
+from hpctrain.comm.rail.in_flight import InFlight
 from hpctrain.comm.rail.wire import Wire
 from hpctrain.comm.tensor_arguments import check_scale, flattened
 from hpctrain.comm.waiting import Watch, wait_request
@@ -52,14 +55,14 @@ def _bytes_of(tensor: torch.Tensor) -> MPI.buffer:
     return MPI.buffer.fromaddress(tensor.data_ptr(), tensor.numel() * tensor.itemsize)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Transfer:
     """A message under way."""
 
     tensor: Tensor
     partner: int  # rank of the communicator at the other end
-    arrives: bool  # whether it is received, not sent
-    requests: list[MPI.Request]
+    requests: list[MPI.Request]  # those that are not complete
+    expected: int  # bytes that have still to come; none of a message that is sent
 
 
 class MpiWire(Wire):
@@ -85,6 +88,7 @@ class MpiWire(Wire):
         self._watch = watch or Watch()
         self._world_ranks = world_ranks or range(comm.size)
         self._name = name
+        self._status = MPI.Status()
         # An error leaves transfers unfinished: their memory must not go before the library does.
         self._under_way: set[Transfer] = set()
 
@@ -93,13 +97,13 @@ class MpiWire(Wire):
         self.num_bytes_sent += tensor.numel() * tensor.itemsize
         parts = tensor.split(CHUNK_ELEMENTS)
         requests = [self._comm.Isend(bytes_of(part), dest, tag) for part in parts]
-        return self._started(Transfer(tensor, dest, False, requests))  # noqa: FBT003
+        return self._started(Transfer(tensor, dest, requests, 0))
 
     def start_receive(self, tensor: Tensor, source: int, tag: int = 0) -> Transfer:
         """Begin to replace ``tensor``; nobody reads or writes it until ``finish``."""
         parts = tensor.split(CHUNK_ELEMENTS)
         requests = [self._comm.Irecv(bytes_of(part), source, tag) for part in parts]
-        return self._started(Transfer(tensor, source, True, requests))  # noqa: FBT003
+        return self._started(Transfer(tensor, source, requests, tensor.nbytes))
 
     def finish(self, transfer: Transfer) -> None:
         """Return when ``transfer`` is complete; sleep meanwhile.
@@ -107,20 +111,32 @@ class MpiWire(Wire):
         ``RankLostError`` if a rank is lost, or the wait has lasted too long; ``CommError`` if the
         other end sent more or less than this one takes.
         """
+        if not self.is_finished(transfer):
+            self.wait_for(transfer, partial(self.is_finished, transfer))
+
+    def wait_for(self, transfer: Transfer, done: Callable[[], object]) -> None:
+        """Return when it is ``done``, which the other end of ``transfer`` has to do with."""
         partner = self._world_ranks[transfer.partner]
-        status = MPI.Status()
-        num_bytes = 0
+        self._watch.wait(done, partner=partner, over=self._name)
+
+    def is_finished(self, transfer: Transfer) -> bool:
+        """Say whether ``transfer`` is complete; ``CommError`` as for ``finish``."""
+        requests, status = transfer.requests, self._status
         try:
-            for request in transfer.requests:
-                wait_request(request, self._watch, partner, self._name, status)
-                num_bytes += status.Get_count(MPI.BYTE) if transfer.arrives else 0
+            while requests:
+                if not requests[0].Test(status):
+                    return False
+                del requests[0]
+                if transfer.expected:
+                    transfer.expected -= status.Get_count(MPI.BYTE)
         except MPI.Exception as error:
             if error.Get_error_class() != MPI.ERR_TRUNCATE:
                 raise
             raise self._misfit(transfer, "more") from error
         self._under_way.discard(transfer)
-        if transfer.arrives and num_bytes != transfer.tensor.nbytes:
-            raise self._misfit(transfer, format_bytes(num_bytes))
+        if transfer.expected:
+            raise self._misfit(transfer, format_bytes(transfer.tensor.nbytes - transfer.expected))
+        return True
 
     def _misfit(self, transfer: Transfer, sent: str) -> CommError:
         me, other = self._world_ranks[self.rank], self._world_ranks[transfer.partner]
@@ -146,13 +162,15 @@ class Rail:
         comm: MPI.Intracomm,
         *,
         table: SizeTable,
+        chunk_bytes: int = 0,
         watch: Watch | None = None,
         world_ranks: Sequence[int] = (),
         name: str = "",
     ) -> None:
         """Take the ranks of ``comm``, which ``close`` frees.
 
-        ``table`` has names of ``ALGORITHMS`` by bytes of the part; the rest as for ``MpiWire``.
+        ``table`` has names of ``ALGORITHMS`` by bytes of the part, ``chunk_bytes`` is as in a
+        plan; the rest as for ``MpiWire``.
         """
         self.rank: int = comm.rank
         self.size: int = comm.size
@@ -160,6 +178,7 @@ class Rail:
         self.wire = MpiWire(comm, watch=watch, world_ranks=world_ranks, name=name)
         self._comm = comm
         self.table = table  # algorithms by bytes of the part; the same on all ranks
+        self.chunk_bytes = chunk_bytes
         self._watch = watch
         self._name = name
         self._library_bytes = 0
@@ -180,17 +199,29 @@ class Rail:
 
     def reduce_(self, part: Tensor, combination: Combination) -> None:
         """Replace a flat, contiguous ``part`` of dtype ``combination.lane`` by its reduction."""
-        self.allreduce_by(self.table.at(part.numel() * part.itemsize), part, combination)
+        if 0 < self.chunk_bytes < part.nbytes:
+            chunks = part.split(self.chunk_bytes // part.itemsize)
+            with InFlight(self, combination, self._watch) as in_flight:
+                for _ in in_flight.reduced(chunks):
+                    pass
+        else:
+            self.allreduce_by(self.table.at(part.nbytes), part, combination)
 
     def allreduce_by(self, name: str, part: Tensor, combination: Combination) -> None:
         """Do what ``reduce_`` does by the algorithm of this name."""
         if self.size == 1:
             return
+        with self.timed():
+            if name == "library" and combination.op is Op.SUM and library_sums(part.dtype):
+                self._sum_by_library(part)
+            else:
+                ALGORITHMS[name](self.wire, part, combination)
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Count what happens meanwhile, without waits, as work of the rail."""
         start, waited_s = time.perf_counter(), self._watch.waited_s
-        if name == "library" and combination.op is Op.SUM and library_sums(part.dtype):
-            self._sum_by_library(part)
-        else:
-            ALGORITHMS[name](self.wire, part, combination)
+        yield
         self._seconds += time.perf_counter() - start - (self._watch.waited_s - waited_s)
 
     def alltoall(self, tensors: Sequence[Tensor], numels: Sequence[int]) -> list[Tensor]:
@@ -198,10 +229,9 @@ class Rail:
 
         All are of one dtype.
         """
-        start, waited_s = time.perf_counter(), self._watch.waited_s
         arrived = [tensors[0].new_empty(numel) for numel in numels]
-        pairwise_alltoall_(self.wire, tensors, arrived)
-        self._seconds += time.perf_counter() - start - (self._watch.waited_s - waited_s)
+        with self.timed():
+            pairwise_alltoall_(self.wire, tensors, arrived)
         return arrived
 
     def traffic(self) -> Traffic:

@@ -26,6 +26,9 @@ class Wire(Protocol):
     def finish(self, transfer: Any) -> None:
         """Return when a message under way is complete."""
 
+    def is_finished(self, transfer: Any) -> bool:
+        """Say whether it is, without waiting; once it is, ``finish`` need not be called."""
+
     def send(self, tensor: Tensor, dest: int, tag: int = 0) -> None:
         """Send ``tensor`` to ``dest``; it may be overwritten on return."""
         self.finish(self.start_send(tensor, dest, tag))
@@ -49,21 +52,21 @@ class Arrival(NamedTuple):
     source: int
 
 
-def received(wire: Wire, expected: Iterable[Arrival], ahead: int) -> Iterator[Tensor]:
-    """Yield the tensors of ``expected`` in order, each when it has come.
+def receives(
+    wire: Wire, expected: Iterable[Arrival], ahead: int, tag: int
+) -> Iterator[tuple[Any, Tensor]]:
+    """Yield what is under way to the tensors of ``expected``, in order, for the caller to finish.
 
     The next ``ahead`` receives are posted all the time, so they travel while the caller works.
     A later arrival may go where an earlier one was ``ahead`` pieces before: it is posted when
     the caller asks for the next piece.
     """
 
-    def start(arrival: Arrival) -> tuple[Tensor, Any]:
-        return arrival.tensor, wire.start_receive(*arrival)
+    def start(arrival: Arrival) -> tuple[Any, Tensor]:
+        return wire.start_receive(*arrival, tag), arrival.tensor
 
     coming = iter(expected)
     posted = deque(start(arrival) for arrival in islice(coming, ahead))
     while posted:
-        tensor, transfer = posted.popleft()
-        wire.finish(transfer)
-        yield tensor
+        yield posted.popleft()
         posted.extend(start(arrival) for arrival in islice(coming, 1))
