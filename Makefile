@@ -134,12 +134,18 @@ test-%: .venv/stamp ## run the tests of one size: make test-3
 
 # What takes a minute or more: every template, power cuts, limits of time, all kinds of MPI. Most of
 # it waits for Slurm, so tests run side by side. Then Horovod's own tests, of a checkout of it.
+.venv/loggers-stamp: .venv/stamp
+	$(BIN)/python -m pip install -q -c .ci/constraints.txt -e '.[tensorboard,wandb]' $(TOLD)
+	touch $@
+
 .PHONY: conformance
 unexport HOROVOD_SRC  # hpctrain tells of variables of Horovod that it does not know
 conformance: .venv/stamp ## run the long tests; with HOROVOD_SRC=DIR Horovod's own as well
 	@$(MAKE) --no-print-directory .venv-mpich || true # what needs it says so
 	@$(MAKE) --no-print-directory .venv-horovod || true
-	@code=0; $(SIDE_BY_SIDE) python -m pytest -q -m conformance -n 3 --dist worksteal \
+	@$(MAKE) --no-print-directory .venv/loggers-stamp || true # else tests of W&B are skipped
+	@code=0; python -m pytest -q tests/train/test_loggers.py --color=$(COLOR) || code=$$?; \
+	  $(SIDE_BY_SIDE) python -m pytest -q -m conformance -n 3 --dist worksteal \
 	  --color=$(COLOR) || code=$$?; \
 	  for size in 2 4; do hpctrain launch -n $$size -- \
 	    python -m pytest -q -m conformance --color=$(COLOR) || code=$$?; done; \
@@ -235,6 +241,8 @@ bench-full: .venv/stamp ## run every benchmark; figures: perf/results
 	hpctrain launch -n 2 -- python perf/bench_checkpoint.py --json perf/results/checkpoint-2.json
 	hpctrain launch -n 2 -- python perf/bench_reproducible.py --json perf/results/reproducible-2.json
 	python perf/bench_order.py --json perf/results/order.json
+	@if python -m tests.cluster.vcluster; then \
+	  python perf/bench_codecs.py --json perf/results/codecs.json; fi
 	hpctrain launch -n 4 -- python perf/study_local_sgd.py \
 	  --json perf/results/local-sgd-accuracy.json
 	test ! -e .venv/horovod-stamp || python perf/bench_engines.py \

@@ -27,7 +27,7 @@ from torch import Tensor
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # the cluster belongs to the tests
 
 from hpctrain.comm.bucket import Bucket
-from hpctrain.compress.choice import codec_for
+from hpctrain.compress.by_name import codec_for
 from hpctrain.compress.rail_codec import RailCodec
 from hpctrain.core.units import MIB
 from tests.cluster.vcluster import VirtualCluster

@@ -9,7 +9,7 @@ from measure import interleave, median
 from network_job import bytes_out
 
 import hpctrain as hvd
-from hpctrain.compress.choice import codec_for
+from hpctrain.compress.by_name import codec_for
 from hpctrain.runtime.world import current
 
 CODECS = ("none", "bf16", "int8", "one_bit", "sign", "top_k", "dgc", "power_sgd", "qsgd", "auto")

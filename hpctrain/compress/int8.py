@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.compress.quantized import Quantized
-from hpctrain.compress.rail_codec import Share
+from hpctrain.compress.rail_codec import CodedShare
 
 _CHUNK = 1 << 17  # values that are worked on while they lie in the cache
 _HEAD = 8  # bytes of a block beside those of its values
@@ -20,12 +20,12 @@ class Int8Blocks:
     def __init__(self, unit: int) -> None:
         self.unit = unit
 
-    def num_bytes(self, share: Share, piece: slice) -> int:  # noqa: ARG002 - every piece alike
+    def num_bytes(self, share: CodedShare, piece: slice) -> int:  # noqa: ARG002 - every piece alike
         """Return a byte per value, eight per block, and one."""
         numel: int = piece.stop - piece.start
         return 1 + numel + _HEAD * -(-numel // self.unit)
 
-    def pack(self, share: Share, piece: slice, values: Tensor) -> Tensor:
+    def pack(self, share: CodedShare, piece: slice, values: Tensor) -> Tensor:
         """Return whether something is not finite behind all blocks."""
         packet = torch.empty(self.num_bytes(share, piece), dtype=torch.uint8)
         total = torch.zeros(())
@@ -36,7 +36,7 @@ class Int8Blocks:
         packet[-1] = not bool(total.isfinite())
         return packet
 
-    def unpack(self, share: Share, piece: slice, packet: Tensor, out: Tensor) -> None:  # noqa: ARG002
+    def unpack(self, share: CodedShare, piece: slice, packet: Tensor, out: Tensor) -> None:  # noqa: ARG002
         """Write the rounded values, or NaN."""
         if packet[-1]:
             out.fill_(torch.nan)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hpctrain.compress.rail_codec import Link, Place, RailCodec, Share
+from hpctrain.compress.rail_codec import CodedShare, CodedTensor, Link, RailCodec
 from hpctrain.core.errors import ConfigError
 
 _SEED = 0x9E3779B9
@@ -59,14 +59,14 @@ class PowerSGD(RailCodec):
         thin = min(self._rank, rows, columns) * (rows + columns)
         return thin * self._min_gain > tensor.numel()
 
-    def bytes_of(self, share: Share) -> int:
+    def bytes_of(self, share: CodedShare) -> int:
         """Return the bytes of both thin matrices."""
         thin = sum(
             (rows + columns) * self._width(rows, columns) for rows, columns in _shapes(share)
         )
         return thin * share.dtype.itemsize
 
-    def reduce_(self, share: Share, values: Tensor, link: Link) -> None:
+    def reduce_(self, share: CodedShare, values: Tensor, link: Link) -> None:
         """Sum both thin matrices, one after the other; see ``RailCodec``."""
         if share.num_steps < self._warmup_steps:
             link.allreduce_(values).wait()
@@ -89,7 +89,7 @@ class PowerSGD(RailCodec):
             wanted.sub_(values, alpha=1 / link.size)
 
     def _right(
-        self, share: Share, batches: Sequence[tuple[Sequence[Place], Tensor]]
+        self, share: CodedShare, batches: Sequence[tuple[Sequence[CodedTensor], Tensor]]
     ) -> list[Tensor]:
         """Return orthogonal columns to begin with, for each batch: those of the last step."""
         shapes = [(len(m), self._width(*m.shape[1:]), m.shape[2]) for _, m in batches]
@@ -110,13 +110,13 @@ class PowerSGD(RailCodec):
         return min(self._rank, rows, columns)
 
 
-def _shapes(share: Share) -> list[tuple[int, int]]:
+def _shapes(share: CodedShare) -> list[tuple[int, int]]:
     return [(place.numel // place.row, place.row) for place in share.places]
 
 
-def _alike(places: Sequence[Place]) -> list[list[Place]]:
+def _alike(places: Sequence[CodedTensor]) -> list[list[CodedTensor]]:
     """Return matrices of the same shape together."""
-    batches: dict[tuple[int, int], list[Place]] = {}
+    batches: dict[tuple[int, int], list[CodedTensor]] = {}
     for place in places:
         batches.setdefault((place.numel, place.row), []).append(place)
     return list(batches.values())
@@ -128,7 +128,7 @@ def _times(matrices: Tensor, thin: Tensor) -> Tensor:
     return (matrices @ pad(thin, (0, -width % 16)))[..., :width]
 
 
-def _stacked(values: Tensor, places: Sequence[Place]) -> Tensor:
+def _stacked(values: Tensor, places: Sequence[CodedTensor]) -> Tensor:
     """Return matrices of the same shape as a batch; without a copy where they lie in a row."""
     first, row = places[0].first, places[0].row
     if all(one.end == other.first for one, other in pairwise(places)):
@@ -136,7 +136,7 @@ def _stacked(values: Tensor, places: Sequence[Place]) -> Tensor:
     return torch.stack([_matrix(values, place) for place in places])
 
 
-def _matrix(values: Tensor, place: Place) -> Tensor:
+def _matrix(values: Tensor, place: CodedTensor) -> Tensor:
     return values[place.first : place.first + place.numel].view(-1, place.row)
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.compress.elias import Reader, bits_of, codes_of
-from hpctrain.compress.rail_codec import Link, RailCodec, Share, exchanged
+from hpctrain.compress.rail_codec import CodedShare, Link, RailCodec, exchanged
 from hpctrain.core.errors import ConfigError
 
 
@@ -33,11 +33,11 @@ class QSGD(RailCodec):
             raise ConfigError(f"levels and block must be at least 1, got {levels} and {block}")
         self._levels, self._block, self._seed = levels, block, seed
 
-    def bytes_of(self, share: Share) -> int:
+    def bytes_of(self, share: CodedShare) -> int:
         """Return those of 3 bits per value, about; how many there are is known when they are."""
         return share.numel * 3 // 8
 
-    def reduce_(self, share: Share, values: Tensor, link: Link) -> None:
+    def reduce_(self, share: CodedShare, values: Tensor, link: Link) -> None:
         """Send codes to all; see ``RailCodec``."""
         name = f"{self._seed} {link.rank} {share.places[0].number} {share.num_steps}"
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from hpctrain.compress.rail_codec import Link, RailCodec, Share, exchanged
+from hpctrain.compress.rail_codec import CodedShare, Link, RailCodec, exchanged
 
 
 class Format(Protocol):
@@ -24,13 +24,13 @@ class Format(Protocol):
     unit: int
     """Values are cut at multiples of it."""
 
-    def num_bytes(self, share: Share, piece: slice) -> int:
+    def num_bytes(self, share: CodedShare, piece: slice) -> int:
         """Return how many bytes stand for these values of a share."""
 
-    def pack(self, share: Share, piece: slice, values: Tensor) -> Tensor:
+    def pack(self, share: CodedShare, piece: slice, values: Tensor) -> Tensor:
         """Return the bytes of flat values, of float32 or float64, as uint8."""
 
-    def unpack(self, share: Share, piece: slice, packet: Tensor, out: Tensor) -> None:
+    def unpack(self, share: CodedShare, piece: slice, packet: Tensor, out: Tensor) -> None:
         """Write the values that bytes stand for."""
 
 
@@ -47,11 +47,11 @@ class Quantized(RailCodec):
         super().__init__()
         self._form, self._feedback, self._warmup_steps = form, feedback, warmup_steps
 
-    def bytes_of(self, share: Share) -> int:
+    def bytes_of(self, share: CodedShare) -> int:
         """Return the bytes of one coding of all values."""
         return self._form.num_bytes(share, slice(0, share.numel))
 
-    def reduce_(self, share: Share, values: Tensor, link: Link) -> None:
+    def reduce_(self, share: CodedShare, values: Tensor, link: Link) -> None:
         """Exchange pieces, sum one, and exchange the sums; see ``RailCodec``."""
         if share.num_steps < self._warmup_steps:
             link.allreduce_(values).wait()
@@ -72,7 +72,9 @@ class Quantized(RailCodec):
         for piece, packet in zip(pieces, arrived, strict=True):
             form.unpack(share, piece, packet, values[piece])
 
-    def _coded(self, share: Share, piece: slice, values: Tensor, memory: Tensor | None) -> Tensor:
+    def _coded(
+        self, share: CodedShare, piece: slice, values: Tensor, memory: Tensor | None
+    ) -> Tensor:
         """Return the bytes of a piece, and let ``memory`` be what they leave out."""
         form, wanted = self._form, values[piece]
         if memory is None:
@@ -84,7 +86,9 @@ class Quantized(RailCodec):
         torch.sub(wanted, error, out=error)
         return packet
 
-    def _sum(self, share: Share, own: slice, packets: Sequence[Tensor], values: Tensor) -> None:
+    def _sum(
+        self, share: CodedShare, own: slice, packets: Sequence[Tensor], values: Tensor
+    ) -> None:
         """Let the own piece be the sum of what the packets of all ranks stand for, in order."""
         total = values[own]
         value = torch.empty_like(total)

@@ -27,7 +27,7 @@ Link = Rail | Communicator
 """What codes travel over: one rank of each node."""
 
 
-class Place(NamedTuple):
+class CodedTensor(NamedTuple):
     """A tensor of a bucket, or the part of it that is coded on this rank."""
 
     number: int  # of the tensor in its bucket
@@ -48,13 +48,13 @@ class Place(NamedTuple):
         return self.first + self.numel
 
 
-class Share:
+class CodedShare:
     """What one rank codes of one bucket, and what it remembers of it."""
 
     def __init__(
         self,
-        slots: Sequence[Place],
-        places: Sequence[Place],
+        slots: Sequence[CodedTensor],
+        places: Sequence[CodedTensor],
         exact: Sequence[slice],
         num_exact: int,
         dtype: torch.dtype,
@@ -99,11 +99,13 @@ class RailCodec:
     """Whether a rail takes whole tensors; else a slice of each bucket."""
 
     def __init__(self) -> None:
-        self._shares: dict[int, tuple[Bucket, Share]] = {}
-        self._before: list[Share] = []
-        self._wholes: dict[int, Share] = {}  # what all rails of a node take, the same on all ranks
+        self._shares: dict[int, tuple[Bucket, CodedShare]] = {}
+        self._before: list[CodedShare] = []
+        self._wholes: dict[
+            int, CodedShare
+        ] = {}  # what all rails of a node take, the same on all ranks
 
-    def reduce_(self, share: Share, values: Tensor, link: Link) -> None:
+    def reduce_(self, share: CodedShare, values: Tensor, link: Link) -> None:
         """Replace flat ``values`` by what the codec makes of the sum over ``link``.
 
         Collective over it. Called in every step with the same share for the same values; ranks of
@@ -111,11 +113,11 @@ class RailCodec:
         """
         raise NotImplementedError
 
-    def bytes_of(self, share: Share) -> int:
+    def bytes_of(self, share: CodedShare) -> int:
         """Return how many bytes stand for the values of a share, in one message."""
         raise NotImplementedError
 
-    def after_exact(self, share: Share, values: Tensor) -> None:
+    def after_exact(self, share: CodedShare, values: Tensor) -> None:
         """Change the sums of what was summed as it is, if a codec does more than to sum."""
 
     def warning(self, optimizer: Optimizer) -> str:  # noqa: ARG002 - for subclasses
@@ -148,14 +150,16 @@ class RailCodec:
         first_mark = bucket.numel - marks.numel()
         num_marks = max(own.stop - max(own.start, first_mark), 0) if takes_exact else 0
         num_exact = _length(exact) - num_marks
-        share = Share(slots, _places(mine, own), exact, num_exact, dtype)
+        share = CodedShare(slots, _places(mine, own), exact, num_exact, dtype)
         before = self._before.pop(0) if self._before else None
         if before is not None and before.slots == slots and before.numel == share.numel:
             share.memory, share.num_steps = before.memory, before.num_steps
         self._shares[id(bucket)] = bucket, share
         everything = slice(0, bucket.numel)
         all_exact = _spans_between(coded, everything)
-        self._wholes[id(bucket)] = Share(slots, _places(coded, everything), all_exact, 0, dtype)
+        self._wholes[id(bucket)] = CodedShare(
+            slots, _places(coded, everything), all_exact, 0, dtype
+        )
 
     def forget(self) -> None:
         """Drop all shares; new ones for the same tensors remember what these did."""
@@ -222,7 +226,7 @@ class RailCodec:
         return {"steps": steps, "unsent": sums}
 
     def load_shared_state(self, state: Mapping[str, Any], comm: Communicator) -> None:
-        """Share what was not sent among the nodes of today; see ``Codec``."""
+        """CodedShare what was not sent among the nodes of today; see ``Codec``."""
         slots = [slot for _, share in self._shares.values() for slot in share.slots]
         if [slot.numel for slot in slots] != [each.numel() for each in state["unsent"]]:
             return  # it was saved on one node, where all is sent
@@ -236,7 +240,9 @@ class RailCodec:
                 if mine.any():
                     share.remembered(self.unsent)[place.first : place.end] = mine / num_nodes
 
-    def _step(self, bucket: Bucket, share: Share, comm: Communicator, scale: float | None) -> None:
+    def _step(
+        self, bucket: Bucket, share: CodedShare, comm: Communicator, scale: float | None
+    ) -> None:
         levels = comm.levels
         if levels is None:
             if scale is not None:
@@ -252,7 +258,7 @@ class RailCodec:
             levels.node.barrier()
         levels.publish(bucket)
 
-    def _over(self, share: Share, flat: Tensor, link: Link) -> None:
+    def _over(self, share: CodedShare, flat: Tensor, link: Link) -> None:
         """Reduce this rank's share of a bucket over the link."""
         if share.exact:
             with gathered(flat, share.exact, flat.dtype) as exact:
@@ -285,14 +291,14 @@ def exchanged(link: Link, outgoing: Sequence[Tensor], numels: Sequence[int]) -> 
     return link.alltoall(outgoing)
 
 
-def _slot(bucket: Bucket, number: int, tensor: Tensor) -> Place:
+def _slot(bucket: Bucket, number: int, tensor: Tensor) -> CodedTensor:
     """Say where a tensor lies in its bucket, by rows of memory."""
     start = tensor.storage_offset() - bucket.flat.storage_offset()
     row = max(map(int, tensor.stride())) if tensor.dim() > 1 else tensor.numel()
-    return Place(number, int(start), tensor.numel(), max(row, 1))
+    return CodedTensor(number, int(start), tensor.numel(), max(row, 1))
 
 
-def _whole(slots: Sequence[Place], num_rails: int, rail: int) -> list[Place]:
+def _whole(slots: Sequence[CodedTensor], num_rails: int, rail: int) -> list[CodedTensor]:
     """Return the tensors that a rail takes, about as many elements as the others."""
     loads, mine = [0] * num_rails, []
     for slot in sorted(slots, key=lambda slot: -slot.numel):
@@ -303,7 +309,7 @@ def _whole(slots: Sequence[Place], num_rails: int, rail: int) -> list[Place]:
     return sorted(mine)
 
 
-def _places(slots: Sequence[Place], own: slice) -> list[Place]:
+def _places(slots: Sequence[CodedTensor], own: slice) -> list[CodedTensor]:
     """Return what of tensors lies in a slice, one behind the other."""
     places, first = [], 0
     for slot in slots:
@@ -315,7 +321,7 @@ def _places(slots: Sequence[Place], own: slice) -> list[Place]:
     return places
 
 
-def _joined(places: Sequence[Place]) -> list[slice]:
+def _joined(places: Sequence[CodedTensor]) -> list[slice]:
     """Return the spans of a bucket that places take, as few as possible."""
     spans: list[slice] = []
     for place in places:
@@ -324,7 +330,7 @@ def _joined(places: Sequence[Place]) -> list[slice]:
     return spans
 
 
-def _spans_between(slots: Sequence[Place], own: slice) -> list[slice]:
+def _spans_between(slots: Sequence[CodedTensor], own: slice) -> list[slice]:
     """Return the spans of a slice in which no tensor lies."""
     edges = [own.start]
     for span in _joined(_places(slots, own)):

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hpctrain.compress.quantized import Quantized
-from hpctrain.compress.rail_codec import Share
+from hpctrain.compress.rail_codec import CodedShare
 
 
 class Signs:
@@ -17,19 +17,19 @@ class Signs:
 
     unit = 8
 
-    def num_bytes(self, share: Share, piece: slice) -> int:  # noqa: ARG002 - every piece alike
+    def num_bytes(self, share: CodedShare, piece: slice) -> int:  # noqa: ARG002 - every piece alike
         """Return a bit per value, and a byte."""
         numel: int = piece.stop - piece.start
         return 1 + -(-numel // 8)
 
-    def pack(self, share: Share, piece: slice, values: Tensor) -> Tensor:
+    def pack(self, share: CodedShare, piece: slice, values: Tensor) -> Tensor:
         """Return whether something is not finite, then the bits."""
         packet = torch.empty(self.num_bytes(share, piece), dtype=torch.uint8)
         packet[0] = not bool(values.sum().isfinite())
         packet[1:] = _bits_of(values >= 0)
         return packet
 
-    def unpack(self, share: Share, piece: slice, packet: Tensor, out: Tensor) -> None:  # noqa: ARG002
+    def unpack(self, share: CodedShare, piece: slice, packet: Tensor, out: Tensor) -> None:  # noqa: ARG002
         """Write 1 and -1, or NaN."""
         if packet[0]:
             out.fill_(torch.nan)
@@ -69,12 +69,12 @@ class TwoValues:
 
     unit = 8
 
-    def num_bytes(self, share: Share, piece: slice) -> int:
+    def num_bytes(self, share: CodedShare, piece: slice) -> int:
         """Return a bit per value, and eight bytes per row."""
         numel: int = piece.stop - piece.start
         return 8 * sum(rows for _, rows, _ in _rows_in(share, piece)) + -(-numel // 8)
 
-    def pack(self, share: Share, piece: slice, values: Tensor) -> Tensor:
+    def pack(self, share: CodedShare, piece: slice, values: Tensor) -> Tensor:
         """Return both means of each row, then the bits."""
         means = []
         for first, rows, numel in _rows_in(share, piece):
@@ -86,7 +86,7 @@ class TwoValues:
         bits = _bits_of(values >= 0)
         return torch.cat([*(each.view(torch.uint8) for each in means), bits])
 
-    def unpack(self, share: Share, piece: slice, packet: Tensor, out: Tensor) -> None:
+    def unpack(self, share: CodedShare, piece: slice, packet: Tensor, out: Tensor) -> None:
         """Write the mean that each bit stands for."""
         spans = _rows_in(share, piece)
         num_rows = sum(rows for _, rows, _ in spans)
@@ -115,7 +115,7 @@ class OneBit(Quantized):
         super().__init__(TwoValues(), feedback=True, warmup_steps=warmup_steps)
 
 
-def _rows_in(share: Share, piece: slice) -> list[tuple[int, int, int]]:
+def _rows_in(share: CodedShare, piece: slice) -> list[tuple[int, int, int]]:
     """Return the rows of tensors in a piece: the first element, how many rows, how long.
 
     A row that is cut is one of what is left of it.

@@ -17,7 +17,7 @@ from torch.optim import LBFGS, Optimizer
 from hpctrain.comm.agreement import require_equal
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.eager import eager
-from hpctrain.compress.choice import Compressing, codec_for, compressor_for
+from hpctrain.compress.by_name import Compressing, codec_for, compressor_for
 from hpctrain.compress.codec import Codec
 from hpctrain.compress.half import Compression
 from hpctrain.core.errors import ConfigError

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 from torch import nn
 from torch.optim import Optimizer
 
-from hpctrain.compress.choice import Compressing
+from hpctrain.compress.by_name import Compressing
 from hpctrain.core.errors import ConfigError
 from hpctrain.local_sgd.local_method import LocalMethod
 from hpctrain.local_sgd.rounds import Fields, Steps, SyncInterval

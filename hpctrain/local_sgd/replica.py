@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hpctrain.comm.communicator import Communicator
-from hpctrain.compress.choice import Compressing, codec_for
+from hpctrain.compress.by_name import Compressing, codec_for
 from hpctrain.compress.codec import Identity
 from hpctrain.gradients.parameter_names import places_of
 from hpctrain.local_sgd.averaged_tensors import (

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from hpctrain.compress.choice import Compressing
+from hpctrain.compress.by_name import Compressing
 from hpctrain.local_sgd.local_method import LocalMethod, require
 from hpctrain.local_sgd.rounds import Fields
 

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from hpctrain.compress.choice import codec_named
+from hpctrain.compress.by_name import codec_named
 from hpctrain.compress.codec import Codec
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.target import check_arguments

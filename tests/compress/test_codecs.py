@@ -6,12 +6,12 @@ import pytest
 import torch
 
 import hpctrain
-from hpctrain.compress.choice import CODECS, codec_for
+from hpctrain.compress.by_name import CODECS, codec_for
 from hpctrain.compress.int8 import Int8
+from hpctrain.compress.largest import DeepGradientCompression, TopK
 from hpctrain.compress.power_sgd import PowerSGD
 from hpctrain.compress.qsgd import QSGD
 from hpctrain.compress.sign import OneBit, SignSGD
-from hpctrain.compress.sparse import DeepGradientCompression, TopK
 from hpctrain.core.config import COMPRESSIONS
 from hpctrain.core.errors import ConfigError
 from tests.compress.nodes import SHAPES, Gradients, drawn, nodes, of_all

@@ -5,7 +5,7 @@ import torch
 
 from hpctrain.comm.factory import connect
 from hpctrain.comm.mpi_world import find_world
-from hpctrain.compress.choice import codec_for
+from hpctrain.compress.by_name import codec_for
 from hpctrain.compress.codec import Identity
 from hpctrain.compress.half import Compression, HalfCodec
 from hpctrain.core.config import Settings

@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from hpctrain.compress.elias import Reader, bits_of, codes_of
+from hpctrain.compress.largest import DeepGradientCompression, TopK, largest
 from hpctrain.compress.power_sgd import PowerSGD
 from hpctrain.compress.qsgd import QSGD
 from hpctrain.compress.sign import OneBit, SignSGD
-from hpctrain.compress.sparse import DeepGradientCompression, TopK, largest
 from tests.compress.nodes import Gradients, drawn, nodes, of_all
 
 SHAPES = ((24, 32),)

@@ -293,7 +293,7 @@ def _lane(part: Tensor, combination: Combination) -> Tensor:
 Slots = tuple[Tensor, ...]
 
 
-class Cut(NamedTuple):
+class SliceViews(NamedTuple):
     """Views of slots around the slice that this rank sums: before it and behind it; inside it."""
 
     mine: Slots  # around it, of this rank's slot
@@ -321,7 +321,7 @@ class SharedSlots:
         self._num_bytes = len(node.stage[0]) // 2
         self._place_bytes = len(node.stage[0]) // NUM_PLACES // _PLACE_ALIGN * _PLACE_ALIGN
         self._seen: dict[tuple[torch.dtype, torch.Size, int], Slots] = {}
-        self._cuts: dict[tuple[torch.dtype, torch.Size, int], Cut] = {}
+        self._cuts: dict[tuple[torch.dtype, torch.Size, int], SliceViews] = {}
 
     def numel(self, dtype: torch.dtype) -> int:
         """Return how many elements a slot takes."""
@@ -362,8 +362,8 @@ class SharedSlots:
                 part.copy_(slot)
         node.num_bytes += 3 * values.numel() * values.itemsize
 
-    def _cut(self, dtype: torch.dtype, shape: torch.Size, turn: int) -> Cut:
-        """Cut the slots for flat tensors of a shape, see ``Cut``."""
+    def _cut(self, dtype: torch.dtype, shape: torch.Size, turn: int) -> SliceViews:
+        """SliceViews the slots for flat tensors of a shape, see ``SliceViews``."""
         found = self._cuts.get((dtype, shape, turn))
         if found is None:
             if len(self._cuts) >= MOST_SEEN:
@@ -375,7 +375,7 @@ class SharedSlots:
                 for slot in (slots[node.local_rank], slots[0])
             )
             peers = tuple(zip(*(_cached(slot[own]) for slot in slots), strict=True))
-            found = self._cuts[dtype, shape, turn] = Cut(mine, sums, peers)
+            found = self._cuts[dtype, shape, turn] = SliceViews(mine, sums, peers)
         return found
 
     def enter(self, values: Tensor, call: Call) -> Bucket:
@@ -438,7 +438,7 @@ class SharedSlots:
 
 
 def _cached(values: Tensor) -> tuple[Tensor, ...]:
-    """Cut what is summed into pieces that stay in the cache."""
+    """SliceViews what is summed into pieces that stay in the cache."""
     pieces: tuple[Tensor, ...] = values.split(CHUNK_BYTES // values.itemsize)
     return pieces
 

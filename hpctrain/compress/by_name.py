@@ -13,11 +13,11 @@ from hpctrain.compress.auto import Auto
 from hpctrain.compress.codec import Codec, Compressor, Identity, TensorByTensor
 from hpctrain.compress.half import Compression, Half, HalfCodec, NoCompression
 from hpctrain.compress.int8 import Int8
+from hpctrain.compress.largest import DeepGradientCompression, TopK
 from hpctrain.compress.power_sgd import PowerSGD
 from hpctrain.compress.qsgd import QSGD
 from hpctrain.compress.rail_codec import RailCodec
 from hpctrain.compress.sign import OneBit, SignSGD
-from hpctrain.compress.sparse import DeepGradientCompression, TopK
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.target import check_arguments
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hpctrain.compress.rail_codec import Link, RailCodec, Share, exchanged
+from hpctrain.compress.rail_codec import CodedShare, Link, RailCodec, exchanged
 from hpctrain.core.errors import ConfigError
 
 
@@ -29,11 +29,13 @@ class Sparse(RailCodec):
         """Return the part of values that is sent in a step, counted from 0."""
         return self._density
 
-    def bytes_of(self, share: Share) -> int:
+    def bytes_of(self, share: CodedShare) -> int:
         """Return eight bytes for each value that is sent next."""
         return self._num_sent(share) * (4 + share.dtype.itemsize)
 
-    def send_largest(self, share: Share, wanted: Tensor, result: Tensor, link: Link) -> Tensor:
+    def send_largest(
+        self, share: CodedShare, wanted: Tensor, result: Tensor, link: Link
+    ) -> Tensor:
         """Let ``result`` be the sum of all ranks' largest values; return places of the own."""
         places = largest(wanted, self._num_sent(share))
         values = wanted[places]
@@ -45,7 +47,7 @@ class Sparse(RailCodec):
             result.index_add_(0, found.view(torch.int32), sent.view(values.dtype))
         return places
 
-    def _num_sent(self, share: Share) -> int:
+    def _num_sent(self, share: CodedShare) -> int:
         return max(round(share.numel * self.density_at(share.num_steps)), 1)
 
 
@@ -95,7 +97,7 @@ class TopK(Sparse):
             "training ends elsewhere; leave error_feedback on"
         )
 
-    def reduce_(self, share: Share, values: Tensor, link: Link) -> None:
+    def reduce_(self, share: CodedShare, values: Tensor, link: Link) -> None:
         """Send the largest of values and what was left; see ``RailCodec``."""
         if not self._feedback:
             self.send_largest(share, values.clone(), values, link)
@@ -158,7 +160,7 @@ class DeepGradientCompression(Sparse):
         """Say yes of vectors."""
         return tensor.dim() < 2
 
-    def reduce_(self, share: Share, values: Tensor, link: Link) -> None:
+    def reduce_(self, share: CodedShare, values: Tensor, link: Link) -> None:
         """Sum momenta up and send the largest sums; see ``RailCodec``."""
         momenta, sums = share.remembered("momentum"), share.remembered("sum")
         if self._clip_norm is not None:
@@ -171,7 +173,7 @@ class DeepGradientCompression(Sparse):
         if self._masks:
             momenta[sent] = 0.0
 
-    def after_exact(self, share: Share, values: Tensor) -> None:
+    def after_exact(self, share: CodedShare, values: Tensor) -> None:
         """Add the momentum to what has travelled as it is."""
         momenta = share.memory.setdefault("exact momentum", torch.zeros_like(values))
         values.copy_(momenta.mul_(self._momentum).add_(values))
