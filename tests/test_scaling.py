@@ -15,11 +15,15 @@ ALLOWED = {
     # The weight that ``SampleCount`` has decided is applied while a bucket is filled:
     "gradients/reduction.py": "a gradient, by its rank's weight",
     # What a user asks for, in place of torch's own functions:
-    "gradients/optimizer.py": "a gradient, by the inverse of a GradScaler's scale, with Adasum",
+    "gradients/loss_scale.py": "a gradient, by the inverse of a GradScaler's scale",
     "gradients/sharded_step.py": "a chunk of the average, where its norm is clipped",
     # A step of fixed micro-shards has a factor of its own, decided in gradients/reproducible.py:
     "gradients/reproducible.py": "the sum over all micro-shards, by one over their number",
     "gradients/sparse_gradients.py": "gathered rows, by the weight and the scale of the buckets",
+    # Codecs, which make of the sum what they are for; the factor comes before:
+    "compress/rail_codec.py": "a bucket without node memory, by the scale it is given",
+    "compress/largest.py": "momenta, and what is clipped before they are summed up",
+    "compress/sign.py": "signs, by the means of their row",
     # Replicas, not gradients; the weight is decided in local_sgd/rounds.py:
     "local_sgd/averaging.py": "a replica, by its rank's weight; momentum of the outer step",
     "local_sgd/averaged_tensors.py": "optimizer state, by the share of the ranks that have it",

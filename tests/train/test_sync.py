@@ -85,6 +85,7 @@ def test_records_wait_for_the_end_of_a_round_and_no_other_step_sends_anything(
         totals: list[int] = []
         look = lambda: totals.append(sum(here.comm.traffic()[:2]))  # noqa: E731
         job.part(at=dict.fromkeys(range(1, 19), look))
+        totals = [sum(each) for each in zip(*here.comm.allgather_object(totals), strict=True)]
         return [later - earlier for earlier, later in pairwise(totals)]
 
     plain = Job(here, configure, shared / "plain", "train.epochs=3", "checkpoint.every=none")
