@@ -80,28 +80,30 @@ def _wait(
     words: Sequence[str], environ: Mapping[str, str], output: Path, timeout_s: float | None
 ) -> int | None:
     """Return the exit code of a program, None where it took too long; nothing of it is left."""
+    process = None
     with output.open("wb") as file:
-        process = subprocess.Popen(  # noqa: S603 - this is the user's command
-            words,
-            env=environ,
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C is ours
-        )
-        try:
+        try:  # a signal may end this while the program is started, too
+            process = subprocess.Popen(  # noqa: S603 - this is the user's command
+                words,
+                env=environ,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C is ours
+            )
             return process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             return None
         finally:
             # At the second signal `hpctrain launch` waits for no rank.
             for patience_s in (1.0, _GRACE_S):
-                if process.returncode is None:
+                if process is not None and process.returncode is None:
                     process.terminate()
                     with contextlib.suppress(subprocess.TimeoutExpired):
                         process.wait(patience_s)
             _kill_left_over(Path(environ[_VARIABLE]))
-            process.wait()
+            if process is not None:
+                process.wait()
 
 
 def _left_over(records: Path) -> list[int]:
