@@ -1,17 +1,32 @@
-"""Failures: the closed forms are what simulated runs take, and best at the best interval."""
+"""Failures: the closed forms are what simulated runs take, and the best interval is Daly's."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from hpctrain.core.errors import ConfigError
-from hpctrain.cost.failures import best_interval, goodput, simulate_run
+from hpctrain.cost.failures import best_interval, daly, goodput, simulate_run
 from hpctrain.cost.machine import Machine
 
 DAY_S = 86400.0
 FAILING = Machine(nodes=1000, mtbf_s=5 * 365 * DAY_S, checkpoint_s=120.0, restart_s=300.0)
 MEAN_S = FAILING.mtbf_s / FAILING.nodes
+
+
+@pytest.mark.parametrize("restart_s", [0.0, 600.0])
+@pytest.mark.parametrize("nodes", [10, 1000, 10_000])
+@pytest.mark.parametrize("checkpoint_s", [5.0, 60.0, 600.0])
+def test_the_best_interval_of_simulated_failures_is_young_s_and_daly_s(
+    checkpoint_s, nodes, restart_s
+):
+    machine = replace(FAILING, nodes=nodes, checkpoint_s=checkpoint_s, restart_s=restart_s)
+    mean_s = machine.mtbf_s / nodes
+    found = best_interval(machine)
+    assert found == pytest.approx(daly(checkpoint_s, mean_s), rel=0.05)
+    if checkpoint_s / (2 * mean_s) < 1e-3:
+        assert found == pytest.approx(math.sqrt(2 * checkpoint_s * mean_s), rel=0.05)
 
 
 def test_goodput_is_that_of_simulated_runs_and_best_at_the_best_interval():
