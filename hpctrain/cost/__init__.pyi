@@ -9,6 +9,7 @@ from hpctrain.cost.failures import SimulatedRun as SimulatedRun
 from hpctrain.cost.failures import best_interval as best_interval
 from hpctrain.cost.failures import goodput as goodput
 from hpctrain.cost.failures import simulate_run as simulate_run
+from hpctrain.cost.learning import fewest_rounds as fewest_rounds
 from hpctrain.cost.learning import most_local_steps as most_local_steps
 from hpctrain.cost.learning import noise_scale as noise_scale
 from hpctrain.cost.learning import samples_needed as samples_needed

@@ -1,7 +1,8 @@
-"""Laws of papers about learning: what batches and local steps do to it.
+"""Laws of papers about learning: what batches, local steps and rounds do to it.
 
 Of batches: McCandlish et al. 2018, "An empirical model of large-batch training". Of local steps:
-Stich 2018, "Local SGD converges fast and communicates little".
+Stich 2018, "Local SGD converges fast and communicates little". Of rounds: Arjevani and Shamir
+2015, "Communication complexity of distributed convex learning and optimization".
 """
 
 import math
@@ -48,3 +49,12 @@ def most_local_steps(num_steps: float, ranks: int, rank_batch: float) -> float:
     ranks; nobody has proved it of deep networks.
     """
     return math.sqrt(num_steps / (ranks * rank_batch))
+
+
+def fewest_rounds(condition: float, accuracy: float) -> float:
+    """Return in how many rounds, at least, ranks of unlike data minimise, however they compute.
+
+    Up to a constant factor, for smooth and strongly convex losses of this condition number, until
+    the loss is ``accuracy`` of what it was above the least.
+    """
+    return math.sqrt(condition) * math.log(1 / accuracy)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hpctrain.core.errors import ConfigError
-from hpctrain.cost.learning import most_local_steps, noise_scale, samples_needed
+from hpctrain.cost.learning import fewest_rounds, most_local_steps, noise_scale, samples_needed
 
 
 def test_two_batches_give_the_noise_scale_within_3_percent():
@@ -47,5 +47,6 @@ def test_sgd_on_a_quadratic_takes_as_many_more_samples_as_the_law_says():
     assert samples_needed(7, math.inf, 10**9) == 7
 
 
-def test_the_bound_is_that_of_the_paper():
+def test_the_bounds_are_those_of_the_papers():
     assert most_local_steps(6400, 4, 16) == pytest.approx(10)
+    assert fewest_rounds(100, math.exp(-3)) == pytest.approx(30)
