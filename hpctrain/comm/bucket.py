@@ -52,11 +52,14 @@ class Bucket:
         return Bucket(flat, tuple(peers), chunks, self.number, self.owner)
 
 
-def slice_bounds(numel: int, num_parts: int, part: int) -> slice:
-    """Cut ``numel`` elements into ``num_parts`` slices that differ by at most one cache line."""
-    lines = -(-numel // ALIGN)
-    first, last = part * lines // num_parts, (part + 1) * lines // num_parts
-    return slice(min(first * ALIGN, numel), min(last * ALIGN, numel))
+def slice_bounds(numel: int, num_parts: int, part: int, unit: int = ALIGN) -> slice:
+    """Cut ``numel`` elements into ``num_parts`` slices that differ by at most one ``unit``.
+
+    By default that is a cache line. Slices begin at multiples of it.
+    """
+    units = -(-numel // unit)
+    first, last = part * units // num_parts, (part + 1) * units // num_parts
+    return slice(min(first * unit, numel), min(last * unit, numel))
 
 
 def chunks_of(

@@ -86,11 +86,11 @@ class TopK(Sparse):
 
     def __init__(self, density: float = 0.01, *, error_feedback: bool = True) -> None:
         super().__init__(density)
-        self._feedback = error_feedback
+        self.keeps_unsent = error_feedback
 
     def warning(self, optimizer: Optimizer) -> str:  # noqa: ARG002 - of any
         """Say that small values are lost without feedback; see ``Codec``."""
-        if self._feedback or self._density == 1.0:
+        if self.keeps_unsent or self._density == 1.0:
             return ""
         return (
             "without error feedback values that are never among the largest never arrive, and "
@@ -99,7 +99,7 @@ class TopK(Sparse):
 
     def reduce_(self, share: CodedShare, values: Tensor, link: Link) -> None:
         """Send the largest of values and what was left; see ``RailCodec``."""
-        if not self._feedback:
+        if not self.keeps_unsent:
             self.send_largest(share, values.clone(), values, link)
             return
         error = share.remembered("error").add_(values)
@@ -126,7 +126,7 @@ class DeepGradientCompression(Sparse):
     a bucket.
     """
 
-    unsent = "sum"
+    keeps_unsent, unsent = True, "sum"
 
     def __init__(
         self,

@@ -49,7 +49,7 @@ class PowerSGD(RailCodec):
         if rank < 1:
             raise ConfigError(f"the rank of products must be at least 1, got {rank}")
         self._rank, self._warmup_steps, self._min_gain = rank, warmup_steps, min_gain
-        self._warm_start, self._feedback = warm_start, error_feedback
+        self._warm_start, self.keeps_unsent = warm_start, error_feedback
 
     def is_exact(self, tensor: Tensor) -> bool:
         """Say yes of vectors, and of matrices that would not shrink."""
@@ -72,7 +72,7 @@ class PowerSGD(RailCodec):
             link.allreduce_(values).wait()
             return
         wanted = values
-        if self._feedback:
+        if self.keeps_unsent:
             wanted = share.remembered("error").add_(values)
         batches = [(places, _stacked(wanted, places)) for places in _alike(share.places)]
         right = self._right(share, batches)
@@ -85,7 +85,7 @@ class PowerSGD(RailCodec):
         for (places, _), thin_left, thin_right in zip(batches, left, right, strict=True):
             for place, *thin in zip(places, thin_left, thin_right, strict=True):
                 torch.mm(*thin, out=_matrix(values, place))
-        if self._feedback:
+        if self.keeps_unsent:
             wanted.sub_(values, alpha=1 / link.size)
 
     def _right(

@@ -9,12 +9,12 @@ feedback both codings remember what they have left out, and add it the next time
 """
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from hpctrain.comm.bucket import slice_bounds
 from hpctrain.compress.rail_codec import CodedShare, Link, RailCodec, exchanged
 
 
@@ -45,7 +45,7 @@ class Quantized(RailCodec):
 
     def __init__(self, form: Format, *, feedback: bool, warmup_steps: int = 0) -> None:
         super().__init__()
-        self._form, self._feedback, self._warmup_steps = form, feedback, warmup_steps
+        self._form, self.keeps_unsent, self._warmup_steps = form, feedback, warmup_steps
 
     def bytes_of(self, share: CodedShare) -> int:
         """Return the bytes of one coding of all values."""
@@ -57,16 +57,16 @@ class Quantized(RailCodec):
             link.allreduce_(values).wait()
             return
         form = self._form
-        pieces = pieces_of(share.numel, link.size, form.unit)
-        own = pieces[link.rank]
-        keeps = self._feedback
-        packets = [
-            self._coded(share, piece, values, share.remembered("error") if keeps else None)
-            for piece in pieces
+        pieces = [
+            slice_bounds(share.numel, link.size, rank, form.unit) for rank in range(link.size)
         ]
+        own = pieces[link.rank]
+        early = share.remembered("error") if self.keeps_unsent else None
+        late = share.remembered("late error") if self.keeps_unsent else None
+        packets = [self._coded(share, piece, values, early) for piece in pieces]
         arrived = exchanged(link, packets, [form.num_bytes(share, own)] * link.size)
         self._sum(share, own, arrived, values)
-        mine = self._coded(share, own, values, share.remembered("late error") if keeps else None)
+        mine = self._coded(share, own, values, late)
         sizes = [form.num_bytes(share, piece) for piece in pieces]
         arrived = exchanged(link, [mine] * link.size, sizes)
         for piece, packet in zip(pieces, arrived, strict=True):
@@ -96,10 +96,3 @@ class Quantized(RailCodec):
         for packet in packets[1:]:
             self._form.unpack(share, own, packet, value)
             total.add_(value)
-
-
-def pieces_of(numel: int, num_pieces: int, unit: int) -> list[slice]:
-    """Cut so many values into pieces that differ by at most one unit."""
-    units = -(-numel // unit)
-    edges = [min(piece * units // num_pieces * unit, numel) for piece in range(num_pieces + 1)]
-    return [slice(start, stop) for start, stop in pairwise(edges)]

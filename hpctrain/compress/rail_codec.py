@@ -90,20 +90,27 @@ _UNSENT = ("error", "late error", "sum")
 """What shares remember that would have been sent by a codec without loss."""
 
 
+class _Prepared(NamedTuple):
+    """A bucket, what this rank codes of it, and what all rails of a node do."""
+
+    bucket: Bucket
+    share: CodedShare
+    whole: CodedShare  # the same on all ranks
+
+
 class RailCodec:
     """The base of codecs; a subclass has ``reduce_`` and ``bytes_of``, all else is here."""
 
+    keeps_unsent = False
+    """Whether shares remember what was not sent yet,"""
     unsent = "error"
-    """What a share remembers of what was not sent yet."""
+    """and by which name."""
     takes_tensors = False
     """Whether a rail takes whole tensors; else a slice of each bucket."""
 
     def __init__(self) -> None:
-        self._shares: dict[int, tuple[Bucket, CodedShare]] = {}
+        self._prepared: dict[int, _Prepared] = {}
         self._before: list[CodedShare] = []
-        self._wholes: dict[
-            int, CodedShare
-        ] = {}  # what all rails of a node take, the same on all ranks
 
     def reduce_(self, share: CodedShare, values: Tensor, link: Link) -> None:
         """Replace flat ``values`` by what the codec makes of the sum over ``link``.
@@ -154,33 +161,35 @@ class RailCodec:
         before = self._before.pop(0) if self._before else None
         if before is not None and before.slots == slots and before.numel == share.numel:
             share.memory, share.num_steps = before.memory, before.num_steps
-        self._shares[id(bucket)] = bucket, share
         everything = slice(0, bucket.numel)
         all_exact = _spans_between(coded, everything)
-        self._wholes[id(bucket)] = CodedShare(
-            slots, _places(coded, everything), all_exact, 0, dtype
-        )
+        whole = CodedShare(slots, _places(coded, everything), all_exact, 0, dtype)
+        self._prepared[id(bucket)] = _Prepared(bucket, share, whole)
 
     def forget(self) -> None:
         """Drop all shares; new ones for the same tensors remember what these did."""
-        self._before = [share for _, share in self._shares.values()] or self._before
-        self._shares.clear()
-        self._wholes.clear()
+        self._before = self._shares or self._before
+        self._prepared.clear()
+
+    @property
+    def _shares(self) -> list[CodedShare]:
+        return [each.share for each in self._prepared.values()]
 
     def num_bytes(self, bucket: Bucket) -> int:
         """Return the bytes of a node's codes; see ``Codec``."""
-        whole = self._wholes.get(id(bucket))
-        if whole is None:
+        prepared = self._prepared.get(id(bucket))
+        if prepared is None:
             return bucket.flat.nbytes
-        whole.num_steps = self._shares[id(bucket)][1].num_steps
+        _, share, whole = prepared
+        whole.num_steps = share.num_steps
         return self.bytes_of(whole) + _length(whole.exact) * bucket.flat.itemsize
 
     def allreduce_(self, bucket: Bucket, comm: Communicator, *, scale: float | None) -> Work:
         """Sum inside the node, code what crosses the rail; see ``Codec``."""
-        _, share = self._shares.get(id(bucket), (None, None))
-        if share is None:
+        prepared = self._prepared.get(id(bucket))
+        if prepared is None:
             return comm.allreduce_(bucket, scale=scale)
-        return start_on(comm, self._step, bucket, share, comm, scale)
+        return start_on(comm, self._step, bucket, prepared.share, comm, scale)
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of what the shares remember, by number of bucket."""
@@ -190,12 +199,12 @@ class RailCodec:
                 "numel": share.numel,
                 "memory": {name: value.clone() for name, value in share.memory.items()},
             }
-            for number, (_, share) in enumerate(self._shares.values())
+            for number, share in enumerate(self._shares)
         }
 
     def fits(self, state: Mapping[str, Any]) -> bool:
         """Say whether a state is that of these buckets; see ``Codec``."""
-        shares = [share for _, share in self._shares.values()]
+        shares = self._shares
         return len(state) == len(shares) and all(
             kept["numel"] == share.numel
             for kept, share in zip(state.values(), shares, strict=True)
@@ -208,32 +217,33 @@ class RailCodec:
                 f"the state of a codec is that of the buckets that it was saved with, got one of "
                 f"{len(state)} for {len(self._shares)}; keep ranks, parameters and bucket size"
             )
-        for kept, (_, share) in zip(state.values(), self._shares.values(), strict=True):
+        for kept, share in zip(state.values(), self._shares, strict=True):
             share.num_steps = kept["steps"]
             share.memory = {name: value.clone() for name, value in kept["memory"].items()}
 
     def shared_state(self, comm: Communicator) -> dict[str, Any]:
         """Return the sums over nodes of what was not sent yet, by tensor; see ``Codec``."""
         sums: list[Tensor] = []
-        for bucket, share in self._shares.values():
+        for bucket, share, _ in self._prepared.values() if self.keeps_unsent else ():
             waiting = torch.zeros(bucket.numel, dtype=share.dtype)
             for value in (share.memory[name] for name in _UNSENT if name in share.memory):
                 for place in share.places:
                     waiting[place.start : place.stop] += value[place.first : place.end]
             comm.allreduce_(waiting).wait()
             sums += [waiting[slot.start : slot.stop].clone() for slot in share.slots]
-        steps = max((share.num_steps for _, share in self._shares.values()), default=0)
+        steps = max((share.num_steps for share in self._shares), default=0)
         return {"steps": steps, "unsent": sums}
 
     def load_shared_state(self, state: Mapping[str, Any], comm: Communicator) -> None:
-        """CodedShare what was not sent among the nodes of today; see ``Codec``."""
-        slots = [slot for _, share in self._shares.values() for slot in share.slots]
+        """Share what was not sent among the nodes of today; see ``Codec``."""
+        for share in self._shares:
+            share.num_steps, share.memory = state["steps"], {}
+        slots = [slot for share in self._shares for slot in share.slots]
         if [slot.numel for slot in slots] != [each.numel() for each in state["unsent"]]:
-            return  # it was saved on one node, where all is sent
+            return  # nothing was kept, as on one node
         unsent, levels = iter(state["unsent"]), comm.levels
         num_nodes = levels.rail.size if levels and levels.rail else comm.size
-        for _, share in self._shares.values():
-            share.num_steps, share.memory = state["steps"], {}
+        for share in self._shares:
             whole = {slot.number: next(unsent) for slot in share.slots}
             for place in share.places:
                 mine = whole[place.number][place.offset : place.offset + place.numel]

@@ -34,7 +34,7 @@ class Signs:
         if packet[0]:
             out.fill_(torch.nan)
         else:
-            _look_up(packet[1:], _SIGNS, out)
+            _signs_to(packet[1:], out)
 
 
 class SignSGD(Quantized):
@@ -91,7 +91,7 @@ class TwoValues:
         spans = _rows_in(share, piece)
         num_rows = sum(rows for _, rows, _ in spans)
         means = packet[: 8 * num_rows].view(torch.float32).view(-1, 2).to(out.dtype)
-        _look_up(packet[8 * num_rows :], _SIGNS, out)
+        _signs_to(packet[8 * num_rows :], out)
         at = 0
         for first, rows, numel in spans:
             high, low = means[at : at + rows].unsqueeze(2).unbind(1)
@@ -140,9 +140,9 @@ def _bits_of(flags: Tensor) -> Tensor:
 _SIGNS = torch.from_numpy(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1) * 2.0 - 1)
 
 
-def _look_up(bits: Tensor, table: Tensor, out: Tensor) -> None:
-    """Write the eight values that each byte stands for."""
-    table, whole = table.to(out.dtype), out.numel() // 8
+def _signs_to(bits: Tensor, out: Tensor) -> None:
+    """Write 1 for each bit that is set, else -1: eight values that a byte stands for at once."""
+    table, whole = _SIGNS.to(out.dtype), out.numel() // 8
     torch.index_select(table, 0, bits[:whole].int(), out=out[: whole * 8].view(-1, 8))
     if out.numel() % 8:
         out[whole * 8 :] = table[int(bits[whole])][: out.numel() % 8]

@@ -78,7 +78,6 @@ class ShardedReduction(Reduction):
             self.values.adopt(optimizer)
             self._has_values = True
         self._weights = [float(peer.item()) for peer in self._facts.peers]
-        self._is_weighted = any(weight != 1.0 for weight in self._weights)
         if rails is not None and (is_void or (opening.is_new and not opening.is_early)):
             self._clocked(rails.finish)
 
@@ -224,17 +223,12 @@ class ShardedReduction(Reduction):
         """Let ``chunk.total`` be the sum over all ranks, times the scale."""
         if not self._sums:
             for out, parts in chunk.blocks:
-                combine_to(out, self._weighted(parts), bucket.how, self.count.scale)
+                combine_to(out, weighted(parts, self._weights), bucket.how, self.count.scale)
             return
         _, late = scaled_when(self.count.scale, bucket.how)
         number = self.values.buckets.index(bucket)
         total = self._sums[number].shared[chunk.bounds].view(bucket.how.lane)
         combine_to(chunk.total, (total,), bucket.how, late)
-
-    def _weighted(self, parts: Sequence[Tensor]) -> Sequence[Tensor]:
-        if not self._is_weighted:
-            return parts
-        return weighted(parts, self._weights)
 
 
 class ShardedStep(Reducer):

@@ -363,7 +363,7 @@ class SharedSlots:
         node.num_bytes += 3 * values.numel() * values.itemsize
 
     def _cut(self, dtype: torch.dtype, shape: torch.Size, turn: int) -> SliceViews:
-        """SliceViews the slots for flat tensors of a shape, see ``SliceViews``."""
+        """Cut the slots for flat tensors of a shape, see ``SliceViews``."""
         found = self._cuts.get((dtype, shape, turn))
         if found is None:
             if len(self._cuts) >= MOST_SEEN:
@@ -438,7 +438,7 @@ class SharedSlots:
 
 
 def _cached(values: Tensor) -> tuple[Tensor, ...]:
-    """SliceViews what is summed into pieces that stay in the cache."""
+    """Cut what is summed into pieces that stay in the cache."""
     pieces: tuple[Tensor, ...] = values.split(CHUNK_BYTES // values.itemsize)
     return pieces
 
