@@ -1,8 +1,9 @@
-"""Optimizers whose step treats every element alike: their own step, on pieces of parameters."""
+"""Optimizers that step each element or each tensor by itself: their own step, on some of them."""
 
 import inspect
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -11,10 +12,14 @@ from torch.optim import Optimizer
 
 from hpctrain.core.errors import ConfigError
 
-_OF_TORCH = (
-    *("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "NAdam", "RAdam", "Adamax"),
-    *("ASGD", "Rprop"),
-)
+_OF_TORCH = {
+    "elementwise": (
+        *("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "NAdam", "RAdam", "Adamax"),
+        *("ASGD", "Rprop"),
+    ),
+    "tensorwise": ("Adafactor", "Muon"),
+}
+"""By what a class says of itself: those of torch that it is true of."""
 _NOT_OF_STEPS = {"param_groups", "state", "step", "_exchange", "_reducer"}
 _NUM_PROBED = 3  # elements: neither a scalar nor one element
 
@@ -23,7 +28,7 @@ class Part(NamedTuple):
     """One tensor of an optimizer's state of a parameter."""
 
     dtype: torch.dtype
-    has_elements: bool  # one for each of the parameter; else it is a single number
+    shape: tuple[int, ...] | None  # None for an element for each of the parameter
 
 
 class PieceStep:
@@ -34,16 +39,19 @@ class PieceStep:
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        """Take the optimizer; ``ConfigError`` if its step is not known to go by elements."""
+        """Take the optimizer; ``ConfigError`` if it may look beyond single tensors."""
         kind = type(optimizer)
-        is_of_torch = any(kind is getattr(torch.optim, name) for name in _OF_TORCH)
-        if not is_of_torch and not vars(kind).get("elementwise", False):
+        says = next((how for how in _OF_TORCH if _is(how, optimizer)), None)
+        if says is None:
             raise ConfigError(
-                f'shard="node" needs an optimizer that treats every element by itself, and '
-                f"whether {kind.__module__}.{kind.__qualname__} does is not known; known are "
-                f"{', '.join(_OF_TORCH)} of torch.optim; a class of your own says so by "
-                f"elementwise = True; leave shard out for others"
+                f'shard="node" needs an optimizer that steps every element or every tensor by '
+                f"itself, and whether {kind.__module__}.{kind.__qualname__} does is not known; "
+                f"known are {', '.join(chain(*_OF_TORCH.values()))} of torch.optim; a class of "
+                f"your own says so by elementwise = True or tensorwise = True; leave shard out "
+                f"for others"
             )
+        self.takes_tensors = says == "tensorwise"
+        """Whether each piece is a whole parameter."""
         if any(group.get("differentiable") for group in optimizer.param_groups):
             raise ConfigError(
                 'shard="node" takes no step that is differentiated, got differentiable=True; '
@@ -85,38 +93,49 @@ class PieceStep:
         self._of.state = self.state
         self._step(self._of)
 
-    def parts(self, group: int, dtype: torch.dtype) -> dict[str, Part]:
-        """Return what a step leaves as state of a parameter, found out on a few zeros.
+    def parts(self, group: int, dtype: torch.dtype, shape: tuple[int, ...]) -> dict[str, Part]:
+        """Return what a step leaves as state of a parameter of a shape, found out on ones.
 
-        ``ConfigError``: it holds something else than tensors with the parameter's elements, and
-        single numbers.
+        ``ConfigError``: it holds something else than tensors; or, where a few elements stand for
+        the parameter, others than such with its elements and single numbers.
         """
-        key = dtype, self.kinds[group]
+        shape = shape if self.takes_tensors else (_NUM_PROBED,)
+        key = dtype, self.kinds[group], shape
         if key not in self._parts:
             before = self.state
             found: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
             self.state = found
-            probe = torch.zeros(_NUM_PROBED, dtype=dtype)
-            probe.grad = torch.zeros_like(probe)
+            probe = torch.ones(shape, dtype=dtype)
+            probe.grad = torch.ones_like(probe)
             try:
                 with torch.no_grad():
                     self.step({group: [probe]})
-                self._parts[key] = dict(self._parts_of(found[probe], _NUM_PROBED))
+                self._parts[key] = dict(self._parts_of(found[probe]))
             finally:
                 self.state = before
         return self._parts[key]
 
-    def _parts_of(self, state: Mapping[str, Any], numel: int) -> Iterable[tuple[str, Part]]:
+    def _parts_of(self, state: Mapping[str, Any]) -> Iterable[tuple[str, Part]]:
         for name, value in state.items():
             if value is None:
                 continue
-            if not isinstance(value, Tensor) or value.numel() not in (1, numel):
+            whole = self.takes_tensors
+            if not isinstance(value, Tensor) or not (whole or value.numel() in (1, _NUM_PROBED)):
+                form = "" if whole else " with the elements of their parameter, or one number"
                 raise ConfigError(
-                    f'shard="node" needs an optimizer state of tensors with the elements of their '
-                    f"parameter, and of tensors with one number, got {name} = {value!r} of "
-                    f"{type(self._of).__name__}; leave shard out"
+                    f'shard="node" needs an optimizer state of tensors{form}, got '
+                    f"{name} = {value!r:.100} of {type(self._of).__name__}; leave shard out"
                 )
-            yield name, Part(value.dtype, value.numel() == numel)
+            has_elements = not whole and value.numel() == _NUM_PROBED
+            yield name, Part(value.dtype, None if has_elements else tuple(value.shape))
+
+
+def _is(how: str, optimizer: Optimizer) -> bool:
+    """Say whether ``how`` is true of an optimizer: of a child of its class it may not be."""
+    kind = type(optimizer)
+    if any(kind is getattr(torch.optim, name, None) for name in _OF_TORCH[how]):
+        return True
+    return how in vars(kind) and bool(getattr(optimizer, how))
 
 
 def can_shard(optimizer: Optimizer) -> bool:

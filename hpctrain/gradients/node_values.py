@@ -6,8 +6,7 @@ it stays with its rank, as with replicas. That is found before the next step, co
 ranks and taken over, so that a change on all ranks acts once.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from mmap import PAGESIZE
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,199 +14,19 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hpctrain.comm.agreement import require_equal
-from hpctrain.comm.bucket import slice_bounds
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.node.shared_memory import SharedMemory
-from hpctrain.comm.ops import Combination, Op, combination
 from hpctrain.comm.threaded import start_on
 from hpctrain.compress.codec import Codec, Identity, TensorByTensor
 from hpctrain.core.errors import ConfigError
 from hpctrain.gradients.elementwise import Part, PieceStep
+from hpctrain.gradients.node_bucket import MASTER, Chunk, NodeBucket, Piece
 from hpctrain.gradients.reduction import GradientBucket, Slot
 from hpctrain.gradients.weight_sample import checksum_of, due, sample_of
 from hpctrain.runtime import world
 
-_STATE_BYTES = 2 << 20
-"""Of state that a step works on at once: all that belongs to it stays in the last-level cache, and
-torch, which takes 10 to 40 us for a step however little it does, is not called too often."""
-_BLOCK_BYTES = 512 << 10  # of gradients that are summed and scaled while they stay in L2
 _LOOK, _MOST_LOOKS = 1024, 4
 """How many pages are looked at together, and how often in a step: 0.3 ms at most."""
-_HALVES = (torch.bfloat16, torch.float16)
-_CUT = 64
-"""Pieces begin at a multiple of so many elements of their parameter, as vectors do."""
-
-
-class NodeTensor:
-    """Values of one dtype that the node has once."""
-
-    def __init__(self, node: SharedMemory, numel: int, dtype: torch.dtype) -> None:
-        """Make them zeros. Collective over the node."""
-        self._region, self._dtype = node.new_region(numel * dtype.itemsize), dtype
-        self.shared = torch.frombuffer(self._region.shared, dtype=dtype, count=max(numel, 1))
-
-    def shown(self, like: Tensor, first: int) -> Tensor:
-        """Return the values from ``first`` on, private to this process, formed like a tensor."""
-        if not like.numel():
-            return torch.empty_like(like, dtype=self._dtype)
-        place = self._dtype.itemsize * first
-        flat = torch.frombuffer(
-            self._region.private, dtype=self._dtype, offset=place, count=like.numel()
-        )
-        return flat.as_strided(like.shape, like.stride())
-
-    @property
-    def num_pages(self) -> int:
-        """Pages of memory."""
-        return len(self._region.private) // PAGESIZE
-
-    def find_stores(self, first_page: int, num_pages: int) -> bool:
-        """Say whether this process has stored to some pages of what it sees."""
-        return self._region.find_stores(first_page, min(num_pages, self.num_pages - first_page))
-
-    def forget_stores(self) -> None:
-        """Drop what this process has stored to what it sees."""
-        self._region.forget_stores()
-
-
-MASTER = "master"
-"""Name, in the state of a parameter of 16 bits, of its values before they were rounded."""
-
-
-class Piece:
-    """A part of one parameter that this rank updates."""
-
-    __slots__ = ("bounds", "grad", "group", "number", "rounded", "state", "values")
-
-    grad: Tensor  # the average, while its chunk is at work
-
-    def __init__(
-        self, number: int, bounds: slice, values: Tensor, rounded: Tensor, group: int
-    ) -> None:
-        self.number, self.bounds, self.group = number, bounds, group
-        self.values, self.rounded = values, rounded  # what is stepped, and what the model has
-        self.state: dict[str, Tensor] = {}
-        """Where what the step keeps lies."""
-
-
-def by_group(pieces: Sequence[Piece]) -> Mapping[int, list[Tensor]]:
-    """Return what a step takes of each group of the optimizer."""
-    found: dict[int, list[Tensor]] = {}
-    for piece in pieces:
-        found.setdefault(piece.group, []).append(piece.values)
-    return found
-
-
-class Chunk:
-    """Pieces in a row that fit the cache, with the gradients of all ranks of the node."""
-
-    __slots__ = ("blocks", "bounds", "groups", "parts", "pieces", "total")
-
-    def __init__(
-        self, pieces: Sequence[Piece], peers: Sequence[Tensor], scratch: Tensor, how: Combination
-    ) -> None:
-        self.pieces, self.groups = pieces, by_group(pieces)
-        self.bounds = slice(pieces[0].bounds.start, pieces[-1].bounds.stop)
-        self.parts = tuple(peer[self.bounds].view(how.lane) for peer in peers)
-        first = self.bounds.start
-        total = scratch[: self.bounds.stop - first]
-        self.total = total.view(how.lane) if total.dtype is peers[0].dtype else total
-        size = _BLOCK_BYTES // self.total.itemsize
-        cut = [one.split(size) for one in (self.total, *self.parts)]
-        self.blocks = [(out, parts) for out, *parts in zip(*cut, strict=True)]
-        """Parts of ``total``, with what is summed there."""
-        for piece in pieces:
-            piece.grad = total[piece.bounds.start - first : piece.bounds.stop - first]
-            piece.values.grad = piece.grad
-
-
-class NodeBucket:
-    """Parameters and state of one bucket of gradients."""
-
-    def __init__(
-        self, node: SharedMemory, gradients: GradientBucket, master_dtype: torch.dtype | None
-    ) -> None:
-        """Make room for the parameters. Collective over the node."""
-        bucket = gradients.bucket
-        self.slots: Sequence[Slot] = gradients.slots
-        self.dtype, self.peers = bucket.flat.dtype, bucket.peers
-        self.has_masters = master_dtype is not None and self.dtype in _HALVES
-        self.step_dtype = master_dtype if master_dtype and self.has_masters else self.dtype
-        self.how = combination(self.dtype, Op.SUM)
-        self.num_elements = bucket.numel - len(self.slots)  # behind them come the marks
-        start = gradients.memory[0]
-        self.offsets = [
-            (slot.view.data_ptr() - start) // self.dtype.itemsize if slot.view.numel() else 0
-            for slot in self.slots
-        ]
-        self._node = node
-        self.values = NodeTensor(node, self.num_elements, self.dtype)
-        self.state: dict[str, NodeTensor] = {}
-        self.parts: dict[str, Part] = {}
-        self.shown: list[dict[str, Tensor]] = [{} for _ in self.slots]
-        """What the program sees as state of each parameter."""
-        self.names: list[Sequence[str]] = []  # of what a step leaves as state of each parameter
-        self.chunks: list[Chunk] = []
-
-    @property
-    def chunk_numel(self) -> int:
-        """How many elements a step takes at once."""
-        num_parts = sum(part.has_elements for name, part in self.parts.items() if name != MASTER)
-        return _STATE_BYTES // max(num_parts, 1) // self.step_dtype.itemsize
-
-    def cut(self, groups: Sequence[int], scratch: Tensor) -> None:
-        """Cut this rank's slice into chunks of pieces; each parameter is of a group."""
-        node, limit = self._node, self.chunk_numel
-        rounded = self.values.shared
-        values = self.state[MASTER].shared if self.has_masters else rounded
-        mine = slice_bounds(self.num_elements, node.local_size, node.local_rank)
-        pieces: list[Piece] = []
-        self.chunks = []
-        for number in sorted(range(len(self.slots)), key=self.offsets.__getitem__):
-            first, numel = self.offsets[number], self.slots[number].view.numel()
-            low, high = (_cut_at(bound - first, numel) for bound in (mine.start, mine.stop))
-            for at in range(low, high, limit):
-                bounds = slice(first + at, first + min(at + limit, high))
-                if pieces and bounds.stop - pieces[0].bounds.start > limit:
-                    self.chunks.append(Chunk(pieces, self.peers, scratch, self.how))
-                    pieces = []
-                both = values[bounds], rounded[bounds]
-                pieces.append(Piece(number, bounds, *both, groups[number]))
-        if pieces:
-            self.chunks.append(Chunk(pieces, self.peers, scratch, self.how))
-
-    def make_room(self, parts: Mapping[str, Part]) -> None:
-        """Make room for these parts of the optimizer's state. Collective over the node."""
-        self.parts |= parts
-        for name, part in parts.items():
-            numel = self.num_elements if part.has_elements else len(self.slots)
-            self.state[name] = NodeTensor(self._node, numel, part.dtype)
-
-    def see(self, number: int, name: str) -> Tensor:
-        """Return what the program sees of a part of one parameter's state."""
-        like = self.slots[number].view
-        if self.parts[name].has_elements:
-            return self.state[name].shown(like, self.offsets[number])
-        return self.state[name].shown(torch.empty(()), number)
-
-    def keep(self, piece: Piece, made: dict[str, Any]) -> None:
-        """Let the state that a step has made of a piece lie where it belongs."""
-        for name, value in made.items():
-            place = piece.state.get(name)
-            if value is place or value is None:
-                continue
-            if place is None:
-                place = piece.state[name] = self._place(piece, name)
-            place.copy_(value)
-            made[name] = place
-
-    def _place(self, piece: Piece, name: str) -> Tensor:
-        shared, part = self.state[name].shared, self.parts[name]
-        if part.has_elements:
-            return shared[piece.bounds]
-        if piece.bounds.start == self.offsets[piece.number]:  # who has the first one shows it
-            return shared[piece.number]
-        return torch.empty((), dtype=part.dtype)
 
 
 class NodeValues:
@@ -297,7 +116,6 @@ class NodeValues:
             ),
         ).wait()
         self.buckets, self._seen = made, []
-        self._scratch = {b.step_dtype: torch.empty(0, dtype=b.step_dtype) for b in made}
 
     @torch.no_grad()
     def adopt(self, optimizer: Optimizer) -> None:
@@ -323,9 +141,22 @@ class NodeValues:
         group_of = {p: i for i, g in enumerate(optimizer.param_groups) for p in g["params"]}
         self._kinds = self._rule.kinds
         self._rule.state.clear()
+        owned = self._owned() if self._rule.takes_tensors else None
+        cut: list[list[list[Piece]]] = []
         for bucket in self.buckets:
             groups = [group_of[slot.parameter] for slot in bucket.slots]
-            self._take_over(bucket, groups, state)
+            start_on(self._comm, bucket.make_room, self._parts(bucket, groups, state)).wait()
+            cut.append(bucket.cut(groups, owned))
+        scratch: dict[torch.dtype, Tensor] = {}  # for the largest chunk
+        for bucket, rows in zip(self.buckets, cut, strict=True):
+            numel = max((row[-1].bounds.stop - row[0].bounds.start for row in rows), default=0)
+            dtype = bucket.step_dtype
+            if dtype not in scratch or scratch[dtype].numel() < numel:
+                scratch[dtype] = torch.empty(numel, dtype=dtype)
+        for bucket, rows in zip(self.buckets, cut, strict=True):
+            flat = scratch[bucket.step_dtype]
+            bucket.chunks = [Chunk(row, bucket.peers, flat, bucket.how) for row in rows]
+            self._take_over(bucket, state)
         start_on(self._comm, self._node.barrier).wait()
         for bucket in self.buckets:
             self._show(bucket, state)
@@ -337,36 +168,51 @@ class NodeValues:
         ]
         self._note_versions()
 
-    def _take_over(self, bucket: NodeBucket, groups: Sequence[int], state: Any) -> None:
-        entries = [state.get(slot.parameter) or {} for slot in bucket.slots]
-        masters = (
-            {MASTER: Part(bucket.step_dtype, has_elements=True)} if bucket.has_masters else {}
-        )
-        parts = [self._rule.parts(group, bucket.step_dtype) | masters for group in groups]
-        bucket.names = [list(one) for one in parts]
-        wanted = {name: part for one in parts for name, part in one.items()}
-        for slot, entry in zip(bucket.slots, entries, strict=True):
-            for name, value in entry.items():
-                if isinstance(value, Tensor) and not (bucket.has_masters and name in wanted):
-                    default = Part(value.dtype, value.shape == slot.view.shape)
-                    wanted[name] = Part(value.dtype, wanted.get(name, default).has_elements)
-        missing = {k: part for k, part in wanted.items() if bucket.parts.get(k) != part}
-        start_on(self._comm, bucket.make_room, missing).wait()
-        if self._scratch[bucket.step_dtype].numel() < bucket.chunk_numel:
-            empty = torch.empty(bucket.chunk_numel, dtype=bucket.step_dtype)
-            self._scratch[bucket.step_dtype] = empty
-        bucket.cut(groups, self._scratch[bucket.step_dtype])
+    def _owned(self) -> set[Slot]:
+        """Return what this rank steps as a whole: the next largest has who has least so far."""
+        loads, mine = [0] * self._node.local_size, set[Slot]()
+        slots = [slot for bucket in self.buckets for slot in bucket.slots]
+        for slot in sorted(slots, key=lambda slot: -slot.view.numel()):
+            owner = loads.index(min(loads))
+            loads[owner] += slot.view.numel()
+            if owner == self._node.local_rank:
+                mine.add(slot)
+        return mine
+
+    def _parts(
+        self, bucket: NodeBucket, groups: Sequence[int], state: Any
+    ) -> list[dict[str, Part]]:
+        """Return what is kept of each parameter: what a step makes, and what is there already."""
+        parts, whole = list[dict[str, Part]](), self._rule.takes_tensors
+        dtypes: dict[str, torch.dtype] = {}  # what is there has the last word
+        for slot, group in zip(bucket.slots, groups, strict=True):
+            shape = slot.view.shape
+            parts.append(dict(self._rule.parts(group, bucket.step_dtype, shape)))
+            if bucket.has_masters:
+                parts[-1][MASTER] = Part(bucket.step_dtype, None)
+            dtypes |= {name: part.dtype for name, part in parts[-1].items()}
+        for slot, of in zip(bucket.slots, parts, strict=True):
+            for name, value in (state.get(slot.parameter) or {}).items():
+                if not isinstance(value, Tensor):
+                    continue
+                form = tuple(value.shape) if whole or value.shape != slot.view.shape else None
+                known = of.get(name, Part(value.dtype, form))
+                if not (bucket.has_masters and name in dtypes):
+                    dtypes[name] = value.dtype
+                of[name] = known if known.shape is None else known._replace(shape=form)
+        return [{n: part._replace(dtype=dtypes[n]) for n, part in of.items()} for of in parts]
+
+    def _take_over(self, bucket: NodeBucket, state: Any) -> None:
+        """Copy what the program sees of this rank's pieces."""
         flats = [_flat(slot.parameter, slot.view) for slot in bucket.slots]
         for piece in (piece for chunk in bucket.chunks for piece in chunk.pieces):
-            slot, entry = bucket.slots[piece.number], entries[piece.number]
-            first = bucket.offsets[piece.number]
-            own = slice(piece.bounds.start - first, piece.bounds.stop - first)
+            slot, parts = bucket.slots[piece.number], bucket.parts[piece.number]
             made = {
-                k: _flat(v, slot.view)[own] if bucket.parts[k].has_elements else v
-                for k, v in entry.items()
+                k: piece.of(_flat(v, slot.view)) if parts[k].shape is None else v
+                for k, v in (state.get(slot.parameter) or {}).items()
                 if v is not None
             }
-            seen, master = flats[piece.number][own], made.pop(MASTER, None)
+            seen, master = piece.of(flats[piece.number]), made.pop(MASTER, None)
             if bucket.has_masters and master is not None:  # unless the program has written since
                 kept = torch.where(master.to(seen.dtype) == seen, master, seen.to(master.dtype))
                 piece.values.copy_(kept)
@@ -395,7 +241,7 @@ class NodeValues:
         made: dict[Tensor, dict[str, Tensor]] = {}
         for bucket, are_present in zip(self.buckets, present, strict=True):
             for number, slot in enumerate(bucket.slots):
-                entry, names = bucket.shown[number], bucket.names[number]
+                entry, names = bucket.shown[number], bucket.parts[number]
                 if are_present[number] and len(entry) < len(names):
                     entry = entry | {n: bucket.see(number, n) for n in names if n not in entry}
                     made[slot.parameter] = bucket.shown[number] = entry
@@ -451,10 +297,6 @@ def is_shared(shard: str | None, comm: Communicator, codec: Codec) -> bool:
             "of them out"
         )
     return True
-
-
-def _cut_at(bound: int, numel: int) -> int:
-    return min(max(-(-bound // _CUT) * _CUT, 0), numel)
 
 
 def _flat(tensor: Tensor, like: Tensor) -> Tensor:

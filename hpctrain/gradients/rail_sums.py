@@ -20,7 +20,7 @@ from hpctrain.comm.node.shared_memory import combine_to
 from hpctrain.comm.ops import Op, combination
 from hpctrain.comm.threaded import ThreadedCommunicator, start_on
 from hpctrain.core.errors import NodeMemoryError
-from hpctrain.gradients.node_values import NodeTensor
+from hpctrain.gradients.node_bucket import NodeTensor
 from hpctrain.gradients.reduction import GradientBucket, Slot
 from hpctrain.gradients.sample_count import SampleCount
 from hpctrain.gradients.sparse_gradients import writes_of

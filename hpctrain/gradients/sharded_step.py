@@ -1,4 +1,4 @@
-"""The step of ``shard="node"``: each rank of a node sums and updates a slice of the parameters.
+"""The step of ``shard="node"``: each rank of a node sums and updates a part of the parameters.
 
 backward     fills this rank's buckets; ``.grad`` lies there, and stays its own
 step begins  a message compares the ranks; then all buckets of the node are full
@@ -25,7 +25,8 @@ from hpctrain.core.checksum import crc32
 from hpctrain.core.errors import CommError, ConfigError
 from hpctrain.gradients.bucket_reducer import ParameterSource, Reducer
 from hpctrain.gradients.elementwise import PieceStep
-from hpctrain.gradients.node_values import Chunk, NodeBucket, NodeTensor, NodeValues, by_group
+from hpctrain.gradients.node_bucket import Chunk, NodeBucket, NodeTensor, by_group
+from hpctrain.gradients.node_values import NodeValues
 from hpctrain.gradients.parameter_names import NamedParameters
 from hpctrain.gradients.rail_sums import RailSums, weighted
 from hpctrain.gradients.reduction import Reduction, Slot

@@ -213,7 +213,7 @@ def with_shard(
         f"sync.method is {config.sync.method}": config.sync.is_local,
         "sync.compression is not none": config.sync.compression != "none",
         "a layer has sparse gradients": any(getattr(m, "sparse", False) for m in model.modules()),
-        f"a step of {config.optimizer.name} may look beyond elements": not can_shard(optimizer),
+        f"a step of {config.optimizer.name} may look beyond one tensor": not can_shard(optimizer),
     }
     if reason := next((text for text, holds in refused.items() if holds), ""):
         text = f"every rank has all parameters: {reason}"

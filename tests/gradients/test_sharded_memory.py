@@ -24,6 +24,7 @@ KINDS = {
     torch.optim.SGD: {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01},
     torch.optim.AdamW: {"lr": 0.01, "fused": True},
     torch.optim.Adagrad: {"lr": 0.01},
+    torch.optim.Adafactor: {"lr": 0.1},
 }
 
 

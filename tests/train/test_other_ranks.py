@@ -61,6 +61,7 @@ def curve(name):
 
 KINDS = {
     "plain": ["model.args.notes=plain.txt"],
+    "tensors": ["model.args.notes=tensors.txt", "optimizer.name=Adafactor", "train.shard=node"],
     "fixed": ["model.args={notes = 'fixed.txt', dropout = 0.3}", "train.reproducible=true"],
 }
 
@@ -79,7 +80,8 @@ def test_a_run_goes_on_from_4_to_2_to_4_to_3_ranks(carry_out):
     for name in KINDS:
         seen = Counter(Path(f"{name}.txt").read_text().split())
         assert seen == dict.fromkeys(once, EPOCHS)
-    assert curve("plain") == pytest.approx(curve("plain-alone"), rel=1e-9)
+    for name in ("plain", "tensors"):
+        assert curve(name) == pytest.approx(curve(f"{name}-alone"), rel=1e-9)
     assert curve("fixed") == curve("fixed-alone")
     runs = [Path("runs") / name for name in ("fixed", "fixed-alone")]
     assert len({records(name)[-1]["state_hash"] for name in ("fixed", "fixed-alone")}) == 1

@@ -293,6 +293,7 @@ def test_arguments_in_first_place_are_not_offered():
         (["sync.compression=int8"], "none", "sync.compression is not none"),
         (["train.reproducible=true"], "none", "reproducible"),
         (["sync.method=local_sgd"], "none", "sync.method is local_sgd"),
+        (["optimizer.name=Adafactor"], "node", "for up to 2 ranks"),
         (["optimizer.name=SparseAdam"], "none", "SparseAdam may look beyond"),
     ],
     ids=str,

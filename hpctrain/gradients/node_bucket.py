@@ -1,0 +1,244 @@
+"""One bucket of what the ranks of a node have once: where it lies, and what each rank steps.
+
+Parameters and state lie in node memory. A step goes chunk by chunk: the pieces that this rank has
+of the parameters, with their state and with the gradients of all ranks.
+"""
+
+import math
+from collections.abc import Mapping, Sequence, Set
+from itertools import accumulate, chain
+from mmap import PAGESIZE
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hpctrain.comm.bucket import slice_bounds
+from hpctrain.comm.node.segments import LINE_BYTES
+from hpctrain.comm.node.shared_memory import SharedMemory
+from hpctrain.comm.ops import Combination, Op, combination
+from hpctrain.gradients.elementwise import Part
+from hpctrain.gradients.reduction import GradientBucket, Slot
+
+_STATE_BYTES = 2 << 20
+"""Of state that a step works on at once: all that belongs to it stays in the last-level cache, and
+torch, which takes 10 to 40 us for a step however little it does, is not called too often."""
+_BLOCK_BYTES = 512 << 10  # of gradients that are summed and scaled while they stay in L2
+_HALVES = (torch.bfloat16, torch.float16)
+_CUT = 64
+"""Pieces begin at a multiple of so many elements of their parameter, as vectors do."""
+
+
+class NodeTensor:
+    """Values of one dtype that the node has once."""
+
+    def __init__(self, node: SharedMemory, numel: int, dtype: torch.dtype) -> None:
+        """Make them zeros. Collective over the node."""
+        self._region, self._dtype = node.new_region(numel * dtype.itemsize), dtype
+        self.shared = torch.frombuffer(self._region.shared, dtype=dtype, count=max(numel, 1))
+
+    def place(self, like: Tensor, first: int) -> Tensor:
+        """Return the values from ``first`` on, formed like a tensor, where steps store them."""
+        return _formed(self.shared[first : first + like.numel()], like)
+
+    def shown(self, like: Tensor, first: int) -> Tensor:
+        """Return the values from ``first`` on, private to this process, formed like a tensor."""
+        if not like.numel():
+            return torch.empty_like(like, dtype=self._dtype)
+        place = self._dtype.itemsize * first
+        flat = torch.frombuffer(
+            self._region.private, dtype=self._dtype, offset=place, count=like.numel()
+        )
+        return _formed(flat, like)
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of memory."""
+        return len(self._region.private) // PAGESIZE
+
+    def find_stores(self, first_page: int, num_pages: int) -> bool:
+        """Say whether this process has stored to some pages of what it sees."""
+        return self._region.find_stores(first_page, min(num_pages, self.num_pages - first_page))
+
+    def forget_stores(self) -> None:
+        """Drop what this process has stored to what it sees."""
+        self._region.forget_stores()
+
+
+MASTER = "master"
+"""Name, in the state of a parameter of 16 bits, of its values before they were rounded."""
+
+
+class Piece:
+    """A part of one parameter that this rank updates, or all of it."""
+
+    __slots__ = (
+        "bounds",
+        "grad",
+        "group",
+        "like",
+        "number",
+        "rounded",
+        "start",
+        "state",
+        "values",
+    )
+
+    grad: Tensor  # the average, while its chunk is at work
+    values: Tensor  # what is stepped
+    rounded: Tensor  # what the model has of it
+
+    def __init__(self, number: int, bounds: slice, start: int, like: Tensor, group: int) -> None:
+        self.number, self.bounds, self.group = number, bounds, group
+        self.start = start  # among the elements of the parameter
+        self.like = like  # how it is formed
+        self.state: dict[str, Tensor] = {}
+        """Where what the step keeps lies."""
+
+    def of(self, flat: Tensor) -> Tensor:
+        """Return its part of all elements of the parameter, or of what has as many."""
+        return _formed(flat[self.start : self.start + self.like.numel()], self.like)
+
+
+def by_group(pieces: Sequence[Piece]) -> Mapping[int, list[Tensor]]:
+    """Return what a step takes of each group of the optimizer."""
+    found: dict[int, list[Tensor]] = {}
+    for piece in pieces:
+        found.setdefault(piece.group, []).append(piece.values)
+    return found
+
+
+class Chunk:
+    """Pieces in a row that fit the cache, with the gradients of all ranks of the node."""
+
+    __slots__ = ("blocks", "bounds", "groups", "parts", "pieces", "total")
+
+    def __init__(
+        self, pieces: Sequence[Piece], peers: Sequence[Tensor], scratch: Tensor, how: Combination
+    ) -> None:
+        self.pieces, self.groups = pieces, by_group(pieces)
+        self.bounds = slice(pieces[0].bounds.start, pieces[-1].bounds.stop)
+        self.parts = tuple(peer[self.bounds].view(how.lane) for peer in peers)
+        first = self.bounds.start
+        total = scratch[: self.bounds.stop - first]
+        self.total = total.view(how.lane) if total.dtype is peers[0].dtype else total
+        size = _BLOCK_BYTES // self.total.itemsize
+        cut = [one.split(size) for one in (self.total, *self.parts)]
+        self.blocks = [(out, parts) for out, *parts in zip(*cut, strict=True)]
+        """Parts of ``total``, with what is summed there."""
+        for piece in pieces:
+            own = total[piece.bounds.start - first : piece.bounds.stop - first]
+            piece.values.grad = piece.grad = _formed(own, piece.like)
+
+
+class NodeBucket:
+    """Parameters and state of one bucket of gradients."""
+
+    def __init__(
+        self, node: SharedMemory, gradients: GradientBucket, master_dtype: torch.dtype | None
+    ) -> None:
+        """Make room for the parameters. Collective over the node."""
+        bucket = gradients.bucket
+        self.slots: Sequence[Slot] = gradients.slots
+        self.dtype, self.peers = bucket.flat.dtype, bucket.peers
+        self.has_masters = master_dtype is not None and self.dtype in _HALVES
+        self.step_dtype = master_dtype if master_dtype and self.has_masters else self.dtype
+        self.how = combination(self.dtype, Op.SUM)
+        self.num_elements = bucket.numel - len(self.slots)  # behind them come the marks
+        start = gradients.memory[0]
+        self.offsets = [
+            (slot.view.data_ptr() - start) // self.dtype.itemsize if slot.view.numel() else 0
+            for slot in self.slots
+        ]
+        self._node = node
+        self.values = NodeTensor(node, self.num_elements, self.dtype)
+        self.state: dict[str, NodeTensor] = {}
+        self.parts: Sequence[Mapping[str, Part]] = ()
+        """What a step leaves as state of each parameter."""
+        self._rooms: dict[str, tuple[torch.dtype, list[int]]] = {}
+        """Of each part its type, and where that of each parameter begins."""
+        self.shown: list[dict[str, Tensor]] = [{} for _ in self.slots]
+        """What the program sees as state of each parameter."""
+        self.chunks: list[Chunk] = []
+
+    @property
+    def chunk_numel(self) -> int:
+        """How many elements a step takes at once, of parameters that are cut."""
+        parts = {name: one for each in self.parts for name, one in each.items() if name != MASTER}
+        num_parts = sum(part.shape is None for part in parts.values())
+        return _STATE_BYTES // max(num_parts, 1) // self.step_dtype.itemsize
+
+    def cut(self, groups: Sequence[int], owned: Set[Slot] | None) -> list[list[Piece]]:
+        """Return this rank's pieces, chunk by chunk; each parameter is of a group.
+
+        They are those of its slice; with ``owned`` the parameters of these as a whole.
+        """
+        node, limit = self._node, self.chunk_numel
+        mine = slice_bounds(self.num_elements, node.local_size, node.local_rank)
+        chunks: list[list[Piece]] = []
+        for number, (first, slot) in enumerate(zip(self.offsets, self.slots, strict=True)):
+            numel = slot.view.numel()
+            low, high = (_cut_at(bound - first, numel) for bound in (mine.start, mine.stop))
+            if owned is not None:
+                limit, low, high = max(numel, 1), 0, numel if slot in owned else 0
+            for at in range(low, high, limit):
+                stop = min(at + limit, high)
+                like = slot.view if owned is not None else self.peers[0][at:stop]
+                piece = Piece(number, slice(first + at, first + stop), at, like, groups[number])
+                piece.rounded = piece.values = self.values.place(like, first + at)
+                if self.has_masters:
+                    piece.values = self._place(piece, MASTER)
+                first_of = chunks[-1][0].bounds.start if chunks else 0
+                if not chunks or owned is not None or first + stop - first_of > limit:
+                    chunks.append([])
+                chunks[-1].append(piece)
+        return chunks
+
+    def make_room(self, parts: Sequence[Mapping[str, Part]]) -> None:
+        """Make room for these parts of each parameter's state. Collective over the node."""
+        self.parts, line = parts, LINE_BYTES // self.dtype.itemsize
+        for name in dict.fromkeys(chain(*parts)):
+            found = [of.get(name, Part(self.dtype, (0,))) for of in parts]
+            numels = [
+                slot.view.numel() if part.shape is None else math.prod(part.shape)
+                for slot, part in zip(self.slots, found, strict=True)
+            ]
+            bounds = [0, *accumulate(-(-numel // line) * line for numel in numels)]
+            room = next(of[name].dtype for of in parts if name in of), bounds
+            if self._rooms.get(name) != room:
+                self._rooms[name] = room
+                self.state[name] = NodeTensor(self._node, bounds[-1], room[0])
+
+    def see(self, number: int, name: str) -> Tensor:
+        """Return what the program sees of a part of one parameter's state."""
+        like, shape = self.slots[number].view, self.parts[number][name].shape
+        like = like if shape in (None, like.shape) else torch.empty(shape)
+        return self.state[name].shown(like, self._rooms[name][1][number])
+
+    def keep(self, piece: Piece, made: dict[str, Any]) -> None:
+        """Let the state that a step has made of a piece lie where it belongs."""
+        for name, value in made.items():
+            place = piece.state.get(name)
+            if value is place or value is None:
+                continue
+            if place is None:
+                place = piece.state[name] = self._place(piece, name)
+            place.copy_(value)
+            made[name] = place
+
+    def _place(self, piece: Piece, name: str) -> Tensor:
+        part, first = self.parts[piece.number][name], self._rooms[name][1][piece.number]
+        if part.shape is None:
+            return self.state[name].place(piece.like, first + piece.start)
+        if piece.start:  # who has the first element shows it
+            return torch.empty(part.shape, dtype=part.dtype)
+        is_like = part.shape == piece.like.shape
+        return self.state[name].place(piece.like if is_like else torch.empty(part.shape), first)
+
+
+def _formed(flat: Tensor, like: Tensor) -> Tensor:
+    return flat.as_strided(like.shape, like.stride())
+
+
+def _cut_at(bound: int, numel: int) -> int:
+    return min(max(-(-bound // _CUT) * _CUT, 0), numel)
