@@ -1,7 +1,7 @@
 """A world of one rank: nothing moves, and nothing is scaled."""
 
 from collections.abc import Sequence
-from typing import NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -9,6 +9,7 @@ from torch import Tensor
 from hpctrain.comm.bucket import Bucket
 from hpctrain.comm.communicator import FINISHED, Communicator, Traffic, Work
 from hpctrain.comm.control_channel import mailbox
+from hpctrain.comm.node.shared_memory import SharedMemory
 from hpctrain.comm.ops import Op, combination, scale_
 from hpctrain.comm.tensor_arguments import (
     check_alltoall,
@@ -19,7 +20,13 @@ from hpctrain.comm.tensor_arguments import (
     flat_of,
     part_numels,
 )
+from hpctrain.comm.waiting import Watch
 from hpctrain.core.errors import CommError
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from hpctrain.comm.hierarchical import HierarchicalCommunicator
 
 T = TypeVar("T")
 
@@ -113,3 +120,35 @@ class SerialCommunicator(Communicator):
 
     def close(self) -> None:
         """Hold nothing, give back nothing."""
+
+
+class SerialNode(SerialCommunicator):
+    """A process alone, with the node memory in which the ranks of a node share what they have."""
+
+    rail, num_rails = None, 0
+
+    def __init__(self) -> None:
+        """Take the memory. Raises ``NodeMemoryError``: there is none."""
+        alone = cast("MPI.Intracomm", _Alone())
+        self.node = SharedMemory(alone, spin=False, watch=Watch(), stage_bytes=1)
+
+    @property
+    def levels(self) -> "HierarchicalCommunicator":
+        """Those of one node with one rank."""
+        return cast("HierarchicalCommunicator", self)
+
+    def new_bucket(self, numel: int, dtype: torch.dtype) -> Bucket:
+        """Make a bucket in node memory."""
+        return self.node.new_bucket(numel, dtype)
+
+
+class _Alone:
+    """What ``SharedMemory`` asks of the ranks of a node, without MPI."""
+
+    rank, size = 0, 1
+
+    def allgather(self, value: Any) -> list[Any]:
+        return [value]
+
+    def Barrier(self) -> None:  # noqa: N802 - MPI's name
+        pass

@@ -273,8 +273,9 @@ def require_no_masters(master_dtype: torch.dtype | None) -> None:
     """Raise ``ConfigError`` if somebody wants masters where nobody keeps them."""
     if master_dtype is not None:
         raise ConfigError(
-            'master_dtype is for shard="node" and several ranks on a node, which keeps masters '
-            f"once, got {master_dtype}; start more ranks, or leave it out"
+            f'master_dtype is for shard="node" in memory that the ranks of a node share, got '
+            f"{master_dtype} without; see hpctrain doctor and HPCTRAIN_SHARED_MEMORY for that "
+            f"memory, or leave master_dtype out"
         )
 
 

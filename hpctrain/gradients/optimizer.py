@@ -17,6 +17,7 @@ from torch.optim import LBFGS, Optimizer
 from hpctrain.comm.agreement import require_equal
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.eager import eager
+from hpctrain.comm.serial import SerialNode
 from hpctrain.compress.by_name import Compressing, codec_for, compressor_for
 from hpctrain.compress.codec import Codec
 from hpctrain.compress.half import Compression
@@ -55,9 +56,9 @@ def DistributedOptimizer(  # noqa: N802, PLR0913, PLR0917 - Horovod's name and a
     The optimizer is changed in place and returned: schedulers, scalers and hooks that know it go
     on to work, and ``isinstance`` stays true. When ``backward()`` returns, every ``.grad`` is the
     average, so clipping and unscaling see the truth. It lies in a buffer that the next step uses
-    again: clone what you keep. In a world of one, and outside ``process_set``, nothing happens.
-    Collective over the process set, as are ``backward()`` and ``step()`` from then on. Several of
-    them may share one backward, if all ranks' hooks fire in the same order.
+    again: clone what you keep. Nothing happens outside ``process_set``, and, but for masters, in a
+    world of one. Collective over the process set, as are ``backward()`` and ``step()`` from then
+    on. Several of them may share one backward, if all ranks' hooks fire in the same order.
 
     Args:
         optimizer: any torch optimizer, already holding the parameters.
@@ -469,6 +470,8 @@ def _check(
 def _steps_over(comm: Communicator) -> CheckedSteps:
     """Return the steps of an optimizer over these ranks. Collective for the first one."""
     here = world.current()
+    if comm.size == 1:
+        return CheckedSteps(StepCheck(comm))
     if comm not in here.step_checks:
         here.step_checks[comm] = StepCheck(comm, is_asked=True)
     check = cast("StepCheck", here.step_checks[comm])
@@ -478,12 +481,11 @@ def _steps_over(comm: Communicator) -> CheckedSteps:
 def _communicator(
     process_set: ProcessSet | None, master_dtype: torch.dtype | None
 ) -> Communicator | None:
-    """Return what to average over; None where there is nobody else."""
+    """Return what to average over; None where nobody else is, and no masters are to be kept."""
     here, process_set = world.current(), process_set or global_process_set
     if process_set.process_set_id is not None and not process_set.included():
         return None
     comm = here.sets.communicator(process_set)
     if comm.size > 1:
         return comm
-    require_no_masters(master_dtype)
-    return None
+    return None if master_dtype is None else SerialNode()

@@ -179,6 +179,8 @@ class TrainingConfig:
     """Every rank keeps all parameters and the state of the optimizer (none), or a node has them
     once and its ranks step a part each (node): the same bits (but with clip_norm), less time and
     memory; auto is node where optimizer and run allow it and a node has two ranks."""
+    master_dtype: Literal["none", "fp32"] = "none"
+    """With shard = node: what parameters of 16 bits are kept and stepped in, too (fp32)."""
     check_replicas: Literal["test", "never"] | Number = "test"
     """Whether all ranks have the same weights is looked at before each test, after so many steps
     too, or never; with a local sync.method only where they have just averaged."""
@@ -201,6 +203,11 @@ class TrainingConfig:
             "train.shard is none for train.reproducible = true, which sums gradients by a rule of "
             "its own: leave one of them out",
             self.shard,
+        )
+        require(
+            self.master_dtype == "none" or self.shard == "node",
+            "train.master_dtype is none, or fp32 for train.shard = node: set that too",
+            self.master_dtype,
         )
         if self.reproducible:
             self._check_micro_shards(self.micro_shards)

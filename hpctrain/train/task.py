@@ -258,10 +258,7 @@ def build(config: RunConfig, comm: Communicator, *, is_new: bool = True) -> Task
     sizes = [len(ranks) for ranks in world.current().topology.nodes if comm.levels is not None]
     config, reason = with_shard(config, model, optimizer, sizes)
     if steps is None and sync is None:
-        shard = None if config.train.shard == "none" else config.train.shard
-        optimizer = DistributedOptimizer(
-            optimizer, model.named_parameters(), codec_of(config.sync), shard=shard
-        )
+        optimizer = _distributed(config, model, optimizer)
     return Task(
         config=config,
         comm=comm,
@@ -279,6 +276,19 @@ def build(config: RunConfig, comm: Communicator, *, is_new: bool = True) -> Task
         sync=sync,
         shard_reason=reason,
     )
+
+
+def _distributed(
+    config: RunConfig, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> torch.optim.Optimizer:
+    train, codec = config.train, codec_of(config.sync)
+    shard = None if train.shard == "none" else train.shard
+    masters = None if train.master_dtype == "none" else torch.float32
+    named = model.named_parameters()
+    made: torch.optim.Optimizer = DistributedOptimizer(
+        optimizer, named, codec, shard=shard, master_dtype=masters
+    )
+    return made
 
 
 def _loss(config: LossConfig) -> Callable[[Tensor, Tensor], Tensor]:

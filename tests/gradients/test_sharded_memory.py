@@ -12,13 +12,13 @@ from torch import nn
 
 from hpctrain.core.errors import ConfigError
 from tests.gradients.test_sharded_step import (
-    MANY,
     assert_one_model,
     assert_same_bits,
     backward,
     make_model,
     wrapped,
 )
+from tests.gradients.training import EVERY_SIZE
 
 KINDS = {
     torch.optim.SGD: {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01},
@@ -70,7 +70,7 @@ def step(hvd, model, optimizer, number):
     optimizer.step()
 
 
-@MANY
+@EVERY_SIZE
 @pytest.mark.parametrize("per_node", [None], indirect=True)
 def test_masters_take_the_steps_of_32_bits_and_are_rounded_once(hvd):
     for kind in KINDS:
@@ -82,7 +82,7 @@ def test_masters_take_the_steps_of_32_bits_and_are_rounded_once(hvd):
                 oracle.assert_equals(model, optimizer)
 
 
-@MANY
+@EVERY_SIZE
 @pytest.mark.parametrize("per_node", [2], indirect=True)
 def test_masters_go_to_a_file_and_on_with_the_same_bits(hvd, world):
     for kind in KINDS:
@@ -105,7 +105,7 @@ def test_masters_go_to_a_file_and_on_with_the_same_bits(hvd, world):
         assert_one_model(world, model)
 
 
-@MANY
+@EVERY_SIZE
 @pytest.mark.parametrize("per_node", [None], indirect=True)
 def test_masters_follow_what_a_program_writes_to_parameters(hvd):
     model, optimizer = with_masters(hvd, torch.optim.SGD)
@@ -121,7 +121,7 @@ def test_masters_follow_what_a_program_writes_to_parameters(hvd):
     assert_same_bits(optimizer.state[model[0].weight]["master"], kept)
 
 
-@MANY
+@EVERY_SIZE
 @pytest.mark.parametrize("per_node", [None], indirect=True)
 def test_state_without_masters_goes_on_with_masters_of_its_parameters(hvd):
     plain_model, plain = wrapped(hvd, torch.optim.AdamW, torch.bfloat16, {"lr": 0.01})
@@ -135,7 +135,7 @@ def test_state_without_masters_goes_on_with_masters_of_its_parameters(hvd):
     assert torch.equal(entry["master"].to(torch.bfloat16), model[0].weight)
 
 
-@MANY
+@EVERY_SIZE
 def test_masters_that_nobody_keeps_are_refused(hvd):
     for options in (
         {"master_dtype": torch.float32},

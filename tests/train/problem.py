@@ -166,6 +166,17 @@ def noisy_model(width: int = 8, *, single: bool = False, norm: bool = True) -> n
     return network.to(torch.float32) if single else network
 
 
+class Half(nn.Module):
+    """A network of parameters in bfloat16, which takes and gives float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = model().to(torch.bfloat16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.network(x.to(torch.bfloat16)).double()
+
+
 def data(
     comm, folder: str, *, single: bool = False, label_type: str = "<i8"
 ) -> tuple[ShardedDataset, ShardedDataset]:

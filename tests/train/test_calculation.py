@@ -44,6 +44,23 @@ def test_in_16_bits_all_ranks_have_the_same_bits_and_leave_out_the_same_steps(
     assert records[-1]["loss"] < next(r for r in records if r["event"] == "test")["loss"]
 
 
+@pytest.mark.ranks(1, 2, 3)
+def test_masters_are_kept_stepped_and_gone_on_with(here, configure, shared):
+    keys = ["model.target=tests.train.problem:Half", "train.epochs=2", "log.every_steps=1"]
+    keys += ["train.shard=node", "train.master_dtype=fp32", "optimizer.lr=0.01"]
+    whole, parts = (Job(here, configure, shared / name, *keys) for name in ("whole", "parts"))
+    task = whole.built()
+    whole.part(task=task)
+    for p in task.model.parameters():
+        master = task.optimizer.state[p]["master"]
+        assert (p.dtype, master.dtype) == (torch.bfloat16, torch.float32)
+        assert torch.equal(master.to(p.dtype), p)
+        assert not torch.equal(master, p.float())
+    parts.part(stop="SIGTERM", after=4)
+    parts.part()
+    assert_same_run(whole, parts)
+
+
 @pytest.mark.ranks(2)
 def test_the_average_follows_its_formula_and_is_the_model_that_is_tested(here, configure, shared):
     job = Job(here, configure, shared / "run", "train.ema=0.8", "train.epochs=2")

@@ -100,6 +100,7 @@ def test_a_free_table_takes_any_key_and_keeps_its_others(file):
         ("sync.steps=often", "sync.steps is one of auto or a whole number, got 'often'"),
         ("sync.args.state=average", "leave them out, or choose another method"),
         ("sync.compression=int9", "sync.compression is one of none, auto, fp16, bf16, int8"),
+        ("train.master_dtype=fp32", "or fp32 for train.shard = node: set that"),
         ("sync.compression=int8 train.shard=node", "which send gradients as they are, got 'int8'"),
         ("sync.method=staged_sgd sync.steps=auto", "which changes it by the loss"),
         ("sync.method=diloco sync.args.steps=3", "write steps and compression beside it"),
