@@ -197,6 +197,12 @@ class NodeValues:
                     continue
                 form = tuple(value.shape) if whole or value.shape != slot.view.shape else None
                 known = of.get(name, Part(value.dtype, form))
+                if known.shape is None and value.shape != slot.view.shape:
+                    raise ConfigError(
+                        f"{name} in the optimizer's state of {slot.name} has an element for each "
+                        f"of the parameter's {tuple(slot.view.shape)}, got {tuple(value.shape)}; "
+                        f"load the state of this model"
+                    )
                 if not (bucket.has_masters and name in dtypes):
                     dtypes[name] = value.dtype
                 of[name] = known if known.shape is None else known._replace(shape=form)

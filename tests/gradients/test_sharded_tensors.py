@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
 from hpctrain.checkpoint import Manager
-from hpctrain.core.errors import ConfigError
+from hpctrain.core.errors import ConfigError, MismatchError
 from hpctrain.gradients.elementwise import can_shard
 from hpctrain.runtime.world import current
 from tests.gradients.test_sharded_memory import bytes_of_tensors
@@ -156,21 +156,38 @@ def test_a_checkpoint_goes_on_with_other_owners_and_on_every_way(hvd, world, tmp
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("per_node", [None], indirect=True)
 def test_a_node_has_tensors_and_their_state_once(hvd, world):
-    for kind in (torch.optim.Muon, torch.optim.Adafactor):
-        before = bytes_of_tensors(world)
-        model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(16)))
-        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-        optimizer = hvd.DistributedOptimizer(kind(model.parameters()), shard="node")
-        for _ in range(2):
-            optimizer.zero_grad()
-            model(torch.ones(2, 512)).square().mean().backward()
+    before = bytes_of_tensors(world)
+    model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(16)))
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.Muon(model.parameters(), ns_steps=1), shard="node"
+    )
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.ones(2, 512)).square().mean().backward()
+        optimizer.step()
+    own = sum(p.nbytes for p in model.parameters())
+    state = sum(v.nbytes for entry in optimizer.state.values() for v in entry.values())
+    due = own + state + hvd.size() * (own + model[0].weight.nbytes)
+    found = bytes_of_tensors(world) - before
+    assert due <= found < 1.05 * due
+    buckets = optimizer._reducer.reduction.values.buckets
+    pieces = [p for bucket in buckets for chunk in bucket.chunks for p in chunk.pieces]
+    assert sum(p.values.nbytes for p in pieces) == own // hvd.size()
+
+
+@MANY
+@pytest.mark.parametrize("per_node", [None], indirect=True)
+def test_state_of_another_shape_is_an_error_on_all_ranks(hvd):
+    for kind in (torch.optim.AdamW, torch.optim.Adafactor):
+        model, optimizer = train(hvd, 1, kind=kind, shard="node")
+        state = optimizer.state_dict()
+        for entry in state["state"].values():
+            entry |= {name: torch.zeros(7) for name, v in entry.items() if v.shape == (3,)}
+        optimizer.load_state_dict(state)
+        backward(hvd, model, 1)
+        with pytest.raises((ConfigError, MismatchError, RuntimeError), match=r"3|failed step"):
             optimizer.step()
-        own = sum(p.nbytes for p in model.parameters())
-        state = sum(v.nbytes for entry in optimizer.state.values() for v in entry.values())
-        due = own + state + hvd.size() * (own + model[0].weight.nbytes)
-        found = bytes_of_tensors(world) - before
-        assert due <= found < 1.05 * due
-        del model, optimizer
 
 
 @MANY
