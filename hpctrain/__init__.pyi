@@ -54,6 +54,7 @@ from hpctrain.core.errors import TopologyError as TopologyError
 from hpctrain.core.records import record as record
 from hpctrain.data.rank_share import shard as shard
 from hpctrain.gradients.batch_norm import SyncBatchNorm as SyncBatchNorm
+from hpctrain.gradients.noise_watch import watch_noise as watch_noise
 from hpctrain.gradients.optimizer import DistributedOptimizer as DistributedOptimizer
 from hpctrain.gradients.replica_check import check_replicas as check_replicas
 from hpctrain.local_sgd.diloco import DiLoCo as DiLoCo

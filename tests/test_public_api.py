@@ -17,11 +17,19 @@ import hpctrain.comm
 import hpctrain.compress
 import hpctrain.cost
 import hpctrain.data
+import hpctrain.optim
 from hpctrain.core.config import Settings
 from hpctrain.gradients.optimizer import DistributedMethods
 
 LIST = Path(__file__).with_name("public_api.txt")
-PACKAGES = (hpctrain.checkpoint, hpctrain.comm, hpctrain.compress, hpctrain.cost, hpctrain.data)
+PACKAGES = (
+    hpctrain.checkpoint,
+    hpctrain.comm,
+    hpctrain.compress,
+    hpctrain.cost,
+    hpctrain.data,
+    hpctrain.optim,
+)
 
 
 def surface() -> list[str]:

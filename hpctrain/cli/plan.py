@@ -121,10 +121,11 @@ def plan(  # noqa: PLR0913 - a command's options
         )
     if gradient_norms is not None:
         noise_scale = estimated(*gradient_norms)
+    told = known.pop("noise_scale", math.inf)
     goal = Goal(
         samples=known.pop("samples"),
         batch=int(known.pop("batch")),
-        noise_scale=math.inf if noise_scale is None else noise_scale,
+        noise_scale=told if noise_scale is None else noise_scale,
         deadline_s=math.inf if deadline is None else parse_seconds(deadline),
         max_local_steps=max_local_steps,
         codecs=(*CODECS, *(codec or ())),

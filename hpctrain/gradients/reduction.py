@@ -5,7 +5,7 @@ All ranks have the same buckets and send them in one order, behind the message o
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -199,6 +199,7 @@ class Reduction:
         self.steps = steps
         """What is compared before a step, and the number of steps that were taken."""
         self.exposed_seconds = 0.0
+        self.around: Callable[..., AbstractContextManager[None]] = nullcontext  # of each sum
         self.slot_of: dict[Tensor, Slot | SparseSlot] = {}
         self.slot_by_id: dict[int, Slot | SparseSlot] = {}
         self._comm, self._plan, self.codec, self._grouping = comm, plan, codec, grouping
@@ -489,7 +490,7 @@ class Reduction:
         if self._is_refused:
             return
         count = self.count
-        with torch.no_grad():
+        with torch.no_grad(), self.around(what):
             if isinstance(what, SparseSlot):
                 keeps = self.keeps_result
                 what.reduce(self._comm, count.factor, count.scale, keeps_result=keeps)

@@ -22,7 +22,7 @@ class SampleCount:
     def __init__(self, *, average: bool = True, predivide: float = 1.0) -> None:
         """Count every rank alike; weights are divided by ``predivide``, and the sum multiplied."""
         self.average = average  # whether the sum is divided at all
-        self.weight = 1.0
+        self.weight = self.nominal = 1.0
         self.is_set = False  # whether the weight follows from a number of samples
         self.total_weight = 1.0  # the sum over all ranks, of the opening message
         self._predivide = predivide
@@ -30,7 +30,7 @@ class SampleCount:
     def set(self, num_samples: float, nominal: float) -> None:
         """Let this rank's gradient count as the mean over ``num_samples``; see ``check_count``."""
         check_count(num_samples, nominal)
-        self.weight = num_samples / nominal
+        self.weight, self.nominal = num_samples / nominal, nominal
         self.is_set = True
 
     @property

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Final, Literal
 
 from hpctrain.core.config import COMPRESSIONS
 from hpctrain.core.errors import ConfigError
-from hpctrain.core.keys import Count, Number, Positive, Rule, Texts, Time, require
+from hpctrain.core.keys import AtLeast0, Count, Number, Positive, Rule, Texts, Time, require
 from hpctrain.core.units import parse_bytes
 
 SYNCHRONOUS: Final = "synchronous"
@@ -97,13 +97,13 @@ class OptimizerConfig:
     """Who turns gradients into steps."""
 
     name: str = "SGD"
-    """Class in torch.optim."""
+    """Class in torch.optim, LARS or LAMB."""
     lr: Positive = 0.05
-    """Peak learning rate. It belongs to the global batch, so it does not depend on the ranks."""
+    """Peak learning rate, for the global batch, or schedule.base_batch: it depends on no ranks."""
     args: Mapping[str, Any] = field(default_factory=dict)
     """Further keyword arguments of the class."""
     exempt_norms_and_biases: bool = False
-    """Whether args.weight_decay leaves out norms and biases: parameters of one dimension."""
+    """Whether args.weight_decay, LARS and LAMB leave out norms and biases (one dimension)."""
     groups: Annotated[list[dict[str, Any]], Rule(each=dict)] = field(default_factory=list)
     """Tables of arguments of their own, such as lr, for the parameters whose names match: match =
     "*.bias", or a list of such patterns. The first that matches counts."""
@@ -136,11 +136,16 @@ class ScheduleConfig:
     """How the learning rate changes from step to step."""
 
     name: str = "cosine"
-    """One of constant, linear, cosine: how the rate falls after the warm-up."""
+    """How it falls after the warm-up: one of constant, linear, cosine, poly, inverse_time."""
     args: Mapping[str, Any] = field(default_factory=dict)
-    """Keyword arguments: linear and cosine take final, the last rate over the peak (0)."""
-    warmup_epochs: Annotated[float, Rule(least=0)] = 0.0
-    """The rate rises linearly from zero to its peak over so many epochs."""
+    """Keyword arguments: linear and cosine take final, the last rate over the peak (0), poly power
+    (2), inverse_time decay (1): the last rate is the peak over 1 + decay."""
+    warmup_epochs: AtLeast0 = 0.0
+    """Epochs in which the rate rises linearly: from zero, or from optimizer.lr if scaled up."""
+    base_batch: Count = 0
+    """Global batch that optimizer.lr is for: it is scaled to train.global_batch; 0 leaves it."""
+    scaling: Literal["linear", "square_root"] = "linear"
+    """By the ratio of the batches (linear, for SGD and LARS) or its root (for Adam and LAMB)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -167,9 +172,9 @@ class TrainingConfig:
     ema: Annotated[float, Rule(least=0, below=1)] = 0.0
     """Decay of a moving average of the weights, such as 0.999: the model that is tested, and
     exported by --only ema; 0 for none. Buffers are those of the model."""
-    clip_norm: Annotated[float, Rule(least=0)] = 0.0
+    clip_norm: AtLeast0 = 0.0
     """Largest norm of the averaged gradient; 0 does not clip."""
-    clip_value: Annotated[float, Rule(least=0)] = 0.0
+    clip_value: AtLeast0 = 0.0
     """Largest element of the averaged gradient, behind clip_norm; 0 does not clip."""
     on_non_finite: Literal["stop", "skip", "ignore"] = "stop"
     """A loss that is NaN or infinite ends all ranks (stop), or they leave out that step (skip), or
@@ -350,6 +355,9 @@ class LogConfig:
     """Draw plots/training.png at the end, or where the run stops; needs matplotlib."""
     hash_every: Count = 0
     """Steps between two hashes of weights and optimizer state in metrics.jsonl; 0 for none."""
+    noise_scale: bool = False
+    """Whether records have the gradient noise scale, a batch above which more ranks hardly pay:
+    from gradients of ranks, or of the pieces of train.accumulate on a single rank."""
     profile: Annotated[list[int], Rule(each=int)] = field(default_factory=list)
     """First and last step, counted from 1, of a Chrome trace in profile/ of the run directory,
     such as [20, 25]; when empty, none is written."""
@@ -411,7 +419,7 @@ class RunConfig:
     """Name of the run."""
     output_dir: str = ""
     """Folder that the run writes into, which must be new; when empty, runs/NAME."""
-    seed: Count = 0
+    seed: Annotated[int, Rule(least=0, below=2**63)] = 0
     """Fixes the first weights and the order of the samples."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -432,7 +440,6 @@ class RunConfig:
             "name is a plain word, the name of a folder",
             self.name,
         )
-        require(self.seed < 2**63, "seed is below 2^63", self.seed)
         require(
             not self.train.reproducible or self.data.on_corrupt == "raise",
             "data.on_corrupt is raise for train.reproducible = true: what is left out would move "

@@ -14,13 +14,14 @@ from hpctrain.comm.agreement import agreed
 from hpctrain.core.errors import HpctrainError, NotFiniteError
 from hpctrain.core.records import record
 from hpctrain.data.samples import Batch
+from hpctrain.optim.noise_scale import Measured
 from hpctrain.train.boundary import SAVE, STOP, Boundary
 from hpctrain.train.console import Progress
 from hpctrain.train.evaluate import evaluate
 from hpctrain.train.finite import StepGuard, clip, gradient_norm
 from hpctrain.train.metrics import Metrics
 from hpctrain.train.profiler import Profiler
-from hpctrain.train.run_state import RunState, check_replicas
+from hpctrain.train.run_state import RunState, check_replicas, mean_sums
 from hpctrain.train.scores import LOSS, Scores
 from hpctrain.train.sync_method import figures
 from hpctrain.train.task import Task
@@ -200,6 +201,7 @@ class TrainingLoop:
         state.training_s += interval.num_steps * interval.step_s
         state.num_skipped += interval.num_skipped
         rounds = {} if task.sync is None else figures(task.sync)
+        noise = task.noise and task.noise.value(mean_sums(task.noise, task.comm))
         self._metrics.write(
             "step",
             epoch=epoch,
@@ -211,6 +213,7 @@ class TrainingLoop:
             communication_s=interval.communication_s,
             input_s=interval.input_s,
             **({"skipped": interval.num_skipped} if interval.num_skipped else {}),
+            **({"noise_scale": noise} if noise else {}),
             **rounds,
         )
         self._metrics.write_ranks(state.step, interval.of_ranks)
@@ -325,7 +328,7 @@ def _backward(task: Task, batch: Batch, guard: StepGuard) -> tuple[float, int]:
         return 0.0, 0
     if task.config.train.accumulate > 1:
         task.exchange.set_backward_passes_per_step(pieces)
-    value = 0.0
+    value, measured = 0.0, list[Measured]()
     for number, part in enumerate(parts, 1):
         loss = task.forward(*map(aligned, part))[1] if number > 1 else loss
         weight = len(part[0]) / batch.num_samples
@@ -334,9 +337,20 @@ def _backward(task: Task, batch: Batch, guard: StepGuard) -> tuple[float, int]:
             guard.see_loss(value)
         loss = task.precision.scaled(loss)
         loss.backward(torch.full_like(loss, weight))
+        if number == 1 and pieces > 1:
+            measured = _measured(task, len(part[0]), weight)
+    if task.noise is not None and measured:
+        task.noise.add(measured, *_measured(task, batch.num_samples))
     if task.config.train.shard != "none":
         task.exchange.synchronize()  # flags are known before the step
     return value, batch.num_samples
+
+
+def _measured(task: Task, num_samples: int, weight: float = 1.0) -> list[Measured]:
+    """Return what a gradient tells of noise; of one rank, as several tell it by themselves."""
+    if task.noise is None or task.comm.size > 1:
+        return []
+    return [(num_samples, (gradient_norm(task) / weight) ** 2)]
 
 
 def _clip(task: Task) -> float | None:

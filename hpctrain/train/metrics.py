@@ -146,7 +146,7 @@ def learned(run: Path, target_loss: float | None = None) -> dict[str, Any]:
 
     Returns:
         ``parameters``; ``samples_per_s`` of a rank that computes alone; ``rank_batch``, ``batch``
-        and ``samples``.
+        and ``samples``; ``noise_scale``, the last one, where the run has told it.
 
     Raises:
         ConfigError: there are no records of steps, or none has reached the loss.
@@ -181,4 +181,5 @@ def learned(run: Path, target_loss: float | None = None) -> dict[str, Any]:
         "rank_batch": math.ceil(share),
         "batch": batch,
         "samples": float(reached[0] * batch),
+        **{name: r[name] for r in steps for name in ("noise_scale",) if name in r},
     }

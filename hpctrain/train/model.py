@@ -1,9 +1,8 @@
-"""Model and optimizer that a configuration names, and the names that patterns in it match."""
+"""Model, optimizer and schedule that a configuration names."""
 
-import difflib
-import fnmatch
 import pickle
-from collections.abc import Mapping, Sequence
+from array import array
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from inspect import Parameter, signature
@@ -14,7 +13,7 @@ import safetensors
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer, lr_scheduler
 from torch.utils.checkpoint import checkpoint
 
 from hpctrain.checkpoint.export import newest_state
@@ -22,6 +21,10 @@ from hpctrain.core.errors import ConfigError
 from hpctrain.core.logs import logger
 from hpctrain.core.target import call, check_arguments, member, resolve
 from hpctrain.gradients.elementwise import can_shard
+from hpctrain.optim.groups import EXEMPTIONS, matched, parameter_groups
+from hpctrain.optim.lamb import LAMB
+from hpctrain.optim.lars import LARS
+from hpctrain.optim.schedules import InverseTimeLR, linear_scaling, square_root_scaling
 from hpctrain.train.config import ModelConfig, OptimizerConfig, RunConfig, TrainingConfig
 
 EMA = "ema"
@@ -31,7 +34,7 @@ _PARTS = (EMA, "model", "state_dict", "model_state_dict")
 """Names under which a file or a checkpoint may hold the weights, beside others."""
 _PREFIXES = ("module.", "_orig_mod.")  # of wrappers, which the names of a state dict may keep
 _UNREADABLE = (pickle.UnpicklingError, safetensors.SafetensorError)
-_MOST_LINES, _MOST_NAMES = 20, 3
+_MOST_LINES = 20
 
 
 def make_model(config: ModelConfig) -> nn.Module:
@@ -146,54 +149,104 @@ def _recomputed(module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> A
     return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
 
-def matched(patterns: Sequence[str], names: Sequence[str], key: str) -> list[str]:
-    """Return the names that any of the patterns matches, in their order; ``*`` matches dots too.
-
-    Raises ``ConfigError``: a pattern matches none; lists names that are near it.
-    """
-    found: set[str] = set()
-    for pattern in patterns:
-        hits = fnmatch.filter(names, pattern)
-        if not hits:
-            near = difflib.get_close_matches(pattern.strip("*."), names, n=_MOST_NAMES, cutoff=0.3)
-            some = [*near, *(name for name in names if name not in near)][:_MOST_NAMES]
-            raise ConfigError(
-                f'{key}: "{pattern}" matches none of {len(names)} names, such as '
-                f"{', '.join(some) or 'none'}"
-            )
-        found.update(hits)
-    return [name for name in names if name in found]
-
-
 def make_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
     """Make the optimizer, with a group for each set of equal arguments.
 
     Raises ``ConfigError``: there is no such class, it does not take these arguments, or a pattern
     matches no parameter.
     """
-    kind = member(torch.optim, config.name, "optimizer.name")
-    if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
-        raise ConfigError(f"optimizer.name is a class of torch.optim, got {config.name!r}")
+    kind = _optimizer_class(config.name)
     if signature(kind.step).parameters["closure"].default is Parameter.empty:
         raise ConfigError(
             f"optimizer.name is one that takes each step by one gradient, and {config.name} "
             f"calculates several: choose another, or write a loop of your own"
         )
     args = {**config.args, "lr": config.lr}
-    own = own_arguments(model, config)
-    for options in own.values():
-        check_arguments(kind, 1, {**args, **options}, "optimizer.groups")
-    groups: dict[str, dict[str, Any]] = {}
-    for name, parameter in model.named_parameters():
-        options = own.get(name, {})
-        group = groups.setdefault(repr(sorted(options.items())), {"params": [], **options})
-        group["params"].append(parameter)
+    exempt = dict(EXEMPTIONS) if config.exempt_norms_and_biases else {}
+    if "adapt" not in signature(kind).parameters:
+        exempt.pop("adapt", None)
+    groups = parameter_groups(model, config.groups, exempt, "optimizer.groups")
+    for group in groups:
+        if own := {name: value for name, value in group.items() if name != "params"}:
+            check_arguments(kind, 1, {**args, **own}, "optimizer.groups")
     try:
-        optimizer = call(kind, ([*groups.values()],), args, "optimizer.args")
+        optimizer = call(kind, (groups,), args, "optimizer.args")
     except (TypeError, ValueError) as error:
         raise ConfigError(f"optimizer.args: {config.name} refuses: {error}") from error
     assert isinstance(optimizer, Optimizer)
     return optimizer
+
+
+def _optimizer_class(name: str) -> Any:
+    """Return the class that ``optimizer.name`` means. Raises ``ConfigError``: there is none."""
+    own = {"LARS": LARS, "LAMB": LAMB}
+    kind = own[name] if name in own else member(torch.optim, name, "optimizer.name")
+    if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
+        raise ConfigError(
+            f"optimizer.name is a class of torch.optim, {' or '.join(own)}, got {name!r}"
+        )
+    return kind
+
+
+def _constant(optimizer: Optimizer, num_steps: int) -> lr_scheduler.LRScheduler:
+    return lr_scheduler.ConstantLR(optimizer, 1.0, num_steps)
+
+
+def _linear(optimizer: Optimizer, num_steps: int, final: float = 0.0) -> lr_scheduler.LRScheduler:
+    return lr_scheduler.LinearLR(optimizer, 1.0, final, num_steps)
+
+
+def _cosine(optimizer: Optimizer, num_steps: int, final: float = 0.0) -> lr_scheduler.LRScheduler:
+    peak = optimizer.param_groups[0]["lr"]
+    return lr_scheduler.CosineAnnealingLR(optimizer, num_steps, final * peak)
+
+
+def _poly(optimizer: Optimizer, num_steps: int, power: float = 2.0) -> lr_scheduler.LRScheduler:
+    return lr_scheduler.PolynomialLR(optimizer, num_steps, power)
+
+
+_DECAYS: Mapping[str, Callable[..., lr_scheduler.LRScheduler]] = {
+    "constant": _constant,
+    "linear": _linear,
+    "cosine": _cosine,
+    "poly": _poly,
+    "inverse_time": InverseTimeLR,
+}
+_SCALINGS = {"linear": linear_scaling, "square_root": square_root_scaling}
+
+
+def make_schedule(run: RunConfig, epoch_steps: int) -> Callable[[int], float]:
+    """The factor of ``optimizer.lr`` at each step, counted from zero, by torch's schedulers.
+
+    Raises ``ConfigError``: there is no such schedule, or it does not take these arguments.
+    """
+    config = run.schedule
+    if config.name not in _DECAYS:
+        raise ConfigError(f"schedule.name is one of {', '.join(_DECAYS)}, got {config.name!r}")
+    peak = 1.0
+    if config.base_batch:
+        peak = _SCALINGS[config.scaling](config.base_batch, run.train.global_batch)
+    one = SGD([torch.zeros(1)], lr=peak)  # whose rate is the factor
+    warmup = round(config.warmup_epochs * epoch_steps)
+    first = one, max(run.train.epochs * epoch_steps - warmup, 1)
+    try:
+        schedule = call(_DECAYS[config.name], first, config.args, "schedule.args")
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"schedule.args: {config.name} refuses: {error}") from error
+    if warmup:
+        start = 1 / peak if peak > 1 else 1 / (warmup + 1)
+        rise = lr_scheduler.LinearLR(one, start, 1.0, warmup)
+        schedule = lr_scheduler.SequentialLR(one, [rise, schedule], [warmup])
+    one.step()  # once before the schedule, as torch wants it
+    factors = array("d")
+
+    def at(step: int) -> float:
+        while len(factors) <= step:
+            factors.append(one.param_groups[0]["lr"])
+            schedule.step()
+        return factors[step]
+
+    return at
 
 
 def with_shard(
@@ -212,6 +265,7 @@ def with_shard(
         "train.reproducible sums gradients by a rule of its own": train.reproducible,
         f"sync.method is {config.sync.method}": config.sync.is_local,
         "sync.compression is not none": config.sync.compression != "none",
+        "log.noise_scale looks at gradients of ranks": config.log.noise_scale,
         "a layer has sparse gradients": any(getattr(m, "sparse", False) for m in model.modules()),
         f"a step of {config.optimizer.name} may look beyond one tensor": not can_shard(optimizer),
     }
@@ -220,20 +274,3 @@ def with_shard(
         return replace(config, train=replace(train, shard="none")), text
     text = f"a node has parameters and state once, for up to {most} ranks"
     return replace(config, train=replace(train, shard="node")), text
-
-
-def own_arguments(model: nn.Module, config: OptimizerConfig) -> dict[str, Mapping[str, Any]]:
-    """Return the arguments that differ from those of ``config.args``, by name of a parameter."""
-    parameters = dict(model.named_parameters())
-    own: dict[str, Mapping[str, Any]] = {}
-    for group in config.groups:
-        match = group["match"]
-        patterns = match if isinstance(match, list) else [match]
-        options = {name: value for name, value in group.items() if name != "match"}
-        for name in matched(patterns, [*parameters], "optimizer.groups"):
-            own.setdefault(name, options)
-    if config.exempt_norms_and_biases:
-        for name, parameter in parameters.items():
-            if parameter.dim() <= 1:
-                own[name] = {"weight_decay": 0.0, **own.get(name, {})}
-    return own

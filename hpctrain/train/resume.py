@@ -11,6 +11,7 @@ from hpctrain.comm.plan.planning import StoredPlan
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.keys import dumps, keys_of, value_of
 from hpctrain.core.records import read
+from hpctrain.optim.groups import EXEMPTIONS
 from hpctrain.train.config import RunConfig
 from hpctrain.train.load import load
 from hpctrain.train.run_directory import RunDirectory
@@ -84,7 +85,7 @@ def given_arguments(directory: RunDirectory, config: RunConfig) -> list[str]:
     """
     tables = [load(directory.config).config.optimizer, config.optimizer]
     args = [each for table in tables for each in (table.args, *table.groups)]
-    names = [*(name for each in args for name in each), "weight_decay"]
+    names = [*(name for each in args for name in each), *EXEMPTIONS]
     return [name for name in dict.fromkeys(names) if name not in {"lr", "match"}]
 
 

@@ -36,6 +36,8 @@ def figures_of(runs: Sequence[RunHistory], smooth: int = 0) -> list[Figure]:
     ``smooth`` is over how many records curves are averaged, 1 not at all, 0 by their number.
     """
     drifts: Rows = lambda run: [each for each in run.of("step") if "drift" in each]  # noqa: E731
+    noises: Rows = lambda run: [r for r in run.of("step") if r.get("noise_scale")]  # noqa: E731
+    noise = "Samples of a batch whose gradient is as much noise as signal."
     away = "Root of the mean square distance from the mean of all replicas."
     found = [
         _losses(runs, smooth),
@@ -44,6 +46,7 @@ def figures_of(runs: Sequence[RunHistory], smooth: int = 0) -> list[Figure]:
         _times(runs),
         _by_step(runs, "samples_per_s", "Samples per second", "Over all ranks.", smooth=smooth),
         _by_step(runs, "drift", "Distance of replicas", away, drifts),
+        _by_step(runs, "noise_scale", "Gradient noise scale", noise, noises),
         *_ranks(runs),
     ]
     return [figure for figure in found if any(s.x for s in figure.series if s.kind != "marks")]

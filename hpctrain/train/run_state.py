@@ -13,10 +13,12 @@ from torch import Tensor
 from hpctrain.checkpoint.format.state_hash import state_hash
 from hpctrain.checkpoint.format.state_tree import mapped
 from hpctrain.comm.agreement import by_rank
+from hpctrain.comm.communicator import Communicator
 from hpctrain.compress.codec import Codec
 from hpctrain.core.errors import CheckpointError, NotFiniteError
 from hpctrain.gradients.replica_check import require_equal_replicas
 from hpctrain.local_sgd.local_method import LocalMethod
+from hpctrain.optim.noise_scale import NoiseScale
 from hpctrain.train.config import SYNCHRONOUS
 from hpctrain.train.model import EMA, misfits
 from hpctrain.train.scores import Scores
@@ -79,6 +81,7 @@ class RunState:
             "steps": None if self.task.steps is None else self.task.steps.state_dict(),
             "tally": self.tally.shared(self.task.comm),
             "epoch_tally": self.epoch_tally.shared(self.task.comm) if self.task.observer else None,
+            "noise": mean_sums(self.task.noise, self.task.comm) if self.task.noise else None,
             "num_skipped": self.num_skipped,
             "training_s": self.training_s,
             "scores": None if self.scores is None else asdict(self.scores),
@@ -96,6 +99,7 @@ class RunState:
             "buffers": {name: b.detach() for name, b in self.task.model.named_buffers()},
             "tally": self.tally.state_dict(),
             "epoch_tally": self.epoch_tally.state_dict(),
+            "noise": self.task.noise.sums.clone() if self.task.noise else None,
         }
 
     def restore(self, shared: Mapping[str, Any], own: Mapping[str, Any] | None) -> None:
@@ -131,6 +135,7 @@ class RunState:
             method = task.config.sync.method
             restore_sync(task.sync, method, shared, own and own.get("sync"))
         self._restore_codec(shared, own)
+        self._restore_noise(shared if own is None else own)
         self._restore_tallies(shared, own)
         if own is None:
             # Not the numbers of the first steps once more, and not the same on every rank.
@@ -150,6 +155,11 @@ class RunState:
             codec.load_state_dict(own["codec"])
         elif shared.get("codec"):
             codec.load_shared_state(shared["codec"], self.task.comm)
+
+    def _restore_noise(self, state: Mapping[str, Any]) -> None:
+        """Go on with what gradients have told this rank, or all of them; else begin anew."""
+        if self.task.noise and state.get("noise") is not None:
+            self.task.noise.sums = state["noise"].clone()
 
     def _restore_tallies(self, shared: Mapping[str, Any], own: Mapping[str, Any] | None) -> None:
         """Go on with sums of this rank, or of all; older checkpoints do not have them all."""
@@ -276,6 +286,13 @@ def restore_replica(task: Task, shared: Mapping[str, Any], own: Mapping[str, Any
     if own:
         for name, parameter in task.model.named_parameters():
             parameter.copy_(own["parameters"][name])
+
+
+def mean_sums(noise: NoiseScale, comm: Communicator) -> Tensor:
+    """Return the sums of a noise scale that all ranks have seen. Collective."""
+    sums = noise.sums.clone()
+    comm.allreduce_(sums, scale=1 / comm.size).wait()
+    return sums
 
 
 def restore_sync(

@@ -1,6 +1,5 @@
 """The task that a configuration names, built: all that one rank needs to train."""
 
-import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -19,7 +18,7 @@ from hpctrain.comm.agreement import agreed, on_root
 from hpctrain.comm.communicator import Communicator
 from hpctrain.core.errors import ConfigError, DataError, HpctrainError
 from hpctrain.core.logs import logger
-from hpctrain.core.target import call, check_arguments, member, resolve
+from hpctrain.core.target import check_arguments, member, resolve
 from hpctrain.core.user_error import user_lines
 from hpctrain.data.format.layout import Field
 from hpctrain.data.loader import Loader
@@ -27,21 +26,23 @@ from hpctrain.data.reader import ShardedDataset
 from hpctrain.data.samples import Batch
 from hpctrain.data.staging import stage
 from hpctrain.data.transform import PerSample, Transform
+from hpctrain.gradients.noise_watch import watch_noise
 from hpctrain.gradients.optimizer import DistributedOptimizer
 from hpctrain.gradients.reproducible import Reproducible
 from hpctrain.local_sgd.local_method import LocalMethod
 from hpctrain.local_sgd.staged_sgd import StagedSGD
+from hpctrain.optim.noise_scale import NoiseScale
 from hpctrain.runtime import world
 from hpctrain.train.config import (
     DataConfig,
     LossConfig,
     RunConfig,
-    ScheduleConfig,
 )
 from hpctrain.train.model import (
     load_first_weights,
     make_model,
     make_optimizer,
+    make_schedule,
     prepare,
     with_shard,
 )
@@ -80,6 +81,7 @@ class Task:
     for."""
     sync: LocalMethod | None = None
     """Says when ranks agree that take steps of their own, where that is asked for."""
+    noise: NoiseScale | None = None  # of the gradients, where that is asked for
     shard_reason: str = ""  # what train.shard = auto has become, and why
 
     @property
@@ -242,7 +244,7 @@ def build(config: RunConfig, comm: Communicator, *, is_new: bool = True) -> Task
     with agreed(comm):
         data = make_data(comm, **config.data.args)
         train, test = _loaders(config, data, comm)
-        schedule = make_schedule(config.schedule, len(train), len(train) * config.train.epochs)
+        schedule = make_schedule(config, len(train))
         # From here on ranks draw different random numbers: dropout must differ between them.
         seed_all(config.seed + comm.rank)
     if config.data.stage:
@@ -274,6 +276,7 @@ def build(config: RunConfig, comm: Communicator, *, is_new: bool = True) -> Task
         schedule=schedule,
         steps=steps,
         sync=sync,
+        noise=_noise(config, comm, optimizer) if config.log.noise_scale else None,
         shard_reason=reason,
     )
 
@@ -308,6 +311,24 @@ def _steps(
     if micro_shards is None:
         return None
     return Reproducible(model, optimizer, comm, num_micro_shards=micro_shards, seed=config.seed)
+
+
+def _noise(config: RunConfig, comm: Communicator, optimizer: Any) -> NoiseScale:
+    """Return what estimates the noise scale from now on. Raises ``ConfigError``: nothing can."""
+    if config.train.reproducible or config.sync.is_local:
+        raise ConfigError(
+            "log.noise_scale compares gradients of ranks with their average, and neither "
+            "train.reproducible nor a local sync.method has both: leave one of them out"
+        )
+    noise = NoiseScale()
+    if comm.size > 1:
+        watch_noise(optimizer, noise)
+    elif config.train.accumulate == 1:
+        logger.warning(
+            "log.noise_scale compares gradients of two batch sizes, and a single rank has one: "
+            "set train.accumulate = 2 to tell it from pieces of a batch"
+        )
+    return noise
 
 
 def _loaders(config: RunConfig, data: object, comm: Communicator) -> tuple[Loader, Loader]:
@@ -395,51 +416,6 @@ def _transform(config: DataConfig, name: str) -> Transform | None:
     function, takes_random = resolve(name, key), config.random and is_training
     check_arguments(function, 2 if takes_random else 1, {}, key)
     return PerSample(function, random=takes_random) if config.per_sample else function
-
-
-Factor = Callable[[float], float]
-"""From progress after the warm-up, 0 to 1, to the rate over its peak."""
-
-
-def constant() -> Factor:
-    """The peak, always."""
-    return lambda _: 1.0
-
-
-def linear(final: float = 0.0) -> Factor:
-    """A straight line from the peak down to ``final``."""
-    return lambda progress: 1 + (final - 1) * progress
-
-
-def cosine(final: float = 0.0) -> Factor:
-    """Half a cosine from the peak down to ``final``.
-
-    Source: Loshchilov and Hutter 2017, arXiv:1608.03983, section 3, without restarts.
-    """
-    return lambda progress: final + (1 - final) * (1 + math.cos(math.pi * progress)) / 2
-
-
-_SCHEDULES = {"constant": constant, "linear": linear, "cosine": cosine}
-
-
-def make_schedule(
-    config: ScheduleConfig, steps_per_epoch: int, num_steps: int
-) -> Callable[[int], float]:
-    """The factor of the learning rate at each step, counted from zero.
-
-    Raises ``ConfigError``: there is no such schedule, or it does not take these arguments.
-    """
-    if config.name not in _SCHEDULES:
-        raise ConfigError(f"schedule.name is one of {', '.join(_SCHEDULES)}, got {config.name!r}")
-    factor: Factor = call(_SCHEDULES[config.name], (), config.args, "schedule.args")
-    warmup = config.warmup_epochs * steps_per_epoch
-
-    def at(step: int) -> float:
-        if step < warmup:
-            return (step + 1) / (warmup + 1)
-        return factor((step - warmup) / max(num_steps - warmup, 1))
-
-    return at
 
 
 def stage_for(loader: Loader, to: str, comm: Communicator, topology: Topology) -> None:

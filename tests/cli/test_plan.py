@@ -100,6 +100,17 @@ def test_two_gradient_norms_stand_for_a_noise_scale(ask):
     assert math.isfinite(json.loads(told)["best"]["seconds"])
 
 
+def test_a_run_that_has_told_its_noise_scale_is_planned_by_the_last_one(ask, run):
+    file = run / "metrics.jsonl"
+    given = ask(str(run), "--json", "--noise-scale", "900").output
+    assert ask(str(run), "--json").output != given
+    for scale in (300.0, 900.0):
+        record = STEP | {"step": 100, "loss": 0.1, "samples_per_s": 3200, "noise_scale": scale}
+        file.write_text(file.read_text() + json.dumps(record) + "\n")
+    assert ask(str(run), "--json").output == given
+    assert ask(str(run), "--json", "--noise-scale", "300").output != given
+
+
 def test_what_is_missing_or_wrong_is_said(ask, tmp_path):
     for name in GIVEN:
         rest = {key: value for key, value in GIVEN.items() if key != name}

@@ -107,6 +107,17 @@ def test_ranks_that_agree_every_eight_steps_learn_the_digits(tmp_path):
     assert record["bytes_sent"] == pytest.approx(halves, rel=0.01)
 
 
+@pytest.mark.launches
+@pytest.mark.conformance
+def test_batches_eight_times_as_large_learn_the_digits(tmp_path):
+    settings = ("log.plots=false", "train.check_replicas=1")
+    record, _ = trained(tmp_path, "large_batch", *settings, num_ranks=2, nodes=2)
+    assert record["metric"] >= 0.96
+    steps = [r for r in read(tmp_path / "out/metrics.jsonl") if r["event"] == "step"]
+    assert max(r["lr"] for r in steps) == pytest.approx(8 * 0.5, rel=0.1)
+    assert any(r.get("noise_scale", 0) > 0 for r in steps)
+
+
 def block(language: str, name: str) -> str:
     return re.search(rf"```{language}\n(# {name}.*?)```", README, re.DOTALL)[1]
 

@@ -103,7 +103,7 @@ class Job:
 
     def curve(self) -> list[tuple]:
         """Everything of the records that is no time."""
-        names = ("event", "step", "epoch", "lr", "loss", "metric", "state_hash")
+        names = ("event", "step", "epoch", "lr", "loss", "metric", "state_hash", "noise_scale")
         return [
             tuple(record.get(name) for name in names)
             for record in read(self.directory.metrics)

@@ -7,12 +7,12 @@ import torch
 from hpctrain.core.errors import ConfigError, DataError, MismatchError
 from hpctrain.core.target import call, make_importable, resolve
 from hpctrain.gradients.optimizer import ShardedMethods
-from hpctrain.train.config import ScheduleConfig
 from hpctrain.train.evaluate import evaluate
 from hpctrain.train.finite import StepGuard
 from hpctrain.train.loop import train_step
 from hpctrain.train.metrics import Metrics
-from hpctrain.train.task import build, make_schedule
+from hpctrain.train.model import make_schedule
+from hpctrain.train.task import build
 from tests.train.job import Job
 from tests.train.problem import NUM_SAMPLES
 
@@ -80,8 +80,12 @@ def test_what_does_not_fit_is_one_error_of_all_ranks_in_the_first_step(here, con
         ),
         ('optimizer.groups=[{ match = "*.bia" }]', "such as 4.bias, 1.bias"),
         ('optimizer.groups=[{ match = "*", momentun = 0 }]', "did you mean momentum?"),
-        ("schedule.name=step", "schedule.name is one of constant, linear, cosine, got 'step'"),
+        (
+            "schedule.name=step",
+            "schedule.name is one of constant, linear, cosine, poly, inverse_time, got 'step'",
+        ),
         ("schedule.args.finall=0.1", "did you mean final?"),
+        ("schedule.args.final=low", "schedule.args: cosine refuses"),
         ("test.metric=precision", "test.metric is accuracy, loss"),
     ],
 )
@@ -215,24 +219,51 @@ def test_each_rank_must_have_a_sample_for_steps_of_its_own(here, configure):
         build(configure("train.global_batch=2", "sync.method=diloco"), here.comm)
 
 
-@pytest.mark.parametrize("name", ["constant", "linear", "cosine"])
-def test_the_rate_rises_to_its_peak_during_warm_up_and_never_after(name):
-    at = make_schedule(ScheduleConfig(name=name, warmup_epochs=2.0), 10, 100)
+def schedule_of(configure, epoch_steps, epochs, **keys):
+    overrides = [f"schedule.{key}={value}" for key, value in keys.items()]
+    return make_schedule(configure(f"train.epochs={epochs}", *overrides), epoch_steps)
+
+
+@pytest.mark.parametrize("name", ["constant", "linear", "cosine", "poly", "inverse_time"])
+def test_the_rate_rises_to_its_peak_during_warm_up_and_never_after(configure, name):
+    at = schedule_of(configure, 10, 10, name=name, warmup_epochs=2)
     rates = [at(step) for step in range(100)]
-    assert all(a < b for a, b in itertools.pairwise(rates[:20]))
+    assert rates[:20] == pytest.approx([(step + 1) / 21 for step in range(20)])
     assert all(a >= b for a, b in itertools.pairwise(rates[20:]))
-    assert rates[0] > 0
     assert max(rates) == rates[20] == 1.0
-    longer = make_schedule(ScheduleConfig(name=name, warmup_epochs=50.0), 1, 10)
+    assert [at(7), at(99)] == [rates[7], rates[99]]
+    longer = schedule_of(configure, 1, 10, name=name, warmup_epochs=50)
     assert longer(9) == pytest.approx(10 / 51)
 
 
+@pytest.mark.parametrize(
+    ("name", "args", "middle", "last"),
+    [
+        ("linear", "{ final = 0.1 }", 0.55, 0.1),
+        ("cosine", "{ final = 0.1 }", 0.55, 0.1),
+        ("poly", "{}", 0.25, 0.0),
+        ("poly", "{ power = 1 }", 0.5, 0.0),
+        ("inverse_time", "{ decay = 4 }", 1 / 3, 0.2),
+    ],
+)
+def test_each_schedule_is_where_its_formula_says(configure, name, args, middle, last):
+    at = schedule_of(configure, 10, 10, name=name, args=args)
+    assert [at(0), at(50), at(100)] == pytest.approx([1.0, middle, last])
+
+
 @pytest.mark.parametrize("name", ["linear", "cosine"])
-def test_the_rate_falls_towards_the_final_share(name):
-    at = make_schedule(ScheduleConfig(name=name, args={"final": 0.1}), 10, 100)
-    assert at(0) == 1.0
-    assert at(50) == pytest.approx(0.55)
-    assert at(100) == pytest.approx(0.1)
+@pytest.mark.parametrize(("scaling", "factor"), [("linear", 4.0), ("square_root", 2.0)])
+def test_a_rate_is_scaled_to_the_batch_and_warmed_up_from_what_it_was(
+    configure, name, scaling, factor
+):
+    """Batches are of 64, the rate is for 16."""
+    how = {"name": name, "args": "{ final = 0.5 }", "base_batch": 16, "scaling": scaling}
+    at = schedule_of(configure, 10, 10, warmup_epochs=2, **how)
+    rises = [1 + (factor - 1) * step / 20 for step in range(21)]
+    assert [at(step) for step in range(21)] == pytest.approx(rises)
+    assert at(100) == pytest.approx(factor / 2)
+    smaller = schedule_of(configure, 10, 10, warmup_epochs=1, **{**how, "base_batch": 256})
+    assert [smaller(0), smaller(10)] == pytest.approx([1 / factor / 11, 1 / factor])
 
 
 @pytest.fixture

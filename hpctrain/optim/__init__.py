@@ -1,0 +1,8 @@
+"""Large batches: optimizers that adapt each tensor's step, schedules, the gradient noise scale.
+
+Nothing here knows of ranks. Every name is loaded at its first use.
+"""
+
+from hpctrain.core.lazy import exports
+
+__getattr__, __dir__, __all__ = exports(__name__, __file__)

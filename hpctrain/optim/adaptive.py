@@ -1,0 +1,106 @@
+"""What LARS and LAMB share: all tensors of a group in a few kernels, and ratios of their norms."""
+
+# ruff: noqa: SLF001 - torch's own optimizers are made of torch._foreach_*
+
+from abc import abstractmethod
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from hpctrain.core.errors import ConfigError
+from hpctrain.core.keys import require
+
+Tensors = list[Tensor]
+
+
+class AdaptiveOptimizer(Optimizer):
+    """An optimizer that scales the step of each tensor by norms of the whole tensor.
+
+    Complex parameters are stepped as pairs of real numbers, as torch's Adam does; norms of tensors
+    of 16 bits are calculated in 32. Sparse gradients are refused.
+    """
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters; see ``torch.optim.Optimizer.add_param_group``.
+
+        Raises ``ConfigError``: an argument is not valid.
+        """
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        for name in ("lr", "weight_decay"):
+            require(group[name] >= 0, f"{name} must be at least 0", group[name])
+        self.check(group)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take one step; a closure calculates gradients first, and its loss is returned.
+
+        Raises ``ConfigError``: a gradient is sparse; nothing has changed then.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._refuse_sparse()
+        for group in self.param_groups:
+            for tensors in self._tensors_of(group):
+                self.update(group, *tensors)
+        return loss
+
+    @abstractmethod
+    def check(self, group: Mapping[str, Any]) -> None:
+        """Raise ``ConfigError`` unless the arguments of a group are valid."""
+
+    @abstractmethod
+    def state_names(self, group: Mapping[str, Any]) -> Sequence[str]:
+        """Name what is kept for each parameter: ``step`` is a number, others are its tensors."""
+
+    @abstractmethod
+    def update(
+        self, group: Mapping[str, Any], params: Tensors, grads: Tensors, *state: Tensors
+    ) -> None:
+        """Step on tensors of one device and dtype; ``grads`` stay as they are."""
+
+    def _refuse_sparse(self) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+                    raise ConfigError(
+                        f"{type(self).__name__} takes norms of whole tensors, got a sparse "
+                        f"gradient of {tuple(parameter.shape)}; make the layer with sparse=False, "
+                        f"or give its parameters to torch.optim.SparseAdam"
+                    )
+
+    def _tensors_of(self, group: Mapping[str, Any]) -> list[list[Tensors]]:
+        """Return parameters, gradients and state, of one device and dtype at a time."""
+        rows, names = defaultdict(list), self.state_names(group)
+        for parameter in group["params"]:
+            if parameter.grad is None:
+                continue
+            state = self.state[parameter]
+            for name in names:
+                if name not in state:
+                    is_number = name == "step"
+                    state[name] = torch.zeros(()) if is_number else torch.zeros_like(parameter)
+            row = [parameter, parameter.grad, *(state[name] for name in names)]
+            rows[parameter.device, parameter.dtype].append([*map(_real, row)])
+        return [[*map(list, zip(*found, strict=True))] for found in rows.values()]
+
+
+def norms(tensors: Tensors) -> Tensor:
+    """Return the Euclidean norm of each tensor, in 32 bits at least."""
+    wide = torch.float32 if tensors[0].dtype.itemsize < 4 else None
+    return torch.stack(torch._foreach_norm(tensors, 2, wide))
+
+
+def ratios(weights: Tensor, other: Tensor, below: Tensor) -> Tensor:
+    """Return ``weights / below`` of each tensor, 1 where weights or the other are 0."""
+    return torch.where((weights > 0) & (other > 0), weights / below, 1.0)
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor

@@ -1,0 +1,74 @@
+"""Parameter groups: arguments of their own for parameters whose names match, norms and biases."""
+
+import difflib
+import fnmatch
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from hpctrain.core.errors import ConfigError
+
+EXEMPTIONS: Mapping[str, Any] = {"weight_decay": 0.0, "adapt": False}
+"""Arguments of norms and biases, for optimizers that have them."""
+
+_MOST_NAMES = 3
+
+
+def exclusions(model: nn.Module, **options: Any) -> list[dict[str, Any]]:
+    """Return two groups of parameters: norms and biases, with arguments of their own, and others.
+
+    Norms and biases are the parameters of one dimension, or none. Their arguments are ``options``,
+    which are ``weight_decay=0`` and ``adapt=False`` where nothing is said: as LARS and LAMB were
+    published. For an optimizer without ``adapt`` write ``exclusions(model, weight_decay=0)``.
+    """
+    return parameter_groups(model, exempt=options or EXEMPTIONS)
+
+
+def parameter_groups(
+    model: nn.Module,
+    groups: Sequence[Mapping[str, Any]] = (),
+    exempt: Mapping[str, Any] | None = None,
+    key: str = "groups",
+) -> list[dict[str, Any]]:
+    """Return a group for each set of equal arguments, all parameters in their order.
+
+    ``groups`` have ``match``, a pattern or a list of them, beside arguments; the first that
+    matches a name counts. Norms and biases have those of ``exempt`` besides. Raises
+    ``ConfigError``: a pattern matches no parameter; says so of the ``key``.
+    """
+    parameters = dict(model.named_parameters())
+    own: dict[str, dict[str, Any]] = {}
+    for group in groups:
+        match = group["match"]
+        options = {name: value for name, value in group.items() if name != "match"}
+        patterns = match if isinstance(match, list) else [match]
+        for name in matched(patterns, [*parameters], key):
+            own.setdefault(name, options)
+    found: dict[str, dict[str, Any]] = {}
+    for name, parameter in parameters.items():
+        options = own.get(name, {})
+        if exempt and parameter.dim() <= 1:
+            options = {**exempt, **options}
+        group = found.setdefault(repr(sorted(options.items())), {"params": [], **options})
+        group["params"].append(parameter)
+    return [*found.values()]
+
+
+def matched(patterns: Sequence[str], names: Sequence[str], key: str) -> list[str]:
+    """Return the names that any of the patterns matches, in their order; ``*`` matches dots too.
+
+    Raises ``ConfigError``: a pattern matches none; lists names that are near it.
+    """
+    found: set[str] = set()
+    for pattern in patterns:
+        hits = fnmatch.filter(names, pattern)
+        if not hits:
+            near = difflib.get_close_matches(pattern.strip("*."), names, n=_MOST_NAMES, cutoff=0.3)
+            some = [*near, *(name for name in names if name not in near)][:_MOST_NAMES]
+            raise ConfigError(
+                f'{key}: "{pattern}" matches none of {len(names)} names, such as '
+                f"{', '.join(some) or 'none'}"
+            )
+        found.update(hits)
+    return [name for name in names if name in found]

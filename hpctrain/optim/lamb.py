@@ -1,0 +1,111 @@
+"""LAMB: Adam whose step for each tensor is as long as its weights, times the rate."""
+
+# ruff: noqa: SLF001 - torch's own optimizers are made of torch._foreach_*
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim.optimizer import ParamsT
+
+from hpctrain.core.keys import require
+from hpctrain.optim.adaptive import AdaptiveOptimizer, Tensors, norms, ratios
+
+
+class LAMB(AdaptiveOptimizer):
+    """Layer-wise adaptive moments.
+
+    Of each tensor w, with the moments m and v of Adam over its gradients, free of the bias of
+    their start::
+
+        r = m / (sqrt(v) + eps) + weight_decay * w
+        w = w - lr * phi(|w|) / |r| * r                       phi / |r| is 1 if either is 0
+
+    Some implementations clip the norm of all gradients to 1 first: call
+    ``torch.nn.utils.clip_grad_norm_``, or set ``train.clip_norm``.
+
+    Source: You et al. 2020, arXiv:1904.00962, algorithm 2. That large batches need LAMB at all is
+    disputed: Nado et al. 2021, arXiv:2102.06356, reach the same with tuned Adam.
+
+    Args:
+        params: parameters, or groups of them; ``exclusions(model)`` makes usual ones.
+        lr: learning rate: length of a step by that of the weights.
+        betas: how much of the moments stays in a step, each below 1.
+        eps: what is added to the root of the second moment.
+        weight_decay: share of the weights that is added to the step, before its norm is taken.
+        bias_correction: whether moments are divided by what they miss in the first steps.
+        phi: least and largest value that a norm of weights counts as; None for all as they are.
+        adapt: False for a factor of 1, as groups of biases and norms have.
+
+    Raises:
+        ConfigError: an argument is not valid.
+    """
+
+    tensorwise = True
+    """What a step looks at, for ``shard="node"``."""
+
+    def __init__(  # noqa: PLR0913 - what a group can have
+        self,
+        params: ParamsT,
+        lr: float,
+        betas: Sequence[float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.0,
+        *,
+        bias_correction: bool = True,
+        phi: Sequence[float] | None = None,
+        adapt: bool = True,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "bias_correction": bias_correction,
+            "phi": phi,
+            "adapt": adapt,
+        }
+        super().__init__(params, defaults)
+
+    def check(self, group: Mapping[str, Any]) -> None:
+        """Raise ``ConfigError`` unless the arguments of a group are valid."""
+        betas, phi = group["betas"], group["phi"]
+        is_pair = len(betas) == 2 and all(0 <= beta < 1 for beta in betas)
+        require(is_pair, "betas are two numbers, at least 0 and below 1", betas)
+        require(group["eps"] >= 0, "eps must be at least 0", group["eps"])
+        is_range = phi is None or (len(phi) == 2 and 0 <= phi[0] <= phi[1] and phi[1] > 0)
+        require(is_range, "phi is a least and a largest norm, from 0 on, or None", phi)
+
+    def state_names(self, group: Mapping[str, Any]) -> Sequence[str]:  # noqa: ARG002
+        """Name the moments as ``torch.optim.Adam`` does."""
+        return "step", "exp_avg", "exp_avg_sq"
+
+    def update(
+        self, group: Mapping[str, Any], params: Tensors, grads: Tensors, *state: Tensors
+    ) -> None:
+        """Step on tensors of one device and dtype."""
+        steps, first, second = state
+        beta1, beta2 = group["betas"]
+        torch._foreach_add_(steps, 1.0)
+        torch._foreach_lerp_(first, grads, 1 - beta1)
+        torch._foreach_mul_(second, beta2)
+        torch._foreach_addcmul_(second, grads, grads, 1 - beta2)
+
+        counts = [step.item() if group["bias_correction"] else math.inf for step in steps]
+        below = list(torch._foreach_sqrt(second))
+        torch._foreach_div_(below, [math.sqrt(1 - beta2**count) for count in counts])
+        torch._foreach_add_(below, group["eps"])
+        torch._foreach_mul_(below, [1 - beta1**count for count in counts])
+        moved = list(torch._foreach_div(first, below))
+        torch._foreach_add_(moved, params, alpha=group["weight_decay"])
+
+        lr = float(group["lr"])
+        factors = [lr] * len(params)
+        if group["adapt"]:
+            of_weights, of_steps = norms(params), norms(moved)
+            if group["phi"]:
+                of_weights = of_weights.clamp(*group["phi"])
+            factors = (ratios(of_weights, of_steps, of_steps) * lr).tolist()
+        torch._foreach_mul_(moved, factors)
+        torch._foreach_sub_(params, moved)

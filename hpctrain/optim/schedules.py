@@ -1,0 +1,57 @@
+"""Learning rates of large batches: scaled with the batch; and the decay that torch has not."""
+
+import math
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from hpctrain.core.keys import require
+
+
+class InverseTimeLR(LRScheduler):
+    """Lets rates fall as ``1 / (1 + decay * step / num_steps)``.
+
+    After ``num_steps`` steps it is at ``1 / (1 + decay)``. With ``decay=num_steps`` step t has the
+    first rate over t, counted from one: Robbins and Monro.
+
+    Args:
+        optimizer: whose rates change.
+        num_steps: over how many steps ``decay`` counts.
+        decay: how far the rate falls, at least 0.
+        last_epoch: the last step that was done, as of all schedulers; -1 to begin.
+
+    Raises:
+        ConfigError: an argument is not valid.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, num_steps: int, decay: float = 1.0, last_epoch: int = -1
+    ) -> None:
+        require(num_steps >= 1, "a schedule is of at least 1 step", num_steps)
+        require(decay >= 0, "the decay of an inverse-time schedule must be at least 0", decay)
+        self.num_steps, self.decay = num_steps, decay
+        super().__init__(optimizer, last_epoch)
+
+    def get_lr(self) -> list[float | Tensor]:
+        """Return the rates of the groups for the next step."""
+        below = 1 + self.decay * self.last_epoch / self.num_steps
+        return [base / below for base in self.base_lrs]
+
+
+def linear_scaling(base_batch: float, batch: float) -> float:
+    """Return the factor of the rate for another batch: k times the batch, k times the rate.
+
+    For SGD and LARS, below the noise scale. Source: Goyal et al. 2017, arXiv:1706.02677.
+    """
+    require(min(base_batch, batch) > 0, "batches have samples", (base_batch, batch))
+    return batch / base_batch
+
+
+def square_root_scaling(base_batch: float, batch: float) -> float:
+    """Return the factor of the rate for another batch: k times the batch, root of k the rate.
+
+    For Adam and LAMB, whose step does not grow with the gradient. Source: You et al. 2020,
+    arXiv:1904.00962, section 4.
+    """
+    return math.sqrt(linear_scaling(base_batch, batch))
