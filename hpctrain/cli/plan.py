@@ -120,6 +120,8 @@ def plan(  # noqa: PLR0913 - a command's options
             f"directory of a run"
         )
     if gradient_norms is not None:
+        if noise_scale is not None:
+            raise ConfigError("--gradient-norms stand for --noise-scale, got both; leave one out")
         noise_scale = estimated(*gradient_norms)
     told = known.pop("noise_scale", math.inf)
     goal = Goal(

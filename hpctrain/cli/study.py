@@ -142,8 +142,15 @@ def run(  # noqa: PLR0913 - a command's options
                 f"command.run of {path} names files that are there, {word} is not in "
                 f"{Path.cwd()}; start the study where it is, or write its whole path"
             )
-    where = out or Path("studies", config.study.name)
+    name, most = config.study.name, config.study.repeats - 1
+    if out is None and (Path(name).name != name or name in ("", "..")):
+        raise ConfigError(f"study.name of {path} is that of a folder, got {name!r}; or say --out")
+    where = out or Path("studies", name)
     found = Study(on_slurm(config) if slurm else config, where)
+    if repeat is not None and repeat > most:
+        raise ConfigError(
+            f"{path} has repeats 0 to {most}, got {repeat}; set study.repeats higher"
+        )
     attempts = found.missing(repeat=repeat, failed=retry_failed)
     if dry_run:
         _describe(found, attempts, seconds_per_point)
@@ -157,9 +164,10 @@ def run(  # noqa: PLR0913 - a command's options
         signal.signal(number, _end)  # by an exception, which leaves no rank behind
     _measure(found, attempts)
     failed = [record for record in found.folder.read_points() if record.status == "failed"]
+    way_out = "; --retry-failed measures again what failed" if failed else ""
     typer.echo(
-        f"{len(found.attempts) - len(found.missing())} of {len(found.attempts)} measured, "
-        f"{len(failed)} failed; `hpctrain study report {where}` shows them"
+        f"{len(found.attempts) - len(found.missing(failed=True))} of {len(found.attempts)} "
+        f"measured, {len(failed)} failed; `hpctrain study report {where}` shows them{way_out}"
     )
     if failed:
         raise typer.Exit(FAILED)

@@ -7,6 +7,7 @@ import ast
 import functools
 import inspect
 import json
+import math
 import re
 import textwrap
 from collections.abc import Iterator, Mapping
@@ -70,6 +71,7 @@ class Rule:
 Count = Annotated[int, Rule(least=0)]
 Number = Annotated[int, Rule(least=1)]
 Positive = Annotated[float, Rule(above=0)]
+Amount = Annotated[float, Rule(above=0, below=math.inf)]
 AtLeast0 = Annotated[float, Rule(least=0)]
 Time = Annotated[str, Rule(is_time=True)]
 Texts = Annotated[list[str], Rule(each=str)]

@@ -41,8 +41,9 @@ def goodput(interval_s: float, cost_s: float, restart_s: float, mtbf_s: float) -
     """
     if math.isinf(mtbf_s):
         return 1.0 if math.isinf(interval_s) else interval_s / (interval_s + cost_s)
-    lost = mtbf_s * math.exp(restart_s / mtbf_s) * math.expm1((interval_s + cost_s) / mtbf_s)
-    return interval_s / lost
+    paid_s = interval_s + cost_s  # in exponents below 0, which vanish where nothing gets on
+    kept = math.exp(-(restart_s + paid_s) / mtbf_s) / -math.expm1(-paid_s / mtbf_s)
+    return interval_s / mtbf_s * kept
 
 
 class SimulatedRun(NamedTuple):

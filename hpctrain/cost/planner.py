@@ -8,7 +8,7 @@ from operator import attrgetter
 from typing import Any
 
 from hpctrain.core.errors import ConfigError
-from hpctrain.core.keys import Number, Positive, check_rules
+from hpctrain.core.keys import Amount, Number, Positive, check_rules
 from hpctrain.cost.collectives import CODECS, Way, codec_cost, fastest
 from hpctrain.cost.failures import daly, goodput
 from hpctrain.cost.learning import most_local_steps, samples_needed
@@ -28,7 +28,7 @@ SLOWEST, FASTEST = 1e3, 1e15  # bytes a second, between which it is looked for w
 class Goal:
     """What shall be reached; ``ConfigError`` if it cannot."""
 
-    samples: Positive  # to learn from until the goal, in batches of ``batch``
+    samples: Amount  # to learn from until the goal, in batches of ``batch``
     batch: Number
     """Batch of all ranks by which ``samples`` is known; it is kept where no noise scale says what
     another one takes."""
@@ -111,13 +111,20 @@ def advise(machine: Machine, model: Model, goal: Goal) -> Advice:
     The best is the fastest on a number of nodes that pays (``PAYS``), or, with a deadline, the
     one of least node-hours that meets it.
 
-    Raises ``ConfigError``: nothing meets the deadline, or no batch is large enough for the ranks.
+    Raises ``ConfigError``: nothing meets the deadline, no batch is large enough for the ranks, or
+    failures leave no time.
     """
-    candidates = list(_candidates(machine, model, goal))
-    if not candidates:
+    found = list(_candidates(machine, model, goal))
+    if not found:
         raise ConfigError(
             f"a batch has a sample for each rank at least, got {goal.batch} samples for the "
             f"{machine.ranks_per_node} ranks of a node; give a larger batch"
+        )
+    candidates = [each for each in found if each.goodput > 0]
+    if not candidates:
+        raise ConfigError(
+            f"a run gets on between two failures, got mtbf_s={machine.mtbf_s:g} of a node and "
+            f"restart_s={machine.restart_s:g}, which leave no time to train; set them right"
         )
     groups = groupby(candidates, key=attrgetter("nodes"))  # fewest nodes first
     by_nodes = [min(group, key=attrgetter("score")) for _, group in groups]
@@ -168,7 +175,7 @@ def _candidates(machine: Machine, model: Model, goal: Goal) -> Iterator[Candidat
         ways = [_fastest(part, model, codec) for codec in (codecs if nodes > 1 else ["none"])]
         mtbf_s = machine.mtbf_s / nodes
         for way, batch in product(ways, batches):
-            num_steps = goal.samples_at(batch) / batch
+            num_steps = max(1.0, goal.samples_at(batch) / batch)
             for local_steps in _local_steps(part, goal, batch):
                 share = batch / part.num_ranks
                 step = step_time(part, model, share, way, local_steps=local_steps)

@@ -8,7 +8,7 @@ from typing import Annotated
 import numpy as np
 
 from hpctrain.core.errors import ConfigError
-from hpctrain.core.keys import Positive, Rule, check_rules
+from hpctrain.core.keys import Amount, Positive, Rule, check_rules
 from hpctrain.core.units import MIB
 from hpctrain.cost.collectives import Way, allreduce, bound
 from hpctrain.cost.machine import Machine
@@ -19,8 +19,8 @@ from hpctrain.cost.simulate import allreduce_times
 class Model:
     """What is trained, as far as it costs time; ``ConfigError`` where a rule is broken."""
 
-    parameters: Positive
-    samples_per_s: Positive  # of one rank that computes alone
+    parameters: Amount
+    samples_per_s: Amount  # of one rank that computes alone
     rank_batch: Annotated[int, Rule(above=0)] = 32
     """Samples that a rank takes at once; those of a larger share come one after the other, and
     their gradients are added up."""

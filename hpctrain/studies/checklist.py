@@ -73,7 +73,7 @@ def _batch(results: StudyResults) -> str:
 
 def _repeats(results: StudyResults) -> str:
     few = [each for each in results.summaries if len(each.done) < MIN_REPEATS]
-    return f"{len(few[0].done)} at {results.label(few[0].point)}" if few else ""
+    return f"{len(few[0].done)} at {results.label(few[0].point)}" if few else _nothing(results)
 
 
 def _interleaved(results: StudyResults) -> str:
@@ -81,7 +81,7 @@ def _interleaved(results: StudyResults) -> str:
     changes = sum(one != other for one, other in pairwise(points))
     kinds = len(results.summaries)
     is_in_a_row = 1 < kinds < len(points) and changes < kinds
-    return "all repeats of a point were measured in a row" if is_in_a_row else ""
+    return "all repeats of a point were measured in a row" * is_in_a_row or _nothing(results)
 
 
 def _setup(results: StudyResults) -> str:
@@ -95,10 +95,10 @@ def _setup(results: StudyResults) -> str:
 
 
 def _cores(results: StudyResults) -> str:
+    table = results.config.study
     for record in results.done:
-        cores = record.layout.nodes * results.config.study.cores
-        if record.layout.ranks > cores and not record.oversubscribed:
-            return f"{results.label(record.point)} has {cores} cores, and is not marked"
+        if record.is_oversubscribed(table.cores, table.hosts) and not record.oversubscribed:
+            return f"{results.label(record.point)} has more ranks than cores, and is not marked"
     fit = {each.ranks for each in results.summaries if each.efficiency}
     return "" if len(fit) > 1 else f"{len(fit)} sizes have a core for each rank"
 

@@ -81,7 +81,7 @@ def _by_point(results: StudyResults) -> list[Figure]:
         for record in summary.done:
             curve = results.learning_curve(record, name or "loss")
             end = (record.seconds, record.metric if name else record.loss)
-            kind, label = "solid" if curve else "points", results.label(summary.point)
+            kind, label = "solid" if curve[1:] else "points", results.label(summary.point)
             learned.append(Series.of(curve or [end], kind=kind, name=label, colour=colour))
     return [
         Figure(

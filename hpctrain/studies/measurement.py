@@ -18,6 +18,7 @@ from hpctrain.core.errors import DataError
 from hpctrain.core.records import read
 
 SMOOTHED = 10  # steps whose mean loss is compared with a target
+MOST_PART = 1.05  # of a step that a part of it may last: its clock may be another one
 
 _OWN = ("step", "at", "samples", "loss", "seconds")
 _PARTS = ("compute_s", "communication_s", "input_s")
@@ -58,13 +59,14 @@ def measure(
             f"in all of which {dropped} are dropped, where a rank has told of {most}; train "
             f"longer, set study.warm_up lower, or let all ranks count their steps alike"
         )
-    if not (np.isfinite(step_s).all() and step_s.min() > 0 and np.isfinite(samples).all()):
+    largest = max(step_s.max(), samples.max())
+    if not (step_s.min() > 0 <= samples.min() and largest < math.inf):
         raise DataError(
             f"a step has a duration above 0 and a number of samples, got {step_s.min():g} to "
             f"{step_s.max():g} s, and {samples.sum():g} samples; mend what hpctrain.record is told"
         )
     parts = {name: told(name)[dropped:] for name in (*_PARTS, *_BYTES)}
-    known = {name: part for name, part in parts.items() if np.isfinite(part).all()}
+    known = _known(parts, step_s.mean())
     weights = np.where(np.isnan(told("loss")), 0, samples)
     with np.errstate(invalid="ignore"):  # a step of which nobody told has no loss
         losses = np.nansum(told("loss") * weights, axis=1) / weights.sum(axis=1)
@@ -84,6 +86,22 @@ def measure(
     }
 
 
+def _known(
+    parts: Mapping[str, npt.NDArray[np.float64]], mean_s: float
+) -> dict[str, npt.NDArray[np.float64]]:
+    """Return the parts of which every rank has told. Raises ``DataError``: one cannot be."""
+    known = {name: part for name, part in parts.items() if np.isfinite(part).all()}
+    for name, part in known.items():
+        means, longest = part.mean(axis=0), mean_s if name in _PARTS else math.inf
+        if not 0 <= means.min() <= means.max() <= MOST_PART * longest:
+            raise DataError(
+                f"a part of a step is not below 0, and lasts no longer, got {name} of "
+                f"{means.min():g} to {means.max():g} in steps of {mean_s:g} s; mend what "
+                f"hpctrain.record is told"
+            )
+    return known
+
+
 def _means(known: Mapping[str, npt.NDArray[np.float64]]) -> dict[str, list[float]]:
     """Return what the ranks of each step have told of its parts, on average."""
     found = {name: known[name].mean(axis=1) for name in _PARTS if name in known}
@@ -97,16 +115,16 @@ def _means(known: Mapping[str, npt.NDArray[np.float64]]) -> dict[str, list[float
 def _steps(lines: _Lines) -> dict[int, dict[str, Any]]:
     """Return the steps of a rank by their numbers; seconds of its first may be NaN.
 
-    Raises ``DataError``: a number comes again.
+    Raises ``DataError``: a number does not grow.
     """
     found: dict[int, dict[str, Any]] = {}
     before = math.nan
     for line in lines:
         if "samples" in line:
-            if line["step"] in found:
+            if found and line["step"] <= (last := next(reversed(found))):
                 raise DataError(
                     f"a rank counts its steps over all epochs, and step {line['step']} came "
-                    f"twice; pass hpctrain.record a number that only grows"
+                    f"behind step {last}; pass hpctrain.record a number that only grows"
                 )
             found[line["step"]] = {"seconds": line["at"] - before, **line}
         before = line["at"]

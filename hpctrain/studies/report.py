@@ -146,9 +146,10 @@ def _cards(results: StudyResults) -> list[tuple[str, str]]:
     last = max(fit, key=lambda each: (each.ranks, each.efficiency and each.efficiency.value))
     assert last.efficiency is not None
     assert last.samples_per_s is not None
+    where = results.label(last.point)
     return [
-        (f"{last.efficiency.value:.1%}", f"efficiency on {last.ranks} ranks"),
-        (f"{last.samples_per_s.value:.4g}", f"samples per second on {last.ranks} ranks"),
+        (f"{last.efficiency.value:.1%}", f"efficiency at {where}"),
+        (f"{last.samples_per_s.value:.4g}", f"samples per second at {where}"),
     ]
 
 

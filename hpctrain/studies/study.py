@@ -54,13 +54,13 @@ class Study:
         ]
 
     def expected_s(self, attempts: Iterable[Attempt]) -> float | None:
-        """Return what attempts will take, by others of as many ranks, or else by all others.
+        """Return what attempts will take, by others that succeeded, of as many ranks if any did.
 
         None where nothing was measured yet.
         """
         walls: dict[int, list[float]] = {}
         for record in self.folder.read_points():
-            if record.wall_s is not None:
+            if record.is_done and record.wall_s is not None:
                 walls.setdefault(record.layout.ranks, []).append(record.wall_s)
         every = [wall for found in walls.values() for wall in found]
         if not every:

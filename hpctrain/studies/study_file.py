@@ -1,5 +1,6 @@
 """File of a study, ``STUDY.toml``: what to measure, and what each factor changes."""
 
+import math
 import re
 import shlex
 from collections.abc import Mapping
@@ -90,7 +91,8 @@ class StudyConfig:
             is_free = name not in (*_LAYOUT, "batch")
             require(is_free or is_size, f"factors.{name} has whole numbers above 0", values)
         for name, value in self.study.target.items():
-            require(type(value) in (int, float), f"study.target.{name} is a number", value)
+            is_number = type(value) in (int, float) and math.isfinite(value)
+            require(is_number, f"study.target.{name} is a number", value)
         require(len(self.study.target) < 2, "study.target has one name", self.study.target)
         if self.command.run:
             self._check_names()
@@ -158,6 +160,13 @@ def load(path: Path) -> StudyConfig:
     values.merge(read_toml(path, StudyConfig, way_out), f"file {path}")
     config = values.build()
     require(bool(config.command.run), f"file {path}: command.run says what to measure", "")
+    for text in (config.command.run, config.command.launcher):
+        try:
+            shlex.split(text)
+        except ValueError as error:
+            raise ConfigError(
+                f"file {path}: texts of [command] are quoted as for a shell, got {text!r}: {error}"
+            ) from None
     return config
 
 

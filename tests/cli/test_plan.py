@@ -98,6 +98,7 @@ def test_two_gradient_norms_stand_for_a_noise_scale(ask):
     told = ask("--json", "--noise-scale", str(scale), **GIVEN).output
     assert ask(*words, **GIVEN).output == told
     assert math.isfinite(json.loads(told)["best"]["seconds"])
+    assert "got both" in str(ask(*words, "--noise-scale", "9", **GIVEN).exception)
 
 
 def test_a_run_that_has_told_its_noise_scale_is_planned_by_the_last_one(ask, run):

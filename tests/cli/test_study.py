@@ -105,6 +105,16 @@ def test_a_dry_run_lists_points_and_cost_and_writes_nothing():
     assert not Path("studies").exists()
 
 
+@pytest.mark.parametrize("name", ["", "..", "a/b", "/tmp/x"])
+def test_a_name_that_is_no_folder_and_a_repeat_that_is_not_asked_for_are_refused(name):
+    Path("other.toml").write_text(STUDY.replace('"s"', f'"{name}"'))
+    with pytest.raises(ConfigError, match=f"is that of a folder, got '{name}'; or say --out"):
+        run("run", "other.toml", "--dry-run")
+    assert run("run", "other.toml", "--dry-run", "--out", "here").exit_code == 0
+    with pytest.raises(ConfigError, match="has repeats 0 to 2, got 3"):
+        run("run", "study.toml", "--repeat", 3)
+
+
 def test_a_run_tells_each_point_and_ends_with_1_where_some_have_failed():
     Path("study.toml").write_text(
         STUDY.replace("[1, 4]", "[1]").replace("[2]", "[1]", 1) + 'launcher = ""'
@@ -113,7 +123,8 @@ def test_a_run_tells_each_point_and_ends_with_1_where_some_have_failed():
     assert result.exit_code == 1
     assert result.stdout.count("depth=1  repeat 2: 2.00 s a step, 4 samples/s\n") == 1
     assert result.stdout.count("failed: it ended with exit code 7") == 3
-    assert "6 of 6 measured, 3 failed; `hpctrain study report here`" in result.stdout
+    assert "3 of 6 measured, 3 failed; `hpctrain study report here`" in result.stdout
+    assert "--retry-failed measures again" in result.stdout
     assert len(StudyFolder(Path("here")).read_points()) == 6
     again = run("run", "study.toml", "--out", "here")
     assert "repeat" not in again.stdout

@@ -41,6 +41,7 @@ def test_goodput_is_that_of_simulated_runs_and_best_at_the_best_interval():
     around = best_s * np.geomspace(0.2, 5, 201)
     values = [goodput(x, FAILING.checkpoint_s, FAILING.restart_s, MEAN_S) for x in around]
     assert around[int(np.argmax(values))] == pytest.approx(best_s, rel=0.05)
+    assert goodput(60, 60, 1e5, 1.0) == 0  # and no overflow
 
 
 def test_without_failures_time_is_work_and_checkpoints():

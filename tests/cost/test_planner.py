@@ -147,3 +147,20 @@ def test_a_batch_too_small_for_the_ranks_is_refused():
     assert max(c.nodes for c in advise(MACHINE, MODEL, replace(GOAL, batch=40)).by_nodes) == 8
     with pytest.raises(ConfigError, match="samples must be above 0, got 0"):
         Goal(samples=0, batch=1)
+
+
+def test_a_goal_takes_a_step_and_what_is_not_finite_is_refused():
+    assert advise(MACHINE, MODEL, replace(GOAL, samples=1)).best.num_steps == 1
+    for name in ("parameters", "samples_per_s"):
+        with pytest.raises(ConfigError, match=f"{name} must be below inf, got inf"):
+            replace(MODEL, **{name: math.inf})
+
+
+def test_nodes_that_hardly_ever_work_are_left_out_and_none_is_an_error():
+    failing = replace(MACHINE, mtbf_s=10.0, checkpoint_s=60.0, restart_s=300.0)
+    found = advise(failing, MODEL, GOAL)
+    assert 0 < found.by_nodes[-1].goodput < found.best.goodput < 1e-9
+    assert found.best.nodes == 1
+    assert found.by_nodes[-1].nodes < 64
+    with pytest.raises(ConfigError, match=r"got mtbf_s=0.1 of a node and restart_s=300, which"):
+        advise(replace(failing, mtbf_s=0.1), MODEL, GOAL)

@@ -105,3 +105,5 @@ def test_learning_is_shown_as_ranks_told_it(tmp_path):
     [curve] = series(figures(results)["learning"], "solid")
     assert curve.x == [0, 1, 2, 3, 4]
     assert curve.y == pytest.approx([0, 0.1, 0.2, 0.3, 0.4])
+    (folder / "b.jsonl").write_text(json.dumps({"step": 5, "at": 12.0, "accuracy": 0.5}) + "\n")
+    assert not series(figures(results)["learning"], "solid")  # no line goes through one point

@@ -120,14 +120,16 @@ NAN = float("nan")
         ({"seconds": -1.0}, "a duration above 0.*got -1 to"),
         ({"seconds": NAN}, "a duration above 0"),
         ({"samples": NAN}, "a number of samples.*nan samples"),
-        ({"step": 1}, "step 1 came twice.*only grows"),
+        ({"samples": -4.0}, "a number of samples"),
+        ({"step": 1}, "step 1 came behind step 1; .*only grows"),
+        ({"step": 0}, "step 0 came behind step 1; .*only grows"),
         ({"step": 7}, r"this one has 1 in all.*told of 3"),
     ],
 )
 def test_what_cannot_be_is_an_error_of_the_repeat_not_of_the_report(tmp_path, change, said):
     lines, good = steps(0, 1, 1, 1), steps(0, 1, 1, 1)
     if "step" in change and change["step"] == 7:
-        lines[1]["step"] = 8
+        lines[1]["step"] = 6
     lines[2] |= change
     write(tmp_path, lines, lines if "seconds" in change else good)
     with pytest.raises(DataError, match=said):
@@ -147,6 +149,22 @@ def test_parts_that_are_not_finite_are_not_told(tmp_path):
     found = measure(tmp_path, 1, warm_up=0, target={})
     assert found["input_s"] == [0.5, 0.5]
     assert not {"compute_s", "node_bytes"} & found.keys()
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"compute_s": 100.0}, "lasts no longer, got compute_s of 100 to 100 in steps of 1 s"),
+        ({"input_s": -0.5}, "not below 0, .*got input_s of -0.5"),
+        ({"rail_bytes": -8}, "not below 0, .*got rail_bytes of -8"),
+    ],
+)
+def test_no_part_is_longer_than_its_step_nor_below_0(tmp_path, values, said):
+    write(tmp_path, steps(0, 1, 1, 1), steps(0, 1, 1, 1, **values))
+    assert not values.keys() & measure(tmp_path, 2, warm_up=1, target={}).keys()  # of one rank
+    write(tmp_path, *2 * [steps(0, 1, 1, 1, **values)])
+    with pytest.raises(DataError, match=said):
+        measure(tmp_path, 2, warm_up=1, target={})
 
 
 SCRIPT = """

@@ -79,6 +79,7 @@ def test_numbers_of_the_page_are_those_of_the_statistics(results):
     text, page = page_of(results)
     rows = page.rows("points")
     assert len(rows) == len(results.summaries) == 8
+    assert ">efficiency at ranks 4, codec bf16<" in text  # a card says which of the curves
     place = {name: POINT_HEADS.index(name) for name in POINT_HEADS}
     for row, summary in zip(rows, results.summaries, strict=True):
         value = {name: row[place[name]][1] for name in place}

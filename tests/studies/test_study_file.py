@@ -59,6 +59,8 @@ def test_names_in_braces_become_values_in_words_settings_and_variables(tmp_path)
         ("codec = [", "depth = [2]\ncodec = [", "factors.depth changes something: write {depth}"),
         ("codec = [", "repeat = [2]\ncodec = [", "other than folder and repeat"),
         ("[factors]", "target = { loss = '1' }\n[factors]", "study.target.loss is a number"),
+        ("[factors]", "target = { loss = nan }\n[factors]", "study.target.loss is a number"),
+        ("y'", "y", r"are quoted as for a shell, got .*: No closing quotation"),
         ("run =", "#", "command.run says what to measure"),
     ],
 )
