@@ -1,5 +1,6 @@
 """``hpctrain doctor``: what is wrong with this machine, this job or this launch."""
 
+import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -10,7 +11,7 @@ from typing import Annotated
 import typer
 
 from hpctrain.cli.options import AsJson, flag, option
-from hpctrain.core.finding import LEVELS, Finding
+from hpctrain.core.finding import LEVELS, Finding, Level
 
 WRONG = 1  # exit code when there is a warning or an error
 
@@ -71,7 +72,12 @@ def doctor(
 def _lint(script: Path) -> list[Finding]:
     from hpctrain.core.errors import ConfigError, LaunchError  # noqa: PLC0415
     from hpctrain.launch.slurm.lint.lint import gather, lint  # noqa: PLC0415
-    from hpctrain.launch.slurm.scheduler import find_sbatch, try_out  # noqa: PLC0415
+    from hpctrain.launch.slurm.scheduler import (  # noqa: PLC0415
+        NO_ANSWER,
+        find_sbatch,
+        run,
+        try_out,
+    )
 
     try:
         text = script.read_bytes().decode("utf-8")  # with the ends of its lines
@@ -79,13 +85,21 @@ def _lint(script: Path) -> list[Finding]:
         raise ConfigError(f"--lint needs a job script, {script} cannot be read: {error}") from None
     found = lint(text, facts=gather(Path.cwd()))
     with suppress(LaunchError):
+        if (
+            re.match(r"#!.*\b(ba)?sh\b", text)
+            and (said := run(["bash", "-n"], text=text)).returncode
+        ):
+            what = said.stderr.strip().splitlines()[0].removeprefix("bash: ")
+            found.append(Finding("bash -n", "error", what, f"bash -n {script}"))
+    with suppress(LaunchError):
         find_sbatch()
         try:
             try_out(text)
         except LaunchError as error:  # in Slurm's own words
-            found = [each for each in found if each.level != "ok"]
-            found.append(Finding("sbatch --test-only", "error", str(error), "sbatch --help"))
-    return found
+            level: Level = "note" if str(error).startswith(NO_ANSWER) else "error"
+            found.append(Finding("sbatch --test-only", level, str(error), "sbatch --help"))
+    others = [each for each in found if each.level != "ok"]
+    return others or found
 
 
 def _examine(directories: Sequence[Path]) -> tuple[list[Finding], bool]:

@@ -6,7 +6,8 @@ A frame is the user's unless its file is part of Python, of an installed package
 import linecache
 import sysconfig
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sized
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -29,7 +30,8 @@ def folded(error: BaseException, log: Path | None) -> str:
     nothing may be folded away. ``log`` is the file that has the whole traceback; None where there
     is none.
     """
-    lines, notes = user_lines(error), list(getattr(error, "__notes__", ()))
+    lines, told = user_lines(error), "\n".join(map(str, getattr(error, "__notes__", ())))
+    notes = [line[:_WIDTH] for line in told.splitlines() if line.strip()]
     frames = _frames(error)
     is_told = isinstance(error, HpctrainError | SyntaxError) or bool(notes)
     is_fault = bool(frames) and frames[-1][0].f_code.co_filename.startswith(_OURS)
@@ -39,9 +41,36 @@ def folded(error: BaseException, log: Path | None) -> str:
     said = [line[:_WIDTH] for line in said if line.strip()]
     last = f"the whole traceback: {log}" if log else "HPCTRAIN_LOG_DIR=FOLDER keeps all frames"
     left = MAX_LINES - len(lines) - 1
-    if len(said) > left:
-        said = [*said[: left - len(notes)], *notes]
-    return "\n".join([*lines, *said, last])
+    del said[len(said) - len(notes) :], notes[left - 1 :]
+    return "\n".join([*lines, *said[: left - len(notes)], *notes, last])
+
+
+@contextmanager
+def noted(whose: str, *values: Any) -> Iterator[None]:
+    """Let an error inside, if it is none of ours, tell whose it is and what it was given."""
+    try:
+        yield
+    except HpctrainError:
+        raise
+    except Exception as error:
+        given = ""
+        with suppress(Exception):  # whatever a user's object does when it is looked at
+            given = " and ".join(map(described, values))
+        error.add_note(f"{whose} was given {given}" if given else whose)
+        raise
+
+
+def described(value: object) -> str:
+    """Say what a value is: type and shape of a tensor, also in tuples and by name."""
+    name = f"a {type(value).__name__}"
+    if isinstance(value, tuple | list):
+        return f"{name} of {', '.join(map(described, value))}"
+    if text := _describe(value):
+        return text
+    if isinstance(value, Mapping) and 0 < len(value) <= _NUM_PARTS:
+        return ", ".join(f"{name} {described(each)}" for name, each in value.items())
+    is_data = hasattr(value, "__getitem__") and not isinstance(value, str | bytes | Mapping)
+    return f"{name} of {len(value)} samples" if is_data and isinstance(value, Sized) else name
 
 
 def user_lines(error: BaseException) -> list[str]:
@@ -52,8 +81,9 @@ def user_lines(error: BaseException) -> list[str]:
         code = frame.f_code
         source = linecache.getline(code.co_filename, number).strip()
         lines.append(f"{_short(code.co_filename)}:{number} in {code.co_name}: {source[:_WIDTH]}")
-    if frames and (tensors := _tensors(frames[-1][0].f_locals)):
-        lines.append(f"  where {tensors}")
+    with suppress(Exception):  # whatever a user's object does when it is looked at
+        if frames and (tensors := _tensors(frames[-1][0].f_locals)):
+            lines.append(f"  where {tensors}")
     return lines
 
 

@@ -14,6 +14,7 @@ from hpctrain.comm.agreement import by_rank
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.ops import Op
 from hpctrain.core.errors import CorruptError, DataError
+from hpctrain.core.user_error import user_lines
 from hpctrain.data.order.ordering import Ordering, OrderName
 from hpctrain.data.order.window import WindowShape
 from hpctrain.data.samples import Batch, Columns, Indices, Samples, padded, pinned
@@ -361,7 +362,7 @@ class Loader:
         damage = [error for error in errors.values() if isinstance(error, CorruptError)]
         news = [error for error in damage if not self._skipped.covers(error.start, error.stop)]
         if self.on_corrupt == "raise" or len(damage) < len(errors) or not news:
-            _raise_first(errors, self.comm)
+            raise errors[min(errors)]
         for error in news:
             if self._skipped.covers(error.start, error.stop):
                 continue  # two ranks have met the same
@@ -401,19 +402,15 @@ def _failures(error: Exception | None, comm: Communicator | None) -> dict[int, E
     comm.allreduce_(flag, op=Op.MAX).wait()
     if not flag.item():
         return {}
-    found = comm.allgather_object(None if error is None else portable(error))
-    result = {rank: other for rank, other in enumerate(found) if other is not None}
+    told = None if error is None else (portable(error), user_lines(error))
+    result = dict[int, Exception]()
+    for rank, found in enumerate(comm.allgather_object(told)):
+        if found is not None:
+            result[rank], frames = found
+            result[rank].add_note("\n".join([f"(raised on rank {rank})", *frames]))
     if error is not None:
         result[comm.rank] = error  # with its traceback
     return result
-
-
-def _raise_first(errors: dict[int, Exception], comm: Communicator | None) -> None:
-    """Raise the error of the lowest rank that has one."""
-    rank, error = min(errors.items(), key=lambda item: item[0])
-    if comm is not None and comm.size > 1 and rank != comm.rank:
-        error.add_note(f"(raised on rank {rank})")
-    raise error
 
 
 def _require_same(what: dict[str, Any], comm: Communicator | None) -> None:

@@ -47,7 +47,8 @@ class PerSample:
             raise DataError(
                 "PerSample(random=True) needs the numbers of the samples; give it to a Loader"
             )
-        return _joined([self.function(sample) for sample in _samples(columns)], columns)
+        made = [self.function(sample) for sample in _samples(columns)]
+        return _joined(made, columns, self.function)
 
     def at(
         self,
@@ -69,7 +70,7 @@ class PerSample:
                 on_sample(index)
             own = [_generator(pass_key, index)] if self.random else []
             made.append(self.function(sample, *own))
-        return _joined(made, columns)
+        return _joined(made, columns, self.function)
 
 
 def apply(
@@ -87,7 +88,7 @@ def apply(
     if not isinstance(result, Mapping):
         raise DataError(
             f"a transform returns tensors by field, such as {{'x': x}}, "
-            f"got {type(result).__name__}"
+            f"got {type(result).__name__} of {getattr(transform, '__name__', transform)}"
         )
     return dict(result)
 
@@ -101,16 +102,25 @@ def _generator(pass_key: int, index: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(key=np.array([pass_key, index], np.uint64)))
 
 
-def _joined(samples: list[Mapping[str, Any]], columns: Columns) -> dict[str, Values]:
+def _joined(samples: list[Any], columns: Columns, function: object) -> dict[str, Values]:
     if not samples:
         return columns  # the function was not called, so nobody knows what it returns
-    names = samples[0].keys()
-    if any(sample.keys() != names for sample in samples):
-        raise DataError("a function of PerSample returns the same fields for every sample")
+    names = samples[0].keys() if isinstance(samples[0], Mapping) else ()
+    if not names or any(not isinstance(s, Mapping) or s.keys() != names for s in samples):
+        raise DataError(
+            f"a function of PerSample returns the same fields for every sample, such as "
+            f"{{'x': x}}, {getattr(function, '__name__', function)} returned "
+            f"{' and '.join(sorted({_fields(sample) for sample in samples}))}"
+        )
     return {
         name: _column(name, [torch.as_tensor(sample[name]) for sample in samples])
         for name in names
     }
+
+
+def _fields(sample: Any) -> str:
+    is_mapping = isinstance(sample, Mapping)
+    return ", ".join(map(str, sample)) if is_mapping else type(sample).__name__
 
 
 def _column(name: str, values: list[Tensor]) -> Values:

@@ -8,6 +8,7 @@ from torch import Tensor
 from hpctrain.comm.agreement import agreed
 from hpctrain.comm.communicator import Communicator
 from hpctrain.core.errors import DataError
+from hpctrain.core.user_error import noted
 from hpctrain.gradients.fixed_tree import aligned_parts, exact_sum
 from hpctrain.train.scores import Metric, Scores
 from hpctrain.train.stateful import widened
@@ -27,23 +28,19 @@ def evaluate(task: Task) -> Scores:
         task.comm.broadcast_(buffer).wait()
     task.model.eval()
     means = [metric for metric in task.metrics if metric.values is not None]
-    rows, counts = [], dict[str, Tensor]()
+    rows, counts = list[list[float]](), dict[str, Tensor]()
     refusal: DataError | None = None
     for inputs, labels in _parts(task):
         if refusal is not None:
             continue  # the ranks read on together
         try:
             output, loss = task.forward(inputs, labels)
+            row = [float(len(inputs)), loss.item() * len(inputs)]
+            row += _judge(task, widened(output), labels, counts)
         except DataError as error:
             refusal = error
             continue
-        output = widened(output)
-        sums_of = (metric.sum_of(output, labels) for metric in means)
-        rows.append((float(len(inputs)), loss.item() * len(inputs), *sums_of))
-        for metric in task.metrics:
-            if metric.counts is not None:
-                found = metric.counts(output, labels)
-                counts[metric.name] = found.add_(counts.get(metric.name, torch.zeros(())))
+        rows.append(row)
     with agreed(task.comm):
         if refusal is not None:
             raise refusal
@@ -67,6 +64,19 @@ def evaluate(task: Task) -> Scores:
     first = metrics[task.metric_name]
     loss_mean = found_means["loss"]
     return Scores(loss=loss_mean, metric=first, num_samples=int(num_samples), metrics=metrics)
+
+
+def _judge(
+    task: Task, output: Tensor, labels: Tensor, counts: dict[str, Tensor]
+) -> Iterator[float]:
+    """Yield the sums that are means in the end, and add to what is counted."""
+    for metric, name in zip(task.metrics, task.config.test.metrics, strict=True):
+        with noted(f'test.metric = "{name}"', output, labels):
+            if metric.values is not None:
+                yield metric.sum_of(output, labels)
+            elif metric.counts is not None:
+                found = metric.counts(output, labels)
+                counts[metric.name] = found.add_(counts.get(metric.name, torch.zeros(())))
 
 
 def _score(metric: Metric, counts: Tensor | None, comm: Communicator) -> float:

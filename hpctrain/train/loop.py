@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from hpctrain.checkpoint.format.state_hash import state_hash
 from hpctrain.comm.agreement import agreed
-from hpctrain.core.errors import HpctrainError, NotFiniteError
+from hpctrain.core.errors import NotFiniteError
 from hpctrain.core.records import record
+from hpctrain.core.user_error import noted
 from hpctrain.data.samples import Batch
 from hpctrain.optim.noise_scale import Measured
 from hpctrain.train.boundary import SAVE, STOP, Boundary
@@ -291,12 +292,8 @@ def train_step(task: Task, batch: Batch, guard: StepGuard) -> tuple[float, int, 
     if overflows:
         task.optimizer.zero_grad()
         return 0.0, 0, False
-    try:
+    with noted(f'optimizer.name = "{task.config.optimizer.name}"'):  # an argument of a wrong type
         task.optimizer.step()
-    except Exception as error:
-        if not isinstance(error, HpctrainError):  # such as of an argument of a wrong type
-            error.add_note(f'optimizer.name = "{task.config.optimizer.name}"')
-        raise
     if task.ema is not None:
         task.ema.update()
     if task.steps is not None:
@@ -309,10 +306,12 @@ def _backward(task: Task, batch: Batch, guard: StepGuard) -> tuple[float, int]:
     """Return the loss of this rank's samples, by reproducible steps of all, and their number."""
     with agreed(task.comm) if guard.is_first else nullcontext():
         both = task.split(batch)
+    step = f"the step of {' and '.join(task.targets)}"
     if task.steps is not None:
         num_samples = task.train.step_samples
         loss_of = lambda part: task.forward(*part, tries_backward=guard.is_first)[1]  # noqa: E731
-        return task.steps.backward(both, loss_of, num_samples=num_samples), batch.num_samples
+        with noted(step, *both):
+            return task.steps.backward(both, loss_of, num_samples=num_samples), batch.num_samples
     task.optimizer.zero_grad()
     nominal = task.config.train.global_batch / task.comm.size
     task.exchange.set_num_samples(batch.num_samples, nominal=nominal)
@@ -336,7 +335,8 @@ def _backward(task: Task, batch: Batch, guard: StepGuard) -> tuple[float, int]:
         if number == pieces:
             guard.see_loss(value)
         loss = task.precision.scaled(loss)
-        loss.backward(torch.full_like(loss, weight))
+        with noted(step, *part):
+            loss.backward(torch.full_like(loss, weight))
         if number == 1 and pieces > 1:
             measured = _measured(task, len(part[0]), weight)
     if task.noise is not None and measured:

@@ -20,6 +20,7 @@ from hpctrain.checkpoint.export import newest_state
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.logs import logger
 from hpctrain.core.target import call, check_arguments, member, resolve
+from hpctrain.core.user_error import noted
 from hpctrain.gradients.elementwise import can_shard
 from hpctrain.optim.groups import EXEMPTIONS, matched, parameter_groups
 from hpctrain.optim.lamb import LAMB
@@ -40,7 +41,8 @@ _MOST_LINES = 20
 def make_model(config: ModelConfig) -> nn.Module:
     """Call the target. Raises ``ConfigError``: it is wrong, or makes no model."""
     target = resolve(config.target, "model.target")
-    model = call(target, (), config.args, "model.args")
+    with noted(f'model.target = "{config.target}"'):
+        model = call(target, (), config.args, "model.args")
     if not isinstance(model, nn.Module):
         raise ConfigError(
             f"model.target returns a torch.nn.Module, {config.target} returned what is of type "
@@ -171,6 +173,8 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
             check_arguments(kind, 1, {**args, **own}, "optimizer.groups")
     try:
         optimizer = call(kind, (groups,), args, "optimizer.args")
+    except ConfigError:
+        raise
     except (TypeError, ValueError) as error:
         raise ConfigError(f"optimizer.args: {config.name} refuses: {error}") from error
     assert isinstance(optimizer, Optimizer)

@@ -26,7 +26,7 @@ from hpctrain.train.config import SyncConfig
 from hpctrain.train.load import load
 from hpctrain.train.run_directory import RunDirectory
 from hpctrain.train.stateful import widened
-from hpctrain.train.task import Task, build
+from hpctrain.train.task import Task, build, told_of
 
 OUTPUT = "output"  # name of the data set in the file
 
@@ -113,7 +113,9 @@ def _output(task: Task, batch: Batch) -> NDArray[Any] | None:
     if not batch.num_samples:
         return None
     with task.precision.autocast():
-        output = task.model(task.split(batch)[0])
+        inputs, _ = task.split(batch)
+        with told_of(task.targets[0], inputs):
+            output = task.model(inputs)
     output = widened(output)
     if not isinstance(output, Tensor) or output.shape[:1] != (batch.num_samples,):
         what = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__

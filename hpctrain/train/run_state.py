@@ -282,7 +282,15 @@ def restore_replica(task: Task, shared: Mapping[str, Any], own: Mapping[str, Any
     """
     task.model.load_state_dict(shared["model"])
     # Copied: an optimizer keeps the tensors that it is given.
-    task.optimizer.load_state_dict(mapped((own or shared)["optimizer"], Tensor.clone))
+    saved = mapped((own or shared)["optimizer"], Tensor.clone)
+    task.optimizer.load_state_dict(saved)
+    # torch lets numbers, such as those of NAdam, have the type of the parameter: other bits.
+    places = (place for group in saved["param_groups"] for place in group["params"])
+    parameters = (p for group in task.optimizer.param_groups for p in group["params"])
+    for place, parameter in zip(places, parameters, strict=True):
+        state = saved["state"].get(place, {})
+        numbers = {name: v for name, v in state.items() if isinstance(v, Tensor) and v.dim() == 0}
+        task.optimizer.state[parameter].update(numbers)
     if own:
         for name, parameter in task.model.named_parameters():
             parameter.copy_(own["parameters"][name])

@@ -3,12 +3,14 @@
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hpctrain.core.errors import ConfigError, DataError
 from hpctrain.core.target import check_arguments, resolve
+from hpctrain.core.user_error import described
 
 LOSS = "loss"
 
@@ -27,11 +29,11 @@ class Metric:
     def sum_of(self, output: Tensor, label: Tensor) -> float:
         """Return the sum of the values over the samples of a batch."""
         assert self.values is not None
-        values = self.values(output, label)
-        if values.dim() == 0 or len(values) != len(label):
+        values: Any = self.values(output, label)
+        if not isinstance(values, Tensor) or values.shape[:1] != label.shape[:1]:
             raise DataError(
                 f"test.metric: {self.name} returns one value for each of {len(label)} samples, "
-                f"got {tuple(values.shape)}; leave its mean out"
+                f"got {described(values)}; leave its mean out"
             )
         values = values.double()
         return float((values.flatten(1).mean(1) if values.dim() > 1 else values).sum())

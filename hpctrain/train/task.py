@@ -1,7 +1,7 @@
 """The task that a configuration names, built: all that one rank needs to train."""
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from traceback import extract_tb
@@ -19,7 +19,7 @@ from hpctrain.comm.communicator import Communicator
 from hpctrain.core.errors import ConfigError, DataError, HpctrainError
 from hpctrain.core.logs import logger
 from hpctrain.core.target import check_arguments, member, resolve
-from hpctrain.core.user_error import user_lines
+from hpctrain.core.user_error import described, noted, user_lines
 from hpctrain.data.format.layout import Field
 from hpctrain.data.loader import Loader
 from hpctrain.data.reader import ShardedDataset
@@ -126,6 +126,12 @@ class Task:
         return self.metrics[0].name
 
     @property
+    def targets(self) -> tuple[str, str]:
+        """Whose errors those of a step are: the keys of model and loss, with their values."""
+        config = self.config
+        return f'model.target = "{config.model.target}"', f'loss.target = "{config.loss.target}"'
+
+    @property
     def is_larger_better(self) -> bool:
         """Whether the larger value of the first metric is the better one."""
         mode = self.config.test.mode
@@ -165,19 +171,23 @@ class Task:
         Raises ``DataError``: the model or the loss refuses them, or the loss is not one number.
         Some dtypes are refused in backward alone, which is tried as far as the output.
         """
-        config = self.config
-        whose = f'loss.target = "{config.loss.target}"'
+        model, whose = self.targets
         with self.precision.autocast():
-            with told_of(f'model.target = "{config.model.target}"', inputs):
+            with told_of(model, inputs):
                 output = self.model(inputs)
             with told_of(whose, output, labels):
                 loss: object = self.loss(output, labels)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise DataError(
                 f"{whose} returns one number for a batch, such as the mean over its samples, got "
-                f"{_form(loss)} of {_form(output)} and {_form(labels)}"
+                f"{described(loss)} of {described(output)} and {described(labels)}"
             )
-        if tries_backward and loss.requires_grad and getattr(output, "requires_grad", False):
+        if tries_backward and not loss.requires_grad:
+            raise DataError(
+                f"a loss depends on weights that require gradients, that of {model} and {whose} "
+                f"does not; look for detach(), no_grad() or what leaves torch"
+            )
+        if tries_backward and getattr(output, "requires_grad", False):
             with told_of(whose, output, labels):
                 torch.autograd.grad(loss.sum(), output, retain_graph=True, allow_unused=True)
         return output, loss
@@ -190,17 +200,14 @@ def told_of(whose: str, *values: object) -> Iterator[None]:
     What torch refuses becomes a ``DataError``; an error of the function's own gets a note.
     """
     try:
-        yield
-    except HpctrainError:
-        raise
-    except Exception as error:
-        given = " and ".join(map(_form, values))
-        is_refusal = isinstance(error, _REFUSALS) and not isinstance(error, torch.OutOfMemoryError)
-        if not is_refusal or "/torch/" not in extract_tb(error.__traceback__)[-1].filename:
-            error.add_note(f"{whose} was given {given}")
+        with noted(whose, *values):
+            yield
+    except _REFUSALS as error:
+        is_other = isinstance(error, HpctrainError | torch.OutOfMemoryError)
+        if is_other or "/torch/" not in extract_tb(error.__traceback__)[-1].filename:
             raise
         logger.info("the model or the loss refuses its input", exc_info=error)
-        said = f"{type(error).__name__}: {error}"
+        given, said = " and ".join(map(described, values)), f"{type(error).__name__}: {error}"
         raise DataError(
             "\n".join(
                 [
@@ -211,17 +218,19 @@ def told_of(whose: str, *values: object) -> Iterator[None]:
         ) from error
 
 
-def _form(value: object) -> str:
-    if isinstance(value, Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
-    if isinstance(value, tuple | list):
-        return f"a {type(value).__name__} of {', '.join(map(_form, value))}"
-    samples = f" of {len(value)} samples" if _is_data(value) and isinstance(value, Sized) else ""
-    return f"a {type(value).__name__}{samples}"
+@dataclass(frozen=True, slots=True)
+class _Named:
+    """A function of the user whose errors name the key that it stands at."""
 
+    whose: str
+    function: Callable[..., Any]
 
-def _is_data(value: object) -> bool:
-    return hasattr(value, "__getitem__") and not isinstance(value, str | bytes | Mapping)
+    def __call__(self, given: Any, *others: Any) -> Any:
+        with noted(self.whose, given):
+            return self.function(given, *others)
+
+    def __str__(self) -> str:
+        return self.whose
 
 
 def build(config: RunConfig, comm: Communicator, *, is_new: bool = True) -> Task:
@@ -242,7 +251,8 @@ def build(config: RunConfig, comm: Communicator, *, is_new: bool = True) -> Task
         make_data = resolve(config.data.target, "data.target")
         check_arguments(make_data, 1, config.data.args, "data.args")
     with agreed(comm):
-        data = make_data(comm, **config.data.args)
+        with noted(f'data.target = "{config.data.target}"'):
+            data = make_data(comm, **config.data.args)
         train, test = _loaders(config, data, comm)
         schedule = make_schedule(config, len(train))
         # From here on ranks draw different random numbers: dropout must differ between them.
@@ -335,8 +345,8 @@ def _loaders(config: RunConfig, data: object, comm: Communicator) -> tuple[Loade
     if not (isinstance(data, tuple) and len(data) == 2 and all(map(_has_samples, data))):
         raise ConfigError(
             f"data.target returns two data sets (train, test), such as ShardedDataset.open makes "
-            f"them, {config.data.target} returned {_form(data)}; pack yours by write_arrays or "
-            f"hpctrain data pack (see hpctrain guide train), or train a script of your own on "
+            f"them, {config.data.target} returned {described(data)}; pack yours by write_arrays "
+            f"or hpctrain data pack (see hpctrain guide train), or train a script of your own on "
             f"hpctrain.shard(dataset)"
         )
     train, test = data
@@ -415,7 +425,8 @@ def _transform(config: DataConfig, name: str) -> Transform | None:
     key = "data.transform" if is_training else "data.test_transform"
     function, takes_random = resolve(name, key), config.random and is_training
     check_arguments(function, 2 if takes_random else 1, {}, key)
-    return PerSample(function, random=takes_random) if config.per_sample else function
+    named = _Named(f'{key} = "{name}"', function)
+    return PerSample(named, random=takes_random) if config.per_sample else named
 
 
 def stage_for(loader: Loader, to: str, comm: Communicator, topology: Topology) -> None:

@@ -122,7 +122,10 @@ def test_an_error_of_a_transform_on_one_rank_is_raised_by_all(world, comm, kind)
         steps.extend(loader)
     assert len(steps) == 5
     assert "50" in str(error.value)
-    assert error.value.__notes__ == ["(raised on rank 0)"] if world.rank else True
+    if world.rank:
+        [note] = error.value.__notes__
+        assert note.startswith("(raised on rank 0)\ntests/data/test_delivery.py:"), note
+        assert "in fail_on_sample_50: raise kind" in note
 
 
 def refuse(*_, **__):

@@ -21,6 +21,15 @@ from torch import nn
 from torch.nn import functional
 from hpctrain.data import ShardedDataset, write_arrays
 
+class Halved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient[:, :1]
+
 class Net(nn.Module):
     def __init__(self, features, classes, fault):
         super().__init__()
@@ -30,12 +39,18 @@ class Net(nn.Module):
         if self.fault == "memory":
             return torch.empty(1 << 50)
         out = self.linear(x)
+        out = {"backward": Halved.apply, "detached": torch.Tensor.detach}.get(
+            self.fault, torch.Tensor.contiguous)(out)
         return (out, x) if self.fault == "tuple" else out
 
 def model(features=6, classes=3, fault=""):
+    if fault == "made":
+        raise KeyError("width")
     return Net(features, classes, fault)
 
 def data(comm, folder, fault=""):
+    if fault == "away":
+        raise OSError("the disk is away")
     draw = numpy.random.default_rng(0)
     x = draw.normal(size=(32, 6)).astype("float64" if fault == "double" else "float32")
     y = draw.integers(0, 3, 32).astype("int32" if fault == "label" else "int64")
@@ -72,6 +87,15 @@ def plain(comm, folder):
 
 def crop(fields):
     return {"x": fields["z"], "y": fields["y"]}
+
+def nothing(fields):
+    pass
+
+def indexed(output, label):
+    return output.gather(1, label)
+
+def averaged(output, label):
+    return float((output.argmax(1) == label).float().mean())
 """
 
 CONFIG = """\
@@ -115,7 +139,31 @@ MISTAKES = {
         "data.transform=mine:crop",
         "KeyError",
         "in crop:",
+        'data.transform = "mine:crop" was given x float32 (16, 6), y int64 (16,)',
     ),
+    "transform of a sample": (
+        "data.transform=mine:nothing data.per_sample=true",
+        'data.transform = "mine:nothing" returned NoneType',
+    ),
+    "transform of a test": (
+        "data.test_transform=mine:nothing",
+        'NoneType of data.test_transform = "mine:nothing"',
+    ),
+    "metric": (
+        "test.metric=mine:indexed",
+        "in indexed:",
+        'test.metric = "mine:indexed" was given float32 (16, 3) and int64 (16,)',
+    ),
+    "mean in a metric": ("test.metric=mine:averaged", "each of 16 samples, got a float"),
+    "backward": (
+        "model.args.fault=backward",
+        "got [16, 1]",
+        'the step of model.target = "mine:model" and loss',
+        "was given float32 (16, 6) and int64 (16,)",
+    ),
+    "detached": ("model.args.fault=detached", "look for detach()", "mine:model"),
+    "making the model": ("model.args.fault=made", 'model.target = "mine:model"', "in model:"),
+    "opening the data": ("data.args.fault=away", 'data.target = "mine:data"', "in data:"),
     "plain data": (
         "data.target=mine:plain",
         "ShardedDataset.open",
@@ -151,7 +199,10 @@ def test_a_dry_run_tells_each_mistake_with_target_and_shapes(folder, monkeypatch
     wrong = {}
     try:
         for number, (name, (override, *words)) in enumerate(MISTAKES.items()):
-            overrides = [override, f"data.args.folder={folder}/{number}"]
+            overrides = [
+                *override.replace(" data.", "\ndata.").splitlines(),
+                f"data.args.folder={folder}/{number}",
+            ]
             text = "nothing"
             try:
                 run(load(folder / "mine.toml", overrides), {}, How(dry_run=True))
@@ -182,7 +233,7 @@ def test_two_ranks_tell_it_once_without_the_launchers_boxes_and_the_log_has_all(
     )
     told = done.stderr.splitlines()
     assert done.returncode == 1, done.stderr
-    assert told[0] == "[rank 0] mine.py:13 in forward: return torch.empty(1 << 50)", done.stderr
+    assert told[0] == "[rank 0] mine.py:22 in forward: return torch.empty(1 << 50)", done.stderr
     assert len(told) <= MAX_LINES, done.stderr
     assert 'model.target = "mine:model" was given float32 (8, 6)' in done.stderr
     log = folder / "runs/mine/log/rank-0.log"

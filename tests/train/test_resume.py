@@ -30,6 +30,7 @@ SINGLE = [
     "model.args={single = true, width = 33}",
     "data.args.single=true",
 ]
+NADAM = ["optimizer.name=NAdam", "optimizer.args={}", "train.clip_norm=0.1"]
 ADAMW = ["optimizer.name=AdamW", "optimizer.args={}", "train.clip_norm=0.1"]
 FIXED = [
     "model.target=tests.train.problem:model",
@@ -58,7 +59,7 @@ WINDOW = ["data.order=window", "checkpoint.keep_best=1", "checkpoint.background=
     "overrides",
     [
         pytest.param([*SINGLE, "checkpoint.every=3"], id="float32", marks=pytest.mark.ranks(1, 4)),
-        pytest.param([*PLAIN, *ADAMW, *WINDOW], id="adamw, window", marks=pytest.mark.ranks(2)),
+        pytest.param([*PLAIN, *NADAM, *WINDOW], id="nadam, window", marks=pytest.mark.ranks(2)),
         pytest.param([*SINGLE, *HALF], id="fp16, ema, groups", marks=pytest.mark.ranks(2)),
         pytest.param([*FIXED, *ADAMW], id="reproducible", marks=pytest.mark.ranks(3)),
     ],

@@ -76,7 +76,7 @@ class DecodePool:
 
         Random numbers of the transform begin with seed, epoch and samples. Raises ``DataError``:
         the pool was closed, or a worker died or was ended; then it says where. ``Exception``: what
-        ``take`` or the transform raised, with its traceback in a note.
+        ``take`` or the transform raised, with the user's frames in a note.
         """
         worker = self._free.get()
         try:
@@ -194,8 +194,10 @@ def _some(names: Iterable[object]) -> str:
     return f"{', '.join(shown[:_NAMED])}{rest}"
 
 
-def _remote(error: Exception, text: str) -> Exception:
-    error.add_note(f"(in a decode worker)\n{text}")
+def _remote(error: Exception, frames: str, whole: str) -> Exception:
+    """Return an error with the user's frames in a note, and the whole traceback as its cause."""
+    error.add_note(f"(in a decode worker)\n{frames}".rstrip())
+    error.__cause__ = RuntimeError(f"in a decode worker:\n{whole}")
     return error
 
 

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 
 from hpctrain.core.errors import DataError
+from hpctrain.core.user_error import user_lines
 from hpctrain.data.transform import begin_generators
 from hpctrain.data.workers.shm_message import Outbox, portable
 from hpctrain.launch.mpiexec import marks_rank
@@ -312,5 +313,7 @@ def _work(rank: "Connection[Any, Any]", notes: Notes) -> None:
             os.close(descriptor)
 
 
-def _failure(error: Exception) -> tuple[Exception, str]:
-    return portable(error), "".join(traceback.format_exception(error))
+def _failure(error: Exception) -> tuple[Exception, str, str]:
+    """Return an error, the user's frames, and the whole traceback."""
+    whole = "".join(traceback.format_exception(error))
+    return portable(error), "\n".join(user_lines(error)), whole

@@ -130,7 +130,9 @@ def portable(error: Exception) -> Exception:
     # What is damaged may be left out, which all ranks must do or none.
     if isinstance(error, CorruptError):
         return CorruptError(text, error.start, error.stop)
-    return DataError(text)
+    made = DataError(text)
+    made.__notes__ = list(getattr(error, "__notes__", ()))
+    return made
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]

@@ -13,6 +13,7 @@ from hpctrain.core.errors import ConfigError, LaunchError
 from hpctrain.core.units import parse_seconds
 from hpctrain.launch.program import Said, ask
 
+NO_ANSWER = "Slurm does not answer"
 ANSWER_S = 10.0
 """Time that a busy controller gets to answer; a run waits for it once, at its start."""
 
@@ -46,7 +47,7 @@ def job_end(environ: Mapping[str, str] = os.environ) -> float | None:
     done = run(["squeue", "-h", "-j", job, "-t", "running", "-o", "%A %L"], environ)
     if done.returncode:
         said = done.stderr.strip().partition("\n")[0]
-        raise LaunchError(f"Slurm does not answer: squeue: {said}")
+        raise LaunchError(f"{NO_ANSWER}: squeue: {said}")
     # The first number of an array names all its tasks, each of which has a line.
     lines = dict(line.split(maxsplit=1) for line in done.stdout.splitlines() if " " in line)
     seconds = time_limit_s(lines.get(job, ""))
@@ -118,7 +119,7 @@ def run(
     try:
         return ask([program, *line[1:]], environ, text=text, timeout_s=timeout_s or ANSWER_S)
     except OSError as error:
-        raise LaunchError(f"Slurm does not answer: {error}") from None
+        raise LaunchError(f"{NO_ANSWER}: {error}") from None
 
 
 def find_sbatch(environ: Mapping[str, str] = os.environ) -> str:
@@ -150,6 +151,8 @@ def try_out(script: str, environ: Mapping[str, str] = os.environ) -> str:
     """
     done = run([find_sbatch(environ), "--test-only"], environ, text=script, timeout_s=SUBMIT_S)
     said = _words(done.stderr)
+    if re.search("configuration source|contact slurm controller", said, re.IGNORECASE):
+        raise LaunchError(f"{NO_ANSWER}; it says: {said}")
     if done.returncode:
         raise LaunchError(f"Slurm would not take this job; it says: {said}")
     return re.sub(r"Job \d+ to start", "the job would start", said)
@@ -205,7 +208,7 @@ def in_queue(jobs: Iterable[int], environ: Mapping[str, str] = os.environ) -> di
         timeout_s=SUBMIT_S,
     )
     if done.returncode:
-        raise LaunchError(f"Slurm does not answer; it says: {_words(done.stderr)}")
+        raise LaunchError(f"{NO_ANSWER}; it says: {_words(done.stderr)}")
     found: dict[int, str] = {}
     for line in done.stdout.splitlines():
         number, whole, state, queued, start, why = (line.split(maxsplit=5) + [""] * 6)[:6]

@@ -55,6 +55,9 @@ def _header(script: BatchScript) -> Iterator[Fault]:
     for line in script.late:
         what = f"line {line}: #SBATCH behind the first command: sbatch does not read it"
         yield "warning", what, "move it to the top"
+    for line in script.commented:
+        what = f"line {line}: # SBATCH with a space is a comment: sbatch does not read it"
+        yield "note", what, "#SBATCH, or ##SBATCH where it is meant to be left out"
     for name, value in script.options.items():
         if re.search(r"\$\w|\$\{", value):
             what = f"#SBATCH --{name}={value}: sbatch expands no variables"
@@ -67,10 +70,17 @@ def _header(script: BatchScript) -> Iterator[Fault]:
 
 def _runs_once(script: BatchScript) -> Iterator[Fault]:
     """A program that runs once although the job has asked for many tasks."""
-    tasks = script.num_tasks
+    tasks, nodes = script.num_tasks, script.number("nodes") or 1
     if script.steps or script.launchers or not tasks or tasks == 1:
         return
-    if any(command.name in ("", *OWN_LAUNCHERS) for command in script.commands):
+    names = {command.name for command in script.commands}
+    if nodes > 1 and names & {"", "ssh", *OWN_LAUNCHERS} == {"torchrun"}:
+        line = next(each.line for each in script.commands if each.name == "torchrun")
+        what = (
+            f"line {line}: torchrun without srun runs on the first node alone, {nodes} are asked"
+        )
+        yield "error", f"{what} for", f"srun --ntasks-per-node=1 torchrun --nnodes={nodes} ..."
+    if names & {"", *OWN_LAUNCHERS}:
         return  # what is not known may start ranks
     sourced = [each.words[1:2] for each in script.commands if each.name in ("source", ".")]
     if not all(words and HARMLESS.search(words[0] or UNKNOWN) for words in sourced):

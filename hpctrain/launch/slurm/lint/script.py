@@ -148,6 +148,8 @@ class BatchScript:
         self.facts = facts
         self.options, self.late = _directives(text)
         """Of the ``#SBATCH`` lines, by long name; and lines that sbatch does not read."""
+        is_comment = re.compile(r"#\s+SBATCH\s+-").match
+        self.commented = [at for at, line in enumerate(text.splitlines(), 1) if is_comment(line)]
         environ = {k: v for k, v in facts.environ.items() if not k.startswith("SLURM")}
         pairs = (pair.partition("=") for pair in self.options.get("export", "").split(","))
         environ |= {name: value for name, equals, value in pairs if equals}

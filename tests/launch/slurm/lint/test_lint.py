@@ -100,6 +100,7 @@ FAULTS = [
     ("time limit", "warning", "my.toml ||", "my.toml --set checkpoint.every=3h ||"),
     ("start of the ranks", "error", "srun --mpi=pmix --kill-on-bad-exit=1 ", ""),
     ("start of the ranks", "error", RUN, "python -u train.py --lr 0.1"),
+    ("start of the ranks", "error", RUN, "torchrun --nproc-per-node 4 a.py"),
     ("background", "error", " || code=$?", " &"),
     ("background", "error", f"{RUN} || code=$?", "mpirun -n 16 ./a.out &"),
     ("nested launchers", "error", "hpctrain train my.toml", "torchrun --nproc-per-node 4 a.py"),
@@ -169,6 +170,12 @@ def test_each_finding_names_its_line_and_says_what_to_do():
 @pytest.mark.parametrize("facts", [FACTS, None], ids=["machine", "nothing known"])
 def test_scripts_that_users_write_have_no_finding(name, facts):
     assert [found for found in lint(USERS[name], facts=facts) if found.level != "ok"] == []
+
+
+def test_a_line_that_is_a_comment_by_a_space_is_a_note():
+    (found,) = lint(HEALTHY.replace("#SBATCH --job", "# SBATCH --job"), facts=FACTS)
+    assert (found.check, found.level) == ("script", "note")
+    assert lint(HEALTHY.replace("#SBATCH --job", "##SBATCH --job"), facts=FACTS)[0].level == "ok"
 
 
 def test_a_site_without_a_known_default_is_a_note():
