@@ -68,7 +68,7 @@ def described(value: object) -> str:
     if text := _describe(value):
         return text
     if isinstance(value, Mapping) and 0 < len(value) <= _NUM_PARTS:
-        return ", ".join(f"{name} {described(each)}" for name, each in value.items())
+        return ", ".join(f"{key} {described(each)}" for key, each in value.items())
     is_data = hasattr(value, "__getitem__") and not isinstance(value, str | bytes | Mapping)
     return f"{name} of {len(value)} samples" if is_data and isinstance(value, Sized) else name
 
