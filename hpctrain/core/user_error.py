@@ -62,11 +62,12 @@ def noted(whose: str, *values: Any) -> Iterator[None]:
 
 def described(value: object) -> str:
     """Say what a value is: type and shape of a tensor, also in tuples and by name."""
-    name = f"a {type(value).__name__}"
+    name = type(value).__name__
+    name = f"a{'n' * (name[0] in 'aeiou')} {name}"
     if isinstance(value, tuple | list):
         return f"{name} of {', '.join(map(described, value))}"
     if text := _describe(value):
-        return text
+        return f"numpy {text}" if type(value).__module__ == "numpy" else text
     if isinstance(value, Mapping) and 0 < len(value) <= _NUM_PARTS:
         return ", ".join(f"{key} {described(each)}" for key, each in value.items())
     is_data = hasattr(value, "__getitem__") and not isinstance(value, str | bytes | Mapping)
@@ -89,7 +90,7 @@ def user_lines(error: BaseException) -> list[str]:
 
 def is_user(file: str) -> bool:
     """Say whether a file is the user's own."""
-    return not (file.startswith(("<frozen", *_FOREIGN)) or "-packages/" in file)
+    return not (file.startswith(("<frozen", "<string>", *_FOREIGN)) or "-packages/" in file)
 
 
 def _frames(error: BaseException) -> list[tuple[FrameType, int]]:

@@ -23,7 +23,7 @@ from hpctrain.core.user_error import described, noted, user_lines
 from hpctrain.data.format.layout import Field
 from hpctrain.data.loader import Loader
 from hpctrain.data.reader import ShardedDataset
-from hpctrain.data.samples import Batch
+from hpctrain.data.samples import Batch, Ragged
 from hpctrain.data.staging import stage
 from hpctrain.data.transform import PerSample, Transform
 from hpctrain.gradients.noise_watch import watch_noise
@@ -151,11 +151,11 @@ class Task:
         """
         names = self.config.data.input, self.config.data.label
         inputs, labels = (batch.fields.get(name) for name in names)
-        if any(values is None or len(values) != batch.num_samples for values in (inputs, labels)):
+        if not all(_has_rows(values, batch.num_samples) for values in (inputs, labels)):
             whose = " or ".join(filter(None, dict.fromkeys(_transforms(self.config.data))))
-            has = ", ".join(f"{name} of {len(values)}" for name, values in batch.fields.items())
+            has = ", ".join(f"{name} {described(each)}" for name, each in batch.fields.items())
             raise DataError(
-                f"a transform keeps {' and '.join(names)} and every sample, "
+                f"a transform keeps {' and '.join(names)} of every sample as tensors, "
                 f"{whose or 'a data set'} returned {has} for {batch.num_samples} samples; return "
                 f"all of them, and let data.target choose samples"
             )
@@ -231,6 +231,12 @@ class _Named:
 
     def __str__(self) -> str:
         return self.whose
+
+
+def _has_rows(values: object, num: int) -> bool:
+    """Say whether there is a row for each of so many samples."""
+    is_many = isinstance(values, Ragged) or (isinstance(values, Tensor) and values.dim() > 0)
+    return is_many and len(values) == num  # type: ignore[arg-type]
 
 
 def build(config: RunConfig, comm: Communicator, *, is_new: bool = True) -> Task:

@@ -5,7 +5,7 @@ import pytest
 
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.units import parse_seconds
-from hpctrain.core.user_error import MAX_LINES, folded
+from hpctrain.core.user_error import MAX_LINES, folded, noted
 
 
 def deep(depth, x):
@@ -26,6 +26,32 @@ def test_the_innermost_frames_and_their_arrays_are_told_in_twelve_lines():
     assert "in deep: raise ValueError" in lines[2]
     assert lines[3] == "  where x float32 (2, 3)"
     assert lines[4] == "ValueError: line 0"
+
+
+def test_a_frame_without_source_is_no_line_and_notes_are_told_within_twelve_lines():
+    def launched():
+        exec("noted_deep(x)", {"x": np.zeros(2), "noted_deep": noted_deep})
+
+    def noted_deep(x):
+        with noted("mine.key", x, {"y": x}):
+            try:
+                deep(0, x)
+            except ValueError as error:
+                error.add_note("\n".join(map(str, range(40))))
+                raise
+
+    lines = told(launched).splitlines()
+    assert len(lines) == MAX_LINES
+    assert not any(line.startswith("<string>") for line in lines)
+    assert "ValueError: line 0" in lines
+
+
+def test_an_error_tells_whose_it_is_and_what_it_was_given():
+    def called():
+        with noted("mine.key", np.zeros(2, "int32"), {"y": [1]}):
+            deep(0, 0)
+
+    assert "mine.key was given numpy int32 (2,) and y a list of an int" in told(called)
 
 
 def test_an_error_of_ours_for_users_is_folded_and_a_fault_of_ours_is_not():

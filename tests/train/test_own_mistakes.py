@@ -91,6 +91,12 @@ def crop(fields):
 def nothing(fields):
     pass
 
+def one_label(fields):
+    return {"x": fields["x"], "y": fields["y"][0]}
+
+def arrays(fields):
+    return {name: values.numpy() for name, values in fields.items()}
+
 def indexed(output, label):
     return output.gather(1, label)
 
@@ -144,6 +150,12 @@ MISTAKES = {
     "transform of a sample": (
         "data.transform=mine:nothing data.per_sample=true",
         'data.transform = "mine:nothing" returned NoneType',
+    ),
+    "transform of a batch": ("data.transform=mine:one_label", "x float32 (16, 6), y int64 ()"),
+    "transform to arrays": (
+        "data.transform=mine:arrays",
+        "every sample as tensors",
+        "x numpy float32",
     ),
     "transform of a test": (
         "data.test_transform=mine:nothing",

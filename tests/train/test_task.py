@@ -41,7 +41,10 @@ UNFIT = [
     ("model.target={}:Pair", 'loss.target = "cross_entropy" refuses a tuple of float64 ('),
     ("model.target={}:float_model", 'model.target = "{}:float_model" refuses float64 ('),
     ("model.target={}:two_classes", 'loss.target = "cross_entropy" refuses float64 ('),
-    ("data.transform={}:shorter", "a transform keeps x and y and every sample, {}:shorter"),
+    (
+        "data.transform={}:shorter",
+        "a transform keeps x and y of every sample as tensors, {}:shorter",
+    ),
     ("data.transform={}:without_labels", "{}:without_labels returned x of"),
 ]
 
