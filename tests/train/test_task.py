@@ -45,7 +45,7 @@ UNFIT = [
         "data.transform={}:shorter",
         "a transform keeps x and y of every sample as tensors, {}:shorter",
     ),
-    ("data.transform={}:without_labels", "{}:without_labels returned x of"),
+    ("data.transform={}:without_labels", "{}:without_labels returned x float64"),
 ]
 
 
