@@ -288,9 +288,11 @@ def restore_replica(task: Task, shared: Mapping[str, Any], own: Mapping[str, Any
     places = (place for group in saved["param_groups"] for place in group["params"])
     parameters = (p for group in task.optimizer.param_groups for p in group["params"])
     for place, parameter in zip(places, parameters, strict=True):
-        state = saved["state"].get(place, {})
-        numbers = {name: v for name, v in state.items() if isinstance(v, Tensor) and v.dim() == 0}
-        task.optimizer.state[parameter].update(numbers)
+        state = task.optimizer.state.get(parameter, {})
+        for name, value in saved["state"].get(place, {}).items():
+            is_number = isinstance(value, Tensor) and value.dim() == 0 and name in state
+            if is_number and state[name].dtype != value.dtype:
+                state[name] = value
     if own:
         for name, parameter in task.model.named_parameters():
             parameter.copy_(own["parameters"][name])
