@@ -9,13 +9,13 @@ import mmap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from hpctrain.comm.bucket import CHUNK_BYTES, Bucket, chunks_of, slice_bounds
+from hpctrain.comm.bucket import Bucket, chunks_of
 from hpctrain.comm.call_check import Call, bucket_call, disagreement, tensor_call
 from hpctrain.comm.communicator import Owner
 from hpctrain.comm.node import node_memory
@@ -293,14 +293,6 @@ def _lane(part: Tensor, combination: Combination) -> Tensor:
 Slots = tuple[Tensor, ...]
 
 
-class SliceViews(NamedTuple):
-    """Views of slots around the slice that this rank sums: before it and behind it; inside it."""
-
-    mine: Slots  # around it, of this rank's slot
-    sums: Slots  # around it, of the first rank's slot, where the sums come
-    peers: tuple[Slots, ...]  # pieces of it that fit the cache, of all ranks' slots
-
-
 NUM_PLACES = 11
 """Chunks of a tensor in the stage: those under way between nodes, one that is copied in, one that
 is copied out, and one that another rank may still be copying out."""
@@ -321,7 +313,7 @@ class SharedSlots:
         self._num_bytes = len(node.stage[0]) // 2
         self._place_bytes = len(node.stage[0]) // NUM_PLACES // _PLACE_ALIGN * _PLACE_ALIGN
         self._seen: dict[tuple[torch.dtype, torch.Size, int], Slots] = {}
-        self._cuts: dict[tuple[torch.dtype, torch.Size, int], SliceViews] = {}
+        self._buckets: dict[tuple[torch.dtype, torch.Size, int], Bucket] = {}
 
     def numel(self, dtype: torch.dtype) -> int:
         """Return how many elements a slot takes."""
@@ -332,58 +324,33 @@ class SharedSlots:
         node = self._node
         call = tensor_call(combination.op, values.dtype, values.numel(), scale)
         for chunk in _pieces(values, self.numel(values.dtype)):
-            parts = list(self._put(chunk, call))
+            parts = list(self.views(chunk.dtype, chunk.shape, node.turn))
+            parts[node.local_rank].copy_(chunk)
+            node.meet(call)
             if node.local_rank < 2:
                 parts[node.local_rank] = chunk  # one stream less than from the slot
             combine_to(chunk, parts, combination, scale)
         node.num_bytes += (1 + node.local_size) * values.numel() * values.itemsize
 
     def slices_(self, values: Tensor, combination: Combination, scale: float | None) -> None:
-        """Replace ``values`` by the sum: every rank sums a slice, then reads those of all.
-
-        What only this rank reads and needs, its own part of its slice, passes through no slot.
-        """
+        """Replace ``values`` by the sum: every rank sums a slice, then reads those of all."""
         node = self._node
         call = tensor_call(combination.op, values.dtype, values.numel(), scale)
         for chunk in _pieces(values, self.numel(values.dtype)):
-            mine, sums, peers = self._cut(chunk.dtype, chunk.shape, node.turn)
-            own = slice_bounds(chunk.numel(), node.local_size, node.local_rank)
-            rest = chunk[: own.start], chunk[own.stop :]
-            for slot, part in zip(mine, rest, strict=True):
-                slot.copy_(part)
-            node.meet(call)
-            for given, part in zip(peers, _cached(chunk[own]), strict=True):
-                parts = [*given]
-                parts[node.local_rank] = part
-                combine_to(given[0], parts, combination, scale)
-                part.copy_(given[0])
+            bucket = self.enter(chunk, call)
+            node.sum_slice(bucket, combination, scale)
             node.barrier()
-            for slot, part in zip(sums, rest, strict=True):
-                part.copy_(slot)
-        node.num_bytes += 3 * values.numel() * values.itemsize
-
-    def _cut(self, dtype: torch.dtype, shape: torch.Size, turn: int) -> SliceViews:
-        """Cut the slots for flat tensors of a shape, see ``SliceViews``."""
-        found = self._cuts.get((dtype, shape, turn))
-        if found is None:
-            if len(self._cuts) >= MOST_SEEN:
-                self._cuts.clear()
-            node, slots = self._node, self.views(dtype, shape, turn)
-            own = slice_bounds(shape.numel(), node.local_size, node.local_rank)
-            mine, sums = (
-                (slot[: own.start], slot[own.stop :])
-                for slot in (slots[node.local_rank], slots[0])
-            )
-            peers = tuple(zip(*(_cached(slot[own]) for slot in slots), strict=True))
-            found = self._cuts[dtype, shape, turn] = SliceViews(mine, sums, peers)
-        return found
+            self.leave(chunk, bucket, None)
 
     def enter(self, values: Tensor, call: Call) -> Bucket:
         """Copy flat ``values``, which must fit, into this rank's slot, and meet for ``call``.
 
         Returns the slots of all ranks, as a bucket.
         """
-        return self._bucket(values, self._put(values, call))
+        bucket = self._bucket(values, self._node.turn * self._num_bytes)
+        bucket.flat.copy_(values)
+        self._node.meet(call)
+        return bucket
 
     def chunk_numel(self, num_bytes: int, dtype: torch.dtype) -> int:
         """Return how many elements ``enter_at`` takes, of about ``num_bytes``."""
@@ -395,15 +362,22 @@ class SharedSlots:
         Returns as ``enter``. To be used between two barriers of their own.
         """
         first_byte = number % NUM_PLACES * self._place_bytes
-        slots = self._views(values.dtype, values.shape, first_byte)
-        slots[self._node.local_rank].copy_(values)
+        bucket = self._bucket(values, first_byte)
+        bucket.flat.copy_(values)
         self._node.barrier()
-        return self._bucket(values, slots)
+        return bucket
 
-    def _bucket(self, values: Tensor, slots: Slots) -> Bucket:
-        self._node.num_bytes += values.numel() * values.itemsize
-        chunks = chunks_of(slots, self._node.local_rank)
-        return Bucket(slots[self._node.local_rank], slots, chunks)
+    def _bucket(self, values: Tensor, first: int) -> Bucket:
+        """Look at the slots from a byte on as a bucket of flat ``values``, which come there."""
+        self._node.num_bytes += values.nbytes
+        key = values.dtype, values.shape, first
+        bucket = self._buckets.get(key)
+        if bucket is None:
+            if len(self._buckets) >= MOST_SEEN:
+                self._buckets.clear()
+            slots, rank = self._views(*key), self._node.local_rank
+            bucket = self._buckets[key] = Bucket(slots[rank], slots, chunks_of(slots, rank))
+        return bucket
 
     def leave(self, values: Tensor, bucket: Bucket, scale: float | None) -> None:
         """Copy the sum out of the first rank's slot, times ``scale``; a barrier comes before."""
@@ -411,13 +385,6 @@ class SharedSlots:
         if scale is not None:
             scale_(values, scale)
         self._node.num_bytes += values.numel() * values.itemsize
-
-    def _put(self, values: Tensor, call: Call) -> Slots:
-        node = self._node
-        slots = self.views(values.dtype, values.shape, node.turn)
-        slots[node.local_rank].copy_(values)
-        node.meet(call)
-        return slots
 
     def views(self, dtype: torch.dtype, shape: torch.Size, turn: int) -> Slots:
         """Look at the slots of a turn as tensors of a shape; programs repeat a few."""
@@ -435,12 +402,6 @@ class SharedSlots:
                 slots = tuple(raw[first:end].view(dtype).view(shape) for raw in self._node.stage)
             self._seen[key] = slots
         return slots
-
-
-def _cached(values: Tensor) -> tuple[Tensor, ...]:
-    """Cut what is summed into pieces that stay in the cache."""
-    pieces: tuple[Tensor, ...] = values.split(CHUNK_BYTES // values.itemsize)
-    return pieces
 
 
 def _pieces(values: Tensor, numel: int) -> tuple[Tensor, ...]:

@@ -18,7 +18,7 @@ DIRECT_RANKS = 4
 """Up to so many ranks of a node each sums all that they hold: one more meeting costs as much."""
 DIRECT_BYTES = 64 * KIB
 """Where more ranks do so, up to so many bytes besides the own ones and one other's."""
-TURNS_BYTES = MIB
+TURNS_BYTES = 256 * KIB
 """Ranks that take turns on cores wait for all that the others do: from so many bytes on, a
 tensor is summed by slices, with less of it."""
 SIZES: dict[str, tuple[int, ...]] = {
