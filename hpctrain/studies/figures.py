@@ -77,12 +77,16 @@ def _by_point(results: StudyResults) -> list[Figure]:
     """Return what each point consists of, and what its repeats have learned."""
     names = [record.metric_name for record in results.done if record.metric is not None]
     name, learned = names[0] if names else None, []
+    sent: list[Series] = []
     for colour, summary in enumerate(results.summaries):
         for record in summary.done:
             curve = results.learning_curve(record, name or "loss")
             end = (record.seconds, record.metric if name else record.loss)
             kind, label = "solid" if curve[1:] else "points", results.label(summary.point)
             learned.append(Series.of(curve or [end], kind=kind, name=label, colour=colour))
+            crossed = (record.rail_bytes or 0) * (record.num_steps + record.warm_up_steps)
+            ends = [(crossed, end[1])] if crossed else []
+            sent.append(Series.of(ends, kind="points", name=label, colour=colour))
     return [
         Figure(
             name="breakdown",
@@ -106,6 +110,15 @@ def _by_point(results: StudyResults) -> list[Figure]:
             y_label=shown(name or "loss"),
             note="A line for each repeat, by one rank; a point where only its end is known.",
             series=learned,
+            scale="zoom",
+        ),
+        Figure(
+            name="learned-by-bytes",
+            title="What was learned, by what was sent",
+            x_label="bytes between nodes, of all ranks and steps",
+            y_label=shown(name or "loss"),
+            note="A point for each repeat, at its end. On one node nothing is sent.",
+            series=sent,
             scale="zoom",
         ),
     ]

@@ -34,7 +34,7 @@ POINT_HEADS = (
     *("point", "step", "samples/s", "efficiency", "slow steps"),
     *PARTS.values(),
     *LEVELS.values(),
-    *("time to target", "without extremes", "measured"),
+    *("time to target", "without extremes", "reached", "measured"),
 )
 _NUM_SHOWN = 4  # columns of points on a terminal
 
@@ -129,6 +129,7 @@ def point_cells(results: StudyResults, summary: PointSummary) -> list[Cell]:
         *(value_cell(summary.median_of(name), format_bytes) for name in LEVELS),
         value_cell(summary.median_of("time_to_target_s"), format_seconds),
         value_cell(score_s, format_seconds),
+        value_cell(summary.median_of("metric"), "{:.4g}".format),
         (f"{len(summary.done)} of {len(summary.records)}", len(summary.done)),
     ]
 

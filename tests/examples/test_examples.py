@@ -12,8 +12,10 @@ from sklearn.datasets import load_digits
 from typer.testing import CliRunner
 
 from hpctrain.cli.main import app
+from hpctrain.compress.by_name import CODECS
 from hpctrain.core.records import read
 from hpctrain.data.reader import ShardedDataset
+from hpctrain.studies.study_file import load
 from tests.train.starting import ROOT, last_line, start
 
 FOUR_LINES = ROOT / "examples/01_four_lines.py"
@@ -116,6 +118,37 @@ def test_batches_eight_times_as_large_learn_the_digits(tmp_path):
     steps = [r for r in read(tmp_path / "out/metrics.jsonl") if r["event"] == "step"]
     assert max(r["lr"] for r in steps) == pytest.approx(8 * 0.5, rel=0.1)
     assert any(r.get("noise_scale", 0) > 0 for r in steps)
+
+
+@pytest.mark.parametrize("task", ["digits", "text"])
+def test_a_study_of_codecs_has_all_of_them_each_with_keys_that_train_takes(task, monkeypatch):
+    compressed, study = (
+        example("compressed"),
+        load(ROOT / f"examples/studies/compressed-{task}.toml"),
+    )
+    names = study.factors["codec"]
+    assert sorted([*names, "fp16"]) == sorted(CODECS)  # bf16 is as good and needs no scale
+    lines: list[list[str]] = []
+    monkeypatch.setattr("os.execvp", lambda _, words: lines.append(words))
+    for name in names:
+        monkeypatch.setattr(
+            "sys.argv", ["", task, name, "--out", "runs/x", "--explain", "sync.compression"]
+        )
+        compressed.main()
+        told = CliRunner().invoke(app, lines[-1][1:])
+        assert told.exit_code == 0, told.output
+        assert re.search(rf'value +"{name}"', told.output)
+
+
+@pytest.mark.launches
+@pytest.mark.conformance
+def test_digits_are_learnt_with_a_codec_from_fewer_bytes(tmp_path):
+    how = ("--out", tmp_path / "out", "--set", "train.epochs=4")
+    done = start(
+        ROOT / "examples/compressed.py", "digits", "power_sgd", *how, num_ranks=2, nodes=2
+    )
+    assert done.returncode == 0, done.stderr
+    assert read(tmp_path / "out/metrics.jsonl")[-1]["metric"] >= 0.85
 
 
 def block(language: str, name: str) -> str:

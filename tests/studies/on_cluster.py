@@ -1,6 +1,7 @@
 """Launcher of a study on virtual hosts: ``python -m tests.studies.on_cluster NODES RANKS -- ...``.
 
-It makes a cluster of so many nodes, runs the command on so many ranks of it, and ends both.
+It makes a cluster of so many nodes, runs the command on so many ranks of it, and ends both. Behind
+RANKS may stand the rate of the links, such as ``200mbit``.
 """
 
 import os
@@ -11,13 +12,14 @@ from tests.cluster.vcluster import VirtualCluster
 LIMIT_S = 600.0
 
 
-def main(nodes: int, ranks: int, command: list[str]) -> int:
+def main(sizes: list[str], command: list[str]) -> int:
     """Return the exit code of the command."""
+    nodes, ranks = map(int, sizes[:2])
     each, more = divmod(ranks, nodes)
     ranks_per_node = [each + (node < more) for node in range(nodes)]
     ours = ("HPCTRAIN_", "OMP_", "PYTHON")
     variables = {name: text for name, text in os.environ.items() if name.startswith(ours)}
-    with VirtualCluster(nodes=nodes) as cluster:
+    with VirtualCluster(nodes=nodes, rate=(*sizes[2:], "1gbit")[0]) as cluster:
         done = cluster.run(
             command, ranks_per_node=ranks_per_node, env=variables, timeout_s=LIMIT_S
         )
@@ -28,4 +30,4 @@ def main(nodes: int, ranks: int, command: list[str]) -> int:
 
 if __name__ == "__main__":
     at = sys.argv.index("--")
-    sys.exit(main(*map(int, sys.argv[1:at]), sys.argv[at + 1 :]))
+    sys.exit(main(sys.argv[1:at], sys.argv[at + 1 :]))

@@ -22,6 +22,7 @@ def test_a_complete_study_has_every_figure():
     names = list(figures(generated.complete()))
     assert names == [
         *("time", "throughput", "efficiency", "time-to-target", "breakdown", "bytes", "learning"),
+        "learned-by-bytes",
     ]
 
 
