@@ -33,7 +33,7 @@ SHAPES = ((2, 2), (3, 2), (4, 2))
 """Nodes, and ranks of each."""
 RATES = ("200mbit", "1gbit")
 SIZES = (256 * KIB, MIB, 4 * MIB)
-OURS = ("bucket", "tensor")
+OURS = ("bucket", "tensor", "named")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +62,12 @@ def bits_per_s(rate: str) -> float:
         if rate.endswith(unit):
             return float(rate.removesuffix(unit)) * factor
     raise ValueError(f"a rate is a number with kbit, mbit or gbit, got {rate!r}")
+
+
+def shape(text: str) -> tuple[int, ...]:
+    """Read nodes and ranks of each, as in ``4x2``."""
+    num_nodes, ranks = text.split("x")
+    return int(num_nodes), int(ranks)
 
 
 def jobs(options: argparse.Namespace) -> Iterator[Job]:
@@ -145,6 +151,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="one small cluster, to see it work")
     parser.add_argument("--mpi", nargs="+", default=["openmpi"], choices=("openmpi", "mpich"))
+    parser.add_argument("--shapes", nargs="+", default=SHAPES, type=shape, help="such as 4x2")
     parser.add_argument("--rates", nargs="+", default=RATES, help="of the links, as tc has them")
     parser.add_argument("--latency", help="of every link, such as 50us; none by default")
     parser.add_argument("--sizes", nargs="+", type=int, default=SIZES, help="bytes")
@@ -153,7 +160,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     parser.add_argument("--plot", type=Path, help="draw the times into this PNG")
     options = parser.parse_args()
-    options.shapes = SHAPES
     if options.quick:
         options.shapes, options.rates, options.rounds = SHAPES[:1], RATES[-1:], 5
         options.sizes = SIZES[:2]

@@ -64,19 +64,21 @@ def measure_size(num_bytes: int, rounds: int, peers: dict[str, Peer]) -> dict[st
     comm = current().comm
     numel = num_bytes // 4
     bucket = comm.new_bucket(numel, torch.float32)
-    tensor, plain = torch.zeros(numel), torch.zeros(numel)
+    tensor, named, plain = (torch.zeros(numel) for _ in range(3))
+    ours = {"bucket": bucket.flat, "tensor": tensor, "named": named}
 
     def write() -> None:
-        for values in (bucket.flat, tensor, plain):
+        for values in (*ours.values(), plain):
             values.fill_(comm.rank + 1)
 
     variants = {
         "bucket": lambda: comm.allreduce_(bucket).wait(),
         "tensor": lambda: comm.allreduce_(tensor).wait(),
+        "named": lambda: hvd.allreduce_(named, name=f"sum of {numel}", op=hvd.Sum),
         **{name: peer(plain) for name, peer in peers.items()},
     }
     for name, work in variants.items():
-        values = {"bucket": bucket.flat, "tensor": tensor}.get(name, plain)
+        values = ours.get(name, plain)
         write()
         work()
         exact = bool((values == comm.size * (comm.size + 1) / 2).all())

@@ -12,6 +12,7 @@ from hpctrain.core.units import KIB, format_bytes
 STYLES = {
     "bucket": ("hpctrain, bucket in node memory", "#4477aa", "o", "-"),
     "tensor": ("hpctrain, ordinary tensor", "#66ccee", "s", "-"),
+    "named": ("hpctrain, by name", "#332288", "v", "-"),
     "MPI, block order": ("MPI_Allreduce, ranks node by node", "#ee6677", "^", "--"),
     "MPI, cyclic order": ("MPI_Allreduce, ranks in turn", "#aa3377", "v", "--"),
     "gloo": ("gloo", "#ccbb44", "D", "--"),

@@ -1,21 +1,27 @@
-"""Express: repeated operations inside a node, agreed on by a word of each rank instead of mail.
+"""Express: repeated operations, agreed on by a word of each rank instead of mail.
 
 A rank that has nothing else under way prepares an operation that all ranks know by its number
 (``TwoPhaseCommit``); once rank 0 has committed it, all carry it out. The commonest, a reduction of
 one tensor, is over then but for the sum: each rank has written its values into its slot of node
 memory before. What rank 0 aborts is announced by mail, the ordinary way, as is everything while a
-rank waits for something by mail; so rank 0 alone decides, and all has one order.
+rank waits for something by mail; rank 0 takes part in both, so all has one order.
+
+Between nodes a small tensor's sum over the node travels with the node's vote. It is what the plan
+would have it be, to the bit, so the result does not depend on the way.
 """
 
 import time
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
+from hpctrain.comm.control_channel.votes import ALGORITHM, Ballot
 from hpctrain.comm.node.segments import yield_core
 from hpctrain.comm.node.shared_memory import combine_to
 from hpctrain.comm.ops import Combination, combination
+from hpctrain.core.units import KIB
 from hpctrain.negotiation.messages import Entry
 from hpctrain.negotiation.reducing import recipe
 from hpctrain.negotiation.request import Kind, ReduceOp, Request, Result, Signature
@@ -29,6 +35,8 @@ if TYPE_CHECKING:
 
 _MOST_KNOWN = 4096  # operations that are kept, with their views of the slots
 _NUM_LOOKS = 20  # at least, before a rank that shares its core sleeps
+_VOTE_BYTES = 64 * KIB
+"""Up to so many a node's sum travels with its vote, over the link of the first rank alone."""
 
 
 class Known(NamedTuple):
@@ -59,7 +67,8 @@ class Express:
         self.commit = commit
         self._is_heard = levels is not comm  # then all that moves goes through its methods
         self._comm, self._post, self._cache = levels, post, cache
-        self._node = levels.node
+        self._node, self._rail = levels.node, levels.rail
+        self._votes = levels.num_rails > 0
         self._known: dict[str, Known] = {}
 
     def known(self, name: str, request: Request) -> Known | None:
@@ -86,6 +95,9 @@ class Express:
             (tensor,), node = request.tensors, self._node
             given = tensor.detach() if tensor.requires_grad else tensor
             known.slots[node.turn][node.local_rank].copy_(given)
+            if self.commit.votes is not None:
+                self.commit.prepare(known.number, partial(self._ballot, known))
+                return
         self.commit.prepare(known.number)
 
     def look_awake(self) -> bool | None:
@@ -108,9 +120,11 @@ class Express:
         parts = list(known.slots[node.turn])
         node.turn = 1 - node.turn
         node.num_bytes += (1 + len(parts)) * given.nbytes
+        if self._votes:
+            parts = parts[:1]  # the sum
         if given.requires_grad:
             given = given.detach()
-        if node.local_rank < 2:
+        if node.local_rank < 2 and not self._votes:
             parts[node.local_rank] = given  # one stream less than from the slot
         result = given
         if not request.in_place:
@@ -118,6 +132,13 @@ class Express:
         assert known.combination is not None
         combine_to(result, parts, known.combination, known.scale)
         return request.tensors if request.in_place else [result]
+
+    def _ballot(self, known: Known) -> Ballot:
+        """Sum over the node, into the first rank's slot."""
+        parts = known.slots[self._node.turn]
+        assert known.combination is not None
+        combine_to(parts[0], parts, known.combination, None)
+        return Ballot(parts[0].view(-1), known.combination)
 
     def _reduction(self, known: Known) -> Known:
         """Add what a reduction takes that is only a sum, of what fits a slot."""
@@ -128,8 +149,19 @@ class Express:
         how = recipe(dtype, op, prescale, postscale, self._comm.size)
         what = combination(dtype, how.op)
         is_simple = how.is_plain and what.lane is dtype and not dtype.is_complex
-        is_direct = self._comm.plan.tensors.at(shape.numel() * dtype.itemsize) == "direct"
+        num_bytes = shape.numel() * dtype.itemsize
+        is_direct = self._is_direct(num_bytes, what)
         if self._is_heard or not (is_simple and is_direct) or shape.numel() > slots.numel(dtype):
             return known
         views = tuple(slots.views(dtype, shape, turn) for turn in (0, 1))
         return known._replace(slots=views, combination=what, scale=how.scale)
+
+    def _is_direct(self, num_bytes: int, what: Combination) -> bool:
+        """Say whether the plan sums so many bytes in the order in which it is done here."""
+        plan = self._comm.plan
+        way = plan.tensors.at(num_bytes)
+        if not self._votes:
+            return way == "direct"
+        over_rail = {name for start, name in plan.rail.steps if start <= num_bytes}
+        fits = 0 < num_bytes <= _VOTE_BYTES and what.wide is what.lane
+        return way == "levels" and over_rail == {ALGORITHM} and fits

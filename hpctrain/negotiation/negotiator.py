@@ -105,8 +105,8 @@ class Negotiator:
 
     @property
     def takes_part(self) -> bool:
-        """Whether this rank waits for a decision, or has joined."""
-        return bool(self._announced) or self._tally.joined[OWN]
+        """Whether this rank waits for a decision, has one to carry out, or has joined."""
+        return bool(self._announced or self._batches) or self._tally.joined[OWN]
 
     def questions(self) -> list[object]:
         """Return what was asked, each question once."""

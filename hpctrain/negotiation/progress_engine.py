@@ -283,7 +283,8 @@ class ProgressEngine:
 
     def _settle(self, verdict: bool | None) -> bool:  # noqa: FBT001
         assert self._prepared is not None
-        if verdict is None and not (self.news and self._comm.rank == 0):
+        express = self.express
+        if verdict is None and not (self.news and express and express.commit.can_withdraw):
             return False
         (handle, known), self._prepared = self._prepared, None
         if not verdict:
@@ -382,7 +383,7 @@ class ProgressEngine:
 
 
 def _express(comm: "Communicator", post: "Mailbox", negotiator: Negotiator) -> "Express | None":
-    """Return what commits on one node; None between nodes, where all goes by mail."""
+    """Return what commits through node memory; None without, where all goes by mail."""
     levels = comm.levels
     if levels is None or post.commit is None:
         return None

@@ -1,4 +1,4 @@
-"""Repeated operations inside a node take no mail, and are what they are by mail."""
+"""Repeated operations take no mail, on one node or several, and are what they are by mail."""
 
 import json
 import threading
@@ -7,6 +7,8 @@ import time
 import pytest
 import torch
 
+from hpctrain.comm.factory import connect
+from hpctrain.comm.mpi_world import find_world
 from hpctrain.comm.observed import Statistics, observed
 from hpctrain.core.config import Settings
 from hpctrain.core.errors import CommError, HorovodInternalError
@@ -15,12 +17,21 @@ from hpctrain.negotiation.controller import Controller
 from hpctrain.negotiation.request import Average, Kind, Max, Product, Request, Sum
 from hpctrain.negotiation.stall import LastCall, SetMember, StallWatch
 from hpctrain.negotiation.timeline import Timelines
+from tests.comm.conftest import PATHS, SAME, close
 from tests.negotiation.controlling import SEVERAL, allreduce, controller_of, joined
+
+
+@pytest.fixture(scope="module", params=sorted({"one node", "nodes of one", "nodes of two"} - SAME))
+def ranks(request):
+    """Connect all ranks, on one node or several."""
+    connection = connect(find_world(), PATHS[request.param])
+    yield connection.comm
+    close(connection)
 
 
 @pytest.fixture
 def express(ranks):
-    """Make a controller over all ranks, which share a node."""
+    """Make a controller over all ranks."""
     made = controller_of(ranks.group(range(ranks.size)))
     yield made
     ranks.barrier()

@@ -1,9 +1,9 @@
-"""Two-phase commit between the ranks of a node: each prepares by a word, rank 0 decides.
+"""Two-phase commit between the ranks of a node: each prepares by a word, its rank 0 decides.
 
 A rank that is prepared has written all that the others need, and waits for the decision. Rank 0
 commits once all have prepared the same transaction, by one word for everybody; else it aborts, by
 a word for each. So a commit costs one word up and one down, and no rank waits for another
-afterwards.
+afterwards. Between nodes their ranks 0 vote first (``Votes``): they all commit, or all abort.
 
 Source: Gray 1978, "Notes on data base operating systems", for the protocol; without a log: a rank
 that died is found by those that wait.
@@ -17,6 +17,7 @@ from hpctrain.comm.node.segments import LINE_BYTES
 
 if TYPE_CHECKING:
     from hpctrain.comm.control_channel.mailbox import Tree
+    from hpctrain.comm.control_channel.votes import Ballot, Votes
 
 WORDS = LINE_BYTES // 8  # words of a rank: a cache line, since it is read while others are written
 _NUMBER_BITS = 20
@@ -34,13 +35,22 @@ class TwoPhaseCommit:
     """
 
     def __init__(
-        self, words: memoryview, tree: "Tree", bells: Sequence[Call], fence: Fence
+        self,
+        words: memoryview,
+        tree: "Tree",
+        bells: Sequence[Call],
+        fence: Fence,
+        votes: "Votes | None" = None,
     ) -> None:
         """Take ``WORDS`` zeros of 64 bits for each rank, which all ranks of the node map.
 
-        ``bells`` wake the ranks: rank 0, and whom it has woken, those below them in the ``tree``.
-        A ``fence`` keeps loads and stores in order where the processor does not.
+        ``bells`` wake the ranks: rank 0, and whom it has woken, those below them in the ``tree``,
+        which is that of the node. A ``fence`` keeps loads and stores in order where the processor
+        does not. Rank 0 needs ``votes`` where there are more nodes.
         """
+        self.votes = votes
+        self._ballot: Callable[[], Ballot] | None = None
+        self._has_voted = False  # for what is prepared
         self._words, self._mine = words, WORDS * tree.rank
         self._others = words[WORDS::WORDS]  # one look at all: some 30 ns a rank
         self._num_others = len(bells) - 1
@@ -53,11 +63,18 @@ class TwoPhaseCommit:
         self._word = _IDLE
         self._is_busy = False
 
-    def prepare(self, number: int) -> None:
+    @property
+    def can_withdraw(self) -> bool:
+        """Whether this rank may leave alone what it has prepared, by ``set_busy``."""
+        return self._is_root and not self._has_voted
+
+    def prepare(self, number: int, ballot: "Callable[[], Ballot] | None" = None) -> None:
         """Say that this rank is ready for transaction ``number``: its data are written.
 
-        Until ``look`` knows more the rank does nothing that the others take part in.
+        Until ``look`` knows more the rank does nothing that the others take part in. Rank 0 calls
+        ``ballot`` for what the node votes with, once all its ranks are ready.
         """
+        self._ballot = ballot
         self._word = word = self._num_commits << _NUMBER_BITS | number + 1
         self._is_busy = False
         if not self._is_root:
@@ -76,13 +93,13 @@ class TwoPhaseCommit:
                 self._has_committed()
                 return True
             return None if self._words[self._mine] == self._word else False
+        if self._has_voted:
+            return self._outcome()
         others = self._others.tolist()
         if others.count(self._word) == self._num_others:
             if self._fence is not None:
-                self._fence()
-            self._words[0] = self._num_commits + 1
-            self._has_committed()
-            return True
+                self._fence()  # the words before the data
+            return self._commit() if self.votes is None else self._vote(self.votes)
         first = self._num_commits << _NUMBER_BITS
         for word in others:
             if word < 0 or (word >= first and word not in (_IDLE, self._word)):
@@ -98,11 +115,42 @@ class TwoPhaseCommit:
         if self._is_root:
             if busy:
                 self._abort()
+            if self.votes is not None and not self._has_voted:
+                self.votes.look(refuse=busy)
         elif busy is not self._is_busy:
             self._is_busy = busy
             self._words[self._mine] = _BUSY if busy else _IDLE
             if busy and not self._is_told_by_mail:
                 self._ring_root()
+
+    def _vote(self, votes: "Votes") -> bool | None:
+        """Vote, once no earlier vote is under way, which this node has refused."""
+        if votes.is_open and votes.outcome() is None:
+            return None
+        number = (self._word & (1 << _NUMBER_BITS) - 1) - 1
+        self._has_voted = True
+        if self._ballot is None:
+            votes.begin(number)
+        else:
+            votes.begin(number, self._ballot())
+        return self._outcome()
+
+    def _outcome(self) -> bool | None:
+        assert self.votes is not None
+        verdict = self.votes.outcome()
+        if verdict is not None:
+            self._has_voted = False
+            if verdict:
+                return self._commit()
+            self._abort()
+        return verdict
+
+    def _commit(self) -> bool:
+        if self._fence is not None:
+            self._fence()
+        self._words[0] = self._num_commits + 1
+        self._has_committed()
+        return True
 
     def _abort(self) -> None:
         first = max(self._num_commits << _NUMBER_BITS, 1)

@@ -17,6 +17,7 @@ from hpctrain.comm.control_channel.ring import (
     Outlet,
     fence_of,
 )
+from hpctrain.comm.control_channel.votes import Votes
 from hpctrain.comm.node.segments import LINE_BYTES, Semaphore
 from hpctrain.comm.waiting import BY_MPI, Pace, Watch, wait_until
 from hpctrain.core.libc import Segment
@@ -102,7 +103,7 @@ class Mailbox:
         ``bell`` is of this process; ``sleep`` begins at this ``pace``.
         """
         self.tree = tree
-        self.commit = commit  # beside the mail, whose bell it rings; None between nodes
+        self.commit = commit  # beside the mail, whose bell it rings; None without node memory
         self._outlets = {rank: outlet for rank, (outlet, _) in edges.items()}
         self._ways_out = tuple(self._outlets.values())
         self._ways_down = tuple(
@@ -248,24 +249,22 @@ def by_node(comm: "MPI.Intracomm", node: "SharedMemory", watch: Watch) -> Mailbo
     bell.initialise()
     spare.initialise()
     node.barrier()  # nobody rings a bell that is not there yet
-    is_one = len(nodes) == 1  # else nothing is committed: words do not reach other nodes
-    fence = fence_of(spare)
+    is_one = len(nodes) == 1
+    network, votes, fence = None if is_one else _network(comm), None, fence_of(spare)
+    if network is not None and comm.rank == mine[0]:
+        votes = Votes(network, [ranks[0] for ranks in nodes], comm.rank)
+    local = tree_of([range(len(mine))], node.local_rank)
+    words = np.frombuffer(memoryview(segments[0]), np.int64, WORDS * len(mine), BOX_BYTES).data
+    bells = [Semaphore(segment).post for segment in segments]
     return Mailbox(
         tree,
         _edges(tree, boxes, fence),
         bell,
-        network=None if is_one else _network(comm),
-        commit=_commit(tree, boxes, fence) if is_one else None,
+        network=network,
+        commit=TwoPhaseCommit(words, local, bells, fence, votes),
         watch=watch,
         pace=node.pace if is_one else BY_MPI._replace(spin_s=node.pace.spin_s),
     )
-
-
-def _commit(tree: Tree, boxes: dict[int, Segment], fence: Fence) -> TwoPhaseCommit:
-    """Let the ranks decide by words behind the box of rank 0."""
-    words = np.frombuffer(memoryview(boxes[0]), np.int64, WORDS * len(boxes), BOX_BYTES).data
-    bells = [Semaphore(boxes[rank]).post for rank in range(len(boxes))]
-    return TwoPhaseCommit(words, tree, bells, fence)
 
 
 def _edges(tree: Tree, boxes: dict[int, Segment], fence: Fence) -> dict[int, tuple[Outlet, Inlet]]:

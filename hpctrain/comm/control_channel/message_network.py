@@ -1,10 +1,13 @@
 """Messages to ranks on other nodes, by MPI."""
 
+from collections import defaultdict, deque
 from collections.abc import Container
 
 from mpi4py import MPI
 
 from hpctrain.comm.waiting import BY_MPI, Watch, wait_until
+
+_MAIL, _VOTE = 0, 1  # tags
 
 
 class Network:
@@ -18,28 +21,31 @@ class Network:
         self._comm = comm
         self._status = MPI.Status()
         self._leaving: list[tuple[MPI.Request, bytes, int]] = []
-        self._coming: list[tuple[int, MPI.Request, bytearray]] = []
+        self._coming: list[tuple[int, int, MPI.Request, bytearray]] = []
         self.inbox: list[tuple[int, bytes]] = []
         """Messages that have come, with their senders; who takes them empties it."""
+        self.votes: dict[int, deque[bytes]] = defaultdict(deque)
+        """Those that have come, by sender; see ``Votes``."""
+        self.has_new_votes = False  # since whoever reads them set it back
 
-    def send(self, to: int, message: bytes) -> None:
+    def send(self, to: int, message: bytes, *, is_vote: bool = False) -> None:
         """Start to send."""
-        request = self._comm.Isend([message, MPI.BYTE], to)
+        request = self._comm.Isend([message, MPI.BYTE], to, _VOTE if is_vote else _MAIL)
         if not request.Test():
             self._leaving.append((request, message, to))
 
     def look(self) -> bool:
-        """Move what is under way, and say whether the inbox holds anything."""
+        """Move what is under way, and say whether the inbox holds anything, or votes are new."""
         if self._leaving:
             self._leaving = [one for one in self._leaving if not one[0].Test()]
         status = self._status
         while (found := self._comm.Improbe(status=status)) is not None:
             came = bytearray(status.Get_count(MPI.BYTE))
             request = found.Irecv([came, MPI.BYTE])
-            self._coming.append((status.Get_source(), request, came))
+            self._coming.append((status.Get_source(), status.Get_tag(), request, came))
         if self._coming:
             self._sort()
-        return bool(self.inbox)
+        return bool(self.inbox) or self.has_new_votes
 
     def is_sending(self, to: Container[int] | None) -> bool:
         """Say whether a message to one of these ranks, or any, had not left at the last look."""
@@ -57,13 +63,16 @@ class Network:
         return not (self._leaving or self._coming)
 
     def _sort(self) -> None:
-        """Put what has come whole into the inbox; a message waits for those sent before it."""
+        """Put what has come whole where it belongs; a message waits for those sent before it."""
         coming, late = [], set()
         for one in self._coming:
-            source, request, came = one
+            source, tag, request, came = one
             if source in late or not request.Test():
                 late.add(source)
                 coming.append(one)
+            elif tag == _VOTE:
+                self.votes[source].append(bytes(came))
+                self.has_new_votes = True
             else:
                 self.inbox.append((source, bytes(came)))
         self._coming = coming
