@@ -1,6 +1,7 @@
 """All-reduce between nodes: ours against MPI_Allreduce and gloo, on a virtual cluster.
 
     python perf/bench_network.py [--quick] [--mpi openmpi mpich] [--json FILE] [--plot FILE]
+    python perf/bench_network.py --shapes 2x2 --rates 1gbit --json FILE     # replaces these in it
 
 Nodes are namespaces of this machine, joined by links of a set rate; that takes root, and
 ``python -m tests.cluster.vcluster`` says whether it works here. All ways to sum run in turn
@@ -32,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SHAPES = ((2, 2), (3, 2), (4, 2))
 """Nodes, and ranks of each."""
 RATES = ("200mbit", "1gbit")
-SIZES = (256 * KIB, MIB, 4 * MIB)
+SIZES = (256 * KIB, MIB, 4 * MIB, 16 * MIB)
 OURS = ("bucket", "tensor", "named")
 
 
@@ -178,6 +179,13 @@ def main() -> None:
         machine[job.mpi] = figures["machine"]
         show(console, of_job)
     if options.json:
+        if options.json.exists():
+            old = json.loads(options.json.read_text(encoding="utf-8"))
+            new = {(each["mpi"], each["cluster"], each["rate"]) for each in results}
+            results += [
+                r for r in old["results"] if (r["mpi"], r["cluster"], r["rate"]) not in new
+            ]
+            machine = old["machine"] | machine
         text = json.dumps({"machine": machine, "results": results}, indent=1)
         options.json.write_text(text + "\n", encoding="utf-8")
     if options.plot:

@@ -35,8 +35,9 @@ if TYPE_CHECKING:
 
 _MOST_KNOWN = 4096  # operations that are kept, with their views of the slots
 _NUM_LOOKS = 20  # at least, before a rank that shares its core sleeps
-_VOTE_BYTES = 64 * KIB
-"""Up to so many a node's sum travels with its vote, over the link of the first rank alone."""
+_VOTE_BYTES = 512 * KIB
+"""Up to so many, of all its ranks, a node's sum is made by its first rank and travels with its
+vote."""
 
 
 class Known(NamedTuple):
@@ -67,8 +68,9 @@ class Express:
         self.commit = commit
         self._is_heard = levels is not comm  # then all that moves goes through its methods
         self._comm, self._post, self._cache = levels, post, cache
-        self._node, self._rail = levels.node, levels.rail
-        self._votes = levels.num_rails > 0
+        self._node = levels.node
+        self._num_nodes = post.tree.num_nodes
+        self._ranks_per_node = comm.size / self._num_nodes
         self._known: dict[str, Known] = {}
 
     def known(self, name: str, request: Request) -> Known | None:
@@ -108,8 +110,8 @@ class Express:
                 return verdict
         pace, start = self._post.pace, time.perf_counter()
         while (waited_s := time.perf_counter() - start) < pace.spin_s + pace.yield_s:
-            if waited_s > pace.spin_s:
-                yield_core()
+            if waited_s > pace.spin_s and not self.commit.has_voted:
+                yield_core()  # else a look is one of MPI, which yields where it should
             if (verdict := look()) is not None:
                 return verdict
         return None
@@ -120,11 +122,11 @@ class Express:
         parts = list(known.slots[node.turn])
         node.turn = 1 - node.turn
         node.num_bytes += (1 + len(parts)) * given.nbytes
-        if self._votes:
-            parts = parts[:1]  # the sum
         if given.requires_grad:
             given = given.detach()
-        if node.local_rank < 2 and not self._votes:
+        if self._num_nodes > 1:
+            del parts[1:]  # the first is the sum
+        elif node.local_rank < 2:
             parts[node.local_rank] = given  # one stream less than from the slot
         result = given
         if not request.in_place:
@@ -160,8 +162,9 @@ class Express:
         """Say whether the plan sums so many bytes in the order in which it is done here."""
         plan = self._comm.plan
         way = plan.tensors.at(num_bytes)
-        if not self._votes:
+        if self._num_nodes == 1:
             return way == "direct"
         over_rail = {name for start, name in plan.rail.steps if start <= num_bytes}
-        fits = 0 < num_bytes <= _VOTE_BYTES and what.wide is what.lane
-        return way == "levels" and over_rail == {ALGORITHM} and fits
+        same_bits = what.wide is what.lane and (self._num_nodes == 2 or over_rail == {ALGORITHM})
+        fits = 0 < num_bytes * self._ranks_per_node <= _VOTE_BYTES
+        return way == "levels" and same_bits and fits

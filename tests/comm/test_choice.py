@@ -8,14 +8,16 @@ from hypothesis import strategies as st
 
 from hpctrain.comm.plan.choice import (
     BATCHING_SIZES,
+    CHUNKS,
     DEFAULT,
     GAIN,
     LATENCY_SHARE,
     SIZES,
     SMALL_BYTES,
     batching,
+    best_chunk,
     candidates,
-    chunk_bytes,
+    chunk_sizes,
     expected_s,
     faster,
     refine,
@@ -85,9 +87,9 @@ def test_the_plans_own_algorithm_is_measured_first(what, plan):
     for size in SIZES[what]:
         names = candidates(what, size, plan)
         assert names[0] == plan.table(what).at(size)
-        is_small = what == "tensors" and plan.num_rails and size < SMALL_BYTES
+        is_small = (what == "rail" or plan.num_rails) and size < SMALL_BYTES
         assert len(set(names)) == len(names)
-        assert (len(names) == 1) == is_small  # what travels with a commit has one order of sums
+        assert (len(names) == 1) == is_small  # what travels with a vote has one order of sums
 
 
 def test_what_a_size_will_take_is_estimated_along_a_line():
@@ -127,7 +129,15 @@ def test_a_link_of_200_mbit_and_one_of_a_gbit_are_served_differently(latency_s):
     ("bytes_per_s", "is_cut"), [(A_GBIT / 5, True), (A_GBIT, True), (10 * A_GBIT, False)]
 )
 def test_parts_are_cut_into_chunks_where_the_link_is_the_limit(bytes_per_s, is_cut):
-    assert bool(chunk_bytes(times(1e-3, bytes_per_s))) == is_cut
+    assert bool(chunk_sizes(times(1e-3, bytes_per_s))) == is_cut
+    assert chunk_sizes(times(1e-3, A_GBIT / 100)) == CHUNKS[-1:]  # it takes too long to measure
+
+
+def test_chunks_are_small_where_that_is_faster_in_each_run():
+    large, small = CHUNKS
+    assert best_chunk({large: [84.0, 83.0, 85.0], small: [73.0, 72.0, 82.0]}) == small
+    assert best_chunk({large: [84.0, 83.0, 85.0], small: [73.0, 72.0, 84.0]}) == large
+    assert best_chunk({large: [84.0, 83.0, 85.0], small: [82.0, 82.0, 82.0]}) == large
 
 
 @pytest.mark.parametrize(
@@ -141,4 +151,4 @@ def test_parts_are_cut_into_chunks_where_the_link_is_the_limit(bytes_per_s, is_c
 )
 def test_what_says_nothing_about_the_link_changes_nothing(seconds):
     assert batching(seconds) == DEFAULT
-    assert chunk_bytes(seconds) == 0
+    assert chunk_sizes(seconds) == ()

@@ -50,7 +50,7 @@ class TwoPhaseCommit:
         """
         self.votes = votes
         self._ballot: Callable[[], Ballot] | None = None
-        self._has_voted = False  # for what is prepared
+        self.has_voted = False  # with others, for what is prepared
         self._words, self._mine = words, WORDS * tree.rank
         self._others = words[WORDS::WORDS]  # one look at all: some 30 ns a rank
         self._num_others = len(bells) - 1
@@ -66,7 +66,7 @@ class TwoPhaseCommit:
     @property
     def can_withdraw(self) -> bool:
         """Whether this rank may leave alone what it has prepared, by ``set_busy``."""
-        return self._is_root and not self._has_voted
+        return self._is_root and not self.has_voted
 
     def prepare(self, number: int, ballot: "Callable[[], Ballot] | None" = None) -> None:
         """Say that this rank is ready for transaction ``number``: its data are written.
@@ -93,7 +93,7 @@ class TwoPhaseCommit:
                 self._has_committed()
                 return True
             return None if self._words[self._mine] == self._word else False
-        if self._has_voted:
+        if self.has_voted:
             return self._outcome()
         others = self._others.tolist()
         if others.count(self._word) == self._num_others:
@@ -115,7 +115,7 @@ class TwoPhaseCommit:
         if self._is_root:
             if busy:
                 self._abort()
-            if self.votes is not None and not self._has_voted:
+            if self.votes is not None and not self.has_voted:
                 self.votes.look(refuse=busy)
         elif busy is not self._is_busy:
             self._is_busy = busy
@@ -128,7 +128,7 @@ class TwoPhaseCommit:
         if votes.is_open and votes.outcome() is None:
             return None
         number = (self._word & (1 << _NUMBER_BITS) - 1) - 1
-        self._has_voted = True
+        self.has_voted = True
         if self._ballot is None:
             votes.begin(number)
         else:
@@ -139,7 +139,7 @@ class TwoPhaseCommit:
         assert self.votes is not None
         verdict = self.votes.outcome()
         if verdict is not None:
-            self._has_voted = False
+            self.has_voted = False
             if verdict:
                 return self._commit()
             self._abort()

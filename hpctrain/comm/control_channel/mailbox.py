@@ -49,6 +49,7 @@ class Tree:
     rank: int  # my rank
     parent: int | None  # the rank towards the root; None at the root
     children: tuple[int, ...]  # the ranks away from the root: first those of other nodes
+    num_nodes: int = 1  # of all ranks
 
     @property
     def neighbours(self) -> tuple[int, ...]:
@@ -70,7 +71,7 @@ def tree_of(nodes: Sequence[Sequence[int]], rank: int) -> Tree:
     if rank == mine[0]:
         parent, of_other_nodes = _place(leaders, rank)
         children = of_other_nodes + children
-    return Tree(rank, parent, children)
+    return Tree(rank, parent, children, len(members))
 
 
 def _place(ranks: list[int], rank: int) -> tuple[int | None, tuple[int, ...]]:

@@ -31,12 +31,12 @@ GAIN = 0.15
 """The rule stays unless another algorithm takes so much less time: smaller gains are noise."""
 
 SMALL_BYTES = 16 * KIB
-"""Between nodes smaller tensors take the levels: the library, which ranks must meet asleep before,
-is not faster, and named ones travel with their commit, to the same bits."""
+"""Between nodes smaller tensors take the levels, and parts of them the rule's way: the library,
+which ranks must meet asleep before, is not faster, and named ones travel with votes of nodes, to
+the same bits."""
 ON_A_NODE: tuple[str, ...] = ("direct", "slices", "library")
 BETWEEN_NODES: tuple[str, ...] = ("levels", "library")
 BY_HOROVOD: tuple[str, ...] = ("flat", "two-level")
-_SMALL_PARTS: tuple[str, ...] = ("doubling", "halving", "tree", "library")
 _LARGE_PARTS: tuple[str, ...] = ("halving", "ring", "double_tree", "library")
 _NO_RAIL = SizeTable(((0, "library"),))
 
@@ -147,8 +147,10 @@ def candidates(what: str, num_bytes: int, plan: Plan) -> tuple[str, ...]:
             sensible = BETWEEN_NODES[:1]
     elif what == "tensors":
         sensible = ON_A_NODE
+    elif num_bytes < SMALL_BYTES:
+        sensible = ()
     else:
-        sensible = _SMALL_PARTS if num_bytes < 64 * KIB else _LARGE_PARTS
+        sensible = _LARGE_PARTS
     return tuple(dict.fromkeys((plan.table(what).at(num_bytes), *sensible)))
 
 
@@ -169,7 +171,7 @@ def refine(rule: SizeTable, measured: Sequence[Measurement], sizes: Sequence[int
     return SizeTable(tuple(steps))
 
 
-def faster(measured: Mapping[str, Measurement], default: str) -> str:
+def faster(measured: Mapping[str, Measurement], default: str, least_gain: float = GAIN) -> str:
     """Return the fastest of the algorithms that gain enough over ``default``; else ``default``.
 
     One that gains does so in its median, and in each of several runs over each of the default's:
@@ -182,7 +184,7 @@ def faster(measured: Mapping[str, Measurement], default: str) -> str:
     gain = [
         m
         for m in measured.values()
-        if m.seconds <= (1 - GAIN) * rule.seconds
+        if m.seconds <= (1 - least_gain) * rule.seconds
         and len(m.runs) > 1
         and max(m.runs) < min(rule.runs)
     ]
@@ -242,23 +244,39 @@ def batching(seconds: Mapping[int, float]) -> Batching:
     return Batching(_power_of_four(fusion_bytes), _power_of_four(latency_s / 2 / 1e-6) * 1e-6)
 
 
-CHUNK_BYTES = 128 * KIB
-"""Of a rail's part, where several chunks are on the way at once: smaller ones cost more of the
-processor than they gain, of larger ones the first and the last take longer."""
+CHUNKS = (512 * KIB, 64 * KIB)
+"""Bytes of a rail's part, where several chunks are on the way at once: smaller ones keep the link
+busier, and cost more of the processor, which may be the limit then."""
+CHUNKED_BYTES = MIB
+"""A tensor by which they are compared, cut by the second size and not by the first."""
+CHUNKED_S = 0.1
+"""A link that takes longer for it is so slow that the smaller ones are taken unmeasured."""
+_CHUNK_GAIN = 0.05
 CHUNKS_FROM_S = 2e-9
 """Seconds per byte of an all-reduce from which on the link is the limit, and not the processor."""
 
 
-def chunk_bytes(seconds: Mapping[int, float]) -> int:
-    """Choose the chunks of rails from how long all-reduces take, as ``batching`` does; pure.
+def chunk_sizes(seconds: Mapping[int, float]) -> tuple[int, ...]:
+    """Return the chunks of rails worth measuring, by how long all-reduces take; pure.
 
-    0, for none, where the link is not the limit or fewer than two sizes were measured.
+    None where the link is not the limit or fewer than two sizes were measured.
     """
     if len(seconds) < 2:
-        return 0
+        return ()
     smallest, largest = min(seconds), max(seconds)
     per_byte_s = (seconds[largest] - seconds[smallest]) / (largest - smallest)
-    return CHUNK_BYTES if per_byte_s >= CHUNKS_FROM_S else 0
+    if per_byte_s < CHUNKS_FROM_S:
+        return ()
+    return CHUNKS if expected_s(seconds, CHUNKED_BYTES) <= CHUNKED_S else CHUNKS[-1:]
+
+
+def best_chunk(runs: Mapping[int, Sequence[float]]) -> int:
+    """Choose from the seconds of some runs with each size of chunks, the default first; pure."""
+    measured = {
+        str(size): Measurement("chunks", CHUNKED_BYTES, str(size), tuple(seconds))
+        for size, seconds in runs.items()
+    }
+    return int(faster(measured, next(iter(measured)), _CHUNK_GAIN))
 
 
 def _between(value: float, least: float, most: float) -> float:

@@ -5,9 +5,10 @@ have: they go through the same runs and come to the same plan.
 """
 
 import logging
+import math
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -18,10 +19,12 @@ from hpctrain.comm.hierarchical import HierarchicalCommunicator
 from hpctrain.comm.ops import Op, combination
 from hpctrain.comm.plan.choice import (
     BATCHING_SIZES,
+    CHUNKED_BYTES,
     SIZES,
     batching,
+    best_chunk,
     candidates,
-    chunk_bytes,
+    chunk_sizes,
     expected_s,
     refine,
 )
@@ -79,8 +82,9 @@ def measure(
         comm.use(plan)
         times = _shortest(comm, stopwatch, stopwatch.elapsed_s + BATCHING_SHARE * budget_s)
         fusion_bytes, cycle_s = batching(times)
-        chunk = chunk_bytes(times) if plan.num_rails else 0
-        plan = replace(plan, fusion_bytes=fusion_bytes, cycle_s=cycle_s, chunk_bytes=chunk)
+        plan = replace(plan, fusion_bytes=fusion_bytes, cycle_s=cycle_s)
+        if plan.num_rails:
+            plan = replace(plan, chunk_bytes=_chunk_bytes(comm, plan, stopwatch, times))
         comm.use(plan)
     finally:
         torch.set_num_threads(threads)
@@ -142,6 +146,22 @@ def _shortest(
             if seconds is not None:
                 times[tensor.nbytes] = min(seconds, times.get(tensor.nbytes, seconds))
     return times
+
+
+def _chunk_bytes(
+    comm: HierarchicalCommunicator, plan: Plan, stopwatch: "Stopwatch", times: Mapping[int, float]
+) -> int:
+    """Time chunks of each size that is worth it, in turns; 0 for none. Collective."""
+    sizes = chunk_sizes(times)
+    if len(sizes) < 2:
+        return sum(sizes)
+    tensor = torch.zeros(CHUNKED_BYTES // torch.float32.itemsize)
+    runs: dict[int, list[float]] = {size: [] for size in sizes}
+    for size in RUNS * sizes:
+        comm.use(replace(plan, chunk_bytes=size))
+        seconds = stopwatch.time(partial(comm.allreduce_by, "levels", tensor), 1)
+        runs[size].append(math.inf if seconds is None else seconds)
+    return best_chunk(runs)
 
 
 class Stopwatch:
