@@ -126,6 +126,7 @@ class Express:
             given = given.detach()
         if self._num_nodes > 1:
             del parts[1:]  # the first is the sum
+            self._count_votes()
         elif node.local_rank < 2:
             parts[node.local_rank] = given  # one stream less than from the slot
         result = given
@@ -134,6 +135,12 @@ class Express:
         assert known.combination is not None
         combine_to(result, parts, known.combination, known.scale)
         return request.tensors if request.in_place else [result]
+
+    def _count_votes(self) -> None:
+        votes, rail = self.commit.votes, self._comm.rail
+        if votes is not None and rail is not None:
+            rail.wire.num_bytes_sent += votes.num_bytes_sent
+            votes.num_bytes_sent = 0
 
     def _ballot(self, known: Known) -> Ballot:
         """Sum over the node, into the first rank's slot."""

@@ -24,13 +24,14 @@ def test_operations_of_all_kinds_in_any_order_give_their_results(hvd):
 
 @pytest.mark.launches
 @pytest.mark.limit(150)
-def test_six_ranks_whose_words_and_mail_take_two_levels(tmp_path):
+@pytest.mark.parametrize("nodes", [1, 3])
+def test_six_ranks_whose_words_and_mail_take_two_levels(tmp_path, nodes):
     body = """
     from tests.collectives.mixed import Steps, num_commits
     Steps(6).take(120)
     print("commits", num_commits(), flush=True)
     """
-    outcome = run_ranks(tmp_path, body, num_ranks=6)
+    outcome = run_ranks(tmp_path, body, num_ranks=6, nodes=nodes)
     assert outcome.code == 0, outcome.err
     counts = [int(line.split()[1]) for line in outcome.out.splitlines() if "commits" in line]
     assert len(counts) == 6
@@ -39,8 +40,8 @@ def test_six_ranks_whose_words_and_mail_take_two_levels(tmp_path):
 
 @pytest.mark.launches
 @pytest.mark.limit(150)
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_that_dies_is_named_by_those_that_wait_for_it(tmp_path, victim):
+@pytest.mark.parametrize(("victim", "nodes"), [(0, 1), (1, 1), (1, 2), (2, 2)])
+def test_a_rank_that_dies_is_named_by_those_that_wait_for_it(tmp_path, victim, nodes):
     body = f"""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # mpirun has heard of it too
     value = torch.ones(2)
@@ -59,7 +60,7 @@ def test_a_rank_that_dies_is_named_by_those_that_wait_for_it(tmp_path, victim):
     time.sleep(1)
     os._exit(1)
     """
-    outcome = run_ranks(tmp_path, body, num_ranks=3)
+    outcome = run_ranks(tmp_path, body, num_ranks=3, nodes=nodes)
     assert outcome.code != 0
     failed_at = float((tmp_path / "failed_at").read_text())
     for rank in {0, 1, 2} - {victim}:

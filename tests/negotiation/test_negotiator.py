@@ -163,3 +163,19 @@ def test_a_question_reaches_all_ranks_once_and_answers_the_root(asker):
     answers = ranks.negotiators[0].answers()
     assert sorted(answers) == [(rank, f"from {rank}") for rank in range(4)]
     assert ranks.negotiators[0].answers() == ranks.negotiators[2].answers() == []
+
+
+def test_a_rank_takes_part_until_it_is_given_what_was_decided():
+    ranks = Ranks(star(2))
+    root, other = ranks.negotiators
+    for negotiator in (root, other):
+        negotiator.announce("a", FOUR)
+        assert negotiator.takes_part
+    ranks.post(1)
+    ranks.deliver((1, 0))
+    ranks.post(0)
+    assert not root.takes_part
+    ranks.deliver((0, 1))
+    assert other.takes_part  # what it would prepare now, the decided one would overwrite
+    assert other.decided()
+    assert not other.takes_part

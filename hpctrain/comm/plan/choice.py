@@ -133,6 +133,7 @@ def plan_for_group(plan: Plan, topology: Topology) -> Plan:
     return replace(
         plan,
         num_rails=num_rails,
+        # Not in turns: whether cores are shared is known of the own rank, and all need one answer.
         tensors=_tensors_of(topology, plan.node_memory),
         rail=rail_rule(topology.num_nodes),
         measured=(),

@@ -1,0 +1,92 @@
+"""Votes of nodes: all come to one outcome, in one order, and to the sum of what they give."""
+
+import random
+from collections import defaultdict, deque
+
+import pytest
+import torch
+
+from hpctrain.comm.control_channel.votes import Ballot, Votes
+from hpctrain.comm.ops import Op, combination
+
+SUM = combination(torch.float32, Op.SUM)
+
+
+class Network:
+    """Messages that arrive in the order of each sender, whenever it is their turn."""
+
+    def __init__(self, rank, networks):
+        self.votes, self.has_new_votes = defaultdict(deque), False
+        self._rank, self._networks = rank, networks
+        self.coming = deque()
+
+    def send(self, to, message, *, is_vote):
+        assert is_vote
+        self._networks[to].coming.append((self._rank, message))
+
+    def look(self):
+        while self.coming:
+            source, message = self.coming.popleft()
+            self.votes[source].append(message)
+            self.has_new_votes = True
+        return self.has_new_votes
+
+
+def nodes_of(size):
+    networks = []
+    networks += [Network(rank, networks) for rank in range(size)]
+    return [Votes(network, range(size), rank) for rank, network in enumerate(networks)]
+
+
+def outcomes(nodes, order, given):
+    """Let nodes vote as ``given`` says: a number and values, or None to refuse."""
+    found = [None] * len(nodes)
+    while None in found:
+        rank = order.randrange(len(nodes))
+        node, vote = nodes[rank], given[rank]
+        if found[rank] is not None:
+            continue
+        if vote is None:
+            was_open = node.is_open
+            node._network.look()
+            node.look(refuse=True)
+            if (was_open or node.num_bytes_sent) and not node.is_open:
+                found[rank] = False
+        elif not node.is_open:
+            node.begin(vote[0], Ballot(vote[1], SUM))
+        else:
+            found[rank] = node.outcome()
+    for node in nodes:
+        node.num_bytes_sent = 0
+        assert not any(node._inboxes)
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 6, 7, 8, 13])
+def test_all_nodes_come_to_the_same_outcome_and_sum(size):
+    nodes, order = nodes_of(size), random.Random(size)
+    for turn in range(200):
+        kind = order.choice(("all", "all", "one refuses", "some refuse", "another"))
+        values = [torch.randint(-9, 9, (1 + turn % 5,)).float() for _ in nodes]
+        total = sum(values)
+        given = [(turn, each.clone()) for each in values]
+        if kind == "another":
+            given[order.randrange(size)] = (turn + 1, values[0].clone())
+        refuses = {"one refuses": 1, "some refuse": order.randrange(1, size)}.get(kind, 0)
+        for rank in order.sample(range(size), refuses):
+            given[rank] = None
+        assert outcomes(nodes, order, given) == [kind == "all"] * size
+        if kind == "all":
+            assert all(torch.equal(sums, total) for _, sums in given)
+
+
+def test_who_refuses_waits_for_somebody_to_vote():
+    first, second = nodes_of(2)
+    first.look(refuse=True)
+    assert not first.is_open
+    second.begin(3)
+    first._network.look()
+    first.look(refuse=False)
+    assert not first.is_open
+    first.look(refuse=True)
+    assert second.outcome() is False
