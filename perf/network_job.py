@@ -1,7 +1,8 @@
 """One job of ``bench_network.py``, on the ranks of a cluster: all ways to sum, in turn.
 
 Ranks are numbered node by node. The flat baseline also runs over a communicator of the same ranks
-that deals them out to the nodes in turn, which is what many launchers do by default.
+that deals them out to the nodes in turn, which is what many launchers do by default. Horovod has
+jobs of its own, those of ``bench_engines.py``: its threads talk a thousand times a second.
 """
 
 import argparse
@@ -13,7 +14,7 @@ from pathlib import Path
 import torch
 from measure import interleave, machine, median
 from mpi4py import MPI
-from peers import Peer, library, start_gloo, start_horovod, stop_gloo
+from peers import Peer, library, start_gloo, stop_gloo
 
 import hpctrain as hvd
 from hpctrain.core.units import KIB
@@ -107,8 +108,6 @@ def main() -> None:
         "MPI, cyclic order": library(cyclic(MPI.COMM_WORLD)),
         "gloo": start_gloo(),
     }
-    if horovod := start_horovod():
-        peers["Horovod"] = horovod
     rows = [measure_size(size, options.rounds, peers) for size in options.sizes]
     stop_gloo()
     if hvd.rank() == 0:

@@ -16,7 +16,6 @@ STYLES = {
     "MPI, block order": ("MPI_Allreduce, ranks node by node", "#ee6677", "^", "--"),
     "MPI, cyclic order": ("MPI_Allreduce, ranks in turn", "#aa3377", "v", "--"),
     "gloo": ("gloo", "#ccbb44", "D", "--"),
-    "Horovod": ("Horovod", "#228833", "P", "--"),
 }
 """Label, colour, marker and line of each way; the colours can be told apart by everybody."""
 LIBRARIES = {"openmpi": "Open MPI", "mpich": "MPICH"}
