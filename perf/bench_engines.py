@@ -37,7 +37,7 @@ from typing import Any
 
 from engines_plot import draw
 from engines_table import rows_of, show, step_ratios
-from measure import median
+from measure import median, with_kept
 from rich.console import Console
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # the cluster belongs to the tests
@@ -221,10 +221,11 @@ def main() -> None:
         results.append(measure(world, options))
         show(console, results[-1])
     if options.json:
+        written = with_kept(results, options.json, ("world",))
         summary = [
-            {"world": r["world"], "ratios": step_ratios(r), "rows": rows_of(r)} for r in results
+            {"world": r["world"], "ratios": step_ratios(r), "rows": rows_of(r)} for r in written
         ]
-        text = json.dumps({"summary": summary, "results": results}, indent=1)
+        text = json.dumps({"summary": summary, "results": written}, indent=1)
         options.json.write_text(text + "\n", encoding="utf-8")
     if options.plot and results:
         draw(results, options.plot)

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from measure import with_kept
 from network_plot import draw
 from rich.console import Console
 from rich.table import Table
@@ -179,14 +180,8 @@ def main() -> None:
         machine[job.mpi] = figures["machine"]
         show(console, of_job)
     if options.json:
-        if options.json.exists():
-            old = json.loads(options.json.read_text(encoding="utf-8"))
-            new = {(each["mpi"], each["cluster"], each["rate"]) for each in results}
-            results += [
-                r for r in old["results"] if (r["mpi"], r["cluster"], r["rate"]) not in new
-            ]
-            machine = old["machine"] | machine
-        text = json.dumps({"machine": machine, "results": results}, indent=1)
+        written = with_kept(results, options.json, ("mpi", "cluster", "rate"))
+        text = json.dumps({"machine": machine, "results": written}, indent=1)
         options.json.write_text(text + "\n", encoding="utf-8")
     if options.plot:
         draw(results, options.plot)

@@ -126,5 +126,17 @@ def report(
         json_file.write_text(text + "\n")
 
 
+def with_kept(
+    results: Sequence[Mapping[str, Any]], json_file: Path, names: Sequence[str]
+) -> list[Mapping[str, Any]]:
+    """Return results behind those of a file, if there is one, that are not of the same names."""
+    kept = []
+    if json_file.exists():
+        new = [[each[name] for name in names] for each in results]
+        old = json.loads(json_file.read_text(encoding="utf-8"))["results"]
+        kept = [each for each in old if [each[name] for name in names] not in new]
+    return [*kept, *results]
+
+
 def _cell(value: Any) -> str:
     return f"{value:.3f}" if isinstance(value, float) else str(value)
