@@ -115,6 +115,7 @@ def results_of(job: Job, figures: dict[str, Any]) -> list[dict[str, Any]]:
                 "ranks per node": job.ranks_per_node,
                 "rate": job.rate,
                 "line s": job.line_s(row["bytes"]),
+                "date": figures["machine"]["date"],
                 "best peer": best[1],
                 **{f"best peer / {name}": best[0] / seconds[name] for name in OURS},
                 **row,
@@ -173,11 +174,12 @@ def main() -> None:
     options = arguments()
     console = Console(width=150, height=50, highlight=False)
     results: list[dict[str, Any]] = []
-    machine: dict[str, Any] = {}
+    is_new = options.json is None or not options.json.exists()
+    machine: dict[str, Any] = {} if is_new else json.loads(options.json.read_text())["machine"]
     for job in jobs(options):
         figures = run(job, options)
         results += (of_job := results_of(job, figures))
-        machine[job.mpi] = figures["machine"]
+        machine.setdefault(job.mpi, figures["machine"])
         show(console, of_job)
     if options.json:
         written = with_kept(results, options.json, ("mpi", "cluster", "rate"))

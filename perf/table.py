@@ -144,6 +144,7 @@ def of_network(found: Record) -> Iterator[Ratio]:
             value=row["best peer / bucket"],
             spread=spread(*both, rounds=5) if all(both) else (),
             is_shown=row["bytes"] == BETWEEN_NODES,
+            date=row.get("date", ""),
         )
 
 
@@ -201,7 +202,7 @@ def read(folder: Path) -> tuple[list[Ratio], dict[str, str]]:
         found = json.loads(path.read_text(encoding="utf-8"))
         machine = _machine(found)
         of_file = READERS[names[0]](found | {"stem": path.stem})
-        ratios += [replace(ratio, date=machine.get("date", "")) for ratio in of_file]
+        ratios += [replace(r, date=r.date or machine.get("date", "")) for r in of_file]
         about[path.stem] = f"{machine['cores of the machine']} cores of {machine['cpu']}"
     if not ratios:
         raise SystemExit(f"no results of benchmarks in {folder}; run: make bench")
