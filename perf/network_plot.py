@@ -12,7 +12,7 @@ from hpctrain.core.units import KIB, format_bytes
 STYLES = {
     "bucket": ("hpctrain, bucket in node memory", "#4477aa", "o", "-"),
     "tensor": ("hpctrain, ordinary tensor", "#66ccee", "s", "-"),
-    "named": ("hpctrain, by name", "#332288", "v", "-"),
+    "named": ("hpctrain, by name", "#332288", "X", "-"),
     "MPI, block order": ("MPI_Allreduce, ranks node by node", "#ee6677", "^", "--"),
     "MPI, cyclic order": ("MPI_Allreduce, ranks in turn", "#aa3377", "v", "--"),
     "gloo": ("gloo", "#ccbb44", "D", "--"),
@@ -45,7 +45,8 @@ def draw(results: list[dict[str, Any]], path: Path) -> None:
         axes_of_row[0].set_ylabel("time of one all-reduce (ms)")
     for axes in grid[-1]:
         axes.set_xlabel("message on every rank")
-    handles, labels = grid[0][0].get_legend_handles_labels()
+    legends = [axes.get_legend_handles_labels() for axes in grid.flat]
+    handles, labels = max(legends, key=lambda legend: len(legend[1]))
     place = {"loc": "outside lower center", "ncols": len(columns)}
     figure.legend(handles, labels, frameon=False, fontsize=9, **place)
     figure.savefig(path)
