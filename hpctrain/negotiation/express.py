@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 
 _MOST_KNOWN = 4096  # operations that are kept, with their views of the slots
 _NUM_LOOKS = 20  # at least, before a rank that shares its core sleeps
-_VOTE_BYTES = 512 * KIB
+_VOTE_BYTES = 128 * KIB
 """Up to so many, of all its ranks, a node's sum is made by its first rank and travels with its
-vote."""
+vote: larger messages wait for each other on slow links."""
 
 
 class Known(NamedTuple):
