@@ -37,10 +37,17 @@ class Auto(Stateless):
         self.name = "none"
         self._codec: Codec | None = None
 
+    @property
+    def rail_s(self) -> float:  # type: ignore[override]
+        """Those of the codec; see ``Codec``."""
+        return 0.0 if self._codec is None else self._codec.rail_s
+
     def prepare(self, bucket: Bucket, parts: Sequence[Tensor], comm: Communicator) -> None:
         """Choose with the first bucket, then prepare what was chosen; see ``Codec``."""
         if self._codec is None:
             self._codec = self._choose(bucket, comm)
+            if comm.rank == 0:
+                _LOG.info("compression = auto: %s; %s", self.name, self.reason)
         self._codec.prepare(bucket, parts, comm)
 
     def forget(self) -> None:
@@ -83,8 +90,6 @@ class Auto(Stateless):
         self.name = best if took[best] < _WORTH * took["none"] else "none"
         times = ", ".join(f"{name} {1e3 * each:.3g} ms" for name, each in took.items())
         self.reason = f"{format_bytes(trial.flat.nbytes)} between nodes take {times}"
-        if comm.rank == 0:
-            _LOG.info("compression = auto: %s; %s", self.name, self.reason)
         chosen = codecs[self.name]
         chosen.forget()
         return chosen

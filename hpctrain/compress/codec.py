@@ -17,6 +17,10 @@ class Codec(Protocol):
     One codec serves the buckets of one optimizer.
     """
 
+    @property
+    def rail_s(self) -> float:
+        """Seconds that this rank has spent so far on coding, and between nodes."""
+
     def prepare(self, bucket: Bucket, parts: Sequence[Tensor], comm: Communicator) -> None:
         """Make what is needed to reduce a new bucket, which lives as long as it is reduced.
 
@@ -64,6 +68,9 @@ class Codec(Protocol):
 
 class Stateless:
     """The part of a codec of which no step depends on another."""
+
+    rail_s = 0.0
+    """Of a codec that does nothing between nodes."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return nothing."""

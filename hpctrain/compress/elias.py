@@ -6,18 +6,35 @@ of values has.
 Source: Elias 1975, "Universal codeword sets and representations of the integers".
 """
 
+from functools import cache
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 Integers: TypeAlias = npt.NDArray[np.int64]
+Bytes: TypeAlias = npt.NDArray[np.uint8]
 
-_MOST_BITS = 31  # of an integer
+LARGEST = 1 << 20
+_MOST_BITS = 21  # of an integer
+_FEW = 1 << 12  # integers whose codes are kept
+_WINDOW = 16  # bits that are looked up at once
 
 
 def codes_of(numbers: Integers) -> tuple[Integers, Integers]:
-    """Return the codes of integers from 1 to 2^31 - 1, and how many bits each has, up to 48."""
+    """Return the codes of integers from 1 to ``LARGEST``, and how many bits each has, up to 32."""
+    if not len(numbers) or int(numbers.max()) >= _FEW:
+        return _calculated(numbers)
+    codes, lengths = _codes_of_few()
+    return codes[numbers], lengths[numbers]
+
+
+@cache
+def _codes_of_few() -> tuple[Integers, Integers]:
+    return _calculated(np.maximum(np.arange(_FEW), 1))
+
+
+def _calculated(numbers: Integers) -> tuple[Integers, Integers]:
     codes = np.zeros_like(numbers)  # the 0 that ends it
     lengths = np.ones_like(numbers)
     rest = numbers.copy()
@@ -29,42 +46,81 @@ def codes_of(numbers: Integers) -> tuple[Integers, Integers]:
     return codes, lengths
 
 
-def bits_of(codes: Integers, lengths: Integers) -> npt.NDArray[np.uint8]:
-    """Return bits, 0 and 1, of codes one behind the other, the highest bit first."""
+def packed(codes: Integers, lengths: Integers) -> Bytes:
+    """Return codes of up to 33 bits one behind the other, the highest bit first."""
     ends = np.cumsum(lengths)
-    below = np.repeat(ends, lengths) - np.arange(1, ends[-1] + 1 if len(ends) else 1)
-    return (np.repeat(codes, lengths) >> below & 1).astype(np.uint8)
+    num_bits = int(ends[-1]) if len(ends) else 0
+    words = np.zeros(num_bits // 32 + 2, np.uint64)
+    if num_bits:
+        starts = ends - lengths
+        word = starts >> 5
+        moved = codes.astype(np.uint64) << (64 - (starts & 31) - lengths).astype(np.uint64)
+        first = np.flatnonzero(np.diff(word, prepend=-1))
+        both = np.bitwise_or.reduceat(moved, first)  # of a word, and what goes on in the next
+        words[word[first]] = both >> np.uint64(32)
+        words[word[first] + 1] |= both & np.uint64(0xFFFFFFFF)
+    return words.astype(">u4").view(np.uint8)[: -(-num_bits // 8)]
 
 
 class Reader:
-    """Reads numbers from many streams of bits, one of each stream per call."""
+    """Reads gaps and levels of blocks, the next ones of many blocks per call."""
 
-    def __init__(self, bits: npt.NDArray[np.uint8], starts: Integers) -> None:
-        """Take all bits, and where each stream begins."""
-        self._bits = np.concatenate([bits, np.zeros(64, np.uint8)])
+    def __init__(self, data: Bytes, starts: Integers) -> None:
+        """Take all bytes, and at which bit each block begins."""
+        data = np.concatenate([data, np.zeros(16, np.uint8)])
+        self._bytes = data.astype(np.int32)
+        self._three = self._bytes[:-2] << 16 | self._bytes[1:-1] << 8 | self._bytes[2:]
         self.positions = starts.copy()
 
-    def bit(self, streams: Integers) -> Integers:
-        """Return the next bit of these streams."""
-        found = self._bits[self.positions[streams]].astype(np.int64)
-        self.positions[streams] += 1
-        return found
+    def read(self, num_blocks: int) -> tuple[Integers, Integers]:
+        """Return the next gap and signed level of each of the first blocks."""
+        positions = self.positions[:num_blocks]
+        bits, gaps, levels = _looked_up()
+        window = self._three[positions >> 3] >> (8 - (positions & 7)) & 0xFFFF
+        used, gap, level = bits[window], gaps[window], levels[window]
+        positions += used
+        if not used.all():
+            long = np.flatnonzero(used == 0)
+            gap[long], level[long] = self._gap(long), self._level(long)
+        return gap, level
 
-    def number(self, streams: Integers) -> Integers:
+    def _gap(self, streams: Integers) -> Integers:
         """Return the next number of these streams."""
         numbers = np.ones(len(streams), np.int64)
         going = np.arange(len(streams))
         while len(going):
-            going = going[self._bits[self.positions[streams[going]]] == 1]
+            going = going[self._bit(streams[going]) == 1]
             if not len(going):
                 break
-            lengths = numbers[going] + 1
+            lengths = np.minimum(numbers[going] + 1, 32)  # more where it is no code
             read = np.zeros(len(going), np.int64)
-            at = self.positions[streams[going]]
             for place in range(min(int(lengths.max()), _MOST_BITS)):
                 inside = place < lengths
-                read = np.where(inside, read << 1 | self._bits[at + place], read)
+                read = np.where(inside, read << 1 | self._bit(streams[going], place), read)
             self.positions[streams[going]] += lengths
             numbers[going] = read
         self.positions[streams] += 1
         return numbers
+
+    def _level(self, streams: Integers) -> Integers:
+        signs = 1 - 2 * self._bit(streams)
+        self.positions[streams] += 1
+        return signs * self._gap(streams)
+
+    def _bit(self, streams: Integers, ahead: int = 0) -> Integers:
+        at = self.positions[streams] + ahead
+        found: Integers = (self._bytes[at >> 3] >> (7 - (at & 7)) & 1).astype(np.int64)
+        return found
+
+
+@cache
+def _looked_up() -> tuple[Integers, Integers, Integers]:
+    """Return the bits, gap and level with which each window begins; no bits if it is too short."""
+    windows = np.zeros((1 << _WINDOW, 16), np.uint8)
+    windows[:, :2] = np.arange(1 << _WINDOW, dtype=">u2")[:, None].view(np.uint8)
+    starts = np.arange(len(windows)) * 128
+    reader = Reader(windows.ravel(), starts)
+    every = np.arange(len(windows))
+    gaps, levels = reader._gap(every), reader._level(every)  # noqa: SLF001 - its own
+    used = reader.positions - starts
+    return np.where(used <= _WINDOW, used, 0), gaps, levels

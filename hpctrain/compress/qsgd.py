@@ -6,9 +6,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpctrain.compress.elias import Reader, bits_of, codes_of
+from hpctrain.compress.elias import LARGEST, Reader, codes_of, packed
 from hpctrain.compress.rail_codec import CodedShare, Link, RailCodec, exchanged
 from hpctrain.core.errors import ConfigError
+
+_CHUNK = 1 << 18  # values whose codes are made at once, in the cache
 
 
 class QSGD(RailCodec):
@@ -21,7 +23,7 @@ class QSGD(RailCodec):
         levels: steps between zero and the norm of a block; the root of ``block`` makes about 2.8
             bits of a value, 1 the fewest.
         block: values that share a norm.
-        seed: of the random numbers, which each rank and step has its own of.
+        seed: of the random numbers; each rank, bucket and step has its own.
 
     Source: Alistarh et al. 2017, "QSGD: communication-efficient SGD via gradient quantization
     and encoding", with its norm of two.
@@ -29,8 +31,10 @@ class QSGD(RailCodec):
 
     def __init__(self, levels: int = 16, block: int = 512, seed: int = 0) -> None:
         super().__init__()
-        if levels < 1 or block < 1:
-            raise ConfigError(f"levels and block must be at least 1, got {levels} and {block}")
+        if not (1 <= levels <= LARGEST and 1 <= block <= LARGEST):
+            raise ConfigError(
+                f"levels and block must be 1 to {LARGEST}, got levels={levels} and block={block}"
+            )
         self._levels, self._block, self._seed = levels, block, seed
 
     def bytes_of(self, share: CodedShare) -> int:
@@ -39,16 +43,18 @@ class QSGD(RailCodec):
 
     def reduce_(self, share: CodedShare, values: Tensor, link: Link) -> None:
         """Send codes to all; see ``RailCodec``."""
-        name = f"{self._seed} {link.rank} {share.places[0].number} {share.num_steps}"
+        name = f"{self._seed} {link.rank} {share.bucket} {share.places[0].start} {share.num_steps}"
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-        norms, levels = self.quantized(values, generator)
-        packet = self._packed(norms, levels)
-        size = torch.tensor([len(packet)])
-        sizes = [int(each) for each in exchanged(link, [size] * link.size, [1] * link.size)]
-        arrived = exchanged(link, [packet] * link.size, sizes)
+        parts = values.split(max(_CHUNK // self._block, 1) * self._block)
+        packets = [self._packed(*self.quantized(part, generator)) for part in parts]
+        sizes = torch.tensor([len(packet) for packet in packets])
+        of_all = exchanged(link, [sizes] * link.size, [len(sizes)] * link.size)
+        numels = [int(each.sum()) for each in of_all]
+        arrived = exchanged(link, [torch.cat(packets)] * link.size, numels)
         values.zero_()
-        for other in arrived:
-            values.add_(self._unpacked(other, values))
+        for whole, each in zip(arrived, of_all, strict=True):
+            for part, packet in zip(parts, whole.split(each.tolist()), strict=True):
+                part.add_(self._unpacked(packet, part))
 
     def quantized(self, values: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Return the norm of each block, and signed levels of its values as int32."""
@@ -69,41 +75,45 @@ class QSGD(RailCodec):
         return int(self._codes(levels)[1].sum())
 
     def _codes(self, levels: Tensor) -> "tuple[np.ndarray, np.ndarray, np.ndarray]":
-        """Return codes with their lengths, and the block of each."""
-        block, place = levels.numpy().nonzero()
-        found = levels.numpy()[block, place].astype(np.int64)
+        """Return the codes of gaps, and of signs with levels; their lengths, and their blocks."""
+        flat, length = levels.numpy().ravel(), levels.shape[1]
+        at = np.flatnonzero(flat)
+        found, block = flat[at].astype(np.int64), at // length
+        gaps = np.diff(at, prepend=-1)
         is_first = np.diff(block, prepend=-1) != 0
-        gaps = np.where(is_first, place + 1, np.diff(place, prepend=0))
-        gap_codes, gap_bits = codes_of(gaps)
-        level_codes, level_bits = codes_of(np.abs(found))
-        codes = np.stack([gap_codes, (found < 0).astype(np.int64), level_codes], axis=1)
-        lengths = np.stack([gap_bits, np.ones_like(gap_bits), level_bits], axis=1)
-        return codes.ravel(), lengths.ravel(), np.repeat(block, 3)
+        gaps[is_first] = at[is_first] % length + 1
+        codes, lengths = np.empty((2, len(at), 2), np.int64)
+        codes[:, 0], lengths[:, 0] = codes_of(gaps)
+        level, bits = codes_of(np.abs(found))
+        codes[:, 1], lengths[:, 1] = (found < 0).astype(np.int64) << bits | level, bits + 1
+        return codes.ravel(), lengths.ravel(), np.repeat(block, 2)
 
     def _packed(self, norms: Tensor, levels: Tensor) -> Tensor:
         """Return norms, how many values of each block are not zero, bits of each, and all bits."""
         codes, lengths, block = self._codes(levels)
         num_bits = np.bincount(block, lengths, minlength=len(levels)).astype(np.int32)
-        numbers = np.bincount(block[::3], minlength=len(levels)).astype(np.int32)
-        parts = [norms.numpy(), numbers, num_bits, np.packbits(bits_of(codes, lengths))]
+        numbers = np.bincount(block[::2], minlength=len(levels)).astype(np.int32)
+        parts = [norms.numpy(), numbers, num_bits, packed(codes, lengths)]
         return torch.from_numpy(np.concatenate([part.view(np.uint8) for part in parts]))
 
     def _unpacked(self, packet: Tensor, like: Tensor) -> Tensor:
         """Return flat values, as many as ``like`` has."""
         num_blocks, raw = -(-like.numel() // self._block), packet.numpy()
         first = num_blocks * like.itemsize
-        norms = torch.from_numpy(raw[:first]).view(like.dtype)
+        norms = torch.from_numpy(raw[:first].copy()).view(like.dtype)
         numbers, num_bits = raw[first : first + 8 * num_blocks].view(np.int32).reshape(2, -1)
         starts = np.cumsum(num_bits, dtype=np.int64) - num_bits
-        reader = Reader(np.unpackbits(raw[first + 8 * num_blocks :]), starts)
-        levels = np.zeros((num_blocks, self._block), np.int32)
-        places = np.full(num_blocks, -1)
-        for turn in range(int(numbers.max(initial=0))):
-            streams = np.flatnonzero(numbers > turn)
-            places[streams] += reader.number(streams)
-            signs = 1 - 2 * reader.bit(streams)
-            levels[streams, places[streams]] = signs * reader.number(streams)
-        return self.restored(norms, torch.from_numpy(levels)).view(-1)[: like.numel()]
+        order = np.argsort(-numbers, kind="stable")  # those that go on are always the first
+        reader = Reader(raw[first + 8 * num_blocks :], starts[order])
+        num_left = num_blocks - np.cumsum(np.bincount(numbers, minlength=1))
+        levels = np.zeros(num_blocks * self._block, np.int32)
+        places = order * self._block - 1
+        for going in num_left[:-1].tolist():
+            gaps, found = reader.read(going)
+            places[:going] += gaps
+            levels[places[:going]] = found
+        blocks = torch.from_numpy(levels).view(num_blocks, self._block)
+        return self.restored(norms, blocks).view(-1)[: like.numel()]
 
 
 def _blocks_of(values: Tensor, block: int) -> Tensor:

@@ -5,17 +5,23 @@
     sum      -> goes to all, who decode the same codes       (all-gather)
 
 So 2 (K - 1) / K codes leave a rank, as of a ring, and all ranks end with the same bits. With error
-feedback both codings remember what they have left out, and add it the next time.
+feedback both codings remember what they have left out, and add it the next time. Long values go
+chunk by chunk: the next one is coded, and an earlier one decoded, while one travels.
 """
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from hpctrain.comm.bucket import slice_bounds
-from hpctrain.compress.rail_codec import CodedShare, Link, RailCodec, exchanged
+from hpctrain.compress.rail_codec import CodedShare, Link, RailCodec, start_exchange
+
+_CHUNK = 1 << 18
+"""Values of a piece: a rank codes some while others travel."""
 
 
 class Format(Protocol):
@@ -56,20 +62,38 @@ class Quantized(RailCodec):
         if share.num_steps < self._warmup_steps:
             link.allreduce_(values).wait()
             return
-        form = self._form
-        pieces = [
-            slice_bounds(share.numel, link.size, rank, form.unit) for rank in range(link.size)
-        ]
+        length = _CHUNK * link.size
+        chunks = (
+            slice(start, min(start + length, share.numel))
+            for start in range(0, share.numel, length)
+        )
+        under_way: deque[Iterator[None]] = deque(maxlen=3)  # a chunk is over after three turns
+        for chunk in chain(chunks, (None, None)):
+            under_way.appendleft(
+                iter(()) if chunk is None else self._turns(share, chunk, values, link)
+            )
+            for turns in under_way:
+                next(turns, None)
+
+    def _turns(
+        self, share: CodedShare, chunk: slice, values: Tensor, link: Link
+    ) -> Iterator[None]:
+        """Exchange the pieces of a chunk, sum one, exchange the sums; yield while they travel."""
+        form, numel = self._form, chunk.stop - chunk.start
+        bounds = (slice_bounds(numel, link.size, rank, form.unit) for rank in range(link.size))
+        pieces = [slice(chunk.start + b.start, chunk.start + b.stop) for b in bounds]
         own = pieces[link.rank]
         early = share.remembered("error") if self.keeps_unsent else None
         late = share.remembered("late error") if self.keeps_unsent else None
         packets = [self._coded(share, piece, values, early) for piece in pieces]
-        arrived = exchanged(link, packets, [form.num_bytes(share, own)] * link.size)
-        self._sum(share, own, arrived, values)
+        arrived = start_exchange(link, packets, [form.num_bytes(share, own)] * link.size)
+        yield
+        self._sum(share, own, arrived(), values)
         mine = self._coded(share, own, values, late)
         sizes = [form.num_bytes(share, piece) for piece in pieces]
-        arrived = exchanged(link, [mine] * link.size, sizes)
-        for piece, packet in zip(pieces, arrived, strict=True):
+        arrived = start_exchange(link, [mine] * link.size, sizes)
+        yield
+        for piece, packet in zip(pieces, arrived(), strict=True):
             form.unpack(share, piece, packet, values[piece])
 
     def _coded(

@@ -9,7 +9,8 @@ all, are summed as they are. Without node memory each rank is a node of its own.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -69,6 +70,8 @@ class CodedShare:
         self.dtype = dtype if dtype is torch.float64 else torch.float32
         """In which it is calculated; 16 bits are widened."""
         self.numel = _length(self.spans)
+        self.bucket = 0
+        """Number of the bucket, in the order in which they were prepared."""
         self.memory: dict[str, Tensor] = {}
         """What the next step depends on, by name."""
         self.num_steps = 0
@@ -111,6 +114,7 @@ class RailCodec:
     def __init__(self) -> None:
         self._prepared: dict[int, _Prepared] = {}
         self._before: list[CodedShare] = []
+        self.rail_s = 0.0
 
     def reduce_(self, share: CodedShare, values: Tensor, link: Link) -> None:
         """Replace flat ``values`` by what the codec makes of the sum over ``link``.
@@ -158,6 +162,7 @@ class RailCodec:
         num_marks = max(own.stop - max(own.start, first_mark), 0) if takes_exact else 0
         num_exact = _length(exact) - num_marks
         share = CodedShare(slots, _places(mine, own), exact, num_exact, dtype)
+        share.bucket = len(self._prepared)
         before = self._before.pop(0) if self._before else None
         if before is not None and before.slots == slots and before.numel == share.numel:
             share.memory, share.num_steps = before.memory, before.num_steps
@@ -270,6 +275,7 @@ class RailCodec:
 
     def _over(self, share: CodedShare, flat: Tensor, link: Link) -> None:
         """Reduce this rank's share of a bucket over the link."""
+        start = time.perf_counter()
         if share.exact:
             with gathered(flat, share.exact, flat.dtype) as exact:
                 link.allreduce_(exact).wait()
@@ -279,6 +285,7 @@ class RailCodec:
                 self.reduce_(share, values, link)
                 share.forget_what_is_not_finite(values)
         share.num_steps += 1
+        self.rail_s += time.perf_counter() - start
 
 
 @contextmanager
@@ -294,11 +301,19 @@ def gathered(bucket: Tensor, spans: Sequence[slice], dtype: torch.dtype) -> Iter
         view.copy_(value)
 
 
+def start_exchange(
+    link: Link, outgoing: Sequence[Tensor], numels: Sequence[int]
+) -> Callable[[], list[Tensor]]:
+    """Begin to send ``outgoing[r]`` to rank r; see ``Rail.start_alltoall``."""
+    if isinstance(link, Rail):
+        return link.start_alltoall(outgoing, numels)
+    arrived = link.alltoall(outgoing)
+    return lambda: arrived
+
+
 def exchanged(link: Link, outgoing: Sequence[Tensor], numels: Sequence[int]) -> list[Tensor]:
     """Send ``outgoing[r]`` to rank r; return what came from each, ``numels[r]`` elements."""
-    if isinstance(link, Rail):
-        return link.alltoall(outgoing, numels)
-    return link.alltoall(outgoing)
+    return start_exchange(link, outgoing, numels)()
 
 
 def _slot(bucket: Bucket, number: int, tensor: Tensor) -> CodedTensor:

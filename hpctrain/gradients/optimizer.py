@@ -21,6 +21,7 @@ from hpctrain.comm.serial import SerialNode
 from hpctrain.compress.by_name import Compressing, codec_for, compressor_for
 from hpctrain.compress.codec import Codec
 from hpctrain.compress.half import Compression
+from hpctrain.compress.savings import Savings
 from hpctrain.core.errors import ConfigError
 from hpctrain.gradients.adasum_step import AdasumStep
 from hpctrain.gradients.bucket_reducer import ParameterSource, Reducer
@@ -119,6 +120,11 @@ class DistributedMethods:
     def codec(self) -> Codec | None:
         """By what gradients travel, with a ``state_dict()`` of each rank; None if they do not."""
         return self._reducer.reduction.codec if self._reducer else None
+
+    @property
+    def savings(self) -> Savings | None:
+        """What ``codec`` spares between nodes; None if nothing travels."""
+        return self._reducer.reduction.savings if self._reducer else None
 
     @property
     def backward_passes_per_step(self) -> int:

@@ -18,6 +18,7 @@ from hpctrain.comm.communicator import Communicator, Work
 from hpctrain.comm.plan.plan import Plan
 from hpctrain.comm.threaded import start_on
 from hpctrain.compress.codec import Codec
+from hpctrain.compress.savings import Savings, savings_of
 from hpctrain.core.checksum import crc32
 from hpctrain.core.errors import CommError
 from hpctrain.gradients.checked_steps import CheckedSteps
@@ -191,12 +192,8 @@ class Reduction:
         count: SampleCount,
         steps: CheckedSteps,
     ) -> None:
-        """Take what is needed; ``build`` comes next.
-
-        A communicator with a thread carries the buckets beside backward.
-        """
-        self.count = count
-        self.steps = steps
+        """Take what is needed; a communicator with a thread carries buckets beside backward."""
+        self.count, self.steps = count, steps
         """What is compared before a step, and the number of steps that were taken."""
         self.exposed_seconds = 0.0
         self.around: Callable[..., AbstractContextManager[None]] = nullcontext  # of each sum
@@ -225,6 +222,12 @@ class Reduction:
     def num_bytes(self) -> int:
         """Bytes of this rank that travel in a step, sparse gradients left out."""
         return sum(self.codec.num_bytes(bucket.bucket) for bucket in self._buckets)
+
+    @property
+    def savings(self) -> Savings:
+        """What the codec spares in a step."""
+        sizes = [each.bucket.flat.nbytes for each in self._buckets]
+        return savings_of(self.codec, sizes, self._comm, self._plan)
 
     @property
     def has_sent(self) -> bool:

@@ -6,12 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.logs import logger
 from hpctrain.core.records import read
 from hpctrain.core.toml_values import flat
+from hpctrain.core.units import format_bytes, format_seconds
 from hpctrain.report.figure import PARTS, shown
 from hpctrain.train.run_directory import RunDirectory
 from hpctrain.train.watch import RunView, RunWatch
@@ -19,6 +21,8 @@ from hpctrain.train.watch import RunView, RunWatch
 Record = dict[str, Any]
 
 LOSS = "loss"
+SAVINGS = ("node_bytes", "rail_bytes", "ratio", "won_s")
+"""What records say of compression: of a step, over all ranks."""
 TIMES = tuple(name for name in PARTS if name != "idle_s")
 
 
@@ -110,6 +114,26 @@ class RunHistory:
                 sums[name] += (record["step"] - before) * record[name]
             before = record["step"]
         return {name: seconds / max(before, 1) for name, seconds in sums.items()}
+
+    @cached_property
+    def savings(self) -> dict[str, float | None]:
+        """What compression spares in a step, as means over records; empty without records."""
+        found = [each for each in self.of("step") if "won_s" in each]
+        columns = {name: [each[name] for each in found] for name in SAVINGS} if found else {}
+        return {n: None if None in c else fmean(c) for n, c in columns.items()}
+
+    @property
+    def spared(self) -> str:
+        """What compression has spared, in one line for people; empty where nothing says so."""
+        if not self.savings:
+            return ""
+        node, rail, ratio, won_s = (self.savings[name] or 0.0 for name in SAVINGS)
+        told = f"a step moves {format_bytes(node)} in nodes, {format_bytes(rail)} between them"
+        told += f", {ratio:.3g} times less than without compression"
+        if self.savings["won_s"] is None:
+            return f"{told}; the time that it wins is not known, as the link was not probed"
+        end = "wins" if won_s >= 0 else "loses"
+        return f"{told}, and {end} about {format_seconds(abs(won_s))}"
 
     @property
     def headline(self) -> str:

@@ -23,6 +23,7 @@ from hpctrain.train.finite import StepGuard, clip, gradient_norm
 from hpctrain.train.metrics import Metrics
 from hpctrain.train.profiler import Profiler
 from hpctrain.train.run_state import RunState, check_replicas, mean_sums
+from hpctrain.train.savings_meter import SavingsMeter
 from hpctrain.train.scores import LOSS, Scores
 from hpctrain.train.sync_method import figures
 from hpctrain.train.task import Task
@@ -62,6 +63,7 @@ class TrainingLoop:
         self._metrics, self._progress, self._boundary = metrics, progress, boundary
         self._profiler = profiler
         self._guard = StepGuard(state.task, metrics)
+        self._savings = SavingsMeter(state.task)
 
     def train(self) -> Outcome | Stopped:
         """Take all steps that are left. Collective.
@@ -157,6 +159,7 @@ class TrainingLoop:
             num_skipped=int(leads and not is_taken),
         )
         moved, input_s = task.comm.traffic().since(before), state.tally.input_s
+        self._savings.add(moved)
         record(
             step=state.step + 1,
             samples=num_samples,
@@ -216,6 +219,7 @@ class TrainingLoop:
             **({"skipped": interval.num_skipped} if interval.num_skipped else {}),
             **({"noise_scale": noise} if noise else {}),
             **rounds,
+            **self._savings.take(),
         )
         self._metrics.write_ranks(state.step, interval.of_ranks)
         self._progress.advance(state.step, interval, rounds)

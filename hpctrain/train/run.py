@@ -15,6 +15,7 @@ from hpctrain.cluster.env import STOPPED
 from hpctrain.comm.agreement import on_root
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.plan.plan import Plan
+from hpctrain.compress.auto import Auto
 from hpctrain.core.config import Settings
 from hpctrain.core.errors import (
     CheckpointError,
@@ -212,9 +213,20 @@ class _Run:
             f"{outcome.num_samples / outcome.training_s:.0f} samples/s over all ranks, "
             f"{format_seconds(outcome.training_s)} in all; results in {self._directory.path}"
         )
+        if task.config.sync.compression != "none" and self._comm.rank == 0:
+            for line in self._told_compression(task):
+                self._console.print(line)
         for line in self._told_tests(task, outcome):
             self._console.print(line, style="bold green")
         return 0
+
+    def _told_compression(self, task: Task) -> Iterator[str]:
+        """Say for people what compression has spared, and why ``auto`` has chosen what it has."""
+        codec = getattr(task.optimizer, "codec", None)
+        if isinstance(codec, Auto) and codec.reason:
+            yield f"compression auto took {codec.name}: {codec.reason}"
+        if spared := RunHistory.read(self._directory.path).spared:
+            yield f"compression {task.config.sync.compression}: {spared}"
 
     def _told_tests(self, task: Task, outcome: Outcome) -> Iterator[str]:
         """Say for people how the tests went: the last one, and the best where it is another."""

@@ -39,6 +39,8 @@ def figures_of(runs: Sequence[RunHistory], smooth: int = 0) -> list[Figure]:
     noises: Rows = lambda run: [r for r in run.of("step") if r.get("noise_scale")]  # noqa: E731
     noise = "Samples of a batch whose gradient is as much noise as signal."
     away = "Root of the mean square distance from the mean of all replicas."
+    coded: Rows = lambda run: [each for each in run.of("step") if "won_s" in each]  # noqa: E731
+    won = "Of a step, against the probed link without compression."
     found = [
         _losses(runs, smooth),
         *_metrics(runs),
@@ -47,6 +49,8 @@ def figures_of(runs: Sequence[RunHistory], smooth: int = 0) -> list[Figure]:
         _by_step(runs, "samples_per_s", "Samples per second", "Over all ranks.", smooth=smooth),
         _by_step(runs, "drift", "Distance of replicas", away, drifts),
         _by_step(runs, "noise_scale", "Gradient noise scale", noise, noises),
+        _by_step(runs, "rail_bytes", "Bytes between nodes", "Of a step, compressed.", coded),
+        _by_step(runs, "won_s", "Seconds won by compression", won, coded),
         *_ranks(runs),
     ]
     return [figure for figure in found if any(s.x for s in figure.series if s.kind != "marks")]

@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from hpctrain.core.keys import keys_of
-from hpctrain.core.units import format_seconds
+from hpctrain.core.units import format_bytes, format_seconds
 from hpctrain.report.figure import shown
 from hpctrain.report.page import (
     NOTHING,
@@ -27,6 +27,13 @@ from hpctrain.train.history import LOSS, RunHistory, number, told
 from hpctrain.train.run_figures import figures_of
 
 _PARTS = ("run", "part", "begins after step", "ranks", "nodes", "job", "the part before")
+
+_SAVINGS = {
+    "node_bytes": ("in nodes, a step", format_bytes),
+    "rail_bytes": ("between nodes, a step", format_bytes),
+    "ratio": ("times less than without compression", "{:.3g}".format),
+    "won_s": ("seconds won, a step", "{:.3g}".format),
+}
 
 _OF_A_START = ("started", "command", "working_directory", "host")
 """What differs between any two runs, and says nothing about their results."""
@@ -107,6 +114,9 @@ def _results(runs: Sequence[RunHistory]) -> list[list[Cell]]:
         ["samples/s", *(value_cell(run.samples_per_s, "{:.4g}".format) for run in runs)],
         ["training", *(value_cell(run.training_s, format_seconds) for run in runs)],
     ]
+    for name, (title, form) in _SAVINGS.items():
+        if any(run.savings for run in runs):
+            rows.append([title, *(value_cell(run.savings.get(name), form) for run in runs)])
     return rows
 
 

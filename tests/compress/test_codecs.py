@@ -189,6 +189,18 @@ def test_bytes_are_those_that_leave(name):
         assert sent == pytest.approx(claimed * paths, rel=0.03, abs=64 * size)
 
 
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("feedback", [False, True])
+def test_values_of_many_chunks_are_each_reduced_in_their_place(feedback, monkeypatch):
+    monkeypatch.setattr("hpctrain.compress.quantized._CHUNK", 64)
+    with nodes(1) as comm:
+        gradients = Gradients(Int8(16, error_feedback=feedback), comm)
+        for step in range(3):
+            got = gradients.reduce(drawn(comm.rank, step))
+            exact = of_all(comm, lambda rank, step=step: drawn(rank, step))
+            assert distance(got, exact) < 0.02
+
+
 @pytest.fixture
 def hvd():
     """Join the world, each rank a node."""

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from hpctrain.compress.elias import Reader, bits_of, codes_of
+from hpctrain.comm.mpi_world import find_world
+from hpctrain.compress.elias import LARGEST, Reader, codes_of, packed
 from hpctrain.compress.largest import DeepGradientCompression, TopK, largest
 from hpctrain.compress.power_sgd import PowerSGD
 from hpctrain.compress.qsgd import QSGD
@@ -61,15 +62,44 @@ def test_qsgd_needs_under_2_8_bits_of_a_value(numel):
 
 def test_elias_code_is_read_back_and_its_first_words_are_those_of_the_table():
     words = {1: "0", 2: "100", 3: "110", 4: "101000", 8: "1110000", 16: "10100100000"}
-    numbers = np.array([*words, *range(1, 3000), 2**20, 2**31 - 1])
+    numbers = np.array([*words, *range(1, 5000), 2**17 + 5, LARGEST])
     codes, lengths = codes_of(numbers)
     for number, word in words.items():
         place = int(np.flatnonzero(numbers == number)[0])
         assert f"{codes[place]:0{lengths[place]}b}" == word
-    starts = np.cumsum(lengths) - lengths
-    reader = Reader(bits_of(codes, lengths), starts)
-    assert np.array_equal(reader.number(np.arange(len(numbers))), numbers)
-    assert np.array_equal(reader.positions, starts + lengths)
+    # A block each: the number as a gap, then one that comes from the other end, as a level below.
+    levels = numbers[::-1]
+    level_codes, level_lengths = codes_of(levels)
+    codes = np.stack([codes, level_codes | 1 << level_lengths], 1).ravel()
+    lengths = np.stack([lengths, level_lengths + 1], 1).ravel()
+    data, ends = packed(codes, lengths), np.cumsum(lengths)
+    bits = "".join(f"{c:0{n}b}" for c, n in zip(codes, lengths, strict=True))
+    assert data.tobytes() == int(bits + "0" * (-len(bits) % 8), 2).to_bytes(len(data), "big")
+    reader = Reader(data, np.append(0, ends[1:-1:2]))
+    gaps, found = reader.read(len(numbers))
+    assert np.array_equal(gaps, numbers)
+    assert np.array_equal(found, -levels)
+    assert np.array_equal(reader.positions, ends[1::2])
+
+
+@pytest.mark.ranks(2, 4)
+def test_qsgd_draws_anew_for_each_bucket_rail_rank_and_step_and_the_same_again():
+    shape = ((64, 64),)
+    value = [torch.full(shape[0], 0.3, dtype=torch.float64)]
+
+    def rounded(comm, codec):
+        buckets = [Gradients(codec, comm, shape) for _ in range(2)]
+        return [bucket.reduce(value)[0] for _ in range(2) for bucket in buckets]
+
+    for ranks_per_node in (1, 2) if find_world().size == 4 else (1,):
+        with nodes(ranks_per_node) as comm:
+            draws = rounded(comm, QSGD(1, 64))
+            again = rounded(comm, QSGD(1, 64))
+            assert all(map(torch.equal, draws, again))
+            for number, one in enumerate(draws):
+                assert not any(torch.equal(one, other) for other in draws[:number])
+                assert one.unique().numel() > 2  # nodes round apart: some of them up
+                assert not torch.equal(*one.chunk(2))  # a rail's slice, and the other's
 
 
 # -- PowerSGD -----------------------------------------------------------------------------

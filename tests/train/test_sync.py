@@ -14,7 +14,9 @@ from hpctrain.core.errors import CheckpointError
 from hpctrain.core.records import read
 from hpctrain.local_sgd.staged_sgd import StagedSGD
 from hpctrain.train import sync_method
+from hpctrain.train.history import RunHistory
 from hpctrain.train.loop import Outcome, Stopped
+from hpctrain.train.run_report import write_report
 from hpctrain.train.run_state import RunState
 from hpctrain.train.task import build
 from tests.train.job import Job, assert_same_bits, assert_same_checkpoint, assert_same_run
@@ -203,3 +205,28 @@ def test_a_checkpoint_of_before_there_was_a_choice_can_be_read(here, configure):
         del own[name]
     states[1].restore(shared, own)
     assert_same_bits(*(dict(state.task.model.state_dict()) for state in states))
+
+
+@FOUR
+def test_records_and_the_report_say_what_compression_spares(here, configure, shared):
+    job = Job(here, configure, shared / "run", "sync.compression=int8", "train.epochs=1")
+    job.part()
+    plain = Job(here, configure, shared / "plain", "train.epochs=1")
+    plain.part()
+    steps = [r for r in read(job.directory.metrics) if r["event"] == "step"]
+    assert not any("won_s" in record for record in read(plain.directory.metrics))
+    for record in steps:
+        assert record["rail_bytes"] > 0
+        assert record["node_bytes"] > 0
+        assert 0.1 < record["ratio"] < 4.0
+        assert record["won_s"] is None or abs(record["won_s"]) < 10
+    if here.comm.rank == 0:
+        history = RunHistory.read(job.directory.path)
+        assert history.savings["rail_bytes"] == pytest.approx(
+            sum(record["rail_bytes"] for record in steps) / len(steps)
+        )
+        assert "times less than without compression" in history.spared
+        assert not RunHistory.read(plain.directory.path).spared
+        page = write_report([history], shared / "page.html").read_text()
+        assert "Bytes between nodes" in page
+        assert "between nodes, a step" in page

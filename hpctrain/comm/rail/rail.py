@@ -13,7 +13,7 @@ from torch import Tensor
 from hpctrain.comm.communicator import FINISHED, Traffic, Work
 from hpctrain.comm.ops import Combination, Op, combination, scale_
 from hpctrain.comm.plan.plan import SizeTable
-from hpctrain.comm.rail.algorithms import ALGORITHMS, pairwise_alltoall_
+from hpctrain.comm.rail.algorithms import ALGORITHMS
 from hpctrain.comm.rail.in_flight import InFlight
 from hpctrain.comm.rail.wire import Wire
 from hpctrain.comm.tensor_arguments import check_scale, flattened
@@ -224,15 +224,30 @@ class Rail:
         yield
         self._seconds += time.perf_counter() - start - (self._watch.waited_s - waited_s)
 
-    def alltoall(self, tensors: Sequence[Tensor], numels: Sequence[int]) -> list[Tensor]:
-        """Send flat ``tensors[r]`` to rank r; return what came from each, ``numels[r]`` elements.
+    def start_alltoall(
+        self, tensors: Sequence[Tensor], numels: Sequence[int]
+    ) -> Callable[[], list[Tensor]]:
+        """Begin to send flat ``tensors[r]`` to rank r, to all at once.
 
-        All are of one dtype.
+        All are of one dtype. Several may be under way, if all ranks begin them in one order.
+
+        Returns:
+            What waits, and gives what came from each rank r, ``numels[r]`` elements.
         """
         arrived = [tensors[0].new_empty(numel) for numel in numels]
+        arrived[self.rank] = tensors[self.rank]
+        others = [(self.rank + step) % self.size for step in range(1, self.size)]
         with self.timed():
-            pairwise_alltoall_(self.wire, tensors, arrived)
-        return arrived
+            under_way = [self.wire.start_receive(arrived[r], r) for r in reversed(others)]
+            under_way += [self.wire.start_send(tensors[r], r) for r in others]
+
+        def finish() -> list[Tensor]:
+            with self.timed():
+                for transfer in under_way:
+                    self.wire.finish(transfer)
+            return arrived
+
+        return finish
 
     def traffic(self) -> Traffic:
         """Return what this rank has moved so far; of calls to the library, their bytes."""

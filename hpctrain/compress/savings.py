@@ -1,0 +1,41 @@
+"""What a codec spares between nodes: bytes, and seconds over the link that was probed."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from hpctrain.comm.communicator import Communicator
+from hpctrain.comm.plan.choice import expected_s
+from hpctrain.comm.plan.plan import Plan
+from hpctrain.compress.codec import Codec
+
+
+class Savings(NamedTuple):
+    """What travels between nodes in a step, by a codec and without one."""
+
+    plain_bytes: int
+    """Bytes that leave all nodes together in a step without a codec."""
+    plain_s: float | None
+    """Seconds that these take, of this rank; None where the link was not probed."""
+    rail_s: float
+    """Seconds of this rank for what the codec has made of them, in all steps so far."""
+
+
+def savings_of(codec: Codec, sizes: Sequence[int], comm: Communicator, plan: Plan) -> Savings:
+    """Compare a codec with what the plan's measurements say of none.
+
+    ``sizes`` are the bytes of a step's buckets. Not collective.
+    """
+    levels = comm.levels
+    num_nodes, num_rails = comm.size, 1
+    if levels is not None:
+        num_nodes, num_rails = levels.rail.size if levels.rail else 1, levels.num_rails
+    if num_nodes == 1:
+        return Savings(0, 0.0, codec.rail_s)
+    times: dict[int, float] = {}
+    for each in plan.measured:
+        if each.what == "rail":
+            fastest = min(each.seconds, times.get(each.num_bytes, each.seconds))
+            times[each.num_bytes] = fastest
+    least = min(times.values(), default=0.0)
+    plain_s = sum(max(expected_s(times, n // num_rails), least) for n in sizes) if times else None
+    return Savings(2 * (num_nodes - 1) * sum(sizes), plain_s, codec.rail_s)
