@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from hpctrain.comm.bucket import Bucket
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.plan.choice import expected_s
 from hpctrain.comm.plan.plan import Plan
@@ -20,12 +21,9 @@ class Savings(NamedTuple):
     """Seconds of this rank for what the codec has made of them, in all steps so far."""
 
 
-def savings_of(codec: Codec, sizes: Sequence[int], comm: Communicator, plan: Plan) -> Savings:
-    """Compare a codec with what the plan's measurements say of none.
-
-    ``sizes`` are the bytes of a step's buckets. Not collective.
-    """
-    levels = comm.levels
+def savings_of(codec: Codec, buckets: Sequence[Bucket], comm: Communicator, plan: Plan) -> Savings:
+    """Compare a codec with what the plan's measurements say of none. Not collective."""
+    levels, sizes = comm.levels, [bucket.flat.nbytes for bucket in buckets]
     num_nodes, num_rails = comm.size, 1
     if levels is not None:
         num_nodes, num_rails = levels.rail.size if levels.rail else 1, levels.num_rails

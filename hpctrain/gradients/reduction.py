@@ -226,8 +226,7 @@ class Reduction:
     @property
     def savings(self) -> Savings:
         """What the codec spares in a step."""
-        sizes = [each.bucket.flat.nbytes for each in self._buckets]
-        return savings_of(self.codec, sizes, self._comm, self._plan)
+        return savings_of(self.codec, [b.bucket for b in self._buckets], self._comm, self._plan)
 
     @property
     def has_sent(self) -> bool:
