@@ -193,8 +193,7 @@ class Reduction:
         steps: CheckedSteps,
     ) -> None:
         """Take what is needed; a communicator with a thread carries buckets beside backward."""
-        self.count, self.steps = count, steps
-        """What is compared before a step, and the number of steps that were taken."""
+        self.count, self.steps = count, steps  # the latter also compares what a step rests on
         self.exposed_seconds = 0.0
         self.around: Callable[..., AbstractContextManager[None]] = nullcontext  # of each sum
         self.slot_of: dict[Tensor, Slot | SparseSlot] = {}
