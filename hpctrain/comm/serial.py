@@ -9,7 +9,6 @@ from torch import Tensor
 from hpctrain.comm.bucket import Bucket
 from hpctrain.comm.communicator import FINISHED, Communicator, Traffic, Work
 from hpctrain.comm.control_channel import mailbox
-from hpctrain.comm.node.shared_memory import SharedMemory
 from hpctrain.comm.ops import Op, combination, scale_
 from hpctrain.comm.tensor_arguments import (
     check_alltoall,
@@ -129,6 +128,8 @@ class SerialNode(SerialCommunicator):
 
     def __init__(self) -> None:
         """Take the memory. Raises ``NodeMemoryError``: there is none."""
+        from hpctrain.comm.node.shared_memory import SharedMemory  # noqa: PLC0415 - needs MPI
+
         alone = cast("MPI.Intracomm", _Alone())
         self.node = SharedMemory(alone, spin=False, watch=Watch(), stage_bytes=1)
 

@@ -76,7 +76,7 @@ def described(value: object) -> str:
 
 def user_lines(error: BaseException) -> list[str]:
     """Return the user's frames, a line each, and a line about tensors in the innermost one."""
-    frames = [each for each in _frames(error) if is_user(each[0].f_code.co_filename)]
+    frames = [each for each in _frames(error) if _is_user(each[0])]
     lines = []
     for frame, number in frames[-_NUM_FRAMES:]:
         code = frame.f_code
@@ -88,9 +88,12 @@ def user_lines(error: BaseException) -> list[str]:
     return lines
 
 
-def is_user(file: str) -> bool:
-    """Say whether a file is the user's own."""
-    return not (file.startswith(("<frozen", "<string>", *_FOREIGN)) or "-packages/" in file)
+def _is_user(frame: FrameType) -> bool:
+    """Say whether a frame is the user's own; text that libraries execute is not, ``-c`` is."""
+    file = frame.f_code.co_filename
+    if file == "<string>":
+        return frame.f_globals.get("__name__") == "__main__"
+    return not (file.startswith(("<frozen", *_FOREIGN)) or "-packages/" in file)
 
 
 def _frames(error: BaseException) -> list[tuple[FrameType, int]]:

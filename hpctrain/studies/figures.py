@@ -75,9 +75,9 @@ def _share(summary: PointSummary, seconds: float) -> float:
 
 def _by_point(results: StudyResults) -> list[Figure]:
     """Return what each point consists of, and what its repeats have learned."""
-    names = [record.metric_name for record in results.done if record.metric is not None]
-    name, learned = names[0] if names else None, []
-    sent: list[Series] = []
+    name = next((each.metric_name for each in results.done if each.metric is not None), None)
+    learned, sent = list[Series](), list[Series]()
+    how: dict[str, Any] = {"y_label": shown(name or "loss"), "scale": "zoom"}
     for colour, summary in enumerate(results.summaries):
         for record in summary.done:
             curve = results.learning_curve(record, name or "loss")
@@ -107,19 +107,17 @@ def _by_point(results: StudyResults) -> list[Figure]:
             name="learning",
             title="What was learned",
             x_label="seconds",
-            y_label=shown(name or "loss"),
             note="A line for each repeat, by one rank; a point where only its end is known.",
             series=learned,
-            scale="zoom",
+            **how,
         ),
         Figure(
             name="learned-by-bytes",
             title="What was learned, by what was sent",
             x_label="bytes between nodes, of all ranks and steps",
-            y_label=shown(name or "loss"),
             note="A point for each repeat, at its end. On one node nothing is sent.",
             series=sent,
-            scale="zoom",
+            **how,
         ),
     ]
 

@@ -65,9 +65,8 @@ class PointRecord(Attempt):
 
 
 Environment = Mapping[str, Any]
-"""Where a study ran: versions, cpu, cores and name of the host, commit of the working directory
-(with "+" if changed), topology and plan of each point, slurm_job, and pinning: the cores that the
-study may use, and what binds ranks."""
+"""Where a study ran: versions, cpu, cores and name of the host, commit ("+" if changed), topology
+and plan of each point, slurm_job, and pinning: cores that it may use, and what binds ranks."""
 
 
 class StudyFolder:
