@@ -50,9 +50,9 @@ def pages(tmp_path_factory):
 @pytest.mark.parametrize(
     ("name", "num_figures", "width", "light"),
     [
-        ("complete", 7, 1280, LIGHT),
-        ("complete", 7, 1280, DARK),
-        ("complete", 7, 500, LIGHT),  # a window of Chromium is no narrower
+        ("complete", 8, 1280, LIGHT),
+        ("complete", 8, 1280, DARK),
+        ("complete", 8, 500, LIGHT),  # a window of Chromium is no narrower
         ("hostile", 7, 1280, LIGHT),
         ("failed", 0, 1280, LIGHT),
         ("runs", 7, 1280, DARK),
