@@ -155,6 +155,16 @@ def test_no_rank_sends_more_bytes_than_its_algorithm_promises(size):
         assert max(bytes_of_each_rank(ALGORITHMS[name], size, numel)) <= bound, name
 
 
+@pytest.mark.parametrize(("numel", "size"), [(1000, 8), (1003, 8), (5, 16)])
+def test_a_ring_sends_two_pieces_less_than_two_messages(numel, size):
+    """Of all alike if they divide the message; else the largest and smallest lie around that."""
+    sent = bytes_of_each_rank(ALGORITHMS["ring"], size, numel)
+    exact = 2 * (size - 1) / size * 4 * numel
+    assert min(sent) <= exact <= max(sent)
+    assert sum(sent) == 2 * (size - 1) * 4 * numel
+    assert (min(sent) == max(sent)) == (numel % size == 0)
+
+
 @pytest.mark.parametrize("size", [2, 4, 8, 16])
 def test_doubling_takes_a_message_of_each_rank_for_each_power_of_two(size):
     def work(wire):

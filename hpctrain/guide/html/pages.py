@@ -168,7 +168,9 @@ class Pages:
         if command := command_of(example):
             lines += ["    " + command, ""]
         lines += [f"```{{literalinclude}} {name}", f":language: {CODE[example.suffix]}", "```"]
-        is_short = name in IN_SECONDS or example.parent.name in ("tour", "studies")
+        is_short = name in IN_SECONDS or (
+            example.suffix == ".py" and example.parent.name in ("tour", "studies")
+        )
         if command and is_short and self._with_output:
             told, figure = output_of(command)
             lines += ["", "## Output", "", "```text", told.rstrip(), "```"]
@@ -204,7 +206,7 @@ def command_of(example: Path) -> str:
     if example.parent.name == "tour":
         return ALONE.format(name=example.name) if example.name[0].isdigit() else ""
     if example.parent.name == "studies":
-        return f"python {example}"
+        return f"python {example}" if example.suffix == ".py" else f"hpctrain study run {example}"
     text = (ROOT / "examples/README.md").read_text(encoding="utf-8")
     rows = [line for line in text.splitlines() if f"]({example.name})" in line]
     commands = [found for row in rows for found in re.findall(rf"`([^`]* {example}[^`]*)`", row)]
