@@ -1,6 +1,7 @@
 """Laws of all codecs: same bits everywhere, exact in a node, marks, states, what is not finite."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -260,6 +261,24 @@ def test_adasum_takes_no_codec(hvd):
 
 def test_a_configuration_knows_all_names():
     assert tuple(COMPRESSIONS) == tuple(CODECS)
+
+
+@pytest.mark.ranks(2, 4)
+def test_auto_takes_what_its_trial_has_found_fastest_and_says_so():
+    with nodes(1) as comm:
+        codec = Gradients(codec_for("auto"), comm, ((1 << 18,),), torch.float32).codec
+        everywhere = comm.allgather_object((codec.name, codec.reason))
+        assert everywhere == everywhere[:1] * comm.size
+        assert codec.reason.startswith("1.0 MiB between nodes take none ")
+        times = re.findall(r"(none|bf16|int8) ([\d.e+]+) ms", codec.reason)
+        took = {name: float(each) for name, each in times}
+        fastest = min(took, key=took.get)
+        assert codec.name in (fastest, "none")
+        assert codec.name == fastest or took[fastest] > 0.88 * took["none"]
+    with nodes(None) as comm:
+        codec = Gradients(codec_for("auto"), comm).codec
+        assert codec.name == "none"
+        assert "all ranks are on one node" in codec.reason
 
 
 def test_codecs_have_names_and_a_wrong_one_is_told():
