@@ -13,10 +13,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from hpctrain.comm.mpi import MpiCommunicator
 from hpctrain.core.errors import CorruptError, DataError
 from hpctrain.data.format.layout import MANIFEST, Manifest
+from hpctrain.data.io import mapped, values
+from hpctrain.data.io.values import ChunkCache, take_rows
 from hpctrain.data.reader import ShardedDataset
 from hpctrain.data.writer import write_arrays
 from tests.data.conftest import numbered
@@ -40,10 +44,24 @@ def read_by_hdf5_only(directory):
     return "auto"
 
 
-@pytest.fixture(params=["map", "read", "auto", read_by_hdf5_only])
-def way(request):
+@pytest.fixture(
+    params=["map", "read", "auto", read_by_hdf5_only, "map bit by bit", "read bit by bit"]
+)
+def way(request, monkeypatch):
     """Give each way to read a data set: a function of its directory that returns ``io``."""
-    return request.param if callable(request.param) else lambda _: request.param
+    if callable(request.param):
+        return request.param
+    io, _, in_bits = request.param.partition(" ")
+    if in_bits:
+        real = os.preadv
+
+        def read_little(descriptor, buffers, *where):
+            return real(descriptor, [next(b for b in buffers if len(b))[:50]], *where)
+
+        monkeypatch.setattr(os, "preadv", read_little)
+        monkeypatch.setattr(values, "_MAX_BUFFERS", 3)
+        monkeypatch.setattr(mapped, "READ_BYTES", 64)
+    return lambda _: io
 
 
 @pytest.fixture
@@ -105,6 +123,46 @@ def test_memory_of_a_batch_is_used_again_only_when_nobody_has_it(tmp_path):
         assert np.array_equal(views[k], whole["x"][k + 3 : k + 5].T)
     address = dataset.take(range(40))["x"].data_ptr()
     assert dataset.take(range(40))["x"].data_ptr() == address
+
+
+def test_the_end_of_a_file_is_told(directory):
+    with (
+        (directory / MANIFEST).open("rb") as file,
+        pytest.raises(OSError, match="ends before its"),
+    ):
+        values.read_at(file.fileno(), 0, 10**6)
+
+
+def test_a_chunk_is_decoded_once_while_it_fits():
+    cache, decoded = ChunkCache(max_bytes=800), []
+
+    def get(home):
+        def decode():
+            decoded.append(home)
+            return np.full(50, home)
+
+        return cache.get((0, home), decode)[0]
+
+    assert [get(home) for home in (1, 2, 1, 3, 1, 2)] == [1, 2, 1, 3, 1, 2]
+    assert decoded == [1, 2, 3, 2]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    shape=st.sampled_from([(), (7,), (255, 4), (16, 16, 4), (8192,), (8193,), (0,)]),
+    dtype=st.sampled_from(["u1", "<f4", "?"]),
+    num_wanted=st.sampled_from([0, 1, 5, 1023, 1024, 1025, 2500]),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_rows_are_copied_to_their_places(shape, dtype, num_wanted, seed):
+    generator = np.random.default_rng(seed)
+    source = generator.integers(0, 2, (300, *shape)).astype(dtype)
+    rows = generator.integers(0, 300, num_wanted)
+    out = np.full((num_wanted, *shape), 9).astype(dtype)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(values, "_FETCHED", 1024)  # so that rows are fetched in several pieces
+        take_rows(source, rows, out)
+    assert np.array_equal(out, source[rows])
 
 
 def test_what_a_data_set_tells_of_itself(tmp_path):
