@@ -43,6 +43,15 @@ def world_of_its_own(**options):
 
 
 @contextmanager
+def two_steps(op="Average"):
+    """Give a training that has taken two steps, in a world of its own."""
+    with world_of_its_own():
+        training = Training(op=getattr(hpctrain, op))
+        training.step(2)
+        yield training
+
+
+@contextmanager
 def at_the_end(function):
     try:
         yield
@@ -97,9 +106,7 @@ CHANGES = [
 @MANY
 @pytest.mark.parametrize(("change", "op"), CHANGES)
 def test_a_weight_that_a_rank_changes_in_the_last_step_is_told_at_the_end(world, change, op):
-    with world_of_its_own():
-        training = Training(op=getattr(hpctrain, op))
-        training.step(2)
+    with two_steps(op) as training:
         (change if world.rank == 1 else Training.step)(training)
     said = end(world)
     others = "rank 0" if world.size == 2 else "ranks 0,2"
@@ -109,40 +116,34 @@ def test_a_weight_that_a_rank_changes_in_the_last_step_is_told_at_the_end(world,
     assert "; rank 1: " in said
 
 
+def leaves_out_the_step(training):
+    training.backward()
+
+
 @MANY
-@pytest.mark.parametrize("op", ["Average", "Sum"])
-def test_a_step_that_a_rank_leaves_out_at_last_is_told_though_the_optimizer_is_gone(world, op):
+@pytest.mark.parametrize(
+    ("change", "op", "told"),
+    [
+        (leaves_out_the_step, "Average", "the number of steps"),
+        (leaves_out_the_step, "Sum", "the number of steps"),
+        (edits_a_weight_behind_it, "Average", "2.bias"),
+    ],
+)
+def test_it_is_told_though_the_optimizer_and_the_model_are_gone(world, change, op, told):
     def train():
         training = Training(op=getattr(hpctrain, op))
         training.step(2)
-        training.backward()
-        if world.rank != 1:
-            training.optimizer.step()
+        (change if world.rank == 1 else Training.step)(training)
 
     with world_of_its_own():
         train()
         gc.collect()
-    assert "the number of steps" in end(world)
-
-
-@MANY
-def test_a_weight_is_told_though_the_optimizer_and_the_model_are_gone(world):
-    def train():
-        training = Training()
-        training.step(2)
-        (edits_a_weight_behind_it if world.rank == 1 else Training.step)(training)
-
-    with world_of_its_own():
-        train()
-        gc.collect()
-    assert "2.bias" in end(world)
+    assert told in end(world)
 
 
 @MANY
 def test_when_a_rank_collects_its_garbage_makes_no_difference(world):
-    with world_of_its_own():
-        training = Training()
-        training.step(2)
+    with two_steps() as training:
         training.optimizer.itself = training.optimizer
         del training.optimizer
         if world.rank == 1:
@@ -262,9 +263,7 @@ HEALTHY = (
 @MANY
 @pytest.mark.parametrize("does", HEALTHY)
 def test_what_ranks_do_alike_or_for_a_purpose_is_not_told(world, does):
-    with world_of_its_own():
-        training = Training()
-        training.step(2)
+    with two_steps() as training:
         does(training)
     assert not end(world)
 
@@ -288,9 +287,7 @@ def test_a_scaler_that_skips_on_one_rank_or_all_is_not_told(world, op):
 @pytest.mark.parametrize("setting", ["warn", "off"])
 def test_the_comparison_may_only_tell_or_be_off(world, setting, monkeypatch, caplog):
     monkeypatch.setenv("HPCTRAIN_CHECK_WEIGHTS", setting)
-    with world_of_its_own():
-        training = Training()
-        training.step(2)
+    with two_steps() as training:
         training.model[2].bias.data[0] += world.rank
     assert not end(world)
     told = [r for r in caplog.records if "parted in the last step" in r.getMessage()]
@@ -299,9 +296,7 @@ def test_the_comparison_may_only_tell_or_be_off(world, setting, monkeypatch, cap
 
 @MANY
 def test_an_exception_on_its_way_on_one_rank_is_what_is_told(world):
-    with world_of_its_own():
-        training = Training()
-        training.step(2)
+    with two_steps() as training:
         training.model[2].bias.data[0] += world.rank
     if world.rank == 1:
         with pytest.raises(ValueError, match="bad luck"), at_the_end(hpctrain.shutdown):

@@ -16,6 +16,7 @@ from tests.gradients.training import (
     distributed,
     largest_difference,
     make_model,
+    wrapped,
 )
 
 pytestmark = ONE_NODE
@@ -34,8 +35,7 @@ def warnings_of(caplog, text):
 
 @MANY
 def test_equal_gradients_in_the_first_step_are_told_once_by_one_rank(hvd, caplog):
-    model = make_model()
-    optimizer = distributed(hvd, model)
+    model, optimizer = wrapped(hvd)
     for _ in range(3):
         step(hvd, model, optimizer, value=0.5)
     told = warnings_of(caplog, "hvd.shard")
@@ -56,8 +56,7 @@ def test_gradients_of_own_samples_and_zeros_are_not_told(hvd, caplog, value):
     ("change", "told"), [(1e-9, r"rank 1: \w+"), (torch.nan, r"rank 1: \w+ \(not finite\)")]
 )
 def test_a_replica_that_parts_is_named_at_the_next_step(hvd, change, told):
-    model = make_model()
-    optimizer = distributed(hvd, model)
+    model, optimizer = wrapped(hvd)
     step(hvd, model, optimizer)
     if hvd.rank() == 1:
         with torch.no_grad():
@@ -71,8 +70,7 @@ def test_a_replica_that_parts_is_named_at_the_next_step(hvd, change, told):
 @OVERLAPS
 @pytest.mark.parametrize("op", ["Average", "Sum"])
 def test_one_more_step_on_old_gradients_is_an_error_that_names_rank_and_step(hvd, op):
-    model = make_model()
-    optimizer = distributed(hvd, model, op=getattr(hvd, op))
+    model, optimizer = wrapped(hvd, op=getattr(hvd, op))
     for _ in range(2):
         step(hvd, model, optimizer)
     told = "rank 1: step 2 of optimizer [0-9]+, gradients of the step before"
@@ -100,8 +98,7 @@ def test_a_step_without_gradients_or_once_more_on_all_ranks_is_none(hvd):
 
 def step_with_other_parameters_on_rank_1(hvd, num_steps, has_samples=None, **arguments):
     """Step a model that gets other parameters on one rank at the start of the fourth step."""
-    model = make_model()
-    optimizer = distributed(hvd, model, **arguments)
+    model, optimizer = wrapped(hvd, **arguments)
     for number in range(num_steps):
         if number == 3 and hvd.rank() == 1:
             model.load_state_dict(deepcopy(model.state_dict()), assign=True)
@@ -124,8 +121,7 @@ def test_a_model_that_got_other_parameters_on_one_rank_is_told_once(hvd, caplog,
 
 @MANY
 def test_what_no_rank_trains_and_ranks_that_say_they_have_no_samples_are_not_told(hvd, caplog):
-    model = make_model()
-    optimizer = distributed(hvd, model)
+    model, optimizer = wrapped(hvd)
     for _ in range(50):
         optimizer.zero_grad()
         optimizer.set_num_samples(hvd.rank() != 1)  # not the others' first gradients either
@@ -143,8 +139,7 @@ def test_it_is_told_though_that_rank_has_no_samples_now_and_then(hvd, caplog):
 
 @MANY
 def test_equal_gradients_of_a_rank_without_samples_are_not_told(hvd, caplog):
-    model = make_model()
-    optimizer = distributed(hvd, model)
+    model, optimizer = wrapped(hvd)
     optimizer.set_num_samples(hvd.rank() == 0)
     step(hvd, model, optimizer, value=0.5)
     assert not warnings_of(caplog, "hvd.shard")
@@ -155,8 +150,7 @@ def test_equal_gradients_of_a_rank_without_samples_are_not_told(hvd, caplog):
 @pytest.mark.parametrize("passes", [1, 2])
 def test_results_that_ranks_write_to_in_place_are_averaged_once_more(hvd, passes):
     """Also in the last step; where all write the same, as in clipping, that stays."""
-    model = make_model()
-    optimizer = distributed(hvd, model, backward_passes_per_step=passes)
+    model, optimizer = wrapped(hvd, backward_passes_per_step=passes)
     for factor, wanted in [(2.0, 2.0), (1.0 + hvd.rank(), (1 + hvd.size()) / 2)]:
         before = [p.detach().clone() for p in model.parameters()]
         optimizer.zero_grad()
@@ -231,8 +225,7 @@ def setting(request, monkeypatch):
 @LAST
 @pytest.mark.parametrize("setting", ["warn", "off"], indirect=True)
 def test_the_check_may_only_tell_or_be_off(setting, hvd, caplog):
-    model = make_model()
-    optimizer = distributed(hvd, model)
+    model, optimizer = wrapped(hvd)
     step(hvd, model, optimizer)
     with torch.no_grad():
         model[0].bias.add_(hvd.rank())
@@ -260,8 +253,7 @@ def test_every_byte_of_the_weights_is_compared_in_turn(hvd):
 
 @MANY
 def test_the_later_of_two_wraps_averages_and_the_earlier_one_is_refused(hvd):
-    model = make_model()
-    earlier = distributed(hvd, model)
+    model, earlier = wrapped(hvd)
     later = distributed(hvd, model)
     step(hvd, model, later)
     with pytest.raises(ConfigError, match="made later"):
