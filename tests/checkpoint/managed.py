@@ -1,4 +1,4 @@
-"""A state whose values tell its step, and a manager that is closed."""
+"""A state whose values tell its step, a manager that is closed, and a file that is damaged."""
 
 from contextlib import contextmanager
 
@@ -28,3 +28,10 @@ def loaded_value(manager):
     assert torch.equal(loaded.state["w"], torch.full_like(loaded.state["w"], loaded.state["n"]))
     assert loaded.step == loaded.state["n"]
     return loaded.step
+
+
+def flip(path, place=-100, mask=1):
+    """Turn bits of one byte of a file."""
+    data = bytearray(path.read_bytes())
+    data[place] ^= mask
+    path.write_bytes(data)

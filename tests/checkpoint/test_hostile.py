@@ -16,6 +16,7 @@ from hpctrain.checkpoint.saving import save
 from hpctrain.comm.mpi import MpiCommunicator
 from hpctrain.comm.serial import SerialCommunicator
 from hpctrain.core.errors import CheckpointError
+from tests.checkpoint.managed import flip
 
 STATE = {"w": torch.arange(600.0).reshape(30, 20), "n": [1, 2.5, "text"], "b": torch.ones(7)}
 PRIVATE = {"random": torch.arange(50)}
@@ -39,19 +40,13 @@ def refused(directory, match=None, **more):
     assert all(str(directory) in fault for fault in faults)
 
 
-def change(path, position, mask):
-    data = bytearray(path.read_bytes())
-    data[position] ^= mask
-    path.write_bytes(data)
-
-
 @pytest.mark.parametrize("name", [FILE, NAME])
 def test_one_flipped_bit_is_found_wherever_it_is(good, name):
     path = good / name
     data = path.read_bytes()
     choice = random.Random(0)
     for position in {*range(16), *choice.sample(range(len(data)), 120), len(data) - 1}:
-        change(path, position, 1 << choice.randrange(8))
+        flip(path, position, 1 << choice.randrange(8))
         refused(good)
         path.write_bytes(data)
     assert check(good) == []
@@ -95,7 +90,7 @@ def test_damage_that_one_rank_finds_is_told_on_every_rank(world, tmp_path):
     spoilt = CheckpointManifest.read(folder).tensors["w"].parts[0].rank
     if comm.rank == 0:
         path = folder / file_name(spoilt)
-        change(path, path.read_bytes().index(STATE["w"].numpy().tobytes()), 1)
+        flip(path, path.read_bytes().index(STATE["w"].numpy().tobytes()), 1)
     comm.barrier()
     with pytest.raises(CheckpointError, match=r"the bytes of w have changed in block 0"):
         load(folder, comm, into=wanted)

@@ -1,6 +1,7 @@
 """What a restart takes: the newest whole one; what is damaged is told, what is old goes."""
 
 import math
+import os
 import pkgutil
 import shutil
 
@@ -12,17 +13,7 @@ from hpctrain.checkpoint.checkpoint_directory import Kept, expendable
 from hpctrain.checkpoint.format.manifest import name_of, step_of
 from hpctrain.comm.serial import SerialCommunicator
 from hpctrain.core.errors import CheckpointError
-from tests.checkpoint.managed import loaded_value, managed, state, steps_in
-
-
-def rewrite(path, change):
-    data = bytearray(path.read_bytes())
-    change(data)
-    path.write_bytes(data)
-
-
-def flip(data, place):
-    data[place] ^= 1
+from tests.checkpoint.managed import flip, loaded_value, managed, state, steps_in
 
 
 def largest(path):
@@ -31,11 +22,9 @@ def largest(path):
 
 DAMAGES = {
     "no manifest": lambda path: (path / "manifest.json").unlink(),
-    "a bit of the manifest": lambda path: rewrite(
-        path / "manifest.json", lambda data: flip(data, len(data) // 2)
-    ),
-    "a bit of a tensor": lambda path: rewrite(largest(path), lambda data: flip(data, -8)),
-    "a file cut short": lambda path: rewrite(largest(path), lambda data: data.pop()),
+    "a bit of the manifest": lambda path: flip(path / "manifest.json"),
+    "a bit of a tensor": lambda path: flip(largest(path), -8),
+    "a file cut short": lambda path: os.truncate(largest(path), largest(path).stat().st_size - 1),
     "a file gone": lambda path: largest(path).unlink(),
 }
 

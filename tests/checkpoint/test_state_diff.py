@@ -5,13 +5,8 @@ import math
 import pytest
 import torch
 
+from hpctrain.checkpoint.format.tensor_file import DTYPES
 from hpctrain.checkpoint.state_diff import differences, leaves
-
-DTYPES = (
-    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn,
-    torch.float8_e5m2, torch.bool, torch.uint8, torch.int8, torch.int16, torch.uint16,
-    torch.int32, torch.uint32, torch.int64, torch.uint64, torch.complex64, torch.complex128,
-)  # fmt: skip
 
 
 def one(a, b):
@@ -19,7 +14,7 @@ def one(a, b):
     return found
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
 def test_one_changed_element_is_found_and_measured(dtype):
     for shape in ((), (0,), (7,), (3, 4)):
         a = torch.arange(math.prod(shape)).reshape(shape).to(dtype)

@@ -9,15 +9,11 @@ from torch import nn
 
 from hpctrain.checkpoint.format import state_hash as module
 from hpctrain.checkpoint.format.state_hash import state_hash
+from hpctrain.checkpoint.format.tensor_file import DTYPES
 from hpctrain.comm.mpi import MpiCommunicator
 from hpctrain.comm.serial import SerialCommunicator
 from hpctrain.core.errors import CheckpointError
 from tests.checkpoint.states import of_every_kind
-
-DTYPES = (
-    torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn,
-    torch.complex64, torch.int64, torch.uint16, torch.uint8, torch.bool,
-)  # fmt: skip
 
 
 def test_it_stays_what_it_is():
@@ -31,7 +27,7 @@ def test_it_stays_what_it_is():
     assert state_hash({}) == "d77c6ca335be370d"
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
 def test_every_bit_counts(dtype):
     tensor = torch.arange(40, dtype=torch.uint8).repeat(16).view(dtype).clone()
     memory = tensor.view(torch.uint8)

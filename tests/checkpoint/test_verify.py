@@ -11,6 +11,7 @@ from hpctrain.checkpoint.inspection import checkpoints_in, describe, lines_of, v
 from hpctrain.comm.mpi import MpiCommunicator
 from hpctrain.comm.serial import SerialCommunicator
 from hpctrain.core.errors import CheckpointError
+from tests.checkpoint.managed import flip
 
 
 def write(run, step, comm=None, **facts):
@@ -27,12 +28,6 @@ def write(run, step, comm=None, **facts):
         private={"random": torch.zeros(100)},
         facts=facts,
     )
-
-
-def flip(path, place=-100):
-    data = bytearray(path.read_bytes())
-    data[place] ^= 1
-    path.write_bytes(data)
 
 
 @pytest.fixture

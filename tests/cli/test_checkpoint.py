@@ -11,6 +11,7 @@ from hpctrain import checkpoint
 from hpctrain.cli.main import app
 from hpctrain.comm.serial import SerialCommunicator
 from hpctrain.core.errors import CheckpointError
+from tests.checkpoint.managed import flip
 from tests.processes import ended
 
 
@@ -48,13 +49,6 @@ def told_by(*words):
     return str(error)
 
 
-def damage(run, step=20, name="rank-00000.safetensors"):
-    path = run / "checkpoints" / f"step-{step:08d}" / name
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
-
-
 def test_info_tells_of_the_newest(run):
     result = call("info", run, "--largest", 1)
     assert result.exit_code == 0
@@ -76,7 +70,7 @@ def test_info_as_json_is_read_by_programs(run):
 
 def test_verify_ends_with_0_1_or_2(run, tmp_path):
     assert call("verify", run).exit_code == 0
-    damage(run)
+    flip(run / "checkpoints" / "step-00000020" / "rank-00000.safetensors")
     result = call("verify", run)
     assert result.exit_code == 1
     assert "step-00000010: whole\n" in result.output
@@ -96,7 +90,7 @@ def test_an_error_is_one_line_of_the_program(tmp_path):
 
 @pytest.mark.parametrize("name", ["rank-00000.safetensors", "manifest.json"])
 def test_a_damaged_checkpoint_gives_one_line(run, tmp_path, name):
-    damage(run, name=name)
+    flip(run / "checkpoints" / "step-00000020" / name)
     assert name in told_by("export", run, tmp_path / "x.pt")
     assert name in told_by("diff", run, run)
     assert not (tmp_path / "x.pt").exists()
