@@ -17,6 +17,7 @@ from hpctrain.launch import mpiexec
 from hpctrain.launch.lease import BEAT, NAME, TIMES, Holder
 from hpctrain.train.watch import RunWatch
 from tests.harness import preload
+from tests.processes import hpctrain_without
 from tests.train.starting import ROOT, write_config
 
 STEP = {"epoch": 1, "lr": 0.1, "loss": 0.5, "samples_per_s": 160.0}
@@ -188,9 +189,4 @@ def test_where_no_run_is_there_is_an_error_that_says_what_to_give(tmp_path):
 
 
 def test_a_run_is_watched_without_torch_and_mpi(run):
-    code = (
-        "import sys; from typer.testing import CliRunner; from hpctrain.cli.main import app; "
-        f"assert CliRunner().invoke(app, ['top', {str(run)!r}]).exit_code == 0; "
-        "assert not {'torch', 'mpi4py', 'numpy'} & set(sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    assert hpctrain_without("torch mpi4py numpy", "top", run).returncode == 0

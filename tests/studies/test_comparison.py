@@ -177,10 +177,3 @@ def test_the_command_fails_on_a_slower_study_where_asked_to(tmp_path, factor, co
     told = f"{shown(second)} by {shown(first)}: time of a step"  # their names are alike
     assert told.replace(" ", "") in "".join(done.output.split())
     assert CliRunner().invoke(app, words).exit_code == 0
-
-
-@pytest.mark.parametrize("command", ["report", "compare"])
-def test_each_command_has_help_with_examples(command):
-    done = CliRunner().invoke(app, ["study", command, "--help"])
-    assert done.exit_code == 0
-    assert done.output.count(f"hpctrain study {command} studies/") == 2
