@@ -1,8 +1,10 @@
-"""Programs that tests run to their end."""
+"""Programs that tests run to their end, and processes that they wait for."""
 
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 
@@ -18,3 +20,20 @@ def hpctrain_without(modules: str, *words: Any) -> subprocess.CompletedProcess[s
         "from hpctrain.cli.main import main; main()"
     )
     return ended([sys.executable, "-c", code, *words])
+
+
+def wait_until(condition: Callable[[], bool], limit_s: float) -> bool:
+    """Return whether ``condition`` came true in time."""
+    end = time.monotonic() + limit_s
+    while not (met := condition()) and time.monotonic() < end:
+        time.sleep(0.02)
+    return met
+
+
+def is_alive(pid: int) -> bool:
+    """Say whether a process exists and is no zombie."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] not in ("Z", "X")

@@ -3,7 +3,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from hpctrain.cli import main
 from hpctrain.core.config import Settings
 from hpctrain.core.errors import HpctrainError
 from hpctrain.launch import installed_horovod
-from tests.processes import ended
+from tests.processes import ended, wait_until
 
 PYTHON = shlex.quote(sys.executable)
 
@@ -206,8 +205,6 @@ def test_ctrl_c_ends_with_130(tmp_path):
         [sys.executable, "-m", "hpctrain", "launch", "-n", "1", "python", "-c", code],
         stderr=subprocess.DEVNULL,
     )
-    end = time.monotonic() + 30
-    while not (tmp_path / "here").exists() and time.monotonic() < end:
-        time.sleep(0.1)
+    assert wait_until((tmp_path / "here").exists, 30)
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=20) == 130

@@ -1,6 +1,5 @@
 """Horovod's own package is found, whatever stands under its name, and leaves that as it was."""
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import pytest
 from hpctrain.comm import horovod_engine
 from hpctrain.comm.horovod_engine import library
 from hpctrain.core.errors import LaunchError
+from tests.processes import ended
 
 OURS = Path("/usr/lib/libmpi.so.40")
 
@@ -44,9 +44,7 @@ for is_imported in (False, True):
 
 @pytest.mark.requires("horovod")
 def test_what_stands_in_for_horovod_stays_and_the_real_one_is_found():
-    done = subprocess.run(
-        [sys.executable, "-c", STANDS_IN], capture_output=True, text=True, timeout=60, check=False
-    )
+    done = ended([sys.executable, "-c", STANDS_IN], timeout=60)
     assert done.returncode == 0, done.stderr
 
 

@@ -1,10 +1,11 @@
 """Jobs whose ranks live in a container each, with a small /dev/shm, or are killed."""
 
 import os
-import subprocess
 import sys
 
 import pytest
+
+from tests.processes import ended
 
 pytestmark = [
     pytest.mark.launches,
@@ -35,13 +36,7 @@ def launch(script, *, before="", wrapper=(), after="", **environ):
     path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     if before:
         start = ["unshare", "--mount", "sh", "-c", f'{before} && "$@"{after}', "sh", *start]
-    done = subprocess.run(
-        start,
-        env=inherited | root | path | environ,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = ended(start, env=inherited | root | path | environ)
     said = [line[1:-1].split("|") for line in done.stdout.splitlines() if line.startswith("<")]
     return sorted(said), done
 

@@ -2,13 +2,13 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from hpctrain.launch import mpiexec
+from tests.processes import ended
 
 ROOT = Path(__file__).parents[2]
 LAWS = ("tests/comm", "tests/compress", "tests/runtime", "tests/gradients", "tests/train")
@@ -51,9 +51,7 @@ def test_all_laws_but_the_listed_ones_hold_by_horovod(ranks: int, tmp_path: Path
         *("-m", "pytest", "-q", "--report", str(tmp_path / "report.json"), *BY_RANKS[ranks]),
     ]
     environ = mpiexec.environment(os.environ | {"HPCTRAIN_ENGINE": "horovod"})
-    done = subprocess.run(
-        line, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=2300, check=False
-    )
+    done = ended(line, cwd=ROOT, env=environ, timeout=2300)
     assert (tmp_path / "report.json").exists(), done.stdout[-4000:] + done.stderr[-4000:]
     report = json.loads((tmp_path / "report.json").read_text())
     failed = {test["test"] for test in report["tests"] if test["outcome"] == "failed"}

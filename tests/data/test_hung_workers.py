@@ -22,7 +22,7 @@ from hpctrain.data.transform import PerSample
 from hpctrain.data.workers.pool import DecodePool
 from hpctrain.data.writer import write_arrays
 from tests.data.conftest import numbered
-from tests.runtime.victims import is_alive
+from tests.processes import is_alive
 
 LIMIT_S = 50.0
 TIMEOUT_S = 4.0  # longer than a good batch may take on a loaded machine

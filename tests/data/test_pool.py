@@ -21,8 +21,7 @@ from hpctrain.data.samples import Ragged
 from hpctrain.data.workers.pool import DecodePool
 from hpctrain.data.workers.shm_message import Inbox, Outbox
 from hpctrain.launch import mpiexec
-from tests.processes import ended
-from tests.runtime.victims import is_alive, wait_until
+from tests.processes import ended, is_alive, wait_until
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 30.0

@@ -16,6 +16,7 @@ from hpctrain.data.samples import Ragged
 from hpctrain.data.transform import PerSample
 from hpctrain.data.workers.pool import _Task
 from tests.data.memory import InMemory
+from tests.processes import wait_until
 
 
 def first(transform):
@@ -118,9 +119,7 @@ def test_reading_ahead_is_bounded_and_ends_with_its_consumer():
     batches = iter(loader)
     next(batches)
     assert len(readers()) == 2
-    deadline = time.monotonic() + 10
-    while len(reads) < 4 and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: len(reads) >= 4, 10)
     time.sleep(0.05)
     assert len(reads) == 4
     batches.close()

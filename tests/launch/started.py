@@ -2,10 +2,9 @@
 
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 from hpctrain.launch import mpiexec
+from tests.processes import is_alive, wait_until
 
 RANK = "rank = int(os.environ.get('OMPI_COMM_WORLD_RANK', os.environ.get('PMI_RANK')))\n"
 
@@ -38,17 +37,7 @@ def pids(tmp_path):
 
 
 def wait_for(condition, limit_s=30.0):
-    end = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.05)
-
-
-def is_alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
+    assert wait_until(condition, limit_s), "waited in vain"
 
 
 def ranks_are_gone(tmp_path):

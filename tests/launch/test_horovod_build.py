@@ -24,8 +24,8 @@ from hpctrain.launch.horovod_build import (
 )
 from hpctrain.launch.installed_horovod import needed_by, needed_mpi
 from hpctrain.launch.pmi import Mpi, load
-from tests.launch.started import is_alive, wait_for
-from tests.processes import ended
+from tests.launch.started import wait_for
+from tests.processes import ended, is_alive
 
 MPI = Mpi(vendor="openmpi", version="5.0.11", library=Path("/opt/mpi/lib/libmpi.so.40.40.11"))
 NAME = f"horovod-{VERSION}-cp311-cp311-linux_x86_64.whl"

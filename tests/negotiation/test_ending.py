@@ -12,6 +12,7 @@ import torch
 from hpctrain.core.errors import HorovodInternalError
 from hpctrain.negotiation.request import Kind, Request, Sum
 from tests.negotiation.controlling import SEVERAL, SIZES, allreduce, controller_of
+from tests.processes import wait_until
 
 
 @SEVERAL
@@ -32,12 +33,10 @@ def test_a_caller_who_waits_announces_what_other_threads_submit(controller):
 
 @SEVERAL
 def test_an_operation_nobody_waits_for_is_done_by_and_by(controller):
-    lonely, end = allreduce("lonely", torch.ones(2)), time.monotonic() + 20
+    lonely = allreduce("lonely", torch.ones(2))
     if controller.comm.rank == 0:
         handle = controller.submit(lonely)
-        while not handle.is_done and time.monotonic() < end:  # done() might help it on
-            time.sleep(0.002)
-        assert handle.is_done
+        assert wait_until(lambda: handle.is_done, 20)  # done() might help it on
     else:
         assert controller.run(lonely)[0].tolist() == [controller.comm.size] * 2
 

@@ -19,6 +19,7 @@ from hpctrain.negotiation.stall import LastCall, SetMember, StallWatch
 from hpctrain.negotiation.timeline import Timelines
 from tests.comm.conftest import PATHS, SAME, close
 from tests.negotiation.controlling import SEVERAL, allreduce, controller_of, joined
+from tests.processes import wait_until
 
 
 @pytest.fixture(scope="module", params=sorted({"one node", "nodes of one", "nodes of two"} - SAME))
@@ -131,10 +132,7 @@ def test_a_loop_that_waits_for_each_seldom_sets_the_timer_and_what_nobody_awaits
         assert len(times) < 100
     assert all(times)  # nor is it set back
     alone = express.submit(allreduce("again", value.fill_(1)))
-    end = time.monotonic() + 5
-    while not alone.done() and time.monotonic() < end:
-        time.sleep(0.001)
-    assert alone.done()
+    assert wait_until(alone.done, 5)
     assert value.tolist() == [express.comm.size] * 2
 
 

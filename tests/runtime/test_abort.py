@@ -11,6 +11,7 @@ import torch
 
 import hpctrain
 from hpctrain.runtime.abort import computes
+from tests.processes import ended
 
 PREAMBLE = """
 import ctypes, os, sys, threading
@@ -28,13 +29,10 @@ LOG = Path(sys.argv[1])
 
 
 def run(body: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+    return ended(
         [sys.executable, "-c", PREAMBLE + body, str(tmp_path)],
         cwd=Path(hpctrain.__file__).parents[1],
-        capture_output=True,
-        text=True,
         timeout=30,
-        check=False,
     )
 
 

@@ -1,6 +1,5 @@
 """A program may end MPI itself."""
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -8,6 +7,7 @@ import pytest
 
 from hpctrain.launch import mpiexec
 from tests.harness import preload
+from tests.processes import ended
 
 pytestmark = pytest.mark.launches
 
@@ -51,5 +51,5 @@ def test_a_program_that_finalizes_mpi_after_its_work_ends_with_0(python, environ
     ranks = [*preload.python(environment), program]
     line = [python, "-m", "hpctrain", "launch", "-n", "2", "--", *ranks]
     environ = mpiexec.environment() | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(line, env=environ, capture_output=True, text=True, check=False)
+    done = ended(line, env=environ)
     assert (done.returncode, done.stdout) == (0, "mean 0.5 of 2\n"), done.stderr

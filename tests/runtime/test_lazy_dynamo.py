@@ -1,10 +1,11 @@
 """Optimizers leave the compiler out, and whoever needs it gets all of it."""
 
-import subprocess
 import sys
 import textwrap
 
 import pytest
+
+from tests.processes import ended
 
 PRELUDE = """
 import os, sys, torch
@@ -49,13 +50,7 @@ NEEDS = {
 
 def run(code: str) -> str:
     """Run code in a process of its own."""
-    done = subprocess.run(
-        [sys.executable, "-c", PRELUDE + code],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=140,
-    )
+    done = ended([sys.executable, "-c", PRELUDE + code], timeout=140)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

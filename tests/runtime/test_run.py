@@ -15,6 +15,7 @@ from hpctrain.core.errors import LaunchError
 from hpctrain.launch import mpiexec
 from hpctrain.runtime.run import RankError, run
 from tests.harness import preload
+from tests.processes import ended, wait_until
 
 pytestmark = [pytest.mark.launches, pytest.mark.limit(120)]
 
@@ -37,9 +38,7 @@ def script(tmp_path, body, name="notebook.py"):
 
 def output_of(tmp_path, body):
     argv, environ = script(tmp_path, body)
-    done = subprocess.run(
-        argv, check=False, env=environ, capture_output=True, text=True, cwd=tmp_path
-    )
+    done = ended(argv, env=environ, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -154,9 +153,7 @@ def test_ctrl_c_ends_the_ranks_and_comes_back_as_keyboard_interrupt(tmp_path):
     with subprocess.Popen(
         argv, env=environ, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
     ) as process:
-        end = time.monotonic() + 60
-        while len(list(tmp_path.glob("here-*"))) < 2 and time.monotonic() < end:
-            time.sleep(0.1)
+        wait_until(lambda: len(list(tmp_path.glob("here-*"))) == 2, 60)
         process.send_signal(signal.SIGINT)
         text, _ = process.communicate(timeout=30)
     assert text.endswith(b"interrupted\n")

@@ -2,7 +2,6 @@
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import hpctrain
 from hpctrain.core.errors import ConfigError, NotInitializedError
 from hpctrain.runtime.world import current
 from tests.harness import preload
+from tests.processes import ended
 
 SIZES = pytest.mark.ranks(1, 2, 3, 4)
 
@@ -87,9 +87,7 @@ def init_alone(
     python=preload.python,
 ):
     """Initialise in a process that no launcher started."""
-    return subprocess.run(  # noqa: PLW1510
-        [*python(), "-c", code], env=unlaunched() | environ, capture_output=True, text=True
-    )
+    return ended([*python(), "-c", code], env=unlaunched() | environ)
 
 
 @pytest.mark.launches
@@ -123,7 +121,7 @@ def test_torchrun_stops_with_the_remedy(tmp_path):
     program = tmp_path / "train.py"
     program.write_text("import hpctrain; hpctrain.init(); print('trained')")
     run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", str(program)]
-    done = subprocess.run(run, env=unlaunched(), capture_output=True, text=True, check=False)
+    done = ended(run, env=unlaunched())
     assert done.returncode != 0
     assert "trained" not in done.stdout
     assert "torchrun started 2 ranks (WORLD_SIZE=2)" in done.stderr

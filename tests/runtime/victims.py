@@ -13,6 +13,7 @@ from pathlib import Path
 import hpctrain
 from hpctrain.launch import mpiexec
 from tests.harness import preload
+from tests.processes import is_alive, wait_until
 
 START_LIMIT_S = 90.0
 """Time to import and meet on a loaded machine; what is measured begins at the failure."""
@@ -105,23 +106,6 @@ def run_ranks(
         left_over=left_over,
         logs={int(p.stem[5:]): p.read_text() for p in (folder / "log").glob("rank-*.log")},
     )
-
-
-def wait_until(condition: Callable[[], bool], limit_s: float) -> bool:
-    """Return whether ``condition`` came true in time."""
-    end = time.monotonic() + limit_s
-    while not (met := condition()) and time.monotonic() < end:
-        time.sleep(0.02)
-    return met
-
-
-def is_alive(pid: int) -> bool:
-    """Say whether a process exists and is no zombie."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
 
 
 def _gone_within(pid: int, limit_s: float) -> bool:
