@@ -61,7 +61,7 @@ def hold(folder, **changes):
 
 @pytest.mark.launches
 def test_the_rank_that_others_wait_for_is_named_while_the_job_runs_and_after_it(tmp_path):
-    write_config(tmp_path, "tests.train.problem:late_model", epochs=15, every=4)
+    write_config(tmp_path, "tests.train.problem:Late", epochs=15, every=4)
     run = tmp_path / "runs/small"
     words = [*preload.python(), "-m", "hpctrain", "train", str(tmp_path / "small.toml")]
     environ = mpiexec.environment() | {"PYTHONPATH": str(ROOT)}

@@ -15,6 +15,7 @@ from hpctrain.comm.mpi_world import find_world
 from hpctrain.core.config import Settings
 from hpctrain.data.reader import ShardedDataset
 from hpctrain.data.writer import write_arrays
+from tests.comm.conftest import close
 
 
 def numbered(num_samples: int) -> dict[str, NDArray[Any]]:
@@ -49,9 +50,7 @@ def comm() -> Generator[Communicator]:
     """Give the communicator of all ranks of the session."""
     connection = connect(find_world(), Settings(probe="off"))
     yield connection.comm
-    if connection.presence is not None:
-        connection.presence.farewell()
-    connection.comm.close()
+    close(connection)
 
 
 @pytest.fixture

@@ -18,9 +18,7 @@ def ranks() -> Generator[Communicator]:
     """Connect, and take leave at the end."""
     connection = connect(find_world(), Settings(probe="off"))
     yield connection.comm
-    if connection.presence is not None:
-        connection.presence.farewell()
-    connection.comm.close()
+    close(connection)
 
 
 @pytest.fixture(params=sorted({"flat MPI", "one node", "nodes of two"} - SAME))

@@ -94,10 +94,6 @@ class Blind(nn.Module):
         return self.network(x) if self.training else self.network(x) * torch.nan
 
 
-def blind_model() -> nn.Module:
-    return Blind()
-
-
 class Parting(nn.Module):
     """A network of which the last rank changes one weight in its third step."""
 
@@ -116,7 +112,7 @@ class Parting(nn.Module):
 class Late(nn.Module):
     """A network that takes longer on the last rank, whenever it is trained."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float = 0.02) -> None:
         super().__init__()
         self.network, self.seconds = model(), seconds
 
@@ -124,10 +120,6 @@ class Late(nn.Module):
         if self.training and hpctrain.rank() == hpctrain.size() - 1:
             time.sleep(self.seconds)
         return self.network(x)
-
-
-def late_model(seconds: float = 0.02) -> nn.Module:
-    return Late(seconds)
 
 
 class Stopping(nn.Sequential):

@@ -88,7 +88,7 @@ def test_the_average_follows_its_formula_and_is_the_model_that_is_tested(here, c
 
 @pytest.mark.ranks(2)
 def test_what_is_calculated_once_more_in_backward_has_the_same_bits(here, configure, shared):
-    how = ["model.target=tests.train.problem:late_model", "model.args.seconds=0.0"]
+    how = ["model.target=tests.train.problem:Late", "model.args.seconds=0.0"]
     jobs, passes = [], []
     for name, patterns in (("plain", "[]"), ("again", '["network*"]')):
         keys = [*how, "train.epochs=1", f"train.activation_checkpointing={patterns}"]

@@ -237,7 +237,7 @@ def test_a_message_names_a_few_samples_of_a_few_ranks():
     assert max(map(len, lines)) < 140
 
 
-EVAL = ["model.target=tests.train.problem:blind_model", "train.epochs=2", "checkpoint.every=4"]
+EVAL = ["model.target=tests.train.problem:Blind", "train.epochs=2", "checkpoint.every=4"]
 
 
 @ANY
