@@ -1,6 +1,7 @@
 """Communicators of every kind, over all ranks of the session."""
 
 from collections.abc import Generator
+from contextlib import contextmanager
 
 import pytest
 from mpi4py import MPI
@@ -36,12 +37,19 @@ def close(connection: Connection) -> None:
     connection.comm.close()
 
 
+@contextmanager
+def connected(settings: Settings) -> Generator[Connection]:
+    """Be connected to all ranks of the session."""
+    made = connect(find_world(), settings)
+    yield made
+    close(made)
+
+
 @pytest.fixture(params=[name for name in PATHS if name not in SAME])
 def connection(request: pytest.FixtureRequest) -> Generator[Connection]:
     """Connect by each path in turn."""
-    made = connect(find_world(), PATHS[request.param])
-    yield made
-    close(made)
+    with connected(PATHS[request.param]) as made:
+        yield made
 
 
 @pytest.fixture

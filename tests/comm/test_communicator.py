@@ -6,13 +6,11 @@ import pytest
 import torch
 
 from hpctrain.comm.agreement import agreed
-from hpctrain.comm.factory import connect
 from hpctrain.comm.mpi import MpiCommunicator
-from hpctrain.comm.mpi_world import find_world
 from hpctrain.comm.ops import Op
 from hpctrain.core.config import Settings
 from hpctrain.core.errors import CommError, ConfigError, MismatchError
-from tests.comm.conftest import PATHS, close
+from tests.comm.conftest import PATHS, connected
 from tests.comm.fuzz import fuzz
 
 
@@ -86,32 +84,30 @@ def test_large_tensors_are_gathered_by_messages_into_memory_of_their_own(world, 
 
 @pytest.mark.ranks(2)
 def test_more_than_two_to_the_31_elements(world):
-    connection = connect(find_world(), Settings())
-    numel = (1 << 31) + 5
-    tensor = torch.full((numel,), 100 + world.rank, dtype=torch.uint8)
-    connection.comm.allreduce_(tensor).wait()
-    ends = torch.cat((tensor[:100], tensor[-100:]))
-    assert bool((ends == 201).all())
-    assert int(tensor[:: 1 << 12].long().sum()) == 201 * len(range(0, numel, 1 << 12))
-    close(connection)
+    with connected(Settings()) as connection:
+        numel = (1 << 31) + 5
+        tensor = torch.full((numel,), 100 + world.rank, dtype=torch.uint8)
+        connection.comm.allreduce_(tensor).wait()
+        ends = torch.cat((tensor[:100], tensor[-100:]))
+        assert bool((ends == 201).all())
+        assert int(tensor[:: 1 << 12].long().sum()) == 201 * len(range(0, numel, 1 << 12))
 
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("path", ["one node", "nodes of two"])
 def test_sums_through_node_memory_are_right_when_ranks_come_late(world, jitter, path):
     jitter()
-    connection = connect(find_world(), PATHS[path])
-    comm, total = connection.comm, sum(range(1, world.size + 1))
-    buckets = [comm.new_bucket(numel, torch.float64) for numel in (1, 1000, 40_003)]
-    for number in range(1, 9):
-        for bucket in buckets:
-            bucket.flat.fill_(number * (world.rank + 1))
-            comm.allreduce_(bucket).wait()
-            assert bool((bucket.flat == number * total).all())
-        tensor = torch.full((100_003,), float(number * (world.rank + 1)))
-        comm.allreduce_(tensor).wait()
-        assert bool((tensor == number * total).all())
-    close(connection)
+    with connected(PATHS[path]) as connection:
+        comm, total = connection.comm, sum(range(1, world.size + 1))
+        buckets = [comm.new_bucket(numel, torch.float64) for numel in (1, 1000, 40_003)]
+        for number in range(1, 9):
+            for bucket in buckets:
+                bucket.flat.fill_(number * (world.rank + 1))
+                comm.allreduce_(bucket).wait()
+                assert bool((bucket.flat == number * total).all())
+            tensor = torch.full((100_003,), float(number * (world.rank + 1)))
+            comm.allreduce_(tensor).wait()
+            assert bool((tensor == number * total).all())
 
 
 # -- messages ------------------------------------------------------------------------------------

@@ -13,11 +13,9 @@ from hypothesis import strategies as st
 from hpctrain.comm.control_channel import ring
 from hpctrain.comm.control_channel.mailbox import FAN_OUT, Tree, tree_of
 from hpctrain.comm.control_channel.ring import HEAD_BYTES, RING_BYTES, Inlet, Outlet, fence_of
-from hpctrain.comm.factory import connect
-from hpctrain.comm.mpi_world import find_world
 from hpctrain.comm.node.segments import Semaphore
 from hpctrain.core.errors import RankLostError
-from tests.comm.conftest import PATHS
+from tests.comm.conftest import PATHS, connected
 
 LONG_S = 60.0
 
@@ -124,16 +122,14 @@ def test_each_call_makes_mailboxes_of_its_own_for_groups_too(comm):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("path", ["one node", "nodes of one"])
 def test_who_sleeps_or_flushes_hears_that_a_rank_has_left(path):
-    connection = connect(find_world(), PATHS[path])
-    post = connection.comm.mail()
-    if connection.comm.rank == 0:
-        with pytest.raises(RankLostError, match="rank 1 left the program while rank"):
-            post.sleep(LONG_S)
-        post.send(1, bytes(10_000_000))
-        with pytest.raises(RankLostError, match="rank 1 left the program while rank"):
-            post.flush()
-    connection.presence.farewell()
-    connection.comm.close()
+    with connected(PATHS[path]) as connection:
+        post = connection.comm.mail()
+        if connection.comm.rank == 0:
+            with pytest.raises(RankLostError, match="rank 1 left the program while rank"):
+                post.sleep(LONG_S)
+            post.send(1, bytes(10_000_000))
+            with pytest.raises(RankLostError, match="rank 1 left the program while rank"):
+                post.flush()
 
 
 @st.composite

@@ -18,7 +18,7 @@ from hpctrain.comm.plan.plan import SizeTable
 from hpctrain.comm.plan.planning import StoredPlan
 from hpctrain.core.config import Settings
 from hpctrain.core.errors import CommError, ConfigError, LaunchError
-from tests.comm.conftest import close
+from tests.comm.conftest import close, connected
 
 pytestmark = pytest.mark.requires("horovod")
 
@@ -31,9 +31,8 @@ OPERATIONS = ("allreduce_async_", "allgather_async", "reducescatter_async")
 @pytest.fixture
 def comm() -> Generator[HorovodCommunicator]:
     """Connect by Horovod, flat."""
-    made = connect(find_world(), HOROVOD)
-    yield made.comm
-    close(made)
+    with connected(HOROVOD) as made:
+        yield made.comm
 
 
 @pytest.fixture
@@ -92,25 +91,23 @@ def test_a_group_of_all_ranks_is_horovod_s_in_any_order_and_of_some_is_mpi_s(wor
 
 @pytest.mark.ranks(4)
 def test_two_levels_take_three_operations_and_give_the_same(calls):
-    made = connect(find_world(), replace(HOROVOD, ranks_per_node=2, horovod_way="two-level"))
-    assert made.plan.tensors == SizeTable(((0, "two-level"),))
-    value = torch.full((5,), made.comm.rank, dtype=torch.float64)
-    made.comm.allreduce_(value, scale=0.5)
-    assert value.tolist() == [3.0] * 5
-    assert calls == ["reducescatter_async", "allreduce_async_", "allgather_async"]
-    calls.clear()
-    made.comm.allreduce_(torch.ones(1))  # too small to be cut
-    made.comm.allreduce_(torch.ones(5, dtype=torch.int32), op=Op.MAX)
-    assert calls == ["allreduce_async_"] * 2
-    close(made)
+    with connected(replace(HOROVOD, ranks_per_node=2, horovod_way="two-level")) as made:
+        assert made.plan.tensors == SizeTable(((0, "two-level"),))
+        value = torch.full((5,), made.comm.rank, dtype=torch.float64)
+        made.comm.allreduce_(value, scale=0.5)
+        assert value.tolist() == [3.0] * 5
+        assert calls == ["reducescatter_async", "allreduce_async_", "allgather_async"]
+        calls.clear()
+        made.comm.allreduce_(torch.ones(1))  # too small to be cut
+        made.comm.allreduce_(torch.ones(5, dtype=torch.int32), op=Op.MAX)
+        assert calls == ["allreduce_async_"] * 2
 
 
 @pytest.mark.ranks(2, 3)
 def test_two_levels_that_cannot_be_are_flat_and_it_is_said():
-    made = connect(find_world(), replace(HOROVOD, horovod_way="two-level"))
-    assert made.plan.tensors == SizeTable(((0, "flat"),))
-    assert any("two levels of Horovod need several nodes" in note for note in made.notes)
-    close(made)
+    with connected(replace(HOROVOD, horovod_way="two-level")) as made:
+        assert made.plan.tensors == SizeTable(((0, "flat"),))
+        assert any("two levels of Horovod need several nodes" in note for note in made.notes)
 
 
 @pytest.mark.ranks(2, 3)
@@ -165,14 +162,12 @@ def test_horovods_variables_are_left_alone_and_ours_come_first(monkeypatch):
 
 @pytest.mark.ranks(2)
 def test_a_plan_of_another_engine_is_refused(tmp_path_factory, world):
-    made = connect(find_world(), HOROVOD)
-    path = world.bcast(tmp_path_factory.mktemp("plans") / "plan.json")
-    if world.rank == 0:
-        path.write_text(json.dumps(StoredPlan.of(made.topology, made.plan).as_dict()))
-    close(made)
+    with connected(HOROVOD) as made:
+        path = world.bcast(tmp_path_factory.mktemp("plans") / "plan.json")
+        if world.rank == 0:
+            path.write_text(json.dumps(StoredPlan.of(made.topology, made.plan).as_dict()))
     world.Barrier()
-    pinned = connect(find_world(), replace(HOROVOD, plan=path))
-    assert pinned.plan == made.plan
-    close(pinned)
+    with connected(replace(HOROVOD, plan=path)) as pinned:
+        assert pinned.plan == made.plan
     with pytest.raises(ConfigError, match="engine horovod, and HPCTRAIN_ENGINE is hpctrain"):
         connect(find_world(), Settings(probe="off", plan=path))

@@ -8,10 +8,8 @@ from collections.abc import Generator
 import pytest
 import torch
 
-from hpctrain.comm.factory import connect
-from hpctrain.comm.mpi_world import find_world
 from hpctrain.core.config import Settings
-from tests.comm.conftest import close
+from tests.comm.conftest import connected
 
 CLONE_NEWUTS = 0x04000000
 LIBC = ctypes.CDLL(None, use_errno=True)
@@ -40,18 +38,17 @@ def hosts(request: pytest.FixtureRequest, world) -> Generator[tuple[int, ...]]:
 @pytest.mark.ranks(3, 4)
 @pytest.mark.requires("cluster")
 def test_nodes_are_the_hosts_and_sums_cross_them(world, hosts):
-    connection = connect(find_world(), Settings())
-    topology = connection.topology
-    expected = {h: tuple(r for r, host in enumerate(hosts) if host == h) for h in hosts}
-    assert set(topology.nodes) == set(expected.values())
-    assert topology.hosts[topology.node] == f"host{hosts[world.rank]}"
-    smallest = min(map(len, expected.values()))
-    assert connection.plan.num_rails == (min(2, smallest) if len(expected) > 1 else 0)
+    with connected(Settings()) as connection:
+        topology = connection.topology
+        expected = {h: tuple(r for r, host in enumerate(hosts) if host == h) for h in hosts}
+        assert set(topology.nodes) == set(expected.values())
+        assert topology.hosts[topology.node] == f"host{hosts[world.rank]}"
+        smallest = min(map(len, expected.values()))
+        assert connection.plan.num_rails == (min(2, smallest) if len(expected) > 1 else 0)
 
-    for dtype in (torch.float64, torch.bfloat16, torch.int8):
-        bucket = connection.comm.new_bucket(70_001, dtype)
-        bucket.flat.copy_(torch.arange(70_001) % 5 + world.rank)
-        connection.comm.allreduce_(bucket).wait()
-        total = (torch.arange(70_001) % 5) * world.size + sum(range(world.size))
-        assert torch.equal(bucket.flat, total.to(dtype))
-    close(connection)
+        for dtype in (torch.float64, torch.bfloat16, torch.int8):
+            bucket = connection.comm.new_bucket(70_001, dtype)
+            bucket.flat.copy_(torch.arange(70_001) % 5 + world.rank)
+            connection.comm.allreduce_(bucket).wait()
+            total = (torch.arange(70_001) % 5) * world.size + sum(range(world.size))
+            assert torch.equal(bucket.flat, total.to(dtype))

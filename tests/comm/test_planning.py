@@ -4,13 +4,11 @@ import json
 
 import pytest
 
-from hpctrain.comm.factory import connect
-from hpctrain.comm.mpi_world import find_world
 from hpctrain.comm.plan.planning import StoredPlan
 from hpctrain.core import config
 from hpctrain.core.config import Settings
 from hpctrain.core.errors import ConfigError
-from tests.comm.conftest import close
+from tests.comm.conftest import connected
 
 
 @pytest.fixture
@@ -25,9 +23,8 @@ def _empty_cache(folder, monkeypatch):
 
 
 def planned(**settings):
-    connection = connect(find_world(), Settings(**settings))
-    close(connection)
-    return connection
+    with connected(Settings(**settings)) as connection:
+        return connection
 
 
 @pytest.mark.ranks(2, 3, 4)

@@ -6,23 +6,20 @@ from functools import partial
 import pytest
 import torch
 
-from hpctrain.comm.factory import connect
-from hpctrain.comm.mpi_world import find_world
 from hpctrain.comm.plan.choice import BATCHING_SIZES, SIZES, Batching
 from hpctrain.comm.plan.probe import Stopwatch, measure
 from hpctrain.comm.waiting import Watch
 from hpctrain.core.config import Settings
 from hpctrain.core.errors import CommError, RankLostError
-from tests.comm.conftest import close
+from tests.comm.conftest import connected
 
 FOR_EVER_S = 3600.0
 
 
 @pytest.fixture(params=[None, 1, 2], ids=["one node", "nodes of one", "nodes of two"])
 def connection(request):
-    made = connect(find_world(), Settings(probe="off", ranks_per_node=request.param))
-    yield made
-    close(made)
+    with connected(Settings(probe="off", ranks_per_node=request.param)) as made:
+        yield made
 
 
 @pytest.mark.ranks(2, 3, 4)

@@ -7,8 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hpctrain.comm.factory import connect
-from hpctrain.comm.mpi_world import find_world
 from hpctrain.comm.ops import Op, combination
 from hpctrain.comm.plan.choice import STEP_BYTES, rail_rule
 from hpctrain.comm.plan.plan import SizeTable
@@ -21,7 +19,7 @@ from hpctrain.core.errors import CommError, RankLostError
 from hpctrain.core.units import KIB, MIB
 from hpctrain.cost.schedules import SCHEDULES
 from tests.comm import fuzz_values as fv
-from tests.comm.conftest import PATHS, SAME, close
+from tests.comm.conftest import PATHS, SAME, connected
 from tests.comm.fuzz import Case, Checker, compare, fuzz
 from tests.comm.test_algorithms import random_numbers, raw
 
@@ -149,10 +147,9 @@ BETWEEN_NODES = ("nodes of one", "nodes of two")
 @pytest.fixture(params=[name for name in BETWEEN_NODES if name not in SAME])
 def chunked(request):
     """Connect ranks of several nodes, whose rails carry chunks of a few elements."""
-    made = connect(find_world(), PATHS[request.param])
-    made.comm.levels.use(replace(made.comm.levels.plan, chunk_bytes=CHUNK_BYTES))
-    yield made.comm
-    close(made)
+    with connected(PATHS[request.param]) as made:
+        made.comm.levels.use(replace(made.comm.levels.plan, chunk_bytes=CHUNK_BYTES))
+        yield made.comm
 
 
 def drawn(number):

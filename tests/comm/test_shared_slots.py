@@ -12,14 +12,12 @@ from hypothesis import strategies as st
 
 from hpctrain.comm.bucket import ALIGN, TensorSpec, plan_buckets, slice_bounds
 from hpctrain.comm.build import SLOT_BYTES
-from hpctrain.comm.factory import connect
-from hpctrain.comm.mpi_world import find_world
 from hpctrain.comm.node.segments import Semaphore
 from hpctrain.comm.node.shared_memory import IN_TURNS
 from hpctrain.comm.ops import Op
 from hpctrain.core.config import Settings
 from hpctrain.core.errors import CommError, MismatchError, NodeMemoryError, RankLostError
-from tests.comm.conftest import close
+from tests.comm.conftest import connected
 
 WAYS = ("direct", "slices", "bucket")
 SLOT = SLOT_BYTES // 4
@@ -27,9 +25,8 @@ SLOT = SLOT_BYTES // 4
 
 @pytest.fixture
 def node():
-    made = connect(find_world(), Settings(probe="off"))
-    yield made.comm
-    close(made)
+    with connected(Settings(probe="off")) as made:
+        yield made.comm
 
 
 def allreduce_by(node, way, tensor, **options):
@@ -153,14 +150,13 @@ def test_a_bucket_of_another_communicator_is_refused(world, node):
 
 @pytest.mark.ranks(2)
 def test_after_a_wait_that_failed_a_communicator_is_used_no_more(world):
-    made = connect(find_world(), Settings(probe="off", timeout=0.3))
-    if world.rank == 0:
-        with pytest.raises(RankLostError, match="HPCTRAIN_TIMEOUT"):
-            made.comm.allreduce_(torch.ones(3))
-        with pytest.raises(CommError, match="no longer in step"):
-            made.comm.allreduce_(torch.ones(3))
-    world.Barrier()
-    close(made)
+    with connected(Settings(probe="off", timeout=0.3)) as made:
+        if world.rank == 0:
+            with pytest.raises(RankLostError, match="HPCTRAIN_TIMEOUT"):
+                made.comm.allreduce_(torch.ones(3))
+            with pytest.raises(CommError, match="no longer in step"):
+                made.comm.allreduce_(torch.ones(3))
+        world.Barrier()
 
 
 @given(st.integers(0, 10**12), st.integers(1, 256))
@@ -175,9 +171,8 @@ def test_slices_cover_everything_once_and_share_no_cache_line(numel, parts):
 
 @pytest.mark.ranks(2, 3, 4)
 def test_a_bucket_lives_as_long_as_its_tensor(world):
-    connection = connect(find_world(), Settings(probe="off"))
-    flat = connection.comm.new_bucket(50_000, torch.float32).flat
-    close(connection)
+    with connected(Settings(probe="off")) as connection:
+        flat = connection.comm.new_bucket(50_000, torch.float32).flat
     del connection
     gc.collect()
     flat.fill_(world.rank)
@@ -193,10 +188,9 @@ def test_too_large_a_bucket_is_an_error_on_every_rank(node):
 
 @pytest.mark.ranks(2, 4)
 def test_ranks_that_cannot_share_memory_go_flat_and_say_so():
-    connection = connect(find_world(), Settings(shared_memory="off"))
-    assert connection.plan.node_memory == "none"
-    assert any("flat over MPI" in note for note in connection.notes)
-    close(connection)
+    with connected(Settings(shared_memory="off")) as connection:
+        assert connection.plan.node_memory == "none"
+        assert any("flat over MPI" in note for note in connection.notes)
 
 
 @pytest.mark.ranks(2, 3, 4)

@@ -8,11 +8,9 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm.communicator import Communicator
-from hpctrain.comm.factory import connect
-from hpctrain.comm.mpi_world import find_world
 from hpctrain.compress.codec import Codec
 from hpctrain.core.config import Settings
-from tests.comm.conftest import close
+from tests.comm.conftest import connected
 
 SHAPES = ((40, 30), (7,), (64, 16, 3), (5,), (1, 1))
 """With rows that slices cut, tensors that end inside a cache line, and vectors."""
@@ -21,9 +19,8 @@ SHAPES = ((40, 30), (7,), (64, 16, 3), (5,), (1, 1))
 @contextmanager
 def nodes(ranks_per_node: int | None, **settings: str) -> Iterator[Communicator]:
     """Connect all ranks as nodes of so many; None for one node."""
-    made = connect(find_world(), Settings(probe="off", ranks_per_node=ranks_per_node, **settings))
-    yield made.comm
-    close(made)
+    with connected(Settings(probe="off", ranks_per_node=ranks_per_node, **settings)) as made:
+        yield made.comm
 
 
 class Gradients:

@@ -3,13 +3,11 @@
 import pytest
 import torch
 
-from hpctrain.comm.factory import connect
-from hpctrain.comm.mpi_world import find_world
 from hpctrain.compress.by_name import codec_for
 from hpctrain.compress.codec import Identity
 from hpctrain.compress.half import Compression, HalfCodec
 from hpctrain.core.config import Settings
-from tests.comm.conftest import close
+from tests.comm.conftest import connected
 
 HALVES = pytest.mark.parametrize(
     "half", [Compression.fp16, Compression.bf16], ids=["fp16", "bf16"]
@@ -20,9 +18,8 @@ INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64)
 @pytest.fixture(params=[None, 2], ids=["one node", "nodes of two"])
 def comm(request):
     """Connect all ranks."""
-    made = connect(find_world(), Settings(probe="off", ranks_per_node=request.param))
-    yield made.comm
-    close(made)
+    with connected(Settings(probe="off", ranks_per_node=request.param)) as made:
+        yield made.comm
 
 
 @HALVES
@@ -93,12 +90,11 @@ def test_a_node_sums_in_full_precision_and_only_its_slice_is_rounded(comm, half)
 
 @pytest.mark.ranks(2, 3)
 def test_without_node_memory_each_rank_rounds_what_it_has():
-    made = connect(find_world(), Settings(probe="off", shared_memory="off"))
-    comm, bucket = made.comm, made.comm.new_bucket(130, torch.float32)
-    codec = HalfCodec(torch.bfloat16)
-    codec.prepare(bucket, [bucket.flat], comm)
-    bucket.flat.fill_((1.0 + 2.0**-13, -1.0, 0.0)[comm.rank])
-    codec.allreduce_(bucket, comm, scale=None).wait()
-    assert bucket.flat.tolist() == [0.0] * 130
-    assert codec.num_bytes(bucket) == 260
-    close(made)
+    with connected(Settings(probe="off", shared_memory="off")) as made:
+        comm, bucket = made.comm, made.comm.new_bucket(130, torch.float32)
+        codec = HalfCodec(torch.bfloat16)
+        codec.prepare(bucket, [bucket.flat], comm)
+        bucket.flat.fill_((1.0 + 2.0**-13, -1.0, 0.0)[comm.rank])
+        codec.allreduce_(bucket, comm, scale=None).wait()
+        assert bucket.flat.tolist() == [0.0] * 130
+        assert codec.num_bytes(bucket) == 260

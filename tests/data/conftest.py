@@ -10,12 +10,10 @@ import pytest
 from numpy.typing import NDArray
 
 from hpctrain.comm.communicator import Communicator
-from hpctrain.comm.factory import connect
-from hpctrain.comm.mpi_world import find_world
 from hpctrain.core.config import Settings
 from hpctrain.data.reader import ShardedDataset
 from hpctrain.data.writer import write_arrays
-from tests.comm.conftest import close
+from tests.comm.conftest import connected
 
 
 def numbered(num_samples: int) -> dict[str, NDArray[Any]]:
@@ -48,9 +46,8 @@ def directory(tmp_path: Path) -> Path:
 @pytest.fixture(scope="module")
 def comm() -> Generator[Communicator]:
     """Give the communicator of all ranks of the session."""
-    connection = connect(find_world(), Settings(probe="off"))
-    yield connection.comm
-    close(connection)
+    with connected(Settings(probe="off")) as connection:
+        yield connection.comm
 
 
 @pytest.fixture

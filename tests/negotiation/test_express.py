@@ -7,8 +7,6 @@ import time
 import pytest
 import torch
 
-from hpctrain.comm.factory import connect
-from hpctrain.comm.mpi_world import find_world
 from hpctrain.comm.observed import Statistics, observed
 from hpctrain.core.config import Settings
 from hpctrain.core.errors import CommError, HorovodInternalError
@@ -17,7 +15,7 @@ from hpctrain.negotiation.controller import Controller
 from hpctrain.negotiation.request import Average, Kind, Max, Product, Request, Sum
 from hpctrain.negotiation.stall import LastCall, SetMember, StallWatch
 from hpctrain.negotiation.timeline import Timelines
-from tests.comm.conftest import PATHS, SAME, close
+from tests.comm.conftest import PATHS, SAME, connected
 from tests.negotiation.controlling import SEVERAL, allreduce, controller_of, joined
 from tests.processes import wait_until
 
@@ -25,9 +23,8 @@ from tests.processes import wait_until
 @pytest.fixture(scope="module", params=sorted({"one node", "nodes of one", "nodes of two"} - SAME))
 def ranks(request):
     """Connect all ranks, on one node or several."""
-    connection = connect(find_world(), PATHS[request.param])
-    yield connection.comm
-    close(connection)
+    with connected(PATHS[request.param]) as connection:
+        yield connection.comm
 
 
 @pytest.fixture
