@@ -2,8 +2,10 @@
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +25,13 @@ _MOST_BYTES = 4 * MIB  # of a trial
 _WORTH = 0.9  # of the time without: what saves less loses precision for nothing
 
 
+_TRIED: Mapping[str, Callable[[], Codec]] = {
+    "none": Identity,
+    "bf16": partial(HalfCodec, torch.bfloat16),
+    "int8": Int8,
+}
+
+
 class Auto(Stateless):
     """Sends as is, in bfloat16 or in int8, whichever a trial finds fastest between the nodes.
 
@@ -36,6 +45,7 @@ class Auto(Stateless):
         """Why the codec was chosen; empty before buckets are there."""
         self.name = "none"
         self._codec: Codec | None = None
+        self._prepared: list[tuple[Bucket, Sequence[Tensor], Communicator]] = []
 
     @property
     def rail_s(self) -> float:  # type: ignore[override]
@@ -48,12 +58,29 @@ class Auto(Stateless):
             self._codec = self._choose(bucket, comm)
             if comm.rank == 0:
                 _LOG.info("compression = auto: %s; %s", self.name, self.reason)
+        self._prepared.append((bucket, parts, comm))
         self._codec.prepare(bucket, parts, comm)
 
     def forget(self) -> None:
         """Let the codec forget; the choice stays. See ``Codec``."""
+        self._prepared.clear()
         if self._codec is not None:
             self._codec.forget()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the choice, which another trial might not make again."""
+        return {"name": self.name}
+
+    def fits(self, state: Mapping[str, Any]) -> bool:
+        """Say whether it is one that a trial could make."""
+        return state.get("name") in _TRIED
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take a choice over. Collective where ranks share no memory."""
+        self.name, self.reason = state["name"], "chosen before the run was stopped"
+        self._codec = _TRIED[self.name]()
+        for bucket, parts, comm in self._prepared:
+            self._codec.prepare(bucket, parts, comm)
 
     def num_bytes(self, bucket: Bucket) -> int:
         """Return the bytes of the codec; see ``Codec``."""
@@ -75,11 +102,7 @@ class Auto(Stateless):
             return Identity()
         numel = min(bucket.numel, _MOST_BYTES // dtype.itemsize)
         trial = comm.new_bucket(numel, dtype)
-        codecs: dict[str, Codec] = {
-            "none": Identity(),
-            "bf16": HalfCodec(torch.bfloat16),
-            "int8": Int8(),
-        }
+        codecs = {name: make() for name, make in _TRIED.items()}
         for codec in codecs.values():
             codec.prepare(trial, [trial.flat, trial.flat[:0]], comm)
         rounds = [_times(codecs, trial, comm) for _ in range(1 + _ROUNDS)][1:]

@@ -78,6 +78,11 @@ def _made(compression: Compressing | None) -> Codec:
         return copy.deepcopy(compression)  # one for each optimizer, with a memory of its own
     if isinstance(compression, Half):
         return HalfCodec(compression.dtype)
+    if not hasattr(compression, "compress"):
+        raise ConfigError(
+            f"compression is a codec such as Int8(), the name of one, or what has compress and "
+            f"decompress, got {compression!r}"
+        )
     return TensorByTensor(cast("Compressor", compression))
 
 

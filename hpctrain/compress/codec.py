@@ -3,11 +3,13 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from hpctrain.comm.bucket import Bucket
 from hpctrain.comm.communicator import FINISHED, Communicator, Work
+from hpctrain.core.errors import ConfigError
 
 
 class Codec(Protocol):
@@ -153,3 +155,20 @@ class TensorByTensor(Stateless):
             tensor.copy_(self._compressor.decompress(compressed, ctx))
         comm.allreduce_(marks, scale=scale).wait()
         return FINISHED
+
+
+def settings_of(codec: object) -> str:
+    """Say what a codec was made with, for ranks to compare; of a user's own the class."""
+    if isinstance(codec, bool | int | float | str | tuple | torch.dtype):
+        return repr(codec)
+    if not type(codec).__module__.startswith(__package__):
+        return type(codec).__name__
+    made = {name.strip("_"): value for name, value in vars(codec).items() if name != "rail_s"}
+    settings = (f"{name}={settings_of(value)}" for name, value in made.items())
+    return f"{type(codec).__name__}({', '.join(settings)})"
+
+
+def require_count(name: str, value: object, least: int) -> None:
+    """Raise ``ConfigError`` unless an argument is a whole number that is large enough."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ConfigError(f"{name} is a whole number from {least} on, got {value!r}")

@@ -3,11 +3,13 @@
 import torch
 from torch import Tensor
 
+from hpctrain.compress.codec import require_count
 from hpctrain.compress.quantized import Quantized
 from hpctrain.compress.rail_codec import CodedShare
 
 _CHUNK = 1 << 18  # values that are worked on while they lie in the cache
-_HEAD = 8  # bytes of a block beside those of its values
+_HEAD = 8  # bytes of a block beside those of its values: its step and its smallest
+_LEAST_STEP, _LARGER = 1e-7, 2.0**64
 
 
 class Int8Blocks:
@@ -31,7 +33,7 @@ class Int8Blocks:
         zeros, is_finite = torch.zeros(min(values.numel(), max(_CHUNK, self.unit))), True
         for chunk, packed in self._chunks(values, packet):
             part = chunk.float()
-            packed.copy_(torch.ops.quantized.embedding_bag_byte_prepack(part))
+            packed.copy_(_packed(part))
             # 0 times what is not finite is NaN; a sum takes thrice as long, and may overflow.
             is_finite &= not torch.dot(part.view(-1), zeros[: part.numel()])
         packet[-1] = not is_finite
@@ -57,6 +59,24 @@ class Int8Blocks:
         return pieces
 
 
+def _packed(blocks: Tensor) -> Tensor:
+    """Return the bytes of rows. Torch adds 1e-8 to a range, so what is as small is made larger."""
+    packed: Tensor = torch.ops.quantized.embedding_bag_byte_prepack(blocks)
+    step = _heads_of(packed)[:, 0]
+    small = ((step > 0) & (step < _LEAST_STEP)).nonzero().squeeze(1)
+    if len(small):
+        again = torch.ops.quantized.embedding_bag_byte_prepack(blocks[small] * _LARGER)
+        again[:, -_HEAD:] = (_heads_of(again) / _LARGER).view(torch.uint8)
+        packed[small] = again
+    return packed
+
+
+def _heads_of(packed: Tensor) -> Tensor:
+    """Return a copy of the step and the smallest value of each row."""
+    heads = packed[:, -_HEAD:].clone(memory_format=torch.contiguous_format)
+    return heads.view(torch.float32)
+
+
 class Int8(Quantized):
     """Sends a byte for each value: about a quarter of float32.
 
@@ -67,4 +87,5 @@ class Int8(Quantized):
     """
 
     def __init__(self, block: int = 512, *, error_feedback: bool = False) -> None:
+        require_count("block", block, 1)
         super().__init__(Int8Blocks(block), feedback=error_feedback)

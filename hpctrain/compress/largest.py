@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from hpctrain.compress.codec import require_count
 from hpctrain.compress.rail_codec import CodedShare, Link, RailCodec, exchanged
 from hpctrain.core.errors import ConfigError
 
@@ -19,10 +20,7 @@ class Sparse(RailCodec):
 
     def __init__(self, density: float) -> None:
         super().__init__()
-        if not 0.0 < density <= 1.0:
-            raise ConfigError(
-                f"density is the part that is sent, above 0 and at most 1, got {density}"
-            )
+        _require_density(density)
         self._density = density
 
     def density_at(self, step: int) -> float:  # noqa: ARG002 - for subclasses
@@ -49,6 +47,13 @@ class Sparse(RailCodec):
 
     def _num_sent(self, share: CodedShare) -> int:
         return max(round(share.numel * self.density_at(share.num_steps)), 1)
+
+
+def _require_density(density: float) -> None:
+    if not 0.0 < density <= 1.0:
+        raise ConfigError(
+            f"density is the part that is sent, above 0 and at most 1, got {density}"
+        )
 
 
 def largest(values: Tensor, number: int) -> Tensor:
@@ -139,6 +144,14 @@ class DeepGradientCompression(Sparse):
         warmup_steps: int = 0,
     ) -> None:
         super().__init__(density)
+        require_count("warmup_steps", warmup_steps, 0)
+        for each in warmup:
+            _require_density(each)
+        if not (0 <= momentum <= 1 and (clip_norm is None or clip_norm > 0)):
+            raise ConfigError(
+                f"momentum is 0 to 1, and clip_norm above 0 or None, got momentum={momentum} and "
+                f"clip_norm={clip_norm}"
+            )
         self._momentum, self._clip_norm, self._masks = momentum, clip_norm, masks_momentum
         self._warmup, self._warmup_steps = tuple(warmup), warmup_steps
 

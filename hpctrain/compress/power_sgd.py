@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from hpctrain.compress.codec import require_count
 from hpctrain.compress.rail_codec import CodedShare, CodedTensor, Link, RailCodec
 from hpctrain.core.errors import ConfigError
 
@@ -46,8 +47,10 @@ class PowerSGD(RailCodec):
         error_feedback: bool = True,
     ) -> None:
         super().__init__()
-        if rank < 1:
-            raise ConfigError(f"the rank of products must be at least 1, got {rank}")
+        require_count("rank", rank, 1)
+        require_count("warmup_steps", warmup_steps, 0)
+        if not min_gain >= 0:
+            raise ConfigError(f"min_gain is a factor from 0 on, got {min_gain}")
         self._rank, self._warmup_steps, self._min_gain = rank, warmup_steps, min_gain
         self._warm_start, self.keeps_unsent = warm_start, error_feedback
 
@@ -93,14 +96,14 @@ class PowerSGD(RailCodec):
     ) -> list[Tensor]:
         """Return orthogonal columns to begin with, for each batch: those of the last step."""
         shapes = [(len(m), self._width(*m.shape[1:]), m.shape[2]) for _, m in batches]
+        sizes = [math.prod(shape) for shape in shapes]
         flat = share.memory.get("right")
-        if flat is None or not flat.any():
+        if flat is None or len(flat) != sum(sizes) or not flat.any():  # of another rank, too
             generator = torch.Generator().manual_seed(_SEED + share.num_steps)
             drawn = [
                 torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes
             ]
         else:
-            sizes = [math.prod(shape) for shape in shapes]
             drawn = [
                 each.view(shape) for each, shape in zip(flat.split(sizes), shapes, strict=True)
             ]

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hpctrain.compress.codec import require_count
 from hpctrain.compress.elias import LARGEST, Reader, codes_of, packed
 from hpctrain.compress.rail_codec import CodedShare, Link, RailCodec, exchanged
 from hpctrain.core.errors import ConfigError
@@ -31,7 +32,9 @@ class QSGD(RailCodec):
 
     def __init__(self, levels: int = 16, block: int = 512, seed: int = 0) -> None:
         super().__init__()
-        if not (1 <= levels <= LARGEST and 1 <= block <= LARGEST):
+        require_count("levels", levels, 1)
+        require_count("block", block, 1)
+        if max(levels, block) > LARGEST:
             raise ConfigError(
                 f"levels and block must be 1 to {LARGEST}, got levels={levels} and block={block}"
             )

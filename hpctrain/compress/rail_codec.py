@@ -99,6 +99,7 @@ class _Prepared(NamedTuple):
     bucket: Bucket
     share: CodedShare
     whole: CodedShare  # the same on all ranks
+    marks: Tensor
 
 
 class RailCodec:
@@ -169,7 +170,7 @@ class RailCodec:
         everything = slice(0, bucket.numel)
         all_exact = _spans_between(coded, everything)
         whole = CodedShare(slots, _places(coded, everything), all_exact, 0, dtype)
-        self._prepared[id(bucket)] = _Prepared(bucket, share, whole)
+        self._prepared[id(bucket)] = _Prepared(bucket, share, whole, marks)
 
     def forget(self) -> None:
         """Drop all shares; new ones for the same tensors remember what these did."""
@@ -185,7 +186,7 @@ class RailCodec:
         prepared = self._prepared.get(id(bucket))
         if prepared is None:
             return bucket.flat.nbytes
-        _, share, whole = prepared
+        _, share, whole, _ = prepared
         whole.num_steps = share.num_steps
         return self.bytes_of(whole) + _length(whole.exact) * bucket.flat.itemsize
 
@@ -194,7 +195,7 @@ class RailCodec:
         prepared = self._prepared.get(id(bucket))
         if prepared is None:
             return comm.allreduce_(bucket, scale=scale)
-        return start_on(comm, self._step, bucket, prepared.share, comm, scale)
+        return start_on(comm, self._step, prepared, comm, scale)
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of what the shares remember, by number of bucket."""
@@ -229,7 +230,7 @@ class RailCodec:
     def shared_state(self, comm: Communicator) -> dict[str, Any]:
         """Return the sums over nodes of what was not sent yet, by tensor; see ``Codec``."""
         sums: list[Tensor] = []
-        for bucket, share, _ in self._prepared.values() if self.keeps_unsent else ():
+        for bucket, share, *_ in self._prepared.values() if self.keeps_unsent else ():
             waiting = torch.zeros(bucket.numel, dtype=share.dtype)
             for value in (share.memory[name] for name in _UNSENT if name in share.memory):
                 for place in share.places:
@@ -255,14 +256,13 @@ class RailCodec:
                 if mine.any():
                     share.remembered(self.unsent)[place.first : place.end] = mine / num_nodes
 
-    def _step(
-        self, bucket: Bucket, share: CodedShare, comm: Communicator, scale: float | None
-    ) -> None:
-        levels = comm.levels
+    def _step(self, prepared: _Prepared, comm: Communicator, scale: float | None) -> None:
+        bucket, share, levels = prepared.bucket, prepared.share, comm.levels
         if levels is None:
             if scale is not None:
                 bucket.flat.mul_(scale)
             self._over(share, bucket.flat, comm)
+            self._take_back(prepared, comm.size)
             return
         levels.node_sum(bucket, scale)
         if self.takes_tensors:  # which lie in slices of several ranks
@@ -272,6 +272,19 @@ class RailCodec:
         if self.takes_tensors:
             levels.node.barrier()
         levels.publish(bucket)
+        if levels.rail is not None:
+            self._take_back(prepared, levels.rail.size)
+
+    def _take_back(self, prepared: _Prepared, num_nodes: int) -> None:
+        """Keep what came of tensors without a gradient on any rank: nobody will see it."""
+        bucket, share, _, marks = prepared
+        unsent = share.memory.get(self.unsent)
+        if unsent is None or not len(marks) or marks.all():
+            return
+        for place in share.places:
+            if not marks[place.number]:
+                came = bucket.flat[place.start : place.stop].nan_to_num(0.0, 0.0, 0.0)
+                unsent[place.first : place.end].add_(came, alpha=1 / num_nodes)
 
     def _over(self, share: CodedShare, flat: Tensor, link: Link) -> None:
         """Reduce this rank's share of a bucket over the link."""
@@ -280,6 +293,7 @@ class RailCodec:
             with gathered(flat, share.exact, flat.dtype) as exact:
                 link.allreduce_(exact).wait()
                 self.after_exact(share, exact[: share.num_exact])
+                share.forget_what_is_not_finite(exact)
         if share.numel:
             with gathered(flat, share.spans, share.dtype) as values:
                 self.reduce_(share, values, link)

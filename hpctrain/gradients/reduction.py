@@ -17,7 +17,7 @@ from hpctrain.comm.bucket import BucketPlan, TensorSpec, plan_buckets
 from hpctrain.comm.communicator import Communicator, Work
 from hpctrain.comm.plan.plan import Plan
 from hpctrain.comm.threaded import start_on
-from hpctrain.compress.codec import Codec
+from hpctrain.compress.codec import Codec, settings_of
 from hpctrain.compress.savings import Savings, savings_of
 from hpctrain.core.checksum import crc32
 from hpctrain.core.errors import CommError
@@ -248,7 +248,7 @@ class Reduction:
         if self._groups:
             pairs = zip(lines, self._groups, strict=True)
             lines = [f"{line} group {group}" for line, group in pairs]
-        require_equal(self._comm, lines, "parameters")
+        require_equal(self._comm, [settings_of(self.codec), *lines], "parameters")
         results = [*results, *(p for p, slot in self.slot_of.items() if slot.holds_result)]
         self._parameters = parameters
         self._lay_out()

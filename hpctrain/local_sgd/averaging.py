@@ -12,7 +12,7 @@ from hpctrain.comm.agreement import by_rank, require_equal
 from hpctrain.comm.bucket import Bucket, TensorSpec, plan_buckets, slice_bounds
 from hpctrain.comm.communicator import FINISHED, Communicator, Work
 from hpctrain.comm.threaded import start_on
-from hpctrain.compress.codec import Codec
+from hpctrain.compress.codec import Codec, settings_of
 from hpctrain.core.errors import NotFiniteError
 from hpctrain.local_sgd.averaged_tensors import NamedTensors, Tensors
 
@@ -176,7 +176,8 @@ class Averaging:
     def _lay_out(self, today: NamedTensors) -> None:
         """Lay the buckets out for some tensors. Collective."""
         self._specs = _specs(today)
-        require_equal(self._comm, [f"{n} {s} {d}" for n, s, d in self._specs], "averaged tensors")
+        lines = [settings_of(self._codec), *(f"{n} {s} {d}" for n, s, d in self._specs)]
+        require_equal(self._comm, lines, "averaged tensors")
         specs = [TensorSpec(name=n, numel=t.numel(), dtype=t.dtype) for n, t in today]
         self._loads = []
         self._codec.forget()

@@ -1,7 +1,7 @@
 """The base of all methods whose ranks take steps of their own."""
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import TracebackType
@@ -61,6 +61,7 @@ class LocalMethod(StateFields):
         "samples": "_samples[]",
         "changed": "replica",
         "wants_switch": "_wants_switch",
+        "codecs": "_codec_states",
     }
 
     def __init__(
@@ -327,6 +328,17 @@ class LocalMethod(StateFields):
         """Go on in the middle of a round, after ``load_shared_state``. Collective."""
         super().load_own_state(state)
         self._raise()
+
+    @property
+    def _codec_states(self) -> list[dict[str, Any]]:
+        """What gradients of all ranks or of a node have not sent yet."""
+        return [reducer.reduction.codec.state_dict() for reducer in self._reducers]
+
+    @_codec_states.setter
+    def _codec_states(self, states: Sequence[Mapping[str, Any]]) -> None:
+        for reducer, state in zip(self._reducers, states, strict=True):
+            if reducer.reduction.codec.fits(state):
+                reducer.reduction.codec.load_state_dict(state)
 
     def _require_plain(self) -> None:
         if isinstance(self._optimizer, DistributedMethods):

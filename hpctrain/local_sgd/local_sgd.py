@@ -31,6 +31,7 @@ class LocalSGD(LocalMethod):
     """
 
     _SHARED: ClassVar[Fields] = {"pace": "_pace"}
+    _OWN: ClassVar[Fields] = {"averagings": "_averagings[]"}
 
     def __init__(  # noqa: PLR0913 - what a user may choose
         self,

@@ -48,11 +48,16 @@ class Gradients:
         self.codec, self.comm = codec, comm
         codec.prepare(self.bucket, [*self.tensors, self.marks], comm)
 
-    def reduce(self, values: Sequence[Tensor], scale: float | None = None) -> list[Tensor]:
+    def reduce(
+        self,
+        values: Sequence[Tensor],
+        scale: float | None = None,
+        marks: Sequence[float] | None = None,
+    ) -> list[Tensor]:
         """Return copies of what the codec makes of the ranks' values; the same on all ranks."""
         for tensor, value in zip(self.tensors, values, strict=True):
             tensor.copy_(value)
-        self.marks.fill_(1.0)
+        self.marks.copy_(torch.tensor(marks or [1.0] * len(self.tensors)))
         self.codec.allreduce_(self.bucket, self.comm, scale=scale).wait()
         everywhere = self.comm.all_gather(self.bucket.flat)
         for other in everywhere:

@@ -6,6 +6,7 @@ import torch
 
 from hpctrain.comm.mpi_world import find_world
 from hpctrain.compress.elias import LARGEST, Reader, codes_of, packed
+from hpctrain.compress.int8 import Int8Blocks
 from hpctrain.compress.largest import DeepGradientCompression, TopK, largest
 from hpctrain.compress.power_sgd import PowerSGD
 from hpctrain.compress.qsgd import QSGD
@@ -278,3 +279,17 @@ def test_feedback_ends_where_signs_alone_do_not():
             ends[type(codec)] = x
     assert ends[SignSGD] > 0.9
     assert ends[OneBit] < -0.8
+
+
+@pytest.mark.parametrize("size", [1e3, 1.0, 1e-5, 1e-7, 1e-9, 1e-12])
+def test_int8_is_as_exact_for_small_gradients_as_for_large_ones(size):
+    values = torch.randn(5, 100, generator=torch.Generator().manual_seed(0))
+    values[2] = 0.0
+    values[3] *= 1e-6  # beside larger ones
+    form, share = Int8Blocks(100), None
+    packet = form.pack(share, slice(0, 500), values.view(-1) * size)
+    got = torch.empty(500)
+    form.unpack(share, slice(0, 500), packet, got)
+    spread = values.max(1).values - values.min(1).values
+    error = (got.view(5, 100) / size - values).abs().max(1).values
+    assert (error <= spread / 255 * 0.6 + 1e-12).all()

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from hpctrain.compress.largest import TopK
 from hpctrain.local_sgd.local_method import LocalMethod
 from tests.gradients.training import global_batch, make_model, part_of, sgd
 
@@ -30,6 +31,14 @@ METHODS: dict[str, Make] = {
         m, o, warmup_steps=2, cooldown_start=15, steps=4, delay=2
     ),
 }
+
+LOSSY: dict[str, Make] = {
+    "local, top k": lambda hvd, m, o: hvd.LocalSGD(m, o, 4, compression=TopK(0.2)),
+    "post local, one bit": lambda hvd, m, o: hvd.PostLocalSGD(
+        m, o, 4, start=9, compression="one_bit"
+    ),
+}
+"""Methods that remember what a codec has not sent."""
 
 
 class Normed(nn.Module):
@@ -78,8 +87,8 @@ class Run:
         self.hvd, self.at = hvd, 0
         self.model = make_model() if model is None else model
         self.optimizer = optimizer(self.model)
-        if method in METHODS:
-            self.method = METHODS[method](hvd, self.model, self.optimizer)
+        if make := METHODS.get(method) or LOSSY.get(method):
+            self.method = make(hvd, self.model, self.optimizer)
         else:
             self.method = getattr(hvd, method)(self.model, self.optimizer, *args, **options)
 

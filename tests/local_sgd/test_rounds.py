@@ -9,7 +9,15 @@ from torch import nn
 from hpctrain.core.errors import CommError, ConfigError, MismatchError, RankLostError
 from hpctrain.local_sgd.rounds import SyncInterval
 from tests.gradients.training import make_model, sgd
-from tests.local_sgd.local_methods import METHODS, OPTIMIZERS, Normed, Run, num_kinds, state_of
+from tests.local_sgd.local_methods import (
+    LOSSY,
+    METHODS,
+    OPTIMIZERS,
+    Normed,
+    Run,
+    num_kinds,
+    state_of,
+)
 
 SIZES = pytest.mark.ranks(1, 2, 4)
 MANY = pytest.mark.ranks(2, 4)
@@ -250,11 +258,11 @@ NUM_STEPS = 18
 
 def stop_of(name: str) -> int:
     """Return a step; over all methods every other one comes, and more."""
-    return (5 * list(METHODS).index(name) + 2) % NUM_STEPS
+    return (5 * [*METHODS, *LOSSY].index(name) + 2) % NUM_STEPS or 7
 
 
 @pytest.mark.ranks(1, 2, 3)
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", [*METHODS, *LOSSY])
 def test_stop_anywhere_and_go_on_bitwise_and_have_one_model_after_the_block(
     world, hvd_nodes, name
 ):
