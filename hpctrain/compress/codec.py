@@ -163,8 +163,11 @@ def settings_of(codec: object) -> str:
         return repr(codec)
     if not type(codec).__module__.startswith(__package__):
         return type(codec).__name__
-    made = {name.strip("_"): value for name, value in vars(codec).items() if name != "rail_s"}
-    settings = (f"{name}={settings_of(value)}" for name, value in made.items())
+    settings = [
+        f"{name.strip('_')}={settings_of(value)}"
+        for name, value in vars(codec).items()
+        if name != "rail_s" and not isinstance(value, dict | list)  # what changes by steps
+    ]
     return f"{type(codec).__name__}({', '.join(settings)})"
 
 

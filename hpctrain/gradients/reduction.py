@@ -248,7 +248,7 @@ class Reduction:
         if self._groups:
             pairs = zip(lines, self._groups, strict=True)
             lines = [f"{line} group {group}" for line, group in pairs]
-        require_equal(self._comm, [settings_of(self.codec), *lines], "parameters")
+        require_equal(self._comm, [f"compression {settings_of(self.codec)}", *lines], "parameters")
         results = [*results, *(p for p, slot in self.slot_of.items() if slot.holds_result)]
         self._parameters = parameters
         self._lay_out()

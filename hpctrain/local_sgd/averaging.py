@@ -176,7 +176,10 @@ class Averaging:
     def _lay_out(self, today: NamedTensors) -> None:
         """Lay the buckets out for some tensors. Collective."""
         self._specs = _specs(today)
-        lines = [settings_of(self._codec), *(f"{n} {s} {d}" for n, s, d in self._specs)]
+        lines = [
+            f"compression {settings_of(self._codec)}",
+            *(f"{n} {s} {d}" for n, s, d in self._specs),
+        ]
         require_equal(self._comm, lines, "averaged tensors")
         specs = [TensorSpec(name=n, numel=t.numel(), dtype=t.dtype) for n, t in today]
         self._loads = []
