@@ -20,11 +20,7 @@ ENDINGS = (".pt", ".pth", ".safetensors")
 
 
 def newest_state(path: Path | str, only: str | None = None) -> tuple[Path, dict[str, Any]]:
-    """Return the checkpoint at a path, the newest one of a run directory, and its state.
-
-    Raises:
-        CheckpointError: there is none, it is damaged, or it has no part of the path ``only``.
-    """
+    """Return the checkpoint at a path, the newest one of a run directory, and its state."""
     source = checkpoints_in(path)[-1]
     state = load(source, SerialCommunicator()).state
     part = state if only is None else part_of(state, only)
@@ -37,10 +33,7 @@ def newest_state(path: Path | str, only: str | None = None) -> tuple[Path, dict[
 
 
 def part_of(state: Mapping[str, Any], path: str) -> Any:
-    """Return what lies at a path such as ``model`` or ``optimizer/state/0``.
-
-    Raises ``CheckpointError``: there is no such path; lists what there is.
-    """
+    """Return what lies at a path such as ``model`` or ``optimizer/state/0``."""
     value: Any = state
     for number, name in enumerate(names := path.split("/")):
         inside = (
@@ -58,10 +51,7 @@ def part_of(state: Mapping[str, Any], path: str) -> Any:
 
 
 def check_ending(path: Path) -> None:
-    """Return if the ending of a name tells what to write.
-
-    Raises ``CheckpointError``: it does not.
-    """
+    """Return if the ending of a name tells what to write."""
     if path.suffix not in ENDINGS:
         raise CheckpointError(
             f"a state is exported to a file that ends in {', '.join(ENDINGS)}; got {path.name!r}"
@@ -73,8 +63,7 @@ def export(state: Mapping[str, Any], path: Path | str, *, overwrite: bool = Fals
 
     Needs memory for copies of the tensors that are views of others. Not collective. A file that
     ends in ``.pt`` is for ``torch.load(..., weights_only=True)``; one in ``.safetensors`` holds
-    nothing but tensors by name. Raises ``CheckpointError``: there is something at ``path``, the
-    disk refuses, or the format does not hold such values.
+    nothing but tensors by name.
     """
     path = Path(path)
     check_ending(path)

@@ -20,8 +20,7 @@ FOLDER = "checkpoints"  # where the checkpoints of a run directory lie
 def checkpoints_in(path: Path | str) -> list[Path]:
     """Return the checkpoints that a path names, by step: itself, or those of a run directory.
 
-    One that is not finished, or that its run went back behind, is not among them. Raises
-    ``CheckpointError``: there is none, or the directory cannot be read.
+    One that is not finished, or that its run went back behind, is not among them.
     """
     path = Path(path)
     if (path / manifest.NAME).exists() or step_of(path.name) is not None:
@@ -37,10 +36,7 @@ def checkpoints_in(path: Path | str) -> list[Path]:
 
 
 def checkpoint_of(path: Path | str, which: str) -> Path:
-    """Return one of the checkpoints that a path names: ``last``, ``best`` or a number of steps.
-
-    Raises ``CheckpointError``: there is none such, or no test has said which is the best.
-    """
+    """Return one of the checkpoints that a path names: ``last``, ``best`` or a number of steps."""
     found = checkpoints_in(path)
     if which == "last":
         return found[-1]

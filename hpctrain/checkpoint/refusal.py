@@ -10,10 +10,7 @@ from hpctrain.core.errors import CheckpointError
 
 @contextmanager
 def explained(what: str) -> Iterator[None]:
-    """Let what files and memory refuse in the block be a CheckpointError: "cannot ``what``".
-
-    Raises ``CheckpointError``: instead of OSError, MemoryError and RuntimeError.
-    """
+    """Let what files and memory refuse in the block be a CheckpointError: "cannot ``what``"."""
     try:
         yield
     except (OSError, MemoryError, RuntimeError) as error:

@@ -76,10 +76,7 @@ class PerSample:
 def apply(
     transform: Transform | None, columns: Columns, indices: Indices, epoch: int, seed: int
 ) -> dict[str, Values]:
-    """Transform the samples ``indices``, if there is a transform.
-
-    Raises ``DataError``: the transform returns no values by name.
-    """
+    """Transform the samples ``indices``, if there is a transform."""
     if transform is None:
         return columns
     if isinstance(transform, PerSample):
@@ -189,10 +186,7 @@ class ThreadDraws:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Run a transform inside.
-
-        Raises ``DataError``: it has drawn from a global generator.
-        """
+        """Run a transform inside. Raises ``DataError``: it has drawn from a global generator."""
         turn = self._turn
         before = _states() if turn % 2 else {}
         yield

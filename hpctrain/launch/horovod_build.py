@@ -83,10 +83,8 @@ def build(
     """Build a wheel for the installed torch and MPI, or take one built before, and install it.
 
     Not collective: one process does it. ``jobs`` compilers work at a time, by default as many as
-    cores and memory allow.
-    ``wheel_dir`` keeps wheels in a folder for each set of versions, by default the user's cache.
-    Raises ``LaunchError``: something is missing, which is said before anything is compiled; it
-    does not compile; or the installed package does not import, or loads another MPI.
+    cores and memory allow. ``wheel_dir`` keeps wheels in a folder for each set of versions, by
+    default the user's cache.
     """
     found = launched()
     if found is not None and found.size > 1:
@@ -119,10 +117,7 @@ def build(
 
 
 def check(mpi: Mpi) -> None:
-    """See whether all is there that pip cannot bring.
-
-    Raises ``LaunchError``: something is not; says what, and the command that installs it.
-    """
+    """See whether all is there that pip cannot bring."""
     header = Path(sysconfig.get_path("include")) / "Python.h"
     table = (
         (
@@ -176,10 +171,7 @@ def key_of(mpi: Mpi, torch: str) -> str:
 
 
 def patch(sources: Path) -> list[str]:
-    """Make Horovod compile with another C++ standard; return what was changed, a line each.
-
-    Raises ``LaunchError``: a file does not read as the published one; then none is changed.
-    """
+    """Make Horovod compile with another C++ standard; return what was changed, a line each."""
     texts: dict[Path, str] = {}
     changes = []
     for name in PATCHED:
@@ -203,10 +195,7 @@ def patch(sources: Path) -> list[str]:
 
 
 def check_import(mpi: Mpi) -> Path:
-    """Import the installed package in a process of its own; return the MPI library it loads.
-
-    Raises ``LaunchError``: it does not import, or it loads another MPI than mpi4py.
-    """
+    """Import the installed package in a process of its own; return the MPI library it loads."""
     done = ask([sys.executable, "-P", "-c", _IMPORT], timeout_s=4 * TIMEOUT_S)
     again = "`hpctrain horovod build --force` builds it anew"
     if done.returncode:
@@ -357,8 +346,7 @@ def run_logged(
 ) -> None:
     """Run a program to its end; all that it prints goes to the end of ``log``.
 
-    What ends this call before, ends all that it has started. Raises ``LaunchError``: ``failure``,
-    and the lines that tell why.
+    What ends this call before, ends all that it has started.
     """
     with log.open("a+", encoding="utf-8", errors="replace") as file:
         file.write(f"$ {shlex.join(words)}\n")

@@ -272,10 +272,7 @@ class Lease:
             return True
 
     def check(self) -> None:
-        """Return if the lease is still of this process, by a look at the file.
-
-        Raises ``CheckpointError``: it is not.
-        """
+        """Return if the lease is still of this process, by a look at the file."""
         if not self.is_held(looks=True):
             raise CheckpointError(self.loss())
 

@@ -293,8 +293,7 @@ def read_hostfile(file: Path) -> str:
     """Read a file with a host on each line, and return them as ``--hosts`` has them.
 
     A line is ``host slots=4``; ``host:4`` will do, and ``host`` has one place. What stands behind
-    ``#`` is a comment. Raises ``LaunchError``: there is no such file, a line is something else, or
-    it names no host.
+    ``#`` is a comment.
     """
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
@@ -319,11 +318,7 @@ def read_hostfile(file: Path) -> str:
 
 
 def check_interfaces(interfaces: Sequence[str]) -> None:
-    """See whether this host, where the launcher itself runs, has these network interfaces.
-
-    Raises:
-        LaunchError: it lacks one. A network such as ``10.0.0.0/24`` is left to the launcher.
-    """
+    """See whether this host has these interfaces; a network such as ``10.0.0.0/24`` may be any."""
     here = [name for _, name in socket.if_nameindex()]
     for name in interfaces:
         if name not in here and "/" not in name:

@@ -41,8 +41,7 @@ def find_mpirun(path: str | Path | None = None) -> Mpirun:
     """Find the ``mpirun`` to use: the one named, else this environment's, else that of PATH.
 
     Where ``MPI4PY_LIBMPI`` names a library, its own comes before that of this environment. The
-    flavour of a named one is asked, not guessed. Raises ``LaunchError``: there is none, or it is
-    neither Open MPI's nor MPICH's nor Intel's.
+    flavour of a named one is asked, not guessed.
     """
     here = str(Path(sys.executable).parent)
     if path is not None:
@@ -64,10 +63,7 @@ def find_mpirun(path: str | Path | None = None) -> Mpirun:
 
 
 def identify(path: Path) -> Mpirun:
-    """Ask an ``mpirun`` whose it is.
-
-    Raises ``LaunchError``: it cannot be run, or its answer is not known here.
-    """
+    """Ask an ``mpirun`` whose it is."""
     try:
         done = ask([path, "--version"], timeout_s=VERSION_TIMEOUT_S)
     except OSError as error:

@@ -197,10 +197,7 @@ class DiLoCo(LocalMethod):
 
 
 def divided(parameters: NamedTensors, num_parts: int) -> list[list[str]]:
-    """Return the names of neighbouring parameters in parts of about as many bytes, none empty.
-
-    Raises ``ConfigError``: there are more parts than parameters.
-    """
+    """Return the names of neighbouring parameters in parts of about as many bytes, none empty."""
     if num_parts > len(parameters):
         raise ConfigError(
             f"a fragment has at least one of {len(parameters)} parameters, got "

@@ -192,10 +192,7 @@ def told(runs: Sequence[RunHistory], name: str) -> list[str]:
 
 
 def found_in(folder: Path) -> list[RunHistory]:
-    """Return the runs in a folder, newest last; a warning names those that cannot be read.
-
-    Raises ``ConfigError``: there is none.
-    """
+    """Return the runs in a folder, newest last; a warning names those that cannot be read."""
     paths = sorted(file.parent for file in folder.glob("*/metrics.jsonl"))
     if not paths:
         raise ConfigError(

@@ -43,10 +43,7 @@ class LoadedData:
         return self.origins.get(name, DEFAULT)
 
     def explain(self, name: str) -> list[tuple[str, str]]:
-        """Return rows about one key, or one row per key of a table.
-
-        Raises ``ConfigError``: ``name`` is neither a key nor a table.
-        """
+        """Return rows about one key, or one row per key of a table."""
         keys = keys_of(RunConfig)
         if name in tables_of(RunConfig):
             return [(key.name, key.sentence) for key in keys.values() if key.table == name]

@@ -63,10 +63,7 @@ class Loggers:
 
 
 def factory(name: str) -> Factory:
-    """Return what opens the logger that ``log.to`` names.
-
-    Raises ``ConfigError``: there is none of that name, or what it needs is not installed.
-    """
+    """Return what opens the logger that ``log.to`` names."""
     if ":" in name:
         try:
             made: Factory = resolve(name, "log.to")

@@ -49,10 +49,7 @@ class Metrics:
         self._ranks_at = -math.inf
 
     def write(self, event: str, **values: Any) -> None:
-        """Append one record; a number that is not finite becomes null, as JSON has none.
-
-        Raises ``ConfigError``: the file system refuses.
-        """
+        """Append one record; a number that is not finite becomes null, as JSON has none."""
         if self._records is None or not self._may_write():
             return
         try:
@@ -147,9 +144,6 @@ def learned(run: Path, target_loss: float | None = None) -> dict[str, Any]:
     Returns:
         ``parameters``; ``samples_per_s`` of a rank that computes alone; ``rank_batch``, ``batch``
         and ``samples``; ``noise_scale``, the last one, where the run has told it.
-
-    Raises:
-        ConfigError: there are no records of steps, or none has reached the loss.
     """
     file = run / "metrics.jsonl"
     if not file.exists():

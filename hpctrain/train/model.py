@@ -125,10 +125,7 @@ def misfits(have: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> list[str]
 
 
 def prepare(model: nn.Module, config: TrainingConfig) -> None:
-    """Let the model calculate as ``[train]`` says; the names of its state stay.
-
-    Raises ``ConfigError``: a pattern matches nothing, or torch refuses the arguments.
-    """
+    """Let the model calculate as ``[train]`` says; the names of its state stay."""
     modules = {name: module for name, module in model.named_modules() if name}
     chosen = matched(config.activation_checkpointing, [*modules], "train.activation_checkpointing")
     for name in chosen:
@@ -152,11 +149,7 @@ def _recomputed(module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> A
 
 
 def make_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
-    """Make the optimizer, with a group for each set of equal arguments.
-
-    Raises ``ConfigError``: there is no such class, it does not take these arguments, or a pattern
-    matches no parameter.
-    """
+    """Make the optimizer, with a group for each set of equal arguments."""
     kind = _optimizer_class(config.name)
     if signature(kind.step).parameters["closure"].default is Parameter.empty:
         raise ConfigError(
@@ -220,10 +213,7 @@ _SCALINGS = {"linear": linear_scaling, "square_root": square_root_scaling}
 
 
 def make_schedule(run: RunConfig, epoch_steps: int) -> Callable[[int], float]:
-    """The factor of ``optimizer.lr`` at each step, counted from zero, by torch's schedulers.
-
-    Raises ``ConfigError``: there is no such schedule, or it does not take these arguments.
-    """
+    """The factor of ``optimizer.lr`` at each step, counted from zero, by torch's schedulers."""
     config = run.schedule
     if config.name not in _DECAYS:
         raise ConfigError(f"schedule.name is one of {', '.join(_DECAYS)}, got {config.name!r}")

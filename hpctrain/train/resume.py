@@ -32,10 +32,7 @@ _NOT_MATHEMATICS = (
 
 
 def goes_on(config: RunConfig, directory: RunDirectory, *, asked: bool) -> bool:
-    """Say whether there is a run to go on with, and that is wanted; ``asked`` is ``--resume``.
-
-    Raises ``ConfigError``: it is asked for, and there is none.
-    """
+    """Say whether there is a run to go on with, and that is wanted; ``asked`` is ``--resume``."""
     if asked and not directory.is_used():
         raise ConfigError(
             f"--resume goes on with a run, and {directory.path} holds none; leave --resume out "
@@ -51,10 +48,7 @@ def finished(directory: RunDirectory) -> dict[str, Any] | None:
 
 
 def check_same(directory: RunDirectory, config: RunConfig, *, changed: bool) -> list[str]:
-    """Return what the configuration changes in the run, a line for each key.
-
-    Raises ``ConfigError``: a change would make it another training, and ``changed`` is not set.
-    """
+    """Return what the configuration changes in the run, a line for each key."""
     before = load(directory.config).config
     lines = {
         name: f"{name} was {dumps(value_of(before, name))}, is {dumps(value_of(config, name))}"

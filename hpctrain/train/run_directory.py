@@ -96,10 +96,7 @@ class RunDirectory:
 
     @contextmanager
     def explained(self) -> Iterator[None]:
-        """Let a refusal of the file system be an error that says what to do.
-
-        Raises ``ConfigError``: instead of an OSError of the block.
-        """
+        """Let a refusal of the file system be an error that says what to do."""
         try:
             yield
         except OSError as error:

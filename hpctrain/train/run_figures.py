@@ -57,11 +57,7 @@ def figures_of(runs: Sequence[RunHistory], smooth: int = 0) -> list[Figure]:
 
 
 def draw_runs(runs: Sequence[RunHistory], path: Path, smooth: int = 0) -> None:
-    """Draw runs into one file.
-
-    Raises ``ConfigError``: matplotlib is not installed, the ending of ``path`` is no format, or
-    the file system refuses.
-    """
+    """Draw runs into one file."""
     if path.suffix.lower() not in FORMATS:
         raise ConfigError(f"a plot is a file that ends in {', '.join(FORMATS)}, got {path}")
     is_one = len(runs) == 1

@@ -308,10 +308,7 @@ def mean_sums(noise: NoiseScale, comm: Communicator) -> Tensor:
 def restore_sync(
     sync: LocalMethod, method: str, shared: Mapping[str, Any], own: Mapping[str, Any] | None
 ) -> None:
-    """Let a local method go on; ``own`` is None to begin a round. Collective, behind ``restore``.
-
-    Raises ``CheckpointError``: the checkpoint is of another method.
-    """
+    """Let a local method go on, in a new round without ``own``. Collective, behind ``restore``."""
     state = shared.get("sync") or {}
     before = state.get("method", SYNCHRONOUS)
     if before != method:

@@ -113,10 +113,7 @@ def _in_steps(config: SyncConfig, epoch_steps: int, num_steps: int) -> dict[str,
 
 
 def _taken(args: dict[str, Any], name: str, other: str, epoch_steps: int) -> int | None:
-    """Take a number of epochs out of the arguments, and return it in steps; None without it.
-
-    Raises ``ConfigError``: it is no such number, or the argument in steps is there too.
-    """
+    """Take a number of epochs out of the arguments, and return it in steps; None without it."""
     epochs = args.pop(name, None)
     if epochs is None:
         return None

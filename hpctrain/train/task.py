@@ -144,11 +144,7 @@ class Task:
         return nullcontext() if self.ema is None else self.ema.applied()
 
     def split(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The input of the model and the label that its output is compared with.
-
-        Raises ``DataError``: they have samples of different lengths, and the loader does not pad;
-        or a transform has left one of them, or samples, out.
-        """
+        """The input of the model and the label that its output is compared with."""
         names = self.config.data.input, self.config.data.label
         inputs, labels = (batch.fields.get(name) for name in names)
         if not all(_has_rows(values, batch.num_samples) for values in (inputs, labels)):
@@ -168,7 +164,6 @@ class Task:
     ) -> tuple[Tensor, Tensor]:
         """Return output and mean loss of some samples, calculated as ``train.precision`` says.
 
-        Raises ``DataError``: the model or the loss refuses them, or the loss is not one number.
         Some dtypes are refused in backward alone, which is tried as far as the output.
         """
         model, whose = self.targets

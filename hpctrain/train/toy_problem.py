@@ -44,10 +44,8 @@ def model(width: int = 64) -> nn.Sequential:
 def data(comm: Communicator, folder: str) -> tuple[ShardedDataset, ShardedDataset]:
     """Open the training and the test points, which rank 0 writes when they are not there yet.
 
-    Collective; all ranks see ``folder``.
-
-    Raises:
-        HpctrainError: they cannot be written or read; on every rank.
+    Collective; all ranks see ``folder``. Raises ``HpctrainError``: they cannot be written or read;
+    on every rank.
     """
     root = Path(folder)
     on_root(comm, lambda: _write(root))

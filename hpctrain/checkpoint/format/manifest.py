@@ -78,10 +78,7 @@ class CheckpointManifest:
 
     @classmethod
     def parse(cls, data: bytes, directory: Path | str) -> "CheckpointManifest":
-        """Read a manifest from its bytes; ``directory`` is where it lies.
-
-        Raises ``CheckpointError``: it is damaged or hostile, or its directory was renamed.
-        """
+        """Read a manifest from its bytes; ``directory`` is where it lies."""
         path = Path(directory) / NAME
         first = _FIRST_LINE.match(data)
         if not first:
@@ -136,10 +133,7 @@ def step_of(name: str) -> int | None:
 
 
 def require_named(directory: Path | str, step: int) -> None:
-    """Return unless the directory has the name of another step's checkpoint.
-
-    Raises ``CheckpointError``: a run would take it for that.
-    """
+    """Return unless the directory has the name of another step's checkpoint."""
     if step_of(Path(directory).name) not in (None, step):
         raise CheckpointError(
             f"a checkpoint has the name of its step, or one of another form, and {directory} is "
@@ -148,10 +142,7 @@ def require_named(directory: Path | str, step: int) -> None:
 
 
 def read_bytes(directory: Path | str) -> bytes:
-    """Read the bytes of a manifest.
-
-    Raises ``CheckpointError``: there is none, or the system does not let us.
-    """
+    """Read the bytes of a manifest."""
     path = Path(directory) / NAME
     try:
         with os.fdopen(open_regular(path), "rb") as file:
@@ -178,8 +169,7 @@ def file_name(rank: int) -> str:
 def dumps(value: Any) -> str:
     """Write a value as JSON on one line.
 
-    Raises:
-        TypeError, ValueError: JSON has no such value.
+    Raises ``TypeError, ValueError``: JSON has no such value.
     """
     return json.dumps(value, separators=(",", ":"), allow_nan=False)
 

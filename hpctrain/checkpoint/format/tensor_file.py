@@ -44,10 +44,7 @@ DTYPES: dict[str, torch.dtype] = {
 
 
 def check_storable(path: str, tensor: Tensor) -> None:
-    """Refuse a tensor whose bytes are not at hand, or whose dtype the format lacks.
-
-    Raises ``CheckpointError``: it is one; names ``path``.
-    """
+    """Refuse a tensor whose bytes are not at hand, or whose dtype the format lacks."""
     if not tensor.is_cpu or tensor.layout is not torch.strided:
         raise CheckpointError(
             f"tensors of a checkpoint are dense and on the CPU, got {tensor.layout} on "
@@ -126,10 +123,7 @@ class TensorFile:
     """An open file of tensors whose header was checked: no read leaves the file."""
 
     def __init__(self, path: Path, descriptor: int) -> None:
-        """Read the header.
-
-        Raises ``CheckpointError``: it is damaged or hostile.
-        """
+        """Read the header. Raises ``CheckpointError``: it is damaged or hostile."""
         self._path = path
         self._descriptor = descriptor
         self._entries = dict(self._read_header())

@@ -51,10 +51,7 @@ Samples = Mapping[str, ArrayLike | Ragged | RaggedRows | Sequence[ArrayLike]] | 
 
 
 def checked_rows(fields: Mapping[str, Field], samples: Samples) -> Rows:
-    """Return samples in the dtypes of their fields.
-
-    Raises ``DataError``: they do not fit the fields, or are not as many in each.
-    """
+    """Return samples in the dtypes of their fields."""
     if samples.keys() != fields.keys():
         raise DataError(f"samples have the fields {sorted(fields)}, got {sorted(samples)}")
     rows: dict[str, NDArray[Any] | RaggedRows] = {}

@@ -22,10 +22,7 @@ def is_compressed(fields: Mapping[str, Field]) -> bool:
 
 
 def load_filters(fields: Mapping[str, Field]) -> None:
-    """Let HDF5 find zstd, if any of these fields needs it.
-
-    Raises ``DataError``: the package that brings it is not installed.
-    """
+    """Let HDF5 find zstd, if any of these fields needs it."""
     if not is_compressed(fields):
         return
     try:
@@ -45,10 +42,7 @@ def filters() -> dict[str, Any]:
 
 
 def rows_per_chunk(field: Field, block_size: int) -> int:
-    """Return how many rows are compressed together: whole blocks, of a ragged field 1 at least.
-
-    Raises ``DataError``: a chunk would be larger than HDF5 can store.
-    """
+    """Return how many rows are compressed together: whole blocks, of a ragged field 1 at least."""
     step = 1 if field.ragged else block_size
     step_bytes = max(1, step * field.sample_bytes)
     if step_bytes > _MOST_BYTES:

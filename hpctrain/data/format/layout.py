@@ -384,10 +384,7 @@ def read_classes(directory: Path) -> tuple[str, ...]:
 
 
 def write_classes(directory: Path, classes: tuple[str, ...]) -> None:
-    """Write the file, if there are classes.
-
-    Raises ``OSError``: the file system refuses.
-    """
+    """Write the file, if there are classes. Raises ``OSError``: the file system refuses."""
     if classes:
         with publishing(directory / CLASSES) as part:
             part.write_text("".join(f"{name}\n" for name in classes), encoding="utf-8")

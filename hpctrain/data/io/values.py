@@ -157,10 +157,7 @@ def read_at(descriptor: int, offset: int, num_bytes: int) -> NDArray[np.uint8]:
 
 
 def read_into(descriptor: int, buffers: Sequence[memoryview], offset: int, num_bytes: int) -> None:
-    """Fill buffers, ``num_bytes`` in all, with what lies one after another in a file.
-
-    Raises ``OSError``: the file cannot be read, or ends before (EIO).
-    """
+    """Fill buffers, ``num_bytes`` in all, with what lies one after another in a file."""
     done = os.preadv(descriptor, buffers, offset)
     while done < num_bytes:
         # Rare: a signal, or more than 2 GiB at once.

@@ -36,10 +36,7 @@ def global_order(n: int, seed: int, epoch: int) -> "FisherYates | Shuffled":
 
 
 def check_order(n: int, seed: int, epoch: int) -> None:
-    """Check what every order is made of.
-
-    Raises ``DataError``: an argument is out of range.
-    """
+    """Check what every order is made of."""
     if not 1 <= n < 2**62 or not 0 <= seed < 2**64 or not 0 <= epoch < 2**64:
         raise DataError(
             f"an order needs 1 <= n < 2^62 and a seed and an epoch in [0, 2^64), "

@@ -29,8 +29,7 @@ class Ordering:
     def of(cls, record: Mapping[str, Any]) -> Self:
         """Read what ``record`` returns, among other things.
 
-        Raises:
-            KeyError, TypeError, ValueError: it is not there.
+        Raises ``KeyError, TypeError, ValueError``: it is not there.
         """
         name, shape = record["order"], None
         if name == "window":
@@ -48,10 +47,7 @@ class Ordering:
     def choose(
         cls, name: OrderName, dataset: Samples, global_batch: int, shape: WindowShape | None
     ) -> Self:
-        """Choose what is left open: by the size of samples and data set, never by the machine.
-
-        Raises ``DataError``: there is no such order, or not of this data set.
-        """
+        """Choose what is left open: by the size of samples and data set, never by the machine."""
         if name not in ("auto", "global", "window", "sequential"):
             raise DataError(f"order is auto, global, window or sequential, got {name!r}")
         if isinstance(dataset, Mixture):

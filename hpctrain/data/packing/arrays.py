@@ -87,10 +87,7 @@ def _examined(path: Path, wanted: WantedFields) -> Source:
 
 
 def length_of(columns: Columns, where: str, what: str) -> int:
-    """Return the number of samples of columns.
-
-    Raises ``DataError``: there are none, or they have different lengths, or none.
-    """
+    """Return the number of samples of columns."""
     for name, column in columns.items():
         if not column.shape:
             raise DataError(

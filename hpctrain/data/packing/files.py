@@ -72,10 +72,7 @@ def _identity(path: str) -> tuple[int, int]:
 
 
 def check_file(name: str) -> None:
-    """Check that what is to be read is a file: it alone can be read more than once.
-
-    Raises ``DataError``: it is a pipe, a socket or a device, or a link that leads nowhere.
-    """
+    """Check that what is to be read is a file: it alone can be read more than once."""
     path = Path(name)
     if path.is_file():
         return

@@ -40,7 +40,6 @@ def open_folder(path: Path, wanted: WantedFields) -> Source:
 
     Classes are numbered in the order of their names. Images all of one size, as 64 of them show,
     are packed as pixels, as they are also with ``resize``; else as the bytes of their files.
-    Raises ``DataError``: there are neither images nor arrays, or both, or files beside classes.
     """
     links: list[str] = []
     files = list(files_below(path, links))

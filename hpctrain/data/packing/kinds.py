@@ -63,10 +63,7 @@ _NUM_LOOKED_AT = 10_000  # files from which the kind of a folder is told
 
 
 def open_source(source: object, kind: str, wanted: WantedFields) -> Source:
-    """Examine what is to be packed, of a kind that ``kind_of`` finds.
-
-    Raises ``DataError``: there is no such source, or it cannot be read.
-    """
+    """Examine what is to be packed, of a kind that ``kind_of`` finds."""
     _check_options(kind, wanted)
     if kind == PYTHON:
         return open_python(str(source) if isinstance(source, Path) else source, wanted)
@@ -79,11 +76,7 @@ def open_source(source: object, kind: str, wanted: WantedFields) -> Source:
 
 
 def kind_of(source: object, kind: str | None = None) -> str:
-    """Return the kind that is said, or that the source means.
-
-    Raises:
-        DataError: there is no such kind or source, or it can be of several kinds or of none.
-    """
+    """Return the kind that is said, or that the source means."""
     if kind is not None and kind not in KINDS:
         raise DataError(f"a kind of source is one of {', '.join(KINDS)}, got {kind!r}")
     if not isinstance(source, str | Path):

@@ -27,8 +27,7 @@ from hpctrain.data.packing.source import (
 def open_python(source: Any, wanted: WantedFields) -> Source:
     """Examine an object, a function that makes it, or its name ``module:function``.
 
-    An item is a dict of arrays, or a tuple, whose parts are named 0, 1, ... Raises ``DataError``:
-    there are no items, or they are not alike.
+    An item is a dict of arrays, or a tuple, whose parts are named 0, 1, ...
     """
     is_named = isinstance(source, str)
     name = source if is_named else type(source).__name__

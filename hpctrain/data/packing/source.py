@@ -188,10 +188,7 @@ class Source:
 
 
 def joined(sources: Sequence[Source]) -> Source:
-    """Make one source of several with the same fields, one for each file.
-
-    Raises ``DataError``: their fields differ.
-    """
+    """Make one source of several with the same fields, one for each file."""
     first = sources[0]
     for one in sources:
         if one.fields != first.fields:
@@ -221,10 +218,7 @@ def readable(what: str, kind: str, *errors: type[BaseException]) -> Iterator[Non
 
 
 def needed(module: str, what: str) -> ModuleType:
-    """Import a module that packing alone needs, or that imports such a one.
-
-    Raises ``DataError``: it is not installed.
-    """
+    """Import a module that packing alone needs, or that imports such a one."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -236,10 +230,7 @@ def needed(module: str, what: str) -> ModuleType:
 
 
 def chosen(available: Sequence[str], wanted: Mapping[str, str], where: str) -> dict[str, str]:
-    """Return what each field holds: what is wanted, or all there is, by its own name.
-
-    Raises ``DataError``: a name does not exist, or two of them would become the same field.
-    """
+    """Return what each field holds: what is wanted, or all there is, by its own name."""
     for name in wanted.values():
         if name not in available:
             raise DataError(f"{where} has {', '.join(available) or 'nothing'}, but no {name!r}")
@@ -259,10 +250,7 @@ def chosen(available: Sequence[str], wanted: Mapping[str, str], where: str) -> d
 
 
 def field_of(shape: Sequence[int], dtype: Any, what: str, *, ragged: bool = False) -> Field:
-    """Make the field of an array of the source.
-
-    Raises ``DataError``: a data set cannot hold this dtype.
-    """
+    """Make the field of an array of the source."""
     try:
         return Field.of(tuple(shape), dtype, ragged=ragged)
     except DataError as error:
@@ -291,10 +279,7 @@ def _learnt(arrays: Sequence[Array], what: str, *, ragged: bool) -> tuple[Field,
 def picked(
     where: str, parts: Mapping[str, T], names: Mapping[str, str], *, takes_all: bool
 ) -> dict[str, T]:
-    """Return what each field gets of the parts of a sample; ``names`` are by field.
-
-    Raises ``DataError``: it lacks one, or has others where ``takes_all``.
-    """
+    """Return what each field gets of the parts of a sample; ``names`` are by field."""
     wrong = [f"lacks {name}" for name in names.values() if name not in parts]
     if takes_all:
         wrong += [f"has {name} besides" for name in sorted({*parts} - {*names.values()})]

@@ -64,10 +64,7 @@ def _read(columns: Columns, path: str, read: Callable[[], Iterator[Rows]]) -> It
 
 
 def columns_of(names: Sequence[str], wanted: WantedFields, path: str) -> Columns:
-    """Return the columns of each field; ``a,b:f4`` puts two side by side.
-
-    Raises ``DataError``: a column does not exist, or there are several of its name.
-    """
+    """Return the columns of each field; ``a,b:f4`` puts two side by side."""
     if not wanted.fields:
         return {name: ([at], None) for name, at in chosen(names, {}, path).items()}
     columns: Columns = {}
@@ -154,10 +151,7 @@ class Block(NamedTuple):
 
 
 def open_csv(files: Sequence[str], wanted: WantedFields) -> Source:
-    """Examine CSV files; ``.tsv`` has tabs. Numbers become numbers, all else texts, as bytes.
-
-    Raises ``DataError``: a file cannot be read, or a column is not there.
-    """
+    """Examine CSV files; ``.tsv`` has tabs. Numbers become numbers, all else texts, as bytes."""
     first = next(_blocks(files[0]), None)
     if first is None:
         raise DataError(f"a data set needs at least one sample, {files[0]} has no rows")
@@ -299,11 +293,7 @@ def _notes(
 
 
 def _blocks(path: str) -> Iterator[Block]:
-    """Read a file in blocks of whole rows.
-
-    Raises:
-        DataError: a quote is not closed, a value is too large, or a row has too few or too many.
-    """
+    """Read a file in blocks of whole rows."""
     # It is a limit of the process, and the usual one is an eighth of this.
     csv.field_size_limit(max(csv.field_size_limit(), _MAX_VALUE_BYTES))
     errors = (OSError, EOFError, zlib.error)

@@ -55,8 +55,7 @@ def open_tar(files: Sequence[str], wanted: WantedFields) -> Source:
     A field is named after an ending. Images become pixels if those of the first samples have one
     size or ``resize`` is given, else they stay bytes; ``.npy`` become arrays, ``.cls`` whole
     numbers, ``.txt`` and ``.json`` numbers where those of the first samples are; all else stays
-    bytes, as does an ending that is wanted as ``ENDING:bytes``. Raises ``DataError``: an archive
-    cannot be read or has no samples.
+    bytes, as does an ending that is wanted as ``ENDING:bytes``.
     """
     where = files[0]
     asked = {name: ending.partition(":")[0].lstrip(".") for name, ending in wanted.fields.items()}
@@ -117,10 +116,7 @@ def _form(
 
 
 def samples_in(path: str, wanted: Sequence[str]) -> Iterator[Contents]:
-    """Read the samples of an archive, of the endings ``wanted`` alone, or of all without them.
-
-    Raises ``DataError``: it cannot be read.
-    """
+    """Read the samples of an archive, of the endings ``wanted`` alone, or of all without them."""
     key = ""
     contents: dict[str, bytes] = {}
     before: set[str] = set()

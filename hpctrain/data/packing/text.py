@@ -27,8 +27,7 @@ def open_text(files: Sequence[str], wanted: WantedFields) -> Source:
     """Examine text files.
 
     The field is ``text``, bytes, or with a tokenizer ``tokens``, of the dtype that it returns;
-    ragged, unless ``wanted.length`` cuts all samples to one length. Raises ``DataError``: there is
-    no sample, or the tokenizer does not return whole numbers.
+    ragged, unless ``wanted.length`` cuts all samples to one length.
     """
     name = _name(wanted)
     if wanted.length is not None and wanted.tokenizer is None:

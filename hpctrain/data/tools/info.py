@@ -45,10 +45,7 @@ def info(directory: Path | str) -> dict[str, Any]:
 
 
 def peek(directory: Path | str, index: int) -> list[dict[str, Any]]:
-    """Read one sample and tell of each field its name, shape, dtype and first values.
-
-    Raises ``DataError``: there is no such sample, or it cannot be read.
-    """
+    """Read one sample and tell of each field its name, shape, dtype and first values."""
     from hpctrain.data.reader import ShardedDataset  # noqa: PLC0415 - loads torch
 
     dataset = ShardedDataset(directory, io="read")

@@ -145,10 +145,7 @@ def share(num_samples: int, comm: "Communicator", step: int) -> tuple[int, int]:
 
 
 def parse_shares(texts: Sequence[str]) -> dict[str, Fraction]:
-    """Read shares such as ``train=0.9`` or ``test=1/10``.
-
-    Raises ``DataError``: one cannot be read, a name comes twice, or they do not sum to 1.
-    """
+    """Read shares such as ``train=0.9`` or ``test=1/10``."""
     shares: dict[str, Fraction] = {}
     for text in texts:
         name, _, value = text.partition("=")
@@ -170,10 +167,7 @@ def parse_shares(texts: Sequence[str]) -> dict[str, Fraction]:
 
 
 def sizes_of(num_samples: int, shares: Shares) -> list[int]:
-    """Return the samples of each part: its share, rounded so that they sum to ``num_samples``.
-
-    Raises ``DataError``: a part would get no sample.
-    """
+    """Return the samples of each part: its share, rounded so that they sum to ``num_samples``."""
     exact = [num_samples * share for share in shares.values()]
     sizes = [int(share) for share in exact]
     lacking = sorted(range(len(sizes)), key=lambda part: sizes[part] - exact[part])

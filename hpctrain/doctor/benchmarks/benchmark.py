@@ -41,10 +41,7 @@ class BenchmarkRequest:
     """Timed calls of each size; None for as many as fit into half a second, 5 to 1000."""
 
     def __post_init__(self) -> None:
-        """Check everything.
-
-        Raises ``ConfigError``: an option is not valid, or has no meaning for this operation.
-        """
+        """Check everything."""
         if self.operation not in OPERATIONS:
             raise ConfigError(
                 f"an operation is one of {', '.join(OPERATIONS)}, got {self.operation!r}"
@@ -70,10 +67,7 @@ class BenchmarkRequest:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The dtype.
-
-        Raises ``ConfigError``: torch has none of this name, or its values cannot be checked.
-        """
+        """The dtype."""
         found = getattr(torch, self.dtype, None)
         with suppress(CommError):
             if isinstance(found, torch.dtype) and found not in UNCHECKABLE:

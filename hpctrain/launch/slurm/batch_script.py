@@ -65,10 +65,7 @@ class BatchSettings:
     extra: tuple[str, ...] = ()  # further options of sbatch, such as ``--qos=high``, one each
 
     def options(self) -> dict[str, str]:
-        """Return the line of each option that is set, by the option's name.
-
-        Raises ``ConfigError``: an entry of ``extra`` is no long option.
-        """
+        """Return the line of each option that is set, by the option's name."""
         values = {f"--{name.replace('_', '-')}": getattr(self, name) for name in _PLAIN}
         values["--ntasks-per-node"] = values.pop("--tasks-per-node")
         if self.dependency:
@@ -94,10 +91,7 @@ def names() -> list[str]:
 
 
 def text(name: str) -> str:
-    """Return a template, byte for byte as the package has it.
-
-    Raises ``ConfigError``: there is no template of this name.
-    """
+    """Return a template, byte for byte as the package has it."""
     if name not in names():
         raise ConfigError(f'there is no template "{name}"; there are {", ".join(names())}')
     return (_folder() / f"{name}{SUFFIX}").read_text(encoding="utf-8")

@@ -34,8 +34,7 @@ def job_end(environ: Mapping[str, str] = os.environ) -> float | None:
     """Return when Slurm ends this job, in seconds since 1970; None outside of one, or without.
 
     Newer versions say it in ``SLURM_JOB_END_TIME``; others are asked, by one call of ``squeue``.
-    Not collective: let one rank ask, a controller does not like thousands. Raises ``LaunchError``:
-    this is a job, and Slurm does not answer.
+    Not collective: let one rank ask, a controller does not like thousands.
     """
     end = environ.get("SLURM_JOB_END_TIME", "")
     if end.isdigit():
@@ -75,10 +74,7 @@ def time_limit_s(text: str) -> float | None:
 
 
 def sbatch_time(text: str) -> str:
-    """Return a time limit as sbatch takes it; ``90min`` and ``1h30min`` are read as well.
-
-    Raises ``ConfigError``: it is neither of Slurm's forms nor a duration.
-    """
+    """Return a time limit as sbatch takes it; ``90min`` and ``1h30min`` are read as well."""
     if time_limit_s(text) is not None or text.lower() in UNLIMITED:
         return text
     try:
@@ -123,10 +119,7 @@ def run(
 
 
 def find_sbatch(environ: Mapping[str, str] = os.environ) -> str:
-    """Return the path of sbatch.
-
-    Raises ``LaunchError``: there is none; says what works under the scheduler that is there.
-    """
+    """Return the path of sbatch."""
     path = environ.get("PATH")
     if found := shutil.which("sbatch", path=path):
         return found
@@ -145,10 +138,7 @@ def find_sbatch(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def try_out(script: str, environ: Mapping[str, str] = os.environ) -> str:
-    """Ask Slurm whether it would take a script, and queue nothing; return when it would start.
-
-    Raises ``LaunchError``: there is no sbatch, or Slurm refuses; holds Slurm's own words.
-    """
+    """Ask Slurm whether it would take a script, and queue nothing; return when it would start."""
     done = run([find_sbatch(environ), "--test-only"], environ, text=script, timeout_s=SUBMIT_S)
     said = _words(done.stderr)
     if re.search("configuration source|contact slurm controller", said, re.IGNORECASE):
@@ -197,8 +187,6 @@ def in_queue(jobs: Iterable[int], environ: Mapping[str, str] = os.environ) -> di
     """Return how it stands with those of the jobs that wait or run, for people.
 
     Such as ``PENDING, Priority, since 2026-11-25T09:12:40``; the state stands before the comma.
-
-    Raises ``LaunchError``: Slurm does not answer.
     """
     squeue = Path(find_sbatch(environ)).with_name("squeue")
     # Slurm forgets jobs and then refuses a question about them: so ask for all of this user.
@@ -251,10 +239,7 @@ def jobs_of(folder: Path) -> list[int]:
 
 
 def dependency(text: str) -> str:
-    """Return what ``--dependency`` takes for a job number, several, or Slurm's own form.
-
-    Raises ``LaunchError``: the text is none of them.
-    """
+    """Return what ``--dependency`` takes for a job number, several, or Slurm's own form."""
     text = text.strip()
     if re.fullmatch(r"\d+(_\d+)?([,:]\d+(_\d+)?)*", text):
         return "afterok:" + text.replace(",", ":")
