@@ -16,14 +16,13 @@ from hpctrain.data.packing.folder import open_folder
 from hpctrain.data.packing.hdf5 import open_hdf5
 from hpctrain.data.packing.python import open_python
 from hpctrain.data.packing.source import Source, WantedFields, needed
-from hpctrain.data.packing.table import open_csv
 from hpctrain.data.packing.tar import open_tar
 from hpctrain.data.packing.text import open_text
 
 
-def _columnar(opener: str, what: str) -> Callable[[Sequence[str], WantedFields], Source]:
+def _table(opener: str, what: str) -> Callable[[Sequence[str], WantedFields], Source]:
     def opened(files: Sequence[str], wanted: WantedFields) -> Source:
-        module = needed("hpctrain.data.packing.parquet", what)
+        module = needed("hpctrain.data.packing.table", what)
         return getattr(module, opener)(files, wanted)  # type: ignore[no-any-return]
 
     return opened
@@ -47,12 +46,12 @@ KINDS = {
     "arrays": SourceKind(open=open_arrays, endings=(".npy", ".npz")),
     "hdf5": SourceKind(open=open_hdf5, endings=(".h5", ".hdf5", ".hdf", ".he5")),
     "tar": SourceKind(open=open_tar, endings=(".tar", ".tar.gz", ".tgz"), options=_OF_IMAGES),
-    "csv": SourceKind(open=open_csv, endings=(".csv", ".tsv")),
+    "csv": SourceKind(open=_table("open_csv", "a CSV file"), endings=(".csv", ".tsv")),
     "parquet": SourceKind(
-        open=_columnar("open_parquet", "a Parquet file"), endings=(".parquet", ".pq")
+        open=_table("open_parquet", "a Parquet file"), endings=(".parquet", ".pq")
     ),
     "arrow": SourceKind(
-        open=_columnar("open_arrow", "an Arrow file"), endings=(".arrow", ".feather")
+        open=_table("open_arrow", "an Arrow file"), endings=(".arrow", ".feather")
     ),
     TEXT: SourceKind(open=open_text, endings=(".txt", ".text"), options=("length", "tokenizer")),
     FOLDER: SourceKind(open=open_folder, options=_OF_IMAGES),
