@@ -58,9 +58,9 @@ from hpctrain.gradients.noise_watch import watch_noise as watch_noise
 from hpctrain.gradients.optimizer import DistributedOptimizer as DistributedOptimizer
 from hpctrain.gradients.replica_check import check_replicas as check_replicas
 from hpctrain.local_sgd.diloco import DiLoCo as DiLoCo
-from hpctrain.local_sgd.hierarchical_local_sgd import HierarchicalLocalSGD as HierarchicalLocalSGD
+from hpctrain.local_sgd.local_sgd import HierarchicalLocalSGD as HierarchicalLocalSGD
 from hpctrain.local_sgd.local_sgd import LocalSGD as LocalSGD
-from hpctrain.local_sgd.post_local_sgd import PostLocalSGD as PostLocalSGD
+from hpctrain.local_sgd.local_sgd import PostLocalSGD as PostLocalSGD
 from hpctrain.local_sgd.staged_sgd import StagedSGD as StagedSGD
 from hpctrain.negotiation.request import Adasum as Adasum
 from hpctrain.negotiation.request import Average as Average

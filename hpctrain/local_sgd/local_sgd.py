@@ -1,5 +1,9 @@
-"""``LocalSGD``: every rank takes H steps of its own, then all take the mean of what they found."""
+"""``LocalSGD`` and its kin: ranks take H steps of their own, then all take the mean of them.
 
+All ranks at once, the ranks of a node more often, or after a synchronous phase.
+"""
+
+from itertools import zip_longest
 from typing import Any, ClassVar
 
 from torch import nn
@@ -7,8 +11,8 @@ from torch.optim import Optimizer
 
 from hpctrain.compress.by_name import Compressing
 from hpctrain.core.errors import ConfigError
-from hpctrain.local_sgd.local_method import LocalMethod
-from hpctrain.local_sgd.rounds import Fields, Steps, SyncInterval
+from hpctrain.local_sgd.local_method import SWITCH, LocalMethod
+from hpctrain.local_sgd.rounds import Fields, Rounds, SampleSums, Steps, SyncInterval
 
 STATES = ("local", "average", "reset")
 
@@ -92,3 +96,151 @@ class LocalSGD(LocalMethod):
             self.replica.reset_state()
         self._pace.learn(opening.step_s, opening.round_s)
         self.rounds.close(agrees=opening.total_weight > 0)
+
+
+class HierarchicalLocalSGD(LocalSGD):
+    """Averages parameters inside each node every ``node_steps``, over all ranks every ``steps``.
+
+    With ``node_steps=1`` the ranks of a node average gradients in every step, so that a node
+    trains as one rank with a larger batch does, and the nodes are local to each other.
+
+    Source: Lin et al. 2020, arXiv:1808.07217, section 5 (hierarchical local SGD).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        steps: Steps = 16,
+        *,
+        node_steps: int = 1,
+        **options: Any,
+    ) -> None:
+        """Give all ranks the model of rank 0 and hook the optimizer. Collective.
+
+        Args:
+            model: as for ``LocalSGD``.
+            optimizer: as for ``LocalSGD``.
+            steps: between two averagings over all ranks, as for ``LocalSGD``.
+            node_steps: between two averagings inside a node.
+            options: the others of ``LocalSGD``.
+
+        Raises:
+            ConfigError: an argument is not valid.
+        """
+        if node_steps < 1:
+            raise ConfigError(f"node_steps must be at least 1, got {node_steps}")
+        super().__init__(model, optimizer, steps, **options)
+        self._node_steps = node_steps
+        node = self._exchange.node
+        if node_steps == 1:
+            self._reducer_over(node)
+            return
+        self._node_rounds = Rounds(node)
+        self._samples.append(SampleSums())
+        self._node_averagings = [
+            self._exchange.averages_parameters(node),
+            self._exchange.averages_buffers(node),
+        ]
+
+    def _after_step(self) -> None:
+        number = self.rounds.number
+        super()._after_step()
+        if self._node_steps == 1:
+            return
+        self._node_rounds.step = self.rounds.step
+        is_over = self.rounds.number > number
+        if not is_over and self.rounds.step_in_round % self._node_steps == 0:
+            self._node_rounds.takes_part = self.rounds.takes_part
+            self._exchange.begin(self._node_averagings, self._samples[1], self._node_rounds)
+            self._exchange.complete(self._node_averagings, self._node_rounds)
+
+    def _end_round(self) -> None:
+        super()._end_round()
+        for samples in self._samples:
+            samples.clear()
+
+
+DROP = 0.5  # a learning rate has dropped when it is at most this part of the highest so far
+
+
+class PostLocalSGD(LocalSGD):
+    """Averages gradients in every step first, and parameters in rounds later.
+
+    Source: Lin et al. 2020, arXiv:1808.07217, which switches at the first drop of the learning
+    rate. torch's ``PostLocalSGDOptimizer`` with ``PeriodicModelAverager`` takes the same steps.
+    """
+
+    _SHARED: ClassVar[Fields] = {"is_local": "_is_local", "highest": "_highest"}
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        steps: Steps = 8,
+        *,
+        start: int | str = "lr_drop",
+        **options: Any,
+    ) -> None:
+        """Give all ranks the model of rank 0 and hook the optimizer. Collective.
+
+        Args:
+            model: as for ``LocalSGD``.
+            optimizer: as for ``LocalSGD``.
+            steps: of a round, as for ``LocalSGD``.
+            start: number of synchronous steps; or ``"lr_drop"``: until a step after that in which
+                the learning rate of a group is at most half of its highest.
+            options: the others of ``LocalSGD``.
+
+        Raises:
+            ConfigError: an argument is not valid.
+        """
+        if not (start == "lr_drop" or (isinstance(start, int) and start >= 0)):
+            raise ConfigError(f'start is a number of steps or "lr_drop", got {start!r}')
+        super().__init__(model, optimizer, steps, **options)
+        self._start = start
+        self._highest = [0.0 for _ in optimizer.param_groups]
+        self._reducer = self._reducer_over(self._comm)
+        self._go(is_local=start == 0)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Figures for people and records; see ``LocalMethod``."""
+        return {**super().facts, "phase": "local" if self._is_local else "synchronous"}
+
+    def _start_again(self) -> None:
+        super()._start_again()
+        self._go(is_local=self._is_local)
+
+    def _after_step(self) -> None:
+        if self._is_local:
+            super()._after_step()
+            return
+        self.rounds.start_here()
+        self._samples[0].clear()
+        if self._has_ended():
+            self._go(is_local=True)
+
+    def _go(self, *, is_local: bool) -> None:
+        self._is_local = is_local
+        self.replica.all_agree()
+        if self._reducer is not None:
+            self._reducer.is_on = not is_local
+
+    def _has_ended(self) -> bool:
+        """Say whether the synchronous steps are over: the same on every rank.
+
+        A rank that sees a drop raises a flag, which all ranks have with the next step.
+        """
+        if isinstance(self._start, int):
+            return self.rounds.step >= self._start
+        seen = self._wants_switch
+        if self._reducer is not None:
+            seen = bool(self._reducer.steps.raised_flags & SWITCH)
+        rates = [float(group["lr"]) for group in self._optimizer.param_groups]
+        pairs = zip_longest(rates, self._highest[: len(rates)], fillvalue=0.0)  # more groups came
+        self._highest = [max(pair) for pair in pairs]
+        both = zip(rates, self._highest, strict=True)
+        self._wants_switch |= any(rate <= DROP * highest for rate, highest in both)
+        self._raise()
+        return seen

@@ -12,10 +12,8 @@ from hpctrain.compress.codec import Codec
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.target import check_arguments
 from hpctrain.local_sgd.diloco import DiLoCo
-from hpctrain.local_sgd.hierarchical_local_sgd import HierarchicalLocalSGD
 from hpctrain.local_sgd.local_method import LocalMethod
-from hpctrain.local_sgd.local_sgd import LocalSGD
-from hpctrain.local_sgd.post_local_sgd import PostLocalSGD
+from hpctrain.local_sgd.local_sgd import HierarchicalLocalSGD, LocalSGD, PostLocalSGD
 from hpctrain.local_sgd.staged_sgd import StagedSGD
 from hpctrain.train.config import SyncConfig
 
