@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -11,10 +11,8 @@ from torch import Tensor
 from hpctrain.checkpoint.format.shard import Piece, Shard
 from hpctrain.checkpoint.format.state_tree import flatten, unflatten
 from hpctrain.checkpoint.saving import divide
+from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.mpi_library import calls_from_threads
-
-if TYPE_CHECKING:
-    from hpctrain.comm.communicator import Communicator
 
 T = TypeVar("T")
 
@@ -79,7 +77,7 @@ class Snapshot:
 class Beside(Generic[T]):
     """Runs jobs on a thread; where that cannot be, at once, with the communicator of all else."""
 
-    def __init__(self, comm: "Communicator", *, background: bool) -> None:
+    def __init__(self, comm: Communicator, *, background: bool) -> None:
         """Make the thread and its communicator. Collective.
 
         Jobs run at once where ``background`` is false, or the MPI library does not allow calls
@@ -99,7 +97,7 @@ class Beside(Generic[T]):
         """Whether ``start`` returns when the job is done."""
         return self._thread is None
 
-    def start(self, job: Callable[["Communicator"], T]) -> None:
+    def start(self, job: Callable[[Communicator], T]) -> None:
         """Run a job, which may be collective. Only after ``join``.
 
         It takes the communicator to use; its errors are raised by ``join``.
@@ -131,7 +129,7 @@ class Beside(Generic[T]):
             self._comm.close()
 
 
-def _allowed(comm: "Communicator") -> bool:
+def _allowed(comm: Communicator) -> bool:
     if comm.size == 1 or all(comm.allgather_object(calls_from_threads())):
         return True
     if comm.rank == 0:

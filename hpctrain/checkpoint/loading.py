@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,11 +29,8 @@ from hpctrain.checkpoint.format.tensor_file import (
 )
 from hpctrain.checkpoint.refusal import explained, printable
 from hpctrain.comm.agreement import agreed, on_root
+from hpctrain.comm.communicator import Communicator
 from hpctrain.core.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from hpctrain.comm.communicator import Communicator
-
 
 _Stored = tuple[str, str, StoredPart]
 
@@ -49,7 +46,7 @@ class Loaded:
 
 
 def load(
-    directory: Path | str, comm: "Communicator", *, into: Mapping[str, Shard] | None = None
+    directory: Path | str, comm: Communicator, *, into: Mapping[str, Shard] | None = None
 ) -> Loaded:
     """Read a checkpoint that any number of ranks wrote.
 

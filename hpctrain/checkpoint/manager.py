@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -18,11 +18,9 @@ from hpctrain.checkpoint.format.state_tree import mapped
 from hpctrain.checkpoint.refusal import explained
 from hpctrain.checkpoint.schedule import Schedule
 from hpctrain.comm.agreement import agreed, on_root
+from hpctrain.comm.communicator import Communicator
 from hpctrain.core.errors import CheckpointError, ConfigError
 from hpctrain.core.units import parse_seconds
-
-if TYPE_CHECKING:
-    from hpctrain.comm.communicator import Communicator
 
 _LOG = logging.getLogger(__name__)
 
@@ -69,7 +67,7 @@ class Manager:
     def __init__(  # noqa: PLR0913 - the keys of a table of a run's configuration
         self,
         directory: Path | str,
-        comm: "Communicator",
+        comm: Communicator,
         *,
         every: int | str = "none",
         keep: int = 2,
@@ -266,7 +264,7 @@ class Manager:
 
     def _write(
         self,
-        comm: "Communicator",
+        comm: Communicator,
         taken: tuple[Any, Any] | CheckpointError,
         contents: dict[str, Any],
         *,

@@ -11,7 +11,7 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from secrets import token_hex
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,14 +31,11 @@ from hpctrain.checkpoint.format.shard import Piece, Shard, fault_of_cover
 from hpctrain.checkpoint.format.state_tree import flatten, lines
 from hpctrain.checkpoint.refusal import explained
 from hpctrain.comm.agreement import agreed, on_root, require_equal
+from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.tensor_arguments import name_of
 from hpctrain.core.atomic import PART, appear, make_folder, sync
 from hpctrain.core.errors import CheckpointError, MismatchError
 from hpctrain.core.units import MIB
-
-if TYPE_CHECKING:
-    from hpctrain.comm.communicator import Communicator
-
 
 _Spec = tuple[str, tuple[int, ...]]  # dtype and shape of a whole tensor
 
@@ -74,7 +71,7 @@ class _Contents:
 def save(  # noqa: PLR0913 - what belongs to a checkpoint
     directory: Path | str,
     state: Mapping[str, Any],
-    comm: "Communicator",
+    comm: Communicator,
     *,
     step: int,
     private: Mapping[str, Any] | None = None,

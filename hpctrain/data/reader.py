@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
@@ -12,6 +12,7 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from hpctrain.comm.agreement import agreed, on_root
+from hpctrain.comm.communicator import Communicator
 from hpctrain.core.errors import DataError
 from hpctrain.data.format.hdf5_values import rows_per_chunk
 from hpctrain.data.format.layout import Field, Manifest
@@ -21,9 +22,6 @@ from hpctrain.data.io.open_shard import OpenShard, check_file
 from hpctrain.data.io.shardfile import IO
 from hpctrain.data.io.values import Array, ChunkCache
 from hpctrain.data.samples import Picked, Values
-
-if TYPE_CHECKING:
-    from hpctrain.comm.communicator import Communicator
 
 Verify = Literal["first", "always", "off"]
 
@@ -84,7 +82,7 @@ class ShardedDataset:
     def open(
         cls,
         path: Path | str,
-        comm: "Communicator",
+        comm: Communicator,
         *,
         verify: Verify = "first",
         io: IO = "auto",

@@ -8,10 +8,11 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hpctrain.cluster import env
 from hpctrain.comm.agreement import agreed
+from hpctrain.comm.communicator import Communicator
 from hpctrain.core.atomic import PART, reason_of
 from hpctrain.core.checksum import crc32
 from hpctrain.core.errors import CorruptError, DataError
@@ -25,18 +26,13 @@ from hpctrain.data.node_folder import NodeFolder, sites, sweep
 from hpctrain.data.reader import ShardedDataset
 from hpctrain.data.tools.shared_work import in_turns
 
-if TYPE_CHECKING:
-    from hpctrain.comm.communicator import Communicator
-
 FIRST_S, EVERY_S = 10.0, 30.0  # when a copy says how far it is, and how often from then on
 
 _PIECE_BYTES = 8 * MIB
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
-def stage(
-    dataset: ShardedDataset, node: "Communicator", to: Path | str = "auto"
-) -> ShardedDataset:
+def stage(dataset: ShardedDataset, node: Communicator, to: Path | str = "auto") -> ShardedDataset:
     """Copy a data set to a folder of this node, shared by its ranks, and read it from there.
 
     Collective over the ranks of a node: each copies some of the shards, one at a time, and all

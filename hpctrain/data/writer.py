@@ -5,12 +5,13 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from hpctrain.comm.agreement import agreed
+from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.serial import SerialCommunicator
 from hpctrain.core.atomic import make_folder
 from hpctrain.core.errors import DataError
@@ -27,9 +28,6 @@ from hpctrain.data.format.writer_files import (
     sweep,
 )
 from hpctrain.data.samples import Ragged
-
-if TYPE_CHECKING:
-    from hpctrain.comm.communicator import Communicator
 
 BLOCK_SIZE = 16
 
@@ -98,7 +96,7 @@ class ShardWriter:
         split: str = "train",
         block_size: int = BLOCK_SIZE,
         compression: str | None = None,
-        comm: "Communicator | None" = None,
+        comm: Communicator | None = None,
         resume_key: str | None = None,
         may_replace: bool = True,
         classes: tuple[str, ...] = (),

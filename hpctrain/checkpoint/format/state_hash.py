@@ -2,22 +2,20 @@
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from hpctrain.comm.communicator import Communicator
 from hpctrain.core.errors import CheckpointError
 from hpctrain.core.libc import memory_at
-
-if TYPE_CHECKING:
-    from hpctrain.comm.communicator import Communicator
 
 _PIECE_BYTES = 64 << 20
 """What is copied at once from a device, or from memory that is not contiguous."""
 
 
-def state_hash(state: Mapping[str, Any], comm: "Communicator | None" = None) -> str:
+def state_hash(state: Mapping[str, Any], comm: Communicator | None = None) -> str:
     """Return a 64-bit hash of a state, as 16 hexadecimal digits.
 
     It tells names, types, shapes, dtypes and every bit of every value, so 0 from -0 and one NaN
@@ -62,7 +60,7 @@ def value_hashes(values: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
-def _gathered(mine: dict[int, bytes], paths: list[str], comm: "Communicator") -> dict[int, bytes]:
+def _gathered(mine: dict[int, bytes], paths: list[str], comm: Communicator) -> dict[int, bytes]:
     """Join the digests of all ranks. Collective."""
     names = hashlib.sha256(repr(paths).encode()).digest()
     parts = comm.allgather_object((names, mine))

@@ -8,9 +8,10 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hpctrain.comm.agreement import agreed
+from hpctrain.comm.communicator import Communicator
 from hpctrain.core.atomic import publishing, reason_of, sync
 from hpctrain.core.errors import DataError
 from hpctrain.core.logs import logger
@@ -25,9 +26,6 @@ from hpctrain.data.format.layout import (
     write_classes,
 )
 from hpctrain.data.format.part import number
-
-if TYPE_CHECKING:
-    from hpctrain.comm.communicator import Communicator
 
 _FORMAT = 1
 
@@ -159,7 +157,7 @@ class Publication:
 
     named = False  # a manifest may name the shards of this rank: they must not be removed
 
-    def __init__(self, directory: Path, comm: "Communicator", journal: Journal | None) -> None:
+    def __init__(self, directory: Path, comm: Communicator, journal: Journal | None) -> None:
         self._directory, self._comm, self._journal = directory, comm, journal
 
     def publish(self, draft: Manifest) -> Manifest:

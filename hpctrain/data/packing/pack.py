@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from hpctrain.comm.agreement import agreed, on_root
+from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.serial import SerialCommunicator
 from hpctrain.core.atomic import reason_of
 from hpctrain.core.errors import DataError
@@ -21,9 +21,6 @@ from hpctrain.data.packing.files import fingerprint
 from hpctrain.data.packing.kinds import PYTHON, kind_of, open_source
 from hpctrain.data.packing.source import Source, WantedFields
 from hpctrain.data.writer import BLOCK_SIZE, ShardWriter
-
-if TYPE_CHECKING:
-    from hpctrain.comm.communicator import Communicator
 
 SHARD_BYTES = 512 * MIB
 
@@ -74,7 +71,7 @@ def pack(
     directory: Path | str,
     config: PackConfig | None = None,
     *,
-    comm: "Communicator | None" = None,
+    comm: Communicator | None = None,
     start: Start | None = None,
 ) -> Packed:
     """Make a data set of what is there.
@@ -131,7 +128,7 @@ def _write(
     writer: ShardWriter,
     found: Source,
     seed: int | None,
-    comm: "Communicator",
+    comm: Communicator,
     start: Start | None,
 ) -> None:
     done = writer.num_written
@@ -144,7 +141,7 @@ def _write(
 
 
 def _opened(
-    source: object, directory: Path, config: PackConfig, comm: "Communicator"
+    source: object, directory: Path, config: PackConfig, comm: Communicator
 ) -> tuple[Source, str | None]:
     """Examine a source on rank 0, or where it is an object of the program on each rank.
 

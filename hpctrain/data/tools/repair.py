@@ -6,9 +6,9 @@ from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from hpctrain.comm.agreement import on_root
+from hpctrain.comm.communicator import Communicator
 from hpctrain.core.atomic import crc32_of, publishing, reason_of
 from hpctrain.core.errors import DataError
 from hpctrain.data.format.layout import (
@@ -24,9 +24,6 @@ from hpctrain.data.tools.faults import FaultReport
 from hpctrain.data.tools.shared_work import Start, in_turns, or_alone
 from hpctrain.data.tools.verify import check_directory, verify
 
-if TYPE_CHECKING:
-    from hpctrain.comm.communicator import Communicator
-
 
 @dataclass(frozen=True, slots=True)
 class RepairOutcome:
@@ -39,7 +36,7 @@ class RepairOutcome:
 def repair(
     directory: Path | str,
     source: Path | str | None = None,
-    comm: "Communicator | None" = None,
+    comm: Communicator | None = None,
     *,
     start: Start | None = None,
 ) -> RepairOutcome:
@@ -108,7 +105,7 @@ def _sweep(directory: Path, source: Path | None, manifest: Manifest, report: Fau
 
 
 def _take(
-    directory: Path, source: Path, manifest: Manifest, report: FaultReport, comm: "Communicator"
+    directory: Path, source: Path, manifest: Manifest, report: FaultReport, comm: Communicator
 ) -> list[tuple[int, str]]:
     """Take shards from another copy, each rank some; return why some could not be taken."""
     mine: list[tuple[int, str]] = []

@@ -5,11 +5,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from hpctrain.comm.communicator import Communicator
 from hpctrain.core.errors import DataError
 from hpctrain.core.units import MIB
 from hpctrain.data.format.layout import PLAIN_NAME, Field, Manifest, classes_of
@@ -17,9 +17,6 @@ from hpctrain.data.order.order import global_order
 from hpctrain.data.reader import ShardedDataset
 from hpctrain.data.tools.shared_work import Advance, Start, followed, in_turns, or_alone
 from hpctrain.data.writer import ShardWriter
-
-if TYPE_CHECKING:
-    from hpctrain.comm.communicator import Communicator
 
 PIECE_BYTES = 4 * MIB  # of samples read at once, unless a block is larger
 
@@ -52,7 +49,7 @@ def reshard(
     directory: Path | str,
     out: Path | str,
     shape: Shape,
-    comm: "Communicator | None" = None,
+    comm: Communicator | None = None,
     *,
     start: Start | None = None,
 ) -> Manifest:
@@ -92,7 +89,7 @@ def split(
     directory: Path | str,
     out: Path | str,
     shares: Shares,
-    comm: "Communicator | None" = None,
+    comm: Communicator | None = None,
     *,
     seed: int = 0,
     start: Start | None = None,
@@ -137,7 +134,7 @@ def split(
     return {name: writer.manifest for name, writer in zip(shares, writers, strict=True)}
 
 
-def share(num_samples: int, comm: "Communicator", step: int) -> tuple[int, int]:
+def share(num_samples: int, comm: Communicator, step: int) -> tuple[int, int]:
     """Return the samples of this rank: parts as even as possible, cut at multiples of ``step``."""
     num_steps = -(-num_samples // step)
     start, stop = ((comm.rank + end) * num_steps // comm.size * step for end in (0, 1))
