@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from hpctrain.core.checksum import crc32
 from hpctrain.core.units import KIB, MIB
 from hpctrain.data.format.hdf5_values import UNREADABLE, is_compressed, load_filters, own_dataset
-from hpctrain.data.format.layout import Field, Manifest, ShardEntry
+from hpctrain.data.format.layout import Manifest, ShardEntry
 from hpctrain.data.io.mapped import PlainBlocks, Space, from_file, from_map, is_cached
 from hpctrain.data.io.values import (
     Array,
@@ -34,7 +34,83 @@ _KEPT_FIELD_BYTES = 64 * MIB
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
 
 
-class ShardFile:
+class RawShard:
+    """The file of a shard in whatever state it is: anything that is read of it may be damaged."""
+
+    _space: Space | None = None
+
+    def __init__(self, path: Path, manifest: Manifest, index: int) -> None:
+        """Open the file of the shard ``index``. Raises ``OSError``: it cannot be opened."""
+        self._path, self._manifest = path, manifest
+        self.shard = manifest.shards[index]
+        self._hdf5: Any = None
+        self.descriptor = os.open(path, os.O_RDONLY)
+
+    def table(self, name: str) -> NDArray[Any]:
+        """Return the crc32 of each block of a field, as the file has them."""
+        shape = (self._manifest.num_blocks(self.shard),)
+        return self._array(f"crc/{name}", self.shard.places[name].crc_offset, shape, "<u4")
+
+    def index(self, name: str) -> Array:
+        """Return between which rows of a ragged field each sample lies, ``(num_samples + 1,)``."""
+        place = self.shard.places[name]
+        shape = (self.shard.num_samples + 1,)
+        index = self._array(f"index/{name}", place.index_offset, shape, "<u8")
+        _check_table(f"index/{name}", index, place.index_crc32)
+        return index.view(np.int64)
+
+    def values_of(self, name: str, chunks: ChunkCache) -> Values:
+        """Return what reads the values of a field as they are wanted."""
+        field, shape = self._manifest.fields[name], self._shape(name)
+        offset = self.shard.places[name].offset
+        if 0 in shape:
+            return MappedValues(np.empty(shape, field.dtype))
+        if offset is None:
+            return CachedValues(self._dataset(f"data/{name}", shape, field.dtype), chunks)
+        return DirectValues(self.descriptor, offset, shape, np.dtype(field.dtype))
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        field, num_rows = self._manifest.fields[name], self.shard.places[name].num_rows
+        return ((num_rows or 0) if field.ragged else self.shard.num_samples, *field.shape)
+
+    def close_hdf5(self) -> None:
+        """End all use of HDF5: what is open here would be shared with a file opened anew."""
+        if self._hdf5 is not None:
+            self._hdf5.close()
+
+    def __del__(self) -> None:
+        """Close the file; mapped memory stays as long as an array refers to it."""
+        if hasattr(self, "descriptor"):
+            os.close(self.descriptor)
+
+    def _plain(self, offset: int, shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
+        num_bytes = prod(shape) * np.dtype(dtype).itemsize
+        if self._space is None:
+            found = read_at(self.descriptor, offset, num_bytes)
+        else:
+            found = self._space.array()[offset : offset + num_bytes]
+        return found.view(dtype).reshape(shape)
+
+    def _array(
+        self, what: str, offset: int | None, shape: tuple[int, ...], dtype: str
+    ) -> NDArray[Any]:
+        if offset is not None:
+            return self._plain(offset, shape, dtype)
+        return np.ascontiguousarray(self._dataset(what, shape, dtype)[:])
+
+    def _dataset(self, what: str, shape: tuple[int, ...], dtype: str) -> Any:
+        if self._hdf5 is None:
+            load_filters(self._manifest.fields)
+            self._hdf5 = open_hdf5(self._path)
+        dataset = own_dataset(self._hdf5, what)
+        # The checksum covers the values, not what HDF5 says of them.
+        is_dataset = isinstance(dataset, h5py.Dataset)
+        if not is_dataset or (dataset.shape, dataset.dtype) != (shape, dtype):
+            raise ValueError(f"/{what} is not what the manifest says")
+        return dataset
+
+
+class ShardFile(RawShard):
     """Opened once; a file that changes is opened anew, as another object."""
 
     def __init__(
@@ -44,16 +120,13 @@ class ShardFile:
 
         Raises ``UNREADABLE``: it is not, or it is missing or damaged.
         """
-        self._path, self._manifest = path, manifest
-        self.shard = manifest.shards[index]
+        super().__init__(path, manifest, index)
         self.block_size = manifest.block_size
         self.checked = np.zeros(manifest.num_blocks(self.shard), bool)
         """Blocks whose crc32 was right."""
         self.all_checked = False
         self.coming: dict[int, Future[None]] = {}  # blocks that are read ahead
         self.is_replaced = False  # whether the file was opened anew, as another object
-        self._hdf5: Any = None
-        self.descriptor = os.open(path, os.O_RDONLY)
         self.identity = self._identity()
         """Device, inode, size and time of change: all equal as long as the file is as it was."""
         if problem := size_problem(self.shard, self.identity[2]):
@@ -62,16 +135,14 @@ class ShardFile:
         """Whether it lay in memory when it was opened."""
         self.is_mapped = io == "map" or (io == "auto" and self.was_cached)
         self._space = self._mapped() if self.is_mapped else None
-        self.crcs = {name: self._table(name) for name in manifest.fields}
+        self.crcs = {name: self._checked_table(name) for name in manifest.fields}
         self.indices = {
-            name: self._index(name) for name, field in manifest.fields.items() if field.ragged
+            name: self.index(name) for name, field in manifest.fields.items() if field.ragged
         }
         """Of ragged fields: between which rows each sample lies, ``(num_samples + 1,)``."""
         if bytes(self._plain(0, (len(_SIGNATURE),), "|u1")) != _SIGNATURE:
             raise ValueError("it is not the file that its manifest describes: it is not HDF5")
-        self.values = {
-            name: self._values(name, field, chunks) for name, field in manifest.fields.items()
-        }
+        self.values = {name: self.values_of(name, chunks) for name in manifest.fields}
         self._has_filters = is_compressed(manifest.fields)
         self._plain_blocks = [
             self._blocks_of(name, place.offset)
@@ -161,16 +232,6 @@ class ShardFile:
             found.append((place.offset + rows[0] * size, place.offset + rows[1] * size))
         return found
 
-    def close_hdf5(self) -> None:
-        """End all use of HDF5: what is open here would be shared with a file opened anew."""
-        if self._hdf5 is not None:
-            self._hdf5.close()
-
-    def __del__(self) -> None:
-        """Close the file; mapped memory stays as long as an array refers to it."""
-        if hasattr(self, "descriptor"):
-            os.close(self.descriptor)
-
     def _identity(self) -> tuple[int, ...]:
         status = os.fstat(self.descriptor)
         return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
@@ -179,14 +240,6 @@ class ShardFile:
         space = Space((self.shard.num_bytes,), "|u1")
         space.map_file(0, self.descriptor, 0, self.shard.num_bytes)
         return space
-
-    def _plain(self, offset: int, shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
-        num_bytes = prod(shape) * np.dtype(dtype).itemsize
-        if self._space is None:
-            found = read_at(self.descriptor, offset, num_bytes)
-        else:
-            found = self._space.array()[offset : offset + num_bytes]
-        return found.view(dtype).reshape(shape)
 
     def _blocks_of(self, name: str, offset: int) -> PlainBlocks:
         size = self._manifest.fields[name].sample_bytes
@@ -203,57 +256,28 @@ class ShardFile:
             read = from_map(self._space, offset, int(edges[-1]), otherwise=read)
         return PlainBlocks(edges, self.crcs[name], read)
 
-    def _table(self, name: str) -> NDArray[Any]:
-        place = self.shard.places[name]
-        crcs = self._array(f"crc/{name}", place.crc_offset, self.checked.shape, "<u4")
-        self._check_table(f"crc/{name}", crcs, place.crc32)
+    def _checked_table(self, name: str) -> NDArray[Any]:
+        crcs = self.table(name)
+        _check_table(f"crc/{name}", crcs, self.shard.places[name].crc32)
         return crcs
 
-    def _index(self, name: str) -> Array:
-        place = self.shard.places[name]
-        shape = (self.shard.num_samples + 1,)
-        index = self._array(f"index/{name}", place.index_offset, shape, "<u8")
-        self._check_table(f"index/{name}", index, place.index_crc32)
-        return index.view(np.int64)
+    def values_of(self, name: str, chunks: ChunkCache) -> Values:
+        """Return the values of a field: kept, mapped, or read as they are wanted."""
+        field, shape = self._manifest.fields[name], self._shape(name)
+        offset = self.shard.places[name].offset
+        if offset is None or 0 in shape or not (self.is_mapped or self.is_kept(name)):
+            return super().values_of(name, chunks)
+        if not self.is_kept(name):
+            return MappedValues(self._plain(offset, shape, field.dtype))
+        data = read_at(self.descriptor, offset, shape[0] * field.sample_bytes)
+        return MappedValues(data.view(field.dtype).reshape(shape))
 
-    def _check_table(self, what: str, table: NDArray[Any], want: int | None) -> None:
-        if crc32(table.data) != want:
-            raise ValueError(
-                f"it is not the file that its manifest describes: /{what} has the wrong crc32"
-            )
 
-    def _array(
-        self, what: str, offset: int | None, shape: tuple[int, ...], dtype: str
-    ) -> NDArray[Any]:
-        if offset is not None:
-            return self._plain(offset, shape, dtype)
-        return np.ascontiguousarray(self._dataset(what, shape, dtype)[:])
-
-    def _values(self, name: str, field: Field, chunks: ChunkCache) -> Values:
-        place = self.shard.places[name]
-        num_rows = (place.num_rows or 0) if field.ragged else self.shard.num_samples
-        shape = (num_rows, *field.shape)
-        if not prod(shape) * np.dtype(field.dtype).itemsize:
-            return MappedValues(np.empty(shape, field.dtype))
-        if place.offset is None:
-            return CachedValues(self._dataset(f"data/{name}", shape, field.dtype), chunks)
-        if self.is_kept(name):
-            data = read_at(self.descriptor, place.offset, shape[0] * field.sample_bytes)
-            return MappedValues(data.view(field.dtype).reshape(shape))
-        if self.is_mapped:
-            return MappedValues(self._plain(place.offset, shape, field.dtype))
-        return DirectValues(self.descriptor, place.offset, shape, np.dtype(field.dtype))
-
-    def _dataset(self, what: str, shape: tuple[int, ...], dtype: str) -> Any:
-        if self._hdf5 is None:
-            load_filters(self._manifest.fields)
-            self._hdf5 = open_hdf5(self._path)
-        dataset = own_dataset(self._hdf5, what)
-        # The checksum covers the values, not what HDF5 says of them.
-        is_dataset = isinstance(dataset, h5py.Dataset)
-        if not is_dataset or (dataset.shape, dataset.dtype) != (shape, dtype):
-            raise ValueError(f"/{what} is not what the manifest says")
-        return dataset
+def _check_table(what: str, table: NDArray[Any], want: int | None) -> None:
+    if crc32(table.data) != want:
+        raise ValueError(
+            f"it is not the file that its manifest describes: /{what} has the wrong crc32"
+        )
 
 
 def size_problem(shard: ShardEntry, num_bytes: int) -> str:

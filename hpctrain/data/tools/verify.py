@@ -123,14 +123,16 @@ def check_shard(directory: Path, manifest: Manifest, index: int, advance: Advanc
                 samples=(manifest.samples_of(index),),
             )
         ]
-    with blocks:
+    try:
         return _ShardCheck(blocks).faults(advance)
+    finally:
+        blocks.close_hdf5()
 
 
 class _ShardCheck:
     def __init__(self, blocks: ShardBlocks) -> None:
         self._blocks = blocks
-        self._fault = partial(Fault, file=blocks.shard.file, shard=blocks.index)
+        self._fault = partial(Fault, file=blocks.shard.file, shard=blocks.number)
 
     def faults(self, advance: Advance) -> list[Fault]:
         shard = self._blocks.shard
@@ -160,13 +162,13 @@ class _ShardCheck:
         blocks = self._blocks
         fault = partial(self._fault, field=name)
         try:
-            blocks.bounds(name)
+            bounds = blocks.bounds(name)
         except UNREADABLE as error:
             numbers = tuple(range(blocks.num_blocks))
             what = f"has a damaged index of field {name}: {reason_of(error)}"
             everything = (blocks.samples(0, blocks.num_blocks),)
             return [fault(what=what, blocks=numbers, samples=everything)]
-        crcs = [blocks.crc(name, block) for block in range(blocks.num_blocks)]
+        crcs = blocks.crcs(name, bounds)
         found = np.array([crc or 0 for crc in crcs], "<u4")
         is_read = np.array([crc is not None for crc in crcs])
         try:
