@@ -27,10 +27,7 @@ class Meant(NamedTuple):
     help: str = ""  # without one it is understood, and not shown
 
     def variables(self, given: str) -> dict[str, str]:
-        """Return what the ranks get in their environment.
-
-        Raises ``ConfigError``: the value is not valid.
-        """
+        """Return what the ranks get in their environment."""
         text = given if self.metavar else self.value
         try:
             if self.factor != 1:

@@ -51,8 +51,7 @@ class JobOptions:
     def check_free(self, after: str) -> None:
         """Raise where another job works on this run, or it is finished.
 
-        ``after`` is for what the job will wait, so that it does not work at the same time. Raises
-        ``ConfigError``: the run is finished. ``LaunchError``: a job of it waits or runs.
+        ``after`` is for what the job will wait, so that it does not work at the same time.
         """
         from hpctrain.launch.slurm.scheduler import in_queue, jobs_of  # noqa: PLC0415
         from hpctrain.train.status import status  # noqa: PLC0415

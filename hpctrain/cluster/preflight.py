@@ -37,7 +37,6 @@ def check_world(
     two libraries show on every rank alike.
 
     ``launched`` is None in a process that no launcher started; ``size`` is that of MPI's world.
-    Raises ``LaunchError``: names the library, the launcher and the command that fixes it.
     """
     found = distinct(libraries)
     if len(found) > 1:

@@ -72,11 +72,7 @@ def call(
 def check_arguments(
     function: Callable[..., Any], num_first: int, args: Mapping[str, Any], key: str
 ) -> None:
-    """Return if ``function`` takes ``num_first`` positions and then ``args``, of the ``key``.
-
-    Raises ``ConfigError``: names the arguments that are missing or too many, and those that exist;
-    or there is nothing to call.
-    """
+    """Return if ``function`` takes ``num_first`` positions and then ``args``, of the ``key``."""
     if not callable(function):
         raise ConfigError(
             f"{key.replace('.args', '.target')} names what is of type {type(function).__name__}, "

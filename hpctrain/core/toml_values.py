@@ -23,10 +23,7 @@ class TomlValues(Generic[C]):
         """Where the keys that are not defaults were set: ``file digits.toml``."""
 
     def merge(self, items: Iterable[tuple[str, Any]], source: str) -> None:
-        """Take values by their keys; a dotted name may point into a free table.
-
-        Raises ``ConfigError``: names the source, the key, what it takes and what it got.
-        """
+        """Take values by their keys; a dotted name may point into a free table."""
         for given, value in items:
             try:
                 key, inner = self._find(given)
@@ -40,10 +37,7 @@ class TomlValues(Generic[C]):
             self.origins[key.name] = source
 
     def build(self) -> C:
-        """Make the configuration.
-
-        Raises ``ConfigError``: values do not go together; names the source of the first.
-        """
+        """Make the configuration."""
         tables: dict[str, dict[str, Any]] = {}
         for name, value in self._values.items():
             table, _, short = name.rpartition(".")
@@ -74,10 +68,7 @@ class TomlValues(Generic[C]):
 
 
 def read_toml(path: Path, cls: Any, way_out: str) -> Iterator[tuple[str, Any]]:
-    """Read the values of a file for a dataclass of tables, by their dotted names.
-
-    Raises ``ConfigError``: there is none, and then ``way_out`` says what to do; or it is no TOML.
-    """
+    """Read the values of a file for a dataclass of tables, by their dotted names."""
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

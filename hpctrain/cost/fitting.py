@@ -63,10 +63,7 @@ class Point:
 
 
 def read_points(path: Path) -> list[Point]:
-    """Read the points of a file of JSON.
-
-    Raises ``ConfigError``: it cannot be read, or holds no points.
-    """
+    """Read the points of a file of JSON."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))["points"]
         return [Point(**values) for values in found]

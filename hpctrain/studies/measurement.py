@@ -113,10 +113,7 @@ def _means(known: Mapping[str, npt.NDArray[np.float64]]) -> dict[str, list[float
 
 
 def _steps(lines: _Lines) -> dict[int, dict[str, Any]]:
-    """Return the steps of a rank by their numbers; seconds of its first may be NaN.
-
-    Raises ``DataError``: a number does not grow.
-    """
+    """Return the steps of a rank by their numbers; seconds of its first may be NaN."""
     found: dict[int, dict[str, Any]] = {}
     before = math.nan
     for line in lines:

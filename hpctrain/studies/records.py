@@ -90,10 +90,7 @@ class StudyFolder:
         return None
 
     def read_points(self) -> list[PointRecord]:
-        """Read all records, in the order of the study; of several of one repeat the last counts.
-
-        Raises ``DataError``: a record is of another version.
-        """
+        """Read all records, in the order of the study; of one repeat the last counts."""
         found = {}
         for path in sorted(self.path.glob("points*.jsonl")):
             for values in read(path, key="status"):

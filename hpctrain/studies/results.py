@@ -135,10 +135,7 @@ class StudyResults:
 
     @classmethod
     def read(cls, directory: Path) -> "StudyResults":
-        """Read the folder of a study.
-
-        Raises ``DataError``: there is no study, or one of its files cannot be read.
-        """
+        """Read the folder of a study."""
         folder = StudyFolder(directory)
         if not folder.file.exists():
             raise DataError(

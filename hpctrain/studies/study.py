@@ -68,10 +68,7 @@ class Study:
         return sum(fmean(walls.get(attempt.layout.ranks, every)) for attempt in attempts)
 
     def prepare(self) -> None:
-        """Write what is asked, or check that it is the same.
-
-        Raises ``ConfigError``: the folder holds another study, or cannot be written.
-        """
+        """Write what is asked, or check that it is the same."""
         folder = self.folder
         with self._explained():
             make_folder(folder.attempts)
