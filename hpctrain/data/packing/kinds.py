@@ -10,10 +10,9 @@ from typing import Any
 from hpctrain.core.errors import DataError
 from hpctrain.core.target import NAME
 from hpctrain.data.format.layout import MANIFEST
-from hpctrain.data.packing.arrays import open_arrays
+from hpctrain.data.packing.arrays import open_arrays, open_hdf5
 from hpctrain.data.packing.files import IMAGE_ENDINGS, check_file, ending_of, files_below
 from hpctrain.data.packing.folder import open_folder
-from hpctrain.data.packing.hdf5 import open_hdf5
 from hpctrain.data.packing.python import open_python
 from hpctrain.data.packing.source import Source, WantedFields, needed
 from hpctrain.data.packing.tar import open_tar

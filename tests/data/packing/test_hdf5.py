@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from hpctrain.core.errors import DataError
-from hpctrain.data.packing.hdf5 import open_hdf5
+from hpctrain.data.packing.arrays import open_hdf5
 from hpctrain.data.packing.source import WantedFields
 from tests.data.packing.makers import hdf5, write
 
