@@ -28,35 +28,13 @@ def mpi_built() -> bool:
 
 
 def gloo_enabled() -> bool:
-    """Say no: ranks talk through MPI and the memory of the node."""
+    """Say no: ranks talk through MPI and the memory of the node, and nothing is compiled in."""
     return False
 
 
-def gloo_built() -> bool:
-    """Say no, see ``gloo_enabled``."""
-    return False
+gloo_built = ddl_built = ccl_built = cuda_built = rocm_built = gloo_enabled
 
 
 def nccl_built() -> int:
     """Return 0: this package does not communicate through NCCL."""
     return 0
-
-
-def ddl_built() -> bool:
-    """Say no: this package does not communicate through IBM's DDL."""
-    return False
-
-
-def ccl_built() -> bool:
-    """Say no: this package does not communicate through oneCCL."""
-    return False
-
-
-def cuda_built() -> bool:
-    """Say no: this package is not compiled, and moves the memory of the host alone."""
-    return False
-
-
-def rocm_built() -> bool:
-    """Say no, see ``cuda_built``."""
-    return False

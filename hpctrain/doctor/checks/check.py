@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from hpctrain.core.finding import Finding
 
@@ -18,24 +19,10 @@ def named(check: str, found: Found) -> list[Finding]:
     return [replace(each, check=check or each.check) for each in several]
 
 
-def ok(what: str) -> Finding:
-    """Find that nothing is wrong."""
-    return Finding("", "ok", what)
-
-
-def note(what: str, do: str = "") -> Finding:
-    """Find what is good to know."""
-    return Finding("", "note", what, do)
-
-
-def warning(what: str, do: str) -> Finding:
-    """Find what is slow or risky, and what mends it."""
-    return Finding("", "warning", what, do)
-
-
-def error(what: str, do: str) -> Finding:
-    """Find what will fail, and what mends it."""
-    return Finding("", "error", what, do)
+ok = partial(Finding, "", "ok")
+note = partial(Finding, "", "note")  # good to know
+warning = partial(Finding, "", "warning")  # slow or risky: give it what mends it too
+error = partial(Finding, "", "error")  # will fail: give it what mends it too
 
 
 def plural(number: int, noun: str) -> str:
