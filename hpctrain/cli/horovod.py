@@ -73,9 +73,5 @@ def build(
     # As Ctrl-C does, it ends the compilers and removes their folder.
     signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     horovod_build.build(
-        typer.echo,
-        jobs=jobs,
-        install=not no_install,
-        wheel_dir=wheel_dir,
-        force=force,
+        typer.echo, jobs=jobs, install=not no_install, wheel_dir=wheel_dir, force=force
     )

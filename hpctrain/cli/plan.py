@@ -70,8 +70,7 @@ def plan(  # noqa: PLR0913 - a command's options
         int, option("H", "Most steps between two averagings; 1: none.", min=1)
     ] = 8,
     codec: Annotated[
-        list[str] | None,
-        option("NAME:BYTES:SECONDS", "One more: of an element, and for a byte."),
+        list[str] | None, option("NAME:BYTES:SECONDS", "One more: of an element, and for a byte.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:

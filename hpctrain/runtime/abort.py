@@ -33,9 +33,7 @@ STAGGER_S, LONGEST_STAGGER_S = 1.0, 1.5
 
 
 def leave(
-    presence: "Liveness",
-    hooks: "FailureHooks",
-    compare: "Callable[[Gather], str]" = lambda _: "",
+    presence: "Liveness", hooks: "FailureHooks", compare: "Callable[[Gather], str]" = lambda _: ""
 ) -> str:
     """Wait until every rank has come to its end; end all ranks if one of them never will.
 

@@ -13,12 +13,7 @@ from hpctrain.comm.mpi_library import calls_from_threads
 from hpctrain.comm.plan.plan import Plan
 from hpctrain.comm.threaded import ThreadedCommunicator
 from hpctrain.core.config import Settings
-from hpctrain.core.errors import (
-    ConfigError,
-    HorovodInternalError,
-    MismatchError,
-    NodeMemoryError,
-)
+from hpctrain.core.errors import ConfigError, HorovodInternalError, MismatchError, NodeMemoryError
 from hpctrain.negotiation.controller import Controller
 from hpctrain.negotiation.request import Kind, Request
 from hpctrain.negotiation.stall import LastCall, SetMember, StallWatch

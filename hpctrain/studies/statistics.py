@@ -46,10 +46,7 @@ def repeats_needed(confidence: float) -> int:
 
 
 def _estimate(
-    value: float,
-    candidates: Iterable[float],
-    chances: Iterable[float],
-    confidence: float,
+    value: float, candidates: Iterable[float], chances: Iterable[float], confidence: float
 ) -> Estimate:
     """Cut off as many candidates at both ends as the confidence allows.
 

@@ -61,9 +61,7 @@ class LoadedData:
 
 
 def load(
-    path: Path | None,
-    overrides: Sequence[str] = (),
-    environment: Mapping[str, Any] | None = None,
+    path: Path | None, overrides: Sequence[str] = (), environment: Mapping[str, Any] | None = None
 ) -> LoadedData:
     """Read ``path``, then let the environment and after it ``overrides`` replace its values.
 

@@ -181,10 +181,7 @@ def _marks(runs: Sequence[RunHistory]) -> list[Series]:
     found = []
     for number, run in enumerate(runs):
         name, colour = ("", _GREY) if len(runs) == 1 else (f"{run.label} ", number)
-        marks = {
-            f"{name}resumed": (run.resumes, colour),
-            f"{name}not finite": (run.gaps, _RED),
-        }
+        marks = {f"{name}resumed": (run.resumes, colour), f"{name}not finite": (run.gaps, _RED)}
         found += [
             Series(name=text, kind="marks", colour=own, x=x[:MAX_MARKS], y=[])
             for text, (x, own) in marks.items()

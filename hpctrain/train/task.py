@@ -33,11 +33,7 @@ from hpctrain.local_sgd.local_method import LocalMethod
 from hpctrain.local_sgd.staged_sgd import StagedSGD
 from hpctrain.optim.noise_scale import NoiseScale
 from hpctrain.runtime import world
-from hpctrain.train.config import (
-    DataConfig,
-    LossConfig,
-    RunConfig,
-)
+from hpctrain.train.config import DataConfig, LossConfig, RunConfig
 from hpctrain.train.model import (
     load_first_weights,
     make_model,

@@ -19,14 +19,7 @@ from hpctrain.data.packing.files import (
     files_below,
     form_of_images,
 )
-from hpctrain.data.packing.source import (
-    NUM_EXAMINED,
-    Array,
-    Sample,
-    Source,
-    WantedFields,
-    chosen,
-)
+from hpctrain.data.packing.source import NUM_EXAMINED, Array, Sample, Source, WantedFields, chosen
 
 LABEL = "label"
 _MAX_THREADS = 8

@@ -125,11 +125,7 @@ def pack(
 
 
 def _write(
-    writer: ShardWriter,
-    found: Source,
-    seed: int | None,
-    comm: Communicator,
-    start: Start | None,
+    writer: ShardWriter, found: Source, seed: int | None, comm: Communicator, start: Start | None
 ) -> None:
     done = writer.num_written
     advance = start(found.share_length(comm.rank, comm.size), done) if start else None

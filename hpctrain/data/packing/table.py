@@ -20,15 +20,7 @@ from pyarrow.parquet import ParquetFile
 from hpctrain.core.errors import DataError
 from hpctrain.core.units import MIB, format_bytes
 from hpctrain.data.packing.files import ending_of, unpacked
-from hpctrain.data.packing.source import (
-    Array,
-    Batch,
-    Source,
-    WantedFields,
-    chosen,
-    raw,
-    readable,
-)
+from hpctrain.data.packing.source import Array, Batch, Source, WantedFields, chosen, raw, readable
 
 TEXT = "text"  # type of a column of CSV that stays as it is written
 

@@ -180,10 +180,7 @@ def _files_in(path: str) -> Iterator[tuple[str, int, Callable[[], bytes]]]:
                 raise tarfile.ReadError(f"a header claims {format_bytes(header.size)}")
             return header
 
-    with (
-        unpacked(path) as file,
-        tarfile.open(fileobj=file, mode="r|", tarinfo=Header) as archive,
-    ):
+    with unpacked(path) as file, tarfile.open(fileobj=file, mode="r|", tarinfo=Header) as archive:
         for member in archive:
             if member.issym() or member.islnk():
                 raise DataError(

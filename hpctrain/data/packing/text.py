@@ -12,15 +12,7 @@ from hpctrain.core.errors import DataError
 from hpctrain.core.target import file_of
 from hpctrain.data.packing.arrays import Opened
 from hpctrain.data.packing.python import resolve
-from hpctrain.data.packing.source import (
-    Array,
-    Sample,
-    Source,
-    WantedFields,
-    field_of,
-    joined,
-    raw,
-)
+from hpctrain.data.packing.source import Array, Sample, Source, WantedFields, field_of, joined, raw
 
 
 def open_text(files: Sequence[str], wanted: WantedFields) -> Source:

@@ -85,11 +85,7 @@ def _manifest(directory: Path) -> tuple[Manifest | Fault, tuple[str, ...]]:
 
 
 def _share(
-    directory: Path,
-    manifest: Manifest,
-    comm: "Communicator",
-    threads: int,
-    start: Start | None,
+    directory: Path, manifest: Manifest, comm: "Communicator", threads: int, start: Start | None
 ) -> tuple[Fault, ...]:
     mine = range(comm.rank, len(manifest.shards), comm.size)
     advance = followed(start, sum(manifest.shards[index].num_bytes for index in mine))

@@ -99,11 +99,7 @@ class _Task(NamedTuple):
     any_ranks: bool = False
 
     def __call__(
-        self,
-        indices: NDArray[np.int64],
-        epoch: int,
-        seed: int,
-        on_sample: OnSample | None = None,
+        self, indices: NDArray[np.int64], epoch: int, seed: int, on_sample: OnSample | None = None
     ) -> Any:
         def begin(index: int) -> None:
             if on_sample is not None:
@@ -122,12 +118,7 @@ class _Worker:
     """The rank's side of one worker, used by one thread at a time."""
 
     def __init__(
-        self,
-        processes: Processes,
-        number: int,
-        dataset: "Samples",
-        timeout_s: float,
-        task: bytes,
+        self, processes: Processes, number: int, dataset: "Samples", timeout_s: float, task: bytes
     ) -> None:
         self._processes, self._number = processes, number
         self._dataset, self._timeout_s = dataset, timeout_s

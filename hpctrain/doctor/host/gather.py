@@ -129,10 +129,7 @@ def _memory() -> MemoryFacts:
     except OSError:
         size, free = 0, 0
     return MemoryFacts(
-        rooms=tuple(rooms()),
-        shm_bytes=size,
-        shm_free_bytes=free,
-        memfd_error=_memfd_error(),
+        rooms=tuple(rooms()), shm_bytes=size, shm_free_bytes=free, memfd_error=_memfd_error()
     )
 
 

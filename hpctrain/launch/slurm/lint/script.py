@@ -7,13 +7,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
-from hpctrain.launch.slurm.lint.shell import (
-    SHELLS,
-    UNKNOWN,
-    Command,
-    ShellScript,
-    behind_wrappers,
-)
+from hpctrain.launch.slurm.lint.shell import SHELLS, UNKNOWN, Command, ShellScript, behind_wrappers
 
 MPIRUNS = ("mpirun", "mpiexec", "mpiexec.hydra", "mpirun.mpich", "mpirun.openmpi", "orterun")
 """Programs that start ranks; ``hpctrain launch`` is one more."""
