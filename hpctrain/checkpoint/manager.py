@@ -165,7 +165,7 @@ class Manager:
             if not wait:
                 raise
             self._warn(str(error))
-        told = _told(score)
+        told = {SCORE: float(score)} if score is not None and math.isfinite(score) else {}
         if step == self._step and (self._has_score or not told):
             return
         # A rank that fails here tells the others beside: nobody waits for the slowest copy.
@@ -322,7 +322,3 @@ class Manager:
 
 def _on_cpu(tensor: Tensor) -> Tensor:
     return tensor.detach().cpu()  # which copies none that is there
-
-
-def _told(score: float | None) -> dict[str, float]:
-    return {} if score is None or not math.isfinite(score) else {SCORE: float(score)}

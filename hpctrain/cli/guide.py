@@ -33,7 +33,7 @@ def guide(
     if topic is None:
         width = max(map(len, guides))
         for name, text in guides.items():
-            typer.echo(f"hpctrain guide {name:<{width}}   {_title(text)}")
+            typer.echo(f"hpctrain guide {name:<{width}}   {text.splitlines()[0].lstrip('# ')}")
         return
     if topic not in guides:
         raise ConfigError(f'there is no guide "{topic}"{hint(topic, guides)}')
@@ -48,10 +48,6 @@ def _guides() -> dict[str, str]:
         for file in sorted(files, key=lambda file: file.name)
         if file.name.endswith(".md")
     }
-
-
-def _title(text: str) -> str:
-    return text.partition("\n")[0].lstrip("# ")
 
 
 def _show(text: str) -> None:

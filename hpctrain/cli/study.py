@@ -161,7 +161,8 @@ def run(  # noqa: PLR0913 - a command's options
         _submit(found, attempts, time, settings)
         return
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _end)  # by an exception, which leaves no rank behind
+        # By an exception, which leaves no rank behind.
+        signal.signal(number, lambda number, _frame: sys.exit(128 + number))
     _measure(found, attempts)
     failed = [record for record in found.folder.read_points() if record.status == "failed"]
     way_out = "; --retry-failed measures again what failed" if failed else ""
@@ -311,10 +312,6 @@ def _submit(
     )
     typer.echo(f"job {number}: repeats {repeats} in {where}")
     typer.echo(f"job {job('report', after)}: the report")
-
-
-def _end(number: int, _frame: object) -> None:
-    sys.exit(128 + number)
 
 
 def _measure(found: "Study", attempts: "list[Attempt]") -> None:

@@ -175,7 +175,9 @@ class Loader:
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield the batches of this rank, one for each step; collective with ``comm``."""
-        _require_same(self._in_common(), self.comm)
+        names = ("global_batch", "tail", "micro_shards", "on_corrupt")
+        arguments = {name: getattr(self, name) for name in names}
+        _require_same(self.state_dict() | arguments, self.comm)
         current = self._pass = object()
         left_out = True
         while left_out:
@@ -372,11 +374,6 @@ class Loader:
                     "samples %d to %d are left out: %s", error.start, error.stop - 1, error
                 )
         return True
-
-    def _in_common(self) -> dict[str, Any]:
-        """Return what must be the same on all ranks."""
-        names = ("global_batch", "tail", "micro_shards", "on_corrupt")
-        return self.state_dict() | {name: getattr(self, name) for name in names}
 
     def _check_pass(self, current: object) -> None:
         if self._pass is not current:

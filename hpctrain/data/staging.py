@@ -201,7 +201,9 @@ def _choose(dataset: ShardedDataset, to: Path | str) -> tuple[NodeFolder | None,
     if found:
         best = max(found, key=lambda site: min(site.room_bytes, total_bytes))
         if chosen := _fitting(shards, best.room_bytes):
-            return NodeFolder.create(best.folder, _label(dataset.uuid)), chosen
+            job = env.job_id() or f"pid{os.getpid()}"
+            label = re.sub(r"[^\w.-]", "_", f"{dataset.uuid[:8]}-{job}")
+            return NodeFolder.create(best.folder, label), chosen
     rooms = [f"{site.folder} has room for {format_bytes(site.room_bytes)}" for site in found]
     logger.warning(
         "data set %s is read from where it is, %s fit nowhere else on this node: %s",
@@ -219,11 +221,6 @@ def _fitting(shards: Iterable[ShardEntry], room_bytes: int) -> list[int]:
             chosen.append(index)
             room_bytes -= shard.num_bytes
     return chosen
-
-
-def _label(uuid: str) -> str:
-    job = env.job_id() or f"pid{os.getpid()}"
-    return re.sub(r"[^\w.-]", "_", f"{uuid[:8]}-{job}")
 
 
 def _tell(dataset: ShardedDataset, path: Path, present: frozenset[int], why: str) -> None:

@@ -132,7 +132,8 @@ class PlainBlocks:
         follows[1:] = blocks[1:] == blocks[:-1] + 1
         reads = (begins - np.maximum.accumulate(np.where(follows, 0, begins))) // READ_BYTES
         follows[1:] &= reads[1:] == reads[:-1]
-        pieces = _pieces(blocks, self._edges, self._crcs)
+        columns = blocks, begins, self._edges[blocks + 1], self._crcs[blocks]
+        pieces = list(zip(*[column.tolist() for column in columns], strict=True))
         starts = [*np.flatnonzero(~follows).tolist(), len(pieces)]
         return [
             block
@@ -154,11 +155,6 @@ class PlainBlocks:
             for block, begin, end, crc in pieces
             if crc32(data[begin - first : end - first]) != crc
         ]
-
-
-def _pieces(blocks: Array, edges: Array, crcs: NDArray[np.uint32]) -> list[_Piece]:
-    columns = blocks, edges[blocks], edges[blocks + 1], crcs[blocks]
-    return list(zip(*[column.tolist() for column in columns], strict=True))
 
 
 def from_map(space: Space, offset: int, num_bytes: int, *, otherwise: Read) -> Read:

@@ -240,7 +240,8 @@ def measure(comm: Communicator, request: BenchmarkRequest, setup: Setup) -> Row:
     case = operation.case(comm, setup)
     case.fill()
     warm_up_s = max(_seconds(comm, case.call, WARM_UP))
-    iterations = request.iterations or _affordable(comm.broadcast_object(warm_up_s))
+    affordable = round(BUDGET_S / comm.broadcast_object(warm_up_s))
+    iterations = request.iterations or min(max(affordable, FEWEST), MOST)
     library_s: list[float] | None = None
     if request.peers:
         seconds, library_s = _in_turn(comm, case, iterations)
@@ -274,10 +275,6 @@ def _seconds(comm: Communicator, work: Callable[[], object], iterations: int) ->
     for _ in range(iterations):
         work()
     return comm.allgather_object((time.perf_counter() - start) / iterations)
-
-
-def _affordable(warm_up_s: float) -> int:
-    return min(max(round(BUDGET_S / warm_up_s), FEWEST), MOST)
 
 
 def _in_turn(comm: Communicator, case: Case, iterations: int) -> tuple[list[float], list[float]]:

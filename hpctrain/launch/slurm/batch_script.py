@@ -108,7 +108,7 @@ def script(name: str, settings: BatchSettings) -> str:
     opposites = {_OPPOSITE[option] for option in options if option in _OPPOSITE}
     written = []
     for line in lines:
-        option = _option(line)
+        option = match[1] if (match := _OPTION.match(line)) else ""
         if option not in opposites:
             written.append(f"#SBATCH {options.pop(option)}" if option in options else line)
     last = max(number for number, line in enumerate(written, 1) if line.startswith("#SBATCH "))
@@ -151,11 +151,6 @@ def _in_time(line: str, limit: str | None) -> str:
     if not mark or limit_s is None or not line.startswith("#SBATCH --signal="):
         return line
     return f"{signal}{mark}{min(int(margin_s), int(limit_s // 4))}"
-
-
-def _option(line: str) -> str:
-    match = _OPTION.match(line)
-    return match[1] if match else ""
 
 
 def _word(name: str, value: str | int) -> str:
