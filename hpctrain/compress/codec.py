@@ -175,3 +175,9 @@ def require_count(name: str, value: object, least: int) -> None:
     """Raise ``ConfigError`` unless an argument is a whole number that is large enough."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ConfigError(f"{name} is a whole number from {least} on, got {value!r}")
+
+
+def require_flag(name: str, value: object) -> None:
+    """Raise ``ConfigError`` unless an argument is true or false."""
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name} is true or false, got {value!r}")

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from hpctrain.compress.codec import require_count
+from hpctrain.compress.codec import require_count, require_flag
 from hpctrain.compress.quantized import Quantized
 from hpctrain.compress.rail_codec import CodedShare
 
@@ -88,4 +88,5 @@ class Int8(Quantized):
 
     def __init__(self, block: int = 512, *, error_feedback: bool = False) -> None:
         require_count("block", block, 1)
+        require_flag("error_feedback", error_feedback)
         super().__init__(Int8Blocks(block), feedback=error_feedback)

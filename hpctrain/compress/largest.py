@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hpctrain.compress.codec import require_count
+from hpctrain.compress.codec import require_count, require_flag
 from hpctrain.compress.rail_codec import CodedShare, Link, RailCodec, exchanged
 from hpctrain.core.errors import ConfigError
 
@@ -91,6 +91,7 @@ class TopK(Sparse):
 
     def __init__(self, density: float = 0.01, *, error_feedback: bool = True) -> None:
         super().__init__(density)
+        require_flag("error_feedback", error_feedback)
         self.keeps_unsent = error_feedback
 
     def warning(self, optimizer: Optimizer) -> str:  # noqa: ARG002 - of any
@@ -145,6 +146,7 @@ class DeepGradientCompression(Sparse):
     ) -> None:
         super().__init__(density)
         require_count("warmup_steps", warmup_steps, 0)
+        require_flag("masks_momentum", masks_momentum)
         for each in warmup:
             _require_density(each)
         if not (0 <= momentum <= 1 and (clip_norm is None or clip_norm > 0)):

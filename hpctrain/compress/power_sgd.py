@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hpctrain.compress.codec import require_count
+from hpctrain.compress.codec import require_count, require_flag
 from hpctrain.compress.rail_codec import CodedShare, CodedTensor, Link, RailCodec
 from hpctrain.core.errors import ConfigError
 
@@ -49,6 +49,8 @@ class PowerSGD(RailCodec):
         super().__init__()
         require_count("rank", rank, 1)
         require_count("warmup_steps", warmup_steps, 0)
+        require_flag("warm_start", warm_start)
+        require_flag("error_feedback", error_feedback)
         if not min_gain >= 0:
             raise ConfigError(f"min_gain is a factor from 0 on, got {min_gain}")
         self._rank, self._warmup_steps, self._min_gain = rank, warmup_steps, min_gain
