@@ -103,6 +103,11 @@ class Reducer:
         """Whether ``_before_sum`` is called before a gradient is added to another."""
         return not self.reduction.count.average
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether a backward of this step has made gradients, or others have come in its place."""
+        return self._is_reduced or bool(self._num_fires or self._passes_done)
+
     def set_num_samples(self, num_samples: float, nominal: float) -> None:
         """Let this rank's gradient count as the mean over ``num_samples``."""
         if not self.reduction.count.average:

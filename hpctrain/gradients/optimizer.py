@@ -213,20 +213,22 @@ class DistributedMethods:
         """Clip the averaged gradients of all parameters together; return their norm.
 
         As ``torch.nn.utils.clip_grad_norm_``, for any ``shard``; between ``backward()`` and
-        ``step()``. Collective with ``shard="node"``.
+        ``step()``. Every rank calls it. Collective with ``shard="node"``.
 
         Raises:
             RuntimeError: the norm is not finite, and that was to be an error.
         """
-        parameters = [p for _, p in places_of(self)]  # type: ignore[arg-type]
-        return clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
+        return clip_grad_norm_(self._averaged(), max_norm, norm_type, error_if_nonfinite)
 
     def clip_grad_value_(self, clip_value: float) -> None:
-        """Clip the averaged gradients element by element; between ``backward()`` and ``step()``.
+        """Clip averaged elements, as ``torch.nn.utils.clip_grad_value_``; all ranks call it."""
+        clip_grad_value_(self._averaged(), clip_value)
 
-        As ``torch.nn.utils.clip_grad_value_``, for any ``shard``.
-        """
-        clip_grad_value_([p for _, p in places_of(self)], clip_value)  # type: ignore[arg-type]
+    def _averaged(self) -> list[Tensor]:
+        """Return all parameters, with averages on a rank that has skipped ``backward``, too."""
+        if self._reducer and not self._reducer.has_begun:
+            self._reducer.finish()
+        return [p for _, p in places_of(self)]  # type: ignore[arg-type]
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's own
         """Forget the gradients; see ``torch.optim.Optimizer.zero_grad``.

@@ -254,8 +254,8 @@ class ShardedStep(Reducer):
         self._rule = PieceStep(optimizer)
         self.master_dtype = master_dtype
         self._optimizer = weakref.ref(optimizer)
-        self._own: dict[Tensor, tuple[int, int]] = {}
-        """Gradients that backward has left, by what changes when they are written."""
+        self._own: dict[Tensor, tuple[int, int, tuple[int, ...]]] = {}
+        """Gradients that backward has left, by what changes when they are written or turned."""
         self._changed_name = ""  # of a gradient that was changed between two backwards
         self._changes: list[Change] = []
         self._is_new = True  # whether gradients have come since the last message
@@ -289,7 +289,7 @@ class ShardedStep(Reducer):
 
     def _note_own(self, parameter: Tensor) -> None:
         if parameter.grad is not None:
-            self._own[parameter] = writes_of(parameter.grad)
+            self._own[parameter] = (*writes_of(parameter.grad), parameter.grad.stride())
 
     @property
     def _is_told_before(self) -> bool:
@@ -357,11 +357,9 @@ class ShardedStep(Reducer):
     def _is_changed(self, parameter: Tensor) -> bool:
         """Say whether a gradient is not what backward has left: dropped and zeros are none."""
         grad, slot = parameter.grad, self.reduction.slot_of.get(parameter)
-        if grad is None:
+        if grad is None or (*writes_of(grad), grad.stride()) == self._own[parameter]:
             return False
         place = slot.view if isinstance(slot, Slot) else grad
-        if writes_of(grad) == self._own[parameter]:
-            return grad.stride() != place.stride()
         is_elsewhere = grad.data_ptr() != place.data_ptr()
         was_moved = is_elsewhere and grad._version == self._own[parameter][0]  # noqa: SLF001
         return not (was_moved and same(grad, place)) and bool(grad.any())

@@ -113,6 +113,21 @@ def test_a_step_after_synchronize_warns_once_and_keeps_what_was_clipped(hvd):
 
 
 @MANY
+@pytest.mark.parametrize("clip", ["clip_grad_norm_", "clip_grad_value_"])
+def test_a_rank_without_backward_clips_with_the_others(hvd, world, clip):
+    model, optimizer = wrapped(hvd)
+    for clears in (True, False):
+        optimizer.zero_grad(clears)
+        if hvd.rank():
+            backward(hvd, model)
+        getattr(optimizer, clip)(1e-3)
+        optimizer.step()
+    weights = [p.tolist() for p in model.parameters()]
+    assert weights != [p.tolist() for p in make_model().parameters()]
+    assert world.allgather(weights) == [weights] * hvd.size()
+
+
+@MANY
 @OVERLAPS
 def test_groups_and_predivision_change_no_gradient(hvd):
     def some(model):

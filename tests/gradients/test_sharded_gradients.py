@@ -40,6 +40,24 @@ def test_gradients_that_are_kept_after_a_clipped_step_are_an_error_on_all_ranks(
         optimizer.step()
 
 
+@MANY
+@pytest.mark.parametrize("clears", [None, False, True])
+def test_parameters_that_are_laid_out_anew_before_backward_keep_their_bits(hvd, clears):
+    def train(**options):
+        torch.manual_seed(0)
+        weight = nn.Parameter(torch.randn(3, 5).t())
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=0.1), **options)
+        for step in range(3):
+            weight.data = weight.data.contiguous() if step != 1 else weight.data.t().clone().t()
+            if clears is not None:
+                optimizer.zero_grad(clears)
+            (weight * (hvd.rank() + step)).sum().backward()
+            optimizer.step()
+        return weight
+
+    assert_same_bits(train(), train(shard="node"))
+
+
 def train_scaled(hvd, kind, settings, unscales, clears, **options):
     """Train with a scaler, whose loss overflows on one rank, then on another."""
     model, optimizer = wrapped(hvd, kind, torch.float32, settings, **options)
