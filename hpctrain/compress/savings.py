@@ -1,4 +1,4 @@
-"""What a codec spares between nodes: bytes, and seconds over the link that was probed."""
+"""The bytes that a codec spares between nodes, and the seconds, over the link that was probed."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

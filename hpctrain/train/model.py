@@ -25,7 +25,7 @@ from hpctrain.gradients.elementwise import can_shard
 from hpctrain.optim.groups import EXEMPTIONS, matched, parameter_groups
 from hpctrain.optim.lamb import LAMB
 from hpctrain.optim.lars import LARS
-from hpctrain.optim.schedules import InverseTimeLR, linear_scaling, square_root_scaling
+from hpctrain.optim.learning_rates import InverseTimeLR, linear_scaling, square_root_scaling
 from hpctrain.train.config import ModelConfig, OptimizerConfig, RunConfig, TrainingConfig
 
 EMA = "ema"
