@@ -32,7 +32,8 @@ FIRST = (
 )
 """Topics in reading order; what is not named here follows by its name."""
 
-PACKAGES = ("hpctrain", "hpctrain.data", "hpctrain.checkpoint", "hpctrain.comm", "hpctrain.cost")
+PARTS = ("data", "checkpoint", "comm", "compress", "optim", "cost", "elastic")
+PACKAGES = ("hpctrain", *(f"hpctrain.{part}" for part in PARTS))
 
 SECTIONS = {
     "runtime": "The world",
@@ -96,7 +97,6 @@ class Pages:
             self._example(example)
         for package in PACKAGES:
             self._put(Path("reference", f"{package}.md"), "\n".join(reference(package)))
-        self._put(Path("reference/hpctrain.elastic.md"), "\n".join(reference("hpctrain.elastic")))
         self._document(ROOT / "README.md", Path("index.md"), "\n".join(self._contents()))
 
     def _contents(self) -> Iterator[str]:
@@ -106,8 +106,7 @@ class Pages:
             there = [f"{topic} <guide/{topic}>" for topic in topics if topic in self._topics]
             yield from _toctree(caption, there)
         yield from _toctree("Examples", ["examples <examples/README>"])
-        packages = (*PACKAGES, "hpctrain.elastic")
-        yield from _toctree("Reference", [f"{name} <reference/{name}>" for name in packages])
+        yield from _toctree("Reference", [f"{name} <reference/{name}>" for name in PACKAGES])
         yield from _toctree("Project", ["Changes <CHANGELOG>", "Contributing <CONTRIBUTING>"])
 
     def _examples_of(self, folder: Path) -> str:
