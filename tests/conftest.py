@@ -35,3 +35,15 @@ def hvd() -> Generator[ModuleType]:
     hpctrain.init()
     yield hpctrain
     hpctrain.shutdown()
+
+
+@pytest.fixture
+def gloo(world, tmp_path):
+    """Start torch's process group, on the same ranks."""
+    import torch.distributed as dist  # noqa: PLC0415 - few tests want it
+
+    file = world.bcast(str(tmp_path / "store"))
+    store = dist.FileStore(file, world.size)
+    dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)
+    yield
+    dist.destroy_process_group()

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from hpctrain.comm.bucket import Bucket
 from hpctrain.comm.communicator import FINISHED, Communicator, Work
-from hpctrain.core.errors import ConfigError
+from hpctrain.core.keys import require
 
 
 class Codec(Protocol):
@@ -173,11 +173,10 @@ def settings_of(codec: object) -> str:
 
 def require_count(name: str, value: object, least: int) -> None:
     """Raise ``ConfigError`` unless an argument is a whole number that is large enough."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ConfigError(f"{name} is a whole number from {least} on, got {value!r}")
+    is_whole = isinstance(value, int) and not isinstance(value, bool) and value >= least
+    require(is_whole, f"{name} is a whole number from {least} on", value)
 
 
 def require_flag(name: str, value: object) -> None:
     """Raise ``ConfigError`` unless an argument is true or false."""
-    if not isinstance(value, bool):
-        raise ConfigError(f"{name} is true or false, got {value!r}")
+    require(isinstance(value, bool), f"{name} is true or false", value)

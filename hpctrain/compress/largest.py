@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 from hpctrain.compress.codec import require_count, require_flag
 from hpctrain.compress.rail_codec import CodedShare, Link, RailCodec, exchanged
 from hpctrain.core.errors import ConfigError
+from hpctrain.core.keys import require
 
 
 class Sparse(RailCodec):
@@ -50,10 +51,9 @@ class Sparse(RailCodec):
 
 
 def _require_density(density: float) -> None:
-    if not 0.0 < density <= 1.0:
-        raise ConfigError(
-            f"density is the part that is sent, above 0 and at most 1, got {density}"
-        )
+    require(
+        0.0 < density <= 1.0, "density is the part that is sent, above 0 and at most 1", density
+    )
 
 
 def largest(values: Tensor, number: int) -> Tensor:

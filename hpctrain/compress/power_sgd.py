@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 
 from hpctrain.compress.codec import require_count, require_flag
 from hpctrain.compress.rail_codec import CodedShare, CodedTensor, Link, RailCodec
-from hpctrain.core.errors import ConfigError
+from hpctrain.core.keys import require
 
 _SEED = 0x9E3779B9
 
@@ -51,8 +51,7 @@ class PowerSGD(RailCodec):
         require_count("warmup_steps", warmup_steps, 0)
         require_flag("warm_start", warm_start)
         require_flag("error_feedback", error_feedback)
-        if not min_gain >= 0:
-            raise ConfigError(f"min_gain is a factor from 0 on, got {min_gain}")
+        require(min_gain >= 0, "min_gain is a factor from 0 on", min_gain)
         self._rank, self._warmup_steps, self._min_gain = rank, warmup_steps, min_gain
         self._warm_start, self.keeps_unsent = warm_start, error_feedback
 

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as hook
 from torch.nn.parallel import DistributedDataParallel
@@ -23,16 +22,6 @@ class Weighted(nn.Module):
 
     def forward(self, *values: torch.Tensor) -> torch.Tensor:
         return sum((w * v).sum() for w, v in zip(self.weights, values, strict=True))
-
-
-@pytest.fixture
-def gloo(world, tmp_path):
-    """Start torch's process group, on the same ranks."""
-    file = world.bcast(str(tmp_path / "store"))
-    store = dist.FileStore(file, world.size)
-    dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)
-    yield
-    dist.destroy_process_group()
 
 
 def first_columns(rank, shape):

@@ -4,7 +4,6 @@ import warnings
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as hook
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
@@ -139,16 +138,6 @@ def test_the_error_falls_with_the_number_of_ranks(world, hvd_nodes):
 # -- synchronous at first -----------------------------------------------------------------------
 
 NUM_STEPS, START, STEPS = 18, 5, 3
-
-
-@pytest.fixture
-def gloo(world, tmp_path):
-    """Start torch's process group, on the same ranks."""
-    file = world.bcast(str(tmp_path / "store"))
-    store = dist.FileStore(file, world.size)
-    dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)
-    yield
-    dist.destroy_process_group()
 
 
 def torchs(hvd) -> list[torch.Tensor]:
