@@ -19,6 +19,7 @@ class RankFacts:
     """Tells nodes apart where the host's name does not; empty means the host is the node."""
     cores: tuple[int, ...]  # affinity mask
     cards: int = 1  # network cards of the host
+    devices: int = 0  # accelerators that this rank may use
     launcher: str = "alone"  # who started this rank, a name of ``cluster.env.LAUNCHERS``
     scheduler: str = ""  # whose job it is; empty outside of jobs
 
@@ -34,6 +35,7 @@ class Topology:
     hosts: tuple[str, ...]
     """Name of each node: the host's, or ``host#2`` for the second node declared on it."""
     cards: int  # network cards of the node that has fewest, so that all ranks plan alike
+    devices: int = 0  # accelerators that every rank may use, at least
     cores: tuple[int, ...]  # my affinity mask
     core_peers: tuple[int, ...]
     """Ranks of my host, of whatever declared node, whose masks overlap with mine; me included."""
@@ -80,6 +82,7 @@ class Topology:
             nodes=tuple(ranks for ranks, _ in nodes),
             hosts=tuple(name for _, name in nodes),
             cards=min(fact.cards for fact in facts),
+            devices=min(fact.devices for fact in facts),
             cores=mine.cores,
             core_peers=tuple(peers),
             num_peer_cores=len({core for r in peers for core in facts[r].cores}),
@@ -186,6 +189,7 @@ class Topology:
             ("nodes", "; ".join(names)),
             ("cores", cores),
             ("network cards", f"{self.cards} per node"),
+            ("accelerators", f"{self.devices or 'none'} that each rank sees"),
             ("launcher", self.launcher),
             ("scheduler", self.scheduler or "none"),
         ]

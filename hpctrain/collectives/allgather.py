@@ -32,7 +32,7 @@ def allgather(
 
     Args:
         tensor: ``(rows, ...)``; the rows may differ between ranks, all other dimensions and the
-            dtype not. Dense, on the CPU, of any layout. A tensor without dimensions is one row.
+            dtype not. Dense, on any device, of any layout. A tensor without dimensions is one row.
         name: by which the ranks find each other's tensors; without one, the order of calls on
             each rank decides what belongs together.
         process_set: the ranks that take part; None is all of them.

@@ -36,7 +36,7 @@ def allreduce(  # noqa: PLR0913, PLR0917 - Horovod's arguments, in its order
     Differentiable: the gradient is reduced over the ranks in the same way, as in Horovod.
 
     Args:
-        tensor: the same shape and dtype on every rank; dense, on the CPU, of any layout.
+        tensor: the same shape and dtype on every rank; dense, on any device, of any layout.
         average: Horovod's old way to say ``op``.
         name: by which the ranks find each other's tensors; without one, the order of calls on
             each rank decides what belongs together.

@@ -31,7 +31,7 @@ def alltoall(
 
     Args:
         tensor: ``(rows, ...)``; the rows may differ between ranks, all other dimensions and the
-            dtype not. Dense, on the CPU, of any layout.
+            dtype not. Dense, on any device, of any layout.
         splits: how many rows go to each rank of the set, in their order; integers. Rows that are
             left over go nowhere. None sends the same number to each.
         name: by which the ranks find each other's tensors; without one, the order of calls on

@@ -29,7 +29,7 @@ def broadcast(
     in Horovod.
 
     Args:
-        tensor: the same shape and dtype on every rank; dense, on the CPU, of any layout.
+        tensor: the same shape and dtype on every rank; dense, on any device, of any layout.
         root_rank: number in the world of the rank whose tensor all get.
         name: by which the ranks find each other's tensors; without one, the order of calls on
             each rank decides what belongs together.

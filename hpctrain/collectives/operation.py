@@ -68,14 +68,13 @@ def chosen_op(op: ReduceOp | None, average: bool | None, *, stacklevel: int = 3)
 
 
 def check_tensor(tensor: Tensor) -> None:
-    """Refuse, by ``ConfigError``, anything but a dense tensor on the CPU."""
+    """Refuse, by ``ConfigError``, anything but a dense tensor that has values."""
     if not isinstance(tensor, Tensor):
         raise ConfigError(
             f"operations take tensors, got {type(tensor).__name__}; send other objects by "
             f"broadcast_object or allgather_object"
         )
-    if not tensor.is_cpu:
-        check_on_cpu(tensor)
+    check_values(tensor)
     if tensor.layout is not torch.strided:
         raise ConfigError(
             f"operations take dense tensors, got {str(tensor.layout).removeprefix('torch.')}; "
@@ -83,12 +82,12 @@ def check_tensor(tensor: Tensor) -> None:
         )
 
 
-def check_on_cpu(tensor: Tensor) -> None:
-    """Refuse, by ``ConfigError``, a tensor of a device."""
-    if not tensor.is_cpu:
+def check_values(tensor: Tensor) -> None:
+    """Refuse, by ``ConfigError``, a tensor that has a shape alone."""
+    if tensor.is_meta:
         raise ConfigError(
-            f"operations take tensors on the CPU so far, got one on {tensor.device}; give "
-            f"tensor.cpu() and copy the result back"
+            f"operations take tensors that have values, got one on {tensor.device}; let the model "
+            f"be there first, by to_empty(device='cpu') for instance"
         )
 
 

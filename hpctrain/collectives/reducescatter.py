@@ -38,8 +38,8 @@ def reducescatter(  # noqa: PLR0913, PLR0917 - Horovod's arguments, in its order
     Differentiable for averages and sums, as in Horovod.
 
     Args:
-        tensor: ``(rows, ...)``, the same shape and dtype on every rank; dense, on the CPU, of any
-            layout. The first ranks get one row more where the rows cannot be even.
+        tensor: ``(rows, ...)``, the same shape and dtype on every rank; dense, on any device, of
+            any layout. The first ranks get one row more where the rows cannot be even.
         name: by which the ranks find each other's tensors; without one, the order of calls on
             each rank decides what belongs together.
         compression: how the tensor travels: ``Compression.fp16``, say. None is as it is.

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from hpctrain.collectives.operation import check_on_cpu, controller_of, named
+from hpctrain.collectives.operation import check_values, controller_of, named
 from hpctrain.core.errors import ConfigError
 from hpctrain.negotiation.request import Handle, Kind, ReduceOp, Request, Result
 from hpctrain.runtime.process_sets import ProcessSet, global_process_set
@@ -65,4 +65,4 @@ def _check(tensor: object) -> None:
             f"sparse_allreduce_async takes tensors of layout torch.sparse_coo, got {what}; use "
             f"allreduce for dense ones"
         )
-    check_on_cpu(tensor)
+    check_values(tensor)

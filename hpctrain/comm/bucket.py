@@ -80,6 +80,7 @@ class TensorSpec:
     name: str
     numel: int
     dtype: torch.dtype
+    device: int = 0  # which of the devices that a rank has tensors on; on all ranks the same
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,25 +103,26 @@ def plan_buckets(
     """Pack tensors into buckets, in the order in which they become ready and should travel.
 
     Every tensor lies in exactly one bucket, whole, and starts at a multiple of 64 bytes. A bucket
-    holds one dtype and takes tensors while it stays within ``bucket_bytes``; a tensor that is
-    larger has a bucket to itself. Tensors of one group share a bucket of any size, apart from all
-    others. Buckets are ordered by their first tensor; by their last one, which completes them,
-    where there are groups.
+    holds one dtype of one device and takes tensors while it stays within ``bucket_bytes``; a
+    tensor that is larger has a bucket to itself. Tensors of one group share a bucket of any size,
+    apart from all others. Buckets are ordered by their first tensor; by their last one, which
+    completes them, where there are groups.
 
-    ``bucket_bytes`` is without marks, None for one bucket per dtype; ``marks_per_tensor`` elements
-    are kept free behind the last tensor for each of them; ``groups`` has the number of the group
-    of each tensor, None where it has none; empty for none.
+    ``bucket_bytes`` is without marks, None for one bucket per dtype and device;
+    ``marks_per_tensor`` elements are kept free behind the last tensor for each of them; ``groups``
+    has the number of the group of each tensor, None where it has none; empty for none.
     """
     members: list[list[int]] = []
     used_bytes: list[int] = []
-    open_of: dict[tuple[torch.dtype, int | None], int] = {}
+    open_of: dict[tuple[torch.dtype, int, int | None], int] = {}
     group_of = groups or [None] * len(specs)
     for index, (spec, group) in enumerate(zip(specs, group_of, strict=True)):
         needed = spec.numel * spec.dtype.itemsize
         limit = bucket_bytes if group is None else None
-        bucket = open_of.get((spec.dtype, group))
+        key = spec.dtype, spec.device, group
+        bucket = open_of.get(key)
         if bucket is None or (limit is not None and used_bytes[bucket] + needed > limit):
-            bucket = open_of[spec.dtype, group] = len(members)
+            bucket = open_of[key] = len(members)
             members.append([])
             used_bytes.append(0)
         members[bucket].append(index)

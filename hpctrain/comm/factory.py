@@ -64,6 +64,7 @@ def _facts() -> RankFacts:
         host=socket.gethostname(),
         cores=affinity(),
         cards=num_cards(),
+        devices=torch.accelerator.device_count(),
         launcher=launched.name if launched else "alone",
         scheduler=env.scheduler(),
     )

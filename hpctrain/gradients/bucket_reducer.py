@@ -254,7 +254,7 @@ class Reducer:
             return
         task = torch._C._current_graph_task_id()  # noqa: SLF001
         if task not in self._graph_tasks:
-            self._enter_graph_task(task)
+            self._enter_graph_task(task, _is_outermost_backward(parameter))
         self._num_fires += 1
         slot = self.reduction.slot_of.get(parameter)
         if slot is None:  # it was frozen
@@ -275,8 +275,7 @@ class Reducer:
             slot.forget_result()
         slot.is_result = False
 
-    def _enter_graph_task(self, task: int) -> None:
-        outermost = _is_outermost_backward()
+    def _enter_graph_task(self, task: int, outermost: bool) -> None:  # noqa: FBT001 - reads well
         if outermost and self._has_outer_end:
             self._break_off()
         if not self._graph_tasks:
@@ -449,15 +448,17 @@ def _can_have_gradient(parameter: torch.Tensor) -> bool:
     return parameter.is_leaf and (parameter.is_floating_point() or parameter.is_complex())
 
 
-def _is_outermost_backward() -> bool:
-    """Say whether the running ``backward()`` was not called by another one.
+def _is_outermost_backward(parameter: torch.Tensor) -> bool:
+    """Say whether the ``backward()`` that made a gradient was not called by another one.
 
     Autograd does not tell: a callback queued in a nested backward runs at the nested one's end.
-    All of them enter the engine through one Python function, so its frames are counted.
+    All of them enter the engine through one Python function, so its frames are counted. Gradients
+    of an accelerator are made by a thread of the engine, in which there is no frame of the first.
     """
+    is_in_thread = not parameter.is_cpu and torch._C._is_multithreading_enabled()  # noqa: SLF001
     frame: FrameType | None = sys._getframe()  # noqa: SLF001
     depth = 0
     while frame is not None:
         depth += frame.f_code is _engine_run_backward.__code__
         frame = frame.f_back
-    return depth <= 1
+    return depth <= (0 if is_in_thread else 1)

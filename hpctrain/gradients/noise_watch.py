@@ -1,13 +1,15 @@
 """The gradient noise scale of ranks that average: norms are taken around each bucket's sum."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from weakref import proxy
 
+from torch import Tensor
+
 from hpctrain.core.errors import ConfigError
 from hpctrain.gradients.bucket_reducer import Reducer
-from hpctrain.gradients.reduction import GradientBucket, Reduction, Slot
+from hpctrain.gradients.reduction import GradientBucket, Reduction
 from hpctrain.gradients.sharded_step import ShardedStep
 from hpctrain.gradients.sparse_gradients import SparseSlot
 from hpctrain.optim.adaptive import norms
@@ -61,14 +63,14 @@ class _Watch:
             self._own, self._average, self._has_own = 0.0, 0.0, False
         if count.factor and any(slot.is_present for slot in what.slots):
             self._has_own = True
-            self._own += _square(what.slots) / count.factor**2
+            self._own += _square(what.parts) / count.factor**2
         yield
-        self._average += _square(what.slots)
+        self._average += _square(what.parts)
         if what is buckets[-1]:
             own = [(count.weight * count.nominal, self._own)] if self._has_own else []
             self._noise.add(own, (count.total_weight * count.nominal, self._average))
 
 
-def _square(slots: Sequence[Slot]) -> float:
+def _square(gradients: list[Tensor]) -> float:
     """Return the squared norm of all gradients of a bucket together."""
-    return float(norms([slot.view for slot in slots]).double().square().sum())
+    return float(norms(gradients).double().square().sum())

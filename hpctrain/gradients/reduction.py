@@ -15,6 +15,7 @@ from torch.nn import Parameter
 from hpctrain.comm.agreement import require_equal
 from hpctrain.comm.bucket import BucketPlan, TensorSpec, plan_buckets
 from hpctrain.comm.communicator import Communicator, Work
+from hpctrain.comm.device import StagedBucket
 from hpctrain.comm.plan.plan import Plan
 from hpctrain.comm.threaded import start_on
 from hpctrain.compress.codec import Codec, settings_of
@@ -53,6 +54,7 @@ class Slot(GradientState):
             self.view.dtype == parameter.dtype
             and self.view.shape == parameter.shape
             and self.layout == parameter.stride()
+            and self.view.device == parameter.device
         )
 
     def fill(self, weight: float, *, keeps_result: bool) -> None:
@@ -96,7 +98,7 @@ class Slot(GradientState):
     def is_written(self) -> bool:
         """Whether a program has written to the result where it lies, as clipping does."""
         changed = self.version != self._shown._version  # noqa: SLF001
-        return changed and self.holds_result and self.view.is_cpu and self.view.numel() > 0
+        return changed and self.holds_result and self.view.numel() > 0
 
     def adopt(self) -> None:
         """Take over what is the same on all ranks already, from another place."""
@@ -138,8 +140,11 @@ class Slot(GradientState):
 
 
 def _of_its_own(view: Tensor) -> Tensor:
-    """Return a tensor on the same memory, which has a storage of its own."""
-    if not view.numel() or not view.is_cpu:
+    """Return a tensor on the same memory, which counts writes, and on the CPU has a storage."""
+    if not view.is_cpu:
+        place = view.storage_offset(), view.shape, view.stride()
+        return torch.empty_like(view[:0]).set_(view.untyped_storage(), *place)
+    if not view.numel():
         return view.detach()
     flat = view.as_strided((view.numel(),), (1,))  # it has no gaps
     memory = flat.view(torch.uint8).numpy()
@@ -152,22 +157,34 @@ def _like(parameter: Parameter, place: Tensor) -> Tensor:
     return place.as_strided(parameter.shape, dense.stride())
 
 
+def device_numbers(tensors: Sequence[Tensor]) -> dict[torch.device, int]:
+    """Number the devices of tensors as they come: on other ranks others may have the numbers."""
+    return {device: n for n, device in enumerate(dict.fromkeys(t.device for t in tensors))}
+
+
 class GradientBucket:
     """One message: its slots, and for each a mark that says whether any rank has a gradient."""
 
-    __slots__ = ("bucket", "marks", "memory", "num_empty", "slots")
+    __slots__ = ("bucket", "marks", "memory", "num_empty", "parts", "slots", "staged")
 
     def __init__(
         self, comm: Communicator, parameters: NamedParameters, plan: BucketPlan, index: int
     ) -> None:
-        """Make it by its plan, which numbers the parameters. Collective."""
+        """Make it by its plan, which numbers the parameters, all on one device. Collective."""
         self.bucket = comm.new_bucket(plan.numel, plan.dtype)
         flat, self.slots = self.bucket.flat, list[Slot]()
-        self.marks = flat[plan.numel - len(plan.members) :]
+        self.parts = list[Tensor]()  # what travels of each slot
+        num_elements = plan.numel - len(plan.members)
+        self.marks = flat[num_elements:]
+        device = parameters[plan.members[0]][1].device
+        self.staged = StagedBucket.of(device, self.bucket, num_elements)
+        """Where gradients are, if not on the host."""
+        flat = flat if self.staged is None else self.staged.flat
         for member, offset, mark in zip(plan.members, plan.offsets, self.marks, strict=True):
             name, parameter = parameters[member]
-            place = _like(parameter, flat[offset : offset + parameter.numel()])
-            self.slots.append(Slot(name, parameter, index, place, mark))
+            where = slice(offset, offset + parameter.numel())
+            self.slots.append(Slot(name, parameter, index, _like(parameter, flat[where]), mark))
+            self.parts.append(_like(parameter, self.bucket.flat[where]))
         self.num_empty = len(self.slots)
         self.memory = flat.data_ptr(), flat.data_ptr() + flat.nbytes
         """Its first address, and the one behind it."""
@@ -245,6 +262,9 @@ class Reduction:
         """
         self._groups = self._grouping.numbers([p for _, p in parameters])
         lines = [f"{n} {tuple(p.shape)} {p.dtype} strides {p.stride()}" for n, p in parameters]
+        if len(places := device_numbers([p for _, p in parameters])) > 1:
+            numbers = [places[p.device] for _, p in parameters]
+            lines = [f"{line} device {n}" for line, n in zip(lines, numbers, strict=True)]
         if self._groups:
             pairs = zip(lines, self._groups, strict=True)
             lines = [f"{line} group {group}" for line, group in pairs]
@@ -296,8 +316,10 @@ class Reduction:
             if parameter.grad is not None:
                 parameter.grad = parameter.grad.detach().clone()
                 total = checksum_of(parameter.grad, total)
-        written, step = [s.view for s in self._dense if s.is_written], self.steps.number or 0
-        total ^= sample_of(due(written, step), step)
+        written, step = [s for s in self._dense if s.is_written], self.steps.number or 0
+        total ^= sample_of(due([s.view for s in written if s.view.is_cpu], step), step)
+        for slot in written:  # where looking at values would keep the host waiting
+            total = total if slot.view.is_cpu else crc32(slot.name.encode(), total)
         return total if touched or written else None
 
     def complete(
@@ -368,8 +390,12 @@ class Reduction:
         apart = {} if self._grouping.sparse_as_dense else self._sparse_dims
         order = [i for i in reversed(range(len(named))) if named[i][1] not in apart]
         dense = [named[i] for i in order]
+        places = device_numbers([p for _, p in named])
         plans = plan_buckets(
-            [TensorSpec(name=n, numel=p.numel(), dtype=p.dtype) for n, p in dense],
+            [
+                TensorSpec(name=n, numel=p.numel(), dtype=p.dtype, device=places[p.device])
+                for n, p in dense
+            ],
             None if self._plan.overlap == "end" else self._plan.bucket_bytes,
             marks_per_tensor=1,
             groups=[numbers[i] for i in order] if numbers else (),
@@ -385,8 +411,7 @@ class Reduction:
             slot.sparse_dim = self._sparse_dims.get(slot.parameter)
         self.codec.forget()
         for bucket in self._buckets:
-            parts = [*(slot.view for slot in bucket.slots), bucket.marks]
-            self.codec.prepare(bucket.bucket, parts, self._comm)
+            self.codec.prepare(bucket.bucket, [*bucket.parts, bucket.marks], self._comm)
 
     def _set_by_hand(self, today: NamedParameters) -> list[Tensor]:
         """Return the parameters whose gradients the program has put there."""
@@ -435,6 +460,8 @@ class Reduction:
     def _launch_next(self) -> None:
         bucket = self._buckets[self._next_bucket]
         self._next_bucket += 1
+        if bucket.staged is not None:
+            bucket.staged.depart()
         self._works.append(self._run(self._reduce, bucket))
 
     def _move(self) -> None:
@@ -444,9 +471,15 @@ class Reduction:
         while self._next_bucket < len(self._buckets):
             self._launch_next()
         for sparse in self._sparse:
+            sparse.depart(self.count.factor, keeps_result=self.keeps_result)
             self._works.append(self._run(self._reduce, sparse))
         for work in self._works:
             self._clocked(work.wait)
+        for sparse in self._sparse:
+            sparse.arrive()
+        for bucket in self._buckets:
+            if bucket.staged is not None:
+                bucket.staged.arrive()
 
     def _run(self, function: Callable[..., None], *args: object) -> Work:
         """Carry out what talks to other ranks; a wait of this thread for it is exposed."""
@@ -490,11 +523,14 @@ class Reduction:
     def _reduce(self, what: GradientBucket | SparseSlot) -> None:
         if self._is_refused:
             return
-        count = self.count
+        scale, staged = self.count.scale, what.staged
+        if staged is not None:
+            staged.wait_on_host()
         with torch.no_grad(), self.around(what):
             if isinstance(what, SparseSlot):
-                keeps = self.keeps_result
-                what.reduce(self._comm, count.factor, count.scale, keeps_result=keeps)
+                what.reduce(self._comm, scale)
             else:
                 what.write_marks()
-                self.codec.allreduce_(what.bucket, self._comm, scale=count.scale).wait()
+                self.codec.allreduce_(what.bucket, self._comm, scale=scale).wait()
+        if staged is not None:
+            staged.come_back()

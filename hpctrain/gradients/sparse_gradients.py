@@ -71,13 +71,17 @@ class SparseSlot(GradientState):
     is dense for once, its rows that are not zero travel.
     """
 
-    __slots__ = ("_gradient",)
+    __slots__ = ("_gradient", "_rows", "_total")
+
+    staged = None  # it takes its rows to the host by itself
 
     sparse_dim: int  # the same on every rank
 
     def __init__(self, name: str, parameter: Parameter, sparse_dim: int) -> None:
         super().__init__(name, parameter, sparse_dim)
         self._gradient: Tensor | None = None
+        self._rows: tuple[Tensor, Tensor] | None = None  # what travels, on the host
+        self._total: Tensor | None = None
 
     def holds(self, grad: Tensor) -> bool:
         """Say whether it is the one that a reduction has put there."""
@@ -98,17 +102,22 @@ class SparseSlot(GradientState):
         self._gradient = None if grad is None else as_sparse(grad, self.sparse_dim)
         self.parameter.grad = self._gradient
 
-    def reduce(
-        self, comm: Communicator, weight: float, scale: float | None, *, keeps_result: bool
-    ) -> None:
-        """Replace the gradient by the sum of all ranks' rows, times ``scale``. Collective.
+    def depart(self, weight: float, *, keeps_result: bool) -> None:
+        """Take the rows of this rank, times ``weight``, to the host.
 
-        It stays None where no rank has one. A weight of zero, and what was reduced already where
-        this rank does not keep it, count as no rows.
+        A weight of zero, and what was reduced already where this rank does not keep it, count as
+        no rows.
         """
         counts = weight != 0.0 and (keeps_result or not self.holds_result)
         indices, values = self._own(weight if counts else 0.0)
+        self._rows, self._total = (indices.cpu(), values.cpu()), None
         self.is_result = False
+
+    def reduce(self, comm: Communicator, scale: float | None) -> None:
+        """Sum the rows of all ranks, times ``scale``. Collective."""
+        assert self._rows is not None
+        indices, values = self._rows
+        self._rows = None
         all_indices = comm.all_gather(indices)
         all_values = comm.all_gather(values)
         there = [rank for rank, found in enumerate(all_indices) if found.dim() == 2]
@@ -122,8 +131,13 @@ class SparseSlot(GradientState):
         ).coalesce()
         if scale is not None:
             total.values().mul_(scale)
-        self.parameter.grad = self._gradient = total
-        self.is_result = True
+        self._total = total
+
+    def arrive(self) -> None:
+        """Let the sum be the gradient; it stays None where no rank has one."""
+        if self._total is not None:
+            self.parameter.grad = self._gradient = self._total.to(self.parameter.device)
+            self._total, self.is_result = None, True
 
     def _own(self, weight: float) -> tuple[Tensor, Tensor]:
         """Return ``(sparse dimensions, rows)`` indices and their values; 1-D ones for None."""

@@ -26,6 +26,7 @@ from hpctrain.negotiation.request import (
     Result,
     Take,
     TensorHandle,
+    through_host,
 )
 
 if TYPE_CHECKING:
@@ -107,6 +108,8 @@ class Controller:
         One that ``is_awaited`` at once begins when its handle is waited for.
         ``DuplicateNameError`` if an operation of this name is under way on this rank.
         """
+        if not all(tensor.is_cpu for tensor in request.tensors):
+            request, take = through_host(request, take)
         handle = Handle(self, request, take=take)
         self._enter(handle)
         if not is_awaited:

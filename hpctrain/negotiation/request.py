@@ -102,9 +102,9 @@ class Request:
     ) -> None:
         """Take what the caller gave; arguments were checked before.
 
-        A ``name`` of None means the next number of a kind. Tensors, dense and on the CPU, belong
-        to the operation until it is done, which replaces them if it is ``in_place``. The ``root``
-        is numbered in the process set; ``splits`` are the rows of an all-to-all for each rank.
+        A ``name`` of None means the next number of a kind. Dense tensors belong to the operation
+        until it is done, which replaces them if it is ``in_place``. The ``root`` is numbered in
+        the process set; ``splits`` are the rows of an all-to-all for each rank.
         """
         self.kind, self.name, self.in_place, self.splits = kind, name, in_place, splits
         self.tensors = tensors = tuple(tensors)
@@ -131,6 +131,39 @@ for a barrier."""
 
 
 Take = Callable[[Result], Any]  # makes what the user gets of the result of a request
+
+
+def through_host(request: Request, take: Take | None) -> tuple[Request, Take]:
+    """Return what is to be done instead where tensors are on devices: the same on the host.
+
+    What the program has queued for them is waited for. The result goes to where each tensor is,
+    when it is taken for the first time.
+    """
+    tensors, found = request.tensors, list[Any]()
+    op, prescale, postscale, root = request.signature[3:7]
+    copy = Request(
+        request.kind,
+        request.name,
+        [tensor.detach().cpu() for tensor in tensors],
+        in_place=request.in_place,
+        op=op,
+        prescale=prescale,
+        postscale=postscale,
+        root=root,
+        splits=request.splits,
+    )
+
+    def bring_back(result: Result) -> Any:
+        if not found and request.in_place:
+            for tensor, made in zip(tensors, result, strict=True):
+                tensor.detach().copy_(made)
+            found.extend(tensors)
+        elif not found:
+            moved = [m.to(t.device) for t, m in zip(tensors, result, strict=False)]
+            found.extend([*moved, *result[len(moved) :]])
+        return list(found) if take is None else take(found)
+
+    return copy, bring_back
 
 
 class Handle:

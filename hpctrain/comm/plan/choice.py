@@ -51,8 +51,9 @@ def choose_plan(
     overlap = settings.overlap
     if overlap == "auto":
         # A thread that sums competes with backward for cores; without a free one it only delays.
+        # Where backward runs on an accelerator, the thread of the program has little to do.
         num_busy = (max(threads) + 1) * len(topology.core_peers)
-        free_core = topology.num_peer_cores >= num_busy
+        free_core = topology.devices > 0 or topology.num_peer_cores >= num_busy
         overlap = "thread" if free_core else "end"
     one_level = topology.num_nodes == 1 or node_memory == "none"
     tensors = _tensors_of(topology, node_memory, in_turns=bool(topology.shared_cores))
