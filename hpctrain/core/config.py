@@ -147,6 +147,9 @@ class Settings:
     horovod_way: Annotated[str, _one_of("auto", "flat", "two-level")] = "auto"
     """How sums of the engine ``horovod`` travel between nodes: ``flat``, ``two-level``, or
     ``auto``, which is ``flat``."""
+    device_sums: Annotated[str, _one_of("auto", "host")] = "auto"
+    """Where gradients of accelerators are summed inside a node: ``auto`` where they are, if that
+    can be, else by way of the ``host``."""
     alone: Annotated[bool, _flag] = False
     """Allow a process to be a world of one where a launcher or a job speaks of several ranks."""
 
@@ -202,6 +205,15 @@ def may_be_alone(environ: Mapping[str, str] = os.environ) -> bool:
     """
     said = _read("alone", environ)
     return said is not None and said.value
+
+
+def device_sums(environ: Mapping[str, str] = os.environ) -> str:
+    """Return what HPCTRAIN_DEVICE_SUMS says; no other variable is read.
+
+    Raises ``ConfigError``: its value is not valid.
+    """
+    said = _read("device_sums", environ)
+    return "auto" if said is None else str(said.value)
 
 
 def records_folder(environ: Mapping[str, str] = os.environ) -> Path | None:

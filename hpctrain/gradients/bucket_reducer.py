@@ -19,8 +19,9 @@ from torch.nn import Parameter
 from hpctrain.comm.eager import eager
 from hpctrain.core.errors import CommError, ConfigError, MismatchError
 from hpctrain.gradients.checked_steps import CheckedSteps
+from hpctrain.gradients.gradient_bucket import Slot
 from hpctrain.gradients.parameter_names import NamedParameters
-from hpctrain.gradients.reduction import Reduction, Slot
+from hpctrain.gradients.reduction import Reduction
 from hpctrain.gradients.sparse_gradients import SparseSlot, writes_of
 from hpctrain.gradients.step_check import Announcement, Opening
 

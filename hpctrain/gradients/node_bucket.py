@@ -18,7 +18,7 @@ from hpctrain.comm.node.segments import LINE_BYTES
 from hpctrain.comm.node.shared_memory import SharedMemory
 from hpctrain.comm.ops import Combination, Op, combination
 from hpctrain.gradients.elementwise import Part
-from hpctrain.gradients.reduction import GradientBucket, Slot
+from hpctrain.gradients.gradient_bucket import GradientBucket, Slot
 
 _STATE_BYTES = 2 << 20
 """Of state that a step works on at once: all that belongs to it stays in the last-level cache, and

@@ -20,8 +20,8 @@ from hpctrain.comm.threaded import start_on
 from hpctrain.compress.codec import Codec, Identity, TensorByTensor
 from hpctrain.core.errors import ConfigError
 from hpctrain.gradients.elementwise import Part, PieceStep
+from hpctrain.gradients.gradient_bucket import GradientBucket, Slot
 from hpctrain.gradients.node_bucket import MASTER, Chunk, NodeBucket, Piece
-from hpctrain.gradients.reduction import GradientBucket, Slot
 from hpctrain.gradients.weight_sample import checksum_of, due, sample_of
 from hpctrain.runtime import world
 

@@ -5,11 +5,13 @@ from contextlib import contextmanager
 from typing import Any
 from weakref import proxy
 
+import torch
 from torch import Tensor
 
 from hpctrain.core.errors import ConfigError
 from hpctrain.gradients.bucket_reducer import Reducer
-from hpctrain.gradients.reduction import GradientBucket, Reduction
+from hpctrain.gradients.gradient_bucket import GradientBucket
+from hpctrain.gradients.reduction import Reduction
 from hpctrain.gradients.sharded_step import ShardedStep
 from hpctrain.gradients.sparse_gradients import SparseSlot
 from hpctrain.optim.adaptive import norms
@@ -58,6 +60,7 @@ class _Watch:
         if isinstance(what, SparseSlot):
             yield
             return
+        _wait_for([slot.view for slot in what.slots])
         buckets, count = self._reduction._buckets, self._reduction.count  # noqa: SLF001
         if what is buckets[0]:
             self._own, self._average, self._has_own = 0.0, 0.0, False
@@ -65,12 +68,19 @@ class _Watch:
             self._has_own = True
             self._own += _square(what.parts) / count.factor**2
         yield
+        _wait_for([slot.view for slot in what.slots])
         self._average += _square(what.parts)
         if what is buckets[-1]:
             own = [(count.weight * count.nominal, self._own)] if self._has_own else []
             self._noise.add(own, (count.total_weight * count.nominal, self._average))
 
 
+def _wait_for(gradients: list[Tensor]) -> None:
+    """Let the host wait for gradients of an accelerator: it reads them."""
+    if not gradients[0].is_cpu:
+        torch.accelerator.synchronize(gradients[0].device)
+
+
 def _square(gradients: list[Tensor]) -> float:
     """Return the squared norm of all gradients of a bucket together."""
-    return float(norms(gradients).double().square().sum())
+    return float(norms([g.cpu() for g in gradients]).double().square().sum())

@@ -20,8 +20,8 @@ from hpctrain.comm.node.shared_memory import combine_to
 from hpctrain.comm.ops import Op, combination
 from hpctrain.comm.threaded import ThreadedCommunicator, start_on
 from hpctrain.core.errors import NodeMemoryError
+from hpctrain.gradients.gradient_bucket import GradientBucket, Slot
 from hpctrain.gradients.node_bucket import NodeTensor
-from hpctrain.gradients.reduction import GradientBucket, Slot
 from hpctrain.gradients.sample_count import SampleCount
 from hpctrain.gradients.sparse_gradients import writes_of
 from hpctrain.gradients.step_check import Announcement

@@ -6,195 +6,29 @@ All ranks have the same buckets and send them in one order, behind the message o
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from hpctrain.comm.agreement import require_equal
-from hpctrain.comm.bucket import BucketPlan, TensorSpec, plan_buckets
+from hpctrain.comm.bucket import Bucket, BucketPlan, TensorSpec, plan_buckets
 from hpctrain.comm.communicator import Communicator, Work
-from hpctrain.comm.device import StagedBucket
 from hpctrain.comm.plan.plan import Plan
 from hpctrain.comm.threaded import start_on
-from hpctrain.compress.codec import Codec, settings_of
+from hpctrain.compress.codec import Codec, Identity, settings_of
 from hpctrain.compress.savings import Savings, savings_of
+from hpctrain.core import config, logs
 from hpctrain.core.checksum import crc32
 from hpctrain.core.errors import CommError
 from hpctrain.gradients.checked_steps import CheckedSteps
+from hpctrain.gradients.gradient_bucket import GradientBucket, Slot
 from hpctrain.gradients.parameter_names import Grouping, NamedParameters
 from hpctrain.gradients.sample_count import SampleCount
-from hpctrain.gradients.sparse_gradients import GradientState, SparseSlot, as_sparse
+from hpctrain.gradients.sparse_gradients import SparseSlot
 from hpctrain.gradients.step_check import Announcement, Opening
 from hpctrain.gradients.weight_sample import checksum_of, due, sample_of
-
-
-class Slot(GradientState):
-    """The place of one parameter's gradient in its bucket.
-
-    ``.grad`` shares its memory and nothing else: what a program does to the ``data`` or storage
-    of that tensor leaves the place as it is.
-    """
-
-    def __init__(
-        self, name: str, parameter: Parameter, bucket: int, view: Tensor, mark: Tensor
-    ) -> None:
-        super().__init__(name, parameter, None)
-        self.bucket, self.view, self.mark = bucket, view, mark
-        self.layout, self.is_filled = parameter.stride(), False
-        self.version = 0  # of ``.grad`` when it came out of a reduction
-        self._address = view.data_ptr()
-        self._shown = _of_its_own(view)
-        self._sparse_grad: Tensor | None = None
-
-    def fits(self, parameter: Tensor) -> bool:
-        """Say whether the parameter still has the dtype, shape and strides of its place."""
-        return (
-            self.view.dtype == parameter.dtype
-            and self.view.shape == parameter.shape
-            and self.layout == parameter.stride()
-            and self.view.device == parameter.device
-        )
-
-    def fill(self, weight: float, *, keeps_result: bool) -> None:
-        """Put the gradient, times ``weight``, into its place, and let ``.grad`` be that place.
-
-        Without a gradient that is zeros. With a weight of zero too: the mean over no samples is
-        NaN. What was reduced already is added where this rank ``keeps_result``.
-        """
-        grad = self.parameter.grad
-        self.is_filled = True
-        self.is_present = grad is not None
-        if grad is None:
-            self.view.zero_()
-            return
-        if grad.is_sparse:
-            self.sparse_dim = grad.sparse_dim()
-        if weight == 0.0 or (not keeps_result and self.holds_result):
-            self.view.zero_()
-        elif not grad.is_sparse and self.holds(grad):
-            if weight != 1.0:
-                self.view.mul_(weight)
-            return
-        else:
-            dense = grad.to_dense() if grad.is_sparse else grad.detach()
-            if weight == 1.0:
-                self.view.copy_(dense)
-            else:
-                torch.mul(dense, weight, out=self.view)
-        self._show()
-
-    def settle(self) -> None:
-        """After the sum: give the parameter its gradient, also if only other ranks had one."""
-        if not self.is_present and self.mark.item() > 0:
-            self._show()
-        if self.sparse_dim is not None and self.parameter.grad is not None:
-            self.parameter.grad = self._sparse_grad = as_sparse(self.view, self.sparse_dim)
-        self.is_result = self.parameter.grad is not None
-        self.version = self._shown._version  # noqa: SLF001
-
-    @property
-    def is_written(self) -> bool:
-        """Whether a program has written to the result where it lies, as clipping does."""
-        changed = self.version != self._shown._version  # noqa: SLF001
-        return changed and self.holds_result and self.view.numel() > 0
-
-    def adopt(self) -> None:
-        """Take over what is the same on all ranks already, from another place."""
-        grad = self.parameter.grad
-        self.is_present = self.is_result = grad is not None
-        if grad is None:
-            return
-        if grad.is_sparse:
-            self.sparse_dim = grad.sparse_dim()
-        if self.sparse_dim is None:
-            self.view.copy_(grad.detach())
-            self._show()
-        else:
-            self.parameter.grad = self._sparse_grad = as_sparse(grad, self.sparse_dim)
-
-    def forget_result(self) -> None:
-        """Let ``.grad`` be zeros: another rank keeps the sum that was there."""
-        grad = self.parameter.grad
-        if grad is not None and grad.is_sparse:
-            self.parameter.grad = None
-        else:
-            self.view.zero_()
-
-    def holds(self, grad: Tensor) -> bool:
-        """Say whether a gradient of the parameter lies in its place, as it should."""
-        if grad.is_sparse:
-            return grad is self._sparse_grad
-        return (
-            (grad.data_ptr() == self._address or not grad.numel())
-            and grad.stride() == self.view.stride()
-            and grad.dtype == self.view.dtype
-            and not (grad.is_conj() or grad.is_neg())
-        )
-
-    def _show(self) -> None:
-        if self._shown.data_ptr() != self._address:  # a program has moved the storage
-            self._shown = _of_its_own(self.view)
-        self.parameter.grad = self._shown.detach()
-
-
-def _of_its_own(view: Tensor) -> Tensor:
-    """Return a tensor on the same memory, which counts writes, and on the CPU has a storage."""
-    if not view.is_cpu:
-        place = view.storage_offset(), view.shape, view.stride()
-        return torch.empty_like(view[:0]).set_(view.untyped_storage(), *place)
-    if not view.numel():
-        return view.detach()
-    flat = view.as_strided((view.numel(),), (1,))  # it has no gaps
-    memory = flat.view(torch.uint8).numpy()
-    return torch.frombuffer(memory, dtype=view.dtype).as_strided(view.shape, view.stride())
-
-
-def _like(parameter: Parameter, place: Tensor) -> Tensor:
-    """View ``place`` with the parameter's strides, which fused optimizers want of gradients."""
-    dense = torch.empty_like(parameter, device="meta")  # keeps strides that have no gaps
-    return place.as_strided(parameter.shape, dense.stride())
-
-
-def device_numbers(tensors: Sequence[Tensor]) -> dict[torch.device, int]:
-    """Number the devices of tensors as they come: on other ranks others may have the numbers."""
-    return {device: n for n, device in enumerate(dict.fromkeys(t.device for t in tensors))}
-
-
-class GradientBucket:
-    """One message: its slots, and for each a mark that says whether any rank has a gradient."""
-
-    __slots__ = ("bucket", "marks", "memory", "num_empty", "parts", "slots", "staged")
-
-    def __init__(
-        self, comm: Communicator, parameters: NamedParameters, plan: BucketPlan, index: int
-    ) -> None:
-        """Make it by its plan, which numbers the parameters, all on one device. Collective."""
-        self.bucket = comm.new_bucket(plan.numel, plan.dtype)
-        flat, self.slots = self.bucket.flat, list[Slot]()
-        self.parts = list[Tensor]()  # what travels of each slot
-        num_elements = plan.numel - len(plan.members)
-        self.marks = flat[num_elements:]
-        device = parameters[plan.members[0]][1].device
-        self.staged = StagedBucket.of(device, self.bucket, num_elements)
-        """Where gradients are, if not on the host."""
-        flat = flat if self.staged is None else self.staged.flat
-        for member, offset, mark in zip(plan.members, plan.offsets, self.marks, strict=True):
-            name, parameter = parameters[member]
-            where = slice(offset, offset + parameter.numel())
-            self.slots.append(Slot(name, parameter, index, _like(parameter, flat[where]), mark))
-            self.parts.append(_like(parameter, self.bucket.flat[where]))
-        self.num_empty = len(self.slots)
-        self.memory = flat.data_ptr(), flat.data_ptr() + flat.nbytes
-        """Its first address, and the one behind it."""
-
-    def write_marks(self) -> None:
-        """Say which parameters have a gradient on this rank."""
-        self.marks.fill_(1)
-        for slot in self.slots:
-            if not slot.is_present:
-                slot.mark.zero_()
 
 
 class Reduction:
@@ -400,7 +234,7 @@ class Reduction:
             marks_per_tensor=1,
             groups=[numbers[i] for i in order] if numbers else (),
         )
-        self._buckets = [GradientBucket(self._comm, dense, p, i) for i, p in enumerate(plans)]
+        self._buckets = self._new_buckets(dense, plans)
         self._dense = [slot for bucket in self._buckets for slot in bucket.slots]
         self._memory = [bucket.memory for bucket in self._buckets]
         self._sparse = [SparseSlot(n, p, apart[p]) for n, p in named if p in apart]
@@ -412,6 +246,42 @@ class Reduction:
         self.codec.forget()
         for bucket in self._buckets:
             self.codec.prepare(bucket.bucket, [*bucket.parts, bucket.marks], self._comm)
+
+    def _new_buckets(
+        self, dense: NamedParameters, plans: Sequence[BucketPlan]
+    ) -> list[GradientBucket]:
+        """Make buckets, summed on accelerators where all ranks can do that. Collective."""
+
+        def make(*, by_peers: bool) -> list[GradientBucket]:
+            return [
+                GradientBucket(self._comm, dense, plan, index, by_peers=by_peers)
+                for index, plan in enumerate(plans)
+            ]
+
+        refusals = self._comm.allgather_object(self._why_by_host(dense))
+        refusal = next((text for text in refusals if text), "")
+        if not refusal:
+            try:
+                return make(by_peers=True)
+            except CommError as error:
+                refusal = str(error)
+        if any(not p.is_cpu for _, p in dense):
+            logs.logger.info("gradients of accelerators are summed by the host: %s", refusal)
+        return make(by_peers=False)
+
+    def _why_by_host(self, dense: NamedParameters) -> str:
+        """Say why the host is to sum what accelerators have; empty if it need not."""
+        kinds = {p.device.type for _, p in dense} - {"cuda"}
+        levels = self._comm.levels
+        if kinds or not dense:
+            return f"parameters are on {', '.join(sorted(kinds)) or 'no device'}"
+        if config.device_sums() == "host":
+            return "HPCTRAIN_DEVICE_SUMS=host"
+        if not isinstance(self.codec, Identity):
+            return f"the codec {type(self.codec).__name__} is there"
+        if levels is None or levels.num_rails:
+            return "the ranks do not all share the memory of one node"
+        return ""
 
     def _set_by_hand(self, today: NamedParameters) -> list[Tensor]:
         """Return the parameters whose gradients the program has put there."""
@@ -460,8 +330,7 @@ class Reduction:
     def _launch_next(self) -> None:
         bucket = self._buckets[self._next_bucket]
         self._next_bucket += 1
-        if bucket.staged is not None:
-            bucket.staged.depart()
+        bucket.place.depart()
         self._works.append(self._run(self._reduce, bucket))
 
     def _move(self) -> None:
@@ -478,8 +347,7 @@ class Reduction:
         for sparse in self._sparse:
             sparse.arrive()
         for bucket in self._buckets:
-            if bucket.staged is not None:
-                bucket.staged.arrive()
+            bucket.place.arrive()
 
     def _run(self, function: Callable[..., None], *args: object) -> Work:
         """Carry out what talks to other ranks; a wait of this thread for it is exposed."""
@@ -523,14 +391,17 @@ class Reduction:
     def _reduce(self, what: GradientBucket | SparseSlot) -> None:
         if self._is_refused:
             return
-        scale, staged = self.count.scale, what.staged
-        if staged is not None:
-            staged.wait_on_host()
         with torch.no_grad(), self.around(what):
             if isinstance(what, SparseSlot):
-                what.reduce(self._comm, scale)
+                what.reduce(self._comm, self.count.scale)
             else:
                 what.write_marks()
-                self.codec.allreduce_(what.bucket, self._comm, scale=scale).wait()
-        if staged is not None:
-            staged.come_back()
+                what.place.reduce(partial(self._sum_on_host, what.bucket), self.count.scale)
+
+    def _sum_on_host(self, bucket: Bucket) -> None:
+        self.codec.allreduce_(bucket, self._comm, scale=self.count.scale).wait()
+
+
+def device_numbers(tensors: Sequence[Tensor]) -> dict[torch.device, int]:
+    """Number the devices of tensors as they come: on other ranks others may have the numbers."""
+    return {device: n for n, device in enumerate(dict.fromkeys(t.device for t in tensors))}

@@ -25,11 +25,12 @@ from hpctrain.core.checksum import crc32
 from hpctrain.core.errors import CommError, ConfigError
 from hpctrain.gradients.bucket_reducer import ParameterSource, Reducer
 from hpctrain.gradients.elementwise import PieceStep
+from hpctrain.gradients.gradient_bucket import Slot
 from hpctrain.gradients.node_bucket import Chunk, NodeBucket, NodeTensor, by_group
 from hpctrain.gradients.node_values import NodeValues
 from hpctrain.gradients.parameter_names import NamedParameters
 from hpctrain.gradients.rail_sums import RailSums, weighted
-from hpctrain.gradients.reduction import Reduction, Slot
+from hpctrain.gradients.reduction import Reduction
 from hpctrain.gradients.sparse_gradients import SparseSlot, writes_of
 from hpctrain.gradients.step_check import Announcement, Opening
 

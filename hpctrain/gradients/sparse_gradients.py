@@ -73,8 +73,6 @@ class SparseSlot(GradientState):
 
     __slots__ = ("_gradient", "_rows", "_total")
 
-    staged = None  # it takes its rows to the host by itself
-
     sparse_dim: int  # the same on every rank
 
     def __init__(self, name: str, parameter: Parameter, sparse_dim: int) -> None:

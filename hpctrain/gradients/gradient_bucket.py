@@ -1,0 +1,179 @@
+"""One message of gradients: the place of each in it, and a mark that says whether it is there."""
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from hpctrain.comm.bucket import BucketPlan
+from hpctrain.comm.communicator import Communicator
+from hpctrain.comm.place import new_place
+from hpctrain.gradients.parameter_names import NamedParameters
+from hpctrain.gradients.sparse_gradients import GradientState, as_sparse
+
+
+class Slot(GradientState):
+    """The place of one parameter's gradient in its bucket.
+
+    ``.grad`` shares its memory and nothing else: what a program does to the ``data`` or storage
+    of that tensor leaves the place as it is.
+    """
+
+    def __init__(
+        self, name: str, parameter: Parameter, bucket: int, view: Tensor, mark: Tensor
+    ) -> None:
+        super().__init__(name, parameter, None)
+        self.bucket, self.view, self.mark = bucket, view, mark
+        self.layout, self.is_filled = parameter.stride(), False
+        self.version = 0  # of ``.grad`` when it came out of a reduction
+        self._address = view.data_ptr()
+        self._shown = _of_its_own(view)
+        self._sparse_grad: Tensor | None = None
+
+    def fits(self, parameter: Tensor) -> bool:
+        """Say whether the parameter still has the dtype, shape and strides of its place."""
+        return (
+            self.view.dtype == parameter.dtype
+            and self.view.shape == parameter.shape
+            and self.layout == parameter.stride()
+            and self.view.device == parameter.device
+        )
+
+    def fill(self, weight: float, *, keeps_result: bool) -> None:
+        """Put the gradient, times ``weight``, into its place, and let ``.grad`` be that place.
+
+        Without a gradient that is zeros. With a weight of zero too: the mean over no samples is
+        NaN. What was reduced already is added where this rank ``keeps_result``.
+        """
+        grad = self.parameter.grad
+        self.is_filled = True
+        self.is_present = grad is not None
+        if grad is None:
+            self.view.zero_()
+            return
+        if grad.is_sparse:
+            self.sparse_dim = grad.sparse_dim()
+        if weight == 0.0 or (not keeps_result and self.holds_result):
+            self.view.zero_()
+        elif not grad.is_sparse and self.holds(grad):
+            if weight != 1.0:
+                self.view.mul_(weight)
+            return
+        else:
+            dense = grad.to_dense() if grad.is_sparse else grad.detach()
+            if weight == 1.0:
+                self.view.copy_(dense)
+            else:
+                torch.mul(dense, weight, out=self.view)
+        self._show()
+
+    def settle(self) -> None:
+        """After the sum: give the parameter its gradient, also if only other ranks had one."""
+        if not self.is_present and self.mark.item() > 0:
+            self._show()
+        if self.sparse_dim is not None and self.parameter.grad is not None:
+            self.parameter.grad = self._sparse_grad = as_sparse(self.view, self.sparse_dim)
+        self.is_result = self.parameter.grad is not None
+        self.version = self._shown._version  # noqa: SLF001
+
+    @property
+    def is_written(self) -> bool:
+        """Whether a program has written to the result where it lies, as clipping does."""
+        changed = self.version != self._shown._version  # noqa: SLF001
+        return changed and self.holds_result and self.view.numel() > 0
+
+    def adopt(self) -> None:
+        """Take over what is the same on all ranks already, from another place."""
+        grad = self.parameter.grad
+        self.is_present = self.is_result = grad is not None
+        if grad is None:
+            return
+        if grad.is_sparse:
+            self.sparse_dim = grad.sparse_dim()
+        if self.sparse_dim is None:
+            self.view.copy_(grad.detach())
+            self._show()
+        else:
+            self.parameter.grad = self._sparse_grad = as_sparse(grad, self.sparse_dim)
+
+    def forget_result(self) -> None:
+        """Let ``.grad`` be zeros: another rank keeps the sum that was there."""
+        grad = self.parameter.grad
+        if grad is not None and grad.is_sparse:
+            self.parameter.grad = None
+        else:
+            self.view.zero_()
+
+    def holds(self, grad: Tensor) -> bool:
+        """Say whether a gradient of the parameter lies in its place, as it should."""
+        if grad.is_sparse:
+            return grad is self._sparse_grad
+        return (
+            (grad.data_ptr() == self._address or not grad.numel())
+            and grad.stride() == self.view.stride()
+            and grad.dtype == self.view.dtype
+            and not (grad.is_conj() or grad.is_neg())
+        )
+
+    def _show(self) -> None:
+        if self._shown.data_ptr() != self._address:  # a program has moved the storage
+            self._shown = _of_its_own(self.view)
+        self.parameter.grad = self._shown.detach()
+
+
+def _of_its_own(view: Tensor) -> Tensor:
+    """Return a tensor on the same memory, which counts writes, and on the CPU has a storage."""
+    if not view.is_cpu:
+        place = view.storage_offset(), view.shape, view.stride()
+        return torch.empty_like(view[:0]).set_(view.untyped_storage(), *place)
+    if not view.numel():
+        return view.detach()
+    flat = view.as_strided((view.numel(),), (1,))  # it has no gaps
+    memory = flat.view(torch.uint8).numpy()
+    return torch.frombuffer(memory, dtype=view.dtype).as_strided(view.shape, view.stride())
+
+
+def _like(parameter: Parameter, place: Tensor) -> Tensor:
+    """View ``place`` with the parameter's strides, which fused optimizers want of gradients."""
+    dense = torch.empty_like(parameter, device="meta")  # keeps strides that have no gaps
+    return place.as_strided(parameter.shape, dense.stride())
+
+
+class GradientBucket:
+    """One message: its slots, and for each a mark that says whether any rank has a gradient."""
+
+    __slots__ = ("bucket", "marks", "memory", "num_empty", "parts", "place", "slots")
+
+    def __init__(
+        self,
+        comm: Communicator,
+        parameters: NamedParameters,
+        plan: BucketPlan,
+        index: int,
+        *,
+        by_peers: bool,
+    ) -> None:
+        """Make it by its plan, which numbers the parameters, all on one device. Collective.
+
+        ``by_peers`` is for ``new_place``.
+        """
+        num_marks, device = len(plan.members), parameters[plan.members[0]][1].device
+        room = plan.numel - num_marks, num_marks, plan.dtype
+        self.bucket, self.place = new_place(comm, device, *room, by_peers=by_peers)
+        flat, travels = self.place.flat, self.place.travels
+        self.marks = self.bucket.flat[self.bucket.numel - num_marks :]
+        self.slots, self.parts = list[Slot](), list[Tensor]()  # the latter: where each is summed
+        for member, offset, mark in zip(plan.members, plan.offsets, self.marks, strict=True):
+            name, parameter = parameters[member]
+            where = slice(offset, offset + parameter.numel())
+            self.slots.append(Slot(name, parameter, index, _like(parameter, flat[where]), mark))
+            self.parts.append(_like(parameter, travels[where]))
+        self.num_empty = len(self.slots)
+        self.memory = flat.data_ptr(), flat.data_ptr() + flat.nbytes
+        """Its first address, and the one behind it."""
+
+    def write_marks(self) -> None:
+        """Say which parameters have a gradient on this rank."""
+        self.marks.fill_(1)
+        for slot in self.slots:
+            if not slot.is_present:
+                slot.mark.zero_()
