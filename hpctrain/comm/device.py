@@ -53,11 +53,18 @@ class Device:
         """
         return False
 
-    def shared_event(self, comm: Communicator) -> tuple[torch.Event, list[torch.Event]]:  # noqa: ARG002
-        """Make an event, and return those of all ranks, too. Collective.
+    def pinned(self, like: Tensor) -> Tensor:
+        """Make memory of the host that streams copy from and to by themselves."""
+        return torch.empty_like(like, device="cpu", pin_memory=True)
+
+    def shared_event(
+        self, comm: Communicator, members: Sequence[int]
+    ) -> tuple[torch.Event, list[torch.Event]]:
+        """Make an event, and return those of some ranks, too. Collective over all.
 
         ``CommError``, on all ranks, where a stream cannot wait for what another process does.
         """
+        del comm, members
         raise CommError(f"processes share no events of {self.device.type}")
 
 
@@ -99,15 +106,22 @@ class CudaDevice(Device):
         weakref.finalize(owner, let_go).atexit = False
         return True
 
-    def shared_event(self, comm: Communicator) -> tuple[torch.Event, list[torch.Event]]:
+    def shared_event(
+        self, comm: Communicator, members: Sequence[int]
+    ) -> tuple[torch.Event, list[torch.Event]]:
         """Make an event that other processes map."""
-        made = torch.cuda.Event(interprocess=True)
-        with torch.cuda.device(self.device):
-            given = comm.allgather_object(made.ipc_handle())
-        of_others = torch.cuda.Event.from_ipc_handle
+        made: Any = torch.cuda.Event(interprocess=True)
+        try:
+            with torch.cuda.device(self.device):
+                mine = made.ipc_handle()
+        except RuntimeError as error:
+            mine = f"rank {comm.rank} has no event of {self.device} for other processes: {error}"
+        given = comm.allgather_object(mine)
+        if refusals := [one for one in given if isinstance(one, str)]:
+            raise CommError(refusals[0])
+        mapped: Any = torch.cuda.Event.from_ipc_handle
         return made, [
-            made if rank == comm.rank else of_others(self.device, handle)
-            for rank, handle in enumerate(given)
+            made if rank == comm.rank else mapped(self.device, given[rank]) for rank in members
         ]
 
 

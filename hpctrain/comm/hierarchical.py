@@ -74,6 +74,11 @@ class HierarchicalCommunicator(MpiCommunicator):
         """The steps of a bucket's all-reduce: those of this class."""
         return self
 
+    @property
+    def node_ranks(self) -> Sequence[int]:
+        """Numbers of the ranks of this node, by local rank."""
+        return self.node.ranks_of(self._comm)
+
     def use(self, plan: Plan) -> None:
         """Choose algorithms by ``plan``, which has as many rails, from now on.
 

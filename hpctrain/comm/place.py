@@ -73,11 +73,12 @@ def new_place(
 ) -> New:
     """Make room for ``numel`` elements on a device, and for marks, on the host. Collective.
 
-    ``by_peers`` sums elements of an accelerator where they are: ``CommError``, on all ranks, where
-    that cannot be.
+    ``by_peers`` sums elements of an accelerator where they are, if ``comm`` has levels:
+    ``CommError``, on all ranks, where that cannot be.
     """
     if device.type != "cpu" and by_peers:
-        there = PeerBucket(device_of(device), comm, numel, dtype)
+        assert comm.levels is not None
+        there = PeerBucket(device_of(device), comm, comm.levels, numel, dtype)
         return New(comm.new_bucket(num_marks, dtype), there)
     bucket = comm.new_bucket(numel + num_marks, dtype)
     if device.type == "cpu":

@@ -279,8 +279,8 @@ class Reduction:
             return "HPCTRAIN_DEVICE_SUMS=host"
         if not isinstance(self.codec, Identity):
             return f"the codec {type(self.codec).__name__} is there"
-        if levels is None or levels.num_rails:
-            return "the ranks do not all share the memory of one node"
+        if levels is None:
+            return "the ranks of a node do not share its memory"
         return ""
 
     def _set_by_hand(self, today: NamedParameters) -> list[Tensor]:

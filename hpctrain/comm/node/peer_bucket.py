@@ -1,61 +1,91 @@
-"""Buckets on accelerators of one node, summed where they are: nothing goes through the host.
+"""Buckets on accelerators: summed on those of a node where they are, then once between nodes.
 
-As in the memory of the node, each local rank sums its slice over all ranks' buckets and writes the
-sum into each of them. The ranks meet on the host, twice, when they have queued what the others
-wait for; the work itself waits in the streams, and the host for none of it.
+As in the memory of the node, a local rank sums its slice over all ranks' buckets and writes the
+sum into each of them; between nodes the slice alone passes through the host, by its rail. The
+ranks of a node meet on the host, twice, when they have queued what the others wait for; the work
+itself waits in the streams, and on one node the host for none of it.
 """
 
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
 
 from hpctrain.comm.bucket import slice_bounds
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.device import Device
+from hpctrain.comm.hierarchical import HierarchicalCommunicator, scaled_when
 from hpctrain.comm.node.peer_memory import segment_for
-from hpctrain.comm.node.shared_memory import combine, spread
-from hpctrain.comm.ops import Op, combination
+from hpctrain.comm.node.shared_memory import combine_to
+from hpctrain.comm.ops import Op, combination, scale_
 
 
 class PeerBucket:
-    """Elements on this rank's device, and those of the others of its node, mapped here."""
+    """Elements on this rank's accelerator, and those of the others of its node, mapped here."""
 
-    def __init__(self, device: Device, comm: Communicator, numel: int, dtype: torch.dtype) -> None:
-        """Make ``numel`` zeros on the device of each rank. Collective.
+    def __init__(
+        self,
+        device: Device,
+        comm: Communicator,
+        levels: HierarchicalCommunicator,
+        numel: int,
+        dtype: torch.dtype,
+    ) -> None:
+        """Make ``numel`` zeros on the accelerator of each rank. Collective.
 
-        ``CommError``, on all ranks, where a device cannot reach the memory of another.
+        ``CommError``, on all ranks, where one cannot reach the memory of another of its node.
         """
-        self._device, self._comm = device, comm
-        self._how = combination(dtype, Op.SUM)
-        segment = segment_for(self, comm, max(numel, 1) * dtype.itemsize, device.device)
+        self._device, self._levels = device, levels
+        self._how, members = combination(dtype, Op.SUM), levels.node_ranks
+        num_bytes = max(numel, 1) * dtype.itemsize
+        segment = segment_for(self, comm, members, num_bytes, device.device)
+        self._full, self._fulls = device.shared_event(comm, members)
+        self._done, self._dones = device.shared_event(comm, members)
+        self._back, self._on_host = device.new_event(), device.new_event()
         peers = [raw.view(dtype)[:numel] for raw in segment.peers]
-        self.flat = self.travels = peers[comm.rank]
-        own = slice_bounds(numel, comm.size, comm.rank)
-        self._parts: list[Tensor] = [peer[own] for peer in peers]
-        self._full, self._fulls = device.shared_event(comm)
-        self._done, self._dones = device.shared_event(comm)
-        self._back = device.new_event()
+        self.flat = self.travels = peers[levels.node.local_rank]
+        num_slices = levels.num_rails or levels.node.local_size
+        own = slice(0, 0)
+        if levels.node.local_rank < num_slices:
+            own = slice_bounds(numel, num_slices, levels.node.local_rank)
+        self._parts = [peer[own].view(self._how.lane) for peer in peers]
+        self._total = torch.empty_like(self._parts[0])
+        self._slice = device.pinned(self._total) if levels.rail is not None else None
 
     def depart(self) -> None:
         """Let the sum come behind all that the caller's stream has to do."""
         self._full.record(self._device.current_stream())
 
     def reduce(self, meet: Callable[[], object], scale: float | None) -> None:
-        """Sum, times ``scale``; the ranks ``meet`` before, and once more. Collective."""
-        device = self._device
-        meet()  # all have recorded that their buckets are full
+        """Sum, times ``scale``; all ranks ``meet`` before. Collective."""
+        up, on = self._device.up, self._device.on
+        meet()  # the ranks of the node have recorded that their buckets are full
         for full in self._fulls:
-            device.up.wait_event(full)
-        with device.on(device.up):
-            if self._parts[0].numel():
-                spread(combine(self._parts, self._how, scale), self._parts, self._how)
-        self._done.record(device.up)
-        self._comm.barrier()  # all have recorded that their slices are summed
+            up.wait_event(full)
+        with on(up):
+            if self._total.numel():
+                self._sum_slice(scale)
+        self._done.record(up)
+        self._levels.node.barrier()  # they have recorded that their slices are written
         for done in self._dones:
-            device.up.wait_event(done)
-        self._back.record(device.up)
+            up.wait_event(done)
+        self._back.record(up)
 
     def arrive(self) -> None:
         """Let the caller's stream go on when the sum is there, and not before."""
         self._device.current_stream().wait_event(self._back)
+
+    def _sum_slice(self, scale: float | None) -> None:
+        total, rail, late = self._total, self._levels.rail, None
+        if self._slice is not None:
+            scale, late = scaled_when(scale, self._how)
+        combine_to(total, self._parts, self._how, scale)
+        if rail is not None and self._slice is not None:
+            self._slice.copy_(total, non_blocking=True)
+            self._on_host.record(self._device.up)
+            self._on_host.synchronize()
+            rail.reduce_(self._slice, self._how)
+            total.copy_(self._slice, non_blocking=True)
+            if late is not None:
+                scale_(total, late)
+        for part in self._parts:
+            part.copy_(total)

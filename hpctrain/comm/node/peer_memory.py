@@ -100,11 +100,15 @@ _segments: WeakKeyDictionary[Communicator, list[PeerSegment]] = WeakKeyDictionar
 
 
 def segment_for(
-    owner: object, comm: Communicator, num_bytes: int, device: torch.device
+    owner: object,
+    comm: Communicator,
+    members: Sequence[int],
+    num_bytes: int,
+    device: torch.device,
 ) -> PeerSegment:
-    """Give ``owner`` zeros on the devices of the ranks of ``comm``, all of one node. Collective.
+    """Give ``owner`` zeros on the devices of the ranks of its node, the ``members``. Collective.
 
-    ``CommError`` on all ranks where a device cannot be reached.
+    ``CommError`` on all ranks of ``comm`` where a device cannot be reached.
     """
     segments = _segments.setdefault(comm, [])
     free = {n for n, one in enumerate(segments) if one.num_bytes == num_bytes and one.is_free}
@@ -112,13 +116,15 @@ def segment_for(
     if on_all:
         segment = segments[min(on_all)]
     else:
-        segment = _new_segment(comm, num_bytes, device)
+        segment = _new_segment(comm, members, num_bytes, device)
         segments.append(segment)
     segment.lend(owner)
     return segment
 
 
-def _new_segment(comm: Communicator, num_bytes: int, device: torch.device) -> PeerSegment:
+def _new_segment(
+    comm: Communicator, members: Sequence[int], num_bytes: int, device: torch.device
+) -> PeerSegment:
     made: PeerSegment | str
     try:
         made = PeerSegment(num_bytes, device)
@@ -128,7 +134,8 @@ def _new_segment(comm: Communicator, num_bytes: int, device: torch.device) -> Pe
     refusals = [f"rank {rank}: {one}" for rank, one in enumerate(given) if isinstance(one, str)]
     if isinstance(made, PeerSegment) and not refusals:
         try:
-            made.map([one for one in given if isinstance(one, bytes)], comm.rank)
+            handles = [one for one in given if isinstance(one, bytes)]
+            made.map([handles[rank] for rank in members], members.index(comm.rank))
         except OSError as error:
             refusals = [f"rank {comm.rank}: {error}"]
     refusals = next((texts for texts in comm.allgather_object(refusals) if texts), [])
