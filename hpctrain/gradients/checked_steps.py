@@ -70,7 +70,7 @@ class CheckedSteps:
         if self.number is not None:
             self.number += 1
         if is_own:
-            self._sample.mark()
+            self._sample.mark(self.number)
         else:
             self._sample.unmark()
 

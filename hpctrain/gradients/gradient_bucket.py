@@ -38,11 +38,18 @@ class Slot(GradientState):
             and self.view.device == parameter.device
         )
 
-    def fill(self, weight: float, *, keeps_result: bool) -> None:
+    def fill(
+        self,
+        weight: float,
+        *,
+        keeps_result: bool,
+        copies: list[tuple[Tensor, Tensor]] | None = None,
+    ) -> None:
         """Put the gradient, times ``weight``, into its place, and let ``.grad`` be that place.
 
         Without a gradient that is zeros. With a weight of zero too: the mean over no samples is
-        NaN. What was reduced already is added where this rank ``keeps_result``.
+        NaN. What was reduced already is added where this rank ``keeps_result``. A mere copy is
+        left to the caller where there are ``copies``: it gets the place and what comes there.
         """
         grad = self.parameter.grad
         self.is_filled = True
@@ -60,10 +67,12 @@ class Slot(GradientState):
             return
         else:
             dense = grad.to_dense() if grad.is_sparse else grad.detach()
-            if weight == 1.0:
+            if weight != 1.0:
+                torch.mul(dense, weight, out=self.view)
+            elif copies is None:
                 self.view.copy_(dense)
             else:
-                torch.mul(dense, weight, out=self.view)
+                copies.append((self.view, dense))
         self._show()
 
     def settle(self) -> None:
@@ -170,6 +179,15 @@ class GradientBucket:
         self.num_empty = len(self.slots)
         self.memory = flat.data_ptr(), flat.data_ptr() + flat.nbytes
         """Its first address, and the one behind it."""
+
+    def fill_at_once(self, weight: float, *, keeps_result: bool) -> None:
+        """Fill all its slots: an accelerator is not asked for each by itself."""
+        copies: list[tuple[Tensor, Tensor]] = []
+        for slot in self.slots:
+            slot.fill(weight, keeps_result=keeps_result, copies=copies)
+        if copies:
+            places, gradients = map(list, zip(*copies, strict=True))
+            torch._foreach_copy_(places, gradients)
 
     def write_marks(self) -> None:
         """Say which parameters have a gradient on this rank."""

@@ -311,8 +311,10 @@ class Reduction:
         if not slot.is_filled:
             self._buckets[slot.bucket].num_empty -= 1
             self._check_place(slot)
-            with torch.no_grad():
-                slot.fill(self.count.factor, keeps_result=self.keeps_result)
+            if slot.view.is_cpu:
+                with torch.no_grad():
+                    slot.fill(self.count.factor, keeps_result=self.keeps_result)
+            slot.is_filled = True  # on an accelerator it will be, with the others of its bucket
             self._filled_new_sparse |= self._is_new_sparse(slot)
 
     def _check_place(self, slot: Slot) -> None:
@@ -330,6 +332,9 @@ class Reduction:
     def _launch_next(self) -> None:
         bucket = self._buckets[self._next_bucket]
         self._next_bucket += 1
+        if not bucket.slots[0].view.is_cpu:
+            with torch.no_grad():
+                bucket.fill_at_once(self.count.factor, keeps_result=self.keeps_result)
         bucket.place.depart()
         self._works.append(self._run(self._reduce, bucket))
 

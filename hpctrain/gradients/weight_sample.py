@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from hpctrain.comm.device import device_of
 from hpctrain.core.checksum import crc32
 from hpctrain.gradients.sparse_gradients import writes_of
 
@@ -24,30 +25,56 @@ class WeightSample:
     """Checksums of samples of some parameters; which bytes follows from the step alone."""
 
     def __init__(self, parameters: Sequence[tuple[str, Parameter]]) -> None:
-        """Take the parameters; those on other devices, and with gaps in memory, are left out."""
+        """Take the parameters; those with gaps in memory are left out."""
         self._all = [(name, p) for name, p in parameters if p.layout is torch.strided]
         self._left: list[tuple[int, int]] = []
         self._parameters = [
             (name, p, p.numel() * p.itemsize)
             for name, p in parameters
-            if p.is_cpu and p.numel() and _is_dense(p)
+            if not p.is_meta and p.numel() and _is_dense(p)
         ]
+        self._is_on_host = all(p.is_cpu for _, p, _ in self._parameters)
+        self._copied: tuple[int, Tensor, torch.Event] | None = None
+        """A step, what is looked at in it, on its way to the host, and when it is there."""
 
     def checksum(self, step: int) -> int:
         """Return one number for all that is looked at in this step."""
-        return sample_of([p for _, p, _ in self._due(step)], step)
+        if self._is_on_host:
+            return sample_of([p for _, p, _ in self._due(step)], step)
+        if self._copied is None or self._copied[0] != step:
+            self._copy(step)
+        if self._copied is None:
+            return 0
+        _, sample, there = self._copied
+        there.synchronize()  # a forward pass ago, as a rule
+        return crc32(sample.numpy().tobytes())
 
     def by_name(self, step: int) -> dict[str, str]:
         """Return, for people, the checksum of each parameter that is looked at in this step."""
         notes = {True: "", False: " (not finite)"}
         return {
-            name: f"{crc32(_bytes_of(p, n, step)):08x}{notes[bool(p.isfinite().all())]}"
-            for name, p, n in self._due(step)
+            name: f"{sample_of([p.cpu()], step):08x}{notes[bool(p.isfinite().all())]}"
+            for name, p, _ in self._due(step)
         }
 
-    def mark(self) -> None:
-        """Note that a step has left the parameters as they are."""
+    def mark(self, next_step: int | None) -> None:
+        """Note that a step has left the parameters as they are.
+
+        What is looked at in the next one starts for the host, from an accelerator.
+        """
         self._left = [writes_of(p) for _, p in self._all]
+        self._copied = None
+        if next_step is not None and not self._is_on_host:
+            self._copy(next_step)
+
+    def _copy(self, step: int) -> None:
+        parts = [_bytes_in(p)[_part(n, step)] for _, p, n in self._due(step)]
+        device = next(part.device for part in parts if not part.is_cpu)
+        sample = torch.cat([part.to(device) for part in parts])
+        host = device_of(device).pinned(sample).copy_(sample, non_blocking=True)
+        there = device_of(device).new_event()
+        there.record(device_of(device).current_stream())
+        self._copied = step, host, there
 
     def unmark(self) -> None:
         """Note that no step has left them so."""
@@ -83,8 +110,18 @@ def sample_of(tensors: Iterable[Tensor], step: int) -> int:
 
 
 def _bytes_of(parameter: Tensor, num_bytes: int, step: int) -> bytes:
+    part = _part(num_bytes, step)
+    return ctypes.string_at(parameter.data_ptr() + part.start, part.stop - part.start)
+
+
+def _part(num_bytes: int, step: int) -> slice:
     offset = step % -(-num_bytes // _NUM_BYTES) * _NUM_BYTES
-    return ctypes.string_at(parameter.data_ptr() + offset, min(_NUM_BYTES, num_bytes - offset))
+    return slice(offset, min(offset + _NUM_BYTES, num_bytes))
+
+
+def _bytes_in(parameter: Tensor) -> Tensor:
+    """View a tensor without gaps as its bytes, in the order of memory."""
+    return parameter.detach().as_strided((parameter.numel(),), (1,)).view(torch.uint8)
 
 
 def _is_dense(parameter: Tensor) -> bool:
