@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm.communicator import Communicator
+from hpctrain.comm.node.peer_memory import CudaSegment, Segment
 from hpctrain.core.errors import CommError
 
 _LOG = logging.getLogger(__name__)
@@ -18,6 +19,9 @@ _LOG = logging.getLogger(__name__)
 
 class Device:
     """The streams and the memory of one accelerator, of whatever kind torch knows."""
+
+    keeps_apart = "processes share no memory of it"
+    """Why processes cannot map the memory of others; empty if they may."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -57,6 +61,10 @@ class Device:
         """Make memory of the host that streams copy from and to by themselves."""
         return torch.empty_like(like, device="cpu", pin_memory=True)
 
+    def new_segment(self, num_bytes: int) -> Segment:
+        """Make memory for other processes to map. Raises ``OSError``: that cannot be."""
+        raise OSError(f"{self.device.type}: {self.keeps_apart}, asked for {num_bytes} bytes")
+
     def shared_event(
         self, comm: Communicator, members: Sequence[int]
     ) -> tuple[torch.Event, list[torch.Event]]:
@@ -65,11 +73,13 @@ class Device:
         ``CommError``, on all ranks, where a stream cannot wait for what another process does.
         """
         del comm, members
-        raise CommError(f"processes share no events of {self.device.type}")
+        raise CommError(f"{self.device.type}: {self.keeps_apart}")
 
 
 class CudaDevice(Device):
     """An accelerator of CUDA, or of ROCm, which torch calls so, too."""
+
+    keeps_apart = ""
 
     def new_stream(self) -> torch.Stream:
         """Make a queue of work that runs beside others."""
@@ -106,6 +116,10 @@ class CudaDevice(Device):
         weakref.finalize(owner, let_go).atexit = False
         return True
 
+    def new_segment(self, num_bytes: int) -> Segment:
+        """Make memory of CUDA's own, and a handle of it."""
+        return CudaSegment(num_bytes, self.device)
+
     def shared_event(
         self, comm: Communicator, members: Sequence[int]
     ) -> tuple[torch.Event, list[torch.Event]]:
@@ -126,8 +140,10 @@ class CudaDevice(Device):
 
 
 @cache
-def device_of(device: torch.device) -> Device:
-    """Return what this process knows of an accelerator: it has two streams for all buckets."""
+def device_of(device: torch.device) -> Device | None:
+    """Return the one of this process: it has two streams for all buckets. None is the host."""
+    if device.type == "cpu":
+        return None
     return CudaDevice(device) if device.type == "cuda" else Device(device)
 
 

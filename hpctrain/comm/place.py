@@ -10,7 +10,7 @@ On an accelerator they are summed where they are (``PeerBucket``) or by the host
 Two streams, so that a bucket on its way back does not wait for one that is not full yet.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple, Protocol
 
 import torch
@@ -27,6 +27,7 @@ class Place(Protocol):
 
     flat: Tensor  # where gradients are made
     travels: Tensor  # the same elements where they are summed
+    is_on_host: bool  # whether the host writes gradients there
 
     def depart(self) -> None:
         """Start, behind all that the caller's stream has to do. Not collective."""
@@ -40,6 +41,8 @@ class Place(Protocol):
 
 class OnHost:
     """Elements that are made and summed in the bucket itself."""
+
+    is_on_host = True
 
     def __init__(self, flat: Tensor) -> None:
         self.flat = self.travels = flat
@@ -76,18 +79,29 @@ def new_place(
     ``by_peers`` sums elements of an accelerator where they are, if ``comm`` has levels:
     ``CommError``, on all ranks, where that cannot be.
     """
-    if device.type != "cpu" and by_peers:
+    there = device_of(device)
+    if there is not None and by_peers:
         assert comm.levels is not None
-        there = PeerBucket(device_of(device), comm, comm.levels, numel, dtype)
-        return New(comm.new_bucket(num_marks, dtype), there)
+        place = PeerBucket(there, comm, comm.levels, numel, dtype)
+        return New(comm.new_bucket(num_marks, dtype), place)
     bucket = comm.new_bucket(numel + num_marks, dtype)
-    if device.type == "cpu":
-        return New(bucket, OnHost(bucket.flat[:numel]))
-    return New(bucket, StagedBucket(device_of(device), bucket.flat[:numel]))
+    elements = bucket.flat[:numel]
+    return New(bucket, OnHost(elements) if there is None else StagedBucket(there, elements))
+
+
+def why_by_host(devices: Iterable[torch.device]) -> str:
+    """Say why the host sums what these devices have; empty if it need not."""
+    for device in devices:
+        there = device_of(device)
+        if there is None or there.keeps_apart:
+            return f"{device.type}: {there.keeps_apart if there else 'it is the host'}"
+    return ""
 
 
 class StagedBucket:
     """Elements on an accelerator that travel by a bucket of the host: a copy goes, and returns."""
+
+    is_on_host = False
 
     def __init__(self, device: Device, host: Tensor) -> None:
         """Make as many elements on the device. Not collective."""

@@ -15,6 +15,7 @@ from torch import Tensor
 from hpctrain.comm.agreement import require_equal
 from hpctrain.comm.bucket import Bucket, BucketPlan, TensorSpec, plan_buckets
 from hpctrain.comm.communicator import Communicator, Work
+from hpctrain.comm.place import why_by_host
 from hpctrain.comm.plan.plan import Plan
 from hpctrain.comm.threaded import start_on
 from hpctrain.compress.codec import Codec, Identity, settings_of
@@ -271,15 +272,13 @@ class Reduction:
 
     def _why_by_host(self, dense: NamedParameters) -> str:
         """Say why the host is to sum what accelerators have; empty if it need not."""
-        kinds = {p.device.type for _, p in dense} - {"cuda"}
-        levels = self._comm.levels
-        if kinds or not dense:
-            return f"parameters are on {', '.join(sorted(kinds)) or 'no device'}"
+        if not dense or (reason := why_by_host({p.device for _, p in dense})):
+            return reason if dense else "there are no parameters"
         if config.device_sums() == "host":
             return "HPCTRAIN_DEVICE_SUMS=host"
         if not isinstance(self.codec, Identity):
             return f"the codec {type(self.codec).__name__} is there"
-        if levels is None:
+        if self._comm.levels is None:
             return "the ranks of a node do not share its memory"
         return ""
 
@@ -311,7 +310,7 @@ class Reduction:
         if not slot.is_filled:
             self._buckets[slot.bucket].num_empty -= 1
             self._check_place(slot)
-            if slot.view.is_cpu:
+            if self._buckets[slot.bucket].place.is_on_host:
                 with torch.no_grad():
                     slot.fill(self.count.factor, keeps_result=self.keeps_result)
             slot.is_filled = True  # on an accelerator it will be, with the others of its bucket
@@ -332,7 +331,7 @@ class Reduction:
     def _launch_next(self) -> None:
         bucket = self._buckets[self._next_bucket]
         self._next_bucket += 1
-        if not bucket.slots[0].view.is_cpu:
+        if not bucket.place.is_on_host:
             with torch.no_grad():
                 bucket.fill_at_once(self.count.factor, keeps_result=self.keeps_result)
         bucket.place.depart()

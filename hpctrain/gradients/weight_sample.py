@@ -70,10 +70,11 @@ class WeightSample:
     def _copy(self, step: int) -> None:
         parts = [_bytes_in(p)[_part(n, step)] for _, p, n in self._due(step)]
         device = next(part.device for part in parts if not part.is_cpu)
-        sample = torch.cat([part.to(device) for part in parts])
-        host = device_of(device).pinned(sample).copy_(sample, non_blocking=True)
-        there = device_of(device).new_event()
-        there.record(device_of(device).current_stream())
+        where = device_of(device)
+        assert where is not None
+        sample, there = torch.cat([part.to(device) for part in parts]), where.new_event()
+        host = where.pinned(sample).copy_(sample, non_blocking=True)
+        there.record(where.current_stream())
         self._copied = step, host, there
 
     def unmark(self) -> None:

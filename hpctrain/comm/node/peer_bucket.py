@@ -22,6 +22,8 @@ from hpctrain.comm.ops import Op, combination, scale_
 class PeerBucket:
     """Elements on this rank's accelerator, and those of the others of its node, mapped here."""
 
+    is_on_host = False
+
     def __init__(
         self,
         device: Device,
@@ -37,7 +39,7 @@ class PeerBucket:
         self._device, self._levels = device, levels
         self._how, members = combination(dtype, Op.SUM), levels.node_ranks
         num_bytes = max(numel, 1) * dtype.itemsize
-        segment = segment_for(self, comm, members, num_bytes, device.device)
+        segment = segment_for(self, comm, members, num_bytes, device.new_segment)
         self._full, self._fulls = device.shared_event(comm, members)
         self._done, self._dones = device.shared_event(comm, members)
         self._back, self._on_host = device.new_event(), device.new_event()

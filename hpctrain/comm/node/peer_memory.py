@@ -7,7 +7,7 @@ go, so segments stay, and serve again once no rank uses them.
 
 import ctypes
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -53,49 +53,65 @@ class _Memory:
         }
 
 
-class PeerSegment:
-    """As many bytes on the device of each rank of a node, mapped by all of them."""
+class Segment:
+    """As many bytes on the accelerator of each rank of a node, mapped by all of them."""
 
-    def __init__(self, num_bytes: int, device: torch.device) -> None:
-        """Make this rank's. Raises ``OSError``: there is too little, or no IPC. Not collective."""
-        address, handle = ctypes.c_void_p(), _Handle()
-        with torch.cuda.device(device):
-            _call("cudaMalloc", ctypes.byref(address), ctypes.c_size_t(num_bytes))
-            _call("cudaIpcGetMemHandle", ctypes.byref(handle), address)
-        self.num_bytes, self._device = num_bytes, device
-        self.handle = bytes(memoryview(handle))
-        self.peers: tuple[Tensor, ...] = ()  # bytes of all ranks, by local rank
-        self._own = self._seen(address)
+    handle: bytes  # by which a peer maps this rank's
+
+    def __init__(self, own: Tensor) -> None:
+        """Take this rank's bytes."""
+        self.own, self.num_bytes = own, own.numel()
+        self.peers: list[Tensor] = []  # bytes of all ranks, by local rank
         self._owner: weakref.ref[object] | None = None
 
     def map(self, handles: Sequence[bytes], me: int) -> None:
-        """Map those of all ranks. Raises ``OSError``: a device cannot reach another's."""
-        peers = []
-        for rank, given in enumerate(handles):
-            address = ctypes.c_void_p()
-            if rank != me:
-                with torch.cuda.device(self._device):
-                    handle = _Handle.from_buffer_copy(given)
-                    _call("cudaIpcOpenMemHandle", ctypes.byref(address), handle, _PEERS_TOO)
-            peers.append(self._own if rank == me else self._seen(address))
-        self.peers = tuple(peers)
+        """Map those of all ranks. Raises ``OSError``: one cannot be reached."""
+        self.peers = [
+            self.own if rank == me else self.mapped(one) for rank, one in enumerate(handles)
+        ]
+
+    def mapped(self, handle: bytes) -> Tensor:
+        """Map the bytes of a peer. Raises ``OSError``: they cannot be reached."""
+        raise NotImplementedError
 
     def lend(self, owner: object) -> None:
         """Let somebody have it, as long as that lives."""
         self._owner = weakref.ref(owner)
-        self._own.zero_()
+        self.own.zero_()
 
     @property
     def is_free(self) -> bool:
         """Whether nobody here has it."""
         return bool(self.peers) and (self._owner is None or self._owner() is None)
 
-    def _seen(self, address: ctypes.c_void_p) -> Tensor:
-        memory: Any = _Memory(address.value or 0, self.num_bytes)
-        return torch.as_tensor(memory, device=self._device)
+
+class CudaSegment(Segment):
+    """Memory that CUDA lets other processes map."""
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        """Make this rank's. Raises ``OSError``: there is too little, or no IPC."""
+        address, handle = ctypes.c_void_p(), _Handle()
+        with torch.cuda.device(device):
+            _call("cudaMalloc", ctypes.byref(address), ctypes.c_size_t(num_bytes))
+            _call("cudaIpcGetMemHandle", ctypes.byref(handle), address)
+        self._device, self.handle = device, bytes(memoryview(handle))
+        super().__init__(_seen(address, num_bytes, device))
+
+    def mapped(self, handle: bytes) -> Tensor:
+        """Map the bytes of a peer. Raises ``OSError``: its card cannot be reached from here."""
+        address = ctypes.c_void_p()
+        with torch.cuda.device(self._device):
+            copy = _Handle.from_buffer_copy(handle)
+            _call("cudaIpcOpenMemHandle", ctypes.byref(address), copy, _PEERS_TOO)
+        return _seen(address, self.num_bytes, self._device)
 
 
-_segments: WeakKeyDictionary[Communicator, list[PeerSegment]] = WeakKeyDictionary()
+def _seen(address: ctypes.c_void_p, num_bytes: int, device: torch.device) -> Tensor:
+    memory: Any = _Memory(address.value or 0, num_bytes)
+    return torch.as_tensor(memory, device=device)
+
+
+_segments: WeakKeyDictionary[Communicator, list[Segment]] = WeakKeyDictionary()
 """By whose ranks they are; in the same order on all of them."""
 
 
@@ -104,8 +120,8 @@ def segment_for(
     comm: Communicator,
     members: Sequence[int],
     num_bytes: int,
-    device: torch.device,
-) -> PeerSegment:
+    make: Callable[[int], Segment],
+) -> Segment:
     """Give ``owner`` zeros on the devices of the ranks of its node, the ``members``. Collective.
 
     ``CommError`` on all ranks of ``comm`` where a device cannot be reached.
@@ -116,23 +132,26 @@ def segment_for(
     if on_all:
         segment = segments[min(on_all)]
     else:
-        segment = _new_segment(comm, members, num_bytes, device)
+        segment = _new_segment(comm, members, num_bytes, make)
         segments.append(segment)
     segment.lend(owner)
     return segment
 
 
 def _new_segment(
-    comm: Communicator, members: Sequence[int], num_bytes: int, device: torch.device
-) -> PeerSegment:
-    made: PeerSegment | str
+    comm: Communicator,
+    members: Sequence[int],
+    num_bytes: int,
+    make: Callable[[int], Segment],
+) -> Segment:
+    made: Segment | str
     try:
-        made = PeerSegment(num_bytes, device)
+        made = make(num_bytes)
     except OSError as error:
         made = str(error)
     given = comm.allgather_object(made if isinstance(made, str) else made.handle)
     refusals = [f"rank {rank}: {one}" for rank, one in enumerate(given) if isinstance(one, str)]
-    if isinstance(made, PeerSegment) and not refusals:
+    if isinstance(made, Segment) and not refusals:
         try:
             handles = [one for one in given if isinstance(one, bytes)]
             made.map([handles[rank] for rank in members], members.index(comm.rank))
@@ -140,5 +159,5 @@ def _new_segment(
             refusals = [f"rank {comm.rank}: {error}"]
     refusals = next((texts for texts in comm.allgather_object(refusals) if texts), [])
     if isinstance(made, str) or refusals:
-        raise CommError(f"ranks cannot share memory of {device}: {refusals[0]}")
+        raise CommError(f"ranks cannot share memory of accelerators: {refusals[0]}")
     return made
