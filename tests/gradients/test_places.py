@@ -1,0 +1,57 @@
+"""Gradients of accelerators obey the laws of those of the host, wherever they are summed."""
+
+import pytest
+import torch
+
+from hpctrain.comm import place
+from tests.gradients import test_programs as programs
+from tests.gradients.test_gradients import (  # noqa: F401 - the same laws
+    test_averages_in_float16_do_not_overflow_where_the_average_does_not,
+    test_compressed_gradients_are_averages_to_their_precision,
+    test_dtypes_may_be_mixed,
+    test_gradients_are_averaged_when_backward_returns,
+    test_nan_with_a_weight_of_zero_stays_out_of_the_sum,
+    test_unequal_batches_are_weighted_by_their_samples,
+)
+from tests.gradients.test_sparse_gradients import (  # noqa: F401
+    test_they_are_averages_whoever_has_them_and_when,
+)
+from tests.gradients.training import MANY, wrapped
+from tests.stand_in import StandIn
+
+
+@pytest.fixture(autouse=True, scope="module", params=("StagedBucket", "PeerBucket"))
+def way(request):
+    """Let tensors of the host count as those of an accelerator; say where they are summed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(place, "device_of", StandIn)
+        patch.setenv("HPCTRAIN_DEVICE_SUMS", "host" if request.param == "StagedBucket" else "auto")
+        yield request.param
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("seed", range(6))
+def test_scripts_train_as_replicas_of_plain_torch_do(world, worlds, seed):
+    worlds.leave()
+    programs.test_a_script_trains_as_replicas_of_plain_torch_do(world, seed)
+
+
+@MANY
+def test_the_way_is_taken_and_left_where_a_codec_has_to_act(hvd, way):
+    for compression, expected in (("none", way), ("int8", "StagedBucket")):
+        _, optimizer = wrapped(hvd, compression=compression)
+        buckets = optimizer._reducer.reduction._buckets
+        assert {type(bucket.place).__name__ for bucket in buckets} == {expected}
+
+
+@MANY
+def test_memory_of_a_wrap_that_is_gone_serves_the_next_one(hvd, way):
+    if way == "StagedBucket":
+        return
+    seen = []
+    for _ in range(3):
+        model, optimizer = wrapped(hvd)
+        seen.append([b.place.flat.data_ptr() for b in optimizer._reducer.reduction._buckets])
+        model(torch.ones(2, 64).double()).sum().backward()
+        del model, optimizer
+    assert seen[1] == seen[2]

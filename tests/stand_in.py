@@ -1,0 +1,66 @@
+"""A device of the host that stands in for an accelerator, so that its path runs without one.
+
+Its streams are the program itself, in order; node memory is what processes map in place of CUDA's.
+"""
+
+import os
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hpctrain.comm.device import Device
+from hpctrain.comm.node.node_memory import reserve
+from hpctrain.comm.node.peer_memory import Segment
+from hpctrain.comm.node.segments import map_shared
+
+
+class Passed:
+    """An event, and a stream: whoever waits for it may go on at once."""
+
+    def record(self, stream: object = None) -> None: ...
+    def synchronize(self) -> None: ...
+    def wait_event(self, event: object) -> None: ...
+
+
+class StandIn(Device):
+    """Tensors of the host that are treated as those of an accelerator."""
+
+    keeps_apart = ""
+
+    def new_stream(self) -> Any:
+        return Passed()
+
+    new_event = current_stream = new_stream
+
+    def on(self, _: object) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def zeros(self, numel: int, dtype: torch.dtype, *_: object) -> Tensor:
+        return torch.zeros(numel, dtype=dtype)
+
+    def pinned(self, like: Tensor) -> Tensor:
+        return torch.empty_like(like)
+
+    def shared_event(self, comm: Any, members: Any) -> Any:
+        return Passed(), [Passed() for _ in comm.allgather_object(0)][: len(members)]
+
+    def new_segment(self, num_bytes: int) -> Segment:
+        return FileSegment(num_bytes)
+
+
+class FileSegment(Segment):
+    """Anonymous memory, which peers open by the process that has it."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._file = reserve(num_bytes)
+        self.handle = f"/proc/{os.getpid()}/fd/{self._file}".encode()
+        super().__init__(torch.frombuffer(map_shared(self._file, num_bytes), dtype=torch.uint8))
+
+    def mapped(self, handle: bytes) -> Tensor:
+        file = os.open(handle, os.O_RDWR)
+        try:
+            return torch.frombuffer(map_shared(file, self.num_bytes), dtype=torch.uint8)
+        finally:
+            os.close(file)
