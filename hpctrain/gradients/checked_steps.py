@@ -141,7 +141,7 @@ def _checksum_of_first(slots: Iterable[GradientState]) -> int | None:
     for slot in slots:
         grad = slot.parameter.grad
         if grad is not None and not grad.is_sparse:
-            start = grad.detach().reshape(-1)[: _FIRST_BYTES // grad.itemsize]
+            start = grad.detach().reshape(-1)[: _FIRST_BYTES // grad.itemsize].cpu()
             total = checksum_of(start, total)
             is_zero = is_zero and not start.any()
             if not start.isfinite().all():
