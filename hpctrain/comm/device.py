@@ -83,14 +83,22 @@ class CudaDevice(Device):
 
     def new_stream(self) -> torch.Stream:
         """Make a queue of work that runs beside others."""
-        return torch.cuda.Stream(self.device)
+        return torch.cuda.Stream(self.device, priority=-1)  # before what backward has queued
 
     def new_event(self) -> torch.Event:
         """Make what a stream passes; a host that waits for it sleeps."""
         return torch.cuda.Event(blocking=True)
 
     def current_stream(self) -> torch.Stream:
-        """Return the stream on which the caller's work is queued."""
+        """Return the stream on which the caller's work is queued.
+
+        ``CommError``: a graph captures it, which would hold what other ranks do as well.
+        """
+        if torch.cuda.is_current_stream_capturing():
+            raise CommError(
+                "a CUDA graph captures a backward whose gradients travel to other ranks; capture "
+                "the model alone, by torch.cuda.make_graphed_callables, and step outside of it"
+            )
         return torch.cuda.current_stream(self.device)
 
     def on(self, stream: Any) -> AbstractContextManager[object]:

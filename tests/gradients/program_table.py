@@ -5,9 +5,13 @@ from dataclasses import dataclass
 
 PRELUDE = '''
 import copy
+import os
+
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+
+DEVICE = os.environ.get("HPCTRAIN_TEST_DEVICE", "cpu")
 
 
 class Model(nn.Module):
@@ -19,7 +23,7 @@ class Model(nn.Module):
         self.left, self.right, self.late = (nn.Linear(5, 3) for _ in range(3))
         if tied:
             self.right.weight = self.left.weight
-        self.double()
+        self.to(DEVICE, torch.float64)
 
     def hidden(self, x):
         return torch.tanh(self.trunk(x))
@@ -29,8 +33,8 @@ def loss_of(model, parts, number):
     """Return the loss of some parts of the model on this rank's batch of that number."""
     source = torch.Generator().manual_seed(100 * number + hvd.rank())
     x = torch.rand(4, 4, generator=source, dtype=torch.float64).mul(2).sub(1)
-    x = x.to(model.trunk.weight.dtype)
-    ids = torch.randint(9, (4, 3), generator=source)
+    x = x.to(DEVICE, model.trunk.weight.dtype)
+    ids = torch.randint(9, (4, 3), generator=source).to(DEVICE)
     hidden = model.hidden(x)
     outputs = {
         "left": lambda: model.left(hidden),
@@ -247,7 +251,7 @@ class Script:
     def statements(self):
         draw, found = self.draw, [Statement(self.model), *self.wraps()]
         if self.scaled:
-            found.append(Statement("scaler = torch.amp.GradScaler('cpu', init_scale=8.0)"))
+            found.append(Statement("scaler = torch.amp.GradScaler(DEVICE, init_scale=8.0)"))
         for _ in range(draw.luck.randint(2, 5)):
             found += self.round()
         if self.op != "Adasum" and self.shape == "one" and draw.chance(0.1):

@@ -29,7 +29,10 @@ class Trace:
 
 def snapshot(model):
     return {
-        name: (p.detach().clone(), None if p.grad is None else dense(p.grad).detach().clone())
+        name: tuple(
+            None if one is None else dense(one).detach().to("cpu", copy=True)
+            for one in (p, p.grad)
+        )
         for name, p in model.named_parameters()
     }
 

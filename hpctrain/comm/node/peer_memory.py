@@ -93,7 +93,11 @@ class CudaSegment(Segment):
         address, handle = ctypes.c_void_p(), _Handle()
         with torch.cuda.device(device):
             _call("cudaMalloc", ctypes.byref(address), ctypes.c_size_t(num_bytes))
-            _call("cudaIpcGetMemHandle", ctypes.byref(handle), address)
+            try:
+                _call("cudaIpcGetMemHandle", ctypes.byref(handle), address)
+            except OSError:
+                _call("cudaFree", address)
+                raise
         self._device, self.handle = device, bytes(memoryview(handle))
         super().__init__(_seen(address, num_bytes, device))
 
