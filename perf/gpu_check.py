@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,9 @@ from hpctrain.launch.supervise import TIMED_OUT
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
+MARK_OF_END = "gpu-check-ends: "
+"""Stands before the time at which a rank of ``gpu_job.py`` fails on purpose."""
+MOST_TO_END_S = 30.0
 TAIL = 3000  # characters of the output of a phase that failed
 
 
@@ -42,7 +45,13 @@ class Part:
     words: str  # the script and its arguments
     ranks: int = 1
     nodes: int = 1  # declared ones
+    variables: Mapping[str, str] = field(default_factory=dict)  # of the environment
     judge: Callable[["Ended"], Finding] | None = None  # by default the ranks' own finding
+
+    def __str__(self) -> str:
+        """Return its name."""
+        nodes = f" on {self.nodes} nodes" * (self.nodes > 1)
+        return " ".join([self.words, f"{self.ranks} ranks{nodes}", *self.variables.values()])
 
 
 @dataclass(frozen=True)
@@ -62,6 +71,25 @@ class Ended:
     code: int
     output: str
     seconds: float
+    at: float  # the time of its end
+
+
+def ends(ended: Ended) -> Finding:
+    """Say whether all ranks have ended soon after one that failed, which is named."""
+    times = re.findall(rf"^{MARK_OF_END}(\S+)$", ended.output, re.MULTILINE)
+    if not times:
+        return own_finding(ended)
+    took = ended.at - float(times[-1])
+    is_named = bool(re.search(r"\brank 1\b", ended.output.partition(MARK_OF_END)[2]))
+    figures = {"seconds": round(took, 1), "exit code": ended.code, "rank is named": is_named}
+    if ended.code == 0 or not is_named or took > MOST_TO_END_S:
+        figures["output"] = ended.output[-TAIL:]
+        return Finding("fail", "some rank went on, or none was named", figures)
+    return Finding("pass", f"all ended in {took:.1f} s", figures)
+
+
+HOST, PEERS = {"HPCTRAIN_DEVICE_SUMS": "host"}, {"HPCTRAIN_DEVICE_SUMS": "auto"}
+"""Who sums gradients of one node: the host; cards in each other's memory, where they can."""
 
 
 PHASES: Mapping[str, Phase] = {
@@ -76,6 +104,46 @@ PHASES: Mapping[str, Phase] = {
         60,
         (Part("gpu_facts.py copies", 4),),
         needs_cuda=True,
+    ),
+    "bits": Phase(
+        "averages and sums of all dtypes have the bits of the CPU's",
+        100,
+        (
+            Part("gpu_job.py bits", 2, variables=HOST),
+            Part("gpu_job.py bits", 2, variables=PEERS),
+            Part("gpu_job.py bits", 4, variables=PEERS),
+            Part("gpu_job.py bits", 4, nodes=2, variables=PEERS),
+        ),
+    ),
+    "order": Phase(
+        "with late streams right in 20 of 20 runs; with each planted fault not",
+        120,
+        (
+            *(Part("gpu_job.py order", 2, variables=way) for way in (HOST, PEERS)),
+            *(
+                Part(f"gpu_job.py order {plant}", 2, variables=HOST)
+                for plant in ("caller", "copies", "host")
+            ),
+            *(Part(f"gpu_job.py order {plant}", 2, variables=PEERS) for plant in ("caller",)),
+        ),
+    ),
+    "waits": Phase(
+        "the host waits for the card nowhere within backward",
+        60,
+        tuple(Part("gpu_job.py waits", 2, variables=way) for way in (HOST, PEERS)),
+    ),
+    "step": Phase(
+        "hooks cost less than 2 % of a step of 350 M parameters; 70 % of what travels is hidden",
+        150,
+        tuple(Part("gpu_step.py", 2, variables=way) for way in (PEERS, HOST)),
+    ),
+    "ends": Phase(
+        "when a rank dies or has no memory left all end within 30 s, and it is named",
+        90,
+        (
+            Part("gpu_job.py death", 2, judge=ends),
+            Part("gpu_job.py memory", 2, judge=ends),
+        ),
     ),
 }
 
@@ -106,6 +174,8 @@ def find_device() -> str:
     """Return ``cuda``, ``mcpu`` or nothing."""
     if torch.cuda.is_available():
         return "cuda"
+    if os.environ.get("DEV") == "cpu":  # to try this program itself
+        return "cpu"
     return "mcpu" if os.environ.get("MCPU_SITE") else ""
 
 
@@ -135,7 +205,7 @@ def run_phase(phase: Phase, device: str) -> Finding:
     found: dict[str, Finding] = {}
     for part in phase.parts:
         left_s = end - time.monotonic()
-        name = f"{part.words}, {part.ranks} ranks" + f" on {part.nodes} nodes" * (part.nodes > 1)
+        name = str(part)
         if left_s < 1:
             found[name] = Finding("fail", f"no time left of {phase.limit_s:g} s")
             continue
@@ -170,7 +240,7 @@ def launch(part: Part, device: str, limit_s: float) -> Ended:
         options = ["-n", str(part.ranks), "--no-bind", "--timeout", str(max(1, round(limit_s)))]
         options += ["--nodes", str(part.nodes)] * (part.nodes > 1)
         line = [sys.executable, "-m", "hpctrain", "launch", *options, "--", *line]
-    environ = os.environ | {"DEV": device, "PYTHONUNBUFFERED": "1"}
+    environ = os.environ | {"DEV": device, "PYTHONUNBUFFERED": "1"} | part.variables
     start = time.perf_counter()
     try:
         done = subprocess.run(  # noqa: S603 - our own
@@ -184,8 +254,8 @@ def launch(part: Part, device: str, limit_s: float) -> Ended:
         )
     except subprocess.TimeoutExpired as error:
         text = error.stdout.decode(errors="replace") if isinstance(error.stdout, bytes) else ""
-        return Ended(TIMED_OUT, text, time.perf_counter() - start)
-    return Ended(done.returncode, done.stdout, time.perf_counter() - start)
+        return Ended(TIMED_OUT, text, time.perf_counter() - start, time.time())
+    return Ended(done.returncode, done.stdout, time.perf_counter() - start, time.time())
 
 
 def write_table(facts: Mapping[str, Any], found: Mapping[str, Finding]) -> None:
