@@ -26,8 +26,9 @@ from torch import Tensor, nn
 import hpctrain as hvd
 from hpctrain.comm.device import device_of
 
-NUMELS = (1, 2, 7, 64, 1000, 4097, 100_003, 3_000_001)
-DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+IS_REAL = here.KIND != "mcpu"  # that one takes 32 bits, and its time
+NUMELS = (1, 2, 7, 64, 1000, 4097, 100_003, *[3_000_001] * IS_REAL)
+DTYPES = (torch.float32, *[torch.float64, torch.bfloat16, torch.float16] * IS_REAL)
 STEPS = 3
 RUNS = 20
 FAILING_RANK = 1
@@ -76,7 +77,7 @@ def bits() -> Finding:
 def reducer(device: object, dtype: torch.dtype, op: object) -> tuple[list[nn.Parameter], Any]:
     """Make parameters of odd sizes and what reduces their gradients."""
     parameters = [nn.Parameter(torch.zeros(n, dtype=dtype, device=device)) for n in NUMELS]
-    optimizer = torch.optim.SGD(parameters, lr=0.0)
+    optimizer = torch.optim.SGD(parameters, lr=0.0, foreach=IS_REAL)
     named = [(f"p{n}", p) for n, p in zip(NUMELS, parameters, strict=True)]
     return parameters, hvd.DistributedOptimizer(optimizer, named, op=op)
 
@@ -121,7 +122,12 @@ def order(plant: str = "") -> Finding:
     """
     if plant:
         PLANTS[plant]()
-    right = [torch.equal(trained(seed), plain(seed)) for seed in range(RUNS)]
+    try:
+        right = [torch.equal(trained(seed), plain(seed)) for seed in range(RUNS)]
+    except hvd.HpctrainError as error:
+        if plant:
+            return Finding("pass", f"seen by the check of weights: {error}"[:200])
+        raise
     counts = hvd.allgather_object(sum(right))
     figures = {"runs": RUNS, "right on all ranks": min(counts)}
     if plant:
@@ -155,7 +161,7 @@ def weights(model: nn.Module) -> Tensor:
 def trained(seed: int) -> Tensor:
     """Train over the ranks; return the parameters."""
     model = network(seed, is_late=True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, foreach=IS_REAL)
     optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     for step in range(STEPS):
@@ -169,7 +175,7 @@ def plain(seed: int) -> Tensor:
     """Train alone, on the batches of all ranks in their order; return the parameters."""
     model = network(seed, is_late=False)
     parameters = list(model.parameters())
-    optimizer = torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+    optimizer = torch.optim.SGD(parameters, lr=0.05, momentum=0.9, foreach=IS_REAL)
     for step in range(STEPS):
         totals: list[Tensor] = []
         for rank in range(hvd.size()):
@@ -235,7 +241,7 @@ PLANTS: dict[str, Callable[[], None]] = {
 def waits() -> Finding:
     """Count what keeps the host waiting within backward, on the threads that queue the work."""
     model = network(0, is_late=True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, foreach=IS_REAL)
     optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
     samples = batch(0, 0, hvd.rank())
     activities = [torch.profiler.ProfilerActivity.CPU]
@@ -302,7 +308,7 @@ def memory() -> Finding:
 def fails_in_step(fail: Callable[[], object]) -> Finding:
     """Train until a rank fails; no rank should come to the end of this."""
     model = network(0, is_late=True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, foreach=IS_REAL)
     optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
 
     def hook(_: Tensor) -> None:
