@@ -260,6 +260,10 @@ bench-full: .venv/stamp ## run every benchmark; figures: perf/results
 	    --json perf/results/network-mpich.json --plot perf/results/network-mpich.png; fi
 	@python perf/table.py
 
+.PHONY: gpu-check
+gpu-check: .venv/stamp ## on a machine with a card: check and measure the way of gradients on it
+	python perf/gpu_check.py
+
 # Examples are run, and what they print is shown. A warning, a link that leads nowhere or a public
 # name without a docstring is an error.
 .PHONY: docs

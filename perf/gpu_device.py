@@ -1,0 +1,76 @@
+"""The device of a rank of ``gpu_check.py``: a card of CUDA, or a simulated one in its place.
+
+``DEV`` names it: ``cuda``; ``mcpu``, of the package torch_mcpu in folder ``MCPU_SITE``; ``cpu``.
+"""
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+
+KIND = os.environ.get("DEV", "cuda")
+if KIND == "mcpu":
+    os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+    sys.path.insert(0, os.environ["MCPU_SITE"])
+
+import torch  # noqa: E402 - it looks for devices when it is imported
+from torch import Tensor, nn  # noqa: E402
+
+if KIND == "mcpu":
+    import torch_mcpu  # noqa: F401 - registers the device
+
+DEVICE = torch.device(KIND) if KIND == "cpu" else torch.device(KIND, 0)
+_SPIN: list[Tensor] = []
+
+
+def wait_for_all() -> None:
+    """Let the host wait for all that was queued."""
+    if KIND != "cpu":
+        torch.accelerator.synchronize()
+
+
+def delay(milliseconds: float) -> None:
+    """Keep the current stream busy, without the host."""
+    if KIND == "cuda":
+        torch.cuda._sleep(int(milliseconds * 1.8e6))  # noqa: SLF001 - cycles of some 1.8 GHz
+        return
+    if not _SPIN:
+        _SPIN.append(torch.eye(256, device=DEVICE))
+    for _ in range(int(milliseconds * 2)):
+        _SPIN[0].mm(_SPIN[0])
+
+
+class Late(torch.autograd.Function):
+    """Passes values on, and keeps the stream busy before what comes next in backward."""
+
+    @staticmethod
+    def forward(ctx, values: Tensor) -> Tensor:  # noqa: ARG004 - torch's own
+        """Pass them on."""
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:  # noqa: ARG004 - torch's own
+        """Be late."""
+        delay(1.0)
+        return grad
+
+
+class LateBackward(nn.Module):
+    """A layer of that."""
+
+    def forward(self, values: Tensor) -> Tensor:
+        """Pass values on."""
+        return Late.apply(values)
+
+
+@contextlib.contextmanager
+def no_host_sync() -> Iterator[None]:
+    """Raise where the host would wait for the card inside."""
+    if KIND != "cuda":
+        yield
+        return
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -1,0 +1,365 @@
+"""What a machine with a card can do, for ``gpu_check.py``: facts, memory of two processes, copies.
+
+    python perf/gpu_facts.py card
+    hpctrain launch -n 2 -- python perf/gpu_facts.py between
+    hpctrain launch -n 4 -- python perf/gpu_facts.py copies
+
+Each prints its finding as a line of JSON. Node memory is a memfd that the ranks map; registered
+with CUDA it is copied from and to as fast as pinned memory, which ``copies`` compares.
+"""
+
+import ctypes
+import platform
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpu_finding import Finding, errors_told
+from torch import Tensor
+
+from hpctrain.comm.node.node_memory import reserve
+from hpctrain.comm.node.segments import map_shared
+from hpctrain.core.units import KIB, MIB
+
+SIZES = (64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB)
+LARGE = MIB  # from here on rates are compared: what is smaller is latency
+PROCESSES = (1, 2, 4)
+ROUNDS = 5
+LEAST_OF_PINNED = 0.95
+
+PORTABLE = 1  # cudaHostRegisterPortable: for all contexts
+ATTRIBUTES = {
+    "host memory can be registered": 99,
+    "registered memory has one address": 91,
+    "virtual memory management": 102,
+    "memory as a file descriptor": 103,
+    "GPUDirect RDMA": 116,
+    "events between processes": 125,
+    "async engines": 40,
+}
+"""Names of ``CUdevice_attribute``, by number."""
+
+Work = Callable[[], object]
+
+
+def main() -> None:
+    """Carry out the part that is named."""
+    parts: dict[str, Callable[[], Finding]] = {
+        "card": card,
+        "between": between,
+        "copies": copies,
+    }
+    parts[sys.argv[1]]().tell()
+
+
+# --- one process ---------------------------------------------------------------------------------
+
+
+def card() -> Finding:
+    """Return versions, the card and its link, and whether node memory can be registered."""
+    found: dict[str, Any] = {
+        "card": torch.cuda.get_device_name(),
+        "cards": torch.cuda.device_count(),
+        "capability": "sm_" + "".join(map(str, torch.cuda.get_device_capability())),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "CUDA": torch.version.cuda,
+        "NCCL": ".".join(map(str, torch.cuda.nccl.version())),
+    }
+    found |= link() | attributes()
+    registered = registered_memfd()
+    return Finding(
+        "pass" if registered["memfd"] == "registered" else "fail", "", found | registered
+    )
+
+
+def link() -> dict[str, Any]:
+    """Ask nvidia-smi for driver, link and neighbours."""
+    if not shutil.which("nvidia-smi"):
+        return {"nvidia-smi": "none"}
+    names = {
+        "driver": "driver_version",
+        "PCIe generation": "pcie.link.gen.max",
+        "PCIe width": "pcie.link.width.max",
+        "memory": "memory.total",
+        "compute mode": "compute_mode",
+    }
+    line = ["nvidia-smi", f"--query-gpu={','.join(names.values())}", "--format=csv,noheader"]
+    done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=20)  # noqa: S603
+    words = [word.strip() for word in done.stdout.partition("\n")[0].split(",")]
+    return dict(zip(names, words, strict=False)) or {"nvidia-smi": done.stderr.strip()}
+
+
+def attributes() -> dict[str, int]:
+    """Ask the driver for what the runtime has no name for."""
+    driver = ctypes.CDLL("libcuda.so.1")
+    torch.cuda.init()
+    found = {}
+    for name, number in ATTRIBUTES.items():
+        value = ctypes.c_int(-1)
+        driver.cuDeviceGetAttribute(ctypes.byref(value), number, torch.cuda.current_device())
+        found[name] = value.value
+    return found
+
+
+class NodeMemory:
+    """A memfd, mapped, and registered with CUDA unless told otherwise."""
+
+    def __init__(self, num_bytes: int, *, is_registered: bool = True) -> None:
+        self.segment = map_shared(reserve(num_bytes), num_bytes)
+        self.address, self.seconds = ctypes.addressof(self.segment), 0.0
+        self.flat = torch.frombuffer(self.segment, dtype=torch.uint8)
+        if is_registered:
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            refused = int(torch.cuda.cudart().cudaHostRegister(self.address, num_bytes, PORTABLE))
+            self.seconds = time.perf_counter() - start
+            if refused:
+                raise OSError(f"cudaHostRegister of a memfd failed with {refused}")
+
+    def close(self) -> None:
+        """Undo the registration, before the memory goes."""
+        torch.cuda.cudart().cudaHostUnregister(self.address)
+
+
+def registered_memfd() -> dict[str, Any]:
+    """Register a memfd, copy both ways, and see whether torch takes it for pinned."""
+    num_bytes = 256 * MIB
+    try:
+        memory = NodeMemory(num_bytes)
+    except OSError as error:
+        return {"memfd": str(error)}
+    source = torch.randint(255, (num_bytes,), dtype=torch.uint8, device="cuda")
+    memory.flat.copy_(source, non_blocking=True)
+    torch.cuda.synchronize()
+    back = memory.flat.to("cuda", non_blocking=True)
+    right = torch.equal(back, source) and torch.equal(memory.flat, source.cpu())
+    side = torch.cuda.Stream()
+    torch.cuda._sleep(200_000_000)  # noqa: SLF001 - about 0.1 s
+    start = time.perf_counter()
+    memory.flat.copy_(source, non_blocking=True)
+    is_asynchronous = time.perf_counter() - start < 0.01
+    with torch.cuda.stream(side):
+        found = {
+            "memfd": "registered" if right and is_asynchronous else "copies wrong or block",
+            "memfd is asynchronous": is_asynchronous,
+            "memfd is_pinned()": memory.flat.is_pinned(),
+            "memfd registers GiB/s": num_bytes / 2**30 / memory.seconds,
+        }
+    torch.cuda.synchronize()
+    memory.close()
+    return found
+
+
+# --- two processes -------------------------------------------------------------------------------
+
+
+class Handle(ctypes.Structure):
+    """A ``cudaIpcMemHandle_t``."""
+
+    _fields_ = (("reserved", ctypes.c_char * 64),)
+
+
+class Runtime:
+    """The libcudart that torch has loaded, called by ctypes."""
+
+    def __init__(self) -> None:
+        torch.cuda.init()
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        names = [line.split(maxsplit=5)[-1] for line in lines if re.search(r"libcudart\.so", line)]
+        self.library = ctypes.CDLL(names[0])
+
+    def __call__(self, name: str, *arguments: Any) -> None:
+        """Call a function of it; OSError if it returns an error."""
+        if refused := getattr(self.library, name)(*arguments):
+            raise OSError(f"{name} failed with {refused}")
+
+    def allocate(self, num_bytes: int) -> int:
+        """Return the address of plain memory of the card."""
+        pointer = ctypes.c_void_p()
+        self("cudaMalloc", ctypes.byref(pointer), ctypes.c_size_t(num_bytes))
+        return int(pointer.value or 0)
+
+    def offer(self, address: int) -> bytes:
+        """Return what another process needs to map this memory."""
+        handle = Handle()
+        self("cudaIpcGetMemHandle", ctypes.byref(handle), ctypes.c_void_p(address))
+        return bytes(handle)
+
+    def open(self, offered: bytes) -> int:
+        """Map the memory of another process."""
+        pointer, handle = ctypes.c_void_p(), Handle.from_buffer_copy(offered)
+        self("cudaIpcOpenMemHandle", ctypes.byref(pointer), handle, ctypes.c_uint(1))
+        return int(pointer.value or 0)
+
+
+class Raw:
+    """Memory of the card at an address, for ``torch.as_tensor``."""
+
+    def __init__(self, address: int, numel: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (numel,),
+            "typestr": "<f4",
+            "data": (address, False),
+            "version": 3,
+        }
+
+
+def between() -> Finding:
+    """Share memory and events of the card between two processes."""
+    from mpi4py import MPI  # noqa: PLC0415 - MPI is started where it is needed only
+
+    comm = MPI.COMM_WORLD
+    torch.cuda.init()
+    found = {}
+    for name, part in (("memory", shared_memory), ("events", shared_events)):
+        try:
+            mine = "" if part(comm) else "wrong values"
+        except (OSError, RuntimeError) as error:
+            mine = f"{type(error).__name__}: {error}"
+        found[name] = next(filter(None, comm.allgather(mine)), "works")
+    works = all(text == "works" for text in found.values())
+    return Finding("pass" if works else "fail", "", found)
+
+
+def shared_memory(comm: Any) -> bool:
+    """Let each rank write into the memory of the other, and say whether its own has that."""
+    runtime, numel = Runtime(), 1 << 20
+    own = runtime.allocate(4 * numel)
+    offers = comm.allgather(runtime.offer(own))
+    other = runtime.open(offers[1 - comm.rank])
+    mine = torch.as_tensor(Raw(own, numel), device="cuda")
+    theirs = torch.as_tensor(Raw(other, numel), device="cuda")
+    expected = torch.arange(numel, dtype=torch.float32, device="cuda")
+    theirs.copy_(expected + comm.rank)
+    torch.cuda.synchronize()
+    comm.Barrier()
+    right = torch.equal(mine, expected + 1 - comm.rank)
+    comm.Barrier()
+    runtime("cudaIpcCloseMemHandle", ctypes.c_void_p(other))
+    return right
+
+
+def shared_events(comm: Any) -> bool:
+    """Let the stream of rank 1 wait for that of rank 0, which is late, and read its memory."""
+    runtime, numel, right = Runtime(), 1 << 20, True
+    own = runtime.allocate(4 * numel)
+    event = torch.cuda.Event(interprocess=True)
+    event.record()
+    offers = comm.allgather((runtime.offer(own), event.ipc_handle()))
+    if comm.rank == 0:
+        values = torch.as_tensor(Raw(own, numel), device="cuda")
+    else:
+        values = torch.as_tensor(Raw(runtime.open(offers[0][0]), numel), device="cuda")
+        event = torch.cuda.Event.from_ipc_handle(torch.device("cuda", 0), offers[0][1])
+    for turn in range(1, 11):
+        comm.Barrier()
+        if comm.rank == 0:
+            torch.cuda._sleep(20_000_000)  # noqa: SLF001 - about 10 ms
+            values.fill_(turn)
+            event.record()
+        comm.Barrier()
+        if comm.rank == 1:
+            event.wait()
+            right &= bool((values == turn).all())
+    comm.Barrier()
+    return right
+
+
+# --- copies --------------------------------------------------------------------------------------
+
+
+def copies() -> Finding:
+    """Measure copies from and to the card, of registered node memory against pinned memory."""
+    from mpi4py import MPI  # noqa: PLC0415 - MPI is started where it is needed only
+
+    comm, most = MPI.COMM_WORLD, max(SIZES)
+    device = [torch.empty(most, dtype=torch.uint8, device="cuda") for _ in range(2)]
+    memories = [NodeMemory(most) for _ in range(2)]
+    kinds = {
+        "memfd": [memory.flat for memory in memories],
+        "pinned": [torch.zeros(most, dtype=torch.uint8).pin_memory() for _ in range(2)],
+    }
+    rows = []
+    for processes in [number for number in PROCESSES if number <= comm.size]:
+        part = comm.Split(0 if comm.rank < processes else MPI.UNDEFINED)
+        if comm.rank < processes:
+            for num_bytes in SIZES:
+                rows += measured(part, num_bytes, device, kinds)
+        comm.Barrier()
+    for memory in memories:
+        memory.close()
+    counted = [row for row in rows if row["processes"] == 1 and row["bytes"] >= LARGE]
+    shares = {
+        way: min((row[way]["memfd"] / row[way]["pinned"] for row in counted), default=1.0)
+        for way in ("to host", "to card", "both")
+    }  # of rank 0, which is in all rows
+    figures = {"memfd / pinned": shares, "rows": [flattened(row) for row in rows]}
+    worst = min(shares.values())
+    verdict = "pass" if worst >= LEAST_OF_PINNED else "fail"
+    return Finding(verdict, f"memfd at least {worst:.0%} of pinned", figures)
+
+
+def measured(
+    comm: Any, num_bytes: int, device: list[Tensor], kinds: dict[str, list[Tensor]]
+) -> list[dict[str, Any]]:
+    """Return a row of GB/s of all processes together, by direction and kind of memory."""
+    card_parts = [flat[:num_bytes] for flat in device]
+    repetitions = min(max(2, 128 * MIB // num_bytes), 100)
+    works: dict[tuple[str, str], Work] = {}
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    for kind, flats in kinds.items():
+        host = [flat[:num_bytes] for flat in flats]
+        works["to host", kind] = Copies([(host[0], card_parts[0])], streams)
+        works["to card", kind] = Copies([(card_parts[1], host[1])], streams)
+        pairs = [(host[0], card_parts[0]), (card_parts[1], host[1])]
+        works["both", kind] = Copies(pairs, streams)
+    seconds: dict[tuple[str, str], list[float]] = {name: [] for name in works}
+    for turn in range(-1, ROUNDS):
+        for name, work in works.items():
+            comm.Barrier()
+            start = time.perf_counter()
+            for _ in range(repetitions):
+                work()
+            torch.cuda.synchronize()
+            elapsed = max(comm.allgather(time.perf_counter() - start))
+            if turn >= 0:
+                seconds[name].append(elapsed / repetitions)
+    row: dict[str, Any] = {"processes": comm.size, "bytes": num_bytes}
+    for (way, kind), times in seconds.items():
+        moved = num_bytes * comm.size * (2 if way == "both" else 1)
+        row.setdefault(way, {})[kind] = moved / statistics.median(times) / 1e9
+    return [row]
+
+
+class Copies:
+    """Copies that are started together, each on a stream of its own."""
+
+    def __init__(self, pairs: list[tuple[Tensor, Tensor]], streams: list[Any]) -> None:
+        self.pairs = list(zip(pairs, streams, strict=False))
+
+    def __call__(self) -> None:
+        """Start them."""
+        for (to, source), stream in self.pairs:
+            with torch.cuda.stream(stream):
+                to.copy_(source, non_blocking=True)
+
+
+def flattened(row: dict[str, Any]) -> dict[str, Any]:
+    """Make one level of a row, for the table."""
+    flat = {"processes": row["processes"], "KiB": row["bytes"] // KIB}
+    for way in ("to host", "to card", "both"):
+        flat |= {f"{way}, {kind} GB/s": round(rate, 2) for kind, rate in row[way].items()}
+    return flat
+
+
+if __name__ == "__main__":
+    with errors_told():
+        main()

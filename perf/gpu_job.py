@@ -1,0 +1,331 @@
+"""Ranks that share one card, for ``gpu_check.py``: what becomes of their gradients.
+
+    hpctrain launch -n 2 -- python perf/gpu_job.py bits
+    hpctrain launch -n 2 -- python perf/gpu_job.py order [PLANT]
+    hpctrain launch -n 2 -- python perf/gpu_job.py waits
+    hpctrain launch -n 2 -- python perf/gpu_job.py death | memory
+
+``DEV`` is the device, see ``gpu_device.py``.
+"""
+
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import gpu_device as here
+import torch
+from gpu_finding import Finding, errors_told
+from torch import Tensor, nn
+
+import hpctrain as hvd
+from hpctrain.comm.device import device_of
+
+IS_REAL = here.KIND != "mcpu"  # that one takes 32 bits, and its time
+NUMELS = (1, 2, 7, 64, 1000, 4097, 100_003, *[3_000_001] * IS_REAL)
+DTYPES = (torch.float32, *[torch.float64, torch.bfloat16, torch.float16] * IS_REAL)
+STEPS = 3
+RUNS = 20
+FAILING_RANK = 1
+MARK = "gpu-check-ends: "
+"""Stands before the time at which a rank fails on purpose."""
+
+
+def main() -> None:
+    """Carry out the part that is named."""
+    parts: dict[str, Callable[..., Finding]] = {
+        "bits": bits,
+        "order": order,
+        "waits": waits,
+        "death": death,
+        "memory": memory,
+    }
+    hvd.init()
+    torch.set_num_threads(1)
+    finding = parts[sys.argv[1]](*sys.argv[2:])
+    finding.tell()
+
+
+# --- bits ----------------------------------------------------------------------------------------
+
+
+def bits() -> Finding:
+    """Compare averages and sums on the card with those of the CPU, in all dtypes, odd sizes."""
+    rows = []
+    for dtype in DTYPES:
+        for op in (hvd.Average, hvd.Sum):
+            here_ones, there_ones = reducer(here.DEVICE, dtype, op), reducer("cpu", dtype, op)
+            differ = 0
+            for step in range(STEPS):
+                given = list(gradients(dtype, step))
+                found = reduced(*here_ones, given)
+                expected = reduced(*there_ones, given)
+                differ += sum(map(count_differing, found, expected))
+            differ = int(hvd.allreduce(torch.tensor(differ), op=hvd.Sum))
+            name = "average" if op is hvd.Average else "sum"
+            rows.append({"dtype": str(dtype), "of ranks": name, "values that differ": differ})
+    wrong = sum(row["values that differ"] for row in rows)
+    says = f"{wrong} values differ" if wrong else ""
+    return Finding("fail" if wrong else "pass", says, {"rows": rows})
+
+
+def reducer(device: object, dtype: torch.dtype, op: object) -> tuple[list[nn.Parameter], Any]:
+    """Make parameters of odd sizes and what reduces their gradients."""
+    parameters = [nn.Parameter(torch.zeros(n, dtype=dtype, device=device)) for n in NUMELS]
+    optimizer = torch.optim.SGD(parameters, lr=0.0, foreach=IS_REAL)
+    named = [(f"p{n}", p) for n, p in zip(NUMELS, parameters, strict=True)]
+    return parameters, hvd.DistributedOptimizer(optimizer, named, op=op)
+
+
+def gradients(dtype: torch.dtype, step: int) -> Iterator[Tensor]:
+    """Draw those of this rank: of all magnitudes, subnormal ones and zeros of both signs too."""
+    source = torch.Generator().manual_seed(1000 * step + hvd.rank())
+    tiny = torch.finfo(dtype).tiny / 2
+    for numel in NUMELS:
+        powers = torch.randint(-6, 7, (numel,), generator=source)
+        values = torch.randn(numel, generator=source, dtype=torch.float64) * 10.0**powers / 1e3
+        values[::11], values[3::17], values[5::23] = tiny, -0.0, 0.0
+        yield values.to(dtype)
+
+
+def reduced(
+    parameters: Sequence[nn.Parameter], optimizer: Any, given: list[Tensor]
+) -> list[Tensor]:
+    """Give gradients by a backward, return what the ranks have made of them."""
+    optimizer.zero_grad()
+    pairs = zip(parameters, given, strict=True)
+    sum((p * g.to(p.device)).sum() for p, g in pairs).backward()
+    found = [p.grad.detach().to("cpu", copy=True) for p in parameters]
+    optimizer.step()
+    return found
+
+
+def count_differing(found: Tensor, expected: Tensor) -> int:
+    """Count values with other bits."""
+    kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[found.itemsize]
+    return int((found.view(kind) != expected.view(kind)).sum())
+
+
+# --- order ---------------------------------------------------------------------------------------
+
+
+def order(plant: str = "") -> Finding:
+    """Train with streams that are late, and compare with the plain loop, bit by bit.
+
+    With a ``plant`` something does not wait for what it should, and results must be wrong: else
+    this phase could not see it.
+    """
+    if plant:
+        PLANTS[plant]()
+    try:
+        right = [torch.equal(trained(seed), plain(seed)) for seed in range(RUNS)]
+    except hvd.HpctrainError as error:
+        if plant:
+            return Finding("pass", f"seen by the check of weights: {error}"[:200])
+        raise
+    counts = hvd.allgather_object(sum(right))
+    figures = {"runs": RUNS, "right on all ranks": min(counts)}
+    if plant:
+        verdict = "pass" if min(counts) < RUNS else "fail"
+        return Finding(verdict, "" if verdict == "pass" else f"not seen: {plant}", figures)
+    verdict = "pass" if min(counts) == RUNS else "fail"
+    return Finding(verdict, f"right in {min(counts)} of {RUNS} runs", figures)
+
+
+def network(seed: int, *, is_late: bool) -> nn.Module:
+    """Make a small network, in which each layer's gradient may come late."""
+    torch.manual_seed(seed)
+    layers: list[nn.Module] = []
+    for before, after in ((256, 512), (512, 512), (512, 512), (512, 10)):
+        layers += [nn.Linear(before, after), nn.ReLU()]
+        layers += [here.LateBackward()] * is_late
+    return nn.Sequential(*layers).to(here.DEVICE)
+
+
+def batch(seed: int, step: int, rank: int) -> Tensor:
+    """Draw the samples of a rank."""
+    source = torch.Generator().manual_seed(10_000 * seed + 100 * step + rank)
+    return torch.randn(64, 256, generator=source).to(here.DEVICE)
+
+
+def weights(model: nn.Module) -> Tensor:
+    """Return all parameters, on the host."""
+    return torch.cat([p.detach().cpu().flatten() for p in model.parameters()])
+
+
+def trained(seed: int) -> Tensor:
+    """Train over the ranks; return the parameters."""
+    model = network(seed, is_late=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, foreach=IS_REAL)
+    optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        model(batch(seed, step, hvd.rank())).square().mean().backward()
+        optimizer.step()
+    return weights(model)
+
+
+def plain(seed: int) -> Tensor:
+    """Train alone, on the batches of all ranks in their order; return the parameters."""
+    model = network(seed, is_late=False)
+    parameters = list(model.parameters())
+    optimizer = torch.optim.SGD(parameters, lr=0.05, momentum=0.9, foreach=IS_REAL)
+    for step in range(STEPS):
+        totals: list[Tensor] = []
+        for rank in range(hvd.size()):
+            optimizer.zero_grad()
+            model(batch(seed, step, rank)).square().mean().backward()
+            own = [p.grad.clone() for p in parameters]
+            totals = (
+                [total + one for total, one in zip(totals, own, strict=True)] if totals else own
+            )
+        for parameter, total in zip(parameters, totals, strict=True):
+            parameter.grad = total * (1 / hvd.size())
+        optimizer.step()
+    return weights(model)
+
+
+def caller_goes_on() -> None:
+    """Let the optimizer step before the average is there."""
+    device = device_of(here.DEVICE)
+    stream_of = device.current_stream
+    device.current_stream = lambda: deaf(stream_of())
+
+
+def copies_go_on() -> None:
+    """Let copies, and sums, begin before what they read is written."""
+    device = device_of(here.DEVICE)
+    device.down, device.up = deaf(device.down), deaf(device.up)
+
+
+def deaf(stream: torch.Stream) -> torch.Stream:
+    """Return the same stream, which waits for no event."""
+    kind = type(stream)
+    members = {"wait_event": lambda *_: None, "wait_stream": lambda *_: None}
+    return type("Deaf", (kind,), members)(
+        stream_id=stream.stream_id,
+        device_index=stream.device_index,
+        device_type=stream.device_type,
+    )
+
+
+def host_goes_on() -> None:
+    """Let the host sum before the copies have come."""
+    device = device_of(here.DEVICE)
+    event_of = device.new_event
+
+    def hasty() -> torch.Event:
+        made = event_of()
+        made.synchronize = lambda: None
+        return made
+
+    device.new_event = hasty
+
+
+PLANTS: dict[str, Callable[[], None]] = {
+    "caller": caller_goes_on,
+    "copies": copies_go_on,
+    "host": host_goes_on,
+}
+
+
+# --- waits ---------------------------------------------------------------------------------------
+
+
+def waits() -> Finding:
+    """Count what keeps the host waiting within backward, on the threads that queue the work."""
+    model = network(0, is_late=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, foreach=IS_REAL)
+    optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+    samples = batch(0, 0, hvd.rank())
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    activities += [torch.profiler.ProfilerActivity.CUDA] * (here.KIND == "cuda")
+    profile = torch.profiler.profile(activities=activities)
+    for step in range(STEPS + 2):
+        optimizer.zero_grad()
+        loss = model(samples).square().mean()
+        here.wait_for_all()
+        if step == STEPS + 1:
+            profile.start()
+        with here.no_host_sync(), torch.profiler.record_function("the backward"):
+            loss.backward()
+        if step == STEPS + 1:
+            here.wait_for_all()
+            profile.stop()
+        optimizer.step()
+    counts = synchronizations(profile)
+    of_all = hvd.allgather_object(counts)
+    worst = max(sum(each["queueing threads"].values()) for each in of_all)
+    figures = {f"rank {rank}": each for rank, each in enumerate(of_all)}
+    return Finding("fail" if worst else "pass", f"{worst} waits on queueing threads", figures)
+
+
+def synchronizations(profile: Any) -> dict[str, dict[str, int]]:
+    """Count the runtime's synchronizing calls within the backward, by kind of thread and name."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "trace.json")
+        profile.export_chrome_trace(str(file))
+        events = json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
+    events = [event for event in events if event.get("ph") == "X"]
+    whole = next(
+        e for e in events if e["name"] == "the backward" and e["cat"] != "gpu_user_annotation"
+    )
+    first, last = whole["ts"], whole["ts"] + whole["dur"]
+    queueing = {e["tid"] for e in events if str(e["name"]).startswith("autograd::engine")}
+    queueing.add(whole["tid"])
+    counts: dict[str, dict[str, int]] = {"queueing threads": {}, "other threads": {}}
+    for event in events:
+        name = str(event["name"])
+        if (
+            "Synchronize" in name
+            and event.get("cat") == "cuda_runtime"
+            and first <= event["ts"] <= last
+        ):
+            kind = counts["queueing threads" if event["tid"] in queueing else "other threads"]
+            kind[name] = kind.get(name, 0) + 1
+    return counts
+
+
+# --- ends ----------------------------------------------------------------------------------------
+
+
+def death() -> Finding:
+    """Let a rank be killed within backward."""
+    return fails_in_step(lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def memory() -> Finding:
+    """Let a rank run out of the card's memory within backward."""
+    return fails_in_step(lambda: torch.empty(1 << 50, dtype=torch.uint8, device=here.DEVICE))
+
+
+def fails_in_step(fail: Callable[[], object]) -> Finding:
+    """Train until a rank fails; no rank should come to the end of this."""
+    model = network(0, is_late=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, foreach=IS_REAL)
+    optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+
+    def hook(_: Tensor) -> None:
+        sys.stdout.write(f"\n{MARK}{time.time()}\n")
+        sys.stdout.flush()
+        fail()
+
+    for step in range(1000):
+        optimizer.zero_grad()
+        values = model(batch(0, step, hvd.rank()))
+        if step == STEPS and hvd.rank() == FAILING_RANK:
+            values.register_hook(hook)
+        values.square().mean().backward()
+        optimizer.step()
+    return Finding("fail", "all ranks went on")
+
+
+if __name__ == "__main__":
+    with errors_told():
+        main()

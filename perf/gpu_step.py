@@ -1,0 +1,160 @@
+"""A step of a transformer of 350 M parameters in bfloat16 on a card that the ranks share.
+
+    hpctrain launch -n 2 -- python perf/gpu_step.py
+
+``plain`` is the loop of one rank alone, ``hooks`` has all of hpctrain but what travels, and
+``full`` is training. Each rank runs all three in turn on models of their own; a step takes as long
+as that of the slowest rank. ``alone`` is what travels with nothing to hide behind: a backward that
+makes the same gradients at once, less the same backward of one rank alone. ``hidden`` is the share
+of that which a real step does not show.
+
+For ``gpu_check.py``; ``DEV`` is the device, see ``gpu_device.py``. One that is simulated has a
+model of a toy's size.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import gpu_device as here
+import torch
+from gpu_finding import Finding, errors_told
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+
+import hpctrain as hvd
+
+IS_REAL = here.KIND == "cuda"
+LAYERS, WIDTH, HEADS, VOCABULARY = (24, 1024, 16, 50_304) if IS_REAL else (2, 64, 2, 256)
+SAMPLES, TOKENS = (4, 1024) if IS_REAL else (2, 16)
+ROUNDS, STEPS = (5, 4) if IS_REAL else (2, 2)
+MOST_OF_HOOKS, LEAST_HIDDEN = 0.02, 0.70
+
+Step = Callable[[], None]
+
+
+class Block(nn.Module):
+    """Attention and two layers, each beside a shortcut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.heads, self.joined = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.wide, self.narrow = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, values: Tensor) -> Tensor:
+        """Take and return ``(samples, tokens, width)``."""
+        of_heads = self.heads(self.first(values)).unflatten(-1, (3, HEADS, -1))
+        query, key, value = (one.transpose(1, 2) for one in of_heads.unbind(2))
+        seen = scaled_dot_product_attention(query, key, value, is_causal=True)
+        values = values + self.joined(seen.transpose(1, 2).flatten(2))
+        inner = nn.functional.gelu(self.wide(self.second(values)))
+        return values + self.narrow(inner)
+
+
+class Transformer(nn.Module):
+    """A decoder that shares its embedding with its last layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.places = nn.Parameter(torch.zeros(TOKENS, WIDTH))
+        self.blocks = nn.Sequential(*(Block() for _ in range(LAYERS)))
+        self.last = nn.LayerNorm(WIDTH)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return the loss of predicting each token from those before."""
+        values = self.last(self.blocks(self.embedding(tokens) + self.places))
+        scores = values[:, :-1] @ self.embedding.weight.T
+        return cross_entropy(scores.flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+class Variant:
+    """A model and its optimizer, that take steps."""
+
+    def __init__(self, *, is_distributed: bool) -> None:
+        torch.manual_seed(0)
+        with here.DEVICE:
+            self.model = Transformer().to(torch.bfloat16)
+        self.optimizer: Any = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+        if is_distributed:
+            named = self.model.named_parameters()
+            self.optimizer = hvd.DistributedOptimizer(self.optimizer, named)
+        source = torch.Generator().manual_seed(hvd.rank())
+        tokens = torch.randint(VOCABULARY, (SAMPLES, TOKENS), generator=source)
+        self.tokens = tokens.to(here.DEVICE)
+
+    def step(self) -> None:
+        """Take one."""
+        self.optimizer.zero_grad()
+        self.model(self.tokens).backward()
+        self.optimizer.step()
+
+    def backward_alone(self) -> None:
+        """Make gradients of the same sizes at once."""
+        self.optimizer.zero_grad()
+        torch.stack([p.view(-1)[0] for p in self.model.parameters()]).sum().backward()
+
+    def keep_home(self) -> None:
+        """Let nothing travel, from the second step on."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = 0.0  # else weights would part, which is an error
+        reduction = self.optimizer._reducer.reduction  # noqa: SLF001 - all but this is measured
+        reduction._reduce = lambda _: None  # noqa: SLF001
+        for bucket in reduction._buckets:  # noqa: SLF001
+            bucket.place.depart = bucket.place.arrive = lambda: None
+
+
+def timed(works: dict[str, Step]) -> dict[str, float]:
+    """Return the median milliseconds of each, in turn, of the slowest rank."""
+    seconds: dict[str, list[float]] = {name: [] for name in works}
+    for _ in range(ROUNDS):
+        for name, work in works.items():
+            for turn in range(-1, STEPS):
+                here.wait_for_all()
+                hvd.barrier()
+                start = time.perf_counter()
+                work()
+                here.wait_for_all()
+                own = time.perf_counter() - start
+                if turn >= 0:
+                    seconds[name].append(max(hvd.allgather_object(own)))
+    return {name: statistics.median(times) * 1e3 for name, times in seconds.items()}
+
+
+def main() -> None:
+    """Measure, and judge."""
+    hvd.init()
+    torch.set_num_threads(2)
+    plain, full, hooks = (Variant(is_distributed=each) for each in (False, True, True))
+    for variant in (plain, full, hooks):
+        variant.step()
+    hooks.keep_home()
+    ms = timed({"plain": plain.step, "hooks": hooks.step, "full": full.step})
+    at_once = {"plain at once": plain.backward_alone, "full at once": full.backward_alone}
+    ms |= timed(at_once)
+    alone = ms["full at once"] - ms["plain at once"]
+    exposed = ms["full"] - ms["hooks"]
+    cost, hidden = ms["hooks"] / ms["plain"] - 1, 1 - exposed / alone
+    numel = sum(p.numel() for p in plain.model.parameters())
+    figures = {
+        "parameters": numel,
+        "bytes of gradients": 2 * numel,
+        "ms": {name: round(value, 2) for name, value in ms.items()},
+        "hooks / plain - 1": round(cost, 4),
+        "exposed ms": round(exposed, 2),
+        "alone ms": round(alone, 2),
+        "hidden": round(hidden, 3),
+        "GB/s of gradients alone": round(2 * numel / alone / 1e6, 2),
+    }
+    if IS_REAL:
+        figures["GiB on the card"] = round(torch.cuda.max_memory_allocated() / 2**30, 1)
+    is_good = cost < MOST_OF_HOOKS and hidden >= LEAST_HIDDEN
+    says = f"hooks cost {cost:.1%}, {exposed:.1f} of {alone:.1f} ms exposed: {hidden:.0%} hidden"
+    Finding("pass" if is_good or not IS_REAL else "fail", says, figures).tell()
+
+
+if __name__ == "__main__":
+    with errors_told():
+        main()

@@ -1,0 +1,175 @@
+"""Whole steps of ``DistributedOptimizer`` have no race on an accelerator, and without a wait one.
+
+Tensors of the host are those of a ``CheckedDevice``; what talks to other ranks is run at once, as
+another thread of the host that is waited for where the program waits.
+"""
+
+import pytest
+import torch
+from torch import nn
+
+from hpctrain.comm import place
+from hpctrain.comm.communicator import FINISHED
+from hpctrain.gradients import reduction
+from tests.gpu.race_checker import CheckedDevice, Checker, Watching
+
+
+class Staged(place.StagedBucket):
+    """As it is, but that the checker sees the host's own access."""
+
+    def reduce(self, sum_on_host, scale):
+        def seen():
+            self.travels.mul_(1.0)
+            sum_on_host()
+
+        super().reduce(seen, scale)
+
+
+@pytest.fixture
+def new_checker(monkeypatch):
+    def made():
+        checker = Checker()
+        device = checker.device = CheckedDevice(checker)
+        monkeypatch.setattr(place, "device_of", lambda _: device)
+        monkeypatch.setattr(place, "StagedBucket", Staged)
+        monkeypatch.setattr(reduction, "start_on", lambda *call: start_beside(checker, *call))
+        return checker
+
+    return made
+
+
+def start_beside(checker, _comm, function, *args):
+    with checker.thread("progress"):
+        function(*args)
+        known = dict(checker.clocks["progress"])
+
+    class Work:
+        def wait(self):
+            checker.join("host", known)
+            FINISHED.wait()
+
+    return Work()
+
+
+class Program:
+    """Steps as users write them."""
+
+    options: dict = {}  # noqa: RUF012
+    passes = 1
+
+    def __init__(self, checker, hvd):
+        self.checker, self.hvd = checker, hvd
+
+    def plain(self):
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.Linear(256, 4)
+        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        optimizer = self.hvd.DistributedOptimizer(
+            optimizer, model.named_parameters(), **self.options
+        )
+        batch = torch.randn(8, 64) * (1 + self.hvd.rank())
+        self.checker.on_device(batch, *model.parameters())
+        return model, optimizer, batch
+
+    def run(self):
+        model, optimizer, batch = self.plain()
+        with Watching(self.checker):
+            for _ in range(3):
+                for _ in range(self.passes):
+                    self.backward(model, batch)
+                self.step(optimizer)
+            buckets = optimizer._reducer.reduction._buckets
+            assert {type(bucket.place) for bucket in buckets} == {Staged}
+        return list(self.checker.races)
+
+    def backward(self, model, batch):
+        model(batch).square().mean().backward()
+
+    def step(self, optimizer):
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class KeepsGradients(Program):
+    def step(self, optimizer):
+        nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+
+
+class SeveralPasses(Program):
+    options, passes = {"backward_passes_per_step": 2}, 2
+
+
+class SmallBuckets(Program):
+    options = {"groups": 3}  # noqa: RUF012
+
+
+@pytest.mark.ranks(2)
+def test_steps_have_no_race(hvd, new_checker):
+    for program in (Program, KeepsGradients, SeveralPasses, SmallBuckets):
+        assert program(new_checker(), hvd).run() == []
+
+
+def copies_do_not_wait(device):
+    device.down.wait_event = lambda _: None
+
+
+def caller_does_not_wait(device):
+    stream_of = device.current_stream
+
+    def deaf():
+        stream = stream_of()
+        stream.wait_event = lambda _: None
+        return stream
+
+    device.current_stream = deaf
+
+
+def host_does_not_wait(device):
+    event_of = device.new_event
+
+    def hasty():
+        event = event_of()
+        event.synchronize = lambda: None
+        return event
+
+    device.new_event = hasty
+
+
+def events_are_old(device):
+    event_of = device.new_event
+
+    def stale():
+        event = event_of()
+        event.record = lambda _: None
+        return event
+
+    device.new_event = stale
+
+
+def way_back_is_on_the_wrong_stream(device):
+    stream, inside = device.up, device.on
+    device.on = lambda chosen: inside(device.new_stream()) if chosen is stream else inside(chosen)
+
+
+OMISSIONS = (
+    copies_do_not_wait,
+    caller_does_not_wait,
+    host_does_not_wait,
+    events_are_old,
+    way_back_is_on_the_wrong_stream,
+)
+
+
+@pytest.mark.ranks(2)
+def test_what_is_left_out_of_a_step_is_found(hvd, new_checker):
+    found = {}
+    for omission in OMISSIONS:
+        for program in (Program, KeepsGradients):
+            checker = new_checker()
+            omission(checker.device)
+            found[omission.__name__, program.__name__] = program(checker, hvd).run()
+    assert [name for name, races in found.items() if not races] == []
