@@ -14,12 +14,16 @@ import argparse
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +39,7 @@ RESULTS = HERE / "results"
 MARK_OF_END = "gpu-check-ends: "
 """Stands before the time at which a rank of ``gpu_job.py`` fails on purpose."""
 MOST_TO_END_S = 30.0
+MPS = "nvidia-cuda-mps-control"
 TAIL = 3000  # characters of the output of a phase that failed
 
 
@@ -46,12 +51,15 @@ class Part:
     ranks: int = 1
     nodes: int = 1  # declared ones
     variables: Mapping[str, str] = field(default_factory=dict)  # of the environment
+    by_mps: bool = False  # whether kernels of several ranks run at once, else they take turns
     judge: Callable[["Ended"], Finding] | None = None  # by default the ranks' own finding
 
     def __str__(self) -> str:
         """Return its name."""
         nodes = f" on {self.nodes} nodes" * (self.nodes > 1)
-        return " ".join([self.words, f"{self.ranks} ranks{nodes}", *self.variables.values()])
+        mps = ["by MPS"] * self.by_mps
+        words = [self.words, f"{self.ranks} ranks{nodes}", *self.variables.values(), *mps]
+        return " ".join(words)
 
 
 @dataclass(frozen=True)
@@ -127,6 +135,11 @@ PHASES: Mapping[str, Phase] = {
             *(Part(f"gpu_job.py order {plant}", 2, variables=PEERS) for plant in ("caller",)),
         ),
     ),
+    "programs": Phase(
+        "scripts drawn at random train as plain torch does, whatever they do to gradients",
+        150,
+        tuple(Part("gpu_programs.py", 2, variables=way) for way in (PEERS, HOST)),
+    ),
     "waits": Phase(
         "the host waits for the card nowhere within backward",
         60,
@@ -135,7 +148,11 @@ PHASES: Mapping[str, Phase] = {
     "step": Phase(
         "hooks cost less than 2 % of a step of 350 M parameters; 70 % of what travels is hidden",
         150,
-        tuple(Part("gpu_step.py", 2, variables=way) for way in (PEERS, HOST)),
+        (
+            Part("gpu_step.py", 2, variables=PEERS, by_mps=True),
+            Part("gpu_step.py", 2, variables=HOST, by_mps=True),
+            Part("gpu_step.py", 2, variables=PEERS),
+        ),
     ),
     "ends": Phase(
         "when a rank dies or has no memory left all end within 30 s, and it is named",
@@ -209,7 +226,11 @@ def run_phase(phase: Phase, device: str) -> Finding:
         if left_s < 1:
             found[name] = Finding("fail", f"no time left of {phase.limit_s:g} s")
             continue
-        ended = launch(part, device, left_s)
+        with multi_process_service() if part.by_mps else nullcontext({}) as service:
+            ended = None if service is None else launch(part, device, left_s, service)
+        if ended is None:
+            found[name] = Finding("skip", f"{MPS} is not here, or does not start")
+            continue
         found[name] = (part.judge or own_finding)(ended)
     return together(found)
 
@@ -232,7 +253,28 @@ def own_finding(ended: Ended) -> Finding:
     return Finding("fail", f"{why} after {ended.seconds:.0f} s", {"output": ended.output[-TAIL:]})
 
 
-def launch(part: Part, device: str, limit_s: float) -> Ended:
+@contextmanager
+def multi_process_service() -> Iterator[dict[str, str] | None]:
+    """Let kernels of several processes run at once, as on cards of their own.
+
+    What tells processes of it; None where there is no such service.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        told = {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
+        control = partial(
+            subprocess.run, env=os.environ | told, capture_output=True, text=True, check=False
+        )
+        program = shutil.which(MPS)
+        if program is None or control([program, "-d"], timeout=10).returncode:
+            yield None
+            return
+        try:
+            yield told
+        finally:
+            control([program], input="quit\n", timeout=20)
+
+
+def launch(part: Part, device: str, limit_s: float, service: Mapping[str, str]) -> Ended:
     """Start the ranks of a part and wait for their end."""
     script, *words = part.words.split()
     line = [sys.executable, str(HERE / script), *words]
@@ -240,7 +282,7 @@ def launch(part: Part, device: str, limit_s: float) -> Ended:
         options = ["-n", str(part.ranks), "--no-bind", "--timeout", str(max(1, round(limit_s)))]
         options += ["--nodes", str(part.nodes)] * (part.nodes > 1)
         line = [sys.executable, "-m", "hpctrain", "launch", *options, "--", *line]
-    environ = os.environ | {"DEV": device, "PYTHONUNBUFFERED": "1"} | part.variables
+    environ = os.environ | {"DEV": device, "PYTHONUNBUFFERED": "1"} | part.variables | service
     start = time.perf_counter()
     try:
         done = subprocess.run(  # noqa: S603 - our own

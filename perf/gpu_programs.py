@@ -1,4 +1,4 @@
-"""Training scripts drawn at random, on a card that ranks share, against plain torch on one process.
+"""Training scripts drawn at random, on a card that ranks share, against plain torch alone.
 
     hpctrain launch -n 2 -- python perf/gpu_programs.py [HOW MANY]
 
@@ -16,10 +16,10 @@ from gpu_finding import Finding, errors_told
 os.environ["HPCTRAIN_TEST_DEVICE"] = str(here.DEVICE)
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from mpi4py import MPI  # noqa: E402
+from mpi4py import MPI
 
-from tests.gradients.program_table import draw_program  # noqa: E402 - it reads the variable
-from tests.gradients.test_programs import check  # noqa: E402
+from tests.gradients.program_table import draw_program
+from tests.gradients.test_programs import check
 
 MOST_S = 60.0  # no script begins later
 
