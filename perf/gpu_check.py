@@ -107,6 +107,12 @@ PHASES: Mapping[str, Phase] = {
         (Part("gpu_facts.py card"), Part("gpu_facts.py between", 2)),
         needs_cuda=True,
     ),
+    "sums": Phase(
+        "the kernel that sums the buckets of ranks has the bits of torch's operations",
+        60,
+        (Part("gpu_facts.py sums"),),
+        needs_cuda=True,
+    ),
     "ceilings": Phase(
         "copies of registered node memory have 95 % of the rate of pinned memory",
         60,

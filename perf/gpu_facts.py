@@ -1,6 +1,7 @@
 """What a machine with a card can do, for ``gpu_check.py``: facts, memory of two processes, copies.
 
     python perf/gpu_facts.py card
+    python perf/gpu_facts.py sums
     hpctrain launch -n 2 -- python perf/gpu_facts.py between
     hpctrain launch -n 4 -- python perf/gpu_facts.py copies
 
@@ -24,8 +25,11 @@ import torch
 from gpu_finding import Finding, errors_told
 from torch import Tensor
 
+from hpctrain.comm.device import device_of
 from hpctrain.comm.node.node_memory import reserve
 from hpctrain.comm.node.segments import map_shared
+from hpctrain.comm.node.shared_memory import combine_to
+from hpctrain.comm.ops import Op, combination
 from hpctrain.core.units import KIB, MIB
 
 SIZES = (64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB)
@@ -55,6 +59,7 @@ def main() -> None:
         "card": card,
         "between": between,
         "copies": copies,
+        "sums": sums,
     }
     parts[sys.argv[1]]().tell()
 
@@ -156,6 +161,56 @@ def registered_memfd() -> dict[str, Any]:
     torch.cuda.synchronize()
     memory.close()
     return found
+
+
+def sums() -> Finding:
+    """Compare the kernel that sums buckets of several ranks with operations of torch."""
+    rows, num_wrong, num_bytes = [], 0, 64 * MIB
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        how = combination(dtype, Op.SUM)
+        for num_ranks in (2, 4, 8):
+            numel = num_bytes // dtype.itemsize - 5
+            drawn = (torch.randn(numel, device="cuda") * 10 for _ in range(num_ranks))
+            parts = [values.to(dtype) for values in drawn]
+            by_torch, total = [part.clone() for part in parts], torch.empty_like(parts[0])
+            kernel = device_of(parts[0].device).slice_sum(parts, how)
+            if kernel is None:
+                return Finding("fail", "no kernel: is Triton there, and a C compiler?")
+
+            def with_torch(parts=by_torch, total=total, how=how) -> None:
+                combine_to(total, parts, how, 0.25)
+                for part in parts:
+                    part.copy_(total)
+
+            kernel(0.25)
+            with_torch()
+            pairs = zip(parts, by_torch, strict=True)
+            wrong = sum(int((one != other).sum()) for one, other in pairs)
+            num_wrong += wrong
+            moved = 2 * num_ranks * parts[0].nbytes / 1e6
+            rows.append(
+                {
+                    "dtype": str(dtype),
+                    "ranks": num_ranks,
+                    "values that differ": wrong,
+                    "kernel GB/s": round(moved / milliseconds(lambda kernel=kernel: kernel(0.25))),
+                    "torch GB/s": round(moved / milliseconds(with_torch)),
+                }
+            )
+    return Finding("fail" if num_wrong else "pass", "", {"rows": rows})
+
+
+def milliseconds(work: Work) -> float:
+    """Time work on the card, the median."""
+    times = []
+    for _ in range(20):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        work()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return statistics.median(times)
 
 
 # --- two processes -------------------------------------------------------------------------------

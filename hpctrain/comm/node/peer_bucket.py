@@ -52,6 +52,8 @@ class PeerBucket:
         self._parts = [peer[own].view(self._how.lane) for peer in peers]
         self._total = torch.empty_like(self._parts[0])
         self._slice = device.pinned(self._total) if levels.rail is not None else None
+        alone = levels.rail is None and self._total.numel()
+        self._at_once = device.slice_sum(self._parts, self._how) if alone else None
 
     def depart(self) -> None:
         """Let the sum come behind all that the caller's stream has to do."""
@@ -77,6 +79,9 @@ class PeerBucket:
         self._device.current_stream().wait_event(self._back)
 
     def _sum_slice(self, scale: float | None) -> None:
+        if self._at_once is not None:
+            self._at_once(scale)
+            return
         total, rail, late = self._total, self._levels.rail, None
         if self._slice is not None:
             scale, late = scaled_when(scale, self._how)
