@@ -2,7 +2,7 @@
 
 import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -74,6 +74,14 @@ class Device:
         """Make memory for other processes to map. Raises ``OSError``: that cannot be."""
         raise OSError(f"{self.device.type}: {self.keeps_apart}, asked for {num_bytes} bytes")
 
+    def sum_of(
+        self,
+        parts: Sequence[Tensor],  # noqa: ARG002 - for some
+        how: Combination,  # noqa: ARG002
+    ) -> Callable[[float | None], None] | None:
+        """Return what replaces each part by their sum, times a factor, in one pass, if there is."""
+        return None
+
     def shared_event(
         self, comm: Communicator, members: Sequence[int]
     ) -> tuple[torch.Event, list[torch.Event]]:
@@ -144,6 +152,16 @@ class CudaDevice(Device):
     def new_segment(self, num_bytes: int) -> Segment:
         """Make memory of CUDA's own, and a handle of it."""
         return CudaSegment(num_bytes, self.device)
+
+    def sum_of(
+        self, parts: Sequence[Tensor], how: Combination
+    ) -> Callable[[float | None], None] | None:
+        """Return a kernel of Triton's, which comes with torch for CUDA."""
+        try:
+            from hpctrain.comm.node.device_sum import slice_sum_of  # noqa: PLC0415 - needs Triton
+        except ImportError:
+            return None
+        return slice_sum_of(parts, how)
 
     def shared_event(
         self, comm: Communicator, members: Sequence[int]

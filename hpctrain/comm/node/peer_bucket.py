@@ -50,7 +50,8 @@ class PeerBucket:
         if levels.node.local_rank < num_slices:
             own = slice_bounds(numel, num_slices, levels.node.local_rank)
         self._parts = [peer[own].view(self._how.lane) for peer in peers]
-        self._total = torch.empty_like(self._parts[0])
+        self._kernel = None if levels.num_rails else device.sum_of(self._parts, self._how)
+        self._total = torch.empty_like(self._parts[0][: 0 if self._kernel else None])
         self._slice = device.pinned(self._total) if levels.rail is not None else None
         alone = levels.rail is None and self._total.numel()
         self._at_once = device.slice_sum(self._parts, self._how) if alone else None
@@ -66,7 +67,7 @@ class PeerBucket:
         for full in self._fulls:
             up.wait_event(full)
         with on(up):
-            if self._total.numel():
+            if self._parts[0].numel():
                 self._sum_slice(scale)
         self._done.record(up)
         self._levels.node.barrier()  # they have recorded that their slices are written
@@ -81,6 +82,9 @@ class PeerBucket:
     def _sum_slice(self, scale: float | None) -> None:
         if self._at_once is not None:
             self._at_once(scale)
+            return
+        if self._kernel is not None:
+            self._kernel(scale)
             return
         total, rail, late = self._total, self._levels.rail, None
         if self._slice is not None:
