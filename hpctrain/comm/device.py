@@ -79,7 +79,7 @@ class Device:
         parts: Sequence[Tensor],  # noqa: ARG002 - for some
         how: Combination,  # noqa: ARG002
     ) -> Callable[[float | None], None] | None:
-        """Return what replaces each part by their sum, times a factor, in one pass, if there is."""
+        """Return what replaces each part by their sum, times a factor, in one pass; if any."""
         return None
 
     def shared_event(
@@ -107,15 +107,7 @@ class CudaDevice(Device):
         return torch.cuda.Event(blocking=True)
 
     def current_stream(self) -> torch.Stream:
-        """Return the stream on which the caller's work is queued.
-
-        ``CommError``: a graph captures it, which would hold what other ranks do as well.
-        """
-        if torch.cuda.is_current_stream_capturing():
-            raise CommError(
-                "a CUDA graph captures a backward whose gradients travel to other ranks; capture "
-                "the model alone, by torch.cuda.make_graphed_callables, and step outside of it"
-            )
+        """Return the stream on which the caller's work is queued."""
         return torch.cuda.current_stream(self.device)
 
     def on(self, stream: Any) -> AbstractContextManager[object]:
@@ -180,6 +172,15 @@ class CudaDevice(Device):
         return made, [
             made if rank == comm.rank else mapped(self.device, given[rank]) for rank in members
         ]
+
+
+def require_no_capture(device: torch.device) -> None:
+    """Raise ``CommError`` where a graph captures what is queued: other ranks are not in it."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise CommError(
+            "a CUDA graph captures a backward whose gradients travel to other ranks; capture the "
+            "model alone, by torch.cuda.make_graphed_callables, and step outside of it"
+        )
 
 
 @cache

@@ -11,12 +11,13 @@ Two streams, so that a bucket on its way back does not wait for one that is not 
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from hpctrain.comm.bucket import Bucket
+from hpctrain.comm.bucket import CHUNK_BYTES, Bucket, chunks_of
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.device import Device, device_of
 from hpctrain.comm.node.peer_bucket import PeerBucket
@@ -86,7 +87,18 @@ def new_place(
         return New(comm.new_bucket(num_marks, dtype), place)
     bucket = comm.new_bucket(numel + num_marks, dtype)
     elements = bucket.flat[:numel]
-    return New(bucket, OnHost(elements) if there is None else StagedBucket(there, elements))
+    if there is None:
+        return New(bucket, OnHost(elements))
+    return New(_for_all_cores(bucket), StagedBucket(there, elements))
+
+
+def _for_all_cores(bucket: Bucket) -> Bucket:
+    """Cut a bucket into chunks that are worth all threads: backward needs no cores here."""
+    if not bucket.peers:
+        return bucket
+    local_rank = next(rank for rank, peer in enumerate(bucket.peers) if peer is bucket.flat)
+    num_bytes = CHUNK_BYTES * torch.get_num_threads()
+    return replace(bucket, chunks=chunks_of(bucket.peers, local_rank, num_bytes))
 
 
 def why_by_host(devices: Iterable[torch.device]) -> str:

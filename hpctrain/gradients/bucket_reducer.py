@@ -16,6 +16,7 @@ from torch.autograd import Variable
 from torch.autograd.graph import _engine_run_backward
 from torch.nn import Parameter
 
+from hpctrain.comm.device import require_no_capture
 from hpctrain.comm.eager import eager
 from hpctrain.core.errors import CommError, ConfigError, MismatchError
 from hpctrain.gradients.checked_steps import CheckedSteps
@@ -255,6 +256,7 @@ class Reducer:
             return
         task = torch._C._current_graph_task_id()  # noqa: SLF001
         if task not in self._graph_tasks:
+            require_no_capture(parameter.device)
             self._enter_graph_task(task, _is_outermost_backward(parameter))
         self._num_fires += 1
         slot = self.reduction.slot_of.get(parameter)
