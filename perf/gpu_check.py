@@ -134,6 +134,7 @@ PHASES: Mapping[str, Phase] = {
         120,
         (
             *(Part("gpu_job.py order", 2, variables=way) for way in (HOST, PEERS)),
+            Part("gpu_job.py order sides", 2, variables=PEERS),
             *(
                 Part(f"gpu_job.py order {plant}", 2, variables=HOST)
                 for plant in ("caller", "copies", "host")

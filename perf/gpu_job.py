@@ -1,7 +1,7 @@
 """Ranks that share one card, for ``gpu_check.py``: what becomes of their gradients.
 
     hpctrain launch -n 2 -- python perf/gpu_job.py bits
-    hpctrain launch -n 2 -- python perf/gpu_job.py order [PLANT]
+    hpctrain launch -n 2 -- python perf/gpu_job.py order [sides | PLANT]
     hpctrain launch -n 2 -- python perf/gpu_job.py waits
     hpctrain launch -n 2 -- python perf/gpu_job.py death | memory
 
@@ -115,17 +115,18 @@ def count_differing(found: Tensor, expected: Tensor) -> int:
 # --- order ---------------------------------------------------------------------------------------
 
 
-def order(plant: str = "") -> Finding:
+def order(what: str = "") -> Finding:
     """Train with streams that are late, and compare with the plain loop, bit by bit.
 
-    With a ``plant`` something does not wait for what it should, and results must be wrong: else
-    this phase could not see it.
+    With ``sides`` the model computes on two streams. With a plant something does not wait for
+    what it should, and results must be wrong: else this phase could not see it.
     """
+    make, plant = (branches, "") if what == "sides" else (network, what)
     copies_come_late()
     if plant:
         PLANTS[plant]()
     try:
-        right = [torch.equal(trained(seed), plain(seed)) for seed in range(RUNS)]
+        right = [torch.equal(trained(make, seed), plain(make, seed)) for seed in range(RUNS)]
     except hvd.HpctrainError as error:
         if plant:
             return Finding("pass", f"seen by the check of weights: {error}"[:200])
@@ -149,6 +150,33 @@ def network(seed: int, *, is_late: bool) -> nn.Module:
     return nn.Sequential(*layers).to(here.DEVICE)
 
 
+def branches(seed: int, *, is_late: bool) -> nn.Module:
+    """Make a network of layers that have two branches, which may be on two streams."""
+    torch.manual_seed(seed)
+    side = device_of(here.DEVICE).new_stream() if is_late else None
+    return nn.Sequential(*(Branches(side) for _ in range(3))).to(here.DEVICE)
+
+
+class Branches(nn.Module):
+    """Two layers of the same values, of which one is on a stream of its own, and late."""
+
+    def __init__(self, side: Any) -> None:
+        super().__init__()
+        self.first, self.second, self.side = nn.Linear(256, 256), nn.Linear(256, 256), side
+
+    def forward(self, values: Tensor) -> Tensor:
+        """Return the sum of both."""
+        first = self.first(values)
+        if self.side is None:
+            return first + self.second(values)
+        stream = torch.accelerator.current_stream()
+        self.side.wait_stream(stream)
+        with self.side:
+            second = here.Late.apply(self.second(values))
+        stream.wait_stream(self.side)
+        return first + second
+
+
 def batch(seed: int, step: int, rank: int) -> Tensor:
     """Draw the samples of a rank."""
     source = torch.Generator().manual_seed(10_000 * seed + 100 * step + rank)
@@ -160,9 +188,9 @@ def weights(model: nn.Module) -> Tensor:
     return torch.cat([p.detach().cpu().flatten() for p in model.parameters()])
 
 
-def trained(seed: int) -> Tensor:
+def trained(make: Callable[..., nn.Module], seed: int) -> Tensor:
     """Train over the ranks; return the parameters."""
-    model = network(seed, is_late=True)
+    model = make(seed, is_late=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, foreach=IS_REAL)
     optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
@@ -173,9 +201,9 @@ def trained(seed: int) -> Tensor:
     return weights(model)
 
 
-def plain(seed: int) -> Tensor:
+def plain(make: Callable[..., nn.Module], seed: int) -> Tensor:
     """Train alone, on the batches of all ranks in their order; return the parameters."""
-    model = network(seed, is_late=False)
+    model = make(seed, is_late=False)
     parameters = list(model.parameters())
     optimizer = torch.optim.SGD(parameters, lr=0.05, momentum=0.9, foreach=IS_REAL)
     for step in range(STEPS):

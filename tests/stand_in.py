@@ -17,7 +17,13 @@ from hpctrain.comm.node.segments import map_shared
 
 
 class Passed:
-    """An event, and a stream: whoever waits for it may go on at once."""
+    """An event, and a stream, of which there is one: whoever waits for it may go on at once."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Passed)
+
+    def __hash__(self) -> int:
+        return 0
 
     def record(self, stream: object = None) -> None: ...
     def synchronize(self) -> None: ...

@@ -51,8 +51,12 @@ class Device:
         """Make memory that is not used again before the ``users``, too, are through with it."""
         made = torch.zeros(numel, dtype=dtype, device=self.device)
         for stream in users:
-            made.record_stream(stream)
+            self.record_use(made, stream)
         return made
+
+    def record_use(self, tensor: Tensor, stream: torch.Stream) -> None:
+        """Keep memory from being used again before a stream is through with it."""
+        tensor.record_stream(stream)
 
     def pin(self, host: Tensor, owner: object, last: torch.Event) -> bool:  # noqa: ARG002 - for some
         """Let copies to and from ``host`` run beside the host, as long as ``owner`` lives.
@@ -91,6 +95,42 @@ class Device:
         """
         del comm, members
         raise CommError(f"{self.device.type}: {self.keeps_apart}")
+
+
+class Makers:
+    """The streams on which parts of a whole were made; whoever takes the whole waits for all."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._last: torch.Stream | None = None
+        self._left: dict[torch.Stream, torch.Event] = {}  # others, and when they were left
+
+    def note(self) -> None:
+        """Say that a part was made on the current stream."""
+        stream = self._device.current_stream()
+        if self._last is None or not stream == self._last:  # noqa: SIM201 - != is wrong in torch
+            self._leave()
+            self._last = stream
+
+    def join(self, parts: Sequence[Tensor]) -> None:
+        """Let the current stream go on behind all of them, and forget them.
+
+        What it reads of the ``parts`` is not used again before.
+        """
+        stream = self._device.current_stream()
+        self.note()  # a stream that is left has recorded what it made
+        others = [event for one, event in self._left.items() if not one == stream]  # noqa: SIM201
+        self._left, self._last = {}, None
+        for event in others:
+            stream.wait_event(event)
+        for part in parts if others else ():
+            self._device.record_use(part, stream)
+
+    def _leave(self) -> None:
+        if self._last is not None:
+            if self._last not in self._left:
+                self._left[self._last] = self._device.new_event()
+            self._left[self._last].record(self._last)
 
 
 class CudaDevice(Device):

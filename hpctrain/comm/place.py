@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hpctrain.comm.bucket import CHUNK_BYTES, Bucket, chunks_of
 from hpctrain.comm.communicator import Communicator
-from hpctrain.comm.device import Device, device_of
+from hpctrain.comm.device import Device, Makers, device_of
 from hpctrain.comm.node.peer_bucket import PeerBucket
 
 
@@ -28,7 +28,7 @@ class Place(Protocol):
 
     flat: Tensor  # where gradients are made
     travels: Tensor  # the same elements where they are summed
-    is_on_host: bool  # whether the host writes gradients there
+    makers: Makers | None  # who wrote what comes there; None where the host does
 
     def depart(self) -> None:
         """Start, behind all that the caller's stream has to do. Not collective."""
@@ -43,7 +43,7 @@ class Place(Protocol):
 class OnHost:
     """Elements that are made and summed in the bucket itself."""
 
-    is_on_host = True
+    makers = None
 
     def __init__(self, flat: Tensor) -> None:
         self.flat = self.travels = flat
@@ -113,11 +113,9 @@ def why_by_host(devices: Iterable[torch.device]) -> str:
 class StagedBucket:
     """Elements on an accelerator that travel by a bucket of the host: a copy goes, and returns."""
 
-    is_on_host = False
-
     def __init__(self, device: Device, host: Tensor) -> None:
         """Make as many elements on the device. Not collective."""
-        self._device, self.travels = device, host
+        self._device, self.travels, self.makers = device, host, Makers(device)
         self.flat = device.zeros(host.numel(), host.dtype, (device.down, device.up))
         self._full, self._on_host, self._back = (device.new_event() for _ in range(3))
         device.pin(host, self, self._back)

@@ -310,7 +310,10 @@ class Reduction:
         if not slot.is_filled:
             self._buckets[slot.bucket].num_empty -= 1
             self._check_place(slot)
-            if self._buckets[slot.bucket].place.is_on_host:
+            makers = self._buckets[slot.bucket].place.makers
+            if makers is not None:
+                makers.note()
+            else:
                 with torch.no_grad():
                     slot.fill(self.count.factor, keeps_result=self.keeps_result)
             slot.is_filled = True  # on an accelerator it will be, with the others of its bucket
@@ -331,7 +334,7 @@ class Reduction:
     def _launch_next(self) -> None:
         bucket = self._buckets[self._next_bucket]
         self._next_bucket += 1
-        if not bucket.place.is_on_host:
+        if bucket.place.makers is not None:
             with torch.no_grad():
                 bucket.fill_at_once(self.count.factor, keeps_result=self.keeps_result)
         bucket.place.depart()

@@ -18,7 +18,7 @@ from hpctrain.comm.ops import Op, combination
 ROOT = Path(__file__).parents[2]
 NUMELS = (1, 7, 1024, 2048, 2049, 10_003)
 
-pytest.importorskip("triton", reason="Triton is not installed")
+pytestmark = pytest.mark.requires("triton")
 
 
 def in_own_process(name: str) -> None:

@@ -122,6 +122,7 @@ FEATURES: dict[str, Callable[[], str]] = {
     "sphinx": _module("myst_parser"),
     "tensorboard": _module("tensorboard"),
     "transformers": _module("transformers"),
+    "triton": _module("triton"),
     "wandb": _module("wandb"),
 }
 """For each feature, what is missing; empty where it is there."""

@@ -12,7 +12,7 @@ import torch
 
 from hpctrain.comm.bucket import slice_bounds
 from hpctrain.comm.communicator import Communicator
-from hpctrain.comm.device import Device
+from hpctrain.comm.device import Device, Makers
 from hpctrain.comm.hierarchical import HierarchicalCommunicator, scaled_when
 from hpctrain.comm.node.peer_memory import segment_for
 from hpctrain.comm.node.shared_memory import combine_to
@@ -21,8 +21,6 @@ from hpctrain.comm.ops import Op, combination, scale_
 
 class PeerBucket:
     """Elements on this rank's accelerator, and those of the others of its node, mapped here."""
-
-    is_on_host = False
 
     def __init__(
         self,
@@ -36,7 +34,7 @@ class PeerBucket:
 
         ``CommError``, on all ranks, where one cannot reach the memory of another of its node.
         """
-        self._device, self._levels = device, levels
+        self._device, self._levels, self.makers = device, levels, Makers(device)
         self._how, members = combination(dtype, Op.SUM), levels.node_ranks
         num_bytes = max(numel, 1) * dtype.itemsize
         segment = segment_for(self, comm, members, num_bytes, device.new_segment)
