@@ -1,20 +1,11 @@
 """Where a run is calculated: on the CPU, or on an accelerator of each rank."""
 
-import os
-import sys
-
 import pytest
 import torch
 
 from hpctrain.core.errors import ConfigError, MismatchError
-from hpctrain.launch import mpiexec
 from hpctrain.train.config import TrainingConfig
 from hpctrain.train.task import build
-from tests.processes import ended
-from tests.train import device_run
-from tests.train.starting import ROOT
-
-CASES = ("whole", *device_run.CASES)
 
 
 @pytest.mark.ranks(1, 2)
@@ -37,17 +28,3 @@ def test_without_an_accelerator_nothing_is_said(here, configure):
     task = build(configure(), here.comm)
     assert (task.device, task.device_reason) == (torch.device("cpu"), "")
     assert not task.train.pin_memory
-
-
-@pytest.mark.launches
-@pytest.mark.conformance
-@pytest.mark.requires("mcpu")
-@pytest.mark.limit(600)
-@pytest.mark.parametrize("case", CASES)
-def test_on_an_accelerator_runs_learn_the_same_and_go_on(tmp_path, case):
-    line = [sys.executable, device_run.__file__, str(tmp_path), case]
-    path = os.pathsep.join((str(ROOT), os.environ["MCPU_SITE"]))
-    own = {"PYTHONPATH": path, "TORCH_DEVICE_BACKEND_AUTOLOAD": "1"}
-    line = mpiexec.command(line, num_ranks=2)
-    done = ended(line, timeout=500, env=mpiexec.environment() | own, cwd=ROOT)
-    assert f"{case} holds" in done.stdout, done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""Runs on the accelerator that torch has here, below any launcher: ``device_run.py FOLDER``.
+"""Runs on the accelerator that torch has here, below any launcher: ``runs.py FOLDER [NAME ...]``.
 
 They learn what runs on the CPU learn, go on as if they had not stopped, are tested again and give
 outputs.
@@ -50,7 +50,7 @@ def model(dropout: float = 0.0) -> nn.Module:
 
 
 def configure(folder: Path) -> Callable[..., RunConfig]:
-    base = ["model.target=tests.train.device_run:model", "data.target=tests.train.problem:data"]
+    base = ["model.target=tests.devices.runs:model", "data.target=tests.train.problem:data"]
     base += [f"data.args.folder={folder}/d", "data.args.single=true"]
     base += ["optimizer.args.foreach=false"]  # a simulated device has not all of them
 
