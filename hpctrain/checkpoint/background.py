@@ -12,11 +12,16 @@ from hpctrain.checkpoint.format.shard import Piece, Shard
 from hpctrain.checkpoint.format.state_tree import flatten, unflatten
 from hpctrain.checkpoint.saving import divide
 from hpctrain.comm.communicator import Communicator
+from hpctrain.comm.device import device_of
 from hpctrain.comm.mpi_library import calls_from_threads
+from hpctrain.core.units import MIB
 
 T = TypeVar("T")
 
 _LOG = logging.getLogger(__name__)
+
+_PINNED_BYTES = MIB
+"""Copies of so much of a device's are registered with its driver: others share their pages."""
 
 
 class Snapshot:
@@ -54,23 +59,29 @@ class Snapshot:
                 copies[path] = Piece(self._copied(path, leaf.tensor, whole, held), leaf.shard)
             else:
                 copies[path] = self._copied(path, leaf, parts[path].get(self._rank), held)
+        tensors = (leaf.tensor if isinstance(leaf, Piece) else leaf for leaf in leaves.values())
+        for device in {each.device for each in tensors if not (each.is_cpu or each.is_meta)}:
+            device_of(device).current_stream().synchronize()
         return unflatten(skeleton, copies.__getitem__)
 
     def _copied(
         self, path: str, tensor: Tensor, part: Shard | None, held: dict[str, Tensor]
     ) -> Tensor:
-        if tensor.layout is not torch.strided:
+        if tensor.layout is not torch.strided or tensor.is_meta:
             return tensor  # what writes it says why it cannot
         if part is None:
             return torch.empty((), dtype=tensor.dtype).expand(tensor.shape)  # no memory
-        copy = held.get(path)
+        copy, here = held.get(path), Shard.whole(part.global_shape).slices(part)
+        num_bytes = part.numel * tensor.itemsize
         if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
             # Memory that is never written, outside the part, is never had.
             copy = torch.empty(tensor.shape, dtype=tensor.dtype)
+            if not tensor.is_cpu and num_bytes >= _PINNED_BYTES:
+                device = device_of(tensor.device)
+                device.pin(copy[here], copy, device.new_event())  # ``take`` waits for all copies
         self._copies[path] = copy
-        here = Shard.whole(part.global_shape).slices(part)
-        copy[here].copy_(tensor.detach()[here])
-        self.num_bytes += part.numel * tensor.itemsize
+        copy[here].copy_(tensor.detach()[here], non_blocking=True)
+        self.num_bytes += num_bytes
         return copy
 
 

@@ -9,12 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from torch import Tensor
-
 from hpctrain.checkpoint import loading, saving
 from hpctrain.checkpoint.background import Beside, Snapshot
 from hpctrain.checkpoint.checkpoint_directory import SCORE, CheckpointDirectory
-from hpctrain.checkpoint.format.state_tree import mapped
 from hpctrain.checkpoint.refusal import explained
 from hpctrain.checkpoint.schedule import Schedule
 from hpctrain.comm.agreement import agreed, on_root
@@ -258,7 +255,7 @@ class Manager:
 
     def _taken(self, state: Any, private: Any) -> tuple[Any, Any]:
         if self._beside.at_once:
-            return tuple(mapped(each, _on_cpu) for each in (state, private))
+            return state, private
         of_state, of_private = self._snapshots
         return of_state.take(state), of_private.take(private)
 
@@ -318,7 +315,3 @@ class Manager:
     def _warn(self, text: str) -> None:
         if self._comm.rank == 0:
             _LOG.warning("%s", text)
-
-
-def _on_cpu(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu()  # which copies none that is there

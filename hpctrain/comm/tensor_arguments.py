@@ -89,6 +89,15 @@ def flattened(tensor: Tensor) -> Iterator[Tensor]:
     put_back(values, tensor)
 
 
+@contextmanager
+def on_host(tensor: Tensor) -> Iterator[Tensor]:
+    """Give a tensor of the host in the place of one on any device, and put changes back."""
+    values = tensor.detach().cpu()
+    yield values
+    if values.device != tensor.device:
+        tensor.detach().copy_(values)
+
+
 def put_back(values: Tensor, tensor: Tensor) -> None:
     """Write what ``flat_of`` gave into the tensor, where that is other memory."""
     if values is not tensor and values.data_ptr() != tensor.data_ptr():

@@ -113,7 +113,7 @@ class Loader:
                 f"tail={self.tail!r} leaves no step: {len(self.dataset)} samples, a global batch "
                 f"of {self.global_batch}; use tail='short', a smaller batch or other data"
             )
-        if self.pin_memory and not torch.cuda.is_available():
+        if self.pin_memory and not torch.accelerator.is_available():
             _LOG.warning("pin_memory=True has no effect: there is no GPU")
             self.pin_memory = False
         self._skipped, self._draws = Skipped(), ThreadDraws()

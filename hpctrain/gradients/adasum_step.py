@@ -103,9 +103,11 @@ class AdasumStep:
         """Replace this rank's changes by those of all ranks. Collective."""
         start = time.perf_counter()
         changes = [self._compressor.compress(p - before) for p, before in self._before]
-        adasum_(self._comm, [change for change, _ in changes])
-        for (p, before), (change, ctx) in zip(self._before, changes, strict=True):
-            p.copy_(before.add_(self._compressor.decompress(change, ctx)))
+        combined = [change.cpu() for change, _ in changes]
+        adasum_(self._comm, combined)
+        for (p, before), values, (_, ctx) in zip(self._before, combined, changes, strict=True):
+            change = self._compressor.decompress(values.to(p.device), ctx)
+            p.copy_(before.add_(change))
         self._before = []
         self._mark_gradients()
         self.steps.end()

@@ -208,11 +208,15 @@ class OptimizerState(Tensors):
                 self._missing.add(place)
             if {*keys} - {*own.get(place, {})}:
                 self._own_missing.add(place)
+        devices = {place: parameter.device for place, parameter in places_of(self._optimizer)}
         for place, state in self._states():
             if place in self._own_missing:
                 plain = {k: v for _, of in of_ranks for k, v in of.get(place, {}).items()}
                 for key, spec in self._layout[place].items():
-                    state[key] = torch.zeros(spec[0], dtype=spec[1]) if spec else plain.get(key)
+                    # Numbers of steps are the host's, as optimizers make them.
+                    device = "cpu" if key == "step" else devices[place]
+                    made = torch.zeros(spec[0], dtype=spec[1], device=device) if spec else None
+                    state[key] = plain.get(key) if made is None else made
         self._numbers = torch.zeros(2, len(self._layout), dtype=torch.float64)
 
     def became_equal(self, names: Collection[str]) -> None:  # noqa: ARG002 - always all of it

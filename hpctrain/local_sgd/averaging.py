@@ -111,7 +111,7 @@ class Averaging:
         for number in range(len(self._loads)):
             self._restore_mean(number)
             for _, tensor, place in self._pairs(number, found):
-                squared += float(torch.dist(tensor, place)) ** 2
+                squared += float(torch.dist(tensor, place.to(tensor.device))) ** 2
         if not math.isfinite(squared):
             self._require_finite(found)
         self._advance()
@@ -120,7 +120,7 @@ class Averaging:
             self._read_result(number)
             for name, tensor, place in self._pairs(number, found):
                 if keep and name not in self._held:
-                    tensor.lerp_(place, 1.0 - keep)
+                    tensor.lerp_(place.to(tensor.device), 1.0 - keep)
                 else:
                     tensor.copy_(place)
                     replaced.append(name)
@@ -203,7 +203,10 @@ class Averaging:
     def _pairs(
         self, number: int, found: Mapping[str, Tensor]
     ) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Yield the names in a bucket, their tensors of today, and what travelled of them."""
+        """Yield the names in a bucket, their tensors of today, and what travelled of them.
+
+        That is on the host, wherever the tensors are.
+        """
         for member, place in self._loads[number].places:
             name, shape, _ = self._specs[member]
             tensor = found.get(name)
@@ -303,7 +306,7 @@ class AnchoredAveraging(Averaging):
             places = [pair for pair in self._pairs(number, found) if pair[0] in new]
             load.bucket.flat.zero_()
             for _, tensor, place in places if weight else ():
-                torch.mul(tensor, weight, out=place)
+                place.copy_(tensor).mul_(weight)
             if places:
                 self._comm.allreduce_(load.bucket, scale=scale).wait()
             for name, _, place in places:

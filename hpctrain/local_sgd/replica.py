@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hpctrain.comm.communicator import Communicator
+from hpctrain.comm.tensor_arguments import on_host
 from hpctrain.compress.by_name import Compressing, codec_for
 from hpctrain.compress.codec import Identity
 from hpctrain.gradients.parameter_names import places_of
@@ -123,7 +124,8 @@ class Replica:
         with torch.no_grad():
             # What counts nothing is left out, whatever it holds.
             mean = tensor * share.weight if share.weight else torch.zeros_like(tensor)
-            self._comm.allreduce_(mean, scale=share.scale).wait()
+            with on_host(mean) as values:
+                self._comm.allreduce_(values, scale=share.scale).wait()
         return mean
 
 

@@ -156,6 +156,9 @@ class TrainingConfig:
     """Passes over the training data."""
     global_batch: Number = 64
     """Samples of one step, over all ranks: the same training on any number of ranks."""
+    device: str = "auto"
+    """Where: cpu, an accelerator by torch's name, such as cuda, of which each rank takes one, or
+    auto: an accelerator where every rank has one, but for reproducible and shard = node."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """How forward calculates: as the model is (fp32), or by autocast in 16 bits; weights stay as
     they are. fp16 scales the loss; where gradients overflow, all ranks leave out the step."""
@@ -208,6 +211,12 @@ class TrainingConfig:
             "train.shard is none for train.reproducible = true, which sums gradients by a rule of "
             "its own: leave one of them out",
             self.shard,
+        )
+        require(
+            self.device in ("auto", "cpu") or not (self.reproducible or self.shard == "node"),
+            "train.device is cpu for train.reproducible = true and for train.shard = node: leave "
+            "one of them out",
+            self.device,
         )
         require(
             self.master_dtype == "none" or self.shard == "node",

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from hpctrain.comm.agreement import agreed
 from hpctrain.comm.communicator import Communicator
+from hpctrain.comm.tensor_arguments import on_host
 from hpctrain.core.errors import DataError
 from hpctrain.core.user_error import noted
 from hpctrain.gradients.fixed_tree import aligned_parts, exact_sum
@@ -25,7 +26,8 @@ def evaluate(task: Task) -> Scores:
     any number of ranks.
     """
     for buffer in task.model.buffers():
-        task.comm.broadcast_(buffer).wait()
+        with on_host(buffer) as values:
+            task.comm.broadcast_(values).wait()
     task.model.eval()
     means = [metric for metric in task.metrics if metric.values is not None]
     rows, counts = list[list[float]](), dict[str, Tensor]()

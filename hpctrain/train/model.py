@@ -124,6 +124,36 @@ def misfits(have: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> list[str]
     ]
 
 
+def choose_device(config: TrainingConfig, num_devices: int) -> tuple[torch.device, str]:
+    """Return where the model is calculated, and why; ``num_devices`` are what every rank sees.
+
+    Not collective. Nothing is said where there is no choice. Raises ``ConfigError``: this rank has
+    no such device.
+    """
+    here = torch.accelerator.current_accelerator(check_available=True)
+    kind, cpu = here.type if here is not None else "", torch.device("cpu")
+    if config.device not in {"auto", "cpu", kind}:
+        raise ConfigError(
+            f"train.device is auto, cpu{kind and f' or {kind}'} here, got {config.device!r}; "
+            f"torch {torch.__version__} sees no other on this rank"
+        )
+    if not num_devices or not kind:
+        if config.device == kind:
+            raise ConfigError(
+                f"train.device = {kind!r} needs a device of every rank, and some have none; give "
+                f"each one, as by #SBATCH --gpus-per-node, or set train.device = cpu"
+            )
+        return cpu, ""
+    refused = {
+        "train.device is cpu": config.device == "cpu",
+        "train.reproducible fixes bits of CPUs": config.reproducible,
+        "train.shard = node needs parameters in node memory": config.shard == "node",
+    }
+    if reason := next((text for text, holds in refused.items() if holds), ""):
+        return cpu, f"cpu, though every rank has {kind}: {reason}"
+    return torch.device(kind, torch.accelerator.current_device_index()), kind
+
+
 def prepare(model: nn.Module, config: TrainingConfig) -> None:
     """Let the model calculate as ``[train]`` says; the names of its state stay."""
     modules = {name: module for name, module in model.named_modules() if name}
@@ -254,7 +284,9 @@ def with_shard(
     train, most = config.train, max(local_sizes, default=1)
     if train.shard != "auto":
         return config, ""
+    devices = {parameter.device.type for parameter in model.parameters()} - {"cpu"}
     refused = {
+        f"they are on {'/'.join(devices)}": bool(devices),
         "no node has two ranks that share memory": most < 2,
         "train.reproducible sums gradients by a rule of its own": train.reproducible,
         f"sync.method is {config.sync.method}": config.sync.is_local,

@@ -25,6 +25,7 @@ _NOT_MATHEMATICS = (
     "data.worker_timeout_s",
     "data.prefetch",
     "data.stage",
+    "train.device",
     "train.activation_checkpointing",
     "train.on_non_finite",
     "train.check_replicas",

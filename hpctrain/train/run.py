@@ -294,6 +294,7 @@ def _introduce(console: Console, here: world.World, task: Task, directory: RunDi
         *([("reproducible", task.steps.describe())] if task.steps else []),
         *([("sync", describe(config.sync))] if task.sync else []),
         ("ranks", f"{machine['ranks']}; {name} {plan}"),
+        *([("device", task.device_reason)] if task.device_reason else []),
         *([("shard", task.shard_reason)] if task.shard_reason else []),
     ]
     grid = Table.grid(Column(style="cyan", no_wrap=True), Column(), padding=(0, 2))

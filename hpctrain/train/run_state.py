@@ -95,7 +95,7 @@ class RunState:
             "replica": own_replica(self.task),
             "sync": None if sync is None else sync.own_state(),
             "codec": codec.state_dict() if (codec := _codec(self.task)) else None,
-            "random": random_states(),
+            "random": random_states(self.task.device),
             "buffers": {name: b.detach() for name, b in self.task.model.named_buffers()},
             "tally": self.tally.state_dict(),
             "epoch_tally": self.epoch_tally.state_dict(),
@@ -144,7 +144,7 @@ class RunState:
         with torch.no_grad():
             for name, buffer in task.model.named_buffers():
                 buffer.copy_(own["buffers"][name])
-        set_random_states(own["random"])
+        set_random_states(own["random"], task.device)
 
     def _restore_codec(self, shared: Mapping[str, Any], own: Mapping[str, Any] | None) -> None:
         """Go on with what was not sent yet, of this rank or shared out anew. Collective."""
@@ -221,7 +221,7 @@ def shared_replica(task: Task) -> dict[str, Any]:
         model = dict(task.model.state_dict())
         for name, buffer in task.model.named_buffers():
             if name in model:
-                copy = buffer.detach().clone()
+                copy = buffer.detach().to("cpu", copy=True)
                 task.comm.broadcast_(copy).wait()
                 model[name] = copy
         if differ:
@@ -292,7 +292,7 @@ def restore_replica(task: Task, shared: Mapping[str, Any], own: Mapping[str, Any
         for name, value in saved["state"].get(place, {}).items():
             is_number = isinstance(value, Tensor) and value.dim() == 0 and name in state
             if is_number and state[name].dtype != value.dtype:
-                state[name] = value
+                state[name] = value.to(state[name].device)
     if own:
         for name, parameter in task.model.named_parameters():
             parameter.copy_(own["parameters"][name])
@@ -327,13 +327,14 @@ def restore_sync(
         ) from error
 
 
-def random_states() -> dict[str, Any]:
+def random_states(device: torch.device) -> dict[str, Any]:
     """Return the states of all generators, as tensors and plain values."""
+    is_cpu = device.type == "cpu"
     kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)  # noqa: NPY002
     version, numbers, next_gauss = random.getstate()
     return {
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "device": None if is_cpu else torch.get_device_module(device).get_rng_state(device),
         "numpy": {
             "kind": str(kind),
             "keys": torch.from_numpy(np.array(keys)),
@@ -349,11 +350,12 @@ def random_states() -> dict[str, Any]:
     }
 
 
-def set_random_states(states: dict[str, Any]) -> None:
+def set_random_states(states: dict[str, Any], device: torch.device) -> None:
     """Let the generators go on from what ``random_states`` returned."""
     torch.set_rng_state(states["torch"].clone())
-    if states["cuda"] and len(states["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all([state.clone() for state in states["cuda"]])
+    # What was calculated elsewhere has no numbers for this device: it begins with those of a seed.
+    if device.type != "cpu" and states.get("device") is not None:
+        torch.get_device_module(device).set_rng_state(states["device"].clone(), device)
     of_numpy, of_python = states["numpy"], states["python"]
     keys: Tensor = of_numpy["keys"]
     np.random.set_state(  # noqa: NPY002 - a user's model may draw from it

@@ -84,9 +84,9 @@ def _top(k: int) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def _hits(output: Tensor, label: Tensor) -> Tensor:
-    """Count by class: right answers, answers, labels."""
+    """Count by class: right answers, answers, labels. On the host, as ranks add them up there."""
     num_classes = output.shape[1]
-    answer, label = output.argmax(dim=1).flatten(), label.flatten().long()
+    answer, label = output.argmax(dim=1).flatten().cpu(), label.flatten().long().cpu()
     rows = (answer[answer == label], answer, label)
     return torch.stack([row.bincount(minlength=num_classes).double() for row in rows])
 

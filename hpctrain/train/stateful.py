@@ -103,7 +103,7 @@ class Ema:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state, which may have buffers too."""
         names = {id(p): name for name, p in self._model.state_dict(keep_vars=True).items()}
-        self._averages = [state[names[id(p)]].clone() for p in self._parameters]
+        self._averages = [state[names[id(p)]].to(p.device, copy=True) for p in self._parameters]
 
     @torch.no_grad()
     def _give(self, values: list[Tensor]) -> None:

@@ -35,6 +35,7 @@ from hpctrain.optim.noise_scale import NoiseScale
 from hpctrain.runtime import world
 from hpctrain.train.config import DataConfig, LossConfig, RunConfig
 from hpctrain.train.model import (
+    choose_device,
     load_first_weights,
     make_model,
     make_optimizer,
@@ -45,6 +46,8 @@ from hpctrain.train.model import (
 from hpctrain.train.scores import LOSS, Metric, make_metric
 from hpctrain.train.stateful import Ema, Precision
 from hpctrain.train.sync_method import codec_of, make_sync
+
+CPU = torch.device("cpu")
 
 _ONE_LENGTH = (
     "train.reproducible needs samples of one length, as others would be padded to the longest of "
@@ -79,6 +82,8 @@ class Task:
     """Says when ranks agree that take steps of their own, where that is asked for."""
     noise: NoiseScale | None = None  # of the gradients, where that is asked for
     shard_reason: str = ""  # what train.shard = auto has become, and why
+    device: torch.device = CPU
+    device_reason: str = ""  # what train.device has become, where there was a choice
 
     @property
     def exchange(self) -> Any:
@@ -140,7 +145,10 @@ class Task:
         return nullcontext() if self.ema is None else self.ema.applied()
 
     def split(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The input of the model and the label that its output is compared with."""
+        """The input of the model and the label that its output is compared with.
+
+        They are where the model is, as soon as the work that is queued there comes to them.
+        """
         names = self.config.data.input, self.config.data.label
         inputs, labels = (batch.fields.get(name) for name in names)
         if not all(_has_rows(values, batch.num_samples) for values in (inputs, labels)):
@@ -153,7 +161,10 @@ class Task:
             )
         if not (isinstance(inputs, Tensor) and isinstance(labels, Tensor)):
             raise DataError(_ONE_LENGTH)
-        return inputs, labels
+        if self.device == CPU:
+            return inputs, labels
+        there = [values.to(self.device, non_blocking=True) for values in (inputs, labels)]
+        return there[0], there[1]
 
     def forward(
         self, inputs: Tensor, labels: Tensor, *, tries_backward: bool = False
@@ -240,6 +251,8 @@ def build(config: RunConfig, comm: Communicator, *, is_new: bool = True) -> Task
     with agreed(comm):
         seed_all(config.seed)
         model = make_model(config.model)
+        device, why = choose_device(config.train, world.current().topology.devices)
+        model.to(device)
         loss = _loss(config.loss)
         metrics = [make_metric(name) for name in config.test.metrics]
         optimizer = make_optimizer(model, config.optimizer)
@@ -250,7 +263,7 @@ def build(config: RunConfig, comm: Communicator, *, is_new: bool = True) -> Task
     with agreed(comm):
         with noted(f'data.target = "{config.data.target}"'):
             data = make_data(comm, **config.data.args)
-        train, test = _loaders(config, data, comm)
+        train, test = _loaders(config, data, comm, device)
         schedule = make_schedule(config, len(train))
         # From here on ranks draw different random numbers: dropout must differ between them.
         seed_all(config.seed + comm.rank)
@@ -285,6 +298,8 @@ def build(config: RunConfig, comm: Communicator, *, is_new: bool = True) -> Task
         sync=sync,
         noise=_noise(config, comm, optimizer) if config.log.noise_scale else None,
         shard_reason=reason,
+        device=device,
+        device_reason=why,
     )
 
 
@@ -338,7 +353,9 @@ def _noise(config: RunConfig, comm: Communicator, optimizer: Any) -> NoiseScale:
     return noise
 
 
-def _loaders(config: RunConfig, data: object, comm: Communicator) -> tuple[Loader, Loader]:
+def _loaders(
+    config: RunConfig, data: object, comm: Communicator, device: torch.device
+) -> tuple[Loader, Loader]:
     if not (isinstance(data, tuple) and len(data) == 2 and all(map(_has_samples, data))):
         raise ConfigError(
             f"data.target returns two data sets (train, test), such as ShardedDataset.open makes "
@@ -362,6 +379,7 @@ def _loaders(config: RunConfig, data: object, comm: Communicator) -> tuple[Loade
         "on_corrupt": config.data.on_corrupt,
         "ragged": "packed" if micro_shards else "padded",
         "micro_shards": micro_shards,
+        "pin_memory": device != CPU,
     }
     return (
         Loader(

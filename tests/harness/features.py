@@ -97,6 +97,13 @@ def _compiler() -> str:
     return "" if shutil.which("cc") else "no C compiler: cc"
 
 
+def _mcpu() -> str:
+    """A simulated accelerator, whose streams run beside the host."""
+    folder = os.environ.get("MCPU_SITE", "")
+    found = folder and (Path(folder) / "torch_mcpu").is_dir()
+    return "" if found else "no simulated accelerator: MCPU_SITE names a folder with torch_mcpu"
+
+
 LMOD = Path("/usr/share/lmod/lmod/init/bash")
 
 FEATURES: dict[str, Callable[[], str]] = {
@@ -111,6 +118,7 @@ FEATURES: dict[str, Callable[[], str]] = {
     "horovod": _horovod,
     "horovod-module": _module("horovod"),
     "lmod": lambda: "" if LMOD.exists() else "no Lmod: apt-get install lmod",
+    "mcpu": _mcpu,
     "memory-cgroup": _memory_cgroup,
     "mpich": _mpich,
     "notebook": _module("nbclient"),

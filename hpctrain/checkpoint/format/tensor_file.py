@@ -44,11 +44,11 @@ DTYPES: dict[str, torch.dtype] = {
 
 
 def check_storable(path: str, tensor: Tensor) -> None:
-    """Refuse a tensor whose bytes are not at hand, or whose dtype the format lacks."""
-    if not tensor.is_cpu or tensor.layout is not torch.strided:
+    """Refuse a tensor without values, one that is not dense, or a dtype that the format lacks."""
+    if tensor.is_meta or tensor.layout is not torch.strided:
         raise CheckpointError(
-            f"tensors of a checkpoint are dense and on the CPU, got {tensor.layout} on "
-            f"{tensor.device} at {path}; move or convert it first"
+            f"tensors of a checkpoint are dense and have values, got {tensor.layout} on "
+            f"{tensor.device} at {path}; convert it first"
         )
     if name_of(tensor.dtype) not in DTYPES:
         raise CheckpointError(
@@ -58,8 +58,8 @@ def check_storable(path: str, tensor: Tensor) -> None:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Return the bytes of a tensor, in row-major order; a view where it lies so in memory."""
-    return memoryview(flat_of(tensor).view(torch.uint8).numpy().data)
+    """Return the bytes of a tensor, in row-major order; a view where it lies so on the host."""
+    return memoryview(flat_of(tensor).cpu().view(torch.uint8).numpy().data)
 
 
 def write(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:

@@ -1,0 +1,39 @@
+"""On an accelerator everything is as on the CPU: here on a simulated one, which is asynchronous.
+
+``MCPU_SITE`` names a folder with torch_mcpu; the programs run on any other, too.
+"""
+
+import os
+import sys
+
+import pytest
+
+from hpctrain.launch import mpiexec
+from tests.devices import calls, runs
+from tests.processes import ended
+from tests.train.starting import ROOT
+
+pytestmark = [
+    pytest.mark.launches,
+    pytest.mark.conformance,
+    pytest.mark.requires("mcpu"),
+    pytest.mark.limit(600),
+]
+
+
+@pytest.mark.parametrize("case", ["whole", *runs.CASES])
+def test_runs_learn_the_same_and_go_on(tmp_path, case):
+    holds(runs.__file__, tmp_path, case)
+
+
+@pytest.mark.parametrize("name", calls.PROGRAMS)
+def test_what_takes_parameters_has_the_same_values(tmp_path, name):
+    holds(calls.__file__, tmp_path, name)
+
+
+def holds(program, folder, case):
+    line = mpiexec.command([sys.executable, program, str(folder), case], num_ranks=2)
+    path = os.pathsep.join((str(ROOT), os.environ["MCPU_SITE"]))
+    own = {"PYTHONPATH": path, "TORCH_DEVICE_BACKEND_AUTOLOAD": "1"}
+    done = ended(line, timeout=500, env=mpiexec.environment() | own, cwd=ROOT)
+    assert f"{case} holds" in done.stdout, done.stdout + done.stderr

@@ -1,0 +1,30 @@
+"""Where a run is calculated: on the CPU, or on an accelerator of each rank."""
+
+import pytest
+import torch
+
+from hpctrain.core.errors import ConfigError, MismatchError
+from hpctrain.train.config import TrainingConfig
+from hpctrain.train.task import build
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_device_that_a_rank_lacks_is_an_error_of_all_ranks(here, configure):
+    kind = "hpu" if here.comm.rank == here.comm.size - 1 else "cpu"
+    with pytest.raises(MismatchError, match=r"train\.device is auto, cpu.* here, got 'hpu'"):
+        build(configure(f"train.device={kind}"), here.comm)
+
+
+@pytest.mark.parametrize("how", [{"reproducible": True}, {"shard": "node"}])
+def test_what_needs_the_cpu_takes_no_other_device(how):
+    TrainingConfig(device="cpu", **how)
+    TrainingConfig(device="auto", **how)
+    with pytest.raises(ConfigError, match="device is cpu for train"):
+        TrainingConfig(device="cuda", **how)
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
+def test_without_an_accelerator_nothing_is_said(here, configure):
+    task = build(configure(), here.comm)
+    assert (task.device, task.device_reason) == (torch.device("cpu"), "")
+    assert not task.train.pin_memory
