@@ -179,18 +179,17 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="default: perf/results/gpu-CARD.json")
     options = parser.parse_args()
     device = find_device()
-    found = {}
+    facts, found = machine(device), dict[str, Finding]()
+    file = options.out or RESULTS / f"gpu-{short(facts['card'])}.json"
     for name in options.only or PHASES:
         start = time.perf_counter()
         found[name] = run_phase(PHASES[name], device)
         seconds = time.perf_counter() - start
         sys.stderr.write(f"{name}: {found[name].verdict} in {seconds:.0f} s\n")
-    facts = machine(device)
+        if device == "cuda" or options.out:  # after each: time on a card may end
+            phases = {name: asdict(finding) for name, finding in found.items()}
+            file.write_text(json.dumps({"machine": facts, "phases": phases}, indent=1) + "\n")
     write_table(facts, found)
-    if device == "cuda" or options.out:
-        file = options.out or RESULTS / f"gpu-{short(facts['card'])}.json"
-        phases = {name: asdict(finding) for name, finding in found.items()}
-        file.write_text(json.dumps({"machine": facts, "phases": phases}, indent=1) + "\n")
     return int(any(finding.verdict == "fail" for finding in found.values()))
 
 

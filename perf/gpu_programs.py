@@ -21,7 +21,7 @@ from mpi4py import MPI
 from tests.gradients.program_table import draw_program
 from tests.gradients.test_programs import check
 
-MOST_S = 40.0  # no script begins later
+MOST_S = 25.0  # no script begins later
 
 
 def main(most: int) -> Finding:
