@@ -173,7 +173,7 @@ def sums() -> Finding:
             drawn = (torch.randn(numel, device="cuda") * 10 for _ in range(num_ranks))
             parts = [values.to(dtype) for values in drawn]
             by_torch, total = [part.clone() for part in parts], torch.empty_like(parts[0])
-            kernel = device_of(parts[0].device).slice_sum(parts, how)
+            kernel = device_of(parts[0].device).sum_of(parts, how)
             if kernel is None:
                 return Finding("fail", "no kernel: is Triton there, and a C compiler?")
 

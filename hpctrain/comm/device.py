@@ -5,7 +5,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,9 +14,6 @@ from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.node.peer_memory import CudaSegment, Segment
 from hpctrain.comm.ops import Combination
 from hpctrain.core.errors import CommError
-
-if TYPE_CHECKING:
-    from hpctrain.comm.node.device_sum import SliceSum
 
 _LOG = logging.getLogger(__name__)
 
@@ -68,11 +65,6 @@ class Device:
     def pinned(self, like: Tensor) -> Tensor:
         """Make memory of the host that streams copy from and to by themselves."""
         return torch.empty_like(like, device="cpu", pin_memory=True)
-
-    def slice_sum(self, parts: Sequence[Tensor], how: Combination) -> "SliceSum | None":
-        """Return what replaces each of the ``parts`` by their sum at once; None for nothing."""
-        del parts, how
-        return None
 
     def new_segment(self, num_bytes: int) -> Segment:
         """Make memory for other processes to map. Raises ``OSError``: that cannot be."""
@@ -172,14 +164,6 @@ class CudaDevice(Device):
 
         weakref.finalize(owner, let_go).atexit = False
         return True
-
-    def slice_sum(self, parts: Sequence[Tensor], how: Combination) -> "SliceSum | None":
-        """Return a kernel of Triton's."""
-        try:
-            from hpctrain.comm.node.device_sum import slice_sum_of  # noqa: PLC0415 - may be missing
-        except ImportError:
-            return None
-        return slice_sum_of(parts, how)
 
     def new_segment(self, num_bytes: int) -> Segment:
         """Make memory of CUDA's own, and a handle of it."""

@@ -183,8 +183,8 @@ class GradientBucket:
     def fill_at_once(self, weight: float, *, keeps_result: bool) -> None:
         """Fill all its slots: an accelerator is not asked for each by itself."""
         if self.place.makers is not None:
-            gradients = (slot.parameter.grad for slot in self.slots)
-            self.place.makers.join([g for g in gradients if g is not None and not g.is_sparse])
+            made = (slot.parameter.grad for slot in self.slots)
+            self.place.makers.join([g for g in made if g is not None and not g.is_sparse])
         copies: list[tuple[Tensor, Tensor]] = []
         for slot in self.slots:
             slot.fill(weight, keeps_result=keeps_result, copies=copies)

@@ -11,9 +11,9 @@ that reads such memory; all else is the host's. An operation on memory of the ho
 host's own, and with memory of the device the current stream's. Reading a value, and a copy between
 host and device that may block, is a wait.
 
-A caching allocator gives freed memory to whoever runs next on the stream it was made on, when the
-host has freed it. So what other streams have done with it must be ordered before, or they were
-named to ``record_stream``.
+A caching allocator gives freed memory to the next tensor that is made on the same stream. So what
+other streams have done with it must be ordered before that, or they were named to
+``record_stream``.
 """
 
 import bisect
@@ -69,6 +69,7 @@ class Checker:
         self.clocks: defaultdict[str, Clock] = defaultdict(dict)
         self._number = 0
         self._memories: list[Memory] = []  # by address
+        self._freed: list[Memory] = []  # of the device, until their streams have new tensors
         self._here = threading.local()
 
     # --- actors ----------------------------------------------------------------------------------
@@ -132,6 +133,7 @@ class Checker:
         """Say that these lie on the device."""
         for tensor in tensors:
             self._memory_of(tensor).is_device = True
+            self._reuse(self.stream)
 
     def used_by(self, tensor: Tensor, stream: str) -> None:
         """Note what ``record_stream`` tells the allocator."""
@@ -150,14 +152,24 @@ class Checker:
     def _look_for_freed(self) -> None:
         for memory in [memory for memory in self._memories if memory.storage.expired()]:
             self._memories.remove(memory)
-            known = self.clocks[memory.actor] | {}
-            for other, number in self.clocks[self.host].items():
-                known[other] = max(known.get(other, 0), number)
-            for access in memory.accesses:
-                owners = {memory.actor, self.host, *memory.users}
-                is_over = known.get(access.actor, 0) >= access.number
-                if memory.is_device and access.actor not in owners and not is_over:
-                    self._tell(f"{access.what} on {access.actor}", "memory that was freed")
+            if memory.is_device:
+                self._freed.append(memory)
+
+    def _reuse(self, actor: str) -> None:
+        """Give a stream any memory that it had and that was freed."""
+        known = dict(self.clocks[actor])
+        for other, number in self.clocks[self.host].items():  # at the launch
+            known[other] = max(known.get(other, 0), number)
+        for memory in [memory for memory in self._freed if memory.actor == actor]:
+            owners = {actor, self.host, *memory.users}
+            early = [
+                access
+                for access in memory.accesses
+                if access.actor not in owners and known.get(access.actor, 0) < access.number
+            ]
+            for access in early:
+                self._tell(f"{access.what} on {access.actor}", f"a new tensor on {actor}")
+            self._freed.remove(memory)
 
     def _tell(self, one: str, other: str) -> None:
         self.races[f"{one} beside {other}"] = None
@@ -178,6 +190,8 @@ class Checker:
         actor = self.stream if is_device else self.host
         if actor != self.host:
             self.join(actor, self.clocks[self.host])  # a launch comes after what the host knows
+        if is_device and made:
+            self._reuse(actor)
         self._number += 1
         self.clocks[actor][actor] = self._number
         for memory, tensor, is_write in [*touched, *new]:
@@ -265,6 +279,12 @@ class CheckedStream:
     def __init__(self, checker: Checker, name: str) -> None:
         self.checker, self.name = checker, name
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, CheckedStream) and self.name == other.name
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
     def wait_event(self, event: "CheckedEvent") -> None:
         """Go on behind what the event has recorded by now, as CUDA does."""
         self.checker.join(self.name, self.checker.clocks[self.checker.host])
@@ -320,8 +340,11 @@ class CheckedDevice(Device):
         made = torch.zeros(numel, dtype=dtype)
         self.checker.on_device(made)
         for stream in users:
-            self.checker.used_by(made, stream.name)
+            self.record_use(made, stream)
         return made
+
+    def record_use(self, tensor: Tensor, stream: Any) -> None:
+        self.checker.used_by(tensor, stream.name)
 
     def pin(self, host: Tensor, owner: object, last: Any) -> bool:  # noqa: ARG002 - as there
         return True

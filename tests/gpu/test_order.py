@@ -156,7 +156,7 @@ class DroppedUnderWay(Staged):
         self.buckets.clear()
         del bucket
         gc.collect()
-        torch.zeros(1).add_(1)
+        self.device.zeros(NUMEL, torch.float32, ())
 
 
 class DroppedUnknown(DroppedUnderWay):

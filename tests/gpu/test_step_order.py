@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from hpctrain.comm import place
+from hpctrain.comm import device, place
 from hpctrain.comm.communicator import FINISHED
 from hpctrain.gradients import reduction
 from tests.gpu.race_checker import CheckedDevice, Checker, Watching
@@ -25,12 +25,18 @@ class Staged(place.StagedBucket):
         super().reduce(seen, scale)
 
 
+@pytest.fixture(autouse=True)
+def _inside(monkeypatch):
+    """Let buckets travel within backward, whatever the cores of this machine."""
+    monkeypatch.setenv("HPCTRAIN_OVERLAP", "inline")
+
+
 @pytest.fixture
 def new_checker(monkeypatch):
     def made():
         checker = Checker()
-        device = checker.device = CheckedDevice(checker)
-        monkeypatch.setattr(place, "device_of", lambda _: device)
+        stand_in = checker.device = CheckedDevice(checker)
+        monkeypatch.setattr(place, "device_of", lambda _: stand_in)
         monkeypatch.setattr(place, "StagedBucket", Staged)
         monkeypatch.setattr(reduction, "start_on", lambda *call: start_beside(checker, *call))
         return checker
@@ -62,9 +68,7 @@ class Program:
 
     def plain(self):
         torch.manual_seed(0)
-        model = nn.Sequential(
-            nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.Linear(256, 4)
-        )
+        model = nn.Sequential(*self.layers())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         optimizer = self.hvd.DistributedOptimizer(
             optimizer, model.named_parameters(), **self.options
@@ -72,6 +76,9 @@ class Program:
         batch = torch.randn(8, 64) * (1 + self.hvd.rank())
         self.checker.on_device(batch, *model.parameters())
         return model, optimizer, batch
+
+    def layers(self):
+        return nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.Linear(256, 4)
 
     def run(self):
         model, optimizer, batch = self.plain()
@@ -107,9 +114,76 @@ class SmallBuckets(Program):
     options = {"groups": 3}  # noqa: RUF012
 
 
+class OnSide(torch.autograd.Function):
+    """Gradients before this are made on another stream; autograd lets that wait for the first."""
+
+    @staticmethod
+    def forward(ctx, values, checker):
+        ctx.checker = checker
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx, grad):
+        checker = ctx.checker
+        checker.join("side", checker.clocks[checker.stream])
+        checker.used_by(grad, "side")
+        checker.sides = checker.on("side")
+        checker.sides.__enter__()
+        return grad, None
+
+
+class Back(torch.autograd.Function):
+    """Here the other stream ends, and no value of it comes back."""
+
+    @staticmethod
+    def forward(ctx, values, _leaf, checker):
+        ctx.checker = checker
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx, _grad):
+        ctx.checker.sides.__exit__(None, None, None)
+        return None, None, None
+
+
+class Joined(torch.autograd.Function):
+    """At the end of backward, before all else there, autograd joins the streams."""
+
+    @staticmethod
+    def forward(ctx, values, checker):
+        ctx.checker = checker
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx, grad):
+        checker = ctx.checker
+        torch.autograd.Variable._execution_engine.queue_callback(
+            lambda: checker.join("compute", checker.clocks["side"])
+        )
+        return grad, None
+
+
+class TwoStreams(Program):
+    """A model with two branches, of which one is on a stream of its own, forward and backward."""
+
+    def backward(self, model, batch):
+        checker, leaf = self.checker, torch.zeros(1, requires_grad=True)
+        first = model[0](batch)
+        checker.join("side", checker.clocks["compute"])
+        with checker.on("side"):
+            second = OnSide.apply(model[0].twin(Back.apply(batch, leaf, checker)), checker)
+        checker.join("compute", checker.clocks["side"])
+        Joined.apply(model[1:](first + second).square().mean(), checker).backward()
+
+    def layers(self):
+        layers = super().layers()
+        layers[0].twin = nn.Linear(64, 256)
+        return layers
+
+
 @pytest.mark.ranks(2)
 def test_steps_have_no_race(hvd, new_checker):
-    for program in (Program, KeepsGradients, SeveralPasses, SmallBuckets):
+    for program in (Program, KeepsGradients, SeveralPasses, SmallBuckets, TwoStreams):
         assert program(new_checker(), hvd).run() == []
 
 
@@ -173,3 +247,11 @@ def test_what_is_left_out_of_a_step_is_found(hvd, new_checker):
             omission(checker.device)
             found[omission.__name__, program.__name__] = program(checker, hvd).run()
     assert [name for name, races in found.items() if not races] == []
+
+
+@pytest.mark.ranks(2)
+def test_gradients_of_another_stream_that_nobody_waits_for_are_found(
+    hvd, new_checker, monkeypatch
+):
+    monkeypatch.setattr(device.Makers, "join", lambda *_: None)
+    assert TwoStreams(new_checker(), hvd).run()

@@ -51,8 +51,6 @@ class PeerBucket:
         self._kernel = None if levels.num_rails else device.sum_of(self._parts, self._how)
         self._total = torch.empty_like(self._parts[0][: 0 if self._kernel else None])
         self._slice = device.pinned(self._total) if levels.rail is not None else None
-        alone = levels.rail is None and self._total.numel()
-        self._at_once = device.slice_sum(self._parts, self._how) if alone else None
 
     def depart(self) -> None:
         """Let the sum come behind all that the caller's stream has to do."""
@@ -78,9 +76,6 @@ class PeerBucket:
         self._device.current_stream().wait_event(self._back)
 
     def _sum_slice(self, scale: float | None) -> None:
-        if self._at_once is not None:
-            self._at_once(scale)
-            return
         if self._kernel is not None:
             self._kernel(scale)
             return
