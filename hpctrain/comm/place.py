@@ -28,7 +28,10 @@ class Place(Protocol):
 
     flat: Tensor  # where gradients are made
     travels: Tensor  # the same elements where they are summed
-    makers: Makers | None  # who wrote what comes there; None where the host does
+
+    @property
+    def makers(self) -> Makers | None:
+        """Where what comes there is made; None for the host."""
 
     def depart(self) -> None:
         """Start, behind all that the caller's stream has to do. Not collective."""
