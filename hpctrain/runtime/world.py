@@ -178,6 +178,7 @@ def join(settings: Settings, chosen: object = None) -> None:
     found = connect(ranks, settings, threads)
     if ranks:
         torch.set_num_threads(found.plan.threads)
+        _take_accelerator(found.topology)
     # All ranks count, or none does: as rank 0 wants it.
     statistics = Statistics(found.comm) if found.settings.stats else None
     inside = observed(found.comm, trace if settings.trace else None, statistics)
@@ -225,6 +226,16 @@ def join(settings: Settings, chosen: object = None) -> None:
         controllers.timelines.start(settings.timeline, mark_cycles=settings.timeline_mark_cycles)
     if found.presence is not None or statistics is not None:
         atexit.register(_shut_down)
+
+
+def _take_accelerator(topology: Topology) -> None:
+    """Let the current accelerator be that of this rank's number on its host.
+
+    Where it sees one, as by ``srun --gpus-per-task=1``, or has taken another already, that stays.
+    """
+    count = torch.accelerator.device_count()
+    if count > 1 and not torch.accelerator.current_device_index():
+        torch.accelerator.set_device_index(topology.host_rank % count)
 
 
 def _report(found: Connection) -> None:
