@@ -177,8 +177,7 @@ def join(settings: Settings, chosen: object = None) -> None:
     threads = torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else None
     found = connect(ranks, settings, threads)
     if ranks:
-        torch.set_num_threads(found.plan.threads)
-        _take_accelerator(found.topology)
+        _take_place(found)
     # All ranks count, or none does: as rank 0 wants it.
     statistics = Statistics(found.comm) if found.settings.stats else None
     inside = observed(found.comm, trace if settings.trace else None, statistics)
@@ -228,14 +227,15 @@ def join(settings: Settings, chosen: object = None) -> None:
         atexit.register(_shut_down)
 
 
-def _take_accelerator(topology: Topology) -> None:
-    """Let the current accelerator be that of this rank's number on its host.
+def _take_place(found: Connection) -> None:
+    """Let torch have the threads of this rank, and the accelerator of its number on its host.
 
     Where it sees one, as by ``srun --gpus-per-task=1``, or has taken another already, that stays.
     """
+    torch.set_num_threads(found.plan.threads)
     count = torch.accelerator.device_count()
     if count > 1 and not torch.accelerator.current_device_index():
-        torch.accelerator.set_device_index(topology.host_rank % count)
+        torch.accelerator.set_device_index(found.topology.host_rank % count)
 
 
 def _report(found: Connection) -> None:
