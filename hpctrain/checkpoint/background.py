@@ -60,8 +60,9 @@ class Snapshot:
             else:
                 copies[path] = self._copied(path, leaf, parts[path].get(self._rank), held)
         tensors = (leaf.tensor if isinstance(leaf, Piece) else leaf for leaf in leaves.values())
-        for device in {each.device for each in tensors if not (each.is_cpu or each.is_meta)}:
-            device_of(device).current_stream().synchronize()
+        for place in {each.device for each in tensors if not each.is_meta}:
+            if (device := device_of(place)) is not None:
+                device.current_stream().synchronize()
         return unflatten(skeleton, copies.__getitem__)
 
     def _copied(
@@ -76,8 +77,8 @@ class Snapshot:
         if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
             # Memory that is never written, outside the part, is never had.
             copy = torch.empty(tensor.shape, dtype=tensor.dtype)
-            if not tensor.is_cpu and num_bytes >= _PINNED_BYTES:
-                device = device_of(tensor.device)
+            device = device_of(tensor.device)
+            if device is not None and num_bytes >= _PINNED_BYTES:
                 device.pin(copy[here], copy, device.new_event())  # ``take`` waits for all copies
         self._copies[path] = copy
         copy[here].copy_(tensor.detach()[here], non_blocking=True)

@@ -195,6 +195,14 @@ def tuning(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     return {name: text for name, text in environ.items() if name.startswith(TUNING)}
 
 
+_VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+
+
+def visible_devices(environ: Mapping[str, str] = os.environ) -> str:
+    """Return which accelerators this process may use, as far as the environment says so."""
+    return next((environ[name] for name in _VISIBLE if environ.get(name)), "")
+
+
 _JOB = ("cluster_name", "job_partition", "job_account", "job_qos", "job_nodelist", "cpus_per_task")
 
 

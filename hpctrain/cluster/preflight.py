@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hpctrain.cluster.env import Launched
 from hpctrain.cluster.libraries import Family, distinct, mpirun_beside, owner, srun_type
-from hpctrain.cluster.topology import Topology
+from hpctrain.cluster.topology import RankFacts, Topology
 from hpctrain.core.errors import LaunchError
 from hpctrain.core.units import format_numbers
 
@@ -21,6 +21,8 @@ FIX: dict[tuple[str, Family], str] = {
 """What makes a launcher that serves several MPI libraries serve one of this family; srun has more:
 ``srun_type``."""
 
+
+_SHOWN = 4  # sets of accelerators that a warning names
 
 ALONE = "HPCTRAIN_ALONE=1"  # allows a world of one where several ranks were expected
 
@@ -94,6 +96,32 @@ def core_warning(topology: Topology) -> str | None:
         f"(mask {format_numbers(topology.cores)}): fine for a trial, slow for work; start fewer "
         "ranks, or give each its own core: srun --cpus-per-task=1, mpirun --bind-to none"
     )
+
+
+_ISOLATED = (
+    "a rank reaches no other's, so the host sums their gradients; let all ranks see all of them: "
+    "in Slurm by #SBATCH --gpus-per-node without --gpus-per-task, or srun --gpu-bind=none"
+)
+
+
+def accelerator_warning(facts: Sequence[RankFacts], rank: int) -> str | None:
+    """Say that ranks of a host share accelerators, or see other ones each; else ``None``.
+
+    The text is the same on all ranks of a host, so a log can merge them.
+    """
+    host = facts[rank].host
+    here = [one for one in facts if one.host == host]
+    devices = min(one.devices for one in here)
+    seen = sorted({",".join(sorted(one.visible.split(","))) for one in here})
+    if not devices:
+        return None
+    if len(seen) > 1:
+        shown = "; ".join(seen[:_SHOWN]) + "; ..." * (len(seen) > _SHOWN)
+        return f"ranks of {host} see different accelerators ({shown}): {_ISOLATED}"
+    if len(here) > devices:
+        share = f"{len(here)} ranks of {host} share {devices} accelerator{'s' * (devices > 1)}"
+        return f"{share}: fine for a trial; for work start {devices} on a node"
+    return None
 
 
 def threads_for(num_cores: int, num_sharing: int, quota: float | None = None) -> int:

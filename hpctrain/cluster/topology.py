@@ -20,6 +20,7 @@ class RankFacts:
     cores: tuple[int, ...]  # affinity mask
     cards: int = 1  # network cards of the host
     devices: int = 0  # accelerators that this rank may use
+    visible: str = ""  # which ones, where the environment says so
     launcher: str = "alone"  # who started this rank, a name of ``cluster.env.LAUNCHERS``
     scheduler: str = ""  # whose job it is; empty outside of jobs
 
@@ -140,6 +141,18 @@ class Topology:
     def local_size(self) -> int:
         """Ranks on my node."""
         return len(self.node_ranks)
+
+    @property
+    def host_rank(self) -> int:
+        """My number on my host, of whose ranks several nodes may be declared."""
+        host = self.hosts[self.node].partition("#")[0]
+        peers = [
+            r
+            for h, n in zip(self.hosts, self.nodes, strict=True)
+            for r in n
+            if h.partition("#")[0] == host
+        ]
+        return sum(other < self.rank for other in peers)
 
     @property
     def cross_ranks(self) -> tuple[int, ...]:

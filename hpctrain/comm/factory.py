@@ -1,7 +1,7 @@
 """From a process to a communicator: what is here, who shares memory, which plan follows."""
 
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -52,10 +52,13 @@ def connect(
     if world is None:
         return _alone(settings)
     settings = world.bcast(settings)
-    topology = Topology.from_facts(world.allgather(_facts()), world.rank, settings.ranks_per_node)
+    facts = world.allgather(_facts())
+    topology = Topology.from_facts(facts, world.rank, settings.ranks_per_node)
     num_cores, num_peers = len(topology.cores), len(topology.core_peers)
     threads = threads_wanted or preflight.threads_for(num_cores, num_peers, quota())
-    return _together(world, topology, settings, threads)
+    made = _together(world, topology, settings, threads)
+    about = preflight.accelerator_warning(facts, world.rank)
+    return replace(made, notes=(*made.notes, about)) if about else made
 
 
 def _facts() -> RankFacts:
@@ -65,6 +68,7 @@ def _facts() -> RankFacts:
         cores=affinity(),
         cards=num_cards(),
         devices=torch.accelerator.device_count(),
+        visible=env.visible_devices(),
         launcher=launched.name if launched else "alone",
         scheduler=env.scheduler(),
     )

@@ -177,7 +177,7 @@ def join(settings: Settings, chosen: object = None) -> None:
     threads = torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else None
     found = connect(ranks, settings, threads)
     if ranks:
-        torch.set_num_threads(found.plan.threads)
+        _take_place(found)
     # All ranks count, or none does: as rank 0 wants it.
     statistics = Statistics(found.comm) if found.settings.stats else None
     inside = observed(found.comm, trace if settings.trace else None, statistics)
@@ -225,6 +225,17 @@ def join(settings: Settings, chosen: object = None) -> None:
         controllers.timelines.start(settings.timeline, mark_cycles=settings.timeline_mark_cycles)
     if found.presence is not None or statistics is not None:
         atexit.register(_shut_down)
+
+
+def _take_place(found: Connection) -> None:
+    """Let torch have the threads of this rank, and the accelerator of its number on its host.
+
+    Where it sees one, as by ``srun --gpus-per-task=1``, or has taken another already, that stays.
+    """
+    torch.set_num_threads(found.plan.threads)
+    count = torch.accelerator.device_count()
+    if count > 1 and not torch.accelerator.current_device_index():
+        torch.accelerator.set_device_index(found.topology.host_rank % count)
 
 
 def _report(found: Connection) -> None:

@@ -20,7 +20,12 @@ from hpctrain.cluster.libraries import (
     mismatch,
     mpirun_beside,
 )
-from hpctrain.cluster.preflight import check_world, core_warning, threads_for
+from hpctrain.cluster.preflight import (
+    accelerator_warning,
+    check_world,
+    core_warning,
+    threads_for,
+)
 from hpctrain.cluster.topology import RankFacts, Topology
 from hpctrain.comm.mpi_world import find_world
 from hpctrain.core.errors import LaunchError
@@ -238,6 +243,29 @@ def test_ranks_that_share_cores_are_warned_with_the_mask_and_in_the_same_words()
     assert "3 ranks take turns on 2 cores of vm (mask 0-1)" in text
     assert {core_warning(topology) for topology in world((0,), (1,))} == {None}
     assert {core_warning(topology) for topology in world((0, 1), (0, 1))} == {None}
+
+
+def told_of_accelerators(*seen: str, devices: int = 1, host: str = "vm") -> set[str | None]:
+    facts = [RankFacts(host=host, cores=(0,), devices=devices, visible=one) for one in seen]
+    elsewhere = RankFacts(host="elsewhere", cores=(0,), devices=devices, visible="7")
+    return {accelerator_warning([*facts, elsewhere], rank) for rank in range(len(facts))}
+
+
+def test_ranks_that_cannot_reach_each_others_accelerators_are_warned_in_the_same_words():
+    (text,) = told_of_accelerators("0", "1", "2")
+    assert "ranks of vm see different accelerators (0; 1; 2)" in text
+    assert "srun --gpu-bind=none" in text
+    assert told_of_accelerators("0,1", "0,1", devices=2) == {None}
+    assert told_of_accelerators("0,1", "1,0", devices=2) == {None}
+    assert told_of_accelerators("0") == {None}
+    assert told_of_accelerators("", "", devices=0) == {None}
+
+
+def test_ranks_that_share_accelerators_are_warned():
+    (text,) = told_of_accelerators("", "")
+    assert text.startswith("2 ranks of vm share 1 accelerator: ")
+    (text,) = told_of_accelerators(*["0,1"] * 3, devices=2)
+    assert "share 2 accelerators: fine for a trial; for work start 2 on a node" in text
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,12 @@ def test_every_slice_of_a_rail_has_an_owner_on_every_node(hosts):
     assert topology.is_homogeneous == all(len(n) == topology.max_rails for n in topology.nodes)
 
 
+def test_ranks_of_a_host_are_counted_over_its_declared_nodes():
+    facts = [RankFacts(host=host, cores=(0,)) for host in "ababaab"]
+    of_ranks = [Topology.from_facts(facts, rank, 2).host_rank for rank in range(7)]
+    assert of_ranks == [0, 0, 1, 1, 2, 3, 2]
+
+
 def test_four_ranks_of_one_host_are_two_declared_nodes():
     topology = world(facts_on(*"aaaa"), ranks_per_node=2)[3]
     assert topology.nodes == ((0, 1), (2, 3))

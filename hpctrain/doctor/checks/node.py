@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hpctrain.cluster import preflight
-from hpctrain.cluster.env import launched
+from hpctrain.cluster.env import launched, visible_devices
 from hpctrain.cluster.libraries import family
 from hpctrain.cluster.preflight import threads_for
 from hpctrain.core.config import Settings
@@ -127,8 +127,6 @@ def _crowded(members: Sequence[int], ranks: Sequence[Facts]) -> list[int]:
 
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
-_VARIABLES = (_VISIBLE, "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
-"""Where launchers say which GPUs a rank may use."""
 _OF_JOB = ("SLURM_GPUS_ON_NODE", "SLURM_JOB_GPUS", "SLURM_STEP_GPUS")
 
 
@@ -177,7 +175,7 @@ def named(environ: Mapping[str, str]) -> tuple[str, ...]:
 
     Their names mean the same to all of a host only where no container numbers the GPUs anew.
     """
-    return _words(next((environ[name] for name in _VARIABLES if environ.get(name)), ""))
+    return _words(visible_devices(environ))
 
 
 def num_of_job(environ: Mapping[str, str]) -> int | None:
