@@ -13,7 +13,7 @@ ALLOWED = {
     "comm/node/shared_memory.py": "a chunk of the sum, by the scale it is given",
     "comm/ops.py": "products of ranks, and a sum by the scale it is given, 8-bit floats apart",
     # The weight that ``SampleCount`` has decided is applied while a bucket is filled:
-    "gradients/reduction.py": "a gradient, by its rank's weight",
+    "gradients/gradient_bucket.py": "a gradient, by its rank's weight",
     # What a user asks for, in place of torch's own functions:
     "gradients/loss_scale.py": "a gradient, by the inverse of a GradScaler's scale",
     "gradients/sharded_step.py": "a chunk of the average, where its norm is clipped",

@@ -97,6 +97,14 @@ def _compiler() -> str:
     return "" if shutil.which("cc") else "no C compiler: cc"
 
 
+def _no_accelerator() -> str:
+    """A machine whose torch calculates on the CPU alone."""
+    import torch  # noqa: PLC0415 - the harness starts without it
+
+    here = torch.accelerator.current_accelerator()
+    return "" if here is None else f"there is an accelerator: {here.type}"
+
+
 def _mcpu() -> str:
     """A simulated accelerator, whose streams run beside the host."""
     folder = os.environ.get("MCPU_SITE", "")
@@ -121,6 +129,7 @@ FEATURES: dict[str, Callable[[], str]] = {
     "mcpu": _mcpu,
     "memory-cgroup": _memory_cgroup,
     "mpich": _mpich,
+    "no-accelerator": _no_accelerator,
     "notebook": _module("nbclient"),
     "pip": _module("pip"),
     "root": _root,

@@ -23,7 +23,7 @@ def test_what_needs_the_cpu_takes_no_other_device(how):
         TrainingConfig(device="cuda", **how)
 
 
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
+@pytest.mark.requires("no-accelerator")
 def test_without_an_accelerator_nothing_is_said(here, configure):
     task = build(configure(), here.comm)
     assert (task.device, task.device_reason) == (torch.device("cpu"), "")
