@@ -1,4 +1,4 @@
-"""Where the elements of a bucket are while gradients are made, and how they come to be summed.
+"""The places of a bucket's elements while gradients are made, and how they come to be summed.
 
 On an accelerator they are summed where they are (``PeerBucket``) or by the host:
 
@@ -23,7 +23,7 @@ from hpctrain.comm.device import Device, Makers, device_of
 from hpctrain.comm.node.peer_bucket import PeerBucket
 
 
-class Place(Protocol):
+class BucketPlace(Protocol):
     """The elements of a bucket, but for what the host writes there itself."""
 
     flat: Tensor  # where gradients are made
@@ -66,7 +66,7 @@ class New(NamedTuple):
     """A bucket of the host, and where its elements are."""
 
     bucket: Bucket  # of the host; behind elements that it sums come the marks
-    place: Place
+    place: BucketPlace
 
 
 def new_place(
