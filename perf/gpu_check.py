@@ -238,7 +238,8 @@ def run_phase(phase: Phase, device: str) -> Finding:
         if left_s < 1:
             found[name] = Finding("fail", f"no time left of {phase.limit_s:g} s")
             continue
-        with multi_process_service() if part.by_mps else nullcontext({}) as service:
+        around: Any = multi_process_service() if part.by_mps else nullcontext({})
+        with around as service:
             ended = None if service is None else launch(part, device, left_s, service)
         if ended is None:
             found[name] = Finding("skip", f"{MPS} is not here, or does not start")

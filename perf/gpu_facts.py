@@ -197,7 +197,8 @@ def sums() -> Finding:
                     "torch GB/s": round(moved / milliseconds(with_torch)),
                 }
             )
-    return Finding("fail" if num_wrong else "pass", "", {"rows": rows})
+    says = f"{num_wrong} values differ" if num_wrong else ""
+    return Finding("fail" if num_wrong else "pass", says, {"rows": rows})
 
 
 def milliseconds(work: Work) -> float:
