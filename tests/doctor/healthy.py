@@ -12,6 +12,7 @@ from hpctrain.doctor.checks.facts import (
     Card,
     CoreFacts,
     Facts,
+    GpuFacts,
     MemoryFacts,
     MpiFacts,
     NetworkFacts,
@@ -42,6 +43,43 @@ HEALTHY = Facts(
     network=NetworkFacts(),
 )
 
+NVLINK = """
+\tGPU0\tGPU1\tGPU2\tGPU3\tNIC0\tNIC1\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID
+GPU0\t X \tNV18\tNV18\tNV18\tPIX\tSYS\t0-3,8-11\t0\t\tN/A
+GPU1\tNV18\t X \tNV18\tNV18\tNODE\tPIX\t0-3,8-11\t0\t\tN/A
+GPU2\tNV18\tNV18\t X \tNV18\tSYS\tSYS\t4-7,12-15\t1\t\tN/A
+GPU3\tNV18\tNV18\tNV18\t X \tSYS\tSYS\t4-7,12-15\t1\t\tN/A
+NIC0\tPIX\tNODE\tSYS\tSYS\t X \tSYS
+NIC1\tSYS\tPIX\tSYS\tSYS\tSYS\t X
+
+Legend:
+
+  X    = Self
+  SYS  = Connection traversing PCIe as well as the SMP interconnect between NUMA nodes
+  NV#  = Connection traversing a bonded set of # NVLinks
+
+NIC Legend:
+
+  NIC0: mlx5_0
+  NIC1: mlx5_1
+"""
+PCIE = """
+\tGPU0\tGPU1\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID
+GPU0\t X \tPHB\t0-63\t0\t\tN/A
+GPU1\tPHB\t X \t0-63\t0\t\tN/A
+"""
+OLD = """
+        GPU0    GPU1    GPU2    mlx4_0  CPU Affinity
+GPU0     X      PIX     PHB     PHB     0-9,20-29
+GPU1    PIX      X      PHB     PHB     0-9,20-29
+GPU2    PHB     PHB      X      SYS     10-19,30-39
+"""
+ALONE = """
+\tGPU0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID
+GPU0\t X \t0-15\t0\t\tN/A
+"""
+"""What ``nvidia-smi topo -m`` prints, of four machines."""
+
 SRUN = {
     "SLURM_JOB_ID": "7",
     "SLURM_STEP_ID": "0",
@@ -62,6 +100,13 @@ BATCH = {
     "SLURM_NODEID": "0",
 }
 """The script of such a job."""
+
+
+def smi(**told):
+    """The facts of a machine with four GPUs, as nvidia-smi tells them."""
+    uuids = tuple(f"GPU-{number}" for number in "abcd")
+    usual = {"driver": "570.86.15", "cuda": "12.8", "topology": NVLINK, "uuids": uuids}
+    return {"num_gpus": 4, "gpus": GpuFacts(**usual | told)}
 
 
 def with_(environ=None, **changes):

@@ -7,7 +7,8 @@ import pytest
 from hpctrain.core.errors import LaunchError
 from hpctrain.doctor.checks.facts import Reached
 from hpctrain.doctor.host import gather as module
-from hpctrain.doctor.host.gather import gather, libraries_in, reached, srun_types_of
+from hpctrain.doctor.host.gather import gather, gpus_of, libraries_in, reached, srun_types_of
+from tests.doctor.healthy import NVLINK
 
 
 def test_gathering_lightly_leaves_out_what_is_the_same_for_a_node():
@@ -79,3 +80,31 @@ def test_paths_lead_to_libraries(tmp_path):
         Reached(library=other, by="mpirun", program=tmp_path / "bin/mpirun"),
     )
     assert reached({"PATH": "/none"}) == ()
+
+
+def smi_in(folder, body):
+    program = folder / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\n{body}\n")
+    program.chmod(0o755)
+    return {"PATH": f"{folder}:/usr/bin:/bin"}
+
+
+def test_what_nvidia_smi_prints_is_read(tmp_path):
+    (tmp_path / "topology").write_text(NVLINK.replace("\tGPU0\tGPU1", "\t\x1b[4mGPU0\tGPU1", 1))
+    told = gpus_of(
+        smi_in(
+            tmp_path,
+            f'case "$1" in\n topo) cat {tmp_path}/topology ;;\n --q*) echo GPU-a; echo GPU-b ;;\n'
+            ' *) echo "| NVIDIA-SMI 570.86  Driver Version: 570.86.15   CUDA Version: 12.8 |"\n'
+            "esac",
+        )
+    )
+    assert (told.driver, told.cuda, told.error) == ("570.86.15", "12.8", "")
+    assert told.uuids == ("GPU-a", "GPU-b")
+    assert told.topology == NVLINK
+
+
+def test_a_driver_that_does_not_answer_is_told_in_its_words(tmp_path):
+    told = gpus_of(smi_in(tmp_path, "echo Failed to initialize NVML: version mismatch; exit 18"))
+    assert (told.driver, told.error) == ("", "Failed to initialize NVML: version mismatch")
+    assert gpus_of({"PATH": str(tmp_path / "nothing")}).error == ""

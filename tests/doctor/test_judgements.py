@@ -7,21 +7,25 @@ import pytest
 from hpctrain.cluster.resources import Room
 from hpctrain.core.finding import Finding
 from hpctrain.core.units import GIB, MIB
-from hpctrain.doctor.checks import environment, job, network, node
+from hpctrain.doctor.checks import environment, gpus, job, network, node
 from hpctrain.doctor.checks.check import few, merge
 from hpctrain.doctor.checks.facts import Card, DirectoryFacts, Reached
 from hpctrain.doctor.checks.table import examine
 from tests.doctor.healthy import (
+    ALONE,
     BATCH,
     HEALTHY,
     INFINIBAND,
     LIBRARY,
     MPICH,
+    OLD,
+    PCIE,
     SITE,
     SLINGSHOT,
     SRUN,
     assert_judged,
     rows,
+    smi,
     with_,
 )
 
@@ -156,7 +160,7 @@ TABLE = {
             "export OPENBLAS_NUM_THREADS=8",
         ),
     ],
-    node.check_gpus: [
+    gpus.check_gpus: [
         ({}, {}, "ok", "0 in this machine"),
         ({"CUDA_VISIBLE_DEVICES": "0, 1,0"}, {"num_gpus": 2}, "error", "_DEVICES=0,1"),
         (BATCH | {"SLURM_GPUS_ON_NODE": "2"}, {}, "warning", "4 tasks on this node share 2 GPUs"),
@@ -171,6 +175,21 @@ TABLE = {
         ({"CUDA_VISIBLE_DEVICES": ""}, {"num_gpus": 4}, "note", "hides all 4 GPUs"),
         ({"CUDA_VISIBLE_DEVICES": "-1"}, {"num_gpus": 4}, "note", "unset CUDA_VISIBLE_DEVICES"),
         ({"CUDA_VISIBLE_DEVICES": "-1"}, {}, "ok", ""),
+        ({}, smi(), "ok", "4 in this machine, driver 570.86.15 for CUDA up to 12.8"),
+        ({}, smi(runtime="12.6.77"), "ok", ""),
+        ({}, smi(runtime="13.0.48"), "error", "torch for CUDA 12"),
+        ({}, smi() | torch("2.13.0+cu130"), "error", "is built for CUDA 13, and the driver 570"),
+        ({}, smi(cuda="", driver="", error="NVML: mismatch"), "warning", "NVML: mismatch do: w"),
+    ],
+    gpus.check_gpu_links: [
+        ({}, {}, "ok", "no GPUs"),
+        ({}, {"num_gpus": 1}, "ok", "nvidia-smi does not tell them"),
+        ({}, smi(), "ok", "between GPUs NVLink; to the nearest network card a PCIe switch (2 "),
+        ({}, smi(), "ok", "and the link between the sockets (2 of 4); GPUDirect"),
+        ({}, smi(topology=PCIE), "ok", "between GPUs PCIe through the processor; GPUDirect RDMA"),
+        ({}, smi(topology=OLD), "ok", "a PCIe switch (1 of 3) and PCIe through the pro"),
+        ({}, smi(has_peermem=True), "ok", "nvidia_peermem loaded"),
+        ({}, smi(topology=ALONE), "ok", "GPUDirect RDMA: nvidia_peermem not loaded, nor needed"),
     ],
     node.check_room: [
         (SRUN, room(2 * GIB), "ok", "/job_7"),

@@ -8,11 +8,11 @@ import pytest
 from hpctrain.cluster.env import launched
 from hpctrain.cluster.topology import RankFacts, Topology
 from hpctrain.core.config import Settings
-from hpctrain.doctor.checks import environment, job, network, node
+from hpctrain.doctor.checks import environment, gpus, job, network, node
 from hpctrain.doctor.checks.facts import Carried, Link, WorldFacts
 from hpctrain.doctor.ranks.probe import wrong_interface
 from hpctrain.doctor.ranks.traffic import difference, interface_bytes
-from tests.doctor.healthy import assert_judged, rank, rows
+from tests.doctor.healthy import assert_judged, rank, rows, smi
 
 SRUN = {
     "SLURM_STEP_ID": "0",
@@ -47,6 +47,12 @@ def bound(host, *mask, granted=4, omp=None, quota=None):
 
 def seeing(*visible, host="a", by_torch=False):
     return rank(host, visible=visible, by_torch=by_torch)
+
+
+def near(*mask):
+    """A rank on some cores of a machine with four GPUs, all of which it sees."""
+    seen = replace(seeing("a", "b", "c", "d", by_torch=True), **smi())
+    return replace(seen, cores=replace(seen.cores, mask=mask))
 
 
 def carried(host, *, interface=0, card=0, sent=100 << 20, cards=("mlx5_0",)):
@@ -130,7 +136,7 @@ TABLE = {
         (world(*[bound("a", 0, 1, 2, 3, omp=4, quota=2.0)] * 1), "warning", "has 2 cores"),
         (world(bound("a", 0), bound("a", 0)), "ok", ""),
     ],
-    node.check_own_gpus: [
+    gpus.check_own_gpus: [
         (world(seeing(), seeing()), "ok", "no rank sees a GPU"),
         (world(seeing("0"), seeing("1")), "note", "torch sees none"),
         (world(seeing("0", "1"), seeing("0", "1")), "note", "gives 2 GPUs"),  # by local rank
@@ -143,6 +149,22 @@ TABLE = {
             "ranks 2-3 on b take the same GPU GPU-7",
         ),
         (world(*(seeing("GPU-7", host=host, by_torch=True) for host in "ab")), "ok", "own"),
+        (
+            world(seeing("a", by_torch=True), seeing("b", by_torch=True)),
+            "warning",
+            "ranks 0-1 on a see other GPUs each and reach no other memory: the host sums",
+        ),
+        (
+            world(*[replace(seeing("a", "b", by_torch=True), no_peers=((0, 1),))] * 2),
+            "warning",
+            "1 pair of GPUs on a (0-1) share no memory",
+        ),
+        (world(near(0, 1), near(2, 3), near(4, 5), near(6, 7)), "ok", "a GPU of its own"),
+        (
+            world(near(4, 5), near(6, 7), near(0, 1), near(2, 3)),
+            "warning",
+            "srun --cpu-bind=map_ldom:0,0,1,1",
+        ),
         (
             world(*(seeing("0", host=f"n{number // 2}") for number in range(20))),
             "warning warning warning warning warning",

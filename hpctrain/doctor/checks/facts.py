@@ -57,6 +57,19 @@ class MemoryFacts:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class GpuFacts:
+    """The GPUs of a machine, as nvidia-smi tells of them; empty where there is none."""
+
+    driver: str = ""  # its version
+    cuda: str = ""  # the newest version that the driver runs
+    runtime: str = ""  # version of CUDA that was installed with torch
+    error: str = ""  # why nvidia-smi, which is there, does not tell
+    uuids: tuple[str, ...] = ()
+    topology: str = ""  # what ``nvidia-smi topo -m`` prints
+    has_peermem: bool = False  # whether network cards may reach their memory (GPUDirect RDMA)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Card:
     """A fast network card."""
 
@@ -109,6 +122,9 @@ class Facts:
     horovod_error: str = ""
     """What keeps it from being loaded and what to do; empty where nothing does, or none asks."""
     num_gpus: int = 0  # NVIDIA devices that this process may open
+    gpus: GpuFacts = GpuFacts()
+    no_peers: tuple[tuple[int, int], ...] = ()
+    """Pairs of the GPUs that a rank sees which do not reach each other's memory."""
     directories: tuple[DirectoryFacts, ...] = ()  # the directories that were asked about
     host: str = ""  # name of the machine
     visible: tuple[str, ...] = ()

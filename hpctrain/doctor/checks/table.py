@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from hpctrain.cluster.env import launched
 from hpctrain.core.finding import Finding
-from hpctrain.doctor.checks import environment, job, network, node
+from hpctrain.doctor.checks import environment, gpus, job, network, node
 from hpctrain.doctor.checks.check import Found, merge, named
 from hpctrain.doctor.checks.facts import Facts, WorldFacts
 
@@ -14,7 +14,8 @@ OF_PROCESS: tuple[tuple[str, Callable[[Facts], Found]], ...] = (
     ("engines", environment.check_engines),
     ("launcher", job.check_launcher),
     ("job", job.check_job),
-    ("GPUs", node.check_gpus),
+    ("GPUs", gpus.check_gpus),
+    ("GPU links", gpus.check_gpu_links),
     ("memory", node.check_room),
     ("node memory", node.check_ways),
     ("network cards", network.check_cards),
@@ -32,7 +33,7 @@ OF_WORLD: tuple[tuple[str, Callable[[WorldFacts], Found]], ...] = (
     ("MPI threads", job.check_level),
     ("cores", lambda world: node.check_masks(world.ranks)),
     ("threads", lambda world: node.check_threads(world.ranks)),
-    ("GPUs", node.check_own_gpus),
+    ("GPUs", gpus.check_own_gpus),
     ("node memory", node.check_way),
     ("", lambda world: world.obstacles),
     ("links", network.check_links),

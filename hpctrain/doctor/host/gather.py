@@ -21,19 +21,23 @@ from hpctrain.doctor.checks.facts import (
     Card,
     CoreFacts,
     Facts,
+    GpuFacts,
     MemoryFacts,
     MpiFacts,
     NetworkFacts,
     Reached,
 )
-from hpctrain.doctor.checks.node import SHM, named
+from hpctrain.doctor.checks.gpus import named
+from hpctrain.doctor.checks.node import SHM
 from hpctrain.doctor.host.directory_trial import TRIAL_S, try_directory
 from hpctrain.launch.horovod_build import check_import
 from hpctrain.launch.pmi import load
+from hpctrain.launch.program import ask
 from hpctrain.launch.slurm import scheduler
 
 PACKAGES = ("hpctrain", "torch", "numpy", "mpi4py", "h5py")
 SRUN_TIMEOUT_S = 5.0
+SMI_TIMEOUT_S = 20.0  # a driver that was asleep takes its time
 _PAGE = 4096
 
 
@@ -46,10 +50,11 @@ def gather(
 ) -> Facts:
     """Collect what the checks judge; takes about a second and changes nothing.
 
-    What is written into ``directories`` is removed again. ``lightly`` leaves out the MPI library,
-    which is the same for all ranks of a node.
+    What is written into ``directories`` is removed again. ``lightly`` leaves out what is the same
+    for all ranks of a node: MPI library and GPUs.
     """
     environ = dict(environ)
+    num_gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
     libc = " ".join(platform.libc_ver())
     return Facts(
         environ=environ,
@@ -67,7 +72,8 @@ def gather(
         network=_network(),
         horovod=version_of("horovod"),
         horovod_error="" if lightly else _horovod_error(environ),
-        num_gpus=len(list(Path("/dev").glob("nvidia[0-9]*"))),
+        num_gpus=num_gpus,
+        gpus=gpus_of(environ) if num_gpus and not lightly else GpuFacts(),
         directories=tuple(try_directory(each, trial_s) for each in directories),
         host=socket.gethostname(),
         visible=named(environ),
@@ -121,6 +127,33 @@ def srun_types_of(text: str) -> tuple[str, ...]:
     words = text.replace("srun:", " ").replace(",", " ").split()
     known = ("none", "pmi", "cray", "openmpi")
     return tuple(dict.fromkeys(word for word in words if word.startswith(known)))
+
+
+def gpus_of(environ: Mapping[str, str]) -> GpuFacts:
+    """Ask nvidia-smi, where there is one."""
+    names = ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12")
+    runtime = next(filter(None, map(version_of, names)), "")
+    program = shutil.which("nvidia-smi", path=environ.get("PATH"))
+    if program is None:
+        return GpuFacts(runtime=runtime)
+    asked: list[list[str]] = [[], ["topo", "-m"], ["--query-gpu=uuid", "--format=csv,noheader"]]
+    try:
+        said = [ask([program, *words], environ, timeout_s=SMI_TIMEOUT_S) for words in asked]
+    except (LaunchError, OSError) as failed:
+        return GpuFacts(runtime=runtime, error=str(failed))
+    table, topology, uuids = (each.stdout if each.returncode == 0 else "" for each in said)
+    found = re.search(r"Driver Version: (\S+)\s+CUDA Version: ([\d.]+)", table)
+    if not found:
+        words = (said[0].stdout + said[0].stderr).strip().splitlines()
+        return GpuFacts(runtime=runtime, error=words[0] if words else "it says nothing")
+    return GpuFacts(
+        driver=found[1],
+        cuda=found[2],
+        runtime=runtime,
+        uuids=tuple(uuids.split()),
+        topology=re.sub(r"\x1b\[[\d;]*m", "", topology),  # its head is underlined
+        has_peermem=Path("/sys/module/nvidia_peermem").exists(),
+    )
 
 
 def _memory() -> MemoryFacts:

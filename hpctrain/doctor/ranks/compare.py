@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import combinations
 
 import torch
 
@@ -62,10 +63,12 @@ def _of_rank(facts: Facts, size: int) -> Facts:
     """Complete the facts of this rank, and leave out what other ranks have no use for."""
     compared = (PREFIX, *env.TUNING, *THREAD_VARIABLES, "SLURM_CPUS_PER_TASK")
     versions = {**facts.versions, "hpctrain": __version__, "torch": torch.__version__}
-    visible = facts.visible
+    visible, no_peers = facts.visible, list[tuple[int, int]]()
     if torch.cuda.is_available():  # torch's names are the same in all processes of a machine
         numbers = range(torch.cuda.device_count())
         visible = tuple(str(torch.cuda.get_device_properties(i).uuid) for i in numbers)
+        pairs = combinations(numbers, 2)
+        no_peers = [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)]
     if size > 1:
         versions["MPI library"] = mpi_library.version()
     return replace(
@@ -77,6 +80,7 @@ def _of_rank(facts: Facts, size: int) -> Facts:
         directories=(),
         visible=visible,
         by_torch=torch.cuda.is_available(),
+        no_peers=tuple(no_peers),
         thread_level=mpi_library.thread_level() if size > 1 else "MULTIPLE",
     )
 

@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[3]
 GUIDES = ROOT / "hpctrain/guide"
 
 FIRST = (
-    ("Begin", ("start", "ddp", "train", "data", "checkpoints", "slurm")),
+    ("Begin", ("start", "ddp", "train", "data", "checkpoints", "gpu", "slurm")),
     ("When something is wrong or slow", ("errors", "performance", "versions")),
     ("Horovod", ("horovod", "migrate", "horovod-variables")),
 )

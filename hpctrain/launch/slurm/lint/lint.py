@@ -241,6 +241,26 @@ def _unequal_gpus(script: BatchScript) -> Iterator[Fault]:
         yield "warning", f"{ranks}: a rank uses one, so {gpus - tasks} would be idle", do
 
 
+def _isolated_gpus(script: BatchScript) -> Iterator[Fault]:
+    """Ranks that see their own GPU alone."""
+    for options in (script.options, *(step.options for step in script.rank_steps)):
+        bound = options.get("gpu-bind", "")
+        if bound == "none" or _binds_none(script):
+            continue
+        if "gpus-per-task" in options or bound:
+            name = "gpu-bind" if bound else "gpus-per-task"
+            what = (
+                f"--{name}={options[name]}: a rank sees its own GPU alone and reaches no other's "
+                f"memory, so gradients on a node's GPUs are summed by the host"
+            )
+            yield "warning", what, "#SBATCH --gpus-per-node=N instead, or srun --gpu-bind=none"
+
+
+def _binds_none(script: BatchScript) -> bool:
+    steps = script.rank_steps
+    return bool(steps) and all(step.options.get("gpu-bind") == "none" for step in steps)
+
+
 def _gpus_per_node(script: BatchScript) -> int | None:
     if (text := script.options.get("gpus-per-node")) is not None:
         return _num_gpus(text.split(","))
@@ -395,6 +415,7 @@ RULES: dict[str, Callable[[BatchScript], Iterator[Fault]]] = {
     "cores of a task": _one_core,
     "tasks per node": _uneven_tasks,
     "tasks and GPUs": _unequal_gpus,
+    "GPUs of a rank": _isolated_gpus,
     "signal": _not_told_to_save,
     "output": _output,
     "requeue": _endless_requeue,

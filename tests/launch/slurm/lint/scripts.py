@@ -133,7 +133,7 @@ echo "use srun mpirun here" # srun mpirun
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=4
 #SBATCH --gpus-per-task=1
-timeout 3600 srun --mpi=pmix -K --gpus-per-task=1 python train.py
+timeout 3600 srun --mpi=pmix -K --gpus-per-task=1 --gpu-bind=none python train.py
 """,
     "a container": """\
 #!/bin/bash

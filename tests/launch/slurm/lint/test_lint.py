@@ -89,6 +89,8 @@ FAULTS = [
     ("tasks and GPUs", "warning", "--ntasks-per-node=4", "--ntasks-per-node=1"),
     ("tasks and GPUs", "warning", "--gpus-per-node=4", "--gpus=8"),
     ("tasks and GPUs", "warning", "srun ", "srun -n 8 "),
+    ("GPUs of a rank", "warning", "--gpus-per-node=4", "--gpus-per-task=1"),
+    ("GPUs of a rank", "warning", "srun ", "srun --gpu-bind=closest "),
     ("signal", "warning", "#SBATCH --signal=USR1@120\n", ""),
     ("signal", "warning", "--signal=USR1@120", "--signal=B:USR1@120"),
     ("output", "warning", "#SBATCH --open-mode=append\n", ""),
@@ -157,6 +159,14 @@ def test_gpus_that_nobody_can_count_are_no_finding():
     assert wrong(script) == {("script", "warning")}  # of the variable
     script = HEALTHY.replace("--gpus-per-node=4", "--gpus=8")
     assert wrong(script.replace("#SBATCH --nodes=4\n", "")) == set()
+
+
+def test_ranks_that_see_all_gpus_of_their_node_have_no_finding():
+    script = HEALTHY.replace("--gpus-per-node=4", "--gpus-per-task=1")
+    assert wrong(script.replace("srun ", "srun --gpu-bind=none ")) == set()
+    (found,) = lint(script, facts=FACTS)
+    assert "--gpus-per-task=1: a rank sees its own GPU alone" in found.what
+    assert "srun --gpu-bind=none" in found.do
 
 
 def test_each_finding_names_its_line_and_says_what_to_do():

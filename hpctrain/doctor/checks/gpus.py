@@ -1,0 +1,302 @@
+"""The accelerators of a machine, and which of them each rank takes."""
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import combinations
+
+from hpctrain.cluster.env import launched, visible_devices
+from hpctrain.core.finding import Finding
+from hpctrain.core.units import format_numbers, format_ranks
+from hpctrain.doctor.checks.check import Found, error, few, note, ok, plural, warning
+from hpctrain.doctor.checks.facts import Facts, GpuFacts, WorldFacts
+from hpctrain.doctor.checks.job import ranks_per_node
+
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+_OF_JOB = ("SLURM_GPUS_ON_NODE", "SLURM_JOB_GPUS", "SLURM_STEP_GPUS")
+
+
+def check_gpus(facts: Facts) -> Found:
+    """Name a device given twice, more ranks than devices, and what keeps torch from them."""
+    found = [*_given_twice(facts), *_too_few(facts), *_unused(facts)]
+    text = f"{facts.num_gpus} in this machine"
+    if facts.gpus.driver:
+        text += f", driver {facts.gpus.driver} for CUDA up to {facts.gpus.cuda}"
+    if _VISIBLE in facts.environ:
+        text += f", {_VISIBLE}={facts.environ[_VISIBLE]}"
+    return found or ok(text)
+
+
+def check_own_gpus(world: WorldFacts) -> Found:
+    """Compare what the ranks of each node take: the one they see, or that of their local rank."""
+    ranks = world.ranks
+    if not any(facts.visible for facts in ranks):
+        return ok("no rank sees a GPU: the CPU calculates")
+    found = []
+    for members, host in zip(world.topology.nodes, world.topology.hosts, strict=True):
+        takers: dict[str, list[int]] = {}
+        for number, rank in enumerate(members):
+            if seen := ranks[rank].visible:
+                takers.setdefault(seen[number % len(seen)], []).append(rank)
+        found += [
+            _shared(device, sharing, host, ranks)
+            for device, sharing in takers.items()
+            if len(sharing) > 1
+        ]
+        blind = [rank for rank in members if not ranks[rank].visible]
+        if 0 < len(blind) < len(members):
+            what = f"{format_ranks(blind)} on {host} see no GPU, the other ranks there do"
+            found.append(warning(what, "ask for a GPU for every rank: #SBATCH --gpus-per-node"))
+        found += _unreached(members, host, ranks)
+        found += _far(members, host, ranks)
+    if found:
+        return few(found)
+    counts = sorted(len(facts.visible) for facts in ranks)
+    seen_by = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
+    if not any(facts.by_torch for facts in ranks):
+        return note(
+            f"the environment gives {seen_by} GPUs to each rank, and torch sees none of them"
+        )
+    return ok(f"each rank has a GPU of its own among the {seen_by} it sees")
+
+
+def named(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the GPUs that the environment gives to a process.
+
+    Their names mean the same to all of a host only where no container numbers the GPUs anew.
+    """
+    return _words(visible_devices(environ))
+
+
+def num_of_job(environ: Mapping[str, str]) -> int | None:
+    """Return how many GPUs the job has on this node; None where it does not say."""
+    for name in _OF_JOB:
+        words = environ.get(name, "").split(",")
+        if name.endswith("ON_NODE") and words[0].isdigit():
+            return int(words[0])
+        if words[0]:
+            return len(words)
+    return None
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(word.strip() for word in text.split(",") if word.strip())
+
+
+def _given_twice(facts: Facts) -> list[Finding]:
+    devices = _words(facts.environ.get(_VISIBLE, ""))
+    twice = [name for name, count in Counter(devices).items() if count > 1]
+    if not twice:
+        return []
+    what = (
+        f"{_VISIBLE}={facts.environ[_VISIBLE]} names device {twice[0]} twice: two ranks would "
+        "take the same GPU"
+    )
+    return [error(what, f"export {_VISIBLE}={','.join(dict.fromkeys(devices))}")]
+
+
+def _too_few(facts: Facts) -> list[Finding]:
+    """Compare tasks with devices before a launch; afterwards the ranks compare their own."""
+    environ = facts.environ
+    ranks = ranks_per_node(environ)
+    devices = num_of_job(environ)
+    if devices is None and _VISIBLE in environ:
+        devices = len(set(_words(environ[_VISIBLE])))
+    if not ranks or not devices or launched(environ) is not None or ranks == devices:
+        return []
+    as_many = f"#SBATCH --ntasks-per-node={devices}"
+    if ranks < devices:
+        return [
+            note(f"{devices} GPUs on this node for {plural(ranks, 'task')}: some idle", as_many)
+        ]
+    what = f"{ranks} tasks on this node share {plural(devices, 'GPU')}: some devices get two ranks"
+    return [warning(what, f"{as_many}, or as many --gpus-per-node as tasks")]
+
+
+def _unused(facts: Facts) -> list[Finding]:
+    torch = facts.versions.get("torch") or ""
+    if facts.num_gpus and torch.endswith("+cpu"):
+        what = f"{facts.num_gpus} GPUs are here, and torch {torch} cannot use them"
+        do = "install the build of torch for CUDA: https://pytorch.org/get-started/locally"
+        return [warning(what, do)]
+    if facts.num_gpus and facts.environ.get(_VISIBLE) in ("", "-1"):
+        what = f"{_VISIBLE} hides all {facts.num_gpus} GPUs of this machine"
+        return [note(what, f"unset {_VISIBLE}")]
+    if facts.gpus.error:
+        what = f"nvidia-smi cannot tell of the GPUs: {facts.gpus.error}"
+        do = "where the driver was updated, load its module anew or boot again; else ask the site"
+        return [warning(what, do)]
+    needs = re.search(r"\+cu(\d+)\d$", torch) or re.match(r"(\d+)\.", facts.gpus.runtime)
+    if needs and facts.gpus.cuda and int(needs[1]) > float(facts.gpus.cuda):
+        what = (
+            f"torch {torch} is built for CUDA {needs[1]}, and the driver {facts.gpus.driver} runs "
+            f"CUDA up to {facts.gpus.cuda}: the GPUs cannot be used"
+        )
+        old = facts.gpus.cuda.partition(".")[0]
+        do = f"install the build of torch for CUDA {old}: https://pytorch.org/get-started/locally"
+        return [error(what, do)]
+    return []
+
+
+def _shared(device: str, members: Sequence[int], host: str, ranks: Sequence[Facts]) -> Finding:
+    certain = all(ranks[rank].by_torch for rank in members)
+    source = "" if certain else ", as the environment numbers them"
+    what = f"{format_ranks(members)} on {host} take the same GPU {device}{source}"
+    do = (
+        "start as many ranks on a node as there are GPUs, and let all of them see all: #SBATCH "
+        "--gpus-per-node, or the same CUDA_VISIBLE_DEVICES"
+    )
+    return error(what, do) if certain else warning(what, do)
+
+
+def _unreached(members: Sequence[int], host: str, ranks: Sequence[Facts]) -> Iterator[Finding]:
+    """Tell what keeps ranks of a node from the memory of each other's GPUs."""
+    if not all(ranks[rank].by_torch for rank in members):
+        return
+    if len({frozenset(ranks[rank].visible) for rank in members}) > 1:
+        what = f"{format_ranks(members)} on {host} see other GPUs each and reach no other memory"
+        do = "#SBATCH --gpus-per-node without --gpus-per-task, or srun --gpu-bind=none"
+        yield warning(f"{what}: the host sums their gradients", do)
+    if pairs := sorted({pair for rank in members for pair in ranks[rank].no_peers}):
+        shown = ", ".join(f"{one}-{other}" for one, other in pairs[:_SHOWN])
+        what = f"{plural(len(pairs), 'pair')} of GPUs on {host} ({shown}) share no memory"
+        do = "`nvidia-smi topo -p2p rw` says why; often an IOMMU or ACS that the site can turn off"
+        yield warning(f"{what}: the host sums their gradients", do)
+
+
+def _far(members: Sequence[int], host: str, ranks: Sequence[Facts]) -> Iterator[Finding]:
+    """Name ranks whose cores are none of those that their GPU is connected to."""
+    far: dict[int, int] = {}
+    gpus = ranks[members[0]].gpus
+    links = GpuLinks(gpus.topology)
+    for number, rank in enumerate(members):
+        if not (seen := ranks[rank].visible):
+            continue
+        gpu = _index(seen[number % len(seen)], gpus)
+        near = links.cores.get(gpu, set()) if gpu is not None else set()
+        if gpu is not None and near and not near & {*ranks[rank].cores.mask}:
+            far[rank] = gpu
+    if far:
+        rank, gpu = next(iter(far.items()))
+        mask, cores = format_numbers(ranks[rank].cores.mask), format_numbers(links.cores[gpu])
+        nodes = ",".join(links.numa_nodes.get(gpu, "?") for gpu in sorted(links.cores))
+        what = (
+            f"{format_ranks([*far])} on {host} compute far from their GPUs, as rank {rank} on "
+            f"cores {mask}, and GPU {gpu} is at {cores}: copies cross the sockets"
+        )
+        yield warning(what, f"place ranks as their GPUs are: srun --cpu-bind=map_ldom:{nodes}")
+
+
+def _index(name: str, gpus: GpuFacts) -> int | None:
+    """Return the number by which nvidia-smi calls a GPU; None where it is not known."""
+    if name.isdigit():
+        return int(name)
+    uuids = [uuid.removeprefix("GPU-") for uuid in gpus.uuids]
+    name = name.removeprefix("GPU-")
+    return uuids.index(name) if name in uuids else None
+
+
+_SHOWN = 4  # pairs that are named
+_WAYS = {
+    "NV": "NVLink",
+    "PIX": "a PCIe switch",
+    "PXB": "several PCIe switches",
+    "PHB": "PCIe through the processor",
+    "NODE": "PCIe through one NUMA node",
+    "SYS": "the link between the sockets",
+}
+"""How nvidia-smi calls what lies between two devices, the nearest first."""
+
+
+@dataclass(frozen=True)
+class GpuLinks:
+    """The matrix of ``nvidia-smi topo -m``: what lies between GPUs, network cards and cores."""
+
+    text: str
+
+    @cached_property
+    def _rows(self) -> dict[str, dict[str, str]]:
+        """Cells by the name of their row and of their column."""
+        lines = [line for line in self.text.splitlines() if line.strip()]
+        head = next((line for line in lines if line.lstrip().startswith("GPU0")), "")
+        names = re.split(r"\t+|\s{2,}", head.strip())
+        rows: dict[str, dict[str, str]] = {}
+        for line in lines:
+            name, *cells = line.split()
+            if line is not head and name in names and cells:
+                rows[name] = dict(zip(names, cells, strict=False))
+        return rows
+
+    @property
+    def between_gpus(self) -> dict[tuple[int, int], str]:
+        """What lies between two GPUs, by their numbers: ``NV18``, ``PIX`` and so on."""
+        gpus = sorted(int(name[3:]) for name in self._rows if re.fullmatch(r"GPU\d+", name))
+        return {
+            (one, other): self._rows[f"GPU{one}"].get(f"GPU{other}", "")
+            for one, other in combinations(gpus, 2)
+        }
+
+    @property
+    def cards(self) -> dict[int, str]:
+        """What lies between a GPU and the nearest network card, where there is one."""
+        order = [*_WAYS]
+        found = {}
+        for name, cells in self._rows.items():
+            ways = [way for card, way in cells.items() if card.startswith(("NIC", "mlx"))]
+            if name.startswith("GPU") and ways:
+                found[int(name[3:])] = min(ways, key=lambda way: order.index(_kind(way)))
+        return found
+
+    @property
+    def cores(self) -> dict[int, set[int]]:
+        """The cores that a GPU is connected to."""
+        return {
+            int(name[3:]): set(_numbers(cells["CPU Affinity"]))
+            for name, cells in self._rows.items()
+            if name.startswith("GPU") and "CPU Affinity" in cells
+        }
+
+    @property
+    def numa_nodes(self) -> dict[int, str]:
+        """The NUMA node of each GPU."""
+        return {
+            int(name[3:]): cells["NUMA Affinity"]
+            for name, cells in self._rows.items()
+            if name.startswith("GPU") and "NUMA Affinity" in cells
+        }
+
+
+def _kind(way: str) -> str:
+    return "NV" if way.startswith("NV") else way if way in _WAYS else "SYS"
+
+
+def _numbers(text: str) -> Iterator[int]:
+    """Yield the numbers of ``0-23,96-119``."""
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        if first.isdigit():
+            yield from range(int(first), int(last or first) + 1)
+
+
+def check_gpu_links(facts: Facts) -> Found:
+    """Tell what lies between the GPUs of a machine, and between them and the network."""
+    links = GpuLinks(facts.gpus.topology)
+    if not facts.num_gpus or not facts.gpus.topology:
+        return ok("no GPUs to tell of" if not facts.num_gpus else "nvidia-smi does not tell them")
+    module = "loaded" if facts.gpus.has_peermem else "not loaded, nor needed"
+    told = []
+    for title, ways in (
+        ("between GPUs", [*links.between_gpus.values()]),
+        ("to the nearest network card", [*links.cards.values()]),
+    ):
+        kinds = Counter(map(_kind, ways))
+        words = [f"{_WAYS[kind]}{_of(kinds[kind], len(ways))}" for kind in _WAYS if kinds[kind]]
+        told += [f"{title} {' and '.join(words)}"] if words else []
+    told += [f"GPUDirect RDMA: nvidia_peermem {module}"]
+    return ok("; ".join(told))
+
+
+def _of(number: int, whole: int) -> str:
+    return "" if number == whole else f" ({number} of {whole})"
