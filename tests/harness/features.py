@@ -93,12 +93,6 @@ def _program(*names: str) -> Callable[[], str]:
     return lambda: "" if any(map(shutil.which, names)) else f"no {' or '.join(names)} on PATH"
 
 
-def _no_accelerator() -> str:
-    import torch  # noqa: PLC0415 - few tests ask
-
-    return "there is one" if torch.accelerator.is_available() else ""
-
-
 def _compiler() -> str:
     return "" if shutil.which("cc") else "no C compiler: cc"
 
