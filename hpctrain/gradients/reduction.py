@@ -200,6 +200,8 @@ class Reduction:
         for work in self._works:
             with suppress(CommError):
                 work.wait()
+        for bucket in self._buckets:
+            bucket.place.arrive()
         self.forget()
 
     def forget(self) -> None:
