@@ -64,6 +64,14 @@ class NodeTensor:
         """Drop what this process has stored to what it sees."""
         self._region.forget_stores()
 
+    def freeze_in_children(self) -> None:
+        """Let forked children go on to see what is shown when they are forked."""
+        self._region.freeze_in_children()
+
+    def end_step(self) -> None:
+        """Drop what was kept for children: later ones see what the step has left."""
+        self._region.forget_kept()
+
 
 MASTER = "master"
 """Name, in the state of a parameter of 16 bits, of its values before they were rounded."""
@@ -152,6 +160,7 @@ class NodeBucket:
         ]
         self._node = node
         self.values = NodeTensor(node, self.num_elements, self.dtype)
+        self.values.freeze_in_children()
         self.state: dict[str, NodeTensor] = {}
         self.parts: Sequence[Mapping[str, Part]] = ()
         """What a step leaves as state of each parameter."""

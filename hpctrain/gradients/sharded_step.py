@@ -22,7 +22,7 @@ from hpctrain.comm.hierarchical import scaled_when
 from hpctrain.comm.node.shared_memory import combine_to
 from hpctrain.comm.ops import Op
 from hpctrain.core.checksum import crc32
-from hpctrain.core.errors import CommError, ConfigError
+from hpctrain.core.errors import CommError, ConfigError, HpctrainError, RankLostError
 from hpctrain.gradients.bucket_reducer import ParameterSource, Reducer
 from hpctrain.gradients.elementwise import PieceStep
 from hpctrain.gradients.gradient_bucket import Slot
@@ -373,7 +373,12 @@ class ShardedStep(Reducer):
         if not self.is_on or optimizer is None:
             return False
         self._learn()
-        self.open()
+        try:
+            self.open()
+        except BaseException as error:
+            if not isinstance(error, HpctrainError) or isinstance(error, RankLostError):
+                self._spoil()  # the others may have heard all they need to step
+            raise
         present: list[list[bool]] = []
         failure: BaseException | None = None
         try:
