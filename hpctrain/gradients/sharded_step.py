@@ -166,10 +166,10 @@ class ShardedReduction(Reduction):
         return present
 
     def gradients(self, changes: Sequence[Change]) -> Iterator[Tensor]:
-        """Yield averaged gradients of this rank's slice, piece by piece, in memory used again."""
+        """Yield averages of this rank's slice that are not empty, in memory used again."""
         for bucket, are in zip(self.values.buckets, self._present(), strict=True):
             for chunk in bucket.chunks:
-                pieces = [piece for piece in chunk.pieces if are[piece.number]]
+                pieces = [p for p in chunk.pieces if are[p.number] and p.grad.numel()]
                 if pieces:
                     self._sum(bucket, chunk)
                 for piece in pieces:

@@ -2,8 +2,6 @@
 
 import copy
 import io
-import os
-import warnings
 from contextlib import nullcontext
 from itertools import product
 
@@ -11,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
-from torch.utils.hooks import warn_if_has_hooks
 
 from hpctrain.core.errors import CommError, ConfigError, HpctrainError, MismatchError
 from hpctrain.gradients import node_values
@@ -318,48 +315,6 @@ def test_stores_that_torch_does_not_count_are_found(hvd, monkeypatch):
 
     with pytest.raises(MismatchError, match="write to the parameter itself"):
         go_on()
-
-
-def child_of(model, before, wait):
-    """Fork a child that waits, compares the model with ``before`` and sets it to zeros."""
-    if (child := os.fork()) == 0:
-        wait()
-        with torch.no_grad():
-            fault = not all(torch.equal(before[n], p) for n, p in model.named_parameters())
-            for p in model.parameters():
-                p.zero_()
-        os._exit(fault)
-    return child
-
-
-@MANY
-def test_copies_and_children_are_private(hvd, world):
-    model, optimizer = train(hvd, 1, shard="node")
-    copied = copy.deepcopy(model)
-    reading, writing = os.pipe()
-    halve(model)  # a change that no step has taken over
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    later = [child_of(model, before, lambda: os.read(reading, 1)) for _ in range(2)]
-    assert os.waitpid(child_of(model, before, lambda: None), 0)[1] == 0
-    world.barrier()
-    with torch.no_grad():
-        for p in copied.parameters():
-            p.zero_()
-    world.barrier()
-    assert_same_bits(before, dict(model.named_parameters()))
-    for step in range(2):
-        optimizer.zero_grad()
-        backward(hvd, model, step)
-        optimizer.step()
-    assert_one_model(world, model)
-    with warnings.catch_warnings(action="error"):
-        for p in model.parameters():  # when it is sent to a worker that is started anew
-            warn_if_has_hooks(p)
-    world.barrier()
-    os.write(writing, b"12")
-    os.close(writing)
-    os.close(reading)
-    assert [os.waitpid(child, 0)[1] for child in later] == [0, 0]
 
 
 @MANY
