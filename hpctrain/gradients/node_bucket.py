@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence, Set
 from itertools import accumulate, chain
 from mmap import PAGESIZE
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -114,6 +114,17 @@ def by_group(pieces: Sequence[Piece]) -> Mapping[int, list[Tensor]]:
     for piece in pieces:
         found.setdefault(piece.group, []).append(piece.values)
     return found
+
+
+class Change(NamedTuple):
+    """Something done in place to averaged gradients, on all ranks alike."""
+
+    method: str  # of a tensor
+    values: tuple[float, ...]
+
+    def __call__(self, grad: Tensor) -> None:
+        """Do it to those of a piece."""
+        getattr(grad, self.method)(*self.values)
 
 
 class Chunk:

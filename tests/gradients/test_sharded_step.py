@@ -422,6 +422,34 @@ def test_different_weights_are_refused_before_the_first_step(hvd):
 
 
 @MANY
+def test_ranks_clip_alike_or_all_raise(hvd):
+    def by_value(_, optimizer, __):
+        if hvd.rank() == 0:
+            optimizer.clip_grad_value_(0.01)
+
+    def by_norm(_, optimizer, __):
+        optimizer.clip_grad_norm_(1e-3 * (1 + hvd.rank()))
+
+    for clip in (by_value, by_norm):
+        with pytest.raises(MismatchError, match="what clips"):
+            train(hvd, 3, clip, shard="node")
+
+
+@MANY
+@pytest.mark.parametrize("per_node", [None], indirect=True)
+def test_who_alone_clips_by_the_norm_has_no_half_step_of_others(hvd):
+    model, optimizer = train(hvd, 1, shard="node")
+    optimizer.zero_grad()
+    backward(hvd, model, 1)
+    clip = lambda: optimizer.clip_grad_norm_(1.0)  # noqa: E731
+    with pytest.raises(MismatchError, match="the same calls"):
+        (optimizer.step if hvd.rank() else clip)()
+    assert all(p.isnan().all() for p in model.parameters() if p.requires_grad)
+    with pytest.raises(MismatchError, match="start again from a checkpoint"):
+        optimizer.step()
+
+
+@MANY
 def test_a_step_that_fails_in_the_middle_leaves_no_model(hvd):
     model, optimizer = train(hvd, 1, shard="node")
     rule = optimizer._reducer._rule
