@@ -117,14 +117,17 @@ def by_group(pieces: Sequence[Piece]) -> Mapping[int, list[Tensor]]:
 
 
 class Change(NamedTuple):
-    """Something done in place to averaged gradients, on all ranks alike."""
+    """How averaged gradients are clipped, in place and on all ranks alike."""
 
-    method: str  # of a tensor
-    values: tuple[float, ...]
+    bound: float | None = None  # of each element
+    factor: float | None = None  # of all
 
     def __call__(self, grad: Tensor) -> None:
-        """Do it to those of a piece."""
-        getattr(grad, self.method)(*self.values)
+        """Clip those of a piece."""
+        if self.bound is not None:
+            grad.clamp_(-self.bound, self.bound)
+        if self.factor is not None:
+            grad.mul_(self.factor)
 
 
 class Chunk:

@@ -447,7 +447,7 @@ class ShardedStep(Reducer):
 
     def clip_value(self, value: float) -> None:
         """Clamp the average in the step to come."""
-        self._changes.append(Change("clamp_", (-value, value)))
+        self._changes.append(Change(bound=value))
 
     @torch.no_grad()
     def norm(self, order: float) -> float:
@@ -472,7 +472,7 @@ class ShardedStep(Reducer):
 
     def scale_by(self, factor: float) -> None:
         """Multiply the average in the step to come."""
-        self._changes.append(Change("mul_", (factor,)))
+        self._changes.append(Change(factor=factor))
 
     @torch.no_grad()
     def unscale(self, factor: float, *, allows_fp16: bool) -> bool:
