@@ -16,7 +16,7 @@ ALLOWED = {
     "gradients/gradient_bucket.py": "a gradient, by its rank's weight",
     # What a user asks for, in place of torch's own functions:
     "gradients/loss_scale.py": "a gradient, by the inverse of a GradScaler's scale",
-    "gradients/sharded_step.py": "a chunk of the average, where its norm is clipped",
+    "gradients/node_bucket.py": "a chunk of the average, where its norm is clipped",
     # A step of fixed micro-shards has a factor of its own, decided in gradients/reproducible.py:
     "gradients/reproducible.py": "the sum over all micro-shards, by one over their number",
     "gradients/sparse_gradients.py": "gathered rows, by the weight and the scale of the buckets",

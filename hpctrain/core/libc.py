@@ -16,6 +16,7 @@ _EXCHANGE = 2
 _SET_TIMER_SLACK = 29
 _FAILED = ctypes.c_void_p(-1).value
 _CLOCK_MONOTONIC = 1
+_MAY_MOVE_TO = 3  # MREMAP_MAYMOVE and MREMAP_FIXED
 
 
 class _Span(ctypes.Structure):
@@ -34,6 +35,14 @@ def libc() -> ctypes.CDLL:
         ctypes.c_int,
         ctypes.c_int,
         ctypes.c_long,
+    ]
+    library.mremap.restype = ctypes.c_void_p
+    library.mremap.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_size_t,
+        ctypes.c_int,
+        ctypes.c_void_p,
     ]
     library.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     library.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
@@ -63,6 +72,12 @@ def map_memory(
     if found is None or found == _FAILED:
         raise _error()
     return int(found)
+
+
+def move_memory(address: int, target: int, num_bytes: int) -> None:
+    """Move mapped pages into the place of others. Raises ``OSError``: the kernel refuses."""
+    if libc().mremap(address, num_bytes, num_bytes, _MAY_MOVE_TO, target) == _FAILED:
+        raise _error()
 
 
 def unmap_memory(address: int, num_bytes: int) -> None:

@@ -413,6 +413,7 @@ class _Hook:
     """Tells a reducer what autograd does to a gradient; does not keep the reducer."""
 
     __slots__ = ("about", "reducer", "tell")
+    __torch_unserializable__ = True  # a worker that gets the model needs none, and no warning
 
     def __init__(self, reducer: Reducer, tell: Callable[..., None], about: int | None) -> None:
         """Take a method of the reducer, and what it is told; None for what autograd gives."""

@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence, Set
 from itertools import accumulate, chain
 from mmap import PAGESIZE
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -64,6 +64,14 @@ class NodeTensor:
         """Drop what this process has stored to what it sees."""
         self._region.forget_stores()
 
+    def freeze_in_children(self) -> None:
+        """Let forked children go on to see what is shown when they are forked."""
+        self._region.freeze_in_children()
+
+    def end_step(self) -> None:
+        """Drop what was kept for children: later ones see what the step has left."""
+        self._region.forget_kept()
+
 
 MASTER = "master"
 """Name, in the state of a parameter of 16 bits, of its values before they were rounded."""
@@ -106,6 +114,20 @@ def by_group(pieces: Sequence[Piece]) -> Mapping[int, list[Tensor]]:
     for piece in pieces:
         found.setdefault(piece.group, []).append(piece.values)
     return found
+
+
+class Change(NamedTuple):
+    """How averaged gradients are clipped, in place and on all ranks alike."""
+
+    bound: float | None = None  # of each element
+    factor: float | None = None  # of all
+
+    def __call__(self, grad: Tensor) -> None:
+        """Clip those of a piece."""
+        if self.bound is not None:
+            grad.clamp_(-self.bound, self.bound)
+        if self.factor is not None:
+            grad.mul_(self.factor)
 
 
 class Chunk:
@@ -152,6 +174,7 @@ class NodeBucket:
         ]
         self._node = node
         self.values = NodeTensor(node, self.num_elements, self.dtype)
+        self.values.freeze_in_children()
         self.state: dict[str, NodeTensor] = {}
         self.parts: Sequence[Mapping[str, Part]] = ()
         """What a step leaves as state of each parameter."""
@@ -171,28 +194,33 @@ class NodeBucket:
     def cut(self, groups: Sequence[int], owned: Set[Slot] | None) -> list[list[Piece]]:
         """Return this rank's pieces, chunk by chunk; each parameter is of a group.
 
-        They are those of its slice; with ``owned`` the parameters of these as a whole.
+        They are those of its slice; with ``owned`` the parameters of these as a whole. One
+        without elements has a state, too: it is a piece of its own.
         """
         node, limit = self._node, self.chunk_numel
         mine = slice_bounds(self.num_elements, node.local_size, node.local_rank)
-        chunks: list[list[Piece]] = []
+        chunks, empty = list[list[Piece]](), list[list[Piece]]()
         for number, (first, slot) in enumerate(zip(self.offsets, self.slots, strict=True)):
             numel = slot.view.numel()
             low, high = (_cut_at(bound - first, numel) for bound in (mine.start, mine.stop))
             if owned is not None:
                 limit, low, high = max(numel, 1), 0, numel if slot in owned else 0
-            for at in range(low, high, limit):
+            is_empty = not numel and (node.local_rank == 0 if owned is None else slot in owned)
+            for at in (0,) if is_empty else range(low, high, limit):
                 stop = min(at + limit, high)
                 like = slot.view if owned is not None else self.peers[0][at:stop]
                 piece = Piece(number, slice(first + at, first + stop), at, like, groups[number])
                 piece.rounded = piece.values = self.values.place(like, first + at)
                 if self.has_masters:
                     piece.values = self._place(piece, MASTER)
+                if is_empty:
+                    empty.append([piece])
+                    continue
                 first_of = chunks[-1][0].bounds.start if chunks else 0
                 if not chunks or owned is not None or first + stop - first_of > limit:
                     chunks.append([])
                 chunks[-1].append(piece)
-        return chunks
+        return chunks + empty
 
     def make_room(self, parts: Sequence[Mapping[str, Part]]) -> None:
         """Make room for these parts of each parameter's state. Collective over the node."""

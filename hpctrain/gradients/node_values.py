@@ -273,6 +273,8 @@ class NodeValues:
             for slot in bucket.slots
         ]
         self._versions = [value._version for value in self._shown()]  # noqa: SLF001
+        for bucket in self.buckets:
+            bucket.values.end_step()
 
 
 def require_no_masters(master_dtype: torch.dtype | None) -> None:

@@ -22,20 +22,23 @@ from hpctrain.comm.hierarchical import scaled_when
 from hpctrain.comm.node.shared_memory import combine_to
 from hpctrain.comm.ops import Op
 from hpctrain.core.checksum import crc32
-from hpctrain.core.errors import CommError, ConfigError
+from hpctrain.core.errors import (
+    CommError,
+    ConfigError,
+    HpctrainError,
+    MismatchError,
+    RankLostError,
+)
 from hpctrain.gradients.bucket_reducer import ParameterSource, Reducer
 from hpctrain.gradients.elementwise import PieceStep
 from hpctrain.gradients.gradient_bucket import Slot
-from hpctrain.gradients.node_bucket import Chunk, NodeBucket, NodeTensor, by_group
+from hpctrain.gradients.node_bucket import Change, Chunk, NodeBucket, NodeTensor, by_group
 from hpctrain.gradients.node_values import NodeValues
 from hpctrain.gradients.parameter_names import NamedParameters
 from hpctrain.gradients.rail_sums import RailSums, weighted
 from hpctrain.gradients.reduction import Reduction
 from hpctrain.gradients.sparse_gradients import SparseSlot, writes_of
 from hpctrain.gradients.step_check import Announcement, Opening
-
-Change = Callable[[Tensor], object]
-"""Something done in place to averaged gradients of a chunk."""
 
 
 class ShardedReduction(Reduction):
@@ -166,10 +169,10 @@ class ShardedReduction(Reduction):
         return present
 
     def gradients(self, changes: Sequence[Change]) -> Iterator[Tensor]:
-        """Yield averaged gradients of this rank's slice, piece by piece, in memory used again."""
+        """Yield averages of this rank's slice that are not empty, in memory used again."""
         for bucket, are in zip(self.values.buckets, self._present(), strict=True):
             for chunk in bucket.chunks:
-                pieces = [piece for piece in chunk.pieces if are[piece.number]]
+                pieces = [p for p in chunk.pieces if are[p.number] and p.grad.numel()]
                 if pieces:
                     self._sum(bucket, chunk)
                 for piece in pieces:
@@ -317,7 +320,7 @@ class ShardedStep(Reducer):
         optimizer = self._optimizer()
         assert optimizer is not None
         self._check_owner()
-        settings = f"{self._rule.read(optimizer)}; {self.master_dtype}"
+        settings = f"{self._rule.read(optimizer)}; {self.master_dtype}; {self._changes}"
         slots = self.reduction.slot_of.values()
         is_written = not self._is_spoilt and self.reduction.is_written(optimizer)
         is_first_time = not self._own and any(slot.holds_result for slot in slots)
@@ -373,7 +376,12 @@ class ShardedStep(Reducer):
         if not self.is_on or optimizer is None:
             return False
         self._learn()
-        self.open()
+        try:
+            self.open()
+        except BaseException as error:
+            if not isinstance(error, HpctrainError) or isinstance(error, RankLostError):
+                self._spoil()  # the others may have heard all they need to step
+            raise
         present: list[list[bool]] = []
         failure: BaseException | None = None
         try:
@@ -439,7 +447,7 @@ class ShardedStep(Reducer):
 
     def clip_value(self, value: float) -> None:
         """Clamp the average in the step to come."""
-        self._changes.append(lambda grad: grad.clamp_(-value, value))
+        self._changes.append(Change(bound=value))
 
     @torch.no_grad()
     def norm(self, order: float) -> float:
@@ -453,11 +461,18 @@ class ShardedStep(Reducer):
         own = max(norms, default=0.0) if is_max else sum(norm**order for norm in norms)
         if math.isnan(sum(norms)):
             own = math.nan
-        return reduction.norm_of_all(own, order)
+        return self._norm_of_all(own, order)
+
+    def _norm_of_all(self, own: float, order: float) -> float:
+        try:
+            return self.reduction.norm_of_all(own, order)
+        except MismatchError:  # others do not clip: they may have stepped already
+            self._spoil()
+            raise
 
     def scale_by(self, factor: float) -> None:
         """Multiply the average in the step to come."""
-        self._changes.append(lambda grad: grad.mul_(factor))
+        self._changes.append(Change(factor=factor))
 
     @torch.no_grad()
     def unscale(self, factor: float, *, allows_fp16: bool) -> bool:
@@ -470,7 +485,7 @@ class ShardedStep(Reducer):
         one, found = torch.ones(()), torch.zeros(())
         for grad in self.reduction.gradients(self._changes):
             torch._amp_foreach_non_finite_check_and_unscale_([grad], found, one)
-        self._overflowed = self.reduction.norm_of_all(found.item(), math.inf) > 0
+        self._overflowed = self._norm_of_all(found.item(), math.inf) > 0
         if factor != 1.0:
             self.scale_by(factor)
         return self._overflowed

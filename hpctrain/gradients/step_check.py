@@ -386,8 +386,9 @@ _RULES = {
     "join on all at once",
     "is_spoilt": "a step has failed in the middle on {num} of {size} ranks, and parameters that "
     "ranks of a node share are not to be trusted; start again from a checkpoint",
-    "settings": 'with shard="node" every rank steps a part of each parameter, so learning rates '
-    "and all other settings of the optimizer must be the same on every rank; change them on all",
+    "settings": 'with shard="node" every rank steps a part of each parameter, so learning rates, '
+    "other settings of the optimizer and what clips must be the same on every rank; change them "
+    "on all",
     "is_stale": 'with shard="node" torch must count what a program writes to parameters, and some '
     "steps ago {num} of {size} ranks have written by .data or numpy; write to the parameter "
     "itself under torch.no_grad(), and start again from a checkpoint",

@@ -1,11 +1,13 @@
 """What mpirun and its ranks write to stderr: each thing once."""
 
 import contextlib
+import math
 import os
 import re
 import select
 import subprocess
 import sys
+import time
 from collections.abc import Iterable, Iterator
 from typing import IO, TextIO
 
@@ -18,6 +20,9 @@ _NOISE = re.compile(
     rb"mpirun has exited due to process|mpiexec has exited due to process"
 )
 """What launchers say of a rank that has ended all others."""
+_SILENT = re.compile(rb"exiting\s+improperly")  # of one that could say nothing
+_TOLD = re.compile(rb"\[rank \d+\] |Traceback \(most")  # by a rank, of its end
+_RECENT_S = 1.0  # words of a rank that are older are not about its end
 
 _LONGEST = 30  # lines of a launcher's box; what is longer is something else
 
@@ -29,13 +34,13 @@ _MOST_LINES = 10_000  # of tracebacks that are held back meanwhile
 def fold(process: subprocess.Popen[bytes]) -> None:
     """Copy mpirun's stderr to ours, without its boxes about a rank that has told its error itself.
 
-    Where no rank has said a word, they are the only news, and stay; not where all have stopped
-    as they were asked. A traceback of several ranks, as of a script that fails before they know
-    each other, comes once.
+    Where no rank has said a word about its end, they are the only news, and stay; not where all
+    have stopped as they were asked. A traceback of several ranks, as of a script that fails before
+    they know each other, comes once.
     """
     box: list[bytes] = []
     held = b""  # what may come before the words of a rank
-    has_spoken, sink = False, sys.stderr
+    has_told, spoke_at, sink = False, -math.inf, sys.stderr
     for part in _once(_lines(process.stderr)) if process.stderr is not None else ():
         is_rule = _RULE.fullmatch(part) is not None
         if box or is_rule:
@@ -46,9 +51,11 @@ def fold(process: subprocess.Popen[bytes]) -> None:
         if _NOISE.search(text):
             held += text
             continue
-        has_spoken = has_spoken or bool(text.strip() and not is_rule)
+        if text.strip() and not is_rule:
+            has_told, spoke_at = has_told or bool(_TOLD.search(text)), time.monotonic()
         _write(sink, text)
-    is_known = has_spoken or process.wait() == STOPPED
+    has_spoken = time.monotonic() - spoke_at < _RECENT_S and not _SILENT.search(held)
+    is_known = has_told or has_spoken or process.wait() == STOPPED
     _write(sink, b"".join(box) + (b"" if is_known else held))
 
 

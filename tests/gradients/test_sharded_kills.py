@@ -60,8 +60,36 @@ if rank == 0:
 """
 
 
+INTERRUPTED = """
+optimizer = hvd.DistributedOptimizer(
+    torch.optim.AdamW((model := torch.nn.Linear(300, 100)).parameters(), lr=0.01), shard="node"
+)
+hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+for step in range(2):
+    optimizer.zero_grad()
+    model(torch.randn(4, 300)).square().mean().backward()
+    if step and rank == 0:
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    time.sleep(step * rank)
+    try:
+        optimizer.step()
+    except KeyboardInterrupt:
+        time.sleep(1.5)  # rank 1 updates its slice
+        assert all(p.isnan().all() for p in model.parameters())
+        optimizer.state_dict()
+"""
+
+
 KILLS = int(os.environ.get("HPCTRAIN_TEST_KILLS", "10"))
 _OF_A_RUN = 10
+
+
+@pytest.mark.launches
+def test_who_is_interrupted_before_its_update_has_no_half_step_of_others(tmp_path, monkeypatch):
+    monkeypatch.setenv("HPCTRAIN_OVERLAP", "thread")
+    outcome = run_ranks(tmp_path, INTERRUPTED)
+    assert "start again from a checkpoint" in outcome.err
+    assert not outcome.left_over
 
 
 @pytest.mark.launches

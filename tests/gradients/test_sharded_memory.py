@@ -3,19 +3,26 @@
 import copy
 import gc
 import io
+import os
+import warnings
 from collections import defaultdict
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.hooks import warn_if_has_hooks
 
 from hpctrain.core.errors import ConfigError
+from hpctrain.optim import LAMB
 from tests.gradients.test_sharded_step import (
+    MANY,
     assert_one_model,
     assert_same_bits,
     backward,
+    halve,
     make_model,
+    train,
     wrapped,
 )
 from tests.gradients.training import EVERY_SIZE
@@ -200,3 +207,67 @@ def test_a_node_has_parameters_and_state_once_and_gradients_of_each_rank(hvd, wo
     due = own + state + hvd.size() * own
     found = bytes_of_tensors(world) - before
     assert due <= found < 1.05 * due
+
+
+def child_of(model, before, wait):
+    """Fork a child that waits, compares the model with ``before`` and sets it to zeros."""
+    if (child := os.fork()) == 0:
+        wait()
+        with torch.no_grad():
+            fault = not all(torch.equal(before[n], p) for n, p in model.named_parameters())
+            for p in model.parameters():
+                p.zero_()
+        os._exit(fault)
+    return child
+
+
+@MANY
+def test_copies_and_children_are_private(hvd, world):
+    model, optimizer = train(hvd, 1, shard="node")
+    copied = copy.deepcopy(model)
+    reading, writing = os.pipe()
+    halve(model)  # a change that no step has taken over
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    later = [child_of(model, before, lambda: os.read(reading, 1)) for _ in range(2)]
+    assert os.waitpid(child_of(model, before, lambda: None), 0)[1] == 0
+    world.barrier()
+    with torch.no_grad():
+        for p in copied.parameters():
+            p.zero_()
+    world.barrier()
+    assert_same_bits(before, dict(model.named_parameters()))
+    for step in range(2):
+        optimizer.zero_grad()
+        backward(hvd, model, step)
+        optimizer.step()
+    assert_one_model(world, model)
+    with warnings.catch_warnings(action="error"):
+        for p in model.parameters():  # when it is sent to a worker that is started anew
+            warn_if_has_hooks(p)
+    world.barrier()
+    os.write(writing, b"12")
+    os.close(writing)
+    os.close(reading)
+    assert [os.waitpid(child, 0)[1] for child in later] == [0, 0]
+
+
+@MANY
+@pytest.mark.parametrize("per_node", [2], indirect=True)
+def test_parameters_without_elements_have_the_state_of_the_ordinary_way(hvd):
+    kinds = KINDS | {LAMB: {"lr": 0.1}}
+    del kinds[torch.optim.Adafactor]  # it divides by the number of elements
+    for kind, settings in kinds.items():
+        found = []
+        for shard in (None, "node"):
+            model = make_model()
+            model.empty, model.more = (nn.Parameter(torch.ones(0, n)) for n in (1, 3))
+            optimizer = hvd.DistributedOptimizer(kind(model.parameters(), **settings), shard=shard)
+            for number in range(2):
+                optimizer.zero_grad()
+                model.empty.sum().backward()
+                backward(hvd, model, number)
+                optimizer.clip_grad_norm_(1e9, float("inf") if shard else 2.0)  # as torch can
+                optimizer.step()
+            found.append((model, optimizer.state_dict()))
+        for ordinary, sharded in zip(*found, strict=True):
+            assert_same_bits(ordinary, sharded)

@@ -2,7 +2,6 @@
 
 import copy
 import io
-import os
 from contextlib import nullcontext
 from itertools import product
 
@@ -319,30 +318,6 @@ def test_stores_that_torch_does_not_count_are_found(hvd, monkeypatch):
 
 
 @MANY
-def test_copies_and_children_are_private(hvd, world):
-    model, optimizer = train(hvd, 1, shard="node")
-    copied = copy.deepcopy(model)
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    if (child := os.fork()) == 0:
-        with torch.no_grad():
-            fault = not all(torch.equal(before[n], p) for n, p in model.named_parameters())
-            for p in model.parameters():
-                p.zero_()
-        os._exit(fault)
-    assert os.waitpid(child, 0)[1] == 0
-    world.barrier()
-    with torch.no_grad():
-        for p in copied.parameters():
-            p.zero_()
-    world.barrier()
-    assert_same_bits(before, dict(model.named_parameters()))
-    optimizer.zero_grad()
-    backward(hvd, model, 1)
-    optimizer.step()
-    assert_one_model(world, model)
-
-
-@MANY
 @pytest.mark.parametrize("per_node", [None], indirect=True)
 def test_parameters_and_state_are_there_once(hvd, world):
     model, optimizer = train(hvd, 2, shard="node", kind=torch.optim.AdamW)
@@ -444,6 +419,34 @@ def test_different_weights_are_refused_before_the_first_step(hvd):
         optimizer.step()
     hvd.broadcast_parameters(model.state_dict(), root_rank=1)
     optimizer.step()
+
+
+@MANY
+def test_ranks_clip_alike_or_all_raise(hvd):
+    def by_value(_, optimizer, __):
+        if hvd.rank() == 0:
+            optimizer.clip_grad_value_(0.01)
+
+    def by_norm(_, optimizer, __):
+        optimizer.clip_grad_norm_(1e-3 * (1 + hvd.rank()))
+
+    for clip in (by_value, by_norm):
+        with pytest.raises(MismatchError, match="what clips"):
+            train(hvd, 3, clip, shard="node")
+
+
+@MANY
+@pytest.mark.parametrize("per_node", [None], indirect=True)
+def test_who_alone_clips_by_the_norm_has_no_half_step_of_others(hvd):
+    model, optimizer = train(hvd, 1, shard="node")
+    optimizer.zero_grad()
+    backward(hvd, model, 1)
+    clip = lambda: optimizer.clip_grad_norm_(1.0)  # noqa: E731
+    with pytest.raises(MismatchError, match="the same calls"):
+        (optimizer.step if hvd.rank() else clip)()
+    assert all(p.isnan().all() for p in model.parameters() if p.requires_grad)
+    with pytest.raises(MismatchError, match="start again from a checkpoint"):
+        optimizer.step()
 
 
 @MANY

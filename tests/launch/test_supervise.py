@@ -277,6 +277,7 @@ def test_what_is_typed_on_a_terminal_reaches_rank_0(tmp_path):
 
 
 BOX = f"{'-' * 74}\nMPI_ABORT was invoked on rank 0 in communicator\n{'-' * 74}\n"
+SILENT = f"{'-' * 74}\nprterun has exited due to process rank 0 exiting\nimproperly.\n{'-' * 74}\n"
 OTHER = f"{'-' * 74}\nprterun noticed that process rank 0 exited on signal 11\n{'-' * 74}\n"
 
 
@@ -287,6 +288,8 @@ OTHER = f"{'-' * 74}\nprterun noticed that process rank 0 exited on signal 11\n{
         (f"why\n{BOX}", 1, "why\n"),
         (f"why\n{OTHER}", 1, f"why\n{OTHER}"),  # which process died, and how
         (BOX, 1, BOX),  # nobody has said why
+        (f"a warning\n{SILENT}", 1, f"a warning\n{SILENT}"),  # nor here
+        (f"{SILENT}[rank 1] rank 0 died\n", 87, "[rank 1] rank 0 died\n"),
         (BOX, 85, ""),  # all have stopped as they were asked
         ("50 %\r100 %\0", 0, "50 %\r100 %"),
         ("- a list\n=\nend", 0, "- a list\n=\nend"),
@@ -298,6 +301,13 @@ def test_what_mpirun_says_of_a_rank_is_left_out_where_the_rank_has_said_it(
     program = f"import sys; sys.stderr.write({said!r}); sys.exit({code})"
     assert supervise([sys.executable, "-c", program]) == code
     assert capfd.readouterr().err == kept
+
+
+def test_words_of_long_ago_are_not_taken_for_what_a_rank_says_of_its_end(capfd):
+    say = "import sys, time; write = sys.stderr.write; "
+    program = f"{say}write('a note\\n'); time.sleep(1.5); write({BOX!r})"
+    assert supervise([sys.executable, "-c", program]) == 0
+    assert capfd.readouterr().err == f"a note\n{BOX}"
 
 
 BEGIN = b"Traceback (most recent call last):\n"

@@ -6,13 +6,14 @@ that map each other's buckets, the usual limit of 1024 open files would be reach
 
 import ctypes
 import mmap
+import os
 import time
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hpctrain.core.errors import NodeMemoryError
 from hpctrain.core.libc import (
@@ -22,6 +23,7 @@ from hpctrain.core.libc import (
     libc,
     map_memory,
     memory_at,
+    move_memory,
     unmap_memory,
 )
 
@@ -63,13 +65,17 @@ def map_shared(descriptor: int, num_bytes: int) -> Segment:
 _FIXED, _NO_RESERVE = 0x10, 0x4000  # flags of mmap(2) without a name in Python
 
 
-class Region(NamedTuple):
+class Region:
     """Memory that a node has once, mapped twice by every rank."""
 
-    shared: Segment  # what is stored here is seen by all ranks
-    private: Segment
-    """The same memory, but a page that is stored to here becomes this process's own, and no
-    longer shows what others store."""
+    def __init__(self, shared: Segment, private: Segment) -> None:
+        """Take the maps."""
+        self.shared = shared  # what is stored here is seen by all ranks
+        self.private = private
+        """The same memory, but a page that is stored to here becomes this process's own, and no
+        longer shows what others store."""
+        self._kept: Segment | None = None  # what ``private`` held at the last fork
+        self._end: weakref.finalize[..., Segment] | None = None  # of that copy
 
     def find_stores(self, first_page: int, num_pages: int) -> bool:
         """Say whether this process has stored to some pages of ``private``."""
@@ -89,6 +95,56 @@ class Region(NamedTuple):
         refused = advise_memory(ctypes.addressof(private), len(private), mmap.MADV_DONTNEED)
         if refused:
             raise NodeMemoryError(f"cannot drop private pages: madvise failed with {refused}")
+
+    def freeze_in_children(self) -> None:
+        """Let forked children go on to see what ``private`` shows when they are forked."""
+        _frozen.regions.add(self)
+
+    def keep(self) -> None:
+        """Copy what ``private`` shows, unless a copy is the same; children share its pages."""
+        shown = _words(self.private)
+        if self._kept is None or not np.array_equal(_words(self._kept), shown):
+            self.forget_kept()
+            size, access = len(self.private), mmap.PROT_READ | mmap.PROT_WRITE
+            address = map_memory(size, access, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self._kept = memory_at(address, size)
+            self._end = weakref.finalize(self._kept, unmap_memory, address, size)
+            _words(self._kept)[:] = shown
+
+    def forget_kept(self) -> None:
+        """Drop the copy; children have it as long as they live."""
+        self._kept = None
+
+    def show_kept(self) -> None:
+        """In a child: put the copy where ``private`` is."""
+        if self._kept is not None and self._end is not None:
+            self._end.detach()  # nothing is there any more
+            kept, private = map(ctypes.addressof, (self._kept, self.private))
+            move_memory(kept, private, len(self.private))
+            self._kept = None
+
+
+def _words(segment: Segment) -> NDArray[np.uint64]:
+    return np.frombuffer(memoryview(segment), np.uint64)
+
+
+class _Frozen:
+    """Regions that children see as they were."""
+
+    def __init__(self) -> None:
+        self.regions = weakref.WeakSet[Region]()
+        os.register_at_fork(before=self._keep, after_in_child=self._show)
+
+    def _keep(self) -> None:
+        for region in self.regions:
+            region.keep()
+
+    def _show(self) -> None:
+        for region in self.regions:
+            region.show_kept()
+
+
+_frozen = _Frozen()
 
 
 def map_in_a_row(descriptors: Sequence[int], num_bytes: int) -> Region:
