@@ -2,7 +2,12 @@
 
 Importing this package loads neither torch nor MPI: every name of ``__init__.pyi`` is loaded at its
 first use. With ``import hpctrain as hvd`` a script written for ``horovod.torch`` runs as it is.
+
+Where torch is loaded, it learns of the backend ``hpctrain`` of ``torch.distributed``.
 """
+
+import importlib
+import sys
 
 from hpctrain.core.lazy import exports
 
@@ -10,3 +15,6 @@ __version__ = "0.1.0"
 
 __getattr__, __dir__, __all__ = exports(__name__, __file__)
 __all__ += ["__version__"]
+
+if "torch.distributed" in sys.modules:  # else torch calls it, by the entry point `torch.backends`
+    importlib.import_module("hpctrain.runtime.torch_backend").register()

@@ -15,7 +15,7 @@ from hpctrain.comm.plan.choice import plan_for_group
 from hpctrain.comm.plan.plan import Plan
 from hpctrain.comm.rail.rail import Rail
 from hpctrain.comm.serial import SerialCommunicator
-from hpctrain.comm.waiting import Watch
+from hpctrain.comm.waiting import Limit, Watch
 from hpctrain.core.errors import NodeMemoryError
 
 SLOT_BYTES = 1 << 20
@@ -80,7 +80,7 @@ def join(
         plan=plan,
         watch=watch,
         world_ranks=world_ranks,
-        make_group=lambda members, ranks: group(members, ranks, plan=made.plan),
+        make_group=lambda members, ranks, limit: group(members, ranks, limit, plan=made.plan),
     )
     return made
 
@@ -106,9 +106,10 @@ def _rail(
     )
 
 
-def _group(
+def _group(  # noqa: PLR0913 - two of a group, and what all groups have in common
     members: MPI.Intracomm,
     ranks: Sequence[int],
+    limit: Limit | None,
     *,
     topology: Topology,
     plan: Plan,
@@ -121,7 +122,7 @@ def _group(
         return SerialCommunicator()
     inside = topology.of_group(ranks)
     of_world = [world_ranks[rank] for rank in ranks]
-    watch = watch.of_group(of_world)
+    watch = watch.of_group(of_world, limit)
     way = "off" if plan.node_memory == "none" else plan.node_memory
     node, _ = share_memory(members, inside, way, watch)
     return join(members, node, inside, plan_for_group(plan, inside), watch, of_world)

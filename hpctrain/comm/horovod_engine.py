@@ -24,7 +24,7 @@ from hpctrain.comm.ops import Combination, Op
 from hpctrain.comm.plan.choice import has_equal_nodes
 from hpctrain.comm.plan.plan import Plan
 from hpctrain.comm.tensor_arguments import name_of
-from hpctrain.comm.waiting import Watch
+from hpctrain.comm.waiting import Limit, Watch
 from hpctrain.core.config import Settings
 from hpctrain.core.errors import CommError, LaunchError
 from hpctrain.launch.installed_horovod import needed_mpi
@@ -86,14 +86,16 @@ class HorovodCommunicator(MpiCommunicator):
         self._num_groups += 1
         return super().group(ranks)
 
-    def _make_flat_group(self, members: MPI.Intracomm, ranks: Sequence[int]) -> Communicator:
+    def _make_flat_group(
+        self, members: MPI.Intracomm, ranks: Sequence[int], limit: Limit | None
+    ) -> Communicator:
         if len(ranks) < self.size:
-            return super()._make_flat_group(members, ranks)
+            return super()._make_flat_group(members, ranks, limit)
         of_world = [self._world_ranks[rank] for rank in ranks]
         return HorovodCommunicator(
             members,
             self._library,
-            watch=self._watch.of_group(of_world),
+            watch=self._watch.of_group(of_world, limit),
             world_ranks=of_world,
             levels=self._levels,
             name=f"{self._name}.{self._num_groups}",

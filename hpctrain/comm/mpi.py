@@ -30,15 +30,16 @@ from hpctrain.comm.tensor_arguments import (
     name_of,
     part_numels,
 )
-from hpctrain.comm.waiting import Watch
+from hpctrain.comm.waiting import Limit, Watch
 from hpctrain.core.errors import CommError
 
 T = TypeVar("T")
 
-MakeGroup = Callable[[MPI.Intracomm, Sequence[int]], Communicator]
+MakeGroup = Callable[[MPI.Intracomm, Sequence[int], Limit | None], Communicator]
 """Makes a communicator of the ranks of an MPI communicator, which it keeps; collective over them.
 
-It is told what numbers they have in the communicator whose group they are."""
+It is told what numbers they have in the communicator whose group they are, and how long they may
+wait for each other, None for as long as the ranks of that one."""
 
 _GATHER_BYTES = 1 << 20
 """From here on, tensors are not packed into one buffer for the library to gather them."""
@@ -74,6 +75,7 @@ class MpiCommunicator(Communicator):
         self._make_group = make_group or self._make_flat_group
         self._library_bytes = 0
         self._num_buckets = 0
+        self._wires: list[MPI.Intracomm] = []
         self._owner = Owner()
 
     # -- reductions -------------------------------------------------------------------------
@@ -201,7 +203,27 @@ class MpiCommunicator(Communicator):
             self._comm.Split(MPI.UNDEFINED)
             return None
         members = cast("MPI.Intracomm", self._comm.Split(0, ranks.index(self.rank)))
-        return self._make_group(members, ranks)
+        return self._make_group(members, ranks, None)
+
+    def group_by_members(
+        self, ranks: Sequence[int], *, tag: int, limit: Limit | None = None
+    ) -> Communicator:
+        """Make a group as ``group`` does; its ranks alone call this.
+
+        Groups that have ranks in common and are made at the same time need different tags.
+        """
+        check_group(ranks, self.size)
+        ours = self._comm.Get_group()
+        chosen = ours.Incl(list(ranks))
+        members = self._comm.Create_group(chosen, tag)
+        chosen.Free()
+        ours.Free()
+        return self._make_group(members, ranks, limit)
+
+    def new_wire(self) -> MpiWire:
+        """Make a way for messages that meet no others of this communicator. Collective."""
+        self._wires.append(self._comm.Dup())
+        return MpiWire(self._wires[-1], watch=self._watch, world_ranks=self._world_ranks)
 
     def mail(self) -> mailbox.Mailbox:
         """Make mailboxes of MPI messages."""
@@ -220,6 +242,8 @@ class MpiCommunicator(Communicator):
 
     def close(self) -> None:
         """Free the MPI communicator; harmless the second time."""
+        while self._wires:
+            self._wires.pop().Free()
         if self.is_open:
             self._comm.Free()
 
@@ -270,9 +294,11 @@ class MpiCommunicator(Communicator):
         self._library_bytes += chunk.nbytes
         self._comm.Bcast(bytes_of(chunk), root)
 
-    def _make_flat_group(self, members: MPI.Intracomm, ranks: Sequence[int]) -> Communicator:
+    def _make_flat_group(
+        self, members: MPI.Intracomm, ranks: Sequence[int], limit: Limit | None
+    ) -> Communicator:
         of_world = [self._world_ranks[rank] for rank in ranks]
-        watch = self._watch.of_group(of_world)
+        watch = self._watch.of_group(of_world, limit)
         return MpiCommunicator(members, watch=watch, world_ranks=of_world)
 
 

@@ -96,6 +96,26 @@ def _nobody_is_lost(ranks: Collection[int] | None) -> None:
     """Look for nobody: what communicators without a world do."""
 
 
+class Limit:
+    """How long the waits of a watch may last; another thread may change it, or end them all."""
+
+    __slots__ = ("broken_off", "name", "on_late", "timeout_s")
+
+    def __init__(self, timeout_s: float = math.inf, name: str = "HPCTRAIN_TIMEOUT") -> None:
+        """Take the seconds, and what the user sets them by."""
+        self.timeout_s = timeout_s
+        self.name = name
+        self.broken_off = ""
+        """Why nobody may wait any more; empty as long as that is not so."""
+        self.on_late: Callable[[float], object] | None = None
+        """Is told the seconds waited, with every look at the others."""
+
+    def check(self) -> None:
+        """Raise ``CommError`` if nobody may wait any more."""
+        if self.broken_off:
+            raise CommError(self.broken_off)
+
+
 class Watch:
     """Looks for lost ranks, names those that are late, and ends a wait that lasts too long.
 
@@ -110,22 +130,26 @@ class Watch:
         rank: int = 0,
         timeout_s: float = math.inf,
         ranks: Collection[int] | None = None,
+        limit: Limit | None = None,
     ) -> None:
         """Take what is needed to tell who is waited for, and on which node each rank is."""
         self.waited_s = 0.0  # seconds that this process has waited so far
         self._find_lost = find_lost
         self._hosts = hosts or {}
         self._rank = rank
-        self._timeout_s = timeout_s
+        self._limit = limit or Limit(timeout_s)
         self._ranks = ranks
         """Those that are waited for where nobody says more; None for all of the world."""
         self._named: set[int] = set()
         self._has_failed = False
 
-    def of_group(self, ranks: Collection[int]) -> "Watch":
-        """Return a watch over some ranks of the world: that others leave does not concern it."""
-        hosts, rank, timeout_s = self._hosts, self._rank, self._timeout_s
-        return Watch(self._find_lost, hosts=hosts, rank=rank, timeout_s=timeout_s, ranks=ranks)
+    def of_group(self, ranks: Collection[int], limit: Limit | None = None) -> "Watch":
+        """Return a watch over some ranks of the world: that others leave does not concern it.
+
+        Its waits have the same limit if they have none of their own.
+        """
+        hosts, rank, limit = self._hosts, self._rank, limit or self._limit
+        return Watch(self._find_lost, hosts=hosts, rank=rank, ranks=ranks, limit=limit)
 
     def wait(
         self,
@@ -169,12 +193,16 @@ class Watch:
         ``rail 0``, empty inside a node. ``RankLostError`` if a rank is lost, or the wait has
         lasted too long.
         """
+        limit = self._limit
+        limit.check()
         self._find_lost(self._ranks if partner is None else (partner,))
-        if waited_s > self._timeout_s:
+        if limit.on_late is not None:
+            limit.on_late(waited_s)
+        if waited_s > limit.timeout_s:
             raise RankLostError(
-                f"{self._who(waited_s, partner, over)}, longer than HPCTRAIN_TIMEOUT="
-                f"{self._timeout_s:g} allows; see what that rank does and whether the link works, "
-                f"or set HPCTRAIN_TIMEOUT to more seconds"
+                f"{self._who(waited_s, partner, over)}, longer than {limit.name}="
+                f"{limit.timeout_s:g} allows; see what that rank does and whether the link works, "
+                f"or set {limit.name} to more seconds"
             )
         if partner is not None and over and waited_s > LATE_S and partner not in self._named:
             self._named.add(partner)

@@ -2,6 +2,7 @@
 
 import contextlib
 import faulthandler
+import io
 import os
 import shutil
 import signal
@@ -124,9 +125,12 @@ class FailureHooks:
 
     def _say(self, text: str) -> None:
         with contextlib.suppress(Exception):
-            # One write: the lines of one rank stay together among those of the others.
-            sys.stderr.write(self._tagged(text))
-            sys.stderr.flush()
+            # One write: the lines of one rank stay together among those of the others. Not into
+            # the buffer of torch.distributed's hook, which prints it when this process is gone.
+            hidden = isinstance(sys.stderr, io.StringIO) and sys.__stderr__
+            stream = hidden or sys.stderr
+            stream.write(self._tagged(text))
+            stream.flush()
 
     def _tagged(self, text: str) -> str:
         return "".join(f"[rank {self._rank}] {line}\n" for line in text.splitlines())

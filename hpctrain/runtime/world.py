@@ -25,7 +25,7 @@ from hpctrain.core.config import Settings
 from hpctrain.core.errors import ConfigError, NotInitializedError, ReplicaError
 from hpctrain.negotiation.stall import LastCall
 from hpctrain.negotiation.timeline import Timelines
-from hpctrain.runtime import lazy_dynamo
+from hpctrain.runtime import lazy_dynamo, torch_backend
 from hpctrain.runtime.abort import FailureHooks, leave
 from hpctrain.runtime.last_check import compare
 from hpctrain.runtime.process_set_table import Controllers, ProcessSets, Wanted, beside
@@ -118,6 +118,7 @@ def init(
     """
     chosen, *others = _communicators(comm)
     if _world is None:
+        torch_backend.register()
         settings = Settings.from_env()
         if ranks_per_node is not None:
             if ranks_per_node < 1:

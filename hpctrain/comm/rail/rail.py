@@ -60,7 +60,7 @@ class Transfer:
     """A message under way."""
 
     tensor: Tensor
-    partner: int  # rank of the communicator at the other end
+    partner: int | None  # rank of the communicator at the other end; None until it is known
     requests: list[MPI.Request]  # those that are not complete
     expected: int  # bytes that have still to come; none of a message that is sent
 
@@ -99,10 +99,20 @@ class MpiWire(Wire):
         requests = [self._comm.Isend(bytes_of(part), dest, tag) for part in parts]
         return self._started(Transfer(tensor, dest, requests, 0))
 
-    def start_receive(self, tensor: Tensor, source: int, tag: int = 0) -> Transfer:
-        """Begin to replace ``tensor``; nobody reads or writes it until ``finish``."""
+    def start_receive(self, tensor: Tensor, source: int | None, tag: int = 0) -> Transfer:
+        """Begin to replace ``tensor``; nobody reads or writes it until ``finish``.
+
+        It may come from any rank where ``source`` is None; the transfer's partner is then who has
+        sent it.
+        """
+        if source is None and tensor.numel() > CHUNK_ELEMENTS:
+            raise CommError(
+                f"a message of more than {CHUNK_ELEMENTS} elements travels in several, and needs "
+                f"a source, got any source and {tensor.numel()}; name the rank that sends it"
+            )
         parts = tensor.split(CHUNK_ELEMENTS)
-        requests = [self._comm.Irecv(bytes_of(part), source, tag) for part in parts]
+        sender = MPI.ANY_SOURCE if source is None else source
+        requests = [self._comm.Irecv(bytes_of(part), sender, tag) for part in parts]
         return self._started(Transfer(tensor, source, requests, tensor.nbytes))
 
     def finish(self, transfer: Transfer) -> None:
@@ -116,7 +126,7 @@ class MpiWire(Wire):
 
     def wait_for(self, transfer: Transfer, done: Callable[[], object]) -> None:
         """Return when it is ``done``, which the other end of ``transfer`` has to do with."""
-        partner = self._world_ranks[transfer.partner]
+        partner = None if transfer.partner is None else self._world_ranks[transfer.partner]
         self._watch.wait(done, partner=partner, over=self._name)
 
     def is_finished(self, transfer: Transfer) -> bool:
@@ -127,6 +137,8 @@ class MpiWire(Wire):
                 if not requests[0].Test(status):
                     return False
                 del requests[0]
+                if transfer.partner is None:
+                    transfer.partner = status.Get_source()
                 if transfer.expected:
                     transfer.expected -= status.Get_count(MPI.BYTE)
         except MPI.Exception as error:
@@ -139,7 +151,8 @@ class MpiWire(Wire):
         return True
 
     def _misfit(self, transfer: Transfer, sent: str) -> CommError:
-        me, other = self._world_ranks[self.rank], self._world_ranks[transfer.partner]
+        sender = transfer.partner
+        me, other = self._world_ranks[self.rank], sender and self._world_ranks[sender]
         return CommError(
             f"both ends of a message must give tensors of the same size and dtype, rank {me} "
             f"takes {format_bytes(transfer.tensor.nbytes)} and rank {other} sends {sent}; let "

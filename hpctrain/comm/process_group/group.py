@@ -1,0 +1,346 @@
+"""The process group of torch.distributed: its methods, by the names that torch calls.
+
+Torch 2.13 renamed some of them and calls both; its C++ code calls those that it has made
+overridable, and its Python code all.
+"""
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hpctrain.comm.process_group.ordered import OrderedGroup, on_cpu
+from hpctrain.comm.process_group.reductions import Reduction, allreduce, sparse_sum
+from hpctrain.comm.process_group.transfers import transfers_of
+from hpctrain.comm.process_group.work import Message
+from hpctrain.comm.tensor_arguments import flat_of, put_back
+
+
+class HpctrainGroup(OrderedGroup):
+    """Ranks of torch.distributed that communicate by one of our communicators."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        """Take what ``OrderedGroup`` takes. Collective."""
+        super().__init__(*args, **options)
+        self._transfers = transfers_of(self.comm)
+
+    # -- reductions -------------------------------------------------------------------------
+
+    @on_cpu
+    def allreduce(self, tensors: Any, opts: Any = None, *, op: Any = None) -> dist.Work:
+        """Replace each tensor by its reduction over the ranks."""
+        given, how = _listed(tensors), Reduction.of(op if op is not None else opts)
+
+        def reduce() -> None:
+            for tensor in given:
+                if tensor.layout is torch.sparse_coo:
+                    sparse_sum(self.comm, tensor, how)
+                else:
+                    allreduce(self.comm, tensor, how)
+
+        return self._start("all_reduce", reduce, given, opts)
+
+    @on_cpu
+    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> dist.Work:
+        """Replace each tensor by its reduction, small ones of one dtype in one message."""
+        given, how = list(tensors), Reduction.of(opts)
+
+        def reduce() -> None:
+            if len(given) == 1 or len({tensor.dtype for tensor in given}) > 1:
+                for tensor in given:
+                    allreduce(self.comm, tensor, how)
+                return
+            flats = [flat_of(tensor) for tensor in given]
+            packed = torch.cat(flats)
+            allreduce(self.comm, packed, how)
+            parts = packed.split([flat.numel() for flat in flats])
+            for tensor, part in zip(given, parts, strict=True):
+                tensor.detach().copy_(part.view(tensor.shape))
+
+        return self._start("all_reduce of several", reduce, given, opts)
+
+    @on_cpu
+    def reduce(self, tensors: Any, opts: Any) -> dist.Work:
+        """Replace each tensor by its reduction on the root; elsewhere they stay."""
+        given, how, root = _listed(tensors), Reduction.of(opts), opts.rootRank
+
+        def reduce() -> None:
+            for tensor in given:
+                mine = tensor if self.comm.rank == root else tensor.detach().clone()
+                allreduce(self.comm, mine, how)
+
+        return self._start("reduce", reduce, given, opts)
+
+    @on_cpu
+    def reduce_scatter(self, outs: Any, parts: Any, opts: Any = None) -> dist.Work:
+        """Replace each of ``outs`` by the reduction of this rank's part."""
+        how = Reduction.of(opts)
+        pairs = list(zip(_listed(outs), _lists(parts), strict=True))
+
+        def reduce() -> None:
+            for out, of_ranks in pairs:
+                self._reduce_scatter(out, [flat_of(part) for part in of_ranks], how)
+
+        return self._start("reduce_scatter", reduce, [out for out, _ in pairs], opts)
+
+    @on_cpu
+    def reduce_scatter_single(self, out: Tensor, given: Tensor, opts: Any = None) -> dist.Work:
+        """Replace ``out`` by the reduction of this rank's part of ``given``."""
+        return self._reduce_scatter_singles("reduce_scatter_single", [out], [given], opts)
+
+    @on_cpu
+    def reduce_scatter_single_coalesced(
+        self, outs: Any, given: Any, opts: Any = None
+    ) -> dist.Work:
+        """Do what ``reduce_scatter_single`` does, for each pair."""
+        return self._reduce_scatter_singles("reduce_scatter_single of several", outs, given, opts)
+
+    def _reduce_scatter_singles(
+        self, name: str, outs: Sequence[Tensor], given: Sequence[Tensor], opts: Any
+    ) -> dist.Work:
+        how = Reduction.of(opts)
+        for out, whole in zip(outs, given, strict=True):
+            self._check_whole(name, whole, out)
+
+        def reduce() -> None:
+            for out, whole in zip(outs, given, strict=True):
+                self._reduce_scatter(out, flat_of(whole).view(self.comm.size, -1).unbind(), how)
+
+        return self._start(name, reduce, list(outs), opts)
+
+    def _reduce_scatter(self, out: Tensor, parts: Sequence[Tensor], how: Reduction) -> None:
+        values = flat_of(out)
+        parts = [how.weighted(part) for part in parts]
+        self._transfers.reduce_scatter(values, parts, how.op, how.scale(out.dtype, self.comm.size))
+        how.finish(values, self.comm.size)
+        put_back(values, out)
+
+    # -- what is moved ----------------------------------------------------------------------
+
+    @on_cpu
+    def broadcast(self, tensors: Any, opts: Any = None, *, root: int | None = None) -> dist.Work:
+        """Replace each tensor by the root's."""
+        given = _listed(tensors)
+        source: int = opts if isinstance(opts, int) else opts.rootRank if root is None else root
+
+        def move() -> None:
+            for tensor in given:
+                values = flat_of(tensor)
+                self._transfers.broadcast(values, source)
+                put_back(values, tensor)
+
+        return self._start("broadcast", move, given, opts)
+
+    @on_cpu
+    def allgather(self, outs: Any, given: Any, opts: Any = None) -> dist.Work:
+        """Write what every rank gives into lists, a list for each tensor."""
+        pairs = list(zip(_lists(outs), _listed(given), strict=True))
+
+        def move() -> None:
+            for of_ranks, tensor in pairs:
+                self._all_gather(of_ranks, tensor)
+
+        return self._start("all_gather", move, [list(of_ranks) for of_ranks, _ in pairs], opts)
+
+    @on_cpu
+    def allgather_coalesced(self, outs: Any, given: Any, opts: Any = None) -> dist.Work:
+        """Write what every rank gives into lists, a list for each rank."""
+        return self.allgather([list(one) for one in zip(*outs, strict=True)], given, opts)
+
+    @on_cpu
+    def all_gather_single(self, out: Tensor, given: Tensor, opts: Any = None) -> dist.Work:
+        """Write what every rank gives into one tensor."""
+        return self._all_gather_singles("all_gather_single", [out], [given], opts)
+
+    @on_cpu
+    def all_gather_single_coalesced(self, outs: Any, given: Any, opts: Any = None) -> dist.Work:
+        """Do what ``all_gather_single`` does, for each pair."""
+        return self._all_gather_singles("all_gather_single of several", outs, given, opts)
+
+    def _all_gather_singles(
+        self, name: str, outs: Sequence[Tensor], given: Sequence[Tensor], opts: Any
+    ) -> dist.Work:
+        for out, tensor in zip(outs, given, strict=True):
+            self._check_whole(name, out, tensor)
+
+        def move() -> None:
+            for out, tensor in zip(outs, given, strict=True):
+                values = flat_of(out)
+                self._all_gather(values.view(self.comm.size, -1).unbind(), tensor)
+                put_back(values, out)
+
+        return self._start(name, move, list(outs), opts)
+
+    def _all_gather(self, outs: Sequence[Tensor], tensor: Tensor) -> None:
+        values = [flat_of(out) for out in outs]
+        self._transfers.all_gather(values, flat_of(tensor))
+        _put_all_back(values, outs)
+
+    @on_cpu
+    def gather(self, outs: Any, given: Any, opts: Any) -> dist.Work:
+        """Write what every rank gives into lists of the root."""
+        root, tensors = opts.rootRank, _listed(given)
+        lists = _lists(outs) if self.comm.rank == root else [None] * len(tensors)
+
+        def move() -> None:
+            for of_ranks, tensor in zip(lists, tensors, strict=True):
+                values = None if of_ranks is None else [flat_of(out) for out in of_ranks]
+                self._transfers.gather(values, flat_of(tensor), root)
+                _put_all_back(values or (), of_ranks or ())
+
+        return self._start("gather", move, tensors, opts)
+
+    @on_cpu
+    def scatter(self, outs: Any, parts: Any, opts: Any) -> dist.Work:
+        """Replace each of ``outs`` by this rank's part of the root's lists."""
+        root, tensors = opts.rootRank, _listed(outs)
+        lists = _lists(parts) if self.comm.rank == root else [None] * len(tensors)
+
+        def move() -> None:
+            for tensor, of_ranks in zip(tensors, lists, strict=True):
+                given = None if of_ranks is None else [flat_of(part) for part in of_ranks]
+                values = flat_of(tensor)
+                self._transfers.scatter(values, given, root)
+                put_back(values, tensor)
+
+        return self._start("scatter", move, tensors, opts)
+
+    @on_cpu
+    def alltoall(self, outs: Any, parts: Any, opts: Any = None) -> dist.Work:
+        """Write what every rank has for this one into ``outs``."""
+
+        def move() -> None:
+            values = [flat_of(out) for out in outs]
+            self._transfers.all_to_all(values, [flat_of(part) for part in parts])
+            _put_all_back(values, outs)
+
+        return self._start("all_to_all", move, list(outs), opts)
+
+    @on_cpu
+    def all_to_all_single(
+        self,
+        out: Tensor,
+        given: Tensor,
+        out_sizes: Sequence[int] = (),
+        sizes: Sequence[int] = (),
+        opts: Any = None,
+    ) -> dist.Work:
+        """Do what ``alltoall`` does, with tensors cut along their first dimension."""
+        parts, outs = self._cut(given, sizes), self._cut(out, out_sizes)
+
+        def move() -> None:
+            values = flat_of(out)
+            taken = values.split([part.numel() for part in outs])
+            self._transfers.all_to_all(taken, [flat_of(part) for part in parts])
+            put_back(values, out)
+
+        return self._start("all_to_all_single", move, [out], opts)
+
+    def _cut(self, tensor: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
+        size, length = self.comm.size, tensor.shape[0] if tensor.dim() else 0
+        if not sizes and length % size:
+            raise ValueError(
+                f"all_to_all_single without split sizes needs a first dimension that {size} ranks "
+                f"divide, got {length}; give the sizes"
+            )
+        cut = list(sizes) or [length // size] * size
+        if len(cut) != size or sum(cut) != length:
+            raise ValueError(f"split sizes must give {size} ranks {length} rows in all, got {cut}")
+        parts: tuple[Tensor, ...] = tensor.detach().split(cut)
+        return parts
+
+    def barrier(self, opts: Any = None) -> dist.Work:
+        """Return when all ranks are here."""
+        return self._start("barrier", self.comm.barrier, [], opts)
+
+    barrier._torchdynamo_disable = True  # type: ignore[attr-defined] # noqa: SLF001
+
+    def monitored_barrier(
+        self,
+        timeout: timedelta | None = None,
+        wait_all_ranks: bool = False,  # noqa: ARG002, FBT001, FBT002 - it always names all
+    ) -> None:
+        """Return when all ranks are here, else say which are not."""
+        before = self._limit.timeout_s
+        if timeout is not None:
+            self._limit.timeout_s = timeout.total_seconds()
+        try:
+            self.queue.run(
+                operation := self._operation("monitored_barrier", self.comm.barrier, [])
+            )
+            operation.wait()
+        finally:
+            self._limit.timeout_s = before
+
+    # -- messages ---------------------------------------------------------------------------
+
+    @on_cpu
+    def send(self, tensors: Any, dest: int, tag: int = 0) -> dist.Work:
+        """Begin to send a tensor."""
+        (tensor,), wire = _listed(tensors), self._messages()
+        with self._asking:
+            transfer = wire.start_send(flat_of(tensor), dest, tag)
+        return self._message(transfer, [tensor], lambda: None)
+
+    @on_cpu
+    def recv(self, tensors: Any, source: int | None, tag: int = 0) -> dist.Work:
+        """Begin to replace a tensor by what comes from ``source``."""
+        (tensor,), wire = _listed(tensors), self._messages()
+        values = flat_of(tensor)
+        with self._asking:
+            transfer = wire.start_receive(values, source, tag)
+        return self._message(transfer, [tensor], lambda: put_back(values, tensor))
+
+    @on_cpu
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> dist.Work:
+        """Begin to replace a tensor by what comes first."""
+        return self.recv(tensors, None, tag)
+
+    def _message(
+        self, transfer: Any, tensors: Sequence[Tensor], after: Callable[[], object]
+    ) -> dist.Work:
+        work = Message(self._messages(), transfer, tensors, after=after, lock=self._asking)
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work
+
+    def _messages(self) -> Any:
+        if self._wire is None:
+            raise ValueError("a group of one rank has nobody to send to, nor to receive from")
+        return self._wire
+
+    def _check_whole(self, name: str, whole: Tensor, part: Tensor) -> None:
+        if whole.numel() != part.numel() * self.comm.size:
+            raise ValueError(
+                f"{name} needs a tensor for all {self.comm.size} ranks that is as many times as "
+                f"large as the one of each, got {whole.numel()} and {part.numel()} elements"
+            )
+        if whole.dtype != part.dtype:
+            raise ValueError(
+                f"{name} needs tensors of one dtype, got {whole.dtype} and {part.dtype}"
+            )
+
+    # Both names of what torch has renamed.
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+
+def _listed(tensors: Any) -> list[Tensor]:
+    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+
+
+def _lists(tensors: Any) -> list[list[Tensor]]:
+    """Return a list of lists, also where there is one list alone."""
+    is_one = bool(tensors) and isinstance(tensors[0], Tensor)
+    return [list(tensors)] if is_one else [list(one) for one in tensors]
+
+
+def _put_all_back(values: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+    for flat, tensor in zip(values, tensors, strict=True):
+        put_back(flat, tensor)

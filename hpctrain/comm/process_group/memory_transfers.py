@@ -1,0 +1,307 @@
+"""What torch.distributed moves through the memory of a node, and by messages between nodes.
+
+Tensors here are flat and contiguous.
+"""
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from hpctrain.comm.call_check import call_of
+from hpctrain.comm.hierarchical import HierarchicalCommunicator
+from hpctrain.comm.node.shared_memory import SharedMemory, SharedSlots, combine_to
+from hpctrain.comm.ops import Op, combination, finish
+from hpctrain.comm.process_group.transfers import Transfers
+from hpctrain.comm.tensor_arguments import name_of
+from hpctrain.core.errors import MismatchError
+
+_LINE = 64  # parts of a slot begin at multiples of a cache line
+
+
+def by_memory(levels: HierarchicalCommunicator) -> Transfers:
+    """Choose the way of ranks of which some share memory. Collective."""
+    if levels.num_rails == 0:
+        return NodeTransfers(levels)
+    found = levels.allgather_object(
+        levels.ranks_of_node() if levels.node.local_rank == 0 else None
+    )
+    nodes = [ranks for ranks in found if ranks]
+    if len({len(ranks) for ranks in nodes}) > 1:
+        return Transfers(levels)
+    return LevelTransfers(levels, nodes)
+
+
+class NodeTransfers(Transfers):
+    """In the memory of one node: written once, and read by who wants it."""
+
+    def __init__(self, levels: HierarchicalCommunicator) -> None:
+        """Take the ranks, all of which share memory."""
+        super().__init__(levels)
+        self._memory = NodeExchange(levels.node, levels.slots)
+
+    def broadcast(self, values: Tensor, root: int) -> None:
+        """Let all read what ``root`` has written."""
+        self._memory.broadcast(values, root)
+
+    def all_gather(self, outs: Sequence[Tensor], mine: Tensor) -> None:
+        """Let all read what all have written."""
+        self._memory.all_gather(outs, mine)
+
+    def gather(self, outs: Sequence[Tensor] | None, mine: Tensor, root: int) -> None:
+        """Let ``root`` read what all have written."""
+        self._memory.gather(outs, mine, root)
+
+    def scatter(self, out: Tensor, parts: Sequence[Tensor] | None, root: int) -> None:
+        """Let all read their parts of what ``root`` has written."""
+        self._memory.scatter(out, parts, root)
+
+    def all_to_all(self, outs: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
+        """Let all read their parts of what all have written."""
+        self._memory.all_to_all(outs, parts)
+
+    def reduce_scatter(
+        self, out: Tensor, parts: Sequence[Tensor], op: Op, scale: float | None
+    ) -> None:
+        """Let all read and reduce their parts of what all have written."""
+        self._memory.reduce_scatter(out, parts, op, scale)
+
+
+class LevelTransfers(Transfers):
+    """Between nodes each rank talks to those with its own local number; the rest is in memory.
+
+    So every byte comes to a node once.
+    """
+
+    def __init__(self, levels: HierarchicalCommunicator, nodes: Sequence[Sequence[int]]) -> None:
+        """Take the ranks; ``nodes`` has those of each node, by local rank, equally many."""
+        super().__init__(levels)
+        self._nodes = nodes
+        self._levels = levels
+        self._memory = NodeExchange(levels.node, levels.slots)
+        self._local = levels.node.local_rank
+        self._rail = [ranks[self._local] for ranks in nodes]  # of each node, my counterpart
+        self._here = self._rail.index(self.rank)
+
+    def all_gather(self, outs: Sequence[Tensor], mine: Tensor) -> None:
+        """Exchange over the rail, then in the node."""
+        self._levels.meet(f"all_gather of {[out.numel() for out in outs]} {name_of(mine.dtype)}")
+        outs[self.rank].copy_(mine)
+        for dest, source in self._partners():
+            self._levels.wire.exchange(mine, dest, outs[source], source)
+        for ranks in self._nodes:
+            of_node = [outs[rank] for rank in ranks]
+            self._memory.all_gather(of_node, of_node[self._local])
+
+    def reduce_scatter(
+        self, out: Tensor, parts: Sequence[Tensor], op: Op, scale: float | None
+    ) -> None:
+        """Reduce in the node what is for the ranks of a rail, then over the rail."""
+        numels = [part.numel() for part in parts]
+        self._levels.meet(f"reduce_scatter of {numels} {name_of(out.dtype)}")
+        sums = []
+        for ranks in self._nodes:
+            of_node = [parts[rank] for rank in ranks]
+            sums.append(torch.empty_like(of_node[self._local]))
+            self._memory.reduce_scatter(sums[-1], of_node, op, None)
+        how = combination(out.dtype, op)
+        found = [sums[self._here] if rank == self.rank else out.clone() for rank in self._rail]
+        for dest, source in self._partners():
+            node = self._rail.index(source)
+            self._levels.wire.exchange(sums[self._rail.index(dest)], dest, found[node], source)
+        lanes = [part.view(how.lane) for part in found]
+        total = lanes[0].to(how.wide, copy=True)
+        for other in lanes[1:]:
+            how.into(total, other)
+        finish(total, scale, out.view(how.lane))
+
+    def broadcast(self, values: Tensor, root: int) -> None:
+        """Send along a tree of nodes, then in each node."""
+        self._levels.meet(f"broadcast of {values.numel()} {name_of(values.dtype)} from {root}")
+        node = next(number for number, ranks in enumerate(self._nodes) if root in ranks)
+        local = list(self._nodes[node]).index(root)
+        if local == self._local:
+            self._along_tree(values, node)
+        self._memory.broadcast(values, local)
+
+    def _along_tree(self, values: Tensor, root: int) -> None:
+        """Broadcast over the rail from the node ``root``: a binomial tree."""
+        size, wire = len(self._rail), self._levels.wire
+        place = (self._here - root) % size
+        span = 1
+        while span < size and not place & span:
+            span *= 2
+        if place:
+            wire.receive_(values, self._rail[(place - span + root) % size])
+        while span := span // 2:
+            if place + span < size:
+                wire.send(values, self._rail[(place + span + root) % size])
+
+    def _partners(self) -> list[tuple[int, int]]:
+        """Return, for each round, to whom this rank sends and from whom it receives."""
+        size = len(self._rail)
+        steps = range(1, size)
+        ends = [((self._here + step) % size, (self._here - step) % size) for step in steps]
+        return [(self._rail[dest], self._rail[source]) for dest, source in ends]
+
+
+class NodeExchange:
+    """Exchanges of the ranks of one node through their slots; every method is collective.
+
+    Each rank writes into its own slot and comes to a meeting; after it all read. Two slots per
+    rank are used in turns, as ``SharedSlots`` does.
+    """
+
+    def __init__(self, node: SharedMemory, slots: SharedSlots) -> None:
+        """Take the memory."""
+        self._node, self._slots = node, slots
+        self._rank, self._size = node.local_rank, node.local_size
+
+    def broadcast(self, values: Tensor, root: int) -> None:
+        """Replace ``values`` by those of ``root``."""
+        call = call_of(f"broadcast of {values.numel()} {name_of(values.dtype)} from {root}")
+        raw = _bytes(values)
+        for start in _starts(raw.numel(), self._room):
+            piece = raw[start : start + self._room]
+            slot = self._all_slots()[root][: piece.numel()]
+            if self._rank == root:
+                slot.copy_(piece)
+            self._node.meet(call)
+            if self._rank != root:
+                piece.copy_(slot)
+            self._count(piece)
+
+    def all_gather(self, outs: Sequence[Tensor], mine: Tensor) -> None:
+        """Write what every rank has into ``outs``."""
+        numels = [out.numel() for out in outs]
+        call = call_of(f"all_gather of {numels} {name_of(mine.dtype)}")
+        self._spread([_bytes(out) for out in outs], mine, call.text, max(numels))
+
+    def gather(self, outs: Sequence[Tensor] | None, mine: Tensor, root: int) -> None:
+        """Write what every rank has into ``outs`` of rank ``root``."""
+        text = f"gather of {mine.numel()} {name_of(mine.dtype)} on {root}"
+        self._spread([_bytes(out) for out in outs or ()], mine, text, mine.numel())
+
+    def _spread(self, outs: Sequence[Tensor], mine: Tensor, text: str, most: int) -> None:
+        raw, call, room = _bytes(mine), call_of(text), self._room
+        for start in _starts(most * mine.itemsize, room):
+            slots, piece = self._all_slots(), raw[start : start + room]
+            slots[self._rank][: piece.numel()].copy_(piece)
+            self._node.meet(call)
+            self._count(piece)
+            for rank, out in enumerate(outs):
+                given = piece if rank == self._rank else slots[rank]
+                _copy(out[start : start + room], given)
+
+    def scatter(self, out: Tensor, parts: Sequence[Tensor] | None, root: int) -> None:
+        """Write this rank's part of those of rank ``root`` into ``out``."""
+        call = call_of(f"scatter of {out.numel()} {name_of(out.dtype)} from {root}")
+        share, raw = self._share(0), _bytes(out)
+        given = [_bytes(part) for part in parts or ()]
+        for start in _starts(raw.numel(), share):
+            slot = self._all_slots()[root]
+            for rank, part in enumerate(given):
+                _copy(slot[rank * share :], part[start : start + share])
+            self._node.meet(call)
+            _copy(raw[start : start + share], slot[self._rank * share :])
+            self._count(raw[start : start + share])
+
+    def all_to_all(self, outs: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
+        """Write what every rank has for this one into ``outs``; ``MismatchError`` if it differs.
+
+        The first slot begins with the sizes: nobody knows those of all pairs before.
+        """
+        call = call_of(f"all_to_all of {name_of(parts[0].dtype)}")
+        head = 2 * self._size * 8
+        share = self._share(head)
+        given, taken = [_bytes(part) for part in parts], [_bytes(out) for out in outs]
+        sizes = [part.numel() for part in given] + [out.numel() for out in taken]
+        start, most = 0, 1
+        while start < most:
+            slots = self._all_slots()
+            slots[self._rank][:head].view(torch.int64).copy_(torch.tensor(sizes))
+            for rank, part in enumerate(given):
+                _copy(slots[self._rank][head + rank * share :], part[start : start + share])
+            self._node.meet(call)
+            if start == 0:
+                most = self._agreed([slot[:head].view(torch.int64).tolist() for slot in slots])
+            for rank, out in enumerate(taken):
+                _copy(out[start : start + share], slots[rank][head + self._rank * share :])
+                self._count(out[start : start + share])
+            start += share
+
+    def _agreed(self, sizes: Sequence[Sequence[int]]) -> int:
+        """Return the largest size of a part, where all ranks expect what they are given."""
+        for rank, given in enumerate(sizes):
+            for other, taken in enumerate(sizes):
+                if given[other] != taken[self._size + rank]:
+                    raise MismatchError(
+                        f"all_to_all needs the same size at both ends, rank {rank} sends rank "
+                        f"{other} {given[other]} bytes, and that takes "
+                        f"{taken[self._size + rank]}; compare the split sizes of the two"
+                    )
+        return max(size for given in sizes for size in given)
+
+    def reduce_scatter(
+        self, out: Tensor, parts: Sequence[Tensor], op: Op, scale: float | None
+    ) -> None:
+        """Write the reduction over all ranks of this rank's part into ``out``."""
+        how = combination(out.dtype, op)
+        numels = [part.numel() for part in parts]
+        text = f"reduce_scatter by {op.value} of {numels} {name_of(out.dtype)} times {scale}"
+        call, share = call_of(text), self._share(0) // how.lane.itemsize
+        given, total = [part.view(how.lane) for part in parts], out.view(how.lane)
+        mine = given[self._rank]
+        # What is read third, after the result was written over it, has to be read from the slot.
+        overlaps = self._rank > 1 and total.data_ptr() == mine.data_ptr()
+        for start in _starts(max(part.numel() for part in given), share):
+            slots = [slot.view(how.lane) for slot in self._all_slots()]
+            for rank, part in enumerate(given):
+                if rank != self._rank or overlaps:
+                    _copy(slots[self._rank][rank * share :], part[start : start + share])
+            self._node.meet(call)
+            piece = total[start : start + share]
+            if numel := piece.numel():
+                first = self._rank * share
+                found = [slot[first : first + numel] for slot in slots]
+                if not overlaps:
+                    found[self._rank] = mine[start : start + share]
+                combine_to(piece, found, how, scale)
+                self._count(piece)
+
+    def _all_slots(self) -> tuple[Tensor, ...]:
+        """Return the bytes of this turn's slot of every rank."""
+        return self._slots.views(torch.uint8, self._shape, self._node.turn)
+
+    @cached_property
+    def _shape(self) -> torch.Size:
+        return torch.Size((self._room,))
+
+    @cached_property
+    def _room(self) -> int:
+        """Bytes of a slot."""
+        return self._slots.numel(torch.uint8)
+
+    def _share(self, head: int) -> int:
+        """Return the bytes of a slot that are for each rank, behind ``head``."""
+        return (self._room - head) // self._size // _LINE * _LINE
+
+    def _count(self, piece: Tensor) -> None:
+        self._node.num_bytes += (1 + self._size) * piece.nbytes
+
+
+def _bytes(values: Tensor) -> Tensor:
+    return values.view(torch.uint8)
+
+
+def _starts(num: int, step: int) -> range:
+    """Return where pieces begin, of nothing one: all ranks come to one meeting at least."""
+    return range(0, max(num, 1), step)
+
+
+def _copy(out: Tensor, given: Tensor) -> None:
+    """Copy as much as one of the two holds, unless it is the same memory."""
+    numel = min(out.numel(), given.numel())
+    if numel and out.data_ptr() != given.data_ptr():
+        out[:numel].copy_(given[:numel])

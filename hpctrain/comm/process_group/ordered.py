@@ -1,0 +1,250 @@
+"""What is the same for all operations of a process group: their order, names and end."""
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore
+
+from hpctrain.comm.communicator import Communicator
+from hpctrain.comm.process_group.work import Operation, OperationQueue
+from hpctrain.comm.waiting import Limit
+from hpctrain.core.errors import CommError, RankLostError
+from hpctrain.core.units import format_ranks
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+    from hpctrain.comm.mpi import MpiCommunicator
+
+    Base: Any
+else:
+    Base = dist.ProcessGroup
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+class GroupError(dist.DistBackendError, CommError):
+    """An operation of a group of torch.distributed has failed."""
+
+
+class GroupRankLostError(dist.DistBackendError, RankLostError):
+    """A rank died, left or came too late for an operation of a group of torch.distributed."""
+
+
+def on_cpu(method: Method) -> Method:
+    """Leave tensors of another device to that device's backend, and Dynamo outside."""
+
+    @functools.wraps(method)
+    def call(self: "OrderedGroup", *args: Any, **options: Any) -> Any:
+        given = args[0] if args else None
+        while isinstance(given, list | tuple) and given:
+            given = given[0]
+        if isinstance(given, Tensor) and not given.is_cpu:
+            return getattr(self.backend_of(given.device), method.__name__)(*args, **options)
+        return method(self, *args, **options)
+
+    call._torchdynamo_disable = True  # type: ignore[attr-defined] # noqa: SLF001
+    return cast("Method", call)
+
+
+TELL_S = 1.0  # after so long a rank that waits says so in the store, for the messages of others
+_MOST_S = 1e6  # what other backends take for ever
+
+
+@dataclass(slots=True)
+class _Current:
+    """The operation that is being carried out."""
+
+    name: str
+    number: int
+    is_told: bool = False  # whether the others can see that this rank waits in it
+
+
+class OrderedGroup(Base):  # type: ignore[misc]
+    """Ranks of torch.distributed that communicate by one of our communicators.
+
+    Collectives are carried out in the order of the calls: those that the caller waits for where
+    they are called, others on a thread of the group. Messages go beside them.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        *,
+        name: str,
+        ranks: Sequence[int],
+        limit: Limit,
+        store: "Store",
+        has_thread: bool,
+    ) -> None:
+        """Take a communicator, which ``shutdown`` closes. Collective over its ranks.
+
+        ``ranks`` are their numbers in the world, ``limit`` is that of the communicator's waits.
+        """
+        super().__init__(comm.rank, comm.size)
+        self.comm = comm
+        self._ranks = list(ranks)
+        self._name, self._description = name, ""
+        self._limit = limit
+        self._store = store
+        self._wire = cast("MpiCommunicator", comm).new_wire() if comm.size > 1 else None
+        self._asking = threading.Lock()
+        self.queue = OperationQueue(f"hpctrain group {name}", has_thread=has_thread)
+        self._num_started = 0
+        self._current = _Current("", 0)  # what is being carried out
+        limit.on_late = self._tell_that_we_wait
+        self._coalesced: list[dist.Work] | None = None
+        self._others: dict[str, Any] = {}
+
+    # -- how they are carried out -----------------------------------------------------------
+
+    def _start(
+        self, name: str, function: Callable[[], object], result: Any, opts: Any
+    ) -> dist.Work:
+        operation = self._operation(name, function, result)
+        if getattr(opts, "asyncOp", True) is False:
+            self.queue.run(operation)
+        else:
+            self.queue.start(operation)
+        if self._coalesced is not None:
+            self._coalesced.append(operation)
+        return operation
+
+    def _operation(self, name: str, function: Callable[[], object], result: Any) -> Operation:
+        self._num_started += 1
+        number = self._num_started
+
+        def carry_out() -> None:
+            self._current = _Current(name, number)
+            try:
+                self._limit.check()
+                function()
+            except RankLostError as error:
+                text = f"{self._failed(name, number)}: {error}{self._who_is_missing()}"
+                raise GroupRankLostError(text) from error
+            except CommError as error:
+                raise GroupError(f"{self._failed(name, number)}: {error}") from error
+
+        return Operation(carry_out, result, f"{name}, number {number} of group {self._name}")
+
+    def _failed(self, name: str, number: int) -> str:
+        return (
+            f"{name}, number {number} of group {self._name} of ranks {self._ranks}, failed on "
+            f"rank {self._ranks[self.comm.rank]}"
+        )
+
+    def _tell_that_we_wait(self, waited_s: float) -> None:
+        """Write into the store that this rank has come, once others may ask for it."""
+        current = self._current
+        if not current.is_told and waited_s > min(TELL_S, self._limit.timeout_s / 2):
+            current.is_told = True
+            with contextlib.suppress(RuntimeError):  # whose rank 0 is gone
+                self._store.set(f"waits/{current.number}/{self.comm.rank}", current.name)
+
+    def _who_is_missing(self) -> str:
+        """Return for a message which ranks have not come to what is being carried out."""
+        current, lost = self._current, []
+        if not current.is_told:
+            return ""
+        with contextlib.suppress(RuntimeError):
+            keys = {rank: f"waits/{current.number}/{rank}" for rank in range(self.comm.size)}
+            lost = [self._ranks[r] for r, key in keys.items() if not self._store.check([key])]
+        return f"; {format_ranks(lost)} did not come to {current.name}" if lost else ""
+
+    def _start_coalescing(self, device: torch.device) -> None:  # noqa: ARG002
+        self._coalesced = []
+
+    def _end_coalescing(self, device: torch.device) -> dist.Work:  # noqa: ARG002
+        works, self._coalesced = self._coalesced or [], None
+        return Operation.of_works(works)
+
+    # -- what torch asks of a group ---------------------------------------------------------
+
+    def name(self) -> str:
+        """Return the name of the backend."""
+        return "hpctrain"
+
+    getBackendName = name  # noqa: N815 - the name that C++ calls
+
+    def getGroupName(self) -> str:  # noqa: N802
+        """Return the name under which torch registers the group."""
+        return self._name
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        """Take another name."""
+        self._name = name
+
+    def getGroupDesc(self) -> str:  # noqa: N802
+        """Return what the user says of the group."""
+        return self._description
+
+    def setGroupDesc(self, description: str) -> None:  # noqa: N802
+        """Take what the user says of the group."""
+        self._description = description
+
+    def get_group_store(self) -> "Store":
+        """Return the store of the group."""
+        return self._store
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Let waits last so long from now on."""
+        self._limit.timeout_s = timeout.total_seconds()
+
+    _set_default_timeout = set_timeout
+    supports_splitting = supports_coalescing = supports_tensor_alloc = False
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        cuda = torch.cuda.is_available() and dist.is_nccl_available()
+        return [torch.device("cpu")] + [torch.device("cuda")] * cuda
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return self if device.type == "cpu" else self.backend_of(device)
+
+    def backend_of(self, device: torch.device) -> Any:
+        """Return the backend for tensors of another device, made at its first use.
+
+        On CUDA that is NCCL, whose ranks find each other by the store of this group.
+        """
+        if device.type != "cuda" or not dist.is_nccl_available():
+            raise CommError(
+                f"the backend hpctrain moves tensors on the CPU, and by NCCL, where torch has it, "
+                f"tensors on CUDA, got one on {device}; move it first"
+            )
+        if "cuda" not in self._others:
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timedelta(seconds=min(self._limit.timeout_s, _MOST_S))  # noqa: SLF001
+            store = PrefixStore("cuda/", self._store)
+            self._others["cuda"] = dist.ProcessGroupNCCL(
+                store, self.comm.rank, self.comm.size, options
+            )
+        return self._others["cuda"]
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Number operations from here: they are numbered anyway."""
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._num_started
+
+    def shutdown(self) -> None:
+        """Carry out what was started, and free what the group holds. Collective."""
+        self.queue.close()
+        for other in self._others.values():
+            other.shutdown()
+        if not self._limit.broken_off:
+            self._limit.broken_off = "this group was destroyed; make a new one"
+            self.comm.close()
+
+    def abort(self) -> None:
+        """End all waits of this rank with an error. Not collective; nothing is freed."""
+        self._limit.broken_off = "this group was aborted on this rank; destroy it and make another"
+        for other in self._others.values():
+            other.abort()

@@ -1,0 +1,97 @@
+"""Reductions as torch.distributed names them, on our communicators."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from hpctrain.comm.communicator import Communicator
+from hpctrain.comm.ops import Op
+from hpctrain.core.errors import CommError
+
+_Kind: Any = ReduceOp.RedOpType
+_OPS = {
+    _Kind.SUM: Op.SUM,
+    _Kind.AVG: Op.SUM,
+    _Kind.PREMUL_SUM: Op.SUM,
+    _Kind.PRODUCT: Op.PRODUCT,
+    _Kind.MIN: Op.MIN,
+    _Kind.MAX: Op.MAX,
+    _Kind.BAND: Op.BAND,
+    _Kind.BOR: Op.BOR,
+    _Kind.BXOR: Op.BXOR,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """How the values of all ranks become one."""
+
+    op: Op
+    averages: bool = False
+    factor: float | Tensor | None = None  # of this rank's values, before they are summed
+
+    @classmethod
+    def of(cls, given: Any) -> "Reduction":
+        """Return that of options, of a ``ReduceOp`` or one of its kinds; a sum of None."""
+        reduce_op = getattr(given, "reduceOp", given)
+        kind = getattr(reduce_op, "op", reduce_op) if reduce_op is not None else _Kind.SUM
+        found = _PLAIN.get(kind)
+        if found is not None:
+            return found
+        if kind != _Kind.PREMUL_SUM:
+            raise ValueError(f"{kind} is no reduction that hpctrain knows")
+        return cls(Op.SUM, factor=reduce_op.__getstate__()[1])
+
+    def scale(self, dtype: torch.dtype, size: int) -> float | None:
+        """Return the factor of the result that the communicator applies, if any."""
+        is_real = dtype.is_floating_point or dtype.is_complex
+        return 1 / size if self.averages and is_real else None
+
+    def weighted(self, values: Tensor) -> Tensor:
+        """Return what of this rank is summed."""
+        return values if self.factor is None else (values * self.factor).to(values.dtype)
+
+    def finish(self, values: Tensor, size: int) -> None:
+        """Make the average of integers from their sum, rounded towards zero."""
+        if self.averages and self.scale(values.dtype, size) is None:
+            values.copy_(torch.div(values, size, rounding_mode="trunc"))
+
+
+_PLAIN = {
+    kind: Reduction(op, averages=kind == _Kind.AVG)
+    for kind, op in _OPS.items()
+    if kind != _Kind.PREMUL_SUM
+}
+
+
+def allreduce(comm: Communicator, tensor: Tensor, how: Reduction) -> None:
+    """Replace ``tensor`` by its reduction over the ranks. Collective."""
+    if how.factor is None and not how.averages:
+        comm.allreduce_(tensor, op=how.op).wait()
+        return
+    if how.factor is not None:
+        tensor.detach().copy_(how.weighted(tensor.detach()))
+    comm.allreduce_(tensor, op=how.op, scale=how.scale(tensor.dtype, comm.size)).wait()
+    how.finish(tensor.detach(), comm.size)
+
+
+def sparse_sum(comm: Communicator, tensor: Tensor, how: Reduction) -> None:
+    """Replace a sparse tensor by the sum over the ranks. Collective."""
+    if how.op is not Op.SUM or how.factor is not None:
+        raise CommError(
+            f"sparse tensors are summed or averaged over ranks, got {how.op.value}; "
+            f"call to_dense() first"
+        )
+    mine = tensor.detach().coalesce()
+    indices, values = comm.all_gather(mine.indices()), comm.all_gather(mine.values())
+    whole = torch.sparse_coo_tensor(
+        torch.cat(indices, 1), torch.cat(values), mine.shape, check_invariants=False
+    )
+    total = whole.coalesce()
+    if (scale := how.scale(tensor.dtype, comm.size)) is not None:
+        total = total * scale
+    with torch.no_grad():
+        tensor.copy_(total)

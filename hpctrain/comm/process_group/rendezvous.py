@@ -1,0 +1,105 @@
+"""The backend as torch knows it from its own import on, and how ranks find each other over MPI.
+
+Torch imports this in every program: all else is imported when a group is made.
+"""
+
+import fcntl
+import os
+import socket
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, TCPStore
+from torch.distributed.rendezvous import _rendezvous_handlers as handlers
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+    from hpctrain.comm.communicator import Communicator
+
+NAME = "hpctrain"
+
+Create = Callable[[Any, Any], Any]
+"""Makes a process group of torch's options; the second are the user's."""
+FindRanks = Callable[[timedelta], tuple[Any, int, int]]
+"""Returns a store of all ranks, this rank and their number; collective."""
+
+
+def register(create: Create, find_ranks: FindRanks) -> None:
+    """Register the backend ``hpctrain``; harmless the second time.
+
+    Where no ``MASTER_ADDR`` says where ranks of ``env://`` meet, ``find_ranks`` does, for every
+    backend: without it torch would refuse.
+    """
+    if not dist.is_available() or NAME in dist.Backend.backend_list:
+        return
+    dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu"])
+    of_torch = handlers["env"]
+
+    def meet(
+        url: str, timeout: timedelta = dist.default_pg_timeout, **options: Any
+    ) -> Iterator[Any]:
+        if "MASTER_ADDR" in os.environ or "TORCHELASTIC_USE_AGENT_STORE" in os.environ:
+            yield from of_torch(url, timeout=timeout, **options)
+        else:
+            yield find_ranks(timeout)
+
+    handlers["env"] = meet
+
+
+CONNECT_S = 3.0
+"""Longest wait for an answer from one address."""
+_SIOCGIFADDR = 0x8915
+
+
+def store_of(comm: "Communicator", timeout: timedelta) -> "Store":
+    """Make a store that all ranks reach: rank 0 serves it, on a port that was free. Collective.
+
+    Raises ``MismatchError``, on every rank, if one reaches no address of rank 0.
+    """
+    if comm.size == 1:
+        return HashStore()
+    mine: Store | None = None
+    offer: tuple[int, str, Sequence[str]] | None = None
+    if comm.rank == 0:
+        served = TCPStore("127.0.0.1", 0, is_master=True, timeout=timeout, wait_for_workers=False)
+        mine, offer = served, (served.port, socket.gethostname(), list(_own_addresses()))
+    found = comm.broadcast_object(offer)
+    assert found is not None
+    port, host, addresses = found
+    if mine is None:
+        here = ["127.0.0.1"] if host == socket.gethostname() else []
+        address = next((one for one in (*here, host, *addresses) if _answers(one, port)), None)
+        if address is not None:
+            mine = TCPStore(address, port, timeout=timeout, wait_for_workers=False)
+    comm.agree(
+        mine is not None,
+        f"cannot reach rank 0 on {host} by {', '.join(addresses)}, port {port}; set MASTER_ADDR "
+        f"and MASTER_PORT to an address that all nodes reach, and RANK and WORLD_SIZE",
+    )
+    assert mine is not None
+    return mine
+
+
+def _answers(address: str, port: int) -> bool:
+    try:
+        socket.create_connection((address, port), CONNECT_S).close()
+    except OSError:
+        return False
+    return True
+
+
+def _own_addresses() -> Iterator[str]:
+    """Return the IPv4 addresses of this host by which others may reach it."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # an interface without one
+                request = struct.pack("256s", name.encode()[:15])
+                answer = fcntl.ioctl(asking, _SIOCGIFADDR, request)
+                address = socket.inet_ntoa(answer[20:24])
+                if not address.startswith("127."):
+                    yield address

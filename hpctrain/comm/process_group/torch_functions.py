@@ -1,0 +1,88 @@
+"""Functions of torch that refuse every backend but their own: for groups of ours they work.
+
+What cannot work says what to use instead.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.nn.parallel import DistributedDataParallel
+
+from hpctrain.comm.process_group.group import HpctrainGroup
+from hpctrain.core.errors import CommError
+
+
+def adapt() -> None:
+    """Let these functions know our groups; harmless the second time.
+
+    For groups of other backends they do what they did.
+    """
+    if getattr(dist.monitored_barrier, "_knows_hpctrain", False):
+        return
+    _replace("monitored_barrier", _monitored_barrier)
+    _replace("split_group", _split_group)
+    of_torch = DistributedDataParallel._register_builtin_comm_hook  # noqa: SLF001
+
+    @functools.wraps(of_torch)
+    def register(self: Any, comm_hook_type: Any) -> Any:
+        if isinstance(self.process_group, HpctrainGroup):
+            raise CommError(
+                f"hooks that torch has in C++ read futures of backends in C++, got "
+                f"{comm_hook_type}; use the same of torch.distributed.algorithms.ddp_comm_hooks: "
+                f"register_comm_hook(None, default_hooks.fp16_compress_hook)"
+            )
+        return of_torch(self, comm_hook_type)  # type: ignore[no-untyped-call]
+
+    DistributedDataParallel._register_builtin_comm_hook = register  # type: ignore[method-assign]  # noqa: SLF001
+
+
+def _replace(name: str, ours: Callable[..., Any]) -> None:
+    of_torch = getattr(dist, name)
+    signature = inspect.signature(of_torch)
+
+    @functools.wraps(of_torch)
+    def call(*args: Any, **options: Any) -> Any:
+        given = signature.bind(*args, **options)
+        given.apply_defaults()
+        group = next(iter(given.arguments.values())) or dist.group.WORLD
+        if isinstance(group, HpctrainGroup):
+            return ours(**{**given.arguments, next(iter(given.arguments)): group})
+        return of_torch(*args, **options)
+
+    call._knows_hpctrain = True  # type: ignore[attr-defined]  # noqa: SLF001
+    setattr(dist, name, call)
+    setattr(distributed_c10d, name, call)
+
+
+def _monitored_barrier(
+    group: HpctrainGroup,
+    timeout: timedelta | None = None,
+    wait_all_ranks: bool = False,  # noqa: FBT001, FBT002
+) -> None:
+    group.monitored_barrier(timeout, wait_all_ranks)
+
+
+def _split_group(
+    parent_pg: HpctrainGroup,
+    split_ranks: list[list[int]] | None = None,
+    timeout: timedelta | None = None,
+    group_desc: str | None = None,
+    **_: Any,
+) -> Any:
+    if not split_ranks:
+        raise ValueError("split_ranks cannot be None or empty")
+    members = dist.get_process_group_ranks(parent_pg)
+    for ranks in split_ranks:
+        if parent_pg.rank() in ranks:
+            return dist.new_group(
+                [members[rank] for rank in sorted(ranks)],
+                timeout=timeout,
+                use_local_synchronization=True,
+                group_desc=group_desc,
+            )
+    return None

@@ -1,0 +1,67 @@
+"""What torch.distributed moves between ranks, from and into memory of the caller."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hpctrain.comm.communicator import Communicator
+from hpctrain.comm.ops import Op
+
+
+def transfers_of(comm: Communicator) -> "Transfers":
+    """Choose the way that the ranks of ``comm`` have. Collective."""
+    if comm.levels is None:
+        return Transfers(comm)
+    from hpctrain.comm.process_group.memory_transfers import by_memory  # noqa: PLC0415 - needs MPI
+
+    return by_memory(comm.levels)
+
+
+class Transfers:
+    """Over the methods of the communicator; every method is collective.
+
+    Tensors are flat and contiguous. ``outs`` and ``parts`` have one for each rank, by rank. What
+    a rank gives has the size that the others expect, else ``MismatchError`` or ``CommError``.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        """Take the ranks."""
+        self.comm = comm
+        self.rank, self.size = comm.rank, comm.size
+
+    def broadcast(self, values: Tensor, root: int) -> None:
+        """Replace ``values`` by those of ``root``."""
+        self.comm.broadcast_(values, root).wait()
+
+    def all_gather(self, outs: Sequence[Tensor], mine: Tensor) -> None:
+        """Write what every rank has into ``outs``."""
+        _fill(outs, self.comm.all_gather(mine))
+
+    def gather(self, outs: Sequence[Tensor] | None, mine: Tensor, root: int) -> None:
+        """Write what every rank has into ``outs`` of rank ``root``."""
+        given = [mine if rank == root else mine[:0] for rank in range(self.size)]
+        received = self.comm.alltoall(given)
+        if outs is not None:
+            _fill(outs, received)
+
+    def scatter(self, out: Tensor, parts: Sequence[Tensor] | None, root: int) -> None:
+        """Write this rank's part of those of rank ``root`` into ``out``."""
+        _fill([out], [self.comm.alltoall(parts or [out[:0]] * self.size)[root]])
+
+    def all_to_all(self, outs: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
+        """Write what every rank has for this one into ``outs``."""
+        _fill(outs, self.comm.alltoall(parts))
+
+    def reduce_scatter(
+        self, out: Tensor, parts: Sequence[Tensor], op: Op, scale: float | None
+    ) -> None:
+        """Write the reduction over all ranks of this rank's part into ``out``."""
+        numels = [part.numel() for part in parts]
+        whole = torch.cat(list(parts))
+        out.copy_(self.comm.reduce_scatter(whole, op=op, scale=scale, numels=numels))
+
+
+def _fill(outs: Sequence[Tensor], given: Sequence[Tensor]) -> None:
+    for out, values in zip(outs, given, strict=True):
+        out.copy_(values.view(out.shape))

@@ -1,0 +1,97 @@
+"""The backend ``hpctrain`` of torch.distributed: its groups are ranks of the world.
+
+Imported with torch, by the entry point ``torch.backends``: all it needs is imported when a group
+is made.
+"""
+
+import math
+import weakref
+import zlib
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from hpctrain.comm.process_group import rendezvous
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+    from hpctrain.comm.communicator import Communicator
+    from hpctrain.comm.process_group.group import HpctrainGroup
+    from hpctrain.comm.waiting import Limit
+
+_NUM_TAGS = 32767  # what MPI promises at least
+
+
+def register() -> None:
+    """Let ``torch.distributed.init_process_group("hpctrain")`` work; harmless the second time."""
+    rendezvous.register(_create, _find_ranks)
+
+
+def _find_ranks(timeout: timedelta) -> "tuple[Store, int, int]":
+    """Join the world of all ranks, and make a store for them. Collective."""
+    from hpctrain.runtime import world  # noqa: PLC0415
+
+    world.init()
+    here = world.current()
+    return rendezvous.store_of(here.comm, timeout), here.topology.rank, here.topology.size
+
+
+def _create(options: Any, _: object = None) -> "HpctrainGroup":
+    """Make a group of the ranks that torch names, all of the world for none. Collective."""
+    from hpctrain.comm.mpi_library import calls_from_threads  # noqa: PLC0415
+    from hpctrain.comm.process_group import torch_functions  # noqa: PLC0415
+    from hpctrain.comm.process_group.group import HpctrainGroup  # noqa: PLC0415
+    from hpctrain.comm.waiting import Limit  # noqa: PLC0415
+    from hpctrain.core.errors import LaunchError  # noqa: PLC0415
+    from hpctrain.runtime import world  # noqa: PLC0415
+    from hpctrain.runtime.rebuild import Stage  # noqa: PLC0415
+
+    world.init()
+    here = world.current()
+    topology, ranks = here.topology, list(options.global_ranks_in_group)
+    if not ranks:
+        ranks = list(range(topology.size))
+        told, found = (options.group_rank, options.group_size), (topology.rank, topology.size)
+        if told != found:
+            raise LaunchError(
+                f"torch.distributed says that this is rank {told[0]} of {told[1]}, MPI that it is "
+                f"rank {found[0]} of {found[1]}; start the ranks with mpirun, srun or hpctrain "
+                f"launch, and leave out RANK, WORLD_SIZE and what init_process_group is told"
+            )
+    seconds = options.timeout.total_seconds()
+    if options.timeout == dist.default_pg_timeout:
+        seconds = min(seconds, here.settings.timeout or math.inf)
+        limit = Limit(seconds)
+    else:
+        limit = Limit(seconds, "timeout")
+    group = HpctrainGroup(
+        _communicator(here.comm, ranks, limit),
+        name=options.group_id,
+        ranks=ranks,
+        limit=limit,
+        store=options.store,
+        has_thread=calls_from_threads(),
+    )
+    torch_functions.adapt()
+    here.rebuild.register(Stage.HOLDERS, close=partial(_shut_down, weakref.ref(group)))
+    return group
+
+
+def _shut_down(kept: "weakref.ref[HpctrainGroup]") -> None:
+    group = kept()
+    if group is not None:
+        group.shutdown()
+
+
+def _communicator(comm: Any, ranks: list[int], limit: "Limit") -> "Communicator":
+    from hpctrain.comm.serial import SerialCommunicator  # noqa: PLC0415
+
+    if len(ranks) == 1:
+        return SerialCommunicator()
+    # Not of its name, which ranks count by the groups that each of them is in.
+    tag = zlib.crc32(repr(ranks).encode()) % _NUM_TAGS
+    made: Communicator = comm.group_by_members(ranks, tag=tag, limit=limit)
+    return made

@@ -1,0 +1,180 @@
+"""Groups: of any ranks, several at once; futures, order, errors and ends."""
+
+import threading
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import hpctrain
+from hpctrain.core.errors import CommError, RankLostError
+from tests.process_group.conftest import started
+
+pytestmark = pytest.mark.ranks(2, 3, 4)
+
+
+def total(group=None, value=None):
+    out = torch.tensor([float(dist.get_rank() if value is None else value)])
+    dist.all_reduce(out, group=group)
+    return out.item()
+
+
+@pytest.mark.usefixtures("ours")
+@pytest.mark.ranks(1, 2)
+def test_a_world_of_one_and_of_several_start_without_an_address():
+    assert dist.get_backend() == "hpctrain"
+    assert total(value=1) == dist.get_world_size() == hpctrain.size()
+    assert dist.get_rank() == hpctrain.rank()
+
+
+@pytest.mark.usefixtures("ours")
+def test_other_backends_find_each_other_without_an_address_too(monkeypatch):
+    dist.destroy_process_group()
+    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    dist.init_process_group("gloo")
+    assert total(value=1) == dist.get_world_size()
+    dist.destroy_process_group()
+    dist.init_process_group("hpctrain")
+
+
+@pytest.mark.usefixtures("ours")
+def test_a_group_can_be_destroyed_and_made_again():
+    for _ in range(3):
+        group = dist.new_group(range(dist.get_world_size()))
+        assert total(group, 1) == dist.get_world_size()
+        dist.destroy_process_group(group)
+        dist.destroy_process_group()
+        dist.init_process_group("hpctrain")
+
+
+@pytest.mark.usefixtures("ours")
+def test_groups_of_any_shape_at_once():
+    me, size = dist.get_rank(), dist.get_world_size()
+    shapes = [[0], list(range(size)), [size - 1, 0], list(range(1, size))]
+    groups = [(ranks, dist.new_group(ranks)) for ranks in shapes]
+    works = []
+    for ranks, group in groups:
+        if me in ranks:
+            out = torch.full((3,), float(me))
+            works.append((out, sum(ranks), dist.all_reduce(out, group=group, async_op=True)))
+    for out, expected, work in reversed(works):
+        work.wait()
+        assert out.tolist() == [expected] * 3
+
+
+@pytest.mark.usefixtures("ours")
+def test_groups_are_made_by_their_members_alone():
+    me, size = dist.get_rank(), dist.get_world_size()
+    if me != size - 1 or size == 2:
+        mine = [rank for rank in range(size) if rank != size - 1 or size == 2]
+        group = dist.new_group(mine, use_local_synchronization=True)
+        assert total(group) == sum(mine)
+    half = size // 2
+    split = dist.split_group(split_ranks=[list(range(half)), list(range(half, size))])
+    assert dist.get_process_group_ranks(split) == [
+        r for r in range(size) if (r < half) == (me < half)
+    ]
+    assert total(split, 1) == split.size()
+
+
+@pytest.mark.usefixtures("ours")
+def test_callbacks_of_futures_may_communicate():
+    size, tensors = dist.get_world_size(), [torch.ones(1000), torch.ones(10)]
+
+    def again(future):
+        (found,) = future.value()
+        work = dist.all_reduce(found, async_op=True)
+        return work.get_future().then(lambda inner: [inner.wait()[0].mul_(2)]).wait()
+
+    futures = [dist.all_reduce(t, async_op=True).get_future().then(again) for t in tensors]
+    later = torch.ones(5)
+    work = dist.all_reduce(later, async_op=True)
+    for future, tensor in zip(futures, tensors, strict=True):
+        assert future.wait()[0] is tensor
+        assert tensor.eq(2 * size**2).all()
+    work.wait()
+    assert later.eq(size).all()
+
+
+@pytest.mark.usefixtures("ours")
+def test_a_callback_may_wait_for_what_was_started_after_it():
+    size, gate = dist.get_world_size(), threading.Event()
+    first, second = torch.ones(2), torch.ones(3)
+    works = []
+
+    def wait_for_second(_):
+        gate.wait()
+        works[0].wait()
+        return second.clone()
+
+    group = dist.new_group(range(size))
+    future = dist.all_reduce(first, group=group, async_op=True).get_future().then(wait_for_second)
+    works.append(dist.all_reduce(second, group=group, async_op=True))
+    gate.set()
+    assert future.wait().eq(size).all()
+
+
+@pytest.mark.usefixtures("ours")
+def test_operations_are_carried_out_in_the_order_of_their_calls():
+    size, numbers = dist.get_world_size(), [torch.full((1,), float(k)) for k in range(50)]
+    works = [dist.all_reduce(t, async_op=k % 3 > 0) for k, t in enumerate(numbers)]
+    for work in works:
+        assert work is None or work.wait()
+    assert [t.item() for t in numbers] == [size * k for k in range(50)]
+
+
+def test_ranks_that_make_different_calls_all_hear_of_it():
+    hpctrain.init()
+    dist.init_process_group("hpctrain")
+    with pytest.raises(CommError, match=r"all_reduce, number 1 of group 0 .*same calls"):
+        dist.all_reduce(torch.ones(3 + dist.get_rank()))
+    dist.destroy_process_group()
+    hpctrain.shutdown()
+
+
+def test_a_rank_that_comes_too_late_is_named(world):
+    with started(timeout=timedelta(seconds=1.5)):
+        world.Barrier()
+        group = dist.new_group(range(dist.get_world_size()), timeout=timedelta(seconds=1.5))
+        if dist.get_rank() > 0:
+            with pytest.raises(RankLostError, match=r"all_reduce, number 1 .*rank 0 did not come"):
+                dist.all_reduce(torch.ones(3), group=group)
+            with pytest.raises(RuntimeError, match="no longer in step"):
+                dist.all_reduce(torch.ones(3), group=group, async_op=True).wait()
+        world.Barrier()
+        assert total(value=1) == dist.get_world_size()
+
+
+def test_a_group_that_is_aborted_ends_its_waits(world):
+    with started():
+        group = dist.new_group(range(dist.get_world_size()))
+        if dist.get_rank() == 0:
+            work = dist.all_reduce(torch.ones(3), group=group, async_op=True)
+            with pytest.raises(RuntimeError, match="is not over after"):
+                work.wait(timedelta(seconds=0.1))
+            group.abort()
+            with pytest.raises(CommError, match="was aborted on this rank"):
+                work.wait()
+        world.Barrier()
+
+
+def test_a_monitored_barrier_names_who_is_missing(world):
+    with started():
+        dist.monitored_barrier()
+        group = dist.new_group(range(dist.get_world_size()))
+        if dist.get_rank() > 0:
+            with pytest.raises(RuntimeError, match="rank 0 did not come to monitored_barrier"):
+                dist.monitored_barrier(group, timedelta(seconds=1))
+        world.Barrier()
+
+
+@pytest.mark.usefixtures("ours")
+def test_what_cannot_work_says_what_does():
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+    hook = dist.BuiltinCommHookType.FP16_COMPRESS
+    with pytest.raises(CommError, match="fp16_compress_hook"):
+        model._register_builtin_comm_hook(hook)
+    with pytest.raises(ValueError, match="split sizes"):
+        dist.all_to_all_single(torch.zeros(1), torch.zeros(1), [1], [1, 1, 1, 1, 1])
