@@ -256,22 +256,18 @@ class HpctrainGroup(OrderedGroup):
         """Return when all ranks are here."""
         return self._start("barrier", self.comm.barrier, [], opts)
 
-    barrier._torchdynamo_disable = True  # type: ignore[attr-defined] # noqa: SLF001
-
     def monitored_barrier(
         self,
         timeout: timedelta | None = None,
         wait_all_ranks: bool = False,  # noqa: ARG002, FBT001, FBT002 - it always names all
     ) -> None:
         """Return when all ranks are here, else say which are not."""
-        before = self._limit.timeout_s
+        before, options = self._limit.timeout_s, dist.BarrierOptions()
+        options.asyncOp = False
         if timeout is not None:
             self._limit.timeout_s = timeout.total_seconds()
         try:
-            self.queue.run(
-                operation := self._operation("monitored_barrier", self.comm.barrier, [])
-            )
-            operation.wait()
+            self._start("monitored_barrier", self.comm.barrier, [], options).wait()
         finally:
             self._limit.timeout_s = before
 

@@ -4,7 +4,6 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -14,7 +13,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
 from hpctrain.comm.communicator import Communicator
-from hpctrain.comm.process_group.work import Operation, OperationQueue
+from hpctrain.comm.process_group.work import Operation, OperationQueue, Several
 from hpctrain.comm.waiting import Limit
 from hpctrain.core.errors import CommError, RankLostError
 from hpctrain.core.units import format_ranks
@@ -39,33 +38,26 @@ class GroupRankLostError(dist.DistBackendError, RankLostError):
     """A rank died, left or came too late for an operation of a group of torch.distributed."""
 
 
+_LISTS = (list, tuple)
+
+
 def on_cpu(method: Method) -> Method:
-    """Leave tensors of another device to that device's backend, and Dynamo outside."""
+    """Leave tensors of another device to that device's backend."""
 
     @functools.wraps(method)
-    def call(self: "OrderedGroup", *args: Any, **options: Any) -> Any:
-        given = args[0] if args else None
-        while isinstance(given, list | tuple) and given:
-            given = given[0]
-        if isinstance(given, Tensor) and not given.is_cpu:
-            return getattr(self.backend_of(given.device), method.__name__)(*args, **options)
-        return method(self, *args, **options)
+    def call(self: "OrderedGroup", given: Any, *args: Any, **options: Any) -> Any:
+        first = given
+        while type(first) in _LISTS and first:
+            first = first[0]
+        if isinstance(first, Tensor) and not first.is_cpu:
+            return getattr(self.backend_of(first.device), method.__name__)(given, *args, **options)
+        return method(self, given, *args, **options)
 
-    call._torchdynamo_disable = True  # type: ignore[attr-defined] # noqa: SLF001
     return cast("Method", call)
 
 
 TELL_S = 1.0  # after so long a rank that waits says so in the store, for the messages of others
 _MOST_S = 1e6  # what other backends take for ever
-
-
-@dataclass(slots=True)
-class _Current:
-    """The operation that is being carried out."""
-
-    name: str
-    number: int
-    is_told: bool = False  # whether the others can see that this rank waits in it
 
 
 class OrderedGroup(Base):  # type: ignore[misc]
@@ -99,7 +91,7 @@ class OrderedGroup(Base):  # type: ignore[misc]
         self._asking = threading.Lock()
         self.queue = OperationQueue(f"hpctrain group {name}", has_thread=has_thread)
         self._num_started = 0
-        self._current = _Current("", 0)  # what is being carried out
+        self._current: Operation | None = None  # what is being carried out
         limit.on_late = self._tell_that_we_wait
         self._coalesced: list[dist.Work] | None = None
         self._others: dict[str, Any] = {}
@@ -109,42 +101,44 @@ class OrderedGroup(Base):  # type: ignore[misc]
     def _start(
         self, name: str, function: Callable[[], object], result: Any, opts: Any
     ) -> dist.Work:
-        operation = self._operation(name, function, result)
-        if getattr(opts, "asyncOp", True) is False:
-            self.queue.run(operation)
+        self._num_started = number = self._num_started + 1
+        operation = Operation(self._guard, function, result, name, number)
+        if opts is not None and opts.asyncOp is False:
+            if self.queue.begin():
+                try:
+                    self._guard(operation)
+                finally:
+                    self.queue.end()
+            else:
+                self.queue.run(operation)
         else:
             self.queue.start(operation)
         if self._coalesced is not None:
             self._coalesced.append(operation)
         return operation
 
-    def _operation(self, name: str, function: Callable[[], object], result: Any) -> Operation:
-        self._num_started += 1
-        number = self._num_started
+    def _guard(self, operation: Operation) -> None:
+        """Call the function of an operation; an error says which it is, and who is missing."""
+        self._current = operation
+        try:
+            self._limit.check()
+            operation.function()
+        except RankLostError as error:
+            text = f"{self._failed(operation)}: {error}{self._who_is_missing()}"
+            raise GroupRankLostError(text) from error
+        except CommError as error:
+            raise GroupError(f"{self._failed(operation)}: {error}") from error
 
-        def carry_out() -> None:
-            self._current = _Current(name, number)
-            try:
-                self._limit.check()
-                function()
-            except RankLostError as error:
-                text = f"{self._failed(name, number)}: {error}{self._who_is_missing()}"
-                raise GroupRankLostError(text) from error
-            except CommError as error:
-                raise GroupError(f"{self._failed(name, number)}: {error}") from error
-
-        return Operation(carry_out, result, f"{name}, number {number} of group {self._name}")
-
-    def _failed(self, name: str, number: int) -> str:
+    def _failed(self, operation: Operation) -> str:
         return (
-            f"{name}, number {number} of group {self._name} of ranks {self._ranks}, failed on "
-            f"rank {self._ranks[self.comm.rank]}"
+            f"{operation.name}, number {operation.number} of group {self._name} of ranks "
+            f"{self._ranks}, failed on rank {self._ranks[self.comm.rank]}"
         )
 
     def _tell_that_we_wait(self, waited_s: float) -> None:
         """Write into the store that this rank has come, once others may ask for it."""
         current = self._current
-        if not current.is_told and waited_s > min(TELL_S, self._limit.timeout_s / 2):
+        if current and not current.is_told and waited_s > min(TELL_S, self._limit.timeout_s / 2):
             current.is_told = True
             with contextlib.suppress(RuntimeError):  # whose rank 0 is gone
                 self._store.set(f"waits/{current.number}/{self.comm.rank}", current.name)
@@ -152,7 +146,7 @@ class OrderedGroup(Base):  # type: ignore[misc]
     def _who_is_missing(self) -> str:
         """Return for a message which ranks have not come to what is being carried out."""
         current, lost = self._current, []
-        if not current.is_told:
+        if current is None or not current.is_told:
             return ""
         with contextlib.suppress(RuntimeError):
             keys = {rank: f"waits/{current.number}/{rank}" for rank in range(self.comm.size)}
@@ -164,7 +158,7 @@ class OrderedGroup(Base):  # type: ignore[misc]
 
     def _end_coalescing(self, device: torch.device) -> dist.Work:  # noqa: ARG002
         works, self._coalesced = self._coalesced or [], None
-        return Operation.of_works(works)
+        return cast("dist.Work", Several(works))
 
     # -- what torch asks of a group ---------------------------------------------------------
 

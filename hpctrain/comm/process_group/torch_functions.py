@@ -9,11 +9,14 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 
 from hpctrain.comm.process_group.group import HpctrainGroup
+from hpctrain.comm.process_group.ordered import OrderedGroup
+from hpctrain.comm.process_group.work import Message, Operation, Several
 from hpctrain.core.errors import CommError
 
 
@@ -24,6 +27,7 @@ def adapt() -> None:
     """
     if getattr(dist.monitored_barrier, "_knows_hpctrain", False):
         return
+    _keep_dynamo_out()
     _replace("monitored_barrier", _monitored_barrier)
     _replace("split_group", _split_group)
     of_torch = DistributedDataParallel._register_builtin_comm_hook  # noqa: SLF001
@@ -39,6 +43,21 @@ def adapt() -> None:
         return of_torch(self, comm_hook_type)  # type: ignore[no-untyped-call]
 
     DistributedDataParallel._register_builtin_comm_hook = register  # type: ignore[method-assign]  # noqa: SLF001
+
+
+def _keep_dynamo_out() -> None:
+    """Let Dynamo run what torch's C++ code calls here as it is, while it compiles a model.
+
+    It would read the members of a group, which it refuses.
+    """
+    frames: Any = torch._C._dynamo.eval_frame  # noqa: SLF001
+    skip = frames._FrameAction.SKIP  # noqa: SLF001
+    strategy = frames._FrameExecStrategy(skip, skip)  # noqa: SLF001 - this frame, and all below
+    for owner in (OrderedGroup, HpctrainGroup, Operation, Several, Message):
+        for found in vars(owner).values():
+            function = found.fget if isinstance(found, property) else found
+            if inspect.isfunction(function):
+                frames.set_code_exec_strategy(function.__code__, strategy)
 
 
 def _replace(name: str, ours: Callable[..., Any]) -> None:

@@ -26,46 +26,50 @@ class Operation(Base):  # type: ignore[misc]
     communicate in their turn comes before what the program has started meanwhile.
     """
 
-    def __init__(self, function: Callable[[], object], result: Any, name: str) -> None:
-        """Take what is to be done, what a future of it holds, and its name for messages."""
+    # Defaults of the class: to set them for each operation costs a microsecond of the ten that a
+    # small one takes.
+    error: BaseException | None = None
+    queue: "OperationQueue | None" = None  # where it waits for its turn, if it does
+    is_told = False  # whether the others can see that this rank waits in it
+    _over: threading.Event | None = None
+    _future: "Future[Any] | None" = None
+    _inference: bool | None = None
+
+    def __init__(
+        self,
+        guard: "Callable[[Operation], object]",
+        function: Callable[[], object],
+        result: Any,
+        name: str,
+        number: int,
+    ) -> None:
+        """Take what is to be done, and what a future of it holds.
+
+        ``guard`` calls ``function`` and raises what users shall see; ``name`` and the ``number``
+        within the group are for messages.
+        """
         super().__init__()
-        self.name = name
-        self.error: BaseException | None = None
-        self.queue: OperationQueue | None = None  # where it waits for its turn, if it does
-        self._function: Callable[[], object] | None = function
+        self.name, self.number = name, number
+        self.function = function
+        self._guard = guard
         self._result = result
-        self._future: Future[Any] | None = None
-        self._completing = threading.Lock()
-        self._over: threading.Event | None = None
-        # What is made in inference mode cannot be written outside of it.
-        self._inference = torch.is_inference_mode_enabled()
-
-    @classmethod
-    def of_works(cls, works: Sequence[Work]) -> "Operation":
-        """Return one that is over as soon as all of these are."""
-
-        def wait_for_all() -> None:
-            for work in works:
-                work.wait()
-
-        return _Several(wait_for_all, [work.result() for work in works], "operations in one")
 
     def carry_out(self) -> None:
         """Do it; what goes wrong is for ``wait``."""
-        function, self._function = self._function, None
-        assert function is not None
         try:
-            if self._inference != torch.is_inference_mode_enabled():
+            if self._inference is None:
+                self._guard(self)
+            else:  # what is made in inference mode cannot be written outside of it
                 with torch.inference_mode(self._inference):
-                    function()
-            else:
-                function()
+                    self._guard(self)
         except BaseException as error:
             self.error = error
 
     def complete(self) -> None:
         """Let those who wait go on, and the callbacks of the future run here."""
-        with self._completing:
+        if self._over is None and self._future is None:  # nobody can have seen it
+            return
+        with _completing:
             self.queue, over, future = None, self._over, self._future
         if over is not None:
             over.set()
@@ -75,6 +79,7 @@ class Operation(Base):  # type: ignore[misc]
     def will_wait(self, queue: "OperationQueue") -> None:
         """Say that it is carried out later, by a queue."""
         self.queue, self._over = queue, threading.Event()
+        self._inference = torch.is_inference_mode_enabled()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Return when it is over; raise what went wrong."""
@@ -104,7 +109,7 @@ class Operation(Base):  # type: ignore[misc]
 
     def get_future(self) -> Future[Any]:
         """Return a future of the tensors that the operation writes."""
-        with self._completing:
+        with _completing:
             future, is_over = self._future, self.queue is None
             if future is None:
                 future = self._future = Future()
@@ -132,19 +137,38 @@ class Operation(Base):  # type: ignore[misc]
             future.set_exception(RuntimeError(f"{self.name} was broken off: {self.error!r}"))
 
 
-class _Several(Operation):
-    """Operations that were started, and are waited for together."""
+class Several(Base):  # type: ignore[misc]
+    """Operations that were started one by one, and are waited for together."""
 
-    def wait(self, timeout: timedelta | None = None) -> bool:
+    def __init__(self, works: Sequence[Work]) -> None:
+        """Take them."""
+        super().__init__()
+        self._works = works
+
+    def wait(self, timeout: timedelta | None = None) -> bool:  # noqa: ARG002 - of one, not of all
         """Wait for each."""
-        if self._function is not None:
-            self.carry_out()
-        return super().wait(timeout)
+        for work in self._works:
+            work.wait()
+        return True
+
+    def is_completed(self) -> bool:
+        """Say whether all are over."""
+        return all(work.is_completed() for work in self._works)
 
     def get_future(self) -> Future[Any]:
         """Return a future of what they write; waits for it."""
         self.wait()
-        return super().get_future()
+        future: Future[Any] = Future()
+        future.set_result(self.result())
+        return future
+
+    def result(self) -> Any:
+        """Return what they write."""
+        return [work.result() for work in self._works]
+
+
+_completing = threading.Lock()
+"""Held for a moment when an operation is over, and when its future is made."""
 
 
 class OperationQueue:
@@ -166,21 +190,24 @@ class OperationQueue:
         self._turn = threading.Lock()
         """Held while one is carried out: here by a caller, or on the thread."""
         self._thread: threading.Thread | None = None
+        self._thread_id: int | None = None
+
+    def begin(self) -> bool:
+        """Say whether nothing is under way; then nothing is carried out until ``end``."""
+        return (
+            self._num_waiting == 0
+            and threading.get_ident() != self._thread_id
+            and self._turn.acquire(blocking=False)
+        )
+
+    def end(self) -> None:
+        """Let others be carried out again."""
+        self._turn.release()
 
     def run(self, operation: Operation) -> None:
         """Carry out one whose caller waits for it."""
-        if self._is_here:
-            operation.carry_out()
-            operation.complete()
-        elif self._num_waiting == 0 and self._turn.acquire(blocking=False):
-            try:
-                operation.carry_out()
-            finally:
-                self._turn.release()
-            operation.complete()
-        else:
-            self.start(operation)
-            operation.wait()
+        self.start(operation)
+        operation.wait()
 
     def start(self, operation: Operation) -> None:
         """Carry out one when its turn comes; on the thread itself at once."""
@@ -217,12 +244,14 @@ class OperationQueue:
         if thread is not None:
             self._waiting.put(None)
             thread.join()
+            self._thread_id = None
 
     @property
     def _is_here(self) -> bool:
-        return threading.current_thread() is self._thread
+        return threading.get_ident() == self._thread_id
 
     def _serve(self) -> None:
+        self._thread_id = threading.get_ident()
         # Gradients are as little wanted here as in the backward pass.
         with torch.no_grad():
             while (operation := self._waiting.get()) is not None:
