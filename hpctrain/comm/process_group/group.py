@@ -258,14 +258,15 @@ class HpctrainGroup(OrderedGroup):
 
     def monitored_barrier(
         self,
-        timeout: timedelta | None = None,
+        timeout: timedelta | float | None = None,
         wait_all_ranks: bool = False,  # noqa: ARG002, FBT001, FBT002 - it always names all
     ) -> None:
         """Return when all ranks are here, else say which are not."""
         before, options = self._limit.timeout_s, dist.BarrierOptions()
         options.asyncOp = False
         if timeout is not None:
-            self._limit.timeout_s = timeout.total_seconds()
+            told = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+            self._limit.timeout_s = told
         try:
             self._start("monitored_barrier", self.comm.barrier, [], options).wait()
         finally:
