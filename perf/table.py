@@ -116,6 +116,18 @@ def of_step(found: Record) -> Iterator[Ratio]:
     )
 
 
+def of_torch_distributed(found: Record) -> Iterator[Ratio]:
+    """The backend of torch.distributed."""
+    for name, value in found["ratios"].items():
+        yield Ratio(
+            what=f"torch.distributed, {found['machine']['ranks']} ranks on one node",
+            peer="gloo",
+            case=name.partition(", ")[2],
+            value=value,
+            spread=found.get("spreads", {}).get(name, ()),
+        )
+
+
 def of_engines(found: Record) -> Iterator[Ratio]:
     """The training step and all-reduces against Horovod."""
     for world in found["summary"]:
@@ -184,6 +196,7 @@ READERS: dict[str, Callable[[Record], Iterator[Ratio]]] = {
     "allreduce": of_allreduce,
     "named": of_named,
     "step": of_step,
+    "torch-distributed": of_torch_distributed,
     "engines": of_engines,
     "network": of_network,
     "local-sgd": of_local_sgd,

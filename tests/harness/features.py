@@ -121,6 +121,7 @@ FEATURES: dict[str, Callable[[], str]] = {
     "cluster": _cluster,
     "compiler": _compiler,
     "debian-openmpi": _debian_openmpi,
+    "expecttest": _module("expecttest"),
     "foreign-mpich": _foreign_mpich,
     "h5dump": _program("h5dump"),
     "horovod": _horovod,

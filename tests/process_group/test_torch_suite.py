@@ -8,6 +8,8 @@ import pytest
 from hpctrain.launch.mpirun import find_mpirun
 from tests.processes import ended
 
+pytestmark = pytest.mark.requires("expecttest")
+
 NOT_HERE = {
     # They make their model for gloo, MPI and NCCL alone, by the name of the backend:
     "test_accumulate_gradients_no_sync": "knows no other backend",
@@ -28,7 +30,6 @@ SMOKE = ("test_all_reduce_sum", "test_send_recv_any_source", "test_scatter_objec
 
 def run(ranks, *words):
     """Return what became of the tests, by name."""
-    pytest.importorskip("expecttest")
     mpirun = find_mpirun()
     crowded = ["--oversubscribe", "--bind-to", "none"] if mpirun.is_openmpi else []
     line = [mpirun.path, *crowded, "-np", ranks, sys.executable, "-m"]
