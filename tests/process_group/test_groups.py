@@ -11,7 +11,7 @@ import hpctrain
 from hpctrain.core.errors import CommError, RankLostError
 from tests.process_group.conftest import started
 
-pytestmark = pytest.mark.ranks(2, 3, 4)
+pytestmark = pytest.mark.ranks(2, 3)
 
 
 def total(group=None, value=None):

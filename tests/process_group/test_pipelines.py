@@ -14,7 +14,7 @@ from torch.nn.functional import mse_loss
 
 from tests.process_group.test_training import batches, check, mine, mlp, sharded
 
-pytestmark = [pytest.mark.ranks(2, 4), pytest.mark.usefixtures("nodes")]
+pytestmark = [pytest.mark.ranks(4), pytest.mark.usefixtures("nodes")]
 
 SCHEDULES = {  # and stages per rank
     "ScheduleGPipe": 1,

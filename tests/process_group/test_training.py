@@ -27,7 +27,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.functional import cross_entropy, mse_loss
 from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817 - as all call it
 
-pytestmark = [pytest.mark.ranks(2, 4), pytest.mark.usefixtures("nodes")]
+pytestmark = [pytest.mark.ranks(4), pytest.mark.usefixtures("nodes")]
 
 STEPS, BATCH = 3, 8
 
