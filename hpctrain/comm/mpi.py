@@ -1,6 +1,7 @@
 """Flat MPI: calls of the library over all ranks, and messages where it cannot do what is asked."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar, cast
 
 import torch
@@ -213,12 +214,29 @@ class MpiCommunicator(Communicator):
         Groups that have ranks in common and are made at the same time need different tags.
         """
         check_group(ranks, self.size)
+        self._meet_members(ranks, tag, limit)
         ours = self._comm.Get_group()
         chosen = ours.Incl(list(ranks))
         members = self._comm.Create_group(chosen, tag)
         chosen.Free()
         ours.Free()
         return self._make_group(members, ranks, limit)
+
+    def _meet_members(self, ranks: Sequence[int], tag: int, limit: Limit | None) -> None:
+        """Sleep until all of ``ranks`` are here: the library would wait for one without an end."""
+        watch = self._watch.of_group([self._world_ranks[rank] for rank in ranks], limit)
+        wire = MpiWire(self._comm, watch=watch, world_ranks=self._world_ranks)
+        (first, *others), nothing = ranks, torch.empty(0)
+        with wire.cancelled_on_error():  # else the next meeting's would complete these
+            if self.rank == first:
+                for other in others:
+                    wire.finish(wire.start_receive(nothing, other, tag))
+                for other in others:
+                    wire.finish(wire.start_send(nothing, other, tag))
+            else:
+                wire.finish(wire.start_send(nothing, first, tag))
+                answer = wire.start_receive(nothing, first, tag)
+                watch.wait(partial(wire.is_finished, answer))  # any of them may be missing
 
     def new_wire(self) -> MpiWire:
         """Make a way for messages that meet no others of this communicator. Collective."""

@@ -87,11 +87,17 @@ def _shut_down(kept: "weakref.ref[HpctrainGroup]") -> None:
 
 
 def _communicator(comm: Any, ranks: list[int], limit: "Limit") -> "Communicator":
+    from hpctrain.comm.process_group.ordered import GroupRankLostError  # noqa: PLC0415
     from hpctrain.comm.serial import SerialCommunicator  # noqa: PLC0415
+    from hpctrain.core.errors import RankLostError  # noqa: PLC0415
 
     if len(ranks) == 1:
         return SerialCommunicator()
     # Not of its name, which ranks count by the groups that each of them is in.
     tag = zlib.crc32(repr(ranks).encode()) % _NUM_TAGS
-    made: Communicator = comm.group_by_members(ranks, tag=tag, limit=limit)
+    try:
+        made: Communicator = comm.group_by_members(ranks, tag=tag, limit=limit)
+    except RankLostError as error:
+        text = f"a group of ranks {ranks} was not made on rank {comm.rank}: {error}"
+        raise GroupRankLostError(text) from error
     return made

@@ -4,6 +4,7 @@ Torch 2.13 renamed some of them and calls both; its C++ code calls those that it
 overridable, and its Python code all.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -16,7 +17,9 @@ from hpctrain.comm.process_group.ordered import OrderedGroup, on_cpu
 from hpctrain.comm.process_group.reductions import Reduction, allreduce, sparse_sum
 from hpctrain.comm.process_group.transfers import transfers_of
 from hpctrain.comm.process_group.work import Message
-from hpctrain.comm.tensor_arguments import flat_of, put_back
+from hpctrain.comm.tensor_arguments import flat_of, name_of, put_back
+
+_LARGEST_TAG = 2**31 - 1
 
 
 class HpctrainGroup(OrderedGroup):
@@ -68,6 +71,7 @@ class HpctrainGroup(OrderedGroup):
         given, how, root = _listed(tensors), Reduction.of(opts), opts.rootRank
 
         def reduce() -> None:
+            self._meet(f"reduce on {root}")
             for tensor in given:
                 mine = tensor if self.comm.rank == root else tensor.detach().clone()
                 allreduce(self.comm, mine, how)
@@ -82,6 +86,7 @@ class HpctrainGroup(OrderedGroup):
 
         def reduce() -> None:
             for out, of_ranks in pairs:
+                self._check_parts("reduce_scatter", of_ranks, out)
                 self._reduce_scatter(out, [flat_of(part) for part in of_ranks], how)
 
         return self._start("reduce_scatter", reduce, [out for out, _ in pairs], opts)
@@ -102,11 +107,10 @@ class HpctrainGroup(OrderedGroup):
         self, name: str, outs: Sequence[Tensor], given: Sequence[Tensor], opts: Any
     ) -> dist.Work:
         how = Reduction.of(opts)
-        for out, whole in zip(outs, given, strict=True):
-            self._check_whole(name, whole, out)
 
         def reduce() -> None:
             for out, whole in zip(outs, given, strict=True):
+                self._check_whole(name, whole, out)
                 self._reduce_scatter(out, flat_of(whole).view(self.comm.size, -1).unbind(), how)
 
         return self._start(name, reduce, list(outs), opts)
@@ -141,6 +145,7 @@ class HpctrainGroup(OrderedGroup):
 
         def move() -> None:
             for of_ranks, tensor in pairs:
+                self._check_parts("all_gather", of_ranks, tensor)
                 self._all_gather(of_ranks, tensor)
 
         return self._start("all_gather", move, [list(of_ranks) for of_ranks, _ in pairs], opts)
@@ -163,11 +168,9 @@ class HpctrainGroup(OrderedGroup):
     def _all_gather_singles(
         self, name: str, outs: Sequence[Tensor], given: Sequence[Tensor], opts: Any
     ) -> dist.Work:
-        for out, tensor in zip(outs, given, strict=True):
-            self._check_whole(name, out, tensor)
-
         def move() -> None:
             for out, tensor in zip(outs, given, strict=True):
+                self._check_whole(name, out, tensor)
                 values = flat_of(out)
                 self._all_gather(values.view(self.comm.size, -1).unbind(), tensor)
                 put_back(values, out)
@@ -187,6 +190,7 @@ class HpctrainGroup(OrderedGroup):
 
         def move() -> None:
             for of_ranks, tensor in zip(lists, tensors, strict=True):
+                self._check_parts("gather", of_ranks, tensor, are_alike=True)
                 values = None if of_ranks is None else [flat_of(out) for out in of_ranks]
                 self._transfers.gather(values, flat_of(tensor), root)
                 _put_all_back(values or (), of_ranks or ())
@@ -201,6 +205,7 @@ class HpctrainGroup(OrderedGroup):
 
         def move() -> None:
             for tensor, of_ranks in zip(tensors, lists, strict=True):
+                self._check_parts("scatter", of_ranks, tensor, are_alike=True)
                 given = None if of_ranks is None else [flat_of(part) for part in of_ranks]
                 values = flat_of(tensor)
                 self._transfers.scatter(values, given, root)
@@ -277,19 +282,22 @@ class HpctrainGroup(OrderedGroup):
     @on_cpu
     def send(self, tensors: Any, dest: int, tag: int = 0) -> dist.Work:
         """Begin to send a tensor."""
-        (tensor,), wire = _listed(tensors), self._messages()
+        (tensor,), wire = _listed(tensors), self._messages(tag)
         with self._asking:
             transfer = wire.start_send(flat_of(tensor), dest, tag)
-        return self._message(transfer, [tensor], lambda: None)
+        what = f"send of {tensor.numel()} {name_of(tensor.dtype)} to {self._ranks[dest]}"
+        return self._message(transfer, [tensor], f"{what}, tag {tag},", lambda: None)
 
     @on_cpu
     def recv(self, tensors: Any, source: int | None, tag: int = 0) -> dist.Work:
         """Begin to replace a tensor by what comes from ``source``."""
-        (tensor,), wire = _listed(tensors), self._messages()
+        (tensor,), wire = _listed(tensors), self._messages(tag)
         values = flat_of(tensor)
         with self._asking:
             transfer = wire.start_receive(values, source, tag)
-        return self._message(transfer, [tensor], lambda: put_back(values, tensor))
+        sender = "any" if source is None else self._ranks[source]
+        what = f"recv of {tensor.numel()} {name_of(tensor.dtype)} from {sender}, tag {tag},"
+        return self._message(transfer, [tensor], what, lambda: put_back(values, tensor))
 
     @on_cpu
     def recv_anysource(self, tensors: Any, tag: int = 0) -> dist.Work:
@@ -297,28 +305,53 @@ class HpctrainGroup(OrderedGroup):
         return self.recv(tensors, None, tag)
 
     def _message(
-        self, transfer: Any, tensors: Sequence[Tensor], after: Callable[[], object]
+        self, transfer: Any, tensors: Sequence[Tensor], what: str, after: Callable[[], object]
     ) -> dist.Work:
-        work = Message(self._messages(), transfer, tensors, after=after, lock=self._asking)
+        named = functools.partial(self._named, what)
+        work = Message(self._wire, transfer, tensors, after=after, lock=self._asking, named=named)
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work
 
-    def _messages(self) -> Any:
+    def _messages(self, tag: int) -> Any:
+        self._owner.check()
+        if not 0 <= tag <= _LARGEST_TAG:
+            raise ValueError(f"tag must be from 0 to {_LARGEST_TAG}, got {tag}")
         if self._wire is None:
             raise ValueError("a group of one rank has nobody to send to, nor to receive from")
         return self._wire
 
+    def _check_parts(
+        self,
+        name: str,
+        parts: Sequence[Tensor] | None,
+        one: Tensor,
+        *,
+        are_alike: bool = False,
+    ) -> None:
+        """Raise, here and on the others, unless there is a part for each rank.
+
+        That of this rank, all if they ``are_alike``, must be as large as the tensor beside them.
+        """
+        if parts is None:
+            return
+        numels, rank = [part.numel() for part in parts], self.comm.rank
+        checked = numels if are_alike else numels[rank : rank + 1]
+        if len(numels) != self.comm.size or set(checked) != {one.numel()}:
+            whose = "each" if are_alike else "the rank's own"
+            self._refuse(
+                f"{name} needs a list of {self.comm.size} tensors, {whose} with the "
+                f"{one.numel()} elements of the tensor beside it, got {numels}"
+            )
+
     def _check_whole(self, name: str, whole: Tensor, part: Tensor) -> None:
         if whole.numel() != part.numel() * self.comm.size:
-            raise ValueError(
+            self._refuse(
                 f"{name} needs a tensor for all {self.comm.size} ranks that is as many times as "
                 f"large as the one of each, got {whole.numel()} and {part.numel()} elements"
             )
         if whole.dtype != part.dtype:
-            raise ValueError(
-                f"{name} needs tensors of one dtype, got {whole.dtype} and {part.dtype}"
-            )
+            self._refuse(f"{name} needs tensors of one dtype, got {whole.dtype} and {part.dtype}")
 
     # Both names of what torch has renamed.
     _allgather_base = all_gather_single

@@ -5,14 +5,14 @@ import functools
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
-from hpctrain.comm.communicator import Communicator
+from hpctrain.comm.communicator import Communicator, Owner
 from hpctrain.comm.process_group.work import Operation, OperationQueue, Several
 from hpctrain.comm.waiting import Limit
 from hpctrain.core.errors import CommError, RankLostError
@@ -49,6 +49,11 @@ def on_cpu(method: Method) -> Method:
         first = given
         while type(first) in _LISTS and first:
             first = first[0]
+        if isinstance(first, Tensor) and first.is_quantized:
+            raise CommError(
+                f"quantized tensors are not communicated, got {first.dtype}; send int_repr() and "
+                f"the scale"
+            )
         if isinstance(first, Tensor) and not first.is_cpu:
             return getattr(self.backend_of(first.device), method.__name__)(given, *args, **options)
         return method(self, given, *args, **options)
@@ -84,6 +89,7 @@ class OrderedGroup(Base):  # type: ignore[misc]
         super().__init__(comm.rank, comm.size)
         self.comm = comm
         self._ranks = list(ranks)
+        self._owner = Owner()
         self._name, self._description = name, ""
         self._limit = limit
         self._store = store
@@ -101,6 +107,7 @@ class OrderedGroup(Base):  # type: ignore[misc]
     def _start(
         self, name: str, function: Callable[[], object], result: Any, opts: Any
     ) -> dist.Work:
+        self._owner.check()
         self._num_started = number = self._num_started + 1
         operation = Operation(self._guard, function, result, name, number)
         if opts is not None and opts.asyncOp is False:
@@ -123,17 +130,28 @@ class OrderedGroup(Base):  # type: ignore[misc]
         try:
             self._limit.check()
             operation.function()
-        except RankLostError as error:
-            text = f"{self._failed(operation)}: {error}{self._who_is_missing()}"
-            raise GroupRankLostError(text) from error
         except CommError as error:
-            raise GroupError(f"{self._failed(operation)}: {error}") from error
+            missing = self._who_is_missing() if isinstance(error, RankLostError) else ""
+            what = f"{operation.name}, number {operation.number}"
+            raise self._named(what, error, missing) from error
 
-    def _failed(self, operation: Operation) -> str:
-        return (
-            f"{operation.name}, number {operation.number} of group {self._name} of ranks "
-            f"{self._ranks}, failed on rank {self._ranks[self.comm.rank]}"
+    def _named(self, what: str, error: CommError, missing: str = "") -> CommError:
+        """Return the error with ``what`` has failed."""
+        kind = GroupRankLostError if isinstance(error, RankLostError) else GroupError
+        return kind(
+            f"{what} of group {self._name} of ranks {self._ranks}, failed on rank "
+            f"{self._ranks[self.comm.rank]}: {error}{missing}"
         )
+
+    def _meet(self, call: str) -> None:
+        """Wait until all ranks are here, and raise unless they are about to do the same."""
+        if self.comm.size > 1:
+            cast("MpiCommunicator", self.comm).meet(call)
+
+    def _refuse(self, reason: str) -> NoReturn:
+        """Raise, and let the others raise, who are about to do the same or something else."""
+        self._meet(f"nothing: {reason}")
+        raise ValueError(reason)
 
     def _tell_that_we_wait(self, waited_s: float) -> None:
         """Write into the store that this rank has come, once others may ask for it."""

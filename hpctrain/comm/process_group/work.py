@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.distributed import Work
 from torch.futures import Future
 
+from hpctrain.core.errors import CommError
+
 if TYPE_CHECKING:
     from hpctrain.comm.rail.rail import MpiWire, Transfer
 
@@ -279,20 +281,25 @@ class Message(Base):  # type: ignore[misc]
         *,
         after: Callable[[], object],
         lock: threading.Lock,
+        named: Callable[[CommError], CommError],
     ) -> None:
         """Take a transfer of the wire; ``after`` is called when it is complete.
 
         ``lock`` is held whenever the wire is asked: several threads may have messages on it.
+        ``named`` says in an error of a wait which message that is.
         """
         super().__init__()
         self._wire, self._transfer, self._tensors = wire, transfer, list(tensors)
-        self._after, self._lock = after, lock
+        self._after, self._lock, self._named = after, lock, named
         self._is_over = False
 
     def wait(self, timeout: timedelta | None = None) -> bool:  # noqa: ARG002 - the group's counts
         """Return when it is complete; sleep meanwhile."""
-        if not self.is_completed():
-            self._wire.wait_for(self._transfer, self.is_completed)
+        try:
+            if not self.is_completed():
+                self._wire.wait_for(self._transfer, self.is_completed)
+        except CommError as error:
+            raise self._named(error) from error
         return True
 
     def is_completed(self) -> bool:

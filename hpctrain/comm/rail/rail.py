@@ -150,6 +150,17 @@ class MpiWire(Wire):
             raise self._misfit(transfer, format_bytes(transfer.tensor.nbytes - transfer.expected))
         return True
 
+    @contextmanager
+    def cancelled_on_error(self) -> Iterator[None]:
+        """Take back what an error leaves under way, so that no later message is for it."""
+        try:
+            yield
+        except BaseException:
+            for transfer in self._under_way:
+                for request in transfer.requests:
+                    request.Cancel()
+            raise
+
     def _misfit(self, transfer: Transfer, sent: str) -> CommError:
         sender = transfer.partner
         me, other = self._world_ranks[self.rank], sender and self._world_ranks[sender]

@@ -1,0 +1,105 @@
+"""What ranks do wrong is an error on all of them that says what it was; nobody waits for ever."""
+
+import os
+import signal
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hpctrain.core.errors import CommError, RankLostError
+from tests.process_group.conftest import NODES, started
+
+pytestmark = pytest.mark.ranks(2, 3)
+
+SOON = timedelta(seconds=1.5)
+
+
+def lists(*numels):
+    return [torch.ones(numel) for numel in numels]
+
+
+def misfits(size, is_wrong, *, by_root):
+    """Return calls that do not fit where ``is_wrong``, by what their error says.
+
+    ``by_root`` has those of the root's list too.
+    """
+    more = [3] * is_wrong
+    every, longer = [3] * size, 3 * size + is_wrong
+    yield "all_gather needs a list", lambda: dist.all_gather(lists(*every), *lists(3 + is_wrong))
+    yield "all_gather needs a list", lambda: dist.all_gather(lists(*every, *more), *lists(3))
+    yield "all_gather_single needs", lambda: dist.all_gather_single(*lists(longer, 3))
+    yield "reduce_scatter_single needs", lambda: dist.reduce_scatter_single(*lists(3, longer))
+    yield (
+        "reduce_scatter needs a list",
+        lambda: dist.reduce_scatter(*lists(3), lists(*every, *more)),
+    )
+    for given in ([*every[1:], 4], [*every, 3]) if by_root else ():
+        of_root = lists(*given) if is_wrong else None
+        yield "scatter needs a list", lambda whole=of_root: dist.scatter(*lists(3), whole)
+        yield "gather needs a list", lambda whole=of_root: dist.gather(*lists(3), whole)
+
+
+@pytest.mark.parametrize("wrong", ["first", "all"])
+@pytest.mark.parametrize("per_node", NODES)
+def test_tensors_that_do_not_fit_on_one_rank_are_an_error_on_all(per_node, wrong):
+    with started(per_node):
+        is_wrong = wrong == "all" or dist.get_rank() == 0
+        for text, call in misfits(dist.get_world_size(), is_wrong, by_root=wrong == "first"):
+            with pytest.raises((CommError, ValueError), match=text):
+                call()
+        dist.barrier()
+
+
+@pytest.mark.parametrize("per_node", NODES)
+def test_a_reduction_to_different_roots_is_an_error(per_node):
+    with started(per_node), pytest.raises(CommError, match=r"reduce on 0.*reduce on 1"):
+        dist.reduce(torch.ones(3), dst=min(dist.get_rank(), 1))
+
+
+@pytest.mark.usefixtures("ours")
+def test_what_cannot_be_sent_is_refused():
+    values = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8)
+    with pytest.raises(CommError, match="quantized tensors"):
+        dist.broadcast(values, 0)
+    with pytest.raises(ValueError, match="tag must be from 0"):
+        dist.isend(torch.ones(3), (dist.get_rank() + 1) % dist.get_world_size(), tag=-1)
+
+
+def test_a_group_whose_members_do_not_all_come_is_an_error_on_the_others():
+    with started():
+        size = dist.get_world_size()
+        last = dist.get_rank() == size - 1
+        if not last:
+            for _ in range(2):  # the first leaves nothing to the second
+                with pytest.raises(RankLostError, match=r"was not made on rank.*timeout=1.5"):
+                    dist.new_group(range(size), timeout=SOON)
+        dist.barrier()
+
+
+@pytest.mark.usefixtures("ours")
+def test_an_error_of_a_message_names_it():
+    group = dist.new_group(range(dist.get_world_size()), timeout=SOON)
+    if dist.get_rank() == 0:
+        with pytest.raises(RankLostError, match=r"recv of 5 float32 from 1, tag 7, of group"):
+            dist.recv(torch.ones(5), 1, tag=7, group=group)
+
+
+@pytest.mark.usefixtures("ours")
+def test_a_forked_child_communicates_not_even_behind_what_is_under_way():
+    with torch.no_grad():
+        work = dist.all_reduce(torch.ones(10), async_op=True)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(10)
+        try:
+            dist.all_reduce(torch.ones(3))
+        except CommError:
+            os._exit(5)
+        os._exit(6)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 5
+    work.wait()
+    out = torch.ones(3)
+    dist.all_reduce(out)
+    assert out[0] == dist.get_world_size()
