@@ -67,17 +67,6 @@ def test_what_cannot_be_sent_is_refused():
         dist.isend(torch.ones(3), (dist.get_rank() + 1) % dist.get_world_size(), tag=-1)
 
 
-def test_a_group_whose_members_do_not_all_come_is_an_error_on_the_others():
-    with started():
-        size = dist.get_world_size()
-        last = dist.get_rank() == size - 1
-        if not last:
-            for _ in range(2):  # the first leaves nothing to the second
-                with pytest.raises(RankLostError, match=r"was not made on rank.*timeout=1.5"):
-                    dist.new_group(range(size), timeout=SOON)
-        dist.barrier()
-
-
 @pytest.mark.usefixtures("ours")
 def test_a_forked_child_communicates_not_even_behind_what_is_under_way():
     with torch.no_grad():
@@ -95,3 +84,14 @@ def test_a_forked_child_communicates_not_even_behind_what_is_under_way():
     out = torch.ones(3)
     dist.all_reduce(out)
     assert out[0] == dist.get_world_size()
+
+
+def test_a_group_whose_members_do_not_all_come_is_an_error_on_the_others():
+    with started():
+        size = dist.get_world_size()
+        last = dist.get_rank() == size - 1
+        if not last:
+            for _ in range(2):  # the first leaves nothing to the second
+                with pytest.raises(RankLostError, match=r"was not made on rank.*timeout=1.5"):
+                    dist.new_group(range(size), timeout=SOON)
+        dist.barrier()
