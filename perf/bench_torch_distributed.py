@@ -51,7 +51,7 @@ def ddp(group: Group) -> Callable[[], None]:
 def fsdp2(group: Group) -> Callable[[], None]:
     """Make a step of fully_shard."""
     mesh, model = DeviceMesh.from_group(group, "cpu"), MLP.make_model()
-    for layer in model:
+    for layer in model.children():
         if isinstance(layer, nn.Linear):
             fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -69,6 +69,7 @@ def main() -> None:
     dist.init_process_group("hpctrain")
     size = dist.get_world_size()
     groups = {"hpctrain": dist.group.WORLD, "gloo": dist.new_group(range(size), backend="gloo")}
+    cases: dict[str, tuple[Callable[[Group], Callable[[], None]], int]]
     cases = {name: (partial(all_reduces, *case), case[1]) for name, case in SIZES.items()}
     cases |= {"DDP": (ddp, 1), "FSDP2": (fsdp2, 1)}
     rows, ratios, spreads = [], {}, {}

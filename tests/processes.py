@@ -22,6 +22,10 @@ def hpctrain_without(modules: str, *words: Any) -> subprocess.CompletedProcess[s
     return ended([sys.executable, "-c", code, *words])
 
 
+AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+"""Lets Open MPI's launcher start for the user of a container; elsewhere it changes nothing."""
+
+
 def wait_until(condition: Callable[[], bool], limit_s: float) -> bool:
     """Return whether ``condition`` came true in time."""
     end = time.monotonic() + limit_s

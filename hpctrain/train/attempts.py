@@ -283,6 +283,7 @@ class RunInDirectory:
             "path": here.plan.node_memory,
             "rails": here.plan.num_rails,
             "parameters": self._task.num_parameters,
+            **({"device": self._task.device_reason} if self._task.device_reason else {}),
             **({"reproducible": self._task.steps.facts} if self._task.steps else {}),
             **({"sync": summary(self._task.config.sync)} if self._task.sync else {}),
         }

@@ -9,7 +9,6 @@ from hpctrain.checkpoint import manager as module
 from hpctrain.checkpoint import saving
 from hpctrain.checkpoint.background import Snapshot
 from hpctrain.checkpoint.format.shard import Piece, Shard
-from hpctrain.checkpoint.format.state_tree import mapped
 from hpctrain.checkpoint.manager import Manager
 from hpctrain.comm.threaded import ThreadedCommunicator
 from hpctrain.core.errors import CheckpointError, ConfigError
@@ -276,10 +275,3 @@ def test_the_ranks_share_the_copy_of_what_is_replicated():
     sizes = [snapshot.num_bytes - piece.tensor.nbytes for snapshot in snapshots]
     assert sum(sizes) == large.nbytes + 12 + 8
     assert max(sizes) - min(sizes) <= 8000
-
-
-def test_a_state_on_the_cpu_is_not_copied():
-    original = mixed(1.0)
-    taken = mapped(original, module._on_cpu)
-    assert same(taken, original)
-    assert taken["model"]["w"].data_ptr() == original["model"]["w"].data_ptr()

@@ -9,7 +9,7 @@ import pytest
 from tests.cluster.vcluster import VirtualCluster, check
 from tests.cluster.vcluster.cluster import place, seconds
 from tests.cluster.vcluster.host import END_S
-from tests.processes import ended
+from tests.processes import ended, wait_until
 
 needs_cluster = pytest.mark.requires("cluster")
 
@@ -121,7 +121,7 @@ def test_nothing_is_left_when_the_block_ends_even_with_an_error():
     for sleeper in sleepers:
         sleeper.communicate(timeout=END_S)
         assert sleeper.returncode != 0
-    assert cluster.processes() == []
+    assert wait_until(lambda: cluster.processes() == [], END_S)  # the kernel takes its time
 
 
 @needs_cluster

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tests.processes import ended
+from tests.processes import AS_ROOT, ended
 
 pytestmark = [
     pytest.mark.launches,
@@ -32,11 +32,10 @@ def launch(script, *, before="", wrapper=(), after="", **environ):
     start = [sys.executable, "-m", "hpctrain", "launch", "-n", "2", "--timeout", "60", "--", *line]
     launchers = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "MPI_LOCAL", "HYDRA_")
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(launchers)}
-    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     if before:
         start = ["unshare", "--mount", "sh", "-c", f'{before} && "$@"{after}', "sh", *start]
-    done = ended(start, env=inherited | root | path | environ)
+    done = ended(start, env=inherited | AS_ROOT | path | environ)
     said = [line[1:-1].split("|") for line in done.stdout.splitlines() if line.startswith("<")]
     return sorted(said), done
 

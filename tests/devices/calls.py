@@ -2,6 +2,8 @@
 ``calls.py FOLDER [NAME ...]``, below any launcher.
 """
 
+import importlib
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -42,10 +44,10 @@ def by_local_methods(device: torch.device, _: Path) -> Found:
     for name in ("local, state averaged", "local, bf16", "diloco, fragments", "staged"):
         model, optimizer = plain(device)
         with METHODS[name](hvd, model, optimizer) as method:
-            learn(model, optimizer, range(9))
+            learn(model, optimizer, range(5))
             with method.averaged():
                 found += [p.detach().clone() for p in model.parameters()]
-            learn(model, optimizer, range(9, 18))
+            learn(model, optimizer, range(5, 16))
         found += [*model.state_dict().values()]
     return found
 
@@ -94,11 +96,14 @@ def restored(device: torch.device, _: Path) -> Found:
 
 def kept(device: torch.device, folder: Path) -> Found:
     """Save tensors that are pinned and that are not, in the background and at once."""
-    comm, found = current().comm, list[Tensor]()
+    comm, found, busy = current().comm, list[Tensor](), torch.zeros(700, 700, device=device)
     for background in (True, False):
         manager = Manager(folder / f"{device.type}-{background}", comm, background=background)
         for step in (1, 2):  # into the memory of the first
             state = {"x": torch.full((1 << 20,), float(step), device=device)}
+            for _ in range(4 if device.type != "cpu" else 0):
+                busy @= busy  # what is copied is not there yet
+            state["x"] += busy[0, 0]
             own = {"y": torch.arange(7.0, device=device) + hvd.rank()}
             manager.save(state, step, own)
             state["x"].zero_()
@@ -119,7 +124,15 @@ PROGRAMS: dict[str, Callable[[torch.device, Path], Found]] = {
 }
 
 
+def load_simulated() -> None:
+    """Let torch know the accelerator of ``MCPU_SITE``, where that names one."""
+    if site := os.environ.get("MCPU_SITE"):
+        sys.path.insert(0, site)
+        importlib.import_module("torch_mcpu")
+
+
 if __name__ == "__main__":
+    load_simulated()
     hvd.init()
     root, *names = sys.argv[1:]
     here = torch.accelerator.current_accelerator()

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.launch.mpirun import find_mpirun
-from tests.processes import ended
+from tests.processes import AS_ROOT, ended
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
@@ -40,7 +40,7 @@ def installed(tmp_path):
 def run(folder, program, *, ranks=0, **variables):
     (folder / "program.py").write_text(program)
     environ = {name: value for name, value in os.environ.items() if not name.startswith("MASTER_")}
-    environ |= {"PYTHONPATH": f"{ROOT}:{folder}"} | variables
+    environ |= {"PYTHONPATH": f"{ROOT}:{folder}"} | AS_ROOT | variables
     mpirun = find_mpirun()
     crowded = ["--oversubscribe", "--bind-to", "none"] if mpirun.is_openmpi else []
     line = [mpirun.path, *crowded, "-np", ranks] if ranks else []

@@ -1,12 +1,13 @@
 """What gloo passes of torch's own tests passes over our backend."""
 
 import json
+import os
 import sys
 
 import pytest
 
 from hpctrain.launch.mpirun import find_mpirun
-from tests.processes import ended
+from tests.processes import AS_ROOT, ended
 
 pytestmark = pytest.mark.requires("expecttest")
 
@@ -33,7 +34,8 @@ def run(ranks, *words):
     mpirun = find_mpirun()
     crowded = ["--oversubscribe", "--bind-to", "none"] if mpirun.is_openmpi else []
     line = [mpirun.path, *crowded, "-np", ranks, sys.executable, "-m"]
-    done = ended([*line, "tests.process_group.torch_suite", *words], timeout=900)
+    line += ["tests.process_group.torch_suite", *words]
+    done = ended(line, env=os.environ | AS_ROOT, timeout=900)
     found = {}
     for text in done.stdout.splitlines():
         if text.startswith('["test_'):
