@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore
+from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from hpctrain.comm.communicator import Communicator, Owner
 from hpctrain.comm.process_group.work import Operation, OperationQueue, Several
@@ -92,7 +92,7 @@ class OrderedGroup(Base):  # type: ignore[misc]
         self._owner = Owner()
         self._name, self._description = name, ""
         self._limit = limit
-        self._store = store
+        self._store: Store = store
         self._wire = cast("MpiCommunicator", comm).new_wire() if comm.size > 1 else None
         self._asking = threading.Lock()
         self.queue = OperationQueue(f"hpctrain group {name}", has_thread=has_thread)
@@ -251,6 +251,10 @@ class OrderedGroup(Base):  # type: ignore[misc]
         self.queue.close()
         for other in self._others.values():
             other.shutdown()
+        # Not at the next collection of garbage: others may have come to the next store by then,
+        # on the same port, and would be with one that is about to go.
+        self._store = HashStore()
+        self._others.clear()
         if not self._limit.broken_off:
             self._limit.broken_off = "this group was destroyed; make a new one"
             self.comm.close()
