@@ -1,5 +1,6 @@
 """torch.distributed over our backend, on one node and on several."""
 
+import os
 from collections.abc import Generator
 from contextlib import contextmanager
 
@@ -8,6 +9,11 @@ import torch.distributed as dist
 from mpi4py import MPI
 
 import hpctrain
+
+# The launcher's, for other programs: torch's store of one port cannot be made again and again,
+# as a rank may come to the one before while that goes. Without it ranks meet over MPI.
+for name in ("MASTER_ADDR", "MASTER_PORT"):
+    os.environ.pop(name, None)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hpctrain.comm.process_group.ordered import OrderedGroup, on_cpu
-from hpctrain.comm.process_group.reductions import Reduction, allreduce, sparse_sum
+from hpctrain.comm.process_group.reductions import GroupReduction, allreduce, sparse_sum
 from hpctrain.comm.process_group.transfers import transfers_of
 from hpctrain.comm.process_group.work import Message
 from hpctrain.comm.tensor_arguments import flat_of, name_of, put_back
@@ -35,7 +35,7 @@ class HpctrainGroup(OrderedGroup):
     @on_cpu
     def allreduce(self, tensors: Any, opts: Any = None, *, op: Any = None) -> dist.Work:
         """Replace each tensor by its reduction over the ranks."""
-        given, how = _listed(tensors), Reduction.of(op if op is not None else opts)
+        given, how = _listed(tensors), GroupReduction.of(op if op is not None else opts)
 
         def reduce() -> None:
             for tensor in given:
@@ -49,7 +49,7 @@ class HpctrainGroup(OrderedGroup):
     @on_cpu
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> dist.Work:
         """Replace each tensor by its reduction, small ones of one dtype in one message."""
-        given, how = list(tensors), Reduction.of(opts)
+        given, how = list(tensors), GroupReduction.of(opts)
 
         def reduce() -> None:
             if len(given) == 1 or len({tensor.dtype for tensor in given}) > 1:
@@ -68,7 +68,7 @@ class HpctrainGroup(OrderedGroup):
     @on_cpu
     def reduce(self, tensors: Any, opts: Any) -> dist.Work:
         """Replace each tensor by its reduction on the root; elsewhere they stay."""
-        given, how, root = _listed(tensors), Reduction.of(opts), opts.rootRank
+        given, how, root = _listed(tensors), GroupReduction.of(opts), opts.rootRank
 
         def reduce() -> None:
             self._meet(f"reduce on {root}")
@@ -81,7 +81,7 @@ class HpctrainGroup(OrderedGroup):
     @on_cpu
     def reduce_scatter(self, outs: Any, parts: Any, opts: Any = None) -> dist.Work:
         """Replace each of ``outs`` by the reduction of this rank's part."""
-        how = Reduction.of(opts)
+        how = GroupReduction.of(opts)
         pairs = list(zip(_listed(outs), _lists(parts), strict=True))
 
         def reduce() -> None:
@@ -106,7 +106,7 @@ class HpctrainGroup(OrderedGroup):
     def _reduce_scatter_singles(
         self, name: str, outs: Sequence[Tensor], given: Sequence[Tensor], opts: Any
     ) -> dist.Work:
-        how = Reduction.of(opts)
+        how = GroupReduction.of(opts)
 
         def reduce() -> None:
             for out, whole in zip(outs, given, strict=True):
@@ -115,7 +115,7 @@ class HpctrainGroup(OrderedGroup):
 
         return self._start(name, reduce, list(outs), opts)
 
-    def _reduce_scatter(self, out: Tensor, parts: Sequence[Tensor], how: Reduction) -> None:
+    def _reduce_scatter(self, out: Tensor, parts: Sequence[Tensor], how: GroupReduction) -> None:
         values = flat_of(out)
         parts = [how.weighted(part) for part in parts]
         self._transfers.reduce_scatter(values, parts, how.op, how.scale(out.dtype, self.comm.size))
@@ -307,6 +307,7 @@ class HpctrainGroup(OrderedGroup):
     def _message(
         self, transfer: Any, tensors: Sequence[Tensor], what: str, after: Callable[[], object]
     ) -> dist.Work:
+        assert self._wire is not None, "the message goes over it"
         named = functools.partial(self._named, what)
         work = Message(self._wire, transfer, tensors, after=after, lock=self._asking, named=named)
         if self._coalesced is not None:

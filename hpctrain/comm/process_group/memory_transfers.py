@@ -1,4 +1,4 @@
-"""What torch.distributed moves through the memory of a node, and by messages between nodes.
+"""Ways of torch.distributed through the memory of a node, and by messages between nodes.
 
 Tensors here are flat and contiguous.
 """

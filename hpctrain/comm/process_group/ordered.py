@@ -1,4 +1,4 @@
-"""What is the same for all operations of a process group: their order, names and end."""
+"""The order of all operations of a process group, their names and their end."""
 
 import contextlib
 import functools

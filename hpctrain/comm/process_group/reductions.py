@@ -26,7 +26,7 @@ _OPS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Reduction:
+class GroupReduction:
     """How the values of all ranks become one."""
 
     op: Op
@@ -34,7 +34,7 @@ class Reduction:
     factor: float | Tensor | None = None  # of this rank's values, before they are summed
 
     @classmethod
-    def of(cls, given: Any) -> "Reduction":
+    def of(cls, given: Any) -> "GroupReduction":
         """Return that of options, of a ``ReduceOp`` or one of its kinds; a sum of None."""
         reduce_op = getattr(given, "reduceOp", given)
         kind = getattr(reduce_op, "op", reduce_op) if reduce_op is not None else _Kind.SUM
@@ -61,13 +61,13 @@ class Reduction:
 
 
 _PLAIN = {
-    kind: Reduction(op, averages=kind == _Kind.AVG)
+    kind: GroupReduction(op, averages=kind == _Kind.AVG)
     for kind, op in _OPS.items()
     if kind != _Kind.PREMUL_SUM
 }
 
 
-def allreduce(comm: Communicator, tensor: Tensor, how: Reduction) -> None:
+def allreduce(comm: Communicator, tensor: Tensor, how: GroupReduction) -> None:
     """Replace ``tensor`` by its reduction over the ranks. Collective."""
     if how.factor is None and not how.averages:
         comm.allreduce_(tensor, op=how.op).wait()
@@ -78,7 +78,7 @@ def allreduce(comm: Communicator, tensor: Tensor, how: Reduction) -> None:
     how.finish(tensor.detach(), comm.size)
 
 
-def sparse_sum(comm: Communicator, tensor: Tensor, how: Reduction) -> None:
+def sparse_sum(comm: Communicator, tensor: Tensor, how: GroupReduction) -> None:
     """Replace a sparse tensor by the sum over the ranks. Collective."""
     if how.op is not Op.SUM or how.factor is not None:
         raise CommError(

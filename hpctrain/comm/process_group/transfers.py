@@ -1,4 +1,4 @@
-"""What torch.distributed moves between ranks, from and into memory of the caller."""
+"""Ways of torch.distributed between ranks, from and into memory of the caller."""
 
 from collections.abc import Sequence
 
