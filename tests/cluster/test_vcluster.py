@@ -154,12 +154,19 @@ def test_a_program_past_its_limit_is_ended_and_what_it_said_is_told(cluster):
 @pytest.mark.launches
 def test_two_clusters_do_not_see_each_other(cluster):
     with VirtualCluster(nodes=2) as other:
-        jobs = [
-            (c, c.start(["sh", "-c", f"{wait}hostname"], ranks_per_node=ranks))
-            for c, wait, ranks in ((cluster, "sleep 1;", (1, 2)), (other, "", (2, 1)))
-        ]
-        said = [sorted(c.finish(job).stdout.split()) for c, job in jobs]
-    assert said == [["n0", "n1", "n1"], ["n0", "n0", "n1"]]
+
+        def said() -> list[list[str]]:
+            jobs = [
+                (c, c.start(["sh", "-c", f"{wait}hostname"], ranks_per_node=ranks))
+                for c, wait, ranks in ((cluster, "sleep 1;", (1, 2)), (other, "", (2, 1)))
+            ]
+            return [sorted(c.finish(job, timeout_s=30).stdout.split()) for c, job in jobs]
+
+        try:
+            found = said()
+        except TimeoutError:  # prterun may not end, once in hundreds of launches
+            found = said()
+    assert found == [["n0", "n1", "n1"], ["n0", "n0", "n1"]]
 
 
 @pytest.mark.requires("setpriv")
