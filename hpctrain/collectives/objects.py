@@ -152,9 +152,5 @@ def broadcast_tensors_(
         return
     controller = current().sets.controller(process_set)
     root = in_set(process_set, root_rank)
-    hosts = [tensor.detach().cpu() for tensor in tensors]
-    request = Request(Kind.BROADCAST, f"broadcast.{name}", hosts, in_place=True, root=root)
-    controller.run(request)
-    for tensor, host in zip(tensors, hosts, strict=True):
-        if not tensor.is_cpu:
-            tensor.detach().copy_(host)
+    given = [tensor.detach() for tensor in tensors]
+    controller.run(Request(Kind.BROADCAST, f"broadcast.{name}", given, in_place=True, root=root))

@@ -55,12 +55,11 @@ class Device:
         """Keep memory from being used again before a stream is through with it."""
         tensor.record_stream(stream)
 
-    def pin(self, host: Tensor, owner: object, last: torch.Event) -> bool:  # noqa: ARG002 - for some
+    def pin(self, host: Tensor, owner: object, last: torch.Event) -> None:
         """Let copies to and from ``host`` run beside the host, as long as ``owner`` lives.
 
         ``last`` is what the last of them has passed. Where that cannot be, they hold the host up.
         """
-        return False
 
     def pinned(self, like: Tensor) -> Tensor:
         """Make memory of the host that streams copy from and to by themselves."""
@@ -146,24 +145,23 @@ class CudaDevice(Device):
         """Queue what is called inside on another stream."""
         return torch.cuda.stream(stream)
 
-    def pin(self, host: Tensor, owner: object, last: torch.Event) -> bool:
+    def pin(self, host: Tensor, owner: object, last: torch.Event) -> None:
         """Register it with the driver."""
         runtime, address = torch.cuda.cudart(), host.data_ptr()
         if not host.numel():
-            return False
+            return
         if refused := int(runtime.cudaHostRegister(address, host.nbytes, 0)):
             _tell_once(
                 f"copies between {self.device} and the host wait for each other: memory of the "
                 f"host cannot be registered (error {refused}); see ulimit -l"
             )
-            return False
+            return
 
         def let_go() -> None:
             last.synchronize()
             runtime.cudaHostUnregister(address)
 
         weakref.finalize(owner, let_go).atexit = False
-        return True
 
     def new_segment(self, num_bytes: int) -> Segment:
         """Make memory of CUDA's own, and a handle of it."""

@@ -1,7 +1,7 @@
 """From a process to a communicator: what is here, who shares memory, which plan follows."""
 
 import socket
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -56,9 +56,8 @@ def connect(
     topology = Topology.from_facts(facts, world.rank, settings.ranks_per_node)
     num_cores, num_peers = len(topology.cores), len(topology.core_peers)
     threads = threads_wanted or preflight.threads_for(num_cores, num_peers, quota())
-    made = _together(world, topology, settings, threads)
-    about = preflight.accelerator_warning(facts, world.rank)
-    return replace(made, notes=(*made.notes, about)) if about else made
+    about_devices = preflight.accelerator_warning(facts, world.rank)
+    return _together(world, topology, settings, threads, about_devices)
 
 
 def _facts() -> RankFacts:
@@ -94,7 +93,11 @@ def _alone(settings: Settings) -> Connection:
 
 
 def _together(
-    world: "MPI.Intracomm", topology: Topology, settings: Settings, num_threads: int
+    world: "MPI.Intracomm",
+    topology: Topology,
+    settings: Settings,
+    num_threads: int,
+    about_devices: str | None,
 ) -> Connection:
     from hpctrain.comm import build  # noqa: PLC0415 - a world of one needs no MPI
     from hpctrain.comm.liveness import Liveness  # noqa: PLC0415
@@ -112,7 +115,7 @@ def _together(
     flat = MpiCommunicator(world, watch=watch)
     stored = planning.pinned(flat, settings)
     decide = partial(planning.decide, flat, topology, settings, stored, num_threads=num_threads)
-    notes = [preflight.core_warning(topology)]
+    notes = [preflight.core_warning(topology), about_devices]
     comm: Communicator
     if settings.engine == "horovod":
         from hpctrain.comm import horovod_engine  # noqa: PLC0415 - only where it is wanted

@@ -165,10 +165,6 @@ class HierarchicalCommunicator(MpiCommunicator):
         how = how or combination(bucket.flat.dtype, Op.SUM)
         self.node.publish(bucket, how, scale)
 
-    def ranks_of_node(self) -> list[int]:
-        """Return the ranks of this node, by local rank. Not collective."""
-        return self.node.ranks_of(self._comm)
-
     def traffic(self) -> Traffic:
         """Return the counters of all levels."""
         moved = super().traffic()._replace(node_bytes=self.node.num_bytes)

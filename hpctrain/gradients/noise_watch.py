@@ -60,7 +60,7 @@ class _Watch:
         if isinstance(what, SparseSlot):
             yield
             return
-        _wait_for([slot.view for slot in what.slots])
+        _wait_for(what.slots[0].view)
         buckets, count = self._reduction._buckets, self._reduction.count  # noqa: SLF001
         if what is buckets[0]:
             self._own, self._average, self._has_own = 0.0, 0.0, False
@@ -68,17 +68,17 @@ class _Watch:
             self._has_own = True
             self._own += _square(what.parts) / count.factor**2
         yield
-        _wait_for([slot.view for slot in what.slots])
+        _wait_for(what.slots[0].view)
         self._average += _square(what.parts)
         if what is buckets[-1]:
             own = [(count.weight * count.nominal, self._own)] if self._has_own else []
             self._noise.add(own, (count.total_weight * count.nominal, self._average))
 
 
-def _wait_for(gradients: list[Tensor]) -> None:
-    """Let the host wait for gradients of an accelerator: it reads them."""
-    if not gradients[0].is_cpu:
-        torch.accelerator.synchronize(gradients[0].device)
+def _wait_for(gradient: Tensor) -> None:
+    """Let the host wait for the accelerator of a gradient, if it is on one: it reads them."""
+    if not gradient.is_cpu:
+        torch.accelerator.synchronize(gradient.device)
 
 
 def _square(gradients: list[Tensor]) -> float:

@@ -41,11 +41,10 @@ class WeightSample:
         """Return one number for all that is looked at in this step."""
         if self._is_on_host:
             return sample_of([p for _, p, _ in self._due(step)], step)
-        if self._copied is None or self._copied[0] != step:
-            self._copy(step)
-        if self._copied is None:
-            return 0
-        _, sample, there = self._copied
+        copied = self._copied
+        if copied is None or copied[0] != step:
+            copied = self._copy(step)
+        _, sample, there = copied
         if not there.query():  # it has left before the forward pass, as a rule
             there.synchronize()
         return crc32(sample.numpy().tobytes())
@@ -66,9 +65,9 @@ class WeightSample:
         self._left = [writes_of(p) for _, p in self._all]
         self._copied = None
         if next_step is not None and not self._is_on_host:
-            self._copy(next_step)
+            self._copied = self._copy(next_step)
 
-    def _copy(self, step: int) -> None:
+    def _copy(self, step: int) -> tuple[int, Tensor, torch.Event]:
         parts = [_bytes_in(p)[_part(n, step)] for _, p, n in self._due(step)]
         device = next(part.device for part in parts if not part.is_cpu)
         where = device_of(device)
@@ -76,7 +75,7 @@ class WeightSample:
         sample, there = torch.cat([part.to(device) for part in parts]), where.new_event()
         host = where.pinned(sample).copy_(sample, non_blocking=True)
         there.record(where.current_stream())
-        self._copied = step, host, there
+        return step, host, there
 
     def unmark(self) -> None:
         """Note that no step has left them so."""

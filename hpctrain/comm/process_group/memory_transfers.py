@@ -20,52 +20,15 @@ from hpctrain.core.errors import MismatchError
 _LINE = 64  # parts of a slot begin at multiples of a cache line
 
 
-def by_memory(levels: HierarchicalCommunicator) -> Transfers:
+def by_memory(levels: HierarchicalCommunicator) -> "Transfers | NodeExchange":
     """Choose the way of ranks of which some share memory. Collective."""
     if levels.num_rails == 0:
-        return NodeTransfers(levels)
-    found = levels.allgather_object(
-        levels.ranks_of_node() if levels.node.local_rank == 0 else None
-    )
+        return NodeExchange(levels.node, levels.slots)
+    found = levels.allgather_object(levels.node_ranks if levels.node.local_rank == 0 else None)
     nodes = [ranks for ranks in found if ranks]
     if len({len(ranks) for ranks in nodes}) > 1:
         return Transfers(levels)
     return LevelTransfers(levels, nodes)
-
-
-class NodeTransfers(Transfers):
-    """In the memory of one node: written once, and read by who wants it."""
-
-    def __init__(self, levels: HierarchicalCommunicator) -> None:
-        """Take the ranks, all of which share memory."""
-        super().__init__(levels)
-        self._memory = NodeExchange(levels.node, levels.slots)
-
-    def broadcast(self, values: Tensor, root: int) -> None:
-        """Let all read what ``root`` has written."""
-        self._memory.broadcast(values, root)
-
-    def all_gather(self, outs: Sequence[Tensor], mine: Tensor) -> None:
-        """Let all read what all have written."""
-        self._memory.all_gather(outs, mine)
-
-    def gather(self, outs: Sequence[Tensor] | None, mine: Tensor, root: int) -> None:
-        """Let ``root`` read what all have written."""
-        self._memory.gather(outs, mine, root)
-
-    def scatter(self, out: Tensor, parts: Sequence[Tensor] | None, root: int) -> None:
-        """Let all read their parts of what ``root`` has written."""
-        self._memory.scatter(out, parts, root)
-
-    def all_to_all(self, outs: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
-        """Let all read their parts of what all have written."""
-        self._memory.all_to_all(outs, parts)
-
-    def reduce_scatter(
-        self, out: Tensor, parts: Sequence[Tensor], op: Op, scale: float | None
-    ) -> None:
-        """Let all read and reduce their parts of what all have written."""
-        self._memory.reduce_scatter(out, parts, op, scale)
 
 
 class LevelTransfers(Transfers):

@@ -9,11 +9,11 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 
+from hpctrain.comm.eager import eager
 from hpctrain.comm.process_group.group import HpctrainGroup
 from hpctrain.comm.process_group.ordered import OrderedGroup
 from hpctrain.comm.process_group.work import Message, Operation, Several
@@ -50,14 +50,11 @@ def _keep_dynamo_out() -> None:
 
     It would read the members of a group, which it refuses.
     """
-    frames: Any = torch._C._dynamo.eval_frame  # noqa: SLF001
-    skip = frames._FrameAction.SKIP  # noqa: SLF001
-    strategy = frames._FrameExecStrategy(skip, skip)  # noqa: SLF001 - this frame, and all below
     for owner in (OrderedGroup, HpctrainGroup, Operation, Several, Message):
         for found in vars(owner).values():
             function = found.fget if isinstance(found, property) else found
             if inspect.isfunction(function):
-                frames.set_code_exec_strategy(function.__code__, strategy)
+                eager(function)
 
 
 def _replace(name: str, ours: Callable[..., Any]) -> None:

@@ -1,6 +1,7 @@
 """Ways of torch.distributed between ranks, from and into memory of the caller."""
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -8,8 +9,11 @@ from torch import Tensor
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.ops import Op
 
+if TYPE_CHECKING:
+    from hpctrain.comm.process_group.memory_transfers import NodeExchange
 
-def transfers_of(comm: Communicator) -> "Transfers":
+
+def transfers_of(comm: Communicator) -> "Transfers | NodeExchange":
     """Choose the way that the ranks of ``comm`` have. Collective."""
     if comm.levels is None:
         return Transfers(comm)
