@@ -113,6 +113,9 @@ TUNING = (
 )
 """How variables begin by which users tune their MPI library; others differ from job to job."""
 
+SPARED = {"OMPI_MCA_btl": "^ofi"}
+"""What ranks of Open MPI are told by us, see ``libraries.may_spare_ofi``."""
+
 
 def launched(environ: Mapping[str, str] = os.environ) -> Launched | None:
     """Read what the launcher says, from the first of ``LAUNCHERS`` that applies.
@@ -192,7 +195,8 @@ def run_directory(environ: Mapping[str, str] = os.environ) -> Path | None:
 
 def tuning(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return what the environment says to the MPI library and its network."""
-    return {name: text for name, text in environ.items() if name.startswith(TUNING)}
+    found = {name: text for name, text in environ.items() if name.startswith(TUNING)}
+    return {name: text for name, text in found.items() if SPARED.get(name) != text}
 
 
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")

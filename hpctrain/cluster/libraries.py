@@ -9,12 +9,14 @@ import os
 import re
 import site
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
-from hpctrain.cluster.env import Launched
+from hpctrain.cluster.env import SPARED, Launched
 from hpctrain.cluster.process import stat
+from hpctrain.cluster.resources import CLASSES
 
 Family = Literal["openmpi", "mpich", "abi"]
 
@@ -149,3 +151,39 @@ def expected_libmpi(
         prefixes = (sys.prefix, site.getuserbase(), sys.base_prefix)
     files = (Path(prefix, "lib", name).resolve() for prefix in prefixes for name in _NAMES)
     return next((file for file in files if ".so." in file.name and file.is_file()), None)
+
+
+_PARAMETERS = "openmpi-mca-params.conf"
+
+
+def may_spare_ofi(environ: Mapping[str, str] = os.environ) -> bool:
+    """Say whether Open MPI can leave its BTL for libfabric out, and nobody has chosen its BTLs.
+
+    On a host without a fast network card it is opened for nothing, and sleeps for a second when it
+    is closed, in ``MPI_Init`` of every rank.
+    """
+    if any(name in environ for name in SPARED) or any(folder.exists() for folder in CLASSES):
+        return False
+    library = expected_libmpi(environ)
+    folder = library.parents[1] / "etc" if library else Path("/etc/openmpi")
+    files = (Path("~").expanduser() / ".openmpi/mca-params.conf", folder / _PARAMETERS)
+    return not any(map(_chooses_btl, files))
+
+
+@contextmanager
+def sparing_ofi() -> Iterator[None]:
+    """Let Open MPI start without what ``may_spare_ofi`` names, if it starts here."""
+    spared = SPARED if may_spare_ofi() else {}
+    os.environ.update(spared)
+    try:
+        yield
+    finally:
+        for name in spared:  # a launch from here is another one's affair
+            del os.environ[name]
+
+
+def _chooses_btl(file: Path) -> bool:
+    try:
+        return bool(re.search(r"^\s*btl\s*=", file.read_text(encoding="utf-8"), re.MULTILINE))
+    except (OSError, UnicodeDecodeError):
+        return False

@@ -6,7 +6,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeAlias, cast
 
 from hpctrain.cluster import env, preflight, process
-from hpctrain.cluster.libraries import expected_libmpi, loaded_libmpi, mismatch, starter
+from hpctrain.cluster.libraries import (
+    expected_libmpi,
+    loaded_libmpi,
+    mismatch,
+    sparing_ofi,
+    starter,
+)
 from hpctrain.core import config
 from hpctrain.core.errors import ConfigError, LaunchError
 from hpctrain.core.units import format_numbers
@@ -138,7 +144,8 @@ def _join(launched: env.Launched | None) -> "MPI.Intracomm | None":
         return None
     job = None if may_be_alone or process.is_interactive() else env.unstarted()
     try:
-        from mpi4py import MPI  # noqa: PLC0415 - a world of one needs no MPI
+        with sparing_ofi():
+            from mpi4py import MPI  # noqa: PLC0415 - a world of one needs no MPI
     except (ImportError, RuntimeError) as error:
         preflight.check_job(job, None)
         if launched is None or launched.size == 1 or may_be_alone:

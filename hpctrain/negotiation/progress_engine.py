@@ -262,12 +262,11 @@ class ProgressEngine:
         express = self.express
         if express is None or self._negotiator.takes_part or handle is self._aborted:
             return False
-        request = handle.request
-        known = express.known(handle.name, request)
+        known = express.known(handle.name, handle.signature)
         if known is None:
             return False
         try:
-            express.prepare(known, request)
+            express.prepare(known, handle)
         except Exception:  # by mail it fails after the others have heard of it
             return False
         self._prepared = handle, known
@@ -309,7 +308,7 @@ class ProgressEngine:
     def _reduce(self, handle: Handle, known: "Known") -> None:
         assert self.express is not None
         try:
-            handle.succeed(self.express.reduced(known, handle.request))
+            handle.succeed(self.express.reduced(known, handle))
         except Exception as error:  # for who waits
             handle.fail(error)
 

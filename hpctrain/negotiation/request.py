@@ -195,6 +195,21 @@ class Handle:
         """What is to be done."""
         return self._request
 
+    @property
+    def signature(self) -> Signature:
+        """What the ranks compare of the request."""
+        return self._request.signature
+
+    @property
+    def tensor(self) -> Tensor:
+        """The tensor of the request, of one that has a single one."""
+        return self._request.tensors[0]
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the result takes the place of what was given."""
+        return self._request.in_place
+
     def done(self) -> bool:
         """Say whether ``wait()`` would return, or raise, at once."""
         if not self.is_done and self._driver is not None:
@@ -261,6 +276,8 @@ class TensorHandle(Handle):
     __slots__ = ("_made", "repeated", "tensor")
 
     repeated: Repeated
+    tensor: Tensor
+    is_in_place = True
 
     def __init__(self, driver: "Controller", repeated: Repeated, tensor: Tensor) -> None:
         self.name = repeated.name
@@ -271,6 +288,11 @@ class TensorHandle(Handle):
         self._made: Request | None = None
         self.repeated = repeated
         self.tensor = tensor
+
+    @property
+    def signature(self) -> Signature:
+        """What the ranks compare."""
+        return self.repeated.signature
 
     @property
     def request(self) -> Request:

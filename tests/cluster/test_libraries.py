@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mpi4py import MPI
 
+from hpctrain.cluster import libraries
 from hpctrain.cluster.env import launched
 from hpctrain.cluster.libraries import (
     distinct,
@@ -17,8 +18,10 @@ from hpctrain.cluster.libraries import (
     family,
     libmpi_of,
     loaded_libmpi,
+    may_spare_ofi,
     mismatch,
     mpirun_beside,
+    sparing_ofi,
 )
 from hpctrain.cluster.preflight import (
     accelerator_warning,
@@ -171,6 +174,41 @@ def test_the_library_that_the_user_names_comes_first(tmp_path):
     named = tmp_path / "libmpi.so.40"
     assert expected_libmpi({"MPI4PY_LIBMPI": str(named)}) == named
     assert expected_libmpi({"MPI4PY_LIBMPI": "libmpi.so.40"}) is None
+
+
+@pytest.fixture
+def no_cards(monkeypatch, tmp_path):
+    """Let this host have no fast network card, this user no file, and MPI a place of its own."""
+    monkeypatch.setattr(libraries, "CLASSES", (tmp_path / "cards",))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("OMPI_MCA_btl", raising=False)
+    monkeypatch.setenv("MPI4PY_LIBMPI", str(tmp_path / "mpi/lib/libmpi.so.40"))
+    return tmp_path
+
+
+def test_open_mpi_leaves_its_btl_for_libfabric_out_where_nobody_wants_one(no_cards):
+    assert may_spare_ofi()
+    assert not may_spare_ofi({**os.environ, "OMPI_MCA_btl": "self,sm"})
+    (no_cards / "cards").mkdir()
+    assert not may_spare_ofi()
+
+
+@pytest.mark.parametrize("file", [".openmpi/mca-params.conf", "mpi/etc/openmpi-mca-params.conf"])
+def test_a_file_of_open_mpi_that_names_btls_stays_in_force(no_cards, file):
+    path = no_cards / file
+    path.parent.mkdir(parents=True)
+    path.write_text("# btl = tcp\nbtl_tcp_if_include = lo\n")
+    assert may_spare_ofi()
+    path.write_text("osc = ^ucx\n btl = ^uct\n")
+    assert not may_spare_ofi()
+
+
+@pytest.mark.usefixtures("no_cards")
+def test_what_open_mpi_is_told_at_its_start_is_in_no_environment_afterwards():
+    before = dict(os.environ)
+    with sparing_ofi():
+        assert {**os.environ}.items() - before.items() == {("OMPI_MCA_btl", "^ofi")}
+    assert dict(os.environ) == before
 
 
 BY_OPENMPI = launched({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"})

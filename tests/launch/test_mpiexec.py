@@ -123,6 +123,15 @@ def test_a_line_says_it_in_the_words_of_the_flavour(mpiruns, how, text, absent, 
         assert absent not in found
 
 
+def test_ranks_of_open_mpi_on_this_host_start_without_a_fabric_that_nobody_chose(monkeypatch):
+    for may in (True, False):
+        monkeypatch.setattr(mpiexec, "may_spare_ofi", lambda may=may: may)
+        for mpirun in ALL:
+            mine = Options(extra=("--mca", "btl", "self,sm"))
+            assert ("btl '^ofi'" in line(mpirun)) == (may and mpirun in OPENMPI)
+            assert "^ofi" not in line(mpirun, **HOSTS) + line(mpirun, options=mine)
+
+
 def test_hydra_takes_one_network_interface(monkeypatch):
     monkeypatch.setattr(mpiexec, "check_interfaces", lambda _: None)
     for mpirun in HYDRA:

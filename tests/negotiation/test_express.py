@@ -88,6 +88,33 @@ def test_every_dtype_gives_the_same_bits_without_mail(express):
         assert all(torch.equal(result, results[0]) for result in results)
 
 
+class Own(torch.Tensor):
+    """A tensor of a user's own class."""
+
+
+@SEVERAL
+def test_few_bytes_are_moved_as_the_values_that_the_tensor_shows(express):
+    rank = express.comm.rank
+    pair = torch.tensor([1 + rank * 1j, 2 - rank * 2j])
+    given = {
+        "negative": pair.conj().imag[:1],  # its bytes are those of the other sign
+        "apart": torch.arange(6.0).view(2, 3)[:, 1] * (rank + 1),
+        "turned": torch.arange(6.0).view(2, 3).t() + rank,
+        "spread": torch.tensor([1.0 + rank]).expand(3),
+        "own": torch.ones(2).mul_(rank).as_subclass(Own),
+        "weights": torch.nn.Parameter(torch.full((2,), rank + 0.5)),
+        "none": torch.ones(0),
+    }
+    assert given["negative"].is_neg()
+    for name, tensor in given.items():
+        summed = torch.tensor(express.comm.allgather_object(tensor.detach().tolist())).sum(0)
+        before = num_commits(express)
+        for _ in range(5):
+            (found,) = express.run(Request(Kind.ALLREDUCE, name, [tensor], op=Sum))
+            assert found.tolist() == summed.tolist(), name
+        assert num_commits(express) > before
+
+
 @SEVERAL
 def test_what_is_waited_for_soon_wakes_no_thread(ranks, monkeypatch):
     names = []
