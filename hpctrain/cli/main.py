@@ -60,6 +60,8 @@ For instance:
 
   hpctrain plan runs/digits --machine machine.toml --target-loss 0.1
 
+  hpctrain plan --params 70e9 --nodes 16 --gpus-per-node 8
+
   hpctrain submit my.toml --nodes 2 --tasks 2 --time 30min
 
   hpctrain top runs/digits             a job at work, rank by rank

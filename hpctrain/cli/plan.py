@@ -1,4 +1,4 @@
-"""``hpctrain plan``: nodes, batch, codec and local steps for a goal, by the models of cost."""
+"""``hpctrain plan``: what reaches a goal, or how a large model lies on ranks; models of cost."""
 
 import math
 from dataclasses import asdict
@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hpctrain.cli.layouts import asks_for_layouts, plan_layouts
 from hpctrain.cli.options import AsJson, argument, option
 from hpctrain.core.errors import ConfigError
-from hpctrain.core.units import format_seconds, parse_number, parse_seconds
+from hpctrain.core.units import format_seconds, parse_bytes, parse_number, parse_seconds
 
 if TYPE_CHECKING:
     from hpctrain.cost.planner import Advice, Candidate
@@ -21,6 +22,15 @@ def _norms(text: str) -> tuple[float, float]:
     return parse_number(batch), parse_number(norm)
 
 
+def _fixed(text: str) -> tuple[str, int | str]:
+    name, _, value = text.partition("=")
+    return name, int(value) if value.isdecimal() else value
+
+
+def _layout(metavar: str, text: str, *names: str, **settings: Any) -> Any:
+    return option(metavar, text, *names, rich_help_panel="Layouts", **settings)
+
+
 def plan(  # noqa: PLR0913 - a command's options
     run: Annotated[
         Path | None,
@@ -29,9 +39,12 @@ def plan(  # noqa: PLR0913 - a command's options
         ),
     ] = None,
     *,
-    machine: Annotated[Path, option("FILE", "Machine in TOML: hpctrain guide plan.", "--machine")],
+    machine: Annotated[
+        Path | None, option("FILE", "Machine in TOML: hpctrain guide plan.", "--machine")
+    ] = None,
     parameters: Annotated[
-        float | None, option("N", "Parameters of the model, such as 25.6M.", parser=parse_number)
+        float | None,
+        option("N", "Of the model: 25.6M, 7e9.", "--parameters", "--params", parser=parse_number),
     ] = None,
     samples_per_s: Annotated[
         float | None, option("R", "Samples a second of one rank.", parser=parse_number)
@@ -72,14 +85,41 @@ def plan(  # noqa: PLR0913 - a command's options
     codec: Annotated[
         list[str] | None, option("NAME:BYTES:SECONDS", "One more: of an element, and for a byte.")
     ] = None,
+    nodes: Annotated[int | None, _layout("N", "Nodes; else of the machine file.", min=1)] = None,
+    gpus_per_node: Annotated[int | None, _layout("N", "GPUs of each: a rank each.", min=1)] = None,
+    memory: Annotated[int | None, _layout("40GB", "Of a GPU.", parser=parse_bytes)] = None,
+    flops: Annotated[
+        float | None, _layout("150T", "Operations a second that it reaches.", parser=parse_number)
+    ] = None,
+    model: Annotated[
+        str | None, _layout("MODULE:FUNCTION", "Makes the model: its sizes, without memory.")
+    ] = None,
+    layers: Annotated[int | None, _layout("N", "Layers.", min=1)] = None,
+    hidden: Annotated[int | None, _layout("N", "Elements of a token.", min=1)] = None,
+    heads: Annotated[int | None, _layout("N", "Heads of attention.", min=1)] = None,
+    sequence: Annotated[int | None, _layout("N", "Tokens of a sample: 2048.", min=1)] = None,
+    vocabulary: Annotated[int | None, _layout("N", "Words: 51200.", min=1)] = None,
+    fused_attention: Annotated[
+        bool | None, _layout("", "Attention keeps no scores.", "--fused-attention")
+    ] = None,
+    fix: Annotated[
+        list[Any] | None, _layout("tp=8", "Settle a column of the first table.", parser=_fixed)
+    ] = None,
+    tp_across_nodes: Annotated[
+        bool | None, _layout("", "Let tp groups cross nodes.", "--tp-across-nodes")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Predict which nodes, batch, codec and local steps reach a goal soonest, and at what cost.
+    """Predict what reaches a goal soonest, or how a model larger than a GPU lies on ranks.
 
-    The models are closed forms with the figures of a machine file, which hpctrain bench fit
-    writes; hpctrain guide plan says what they leave out. More nodes pay as long as twice as many
-    save a quarter of the time. For each codec, and for local steps, it says what they save and
-    below which bandwidth. Times are predictions, not measurements.
+    A goal is a run or samples to learn from: which nodes, batch, codec and local steps reach it,
+    at what cost, and what each saves below which bandwidth. More nodes pay as long as twice as
+    many save a quarter of the time.
+
+    Without a goal: the five fastest ways to lay a transformer over ranks by tensor, pipeline, data
+    and context parallelism, ZeRO, micro-batches and recomputation, with memory, bubble and bytes,
+    and why the others lost. Times are predictions of closed forms with the figures of a machine
+    file, not measurements; hpctrain guide plan says what they leave out.
 
     For instance:
 
@@ -93,7 +133,16 @@ def plan(  # noqa: PLR0913 - a command's options
       hpctrain plan runs/digits --machine machine.toml --gradient-norms 32:4.1 256:1.3 --json
 
       hpctrain plan runs/digits --machine machine.toml --codec int8:1:2e-10
+
+      hpctrain plan --params 7.5e9 --nodes 8 --gpus-per-node 8 --batch 512
+
+      hpctrain plan --params 70e9 --nodes 16 --gpus-per-node 4 --memory 40GB --fix tp=4
+
+      hpctrain plan --model mine:model --machine machine.toml --sequence 4096 --json
     """
+    if asks_for_layouts(asked := locals()):
+        plan_layouts(asked, as_json=as_json)
+        return
     from hpctrain.cost.collectives import CODECS  # noqa: PLC0415
     from hpctrain.cost.learning import noise_scale as estimated  # noqa: PLC0415
     from hpctrain.cost.machine import Machine  # noqa: PLC0415
@@ -103,6 +152,8 @@ def plan(  # noqa: PLR0913 - a command's options
 
     if target_loss is not None and run is None:
         raise ConfigError("--target-loss is read from a run: give its directory, or --samples")
+    if machine is None:
+        raise ConfigError("a goal is reached on a machine, got none; give --machine with a file")
     given = {
         "parameters": parameters,
         "samples_per_s": samples_per_s,
@@ -131,14 +182,14 @@ def plan(  # noqa: PLR0913 - a command's options
         max_local_steps=max_local_steps,
         codecs=(*CODECS, *(codec or ())),
     )
-    model = Model(**known)
-    advice = advise(Machine.read(machine), model, goal)
+    trained = Model(**known)
+    advice = advise(Machine.read(machine), trained, goal)
     if as_json:
         import json  # noqa: PLC0415
 
         typer.echo(json.dumps(_as_dict(advice), indent=1))
     else:
-        _show(advice, model)
+        _show(advice, trained)
 
 
 def _as_dict(advice: "Advice") -> dict[str, Any]:

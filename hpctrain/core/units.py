@@ -46,9 +46,10 @@ def parse_seconds(text: str) -> float:
 
 def parse_number(text: str) -> float:
     """Read a number such as ``"25.6M"`` or ``"1e9"``; ``ConfigError``: it is none."""
-    digits = text.rstrip("kMG")
+    digits = text.rstrip("kMGBT")
+    factors = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
     try:
-        return float(digits) * {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9}[text.removeprefix(digits)]
+        return float(digits) * factors[text.removeprefix(digits)]
     except (ValueError, KeyError):
         raise ConfigError(f"a number is one such as 1000, 25.6M or 1e9, got {text!r}") from None
 

@@ -9,6 +9,8 @@ from hpctrain.cost.failures import SimulatedRun as SimulatedRun
 from hpctrain.cost.failures import best_interval as best_interval
 from hpctrain.cost.failures import goodput as goodput
 from hpctrain.cost.failures import simulate_run as simulate_run
+from hpctrain.cost.layout_search import LayoutRules as LayoutRules
+from hpctrain.cost.layout_search import best_layouts as best_layouts
 from hpctrain.cost.learning import fewest_rounds as fewest_rounds
 from hpctrain.cost.learning import most_local_steps as most_local_steps
 from hpctrain.cost.learning import noise_scale as noise_scale
@@ -23,5 +25,6 @@ from hpctrain.cost.step import StepTime as StepTime
 from hpctrain.cost.step import least_step_s as least_step_s
 from hpctrain.cost.step import simulate_steps as simulate_steps
 from hpctrain.cost.step import step_time as step_time
+from hpctrain.cost.transformer import Transformer as Transformer
 
 __all__: list[str]

@@ -48,6 +48,10 @@ class Machine:
     """How fast one rank combines two tensors, in bytes of one of them."""
     handle_bytes_per_s: Positive = math.inf
     """How fast a processor hands bytes to a card, where the card does not fetch them."""
+    memory_bytes: Positive = 80e9
+    """Memory of a rank, such as that of its GPU."""
+    flops_per_s: Positive = 150e12
+    """Operations a second that a rank reaches in training: half of a data sheet's, say."""
     leaf_size: Count = 0
     """Nodes below a leaf switch of a fat tree; 0 for a network in which only cards are shared."""
     oversubscription: Annotated[float, Rule(least=1)] = 1.0

@@ -38,6 +38,7 @@ def test_what_is_no_size_is_refused_with_an_example(text):
 
 def test_numbers_are_read_with_their_factors():
     assert [parse_number(text) for text in ("10", "25.6M", "1e9", "3k")] == [10, 25.6e6, 1e9, 3e3]
+    assert [parse_number(text) for text in ("7.5B", "2G", "1T")] == [7.5e9, 2e9, 1e12]
     for text in ("many", "M", "3 m", ""):
         with pytest.raises(ConfigError, match=r"25\.6M or 1e9, got"):
             parse_number(text)

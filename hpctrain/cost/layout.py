@@ -1,0 +1,253 @@
+"""What a layout of a transformer over ranks costs: memory, bytes on links, time of a step.
+
+Ranks are placed as ``hpctrain.parallel`` places them: those of a tensor parallel group are
+neighbours, then come context, pipeline and data parallel ones. A tensor parallel group splits the
+sequence too, so that it gathers and scatters instead of summing; stages take micro-batches one
+forward, one backward, and the first ones have a layer more where layers do not divide.
+
+Sources: Rajbhandari et al. 2020, "ZeRO: Memory optimizations toward training trillion parameter
+models"; Narayanan et al. 2021, "Efficient large-scale language model training on GPU clusters
+using Megatron-LM"; Korthikanti et al. 2022, "Reducing activation recomputation in large
+transformer models"; Liu et al. 2023, "Ring attention with blockwise transformers"; of stages
+that take unequally long, Zheng et al. 2022, "Alpa".
+Differs: gradients of ZeRO stages 2 and 3 are scattered after each micro-batch.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Annotated, NamedTuple
+
+from hpctrain.core.keys import Number, Rule
+from hpctrain.cost.collectives import Load
+from hpctrain.cost.machine import Machine
+from hpctrain.cost.transformer import RECOMPUTE, Transformer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """How many ranks share what, and how a step is cut."""
+
+    tp: Number = 1
+    """Ranks that share the matrices of a layer."""
+    pp: Number = 1
+    """Stages."""
+    dp: Number = 1
+    """Ranks that share the batch."""
+    cp: Number = 1
+    """Ranks that share a sample."""
+    zero: Annotated[int, Rule(least=0, below=4)] = 0
+    """What data parallel ranks share: 1 the optimizer's state, 2 gradients, 3 parameters too."""
+    micro_batch: Number = 1
+    """Samples that a stage takes at once."""
+    recompute: Annotated[str, Rule(names=RECOMPUTE)] = "none"
+    """What backward computes again."""
+
+    def __str__(self) -> str:
+        axes = f"tp={self.tp} pp={self.pp} dp={self.dp} cp={self.cp} zero={self.zero}"
+        return f"{axes} micro_batch={self.micro_batch} recompute={self.recompute}"
+
+
+class Memory(NamedTuple):
+    """Bytes of the fullest rank; their sum is what it needs."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    activations: float
+    buffers: float = 0.0  # of whole layers that ZeRO gathers, and of gradients that it scatters
+
+
+class Terms(NamedTuple):
+    """Seconds of a step; their sum is all of it. Of communication what is not hidden."""
+
+    compute_s: float
+    recompute_s: float
+    tensor_s: float
+    context_s: float
+    pipeline_s: float  # handing over between stages
+    bubble_s: float  # stages wait for the first and the last micro-batch
+    imbalance_s: float  # and for the slowest stage
+    data_s: float
+
+
+class Group(NamedTuple):
+    """Ranks that speak with each other, while all others of a node do the like."""
+
+    size: int
+    inside: int
+    """Those on one node; 1 where groups and nodes do not fit, so that everything crosses."""
+    per_card: int
+    """Ranks of a node that share a network card."""
+
+    def moved(self, num_bytes: float, times: float = 1) -> Load:
+        """Return the load of a message of which each gets, or adds up, the parts of all."""
+        nodes = self.size // self.inside
+        rounds = [times * (many - 1).bit_length() for many in (self.inside, nodes)]
+        within = (self.inside - 1) / self.inside * times * num_bytes
+        across = (nodes - 1) / self.size * times * num_bytes
+        return Load(rounds[0], within, rounds[1], self.per_card * across, across)
+
+    def passed(self, num_bytes: float, rounds: float) -> Load:
+        """Return the load of messages from each to its neighbour, of the one on another node."""
+        if self.inside == self.size:
+            return Load(rounds, num_bytes)
+        return Load(0.0, 0.0, rounds, self.per_card * num_bytes, num_bytes)
+
+
+def inside(ranks_per_node: int, inner: int, size: int) -> int:
+    """Return how many of ``size`` neighbours, each of ``inner`` ranks, lie on a node at least."""
+    return math.gcd(ranks_per_node // inner, size) if ranks_per_node % inner == 0 else 1
+
+
+class Placed:
+    """A model on a machine, with the axes of a layout and any ``how``.
+
+    That is stage of ZeRO, micro-batch and what is computed again, in the order of ``Layout``. The
+    axes multiply to the ranks, and dp times the micro-batch divides the batch.
+    """
+
+    def __init__(self, machine: Machine, model: Transformer, axes: Layout, batch: int) -> None:
+        self.machine, self.model, self.axes, self.batch = machine, model, axes, batch
+        tp, pp, dp, cp = axes.tp, axes.pp, axes.dp, axes.cp
+        local, inner = machine.ranks_per_node, (1, tp, tp * cp, tp * cp * pp)
+        sizes = zip(inner, (tp, cp, pp, dp), strict=True)
+        *within, replicas = (inside(local, each, size) for each, size in sizes)
+        per_card = -(-local // machine.nics)
+        self.tensor = Group(tp, within[0], per_card)
+        self.context = Group(cp, within[1], per_card)
+        self.stages = Group(pp, within[2], per_card)
+        self.data = Group(cp * dp, within[1] * replicas, per_card)
+        self._shared = tp * cp  # ranks among which activations are divided
+        self._most = -(-model.layers // pp)
+        # Layers, embeddings, and whether it has the output: of the first and the last stage.
+        self._ends = [(self._most, model.embeddings, True)]
+        if pp > 1:
+            first, last = (self._most, model.embedding), (model.layers // pp, model.embedding)
+            self._ends = [(*first, False), (*last, True)]
+        per_layer = model.layer_parameters
+        self._parameters = [(layers * per_layer + more) / tp for layers, more, _ in self._ends]
+        self._layers: dict[tuple[int, str], dict[str, float]] = {}
+
+    def micro_batches(self, micro_batch: int) -> int:
+        """Return how many a step has."""
+        return self.batch // (self.axes.dp * micro_batch)
+
+    def memory(self, zero: int, micro_batch: int, recompute: str) -> Memory:
+        """Return the bytes of the fullest rank, which is of the first or the last stage."""
+        model, ranks = self.model, self.data.size
+        in_flight = (min(self.micro_batches(micro_batch), self.axes.pp), 1)
+        kept, again = model.activations(recompute)
+        per_layer, share = model.layer_parameters / self.axes.tp, micro_batch / self._shared
+        buffers = (zero >= 2) * model.gradient_bytes * per_layer
+        buffers += (
+            (zero == 3) * 2 * model.parameter_bytes * per_layer
+        )  # the next one is on its way
+        found = []
+        for number, (layers, _, has_output) in enumerate(self._ends):
+            of_rank = self._parameters[number]
+            held = in_flight[number] * layers * kept + again
+            held += has_output * model.output_activations
+            shares = (
+                model.parameter_bytes * of_rank / (ranks if zero == 3 else 1),
+                model.gradient_bytes * of_rank / (ranks if zero >= 2 else 1),
+                model.optimizer_bytes * of_rank / (ranks if zero >= 1 else 1),
+            )
+            found.append(Memory(*shares, share * held, buffers))
+        return max(found, key=sum)
+
+    def _layer(self, micro_batch: int, recompute: str) -> dict[str, float]:
+        """Return seconds of a layer for a micro-batch, forward and backward, by term."""
+        if (micro_batch, recompute) not in self._layers:
+            share_s = micro_batch / (self._shared * self.machine.flops_per_s)
+            forward_s = self.model.layer_flops * share_s
+            attention_s = self.model.attention_flops * share_s
+            again_s = {"none": 0.0, "selective": attention_s, "full": forward_s}[recompute]
+            tensor, context = self._loads(micro_batch)
+            context_s = max(0.0, context.seconds(self.machine) - attention_s)
+            self._layers[micro_batch, recompute] = {
+                "compute_s": 3 * forward_s,
+                "recompute_s": again_s,
+                "tensor_s": tensor.seconds(self.machine) * (3 if recompute == "full" else 2),
+                "context_s": context_s * (3 if recompute == "none" else 4),
+            }
+        return self._layers[micro_batch, recompute]
+
+    def _loads(self, micro_batch: int) -> tuple[Load, Load]:
+        """Return what a forward pass through a layer moves between tensor and context ranks.
+
+        Activations are gathered twice and scattered twice, keys and values go round a ring.
+        """
+        whole, steps = micro_batch * self.model.input_bytes, self.axes.cp - 1
+        tensor = self.tensor.moved(whole / self.axes.cp, 4)
+        return tensor, self.context.passed(2 * whole * steps / self._shared, steps)
+
+    def _handed(self, micro_batch: int, times: float) -> Load:
+        """Return what a stage hands on of a micro-batch, or back, so many times."""
+        num_bytes = micro_batch * self.model.input_bytes / self._shared
+        return self.stages.passed(times * num_bytes, times)
+
+    def terms(self, zero: int, micro_batch: int, recompute: str) -> Terms:
+        """Predict a step."""
+        pp, num_micro = self.axes.pp, self.micro_batches(micro_batch)
+        layer = self._layer(micro_batch, recompute)
+        output_s = 3 * self.model.output_flops * micro_batch
+        output_s /= self._shared * self.machine.flops_per_s
+        hand_s = self._handed(micro_batch, 2).seconds(self.machine) if pp > 1 else 0.0
+        layer_s = sum(layer.values())
+        mean = {name: self.model.layers * each / pp for name, each in layer.items()}
+        mean["compute_s"] += output_s / pp
+        mean_s = sum(mean.values()) + hand_s
+        ends = (layers * layer_s + has_output * output_s for layers, _, has_output in self._ends)
+        return Terms(
+            **{name: num_micro * each for name, each in mean.items()},
+            pipeline_s=num_micro * hand_s,
+            bubble_s=(pp - 1) * mean_s,
+            imbalance_s=(num_micro - 1) * (max(ends) + hand_s - mean_s),
+            data_s=self._data_s(zero, num_micro, layer) if self.data.size > 1 else 0.0,
+        )
+
+    def _data_s(self, zero: int, num_micro: int, layer: dict[str, float]) -> float:
+        """Return what computing does not hide of gradients, and of parameters that are shared.
+
+        They travel layer by layer, beside the pass that has or needs them: of the last layer
+        nothing is hidden.
+        """
+        most, model = self._most, self.model
+        forward_s = most * layer["compute_s"] / 3
+        backward_s = 2 * forward_s + most * layer["recompute_s"]
+        gather_s, scatter_s = (
+            self.data.moved(size * max(self._parameters) / most, most).seconds(self.machine)
+            for size in (model.parameter_bytes, model.gradient_bytes)
+        )
+
+        def exposed(seconds: float, beside_s: float) -> float:
+            return max(seconds - beside_s, seconds / most)
+
+        if zero == 0:
+            return exposed(2 * scatter_s, backward_s)
+        if zero == 3:
+            both_s = exposed(gather_s, forward_s) + exposed(gather_s + scatter_s, backward_s)
+            return num_micro * both_s
+        times = num_micro if zero == 2 else 1
+        return times * exposed(scatter_s, backward_s) + exposed(gather_s, forward_s)
+
+    def load(self, zero: int, micro_batch: int, recompute: str) -> Load:
+        """Return what a step asks of the links of the busiest rank, hidden or not."""
+        num_micro, model = self.micro_batches(micro_batch), self.model
+        passes = self._most * num_micro
+        tensor, context = self._loads(micro_batch)
+        found = _times(tensor, passes * (3 if recompute == "full" else 2))
+        found += _times(context, passes * (3 if recompute == "none" else 4))
+        found += self._handed(micro_batch, num_micro * min(2, self.axes.pp - 1))
+        gathers = {0: 0, 3: 2 * num_micro}.get(zero, 1)
+        scatters = {0: 2, 1: 1}.get(zero, num_micro)
+        size = gathers * model.parameter_bytes + scatters * model.gradient_bytes
+        return found + self.data.moved(size * max(self._parameters) / self._most, self._most)
+
+    def bubble(self, micro_batch: int) -> float:
+        """Return the part of a pipeline's time in which a stage waits, of equal stages."""
+        return (self.axes.pp - 1) / (self.micro_batches(micro_batch) + self.axes.pp - 1)
+
+
+def _times(load: Load, times: float) -> Load:
+    return Load(*(times * each for each in load))

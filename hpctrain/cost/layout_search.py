@@ -1,0 +1,234 @@
+"""The search for layouts: of all that fit the fastest, and why the others lost."""
+
+import heapq
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import product
+from typing import Annotated, Any
+
+from hpctrain.core.errors import ConfigError
+from hpctrain.core.keys import Number, Rule, check_rules, keys_of
+from hpctrain.cost.collectives import Load
+from hpctrain.cost.layout import Layout, Memory, Placed, Terms
+from hpctrain.cost.machine import Machine
+from hpctrain.cost.transformer import RECOMPUTE, Transformer
+
+MOST_NODES = 1 << 14  # among which it is looked for enough memory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutRules:
+    """What a layout keeps to; ``ConfigError`` where it cannot."""
+
+    batch: Number
+    """Samples of a step, over all ranks."""
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    """Values of a ``Layout`` that are settled, by name."""
+    tp_across_nodes: bool = False
+    """Whether tensor parallel groups may lie on several nodes."""
+    memory_part: Annotated[float, Rule(above=0)] = 0.9
+    """Of a rank's memory, for what is counted: the rest is of libraries and gaps."""
+
+    def __post_init__(self) -> None:
+        check_rules(self)
+        for name, value in self.fixed.items():
+            if name not in keys_of(Layout):
+                raise ConfigError(f"a layout has {', '.join(keys_of(Layout))}, got {name!r}")
+            keys_of(Layout)[name].checked(value)
+
+    def limit(self, machine: Machine) -> float:
+        """Return the bytes of a rank for what is counted."""
+        return self.memory_part * machine.memory_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutChoice:
+    """A layout that fits."""
+
+    layout: Layout
+    memory: Memory
+    terms: Terms
+    load: Load  # of the links of the busiest rank
+    bubble: float  # part of a pipeline's time in which a stage waits for the first and the last
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutAdvice:
+    """What the search has found."""
+
+    best: tuple[LayoutChoice, ...]  # the fastest first
+    num_meshes: int  # ways to divide the ranks by tp, pp, dp and cp
+    num_layouts: int  # of those that keep the rules
+    broken: dict[str, int]  # meshes by the first rule that they break
+    lost: dict[str, int]  # layouts by why they are not among the best
+
+
+def best_layouts(
+    machine: Machine, model: Transformer, rules: LayoutRules, *, keep: int = 5
+) -> LayoutAdvice:
+    """Try all layouts; return the ``keep`` fastest that fit, and why the others do not join them.
+
+    Of two that take equally long the one of larger pieces comes first, which processors are
+    quicker with, then the one that needs less memory, then the one that cuts less.
+
+    Raises ``ConfigError``: no layout keeps the rules, or none fits; says what would do.
+    """
+    space = _Space(machine, model, rules)
+    if not space.placed:
+        counts = ", ".join(f"{name}: {number}" for name, number in space.broken.most_common())
+        raise ConfigError(
+            f"a layout keeps all rules, got {space.broken.total()} ways to divide "
+            f"{machine.num_ranks} ranks: {counts}; change batch, nodes or what is fixed"
+        )
+    found: list[_Found] = []
+    num_layouts = 0
+    for placed, zero, recompute, sizes in space.variants():
+        num_layouts += len(sizes)
+        for size in sizes:
+            memory = sum(placed.memory(zero, size, recompute))
+            if memory > rules.limit(machine):  # larger ones take as much at least
+                break
+            layout = _layout(placed, zero, size, recompute)
+            found.append((layout, placed.terms(zero, size, recompute), memory))
+    if not found:
+        raise ConfigError(_too_large(space))
+    best = heapq.nsmallest(keep, found, key=_order)
+    lost = Counter({"does not fit": num_layouts - len(found)})
+    chosen = {layout for layout, _, _ in best}
+    lost.update(_reason(terms, best[0][1]) for layout, terms, _ in found if layout not in chosen)
+    return LayoutAdvice(
+        tuple(space.choice(layout) for layout, _, _ in best),
+        len(space.placed) + space.broken.total(),
+        num_layouts,
+        dict(space.broken),
+        {name: number for name, number in lost.most_common() if number},
+    )
+
+
+def _layout(placed: Placed, zero: int, micro_batch: int, recompute: str) -> Layout:
+    return replace(placed.axes, zero=zero, micro_batch=micro_batch, recompute=recompute)
+
+
+_Found = tuple[Layout, Terms, float]  # with its memory
+
+
+def _order(one: _Found) -> tuple[float, ...]:
+    layout, terms, memory = one
+    piece = layout.micro_batch / (layout.tp * layout.cp)
+    cuts = (layout.cp, layout.pp, layout.tp, layout.zero, RECOMPUTE.index(layout.recompute))
+    return (_rounded(sum(terms)), -piece, _rounded(memory), *cuts)
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.9g}")  # so that sums of the same numbers in another order are the same
+
+
+def _reason(terms: Terms, best: Terms) -> str:
+    """Return the term by which a layout loses most."""
+    if _rounded(sum(terms)) == _rounded(sum(best)):
+        return "as fast, of smaller pieces or more memory"
+    more = {name: value - getattr(best, name) for name, value in terms._asdict().items()}
+    return f"slower by {max(more, key=lambda name: more[name]).removesuffix('_s')}"
+
+
+class _Space:
+    """What keeps the rules, and how often each is the first that is broken."""
+
+    def __init__(self, machine: Machine, model: Transformer, rules: LayoutRules) -> None:
+        self.machine, self.model, self.rules = machine, model, rules
+        self.placed: list[Placed] = []
+        self.broken: Counter[str] = Counter()
+        for axes in _products(machine.num_ranks):
+            layout = Layout(**axes)
+            if fault := next(self._faults(layout), ""):
+                self.broken[fault] += 1
+            else:
+                self.placed.append(Placed(machine, model, layout, rules.batch))
+
+    def _faults(self, one: Layout) -> Iterator[str]:
+        model, rules, fixed = self.model, self.rules, self.rules.fixed
+        if any(getattr(one, name) != fixed.get(name, getattr(one, name)) for name in _AXES):
+            yield "not as fixed"
+        if self.machine.ranks_per_node % one.tp and not rules.tp_across_nodes:
+            yield "tp does not stay inside nodes"
+        if model.heads % one.tp:
+            yield "tp does not divide the heads"
+        if one.pp > model.layers:
+            yield "more stages than layers"
+        if model.sequence % (one.tp * one.cp):
+            yield "tp x cp does not divide the sequence"
+        if rules.batch % (one.dp * fixed.get("micro_batch", 1)):
+            yield "dp x micro-batches does not divide the batch"
+
+    def variants(self) -> Iterator[tuple[Placed, int, str, list[int]]]:
+        """Yield ways to share and to compute again, with micro-batches, smallest first.
+
+        Without what would come to the same.
+        """
+        fixed = {name: [value] for name, value in self.rules.fixed.items()}
+        modes = [
+            each for each in RECOMPUTE if each != "selective" or not self.model.fused_attention
+        ]
+        for placed in self.placed:
+            zeros = [0, 1, 2, 3] if placed.data.size > 1 else [0]
+            sizes = fixed.get("micro_batch", _divisors(self.rules.batch // placed.axes.dp))
+            for how in product(fixed.get("zero", zeros), fixed.get("recompute", modes)):
+                yield placed, *how, sizes
+
+    def choice(self, one: Layout) -> LayoutChoice:
+        """Return all that is known of a layout."""
+        placed = Placed(self.machine, self.model, one, self.rules.batch)
+        how = (one.zero, one.micro_batch, one.recompute)
+        memory, terms, load = placed.memory(*how), placed.terms(*how), placed.load(*how)
+        return LayoutChoice(one, memory, terms, load, placed.bubble(one.micro_batch))
+
+    def smallest(self) -> tuple[Memory, Layout] | None:
+        """Return the layout that takes least memory, or None if none keeps the rules."""
+        found = (
+            (placed.memory(zero, sizes[0], mode), _layout(placed, zero, sizes[0], mode))
+            for placed, zero, mode, sizes in self.variants()
+        )
+        return min(found, key=lambda each: sum(each[0]), default=None)
+
+
+_AXES = ("tp", "pp", "dp", "cp")
+
+
+def _products(size: int) -> Iterator[dict[str, Any]]:
+    """Yield all axes that multiply to ``size``."""
+    for tp in _divisors(size):
+        for pp in _divisors(size // tp):
+            for dp in _divisors(size // (tp * pp)):
+                yield dict(zip(_AXES, (tp, pp, dp, size // (tp * pp * dp)), strict=True))
+
+
+@lru_cache(maxsize=1024)
+def _divisors(number: int) -> list[int]:
+    low = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return low + [number // d for d in reversed(low) if d * d != number]
+
+
+def _too_large(space: _Space) -> str:
+    machine, rules, least = space.machine, space.rules, space.smallest()
+    assert least is not None
+    (memory, layout), limit = least, rules.limit(machine)
+    total = sum(memory)
+    parts = ", ".join(f"{name} {size / 1e9:.3g}" for name, size in memory._asdict().items())
+    ways = [f"take GPUs of {math.ceil(total / rules.memory_part / 1e9)} GB"]
+    nodes = 2 * machine.nodes
+    while nodes <= MOST_NODES:
+        more = _Space(replace(machine, nodes=nodes), space.model, rules).smallest()
+        if more is not None and sum(more[0]) <= limit:
+            ways = [f"take {nodes} nodes", *ways]
+            break
+        nodes *= 2
+    ways += ["shorten the sequence"] * (memory.activations > limit / 2)
+    return (
+        f"a rank has {limit / 1e9:.4g} GB for what is counted ({rules.memory_part:.0%} of "
+        f"{machine.memory_bytes / 1e9:.4g}), and the layout that takes least, {layout}, needs "
+        f"{total / 1e9:.4g} GB, {(total - limit) / 1e9:.3g} GB too much ({parts}); "
+        f"{', or '.join(ways + ['fix less'] * bool(rules.fixed))}"
+    )

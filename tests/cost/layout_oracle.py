@@ -1,0 +1,155 @@
+"""Brute force over layouts: every rank is placed, every stage written down. Shares nothing with
+``hpctrain.cost`` but the formulas of the papers that it names."""
+
+from collections import namedtuple
+from itertools import product
+
+Found = namedtuple("Found", "seconds memory layout")
+
+
+def fewest_on_a_node(group_of, ranks_per_node, world, inner):
+    """How many members any group has on any of its nodes at least; 1 where ``inner`` neighbours,
+    which stand for one member, lie on two nodes."""
+    for first in range(0, world, inner):
+        if first // ranks_per_node != (first + inner - 1) // ranks_per_node:
+            return 1
+    members = {}
+    for rank in range(world):
+        members.setdefault((group_of(rank), rank // ranks_per_node), []).append(rank)
+    return min(map(len, members.values()))
+
+
+def groups(tp, pp, dp, cp, local):
+    """Members inside a node of each axis: tp varies fastest, then cp, pp and dp."""
+    world, strides = tp * pp * dp * cp, {"tp": 1, "cp": tp, "pp": tp * cp, "dp": tp * cp * pp}
+    sizes = {"tp": tp, "cp": cp, "pp": pp, "dp": dp}
+    return {
+        axis: fewest_on_a_node(
+            lambda rank, s=stride, n=sizes[axis]: (rank % s, rank // (s * n)), local, world, stride
+        )
+        for axis, stride in strides.items()
+    }
+
+
+def halvings(many):
+    """Rounds until all have heard of all, each of which doubles who has."""
+    rounds = 0
+    while 2**rounds < many:
+        rounds += 1
+    return rounds
+
+
+class Case:
+    """A model on a machine by bare numbers."""
+
+    def __init__(self, **numbers):
+        self.__dict__.update(numbers)
+        self.world = self.nodes * self.local
+        words = self.vocabulary * self.hidden
+        self.words = words
+        self.layer = (self.parameters - (words if self.tied else 2 * words)) / self.layers
+
+    def collective(self, num_bytes, size, inside):
+        """All-gather or reduce-scatter of two levels: inside a node, then between nodes."""
+        nodes = size // inside
+        share = self.network_rate / -(-self.local // self.nics)
+        seconds = halvings(inside) * self.node_latency + halvings(nodes) * self.network_latency
+        seconds += num_bytes * (inside - 1) / inside / self.node_rate
+        return seconds + num_bytes / inside * (nodes - 1) / nodes / share
+
+    def neighbour(self, num_bytes, messages, size, inside):
+        """Messages to a neighbour, one of which is on another node unless all are on one."""
+        if inside == size:
+            return messages * self.node_latency + num_bytes / self.node_rate
+        share = self.network_rate / -(-self.local // self.nics)
+        return messages * self.network_latency + num_bytes / share
+
+    def stages(self, pp):
+        """For each stage: its layers, parameters beside them, and whether it has the output."""
+        for stage in range(pp):
+            layers = sum(1 for layer in range(self.layers) if layer % pp == stage)
+            first, last = stage == 0, stage == pp - 1
+            copies = first + last - (pp == 1 and self.tied)
+            yield layers, copies * self.words, last
+
+    def memory(self, tp, pp, dp, cp, zero, size, recompute):
+        """Bytes of the fullest rank, over all stages (Rajbhandari 2020, Korthikanti 2022)."""
+        ranks, micro = dp * cp, self.batch // (dp * size)
+        s, b, h, a = self.sequence, size, self.hidden, self.heads
+        scores = 0 if self.fused else 5 * a * s * s * b
+        kept = {
+            "none": 34 * s * b * h + scores,
+            "selective": 34 * s * b * h,
+            "full": 2 * s * b * h,
+        }
+        again = {"none": 0, "selective": scores, "full": 34 * s * b * h + scores}
+        totals = []
+        for stage, (layers, more, last) in enumerate(self.stages(pp)):
+            psi = (layers * self.layer + more) / tp
+            state = {
+                0: 16 * psi,
+                1: 4 * psi + 12 * psi / ranks,
+                2: 2 * psi + 14 * psi / ranks,
+                3: 16 * psi / ranks,
+            }[zero]
+            buffers = {0: 0, 1: 0, 2: 2, 3: 6}[zero] * self.layer / tp
+            held = layers * min(micro, pp - stage) * kept[recompute] + again[recompute]
+            held += last * 4 * s * b * (h + self.vocabulary)
+            totals.append(state + buffers + held / (tp * cp))
+        return max(totals)
+
+    def seconds(self, tp, pp, dp, cp, zero, size, recompute):
+        """A step (Narayanan 2021; Alpa's latency of a pipeline)."""
+        near, micro = groups(tp, pp, dp, cp, self.local), self.batch // (dp * size)
+        tokens, h = size * self.sequence, self.hidden
+        attention = 4 * tokens * self.sequence * h / (tp * cp) / self.flops
+        forward = 2 * tokens * self.layer / (tp * cp) / self.flops + attention
+        again = {"none": 0, "selective": attention, "full": forward}[recompute]
+        tensor = 4 * self.collective(2 * tokens * h / cp, tp, near["tp"])
+        ring = self.neighbour(4 * tokens * h / (tp * cp) * (cp - 1), cp - 1, cp, near["cp"])
+        layer = 3 * forward + again + tensor * (3 if recompute == "full" else 2)
+        layer += max(0, ring - attention) * (3 if recompute == "none" else 4)
+        output = 6 * tokens * self.words / (tp * cp) / self.flops
+        hand = self.neighbour(4 * tokens * h / (tp * cp), 2, pp, near["pp"]) if pp > 1 else 0
+        times = [layers * layer + last * output + hand for layers, _, last in self.stages(pp)]
+        step = sum(times) + (micro - 1) * max(times)
+        if dp * cp == 1:
+            return step
+        psi = max(layers * self.layer + more for layers, more, _ in self.stages(pp)) / tp
+        most = max(layers for layers, _, _ in self.stages(pp))
+        one = most * self.collective(2 * psi / most, dp * cp, near["cp"] * near["dp"])
+        ahead, back = most * forward, most * (2 * forward + again)
+        per_layer = one / most
+        gather, scatter = max(one - ahead, per_layer), max(one - back, per_layer)
+        both = max(2 * one - back, 2 * per_layer)
+        return (
+            step
+            + {
+                0: both,
+                1: gather + scatter,
+                2: gather + micro * scatter,
+                3: micro * (gather + both),
+            }[zero]
+        )
+
+    def everything(self):
+        """All layouts that keep the rules: those that fit, and how many there are."""
+        axes, num, fitting, least = range(1, self.world + 1), 0, [], float("inf")
+        for tp, pp, dp, cp in product(axes, repeat=4):
+            if tp * pp * dp * cp != self.world or self.batch % dp or self.heads % tp:
+                continue
+            spans_nodes = groups(tp, pp, dp, cp, self.local)["tp"] < tp
+            if (spans_nodes and not self.across) or pp > self.layers or self.sequence % (tp * cp):
+                continue
+            zeros = range(4) if dp * cp > 1 else [0]
+            modes = ["none", "full"] if self.fused else ["none", "selective", "full"]
+            for zero, mode, size in product(zeros, modes, range(1, self.batch // dp + 1)):
+                if self.batch % (dp * size):
+                    continue
+                num += 1
+                layout = (tp, pp, dp, cp, zero, size, mode)
+                memory = self.memory(*layout)
+                least = min(least, memory)
+                if memory <= 0.9 * self.capacity:
+                    fitting.append(Found(self.seconds(*layout), memory, layout))
+        return sorted(fitting), num, least

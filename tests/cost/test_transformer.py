@@ -1,0 +1,102 @@
+"""A transformer by its sizes: the papers' figures, and what is guessed where nothing is given."""
+
+import math
+
+import pytest
+
+from hpctrain.core.errors import ConfigError
+from hpctrain.cost.transformer import Transformer
+
+PUBLISHED = {  # of Narayanan et al. 2021: billions of parameters by hidden size and layers
+    (2304, 24): 1.7,
+    (3072, 30): 3.6,
+    (4096, 36): 7.5,
+    (6144, 40): 18.4,
+    (8192, 48): 39.1,
+    (10240, 60): 76.1,
+    (12288, 80): 145.6,
+    (16384, 96): 310.1,
+    (20480, 105): 529.6,
+    (25600, 128): 1008.0,
+}
+
+
+@pytest.mark.parametrize(("hidden", "layers"), PUBLISHED)
+def test_parameters_are_those_of_published_models(hidden, layers):
+    model = Transformer.of(layers=layers, hidden=hidden)
+    assert model.parameters / 1e9 == pytest.approx(PUBLISHED[hidden, layers], abs=0.051)
+    assert model.layers * model.layer_parameters + model.embeddings == model.parameters
+
+
+@pytest.mark.parametrize(("hidden", "layers"), PUBLISHED)
+def test_operations_are_those_of_the_published_formula(hidden, layers):
+    s, words = 2048, 51200
+    model = Transformer(
+        layers=layers,
+        hidden=hidden,
+        heads=hidden // 128,
+        parameters=12 * layers * hidden**2 + words * hidden,  # as it counts: without biases
+    )
+    last = words / (12 * layers * hidden)
+    step = 72 * s * layers * hidden**2 * (1 + s / (6 * hidden) + last)
+    assert model.step_flops == pytest.approx(step, rel=1e-12)
+
+
+def test_seventy_billion_parameters_with_adam_are_more_than_a_terabyte():
+    model = Transformer.of(70e9)
+    assert model.state_bytes == 16
+    assert model.state_bytes * model.parameters == 1.12e12
+
+
+def test_activations_of_a_layer_are_those_of_the_published_formula():
+    """Of GPT-3, whose scores are 80 of 114 bytes of an element; without them 70 % are saved."""
+    s, h, a = 2048, 12288, 96
+    model = Transformer.of(layers=96, hidden=h, heads=a)
+    kept, again = model.activations("none")
+    assert kept == s * h * (34 + 5 * a * s / h) == s * h * 114
+    assert again == 0
+    assert model.activations("selective") == (34 * s * h, 80 * s * h)
+    assert model.activations("selective")[0] / kept == pytest.approx(0.3, abs=0.002)
+    assert model.activations("full") == (2 * s * h, 114 * s * h)
+    assert model.output_activations == 4 * s * h * (1 + 51200 / h)
+
+
+def test_fused_attention_keeps_no_scores():
+    model = Transformer.of(layers=2, hidden=128, fused_attention=True)
+    assert model.activations("none") == model.activations("selective")
+
+
+@pytest.mark.parametrize("parameters", [1e6, 2.5e7, 1.3e8, 1e9, 7.5e9, 7e10, 1.75e11, 1e12, 1e15])
+def test_what_is_guessed_has_the_parameters_that_were_asked_for(parameters):
+    model = Transformer.of(parameters, vocabulary=1000)
+    assert model.parameters == parameters
+    assert model.layer_parameters == pytest.approx(12 * model.hidden**2, rel=0.5)
+    assert model.hidden % model.heads == 0
+    given = Transformer.of(parameters, layers=5, vocabulary=1000)
+    assert given.layers == 5
+    assert given.layer_parameters == pytest.approx(12 * given.hidden**2, rel=0.3)
+
+
+def test_guesses_are_near_published_models():
+    found = Transformer.of(7.5e9)
+    assert (found.hidden, found.layers, found.heads) == (4096, 36, 32)
+    found = Transformer.of(175e9)
+    assert (found.hidden, found.layers, found.heads) == (12288, 96, 96)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "told"),
+    [
+        ({}, "give --params, or --layers and --hidden"),
+        ({"layers": 3}, "got neither"),
+        ({"parameters": math.nan}, "parameters must be above 0, got nan"),
+        ({"parameters": math.inf}, "parameters must be below inf, got inf"),
+        ({"parameters": -1.0}, "parameters must be above 0, got -1"),
+        ({"parameters": 1e6, "layers": 2, "hidden": 64, "heads": 7}, "got 7 heads and a"),
+        ({"parameters": 1e6, "hidden": 512}, "got 1e[+]06 in all and 2.621e[+]07 for"),
+        ({"layers": 2, "hidden": 64, "sequence": 0}, "sequence must be at least 1, got 0"),
+    ],
+)  # fmt: skip
+def test_sizes_that_do_not_fit_each_other_are_refused(sizes, told):
+    with pytest.raises(ConfigError, match=told):
+        Transformer.of(**sizes)

@@ -1,0 +1,108 @@
+"""Sizes of a model read off its modules: no weight is made, and what does not show is left out."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from hpctrain.core.errors import ConfigError
+from hpctrain.train.model_sizes import sizes_of
+
+
+class Plain(nn.Module):
+    """A language model of torch's own layers."""
+
+    def __init__(self, layers=7, hidden=96, heads=6, words=500, context=32, tied=False):
+        super().__init__()
+        self.words, self.places = nn.Embedding(words, hidden), nn.Embedding(context, hidden)
+        layer = nn.TransformerEncoderLayer(hidden, heads, 4 * hidden, batch_first=True)
+        self.stack = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+        self.output = nn.Linear(hidden, words, bias=False)
+        if tied:
+            self.output.weight = self.words.weight
+
+
+def plain():
+    return Plain()
+
+
+def tied():
+    return Plain(tied=True)
+
+
+def enormous():
+    """Of 200 GB in float32: nobody allocates it."""
+    return Plain(layers=60, hidden=8192, heads=64, words=50000, context=2048)
+
+
+def configured():
+    """As models of Hugging Face keep what they were made by."""
+    model = nn.ModuleDict({"words": nn.Embedding(300, 64)})
+    model["h"] = nn.ModuleList(nn.ModuleList([nn.Linear(64, 64)]) for _ in range(5))
+    model.config = SimpleNamespace(n_head=4, n_positions=40)
+    return model
+
+
+def perceptron():
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    model[0].requires_grad_(False)
+    return model
+
+
+def shallow():
+    return Plain(layers=1)
+
+
+def curious():
+    model = nn.Linear(3, 3)
+    assert model.weight[0, 0].item() < 1
+    return model
+
+
+HERE = __name__
+
+
+@pytest.mark.parametrize("name", ["plain", "tied"])
+def test_sizes_are_those_that_the_model_was_made_with(name):
+    model = getattr(sys.modules[HERE], name)()
+    assert sizes_of(f"{HERE}:{name}") == {
+        "parameters": sum(each.numel() for each in model.parameters()),
+        "layers": 7,
+        "hidden": 96,
+        "heads": 6,
+        "vocabulary": 500,
+        "sequence": 32,
+        "tied": name == "tied",
+    }
+
+
+def test_a_model_that_fits_nowhere_is_measured():
+    found = sizes_of(f"{HERE}:enormous")
+    assert found["parameters"] == pytest.approx(49.1e9, rel=0.01)
+    assert (found["layers"], found["hidden"], found["heads"]) == (60, 8192, 64)
+
+
+def test_a_model_of_another_library_tells_by_its_configuration():
+    found = sizes_of(f"{HERE}:configured")
+    assert found.pop("parameters") == 300 * 64 + 5 * 65 * 64
+    assert found == {
+        "layers": 5, "hidden": 64, "heads": 4, "vocabulary": 300, "sequence": 40, "tied": True
+    }  # fmt: skip
+
+
+def test_what_does_not_show_is_left_out_and_what_is_frozen_is_not_counted():
+    assert sizes_of(f"{HERE}:perceptron") == {"parameters": 72, "layers": 2}
+
+
+def test_a_single_layer_is_one():
+    assert sizes_of(f"{HERE}:shallow")["layers"] == 1
+
+
+def test_a_model_that_looks_at_its_weights_is_refused():
+    with pytest.raises(ConfigError, match=r"meta device, without values, and .*curious asks"):
+        sizes_of(f"{HERE}:curious")
+    assert torch.empty(0).device.type == "cpu"
+    with pytest.raises(ConfigError, match="has no absent"):
+        sizes_of(f"{HERE}:absent")
