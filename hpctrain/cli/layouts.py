@@ -55,9 +55,14 @@ def plan_layouts(asked: dict[str, Any], *, as_json: bool) -> None:
 
         typer.echo(json.dumps(_as_dict(advice, machine, model, rules.batch), indent=1))
         return
+    sizes = ", ".join(f"{name} {getattr(model, name)}" for name in SIZES)
     where = "" if asked["machine"] else "; assumed, a file for --machine says better"
     typer.echo(
-        f"{_told(model, guessed)}\n"
+        f"model    {model.parameters:,.0f} parameters: {sizes}"
+        f"{'; assumed: ' * bool(guessed)}{', '.join(guessed)}\n"
+        f"state    {_size(model.state_bytes * model.parameters)}: {model.state_bytes:g} bytes per "
+        f"parameter (itself {model.parameter_bytes:g}, gradient {model.gradient_bytes:g}, "
+        f"optimizer {model.optimizer_bytes:g})\n"
         f"machine  {machine.nodes} x {machine.ranks_per_node} GPUs of "
         f"{_size(machine.memory_bytes)}, {_size(rules.limit(machine))} of it for what is counted, "
         f"{machine.flops_per_s / 1e12:.4g} Tflop/s reached\n"
@@ -65,7 +70,7 @@ def plan_layouts(asked: dict[str, Any], *, as_json: bool) -> None:
         f"{machine.nics} x {machine.network.bytes_per_s / 1e9:.4g} GB/s between nodes{where}\n"
         f"batch    {rules.batch} samples{'' if asked['batch'] else ', assumed: --batch'}\n"
     )
-    _show(advice, machine, model, rules.batch)
+    _show(advice, machine, rules.batch)
 
 
 def _machine(asked: dict[str, Any]) -> "Machine":
@@ -94,7 +99,7 @@ def _model(asked: dict[str, Any]) -> tuple["Transformer", list[str]]:
     found: dict[str, Any] = {}
     if asked["model"] is not None:
         from hpctrain.core.target import make_importable  # noqa: PLC0415
-        from hpctrain.train.model_sizes import sizes_of  # noqa: PLC0415
+        from hpctrain.train.model import sizes_of  # noqa: PLC0415
 
         make_importable(Path.cwd())
         found = sizes_of(asked["model"])
@@ -110,25 +115,14 @@ def _model(asked: dict[str, Any]) -> tuple["Transformer", list[str]]:
     return Transformer.of(**found), guessed
 
 
-def _told(model: "Transformer", guessed: list[str]) -> str:
-    sizes = ", ".join(f"{name} {getattr(model, name)}" for name in SIZES)
-    parts = [model.parameter_bytes, model.gradient_bytes, model.optimizer_bytes]
-    return (
-        f"model    {model.parameters:,.0f} parameters: {sizes}"
-        f"{'; assumed: ' * bool(guessed)}{', '.join(guessed)}\n"
-        f"state    {_size(model.state_bytes * model.parameters)}: {model.state_bytes:g} bytes per "
-        f"parameter (itself {parts[0]:g}, gradient {parts[1]:g}, optimizer {parts[2]:g})"
-    )
-
-
 def _as_dict(
     advice: "LayoutAdvice", machine: "Machine", model: "Transformer", batch: int
 ) -> dict[str, Any]:
     def told(one: "LayoutChoice") -> dict[str, Any]:
-        found = {"step_s": sum(one.terms), "bubble": one.bubble, "terms_s": one.terms._asdict()}
-        found["memory_bytes"] = {**one.memory._asdict(), "total": sum(one.memory)}
-        links = ("node_bytes", "network_bytes")
-        return asdict(one.layout) | found | {name: getattr(one.load, name) for name in links}
+        found: dict[str, Any] = {"memory_bytes": one.memory, "terms_s": one.terms}
+        found = {name: each._asdict() for name, each in (found | {"load": one.load}).items()}
+        totals = {"rank_bytes": sum(one.memory), "step_s": sum(one.terms), "bubble": one.bubble}
+        return asdict(one.layout) | totals | found
 
     finite = {name: value for name, value in asdict(machine).items() if value != math.inf}
     counts = ("num_meshes", "num_layouts", "broken", "lost")
@@ -140,7 +134,7 @@ def _as_dict(
     } | {name: getattr(advice, name) for name in counts}
 
 
-def _show(advice: "LayoutAdvice", machine: "Machine", model: "Transformer", batch: int) -> None:
+def _show(advice: "LayoutAdvice", machine: "Machine", batch: int) -> None:
     from hpctrain.train.console import figures, make_console  # noqa: PLC0415
 
     console = make_console(shown=True)
@@ -153,7 +147,7 @@ def _show(advice: "LayoutAdvice", machine: "Machine", model: "Transformer", batc
         shown = (pieces, layout.recompute, f"{one.bubble:.1%}", *sent, format_seconds(total_s))
         plans.append((str(number), *axes, *shown))
         fills.append((str(number), *map(_size, one.memory), _size(sum(one.memory))))
-        rate = model.step_flops * batch / (machine.num_ranks * total_s)
+        rate = one.terms.compute_s / total_s * machine.flops_per_s
         shares = (f"{each / total_s:.1%}" if each else "" for each in one.terms)
         times.append((str(number), *shares, f"{rate / 1e12:.3g}"))
     title = "the best layouts, predicted; bytes through a link in a node and a card between nodes"

@@ -74,10 +74,8 @@ class Group(NamedTuple):
     """Ranks that speak with each other, while all others of a node do the like."""
 
     size: int
-    inside: int
-    """Those on one node; 1 where groups and nodes do not fit, so that everything crosses."""
-    per_card: int
-    """Ranks of a node that share a network card."""
+    inside: int  # of them on one node; 1 where groups and nodes do not fit: everything crosses
+    per_card: int  # ranks of a node that share a network card
 
     def moved(self, num_bytes: float, times: float = 1) -> Load:
         """Return the load of a message of which each gets, or adds up, the parts of all."""
@@ -100,10 +98,9 @@ def inside(ranks_per_node: int, inner: int, size: int) -> int:
 
 
 class Placed:
-    """A model on a machine, with the axes of a layout and any ``how``.
+    """A model on a machine, along the axes of a layout; its methods take layouts of such axes.
 
-    That is stage of ZeRO, micro-batch and what is computed again, in the order of ``Layout``. The
-    axes multiply to the ranks, and dp times the micro-batch divides the batch.
+    The axes multiply to the ranks, and dp times the micro-batch divides the batch.
     """
 
     def __init__(self, machine: Machine, model: Transformer, axes: Layout, batch: int) -> None:
@@ -126,22 +123,19 @@ class Placed:
             self._ends = [(*first, False), (*last, True)]
         per_layer = model.layer_parameters
         self._parameters = [(layers * per_layer + more) / tp for layers, more, _ in self._ends]
-        self._layers: dict[tuple[int, str], dict[str, float]] = {}
 
-    def micro_batches(self, micro_batch: int) -> int:
+    def micro_batches(self, one: Layout) -> int:
         """Return how many a step has."""
-        return self.batch // (self.axes.dp * micro_batch)
+        return self.batch // (one.dp * one.micro_batch)
 
-    def memory(self, zero: int, micro_batch: int, recompute: str) -> Memory:
+    def memory(self, one: Layout) -> Memory:
         """Return the bytes of the fullest rank, which is of the first or the last stage."""
-        model, ranks = self.model, self.data.size
-        in_flight = (min(self.micro_batches(micro_batch), self.axes.pp), 1)
-        kept, again = model.activations(recompute)
-        per_layer, share = model.layer_parameters / self.axes.tp, micro_batch / self._shared
+        model, ranks, zero = self.model, self.data.size, one.zero
+        in_flight = (min(self.micro_batches(one), one.pp), 1)
+        kept, again = model.activations(one.recompute)
+        per_layer, share = model.layer_parameters / one.tp, one.micro_batch / self._shared
         buffers = (zero >= 2) * model.gradient_bytes * per_layer
-        buffers += (
-            (zero == 3) * 2 * model.parameter_bytes * per_layer
-        )  # the next one is on its way
+        buffers += (zero == 3) * 2 * model.parameter_bytes * per_layer  # one, and the next
         found = []
         for number, (layers, _, has_output) in enumerate(self._ends):
             of_rank = self._parameters[number]
@@ -155,44 +149,44 @@ class Placed:
             found.append(Memory(*shares, share * held, buffers))
         return max(found, key=sum)
 
-    def _layer(self, micro_batch: int, recompute: str) -> dict[str, float]:
+    def _layer(self, one: Layout) -> dict[str, float]:
         """Return seconds of a layer for a micro-batch, forward and backward, by term."""
-        if (micro_batch, recompute) not in self._layers:
-            share_s = micro_batch / (self._shared * self.machine.flops_per_s)
-            forward_s = self.model.layer_flops * share_s
-            attention_s = self.model.attention_flops * share_s
-            again_s = {"none": 0.0, "selective": attention_s, "full": forward_s}[recompute]
-            tensor, context = self._loads(micro_batch)
-            context_s = max(0.0, context.seconds(self.machine) - attention_s)
-            self._layers[micro_batch, recompute] = {
-                "compute_s": 3 * forward_s,
-                "recompute_s": again_s,
-                "tensor_s": tensor.seconds(self.machine) * (3 if recompute == "full" else 2),
-                "context_s": context_s * (3 if recompute == "none" else 4),
-            }
-        return self._layers[micro_batch, recompute]
+        share_s = one.micro_batch / (self._shared * self.machine.flops_per_s)
+        forward_s = self.model.layer_flops * share_s
+        attention_s = self.model.attention_flops * share_s
+        again_s = {"none": 0.0, "selective": attention_s, "full": forward_s}[one.recompute]
+        tensor, context = (load.seconds(self.machine) for load in self._loads(one, 1))
+        beside_s = attention_s * (3 if one.recompute == "none" else 4)
+        return {
+            "compute_s": 3 * forward_s,
+            "recompute_s": again_s,
+            "tensor_s": tensor,
+            "context_s": max(0.0, context - beside_s),
+        }
 
-    def _loads(self, micro_batch: int) -> tuple[Load, Load]:
-        """Return what a forward pass through a layer moves between tensor and context ranks.
+    def _loads(self, one: Layout, layers: float) -> tuple[Load, Load]:
+        """Return what passes between tensor and between context ranks, forward and backward.
 
-        Activations are gathered twice and scattered twice, keys and values go round a ring.
+        In a pass through a layer activations are gathered twice and scattered twice, keys and
+        values go round a ring; backward that takes gradients along.
         """
-        whole, steps = micro_batch * self.model.input_bytes, self.axes.cp - 1
-        tensor = self.tensor.moved(whole / self.axes.cp, 4)
-        return tensor, self.context.passed(2 * whole * steps / self._shared, steps)
+        whole, steps = one.micro_batch * self.model.input_bytes, one.cp - 1
+        tensor = layers * (3 if one.recompute == "full" else 2)
+        context = layers * (3 if one.recompute == "none" else 4)
+        ring = self.context.passed(2 * whole * steps / self._shared * context, steps * context)
+        return self.tensor.moved(whole / one.cp, 4 * tensor), ring
 
-    def _handed(self, micro_batch: int, times: float) -> Load:
+    def _handed(self, one: Layout, times: float) -> Load:
         """Return what a stage hands on of a micro-batch, or back, so many times."""
-        num_bytes = micro_batch * self.model.input_bytes / self._shared
+        num_bytes = one.micro_batch * self.model.input_bytes / self._shared
         return self.stages.passed(times * num_bytes, times)
 
-    def terms(self, zero: int, micro_batch: int, recompute: str) -> Terms:
+    def terms(self, one: Layout) -> Terms:
         """Predict a step."""
-        pp, num_micro = self.axes.pp, self.micro_batches(micro_batch)
-        layer = self._layer(micro_batch, recompute)
-        output_s = 3 * self.model.output_flops * micro_batch
+        pp, num_micro, layer = one.pp, self.micro_batches(one), self._layer(one)
+        output_s = 3 * self.model.output_flops * one.micro_batch
         output_s /= self._shared * self.machine.flops_per_s
-        hand_s = self._handed(micro_batch, 2).seconds(self.machine) if pp > 1 else 0.0
+        hand_s = self._handed(one, 2).seconds(self.machine) if pp > 1 else 0.0
         layer_s = sum(layer.values())
         mean = {name: self.model.layers * each / pp for name, each in layer.items()}
         mean["compute_s"] += output_s / pp
@@ -203,7 +197,7 @@ class Placed:
             pipeline_s=num_micro * hand_s,
             bubble_s=(pp - 1) * mean_s,
             imbalance_s=(num_micro - 1) * (max(ends) + hand_s - mean_s),
-            data_s=self._data_s(zero, num_micro, layer) if self.data.size > 1 else 0.0,
+            data_s=self._data_s(one.zero, num_micro, layer) if self.data.size > 1 else 0.0,
         )
 
     def _data_s(self, zero: int, num_micro: int, layer: dict[str, float]) -> float:
@@ -231,23 +225,12 @@ class Placed:
         times = num_micro if zero == 2 else 1
         return times * exposed(scatter_s, backward_s) + exposed(gather_s, forward_s)
 
-    def load(self, zero: int, micro_batch: int, recompute: str) -> Load:
+    def load(self, one: Layout) -> Load:
         """Return what a step asks of the links of the busiest rank, hidden or not."""
-        num_micro, model = self.micro_batches(micro_batch), self.model
-        passes = self._most * num_micro
-        tensor, context = self._loads(micro_batch)
-        found = _times(tensor, passes * (3 if recompute == "full" else 2))
-        found += _times(context, passes * (3 if recompute == "none" else 4))
-        found += self._handed(micro_batch, num_micro * min(2, self.axes.pp - 1))
-        gathers = {0: 0, 3: 2 * num_micro}.get(zero, 1)
-        scatters = {0: 2, 1: 1}.get(zero, num_micro)
+        num_micro, model, most = self.micro_batches(one), self.model, self._most
+        tensor, context = self._loads(one, most * num_micro)
+        found = tensor + context + self._handed(one, num_micro * min(2, one.pp - 1))
+        gathers = {0: 0, 3: 2 * num_micro}.get(one.zero, 1)
+        scatters = {0: 2, 1: 1}.get(one.zero, num_micro)
         size = gathers * model.parameter_bytes + scatters * model.gradient_bytes
-        return found + self.data.moved(size * max(self._parameters) / self._most, self._most)
-
-    def bubble(self, micro_batch: int) -> float:
-        """Return the part of a pipeline's time in which a stage waits, of equal stages."""
-        return (self.axes.pp - 1) / (self.micro_batches(micro_batch) + self.axes.pp - 1)
-
-
-def _times(load: Load, times: float) -> Load:
-    return Load(*(times * each for each in load))
+        return found + self.data.moved(size * max(self._parameters) / most, most)

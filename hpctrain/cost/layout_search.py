@@ -5,7 +5,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import product
 from typing import Annotated, Any
 
@@ -23,12 +23,10 @@ MOST_NODES = 1 << 14  # among which it is looked for enough memory
 class LayoutRules:
     """What a layout keeps to; ``ConfigError`` where it cannot."""
 
-    batch: Number
-    """Samples of a step, over all ranks."""
+    batch: Number  # samples of a step, over all ranks
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Values of a ``Layout`` that are settled, by name."""
-    tp_across_nodes: bool = False
-    """Whether tensor parallel groups may lie on several nodes."""
+    tp_across_nodes: bool = False  # whether tensor parallel groups may lie on several
     memory_part: Annotated[float, Rule(above=0)] = 0.9
     """Of a rank's memory, for what is counted: the rest is of libraries and gaps."""
 
@@ -51,8 +49,17 @@ class LayoutChoice:
     layout: Layout
     memory: Memory
     terms: Terms
-    load: Load  # of the links of the busiest rank
-    bubble: float  # part of a pipeline's time in which a stage waits for the first and the last
+    placed: Placed
+
+    @property
+    def load(self) -> Load:
+        """What a step asks of the links of the busiest rank."""
+        return self.placed.load(self.layout)
+
+    @property
+    def bubble(self) -> float:
+        """Part of a pipeline's time in which a stage waits, of equal stages."""
+        return (self.layout.pp - 1) / (self.placed.micro_batches(self.layout) + self.layout.pp - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,24 +90,23 @@ def best_layouts(
             f"a layout keeps all rules, got {space.broken.total()} ways to divide "
             f"{machine.num_ranks} ranks: {counts}; change batch, nodes or what is fixed"
         )
-    found: list[_Found] = []
+    found: list[LayoutChoice] = []
     num_layouts = 0
-    for placed, zero, recompute, sizes in space.variants():
-        num_layouts += len(sizes)
-        for size in sizes:
-            memory = sum(placed.memory(zero, size, recompute))
-            if memory > rules.limit(machine):  # larger ones take as much at least
+    for placed, layouts in space.variants():
+        num_layouts += len(layouts)
+        for one in layouts:
+            memory = placed.memory(one)
+            if sum(memory) > rules.limit(machine):  # larger ones take as much at least
                 break
-            layout = _layout(placed, zero, size, recompute)
-            found.append((layout, placed.terms(zero, size, recompute), memory))
+            found.append(LayoutChoice(one, memory, placed.terms(one), placed))
     if not found:
         raise ConfigError(_too_large(space))
     best = heapq.nsmallest(keep, found, key=_order)
     lost = Counter({"does not fit": num_layouts - len(found)})
-    chosen = {layout for layout, _, _ in best}
-    lost.update(_reason(terms, best[0][1]) for layout, terms, _ in found if layout not in chosen)
+    chosen = {one.layout for one in best}
+    lost.update(_reason(one.terms, best[0].terms) for one in found if one.layout not in chosen)
     return LayoutAdvice(
-        tuple(space.choice(layout) for layout, _, _ in best),
+        tuple(best),
         len(space.placed) + space.broken.total(),
         num_layouts,
         dict(space.broken),
@@ -108,18 +114,11 @@ def best_layouts(
     )
 
 
-def _layout(placed: Placed, zero: int, micro_batch: int, recompute: str) -> Layout:
-    return replace(placed.axes, zero=zero, micro_batch=micro_batch, recompute=recompute)
-
-
-_Found = tuple[Layout, Terms, float]  # with its memory
-
-
-def _order(one: _Found) -> tuple[float, ...]:
-    layout, terms, memory = one
+def _order(one: LayoutChoice) -> tuple[float, ...]:
+    layout = one.layout
     piece = layout.micro_batch / (layout.tp * layout.cp)
     cuts = (layout.cp, layout.pp, layout.tp, layout.zero, RECOMPUTE.index(layout.recompute))
-    return (_rounded(sum(terms)), -piece, _rounded(memory), *cuts)
+    return (_rounded(sum(one.terms)), -piece, _rounded(sum(one.memory)), *cuts)
 
 
 def _rounded(value: float) -> float:
@@ -141,8 +140,7 @@ class _Space:
         self.machine, self.model, self.rules = machine, model, rules
         self.placed: list[Placed] = []
         self.broken: Counter[str] = Counter()
-        for axes in _products(machine.num_ranks):
-            layout = Layout(**axes)
+        for layout in _products(machine.num_ranks):
             if fault := next(self._faults(layout), ""):
                 self.broken[fault] += 1
             else:
@@ -150,7 +148,7 @@ class _Space:
 
     def _faults(self, one: Layout) -> Iterator[str]:
         model, rules, fixed = self.model, self.rules, self.rules.fixed
-        if any(getattr(one, name) != fixed.get(name, getattr(one, name)) for name in _AXES):
+        if any(getattr(one, name) != fixed[name] for name in {"tp", "pp", "dp", "cp"} & {*fixed}):
             yield "not as fixed"
         if self.machine.ranks_per_node % one.tp and not rules.tp_across_nodes:
             yield "tp does not stay inside nodes"
@@ -163,8 +161,8 @@ class _Space:
         if rules.batch % (one.dp * fixed.get("micro_batch", 1)):
             yield "dp x micro-batches does not divide the batch"
 
-    def variants(self) -> Iterator[tuple[Placed, int, str, list[int]]]:
-        """Yield ways to share and to compute again, with micro-batches, smallest first.
+    def variants(self) -> Iterator[tuple[Placed, list[Layout]]]:
+        """Yield layouts that differ in their micro-batches, the smallest first.
 
         Without what would come to the same.
         """
@@ -175,34 +173,22 @@ class _Space:
         for placed in self.placed:
             zeros = [0, 1, 2, 3] if placed.data.size > 1 else [0]
             sizes = fixed.get("micro_batch", _divisors(self.rules.batch // placed.axes.dp))
-            for how in product(fixed.get("zero", zeros), fixed.get("recompute", modes)):
-                yield placed, *how, sizes
-
-    def choice(self, one: Layout) -> LayoutChoice:
-        """Return all that is known of a layout."""
-        placed = Placed(self.machine, self.model, one, self.rules.batch)
-        how = (one.zero, one.micro_batch, one.recompute)
-        memory, terms, load = placed.memory(*how), placed.terms(*how), placed.load(*how)
-        return LayoutChoice(one, memory, terms, load, placed.bubble(one.micro_batch))
+            for zero, mode in product(fixed.get("zero", zeros), fixed.get("recompute", modes)):
+                how = partial(replace, placed.axes, zero=zero, recompute=mode)
+                yield placed, [how(micro_batch=size) for size in sizes]
 
     def smallest(self) -> tuple[Memory, Layout] | None:
         """Return the layout that takes least memory, or None if none keeps the rules."""
-        found = (
-            (placed.memory(zero, sizes[0], mode), _layout(placed, zero, sizes[0], mode))
-            for placed, zero, mode, sizes in self.variants()
-        )
+        found = ((placed.memory(first), first) for placed, (first, *_) in self.variants())
         return min(found, key=lambda each: sum(each[0]), default=None)
 
 
-_AXES = ("tp", "pp", "dp", "cp")
-
-
-def _products(size: int) -> Iterator[dict[str, Any]]:
+def _products(size: int) -> Iterator[Layout]:
     """Yield all axes that multiply to ``size``."""
     for tp in _divisors(size):
         for pp in _divisors(size // tp):
             for dp in _divisors(size // (tp * pp)):
-                yield dict(zip(_AXES, (tp, pp, dp, size // (tp * pp * dp)), strict=True))
+                yield Layout(tp=tp, pp=pp, dp=dp, cp=size // (tp * pp * dp))
 
 
 @lru_cache(maxsize=1024)

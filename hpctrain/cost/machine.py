@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 from hpctrain.core.errors import ConfigError
-from hpctrain.core.keys import AtLeast0, Count, Number, Positive, Rule, check_rules
+from hpctrain.core.keys import Amount, AtLeast0, Count, Number, Positive, Rule, check_rules
 from hpctrain.core.toml_values import TomlValues, read_toml
 
 
@@ -48,9 +48,9 @@ class Machine:
     """How fast one rank combines two tensors, in bytes of one of them."""
     handle_bytes_per_s: Positive = math.inf
     """How fast a processor hands bytes to a card, where the card does not fetch them."""
-    memory_bytes: Positive = 80e9
+    memory_bytes: Amount = 80e9
     """Memory of a rank, such as that of its GPU."""
-    flops_per_s: Positive = 150e12
+    flops_per_s: Amount = 150e12
     """Operations a second that a rank reaches in training: half of a data sheet's, say."""
     leaf_size: Count = 0
     """Nodes below a leaf switch of a fat tree; 0 for a network in which only cards are shared."""

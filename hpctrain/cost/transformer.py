@@ -25,16 +25,13 @@ class Transformer:
     parameters: Amount
     """All that are trained; what embeddings do not have is spread evenly over the layers."""
     layers: Number
-    hidden: Number
-    """Elements of a token between two layers."""
+    hidden: Number  # elements of a token between two layers
     heads: Number
-    sequence: Number = SEQUENCE
-    """Tokens of a sample."""
+    sequence: Number = SEQUENCE  # tokens of a sample
     vocabulary: Number = VOCABULARY
     tied: bool = True
     """Whether the output has the weights of the embedding; stages apart hold a copy each."""
-    fused_attention: bool = False
-    """Whether attention keeps no scores, as FlashAttention does."""
+    fused_attention: bool = False  # whether it keeps no scores, as FlashAttention does
     parameter_bytes: Positive = 2.0
     gradient_bytes: Positive = 2.0
     optimizer_bytes: AtLeast0 = 12.0
@@ -119,11 +116,6 @@ class Transformer:
     def output_flops(self) -> float:
         """Operations of the output for a sample, forward."""
         return 2 * self.embedding * self.sequence
-
-    @property
-    def step_flops(self) -> float:
-        """Operations of a sample, forward and backward, without what is computed again."""
-        return 3 * (self.layers * self.layer_flops + self.output_flops)
 
     @property
     def input_bytes(self) -> float:

@@ -63,9 +63,8 @@ def test_json_has_every_figure_and_the_counts_add_up():
     for one in found["best"]:
         assert one["tp"] * one["pp"] * one["dp"] * one["cp"] == 64
         assert sum(one["terms_s"].values()) == pytest.approx(one["step_s"])
-        memory = one["memory_bytes"]
-        assert memory.pop("total") == pytest.approx(sum(memory.values()))
-        assert one["node_bytes"] + one["network_bytes"] > 0
+        assert sum(one["memory_bytes"].values()) == pytest.approx(one["rank_bytes"])
+        assert one["load"]["node_bytes"] + one["load"]["network_bytes"] > 0
     assert sum(found["lost"].values()) == found["num_layouts"] - 5
     fixed = json.loads(told(*GIVEN, "--json", "--fix", "tp=4", "--fix", "zero=1"))["best"]
     assert {(one["tp"], one["zero"]) for one in fixed} == {(4, 1)}

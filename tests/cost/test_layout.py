@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from hpctrain.cost.layout import Layout, Placed, inside
+from hpctrain.cost.layout_search import LayoutChoice
 from hpctrain.cost.machine import Link, Machine
 from hpctrain.cost.transformer import RECOMPUTE, Transformer
 
@@ -25,9 +26,14 @@ def placed(batch=64, model=MODEL, local=8, **axes):
     return Placed(machine, model, layout, batch)
 
 
+def how(here, zero, micro_batch, recompute):
+    return replace(here.axes, zero=zero, micro_batch=micro_batch, recompute=recompute)
+
+
 def test_the_table_of_zero_is_that_of_the_paper():
     """Of 7.5e9 parameters on 64 ranks, in GB."""
-    states = [placed(dp=64).memory(zero, 1, "full")[:3] for zero in range(4)]
+    here = placed(dp=64)
+    states = [here.memory(how(here, zero, 1, "full"))[:3] for zero in range(4)]
     assert [round(sum(each) / 1e9, 1) for each in states] == [120.0, 31.4, 16.6, 1.9]
 
 
@@ -35,7 +41,7 @@ def test_the_table_of_zero_is_that_of_the_paper():
 def test_state_of_a_rank_follows_the_formulas_of_zero(ranks):
     here = placed(dp=ranks, batch=ranks, local=1)
     expected = [16 * PSI, 4 * PSI + 12 * PSI / ranks, 2 * PSI + 14 * PSI / ranks, 16 * PSI / ranks]
-    found = [sum(here.memory(zero, 1, "none")[:3]) for zero in range(4)]
+    found = [sum(here.memory(how(here, zero, 1, "none"))[:3]) for zero in range(4)]
     assert found == pytest.approx(expected, rel=1e-12)
 
 
@@ -54,7 +60,7 @@ def test_ranks_together_hold_all_parameters_and_one_more_embedding_where_stages_
 def test_bytes_of_data_parallel_ranks_are_two_psi_and_three_where_parameters_are_shared(local):
     here = placed(dp=8, batch=8, local=local)  # one micro-batch
     for zero, times in enumerate((2, 2, 2, 3)):
-        load = here.load(zero, 1, "none")
+        load = here.load(how(here, zero, 1, "none"))
         sent = load.node_bytes + load.network_bytes / local  # all ranks of a node share a card
         assert sent == pytest.approx(times * 2 * PSI * 7 / 8, rel=1e-12)
         assert load.handled_bytes == load.network_bytes / local
@@ -64,17 +70,19 @@ def test_bytes_of_data_parallel_ranks_are_two_psi_and_three_where_parameters_are
 def test_tensor_parallel_bytes_are_those_of_four_sums_of_each_layer(tp):
     here, size = placed(tp=tp, batch=6), 2
     summed = 2 * (tp - 1) / tp * 2 * MODEL.sequence * size * MODEL.hidden
-    plain = here.load(0, size, "none").node_bytes
+    plain = here.load(how(here, 0, size, "none")).node_bytes
     assert plain == pytest.approx(4 * summed * MODEL.layers * 3, rel=1e-12)
-    assert here.load(0, size, "selective").node_bytes == plain
-    assert here.load(0, size, "full").node_bytes == pytest.approx(1.5 * plain, rel=1e-12)
+    assert here.load(how(here, 0, size, "selective")).node_bytes == plain
+    assert here.load(how(here, 0, size, "full")).node_bytes == pytest.approx(
+        1.5 * plain, rel=1e-12
+    )
 
 
 def test_a_ring_of_context_passes_keys_and_values_around_three_times():
     here = placed(cp=4, batch=1)
     keys = 2 * 2 * MODEL.sequence * MODEL.hidden * 3 / 4
     gradients = 2 * 2 * PSI * 3 / 4
-    found = here.load(1, 1, "none").node_bytes
+    found = here.load(how(here, 1, 1, "none")).node_bytes
     assert found == pytest.approx(3 * keys * MODEL.layers + gradients, rel=1e-12)
 
 
@@ -82,10 +90,13 @@ def test_a_ring_of_context_passes_keys_and_values_around_three_times():
 def test_the_bubble_of_equal_stages_is_that_of_the_formula(pp, micro):
     model = Transformer(parameters=64 * 12 * 64**2, layers=64, hidden=64, heads=4, vocabulary=1)
     here = placed(pp=pp, batch=micro, model=model, local=1)
-    terms = here.terms(0, 1, "none")
+    terms = here.terms(how(here, 0, 1, "none"))
     part = terms.bubble_s / (sum(terms) - terms.imbalance_s)
     assert part == pytest.approx((pp - 1) / (micro + pp - 1), rel=1e-12)
-    assert here.bubble(1) == (pp - 1) / (micro + pp - 1)
+    choice = LayoutChoice(
+        how(here, 0, 1, "none"), here.memory(how(here, 0, 1, "none")), terms, here
+    )
+    assert choice.bubble == (pp - 1) / (micro + pp - 1)
     assert terms.imbalance_s == pytest.approx(
         0, abs=1e-4 * sum(terms)
     )  # of the output of one word
@@ -98,27 +109,30 @@ def test_activations_in_flight_are_as_many_as_stages_or_micro_batches(recompute)
 
     def held(pp, micro):
         here = placed(pp=pp, batch=micro, local=1, model=model)
-        return (here.memory(0, 1, recompute).activations - again) / (kept * 36 / pp)
+        return (here.memory(how(here, 0, 1, recompute)).activations - again) / (kept * 36 / pp)
 
     for pp, micro in ((4, 8), (4, 4), (4, 2), (12, 6)):
         assert held(pp, micro) == pytest.approx(min(pp, micro), rel=1e-12)
 
 
 def test_tensor_and_context_ranks_divide_activations_evenly():
-    one = placed(batch=1).memory(0, 1, "none").activations
+    def held(**axes):
+        here = placed(batch=1, **axes)
+        return here.memory(how(here, 0, 1, "none")).activations
+
     for axes in ({"tp": 4}, {"cp": 4}, {"tp": 2, "cp": 2}):
-        assert placed(batch=1, **axes).memory(0, 1, "none").activations == one / 4
+        assert held(**axes) == held() / 4
 
 
 def test_each_stage_of_zero_and_each_recomputation_needs_less_and_none_makes_a_step_faster():
     here = placed(tp=2, pp=2, dp=16, batch=128)
-    states = [sum(here.memory(zero, 2, "none")[:3]) for zero in range(4)]
+    states = [sum(here.memory(how(here, zero, 2, "none"))[:3]) for zero in range(4)]
     assert states == sorted(states, reverse=True)
-    kept = [here.memory(0, 2, recompute).activations for recompute in RECOMPUTE]
+    kept = [here.memory(how(here, 0, 2, recompute)).activations for recompute in RECOMPUTE]
     assert kept == sorted(kept, reverse=True)
     for steps in (
-        [sum(here.terms(zero, 2, "none")) for zero in (1, 2, 3)],
-        [sum(here.terms(1, 2, recompute)) for recompute in RECOMPUTE],
+        [sum(here.terms(how(here, zero, 2, "none"))) for zero in (1, 2, 3)],
+        [sum(here.terms(how(here, 1, 2, recompute))) for recompute in RECOMPUTE],
     ):
         assert steps == sorted(steps)
 
@@ -127,23 +141,25 @@ def test_what_is_computed_again_is_a_forward_pass_or_its_attention():
     here = placed()
     compute = MODEL.layers * MODEL.layer_flops * 64 / here.machine.flops_per_s
     attention = MODEL.layers * MODEL.attention_flops * 64 / here.machine.flops_per_s
-    found = [here.terms(0, 1, recompute).recompute_s for recompute in RECOMPUTE]
+    found = [here.terms(how(here, 0, 1, recompute)).recompute_s for recompute in RECOMPUTE]
     assert found == pytest.approx([0, attention, compute], rel=1e-12)
 
 
 def test_where_links_cost_nothing_all_ranks_compute_all_the_time():
     free = Machine(nodes=8, ranks_per_node=8, node=Link(0, math.inf), network=Link(0, math.inf))
     here = Placed(free, MODEL, Layout(tp=4, dp=8, cp=2), 64)
-    terms = here.terms(3, 2, "none")
+    terms = here.terms(how(here, 3, 2, "none"))
     assert sum(terms) == terms.compute_s
-    assert terms.compute_s == pytest.approx(64 * MODEL.step_flops / 64 / free.flops_per_s)
+    assert terms.compute_s == pytest.approx(
+        3 * (MODEL.layers * MODEL.layer_flops + MODEL.output_flops) / free.flops_per_s
+    )
 
 
 def test_a_longer_pass_hides_more_and_never_the_last_layer():
     def exposed(flops):
         here = placed(dp=16)
         here.machine = replace(here.machine, flops_per_s=flops)
-        return here.terms(1, 1, "none").data_s
+        return here.terms(how(here, 1, 1, "none")).data_s
 
     slow, fast, faster = exposed(1e9), exposed(1e15), exposed(1e18)
     assert slow == pytest.approx(faster / MODEL.layers, rel=1e-3)
