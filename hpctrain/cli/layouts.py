@@ -29,7 +29,8 @@ def asks_for_layouts(asked: dict[str, Any]) -> bool:
     """Say what options of ``hpctrain plan`` ask for; ``ConfigError``: for both, or for nothing."""
     given = {name for name, value in asked.items() if value is not None}
     goal, layout = given & {*GOAL}, given - {*GOAL, *BOTH}
-    names = [f"--{name.replace('_', '-')}" for group in (goal, layout) for name in sorted(group)]
+    names = [f"--{name.replace('_', '-')}" for name in (*sorted(goal - {"run"}), *sorted(layout))]
+    names = ["a run directory"] * ("run" in goal) + names
     if bool(goal) == bool(layout) and (goal or "parameters" not in given):
         raise ConfigError(
             f"a plan is for a goal (a run directory, or --samples) or for a layout (--params or "
@@ -83,8 +84,8 @@ def _machine(asked: dict[str, Any]) -> "Machine":
         machine = Machine.read(asked["machine"])
     elif nodes is None or local is None:
         raise ConfigError(
-            "a layout is for nodes and their GPUs, got no number of either; give --nodes and "
-            "--gpus-per-node, or --machine with a file"
+            f"a layout is for nodes with GPUs, got {nodes or 'no'} nodes with {local or 'no'} "
+            f"GPUs; give --nodes and --gpus-per-node, or --machine with a file"
         )
     else:  # as machines with NVLink and InfiniBand are
         nics = max(1, local // 2)

@@ -103,7 +103,8 @@ def plan(  # noqa: PLR0913 - a command's options
         bool | None, _layout("", "Attention keeps no scores.", "--fused-attention")
     ] = None,
     fix: Annotated[
-        list[Any] | None, _layout("tp=8", "Settle a column of the first table.", parser=_fixed)
+        list[Any] | None,
+        _layout("tp=8", "Settle tp, pp, dp, cp, zero, micro_batch, recompute.", parser=_fixed),
     ] = None,
     tp_across_nodes: Annotated[
         bool | None, _layout("", "Let tp groups cross nodes.", "--tp-across-nodes")

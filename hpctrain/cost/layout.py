@@ -3,7 +3,8 @@
 Ranks are placed as ``hpctrain.parallel`` places them: those of a tensor parallel group are
 neighbours, then come context, pipeline and data parallel ones. A tensor parallel group splits the
 sequence too, so that it gathers and scatters instead of summing; stages take micro-batches one
-forward, one backward, and the first ones have a layer more where layers do not divide.
+forward, one backward, and the first ones have a layer more where layers do not divide. Unequal
+stages can be quicker than predicted, by the time in which the slowest does not wait for others.
 
 Sources: Rajbhandari et al. 2020, "ZeRO: Memory optimizations toward training trillion parameter
 models"; Narayanan et al. 2021, "Efficient large-scale language model training on GPU clusters

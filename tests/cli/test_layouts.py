@@ -114,7 +114,8 @@ def test_a_plan_by_numbers_loads_neither_torch_nor_mpi():
     [
         ((), "a plan is for a goal .* got neither; ask for one"),
         ((*GIVEN, "--samples", "1M"), "got --samples, --gpus-per-node, --nodes; ask for one"),
-        (("--params", "1e9"), "give --nodes and --gpus-per-node, or --machine with a file"),
+        (("runs/x", "--nodes", "3"), "got a run directory, --nodes; ask for one"),
+        (("--params", "1e9"), "got no nodes with no GPUs; give --nodes and --gpus-per-node"),
         (("--nodes", "1", "--gpus-per-node", "1"), "give --params, or --layers and --hidden"),
         ((*GIVEN, "--memory", "8GB", "--nodes", "1"), "GB too much .*; take 4 nodes, or"),
         ((*GIVEN, "--fix", "tp"), "tp is a whole number, got ''"),
