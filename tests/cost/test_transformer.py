@@ -3,6 +3,9 @@
 import math
 
 import pytest
+import torch
+from torch import nn
+from torch.nn import functional
 
 from hpctrain.core.errors import ConfigError
 from hpctrain.cost.transformer import Transformer
@@ -60,6 +63,54 @@ def test_activations_of_a_layer_are_those_of_the_published_formula():
     assert model.activations("selective")[0] / kept == pytest.approx(0.3, abs=0.002)
     assert model.activations("full") == (2 * s * h, 114 * s * h)
     assert model.output_activations == 4 * s * h * (1 + 51200 / h)
+
+
+class Layer(nn.Module):
+    """The layer of the formula: attention and MLP with dropout, each behind a norm."""
+
+    def __init__(self, hidden, heads, fused):
+        super().__init__()
+        self.heads, self.fused = heads, fused
+        self.norms = nn.ModuleList(nn.LayerNorm(hidden) for _ in range(2))
+        self.mix, self.out = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
+        self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
+
+    def forward(self, x):
+        batch, tokens, hidden = x.shape
+        three = self.mix(self.norms[0](x)).chunk(3, -1)
+        q, k, v = (each.view(batch, tokens, self.heads, -1).transpose(1, 2) for each in three)
+        if self.fused:
+            mixed = functional.scaled_dot_product_attention(q, k, v)
+        else:
+            scores = q @ k.transpose(-1, -2) / math.sqrt(hidden / self.heads)
+            mixed = functional.dropout(torch.softmax(scores, -1), 0.1) @ v
+        x = x + functional.dropout(self.out(mixed.transpose(1, 2).reshape(x.shape)), 0.1)
+        return x + functional.dropout(self.down(functional.gelu(self.up(self.norms[1](x)))), 0.1)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_torch_keeps_as_many_bytes_of_a_layer_as_the_formula_says(fused):
+    tokens, hidden, heads, batch = 256, 512, 8, 2
+    layer = Layer(hidden, heads, fused).to(torch.bfloat16)
+    inputs = torch.randn(batch, tokens, hidden, dtype=torch.bfloat16, requires_grad=True)
+    weights = {each.untyped_storage().data_ptr() for each in layer.parameters()}
+    kept = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()  # held, so that no other one gets its address
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        layer(inputs)
+    model = Transformer.of(
+        layers=2, hidden=hidden, heads=heads, sequence=tokens, fused_attention=fused
+    )
+    found = sum(each.nbytes() for each in kept.values())
+    # The formula has masks of a byte, as on GPUs; on CPUs they have two.
+    masks = 2 * tokens * hidden + (0 if fused else heads * tokens**2)
+    assert found == pytest.approx(batch * (model.activations("none")[0] + masks), rel=0.005)
 
 
 def test_fused_attention_keeps_no_scores():
