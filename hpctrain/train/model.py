@@ -62,6 +62,7 @@ def sizes_of(target: str) -> dict[str, Any]:
     and hidden size are of the longest embedding. Raises ``ConfigError``: there is no such
     function, it makes no model, or not on the meta device.
     """
+    resolve(target, "--model", way_out="start hpctrain in its folder, or install it")
     try:
         with torch.device("meta"):
             model = make_model(ModelConfig(target=target))

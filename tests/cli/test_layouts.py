@@ -96,7 +96,9 @@ def test_a_model_of_one_s_own_tells_its_sizes_and_options_what_it_does_not(tmp_p
     assert [found[name] for name in names] == [6, 64, 4, 300, 64]
     bare = ask("--model", "mine_for_plan:bare", *words)
     assert "give --layers, --hidden, --heads too" in str(bare.exception)
-    assert "there is no module absent" in str(ask("--model", "absent:model", *words).exception)
+    assert "there is no module absent; start hpctrain in its folder" in str(
+        ask("--model", "absent:model", *words).exception
+    )
 
 
 def test_a_plan_by_numbers_loads_neither_torch_nor_mpi():
