@@ -6,12 +6,13 @@ from array import array
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import accumulate
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from mpi4py import MPI
 
 from hpctrain.cluster.process import birth
 from hpctrain.comm.communicator import Owner
+from hpctrain.comm.mpi_library import is_loss
 from hpctrain.comm.waiting import Pace, wait_until
 from hpctrain.core.errors import RankLostError
 from hpctrain.core.units import format_ranks
@@ -50,11 +51,15 @@ class Liveness:
     left too early announces it. Whoever waits calls ``check()`` now and then and finds either.
     """
 
-    def __init__(self, control: MPI.Intracomm, node_pids: Mapping[int, int]) -> None:
+    def __init__(
+        self, control: MPI.Intracomm, node_pids: Mapping[int, int], *, recovers: bool = False
+    ) -> None:
         """Take a duplicate of the world, which ``farewell()`` frees, and processes by rank.
 
-        They are those of this node's ranks, in the pid namespace of this one.
+        They are those of this node's ranks, in the pid namespace of this one. Where the world
+        ``recovers`` MPI is asked, too, who has failed on other nodes.
         """
+        self._recovers = recovers
         self.rank: int = control.rank
         self._control = control
         self._owner = Owner()
@@ -89,6 +94,8 @@ class Liveness:
         if not self._open:
             return
         self._raise_if_dead()
+        if self._recovers:
+            self._raise_if_failed()
         self._hear()
         self._tell_of_end()
         self._raise_if_broken()
@@ -99,6 +106,17 @@ class Liveness:
                 f"{'it' if len(left) == 1 else 'them'}; every rank must make the same calls: look "
                 f"for a sys.exit, return or break there, and for a rank with fewer batches"
             )
+
+    def revoke(self) -> None:
+        """Let nobody wait for anybody any more: all waits of all ranks end by an error.
+
+        Not collective; where the world recovers.
+        """
+        revoke(self._control)
+
+    def abandon(self) -> None:
+        """Look at nobody any more, and take no leave. Not collective."""
+        self._open = False
 
     @property
     def innermost(self) -> str:
@@ -248,6 +266,22 @@ class Liveness:
                     f"leave a block together, so catch errors inside of it, or end the program"
                 )
 
+    def _raise_if_failed(self) -> None:
+        """Ask MPI for those that failed, which takes some looks to know, and who else knows."""
+        if self._control.Is_revoked():
+            raise RankLostError(f"rank {self.rank} waits no more: a rank is lost, see the others")
+        try:
+            self._control.Iprobe(tag=_LEFT)  # it makes the progress by which MPI learns of it
+            failed = self._control.Get_failed()
+        except MPI.Exception as error:
+            raise RankLostError(f"rank {self.rank} waits no more: {error}") from error
+        everybody = self._control.Get_group()
+        lost = MPI.Group.Translate_ranks(failed, None, everybody)
+        failed.Free()
+        everybody.Free()
+        if len(lost):
+            raise RankLostError(f"{format_ranks(sorted(lost))} died, as MPI has found")
+
     def _raise_if_dead(self) -> None:
         now = time.monotonic()
         if now < self._next_look:
@@ -264,6 +298,40 @@ class Liveness:
                     f"{self.rank} waits for it; its last output says why, and the "
                     f"kernel's log if it ran out of memory"
                 )
+
+
+def agree(ranks: MPI.Intracomm, *, am_well: bool) -> bool:
+    """Say whether all of ``ranks`` are there and well; the same on all that are left.
+
+    Collective over those, on a revoked communicator, too. Where the world recovers.
+    """
+    if not am_well:
+        revoke(ranks)
+    try:
+        return bool(ranks.Agree(int(am_well)))
+    except MPI.Exception as error:
+        if not is_loss(error):
+            raise
+        return False
+
+
+def revoke(ranks: MPI.Intracomm) -> None:
+    """End all that is under way among ``ranks``, everywhere. Not collective; may be repeated."""
+    if not ranks.Is_revoked():
+        ranks.Revoke()
+
+
+def shrink(ranks: MPI.Intracomm) -> tuple[MPI.Intracomm, list[int]]:
+    """Return a communicator of those of ``ranks`` that are left, and which are lost.
+
+    Collective over those that are left. Where the world recovers.
+    """
+    left = cast("MPI.Intracomm", ranks.Shrink())
+    everybody, group = ranks.Get_group(), left.Get_group()
+    there = set(group.Translate_ranks(None, everybody))
+    everybody.Free()
+    group.Free()
+    return left, sorted({*range(ranks.size)} - there)
 
 
 def _receive(notice: MPI.Message) -> tuple[int, str]:

@@ -312,6 +312,27 @@ def _leave(leaving: World, *, raises: bool) -> None:
         leaving.hooks.uninstall()  # an error on its way out still needs them to end all ranks
 
 
+def go_on(ranks: "MpiComm") -> None:
+    """Leave a world of which ranks are lost for one of ``ranks``, which are left. Collective.
+
+    What has registered with ``rebuild`` to outlive its world is made anew.
+    """
+    global _world
+    before, _world = current(), None
+    atexit.unregister(_shut_down)
+    if before.presence is not None:
+        before.presence.abandon()
+    before.sets.drop()
+    before.stop.close()
+    before.timelines.stop()
+    if before.before_finalize is not None:
+        before.before_finalize.close()
+    if before.hooks is not None:
+        before.hooks.uninstall()
+    join(before.settings, ranks)
+    before.rebuild.move()
+
+
 def current() -> World:
     """Return the world.
 
