@@ -108,7 +108,7 @@ def _together(
     pids = {
         rank: other.pid for rank, other in enumerate(seen) if other.namespace == here.namespace
     }
-    presence, rank = Liveness(world.Dup(), pids, recovers=settings.recover), topology.rank
+    presence, rank = Liveness(world.Dup(), pids), topology.rank
     on_hosts = zip(topology.nodes, topology.hosts, strict=True)
     hosts = {rank: host for ranks, host in on_hosts for rank in ranks}
     watch = Watch(presence.check, hosts=hosts, rank=rank, timeout_s=settings.timeout)

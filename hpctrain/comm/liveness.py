@@ -51,15 +51,11 @@ class Liveness:
     left too early announces it. Whoever waits calls ``check()`` now and then and finds either.
     """
 
-    def __init__(
-        self, control: MPI.Intracomm, node_pids: Mapping[int, int], *, recovers: bool = False
-    ) -> None:
+    def __init__(self, control: MPI.Intracomm, node_pids: Mapping[int, int]) -> None:
         """Take a duplicate of the world, which ``farewell()`` frees, and processes by rank.
 
-        They are those of this node's ranks, in the pid namespace of this one. Where the world
-        ``recovers`` MPI is asked, too, who has failed on other nodes.
+        They are those of this node's ranks, in the pid namespace of this one.
         """
-        self._recovers = recovers
         self.rank: int = control.rank
         self._control = control
         self._owner = Owner()
@@ -94,9 +90,12 @@ class Liveness:
         if not self._open:
             return
         self._raise_if_dead()
-        if self._recovers:
-            self._raise_if_failed()
-        self._hear()
+        try:
+            self._hear()
+        except MPI.Exception as error:
+            if not is_loss(error):
+                raise
+            raise RankLostError(f"rank {self.rank} waits no more: {error}") from error
         self._tell_of_end()
         self._raise_if_broken()
         self._raise_if_ahead()
@@ -265,22 +264,6 @@ class Liveness:
                     f"{reason}; rank {self.rank} waits in {self._blocks[number].name}: all ranks "
                     f"leave a block together, so catch errors inside of it, or end the program"
                 )
-
-    def _raise_if_failed(self) -> None:
-        """Ask MPI for those that failed, which takes some looks to know, and who else knows."""
-        if self._control.Is_revoked():
-            raise RankLostError(f"rank {self.rank} waits no more: a rank is lost, see the others")
-        try:
-            self._control.Iprobe(tag=_LEFT)  # it makes the progress by which MPI learns of it
-            failed = self._control.Get_failed()
-        except MPI.Exception as error:
-            raise RankLostError(f"rank {self.rank} waits no more: {error}") from error
-        everybody = self._control.Get_group()
-        lost = MPI.Group.Translate_ranks(failed, None, everybody)
-        failed.Free()
-        everybody.Free()
-        if len(lost):
-            raise RankLostError(f"{format_ranks(sorted(lost))} died, as MPI has found")
 
     def _raise_if_dead(self) -> None:
         now = time.monotonic()
