@@ -94,16 +94,26 @@ def test_the_ranks_of_another_machine_may_be_lost(tmp_path):
     check(ends)
 
 
-def test_what_cannot_go_on_ends_all_ranks(tmp_path):
-    program = (
-        Path(recovering.__file__)
-        .read_text()
-        .replace("model.named_parameters())", 'model.named_parameters(), shard="node")')
-    )
-    (tmp_path / "sharded.py").write_text(program)
+SHARDED = (
+    "model.named_parameters())",
+    'model.named_parameters(), shard="node")',
+    "does not go on without lost ranks, and 2 are left",
+)
+RAISES = (
+    "if not ms:",
+    "if True:\n            raise ValueError('mine')\n        if not ms:",
+    "mine",
+)
+
+
+@pytest.mark.parametrize(("old", "new", "said"), [SHARDED, RAISES], ids=["sharded", "an error"])
+def test_what_cannot_go_on_ends_all_ranks(tmp_path, old, new, said):
+    program = Path(recovering.__file__).read_text()
+    assert old in program
+    (tmp_path / "program.py").write_text(program.replace(old, new))
     line = [sys.executable, "-m", "hpctrain", "launch", "-n", 3, "--recover"]
     kills = json.dumps([(1, 2, 0)])
-    done = ended([*line, "--", sys.executable, tmp_path / "sharded.py", tmp_path, kills])
+    done = ended([*line, "--", sys.executable, tmp_path / "program.py", tmp_path, kills])
     assert done.returncode not in (0, 124), done.stderr
-    assert "does not go on without lost ranks, and 2 are left" in done.stderr
+    assert said in done.stderr
     assert not list(tmp_path.glob("*.json"))
