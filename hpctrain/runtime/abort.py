@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, NoReturn
 
 from hpctrain.cluster.libraries import end_launch
 from hpctrain.comm.mpi_library import is_loss
-from hpctrain.core.config import Settings
 from hpctrain.core.errors import RankLostError
 from hpctrain.core.user_error import folded
 
@@ -61,13 +60,12 @@ class FailureHooks:
         """Let an exception that nobody catches end all ranks from now on. Not collective.
 
         In a thread that neither computes nor communicates, such as that of a progress bar, it is
-        only told. All that stderr gets ``rank-N.log`` in ``settings.log_dir`` gets too. A world
-        that recovers outlives a rank, so its launcher ends it.
+        only told. All that stderr gets ``rank-N.log`` in the folder ``log_dir`` gets too. A world
+        that ``recovers`` outlives a rank, so its launcher ends it.
         """
-        self._world, self._rank, self._recovers = world, world.rank, settings.recover
+        self._world, self._rank, self._recovers = world, world.rank, recovers
         self._owner = os.getpid()
-        folder = settings.log_dir
-        self._log = folder and folder / f"rank-{world.rank}.log"
+        self._log = log_dir and log_dir / f"rank-{world.rank}.log"
         self._ending = threading.Lock()
         self.last_words: list[Callable[[], object]] = []
         """Called before this rank ends all ranks: what writes down what is not on disk yet."""

@@ -174,7 +174,7 @@ def join(settings: Settings, chosen: object = None) -> None:
     lazy_dynamo.install()
     ranks = find_world(chosen)
     # From here on nobody fails alone.
-    hooks = FailureHooks(ranks, settings) if ranks else None
+    hooks = FailureHooks(ranks, settings.log_dir, recovers=settings.recover) if ranks else None
     threads = torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else None
     found = connect(ranks, settings, threads)
     if ranks:
