@@ -2,12 +2,16 @@
 
     python examples/elastic_digits.py
     hpctrain launch -n 4 python examples/elastic_digits.py --fail-at 100
+    hpctrain launch -n 4 --recover python examples/elastic_digits.py --kill-at 100
 
 With --fail-at the last rank fails at that step: all ranks return to the last commit and go on, and
-the result is the same to the last digit.
+the result is the same to the last digit. With --kill-at its process is killed: the others return
+to the last commit, share out what is left of the epoch, and go on without it.
 """
 
 import argparse
+import os
+import signal
 
 import torch
 from sklearn.datasets import load_digits
@@ -23,7 +27,7 @@ failed: list[int] = []
 """Steps that have failed: no part of the state, so each fails once."""
 
 
-def main(epochs: int, fail_at: int | None) -> None:
+def main(epochs: int, fail_at: int | None, kill_at: int | None) -> None:
     """Train a small network and print how often it is right on digits it has not seen."""
     hvd.init()
     torch.manual_seed(0)
@@ -44,7 +48,9 @@ def main(epochs: int, fail_at: int | None) -> None:
             print(f"goes on from step {state.step}")
 
     state.register_reset_callbacks([say_so])
-    learn(state, DataLoader(data, BATCH, sampler=sampler), epochs, fail_at)
+    is_last = hvd.rank() == hvd.size() - 1
+    events = (fail_at, kill_at) if is_last else (None, None)
+    learn(state, DataLoader(data, BATCH, sampler=sampler), epochs, *events)
 
     with torch.no_grad():
         accuracy = (model(x[test]).argmax(dim=1) == y[test]).float().mean().item()
@@ -54,14 +60,20 @@ def main(epochs: int, fail_at: int | None) -> None:
 
 @hvd.elastic.run
 def learn(
-    state: hvd.elastic.TorchState, batches: DataLoader, epochs: int, fail_at: int | None
+    state: hvd.elastic.TorchState,
+    batches: DataLoader,
+    epochs: int,
+    fail_at: int | None,
+    kill_at: int | None,
 ) -> None:
-    """Train from where ``state`` stands to the last epoch."""
+    """Train from where ``state`` stands to the last epoch; fail, or die, at a step."""
     while state.epoch < epochs:
         for number, (x, y) in enumerate(batches):
             state.optimizer.zero_grad()
             cross_entropy(state.model(x), y).backward()
-            if state.step == fail_at and fail_at not in failed and hvd.rank() == hvd.size() - 1:
+            if state.step == kill_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if state.step == fail_at and fail_at not in failed:
                 failed.append(fail_at)
                 raise hvd.HorovodInternalError(f"step {fail_at} fails, as --fail-at wants it")
             state.optimizer.step()
@@ -77,5 +89,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--epochs", type=int, default=15, help="how often each digit is seen")
     parser.add_argument("--fail-at", type=int, metavar="STEP", help="let one rank fail there")
+    parser.add_argument("--kill-at", type=int, metavar="STEP", help="let one rank die there")
     given = parser.parse_args()
-    main(given.epochs, given.fail_at)
+    main(given.epochs, given.fail_at, given.kill_at)

@@ -48,6 +48,9 @@ def launch(  # noqa: PLR0913 - a command's options
     ] = None,
     mpirun: Annotated[str | None, option("PATH", "The launcher to use.")] = None,
     timeout: Annotated[float | None, option("S", "End all ranks after so many seconds.")] = None,
+    recover: Annotated[
+        bool, flag("Go on without ranks that die (elastic.run).", "--recover")
+    ] = False,
     tag_output: Annotated[bool, flag("Each line names its rank.", "--tag-output")] = False,
     no_bind: Annotated[bool, flag("Tie no rank to a core.", "--no-bind")] = False,
     mpi_args: Annotated[
@@ -66,7 +69,8 @@ def launch(  # noqa: PLR0913 - a command's options
     The options of `horovodrun` are understood too. The ranks also find what torchrun sets (RANK,
     WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, ...), so a script for torch.distributed runs unchanged.
 
-    One rank's death ends all ranks. The exit code is the command's, 124 after --timeout; 85 is
+    One rank's death ends all ranks; under --recover those that are left go on from the last
+    commit of hpctrain.elastic. The exit code is the command's, 124 after --timeout; 85 is
     a run that has stopped and wants to go on.
 
     Examples:
@@ -77,6 +81,8 @@ def launch(  # noqa: PLR0913 - a command's options
       hpctrain launch -n 8 --hosts a:4,b:4 train.py
 
       hpctrain launch -np 8 --hostfile hosts --network-interface eth0 train.py
+
+      hpctrain launch -n 4 --recover python elastic.py
 
       hpctrain launch -n 4 --dry-run python train.py
     """
@@ -93,6 +99,7 @@ def launch(  # noqa: PLR0913 - a command's options
     options = mpiexec.Options(
         binding="none" if no_bind else "auto",
         tag_output=tag_output,
+        recover=recover,
         allocated=allocated,
         interfaces=split(network_interface or []),
         variables=mpiexec.rendezvous(hosts, allocated=allocated) | variables(of_horovodrun),

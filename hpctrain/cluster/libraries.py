@@ -7,6 +7,7 @@ words of their own, and others make a world of one of every rank.
 
 import os
 import re
+import signal
 import site
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -83,6 +84,17 @@ def mpirun_beside(library: Path) -> Path | None:
 
 def starter() -> Path | None:
     """Return the launcher's program among the ancestors of this process, if it is there."""
+    found = _starter()
+    return found[1] if found else None
+
+
+def end_launch() -> None:
+    """Let the launcher of this process, or its daemon on this host, end all ranks it knows of."""
+    if found := _starter():
+        os.kill(found[0], signal.SIGTERM)
+
+
+def _starter() -> tuple[int, Path] | None:
     pid = os.getpid()
     for _ in range(16):  # shells and wrappers lie between
         found = stat(pid)
@@ -92,7 +104,7 @@ def starter() -> Path | None:
         except OSError:
             return None
         if _STARTERS.fullmatch(program.name):
-            return program
+            return pid, program
     return None
 
 

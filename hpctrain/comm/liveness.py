@@ -6,12 +6,13 @@ from array import array
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import accumulate
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from mpi4py import MPI
 
 from hpctrain.cluster.process import birth
 from hpctrain.comm.communicator import Owner
+from hpctrain.comm.mpi_library import is_loss
 from hpctrain.comm.waiting import Pace, wait_until
 from hpctrain.core.errors import RankLostError
 from hpctrain.core.units import format_ranks
@@ -89,7 +90,12 @@ class Liveness:
         if not self._open:
             return
         self._raise_if_dead()
-        self._hear()
+        try:
+            self._hear()
+        except MPI.Exception as error:
+            if not is_loss(error):
+                raise
+            raise RankLostError(f"rank {self.rank} waits no more: {error}") from error
         self._tell_of_end()
         self._raise_if_broken()
         self._raise_if_ahead()
@@ -99,6 +105,17 @@ class Liveness:
                 f"{'it' if len(left) == 1 else 'them'}; every rank must make the same calls: look "
                 f"for a sys.exit, return or break there, and for a rank with fewer batches"
             )
+
+    def revoke(self) -> None:
+        """Let nobody wait for anybody any more: all waits of all ranks end by an error.
+
+        Not collective; where the world recovers.
+        """
+        revoke(self._control)
+
+    def abandon(self) -> None:
+        """Look at nobody any more, and take no leave. Not collective."""
+        self._open = False
 
     @property
     def innermost(self) -> str:
@@ -264,6 +281,40 @@ class Liveness:
                     f"{self.rank} waits for it; its last output says why, and the "
                     f"kernel's log if it ran out of memory"
                 )
+
+
+def agree(ranks: MPI.Intracomm, *, am_well: bool) -> bool:
+    """Say whether all of ``ranks`` are there and well; the same on all that are left.
+
+    Collective over those, on a revoked communicator, too. Where the world recovers.
+    """
+    if not am_well:
+        revoke(ranks)
+    try:
+        return bool(ranks.Agree(int(am_well)))
+    except MPI.Exception as error:
+        if not is_loss(error):
+            raise
+        return False
+
+
+def revoke(ranks: MPI.Intracomm) -> None:
+    """End all that is under way among ``ranks``, everywhere. Not collective; may be repeated."""
+    if not ranks.Is_revoked():
+        ranks.Revoke()
+
+
+def shrink(ranks: MPI.Intracomm) -> tuple[MPI.Intracomm, list[int]]:
+    """Return a communicator of those of ``ranks`` that are left, and which are lost.
+
+    Collective over those that are left. Where the world recovers.
+    """
+    left = cast("MPI.Intracomm", ranks.Shrink())
+    everybody, group = ranks.Get_group(), left.Get_group()
+    there = set(group.Translate_ranks(None, everybody))
+    everybody.Free()
+    group.Free()
+    return left, sorted({*range(ranks.size)} - there)
 
 
 def _receive(notice: MPI.Message) -> tuple[int, str]:

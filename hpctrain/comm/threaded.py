@@ -136,6 +136,12 @@ class ThreadedCommunicator:
                 _LOG.error("an operation that nobody waited for has failed: %s", error)
         self._works = []
 
+    def drop(self) -> None:
+        """End the threads; what was started fails, since ranks are lost. Not collective."""
+        for one in (*self._lent, self):
+            one._thread.shutdown()  # noqa: SLF001
+            one._works = []  # noqa: SLF001
+
     def close(self) -> None:
         """Do what ``drain`` does, then close the communicator."""
         self.drain()

@@ -142,6 +142,9 @@ class Settings:
     """Mark in the timeline where each cycle of the controller begins."""
     elastic_reset_limit: Annotated[int | None, _whole(0)] = None
     """How often ``elastic.run`` may begin again; as often as needed when unset."""
+    recover: Annotated[bool, _flag] = False
+    """Let the ranks that are left go on when one dies; ``hpctrain launch --recover`` sets it, and
+    starts an MPI that can."""
     engine: Annotated[str, _one_of(*ENGINES)] = "hpctrain"
     """What moves tensors between ranks: ``hpctrain``, or ``horovod`` where that is installed."""
     horovod_way: Annotated[str, _one_of("auto", "flat", "two-level")] = "auto"

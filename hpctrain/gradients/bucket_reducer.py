@@ -194,6 +194,20 @@ class Reducer:
         self._is_reduced = self._was_reduced = False
         self._forget_backward()
 
+    def move_to(self, reduction: Reduction) -> None:
+        """Reduce over the ranks of another reduction from the next step on. Collective over those.
+
+        What was under way is forgotten.
+        """
+        reduction.around, reduction.steps.flags = self.reduction.around, self.steps.flags
+        self._passes_done = 0
+        self._is_reduced = self._was_reduced = self.is_in_step = False
+        self._forget_backward()
+        self.reduction = reduction
+        reduction.steps.enter(self)
+        reduction.build(self._today())
+        self._hook_anew()
+
     def stand_in(self, opening: Opening) -> None:
         """Take part in a step of the others with nothing. Collective."""
         for parameter in self.reduction.slot_of:

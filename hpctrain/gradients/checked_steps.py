@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from torch.nn import Parameter
 
@@ -13,6 +13,7 @@ from hpctrain.core.units import KIB
 from hpctrain.gradients.sparse_gradients import GradientState
 from hpctrain.gradients.step_check import LONG, Announcement, Member, Opening, StepCheck
 from hpctrain.gradients.weight_sample import WeightSample, checksum_of
+from hpctrain.runtime import world
 
 _FIRST_BYTES = 64 * KIB  # how much of each gradient is compared in the first step
 
@@ -147,3 +148,14 @@ def _checksum_of_first(slots: Iterable[GradientState]) -> int | None:
             if not start.isfinite().all():
                 return None  # every NaN is like the other
     return None if is_zero else total
+
+
+def steps_over(comm: Communicator) -> CheckedSteps:
+    """Return the steps of an optimizer over these ranks. Collective for the first one."""
+    here = world.current()
+    if comm.size == 1:
+        return CheckedSteps(StepCheck(comm))
+    if comm not in here.step_checks:
+        here.step_checks[comm] = StepCheck(comm, is_asked=True)
+    check = cast("StepCheck", here.step_checks[comm])
+    return CheckedSteps(check, here.settings.check_weights)

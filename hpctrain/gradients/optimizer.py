@@ -14,7 +14,6 @@ from torch.nn import Parameter
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim import LBFGS, Optimizer
 
-from hpctrain.comm.agreement import require_equal
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.eager import eager
 from hpctrain.comm.serial import SerialNode
@@ -22,20 +21,20 @@ from hpctrain.compress.by_name import Compressing, codec_for, compressor_for
 from hpctrain.compress.codec import Codec
 from hpctrain.compress.half import Compression
 from hpctrain.compress.savings import Savings
-from hpctrain.core.errors import ConfigError
+from hpctrain.core.errors import ConfigError, RankLostError
 from hpctrain.gradients.adasum_step import AdasumStep
 from hpctrain.gradients.bucket_reducer import ParameterSource, Reducer
-from hpctrain.gradients.checked_steps import CheckedSteps
+from hpctrain.gradients.checked_steps import steps_over
 from hpctrain.gradients.loss_scale import unscale_averages, unscale_own
 from hpctrain.gradients.node_values import is_shared, require_no_masters
 from hpctrain.gradients.parameter_names import Grouping, Groups, named, names_of, places_of
 from hpctrain.gradients.reduction import Reduction
 from hpctrain.gradients.sample_count import NUM_FLAGS, SampleCount
 from hpctrain.gradients.sharded_step import ShardedReduction, ShardedStep
-from hpctrain.gradients.step_check import StepCheck
 from hpctrain.negotiation.request import Adasum, Average, ReduceOp, Sum
 from hpctrain.runtime import world
 from hpctrain.runtime.process_sets import ProcessSet, global_process_set
+from hpctrain.runtime.rebuild import Stage
 
 
 def DistributedOptimizer(  # noqa: N802, PLR0913, PLR0917 - Horovod's name and arguments
@@ -90,7 +89,7 @@ def DistributedOptimizer(  # noqa: N802, PLR0913, PLR0917 - Horovod's name and a
     passes, codec = backward_passes_per_step, codec_for(compression, optimizer)
     if comm is None:
         return _upgraded(optimizer, None, names, passes)
-    parameters, steps = partial(named, weakref.ref(optimizer), names), _steps_over(comm)
+    parameters, steps = partial(named, weakref.ref(optimizer), names), steps_over(comm)
     if op is Adasum:
         combined = AdasumStep(comm, compressor_for(compression), parameters, steps)
         return _upgraded(optimizer, combined, names, passes)
@@ -372,25 +371,10 @@ def before_step(
         loss = closure()
         reducer.finish()
         if isinstance(stepping, LBFGS):  # which decides by it how far it goes
-            _require_equal_loss(reducer.reduction, loss)
+            reducer.reduction.require_equal_loss(loss)
         return loss
 
     return args[:1], kwargs | {"closure": averaging}
-
-
-def _require_equal_loss(reduction: Reduction, loss: object) -> None:
-    """Raise ``MismatchError`` on all ranks if their closures return other losses. Collective.
-
-    Not while some have joined, who answer nothing else than averages of gradients.
-    """
-    comm = reduction._comm  # noqa: SLF001
-    if reduction.steps.num_active == comm.size:
-        said = [repr(loss.detach().tolist() if isinstance(loss, Tensor) else loss)]
-        way_out = (
-            "LBFGS decides by it when a step ends, and ranks that decide otherwise part: let the "
-            "closure return the mean over ranks, hvd.allreduce(loss.detach())"
-        )
-        require_equal(comm, said, "what the closure of LBFGS returns", way_out)
 
 
 @eager
@@ -426,7 +410,32 @@ def _upgraded(
         # They find it by the optimizer: functions that held it would keep both for ever.
         optimizer.register_step_pre_hook(begin_step if combines else before_step)
         optimizer.register_step_post_hook(after_step)
+        _let_move(exchange)
     return optimizer
+
+
+def _let_move(exchange: Reducer | AdasumStep) -> None:
+    """Let what reduces over all ranks go along into a world of those that are left of them.
+
+    What cannot is a ``RankLostError`` on all that are left.
+    """
+    kept, all_ranks = weakref.ref(exchange), world.current().comm
+
+    def move() -> None:
+        moved, here = kept(), world.current()
+        if moved is None:
+            return
+        reduction = moved.reduction if isinstance(moved, Reducer) else None
+        if type(reduction) is not Reduction or not reduction.is_over(all_ranks):
+            raise RankLostError(
+                f"an optimizer with shard, op=Adasum or a process set does not go on without lost "
+                f"ranks, and {here.topology.size} are left of more; start again from the "
+                f"checkpoint, or average over all ranks without them"
+            )
+        cast("Reducer", moved).move_to(reduction.over(here.comm, here.plan, steps_over(here.comm)))
+        _let_move(moved)
+
+    world.current().rebuild.register(Stage.HOLDERS, move=move)
 
 
 def _reducer(
@@ -473,17 +482,6 @@ def _check(
         raise ConfigError(f'shard is None or "node", got {shard!r}')
     if shard and op is Adasum:
         raise ConfigError('op=Adasum combines whole steps of ranks, not with shard="node"')
-
-
-def _steps_over(comm: Communicator) -> CheckedSteps:
-    """Return the steps of an optimizer over these ranks. Collective for the first one."""
-    here = world.current()
-    if comm.size == 1:
-        return CheckedSteps(StepCheck(comm))
-    if comm not in here.step_checks:
-        here.step_checks[comm] = StepCheck(comm, is_asked=True)
-    check = cast("StepCheck", here.step_checks[comm])
-    return CheckedSteps(check, here.settings.check_weights)
 
 
 def _communicator(

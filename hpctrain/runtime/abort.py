@@ -15,6 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
+from hpctrain.cluster.libraries import end_launch
+from hpctrain.comm.mpi_library import is_loss
 from hpctrain.core.errors import RankLostError
 from hpctrain.core.user_error import folded
 
@@ -54,13 +56,14 @@ class FailureHooks:
     For worlds of more than one rank: a world of one has nobody to end.
     """
 
-    def __init__(self, world: "MpiComm", log_dir: Path | None) -> None:
+    def __init__(self, world: "MpiComm", log_dir: Path | None, *, recovers: bool = False) -> None:
         """Let an exception that nobody catches end all ranks from now on. Not collective.
 
         In a thread that neither computes nor communicates, such as that of a progress bar, it is
-        only told. All that stderr gets ``rank-N.log`` in the folder ``log_dir`` gets too.
+        only told. All that stderr gets ``rank-N.log`` in the folder ``log_dir`` gets too. A world
+        that ``recovers`` outlives a rank, so its launcher ends it.
         """
-        self._world, self._rank = world, world.rank
+        self._world, self._rank, self._recovers = world, world.rank, recovers
         self._owner = os.getpid()
         self._log = log_dir and log_dir / f"rank-{world.rank}.log"
         self._ending = threading.Lock()
@@ -111,7 +114,10 @@ class FailureHooks:
             with contextlib.suppress(Exception):
                 say()
         try:
-            self._world.Abort(code)
+            if self._recovers:  # MPI_Abort ends this rank alone then, and nobody hears of it
+                end_launch()
+            else:
+                self._world.Abort(code)
         finally:
             os._exit(code)
 
@@ -176,7 +182,7 @@ def _verdict(error: BaseException) -> tuple[int, str]:
     """Return the exit code, and the one line that says it all where no traceback is needed."""
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED, "interrupted; all ranks end"
-    if isinstance(error, RankLostError):
+    if isinstance(error, RankLostError) or is_loss(error):
         return RANK_LOST, f"{error}; all ranks end"
     return FAILED, ""
 

@@ -237,6 +237,15 @@ class ProcessSets:
         assert self.everyone.controller is not None
         self.global_controller = self.everyone.controller
 
+    def drop(self) -> None:
+        """End all sets without the others, who may be lost. Not collective."""
+        for one in self._in_turn():
+            one.is_open = False
+            if one.controller is not None:
+                one.controller.drop()
+            if isinstance(one.comm, ThreadedCommunicator):
+                one.comm.drop()
+
     def close(self) -> None:
         """Close all sets. Collective over the world."""
         for one in reversed(self._in_turn()):

@@ -23,6 +23,7 @@ class _Holder(NamedTuple):
     stage: Stage
     renew: Callable[[], object] | None
     close: Callable[[], object] | None
+    move: Callable[[], object] | None
 
 
 class Rebuild:
@@ -38,14 +39,16 @@ class Rebuild:
         *,
         renew: Callable[[], object] | None = None,
         close: Callable[[], object] | None = None,
+        move: Callable[[], object] | None = None,
     ) -> None:
         """Take one more; in the same order on every rank, as both functions may be collective.
 
         ``stage`` says when its turn is, those of one stage take turns as they came; ``renew``
         makes anew what it holds, None where nothing of it depends on the ranks; ``close`` lets go
-        of it, None where nothing has to be done.
+        of it, None where nothing has to be done; ``move`` makes it anew in a world of other
+        ranks, where it registers again, None for what ends with this world.
         """
-        self._holders.append(_Holder(stage, renew, close))
+        self._holders.append(_Holder(stage, renew, close, move))
         self._holders.sort(key=lambda holder: holder.stage)  # stable
 
     def renew(self) -> None:
@@ -53,6 +56,13 @@ class Rebuild:
         for holder in self._holders:
             if holder.renew is not None:
                 holder.renew()
+
+    def move(self) -> None:
+        """Let what outlives this world go into that of today, and register there. Collective."""
+        holders, self._holders = self._holders, []
+        for holder in holders:
+            if holder.move is not None:
+                holder.move()
 
     def close(self) -> None:
         """Let go of everything, the last stage first. Collective."""

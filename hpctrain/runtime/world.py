@@ -174,7 +174,7 @@ def join(settings: Settings, chosen: object = None) -> None:
     lazy_dynamo.install()
     ranks = find_world(chosen)
     # From here on nobody fails alone.
-    hooks = FailureHooks(ranks, settings.log_dir) if ranks else None
+    hooks = FailureHooks(ranks, settings.log_dir, recovers=settings.recover) if ranks else None
     threads = torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else None
     found = connect(ranks, settings, threads)
     if ranks:
@@ -310,6 +310,27 @@ def _leave(leaving: World, *, raises: bool) -> None:
         raise ReplicaError(fault)  # with the hooks, for who does not catch it
     if leaving.hooks is not None and sys.exc_info()[0] is None:
         leaving.hooks.uninstall()  # an error on its way out still needs them to end all ranks
+
+
+def go_on(ranks: "MpiComm") -> None:
+    """Leave a world of which ranks are lost for one of ``ranks``, which are left. Collective.
+
+    What has registered with ``rebuild`` to outlive its world is made anew.
+    """
+    global _world
+    before, _world = current(), None
+    atexit.unregister(_shut_down)
+    if before.presence is not None:
+        before.presence.abandon()
+    before.sets.drop()
+    before.stop.close()
+    before.timelines.stop()
+    if before.before_finalize is not None:
+        before.before_finalize.close()
+    if before.hooks is not None:
+        before.hooks.uninstall()
+    join(before.settings, ranks)
+    before.rebuild.move()
 
 
 def current() -> World:

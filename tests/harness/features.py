@@ -13,6 +13,7 @@ import pytest
 from hpctrain.cluster.libraries import family
 from hpctrain.core.errors import LaunchError
 from hpctrain.launch.installed_horovod import needed_mpi
+from hpctrain.launch.mpirun import find_mpirun
 from hpctrain.launch.pmi import load
 from tests.cluster.vcluster.check import obstacle, slurm_obstacle
 
@@ -39,6 +40,12 @@ def _cluster() -> str:
 def _slurm() -> str:
     """A private Slurm on virtual nodes."""
     return slurm_obstacle()
+
+
+def _recovery() -> str:
+    """An MPI that outlives the death of a rank."""
+    found = find_mpirun()
+    return "" if found.flavour == "openmpi5" else f"{found.path} is no Open MPI 5"
 
 
 def _debian_openmpi() -> str:
@@ -123,6 +130,7 @@ FEATURES: dict[str, Callable[[], str]] = {
     "debian-openmpi": _debian_openmpi,
     "expecttest": _module("expecttest"),
     "foreign-mpich": _foreign_mpich,
+    "recovery": _recovery,
     "h5dump": _program("h5dump"),
     "horovod": _horovod,
     "horovod-module": _module("horovod"),

@@ -132,6 +132,18 @@ def test_ranks_of_open_mpi_on_this_host_start_without_a_fabric_that_nobody_chose
             assert "^ofi" not in line(mpirun, **HOSTS) + line(mpirun, options=mine)
 
 
+def test_only_open_mpi_5_goes_on_without_a_rank(monkeypatch):
+    monkeypatch.setattr(mpiexec, "may_spare_ofi", lambda: True)
+    recover = Options(recover=True)
+    found = line(OPENMPI5, options=recover)
+    assert "--with-ft ulfm" in found
+    assert "btl self,sm,tcp" in found
+    assert "-x HPCTRAIN_RECOVER=1" in found
+    for mpirun in (OPENMPI4, *HYDRA):
+        with pytest.raises(LaunchError, match=f"need Open MPI 5, and {mpirun.path} is"):
+            line(mpirun, options=recover)
+
+
 def test_hydra_takes_one_network_interface(monkeypatch):
     monkeypatch.setattr(mpiexec, "check_interfaces", lambda _: None)
     for mpirun in HYDRA:

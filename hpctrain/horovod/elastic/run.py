@@ -10,8 +10,9 @@ from hpctrain.comm.agreement import by_rank
 from hpctrain.comm.communicator import Communicator
 from hpctrain.core.errors import CommError, HorovodInternalError, MismatchError
 from hpctrain.core.logs import logger
+from hpctrain.core.units import format_ranks
 from hpctrain.horovod.elastic.state import HostsUpdatedInterrupt, State
-from hpctrain.runtime import world
+from hpctrain.runtime import recovery, world
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -28,6 +29,7 @@ class End(enum.IntEnum):
     UPDATED = 1  # hosts come or go
     MET_OTHERS = 2  # an operation of this rank has met another one of a rank that had left the way
     FAILED = 3
+    LOST = 4  # ranks have died, those that are left are a smaller world
 
 
 class Ending(NamedTuple):
@@ -75,10 +77,14 @@ def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
     way back. The function returns when it has returned on all ranks; it must find in the state
     where it stands, and no operation with other ranks may come between ``init()`` and its call.
 
-    Any other exception passes through. A lost rank (``RankLostError``) ends all ranks with exit
-    code 87: the job goes on from its checkpoint, not from a commit. So does, on several nodes and
-    after ``HPCTRAIN_TIMEOUT``, a ``HorovodInternalError`` that one rank raises by itself while
-    others are averaging gradients: what is on its way between nodes cannot be taken back.
+    Any other exception passes through. A lost rank ends all ranks with exit code 87
+    (``RankLostError``): the job goes on from its checkpoint, not from a commit. Under ``hpctrain
+    launch --recover`` those that are left go on from their last commit instead, in the same
+    processes, as a smaller world: ``rank()`` and ``size()`` are other ones, process sets of some
+    ranks are gone, and ``DistributedOptimizer`` over all ranks goes along, but with ``shard`` or
+    Adasum. Another end of all ranks, on several nodes and after ``HPCTRAIN_TIMEOUT``, is a
+    ``HorovodInternalError`` that one rank raises by itself while others are averaging gradients:
+    what is on its way between nodes cannot be taken back.
 
     Raises:
         CommError: training fails again and again without another commit, or more often than
@@ -87,8 +93,8 @@ def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
         NotInitializedError: ``hpctrain.init()`` was not called.
 
     Source: Horovod 0.28, ``horovod.torch.elastic.run``.
-    Differs: the world stays, so MPI is not started again and no rank is replaced; the ranks agree
-    how each attempt has ended, so none returns while another tries again.
+    Differs: MPI is not started again and no rank is replaced; the ranks agree how each attempt
+    has ended, so none returns while another tries again.
     """
 
     @functools.wraps(func)
@@ -103,18 +109,41 @@ def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
         resets = Resets(state)
         must_sync = True
         while True:
-            together = agree(_ending_of(functools.partial(attempt, must_sync=must_sync)))
+            tried = functools.partial(attempt, must_sync=must_sync)
+            together = _agreed_in_place(tried) if recovery.is_on() else agree(_ending_of(tried))
             if together.end is End.DONE:
                 return cast("R", together.result)
-            world.current().rebuild.renew()
+            if together.end is not End.LOST:
+                world.current().rebuild.renew()
             if together.end is End.MET_OTHERS:
                 raise together.error or MismatchError(together.text)
             resets.count(together)
-            if together.end is End.FAILED:
+            if together.end in (End.FAILED, End.LOST):
                 state.restore()
             must_sync = not together.skip_sync
 
     return cast("Callable[Concatenate[S, P], R]", training)
+
+
+def _agreed_in_place(attempt: Callable[[], object]) -> Ending:
+    """Return how the attempt has ended on all ranks that are left; shrink the world if need be.
+
+    Collective over those. A program's own error passes through, and ends all ranks.
+    """
+    error: Exception | None = None
+    together = Ending(End.LOST)
+    try:
+        together = agree(_ending_of(attempt))
+    except Exception as caught:
+        if not recovery.may_be_loss(caught):
+            raise
+        error = caught
+    if recovery.all_are_well(am_well=error is None):
+        return together
+    lost = recovery.shrink()
+    if not lost:  # all are there: it is an error like any other
+        raise error or CommError("the attempt has failed on another rank, see what that says")
+    return Ending(End.LOST, error, text=f"{format_ranks(lost)} died")
 
 
 def _ending_of(attempt: Callable[[], object]) -> Ending:
@@ -144,11 +173,11 @@ class Resets:
 
     def count(self, ending: Ending) -> None:
         """Count one more, and say on rank 0 why; ``CommError``, on all ranks, if one too many."""
-        is_failure = ending.end is End.FAILED
+        is_failure = ending.end in (End.FAILED, End.LOST)
         if self._state.num_commits != self._commits or not is_failure:
             self._in_vain = 0
         self._commits = self._state.num_commits
-        self._in_vain += is_failure
+        self._in_vain += ending.end is End.FAILED  # who is lost is not lost again
         if self._limit is not None and self.number >= self._limit:
             raise CommError(
                 f"training may be taken up again {self._limit} times and should be once more: "

@@ -46,7 +46,8 @@ def command(
 ) -> list[str]:
     """Write the command line that runs ``argv`` on one rank per entry of ``hosts``.
 
-    For Open MPI ``HOSTFILE`` holds the hosts too, a line each.
+    For Open MPI ``HOSTFILE`` holds the hosts too, a line each. Where ``environ`` lets the ranks
+    recover the launcher does, too.
     """
     num_ranks = ("-n", str(len(hosts)))
     if mpi == "mpich":
@@ -59,6 +60,8 @@ def command(
     line += ["--prtemca", "plm_ssh_no_tree_spawn", "1", "--prtemca", "prte_silence_shared_fs", "1"]
     line += ["--mca", "pml", "ob1", "--mca", "btl", "self,sm,tcp", "--mca", "osc", "^ucx"]
     line += ["--mca", "btl_tcp_if_include", network]
+    if mpiexec.RECOVER in environ:
+        line += mpiexec.RECOVERING
     for name in environ:  # all of them, as Hydra does by itself
         line += ["-x", name]
     return [*line, *num_ranks, *argv]

@@ -1,0 +1,95 @@
+"""In-place recovery: when ranks die, those that are left go on as a smaller world.
+
+Each of them keeps its process, its data and its model. Who finds that a rank is lost revokes the
+world, so that all others stop waiting for it; all that are left agree that they cannot go on as
+they are, shrink the world, and make anew what depends on who the ranks are.
+
+Source: Bland, Bouteiller, Herault, Bosilca and Dongarra 2013, "Post-failure recovery of MPI
+communication capability: design and rationale".
+"""
+
+import threading
+from typing import TYPE_CHECKING
+
+from hpctrain.comm.mpi_library import is_loss
+from hpctrain.core.errors import CommError, RankLostError
+from hpctrain.core.logs import logger
+from hpctrain.core.units import format_ranks
+from hpctrain.runtime import world
+from hpctrain.runtime.abort import RANK_LOST
+
+if TYPE_CHECKING:
+    from hpctrain.comm.mpi_world import MpiComm
+
+LIMIT_S = 60.0
+"""Longest time for the ranks that are left to make their world: if one dies meanwhile, all end."""
+
+
+def is_on() -> bool:
+    """Say whether this world recovers, see ``hpctrain launch --recover``."""
+    here = world.current()
+    return here.settings.recover and here.ranks is not None
+
+
+def may_be_loss(error: BaseException) -> bool:
+    """Say whether an error may come of a lost rank: all that are left then ask each other."""
+    return isinstance(error, CommError) or is_loss(error)
+
+
+def all_are_well(*, am_well: bool) -> bool:
+    """Say whether all ranks are there and well; the same on every rank that is left. Collective.
+
+    Those that wait for one that is not well, in whatever they do, stop waiting by an error.
+    """
+    from hpctrain.comm.liveness import agree  # noqa: PLC0415 - a world of one needs no MPI
+
+    if not am_well:
+        _end_waits()
+    return agree(_ranks(), am_well=am_well)
+
+
+def shrink() -> list[int]:
+    """Make the world of those that are left, and return who is lost. Collective over those left.
+
+    If one more dies meanwhile all end with exit code 87 within ``LIMIT_S`` seconds.
+    """
+    from hpctrain.comm import liveness  # noqa: PLC0415 - a world of one needs no MPI
+
+    before, ranks = world.current(), _ranks()
+    assert before.hooks is not None
+    _end_waits()  # of whoever has not heard of it yet
+    guard = threading.Timer(LIMIT_S, before.hooks.abort, [RANK_LOST])
+    guard.daemon = True
+    guard.start()
+    try:
+        liveness.revoke(ranks)
+        left, lost = liveness.shrink(ranks)
+        if not lost:
+            return []
+        world.go_on(left)
+    except RankLostError:
+        raise
+    except Exception as error:
+        raise RankLostError(
+            f"another rank died while those that are left made their world: {error}"
+        ) from error
+    finally:
+        guard.cancel()
+    if world.rank() == 0:
+        logger.warning(
+            "%s of %d died; the %d that are left go on",
+            *(format_ranks(lost), before.topology.size, world.size()),
+        )
+    return lost
+
+
+def _ranks() -> "MpiComm":
+    ranks = world.current().ranks
+    assert ranks is not None
+    return ranks
+
+
+def _end_waits() -> None:
+    presence = world.current().presence
+    assert presence is not None
+    presence.revoke()

@@ -1,0 +1,107 @@
+"""A training under ``hpctrain launch --recover`` whose ranks die; each that is left tells its end.
+
+    hpctrain launch -n 4 --recover python recovering.py FOLDER KILLS
+
+``KILLS`` is JSON: rank of the first world, step, and milliseconds from there to the kill.
+"""
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import hpctrain as hvd
+from hpctrain import elastic
+
+NUM_SAMPLES, EPOCHS, BATCH = 96, 2, 4
+
+
+class Victim:
+    """Kills this process at its time."""
+
+    def __init__(self, kills, rank):
+        self.kills = {r: (step, ms) for r, step, ms in kills}
+        self.mine = self.kills.get(rank)
+
+    def at(self, step):
+        """Let a rank whose step has come die a little later, whatever it does then."""
+        if self.mine is None or step < self.mine[0]:
+            return
+        _, ms = self.mine
+        self.mine = None
+        if not ms:
+            os.kill(os.getpid(), signal.SIGKILL)
+        threading.Thread(target=self._die, args=(ms / 1e3,), daemon=True).start()
+
+    @staticmethod
+    def _die(seconds):
+        time.sleep(seconds)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main():
+    """Train, and write what is left at the end."""
+    folder, kills = Path(sys.argv[1]), json.loads(sys.argv[2])
+    hvd.init()
+    first_rank = hvd.rank()
+    victim = Victim(kills, first_rank)
+    torch.manual_seed(first_rank)
+    source = torch.Generator().manual_seed(1)
+    data = torch.randn(NUM_SAMPLES, 6, generator=source)
+    model = nn.Sequential(nn.Linear(6, 40), nn.Tanh(), nn.Linear(40, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+    sampler = elastic.ElasticSampler(range(NUM_SAMPLES), seed=5)
+    visits = torch.zeros(EPOCHS, NUM_SAMPLES)
+    state = elastic.TorchState(
+        model, optimizer, sampler=sampler, epoch=0, step=0, visits=visits, sizes=[]
+    )
+
+    @elastic.run
+    def train(state):
+        state.sizes = [*state.sizes, hvd.size()]
+        mine = torch.zeros(EPOCHS, NUM_SAMPLES)
+
+        def commit():
+            state.visits = state.visits + hvd.allreduce(mine, op=hvd.Sum, name="visits")
+            mine.zero_()
+            state.commit()
+
+        while state.epoch < EPOCHS:
+            order = list(state.sampler)
+            for start in range(0, len(order), BATCH):
+                victim.at(state.step)
+                batch = order[start : start + BATCH]
+                state.optimizer.zero_grad()
+                state.model(data[batch]).square().mean().backward()
+                state.optimizer.step()
+                mine[state.epoch, batch] += 1
+                state.sampler.record_batch(start // BATCH, len(batch))
+                state.step += 1
+                if state.step % 3 == 0:
+                    commit()
+            commit()
+            state.epoch += 1
+            state.sampler.set_epoch(state.epoch)
+        return hvd.size()
+
+    size = train(state)
+    weights = torch.cat([p.detach().flatten() for p in model.parameters()])
+    end = {
+        "size": size,
+        "sizes": state.sizes,
+        "visits": state.visits.tolist(),
+        "weights": weights.tolist(),
+    }
+    (folder / f"{first_rank}.json").write_text(json.dumps(end))
+    hvd.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""Ranks die at any instant; those that are left go on in place, and lose nothing.
+
+``HPCTRAIN_TEST_KILLS=500`` makes it so many kills.
+"""
+
+import json
+import os
+import random
+import sys
+from itertools import count
+from pathlib import Path
+
+import pytest
+import torch
+
+from hpctrain.launch import mpiexec
+from tests.cluster.vcluster import VirtualCluster
+from tests.horovod.elastic import recovering
+from tests.processes import ended
+
+pytestmark = [
+    pytest.mark.launches,
+    pytest.mark.limit(150),
+    pytest.mark.requires("recovery"),
+]
+NUM_KILLS = int(os.environ.get("HPCTRAIN_TEST_KILLS", "6"))
+
+
+def launched(tmp_path, kills, *options, num_ranks=4):
+    """Run to the end; return what each rank that is left has found there, by its first number."""
+    line = [sys.executable, "-m", "hpctrain", "launch", "-n", num_ranks, "--recover", *options]
+    program = [sys.executable, recovering.__file__, tmp_path, json.dumps(kills)]
+    done = ended([*line, "--", *program], timeout=140)
+    assert done.returncode == 0, done.stderr
+    ends = {int(file.stem): json.loads(file.read_text()) for file in tmp_path.glob("*.json")}
+    assert sorted(ends) == sorted({*range(num_ranks)} - {rank for rank, *_ in kills}), done.stderr
+    return ends, done.stderr
+
+
+def check(ends):
+    """The replicas are equal, and each sample was taken once per epoch, but to fill a round."""
+    first, *others = ends.values()
+    weights = torch.tensor(first["weights"])
+    assert weights.isfinite().all()
+    assert all(end["weights"] == first["weights"] for end in others)
+    for visits in first["visits"]:
+        assert min(visits) >= 1
+        assert sum(visits) - len(visits) < 4 * max(first["sizes"])
+    assert first["size"] == len(ends)
+
+
+def several(seed):
+    """Draw kills of one run: one, two at once, or one after the other, down to the last rank."""
+    rng = random.Random(seed)
+    ranks = rng.sample(range(4), rng.choice((1, 1, 2, 3)))
+    steps = rng.choices((1, 3, 5, 7), k=1) * len(ranks) if seed % 2 else (1, 4, 7)
+    return [
+        (rank, step, rng.choice((0, 0.1, 1, 3, 10)))
+        for rank, step in zip(ranks, steps, strict=False)
+    ]
+
+
+def test_ranks_that_are_left_go_on_in_place_wherever_the_others_die(tmp_path):
+    num_kills = 0
+    for seed in count():
+        kills, folder = several(seed), tmp_path / str(seed)
+        folder.mkdir()
+        nodes = ("--nodes", 2) if seed % 3 else ()
+        ends, said = launched(folder, kills, *nodes)
+        check(ends)
+        assert "died; the" in said
+        num_kills += len(kills)
+        if num_kills >= NUM_KILLS:
+            break
+
+
+def test_a_whole_node_and_rank_0_may_be_lost(tmp_path):
+    ends, said = launched(tmp_path, [(0, 4, 0), (1, 4, 0)], "--nodes", 2)
+    check(ends)
+    assert "ranks 0-1 of 4 died; the 2 that are left go on" in said
+    assert ends[2]["sizes"] == [4, 2]
+
+
+@pytest.mark.requires("cluster")
+def test_the_ranks_of_another_machine_may_be_lost(tmp_path):
+    with VirtualCluster(nodes=2) as cluster:
+        kills = json.dumps([(0, 4, 0), (1, 4, 0)])
+        program = ["python", recovering.__file__, str(tmp_path), kills]
+        env = {mpiexec.RECOVER: "1"}
+        done = cluster.run(program, ranks_per_node=[2, 2], env=env, timeout_s=120)
+    ends = {int(file.stem): json.loads(file.read_text()) for file in tmp_path.glob("*.json")}
+    assert done.returncode == 0, done.stderr
+    assert sorted(ends) == [2, 3]
+    check(ends)
+
+
+SHARDED = (
+    "model.named_parameters())",
+    'model.named_parameters(), shard="node")',
+    "does not go on without lost ranks, and 2 are left",
+)
+RAISES = (
+    "if not ms:",
+    "if True:\n            raise ValueError('mine')\n        if not ms:",
+    "mine",
+)
+
+
+@pytest.mark.parametrize(("old", "new", "said"), [SHARDED, RAISES], ids=["sharded", "an error"])
+def test_what_cannot_go_on_ends_all_ranks(tmp_path, old, new, said):
+    program = Path(recovering.__file__).read_text()
+    assert old in program
+    (tmp_path / "program.py").write_text(program.replace(old, new))
+    line = [sys.executable, "-m", "hpctrain", "launch", "-n", 3, "--recover"]
+    kills = json.dumps([(1, 2, 0)])
+    done = ended([*line, "--", sys.executable, tmp_path / "program.py", tmp_path, kills])
+    assert done.returncode not in (0, 124), done.stderr
+    assert said in done.stderr
+    assert not list(tmp_path.glob("*.json"))
