@@ -9,6 +9,8 @@ communication capability: design and rationale".
 """
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from hpctrain.comm.mpi_library import is_loss
@@ -39,13 +41,16 @@ def may_be_loss(error: BaseException) -> bool:
 def all_are_well(*, am_well: bool) -> bool:
     """Say whether all ranks are there and well; the same on every rank that is left. Collective.
 
-    Those that wait for one that is not well, in whatever they do, stop waiting by an error.
+    Those that wait for one that is not well, in whatever they do, stop waiting by an error. All
+    end with exit code 87 after ``HPCTRAIN_TIMEOUT`` seconds: to MPI a rank is not dead that stands
+    still, or has ended by an exit code of its own.
     """
     from hpctrain.comm.liveness import agree  # noqa: PLC0415 - a world of one needs no MPI
 
     if not am_well:
         _end_waits()
-    return agree(_ranks(), am_well=am_well)
+    with _limited(world.current().settings.timeout):
+        return agree(_ranks(), am_well=am_well)
 
 
 def shrink() -> list[int]:
@@ -56,31 +61,49 @@ def shrink() -> list[int]:
     from hpctrain.comm import liveness  # noqa: PLC0415 - a world of one needs no MPI
 
     before, ranks = world.current(), _ranks()
-    assert before.hooks is not None
     _end_waits()  # of whoever has not heard of it yet
-    guard = threading.Timer(LIMIT_S, before.hooks.abort, [RANK_LOST])
-    guard.daemon = True
-    guard.start()
     try:
-        liveness.revoke(ranks)
-        left, lost = liveness.shrink(ranks)
-        if not lost:
-            return []
-        world.go_on(left)
+        with _limited(LIMIT_S):
+            liveness.revoke(ranks)
+            left, lost = liveness.shrink(ranks)
+            if not lost:
+                return []
+            world.go_on(left)
     except RankLostError:
         raise
     except Exception as error:
         raise RankLostError(
             f"another rank died while those that are left made their world: {error}"
         ) from error
-    finally:
-        guard.cancel()
     if world.rank() == 0:
         logger.warning(
             "%s of %d died; the %d that are left go on",
             *(format_ranks(lost), before.topology.size, world.size()),
         )
     return lost
+
+
+@contextmanager
+def _limited(limit_s: float) -> Iterator[None]:
+    """End all ranks with exit code 87 where what is done inside lasts longer: MPI has no limit."""
+    hooks = world.current().hooks
+    assert hooks is not None
+
+    def end() -> None:
+        logger.error(
+            "the ranks that are left have not agreed in %g s: a rank died meanwhile, stands "
+            "still, or has ended by an exit code of its own; all ranks end",
+            limit_s,
+        )
+        hooks.abort(RANK_LOST)
+
+    guard = threading.Timer(min(limit_s, threading.TIMEOUT_MAX), end)
+    guard.daemon = True
+    guard.start()
+    try:
+        yield
+    finally:
+        guard.cancel()
 
 
 def _ranks() -> "MpiComm":

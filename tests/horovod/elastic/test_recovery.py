@@ -104,10 +104,18 @@ RAISES = (
     "if True:\n            raise ValueError('mine')\n        if not ms:",
     "mine",
 )
+EXITS = (  # MPI does not take it for dead
+    "if not ms:",
+    "if True:\n            os._exit(3)\n        if not ms:",
+    "",
+)
 
 
-@pytest.mark.parametrize(("old", "new", "said"), [SHARDED, RAISES], ids=["sharded", "an error"])
-def test_what_cannot_go_on_ends_all_ranks(tmp_path, old, new, said):
+@pytest.mark.parametrize(
+    ("old", "new", "said"), [SHARDED, RAISES, EXITS], ids=["sharded", "an error", "an exit code"]
+)
+def test_what_cannot_go_on_ends_all_ranks(tmp_path, monkeypatch, old, new, said):
+    monkeypatch.setenv("HPCTRAIN_TIMEOUT", "5")
     program = Path(recovering.__file__).read_text()
     assert old in program
     (tmp_path / "program.py").write_text(program.replace(old, new))
