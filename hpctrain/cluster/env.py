@@ -107,6 +107,10 @@ class Launched:
     by_mpi: bool = True  # whether this launcher's ranks are connected by MPI
 
 
+BEGUN = "hpctrain: ranks that are left go on when others die"
+ENDED = "hpctrain: all ranks that are left have come to their end"
+"""What rank 0 says of a world that recovers: a launcher that loses a node returns 0, too."""
+
 TUNING = (
     *("OMPI_MCA_btl", "OMPI_MCA_pml", "OMPI_MCA_mtl", "OMPI_MCA_coll"),
     *("UCX_", "FI_", "MPIR_CVAR_", "I_MPI_FABRICS"),

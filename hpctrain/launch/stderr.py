@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import IO, TextIO
 
-from hpctrain.cluster.env import STOPPED
+from hpctrain.cluster.env import BEGUN, ENDED, STOPPED
 
 _RULE = re.compile(rb"\s*[-=]{60,}\s*")  # above and below what a launcher says
 _NOISE = re.compile(
@@ -31,12 +31,12 @@ _QUIET_S = 0.3  # silence after which a traceback has been told by all ranks tha
 _MOST_LINES = 10_000  # of tracebacks that are held back meanwhile
 
 
-def fold(process: subprocess.Popen[bytes]) -> None:
+def fold(process: subprocess.Popen[bytes], heard: set[str]) -> None:
     """Copy mpirun's stderr to ours, without its boxes about a rank that has told its error itself.
 
     Where no rank has said a word about its end, they are the only news, and stay; not where all
     have stopped as they were asked. A traceback of several ranks, as of a script that fails before
-    they know each other, comes once.
+    they know each other, comes once. Of ``BEGUN`` and ``ENDED`` what has come is ``heard``.
     """
     box: list[bytes] = []
     held = b""  # what may come before the words of a rank
@@ -51,6 +51,7 @@ def fold(process: subprocess.Popen[bytes]) -> None:
         if _NOISE.search(text):
             held += text
             continue
+        heard |= {said for said in (BEGUN, ENDED) if said.encode() in text}
         if text.strip() and not is_rule:
             has_told, spoke_at = has_told or bool(_TOLD.search(text)), time.monotonic()
         _write(sink, text)

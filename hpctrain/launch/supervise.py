@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 from types import FrameType
 from typing import IO
 
-from hpctrain.cluster.env import ASKED
+from hpctrain.cluster.env import ASKED, BEGUN
 from hpctrain.cluster.process import stat
 from hpctrain.core.errors import LaunchError
 from hpctrain.launch.mpiexec import is_guard
@@ -50,15 +50,17 @@ def supervise(
     ranks stop when they are asked, SIGUSR1 takes the place of the first signal, and the others
     wait ``save_s`` longer: Open MPI's mpirun kills ranks as it ends, saved or not. SIGUSR1 goes to
     mpirun, which hands it to the ranks: they may stop in their own time. A signal that ends mpirun
-    itself comes back as 128 plus its number, as a shell has it, and a launch that took more than
-    ``timeout_s`` as 124. Raises ``LaunchError``: the program cannot be started.
+    itself comes back as 128 plus its number, as a shell has it, a launch that took more than
+    ``timeout_s`` as 124, and 0 of one that recovers, and whose ranks have not said that they have
+    come to their end, as 1. Raises ``LaunchError``: the program cannot be started.
     ``KeyboardInterrupt``: Ctrl-C came and the ranks did not stop by themselves; raised when mpirun
     has ended.
     """
     with session(environ) as own:
         process = _started(line, own)
+        heard = set[str]()
         ending = _Ending(process, own.get(ASKED), grace_s=grace_s, save_s=save_s)
-        told = threading.Thread(target=fold, args=(process,), daemon=True, name="stderr")
+        told = threading.Thread(target=fold, args=(process, heard), daemon=True, name="stderr")
         told.start()
         limit = threading.Timer(timeout_s or 0, ending.on_timeout)
         limit.daemon = True
@@ -75,6 +77,9 @@ def supervise(
         raise KeyboardInterrupt
     if ending.timed_out:
         return TIMED_OUT
+    if code == 0 and heard == {BEGUN}:
+        sys.stderr.write("hpctrain: no rank has come to its end: the run has failed\n")
+        return 1
     return code if code >= 0 else 128 - code
 
 

@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from hpctrain.cluster.env import BEGUN, ENDED
 from hpctrain.cluster.topology import Topology
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.factory import Connection, connect
@@ -224,7 +225,7 @@ def join(settings: Settings, chosen: object = None) -> None:
         hooks.communicates = controllers.last_call.was_on
     if settings.timeline is not None:
         controllers.timelines.start(settings.timeline, mark_cycles=settings.timeline_mark_cycles)
-    if found.presence is not None or statistics is not None:
+    if found.presence is not None or statistics is not None or settings.recover:
         atexit.register(_shut_down)
 
 
@@ -244,6 +245,8 @@ def _report(found: Connection) -> None:
     notes = found.comm.gather_object([*config.remarks(engine=found.plan.engine), *found.notes])
     if notes is not None:
         logs.warn_merged(notes)
+        if found.settings.recover:
+            sys.stderr.write(f"{BEGUN}\n")
 
 
 def _tell_study(folder: Path, found: Connection) -> None:
@@ -306,6 +309,10 @@ def _leave(leaving: World, *, raises: bool) -> None:
     leaving.comm.close()
     if leaving.before_finalize is not None:
         leaving.before_finalize.close()
+    is_well = not fault and sys.exc_info()[0] is None and not hasattr(sys, "last_value")
+    if leaving.settings.recover and leaving.topology.rank == 0 and is_well:
+        sys.stderr.write(f"{ENDED}\n")
+        sys.stderr.flush()
     if fault:
         raise ReplicaError(fault)  # with the hooks, for who does not catch it
     if leaving.hooks is not None and sys.exc_info()[0] is None:

@@ -26,6 +26,15 @@ pytestmark = [
 NUM_KILLS = int(os.environ.get("HPCTRAIN_TEST_KILLS", "6"))
 
 
+def test_a_launcher_that_says_0_is_not_believed_where_no_rank_has_come_to_its_end():
+    line = [sys.executable, "-m", "hpctrain", "launch", "-n", 2, "--recover", "--"]
+    gone = "import os, hpctrain; hpctrain.init(); hpctrain.barrier(); os._exit(0)"
+    done = ended([*line, sys.executable, "-c", gone], timeout=100)
+    assert done.returncode == 1, done.stderr
+    assert "no rank has come to its end: the run has failed" in done.stderr
+    assert ended([*line, sys.executable, "-c", "pass"], timeout=100).returncode == 0
+
+
 def launched(tmp_path, kills, *options, num_ranks=4):
     """Run to the end; return what each rank that is left has found there, by its first number."""
     line = [sys.executable, "-m", "hpctrain", "launch", "-n", num_ranks, "--recover", *options]
