@@ -5,6 +5,7 @@ overridable, and its Python code all.
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hpctrain.comm.process_group.ordered import OrderedGroup, on_cpu
+from hpctrain.comm.process_group.ordered import GroupRankLostError, OrderedGroup, on_cpu
 from hpctrain.comm.process_group.reductions import GroupReduction, allreduce, sparse_sum
 from hpctrain.comm.process_group.transfers import transfers_of
 from hpctrain.comm.process_group.work import Message
@@ -264,18 +265,35 @@ class HpctrainGroup(OrderedGroup):
     def monitored_barrier(
         self,
         timeout: timedelta | float | None = None,
-        wait_all_ranks: bool = False,  # noqa: ARG002, FBT001, FBT002 - it always names all
+        wait_all_ranks: bool = False,  # noqa: FBT001, FBT002 - as torch has it
     ) -> None:
-        """Return when all ranks are here, else say which are not."""
-        before, options = self._limit.timeout_s, dist.BarrierOptions()
-        options.asyncOp = False
+        """Return when all ranks are here, else say which are not, also in the words of gloo."""
+        limit, options = self._limit, dist.BarrierOptions()
+        before, options.asyncOp = (limit.timeout_s, limit.name), False
         if timeout is not None:
             told = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-            self._limit.timeout_s = told
+            limit.timeout_s, limit.name = told, "timeout"
+
+        def meet() -> None:
+            self._tell_that_we_wait(math.inf)  # at once: whoever comes late must find all others
+            self.comm.barrier()
+
         try:
-            self._start("monitored_barrier", self.comm.barrier, [], options).wait()
+            self._start("monitored_barrier", meet, [], options).wait()
+        except GroupRankLostError as error:
+            missing, me = self._missing(), self._ranks[self.comm.rank]
+            named = missing if wait_all_ranks else missing[:1]
+            text = (
+                f"Rank {me} timed out in monitoredBarrier after {1e3 * limit.timeout_s:.0f} ms, "
+                f"Rank{'s' * (len(named) > 1)} {', '.join(map(str, named))} failed to pass "
+                f"monitoredBarrier"
+                if self.comm.rank == 0
+                else f"Rank {me} successfully reached monitoredBarrier, but received errors while "
+                f"waiting for send/recv from rank {self._ranks[0]}"
+            )
+            raise GroupRankLostError(f"{text}: {error}") from error
         finally:
-            self._limit.timeout_s = before
+            limit.timeout_s, limit.name = before
 
     # -- messages ---------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 from hpctrain.comm.eager import eager
@@ -43,6 +44,20 @@ def adapt() -> None:
         return of_torch(self, comm_hook_type)  # type: ignore[no-untyped-call]
 
     DistributedDataParallel._register_builtin_comm_hook = register  # type: ignore[method-assign]  # noqa: SLF001
+    Join.notify_join_context = staticmethod(_keep_work(Join.notify_join_context))  # type: ignore[method-assign, assignment]
+
+
+def _keep_work(notify: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Let a model of DDP keep the work that it gives to C++, which keeps no object of Python."""
+
+    @functools.wraps(notify)
+    def call(joinable: Any) -> Any:
+        work = notify(joinable)
+        if work is not None:
+            joinable.join_work = work
+        return work
+
+    return call
 
 
 def _keep_dynamo_out() -> None:
