@@ -78,6 +78,8 @@ class Runs:
         gloo = self.run(file, name, ranks, "gloo")
         passed = {test for test, found in gloo.items() if found.outcome == "passed"}
         if not passed:
+            if reason := next((each.reason for each in gloo.values() if each.reason), ""):
+                sys.stdout.write(f"{name:60} {ranks:>5} {0:>6}      - {reason[:60]}\n")
             return
         ours = self.run(file, name, ranks, "hpctrain")
         both = sum(ours[test].outcome == "passed" for test in passed & ours.keys())
