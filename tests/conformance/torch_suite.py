@@ -23,6 +23,7 @@ FOLDER = "test/distributed"
 FILES = (
     "test_c10d_common.py",
     "test_c10d_functional_native.py",
+    "test_c10d_gloo.py",
     "test_c10d_object_collectives.py",
     "test_device_mesh.py",
     "test_functional_api.py",
@@ -36,14 +37,14 @@ FILES = (
     "pipelining/test_*.py",
     "tensor/**/test_*.py",
 )
-"""Of the checkout: what uses ``torch.distributed``, not what tests gloo, NCCL or a store."""
+"""Of the checkout: what uses ``torch.distributed``, not what tests NCCL or a store."""
 
 EXCLUDED = {
     "test_get_backend": "asks whether the backend is called gloo",
 }
 """Tests that pass over gloo and must fail over hpctrain, and why."""
 
-RANKS = (2, 3, 4, 6, 8)  # there are tests for so many processes
+RANKS = (1, 2, 3, 4, 6, 8)  # there are tests for so many processes
 HOW_TO_GET_IT = (
     "Torch's own tests: those in its wheel; the others need a checkout of PyTorch {0}.\n"
     "  git clone --depth 1 --branch v{0} https://github.com/pytorch/pytorch DIR\n"

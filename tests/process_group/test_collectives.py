@@ -105,6 +105,24 @@ def test_what_autograd_has_of_a_tensor_stays_valid(layout):
     assert leaf.grad.eq(1).all()
 
 
+def test_operations_of_functional_collectives_that_cpp_does_not_find():
+    me, size, ops = dist.get_rank(), dist.get_world_size(), torch.ops._c10d_functional
+    name = dist.group.WORLD.group_name
+    for group in (name, dist.group.WORLD):
+        out = torch.zeros(2 * size)
+        ops.wait_tensor(
+            ops.all_gather_into_tensor_out(torch.full((2,), float(me)), size, group, out=out)
+        )
+        assert out.tolist() == [rank for rank in ranks() for _ in range(2)]
+    peers = [(me + 1) % size, (me - 1) % size]
+    received = torch.zeros(3)
+    for work in ops.batch_p2p_ops(
+        ["isend", "irecv"], peers, [4, 4], [torch.full((3,), float(me)), received], name
+    ):
+        ops.wait_tensor(work)
+    assert received.eq(peers[1]).all()
+
+
 def test_single_tensors_hold_the_parts_of_all_ranks():
     me, size = dist.get_rank(), dist.get_world_size()
     for shape, dtype in CASES:
