@@ -40,6 +40,9 @@ os.environ |= {"WORLD_SIZE": str(WORLD.size), "INIT_METHOD": f"file://{Path.cwd(
 GLOO = os.environ.setdefault("BACKEND", "gloo")
 
 from torch.testing._internal import common_distributed as harness  # noqa: E402 - reads them too
+from torch.testing._internal.distributed.rpc.rpc_agent_test_fixture import (  # noqa: E402
+    RpcAgentTestFixture,
+)
 
 
 def _for_gloo(function: Callable[..., Any], *backends: str | None) -> None:
@@ -171,3 +174,17 @@ def _has_a_process_for_each_rank(item: pytest.Item) -> bool:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Leave out what has another number of processes, or none."""
     items[:] = [item for item in items if _has_a_process_for_each_rank(item)]
+
+
+_has_run: set[bool] = set()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """End before a second test with RPC, which a process does once; the next launch goes on."""
+    has_rpc = issubclass(item.cls, RpcAgentTestFixture)
+    if has_rpc and has_rpc in _has_run:
+        WORLD.Barrier()  # all have written what became of the test before
+        os._exit(0)
+    _has_run.add(has_rpc)
+    return (yield)
