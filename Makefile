@@ -133,14 +133,15 @@ test-%: .venv/stamp ## run the tests of one size: make test-3
 	@python tests/report.py $(REPORTS) openmpi-$*
 
 # What takes a minute or more: every template, power cuts, limits of time, all kinds of MPI. Most of
-# it waits for Slurm, so tests run side by side. Then Horovod's own tests, of a checkout of it.
+# it waits for Slurm, so tests run side by side. Then Horovod's own tests, of a checkout of it, and
+# torch's, those of its wheel and of a checkout.
 .venv/loggers-stamp: .venv/stamp
 	$(BIN)/python -m pip install -q -c .ci/constraints.txt -e '.[tensorboard,wandb]' $(TOLD)
 	touch $@
 
 .PHONY: conformance
 unexport HOROVOD_SRC  # hpctrain tells of variables of Horovod that it does not know
-conformance: .venv/stamp ## run the long tests; with HOROVOD_SRC=DIR Horovod's own as well
+conformance: .venv/stamp ## run the long tests; with HOROVOD_SRC=DIR and TORCH_SRC=DIR theirs too
 	@$(MAKE) --no-print-directory .venv-mpich || true # what needs it says so
 	@$(MAKE) --no-print-directory .venv-horovod || true
 	@$(MAKE) --no-print-directory .venv/loggers-stamp || true # else tests of W&B are skipped
@@ -151,7 +152,8 @@ conformance: .venv/stamp ## run the long tests; with HOROVOD_SRC=DIR Horovod's o
 	    python -m pytest -q -m conformance --color=$(COLOR) || code=$$?; done; \
 	  .venv-mpich/bin/python -m hpctrain launch -n 2 -- \
 	    .venv-mpich/bin/python -m pytest -q --color=$(COLOR) || code=$$?; \
-	  python -m tests.conformance.suite $(HOROVOD_SRC) || code=$$?; exit $$code
+	  python -m tests.conformance.suite $(HOROVOD_SRC) || code=$$?; \
+	  python -m tests.conformance.torch_suite $(TORCH_SRC) || code=$$?; exit $$code
 
 # By hand, once per release: other MPIs, the oldest packages, and what torch and Python can be had.
 .PHONY: matrix

@@ -1,12 +1,12 @@
-"""One file of Horovod's tests on so many ranks, in as many launches as it takes."""
+"""One file of foreign tests on so many ranks, in as many launches as it takes."""
 
 import json
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from hpctrain.launch import mpiexec
@@ -69,6 +69,8 @@ def _verdict(test: str, records: Sequence[Record]) -> Outcome | None:
 
 
 ROOT = Path(__file__).parents[2]
+TORCH_BACKEND = "TORCH_SUITE_BACKEND"
+"""Variable that says which backend torch's tests ask for groups: gloo, or else hpctrain."""
 
 NOTHING_LEFT = 5  # exit code of pytest when every test has its verdict already
 
@@ -79,7 +81,9 @@ class Suite:
 
     horovod: Path | None = None
     """A Python that has Horovod: its own is tested. Without one, hpctrain is."""
-    engine: str = "hpctrain"  # what moves hpctrain's tensors
+    options: tuple[str, ...] = ("-p", "tests.conformance.alias")
+    """Of pytest, where hpctrain is tested."""
+    environ: Mapping[str, str] = field(default_factory=dict)  # added to that of the ranks
     select: str = ""  # as ``-k`` of pytest has it
     test_limit_s: float = 120.0  # for one test; the stacks are in the log then
     launch_limit_s: float = 900.0  # for one launch, in case not even the stacks can be had
@@ -106,21 +110,19 @@ class Suite:
     def _launch(self, file: Path, ranks: int, folder: Path, log: Path) -> int:
         python = self.horovod or Path(sys.executable)
         mpirun = ["--mpirun", str(python.parent / "mpirun")] if self.horovod else []
-        plugins = ["tests.conformance.recorder"]
-        if not self.horovod:
-            plugins.append("tests.conformance.alias")
+        plugins = ["-p", "tests.conformance.recorder", *(() if self.horovod else self.options)]
         line = [
             *(sys.executable, "-m", "hpctrain", "launch", "-n", str(ranks), "--no-bind", *mpirun),
             *("--timeout", str(self.launch_limit_s), "--"),
             *(str(python), "-m", "pytest", "-q", "-c", os.devnull, "--rootdir", str(file.parent)),
-            *("-p", "no:cacheprovider", *(word for name in plugins for word in ("-p", name))),
+            *("-p", "no:cacheprovider", *plugins),
             *("--records", str(folder), "--limit", str(self.test_limit_s), "-k", self.select),
             str(file),
         ]
         environ = mpiexec.environment(
             os.environ
             | {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1", "HPCTRAIN_PROBE": "off"}
-            | {"HPCTRAIN_ENGINE": self.engine}
+            | self.environ
         )
         with log.open("a") as output:
             done = subprocess.run(

@@ -51,7 +51,7 @@ def main(arguments: list[str]) -> int:
         parser.error(f"{source} is no checkout of Horovod, it lacks {', '.join(missing)}")
     suite = Suite(
         horovod=options.horovod,
-        engine=options.engine,
+        environ={"HPCTRAIN_ENGINE": options.engine},
         select=options.select,
         test_limit_s=options.test_limit,
     )

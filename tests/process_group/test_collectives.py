@@ -73,6 +73,56 @@ def test_what_is_moved_arrives_unchanged(layout):
             same(out, values(rank + 2 * me, shape, dtype))
 
 
+@pytest.mark.parametrize("layout", ["contiguous", "strided"])
+def test_what_autograd_has_of_a_tensor_stays_valid(layout):
+    me, size = dist.get_rank(), dist.get_world_size()
+    step = 1 if layout == "contiguous" else 2
+    many, one = ([torch.ones(6 * step)[::step] for _ in range(count)] for count in (size, 7))
+    whole = torch.ones(6 * size)
+    written = [*many, *one, whole]
+    dist.all_reduce(one[0])
+    dist.all_reduce(one[1], ReduceOp.AVG)
+    dist.reduce(one[2], 0)
+    dist.broadcast(one[3], 0)
+    dist.reduce_scatter(one[4], [torch.ones(6) for _ in ranks()])
+    dist.scatter(one[5], [torch.ones(6) for _ in ranks()] if me == 0 else None)
+    sending = dist.isend(torch.ones(6), (me + 1) % size)
+    dist.recv(one[6], (me - 1) % size)
+    sending.wait()
+    dist.all_gather(many, torch.ones(6))
+    dist.gather(torch.ones(6), many if me == 0 else None)
+    dist.all_to_all(many, [torch.ones(6) for _ in ranks()])
+    dist.all_gather_single(whole, torch.ones(6))
+    dist.all_to_all_single(whole, torch.ones(6 * size))
+    with _coalescing_manager():
+        dist.all_reduce(one[0])
+        dist.all_reduce(one[1])
+    assert [tensor._version for tensor in written] == [0] * len(written)
+    leaf = torch.ones(size, 6, requires_grad=True)
+    views = (leaf * 1).chunk(size)
+    dist.broadcast(views[0]._base, 0)
+    sum(views).sum().backward()
+    assert leaf.grad.eq(1).all()
+
+
+def test_operations_of_functional_collectives_that_cpp_does_not_find():
+    me, size, ops = dist.get_rank(), dist.get_world_size(), torch.ops._c10d_functional
+    name = dist.group.WORLD.group_name
+    for group in (name, dist.group.WORLD):
+        out = torch.zeros(2 * size)
+        ops.wait_tensor(
+            ops.all_gather_into_tensor_out(torch.full((2,), float(me)), size, group, out=out)
+        )
+        assert out.tolist() == [rank for rank in ranks() for _ in range(2)]
+    peers = [(me + 1) % size, (me - 1) % size]
+    received = torch.zeros(3)
+    for work in ops.batch_p2p_ops(
+        ["isend", "irecv"], peers, [4, 4], [torch.full((3,), float(me)), received], name
+    ):
+        ops.wait_tensor(work)
+    assert received.eq(peers[1]).all()
+
+
 def test_single_tensors_hold_the_parts_of_all_ranks():
     me, size = dist.get_rank(), dist.get_world_size()
     for shape, dtype in CASES:

@@ -160,13 +160,21 @@ def test_a_group_that_is_aborted_ends_its_waits(world):
         world.Barrier()
 
 
-def test_a_monitored_barrier_names_who_is_missing(world):
+@pytest.mark.parametrize("lost", ["first", "last"])
+def test_a_monitored_barrier_names_who_is_missing(world, lost):
     with started():
         dist.monitored_barrier()
-        group = dist.new_group(range(dist.get_world_size()))
-        if dist.get_rank() > 0:
-            with pytest.raises(RuntimeError, match="rank 0 did not come to monitored_barrier"):
-                dist.monitored_barrier(group, timedelta(seconds=1))
+        size, me = dist.get_world_size(), dist.get_rank()
+        group, missing = dist.new_group(range(size)), 0 if lost == "first" else size - 1
+        words = rf"monitored_barrier, number 1 .*timeout=0.5 .*rank {missing} did not come"
+        of_gloo = (
+            f"Rank {me} successfully reached monitoredBarrier"
+            if me > 0
+            else f"Rank 0 timed out in .* after 500 ms, Rank {missing} failed to pass monitored"
+        )
+        if me != missing:
+            with pytest.raises(RuntimeError, match=f"{of_gloo}.*{words}"):
+                dist.monitored_barrier(group, timedelta(seconds=0.5))
         world.Barrier()
 
 

@@ -138,6 +138,17 @@ def test_ranks_may_have_more_batches_than_others():
     assert count == 1 + dist.get_rank()
 
 
+def test_the_average_may_be_over_the_ranks_that_still_have_batches():
+    model, plain, count = DDP(mlp()), mlp(), 1 + dist.get_rank()
+    with Join([model], divide_by_initial_world_size=False):
+        for x, y in batches(count):
+            model.zero_grad()
+            mse_loss(model(x), y).backward()
+    if count == dist.get_world_size():  # the last batch was this rank's alone
+        mse_loss(plain(x), y).backward()
+        check([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])
+
+
 def test_hooks_of_ddp():
     hooks = ((default_hooks.allreduce_hook, 1e-12), (default_hooks.fp16_compress_hook, 1e-2))
     for hook, rtol in hooks:

@@ -5,6 +5,7 @@ overridable, and its Python code all.
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hpctrain.comm.process_group.ordered import OrderedGroup, on_cpu
+from hpctrain.comm.process_group.ordered import GroupRankLostError, OrderedGroup, on_cpu
 from hpctrain.comm.process_group.reductions import GroupReduction, allreduce, sparse_sum
 from hpctrain.comm.process_group.transfers import transfers_of
 from hpctrain.comm.process_group.work import Message
@@ -56,12 +57,12 @@ class HpctrainGroup(OrderedGroup):
                 for tensor in given:
                     allreduce(self.comm, tensor, how)
                 return
-            flats = [flat_of(tensor) for tensor in given]
+            flats = [_flat_of(tensor) for tensor in given]
             packed = torch.cat(flats)
             allreduce(self.comm, packed, how)
             parts = packed.split([flat.numel() for flat in flats])
             for tensor, part in zip(given, parts, strict=True):
-                tensor.detach().copy_(part.view(tensor.shape))
+                tensor.data.copy_(part.view(tensor.shape))
 
         return self._start("all_reduce of several", reduce, given, opts)
 
@@ -87,7 +88,7 @@ class HpctrainGroup(OrderedGroup):
         def reduce() -> None:
             for out, of_ranks in pairs:
                 self._check_parts("reduce_scatter", of_ranks, out)
-                self._reduce_scatter(out, [flat_of(part) for part in of_ranks], how)
+                self._reduce_scatter(out, [_flat_of(part) for part in of_ranks], how)
 
         return self._start("reduce_scatter", reduce, [out for out, _ in pairs], opts)
 
@@ -111,16 +112,16 @@ class HpctrainGroup(OrderedGroup):
         def reduce() -> None:
             for out, whole in zip(outs, given, strict=True):
                 self._check_whole(name, whole, out)
-                self._reduce_scatter(out, flat_of(whole).view(self.comm.size, -1).unbind(), how)
+                self._reduce_scatter(out, _flat_of(whole).view(self.comm.size, -1).unbind(), how)
 
         return self._start(name, reduce, list(outs), opts)
 
     def _reduce_scatter(self, out: Tensor, parts: Sequence[Tensor], how: GroupReduction) -> None:
-        values = flat_of(out)
+        values = _flat_of(out)
         parts = [how.weighted(part) for part in parts]
         self._transfers.reduce_scatter(values, parts, how.op, how.scale(out.dtype, self.comm.size))
         how.finish(values, self.comm.size)
-        put_back(values, out)
+        _put_back(values, out)
 
     # -- what is moved ----------------------------------------------------------------------
 
@@ -132,9 +133,9 @@ class HpctrainGroup(OrderedGroup):
 
         def move() -> None:
             for tensor in given:
-                values = flat_of(tensor)
+                values = _flat_of(tensor)
                 self._transfers.broadcast(values, source)
-                put_back(values, tensor)
+                _put_back(values, tensor)
 
         return self._start("broadcast", move, given, opts)
 
@@ -171,15 +172,15 @@ class HpctrainGroup(OrderedGroup):
         def move() -> None:
             for out, tensor in zip(outs, given, strict=True):
                 self._check_whole(name, out, tensor)
-                values = flat_of(out)
+                values = _flat_of(out)
                 self._all_gather(values.view(self.comm.size, -1).unbind(), tensor)
-                put_back(values, out)
+                _put_back(values, out)
 
         return self._start(name, move, list(outs), opts)
 
     def _all_gather(self, outs: Sequence[Tensor], tensor: Tensor) -> None:
-        values = [flat_of(out) for out in outs]
-        self._transfers.all_gather(values, flat_of(tensor))
+        values = [_flat_of(out) for out in outs]
+        self._transfers.all_gather(values, _flat_of(tensor))
         _put_all_back(values, outs)
 
     @on_cpu
@@ -191,8 +192,8 @@ class HpctrainGroup(OrderedGroup):
         def move() -> None:
             for of_ranks, tensor in zip(lists, tensors, strict=True):
                 self._check_parts("gather", of_ranks, tensor, are_alike=True)
-                values = None if of_ranks is None else [flat_of(out) for out in of_ranks]
-                self._transfers.gather(values, flat_of(tensor), root)
+                values = None if of_ranks is None else [_flat_of(out) for out in of_ranks]
+                self._transfers.gather(values, _flat_of(tensor), root)
                 _put_all_back(values or (), of_ranks or ())
 
         return self._start("gather", move, tensors, opts)
@@ -206,10 +207,10 @@ class HpctrainGroup(OrderedGroup):
         def move() -> None:
             for tensor, of_ranks in zip(tensors, lists, strict=True):
                 self._check_parts("scatter", of_ranks, tensor, are_alike=True)
-                given = None if of_ranks is None else [flat_of(part) for part in of_ranks]
-                values = flat_of(tensor)
+                given = None if of_ranks is None else [_flat_of(part) for part in of_ranks]
+                values = _flat_of(tensor)
                 self._transfers.scatter(values, given, root)
-                put_back(values, tensor)
+                _put_back(values, tensor)
 
         return self._start("scatter", move, tensors, opts)
 
@@ -218,8 +219,8 @@ class HpctrainGroup(OrderedGroup):
         """Write what every rank has for this one into ``outs``."""
 
         def move() -> None:
-            values = [flat_of(out) for out in outs]
-            self._transfers.all_to_all(values, [flat_of(part) for part in parts])
+            values = [_flat_of(out) for out in outs]
+            self._transfers.all_to_all(values, [_flat_of(part) for part in parts])
             _put_all_back(values, outs)
 
         return self._start("all_to_all", move, list(outs), opts)
@@ -237,10 +238,10 @@ class HpctrainGroup(OrderedGroup):
         parts, outs = self._cut(given, sizes), self._cut(out, out_sizes)
 
         def move() -> None:
-            values = flat_of(out)
+            values = _flat_of(out)
             taken = values.split([part.numel() for part in outs])
-            self._transfers.all_to_all(taken, [flat_of(part) for part in parts])
-            put_back(values, out)
+            self._transfers.all_to_all(taken, [_flat_of(part) for part in parts])
+            _put_back(values, out)
 
         return self._start("all_to_all_single", move, [out], opts)
 
@@ -264,18 +265,35 @@ class HpctrainGroup(OrderedGroup):
     def monitored_barrier(
         self,
         timeout: timedelta | float | None = None,
-        wait_all_ranks: bool = False,  # noqa: ARG002, FBT001, FBT002 - it always names all
+        wait_all_ranks: bool = False,  # noqa: FBT001, FBT002 - as torch has it
     ) -> None:
-        """Return when all ranks are here, else say which are not."""
-        before, options = self._limit.timeout_s, dist.BarrierOptions()
-        options.asyncOp = False
+        """Return when all ranks are here, else say which are not, also in the words of gloo."""
+        limit, options = self._limit, dist.BarrierOptions()
+        before, options.asyncOp = (limit.timeout_s, limit.name), False
         if timeout is not None:
             told = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-            self._limit.timeout_s = told
+            limit.timeout_s, limit.name = told, "timeout"
+
+        def meet() -> None:
+            self._tell_that_we_wait(math.inf)  # at once: whoever comes late must find all others
+            self.comm.barrier()
+
         try:
-            self._start("monitored_barrier", self.comm.barrier, [], options).wait()
+            self._start("monitored_barrier", meet, [], options).wait()
+        except GroupRankLostError as error:
+            missing, me = self._missing(), self._ranks[self.comm.rank]
+            named = missing if wait_all_ranks else missing[:1]
+            text = (
+                f"Rank {me} timed out in monitoredBarrier after {1e3 * limit.timeout_s:.0f} ms, "
+                f"Rank{'s' * (len(named) > 1)} {', '.join(map(str, named))} failed to pass "
+                f"monitoredBarrier"
+                if self.comm.rank == 0
+                else f"Rank {me} successfully reached monitoredBarrier, but received errors while "
+                f"waiting for send/recv from rank {self._ranks[0]}"
+            )
+            raise GroupRankLostError(f"{text}: {error}") from error
         finally:
-            self._limit.timeout_s = before
+            limit.timeout_s, limit.name = before
 
     # -- messages ---------------------------------------------------------------------------
 
@@ -284,7 +302,7 @@ class HpctrainGroup(OrderedGroup):
         """Begin to send a tensor."""
         (tensor,), wire = _listed(tensors), self._messages(tag)
         with self._asking:
-            transfer = wire.start_send(flat_of(tensor), dest, tag)
+            transfer = wire.start_send(_flat_of(tensor), dest, tag)
         what = f"send of {tensor.numel()} {name_of(tensor.dtype)} to {self._ranks[dest]}"
         return self._message(transfer, [tensor], f"{what}, tag {tag},", lambda: None)
 
@@ -292,12 +310,12 @@ class HpctrainGroup(OrderedGroup):
     def recv(self, tensors: Any, source: int | None, tag: int = 0) -> dist.Work:
         """Begin to replace a tensor by what comes from ``source``."""
         (tensor,), wire = _listed(tensors), self._messages(tag)
-        values = flat_of(tensor)
+        values = _flat_of(tensor)
         with self._asking:
             transfer = wire.start_receive(values, source, tag)
         sender = "any" if source is None else self._ranks[source]
         what = f"recv of {tensor.numel()} {name_of(tensor.dtype)} from {sender}, tag {tag},"
-        return self._message(transfer, [tensor], what, lambda: put_back(values, tensor))
+        return self._message(transfer, [tensor], what, lambda: _put_back(values, tensor))
 
     @on_cpu
     def recv_anysource(self, tensors: Any, tag: int = 0) -> dist.Work:
@@ -374,4 +392,16 @@ def _lists(tensors: Any) -> list[list[Tensor]]:
 
 def _put_all_back(values: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
     for flat, tensor in zip(values, tensors, strict=True):
-        put_back(flat, tensor)
+        _put_back(flat, tensor)
+
+
+# As with torch's own backends no tensor gets a new version: what autograd has saved of it, and
+# views of it, stay valid.
+
+
+def _flat_of(tensor: Tensor) -> Tensor:
+    return flat_of(tensor.data)
+
+
+def _put_back(values: Tensor, tensor: Tensor) -> None:
+    put_back(values, tensor.data)

@@ -131,7 +131,8 @@ class OrderedGroup(Base):  # type: ignore[misc]
             self._limit.check()
             operation.function()
         except CommError as error:
-            missing = self._who_is_missing() if isinstance(error, RankLostError) else ""
+            lost = self._missing() if isinstance(error, RankLostError) else []
+            missing = f"; {format_ranks(lost)} did not come to {operation.name}" if lost else ""
             what = f"{operation.name}, number {operation.number}"
             raise self._named(what, error, missing) from error
 
@@ -161,15 +162,15 @@ class OrderedGroup(Base):  # type: ignore[misc]
             with contextlib.suppress(RuntimeError):  # whose rank 0 is gone
                 self._store.set(f"waits/{current.number}/{self.comm.rank}", current.name)
 
-    def _who_is_missing(self) -> str:
-        """Return for a message which ranks have not come to what is being carried out."""
-        current, lost = self._current, []
+    def _missing(self) -> list[int]:
+        """Return which ranks have not come to what is being carried out, as far as it is told."""
+        current = self._current
         if current is None or not current.is_told:
-            return ""
+            return []
         with contextlib.suppress(RuntimeError):
             keys = {rank: f"waits/{current.number}/{rank}" for rank in range(self.comm.size)}
-            lost = [self._ranks[r] for r, key in keys.items() if not self._store.check([key])]
-        return f"; {format_ranks(lost)} did not come to {current.name}" if lost else ""
+            return [self._ranks[r] for r, key in keys.items() if not self._store.check([key])]
+        return []
 
     def _start_coalescing(self, device: torch.device) -> None:  # noqa: ARG002
         self._coalesced = []

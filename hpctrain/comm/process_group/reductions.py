@@ -69,13 +69,14 @@ _PLAIN = {
 
 def allreduce(comm: Communicator, tensor: Tensor, how: GroupReduction) -> None:
     """Replace ``tensor`` by its reduction over the ranks. Collective."""
+    values = tensor.data  # of the same version afterwards
     if how.factor is None and not how.averages:
-        comm.allreduce_(tensor, op=how.op).wait()
+        comm.allreduce_(values, op=how.op).wait()
         return
     if how.factor is not None:
-        tensor.detach().copy_(how.weighted(tensor.detach()))
-    comm.allreduce_(tensor, op=how.op, scale=how.scale(tensor.dtype, comm.size)).wait()
-    how.finish(tensor.detach(), comm.size)
+        values.copy_(how.weighted(values))
+    comm.allreduce_(values, op=how.op, scale=how.scale(values.dtype, comm.size)).wait()
+    how.finish(values, comm.size)
 
 
 def sparse_sum(comm: Communicator, tensor: Tensor, how: GroupReduction) -> None:

@@ -9,8 +9,12 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import _register_work, _resolve_process_group
 from torch.distributed import distributed_c10d
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 from hpctrain.comm.eager import eager
@@ -30,6 +34,8 @@ def adapt() -> None:
     _keep_dynamo_out()
     _replace("monitored_barrier", _monitored_barrier)
     _replace("split_group", _split_group)
+    _FUNCTIONAL.impl("all_gather_into_tensor_out", _gather_into, "CPU")
+    _FUNCTIONAL.impl("batch_p2p_ops", _send_and_receive, "CPU")
     of_torch = DistributedDataParallel._register_builtin_comm_hook  # noqa: SLF001
 
     @functools.wraps(of_torch)
@@ -43,6 +49,20 @@ def adapt() -> None:
         return of_torch(self, comm_hook_type)  # type: ignore[no-untyped-call]
 
     DistributedDataParallel._register_builtin_comm_hook = register  # type: ignore[method-assign]  # noqa: SLF001
+    Join.notify_join_context = staticmethod(_keep_work(Join.notify_join_context))  # type: ignore[method-assign, assignment]
+
+
+def _keep_work(notify: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Let a model of DDP keep the work that it gives to C++, which keeps no object of Python."""
+
+    @functools.wraps(notify)
+    def call(joinable: Any) -> Any:
+        work = notify(joinable)
+        if work is not None:
+            joinable.join_work = work
+        return work
+
+    return call
 
 
 def _keep_dynamo_out() -> None:
@@ -102,3 +122,21 @@ def _split_group(
                 group_desc=group_desc,
             )
     return None
+
+
+_FUNCTIONAL = torch.library.Library("_c10d_functional", "IMPL")
+"""Of these operations torch's C++ looks for methods that only backends in C++ can have."""
+
+
+def _gather_into(given: Tensor, _: int, group: Any, *, out: Tensor) -> Tensor:
+    if not isinstance(group, dist.ProcessGroup):
+        group = _resolve_process_group(group)
+    _register_work(out, group.all_gather_single(out, given))
+    return out
+
+
+def _send_and_receive(
+    kinds: list[str], peers: list[int], tags: list[int], tensors: list[Tensor], name: str
+) -> list[Tensor]:
+    of_torch, each = torch.ops._c10d_functional, zip(kinds, tensors, peers, tags, strict=True)  # noqa: SLF001
+    return [getattr(of_torch, kind)(tensor, peer, tag, name) for kind, tensor, peer, tag in each]
