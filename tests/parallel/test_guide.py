@@ -13,7 +13,7 @@ TEXT = (Path(hpctrain.__file__).parent / "guide/parallel.md").read_text()
 
 @pytest.mark.ranks(4)
 def test_the_snippets_of_the_guide_run_from_top_to_bottom():
-    names: dict[str, object] = {"__name__": "guide"}
+    names = {"__name__": "guide"}
     for number, code in enumerate(
         re.findall(r"^```py\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
     ):
