@@ -17,6 +17,8 @@ ROLES = {
     "head": "vocabulary",
 }
 """How tensor parallel ranks divide the matrices: `hpctrain guide parallel`."""
+LAYERS = ("embedding", "blocks.*", "norm", "head")
+"""The chain that a pipeline cuts into stages."""
 
 
 class Attention(nn.Module):

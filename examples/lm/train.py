@@ -1,9 +1,10 @@
-"""Train a language model in any layout: replicas, shards, tensor parallel, and several at once.
+"""Train a language model in any layout: replicas, shards, tensor parallel, pipeline, or several.
 
     python examples/lm/train.py
     hpctrain launch -n 4 -- python examples/lm/train.py                   # replicas (DDP)
     hpctrain launch -n 4 -- python examples/lm/train.py --fsdp            # sharded (FSDP2)
     hpctrain launch -n 4 -- python examples/lm/train.py --tp 2 --fsdp     # two by two
+    hpctrain launch -n 8 -- python examples/lm/train.py --tp 2 --pp 2 --fsdp   # with stages
 
 All of them learn from the same batches and reach the same loss. The state is saved at the end:
 ``--resume`` goes on with it, in any layout, and ``generate.py`` writes text.
@@ -11,15 +12,20 @@ All of them learn from the same batches and reach the same loss. The state is sa
 
 import json
 from argparse import ArgumentParser, Namespace
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from data import batch, open_text
-from model import ROLES, Transformer
+from model import LAYERS, ROLES, Transformer
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -28,9 +34,11 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import hpctrain as hvd
-from hpctrain.parallel import build_mesh, tensor_parallel
+from hpctrain.parallel import Pipeline, build_mesh, tensor_parallel
 
 TEST_BATCHES = 4
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+"""State by the name of its weight, wherever that is."""
 Facts = dict[str, int | float]
 """What generate.py and a run that goes on want to know besides the state."""
 
@@ -40,6 +48,8 @@ def options_of(words: list[str] | None) -> Namespace:
     parser = ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tp", type=int, default=1, help="ranks that divide each matrix")
     parser.add_argument("--sequence", action="store_true", help="and what lies between blocks")
+    parser.add_argument("--pp", type=int, default=1, help="stages of a pipeline")
+    parser.add_argument("--schedule", default="1f1b", help="of the pipeline")
     parser.add_argument("--fsdp", action="store_true", help="shard replicas over the other ranks")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch", type=int, default=32, help="windows of a step, of all ranks")
@@ -55,65 +65,106 @@ def options_of(words: list[str] | None) -> Namespace:
     return parser.parse_args(words)
 
 
-def parallel(model: nn.Module, mesh: DeviceMesh, options: Namespace) -> nn.Module:
-    """Divide matrices first, then what is left among replicas."""
+class Plain:
+    """A model that is no pipeline, with the methods of one."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def step(self, given: Tensor, following: Tensor) -> Tensor:
+        """Calculate gradients, and return the loss."""
+        loss = loss_of(self.model(given), following)
+        loss.backward()
+        return whole(loss.detach())
+
+    def evaluate(self, given: Tensor, following: Tensor) -> Tensor:
+        """Return the loss."""
+        with torch.no_grad():
+            return whole(loss_of(self.model(given), following))
+
+    def clip_grad_norm_(self, most: float) -> None:
+        """Clip the norm of all gradients."""
+        nn.utils.clip_grad_norm_(self.model.parameters(), most)
+
+
+def parallel(model: Transformer, mesh: DeviceMesh, options: Namespace) -> Plain | Pipeline:
+    """Divide matrices first, then layers, then what is left among replicas."""
     if options.tp > 1:
-        model = tensor_parallel(model, mesh["tp"], ROLES, sequence=options.sequence)
+        tensor_parallel(model, mesh["tp"], ROLES, sequence=options.sequence)
     if options.fsdp:
         for block in model.blocks:
             fully_shard(block, mesh=mesh["dp"])
-        return fully_shard(model, mesh=mesh["dp"])
-    if mesh["dp"].size() > 1:
-        if options.tp > 1:
-            raise SystemExit("replicas of tensor parallel ranks are sharded: add --fsdp")
-        return DistributedDataParallel(model, process_group=mesh["dp"].get_group())
-    return model
+    wrap = partial(replicas, mesh=mesh["dp"], options=options)
+    if options.pp == 1:
+        return Plain(wrap(model))
+    cut = {"num_microbatches": 2 * options.pp, "schedule": options.schedule}
+    return Pipeline(model, mesh["pp"], LAYERS, loss=loss_of, wrap=wrap, **cut)
 
 
-def loss_of(model: nn.Module, windows: Tensor) -> Tensor:
+def replicas(model: nn.Module, mesh: DeviceMesh, options: Namespace) -> nn.Module:
+    """Shard a model, or average the gradients of its replicas."""
+    if options.fsdp:
+        return fully_shard(model, mesh=mesh)
+    if mesh.size() == 1:
+        return model
+    if options.tp > 1:
+        raise SystemExit("replicas of tensor parallel ranks are sharded: add --fsdp")
+    return DistributedDataParallel(model, process_group=mesh.get_group())
+
+
+def loss_of(scores: Tensor, following: Tensor) -> Tensor:
     """Mean of the nats that a byte costs, given those before it."""
-    scores = model(windows[:, :-1])
-    return cross_entropy(scores.flatten(0, 1), windows[:, 1:].flatten())
+    return cross_entropy(scores.flatten(0, 1), following.flatten())
 
 
-def mean_over(mesh: DeviceMesh, loss: Tensor) -> float:
-    """Average a loss over the replicas. Collective."""
-    local = loss.detach().full_tensor() if isinstance(loss, DTensor) else loss.detach().clone()
-    dist.all_reduce(local, op=dist.ReduceOp.AVG, group=mesh["dp"].get_group())
-    return local.item()
+def whole(loss: Tensor) -> Tensor:
+    """Return what tensor parallel ranks have calculated together."""
+    return loss.full_tensor() if isinstance(loss, DTensor) else loss
 
 
 def main(words: list[str] | None = None) -> None:
     """Train, test, and save."""
     options = options_of(words)
-    mesh = build_mesh(tp=options.tp)
+    mesh = build_mesh(tp=options.tp, pp=options.pp)
     text = open_text(hvd.current().comm, options.data, options.length)
     torch.manual_seed(options.seed)  # the same first weights on every rank, in every layout
     shape = {"width": options.width, "depth": options.depth, "num_heads": options.heads}
-    model = parallel(Transformer(**shape), mesh, options)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=options.rate)
-    first = load(model, optimizer, options.output) if options.resume else 0
-    place = (options.batch, mesh["dp"].get_local_rank(), mesh["dp"].size())
-    for step in range(first, options.steps):
-        optimizer.zero_grad()
-        with loss_parallel():
-            loss = loss_of(model, batch(text["train"], step, *place))
-            loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        if (step + 1) % 10 == 0:
-            tell(f"step {step + 1}  loss {mean_over(mesh, loss):.4f}")
-    with torch.no_grad(), loss_parallel():
-        tested = (loss_of(model, batch(text["test"], i, *place)) for i in range(TEST_BATCHES))
-        tested_loss = sum(mean_over(mesh, one) for one in tested) / TEST_BATCHES
-    tell(f"test loss {tested_loss:.4f} nats per byte")
-    save(model, optimizer, options.output, {**shape, "step": options.steps, "loss": tested_loss})
+    trainer = parallel(Transformer(**shape), mesh, options)
+    optimizer = torch.optim.AdamW(trainer.model.parameters(), lr=options.rate)
+    first = load(trainer.model, optimizer, options.output) if options.resume else 0
+    dp = mesh["dp"]
+
+    def windows(split: str, step: int) -> tuple[Tensor, Tensor]:
+        """Bytes, and those that follow; other ones for each replica alone."""
+        found = batch(text[split], step, options.batch, dp.get_local_rank(), dp.size())
+        return found[:, :-1], found[:, 1:]
+
+    def mean(loss: Tensor) -> float:
+        """Average over the replicas."""
+        dist.all_reduce(loss, op=dist.ReduceOp.AVG, group=dp.get_group())
+        return loss.item()
+
+    with loss_parallel():
+        for step in range(first, options.steps):
+            optimizer.zero_grad()
+            loss = mean(trainer.step(*windows("train", step)))
+            trainer.clip_grad_norm_(1.0)
+            optimizer.step()
+            if (step + 1) % 10 == 0:
+                tell(f"step {step + 1}  loss {loss:.4f}")
+        tested = [mean(trainer.evaluate(*windows("test", i))) for i in range(TEST_BATCHES)]
+    loss = sum(tested) / TEST_BATCHES
+    tell(f"test loss {loss:.4f} nats per byte")
+    if options.pp > 1:
+        tell(trainer.report())
+    facts = {**shape, "step": options.steps, "loss": loss}
+    save(trainer.model, optimizer, options.output, facts)
     dist.destroy_process_group()
 
 
 def save(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, facts: Facts) -> None:
     """Write what any layout can read again. Collective."""
-    weights, state = get_state_dict(model, optimizer)
+    weights, state = get_state_dict(model, optimizer, options=FLAT)
     place = folder / f"step-{facts['step']}"
     dcp.save({"model": weights, "optimizer": state}, checkpoint_id=place)
     if hvd.rank() == 0:  # last of all: it names the state that is whole
@@ -123,9 +174,10 @@ def save(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, facts
 def load(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> int:
     """Read what any layout has written; return after how many steps. Collective."""
     step = int(json.loads((folder / "facts.json").read_text())["step"])
-    weights, state = get_state_dict(model, optimizer)
+    weights, state = get_state_dict(model, optimizer, options=FLAT)
     dcp.load({"model": weights, "optimizer": state}, checkpoint_id=folder / f"step-{step}")
-    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
+    told = {"model_state_dict": weights, "optim_state_dict": state}
+    set_state_dict(model, optimizer, **told, options=FLAT)
     return step
 
 

@@ -4,7 +4,7 @@ import zlib
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -99,6 +99,10 @@ def _divide(
     for module in model.modules():
         if not any(module is other for other, _ in found.values()):
             _replicate(module, mesh, stream)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            placements = cast("DTensor", parameter).placements
+            parameter.register_hook(partial(_placed, placements=placements))
 
 
 def _modules_of(model: nn.Module, roles: Mapping[str, str]) -> dict[str, tuple[nn.Module, str]]:
@@ -208,14 +212,11 @@ def _replicate(module: nn.Module, mesh: DeviceMesh, stream: Placement) -> None:
         lambda _, inputs: DTensor.from_local(inputs[0], mesh, [stream], run_check=False)
     )
     module.register_forward_hook(lambda _, __, output: output.to_local())
-    for parameter in module.parameters():
-        if parameter.requires_grad:
-            parameter.register_hook(_summed)
 
 
-def _summed(gradient: DTensor) -> DTensor:
+def _placed(gradient: DTensor, *, placements: tuple[Placement, ...]) -> DTensor:
     """Sum what each rank has found by its part of the sequence, once for all that read it."""
-    return gradient.redistribute(placements=[Replicate()])
+    return gradient.redistribute(placements=placements)
 
 
 def _shared(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:

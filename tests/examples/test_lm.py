@@ -11,7 +11,13 @@ import hpctrain
 from tests.train.starting import ROOT
 
 SMALL = "--steps 10 --batch 16 --length 64 --width 32 --depth 2 --data"
-LAYOUTS = ("", "--fsdp", "--tp 4", "--tp 2 --fsdp --sequence")
+LAYOUTS = (
+    "",
+    "--fsdp",
+    "--tp 2 --fsdp --sequence",
+    "--pp 4",
+    "--tp 2 --pp 2",
+)
 
 
 @pytest.fixture
@@ -43,8 +49,8 @@ def test_every_layout_reaches_the_same_loss_and_goes_on_with_that_of_another(
     losses = [trained(number, layout) for number, layout in enumerate(LAYOUTS)]
     assert losses == pytest.approx([losses[0]] * len(LAYOUTS), abs=1e-3)
     assert losses[0] < 5  # of 5.5 nats at the beginning
-    on = trained(3, f"--resume --steps 13 {LAYOUTS[1]}")
-    assert on == pytest.approx(trained(0, f"--resume --steps 13 {LAYOUTS[2]}"), abs=1e-3)
+    on = trained(4, f"--resume --steps 13 {LAYOUTS[1]}")
+    assert on == pytest.approx(trained(2, f"--resume --steps 13 {LAYOUTS[3]}"), abs=1e-3)
     capfd.readouterr()
     if world.rank == 0:
         with torch.random.fork_rng():

@@ -65,7 +65,8 @@ def alone(**shape):
         assert nn.utils.clip_grad_norm_(model.parameters(), CLIP) > CLIP
         optimizer.step()
         losses.append(loss.item())
-    return losses, {name: p.detach() for name, p in model.named_parameters()}
+    named = model.named_parameters(remove_duplicate=False)
+    return losses, {name: p.detach() for name, p in named}
 
 
 def check(losses, parameters, **shape):
