@@ -21,8 +21,16 @@ LAYERS = ("embedding", "blocks.*", "norm", "head")
 """The chain that a pipeline cuts into stages."""
 
 
+def causal(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Attend to what came before; all ``(n, heads, length, head_width)``."""
+    return scaled_dot_product_attention(query, key, value, is_causal=True)
+
+
 class Attention(nn.Module):
     """Causal attention; how many heads are here its matrices say."""
+
+    attend = staticmethod(causal)
+    first = 0  # place of the first byte that is here in the sequence
 
     def __init__(self, width: int, num_heads: int) -> None:
         super().__init__()
@@ -37,16 +45,17 @@ class Attention(nn.Module):
             part(x).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
             for part in (self.query, self.key, self.value)
         )
-        seen = scaled_dot_product_attention(rotated(query), rotated(key), value, is_causal=True)
+        seen = self.attend(rotated(query, self.first), rotated(key, self.first), value)
         out: Tensor = self.out(seen.transpose(1, 2).flatten(2))
         return out
 
 
-def rotated(x: Tensor, base: float = 10000.0) -> Tensor:
+def rotated(x: Tensor, first: int, base: float = 10000.0) -> Tensor:
     """Turn pairs of features, ``(..., length, head_width)``, by an angle for each place."""
     length, half = x.shape[-2], x.shape[-1] // 2
     speeds = base ** (-torch.arange(half, dtype=x.dtype, device=x.device) / half)
-    angles = torch.arange(length, dtype=x.dtype, device=x.device)[:, None] * speeds
+    places = torch.arange(first, first + length, dtype=x.dtype, device=x.device)
+    angles = places[:, None] * speeds
     first, second = x.chunk(2, dim=-1)
     cos, sin = angles.cos(), angles.sin()
     return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1)

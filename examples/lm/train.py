@@ -1,4 +1,4 @@
-"""Train a language model in any layout: replicas, shards, tensor parallel, pipeline, or several.
+"""Train a language model in any layout: replicas, shards, stages, parts of matrices and texts.
 
     python examples/lm/train.py
     hpctrain launch -n 4 -- python examples/lm/train.py                   # replicas (DDP)
@@ -34,7 +34,13 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import hpctrain as hvd
-from hpctrain.parallel import Pipeline, build_mesh, tensor_parallel
+from hpctrain.parallel import (
+    Pipeline,
+    build_mesh,
+    context_attention,
+    gradient_mesh,
+    tensor_parallel,
+)
 
 TEST_BATCHES = 4
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -50,6 +56,7 @@ def options_of(words: list[str] | None) -> Namespace:
     parser.add_argument("--sequence", action="store_true", help="and what lies between blocks")
     parser.add_argument("--pp", type=int, default=1, help="stages of a pipeline")
     parser.add_argument("--schedule", default="1f1b", help="of the pipeline")
+    parser.add_argument("--cp", type=int, default=1, help="ranks that divide the sequence")
     parser.add_argument("--fsdp", action="store_true", help="shard replicas over the other ranks")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch", type=int, default=32, help="windows of a step, of all ranks")
@@ -91,10 +98,14 @@ def parallel(model: Transformer, mesh: DeviceMesh, options: Namespace) -> Plain 
     """Divide matrices first, then layers, then what is left among replicas."""
     if options.tp > 1:
         tensor_parallel(model, mesh["tp"], ROLES, sequence=options.sequence)
+    if options.cp > 1:
+        for block in model.blocks:
+            block.attention.attend = partial(context_attention, mesh=mesh["cp"])
+            block.attention.first = options.length // options.cp * mesh["cp"].get_local_rank()
     if options.fsdp:
         for block in model.blocks:
-            fully_shard(block, mesh=mesh["dp"])
-    wrap = partial(replicas, mesh=mesh["dp"], options=options)
+            fully_shard(block, mesh=gradient_mesh(mesh))
+    wrap = partial(replicas, mesh=gradient_mesh(mesh), options=options)
     if options.pp == 1:
         return Plain(wrap(model))
     cut = {"num_microbatches": 2 * options.pp, "schedule": options.schedule}
@@ -125,23 +136,27 @@ def whole(loss: Tensor) -> Tensor:
 def main(words: list[str] | None = None) -> None:
     """Train, test, and save."""
     options = options_of(words)
-    mesh = build_mesh(tp=options.tp, pp=options.pp)
+    mesh = build_mesh(tp=options.tp, pp=options.pp, cp=options.cp)
     text = open_text(hvd.current().comm, options.data, options.length)
     torch.manual_seed(options.seed)  # the same first weights on every rank, in every layout
     shape = {"width": options.width, "depth": options.depth, "num_heads": options.heads}
     trainer = parallel(Transformer(**shape), mesh, options)
     optimizer = torch.optim.AdamW(trainer.model.parameters(), lr=options.rate)
     first = load(trainer.model, optimizer, options.output) if options.resume else 0
-    dp = mesh["dp"]
+    dp, cp = mesh["dp"], mesh["cp"]
 
     def windows(split: str, step: int) -> tuple[Tensor, Tensor]:
-        """Bytes, and those that follow; other ones for each replica alone."""
+        """Bytes, and those that follow: windows of this replica, and the rank's part of each."""
         found = batch(text[split], step, options.batch, dp.get_local_rank(), dp.size())
-        return found[:, :-1], found[:, 1:]
+        given, following = (
+            part.chunk(cp.size(), dim=1)[cp.get_local_rank()]
+            for part in (found[:, :-1], found[:, 1:])
+        )
+        return given, following
 
     def mean(loss: Tensor) -> float:
-        """Average over the replicas."""
-        dist.all_reduce(loss, op=dist.ReduceOp.AVG, group=dp.get_group())
+        """Average over the replicas, and the parts of the sequence."""
+        dist.all_reduce(loss, op=dist.ReduceOp.AVG, group=gradient_mesh(mesh).get_group())
         return loss.item()
 
     with loss_parallel():

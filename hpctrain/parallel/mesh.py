@@ -65,6 +65,19 @@ def build_mesh(
     return mesh
 
 
+def gradient_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the ranks that average their gradients as one axis: those of ``dp`` and ``cp``.
+
+    Collective over all ranks at the first call for a mesh; the same mesh afterwards.
+
+    Args:
+        mesh: of ``build_mesh``.
+    """
+    if mesh["cp"].size() == 1:
+        return mesh["dp"]
+    return mesh["dp", "cp"]._flatten("dp_cp")  # noqa: SLF001 - torch has no other name for it
+
+
 def _checked(topology: Topology, *, dp: int | None, **inner: int) -> dict[str, int]:
     """Return the size of each axis."""
     told = (dist.get_rank(), dist.get_world_size())

@@ -17,6 +17,8 @@ LAYOUTS = (
     "--tp 2 --fsdp --sequence",
     "--pp 4",
     "--tp 2 --pp 2",
+    "--cp 2 --fsdp",
+    "--cp 4",
 )
 
 
