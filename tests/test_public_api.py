@@ -18,6 +18,7 @@ import hpctrain.compress
 import hpctrain.cost
 import hpctrain.data
 import hpctrain.optim
+import hpctrain.parallel
 from hpctrain.core.config import Settings
 from hpctrain.gradients.optimizer import DistributedMethods
 
@@ -29,6 +30,7 @@ PACKAGES = (
     hpctrain.cost,
     hpctrain.data,
     hpctrain.optim,
+    hpctrain.parallel,
 )
 
 

@@ -32,7 +32,7 @@ FIRST = (
 )
 """Topics in reading order; what is not named here follows by its name."""
 
-PARTS = ("data", "checkpoint", "comm", "compress", "optim", "cost", "elastic")
+PARTS = ("data", "checkpoint", "comm", "compress", "optim", "parallel", "cost", "elastic")
 PACKAGES = ("hpctrain", *(f"hpctrain.{part}" for part in PARTS))
 
 SECTIONS = {

@@ -1,0 +1,112 @@
+"""A transformer over bytes: rotary positions, RMSNorm, SwiGLU. It knows nothing of ranks."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention, silu
+
+NUM_BYTES = 256
+ROLES = {
+    "embedding": "vocabulary",
+    "blocks.*.attention.query": "column",
+    "blocks.*.attention.key": "column",
+    "blocks.*.attention.value": "column",
+    "blocks.*.attention.out": "row",
+    "blocks.*.feed.gate": "column",
+    "blocks.*.feed.up": "column",
+    "blocks.*.feed.down": "row",
+    "head": "vocabulary",
+}
+"""How tensor parallel ranks divide the matrices: `hpctrain guide parallel`."""
+LAYERS = ("embedding", "blocks.*", "norm", "head")
+"""The chain that a pipeline cuts into stages."""
+
+
+def causal(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Attend to what came before; all ``(n, heads, length, head_width)``."""
+    return scaled_dot_product_attention(query, key, value, is_causal=True)
+
+
+class Attention(nn.Module):
+    """Causal attention; how many heads are here its matrices say."""
+
+    attend = staticmethod(causal)
+    first = 0  # place of the first byte that is here in the sequence
+
+    def __init__(self, width: int, num_heads: int) -> None:
+        super().__init__()
+        self.head_width = width // num_heads
+        self.query, self.key, self.value, self.out = (
+            nn.Linear(width, width, bias=False) for _ in range(4)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Turn ``(n, length, width)`` into the same shape."""
+        query, key, value = (
+            part(x).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
+            for part in (self.query, self.key, self.value)
+        )
+        seen = self.attend(rotated(query, self.first), rotated(key, self.first), value)
+        out: Tensor = self.out(seen.transpose(1, 2).flatten(2))
+        return out
+
+
+def rotated(x: Tensor, first: int, base: float = 10000.0) -> Tensor:
+    """Turn pairs of features, ``(..., length, head_width)``, by an angle for each place."""
+    length, half = x.shape[-2], x.shape[-1] // 2
+    speeds = base ** (-torch.arange(half, dtype=x.dtype, device=x.device) / half)
+    places = torch.arange(first, first + length, dtype=x.dtype, device=x.device)
+    angles = places[:, None] * speeds
+    first, second = x.chunk(2, dim=-1)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1)
+
+
+class Feed(nn.Module):
+    """SwiGLU: a product of two projections, projected back."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, hidden, bias=False)
+        self.up = nn.Linear(width, hidden, bias=False)
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Turn ``(n, length, width)`` into the same shape."""
+        out: Tensor = self.down(silu(self.gate(x)) * self.up(x))
+        return out
+
+
+class Block(nn.Module):
+    """Attention, then a feed-forward layer, each added to the stream."""
+
+    def __init__(self, width: int, num_heads: int) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(width)
+        self.attention = Attention(width, num_heads)
+        self.feed_norm = nn.RMSNorm(width)
+        self.feed = Feed(width, 3 * width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Turn ``(n, length, width)`` into the same shape."""
+        x = x + self.attention(self.attention_norm(x))
+        out: Tensor = x + self.feed(self.feed_norm(x))
+        return out
+
+
+class Transformer(nn.Module):
+    """Guesses each byte from those before it."""
+
+    def __init__(self, *, width: int = 64, depth: int = 4, num_heads: int = 4) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(NUM_BYTES, width)
+        self.blocks = nn.Sequential(*(Block(width, num_heads) for _ in range(depth)))
+        self.norm = nn.RMSNorm(width)
+        self.head = nn.Linear(width, NUM_BYTES, bias=False)
+        for weight in self.parameters():
+            if weight.dim() == 2:
+                nn.init.normal_(weight, std=0.05)
+
+    def forward(self, given: Tensor) -> Tensor:
+        """Turn ``(n, length)`` bytes into ``(n, length, 256)`` scores of those that follow."""
+        scores: Tensor = self.head(self.norm(self.blocks(self.embedding(given))))
+        return scores

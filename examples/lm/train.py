@@ -1,0 +1,206 @@
+"""Train a language model in any layout: replicas, shards, stages, parts of matrices and texts.
+
+    python examples/lm/train.py
+    hpctrain launch -n 4 -- python examples/lm/train.py                   # replicas (DDP)
+    hpctrain launch -n 4 -- python examples/lm/train.py --fsdp            # sharded (FSDP2)
+    hpctrain launch -n 4 -- python examples/lm/train.py --tp 2 --fsdp     # two by two
+    hpctrain launch -n 8 -- python examples/lm/train.py --tp 2 --pp 2 --fsdp   # with stages
+
+All of them learn from the same batches and reach the same loss. The state is saved at the end:
+``--resume`` goes on with it, in any layout, and ``generate.py`` writes text.
+"""
+
+import json
+from argparse import ArgumentParser, Namespace
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from data import batch, open_text
+from model import LAYERS, ROLES, Transformer
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+import hpctrain as hvd
+from hpctrain.parallel import (
+    Pipeline,
+    build_mesh,
+    context_attention,
+    gradient_mesh,
+    tensor_parallel,
+)
+
+TEST_BATCHES = 4
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+"""State by the name of its weight, wherever that is."""
+Facts = dict[str, int | float]
+"""What generate.py and a run that goes on want to know besides the state."""
+
+
+def options_of(words: list[str] | None) -> Namespace:
+    """Read the command line."""
+    parser = ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tp", type=int, default=1, help="ranks that divide each matrix")
+    parser.add_argument("--sequence", action="store_true", help="and what lies between blocks")
+    parser.add_argument("--pp", type=int, default=1, help="stages of a pipeline")
+    parser.add_argument("--schedule", default="1f1b", help="of the pipeline")
+    parser.add_argument("--cp", type=int, default=1, help="ranks that divide the sequence")
+    parser.add_argument("--fsdp", action="store_true", help="shard replicas over the other ranks")
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--batch", type=int, default=32, help="windows of a step, of all ranks")
+    parser.add_argument("--length", type=int, default=128, help="bytes of a window")
+    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--depth", type=int, default=4)
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--rate", type=float, default=3e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, default=Path("runs/lm"))
+    parser.add_argument("--data", type=Path, default=Path("runs/lm-data"))
+    parser.add_argument("--resume", action="store_true", help="go on with what --output has")
+    return parser.parse_args(words)
+
+
+class Plain:
+    """A model that is no pipeline, with the methods of one."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def step(self, given: Tensor, following: Tensor) -> Tensor:
+        """Calculate gradients, and return the loss."""
+        loss = loss_of(self.model(given), following)
+        loss.backward()
+        return whole(loss.detach())
+
+    def evaluate(self, given: Tensor, following: Tensor) -> Tensor:
+        """Return the loss."""
+        with torch.no_grad():
+            return whole(loss_of(self.model(given), following))
+
+    def clip_grad_norm_(self, most: float) -> None:
+        """Clip the norm of all gradients."""
+        nn.utils.clip_grad_norm_(self.model.parameters(), most)
+
+
+def parallel(model: Transformer, mesh: DeviceMesh, options: Namespace) -> Plain | Pipeline:
+    """Divide matrices first, then layers, then what is left among replicas."""
+    if options.tp > 1:
+        tensor_parallel(model, mesh["tp"], ROLES, sequence=options.sequence)
+    if options.cp > 1:
+        for block in model.blocks:
+            block.attention.attend = partial(context_attention, mesh=mesh["cp"])
+            block.attention.first = options.length // options.cp * mesh["cp"].get_local_rank()
+    if options.fsdp:
+        for block in model.blocks:
+            fully_shard(block, mesh=gradient_mesh(mesh))
+    wrap = partial(replicas, mesh=gradient_mesh(mesh), options=options)
+    if options.pp == 1:
+        return Plain(wrap(model))
+    cut = {"num_microbatches": 2 * options.pp, "schedule": options.schedule}
+    return Pipeline(model, mesh["pp"], LAYERS, loss=loss_of, wrap=wrap, **cut)
+
+
+def replicas(model: nn.Module, mesh: DeviceMesh, options: Namespace) -> nn.Module:
+    """Shard a model, or average the gradients of its replicas."""
+    if options.fsdp:
+        return fully_shard(model, mesh=mesh)
+    if mesh.size() == 1:
+        return model
+    if options.tp > 1:
+        raise SystemExit("replicas of tensor parallel ranks are sharded: add --fsdp")
+    return DistributedDataParallel(model, process_group=mesh.get_group())
+
+
+def loss_of(scores: Tensor, following: Tensor) -> Tensor:
+    """Mean of the nats that a byte costs, given those before it."""
+    return cross_entropy(scores.flatten(0, 1), following.flatten())
+
+
+def whole(loss: Tensor) -> Tensor:
+    """Return what tensor parallel ranks have calculated together."""
+    return loss.full_tensor() if isinstance(loss, DTensor) else loss
+
+
+def main(words: list[str] | None = None) -> None:
+    """Train, test, and save."""
+    options = options_of(words)
+    mesh = build_mesh(tp=options.tp, pp=options.pp, cp=options.cp)
+    text = open_text(hvd.current().comm, options.data, options.length)
+    torch.manual_seed(options.seed)  # the same first weights on every rank, in every layout
+    shape = {"width": options.width, "depth": options.depth, "num_heads": options.heads}
+    trainer = parallel(Transformer(**shape), mesh, options)
+    optimizer = torch.optim.AdamW(trainer.model.parameters(), lr=options.rate)
+    first = load(trainer.model, optimizer, options.output) if options.resume else 0
+    dp, cp = mesh["dp"], mesh["cp"]
+
+    def windows(split: str, step: int) -> tuple[Tensor, Tensor]:
+        """Bytes, and those that follow: windows of this replica, and the rank's part of each."""
+        found = batch(text[split], step, options.batch, dp.get_local_rank(), dp.size())
+        given, following = (
+            part.chunk(cp.size(), dim=1)[cp.get_local_rank()]
+            for part in (found[:, :-1], found[:, 1:])
+        )
+        return given, following
+
+    def mean(loss: Tensor) -> float:
+        """Average over the replicas, and the parts of the sequence."""
+        dist.all_reduce(loss, op=dist.ReduceOp.AVG, group=gradient_mesh(mesh).get_group())
+        return loss.item()
+
+    with loss_parallel():
+        for step in range(first, options.steps):
+            optimizer.zero_grad()
+            loss = mean(trainer.step(*windows("train", step)))
+            trainer.clip_grad_norm_(1.0)
+            optimizer.step()
+            if (step + 1) % 10 == 0:
+                tell(f"step {step + 1}  loss {loss:.4f}")
+        tested = [mean(trainer.evaluate(*windows("test", i))) for i in range(TEST_BATCHES)]
+    loss = sum(tested) / TEST_BATCHES
+    tell(f"test loss {loss:.4f} nats per byte")
+    if options.pp > 1:
+        tell(trainer.report())
+    facts = {**shape, "step": options.steps, "loss": loss}
+    save(trainer.model, optimizer, options.output, facts)
+    dist.destroy_process_group()
+
+
+def save(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, facts: Facts) -> None:
+    """Write what any layout can read again. Collective."""
+    weights, state = get_state_dict(model, optimizer, options=FLAT)
+    place = folder / f"step-{facts['step']}"
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=place)
+    if hvd.rank() == 0:  # last of all: it names the state that is whole
+        (folder / "facts.json").write_text(json.dumps(facts))
+
+
+def load(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> int:
+    """Read what any layout has written; return after how many steps. Collective."""
+    step = int(json.loads((folder / "facts.json").read_text())["step"])
+    weights, state = get_state_dict(model, optimizer, options=FLAT)
+    dcp.load({"model": weights, "optimizer": state}, checkpoint_id=folder / f"step-{step}")
+    told = {"model_state_dict": weights, "optim_state_dict": state}
+    set_state_dict(model, optimizer, **told, options=FLAT)
+    return step
+
+
+def tell(words: str) -> None:
+    """Print on one rank."""
+    if hvd.rank() == 0:
+        print(words, flush=True)
+
+
+if __name__ == "__main__":
+    main()

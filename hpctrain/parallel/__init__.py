@@ -1,0 +1,8 @@
+"""Models larger than a rank: PyTorch's own parallel tools, placed on the machine.
+
+Every name is loaded at its first use.
+"""
+
+from hpctrain.core.lazy import exports
+
+__getattr__, __dir__, __all__ = exports(__name__, __file__)

@@ -1,0 +1,150 @@
+"""Attention over a sequence that is divided among ranks: by heads (Ulysses), or around a ring."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.functional import scaled_dot_product_attention
+
+from hpctrain.core.errors import ConfigError
+
+
+def context_attention(query: Tensor, key: Tensor, value: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Causal attention of a sequence of which each rank has a part. Collective over the mesh.
+
+    Rank ``r`` has the ``r``-th of equal parts of the sequence. Where the ranks divide the heads,
+    each takes some heads of the whole sequence, by one exchange before and one after; else keys
+    and values go around a ring, and a rank holds those of two parts at a time.
+
+    Args:
+        query: ``(n, heads, length / size, head_width)``, floating point, on the CPU or a device.
+        key: of the same shape.
+        value: of the same shape.
+        mesh: one axis, such as ``build_mesh(cp=2)["cp"]``.
+
+    Returns:
+        What ``scaled_dot_product_attention(..., is_causal=True)`` gives for this rank's part.
+
+    Raises:
+        ConfigError: the shapes differ from each other.
+
+    Source: Jacobs et al. 2023, arXiv:2309.14509 (Ulysses); Liu et al. 2023, arXiv:2310.01889
+    (ring). Differs: parts are not mixed, so in a ring the first rank waits for the last.
+    """
+    if not query.shape == key.shape == value.shape:
+        raise ConfigError(
+            f"query, key and value of divided attention have one shape, got {tuple(query.shape)}, "
+            f"{tuple(key.shape)} and {tuple(value.shape)}; repeat the heads of keys and values"
+        )
+    size, group = mesh.size(), mesh.get_group()
+    if size == 1:
+        return scaled_dot_product_attention(query, key, value, is_causal=True)
+    if query.shape[1] % size:
+        out: Tensor = _Ring.apply(query, key, value, group)  # type: ignore[no-untyped-call]
+        return out
+    together = torch.stack((query, key, value))
+    # (3, n, heads, part, width): heads of each rank first, then those that have come from each.
+    parts = together.unflatten(2, (size, -1)).movedim(2, 0)
+    q, k, v = _exchanged(parts, group).movedim(0, 3).flatten(3, 4)
+    seen = scaled_dot_product_attention(q, k, v, is_causal=True)
+    back = _exchanged(seen.unflatten(2, (size, -1)).movedim(2, 0), group)
+    return back.movedim(0, 1).flatten(1, 2)
+
+
+def _exchanged(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Give the ``i``-th part to rank ``i``, for the part that it has for this one. Collective."""
+    out: Tensor = _Exchange.apply(parts, group)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Exchange(torch.autograd.Function):
+    """An exchange of parts, whose gradient is the same exchange."""
+
+    @staticmethod
+    def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        given = parts.contiguous()
+        out: Tensor = torch.empty_like(given)
+        dist.all_to_all_single(out, given, group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return _Exchange.forward(ctx, gradients[0], ctx.group), None
+
+
+class _Ring(torch.autograd.Function):
+    """Attention of one part of the queries to the parts of keys and values, one after another."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, group: dist.ProcessGroup
+    ) -> Tensor:
+        ctx.group = group
+        out, weight = torch.zeros_like(query), query.new_full((*query.shape[:-1], 1), -torch.inf)
+        for source, keys, values in _around(group, key, value):
+            if source <= dist.get_rank(group):
+                scores = _scores(query, keys, is_own=source == dist.get_rank(group))
+                found = scores.logsumexp(-1, keepdim=True)
+                total = torch.logaddexp(weight, found)
+                out = out * (weight - total).exp() + (scores - total).exp() @ values
+                weight = total
+        ctx.save_for_backward(query, key, value, out, weight)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        (gradient,) = gradients
+        query, key, value, out, weight = ctx.saved_tensors
+        scale = query.shape[-1] ** -0.5
+        rank, share = dist.get_rank(ctx.group), (gradient * out).sum(-1, keepdim=True)
+        of_query = torch.zeros_like(query)
+        grown: tuple[Tensor, ...] = torch.zeros_like(key), torch.zeros_like(value)
+        for source, keys, values in _around(ctx.group, key, value):
+            if source <= rank:
+                likely = (_scores(query, keys, is_own=source == rank) - weight).exp()
+                steep = likely * (gradient @ values.mT - share)
+                of_query += steep @ keys * scale
+                grown = (
+                    grown[0] + steep.mT @ query * scale,
+                    grown[1] + likely.mT @ gradient,
+                )
+            # With its keys and values: after a whole turn they are where these came from.
+            grown = _pass_on(ctx.group, *grown)
+        of_key, of_value = grown
+        return of_query, of_key, of_value, None
+
+
+def _scores(query: Tensor, keys: Tensor, *, is_own: bool) -> Tensor:
+    """Return ``(n, heads, part, part)`` scores; of a rank's own part only what lies before."""
+    scores: Tensor = query @ keys.mT * query.shape[-1] ** -0.5
+    if is_own:
+        ahead = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(ahead, -torch.inf)
+    return scores
+
+
+def _around(group: dist.ProcessGroup, *tensors: Tensor) -> Any:
+    """Yield whose tensors are here, and the tensors, of each rank in turn. Collective."""
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    for turn in range(size):
+        yield (rank - turn) % size, *tensors
+        if turn < size - 1:
+            tensors = _pass_on(group, *tensors)
+
+
+def _pass_on(group: dist.ProcessGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Give tensors to the next rank, and take those of the one before. Collective."""
+    ranks, rank = dist.get_process_group_ranks(group), dist.get_rank(group)
+    following, before = ranks[(rank + 1) % len(ranks)], ranks[rank - 1]
+    given = torch.stack([tensor.contiguous() for tensor in tensors])
+    taken = torch.empty_like(given)
+    operations = [
+        dist.P2POp(dist.isend, given, following, group=group),
+        dist.P2POp(dist.irecv, taken, before, group=group),
+    ]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    return taken.unbind()

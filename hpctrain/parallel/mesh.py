@@ -1,0 +1,178 @@
+"""A mesh of ranks, placed by topology: who speaks most stays inside a node."""
+
+import math
+import sys
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from hpctrain.cluster.topology import Topology
+from hpctrain.comm.agreement import agreed, require_equal
+from hpctrain.core.errors import TopologyError
+from hpctrain.core.units import format_numbers
+from hpctrain.runtime import world
+
+AXES = ("dp", "pp", "cp", "tp")
+"""Axes of a mesh, from who speaks least to who speaks most."""
+
+TRAFFIC = {
+    "dp": "gradients",
+    "pp": "activations from stage to stage",
+    "cp": "keys and values of every attention",
+    "tp": "activations of every layer",
+}
+"""What ranks along an axis send to each other."""
+
+
+def build_mesh(
+    *, tp: int = 1, pp: int = 1, dp: int | None = None, cp: int = 1, device: str = "cpu"
+) -> DeviceMesh:
+    """Arrange all ranks along the axes ``dp``, ``pp``, ``cp`` and ``tp``. Collective.
+
+    Ranks of one ``tp`` group lie inside a node wherever they fit, then those of ``cp``, then
+    ``pp``; ``dp`` is outermost. Rank 0 prints once, to stderr, who lies where and what crosses
+    between nodes. Every axis is there, also those of one rank: ``mesh["tp"]`` always works.
+
+    Joins the world, and torch's group of all ranks with the backend ``hpctrain``, where that has
+    not been done.
+
+    Args:
+        tp: ranks that share the matrices of a layer, or its sequence.
+        pp: stages of a pipeline.
+        dp: replicas, or shards of one; what the other axes leave, unless given.
+        cp: ranks that share the sequence of a sample.
+        device: type of the device whose tensors the ranks exchange.
+
+    Raises:
+        TopologyError: the sizes do not multiply to the number of ranks, or torch.distributed
+            numbers the ranks otherwise than MPI; on every rank.
+        MismatchError: the ranks ask for different meshes; on every rank.
+    """
+    world.init()
+    if not dist.is_initialized():
+        dist.init_process_group("hpctrain")
+    here = world.current()
+    with agreed(here.comm, TopologyError):
+        sizes = _checked(here.topology, dp=dp, pp=pp, cp=cp, tp=tp)
+    require_equal(here.comm, [_words(sizes)], "build_mesh", "ask for one mesh on all ranks")
+    order = packed(here.topology.nodes, [sizes[axis] for axis in reversed(AXES)])
+    ranks = torch.tensor(order).view(*sizes.values())
+    mesh = DeviceMesh(device, ranks, mesh_dim_names=AXES)
+    if here.topology.rank == 0:
+        sys.stderr.write("".join(f"hpctrain: {line}\n" for line in placement(mesh).splitlines()))
+    return mesh
+
+
+def gradient_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the ranks that average their gradients as one axis: those of ``dp`` and ``cp``.
+
+    Collective over all ranks at the first call for a mesh; the same mesh afterwards.
+
+    Args:
+        mesh: of ``build_mesh``.
+    """
+    if mesh["cp"].size() == 1:
+        return mesh["dp"]
+    return mesh["dp", "cp"]._flatten("dp_cp")  # noqa: SLF001 - torch has no other name for it
+
+
+def _checked(topology: Topology, *, dp: int | None, **inner: int) -> dict[str, int]:
+    """Return the size of each axis."""
+    told = (dist.get_rank(), dist.get_world_size())
+    if told != (topology.rank, topology.size):
+        raise TopologyError(
+            f"a mesh is placed by the ranks of MPI, of which this is rank {topology.rank} of "
+            f"{topology.size}; torch.distributed says rank {told[0]} of {told[1]}; start the "
+            f'ranks with mpirun, srun or hpctrain launch, and init_process_group("hpctrain")'
+        )
+    rest = math.prod(inner.values())
+    if min(rest, *inner.values()) < 1 or topology.size % rest:
+        raise TopologyError(
+            f"the axes of a mesh must be at least 1 and divide the {topology.size} ranks, got "
+            f"{_words(inner)}, {rest} in all; start a multiple of that, or make an axis smaller"
+        )
+    sizes = {"dp": topology.size // rest if dp is None else dp, **inner}
+    if math.prod(sizes.values()) != topology.size:
+        raise TopologyError(
+            f"the axes of a mesh must multiply to the {topology.size} ranks, got "
+            f"{_words(sizes)}; leave dp out, which then is {topology.size // rest}"
+        )
+    return sizes
+
+
+def _words(sizes: dict[str, int]) -> str:
+    return " x ".join(f"{axis}={size}" for axis, size in sizes.items())
+
+
+def packed(nodes: Sequence[Sequence[int]], sizes: Sequence[int]) -> list[int]:
+    """Order ranks so that groups of neighbours lie inside a node wherever that can be. Pure.
+
+    Args:
+        nodes: ranks of each node.
+        sizes: of the axes, the innermost first; their product is the number of ranks.
+
+    Returns:
+        All ranks, row by row of the mesh. Of each axis in turn, every node makes as many whole
+        groups as it can; what is left over on the nodes then forms groups across them.
+    """
+    units = [(node, [rank]) for node, ranks in enumerate(nodes) for rank in ranks]
+    for size in sizes:
+        groups, left_over = [], []
+        for node in dict.fromkeys(node for node, _ in units):
+            on_node = [unit for unit in units if unit[0] == node]
+            whole = len(on_node) // size * size
+            groups += [on_node[i : i + size] for i in range(0, whole, size)]
+            left_over += on_node[whole:]
+        groups += [left_over[i : i + size] for i in range(0, len(left_over), size)]
+        joined = [(group[0][0], [r for _, ranks in group for r in ranks]) for group in groups]
+        units = sorted(joined, key=lambda unit: min(unit[1]))
+    return [rank for _, ranks in units for rank in ranks]
+
+
+def placement(mesh: DeviceMesh) -> str:
+    """Describe where the ranks of a mesh lie, and what crosses between nodes. Not collective.
+
+    Any mesh of torch will do, such as that of ``init_device_mesh("cpu", ...)``.
+
+    Returns:
+        Two lines: the axes with the ranks of their first groups, and what crosses; a third one
+        where tensor or context parallel ranks of several nodes have to wait for each other.
+
+    Raises:
+        NotInitializedError: there is no world yet.
+    """
+    topology = world.current().topology
+    node_of = {rank: node for node, ranks in enumerate(topology.nodes) for rank in ranks}
+    names = mesh.mesh_dim_names or tuple(f"axis {number}" for number in range(mesh.ndim))
+    across: list[str] = []
+    inside: list[str] = []
+    shown: list[str] = []
+    for number, (axis, size) in enumerate(zip(names, mesh.shape, strict=True)):
+        groups = mesh.mesh.movedim(number, -1).reshape(-1, size).tolist()
+        if size > 1:
+            shown.append(f"{axis}={size} (first {format_numbers(groups[0])})")
+            crosses = any(len({node_of[rank] for rank in group}) > 1 for group in groups)
+            (across if crosses else inside).append(axis)
+    plural = "" if topology.num_nodes == 1 else "s"
+    axes = " x ".join(shown) or "one rank"
+    lines = [
+        f"mesh of {mesh.size()} ranks on {topology.num_nodes} node{plural}: {axes}",
+        f"between nodes: {_traffic(across)}; inside a node: {_traffic(inside)}",
+    ]
+    if slow := [axis for axis in across if axis in ("tp", "cp")]:
+        sizes = ", ".join(f"{axis}={mesh.size(names.index(axis))}" for axis in slow)
+        fewest = min(map(len, topology.nodes))
+        lines.append(
+            f"slow: {sizes} does not fit on nodes of {fewest} ranks, so every layer waits for the "
+            f"network; a smaller {' and '.join(slow)} stays inside a node"
+        )
+    return "\n".join(lines)
+
+
+def _traffic(axes: Sequence[str]) -> str:
+    told = [
+        f"{TRAFFIC[axis]} ({axis})" if axis in TRAFFIC else f"what {axis} sends" for axis in axes
+    ]
+    return " and ".join(told) or "nothing"

@@ -1,0 +1,131 @@
+"""How a chain of layers is cut into the stages of a pipeline."""
+
+import time
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor, nn
+
+from hpctrain.core.errors import ConfigError
+from hpctrain.core.target import hint
+
+
+class Chain(nn.Module):
+    """Layers that take what the one before returns, under the names that they have in a model."""
+
+    def __init__(self, layers: Sequence[tuple[str, nn.Module]]) -> None:
+        """Take names and modules in the order of forward."""
+        super().__init__()
+        self.layers = [layer for _, layer in layers]  # a list registers nothing
+        for name, layer in layers:
+            *path, last = name.split(".")
+            place: nn.Module = self
+            for part in path:
+                if part not in dict(place.named_children()):
+                    place.add_module(part, nn.Module())
+                place = place.get_submodule(part)
+            place.add_module(last, layer)
+
+    def forward(self, given: Tensor) -> Tensor:
+        """Call one layer after the other."""
+        for layer in self.layers:
+            given = layer(given)
+        return given
+
+
+def layers_of(model: nn.Module, names: Sequence[str]) -> list[tuple[str, nn.Module]]:
+    """Return the layers of a model, in the order of ``names``, in which ``*`` stands for any part.
+
+    Raises:
+        ConfigError: a name is not there, or a parameter of the model is in no layer.
+    """
+    modules = {name: module for name, module in model.named_modules() if name}
+    found: dict[str, nn.Module] = {}
+    for pattern in names:
+        depth = pattern.count(".")
+        chosen = [n for n in modules if n.count(".") == depth and fnmatchcase(n, pattern)]
+        if not chosen:
+            raise ConfigError(f"the model has no module {pattern}{hint(pattern, modules)}")
+        found |= {name: modules[name] for name in chosen}
+    held = {parameter for layer in found.values() for parameter in layer.parameters()}
+    lost = [name for name, parameter in model.named_parameters() if parameter not in held]
+    if lost:
+        raise ConfigError(
+            f"every parameter of a pipeline is in one of its layers, got {', '.join(lost[:3])} in "
+            f"none; name the layer, in the order of forward"
+        )
+    return list(found.items())
+
+
+def seconds_of(layers: Sequence[nn.Module], sample: Tensor, repeats: int = 3) -> list[float]:
+    """Time forward and backward of each layer on one micro-batch; the best of several.
+
+    Gradients that the layers have are lost.
+    """
+    best = [float("inf")] * len(layers)
+    for _ in range(repeats):
+        given = sample
+        for number, layer in enumerate(layers):
+            given = given.detach().requires_grad_(given.is_floating_point())
+            start = time.perf_counter()
+            out = layer(given)
+            out.sum().backward()
+            best[number] = min(best[number], time.perf_counter() - start)
+            given = out
+    for layer in layers:
+        layer.zero_grad()
+    return best
+
+
+def cut(costs: Sequence[float], num_stages: int) -> list[range]:
+    """Cut layers into stages so that the dearest stage costs as little as can be. Pure.
+
+    Args:
+        costs: of each layer.
+        num_stages: each of at least one layer.
+
+    Returns:
+        The layers of each stage.
+
+    Raises:
+        ConfigError: there are fewer layers than stages.
+    """
+    if len(costs) < num_stages:
+        raise ConfigError(
+            f"every stage of a pipeline has a layer, got {len(costs)} layers for {num_stages} "
+            f"stages; take fewer stages"
+        )
+    ends = [0.0, *accumulate(costs)]
+    # For each number of first layers: the least cost of the dearest stage, and the cuts for it.
+    best: dict[int, tuple[float, tuple[int, ...]]]
+    best = {number: (ends[number], (0, number)) for number in range(1, len(ends))}
+    for stage in range(2, num_stages + 1):
+        best = {
+            number: min(
+                (max(best[before][0], ends[number] - ends[before]), (*best[before][1], number))
+                for before in range(stage - 1, number)
+            )
+            for number in range(stage, len(ends))
+        }
+    return [range(begin, end) for begin, end in pairwise(best[len(costs)][1])]
+
+
+def shared_between(stages: Sequence[nn.Module]) -> list[list[tuple[int, str]]]:
+    """Return where parameters lie that several stages have: stage and name in it."""
+    places: dict[nn.Parameter, dict[int, str]] = {}
+    for number, stage in enumerate(stages):
+        for name, parameter in stage.named_parameters():
+            places.setdefault(parameter, {}).setdefault(number, name)
+    return [list(found.items()) for found in places.values() if len(found) > 1]
+
+
+def total_of(gradients: Sequence[Tensor]) -> Tensor:
+    """Sum the squares of gradients, of whole ``DTensor``s too, in float64."""
+    total = torch.zeros((), dtype=torch.float64)
+    for gradient in gradients:
+        norm = torch.linalg.vector_norm(gradient)
+        whole = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        total += whole.to(total).square()
+    return total

@@ -1,0 +1,234 @@
+"""Tensor and sequence parallel layers: torch's styles, chosen by the role of each matrix."""
+
+import zlib
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any, cast
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+from hpctrain.comm.agreement import require_equal_by
+from hpctrain.core.errors import ConfigError
+from hpctrain.core.target import hint
+
+ROLES = ("column", "row", "vocabulary")
+
+
+def tensor_parallel(
+    model: nn.Module, mesh: DeviceMesh, roles: Mapping[str, str], *, sequence: bool = False
+) -> nn.Module:
+    """Divide the matrices of a transformer among the ranks of a mesh. Collective over them.
+
+    Of each block the first matrices are divided by ``column`` (their outputs: heads, hidden
+    features) and the last by ``row`` (their inputs), so that it communicates twice: an
+    all-reduce of the activations in forward and one in backward for attention, the same for the
+    feed-forward layer. With ``sequence``, what lies between blocks is divided along the sequence,
+    and each all-reduce becomes an all-gather and a reduce-scatter of as many bytes.
+
+    Modules without a role are replicated; their gradients are summed over the ranks where
+    ``sequence`` lets each rank see a part. Every parameter becomes a ``DTensor``, which torch's
+    optimizers, ``clip_grad_norm_``, ``fully_shard`` and distributed checkpoints know.
+
+    Between modules lie plain tensors, ``(n, length, width)``, or ``(n, length / size, width)``
+    with ``sequence``; code that reshapes to heads says ``-1`` for their number. All ranks of the
+    mesh are given the same samples.
+
+    Args:
+        model: the same on all ranks; changed in place. Rank 0's values count.
+        mesh: one axis, such as ``build_mesh(tp=2)["tp"]``.
+        roles: role by name of a module, in which ``*`` stands for anything: ``column`` and
+            ``row`` for ``nn.Linear``; ``vocabulary`` for the embedding, whose rows are divided,
+            and for the last layer, whose scores then are a ``DTensor`` divided by class, as
+            ``torch.distributed.tensor.parallel.loss_parallel`` takes them.
+        sequence: whether the stream between blocks is divided along its dimension 1.
+
+    Returns:
+        The model.
+
+    Raises:
+        ConfigError: a role does not fit its module, a name is not there, the ranks do not divide
+            a matrix, or a parameter is of no layer.
+        MismatchError: the ranks have different models; on every rank of the mesh. So does the
+            first forward of ranks with different samples.
+
+    Source: Shoeybi et al. 2019, arXiv:1909.08053; Korthikanti et al. 2022, arXiv:2205.05198.
+    """
+    found = _modules_of(model, roles)
+    for name, (module, role) in found.items():
+        _check(name, module, role, mesh.size())
+    lines = [f"{name} {tuple(p.shape)} {p.dtype}" for name, p in model.named_parameters()]
+    require_equal_by(partial(_gathered, mesh=mesh), lines, "the model of tensor parallel ranks")
+    shared = _shared(model)
+    _divide(model, found, mesh, sequence=sequence)
+    for (first, name), *others in shared:
+        for module, other in others:
+            module.register_parameter(other, getattr(first, name))
+    return model
+
+
+def _divide(
+    model: nn.Module,
+    found: Mapping[str, tuple[nn.Module, str]],
+    mesh: DeviceMesh,
+    *,
+    sequence: bool,
+) -> None:
+    """Make every parameter a ``DTensor``, and what goes in and out of layers fit."""
+    stream: Placement = Shard(1) if sequence else Replicate()
+    inputs: dict[nn.Module, _SharedInput] = {}
+    for name, (module, role) in found.items():
+        if role == "column":
+            parent = model.get_submodule(name.rpartition(".")[0])
+            if parent not in inputs:
+                inputs[parent] = _SharedInput(mesh, stream)
+                parent.register_forward_hook(inputs[parent].forget, always_call=True)
+            module.register_forward_pre_hook(inputs[parent].whole)
+        if isinstance(module, nn.Embedding):
+            module.register_forward_pre_hook(_CheckedSamples(mesh, sequence=sequence).check)
+        parallelize_module(module, mesh, _style(module, role, stream))
+    for module in model.modules():
+        if not any(module is other for other, _ in found.values()):
+            _replicate(module, mesh, stream)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            placements = cast("DTensor", parameter).placements
+            parameter.register_hook(partial(_placed, placements=placements))
+
+
+def _modules_of(model: nn.Module, roles: Mapping[str, str]) -> dict[str, tuple[nn.Module, str]]:
+    """Return module and role by name."""
+    modules = dict(model.named_modules())
+    found: dict[str, tuple[nn.Module, str]] = {}
+    for pattern, role in roles.items():
+        if role not in ROLES:
+            raise ConfigError(
+                f"the role of a module is one of {', '.join(ROLES)}, got {role!r} for {pattern}"
+            )
+        names = [name for name in modules if fnmatchcase(name, pattern)]
+        if not names:
+            raise ConfigError(f"the model has no module {pattern}{hint(pattern, modules)}")
+        found |= {name: (modules[name], role) for name in names}
+    for name, module in modules.items():
+        own = [key for key, one in module.named_parameters(name, recurse=False) if one is not None]
+        if own and name not in found and any(True for _ in module.children()):
+            raise ConfigError(
+                f"tensor parallel parameters belong to layers, got {', '.join(own)} of a module "
+                f"that has others inside; put them into a module of their own"
+            )
+    return found
+
+
+def _check(name: str, module: nn.Module, role: str, size: int) -> None:
+    """Raise unless the ranks can divide the matrix of a module."""
+    divided = 0
+    if isinstance(module, nn.Linear):
+        divided = module.in_features if role == "row" else module.out_features
+    elif isinstance(module, nn.Embedding) and role == "vocabulary":
+        divided = module.num_embeddings
+    else:
+        raise ConfigError(
+            f"column and row are roles of nn.Linear, vocabulary also of nn.Embedding, got {role} "
+            f"for {name}, a {type(module).__name__}; leave it out to replicate it"
+        )
+    if divided % size:
+        whose = "inputs" if role == "row" else "rows" if role == "vocabulary" else "outputs"
+        raise ConfigError(
+            f"{size} tensor parallel ranks must divide the {divided} {whose} of {name}; take "
+            f"fewer ranks, or a multiple of {size}"
+        )
+
+
+def _style(module: nn.Module, role: str, stream: Placement) -> ParallelStyle:
+    if role == "column":
+        return ColwiseParallel()
+    if role == "row":
+        return RowwiseParallel(output_layouts=stream)
+    if isinstance(module, nn.Embedding):
+        return RowwiseParallel(input_layouts=Replicate(), output_layouts=stream)
+    return ColwiseParallel(input_layouts=stream, output_layouts=Shard(-1), use_local_output=False)
+
+
+class _SharedInput:
+    """The input of matrices that take the same tensor: made whole once for all of them."""
+
+    def __init__(self, mesh: DeviceMesh, placement: Placement) -> None:
+        self._mesh, self._placement = mesh, placement
+        self._given: Tensor | None = None
+        self._whole: Tensor | None = None
+
+    def whole(self, _: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Replace the first input; a forward pre-hook."""
+        given, *others = inputs
+        if self._given is not given:
+            as_shard = DTensor.from_local(given, self._mesh, [self._placement], run_check=False)
+            self._given, self._whole = given, as_shard.redistribute(placements=[Replicate()])
+        return (self._whole, *others)
+
+    def forget(self, *_: object) -> None:
+        """Let go of both tensors; a forward hook of what the matrices are in."""
+        self._given = self._whole = None
+
+
+class _CheckedSamples:
+    """Checks what the embedding is given: a length that ranks divide, on all of them the same."""
+
+    def __init__(self, mesh: DeviceMesh, *, sequence: bool) -> None:
+        self._mesh, self._parts = mesh, mesh.size() if sequence else 1
+        self._is_first = True
+
+    def check(self, _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        """Raise on all ranks, or on none; a forward pre-hook."""
+        given = inputs[0]
+        if self._is_first:  # whoever divides data by rank does so from the first step on
+            self._is_first = False
+            lines = [f"{tuple(given.shape)}, crc32 {zlib.crc32(given.cpu().numpy().tobytes())}"]
+            way_out = "divide data among the ranks of dp alone"
+            gather = partial(_gathered, mesh=self._mesh)
+            require_equal_by(gather, lines, "a batch of tensor parallel ranks", way_out)
+        if given.shape[1] % self._parts:
+            raise ConfigError(
+                f"sequence parallel ranks must divide the length of samples, got {given.shape[1]} "
+                f"for {self._parts} ranks; pad the samples, or leave sequence out"
+            )
+
+
+def _replicate(module: nn.Module, mesh: DeviceMesh, stream: Placement) -> None:
+    """Replicate a layer that works on each element of the stream."""
+    if not any(True for _ in module.parameters(recurse=False)):
+        return
+
+    distribute_module(module, mesh)
+    module.register_forward_pre_hook(
+        lambda _, inputs: DTensor.from_local(inputs[0], mesh, [stream], run_check=False)
+    )
+    module.register_forward_hook(lambda _, __, output: output.to_local())
+
+
+def _placed(gradient: DTensor, *, placements: tuple[Placement, ...]) -> DTensor:
+    """Sum what each rank has found by its part of the sequence, once for all that read it."""
+    return gradient.redistribute(placements=placements)
+
+
+def _shared(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
+    """Return where parameters lie that lie in several modules."""
+    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            places.setdefault(parameter, []).append((module, name))
+    return [found for found in places.values() if len(found) > 1]
+
+
+def _gathered(one: object, mesh: DeviceMesh) -> list[Any]:
+    found: list[Any] = [None] * mesh.size()
+    dist.all_gather_object(found, one, group=mesh.get_group())
+    return found

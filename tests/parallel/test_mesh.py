@@ -1,0 +1,101 @@
+"""A mesh keeps those who speak most inside a node, and says what crosses between nodes."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import hpctrain
+from hpctrain import MismatchError, TopologyError
+from hpctrain.parallel import build_mesh, placement
+from hpctrain.parallel.mesh import packed
+from tests.parallel.conftest import started
+
+
+def groups(order, sizes, axis):
+    """Ranks of each group along an axis, the innermost being 0."""
+    mesh = torch.tensor(order).view(*reversed(sizes))
+    return mesh.movedim(len(sizes) - 1 - axis, -1).reshape(-1, sizes[axis]).tolist()
+
+
+def crossing(nodes, found):
+    """Count groups with ranks of several nodes."""
+    node_of = {rank: node for node, ranks in enumerate(nodes) for rank in ranks}
+    return sum(len({node_of[rank] for rank in group}) > 1 for group in found)
+
+
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        [range(4), range(4, 8)],
+        [range(0, 8, 2), range(1, 8, 2)],  # as `mpirun --map-by node` numbers them
+        [range(3), range(3, 8)],
+        [range(8)],
+        [[rank] for rank in range(8)],
+    ],
+)
+@pytest.mark.parametrize("sizes", [(2, 1, 2, 2), (4, 1, 1, 2), (1, 2, 2, 2), (2, 2, 2, 1)])
+def test_every_rank_has_one_place_and_inner_groups_cross_as_little_as_can_be(nodes, sizes):
+    order = packed(nodes, sizes)
+    assert sorted(order) == list(range(8))
+    assert order[0] == 0
+    inner = next((axis for axis, size in enumerate(sizes) if size > 1))
+    fewest = 8 // sizes[inner] - sum(len(ranks) // sizes[inner] for ranks in nodes)
+    assert crossing(nodes, groups(order, sizes, inner)) == fewest
+
+
+def test_blocks_of_two_axes_fill_a_node_before_the_next():
+    nodes = [range(0, 8, 2), range(1, 8, 2)]
+    assert packed(nodes, (2, 1, 2, 2)) == [0, 2, 4, 6, 1, 3, 5, 7]
+
+
+@pytest.mark.ranks(4)
+def test_the_mesh_lies_on_the_machine_and_says_so_once(capfd, world):
+    stages, layers = "activations from stage to stage (pp)", "activations of every layer (tp)"
+    both = f"{stages} and {layers}"
+    cases = (None, both, "nothing"), (2, layers, stages), (1, "nothing", both)
+    for per_node, inside, across in cases:
+        with started(per_node):
+            mesh = build_mesh(tp=2, pp=2)
+            ranks, sizes = mesh.mesh.tolist(), [mesh[axis].size() for axis in mesh.mesh_dim_names]
+            total = torch.tensor([float(dist.get_rank())])
+            dist.all_reduce(total, group=mesh["pp"].get_group())
+        told = capfd.readouterr().err
+        assert ranks == [[[[0, 1]], [[2, 3]]]]
+        assert sizes == [1, 2, 1, 2]
+        assert total.item() == 2 * (world.rank % 2) + 2
+        if world.rank == 0:
+            assert f"between nodes: {across}; inside a node: {inside}" in told
+            assert ("slow: tp=2 does not fit on nodes of 1 ranks" in told) == (per_node == 1)
+        else:
+            assert "mesh of" not in told
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_meshes_that_the_ranks_cannot_form_are_an_error_on_all(world):
+    with started():
+        with pytest.raises(TopologyError, match=f"divide the {world.size} ranks, got .*tp=5, 5"):
+            build_mesh(tp=5)
+        with pytest.raises(TopologyError, match=f"multiply to the {world.size} ranks, got dp=7"):
+            build_mesh(dp=7)
+        with pytest.raises(TopologyError, match="must be at least 1"):
+            build_mesh(tp=0)
+        with pytest.raises(MismatchError, match="rank 0: dp=1 x"):
+            build_mesh(**{"tp" if world.rank else "cp": world.size})
+        assert build_mesh().size() == world.size
+
+
+@pytest.mark.ranks(2)
+def test_meshes_of_torch_are_described_too():
+    with started(1):
+        mesh = dist.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        assert "slow: tp=2" in placement(mesh)
+        assert "what axis 0 sends" in placement(dist.init_device_mesh("cpu", (2,)))
+
+
+@pytest.mark.ranks(2)
+def test_a_mesh_starts_what_it_needs():
+    mesh = build_mesh(tp=2)
+    assert dist.get_backend() == "hpctrain"
+    assert mesh["tp"].get_local_rank() == hpctrain.rank()
+    dist.destroy_process_group()
+    hpctrain.shutdown()

@@ -1,0 +1,73 @@
+"""The stages of a pipeline train as one process does, by every schedule."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import loss_parallel
+
+from hpctrain.parallel import Pipeline, build_mesh, tensor_parallel
+from hpctrain.parallel.pipeline import SCHEDULES
+from tests.parallel.training import CLIP, LENGTH, adamw, batches, check, lm, loss_of, transformer
+
+DEPTH = 5  # with embedding, norm and head a layer for each of eight stages
+
+
+def trained(pipeline, data, **shape):
+    """Train, and compare with one process."""
+    optimizer, losses = adamw(pipeline.model.parameters()), []
+    for given, following in batches():
+        optimizer.zero_grad()
+        mine = (x.chunk(data.size())[data.get_local_rank()] for x in (given, following))
+        with loss_parallel():
+            loss = pipeline.step(*mine)
+        dist.all_reduce(loss, dist.ReduceOp.AVG, group=data.get_group())
+        losses.append(loss.item())
+        assert pipeline.clip_grad_norm_(CLIP) > CLIP
+        optimizer.step()
+    check(losses, pipeline.model.named_parameters(), **shape)
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.usefixtures("nodes")
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_ranks_train_as_one_process_does(schedule):
+    mesh = build_mesh(pp=dist.get_world_size())
+    shape = {"depth": DEPTH, "tied": schedule in ("1f1b", "zbv")}
+    options = {"loss": loss_of, "num_microbatches": 8, "schedule": schedule}
+    pipeline = Pipeline(transformer(**shape), mesh["pp"], lm.LAYERS, **options)
+    trained(pipeline, mesh["dp"], **shape)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.usefixtures("nodes")
+def test_gradients_of_several_batches_add_up():
+    mesh, ((given, following),) = build_mesh(pp=2), batches(1)
+    options = {"loss": loss_of, "num_microbatches": 2}
+    pipeline = Pipeline(transformer(tied=True), mesh["pp"], lm.LAYERS, **options)
+    for part in (slice(4), slice(4, 8)):
+        pipeline.step(given[part], following[part])
+    one = transformer(tied=True)
+    expected = torch.tensor(loss_of(one(given), following).item(), dtype=torch.float64)
+    torch.testing.assert_close(pipeline.evaluate(given, following), expected, rtol=1e-12, atol=0)
+    (2 * loss_of(one(given), following)).backward()
+    for name, parameter in pipeline.model.named_parameters():
+        expected = one.get_parameter(name).grad
+        torch.testing.assert_close(parameter.grad, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.usefixtures("nodes")
+@pytest.mark.parametrize("inner", ["tensor parallel", "shards"])
+def test_stages_may_be_divided_further(inner):
+    shape = {"depth": 2, "tied": inner == "tensor parallel"}
+    model, sizes, wrap = transformer(**shape), {"pp": 2}, None
+    if inner == "tensor parallel":
+        mesh = build_mesh(tp=2, **sizes)
+        tensor_parallel(model, mesh["tp"], lm.ROLES, sequence=True)
+    else:
+        mesh = build_mesh(**sizes)
+        wrap = lambda stage: fully_shard(stage, mesh=mesh["dp"])  # noqa: E731
+    sample = torch.zeros(2, LENGTH, dtype=torch.long)
+    options = {"loss": loss_of, "num_microbatches": 2, "sample": sample, "wrap": wrap}
+    trained(Pipeline(model, mesh["pp"], lm.LAYERS, **options), mesh["dp"], **shape)

@@ -1,0 +1,98 @@
+"""A pipeline is cut where that is fastest, and knows its bubble and its slowest rank."""
+
+import itertools
+import time
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from hpctrain import ConfigError
+from hpctrain.parallel import Pipeline, build_mesh
+from hpctrain.parallel.split import cut
+from tests.parallel.conftest import started
+
+
+def dearest(costs, stages):
+    return max(sum(costs[i] for i in stage) for stage in stages)
+
+
+def test_no_other_cut_has_a_cheaper_dearest_stage():
+    random = np.random.default_rng(0)
+    for _ in range(50):
+        costs, num = random.random(int(random.integers(4, 9))).tolist(), int(random.integers(2, 5))
+        inner = itertools.combinations(range(1, len(costs)), num - 1)
+        every = [(0, *ends, len(costs)) for ends in inner]
+        least = min(dearest(costs, itertools.starmap(range, itertools.pairwise(e))) for e in every)
+        found = cut(costs, num)
+        assert [i for stage in found for i in stage] == list(range(len(costs)))
+        assert dearest(costs, found) == pytest.approx(least, rel=1e-12)
+    with pytest.raises(ConfigError, match="got 2 layers for 3 stages"):
+        cut([1.0, 1.0], 3)
+
+
+class Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, seconds):
+        ctx.seconds = seconds
+        time.sleep(seconds)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        time.sleep(2 * ctx.seconds)
+        return gradient, None
+
+
+class Slow(nn.Module):
+    def __init__(self, seconds):
+        super().__init__()
+        self.seconds = seconds
+        self.factor = nn.Parameter(torch.ones(1))
+
+    def forward(self, x):
+        return Sleep.apply(x * self.factor, self.seconds)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_the_bubble_of_equal_stages_is_that_of_the_formula(schedule, world):
+    with started():
+        mesh, batch = build_mesh(pp=4), torch.zeros(8, 3)
+        model = nn.Sequential(*(Slow(0.03) for _ in range(4)))
+        options = {"num_microbatches": 8, "schedule": schedule, "sample": batch[:1]}
+        mean = lambda out, target: (out - target).square().mean()  # noqa: E731
+        pipeline = Pipeline(model, mesh["pp"], ["*"], loss=mean, **options)
+        pipeline.step(batch, batch)
+        for _ in range(5):  # whoever wakes late, on a machine that others use, has waited longer
+            pipeline.step(batch, batch)
+            told, most = pipeline.report(), pipeline.most_in_flight
+            bubble = float(told.split()[1].rstrip(","))
+            if bubble == pytest.approx(3 / 11, rel=0.1):
+                break
+    assert bubble == pytest.approx(3 / 11, rel=0.1)
+    assert "(P - 1) / (M + P - 1) is 0.273" in told
+    assert most == (8 if schedule == "gpipe" else min(8, 4 - world.rank))
+
+
+@pytest.mark.ranks(2)
+def test_layers_are_cut_by_measured_time_and_the_slowest_rank_is_named():
+    with started():
+        mesh, batch = build_mesh(pp=2), torch.zeros(4, 3)
+        model = nn.Sequential(Slow(0.05), *(Slow(0.01) for _ in range(4)))
+        mean = lambda out, target: (out - target).square().mean()  # noqa: E731
+        options = {"num_microbatches": 4, "loss": mean}
+        pipeline = Pipeline(model, mesh["pp"], ["*"], sample=batch[:1], **options)
+        assert pipeline.split == [range(1), range(1, 5)]
+        assert Pipeline(model, mesh["pp"], ["*"], **options).split != pipeline.split
+        with pytest.raises(ConfigError, match="4 micro-batches must divide a batch, got 3 sa"):
+            pipeline.step(batch[:3], batch[:3])
+        with pytest.raises(ConfigError, match=r"got 1\.factor in none"):
+            Pipeline(model, mesh["pp"], ["0", "2", "3", "4"], **options)
+        with pytest.raises(ConfigError, match=r"schedule is one of gpipe, .*, got '1f2b'"):
+            Pipeline(model, mesh["pp"], ["*"], schedule="1f2b", **options)
+        slow = nn.Sequential(Slow(0.01), Slow(0.03))
+        other = Pipeline(slow, mesh["pp"], ["*"], **options)
+        other.step(batch, batch)
+        assert "rank 1 of the pipeline is slowest" in other.report()

@@ -1,0 +1,78 @@
+"""The transformer of ``examples/lm``, trained by one process, and what that has found."""
+
+import functools
+import importlib.util
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.functional import cross_entropy
+
+ROOT = Path(__file__).parents[2]
+STEPS, BATCH, LENGTH = 5, 8, 16
+CLIP = 0.1  # less than the norm of any step
+
+
+def example(name):
+    """Import a file of the example."""
+    path = ROOT / f"examples/lm/{name}.py"
+    spec = importlib.util.spec_from_file_location(f"lm_{name}", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+lm = example("model")
+
+
+def transformer(*, tied=False, **shape):
+    """Make the model that every test trains, alike on every rank."""
+    torch.manual_seed(1)
+    made = lm.Transformer(**{"width": 16, "depth": 2, "num_heads": 4, **shape}).double()
+    for module in made.modules():
+        if isinstance(module, nn.RMSNorm):  # ones would hide which feature is which
+            nn.init.normal_(module.weight, mean=1, std=0.1)
+    if tied:
+        made.head.weight = made.embedding.weight
+    return made
+
+
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1)
+
+
+def batches(steps=STEPS):
+    """Draw bytes and those that follow, ``(8, 16)`` each."""
+    random = torch.Generator().manual_seed(2)
+    draw = functools.partial(torch.randint, 256, (BATCH, LENGTH + 1), generator=random)
+    return [(windows[:, :-1], windows[:, 1:]) for windows in (draw() for _ in range(steps))]
+
+
+def loss_of(scores, following):
+    return cross_entropy(scores.flatten(0, 1), following.flatten())
+
+
+@functools.cache
+def alone(**shape):
+    """Train one process; return losses and parameters by name."""
+    model = transformer(**shape)
+    optimizer, losses = adamw(model.parameters()), []
+    for given, following in batches():
+        optimizer.zero_grad()
+        loss = loss_of(model(given), following)
+        loss.backward()
+        assert nn.utils.clip_grad_norm_(model.parameters(), CLIP) > CLIP
+        optimizer.step()
+        losses.append(loss.item())
+    named = model.named_parameters(remove_duplicate=False)
+    return losses, {name: p.detach() for name, p in named}
+
+
+def check(losses, parameters, **shape):
+    """Compare what ranks have found, parameters by name, with one process."""
+    expected, values = alone(**shape)
+    torch.testing.assert_close(losses, expected, rtol=1e-12, atol=1e-12)
+    for name, found in parameters:
+        whole = found.full_tensor() if isinstance(found, DTensor) else found
+        torch.testing.assert_close(whole.detach(), values[name], rtol=1e-12, atol=1e-12)
