@@ -197,6 +197,7 @@ def sharded(model, mesh=None, **options):
 
 def test_fsdp2_with_clipping():
     model = sharded(mlp())
+    model.set_allocate_memory_from_process_group_for_comm(True)
     stepper = sgd(model)
     for x, y in batches():
         stepper.zero_grad()

@@ -109,6 +109,13 @@ class SharedMemory:
         if calls.count(call.number) != self.local_size:
             raise disagreement(self._node, call, self._watch)
 
+    def compare(self, call: Call, number: int) -> bool:
+        """Meet for ``call``, and say whether all ranks of the node tell the same number."""
+        place = 2 + self.turn  # behind those of calls
+        self._calls[self.local_rank * _CELLS + place] = number
+        self.meet(call)
+        return self._calls[place::_CELLS].tolist().count(number) == self.local_size
+
     @contextmanager
     def busy(self, work: Callable[[], object]) -> Iterator[None]:
         """Call ``work`` again and again whenever this rank waits for others of the node."""
@@ -321,22 +328,23 @@ class SharedSlots:
 
     def direct_(self, values: Tensor, combination: Combination, scale: float | None) -> None:
         """Replace ``values`` by the sum: every rank reads all slots, after a single barrier."""
-        node = self._node
+        node, num_bytes = self._node, values.nbytes
         call = tensor_call(combination.op, values.dtype, values.numel(), scale)
-        for chunk in _pieces(values, self.numel(values.dtype)):
+        fits = num_bytes <= self._num_bytes  # a call less for what is small
+        for chunk in (values,) if fits else values.split(self.numel(values.dtype)):
             parts = list(self.views(chunk.dtype, chunk.shape, node.turn))
             parts[node.local_rank].copy_(chunk)
             node.meet(call)
             if node.local_rank < 2:
                 parts[node.local_rank] = chunk  # one stream less than from the slot
             combine_to(chunk, parts, combination, scale)
-        node.num_bytes += (1 + node.local_size) * values.numel() * values.itemsize
+        node.num_bytes += (1 + node.local_size) * num_bytes
 
     def slices_(self, values: Tensor, combination: Combination, scale: float | None) -> None:
         """Replace ``values`` by the sum: every rank sums a slice, then reads those of all."""
         node = self._node
         call = tensor_call(combination.op, values.dtype, values.numel(), scale)
-        for chunk in _pieces(values, self.numel(values.dtype)):
+        for chunk in values.split(self.numel(values.dtype)):
             bucket = self.enter(chunk, call)
             node.sum_slice(bucket, combination, scale)
             node.barrier()
@@ -402,7 +410,3 @@ class SharedSlots:
                 slots = tuple(raw[first:end].view(dtype).view(shape) for raw in self._node.stage)
             self._seen[key] = slots
         return slots
-
-
-def _pieces(values: Tensor, numel: int) -> tuple[Tensor, ...]:
-    return (values,) if values.numel() <= numel else values.split(numel)

@@ -8,17 +8,21 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hpctrain.comm.process_group.buckets_in_place import LARGE_BYTES, BucketsInPlace
 from hpctrain.comm.process_group.ordered import GroupRankLostError, OrderedGroup, on_cpu
 from hpctrain.comm.process_group.reductions import GroupReduction, allreduce, sparse_sum
 from hpctrain.comm.process_group.transfers import transfers_of
 from hpctrain.comm.process_group.work import Message
 from hpctrain.comm.tensor_arguments import flat_of, name_of, put_back
+
+if TYPE_CHECKING:
+    from hpctrain.comm.communicator import Communicator
 
 _LARGEST_TAG = 2**31 - 1
 
@@ -30,6 +34,7 @@ class HpctrainGroup(OrderedGroup):
         """Take what ``OrderedGroup`` takes. Collective."""
         super().__init__(*args, **options)
         self._transfers = transfers_of(self.comm)
+        self._in_place = BucketsInPlace.of(self.comm)
 
     # -- reductions -------------------------------------------------------------------------
 
@@ -37,13 +42,19 @@ class HpctrainGroup(OrderedGroup):
     def allreduce(self, tensors: Any, opts: Any = None, *, op: Any = None) -> dist.Work:
         """Replace each tensor by its reduction over the ranks."""
         given, how = _listed(tensors), GroupReduction.of(op if op is not None else opts)
+        first = given[0]
+        comm: Communicator | BucketsInPlace = self.comm
+        if first.numel() * first.itemsize >= LARGE_BYTES and self._in_place is not None:
+            comm = self._in_place
+            if first.layout is torch.strided:
+                comm.offer(first)
 
         def reduce() -> None:
             for tensor in given:
                 if tensor.layout is torch.sparse_coo:
                     sparse_sum(self.comm, tensor, how)
                 else:
-                    allreduce(self.comm, tensor, how)
+                    allreduce(comm, tensor, how)
 
         return self._start("all_reduce", reduce, given, opts)
 

@@ -49,13 +49,15 @@ def on_cpu(method: Method) -> Method:
         first = given
         while type(first) in _LISTS and first:
             first = first[0]
-        if isinstance(first, Tensor) and first.is_quantized:
-            raise CommError(
-                f"quantized tensors are not communicated, got {first.dtype}; send int_repr() and "
-                f"the scale"
-            )
-        if isinstance(first, Tensor) and not first.is_cpu:
-            return getattr(self.backend_of(first.device), method.__name__)(given, *args, **options)
+        if isinstance(first, Tensor):
+            if not first.is_cpu:
+                other = self.backend_of(first.device)
+                return getattr(other, method.__name__)(given, *args, **options)
+            if first.is_quantized:
+                raise CommError(
+                    f"quantized tensors are not communicated, got {first.dtype}; send int_repr() "
+                    f"and the scale"
+                )
         return method(self, given, *args, **options)
 
     return cast("Method", call)
@@ -212,7 +214,11 @@ class OrderedGroup(Base):  # type: ignore[misc]
         self._limit.timeout_s = timeout.total_seconds()
 
     _set_default_timeout = set_timeout
-    supports_splitting = supports_coalescing = supports_tensor_alloc = False
+    supports_splitting = supports_coalescing = False
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:  # noqa: ARG002
+        """Say that FSDP2 allocates its own buffers, whatever it is asked."""
+        return False
 
     @property
     def _device_types(self) -> list[torch.device]:

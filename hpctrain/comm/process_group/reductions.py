@@ -1,7 +1,7 @@
 """Reductions as torch.distributed names them, on our communicators."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -10,6 +10,9 @@ from torch.distributed import ReduceOp
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.ops import Op
 from hpctrain.core.errors import CommError
+
+if TYPE_CHECKING:
+    from hpctrain.comm.process_group.buckets_in_place import BucketsInPlace
 
 _Kind: Any = ReduceOp.RedOpType
 _OPS = {
@@ -38,7 +41,7 @@ class GroupReduction:
         """Return that of options, of a ``ReduceOp`` or one of its kinds; a sum of None."""
         reduce_op = getattr(given, "reduceOp", given)
         kind = getattr(reduce_op, "op", reduce_op) if reduce_op is not None else _Kind.SUM
-        found = _PLAIN.get(kind)
+        found = _PLAIN.get(kind.value)
         if found is not None:
             return found
         if kind != _Kind.PREMUL_SUM:
@@ -60,14 +63,15 @@ class GroupReduction:
             values.copy_(torch.div(values, size, rounding_mode="trunc"))
 
 
+# By their numbers: to look up what pybind makes of them takes half a microsecond.
 _PLAIN = {
-    kind: GroupReduction(op, averages=kind == _Kind.AVG)
+    kind.value: GroupReduction(op, averages=kind == _Kind.AVG)
     for kind, op in _OPS.items()
     if kind != _Kind.PREMUL_SUM
 }
 
 
-def allreduce(comm: Communicator, tensor: Tensor, how: GroupReduction) -> None:
+def allreduce(comm: "Communicator | BucketsInPlace", tensor: Tensor, how: GroupReduction) -> None:
     """Replace ``tensor`` by its reduction over the ranks. Collective."""
     values = tensor.data  # of the same version afterwards
     if how.factor is None and not how.averages:

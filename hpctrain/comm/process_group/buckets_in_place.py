@@ -1,0 +1,91 @@
+"""Large all-reduces in node memory, where DistributedDataParallel keeps its buckets from then on.
+
+Torch lets no backend in Python say where the buckets of DDP are allocated. So the first time that
+one is reduced its storage gets memory which all ranks of the node map, and from then on it is
+summed where it lies: no byte is copied to a stage and back.
+"""
+
+import sys
+import weakref
+
+import torch
+from torch import Tensor
+from torch.autograd import graph
+
+from hpctrain.comm.bucket import Bucket
+from hpctrain.comm.call_check import tensor_call
+from hpctrain.comm.communicator import Communicator, Work
+from hpctrain.comm.ops import Op
+from hpctrain.core.errors import NodeMemoryError
+from hpctrain.core.units import MIB
+
+LARGE_BYTES = MIB
+"""From here on the ranks ask each other where the tensor lies: a meeting more."""
+
+_MOVABLE = -1  # what a rank tells of a tensor that it would move; buckets count from 1
+_BACKWARD = graph._engine_run_backward.__code__  # noqa: SLF001 - the frame below C++ code
+
+
+class BucketsInPlace:
+    """All-reduces of large tensors by the ranks of one node; what reductions need of it."""
+
+    def __init__(self, comm: Communicator) -> None:
+        """Take the ranks."""
+        self.size = comm.size
+        assert comm.levels is not None, "they share memory"
+        self._comm = comm.levels
+        self._known: dict[int, Bucket] = {}  # by address
+        self._offered: set[int] = set()  # addresses of what may be moved
+        self._has_room = True
+
+    @staticmethod
+    def of(comm: Communicator) -> "BucketsInPlace | None":
+        """Return them where the ranks of ``comm`` share a node, else None."""
+        levels = comm.levels
+        return BucketsInPlace(comm) if levels is not None and levels.num_rails == 0 else None
+
+    def offer(self, tensor: Tensor) -> None:
+        """Let a tensor be moved if DDP has called the method of the group that calls this.
+
+        DDP is C++ code in a backward pass. A program itself may look at the memory of a tensor by
+        other means, such as an array of numpy, that would not follow.
+        """
+        caller = sys._getframe(3)  # noqa: SLF001 - behind this, the method and ``on_cpu``
+        is_ddp = caller.f_code is _BACKWARD and tensor.is_contiguous()
+        if is_ddp and tensor.nbytes == tensor.untyped_storage().nbytes():
+            self._offered.add(tensor.data_ptr())
+
+    def allreduce_(self, tensor: Tensor, *, op: Op = Op.SUM, scale: float | None = None) -> Work:
+        """Do what the communicator does, to the same bits; collective."""
+        bucket = self._known.get(tensor.data_ptr())
+        number = 0
+        if tensor.data_ptr() in self._offered:
+            self._offered.discard(tensor.data_ptr())
+            number = _MOVABLE if self._has_room else 0
+        if bucket is not None:
+            is_whole = (bucket.numel, bucket.flat.dtype) == (tensor.numel(), tensor.dtype)
+            number = bucket.number if is_whole else 0
+        call = tensor_call(op, tensor.dtype, tensor.numel(), scale)
+        # A rank may have another tensor, as one does that has joined, and sends zeros.
+        if not self._comm.node.compare(call, number) or number == 0:
+            bucket = None
+        elif number == _MOVABLE:
+            bucket = self._move(tensor)
+        return self._comm.allreduce_(tensor if bucket is None else bucket, op=op, scale=scale)
+
+    def _move(self, tensor: Tensor) -> Bucket | None:
+        """Give the storage of ``tensor`` memory of the node; None, on all ranks, without room."""
+        try:
+            bucket = self._comm.node.new_bucket(tensor.numel(), tensor.dtype)
+        except NodeMemoryError:
+            self._has_room = False
+            return None
+        bucket.flat.copy_(tensor.view(-1))
+        memory = bucket.flat.view(torch.uint8).numpy()
+        other = torch.frombuffer(memory, dtype=torch.uint8)
+        address = bucket.flat.data_ptr()
+        self._known[address] = bucket
+        # The storage alone refers to this array from here on.
+        weakref.finalize(memory, self._known.pop, address, None).atexit = False
+        tensor.untyped_storage()._swap_data_ptr_(other.untyped_storage())  # type: ignore[attr-defined]
+        return bucket
