@@ -46,12 +46,31 @@ setup: .venv/stamp ## make .venv with the package and all that the targets need
 .venv-mpich: .venv-mpich/stamp ## make the environment in which MPICH runs
 
 .venv-mpich/stamp: .venv/stamp
-	test -x .venv-mpich/bin/python || $(BIN)/python -m venv --without-pip .venv-mpich
+	$(call thin,.venv-mpich)
 	$(BIN)/python -m pip --python .venv-mpich/bin/python install --quiet --no-deps \
 	  -c .ci/constraints.txt mpich
+	touch $@
+
+# $(call thin,FOLDER): an environment that finds what it has not itself in .venv.
+define thin
+	test -x $(1)/bin/python || $(BIN)/python -m venv --without-pip $(1)
 	@packages() { "$$1" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }; \
 	  echo "import site; site.addsitedir('$$(packages $(CURDIR)/$(BIN)/python)')" \
-	  > "$$(packages .venv-mpich/bin/python)/venv.pth"
+	  > "$$(packages $(1)/bin/python)/venv.pth"
+endef
+
+# Trainers of others, for the tests of the recipes in `hpctrain guide torch-distributed`. DeepSpeed
+# is built here, without its kernels; the one that it needs on CPUs it compiles when it starts.
+.PHONY: .venv-trainers
+.venv-trainers: .venv-trainers/stamp ## install trainers of others, which tests run over our backend
+
+.venv-trainers/stamp: .venv/stamp
+	$(call thin,.venv-trainers)
+	$(BIN)/python -m pip --python .venv-trainers/bin/python install --quiet \
+	  -c .ci/constraints.txt accelerate lightning transformers
+	DS_BUILD_OPS=0 DS_ACCELERATOR=cpu \
+	  $(BIN)/python -m pip --python .venv-trainers/bin/python install --quiet \
+	  --no-build-isolation -c .ci/constraints.txt deepspeed
 	touch $@
 
 # Horovod itself, for the tests of it as an engine: built once for each torch and MPI, then its
@@ -145,6 +164,7 @@ conformance: .venv/stamp ## run the long tests; with HOROVOD_SRC=DIR and TORCH_S
 	@$(MAKE) --no-print-directory .venv-mpich || true # what needs it says so
 	@$(MAKE) --no-print-directory .venv-horovod || true
 	@$(MAKE) --no-print-directory .venv/loggers-stamp || true # else tests of W&B are skipped
+	@$(MAKE) --no-print-directory .venv-trainers || true
 	@code=0; python -m pytest -q tests/train/test_loggers.py --color=$(COLOR) || code=$$?; \
 	  $(SIDE_BY_SIDE) python -m pytest -q -m conformance -n 3 --dist worksteal \
 	  --color=$(COLOR) || code=$$?; \
@@ -256,6 +276,7 @@ bench-full: .venv/stamp ## run every benchmark; figures: perf/results
 	@$(MAKE) --no-print-directory .venv-mpich || true # without it there are no figures of MPICH
 	@if python -m tests.cluster.vcluster; then \
 	  python perf/bench_batching.py --json perf/results/batching.json; \
+	  python perf/bench_torch_network.py --json perf/results/torch-network.json; \
 	  python perf/bench_local_sgd.py --json perf/results/local-sgd.json \
 	    --plot perf/results/local-sgd.png; \
 	  python perf/bench_network.py --json perf/results/network-openmpi.json \
@@ -288,4 +309,4 @@ dist: .venv/stamp ## build the sdist and the wheel; install the wheel in an empt
 
 .PHONY: clean
 clean: ## remove all that the targets made, but no runs
-	rm -rf .venv .venv-mpich .venv-peers build dist ./*.egg-info .*_cache .hypothesis .coverage*
+	rm -rf .venv .venv-mpich .venv-peers .venv-trainers build dist ./*.egg-info .*_cache .hypothesis .coverage*

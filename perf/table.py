@@ -128,6 +128,20 @@ def of_torch_distributed(found: Record) -> Iterator[Ratio]:
         )
 
 
+def of_torch_network(found: Record) -> Iterator[Ratio]:
+    """The backend of torch.distributed between nodes."""
+    for row in found["results"]:
+        for peer in ("MPI", "gloo"):
+            times = row["all seconds"]
+            yield Ratio(
+                what=f"torch.distributed, {row['cluster']} ranks, {RATES[row['rate']]}, 16 MiB",
+                peer=peer,
+                case=row["operation"],
+                value=row["seconds"][peer] / row["seconds"]["hpctrain"],
+                spread=spread(times[peer], times["hpctrain"], rounds=5),
+            )
+
+
 def of_engines(found: Record) -> Iterator[Ratio]:
     """The training step and all-reduces against Horovod."""
     for world in found["summary"]:
@@ -197,6 +211,7 @@ READERS: dict[str, Callable[[Record], Iterator[Ratio]]] = {
     "named": of_named,
     "step": of_step,
     "torch-distributed": of_torch_distributed,
+    "torch-network": of_torch_network,
     "engines": of_engines,
     "network": of_network,
     "local-sgd": of_local_sgd,

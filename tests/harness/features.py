@@ -26,6 +26,13 @@ def _mpich() -> str:
     return "no MPICH: `make .venv-mpich` installs it"
 
 
+def _trainers(package: str = "accelerate") -> str:
+    """Trainers of others, in an environment of their own."""
+    if any(ROOT.glob(f".venv-trainers/lib/*/site-packages/{package}")):
+        return ""
+    return f"no {package} in .venv-trainers: `make .venv-trainers` installs it"
+
+
 def _root() -> str:
     return "" if os.geteuid() == 0 else "needs root"
 
@@ -128,6 +135,7 @@ FEATURES: dict[str, Callable[[], str]] = {
     "cluster": _cluster,
     "compiler": _compiler,
     "debian-openmpi": _debian_openmpi,
+    "deepspeed": functools.partial(_trainers, "deepspeed"),
     "expecttest": _module("expecttest"),
     "foreign-mpich": _foreign_mpich,
     "recovery": _recovery,
@@ -147,6 +155,7 @@ FEATURES: dict[str, Callable[[], str]] = {
     "slurm": _slurm,
     "sphinx": _module("myst_parser"),
     "tensorboard": _module("tensorboard"),
+    "trainers": _trainers,
     "transformers": _module("transformers"),
     "triton": _module("triton"),
     "wandb": _module("wandb"),

@@ -68,6 +68,18 @@ def test_what_cannot_be_sent_is_refused():
 
 
 @pytest.mark.usefixtures("ours")
+@pytest.mark.requires("no-accelerator")
+def test_beside_nccl_tensors_on_the_cpu_are_ours_and_others_say_what_is_missing():
+    dist.destroy_process_group()
+    dist.init_process_group("cpu:hpctrain,cuda:nccl")
+    out = torch.ones(3)
+    dist.all_reduce(out)
+    assert out[0] == dist.get_world_size()
+    with pytest.raises(CommError, match=r"by NCCL, where torch has it, .* got one on meta"):
+        dist.all_reduce(torch.ones(3, device="meta"))
+
+
+@pytest.mark.usefixtures("ours")
 def test_a_forked_child_communicates_not_even_behind_what_is_under_way():
     with torch.no_grad():
         work = dist.all_reduce(torch.ones(10), async_op=True)
