@@ -169,7 +169,7 @@ def test_a_recipe_of_the_guide_trains_as_one_process_does(name, tmp_path):
     python = ROOT / ".venv-trainers/bin/python"
     environ = {one: value for one, value in os.environ.items() if not one.startswith("MASTER_")}
     environ |= AS_ROOT | {"PYTHONPATH": str(ROOT), "NAME": name, "RANKS": "2"}
-    environ |= {"FOLDER": str(tmp_path / "run"), "TORCH_EXTENSIONS_DIR": str(python.parents[1])}
+    environ |= {"FOLDER": str(tmp_path / "run"), "TORCH_EXTENSIONS_DIR": str(tmp_path)}
     environ |= {"DS_ACCELERATOR": "cpu", "PATH": f"{python.parent}:{environ['PATH']}"}
     crowded = ["--oversubscribe", "--bind-to", "none"]
     done = ended(
