@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.autograd import graph
 
 from hpctrain.comm.bucket import Bucket
-from hpctrain.comm.call_check import tensor_call
 from hpctrain.comm.communicator import Communicator, Work
 from hpctrain.comm.ops import Op
 from hpctrain.core.errors import NodeMemoryError
@@ -57,6 +56,8 @@ class BucketsInPlace:
 
     def allreduce_(self, tensor: Tensor, *, op: Op = Op.SUM, scale: float | None = None) -> Work:
         """Do what the communicator does, to the same bits; collective."""
+        from hpctrain.comm.call_check import tensor_call  # noqa: PLC0415 - a world of one needs no MPI
+
         bucket = self._known.get(tensor.data_ptr())
         number = 0
         if tensor.data_ptr() in self._offered:
