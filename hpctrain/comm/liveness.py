@@ -12,7 +12,7 @@ from mpi4py import MPI
 
 from hpctrain.cluster.process import birth
 from hpctrain.comm.communicator import Owner
-from hpctrain.comm.mpi_library import is_loss
+from hpctrain.comm.mpi_world import is_loss
 from hpctrain.comm.waiting import Pace, wait_until
 from hpctrain.core.errors import RankLostError
 from hpctrain.core.units import format_ranks

@@ -54,16 +54,6 @@ def calls_from_threads() -> bool:
     return MPI.Query_thread() == MPI.THREAD_MULTIPLE
 
 
-def is_loss(error: BaseException) -> bool:
-    """Say whether MPI has found that a rank died, or that others wait no more for that reason."""
-    if "mpi4py.MPI" not in sys.modules:
-        return False
-    from mpi4py import MPI  # noqa: PLC0415 - a world of one needs no MPI
-
-    signs = (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED)
-    return isinstance(error, MPI.Exception) and error.Get_error_class() in signs
-
-
 class BeforeFinalize:
     """Calls a function when ``MPI_Finalize`` begins, while all of MPI still works.
 

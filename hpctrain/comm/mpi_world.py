@@ -85,6 +85,16 @@ def is_communicator(value: object) -> bool:
     return isinstance(value, MPI.Intracomm) and value != MPI.COMM_NULL
 
 
+def is_loss(error: BaseException) -> bool:
+    """Say whether MPI has found that a rank died, or that others wait no more for that reason."""
+    if "mpi4py.MPI" not in sys.modules:
+        return False
+    from mpi4py import MPI  # noqa: PLC0415 - a world of one needs no MPI
+
+    signs = (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED)
+    return isinstance(error, MPI.Exception) and error.Get_error_class() in signs
+
+
 def numbers_in(world: "MPI.Intracomm | None", comm: "MPI.Intracomm") -> list[int]:
     """Return which ranks of ``world`` those of ``comm`` are, sorted. Not collective.
 

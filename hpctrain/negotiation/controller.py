@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 from hpctrain.comm.communicator import Owner
 from hpctrain.comm.eager import eager
-from hpctrain.comm.mpi_library import calls_from_threads, is_loss
+from hpctrain.comm.mpi_library import calls_from_threads
+from hpctrain.comm.mpi_world import is_loss
 from hpctrain.core.errors import CommError, HorovodInternalError, RankLostError
 from hpctrain.core.libc import Timer
 from hpctrain.core.units import MIB

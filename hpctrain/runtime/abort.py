@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
 from hpctrain.cluster.libraries import end_launch
+from hpctrain.comm.mpi_world import is_loss
 from hpctrain.core.errors import RankLostError
 from hpctrain.core.user_error import folded
 
@@ -181,8 +182,6 @@ def _verdict(error: BaseException) -> tuple[int, str]:
     """Return the exit code, and the one line that says it all where no traceback is needed."""
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED, "interrupted; all ranks end"
-    from hpctrain.comm.mpi_library import is_loss  # noqa: PLC0415 - loads torch
-
     if isinstance(error, RankLostError) or is_loss(error):
         return RANK_LOST, f"{error}; all ranks end"
     return FAILED, ""

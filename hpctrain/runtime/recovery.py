@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from hpctrain.comm.mpi_library import is_loss
+from hpctrain.comm.mpi_world import is_loss
 from hpctrain.core.errors import CommError, RankLostError
 from hpctrain.core.logs import logger
 from hpctrain.core.units import format_ranks
