@@ -199,8 +199,11 @@ def run_directory(environ: Mapping[str, str] = os.environ) -> Path | None:
 
 def tuning(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return what the environment says to the MPI library and its network."""
-    found = {name: text for name, text in environ.items() if name.startswith(TUNING)}
-    return {name: text for name, text in found.items() if SPARED.get(name) != text}
+    return {
+        name: text
+        for name, text in environ.items()
+        if name.startswith(TUNING) and SPARED.get(name) != text
+    }
 
 
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")

@@ -12,7 +12,7 @@ from mpi4py import MPI
 
 from hpctrain.cluster.process import birth
 from hpctrain.comm.communicator import Owner
-from hpctrain.comm.mpi_world import is_loss
+from hpctrain.comm.mpi_world import is_loss, numbers_in
 from hpctrain.comm.waiting import Pace, wait_until
 from hpctrain.core.errors import RankLostError
 from hpctrain.core.units import format_ranks
@@ -288,8 +288,6 @@ def agree(ranks: MPI.Intracomm, *, am_well: bool) -> bool:
 
     Collective over those, on a revoked communicator, too. Where the world recovers.
     """
-    if not am_well:
-        revoke(ranks)
     try:
         return bool(ranks.Agree(int(am_well)))
     except MPI.Exception as error:
@@ -310,11 +308,7 @@ def shrink(ranks: MPI.Intracomm) -> tuple[MPI.Intracomm, list[int]]:
     Collective over those that are left. Where the world recovers.
     """
     left = cast("MPI.Intracomm", ranks.Shrink())
-    everybody, group = ranks.Get_group(), left.Get_group()
-    there = set(group.Translate_ranks(None, everybody))
-    everybody.Free()
-    group.Free()
-    return left, sorted({*range(ranks.size)} - there)
+    return left, sorted({*range(ranks.size)}.difference(numbers_in(ranks, left)))
 
 
 def _receive(notice: MPI.Message) -> tuple[int, str]:

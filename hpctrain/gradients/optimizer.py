@@ -425,14 +425,17 @@ def _let_move(exchange: Reducer | AdasumStep) -> None:
         moved, here = kept(), world.current()
         if moved is None:
             return
-        reduction = moved.reduction if isinstance(moved, Reducer) else None
-        if type(reduction) is not Reduction or not reduction.is_over(all_ranks):
+        if (
+            not isinstance(moved, Reducer)
+            or type(moved.reduction) is not Reduction
+            or not moved.reduction.is_over(all_ranks)
+        ):
             raise RankLostError(
                 f"an optimizer with shard, op=Adasum or a process set does not go on without lost "
                 f"ranks, and {here.topology.size} are left of more; start again from the "
                 f"checkpoint, or average over all ranks without them"
             )
-        cast("Reducer", moved).move_to(reduction.over(here.comm, here.plan, steps_over(here.comm)))
+        moved.move_to(moved.reduction.over(here.comm, here.plan, steps_over(here.comm)))
         _let_move(moved)
 
     world.current().rebuild.register(Stage.HOLDERS, move=move)

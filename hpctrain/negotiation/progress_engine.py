@@ -237,7 +237,7 @@ class ProgressEngine:
             if is_alone and self._prepare(handle):
                 break
             try:
-                announce(handle.name, handle.request.signature)
+                announce(handle.name, handle.signature)
             except CommError as error:  # this rank has joined
                 self._under_way.pop(handle.name, None)
                 self._let_go_some()

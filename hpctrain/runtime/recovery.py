@@ -58,14 +58,13 @@ def shrink() -> list[int]:
 
     If one more dies meanwhile all end with exit code 87 within ``LIMIT_S`` seconds.
     """
-    from hpctrain.comm import liveness  # noqa: PLC0415 - a world of one needs no MPI
+    from hpctrain.comm.liveness import shrink as shrunk  # noqa: PLC0415 - a world of one needs no MPI
 
     before, ranks = world.current(), _ranks()
     _end_waits()  # of whoever has not heard of it yet
     try:
         with _limited(LIMIT_S):
-            liveness.revoke(ranks)
-            left, lost = liveness.shrink(ranks)
+            left, lost = shrunk(ranks)
             if not lost:
                 return []
             world.go_on(left)
@@ -113,6 +112,10 @@ def _ranks() -> "MpiComm":
 
 
 def _end_waits() -> None:
+    """Let nobody wait in this world any more, on whichever rank. Not collective."""
+    from hpctrain.comm.liveness import revoke  # noqa: PLC0415 - a world of one needs no MPI
+
     presence = world.current().presence
     assert presence is not None
     presence.revoke()
+    revoke(_ranks())
