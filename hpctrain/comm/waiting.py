@@ -30,6 +30,13 @@ class Pace(NamedTuple):
     shortest_s: float = LOOK_S
     longest_s: float = LOOK_S
 
+    def after(self, waited_s: float) -> "Pace":
+        """Return that of a wait which is a part of one that has lasted for so long."""
+        shortest_s = min(max(NAP_SHARE * waited_s, self.shortest_s), self.longest_s)
+        if waited_s < self.spin_s + self.yield_s:
+            return self._replace(shortest_s=shortest_s)
+        return Pace(0.0, 0.0, shortest_s, self.longest_s)
+
 
 IN_NODE = Pace()  # the nap ends by itself when the peer has come
 BY_MPI = Pace(yield_s=2e-3, shortest_s=20e-6, longest_s=500e-6)

@@ -14,7 +14,7 @@ from hpctrain.comm.rail import rail as rail_module
 from hpctrain.comm.rail.algorithms import ALGORITHMS
 from hpctrain.comm.rail.in_flight import DEPTH, InFlight
 from hpctrain.comm.rail.rail import MpiWire, Rail
-from hpctrain.comm.waiting import Watch
+from hpctrain.comm.waiting import BY_MPI, NAP_SHARE, Watch, wait_until
 from hpctrain.core.errors import CommError, RankLostError
 from hpctrain.core.units import KIB, MIB
 from hpctrain.cost.schedules import SCHEDULES
@@ -50,6 +50,21 @@ def test_the_table_chooses_by_the_bytes_of_the_part(make_rail, monkeypatch):
     rail.reduce_(torch.ones(1000), SUM)
     rail.reduce_(torch.ones(1000, dtype=torch.bfloat16), combination(torch.bfloat16, Op.SUM))
     assert called == ["doubling", "ring", "doubling"]
+
+
+@pytest.mark.ranks(1)
+def test_waits_of_a_long_reduction_nap_from_the_start():
+    tries = 0
+
+    def done():
+        nonlocal tries
+        tries += 1
+
+    with InFlight(None, SUM, Watch()) as in_flight:
+        assert in_flight.pace().yield_s == BY_MPI.yield_s
+        time.sleep(0.02)
+        wait_until(done, lambda _: None, in_flight.pace(), timeout_s=0.01)
+    assert 1 <= tries <= 0.01 / (0.02 * NAP_SHARE) + 1
 
 
 @pytest.mark.ranks(1)

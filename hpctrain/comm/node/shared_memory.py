@@ -21,12 +21,14 @@ from hpctrain.comm.communicator import Owner
 from hpctrain.comm.node import node_memory
 from hpctrain.comm.node.segments import LINE_BYTES, Region, Semaphore, map_in_a_row
 from hpctrain.comm.ops import Combination, scale_
-from hpctrain.comm.waiting import BY_MPI, IN_NODE, Watch
+from hpctrain.comm.waiting import IN_NODE, Watch
 from hpctrain.core.errors import CommError, NodeMemoryError
 from hpctrain.core.libc import Segment
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+    from hpctrain.comm.rail.in_flight import InFlight
 
 T = TypeVar("T")
 
@@ -60,7 +62,7 @@ class SharedMemory:
         """Which of two places the next meeting uses: 0 or 1, in turns. What a rank wrote into the
         place of one meeting may be read until that rank comes to the next but one."""
         self.num_bytes = 0  # bytes that this rank has read and written in node memory so far
-        self._meanwhile: Callable[[], object] | None = None
+        self._meanwhile: InFlight | None = None
         self._node = node
         self._num_buckets = 0
         self._is_closed = False
@@ -117,8 +119,8 @@ class SharedMemory:
         return self._calls[place::_CELLS].tolist().count(number) == self.local_size
 
     @contextmanager
-    def busy(self, work: Callable[[], object]) -> Iterator[None]:
-        """Call ``work`` again and again whenever this rank waits for others of the node."""
+    def busy(self, work: "InFlight") -> Iterator[None]:
+        """Go on with ``work``, at its pace, whenever this rank waits for others of the node."""
         self._meanwhile = work
         try:
             yield
@@ -228,8 +230,12 @@ class SharedMemory:
             if meanwhile is None:
                 self._watch.wait(mine.try_wait, self.pace, nap=mine.wait)
             else:
-                done = lambda: meanwhile() or mine.try_wait()  # noqa: E731, B023 - called here
-                self._watch.wait(done, BY_MPI, nap=mine.wait)
+
+                def done() -> bool:
+                    meanwhile.poll()
+                    return mine.try_wait()  # noqa: B023 - called in this turn
+
+                self._watch.wait(done, meanwhile.pace(), nap=mine.wait)
 
     def _count(self, parts: Sequence[Tensor], passes: int = 1) -> None:
         """Count passes in which this rank touched the pieces of all ranks."""

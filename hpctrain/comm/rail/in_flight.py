@@ -4,6 +4,7 @@ A rail that reduces one part after the other idles while ranks combine, or wait 
 With several under way one part's messages fill what the others leave free.
 """
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from hpctrain.comm.ops import Combination
 from hpctrain.comm.rail.algorithms import allreduce_steps, schedule_name
-from hpctrain.comm.waiting import Watch
+from hpctrain.comm.waiting import BY_MPI, Pace, Watch
 
 if TYPE_CHECKING:
     from hpctrain.comm.rail.rail import Rail
@@ -44,8 +45,10 @@ class InFlight:
         self._rail, self._watch = rail, watch
         self._combination = combination
         self._under_way: deque[_Reduction] = deque()
+        self._start_s = 0.0
 
     def __enter__(self) -> Self:
+        self._start_s = time.perf_counter()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -66,6 +69,10 @@ class InFlight:
         while self._under_way:
             self._finish_oldest()
             yield
+
+    def pace(self) -> Pace:
+        """Return that of the next wait: what is under way needs no haste where it takes long."""
+        return BY_MPI.after(time.perf_counter() - self._start_s)
 
     def poll(self) -> None:
         """Go on with all that is under way as far as that needs no waiting."""
@@ -93,7 +100,7 @@ class InFlight:
             assert self._rail is not None
             with self._rail.timed():
                 while oldest.transfer is not None:
-                    self._rail.wire.wait_for(oldest.transfer, self._moves(oldest))
+                    self._rail.wire.wait_for(oldest.transfer, self._moves(oldest), self.pace())
         self._under_way.popleft()
 
     def _moves(self, oldest: _Reduction) -> Callable[[], bool]:

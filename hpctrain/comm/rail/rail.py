@@ -17,7 +17,7 @@ from hpctrain.comm.rail.algorithms import ALGORITHMS
 from hpctrain.comm.rail.in_flight import InFlight
 from hpctrain.comm.rail.wire import Wire
 from hpctrain.comm.tensor_arguments import check_scale, flattened
-from hpctrain.comm.waiting import Watch, wait_request
+from hpctrain.comm.waiting import BY_MPI, Pace, Watch, wait_request
 from hpctrain.core.errors import CommError
 from hpctrain.core.units import format_bytes
 
@@ -124,10 +124,12 @@ class MpiWire(Wire):
         if not self.is_finished(transfer):
             self.wait_for(transfer, partial(self.is_finished, transfer))
 
-    def wait_for(self, transfer: Transfer, done: Callable[[], object]) -> None:
+    def wait_for(
+        self, transfer: Transfer, done: Callable[[], object], pace: Pace = BY_MPI
+    ) -> None:
         """Return when it is ``done``, which the other end of ``transfer`` has to do with."""
         partner = None if transfer.partner is None else self._world_ranks[transfer.partner]
-        self._watch.wait(done, partner=partner, over=self._name)
+        self._watch.wait(done, pace, partner=partner, over=self._name)
 
     def is_finished(self, transfer: Transfer) -> bool:
         """Say whether ``transfer`` is complete; ``CommError`` as for ``finish``."""
