@@ -54,6 +54,7 @@ def meet(comm: MPI.Intracomm, call: Call, watch: Watch) -> None:
     on every rank, if another is about to do something else.
     """
     watch.require_in_step()
+    watch.begin(call.text)
     extremes = np.array([call.number, -call.number], np.int64)
     wait_request(comm.Iallreduce(MPI.IN_PLACE, extremes, MPI.MAX), watch)
     if extremes[0] != -extremes[1]:

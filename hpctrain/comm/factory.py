@@ -1,7 +1,7 @@
 """From a process to a communicator: what is here, who shares memory, which plan follows."""
 
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -11,6 +11,7 @@ from hpctrain.cluster import env, preflight, process
 from hpctrain.cluster.resources import affinity, num_cards, quota
 from hpctrain.cluster.topology import RankFacts, Topology
 from hpctrain.comm.communicator import Communicator
+from hpctrain.comm.flight_recorder import FlightRecorder
 from hpctrain.comm.plan import planning
 from hpctrain.comm.plan.plan import Plan
 from hpctrain.comm.serial import SerialCommunicator
@@ -35,6 +36,7 @@ class Connection:
     settings: Settings  # by which all ranks decide: those of rank 0
     presence: "Liveness | None" = None  # who is still there; None in a world of one
     notes: tuple[str, ...] = ()  # warnings of this rank, for the user
+    recorder: FlightRecorder = field(default_factory=FlightRecorder)  # of the collectives
 
 
 def connect(
@@ -138,4 +140,5 @@ def _together(
         presence=presence,
         notes=tuple(note for note in notes if note),
         settings=settings,
+        recorder=watch.recorder,
     )

@@ -69,6 +69,7 @@ class MpiCommunicator(Communicator):
         self.rank: int = comm.rank
         self.size: int = comm.size
         self._watch = watch or Watch()
+        self._watch.record_calls(world_ranks or range(comm.size))
         self.wire = MpiWire(comm, watch=self._watch, world_ranks=world_ranks)
         self._comm = comm
         self._objects = pkl5.Intracomm(comm)  # out-of-band pickles: no limit of 2 GiB

@@ -3,10 +3,11 @@
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
+from hpctrain.comm.flight_recorder import CallStream, FlightRecorder
 from hpctrain.comm.node.segments import yield_core
 from hpctrain.core.errors import CommError, RankLostError
 
@@ -129,7 +130,7 @@ class Watch:
     Ranks are those of the world. All waiting loops of a communicator share one watch.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - who waits for whom, how long, and who hears of it
         self,
         find_lost: FindLost = _nobody_is_lost,
         *,
@@ -138,6 +139,7 @@ class Watch:
         timeout_s: float = math.inf,
         ranks: Collection[int] | None = None,
         limit: Limit | None = None,
+        recorder: FlightRecorder | None = None,
     ) -> None:
         """Take what is needed to tell who is waited for, and on which node each rank is."""
         self.waited_s = 0.0  # seconds that this process has waited so far
@@ -148,6 +150,9 @@ class Watch:
         self._ranks = ranks
         """Those that are waited for where nobody says more; None for all of the world."""
         self._named: set[int] = set()
+        self.recorder = recorder or FlightRecorder()
+        self.calls: CallStream | None = None
+        """Of the communicator whose waits these are."""
         self._has_failed = False
 
     def of_group(self, ranks: Collection[int], limit: Limit | None = None) -> "Watch":
@@ -155,8 +160,23 @@ class Watch:
 
         Its waits have the same limit if they have none of their own.
         """
-        hosts, rank, limit = self._hosts, self._rank, limit or self._limit
-        return Watch(self._find_lost, hosts=hosts, rank=rank, ranks=ranks, limit=limit)
+        return Watch(
+            self._find_lost,
+            hosts=self._hosts,
+            rank=self._rank,
+            ranks=ranks,
+            limit=limit or self._limit,
+            recorder=self.recorder,
+        )
+
+    def record_calls(self, ranks: Sequence[int]) -> None:
+        """Let collectives be recorded, of a communicator of these ranks. Collective over them."""
+        self.calls = self.calls or self.recorder.new_stream(ranks)
+
+    def begin(self, call: str) -> None:
+        """Note that this rank comes to its next collective."""
+        if self.calls is not None:
+            self.calls.begin(call)
 
     def wait(
         self,
@@ -174,11 +194,16 @@ class Watch:
             if done():
                 self.waited_s += time.perf_counter() - start
                 return
+        if self.calls is not None:
+            self.calls.waits_since_s = start
         try:
             wait_until(done, partial(self.look, partner=partner, over=over), pace, nap=nap)
         except BaseException:  # this rank has said that it is here, and goes on without the others
             self.fail()
             raise
+        finally:
+            if self.calls is not None:
+                self.calls.waits_since_s = None
         self.waited_s += time.perf_counter() - start
 
     def fail(self) -> None:

@@ -131,10 +131,10 @@ class Settings:
     """Seconds in which named operations gather before they travel. When unset what the plan
     says."""
     stall_s: Annotated[float, _seconds] = 30.0
-    """Seconds after which a named operation that some rank does not submit is reported; ``inf``
-    for never."""
+    """Seconds after which a collective that some rank does not come to is reported; ``inf`` for
+    never."""
     stall_abort_s: Annotated[float, _seconds] = math.inf
-    """Seconds after which such an operation ends all ranks with exit code 86."""
+    """Seconds after which such a collective ends all ranks with exit code 86."""
     timeline: Annotated[Path | None, _file] = None
     """File for a timeline of the named operations of rank 0; of all ranks, a file for each, where
     the name has ``{rank}``."""

@@ -5,12 +5,14 @@ reports.
 """
 
 import logging
+import math
 import sys
 import sysconfig
 import threading
 import time
 import traceback
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -18,6 +20,7 @@ from threading import get_ident
 from typing import NamedTuple
 
 import hpctrain
+from hpctrain.comm.flight_recorder import FlightRecorder, is_collective
 from hpctrain.core.config import Settings
 from hpctrain.core.units import format_ranks
 
@@ -241,16 +244,19 @@ class StallWatch:
         members: Sequence[SetMember],
         last_call: LastCall,
         end: Callable[[int], object] | None = None,
+        recorder: FlightRecorder | None = None,
     ) -> None:
         """Take what is needed to speak of ranks, of which this has ``number`` and 0 is the root.
 
-        ``end`` ends all ranks with an exit code.
+        ``end`` ends all ranks with an exit code. ``recorder`` has the collectives without a name
+        that are watched, too.
         """
         self.last_call = last_call  # to be told of every operation
         self.answer_s = ANSWER_S + len(members).bit_length()  # how long the root waits for answers
         self._abort_s = settings.stall_abort_s
         self._first_s = min(settings.stall_s, settings.stall_abort_s)
         self._number, self._members, self._end = number, members, end
+        self._recorder, self._log_dir = recorder or FlightRecorder(), settings.log_dir
         self._asked: dict[str, tuple[float, float]] = {}
         """When each was submitted, and from what age on it is to be asked about."""
         self._num_questions = 0
@@ -263,6 +269,7 @@ class StallWatch:
         A question is asked again whenever the wait has become twice as long. ``oldest`` says when
         this rank has submitted each operation that is not decided, on the clock of ``now``.
         """
+        oldest = {**oldest, **self._recorder.waiting()}
         self._asked = {
             name: asked for name, asked in self._asked.items() if oldest.get(name) == asked[0]
         }
@@ -287,13 +294,21 @@ class StallWatch:
 
         A rank that has ``joined`` takes part in everything with nothing, so lacks nothing.
         """
+        oldest = {**oldest, **self._recorder.waiting()}
         self._mark(question.ages_s, oldest)
         self._unheard.pop(question.key, None)
         names = question.ages_s
         if self._number == 0 and not self._is_known(question):
             self._inquiries[question.key] = Inquiry(question, until=now + self.answer_s)
-        last, last_ago_s = self.last_call.describe()
-        lacking = () if joined else tuple(name for name in names if name not in oldest)
+        last, last_ago_s = self._last()
+        lacks = self._recorder.lacks
+        lacking = tuple(
+            name
+            for name in names
+            if name not in oldest and (lacks(name) if is_collective(name) else not joined)
+        )
+        if any(map(is_collective, names)):
+            self._write_calls()
         return Answer(
             key=question.key,
             waiting=tuple(name for name in names if name in oldest),
@@ -303,6 +318,20 @@ class StallWatch:
             last_ago_s=last_ago_s,
             stack=main_stack() if lacking else "",
         )
+
+    def _last(self) -> tuple[str, float | None]:
+        """Return the last collective, with a name or without, and its age."""
+        named, recorded = self.last_call.describe(), self._recorder.last()
+        ages_s = [math.inf if ago_s is None else ago_s for _, ago_s in (named, recorded)]
+        return recorded if ages_s[1] < ages_s[0] else named
+
+    def _write_calls(self) -> None:
+        """Write the last collectives of this rank where its log is."""
+        if self._log_dir is not None:
+            rank = self._members[self._number].rank
+            with suppress(OSError):
+                file = self._log_dir / f"collectives-{rank}.txt"
+                file.write_text(self._recorder.report(), encoding="utf-8")
 
     def take(self, number: int, answer: Answer) -> None:
         """Note the answer of a rank of the set; on the root."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
 from hpctrain.cluster.topology import Topology
 from hpctrain.comm.agreement import by_rank
 from hpctrain.comm.communicator import Communicator
+from hpctrain.comm.flight_recorder import FlightRecorder
 from hpctrain.comm.mpi_library import calls_from_threads
 from hpctrain.comm.plan.plan import Plan
 from hpctrain.comm.threaded import ThreadedCommunicator
@@ -64,6 +65,7 @@ class Controllers:
     settings: Settings
     timelines: Timelines
     last_call: LastCall
+    recorder: FlightRecorder  # of the collectives that have no name
     end: Callable[[int], object] | None  # ends all ranks with an exit code; None in a world of one
 
     def make(self, comm: Communicator, ranks: Sequence[int]) -> Controller:
@@ -80,7 +82,14 @@ class Controllers:
             cycle_s=plan.cycle_s if settings.cycle_s is None else settings.cycle_s,
             timeout_s=settings.timeout,
             timelines=self.timelines,
-            stalls=StallWatch(settings, comm.rank, members, self.last_call, self.end),
+            stalls=StallWatch(
+                settings,
+                comm.rank,
+                members,
+                self.last_call,
+                self.end,
+                recorder=self.recorder if len(ranks) == self.topology.size else None,
+            ),
         )
 
 

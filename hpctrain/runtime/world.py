@@ -178,6 +178,7 @@ def join(settings: Settings, chosen: object = None) -> None:
     hooks = FailureHooks(ranks, settings.log_dir, recovers=settings.recover) if ranks else None
     threads = torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else None
     found = connect(ranks, settings, threads)
+    here = found.topology
     if ranks:
         _take_place(found)
     # All ranks count, or none does: as rank 0 wants it.
@@ -185,11 +186,12 @@ def join(settings: Settings, chosen: object = None) -> None:
     inside = observed(found.comm, trace if settings.trace else None, statistics)
     comm = beside(inside, found.plan)
     controllers = Controllers(
-        topology=found.topology,
+        topology=here,
         plan=found.plan,
         settings=found.settings,
-        timelines=Timelines(found.topology.rank, found.topology.size),
+        timelines=Timelines(here.rank, here.size),
         last_call=LastCall(),
+        recorder=found.recorder,
         end=hooks.abort if hooks is not None else None,
     )
     sets, rebuild = ProcessSets(inside, comm, controllers), Rebuild()
@@ -198,7 +200,7 @@ def join(settings: Settings, chosen: object = None) -> None:
     _world = World(
         comm=comm,
         sets=sets,
-        topology=found.topology,
+        topology=here,
         plan=found.plan,
         plan_origin=found.plan_origin,
         settings=settings,
@@ -214,11 +216,9 @@ def join(settings: Settings, chosen: object = None) -> None:
         step_checks=WeakKeyDictionary(),
         before_finalize=_leave_before_finalize() if ranks else None,
     )
-    logs.setup(
-        found.topology.rank, found.topology.size, settings.log_dir, level=settings.log_level
-    )
+    logs.setup(here.rank, here.size, settings.log_dir, level=settings.log_level)
     _report(found)
-    if settings.records is not None and found.topology.rank == 0:
+    if settings.records is not None and here.rank == 0:
         _tell_study(settings.records, found)
     if hooks is not None:
         hooks.last_words.append(controllers.timelines.stop)

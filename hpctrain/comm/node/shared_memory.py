@@ -103,6 +103,7 @@ class SharedMemory:
         """
         self._owner.check()
         self._require_usable()
+        self._watch.begin(call.text)
         turn = self.turn
         self._calls[self.local_rank * _CELLS + turn] = call.number
         self._pass_barrier()
