@@ -4,7 +4,7 @@ import re
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
-from typing import NamedTuple
+from weakref import WeakValueDictionary
 
 from hpctrain.core.units import format_ranks
 
@@ -14,44 +14,36 @@ LATE_S = 1.0  # a wait that has lasted less is none to ask about
 _NAME = re.compile(r"collective (\d+) of ([^:]+): ")
 
 
-class RecordedCall(NamedTuple):
-    """A collective that this process has come to."""
-
-    of: str  # its communicator
-    number: int  # among those of the communicator, from 1
-    text: str
-    begun_s: float  # by time.perf_counter()
-
-    @property
-    def name(self) -> str:
-        """What all ranks call it."""
-        return f"collective {self.number} of {self.of}: {self.text}"
-
-
 class CallStream:
     """The collectives of one communicator, which its ranks count alike."""
 
-    __slots__ = ("_recorder", "last", "name", "waits_since_s")
+    __slots__ = ("__weakref__", "_calls", "name", "number", "text", "waits_since_s")
 
-    def __init__(self, recorder: "FlightRecorder", name: str) -> None:
+    def __init__(self, name: str, calls: "deque[tuple[CallStream, int, str, float]]") -> None:
         self.name = name
-        self.last = RecordedCall(name, 0, "none", 0.0)
+        self.number = 0  # of the last one, from 1
+        self.text = ""  # what that does
         self.waits_since_s: float | None = None
         """By ``time.perf_counter()``, while a thread waits for other ranks."""
-        self._recorder = recorder
+        self._calls = calls
 
     def begin(self, text: str) -> None:
         """Note that this rank comes to its next collective."""
-        self.last = call = RecordedCall(self.name, self.last.number + 1, text, time.perf_counter())
-        self._recorder.calls.append(call)
+        self.text = text
+        self.number = number = self.number + 1
+        self._calls.append((self, number, text, time.perf_counter()))
+
+    def name_of(self, number: int, text: str) -> str:
+        """Return what all ranks call a collective."""
+        return f"collective {number} of {self.name}: {text}"
 
 
 class FlightRecorder:
     """Knows the streams of a process; one thread of each writes, any other reads."""
 
     def __init__(self) -> None:
-        self.calls = deque[RecordedCall](maxlen=NUM_CALLS)
-        self._streams: dict[str, CallStream] = {}
+        self._calls = deque[tuple[CallStream, int, str, float]](maxlen=NUM_CALLS)
+        self._streams = WeakValueDictionary[str, CallStream]()  # gone with their communicators
         self._num_made = Counter[str]()
 
     def new_stream(self, ranks: Sequence[int]) -> CallStream:
@@ -60,36 +52,37 @@ class FlightRecorder:
         self._num_made[who] += 1
         number = self._num_made[who]
         name = who if number == 1 else f"{who} ({number})"
-        self._streams[name] = made = CallStream(self, name)
+        self._streams[name] = made = CallStream(name, self._calls)
         return made
 
     def waiting(self) -> dict[str, float]:
         """Return the collectives in which this process waits, and since when: time.monotonic()."""
         now, offset = time.perf_counter(), time.monotonic() - time.perf_counter()
         found = {}
-        for stream in list(self._streams.values()):
-            since, last = stream.waits_since_s, stream.last
-            if since is not None and last.number and now - since >= LATE_S:
-                found[last.name] = since + offset
+        for each in list(self._streams.values()):
+            since, number, text = each.waits_since_s, each.number, each.text
+            if since is not None and number and now - since >= LATE_S:
+                found[each.name_of(number, text)] = since + offset
         return found
 
     def lacks(self, name: str) -> bool:
         """Say whether this process takes part in a collective and has not come to it."""
         match = _NAME.match(name)
         stream = None if match is None else self._streams.get(match[2])
-        return stream is not None and match is not None and stream.last.number < int(match[1])
+        return stream is not None and match is not None and stream.number < int(match[1])
+
+    def calls(self) -> list[tuple[str, float]]:
+        """Return the last collectives, the oldest first, and how many seconds ago each began."""
+        now = time.perf_counter()
+        return [(of.name_of(number, text), now - s) for of, number, text, s in list(self._calls)]
 
     def last(self) -> tuple[str, float | None]:
         """Return the last collective, and how many seconds ago it was begun; None without one."""
-        if not self.calls:
-            return "none so far", None
-        call = self.calls[-1]
-        return call.name, time.perf_counter() - call.begun_s
+        return self.calls()[-1] if self._calls else ("none so far", None)
 
     def report(self) -> str:
         """Return a line for each collective, the oldest first."""
-        now = time.perf_counter()
-        return "".join(f"{now - c.begun_s:10.3f} s ago  {c.name}\n" for c in list(self.calls))
+        return "".join(f"{ago_s:10.3f} s ago  {name}\n" for name, ago_s in self.calls())
 
 
 def is_collective(name: str) -> bool:
