@@ -10,10 +10,14 @@ from hpctrain.checkpoint.format.state_hash import value_hashes
 from hpctrain.comm.communicator import Communicator
 from hpctrain.core.checksum import crc32
 from hpctrain.core.units import KIB
+from hpctrain.gradients.sample_count import NUM_FLAGS
 from hpctrain.gradients.sparse_gradients import GradientState
 from hpctrain.gradients.step_check import LONG, Announcement, Member, Opening, StepCheck
 from hpctrain.gradients.weight_sample import WeightSample, checksum_of
 from hpctrain.runtime import world
+
+PARTED = 1 << NUM_FLAGS
+"""Is raised where the weights that were compared in the last message have parted."""
 
 _FIRST_BYTES = 64 * KIB  # how much of each gradient is compared in the first step
 
@@ -132,7 +136,8 @@ class CheckedSteps:
 
     def take(self, opening: Opening) -> None:
         """Take over what all ranks have in common."""
-        self.raised_flags, self.num_active = opening.flags, opening.num_active
+        self.raised_flags = opening.flags | PARTED * opening.weights_differ
+        self.num_active = opening.num_active
         self.number = opening.step if self.number is None else self.number
 
 

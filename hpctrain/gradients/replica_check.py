@@ -1,15 +1,18 @@
-"""``check_replicas``: comparison of the model over all ranks."""
+"""``check_replicas``: comparison of the model over all ranks, and its healing by the majority."""
 
 import hashlib
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hpctrain.checkpoint.format.state_hash import value_hashes
 from hpctrain.comm.agreement import differing
 from hpctrain.comm.communicator import Communicator
+from hpctrain.core import logs
 from hpctrain.core.errors import ReplicaError
 from hpctrain.gradients.batch_norm import SyncBatchNorm
 from hpctrain.runtime import world
@@ -24,6 +27,7 @@ def check_replicas(
     *,
     buffers: bool | None = None,
     process_set: ProcessSet | None = global_process_set,
+    heal: bool = False,
 ) -> None:
     """Return if the ranks hold the same bits; collective over the process set.
 
@@ -36,9 +40,13 @@ def check_replicas(
         buffers: compare all buffers, or none. None compares those of ``SyncBatchNorm``, which all
             ranks calculate together; those of other layers differ by each rank's own samples.
         process_set: the ranks to compare; None for all.
+        heal: where more than half of the ranks have the same value of a tensor, give it to the
+            others, bit for bit, and warn with their names.
 
     Raises:
-        ReplicaError: some differ; names them with their ranks, on every rank.
+        ReplicaError: some differ; names them with their ranks, on every rank. With ``heal``: of
+            some no value is that of more than half of the ranks, or it is no tensor; nothing has
+            been changed then.
         CheckpointError: the optimizer's state holds what has no hash.
         NotInitializedError: ``hpctrain.init()`` was not called.
     """
@@ -46,7 +54,8 @@ def check_replicas(
     sets = world.current().sets
     if which.process_set_id is not None and not which.included():
         return
-    require_equal_replicas(sets.communicator(which), model, optimizer, buffers=buffers)
+    comm = sets.communicator(which)
+    require_equal_replicas(comm, model, optimizer, buffers=buffers, heal=heal)
 
 
 def require_equal_replicas(
@@ -55,6 +64,7 @@ def require_equal_replicas(
     optimizer: Optimizer | None,
     *,
     buffers: bool | None = None,
+    heal: bool = False,
 ) -> None:
     """Return if the ranks of ``comm`` hold the same bits; see ``check_replicas``. Collective."""
     if comm.size == 1:
@@ -70,11 +80,60 @@ def require_equal_replicas(
     num_names = len({name for hashes in every for name in hashes})
     differ = differing(every, "not there")
     shown = "; ".join(f"{name} ({found})" for name, found in list(differ.items())[:_MOST_NAMED])
+    found = f"{len(differ)} of {num_names} values differ: {shown}"
+    owners = {name: _owner(name, every) for name in differ}
+    lost = next((name for name, rank in owners.items() if rank is None), None)
+    if heal and lost is None:
+        _heal(comm, values, owners, every)
+        if comm.rank == 0:
+            logs.logger.warning(
+                f"replicas must be equal on every rank, {found}; the others have now what more "
+                f"than half of them had"
+            )
+        return
+    nobody = f", and {lost} is not the same tensor on more than half of them" if heal else ""
     raise ReplicaError(
-        f"replicas must be equal on every rank, {len(differ)} of {num_names} values differ: "
-        f"{shown}; look for what some ranks do alone, such as a change outside optimizer.step(), "
-        f"and begin with broadcast_parameters(model.state_dict())"
+        f"replicas must be equal on every rank, {found}{nobody}; look for what some ranks do "
+        f"alone, such as a change outside optimizer.step(), and begin with "
+        f"broadcast_parameters(model.state_dict())"
     )
+
+
+def _owner(name: str, every: Sequence[Mapping[str, str]]) -> int | None:
+    """Return a rank with the value that more than half of the ranks have; None without one."""
+    seen = [hashes.get(name, "") for hashes in every]
+    value, count = Counter(seen).most_common(1)[0]
+    return seen.index(value) if value and 2 * count > len(seen) else None
+
+
+@torch.no_grad()
+def _heal(
+    comm: Communicator,
+    values: Mapping[str, Any],
+    owners: Mapping[str, int | None],
+    every: Sequence[Mapping[str, str]],
+) -> None:
+    """Give the ranks whose values differ those of the owners. Collective."""
+    facts = comm.allgather_object([_facts(values.get(name)) for name in owners])
+    for name, found in zip(owners, zip(*facts, strict=True), strict=True):
+        if None in found or len(set(found)) > 1:
+            raise ReplicaError(
+                f"replicas are healed tensor by tensor, and {name} is none, or of another shape "
+                f"on some rank; load a checkpoint"
+            )
+    for name, owner in owners.items():
+        value: Tensor = values[name].detach()
+        copy = value.to("cpu", copy=True).contiguous()
+        comm.broadcast_(copy, root=owner or 0).wait()
+        if every[comm.rank].get(name) != every[owner or 0][name]:
+            value.copy_(copy)
+
+
+def _facts(value: object) -> tuple[Any, ...] | None:
+    """Return what a tensor must have in common to be copied; None of what is none."""
+    if not isinstance(value, Tensor) or value.layout is not torch.strided:
+        return None
+    return value.shape, value.dtype
 
 
 def _of_model(model: nn.Module, *, buffers: bool | None) -> Iterator[tuple[str, Any]]:

@@ -192,6 +192,9 @@ class TrainingConfig:
     check_replicas: Literal["test", "never"] | Number = "test"
     """Whether all ranks have the same weights is looked at before each test, after so many steps
     too, or never; with a local sync.method only where they have just averaged."""
+    on_divergence: Literal["stop", "heal"] = "stop"
+    """What becomes of ranks whose weights or optimizer state are not those of the others: they end
+    the run (stop), or take the values of more than half of the ranks and go on (heal)."""
     reproducible: bool = False
     """The same bits on any number of ranks, on processors of one type: slower, as each rank takes
     its micro-shards one after the other, on one thread."""
@@ -490,6 +493,13 @@ class RunConfig:
             "train.accumulate is 1 for train.reproducible = true, whose micro-shards are such "
             "pieces: set train.micro_shards",
             train.accumulate,
+        )
+        is_healed = train.on_divergence == "heal"
+        require(
+            not is_healed or (train.shard == "none" and train.check_replicas != "never"),
+            "train.on_divergence is stop for train.shard = node or auto, where a node has one "
+            "replica, and for train.check_replicas = never",
+            train.on_divergence,
         )
         is_plain = not train.reproducible and not self.sync.is_local
         require(

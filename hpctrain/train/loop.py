@@ -15,6 +15,7 @@ from hpctrain.core.errors import NotFiniteError
 from hpctrain.core.records import record
 from hpctrain.core.user_error import noted
 from hpctrain.data.samples import Batch
+from hpctrain.gradients.checked_steps import PARTED
 from hpctrain.optim.noise_scale import Measured
 from hpctrain.train.boundary import SAVE, STOP, Boundary
 from hpctrain.train.console import Progress
@@ -22,7 +23,7 @@ from hpctrain.train.evaluate import evaluate
 from hpctrain.train.finite import StepGuard, clip, gradient_norm
 from hpctrain.train.metrics import Metrics
 from hpctrain.train.profiler import Profiler
-from hpctrain.train.run_state import RunState, check_replicas, mean_sums
+from hpctrain.train.run_state import RunState, check_replicas, heals, mean_sums
 from hpctrain.train.savings_meter import SavingsMeter
 from hpctrain.train.scores import LOSS, Scores
 from hpctrain.train.sync_method import figures
@@ -180,7 +181,8 @@ class TrainingLoop:
         if is_recorded(task, state.step, state.tally.num_steps):
             self._record(epoch, lr)
         every = task.config.train.check_replicas
-        if isinstance(every, int) and state.step - state.checked_step >= every:
+        is_due = isinstance(every, int) and state.step - state.checked_step >= every
+        if is_due or (heals(task) and task.exchange.raised_flags & PARTED):
             state.checked_step = state.step if check_replicas(task) else state.checked_step
         every = task.config.log.hash_every
         if every and state.step % every == 0:

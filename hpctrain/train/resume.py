@@ -29,6 +29,7 @@ _NOT_MATHEMATICS = (
     "train.activation_checkpointing",
     "train.on_non_finite",
     "train.check_replicas",
+    "train.on_divergence",
 )
 
 

@@ -110,6 +110,8 @@ class _Run:
             "bucket_bytes": comm.bucket_bytes,
             "ranks_per_node": comm.ranks_per_node or None,
         }
+        if self._loaded.config.train.on_divergence == "heal" and "check_weights" not in given:
+            values["check_weights"] = "warn"
         return Settings(**values)
 
     def _plan_part(self) -> tuple[RunConfig, bool, list[str]]:

@@ -206,8 +206,14 @@ def check_replicas(task: Task) -> bool:
         return False
     optimizer = task.optimizer if agree(task) else None
     buffers = True if task.steps is not None else None
-    require_equal_replicas(task.comm, task.model, optimizer, buffers=buffers)
+    heal = heals(task)
+    require_equal_replicas(task.comm, task.model, optimizer, buffers=buffers, heal=heal)
     return True
+
+
+def heals(task: Task) -> bool:
+    """Say whether ranks that differ take the values of the others."""
+    return task.config.train.on_divergence == "heal"
 
 
 def shared_replica(task: Task) -> dict[str, Any]:

@@ -87,3 +87,38 @@ def test_ranks_outside_a_process_set_are_not_asked(hvd):
     hvd.check_replicas(model, process_set=few)
     with pytest.raises(ReplicaError):
         hvd.check_replicas(model)
+
+
+def flip_a_bit(values, place=5):
+    values.view(-1).view(torch.int32)[place] ^= 1 << 30
+
+
+@torch.no_grad()
+def test_who_differs_takes_bit_for_bit_what_most_have(hvd, trained, caplog):
+    model, optimizer = trained
+    weight, momentum = model[2].weight, optimizer.state[model[0].weight]["momentum_buffer"]
+    expected = [value.clone() for value in (weight, momentum)]
+    if hvd.rank() == hvd.size() - 1:
+        flip_a_bit(weight)
+        flip_a_bit(momentum)
+    if hvd.size() == 2:  # nobody knows who is right, and nothing is changed
+        with pytest.raises(ReplicaError, match=r"is not the same tensor on more than half"):
+            hvd.check_replicas(model, optimizer, heal=True)
+        assert torch.equal(weight, expected[0]) == (hvd.rank() == 0)
+        return
+    hvd.check_replicas(model, optimizer, heal=True)
+    assert all(map(torch.equal, (weight, momentum), expected))
+    assert ("2 of " in caplog.text and "rank 2: " in caplog.text) == (hvd.rank() == 0)
+    hvd.check_replicas(model, optimizer)
+
+
+@torch.no_grad()
+def test_what_is_no_tensor_is_not_healed(hvd, trained):
+    model, optimizer = trained
+    before = model[2].weight.clone()
+    if hvd.rank() == hvd.size() - 1:
+        optimizer.param_groups[0].update(lr=2.0)
+        flip_a_bit(model[2].weight)
+    with pytest.raises(ReplicaError, match=r"tensor by tensor|more than half"):
+        hvd.check_replicas(model, optimizer, heal=True)
+    assert torch.equal(model[2].weight, before) == (hvd.rank() != hvd.size() - 1)

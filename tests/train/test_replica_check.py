@@ -1,6 +1,7 @@
 """Ranks that have parted end the run at the next look."""
 
 import pytest
+import torch
 
 from hpctrain.core.errors import MismatchError, ReplicaError
 from hpctrain.core.records import read
@@ -14,6 +15,12 @@ SHORT = ["train.epochs=1", "checkpoint.every=none"]
 def no_samples(monkeypatch):
     """Leave out the sample of the weights that each step compares, which would find it before."""
     monkeypatch.setenv("HPCTRAIN_CHECK_WEIGHTS", "off")
+
+
+@pytest.fixture
+def warned(monkeypatch):
+    """Let a step that finds it go on, as ``hpctrain train`` does with heal."""
+    monkeypatch.setenv("HPCTRAIN_CHECK_WEIGHTS", "warn")
 
 
 @pytest.mark.ranks(3)
@@ -54,3 +61,22 @@ def test_a_step_finds_it_too(here, configure, shared):
 def test_runs_whose_ranks_agree_go_on(here, configure, shared, overrides):
     job = Job(here, configure, shared / "run", *SHORT, *overrides, "train.check_replicas=1")
     assert isinstance(job.part(), Outcome)
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("every", ["1", "test"])
+@pytest.mark.usefixtures("warned")
+def test_a_rank_that_has_parted_is_healed_and_the_run_goes_on(here, configure, shared, every):
+    """With a look after each step, or as soon as a step finds it."""
+    heal = ["train.on_divergence=heal", f"train.check_replicas={every}"]
+    parting = ["model.target=tests.train.problem:Parting", *heal]
+    jobs = [
+        Job(here, configure, shared / name, *SHORT, *more)
+        for name, more in (("plain", []), ("healed", parting))
+    ]
+    for job in jobs:
+        assert isinstance(job.part(), Outcome)
+    plain, healed = (job.final()["model"] for job in jobs)
+    for name, value in plain.items():
+        other = healed[f"network.{name}"]
+        torch.testing.assert_close(other, value, rtol=1e-4, atol=1e-6)
