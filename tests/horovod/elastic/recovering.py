@@ -18,6 +18,7 @@ from torch import nn
 
 import hpctrain as hvd
 from hpctrain import elastic
+from hpctrain.checkpoint import save
 
 NUM_SAMPLES, EPOCHS, BATCH = 96, 2, 4
 
@@ -72,6 +73,9 @@ def main():
             state.visits = state.visits + hvd.allreduce(mine, op=hvd.Sum, name="visits")
             mine.zero_()
             state.commit()
+            saved = {"model": state.model.state_dict()}
+            where = folder / "saved" / f"{state.step}-{hvd.size()}"
+            save(where, saved, hvd.current().comm, step=state.step)
 
         while state.epoch < EPOCHS:
             order = list(state.sampler)
