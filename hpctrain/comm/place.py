@@ -22,6 +22,7 @@ from hpctrain.comm.bucket import CHUNK_BYTES, Bucket, chunks_of
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.device import Device, Makers, device_of
 from hpctrain.comm.nccl.nccl_bucket import NcclBucket
+from hpctrain.comm.nccl.nccl_communicator import nccl_over
 from hpctrain.comm.node.peer_bucket import PeerBucket
 from hpctrain.core import config, logs
 from hpctrain.core.errors import CommError, MismatchError
@@ -97,7 +98,7 @@ def new_place(
     if there is not None and way != "host":
         place: BucketPlace
         if way == "nccl":
-            place = NcclBucket(there, comm, numel, dtype)
+            place = NcclBucket(there, nccl_over(comm, there), numel, dtype)
         else:
             assert comm.levels is not None
             place = PeerBucket(there, comm, comm.levels, numel, dtype)

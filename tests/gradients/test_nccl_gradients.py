@@ -115,17 +115,20 @@ class Queued(Passed):
 
 
 @MANY
-def test_who_waits_for_a_stream_hears_of_a_rank_that_has_failed(world):
+@pytest.mark.parametrize("is_queued", [True, False], ids=["by its stream", "to queue"])
+def test_who_waits_for_a_sum_hears_of_a_rank_that_has_failed(world, is_queued):
     comm = MpiCommunicator(world.Dup())
     made = nccl_over(comm, StandIn(torch.device("cpu")))
     values = torch.ones(3)
     made.all_reduce_(values)
     assert values.tolist() == [world.size] * 3
-    made.ends_with(Queued())
+    made.ends_with(Queued() if is_queued else Passed())
     if world.rank == 1:
         made.break_off("no more")
     else:
         with pytest.raises(RankLostError, match="rank 1 died, or failed, while rank"):
+            if not is_queued:
+                made.all_reduce_(values)
             for _ in range(1000):
                 time.sleep(0.01)
     with pytest.raises(RankLostError, match="no more|died, or failed"):

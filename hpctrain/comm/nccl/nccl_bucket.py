@@ -10,11 +10,10 @@ from collections.abc import Callable
 
 import torch
 
-from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.device import Device, Makers
 from hpctrain.comm.hierarchical import scaled_when
 from hpctrain.comm.nccl.library import TYPES
-from hpctrain.comm.nccl.nccl_communicator import nccl_over
+from hpctrain.comm.nccl.nccl_communicator import NcclCommunicator
 from hpctrain.comm.ops import Op, combination, scale_
 from hpctrain.comm.tensor_arguments import name_of
 from hpctrain.core.errors import CommError
@@ -24,18 +23,14 @@ class NcclBucket:
     """Elements on this rank's accelerator."""
 
     def __init__(
-        self, device: Device, comm: Communicator, numel: int, dtype: torch.dtype
+        self, device: Device, nccl: NcclCommunicator, numel: int, dtype: torch.dtype
     ) -> None:
-        """Make ``numel`` zeros on the accelerator of each rank. Collective.
-
-        ``CommError``, on all ranks, where NCCL cannot sum them.
-        """
+        """Make ``numel`` zeros, the same on all ranks. Raises ``CommError``: NCCL adds no such."""
         self._how = combination(dtype, Op.SUM)
         if self._how.lane not in TYPES:
-            raise CommError(f"NCCL adds float16, bfloat16, float32 and float64, not {name_of(dtype)}")
-        self._nccl = nccl_over(comm, device)
-        self._device, self.makers = device, Makers(device)
-        self.flat = self.travels = device.zeros(numel, dtype, (self._nccl.stream,))
+            raise CommError(f"NCCL adds {', '.join(map(name_of, TYPES))}, not {name_of(dtype)}")
+        self._nccl, self._device, self.makers = nccl, device, Makers(device)
+        self.flat = self.travels = device.zeros(numel, dtype, (nccl.stream,))
         self._full, self._back = device.new_event(), device.new_event()
 
     def depart(self) -> None:

@@ -92,7 +92,8 @@ class NcclCommunicator:
         self._lock = threading.Lock()
         self._handle: int | None = None
         self._failure = ""
-        self._last: torch.Event | None = None
+        self._is_queueing = False
+        self._last: torch.Event | None = None  # behind what was queued before
         self._trainer = threading.get_ident()
         self._is_over = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="hpctrain-nccl", daemon=True)
@@ -114,6 +115,7 @@ class NcclCommunicator:
         Collective; all ranks have said before that they are here for it. ``values`` are flat, of
         one of ``nccl.TYPES``. ``RankLostError`` where a rank is lost.
         """
+        self._is_queueing = True
         try:
             with self._working() as handle:
                 stream = self._device.handle_of(self.stream)
@@ -125,8 +127,8 @@ class NcclCommunicator:
             raise
 
     def ends_with(self, event: torch.Event) -> None:
-        """Take what comes behind all that was queued so far."""
-        self._last = event
+        """Take what comes behind all that was queued so far; every sum needs it."""
+        self._last, self._is_queueing = event, False
 
     def break_off(self, reason: str) -> None:
         """End all that is queued, with any values, and refuse all else. Not collective."""
@@ -176,7 +178,9 @@ class NcclCommunicator:
             yield self._handle
 
     def _is_done(self) -> bool:
-        return bool(self._failure) or self._last is None or self._last.query()
+        if self._failure:
+            return True
+        return not self._is_queueing and (self._last is None or self._last.query())
 
     def _settle(self, what: str) -> None:
         """Wait until NCCL has begun what it was asked for."""
