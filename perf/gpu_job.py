@@ -140,8 +140,8 @@ def near() -> Finding:
             differ, far, worst = 0, 0, 0.0
             for step in range(STEPS):
                 given = list(gradients(dtype, step))
-                pairs = zip(reduced(*here_ones, given), reduced(*there_ones, given), given)
-                for found, expected, own in pairs:
+                here_found, expected_all = reduced(*here_ones, given), reduced(*there_ones, given)
+                for found, expected, own in zip(here_found, expected_all, given, strict=True):
                     roundings = roundings_between(found, expected, own)
                     differ += count_differing(found, expected)
                     far += int((roundings > hvd.size() + 1).sum())
@@ -156,7 +156,7 @@ def near() -> Finding:
 
 
 def roundings_between(found: Tensor, expected: Tensor, own: Tensor) -> Tensor:
-    """Return the differences, each in units of what its dtype rounds at the values of all ranks."""
+    """Return the differences, each in units of what its dtype rounds at the sum of all sizes."""
     of_all = hvd.allreduce(own.double().abs(), op=hvd.Sum)
     limits = torch.finfo(own.dtype)
     unit = (of_all * limits.eps).clamp(min=limits.tiny * limits.eps)

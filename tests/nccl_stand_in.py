@@ -1,4 +1,4 @@
-"""A library that stands in for NCCL where there is no accelerator: ``nccl_stand_in.c``, compiled."""
+"""Compiles ``nccl_stand_in.c``, a library that stands in for NCCL without an accelerator."""
 
 import ctypes
 import subprocess

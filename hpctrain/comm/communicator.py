@@ -241,6 +241,7 @@ class Communicator(Protocol):
 
     def before_close(self, function: Callable[[], object]) -> None:
         """Call a function in ``close``, before what it may need is freed."""
+        del function
 
     def close(self) -> None:
         """Give back what this communicator holds; it cannot be used afterwards."""

@@ -141,15 +141,16 @@ def by_first_way(
 
 
 def _made_by_nccl(make: Callable[[Way], T], refusal: str) -> T:
-    try:
-        if refusal:
-            raise CommError(refusal)
-        return make("nccl")
-    except CommError as error:
-        raise CommError(
-            f"HPCTRAIN_DEVICE_SUMS=nccl, and NCCL cannot sum these gradients: {error}; or set "
-            f"HPCTRAIN_DEVICE_SUMS=auto"
-        ) from error
+    cause = None
+    if not refusal:
+        try:
+            return make("nccl")
+        except CommError as error:
+            refusal, cause = str(error), error
+    raise CommError(
+        f"HPCTRAIN_DEVICE_SUMS=nccl, and NCCL cannot sum these gradients: {refusal}; or set "
+        f"HPCTRAIN_DEVICE_SUMS=auto"
+    ) from cause
 
 
 def _for_all_cores(bucket: Bucket) -> Bucket:

@@ -11,17 +11,18 @@ from mpi4py import MPI
 
 from hpctrain.comm import place
 from hpctrain.comm.mpi import MpiCommunicator
+from hpctrain.comm.nccl import nccl_communicator
+from hpctrain.comm.nccl.nccl_bucket import NcclBucket
 from hpctrain.comm.nccl.nccl_communicator import Offer, nccl_over, why_not
 from hpctrain.core.errors import CommError, MismatchError, RankLostError
 from tests.gradients import test_programs as programs
 from tests.gradients.test_gradients import (  # noqa: F401 - the same laws
     test_averages_in_float16_do_not_overflow_where_the_average_does_not,
-    test_dtypes_may_be_mixed,
     test_gradients_are_averaged_when_backward_returns,
     test_nan_with_a_weight_of_zero_stays_out_of_the_sum,
     test_unequal_batches_are_weighted_by_their_samples,
 )
-from tests.gradients.training import LAST, MANY, ONE_NODE, wrapped
+from tests.gradients.training import LAST, MANY, wrapped
 from tests.nccl_stand_in import compiled, load
 from tests.runtime.victims import run_ranks
 from tests.stand_in import Passed, StandIn
@@ -39,13 +40,19 @@ def _by_nccl(tmp_path_factory):
         yield
 
 
-@pytest.fixture(scope="module", params=("thread", "inline"))
+@pytest.fixture(scope="module", params=("thread",))
 def overlap(request):
     """Let gradients travel while backward runs, as they do where that runs on accelerators."""
     return request.param
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.fixture(scope="module", params=(None,), ids=("one node",))
+def per_node(request):
+    """Have one node: NCCL finds out by itself."""
+    return request.param
+
+
+@pytest.mark.ranks(3)
 def test_a_script_trains_as_replicas_of_plain_torch_do(world, worlds):
     worlds.leave()
     programs.test_a_script_trains_as_replicas_of_plain_torch_do(world, 0)
@@ -58,13 +65,16 @@ def test_nccl_sums_buckets(hvd):
     assert {type(bucket.place).__name__ for bucket in buckets} == {"NcclBucket"}
 
 
-@MANY
+@pytest.mark.ranks(2)
 @LAST
-@ONE_NODE
 def test_where_nccl_cannot_all_ranks_hear_why_and_what_to_do(hvd):
     last, whom = hvd.rank() == hvd.size() - 1, f"rank {hvd.size() - 1}: "
     faults = [
-        ("setattr", (StandIn, "card", lambda _: "card 7"), "wants a card for each rank, and ranks"),
+        (
+            "setattr",
+            (StandIn, "card", lambda _: "card 7"),
+            "wants a card for each rank, and ranks",
+        ),
         ("setattr", (StandIn, "without_nccl", "it is of wood"), "ranks 0-"),
         ("setenv", ("HPCTRAIN_RECOVER", "1"), "need sums that end by an error"),
     ]
@@ -104,7 +114,8 @@ def test_ranks_that_ask_for_other_ways_are_told(hvd):
 )
 def test_a_card_is_shared_where_nccl_can_and_may(version, may_share, said):
     offers = [Offer("", *each, "", "") for each in zip(version, "aa", may_share, strict=True)]
-    assert said in why_not(offers) and bool(said) == bool(why_not(offers))
+    assert said in why_not(offers)
+    assert bool(said) == bool(why_not(offers))
 
 
 class Queued(Passed):
@@ -114,26 +125,46 @@ class Queued(Passed):
         return False
 
 
+def wait():
+    """Wait as for a stream that goes on when what is queued is broken off."""
+    for _ in range(1000):
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def comm(world):
+    """Give each test a communicator, and NCCL over its ranks."""
+    made = MpiCommunicator(world.Dup())
+    yield made, nccl_over(made, StandIn(torch.device("cpu")))
+    made.close()
+
+
 @MANY
+def test_values_of_each_dtype_are_added(world, comm):
+    device = StandIn(torch.device("cpu"))
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64):
+        bucket = NcclBucket(device, comm[1], 70_001, dtype)
+        bucket.flat.copy_(torch.arange(70_001) % 7 + world.rank)
+        bucket.reduce(world.Barrier, 0.5)
+        total = (torch.arange(70_001) % 7) * world.size + sum(range(world.size))
+        assert torch.equal(bucket.flat, (total / 2).to(dtype))
+    with pytest.raises(CommError, match=r"NCCL adds float16, .*, not int32"):
+        NcclBucket(device, comm[1], 1, torch.int32)
+
+
+@pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("is_queued", [True, False], ids=["by its stream", "to queue"])
-def test_who_waits_for_a_sum_hears_of_a_rank_that_has_failed(world, is_queued):
-    comm = MpiCommunicator(world.Dup())
-    made = nccl_over(comm, StandIn(torch.device("cpu")))
-    values = torch.ones(3)
-    made.all_reduce_(values)
-    assert values.tolist() == [world.size] * 3
+def test_who_waits_for_a_sum_hears_of_a_rank_that_has_failed(world, comm, is_queued, monkeypatch):
+    monkeypatch.setattr(nccl_communicator, "LOOK_S", 0.1)
+    made, values = comm[1], torch.ones(3)
     made.ends_with(Queued() if is_queued else Passed())
     if world.rank == 1:
         made.break_off("no more")
     else:
-        with pytest.raises(RankLostError, match="rank 1 died, or failed, while rank"):
-            if not is_queued:
-                made.all_reduce_(values)
-            for _ in range(1000):
-                time.sleep(0.01)
-    with pytest.raises(RankLostError, match="no more|died, or failed"):
+        with pytest.raises(RankLostError, match=r"ranks? [\d,-]+ died, or failed, while"):
+            wait() if is_queued else made.all_reduce_(values)
+    with pytest.raises(RankLostError, match=r"no more|died, or failed"):
         made.all_reduce_(values)
-    comm.close()
 
 
 BODY = """

@@ -18,11 +18,11 @@ SUCCESS, IN_PROGRESS = 0, 7
 OLDEST = 21800  # the first whose configuration has the fields below
 MANY_PER_CARD = 23000
 """From here on several ranks may share a card, where NCCL_MULTI_RANK_GPU_ENABLE=1."""
-SUM = 0
 TYPES = {torch.float16: 6, torch.float32: 7, torch.float64: 8, torch.bfloat16: 9}
 """What NCCL calls the numbers that it adds here."""
 
 _ID_BYTES = 128
+_SUM = 0
 _MAGIC = 0xCAFEBEEF
 _UNDEFINED = -(2**31)
 _NAME = re.compile(r"/lib[nr]ccl\.so[.\d]*$")  # the latter for ROCm
@@ -122,11 +122,13 @@ class Library:
             raise CommError(f"{name} of NCCL {self} has made nothing")
         return comm.value
 
-    def all_reduce(  # noqa: PLR0913, PLR0917 - NCCL's own
-        self, address: int, numel: int, dtype: torch.dtype, op: int, comm: int, stream: int
+    def all_reduce(
+        self, address: int, numel: int, dtype: torch.dtype, comm: int, stream: int
     ) -> int:
-        """Queue a reduction in place."""
-        code = self._handle.ncclAllReduce(address, address, numel, TYPES[dtype], op, comm, stream)
+        """Queue a sum in place."""
+        code = self._handle.ncclAllReduce(
+            *(address, address, numel, TYPES[dtype], _SUM, comm, stream)
+        )
         return self.check(code, "ncclAllReduce", comm)
 
     def async_error(self, comm: int) -> int:

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from weakref import WeakKeyDictionary
 
 import torch
@@ -47,7 +48,7 @@ class Sign:
         name = f"hpctrain-nccl-{os.getpid()}-{next(_numbers)}"
         self._file: int | None = os.memfd_create(name)
         self.path = f"/proc/{os.getpid()}/fd/{self._file}"
-        self.text = os.readlink(self.path)
+        self.text = str(Path(self.path).readlink())
 
     def take_down(self) -> None:
         """Let the others see that it is not, any more."""
@@ -71,7 +72,7 @@ class Offer:
     def is_seen(self) -> bool:
         """Whether the sign is there, as seen by this process."""
         with suppress(OSError):
-            return os.readlink(self.path) == self.text
+            return str(Path(self.path).readlink()) == self.text
         return False
 
 
@@ -99,7 +100,7 @@ class NcclCommunicator:
         self._watcher = threading.Thread(target=self._watch, name="hpctrain-nccl", daemon=True)
 
     def start(self, unique_id: bytes) -> None:
-        """Join the others. Collective. Raises ``CommError``: this rank cannot, in time or at all."""
+        """Join the others. Collective. Raises ``CommError``: this rank cannot, or not in time."""
         try:
             with self._device.on(self.stream):
                 self._handle = self._library.start(unique_id, self._size, self._rank)
@@ -120,7 +121,7 @@ class NcclCommunicator:
             with self._working() as handle:
                 stream = self._device.handle_of(self.stream)
                 of_values = values.data_ptr(), values.numel(), values.dtype
-                self._library.all_reduce(*of_values, nccl.SUM, handle, stream)
+                self._library.all_reduce(*of_values, handle, stream)
             self._settle("to queue a sum")
         except CommError as error:
             self.break_off(str(error))
@@ -152,8 +153,8 @@ class NcclCommunicator:
             self._watcher.join()
         with self._lock:
             handle, self._handle = self._handle, None
-            self._failure = self._failure or "this communicator was closed; make a new one"
-        if handle is not None:
+        if handle is not None:  # nothing was broken off meanwhile
+            self._failure = "this communicator was closed; make a new one"
             self._free(handle, in_time=in_time)
         self._sign.take_down()
 
@@ -250,6 +251,17 @@ def nccl_over(comm: Communicator, device: Device) -> NcclCommunicator:
         made = of_comm[device.device] = _joined(comm, device)
         comm.before_close(made.close)
     return of_comm[device.device]
+
+
+def asked_over(comm: Communicator, device: Device) -> tuple[str, str]:
+    """Return this rank's version, if it has NCCL, and why NCCL cannot sum over all. Collective.
+
+    Nothing is started.
+    """
+    sign = Sign()
+    offers = comm.allgather_object(_offer(device, sign))
+    sign.take_down()
+    return str(nccl.library()) if offers[comm.rank].version else "", why_not(offers)
 
 
 def _joined(comm: Communicator, device: Device) -> NcclCommunicator:
