@@ -5,7 +5,7 @@
    an end, unless it is aborted: then it ends with any values. Values of 16 bits are added in 16.
 
    What a test sets in the environment goes wrong: NCCL_STAND_IN=init on the rank that has it,
-   =sum later. */
+   =sum in a sum, =later behind it. */
 
 #define _GNU_SOURCE
 #include <fcntl.h>
@@ -96,6 +96,7 @@ int ncclCommInitRankConfig(Comm **made, int size, Id id, int rank, Config *confi
 
 int ncclCommGetAsyncError(Comm *comm, int *code) {
     *code = atomic_load(&comm->shared->joined) < comm->size ? IN_PROGRESS : comm->state;
+    if (fails("later")) *code = REMOTE_ERROR;
     return SUCCESS;
 }
 
