@@ -161,15 +161,20 @@ PHASES: Mapping[str, Phase] = {
     ),
     "nccl": Phase(
         "NCCL's sums are near the CPU's; late streams, a lost rank; the host waits nowhere",
-        200,
+        120,
         (
-            Part("gpu_job.py near", 2, variables=NCCL),
-            Part("gpu_job.py lost", 2, variables=NCCL, judge=planted),
-            Part("gpu_job.py death", 2, variables=NCCL, judge=ends),
-            Part("gpu_job.py order", 2, variables=NCCL, by_mps=True),
-            Part("gpu_job.py order sums", 2, variables=NCCL, by_mps=True, judge=planted),
-            Part("gpu_job.py order caller", 2, variables=NCCL, by_mps=True, judge=planted),
-            Part("gpu_job.py waits", 2, variables=NCCL, by_mps=True),
+            *(
+                Part(f"gpu_job.py {words}", 2, variables=NCCL, judge=judge)
+                for words, judge in (
+                    ("near", None),
+                    ("lost", planted),
+                    ("order", None),
+                    ("order sums", planted),
+                    ("order caller", planted),
+                    ("waits", None),
+                    ("death", ends),
+                )
+            ),
             Part("gpu_step.py", 2, variables=NCCL, by_mps=True),
         ),
         needs_cuda=True,
