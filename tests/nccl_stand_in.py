@@ -10,6 +10,7 @@ def compiled(folder: Path) -> Path:
     library = folder / "libnccl.so.2"
     source = Path(__file__).with_suffix(".c")
     options = ["-shared", "-fPIC", "-O1", "-fno-strict-aliasing", "-pthread"]
+    options.append(f"-Wl,-soname,{library.name}")
     subprocess.run(["cc", *options, "-o", str(library), str(source)], check=True)
     return library
 

@@ -5,9 +5,7 @@ not done yet is ``IN_PROGRESS``, which ``async_error`` tells the end of.
 """
 
 import ctypes
-import re
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +23,8 @@ _ID_BYTES = 128
 _SUM = 0
 _MAGIC = 0xCAFEBEEF
 _UNDEFINED = -(2**31)
-_NAME = re.compile(r"/lib[nr]ccl\.so[.\d]*$")  # the latter for ROCm
+_NAMES = ("libnccl.so.2", "librccl.so.1")
+"""By which the loader finds what torch has loaded; the latter is that of ROCm."""
 
 
 class _Id(ctypes.Structure):
@@ -170,9 +169,10 @@ def library() -> Library:
 
     Raises ``CommError``: there is none, or it is too old.
     """
-    lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
-    paths = [path for line in lines if _NAME.search(path := line.split(maxsplit=5)[-1])]
-    try:
-        return Library(ctypes.CDLL(paths[0] if paths else "libnccl.so.2"))
-    except OSError as error:
-        raise CommError(f"torch has loaded no NCCL, and there is none: {error}") from error
+    found = []
+    for name in _NAMES:
+        try:
+            return Library(ctypes.CDLL(name))
+        except OSError as error:
+            found.append(str(error))
+    raise CommError(f"torch has loaded no NCCL, and there is none: {'; '.join(found)}")

@@ -210,11 +210,11 @@ class NcclCommunicator:
         missed: list[int] = []
         while not self._is_over.wait(LOOK_S):
             reason, lost = self._error(), self._lost()
-            # One that ends in peace has carried out what is queued, and so, soon, have we.
-            if not reason and lost and lost == missed and not self._is_done():
+            if not reason and lost and lost == missed:
                 reason = f"{_gone(lost)} while rank {self._rank} waits for a sum"
             missed = lost
-            if reason:
+            # Those that end in peace have carried out what is queued, and so, soon, has this one.
+            if reason and not self._is_done():
                 self._tell(reason)
 
     def _error(self) -> str:
