@@ -104,6 +104,12 @@ def planted(ended: Ended) -> Finding:
 
 HOST, PEERS = {"HPCTRAIN_DEVICE_SUMS": "host"}, {"HPCTRAIN_DEVICE_SUMS": "auto"}
 """Who sums gradients of one node: the host; cards in each other's memory, where they can."""
+NCCL = {
+    "HPCTRAIN_DEVICE_SUMS": "nccl",
+    "NCCL_MULTI_RANK_GPU_ENABLE": "1",  # from NCCL 2.30 on; before, what shares a card is skipped
+    "CARDS": "own",
+}
+"""NCCL sums, of ranks that have a card each where there are as many."""
 
 
 PHASES: Mapping[str, Phase] = {
@@ -152,6 +158,26 @@ PHASES: Mapping[str, Phase] = {
         "scripts drawn at random train as plain torch does, whatever they do to gradients",
         150,
         tuple(Part("gpu_programs.py", 2, variables=way) for way in (PEERS, HOST)),
+    ),
+    "nccl": Phase(
+        "NCCL's sums are near the CPU's; late streams, a lost rank; the host waits nowhere",
+        120,
+        (
+            *(
+                Part(f"gpu_job.py {words}", 2, variables=NCCL, judge=judge)
+                for words, judge in (
+                    ("near", None),
+                    ("lost", planted),
+                    ("order", None),
+                    ("order sums", planted),
+                    ("order caller", planted),
+                    ("waits", None),
+                    ("death", ends),
+                )
+            ),
+            Part("gpu_step.py", 2, variables=NCCL, by_mps=True),
+        ),
+        needs_cuda=True,
     ),
     "waits": Phase(
         "the host waits for the card nowhere within backward",

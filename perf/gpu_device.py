@@ -1,6 +1,7 @@
 """The device of a rank of ``gpu_check.py``: a card of CUDA, or a simulated one in its place.
 
 ``DEV`` names it: ``cuda``; ``mcpu``, of the package torch_mcpu in folder ``MCPU_SITE``; ``cpu``.
+All ranks have the first card, with ``CARDS=own`` each one of its own, as far as there are.
 """
 
 import contextlib
@@ -19,7 +20,10 @@ from torch import Tensor, nn  # noqa: E402
 if KIND == "mcpu":
     import torch_mcpu  # noqa: F401 - registers the device
 
-DEVICE = torch.device(KIND) if KIND == "cpu" else torch.device(KIND, 0)
+CARD = 0
+if os.environ.get("CARDS") == "own":
+    CARD = int(os.environ.get("LOCAL_RANK", "0")) % torch.accelerator.device_count()
+DEVICE = torch.device(KIND) if KIND == "cpu" else torch.device(KIND, CARD)
 _SPIN: list[Tensor] = []
 
 

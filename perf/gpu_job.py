@@ -1,9 +1,9 @@
 """Ranks that share one card, for ``gpu_check.py``: what becomes of their gradients.
 
-    hpctrain launch -n 2 -- python perf/gpu_job.py bits
+    hpctrain launch -n 2 -- python perf/gpu_job.py bits | near
     hpctrain launch -n 2 -- python perf/gpu_job.py order [sides | PLANT]
     hpctrain launch -n 2 -- python perf/gpu_job.py waits
-    hpctrain launch -n 2 -- python perf/gpu_job.py death | memory
+    hpctrain launch -n 2 -- python perf/gpu_job.py death | memory | lost
 
 ``DEV`` is the device, see ``gpu_device.py``.
 """
@@ -26,6 +26,8 @@ from torch import Tensor, nn
 
 import hpctrain as hvd
 from hpctrain.comm.device import device_of
+from hpctrain.comm.nccl.library import library
+from hpctrain.comm.nccl.nccl_bucket import NcclBucket
 
 IS_REAL = here.KIND != "mcpu"  # that one takes 32 bits, and its time
 NUMELS = (1, 2, 7, 64, 1000, 4097, 100_003, *[3_000_001] * IS_REAL)
@@ -33,6 +35,10 @@ DTYPES = (torch.float32, *[torch.float64, torch.bfloat16, torch.float16] * IS_RE
 STEPS = 3
 RUNS = 20
 FAILING_RANK = 1
+LEAVES_S = 10.0
+"""How long a rank that has failed lives on, for others to hear of its failure, not of its end."""
+NOT_HERE = "NCCL wants a card for each rank"
+"""Said where ranks share a card, and NCCL lets them not."""
 MARK = "gpu-check-ends: "
 """Stands before the time at which a rank fails on purpose."""
 
@@ -41,14 +47,21 @@ def main() -> None:
     """Carry out the part that is named."""
     parts: dict[str, Callable[..., Finding]] = {
         "bits": bits,
+        "near": near,
         "order": order,
         "waits": waits,
         "death": death,
         "memory": memory,
+        "lost": lost,
     }
     hvd.init()
     torch.set_num_threads(1)
-    finding = parts[sys.argv[1]](*sys.argv[2:])
+    try:
+        finding = parts[sys.argv[1]](*sys.argv[2:])
+    except hvd.HpctrainError as error:
+        if NOT_HERE not in str(error):
+            raise
+        finding = Finding("skip", str(error))
     finding.tell()
 
 
@@ -110,6 +123,44 @@ def count_differing(found: Tensor, expected: Tensor) -> int:
     """Count values with other bits."""
     kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[found.itemsize]
     return int((found.view(kind) != expected.view(kind)).sum())
+
+
+# --- near ----------------------------------------------------------------------------------------
+
+
+def near() -> Finding:
+    """Compare what NCCL makes of gradients on the card with the CPU's, in all dtypes, odd sizes.
+
+    Values may differ by what their dtype rounds, once for each rank and once for the average.
+    """
+    rows = []
+    for dtype in DTYPES:
+        for op in (hvd.Average, hvd.Sum):
+            here_ones, there_ones = reducer(here.DEVICE, dtype, op), reducer("cpu", dtype, op)
+            differ, far, worst = 0, 0, 0.0
+            for step in range(STEPS):
+                given = list(gradients(dtype, step))
+                here_found, expected_all = reduced(*here_ones, given), reduced(*there_ones, given)
+                for found, expected, own in zip(here_found, expected_all, given, strict=True):
+                    roundings = roundings_between(found, expected, own)
+                    differ += count_differing(found, expected)
+                    far += int((roundings > hvd.size() + 1).sum())
+                    worst = max(worst, float(roundings.max()))
+            name = "average" if op is hvd.Average else "sum"
+            row = {"dtype": str(dtype), "of ranks": name, "bits differ": differ, "too far": far}
+            rows.append(row | {"roundings at most": round(worst, 2)})
+    wrong = max(hvd.allgather_object(sum(row["too far"] for row in rows)))
+    version = str(library())
+    says = f"NCCL {version}: {wrong} values are too far" if wrong else f"NCCL {version}"
+    return Finding("fail" if wrong else "pass", says, {"rows": rows})
+
+
+def roundings_between(found: Tensor, expected: Tensor, own: Tensor) -> Tensor:
+    """Return the differences, each in units of what its dtype rounds at the sum of all sizes."""
+    of_all = hvd.allreduce(own.double().abs(), op=hvd.Sum)
+    limits = torch.finfo(own.dtype)
+    unit = (of_all * limits.eps).clamp(min=limits.tiny * limits.eps)
+    return (found.double() - expected.double()).abs() / unit
 
 
 # --- order ---------------------------------------------------------------------------------------
@@ -259,6 +310,13 @@ def deaf(stream: torch.Stream) -> torch.Stream:
     )
 
 
+def sums_go_on() -> None:
+    """Let the stream of NCCL begin before what it sums is written."""
+    device = device_of(here.DEVICE)
+    stream_of = device.new_stream
+    device.new_stream = lambda: deaf(stream_of())
+
+
 def host_goes_on() -> None:
     """Let the host sum before the copies have come."""
     device = device_of(here.DEVICE)
@@ -276,6 +334,7 @@ PLANTS: dict[str, Callable[[], None]] = {
     "caller": caller_goes_on,
     "copies": copies_go_on,
     "host": host_goes_on,
+    "sums": sums_go_on,
 }
 
 
@@ -349,6 +408,37 @@ def death() -> Finding:
 def memory() -> Finding:
     """Let a rank run out of the card's memory within backward."""
     return fails_in_step(lambda: torch.empty(1 << 50, dtype=torch.uint8, device=here.DEVICE))
+
+
+def lost() -> Finding:
+    """Let a rank leave NCCL, and live, when others wait for its sum: they wait for a stream."""
+    queue, step, start = NcclBucket._sum, 0, 0.0  # noqa: SLF001 - what is to go wrong
+
+    def leave(bucket: Any, *scales: float | None) -> None:
+        if step == STEPS and hvd.rank() == FAILING_RANK:
+            bucket._nccl.break_off("it was told to")  # noqa: SLF001
+        queue(bucket, *scales)
+
+    NcclBucket._sum = leave  # type: ignore[method-assign] # noqa: SLF001
+    model = network(0, is_late=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, foreach=IS_REAL)
+    optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+    try:
+        for step in range(STEPS + 1):
+            optimizer.zero_grad()
+            model(batch(0, step, hvd.rank())).square().mean().backward()
+            optimizer.step()
+            start = time.time()
+            here.wait_for_all()
+        said, verdict = "values of no sum went on", "fail"
+    except hvd.HpctrainError as error:
+        took = time.time() - start
+        said, verdict = f"heard of after {took:.1f} s: {error}"[:200], "pass"
+    if hvd.rank() == 0:
+        Finding(verdict, said).write()
+    else:
+        time.sleep(LEAVES_S)
+    os._exit(0)  # the ranks are no longer in step
 
 
 def fails_in_step(fail: Callable[[], object]) -> Finding:

@@ -28,12 +28,14 @@ class Passed:
     def record(self, stream: object = None) -> None: ...
     def synchronize(self) -> None: ...
     def wait_event(self, event: object) -> None: ...
+    def query(self) -> bool:
+        return True
 
 
 class StandIn(Device):
     """Tensors of the host that are treated as those of an accelerator."""
 
-    keeps_apart = ""
+    keeps_apart = without_nccl = ""
 
     def new_stream(self) -> Any:
         return Passed()
@@ -51,6 +53,12 @@ class StandIn(Device):
 
     def shared_event(self, comm: Any, members: Any) -> Any:
         return Passed(), [Passed() for _ in comm.allgather_object(0)][: len(members)]
+
+    def card(self) -> str:
+        return f"the card of process {os.getpid()}"
+
+    def handle_of(self, _: object) -> int:
+        return 0
 
     def new_segment(self, num_bytes: int) -> Segment:
         return FileSegment(num_bytes)

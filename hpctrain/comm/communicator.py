@@ -1,7 +1,7 @@
 """The protocol of communicators, and what their methods give: works, counters."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import sub
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
@@ -61,9 +61,10 @@ FINISHED = Finished()
 class Communicator(Protocol):
     """A fixed group of ranks that move tensors.
 
-    Every method but ``send``, ``recv_``, ``traffic`` and ``close`` is collective: all ranks call
-    it, in the same order. Tensors are dense and on the CPU, of any dtype that torch calculates
-    with, of any layout and size, also empty and scalar. A trailing ``_`` means in place.
+    Every method but ``send``, ``recv_``, ``traffic``, ``before_close`` and ``close`` is
+    collective: all ranks call it, in the same order. Tensors are dense and on the CPU, of any
+    dtype that torch calculates with, of any layout and size, also empty and scalar. A trailing
+    ``_`` means in place.
     Reductions are formed in the same order in every run of a plan, so all ranks hold the same
     bits, run after run.
 
@@ -237,6 +238,10 @@ class Communicator(Protocol):
 
     def traffic(self) -> Traffic:
         """Return what this rank has moved so far. Not collective."""
+
+    def before_close(self, function: Callable[[], object]) -> None:
+        """Call a function in ``close``, before what it may need is freed."""
+        del function
 
     def close(self) -> None:
         """Give back what this communicator holds; it cannot be used afterwards."""

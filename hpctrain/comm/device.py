@@ -23,6 +23,8 @@ class Device:
 
     keeps_apart = "processes share no memory of it"
     """Why processes cannot map the memory of others; empty if they may."""
+    without_nccl = "NCCL sums what is on CUDA"
+    """Why NCCL cannot sum what is there; empty if it can."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -64,6 +66,14 @@ class Device:
     def pinned(self, like: Tensor) -> Tensor:
         """Make memory of the host that streams copy from and to by themselves."""
         return torch.empty_like(like, device="cpu", pin_memory=True)
+
+    def card(self) -> str:
+        """Return a name of it that no other accelerator has, on whatever node."""
+        return str(self.device)
+
+    def handle_of(self, stream: torch.Stream) -> int:
+        """Return what libraries of the accelerator know a stream by."""
+        return stream.stream_id
 
     def new_segment(self, num_bytes: int) -> Segment:
         """Make memory for other processes to map. Raises ``OSError``: that cannot be."""
@@ -127,7 +137,7 @@ class Makers:
 class CudaDevice(Device):
     """An accelerator of CUDA, or of ROCm, which torch calls so, too."""
 
-    keeps_apart = ""
+    keeps_apart = without_nccl = ""
 
     def new_stream(self) -> torch.Stream:
         """Make a queue of work that runs beside others."""
@@ -162,6 +172,14 @@ class CudaDevice(Device):
             runtime.cudaHostUnregister(address)
 
         weakref.finalize(owner, let_go).atexit = False
+
+    def card(self) -> str:
+        """Return the name that the driver gives it."""
+        return str(torch.cuda.get_device_properties(self.device).uuid)
+
+    def handle_of(self, stream: Any) -> int:
+        """Return the address that CUDA knows a stream by."""
+        return int(stream.cuda_stream)
 
     def new_segment(self, num_bytes: int) -> Segment:
         """Make memory of CUDA's own, and a handle of it."""

@@ -78,6 +78,7 @@ class MpiCommunicator(Communicator):
         self._library_bytes = 0
         self._num_buckets = 0
         self._wires: list[MPI.Intracomm] = []
+        self._before_close: list[Callable[[], object]] = []
         self._owner = Owner()
 
     # -- reductions -------------------------------------------------------------------------
@@ -259,8 +260,14 @@ class MpiCommunicator(Communicator):
         sent = self._library_bytes + self.wire.num_bytes_sent
         return Traffic(rail_bytes=sent, waited_s=self._watch.waited_s)
 
+    def before_close(self, function: Callable[[], object]) -> None:
+        """Call a function in ``close``, before communicators of MPI are freed."""
+        self._before_close.append(function)
+
     def close(self) -> None:
         """Free the MPI communicator; harmless the second time."""
+        while self._before_close:
+            self._before_close.pop(0)()
         while self._wires:
             self._wires.pop().Free()
         if self.is_open:

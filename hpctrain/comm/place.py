@@ -1,6 +1,6 @@
 """The places of a bucket's elements while gradients are made, and how they come to be summed.
 
-On an accelerator they are summed where they are (``PeerBucket``) or by the host:
+On an accelerator they are summed where they are (``PeerBucket``, ``NcclBucket``) or by the host:
 
     depart    device to host     ``down``, behind what the caller's stream has written
     reduce    between the ranks  the host, once ``down`` has come so far
@@ -10,17 +10,28 @@ On an accelerator they are summed where they are (``PeerBucket``) or by the host
 Two streams, so that a bucket on its way back does not wait for one that is not full yet.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from hpctrain.comm.agreement import by_rank
 from hpctrain.comm.bucket import CHUNK_BYTES, Bucket, chunks_of
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.device import Device, Makers, device_of
+from hpctrain.comm.nccl.nccl_bucket import NcclBucket
+from hpctrain.comm.nccl.nccl_communicator import nccl_over
 from hpctrain.comm.node.peer_bucket import PeerBucket
+from hpctrain.core import config, logs
+from hpctrain.core.errors import CommError, MismatchError
+
+T = TypeVar("T")
+
+Way = Literal["host", "peers", "nccl"]
+"""Who sums elements of an accelerator: the host, each rank its slice in the memory of all
+accelerators of its node, or NCCL. What is on the host sums the host."""
 
 
 class BucketPlace(Protocol):
@@ -76,23 +87,70 @@ def new_place(
     num_marks: int,
     dtype: torch.dtype,
     *,
-    by_peers: bool,
+    way: Way,
 ) -> New:
     """Make room for ``numel`` elements on a device, and for marks, on the host. Collective.
 
-    ``by_peers`` sums elements of an accelerator where they are, if ``comm`` has levels:
-    ``CommError``, on all ranks, where that cannot be.
+    ``CommError``, on all ranks, where an accelerator cannot take that ``way``. For ``peers``
+    ``comm`` has levels.
     """
     there = device_of(device)
-    if there is not None and by_peers:
-        assert comm.levels is not None
-        place = PeerBucket(there, comm, comm.levels, numel, dtype)
+    if there is not None and way != "host":
+        place: BucketPlace
+        if way == "nccl":
+            place = NcclBucket(there, nccl_over(comm, there), numel, dtype)
+        else:
+            assert comm.levels is not None
+            place = PeerBucket(there, comm, comm.levels, numel, dtype)
         return New(comm.new_bucket(num_marks, dtype), place)
     bucket = comm.new_bucket(numel + num_marks, dtype)
     elements = bucket.flat[:numel]
     if there is None:
         return New(bucket, OnHost(elements))
     return New(_for_all_cores(bucket), StagedBucket(there, elements))
+
+
+def by_first_way(
+    comm: Communicator, devices: Collection[torch.device], make: Callable[[Way], T], refusal: str
+) -> T:
+    """Return what ``make`` does, by the first way that the setting allows. Collective.
+
+    ``refusal`` says why none but the host may sum what is on the ``devices``; empty if others
+    may. ``CommError``, on all ranks, where NCCL was asked for and cannot do it.
+    """
+    is_there = any(device_of(device) is not None for device in devices)
+    against_nccl = refusal or ("" if is_there else "parameters are on the host")
+    against_peers = refusal or _why_by_host(comm, devices)
+    told = comm.allgather_object((config.device_sums(), is_there, against_nccl, against_peers))
+    asked, are_there, why_not_nccl, why_not_peers = zip(*told, strict=True)
+    if "nccl" in asked and comm.size > 1 and any(are_there):
+        if len({*asked}) > 1:
+            raise MismatchError(
+                f"HPCTRAIN_DEVICE_SUMS=nccl must be set on all ranks or none, got {by_rank(asked)}"
+            )
+        return _made_by_nccl(make, by_rank([said or None for said in why_not_nccl]))
+    refusal = next(filter(None, why_not_peers), "")
+    if not refusal:
+        try:
+            return make("peers")
+        except CommError as error:
+            refusal = str(error)
+    if is_there:
+        logs.logger.info("gradients of accelerators are summed by the host: %s", refusal)
+    return make("host")
+
+
+def _made_by_nccl(make: Callable[[Way], T], refusal: str) -> T:
+    cause = None
+    if not refusal:
+        try:
+            return make("nccl")
+        except CommError as error:
+            refusal, cause = str(error), error
+    raise CommError(
+        f"HPCTRAIN_DEVICE_SUMS=nccl, and NCCL cannot sum these gradients: {refusal}; or set "
+        f"HPCTRAIN_DEVICE_SUMS=auto"
+    ) from cause
 
 
 def _for_all_cores(bucket: Bucket) -> Bucket:
@@ -104,13 +162,15 @@ def _for_all_cores(bucket: Bucket) -> Bucket:
     return replace(bucket, chunks=chunks_of(bucket.peers, local_rank, num_bytes))
 
 
-def why_by_host(devices: Iterable[torch.device]) -> str:
+def _why_by_host(comm: Communicator, devices: Collection[torch.device]) -> str:
     """Say why the host sums what these devices have; empty if it need not."""
     for device in devices:
         there = device_of(device)
         if there is None or there.keeps_apart:
             return f"{device.type}: {there.keeps_apart if there else 'it is the host'}"
-    return ""
+    if config.device_sums() == "host":
+        return "HPCTRAIN_DEVICE_SUMS=host"
+    return "" if comm.levels is not None else "the ranks of a node do not share its memory"
 
 
 class StagedBucket:

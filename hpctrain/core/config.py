@@ -150,9 +150,9 @@ class Settings:
     horovod_way: Annotated[str, _one_of("auto", "flat", "two-level")] = "auto"
     """How sums of the engine ``horovod`` travel between nodes: ``flat``, ``two-level``, or
     ``auto``, which is ``flat``."""
-    device_sums: Annotated[str, _one_of("auto", "host")] = "auto"
-    """Where gradients of accelerators are summed inside a node: ``auto`` where they are, if that
-    can be, else by way of the ``host``."""
+    device_sums: Annotated[str, _one_of("auto", "host", "nccl")] = "auto"
+    """Where gradients of accelerators are summed: ``auto`` inside a node where they are, if that
+    can be, else by way of the ``host``; by ``nccl`` over all ranks, or not at all."""
     alone: Annotated[bool, _flag] = False
     """Allow a process to be a world of one where a launcher or a job speaks of several ranks."""
 
@@ -217,6 +217,15 @@ def device_sums(environ: Mapping[str, str] = os.environ) -> str:
     """
     said = _read("device_sums", environ)
     return "auto" if said is None else str(said.value)
+
+
+def recovers(environ: Mapping[str, str] = os.environ) -> bool:
+    """Say whether HPCTRAIN_RECOVER lets ranks go on when one dies; no other variable is read.
+
+    Raises ``ConfigError``: its value is not valid.
+    """
+    said = _read("recover", environ)
+    return said is not None and bool(said.value)
 
 
 def records_folder(environ: Mapping[str, str] = os.environ) -> Path | None:

@@ -6,7 +6,7 @@ from torch.nn import Parameter
 
 from hpctrain.comm.bucket import BucketPlan
 from hpctrain.comm.communicator import Communicator
-from hpctrain.comm.place import new_place
+from hpctrain.comm.place import Way, new_place
 from hpctrain.gradients.parameter_names import NamedParameters
 from hpctrain.gradients.sparse_gradients import GradientState, as_sparse
 
@@ -159,15 +159,15 @@ class GradientBucket:
         plan: BucketPlan,
         index: int,
         *,
-        by_peers: bool,
+        way: Way,
     ) -> None:
         """Make it by its plan, which numbers the parameters, all on one device. Collective.
 
-        ``by_peers`` is for ``new_place``.
+        ``way`` is for ``new_place``.
         """
         num_marks, device = len(plan.members), parameters[plan.members[0]][1].device
         room = plan.numel - num_marks, num_marks, plan.dtype
-        self.bucket, self.place = new_place(comm, device, *room, by_peers=by_peers)
+        self.bucket, self.place = new_place(comm, device, *room, way=way)
         flat, travels = self.place.flat, self.place.travels
         self.marks = self.bucket.flat[self.bucket.numel - num_marks :]
         self.slots, self.parts = list[Slot](), list[Tensor]()  # the latter: where each is summed

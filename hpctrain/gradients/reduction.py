@@ -15,12 +15,11 @@ from torch import Tensor
 from hpctrain.comm.agreement import require_equal
 from hpctrain.comm.bucket import Bucket, BucketPlan, TensorSpec, plan_buckets
 from hpctrain.comm.communicator import Communicator, Work
-from hpctrain.comm.place import why_by_host
+from hpctrain.comm.place import Way, by_first_way
 from hpctrain.comm.plan.plan import Plan
 from hpctrain.comm.threaded import start_on
 from hpctrain.compress.codec import Codec, Identity, settings_of
 from hpctrain.compress.savings import Savings, savings_of
-from hpctrain.core import config, logs
 from hpctrain.core.checksum import crc32
 from hpctrain.core.errors import CommError
 from hpctrain.gradients.checked_steps import CheckedSteps
@@ -276,34 +275,16 @@ class Reduction:
     ) -> list[GradientBucket]:
         """Make buckets, summed on accelerators where all ranks can do that. Collective."""
 
-        def make(*, by_peers: bool) -> list[GradientBucket]:
+        def make(way: Way) -> list[GradientBucket]:
             return [
-                GradientBucket(self._comm, dense, plan, index, by_peers=by_peers)
+                GradientBucket(self._comm, dense, plan, index, way=way)
                 for index, plan in enumerate(plans)
             ]
 
-        refusals = self._comm.allgather_object(self._why_by_host(dense))
-        refusal = next((text for text in refusals if text), "")
-        if not refusal:
-            try:
-                return make(by_peers=True)
-            except CommError as error:
-                refusal = str(error)
-        if any(not p.is_cpu for _, p in dense):
-            logs.logger.info("gradients of accelerators are summed by the host: %s", refusal)
-        return make(by_peers=False)
-
-    def _why_by_host(self, dense: NamedParameters) -> str:
-        """Say why the host is to sum what accelerators have; empty if it need not."""
-        if not dense or (reason := why_by_host({p.device for _, p in dense})):
-            return reason if dense else "there are no parameters"
-        if config.device_sums() == "host":
-            return "HPCTRAIN_DEVICE_SUMS=host"
+        refusal = "" if dense else "there are no parameters"
         if not isinstance(self.codec, Identity):
-            return f"the codec {type(self.codec).__name__} is there"
-        if self._comm.levels is None:
-            return "the ranks of a node do not share its memory"
-        return ""
+            refusal = f"the codec {type(self.codec).__name__} is there"
+        return by_first_way(self._comm, {p.device for _, p in dense}, make, refusal)
 
     def _set_by_hand(self, today: NamedParameters) -> list[Tensor]:
         """Return the parameters whose gradients the program has put there."""

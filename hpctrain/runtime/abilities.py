@@ -36,5 +36,5 @@ gloo_built = ddl_built = ccl_built = cuda_built = rocm_built = gloo_enabled
 
 
 def nccl_built() -> int:
-    """Return 0: this package does not communicate through NCCL."""
+    """Return 0: NCCL is not compiled in; ``HPCTRAIN_DEVICE_SUMS=nccl`` takes what torch ships."""
     return 0

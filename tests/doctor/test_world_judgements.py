@@ -49,6 +49,9 @@ def seeing(*visible, host="a", by_torch=False):
     return rank(host, visible=visible, by_torch=by_torch)
 
 
+TWO_CARDS = [seeing("a", by_torch=True), seeing("b", by_torch=True)]
+
+
 def near(*mask):
     """A rank on some cores of a machine with four GPUs, all of which it sees."""
     seen = replace(seeing("a", "b", "c", "d", by_torch=True), **smi())
@@ -135,6 +138,19 @@ TABLE = {
         (world(*[bound("a", 0, 1, omp=1)] * 3), "ok", ""),  # too many ranks is another check
         (world(*[bound("a", 0, 1, 2, 3, omp=4, quota=2.0)] * 1), "warning", "has 2 cores"),
         (world(bound("a", 0), bound("a", 0)), "ok", ""),
+    ],
+    gpus.check_nccl: [
+        (world("a", "b"), "ok", "torch sees no GPU"),
+        (world(*TWO_CARDS, nccl="2.28.9"), "ok", "NCCL 2.28.9 could sum"),
+        (
+            world(*TWO_CARDS, why_not_nccl="of wood"),
+            "note",
+            "cannot sum gradients of all ranks: of",
+        ),
+        (
+            world(*TWO_CARDS, why_not_nccl="old", settings=Settings(device_sums="nccl")),
+            *("error", "unset HPCTRAIN_DEVICE_SUMS"),
+        ),
     ],
     gpus.check_own_gpus: [
         (world(seeing(), seeing()), "ok", "no rank sees a GPU"),

@@ -178,6 +178,8 @@ class WorldFacts:
     node_memory: str = "alone"  # how the ranks of a node share memory, by the plan
     overlap: str = "end"  # when gradients travel, by the plan
     notes: Sequence[str] = ()  # what rank 0 was told while the ranks met
+    nccl: str = ""  # version of the NCCL that torch has on rank 0; empty where there is none
+    why_not_nccl: str = ""  # why it cannot sum over all ranks; empty if it can
     obstacles: Sequence[Finding] = ()  # what was forced and could not be had
     plan: Sequence[str] = ()  # what the plan says and was chosen by, in sentences
     inside: Sequence[Link] = ()  # links of two ranks of a node

@@ -62,6 +62,19 @@ def check_own_gpus(world: WorldFacts) -> Found:
     return ok(f"each rank has a GPU of its own among the {seen_by} it sees")
 
 
+def check_nccl(world: WorldFacts) -> Found:
+    """Tell whether NCCL could sum gradients of all ranks on their GPUs, or why not."""
+    if not any(facts.by_torch for facts in world.ranks):
+        return ok("nothing to sum: torch sees no GPU")
+    version = f"NCCL {world.nccl}" if world.nccl else "NCCL"
+    if not world.why_not_nccl:
+        return ok(f"{version} could sum gradients of all ranks: HPCTRAIN_DEVICE_SUMS=nccl")
+    is_wanted = world.settings.device_sums == "nccl"
+    do = "unset HPCTRAIN_DEVICE_SUMS, which is nccl" if is_wanted else ""
+    what = f"{version} cannot sum gradients of all ranks: {world.why_not_nccl}"
+    return error(what, do) if is_wanted else note(what)
+
+
 def named(environ: Mapping[str, str]) -> tuple[str, ...]:
     """Return the GPUs that the environment gives to a process.
 

@@ -34,6 +34,7 @@ OF_WORLD: tuple[tuple[str, Callable[[WorldFacts], Found]], ...] = (
     ("cores", lambda world: node.check_masks(world.ranks)),
     ("threads", lambda world: node.check_threads(world.ranks)),
     ("GPUs", gpus.check_own_gpus),
+    ("NCCL", gpus.check_nccl),
     ("node memory", node.check_way),
     ("", lambda world: world.obstacles),
     ("links", network.check_links),

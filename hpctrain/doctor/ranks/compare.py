@@ -10,8 +10,11 @@ import torch
 from hpctrain import __version__
 from hpctrain.cluster import env
 from hpctrain.comm import mpi_library
+from hpctrain.comm.communicator import Communicator
+from hpctrain.comm.device import Device, device_of
 from hpctrain.comm.factory import Connection, connect
 from hpctrain.comm.mpi_world import find_world
+from hpctrain.comm.nccl.nccl_communicator import asked_over
 from hpctrain.core.config import PREFIX, Settings
 from hpctrain.core.errors import ConfigError, LaunchError, NodeMemoryError
 from hpctrain.core.finding import Finding
@@ -39,6 +42,7 @@ def compare(facts: Facts, local: list[Finding], seconds: float) -> list[Finding]
         inside = links_inside(comm, topology)
         fast = [card.name for card in facts.network.cards if card.is_fast]
         between, carried = links_between(comm, topology, tuple(fast), seconds)
+        version, why_not = _nccl(comm, topology.host_rank)
         world = WorldFacts(
             ranks=[of_rank for of_rank, _ in told],
             topology=topology,
@@ -49,6 +53,8 @@ def compare(facts: Facts, local: list[Finding], seconds: float) -> list[Finding]
             node_memory=found.plan.node_memory,
             overlap=found.plan.overlap,
             notes=notes,
+            nccl=version,
+            why_not_nccl=why_not,
             obstacles=obstacles,
             plan=_in_sentences(found),
             inside=inside,
@@ -83,6 +89,15 @@ def _of_rank(facts: Facts, size: int) -> Facts:
         no_peers=tuple(no_peers),
         thread_level=mpi_library.thread_level() if size > 1 else "MULTIPLE",
     )
+
+
+def _nccl(comm: Communicator, host_rank: int) -> tuple[str, str]:
+    """Return the version of NCCL, and why it cannot sum over all ranks. Collective."""
+    count = torch.cuda.device_count()
+    if not any(comm.allgather_object(count)):
+        return "", ""
+    own = torch.device("cuda", host_rank % count) if count else torch.device("cpu")
+    return asked_over(comm, device_of(own) or Device(own))
 
 
 @contextmanager

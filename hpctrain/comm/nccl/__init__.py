@@ -1,0 +1,1 @@
+"""NCCL, the library that torch ships: sums over ranks on the accelerators themselves."""

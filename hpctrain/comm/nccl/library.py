@@ -1,0 +1,178 @@
+"""NCCL's functions, of the library that torch has loaded: no build, no second copy.
+
+All communicators are non-blocking, so that no call keeps a thread inside of the library: what is
+not done yet is ``IN_PROGRESS``, which ``async_error`` tells the end of.
+"""
+
+import ctypes
+from functools import cache
+from typing import Any
+
+import torch
+
+from hpctrain.core.errors import CommError
+
+SUCCESS, IN_PROGRESS = 0, 7
+OLDEST = 21800  # the first whose configuration has the fields below
+MANY_PER_CARD = 23000
+"""From here on several ranks may share a card, where NCCL_MULTI_RANK_GPU_ENABLE=1."""
+TYPES = {torch.float16: 6, torch.float32: 7, torch.float64: 8, torch.bfloat16: 9}
+"""What NCCL calls the numbers that it adds here."""
+
+_ID_BYTES = 128
+_SUM = 0
+_MAGIC = 0xCAFEBEEF
+_UNDEFINED = -(2**31)
+_NAMES = ("libnccl.so.2", "librccl.so.1")
+"""By which the loader finds what torch has loaded; the latter is that of ROCm."""
+
+
+class _Id(ctypes.Structure):
+    _fields_ = (("bytes", ctypes.c_byte * _ID_BYTES),)
+
+
+class _Config(ctypes.Structure):
+    """As in version 2.18; later libraries take what is behind as not given."""
+
+    _fields_ = (
+        ("size", ctypes.c_size_t),
+        ("magic", ctypes.c_uint),
+        ("version", ctypes.c_uint),
+        ("blocking", ctypes.c_int),
+        ("cga_cluster_size", ctypes.c_int),
+        ("min_ctas", ctypes.c_int),
+        ("max_ctas", ctypes.c_int),
+        ("net_name", ctypes.c_char_p),
+        ("split_share", ctypes.c_int),
+    )
+
+
+_POINTER = ctypes.c_void_p
+_ARGUMENTS: dict[str, list[Any]] = {
+    "ncclGetVersion": [ctypes.POINTER(ctypes.c_int)],
+    "ncclGetUniqueId": [ctypes.POINTER(_Id)],
+    "ncclCommInitRankConfig": [
+        *(ctypes.POINTER(_POINTER), ctypes.c_int, _Id, ctypes.c_int, ctypes.POINTER(_Config))
+    ],
+    "ncclAllReduce": [
+        *(_POINTER, _POINTER, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, _POINTER, _POINTER)
+    ],
+    "ncclCommGetAsyncError": [_POINTER, ctypes.POINTER(ctypes.c_int)],
+    "ncclCommFinalize": [_POINTER],
+    "ncclCommDestroy": [_POINTER],
+    "ncclCommAbort": [_POINTER],
+}
+_TEXTS: dict[str, list[Any]] = {
+    "ncclGetErrorString": [ctypes.c_int],
+    "ncclGetLastError": [_POINTER],
+}
+
+
+class Library:
+    """The functions, which return a code, or raise ``CommError`` where that is a failure."""
+
+    def __init__(self, handle: ctypes.CDLL) -> None:
+        """Take a library that is loaded. Raises ``CommError``: it is too old."""
+        self._handle = handle
+        found = ctypes.c_int()
+        for name, arguments in {**_ARGUMENTS, **_TEXTS}.items():
+            function = getattr(handle, name, None)
+            if function is not None:
+                function.argtypes = arguments
+                function.restype = ctypes.c_char_p if name in _TEXTS else ctypes.c_int
+        self.check(handle.ncclGetVersion(ctypes.byref(found)), "ncclGetVersion")
+        self.version = found.value
+        if self.version < OLDEST:
+            raise CommError(
+                f"NCCL {self} is too old, 2.18 is the first that serves; install a newer torch"
+            )
+
+    def __str__(self) -> str:
+        """Return the version, such as ``2.28.9``."""
+        major, rest = divmod(self.version, 10_000 if self.version >= 10_000 else 1000)
+        return ".".join(map(str, (major, *divmod(rest, 100))))
+
+    def unique_id(self) -> bytes:
+        """Make what the ranks of a communicator find each other by."""
+        made = _Id()
+        self.check(self._handle.ncclGetUniqueId(ctypes.byref(made)), "ncclGetUniqueId")
+        return bytes(made)
+
+    def start(self, unique_id: bytes, size: int, rank: int) -> int:
+        """Begin to make this rank's end of a communicator, on the current device."""
+        config = _Config(
+            size=ctypes.sizeof(_Config),
+            magic=_MAGIC,
+            version=OLDEST,
+            blocking=0,
+            cga_cluster_size=_UNDEFINED,
+            min_ctas=_UNDEFINED,
+            max_ctas=_UNDEFINED,
+            net_name=None,
+            split_share=_UNDEFINED,
+        )
+        comm, name = _POINTER(), "ncclCommInitRankConfig"
+        shared = _Id.from_buffer_copy(unique_id)
+        code = self._handle.ncclCommInitRankConfig(
+            ctypes.byref(comm), size, shared, rank, ctypes.byref(config)
+        )
+        self.check(code, name)
+        if not comm.value:
+            raise CommError(f"{name} of NCCL {self} has made nothing")
+        return comm.value
+
+    def all_reduce(
+        self, address: int, numel: int, dtype: torch.dtype, comm: int, stream: int
+    ) -> int:
+        """Queue a sum in place."""
+        code = self._handle.ncclAllReduce(
+            *(address, address, numel, TYPES[dtype], _SUM, comm, stream)
+        )
+        return self.check(code, "ncclAllReduce", comm)
+
+    def async_error(self, comm: int) -> int:
+        """Return the code of what was begun last, or of what has failed meanwhile."""
+        code = ctypes.c_int()
+        name = "ncclCommGetAsyncError"
+        self.check(self._handle.ncclCommGetAsyncError(comm, ctypes.byref(code)), name, comm)
+        return code.value
+
+    def finalize(self, comm: int) -> int:
+        """Begin to end a communicator whose work is done."""
+        return self.check(self._handle.ncclCommFinalize(comm), "ncclCommFinalize", comm)
+
+    def destroy(self, comm: int) -> None:
+        """Free a communicator that is finalized."""
+        self._handle.ncclCommDestroy(comm)
+
+    def abort(self, comm: int) -> None:
+        """Free a communicator at once; what it has queued ends, with any values."""
+        self._handle.ncclCommAbort(comm)
+
+    def check(self, code: int, what: str, comm: int | None = None) -> int:
+        """Return the code of a call; raise ``CommError`` where it failed."""
+        if code not in (SUCCESS, IN_PROGRESS):
+            raise CommError(f"{what} has failed: {self.told(code, comm)}")
+        return code
+
+    def told(self, code: int, comm: int | None = None) -> str:
+        """Say what a code means, and what the library knows of it."""
+        text = self._handle.ncclGetErrorString(code)
+        more = self._handle.ncclGetLastError(comm)
+        lines = [each.decode(errors="replace").strip() for each in (text, more) if each]
+        return f"{': '.join(filter(None, lines))} (code {code})"
+
+
+@cache
+def library() -> Library:
+    """Return the library of this process.
+
+    Raises ``CommError``: there is none, or it is too old.
+    """
+    found = []
+    for name in _NAMES:
+        try:
+            return Library(ctypes.CDLL(name))
+        except OSError as error:
+            found.append(str(error))
+    raise CommError(f"torch has loaded no NCCL, and there is none: {'; '.join(found)}")

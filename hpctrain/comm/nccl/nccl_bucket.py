@@ -1,0 +1,61 @@
+"""Buckets on accelerators that NCCL sums over all ranks, between nodes, too.
+
+NCCL finds its own way through NVLink, the node and the network. The ranks meet on the host once
+for each bucket, so that none queues a sum that another one does not; the sum itself waits in a
+stream, and the host for none of it. NCCL adds values of 16 bits in 16 bits, in an order of its
+own: they are scaled before, or a sum could overflow where the average does not.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from hpctrain.comm.device import Device, Makers
+from hpctrain.comm.hierarchical import scaled_when
+from hpctrain.comm.nccl.library import TYPES
+from hpctrain.comm.nccl.nccl_communicator import NcclCommunicator
+from hpctrain.comm.ops import Op, combination, scale_
+from hpctrain.comm.tensor_arguments import name_of
+from hpctrain.core.errors import CommError
+
+
+class NcclBucket:
+    """Elements on this rank's accelerator."""
+
+    def __init__(
+        self, device: Device, nccl: NcclCommunicator, numel: int, dtype: torch.dtype
+    ) -> None:
+        """Make ``numel`` zeros, the same on all ranks. Raises ``CommError``: NCCL adds no such."""
+        self._how = combination(dtype, Op.SUM)
+        if self._how.lane not in TYPES:
+            raise CommError(f"NCCL adds {', '.join(map(name_of, TYPES))}, not {name_of(dtype)}")
+        self._nccl, self._device, self.makers = nccl, device, Makers(device)
+        self.flat = self.travels = device.zeros(numel, dtype, (nccl.stream,))
+        self._full, self._back = device.new_event(), device.new_event()
+
+    def depart(self) -> None:
+        """Let the sum come behind all that the caller's stream has to do."""
+        self._full.record(self._device.current_stream())
+
+    def reduce(self, meet: Callable[[], object], scale: float | None) -> None:
+        """Sum, times ``scale``; all ranks ``meet`` before. Collective."""
+        stream = self._nccl.stream
+        early, late = scaled_when(scale, self._how)
+        meet()
+        stream.wait_event(self._full)
+        with self._device.on(stream):
+            if self.flat.numel():
+                self._sum(early, late)
+        self._back.record(stream)
+        self._nccl.ends_with(self._back)
+
+    def arrive(self) -> None:
+        """Let the caller's stream go on when the sum is there, and not before."""
+        self._device.current_stream().wait_event(self._back)
+
+    def _sum(self, early: float | None, late: float | None) -> None:
+        if early is not None:
+            scale_(self.flat, early)
+        self._nccl.all_reduce_(self.flat.view(self._how.lane))
+        if late is not None:
+            scale_(self.flat, late)

@@ -1,0 +1,145 @@
+"""The way of gradients that NCCL sums has no race, and each wait that is left out is found.
+
+Streams and events are those of ``race_checker``; buckets are the library's own.
+"""
+
+import gc
+from functools import partial
+
+import pytest
+import torch
+
+from hpctrain.comm.nccl.nccl_bucket import NcclBucket
+from tests.gpu.test_order import (
+    NUMEL,
+    DroppedUnderWay,
+    DroppedUnknown,
+    Staged,
+    WrittenAfterDeparture,
+    _before,
+    nothing,
+)
+
+
+class QueuedSums:
+    """What a bucket knows of NCCL: each rank's sums read and write that rank's elements alone."""
+
+    def __init__(self, device):
+        self.stream = device.new_stream("nccl")
+
+    def all_reduce_(self, values):
+        values.mul_(2.0)  # on the current stream
+
+    def ends_with(self, event):
+        pass
+
+
+class ByNccl(Staged):
+    """One rank's side of steps with buckets that NCCL sums; a method for what may be wrong."""
+
+    def new_bucket(self, _):
+        bucket = NcclBucket(self.device, QueuedSums(self.device), NUMEL, torch.float32)
+        bucket.reduce = partial(bucket.reduce, scale=0.5)
+        return bucket
+
+    def step(self):
+        for bucket, weight in zip(self.buckets, self.weights, strict=True):
+            self.fill(bucket, weight * 0.5 + 1)
+            with self.checker.thread("progress"):
+                bucket.reduce(nothing)
+                known = dict(self.checker.clocks["progress"])
+            self.checker.join("host", known)
+        for bucket, weight in zip(self.buckets, self.weights, strict=True):
+            self.arrive(bucket)
+            weight.add_(bucket.flat, alpha=-0.1)
+
+
+class NcclDroppedUnderWay(ByNccl, DroppedUnderWay):
+    def end(self):
+        for bucket in self.buckets:
+            bucket.flat.fill_(1.0)
+            bucket.depart()
+            bucket.reduce(nothing)
+        self.buckets.clear()
+        del bucket
+        gc.collect()
+        self.device.zeros(NUMEL, torch.float32, ())
+
+
+class NcclDroppedUnknown(NcclDroppedUnderWay, DroppedUnknown):
+    pass
+
+
+class NcclDoesNotWait(ByNccl):
+    def new_bucket(self, _):
+        bucket = super().new_bucket(_)
+        bucket._nccl.stream.wait_event = nothing
+        return bucket
+
+
+class NcclCallerDoesNotWait(ByNccl):
+    def arrive(self, bucket):
+        pass
+
+
+class NcclRecordedBeforeTheSum(ByNccl):
+    def new_bucket(self, _):
+        bucket = super().new_bucket(_)
+        record, bucket._back.record = bucket._back.record, nothing
+        bucket._sum = _before(lambda: record(bucket._nccl.stream), bucket._sum)
+        return bucket
+
+
+class NcclRecordedOnTheOtherStream(ByNccl):
+    def new_bucket(self, _):
+        bucket = super().new_bucket(_)
+        record = bucket._back.record
+        bucket._back.record = lambda _: record(self.device.up)
+        return bucket
+
+
+class NcclSumsOnTheOtherStream(ByNccl):
+    def new_bucket(self, _):
+        bucket = super().new_bucket(_)
+        bucket._sum = self.device.on(self.device.up)(bucket._sum)
+        return bucket
+
+
+class NcclScalesOnTheHostsStream(ByNccl):
+    def new_bucket(self, _):
+        bucket = super().new_bucket(_)
+        bucket.reduce = partial(bucket.reduce.func, scale=None)
+        reduce = bucket.reduce
+
+        def scaled_behind(meet):
+            reduce(meet)
+            bucket.flat.mul_(0.5)
+
+        bucket.reduce = scaled_behind
+        return bucket
+
+
+class WrittenAfterDepartureToNccl(ByNccl, WrittenAfterDeparture):
+    pass
+
+
+@pytest.mark.parametrize("program", [ByNccl, NcclDroppedUnderWay])
+def test_buckets_that_nccl_sums_have_no_race(program):
+    assert program().races() == []
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        NcclDroppedUnknown,
+        NcclDoesNotWait,
+        NcclCallerDoesNotWait,
+        NcclRecordedBeforeTheSum,
+        NcclRecordedOnTheOtherStream,
+        NcclSumsOnTheOtherStream,
+        NcclScalesOnTheHostsStream,
+        WrittenAfterDepartureToNccl,
+    ],
+)
+def test_what_is_left_out_around_nccl_is_found(program):
+    assert program().races()

@@ -1,0 +1,21 @@
+"""Compiles ``nccl_stand_in.c``, a library that stands in for NCCL without an accelerator."""
+
+import ctypes
+import subprocess
+from pathlib import Path
+
+
+def compiled(folder: Path) -> Path:
+    """Compile it into ``folder``; it has the name by which the one of torch is found."""
+    library = folder / "libnccl.so.2"
+    source = Path(__file__).with_suffix(".c")
+    options = ["-shared", "-fPIC", "-O1", "-fno-strict-aliasing", "-pthread"]
+    options.append(f"-Wl,-soname,{library.name}")
+    subprocess.run(["cc", *options, "-o", str(library), str(source)], check=True)
+    return library
+
+
+def load(world, folder: Path) -> None:
+    """Let all ranks have it. Collective."""
+    path = world.bcast(compiled(folder) if world.rank == 0 else None)
+    ctypes.CDLL(str(path))
