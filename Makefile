@@ -201,10 +201,11 @@ check: .venv/stamp ## lint, types, layers, spelling, size of files
 	python -m pytest -q tests/test_size.py
 
 .PHONY: soak
-soak: .venv/stamp ## kill writers, let jobs overlap, run 500 random scripts, 10000 mixed steps
+soak: .venv/stamp ## kill writers and ranks, let jobs overlap, run 500 random scripts, 10000 mixed steps
 	HPCTRAIN_TEST_KILLS=200 python -m pytest -q -m "conformance or not conformance" \
 	  tests/data/test_kills.py tests/checkpoint/test_checkpoint_kills.py
 	HPCTRAIN_TEST_KILLS=50 python -m pytest -q -m conformance tests/gradients/test_sharded_kills.py
+	HPCTRAIN_TEST_KILLS=500 python -m pytest -q tests/horovod/elastic/test_recovery.py -k wherever
 	HPCTRAIN_TEST_OVERLAPS=50 python -m pytest -q -n 3 tests/train/test_two_jobs.py
 	$(foreach ranks,2 3,HPCTRAIN_TEST_PROGRAMS=250 $(SIDE_BY_SIDE) \
 	  hpctrain launch -n $(ranks) -- python -m pytest -q -x tests/gradients/test_programs.py;)

@@ -1,8 +1,10 @@
 """Ranks die at any instant; those that are left go on in place, and lose nothing.
 
-``HPCTRAIN_TEST_KILLS=500`` makes it so many kills.
+``HPCTRAIN_TEST_KILLS=500`` makes it so many kills, half an hour to an hour; what has passed is
+kept in ``build/soak`` until the package changes, and not done again.
 """
 
+import hashlib
 import json
 import os
 import random
@@ -13,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import hpctrain
 from hpctrain.launch import mpiexec
 from tests.cluster.vcluster import VirtualCluster
 from tests.horovod.elastic import recovering
@@ -23,7 +26,8 @@ pytestmark = [
     pytest.mark.limit(150),
     pytest.mark.requires("recovery"),
 ]
-NUM_KILLS = int(os.environ.get("HPCTRAIN_TEST_KILLS", "6"))
+FEW = 6
+NUM_KILLS = int(os.environ.get("HPCTRAIN_TEST_KILLS", FEW))
 
 
 def test_a_launcher_that_says_0_is_not_believed_where_no_rank_has_come_to_its_end():
@@ -69,16 +73,45 @@ def several(seed):
     ]
 
 
+NOTES = Path("build/soak/recovery.json")
+
+
+def passed_before():
+    """Return the seeds that the same package has passed, of a run of many kills."""
+    found = json.loads(NOTES.read_text()) if NUM_KILLS > FEW and NOTES.exists() else {}
+    return set(found.get("passed", ())) if found.get("package") == package() else set()
+
+
+def package():
+    """Return what tells one state of the package from another."""
+    sources = sorted(Path(hpctrain.__file__).parent.rglob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in sources)).hexdigest()
+
+
+def note(seed, num_kills):
+    """Keep that a seed has passed, and say how far it is."""
+    if NUM_KILLS > FEW:
+        NOTES.parent.mkdir(parents=True, exist_ok=True)
+        passed = sorted({*passed_before(), seed})
+        NOTES.write_text(json.dumps({"package": package(), "passed": passed}))
+        sys.__stderr__.write(f"{num_kills} of {NUM_KILLS} kills survived\n")
+
+
+@pytest.mark.limit(150 + 15 * NUM_KILLS)
 def test_ranks_that_are_left_go_on_in_place_wherever_the_others_die(tmp_path):
-    num_kills = 0
+    num_kills, passed = 0, passed_before()
     for seed in count():
         kills, folder = several(seed), tmp_path / str(seed)
+        num_kills += len(kills) * (seed in passed)
+        if seed in passed and num_kills < NUM_KILLS:
+            continue
         folder.mkdir()
         nodes = ("--nodes", 2) if seed % 3 else ()
         ends, said = launched(folder, kills, *nodes)
         check(ends)
         assert "died; the" in said
-        num_kills += len(kills)
+        num_kills += len(kills) * (seed not in passed)
+        note(seed, num_kills)
         if num_kills >= NUM_KILLS:
             break
 
