@@ -349,6 +349,7 @@ def with_shard(
         f"they are on {'/'.join(devices)}": bool(devices),
         "no node has two ranks that share memory": most < 2,
         "train.reproducible sums gradients by a rule of its own": train.reproducible,
+        "ranks divide the model as [parallel] says": config.parallel.divides,
         f"sync.method is {config.sync.method}": config.sync.is_local,
         "sync.compression is not none": config.sync.compression != "none",
         "log.noise_scale looks at gradients of ranks": config.log.noise_scale,

@@ -34,6 +34,7 @@ from hpctrain.local_sgd.staged_sgd import StagedSGD
 from hpctrain.optim.noise_scale import NoiseScale
 from hpctrain.runtime import world
 from hpctrain.train.config import DataConfig, LossConfig, RunConfig
+from hpctrain.train.model_parallel import ModelParallel
 from hpctrain.train.model import (
     choose_device,
     load_first_weights,
@@ -80,6 +81,8 @@ class Task:
     for."""
     sync: LocalMethod | None = None
     """Says when ranks agree that take steps of their own, where that is asked for."""
+    parallel: ModelParallel | None = None
+    """What this rank has of the model, where ranks divide it."""
     noise: NoiseScale | None = None  # of the gradients, where that is asked for
     shard_reason: str = ""  # what train.shard = auto has become, and why
     device: torch.device = CPU
@@ -88,7 +91,12 @@ class Task:
     @property
     def exchange(self) -> Any:
         """What speaks with the other ranks in a step: gradients and flags go through it."""
-        return self.sync or self.steps or self.optimizer
+        return self.sync or self.steps or self.parallel or self.optimizer
+
+    @property
+    def layout(self) -> str | None:
+        """How ranks divide the model; None where each has all of it."""
+        return None if self.parallel is None else self.parallel.describe()
 
     @property
     def step_flags(self) -> int:
@@ -104,6 +112,8 @@ class Task:
     @property
     def num_parameters(self) -> int:
         """Elements of all parameters."""
+        if self.parallel is not None:
+            return self.parallel.num_parameters
         return sum(parameter.numel() for parameter in self.model.parameters())
 
     @property
@@ -167,16 +177,22 @@ class Task:
         return there[0], there[1]
 
     def forward(
-        self, inputs: Tensor, labels: Tensor, *, tries_backward: bool = False
+        self,
+        inputs: Tensor,
+        labels: Tensor,
+        *,
+        output: Tensor | None = None,
+        tries_backward: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """Return output and mean loss of some samples, calculated as ``train.precision`` says.
 
+        ``output`` is given where it is calculated already.
         Some dtypes are refused in backward alone, which is tried as far as the output.
         """
         model, whose = self.targets
         with self.precision.autocast():
             with told_of(model, inputs):
-                output = self.model(inputs)
+                output = self.model(inputs) if output is None else output
             with told_of(whose, output, labels):
                 loss: object = self.loss(output, labels)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -279,7 +295,15 @@ def build(config: RunConfig, comm: Communicator, *, is_new: bool = True) -> Task
         sync = make_sync(config.sync, model, optimizer, **lengths)
     sizes = [len(ranks) for ranks in world.current().topology.nodes if comm.levels is not None]
     config, reason = with_shard(config, model, optimizer, sizes)
-    if steps is None and sync is None:
+    precision, parallel = Precision(config.train.precision, model), None
+    if config.parallel.divides:
+        with agreed(comm):
+            parallel = ModelParallel(config, model, optimizer, loss, precision, comm)
+        model, optimizer = parallel.model, parallel.optimizer
+        for loader in (train, test):  # which have agreed so far, and go on to, with all ranks
+            loader.rank, loader.size = parallel.replica, parallel.num_replicas
+        seed_all(config.seed + parallel.replica)  # ranks of a replica drop out the same
+    elif steps is None and sync is None:
         optimizer = _distributed(config, model, optimizer)
     return Task(
         config=config,
@@ -287,7 +311,7 @@ def build(config: RunConfig, comm: Communicator, *, is_new: bool = True) -> Task
         model=model,
         loss=loss,
         metrics=metrics,
-        precision=Precision(config.train.precision, model),
+        precision=precision,
         ema=Ema(model, config.train.ema) if config.train.ema else None,
         optimizer=optimizer,
         train=train,
@@ -296,6 +320,7 @@ def build(config: RunConfig, comm: Communicator, *, is_new: bool = True) -> Task
         schedule=schedule,
         steps=steps,
         sync=sync,
+        parallel=parallel,
         noise=_noise(config, comm, optimizer) if config.log.noise_scale else None,
         shard_reason=reason,
         device=device,

@@ -19,9 +19,7 @@ HEADS = {"by heads": {"num_heads": 4}, "ring": {"width": 18, "num_heads": 3}}
 
 
 def divided(model, cp):
-    for block in model.blocks:
-        block.attention.attend = partial(context_attention, mesh=cp)
-        block.attention.first = LENGTH // cp.size() * cp.get_local_rank()
+    model.parallel_context(cp)
     return model
 
 

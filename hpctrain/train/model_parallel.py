@@ -1,0 +1,349 @@
+"""A model that is divided among ranks as ``[parallel]`` says, and its steps."""
+
+from collections.abc import Callable, Iterator, Mapping
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor.parallel import loss_parallel
+from torch.optim import Optimizer
+
+from hpctrain.checkpoint.format.state_hash import state_hash
+from hpctrain.comm.communicator import Communicator
+from hpctrain.comm.ops import Op
+from hpctrain.core.errors import ConfigError, DataError, ReplicaError
+from hpctrain.core.user_error import described
+from hpctrain.gradients.batch_norm import SyncBatchNorm
+from hpctrain.gradients.elementwise import is_elementwise
+from hpctrain.parallel.mesh import build_mesh, gradient_mesh
+from hpctrain.parallel.pipeline import Pipeline
+from hpctrain.parallel.tensor import tensor_parallel
+from hpctrain.train.config import RunConfig
+from hpctrain.train.divided_state import DividedState, local, whole
+from hpctrain.train.stateful import Precision
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+class ModelParallel:
+    """What this rank has of a model, and how the ranks take a step together.
+
+    Ranks of one ``tp``, ``pp`` or ``cp`` group learn from the same samples, those along ``dp``
+    from different ones. A step is that of one process with the whole batch: each replica's mean
+    loss counts by its samples, and gradients are averaged. Batches are filled up to one size, as
+    the ranks of a pipeline and of sharded parameters must all calculate; what fills has no
+    weight.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        model: nn.Module,
+        optimizer: Optimizer,
+        loss: Loss,
+        precision: Precision,
+        comm: Communicator,
+    ) -> None:
+        """Divide a model, which is the same on all ranks. Collective.
+
+        Args:
+            config: of the run.
+            model: whole; changed in place.
+            optimizer: of the whole model, without state: what it says of each parameter counts.
+            loss: mean over the samples of a batch.
+            precision: how forward calculates.
+            comm: all ranks.
+
+        Raises:
+            ConfigError: the model cannot be divided so; on every rank.
+            TopologyError: the axes do not multiply to the number of ranks; on every rank.
+        """
+        self.config, self._train, self._comm = config.parallel, config.train, comm
+        _check(model, optimizer)
+        self._loss, self._precision = loss, precision
+        device = next(model.parameters()).device
+        sizes = {axis: getattr(self.config, axis) for axis in ("tp", "pp", "cp")}
+        self.mesh = build_mesh(**sizes, dp=self.config.dp or None, device=device.type)
+        self._averaging = gradient_mesh(self.mesh)
+        self.replica, self.num_replicas = self._place("dp")
+        self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
+        self.state = DividedState(model, optimizer, self.mesh["pp"].get_group())
+        self._pipeline: Pipeline | None = None
+        self._sizes: Iterator[tuple[int, float]] = iter(())
+        self._outputs: list[Tensor] | None = None
+        self._flags = self.raised_flags = 0
+        self.communication_seconds = 0.0
+        self.model = self._divided(model)
+        self.optimizer = self.state.take(self.model, optimizer)
+
+    def _divided(self, model: nn.Module) -> nn.Module:
+        """Divide matrices first, then sequences, then layers. Collective."""
+        config, mesh = self.config, self.mesh
+        if config.tp > 1:
+            roles = asked(model, "roles", config.roles)
+            tensor_parallel(model, mesh["tp"], roles, sequence=config.sequence)
+        if config.cp > 1:
+            divide = getattr(model, "parallel_context", None)
+            if divide is None:
+                raise ConfigError(
+                    f"parallel.cp = {config.cp} needs a model with a method parallel_context, "
+                    f"which takes the mesh that its attention divides the sequence by, and "
+                    f"{type(model).__name__} has none; give it one (hpctrain guide parallel), or "
+                    f"leave cp out"
+                )
+            divide(mesh["cp"])
+        if config.pp == 1:
+            return model
+        self._pipeline = Pipeline(
+            model,
+            mesh["pp"],
+            asked(model, "layers", config.layers),
+            loss=self._loss_of_micro_batch,
+            num_microbatches=self.micro_batches,
+            schedule=config.schedule,
+            wrap=self._stage,
+        )
+        return self._pipeline.model
+
+    def _stage(self, stage: nn.Module) -> nn.Module:
+        """Let a stage calculate as ``train.precision`` says, forward alone."""
+        forward = stage.forward
+
+        def calculate(given: Tensor) -> Tensor:
+            with self._precision.autocast():
+                found: Tensor = forward(given)
+            return found
+
+        stage.forward = calculate
+        return stage
+
+    @property
+    def micro_batches(self) -> int:
+        """Parts in which a replica's samples go through the pipeline, at once otherwise."""
+        return 1 if self.config.pp == 1 else self.config.micro_batches or 2 * self.config.pp
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank speaks for the samples of its replica; the last stage has outputs."""
+        stage, stages = self._place("pp")
+        is_last = stage == (0 if self.config.schedule == "zbv" else stages - 1)
+        return is_last and not self._place("tp")[0] and not self._place("cp")[0]
+
+    def describe(self) -> str:
+        """Say which rank has what, in one line, such as ``dp=2 x tp=2``."""
+        config = self.config
+        axes = " x ".join(f"{axis}={self._place(axis)[1]}" for axis in ("dp", "pp", "cp", "tp"))
+        stages = f", {config.schedule} of {self.micro_batches} micro-batches"
+        return f"{axes}, zero={config.zero}{stages if config.pp > 1 else ''}"
+
+    def raise_flags(self, flags: int) -> None:
+        """Say what all ranks shall know after ``backward``, as bits."""
+        self._flags |= flags
+
+    def backward(
+        self, both: tuple[Tensor, Tensor], loss_of: Loss, *, num_samples: int, see: Any
+    ) -> float:
+        """Calculate the gradients of a global batch. Collective.
+
+        Args:
+            both: inputs and labels of this replica, which may be none.
+            loss_of: mean loss of some of them; not called with a pipeline.
+            num_samples: of all replicas.
+            see: told the loss before flags travel.
+
+        Returns:
+            The mean loss of the replica's samples, on each of its ranks; 0 where it has none.
+        """
+        self.optimizer.zero_grad()
+        own, share = len(both[0]), len(both[0]) * self.num_replicas / num_samples
+        inputs, labels = self._in_sequence(*both)
+        with loss_parallel():
+            if self._pipeline is not None:
+                value = self._run(self._pipeline.step, inputs, labels, share)
+            else:
+                value = self._in_pieces(inputs, labels, loss_of, share)
+        if self.config.cp > 1:
+            dist.all_reduce(value, dist.ReduceOp.AVG, group=self.mesh["cp"].get_group())
+        found = value.item() / share if own else 0.0
+        see(found)
+        began = perf_counter()
+        self._average()
+        flags = torch.tensor(self._flags)
+        self._comm.allreduce_(flags, op=Op.BOR).wait()
+        self.raised_flags, self._flags = int(flags), 0
+        self.communication_seconds = perf_counter() - began
+        return found
+
+    def _in_pieces(self, inputs: Tensor, labels: Tensor, loss_of: Loss, share: float) -> Tensor:
+        """Take as many pieces on every rank, also where this one has fewer samples."""
+        value, own = torch.zeros((), dtype=torch.float64), len(inputs)
+        pieces = min(self._train.accumulate, self._size)
+        for part in zip(inputs.tensor_split(pieces), labels.tensor_split(pieces), strict=True):
+            weight = share * len(part[0]) / own if own else 0.0
+            loss = loss_of(*(filled(values, 1) for values in part))
+            loss.backward(torch.full_like(loss, weight))
+            value += whole(loss.detach()).to(value) * weight
+        return value
+
+    def _run(
+        self, call: Callable[[Tensor, Tensor], Tensor], inputs: Tensor, labels: Tensor, share: float
+    ) -> Tensor:
+        """Let a batch go through the pipeline, filled up to a size that its stages know."""
+        own, parts = len(inputs), self.micro_batches
+        size = -(-self._size // parts)
+        sizes = [min(max(own - size * part, 0), size) for part in range(parts)]
+        # Behind the loss the pipeline divides by the number of parts.
+        self._sizes = iter([(n, share * n * parts / own if own else 0.0) for n in sizes])
+        return call(*(filled(values, size * parts) for values in (inputs, labels)))
+
+    def _loss_of_micro_batch(self, output: Tensor, label: Tensor) -> Tensor:
+        """Weigh the mean loss of what does not only fill; micro-batches come in their order."""
+        size, weight = next(self._sizes)
+        if self._outputs is not None:
+            self._outputs.append(whole(output)[:size])
+            return torch.zeros(())
+        with self._precision.autocast():
+            return self._loss(output[: max(size, 1)], label[: max(size, 1)]) * weight
+
+    @property
+    def _size(self) -> int:
+        """Samples of a replica in a full batch, at most."""
+        return -(-self._train.global_batch // self.num_replicas)
+
+    def _in_sequence(self, *tensors: Tensor) -> list[Tensor]:
+        """Return this rank's part of each sequence."""
+        part, parts = self._place("cp")
+        for values in tensors:
+            if parts > 1 and (values.dim() < 2 or values.shape[1] % parts):
+                raise DataError(
+                    f"parallel.cp = {parts} divides dimension 1 of input and label, the sequence, "
+                    f"got {described(values)}; pad the samples in data.transform, or leave cp out"
+                )
+        return [values.chunk(parts, dim=1)[part] if parts > 1 else values for values in tensors]
+
+    def output(self, inputs: Tensor, labels: Tensor) -> Tensor | None:
+        """Return the output for a replica's samples, without gradients. Collective.
+
+        None on all of its ranks but one, that which ``leads``; also where it has no samples.
+        """
+        inputs, labels = self._in_sequence(inputs, labels)
+        if self._pipeline is None:
+            with self._precision.autocast():
+                found: Tensor | None = whole(self.model(filled(inputs, 1)))[: len(inputs)]
+        else:
+            self._outputs = []
+            self._run(self._pipeline.evaluate, inputs, labels, 0.0)
+            found, self._outputs = torch.cat(self._outputs) if self._outputs else None, None
+        if found is not None and self.config.cp > 1:
+            parts = [torch.empty_like(found) for _ in range(self.config.cp)]
+            dist.all_gather(parts, found.contiguous(), group=self.mesh["cp"].get_group())
+            found = torch.cat(parts, dim=1)
+        return found if self.leads and len(inputs) else None
+
+    def clip(self, max_norm: float) -> float:
+        """Scale the gradients of the whole model to a norm; return that before. Collective."""
+        if self._pipeline is not None:
+            return float(self._pipeline.clip_grad_norm_(max_norm))
+        return float(whole(nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)))
+
+    def clip_values(self, most: float) -> None:
+        """Clip each element of the gradients; not collective."""
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                local(parameter.grad).clamp_(-most, most)
+
+    @torch.no_grad()
+    def _average(self) -> None:
+        """Let all replicas have the mean of their gradients. Collective."""
+        group = self._averaging.get_group()
+        if self._averaging.size() == 1:
+            return
+        by_type = dict[torch.dtype, list[Tensor]]()
+        for parameter in self.model.parameters():
+            if parameter.requires_grad:
+                if parameter.grad is None:  # as other replicas may have one
+                    parameter.grad = torch.zeros_like(parameter)
+                gradient = local(parameter.grad)
+                by_type.setdefault(gradient.dtype, []).append(gradient)
+        for gradients in by_type.values():
+            flat = torch.cat([gradient.flatten() for gradient in gradients])
+            dist.all_reduce(flat, dist.ReduceOp.AVG, group=group)
+            sizes = [gradient.numel() for gradient in gradients]
+            for gradient, mean in zip(gradients, flat.split(sizes), strict=True):
+                gradient.copy_(mean.view_as(gradient))
+
+    def share_buffers(self) -> None:
+        """Let all replicas have the buffers of the first one. Collective."""
+        group = self._averaging.get_group()
+        source = dist.get_process_group_ranks(group)[0]
+        for buffer in self.model.buffers():
+            dist.broadcast(local(buffer), source, group=group)
+
+    def hash(self) -> str:
+        """Return a hash of what all ranks have, which another layout has otherwise. Collective."""
+        return state_hash({"ranks": self._comm.allgather_object(state_hash(self._values()))})
+
+    def check_replicas(self) -> None:
+        """Return if ranks that should have the same parameters do. Collective.
+
+        Raises:
+            ReplicaError: they do not; on every rank.
+        """
+        place = [self.mesh[axis].get_local_rank() for axis in ("pp", "tp")]
+        mine = str(place), state_hash(self._values())
+        found = dict[str, set[str]]()
+        for where, value in self._comm.allgather_object(mine):
+            found.setdefault(where, set()).add(value)
+        if differ := [where for where, values in found.items() if len(values) > 1]:
+            raise ReplicaError(
+                f"replicas must be equal, those at [pp, tp] = {', '.join(differ)} have parted; "
+                f"look for what some ranks do alone, such as a change outside optimizer.step()"
+            )
+
+    def _values(self) -> dict[str, Tensor]:
+        return {name: local(each.detach()) for name, each in self.model.named_parameters()}
+
+    def _place(self, axis: str) -> tuple[int, int]:
+        """Return this rank's number along an axis, and how many there are."""
+        return self.mesh[axis].get_local_rank(), self.mesh[axis].size()
+
+
+def asked(model: nn.Module, what: str, given: Any) -> Any:
+    """Return what a key or the model says of how it is divided: ``roles`` or ``layers``.
+
+    Raises ``ConfigError``: neither does.
+    """
+    found = given or getattr(model, f"parallel_{what}", None)
+    if not found:
+        raise ConfigError(
+            f"a model says how it is divided, by an attribute parallel_{what} of "
+            f"{type(model).__name__}, or parallel.{what} does, got neither; set one of them "
+            f"(hpctrain guide parallel)"
+        )
+    return found
+
+
+def filled(values: Tensor, size: int) -> Tensor:
+    """Return at least so many samples, the last of which are copies of the last one, or zeros."""
+    lacks = size - len(values)
+    if lacks <= 0:
+        return values
+    last = values[-1:] if len(values) else values.new_zeros((1, *values.shape[1:]))
+    return torch.cat([values, last.expand(lacks, *last.shape[1:])])
+
+
+def _check(model: nn.Module, optimizer: Optimizer) -> None:
+    """Raise ``ConfigError`` if a part of the model cannot be trained by itself."""
+    if any(isinstance(module, SyncBatchNorm) for module in model.modules()):
+        raise ConfigError(
+            "hpctrain.SyncBatchNorm takes statistics over all ranks, of which some have parts of "
+            "the model with [parallel]; take another norm, or leave [parallel] out"
+        )
+    if not is_elementwise(optimizer):
+        raise ConfigError(
+            f"an optimizer of a divided model steps each element by itself, and whether "
+            f"{type(optimizer).__name__} does is not known; take AdamW or SGD, or leave "
+            f"[parallel] out"
+        )
