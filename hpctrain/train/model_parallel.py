@@ -1,6 +1,6 @@
 """A model that is divided among ranks as ``[parallel]`` says, and its steps."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from time import perf_counter
 from typing import Any
 
@@ -71,8 +71,8 @@ class ModelParallel:
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
         self.state = DividedState(model, optimizer, self.mesh["pp"].get_group())
         self._pipeline: Pipeline | None = None
-        self._sizes: Iterator[tuple[int, float]] = iter(())
-        self._outputs: list[Tensor] | None = None
+        self._batch = torch.empty(0), 0, 0.0  # labels, samples that do not fill, weight of each
+        self._outputs: dict[int, Tensor] | None = None  # of micro-batches, where those are asked
         self._flags = self.raised_flags = 0
         self.communication_seconds = 0.0
         self.model = self._divided(model)
@@ -128,8 +128,7 @@ class ModelParallel:
     def leads(self) -> bool:
         """Whether this rank speaks for the samples of its replica; the last stage has outputs."""
         stage, stages = self._place("pp")
-        is_last = stage == (0 if self.config.schedule == "zbv" else stages - 1)
-        return is_last and not self._place("tp")[0] and not self._place("cp")[0]
+        return stage == stages - 1 and not self._place("tp")[0] and not self._place("cp")[0]
 
     def describe(self) -> str:
         """Say which rank has what, in one line, such as ``dp=2 x tp=2``."""
@@ -191,21 +190,24 @@ class ModelParallel:
         self, call: Callable[[Tensor, Tensor], Tensor], inputs: Tensor, labels: Tensor, share: float
     ) -> Tensor:
         """Let a batch go through the pipeline, filled up to a size that its stages know."""
-        own, parts = len(inputs), self.micro_batches
-        size = -(-self._size // parts)
-        sizes = [min(max(own - size * part, 0), size) for part in range(parts)]
+        parts = self.micro_batches
+        size = -(-self._size // parts) * parts
         # Behind the loss the pipeline divides by the number of parts.
-        self._sizes = iter([(n, share * n * parts / own if own else 0.0) for n in sizes])
-        return call(*(filled(values, size * parts) for values in (inputs, labels)))
+        weight = share * parts / max(len(inputs), 1)
+        self._batch = filled(labels, size), len(inputs), weight
+        places = torch.arange(size, device=labels.device)
+        return call(filled(inputs, size), places)
 
-    def _loss_of_micro_batch(self, output: Tensor, label: Tensor) -> Tensor:
-        """Weigh the mean loss of what does not only fill; micro-batches come in their order."""
-        size, weight = next(self._sizes)
+    def _loss_of_micro_batch(self, output: Tensor, places: Tensor) -> Tensor:
+        """Weigh the mean loss of the samples at some places, without those that only fill."""
+        labels, own, weight = self._batch
+        size = int((places < own).sum())
         if self._outputs is not None:
-            self._outputs.append(whole(output)[:size])
+            self._outputs[int(places[0])] = whole(output)[:size]
             return torch.zeros(())
+        learnt = slice(max(size, 1))
         with self._precision.autocast():
-            return self._loss(output[: max(size, 1)], label[: max(size, 1)]) * weight
+            return self._loss(output[learnt], labels[places[learnt]]) * (weight * size)
 
     @property
     def _size(self) -> int:
@@ -233,9 +235,10 @@ class ModelParallel:
             with self._precision.autocast():
                 found: Tensor | None = whole(self.model(filled(inputs, 1)))[: len(inputs)]
         else:
-            self._outputs = []
+            self._outputs = {}
             self._run(self._pipeline.evaluate, inputs, labels, 0.0)
-            found, self._outputs = torch.cat(self._outputs) if self._outputs else None, None
+            parts = [self._outputs[place] for place in sorted(self._outputs)]
+            found, self._outputs = torch.cat(parts) if parts else None, None
         if found is not None and self.config.cp > 1:
             parts = [torch.empty_like(found) for _ in range(self.config.cp)]
             dist.all_gather(parts, found.contiguous(), group=self.mesh["cp"].get_group())

@@ -27,8 +27,9 @@ class ParallelConfig:
     parameters too (3)."""
     sequence: bool = False
     """Whether tp ranks divide what lies between layers too, along the sequence."""
-    schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"] = "1f1b"
-    """Of the pipeline: one of hpctrain guide parallel."""
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b"
+    """Of the pipeline: as hpctrain guide parallel says; zbv is not there, as torch cannot test by
+    it."""
     micro_batches: Count = 0
     """Parts in which a replica's samples go through the pipeline; 0 for twice pp."""
     recompute: Literal["none", "selective", "full"] = "none"

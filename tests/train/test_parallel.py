@@ -42,6 +42,10 @@ def job(here, shared):
     return make
 
 
+def divide(layout: str) -> list[str]:
+    return [f"parallel.{each}" for each in layout.split()]
+
+
 def records(job: Job, event: str) -> list[dict]:
     return [record for record in read(job.directory.metrics) if record["event"] == event]
 
@@ -58,11 +62,32 @@ def check(job: Job, dataset, *, tolerance=EXACT, **how) -> None:
         torch.testing.assert_close(saved[name], value, **tolerance)
 
 
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("layout", ["tp=2"])
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "tp=2 sequence=true",
+        "pp=2 schedule=zero_bubble",
+        "cp=2",
+        "tp=2 pp=2",
+        "pp=2 schedule=interleaved micro_batches=3",
+    ],
+)
 def test_a_layout_trains_as_one_process_does(job, layout):
-    one = job("run", *(f"parallel.{each}" for each in layout.split()))
+    one = job("run", *divide(layout))
     task = one.built()
     one.part(task=task)
     one.here.comm.barrier()
     check(one, task.train.dataset)
+
+
+@pytest.mark.ranks(4)
+def test_a_run_goes_on_in_any_other_layout(job):
+    layouts = ["", "tp=2", "pp=2", "cp=2", "tp=2 pp=2", ""]
+    for number, layout in enumerate(layouts, 1):
+        one = job("run", *divide(layout), "train.epochs=2", "model.args.tied=true")
+        task = one.built()
+        stop = {} if number == len(layouts) else {"stop": "SIGUSR1", "after": 1 + number % 2}
+        one.part(task=task, **stop)
+        one.here.comm.barrier()
+    check(one, task.train.dataset, epochs=2, tied=True)
