@@ -229,7 +229,7 @@ class RunInDirectory:
             )
 
     def _parts(self, manager: Manager) -> Mapping[str, Shard] | None:
-        """Return which parts of the newest checkpoint this rank wants; None for all. Collective."""
+        """Return what this rank wants of the newest checkpoint; None for all. Collective."""
         parallel = self._task.parallel
         if parallel is None or (newest := manager.latest()) is None:
             return None

@@ -28,9 +28,7 @@ class DividedState:
     goes on with it. No rank ever holds more than its part.
     """
 
-    def __init__(
-        self, model: nn.Module, optimizer: Optimizer, stages: dist.ProcessGroup
-    ) -> None:
+    def __init__(self, model: nn.Module, optimizer: Optimizer, stages: dist.ProcessGroup) -> None:
         """Note what the whole model and its optimizer are like; ``stages`` are of a pipeline."""
         self._stages = stages
         first = {id(p): name for name, p in model.named_parameters()}
@@ -41,16 +39,22 @@ class DividedState:
         self._whole = {name: v.to("meta") for name, v in model.state_dict().items()}
         self._parameters: dict[int, nn.Parameter] = {}
 
-    def take(self, model: nn.Module, optimizer: Optimizer) -> Optimizer:
+    def part_of(self, optimizer: Optimizer, model: nn.Module) -> Optimizer:
         """Return an optimizer of the part that is here, whose groups are those of the whole."""
         here = {self._owner[name]: p for name, p in model.named_parameters()}
-        self._parameters = {self._numbers[n]: p for n, p in here.items() if n in self._numbers}
         groups = [
             {**group, "params": [here[name] for name in names if name in here]}
             for group, names in zip(optimizer.param_groups, self._groups, strict=True)
         ]
-        self._model, self._optimizer = model, type(optimizer)(groups)
-        return self._optimizer
+        kind: Any = type(optimizer)
+        made: Optimizer = kind(groups)
+        return made
+
+    def keep(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """Take the part that is here, of which everything is divided that will be."""
+        here = {self._owner[name]: p for name, p in model.named_parameters()}
+        self._parameters = {self._numbers[n]: p for n, p in here.items() if n in self._numbers}
+        self._model, self._optimizer = model, optimizer
 
     def state(self) -> dict[str, Any]:
         """Return ``model`` and ``optimizer``, of which ranks have pieces. Collective."""

@@ -103,9 +103,7 @@ def _parts(task: Task) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
         values = task.split(batch)
         if task.steps is not None:
             assert loader.micro_shards is not None
-            parts = aligned_parts(
-                values, loader.step_samples, loader.micro_shards, task.steps.own
-            )
+            parts = aligned_parts(values, loader.step_samples, loader.micro_shards, task.steps.own)
             yield from ((*part, None) for part in parts)
         elif task.parallel is not None:
             output = task.parallel.output(*values)

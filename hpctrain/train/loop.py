@@ -319,11 +319,14 @@ def _backward(task: Task, batch: Batch, guard: StepGuard) -> tuple[float, int]:
         with noted(step, *both):
             return task.steps.backward(both, loss_of, num_samples=num_samples), batch.num_samples
     if task.parallel is not None:
-        loss_of = lambda *part: task.forward(*part)[1]  # noqa: E731
-        total = task.train.step_samples
         with noted(step, *both):
-            loss = task.parallel.backward(both, loss_of, num_samples=total, see=guard.see_loss)
-        return loss, batch.num_samples if task.parallel.leads else 0
+            found = task.parallel.backward(
+                both,
+                lambda *part: task.forward(*part)[1],
+                num_samples=task.train.step_samples,
+                see=guard.see_loss,
+            )
+        return found, batch.num_samples if task.parallel.leads else 0
     task.optimizer.zero_grad()
     nominal = task.config.train.global_batch / task.comm.size
     task.exchange.set_num_samples(batch.num_samples, nominal=nominal)

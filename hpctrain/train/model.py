@@ -4,6 +4,7 @@ import pickle
 from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from inspect import Parameter, signature
@@ -15,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer, lr_scheduler
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from hpctrain.checkpoint.export import newest_state
 from hpctrain.core.errors import ConfigError
@@ -27,7 +28,9 @@ from hpctrain.optim.groups import EXEMPTIONS, matched, parameter_groups
 from hpctrain.optim.lamb import LAMB
 from hpctrain.optim.lars import LARS
 from hpctrain.optim.learning_rates import InverseTimeLR, linear_scaling, square_root_scaling
+from hpctrain.parallel.split import layers_of
 from hpctrain.train.config import ModelConfig, OptimizerConfig, RunConfig, TrainingConfig
+from hpctrain.train.parallel_config import ParallelConfig
 
 EMA = "ema"
 """Part of a checkpoint's state: the model with averaged weights, a state dict as that of model."""
@@ -40,6 +43,15 @@ _MOST_LINES = 20
 _HEADS = ("num_heads", "n_head", "n_heads", "num_attention_heads", "nhead", "heads")
 _SEQUENCE = ("max_position_embeddings", "n_positions", "block_size", "max_seq_len", "sequence")
 """Names under which modules, or their ``config``, hold what their parameters do not tell."""
+_PRODUCTS = (
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,  # noqa: SLF001 - torch's names
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,  # noqa: SLF001
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,  # noqa: SLF001
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,  # noqa: SLF001
+)
+"""What is dear to calculate, and small to keep."""
 
 
 def make_model(config: ModelConfig) -> nn.Module:
@@ -214,14 +226,16 @@ def choose_device(config: TrainingConfig, num_devices: int) -> tuple[torch.devic
     return torch.device(kind, torch.accelerator.current_device_index()), kind
 
 
-def prepare(model: nn.Module, config: TrainingConfig) -> None:
+def prepare(model: nn.Module, run: RunConfig) -> None:
     """Let the model calculate as ``[train]`` says; the names of its state stay."""
+    config = run.train
+    _recompute_layers(model, run.parallel)
     modules = {name: module for name, module in model.named_modules() if name}
     chosen = matched(config.activation_checkpointing, [*modules], "train.activation_checkpointing")
     for name in chosen:
         outer = (name[:end] for end, char in enumerate(name) if char == ".")
         if not any(each in chosen for each in outer):  # the outermost has all inside it
-            modules[name].forward = partial(_recomputed, modules[name], modules[name].forward)
+            _recompute(modules[name])
     if not config.compile:
         return
     args = {"dynamic": False, **config.compile_args}  # a shape's kernel depends on no other shape
@@ -232,10 +246,47 @@ def prepare(model: nn.Module, config: TrainingConfig) -> None:
         raise ConfigError(f"train.compile_args: torch.compile refuses: {error}") from error
 
 
-def _recomputed(module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
-    if not (module.training and torch.is_grad_enabled()):
-        return forward(*args, **kwargs)
-    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+def asked(model: nn.Module, what: str, given: Any) -> Any:
+    """Return what a key or the model says of how it is divided: ``roles`` or ``layers``.
+
+    Raises ``ConfigError``: neither does.
+    """
+    found = given or getattr(model, f"parallel_{what}", None)
+    if not found:
+        raise ConfigError(
+            f"a model says how it is divided, by an attribute parallel_{what} of "
+            f"{type(model).__name__}, or parallel.{what} does, got neither; set one of them "
+            f"(hpctrain guide parallel)"
+        )
+    return found
+
+
+def _recompute_layers(model: nn.Module, config: ParallelConfig) -> None:
+    """Let all layers but the first and the last calculate once more, or only some of it."""
+    if config.recompute == "none":
+        return
+    options = {"context_fn": _keeping_products} if config.recompute == "selective" else {}
+    for _, layer in layers_of(model, asked(model, "layers", config.layers))[1:-1]:
+        _recompute(layer, **options)
+
+
+def _keeping_products() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Return what keeps products of matrices, attention among them, while all else is freed."""
+    found: Any = create_selective_checkpoint_contexts([*_PRODUCTS])
+    return found[0], found[1]
+
+
+def _recompute(module: nn.Module, **options: Any) -> None:
+    """Let a module calculate forward once more in backward."""
+    forward = module.forward
+
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        if not (module.training and torch.is_grad_enabled()):
+            return forward(*args, **kwargs)
+        again = partial(forward, **kwargs)
+        return checkpoint(again, *args, use_reentrant=False, **options)
+
+    module.forward = recomputed
 
 
 def make_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:

@@ -1,6 +1,7 @@
 """A model that is divided among ranks as ``[parallel]`` says, and its steps."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from time import perf_counter
 from typing import Any
 
@@ -11,17 +12,22 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.optim import Optimizer
 
 from hpctrain.checkpoint.format.state_hash import state_hash
+from hpctrain.comm.agreement import agreed
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.ops import Op
 from hpctrain.core.errors import ConfigError, DataError, ReplicaError
 from hpctrain.core.user_error import described
+from hpctrain.data.loader import Loader
 from hpctrain.gradients.batch_norm import SyncBatchNorm
 from hpctrain.gradients.elementwise import is_elementwise
 from hpctrain.parallel.mesh import build_mesh, gradient_mesh
 from hpctrain.parallel.pipeline import Pipeline
+from hpctrain.parallel.shard import shard
+from hpctrain.parallel.sharded_optimizer import ShardedOptimizer
 from hpctrain.parallel.tensor import tensor_parallel
 from hpctrain.train.config import RunConfig
 from hpctrain.train.divided_state import DividedState, local, whole
+from hpctrain.train.model import asked
 from hpctrain.train.stateful import Precision
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -75,11 +81,12 @@ class ModelParallel:
         self._outputs: dict[int, Tensor] | None = None  # of micro-batches, where those are asked
         self._flags = self.raised_flags = 0
         self.communication_seconds = 0.0
+        self.optimizer: Any = optimizer
         self.model = self._divided(model)
-        self.optimizer = self.state.take(self.model, optimizer)
+        self.state.keep(self.model, self.optimizer)
 
     def _divided(self, model: nn.Module) -> nn.Module:
-        """Divide matrices first, then sequences, then layers. Collective."""
+        """Divide matrices first, then sequences, layers, and what replicas have. Collective."""
         config, mesh = self.config, self.mesh
         if config.tp > 1:
             roles = asked(model, "roles", config.roles)
@@ -95,7 +102,7 @@ class ModelParallel:
                 )
             divide(mesh["cp"])
         if config.pp == 1:
-            return model
+            return self._sharded(model)
         self._pipeline = Pipeline(
             model,
             mesh["pp"],
@@ -105,10 +112,21 @@ class ModelParallel:
             schedule=config.schedule,
             wrap=self._stage,
         )
+        if not config.zero:  # else each stage has been
+            return self._sharded(self._pipeline.model)
         return self._pipeline.model
+
+    def _sharded(self, model: nn.Module) -> nn.Module:
+        """Make the optimizer of this rank's part, and divide both among replicas. Collective."""
+        self.optimizer = self.state.part_of(self.optimizer, model)
+        if self.config.zero:
+            shard(model, self.optimizer, stage=self.config.zero, mesh=self._averaging)
+        return model
 
     def _stage(self, stage: nn.Module) -> nn.Module:
         """Let a stage calculate as ``train.precision`` says, forward alone."""
+        if self.config.zero:
+            self._sharded(stage)
         forward = stage.forward
 
         def calculate(given: Tensor) -> Tensor:
@@ -130,6 +148,17 @@ class ModelParallel:
         stage, stages = self._place("pp")
         return stage == stages - 1 and not self._place("tp")[0] and not self._place("cp")[0]
 
+    @property
+    def seed(self) -> int:
+        """The same on ranks that calculate the same, as those of a tp group do."""
+        number: int = self._averaging.get_local_rank()
+        return number
+
+    def share_out(self, *loaders: Loader) -> None:
+        """Let loaders, which agree with all ranks, read what this replica learns from."""
+        for loader in loaders:
+            loader.rank, loader.size = self.replica, self.num_replicas
+
     def describe(self) -> str:
         """Say which rank has what, in one line, such as ``dp=2 x tp=2``."""
         config = self.config
@@ -142,7 +171,12 @@ class ModelParallel:
         self._flags |= flags
 
     def backward(
-        self, both: tuple[Tensor, Tensor], loss_of: Loss, *, num_samples: int, see: Any
+        self,
+        both: tuple[Tensor, Tensor],
+        loss_of: Loss,
+        *,
+        num_samples: int,
+        see: Callable[[float], None],
     ) -> float:
         """Calculate the gradients of a global batch. Collective.
 
@@ -179,16 +213,17 @@ class ModelParallel:
         """Take as many pieces on every rank, also where this one has fewer samples."""
         value, own = torch.zeros((), dtype=torch.float64), len(inputs)
         pieces = min(self._train.accumulate, self._size)
-        for part in zip(inputs.tensor_split(pieces), labels.tensor_split(pieces), strict=True):
+        cut = (values.tensor_split(pieces) for values in (inputs, labels))
+        for number, part in enumerate(zip(*cut, strict=True), 1):
             weight = share * len(part[0]) / own if own else 0.0
-            loss = loss_of(*(filled(values, 1) for values in part))
-            loss.backward(torch.full_like(loss, weight))
+            more = number < pieces and isinstance(self.optimizer, ShardedOptimizer)
+            with self.optimizer.no_sync() if more else nullcontext():
+                loss = loss_of(*(filled(values, 1) for values in part))
+                loss.backward(torch.full_like(loss, weight))
             value += whole(loss.detach()).to(value) * weight
         return value
 
-    def _run(
-        self, call: Callable[[Tensor, Tensor], Tensor], inputs: Tensor, labels: Tensor, share: float
-    ) -> Tensor:
+    def _run(self, call: Loss, inputs: Tensor, labels: Tensor, share: float) -> Tensor:
         """Let a batch go through the pipeline, filled up to a size that its stages know."""
         parts = self.micro_batches
         size = -(-self._size // parts) * parts
@@ -249,6 +284,8 @@ class ModelParallel:
         """Scale the gradients of the whole model to a norm; return that before. Collective."""
         if self._pipeline is not None:
             return float(self._pipeline.clip_grad_norm_(max_norm))
+        if isinstance(self.optimizer, ShardedOptimizer):
+            return float(self.optimizer.clip_grad_norm_(max_norm))
         return float(whole(nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)))
 
     def clip_values(self, most: float) -> None:
@@ -261,7 +298,7 @@ class ModelParallel:
     def _average(self) -> None:
         """Let all replicas have the mean of their gradients. Collective."""
         group = self._averaging.get_group()
-        if self._averaging.size() == 1:
+        if self.config.zero or self._averaging.size() == 1:
             return
         by_type = dict[torch.dtype, list[Tensor]]()
         for parameter in self.model.parameters():
@@ -286,7 +323,8 @@ class ModelParallel:
 
     def hash(self) -> str:
         """Return a hash of what all ranks have, which another layout has otherwise. Collective."""
-        return state_hash({"ranks": self._comm.allgather_object(state_hash(self._values()))})
+        mine = {name: local(value) for name, value in self.model.state_dict().items()}
+        return state_hash({"ranks": self._comm.allgather_object(state_hash(mine))})
 
     def check_replicas(self) -> None:
         """Return if ranks that should have the same parameters do. Collective.
@@ -294,8 +332,11 @@ class ModelParallel:
         Raises:
             ReplicaError: they do not; on every rank.
         """
+        if self.config.zero:
+            return  # each has its own part
         place = [self.mesh[axis].get_local_rank() for axis in ("pp", "tp")]
-        mine = str(place), state_hash(self._values())
+        named = self.model.named_parameters()
+        mine = str(place), state_hash({name: local(value.detach()) for name, value in named})
         found = dict[str, set[str]]()
         for where, value in self._comm.allgather_object(mine):
             found.setdefault(where, set()).add(value)
@@ -305,27 +346,33 @@ class ModelParallel:
                 f"look for what some ranks do alone, such as a change outside optimizer.step()"
             )
 
-    def _values(self) -> dict[str, Tensor]:
-        return {name: local(each.detach()) for name, each in self.model.named_parameters()}
-
     def _place(self, axis: str) -> tuple[int, int]:
         """Return this rank's number along an axis, and how many there are."""
         return self.mesh[axis].get_local_rank(), self.mesh[axis].size()
 
 
-def asked(model: nn.Module, what: str, given: Any) -> Any:
-    """Return what a key or the model says of how it is divided: ``roles`` or ``layers``.
+def divided(
+    config: RunConfig,
+    model: nn.Module,
+    optimizer: Optimizer,
+    loss: Loss,
+    precision: Precision,
+    comm: Communicator,
+) -> ModelParallel | None:
+    """Divide a model as the configuration says; None where it stays whole. Collective.
 
-    Raises ``ConfigError``: neither does.
+    Raises ``MismatchError``: it cannot be divided so; on all ranks.
     """
-    found = given or getattr(model, f"parallel_{what}", None)
-    if not found:
-        raise ConfigError(
-            f"a model says how it is divided, by an attribute parallel_{what} of "
-            f"{type(model).__name__}, or parallel.{what} does, got neither; set one of them "
-            f"(hpctrain guide parallel)"
-        )
-    return found
+    with agreed(comm):
+        if config.parallel.divides:
+            return ModelParallel(config, model, optimizer, loss, precision, comm)
+        if config.parallel.dp not in (0, comm.size):
+            raise ConfigError(
+                f"replicas of a whole model must multiply to the {comm.size} ranks, got "
+                f"parallel.dp = {config.parallel.dp}; leave it out, or divide the model by tp, pp "
+                f"or cp too"
+            )
+    return None
 
 
 def filled(values: Tensor, size: int) -> Tensor:

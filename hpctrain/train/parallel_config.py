@@ -33,20 +33,26 @@ class ParallelConfig:
     micro_batches: Count = 0
     """Parts in which a replica's samples go through the pipeline; 0 for twice pp."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """What layers calculate once more in backward, to save memory: nothing, all but products of
-    matrices (selective), or all (full)."""
+    """What layers between the first and the last calculate once more in backward, to save memory:
+    nothing, all but products of matrices (selective), or all (full)."""
     roles: Mapping[str, Any] = field(default_factory=dict)
     """How tp divides a module, by its name, such as "*.up" = "column"; when empty, what the
     model has as attribute parallel_roles."""
     layers: Texts = field(default_factory=list)
-    """Names of the layers whose chain the model is, such as ["embedding", "blocks.*", "head"]; when
-    empty, what the model has as attribute parallel_layers."""
+    """Names of the layers whose chain the model is, such as ["embedding", "blocks.*", "head"];
+    when empty, what the model has as attribute parallel_layers."""
 
     def __post_init__(self) -> None:
         require(
             self.tp > 1 or not self.sequence,
             "parallel.sequence divides what tp ranks have between layers: set parallel.tp too",
             self.sequence,
+        )
+        require(
+            not self.zero or self.schedule in ("gpipe", "1f1b"),
+            "parallel.zero divides a rank's only stage, with parallel.schedule = gpipe or 1f1b: "
+            "choose one of them, or leave zero out",
+            self.schedule,
         )
         require(
             self.pp > 1 or (self.schedule == "1f1b" and not self.micro_batches),

@@ -114,13 +114,8 @@ class RunState:
         ``DataError``: the data set is another one.
         """
         task = self.task
-        if task.parallel is None:
-            check_fit(shared["model"], task.model.state_dict())
         try:
-            if task.parallel is not None:
-                task.parallel.state.load(shared)
-            else:
-                restore_replica(task, shared, own.get("replica") if own and task.sync else None)
+            restore_replica(task, shared, own.get("replica") if own and task.sync else None)
         except (RuntimeError, ValueError) as error:
             raise CheckpointError(
                 f"the checkpoint does not fit this model and optimizer: {error}; go on with the "
@@ -291,6 +286,10 @@ def restore_replica(task: Task, shared: Mapping[str, Any], own: Mapping[str, Any
 
     ``own`` is None where there is none, or the number of ranks has changed.
     """
+    if task.parallel is not None:
+        task.parallel.state.load(shared)
+        return
+    check_fit(shared["model"], task.model.state_dict())
     task.model.load_state_dict(shared["model"])
     # Copied: an optimizer keeps the tensors that it is given.
     saved = mapped((own or shared)["optimizer"], Tensor.clone)

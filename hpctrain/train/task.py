@@ -34,7 +34,6 @@ from hpctrain.local_sgd.staged_sgd import StagedSGD
 from hpctrain.optim.noise_scale import NoiseScale
 from hpctrain.runtime import world
 from hpctrain.train.config import DataConfig, LossConfig, RunConfig
-from hpctrain.train.model_parallel import ModelParallel
 from hpctrain.train.model import (
     choose_device,
     load_first_weights,
@@ -44,6 +43,7 @@ from hpctrain.train.model import (
     prepare,
     with_shard,
 )
+from hpctrain.train.model_parallel import ModelParallel, divided
 from hpctrain.train.scores import LOSS, Metric, make_metric
 from hpctrain.train.stateful import Ema, Precision
 from hpctrain.train.sync_method import codec_of, make_sync
@@ -273,7 +273,7 @@ def build(config: RunConfig, comm: Communicator, *, is_new: bool = True) -> Task
         metrics = [make_metric(name) for name in config.test.metrics]
         optimizer = make_optimizer(model, config.optimizer)
         peaks = [group["lr"] for group in optimizer.param_groups]
-        prepare(model, config.train)
+        prepare(model, config)
         make_data = resolve(config.data.target, "data.target")
         check_arguments(make_data, 1, config.data.args, "data.args")
     with agreed(comm):
@@ -295,14 +295,12 @@ def build(config: RunConfig, comm: Communicator, *, is_new: bool = True) -> Task
         sync = make_sync(config.sync, model, optimizer, **lengths)
     sizes = [len(ranks) for ranks in world.current().topology.nodes if comm.levels is not None]
     config, reason = with_shard(config, model, optimizer, sizes)
-    precision, parallel = Precision(config.train.precision, model), None
-    if config.parallel.divides:
-        with agreed(comm):
-            parallel = ModelParallel(config, model, optimizer, loss, precision, comm)
+    precision = Precision(config.train.precision, model)
+    parallel = divided(config, model, optimizer, loss, precision, comm)
+    if parallel is not None:
         model, optimizer = parallel.model, parallel.optimizer
-        for loader in (train, test):  # which have agreed so far, and go on to, with all ranks
-            loader.rank, loader.size = parallel.replica, parallel.num_replicas
-        seed_all(config.seed + parallel.replica)  # ranks of a replica drop out the same
+        parallel.share_out(train, test)
+        seed_all(config.seed + parallel.seed)
     elif steps is None and sync is None:
         optimizer = _distributed(config, model, optimizer)
     return Task(

@@ -11,7 +11,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from hpctrain import ConfigError
 from hpctrain.parallel import build_mesh, context_attention, gradient_mesh
-from tests.parallel.training import CLIP, LENGTH, adamw, batches, check, loss_of, transformer
+from tests.parallel.training import CLIP, adamw, batches, check, loss_of, transformer
 
 pytestmark = pytest.mark.usefixtures("nodes")
 

@@ -1,6 +1,5 @@
 """What runs of ``[parallel]`` train: the transformer of ``examples/lm``, on random bytes."""
 
-import functools
 from pathlib import Path
 
 import numpy as np
