@@ -20,7 +20,7 @@ from hpctrain.core.user_error import described
 from hpctrain.data.loader import Loader
 from hpctrain.gradients.batch_norm import SyncBatchNorm
 from hpctrain.gradients.elementwise import is_elementwise
-from hpctrain.parallel.mesh import build_mesh, gradient_mesh
+from hpctrain.parallel.mesh import AXES, build_mesh, gradient_mesh
 from hpctrain.parallel.pipeline import Pipeline
 from hpctrain.parallel.shard import shard
 from hpctrain.parallel.sharded_optimizer import ShardedOptimizer
@@ -161,10 +161,9 @@ class ModelParallel:
 
     def describe(self) -> str:
         """Say which rank has what, in one line, such as ``dp=2 x tp=2``."""
-        config = self.config
-        axes = " x ".join(f"{axis}={self._place(axis)[1]}" for axis in ("dp", "pp", "cp", "tp"))
-        stages = f", {config.schedule} of {self.micro_batches} micro-batches"
-        return f"{axes}, zero={config.zero}{stages if config.pp > 1 else ''}"
+        zero, sizes = self.config.zero, zip(AXES, self.mesh.shape, strict=True)
+        axes = [f"{axis}={size}" for axis, size in sizes if size > 1]
+        return " x ".join([*axes, f"zero={zero}"] if zero else axes)
 
     def raise_flags(self, flags: int) -> None:
         """Say what all ranks shall know after ``backward``, as bits."""

@@ -56,7 +56,8 @@ class ParallelConfig:
         )
         require(
             self.pp > 1 or (self.schedule == "1f1b" and not self.micro_batches),
-            "parallel.schedule and parallel.micro_batches are of a pipeline: set parallel.pp too",
+            "parallel.schedule is 1f1b and parallel.micro_batches is 0 without a pipeline: set "
+            "parallel.pp too",
             (self.schedule, self.micro_batches),
         )
 

@@ -27,7 +27,6 @@ from hpctrain.data.samples import Batch, Ragged
 from hpctrain.data.staging import stage
 from hpctrain.data.transform import PerSample, Transform
 from hpctrain.gradients.noise_watch import watch_noise
-from hpctrain.gradients.optimizer import DistributedOptimizer
 from hpctrain.gradients.reproducible import Reproducible
 from hpctrain.local_sgd.local_method import LocalMethod
 from hpctrain.local_sgd.staged_sgd import StagedSGD
@@ -46,7 +45,7 @@ from hpctrain.train.model import (
 from hpctrain.train.model_parallel import ModelParallel, divided
 from hpctrain.train.scores import LOSS, Metric, make_metric
 from hpctrain.train.stateful import Ema, Precision
-from hpctrain.train.sync_method import codec_of, make_sync
+from hpctrain.train.sync_method import distributed, make_sync
 
 CPU = torch.device("cpu")
 
@@ -269,8 +268,7 @@ def build(config: RunConfig, comm: Communicator, *, is_new: bool = True) -> Task
         model = make_model(config.model)
         device, why = choose_device(config.train, world.current().topology.devices)
         model.to(device)
-        loss = _loss(config.loss)
-        metrics = [make_metric(name) for name in config.test.metrics]
+        loss, metrics = _loss(config.loss), [*map(make_metric, config.test.metrics)]
         optimizer = make_optimizer(model, config.optimizer)
         peaks = [group["lr"] for group in optimizer.param_groups]
         prepare(model, config)
@@ -281,28 +279,24 @@ def build(config: RunConfig, comm: Communicator, *, is_new: bool = True) -> Task
             data = make_data(comm, **config.data.args)
         train, test = _loaders(config, data, comm, device)
         schedule = make_schedule(config, len(train))
-        # From here on ranks draw different random numbers: dropout must differ between them.
-        seed_all(config.seed + comm.rank)
     if config.data.stage:
         stage_for(train, config.data.stage, comm, world.current().topology)
-    if is_new and config.model.init_from:
-        on_root(comm, lambda: load_first_weights(model, config.model))
-    if not config.sync.is_local:  # a local method does it by itself
-        broadcast_parameters(model.state_dict())
+    _give_first_weights(config, model, comm, is_new=is_new)
     with agreed(comm):
         steps = _steps(config, model, optimizer, comm)
         lengths = {"epoch_steps": len(train), "num_steps": len(train) * config.train.epochs}
         sync = make_sync(config.sync, model, optimizer, **lengths)
-    sizes = [len(ranks) for ranks in world.current().topology.nodes if comm.levels is not None]
-    config, reason = with_shard(config, model, optimizer, sizes)
+    nodes = world.current().topology.nodes if comm.levels is not None else ()
+    config, reason = with_shard(config, model, optimizer, [*map(len, nodes)])
     precision = Precision(config.train.precision, model)
     parallel = divided(config, model, optimizer, loss, precision, comm)
     if parallel is not None:
         model, optimizer = parallel.model, parallel.optimizer
         parallel.share_out(train, test)
-        seed_all(config.seed + parallel.seed)
     elif steps is None and sync is None:
-        optimizer = _distributed(config, model, optimizer)
+        optimizer = distributed(config, model, optimizer)
+    # From here on ranks draw different random numbers: dropout must differ, but in a tp group.
+    seed_all(config.seed + (comm.rank if parallel is None else parallel.seed))
     return Task(
         config=config,
         comm=comm,
@@ -326,17 +320,14 @@ def build(config: RunConfig, comm: Communicator, *, is_new: bool = True) -> Task
     )
 
 
-def _distributed(
-    config: RunConfig, model: nn.Module, optimizer: torch.optim.Optimizer
-) -> torch.optim.Optimizer:
-    train, codec = config.train, codec_of(config.sync)
-    shard = None if train.shard == "none" else train.shard
-    masters = None if train.master_dtype == "none" else torch.float32
-    named = model.named_parameters()
-    made: torch.optim.Optimizer = DistributedOptimizer(
-        optimizer, named, codec, shard=shard, master_dtype=masters
-    )
-    return made
+def _give_first_weights(
+    config: RunConfig, model: nn.Module, comm: Communicator, *, is_new: bool
+) -> None:
+    """Let all ranks begin with one model. Collective."""
+    if is_new and config.model.init_from:
+        on_root(comm, lambda: load_first_weights(model, config.model))
+    if not config.sync.is_local:  # a local method does it by itself
+        broadcast_parameters(model.state_dict())
 
 
 def _loss(config: LossConfig) -> Callable[[Tensor, Tensor], Tensor]:
