@@ -20,9 +20,9 @@ from hpctrain.core.user_error import described
 from hpctrain.data.loader import Loader
 from hpctrain.gradients.batch_norm import SyncBatchNorm
 from hpctrain.gradients.elementwise import is_elementwise
+from hpctrain.parallel import shard
 from hpctrain.parallel.mesh import AXES, build_mesh, gradient_mesh
 from hpctrain.parallel.pipeline import Pipeline
-from hpctrain.parallel.shard import shard
 from hpctrain.parallel.sharded_optimizer import ShardedOptimizer
 from hpctrain.parallel.tensor import tensor_parallel
 from hpctrain.train.config import RunConfig

@@ -259,9 +259,8 @@ def _has_rows(values: object, num: int) -> bool:
 def build(config: RunConfig, comm: Communicator, *, is_new: bool = True) -> Task:
     """Build everything that ``config`` names.
 
-    Collective. All ranks begin with the parameters of rank 0; where the run ``is_new``, with those
-    of ``model.init_from``. Raises ``MismatchError``: a name or an argument is wrong, or data or
-    weights cannot be read; on all ranks.
+    Collective. All ranks begin with the parameters of rank 0, of ``model.init_from`` where the run
+    ``is_new``. Raises ``MismatchError``: a name is wrong, or cannot be read; on all ranks.
     """
     with agreed(comm):
         seed_all(config.seed)
@@ -270,7 +269,6 @@ def build(config: RunConfig, comm: Communicator, *, is_new: bool = True) -> Task
         model.to(device)
         loss, metrics = _loss(config.loss), [*map(make_metric, config.test.metrics)]
         optimizer = make_optimizer(model, config.optimizer)
-        peaks = [group["lr"] for group in optimizer.param_groups]
         prepare(model, config)
         make_data = resolve(config.data.target, "data.target")
         check_arguments(make_data, 1, config.data.args, "data.args")
@@ -308,7 +306,7 @@ def build(config: RunConfig, comm: Communicator, *, is_new: bool = True) -> Task
         optimizer=optimizer,
         train=train,
         test=test,
-        peaks=peaks,
+        peaks=[group["lr"] for group in optimizer.param_groups],
         schedule=schedule,
         steps=steps,
         sync=sync,
