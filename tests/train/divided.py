@@ -12,6 +12,7 @@ from hpctrain.data.writer import write_arrays
 from tests.parallel.training import lm, loss_of, transformer
 
 STEPS, BATCH, LENGTH, CLIP = 5, 8, 16, 0.1
+CLIP_VALUE = 0.002
 NUM_SAMPLES = 4 * BATCH + 3  # a short batch at the end, which replicas divide unequally
 
 SETTINGS = (
@@ -29,6 +30,7 @@ SETTINGS = (
     "train.epochs=1",
     f"train.global_batch={BATCH}",
     f"train.clip_norm={CLIP}",
+    f"train.clip_value={CLIP_VALUE}",
     "log.every_steps=1",
 )
 
@@ -68,7 +70,9 @@ def alone(dataset, *, epochs: int = 1, **shape):
             optimizer.zero_grad()
             mean = loss(one(batch.given), batch.following)
             mean.backward()
-            nn.utils.clip_grad_norm_(one.parameters(), CLIP)
+            assert nn.utils.clip_grad_norm_(one.parameters(), CLIP) > CLIP
+            assert max(p.grad.abs().max() for p in one.parameters()) > CLIP_VALUE
+            nn.utils.clip_grad_value_(one.parameters(), CLIP_VALUE)
             optimizer.step()
             losses.append(mean.item())
     whole = dataset.take(np.arange(len(dataset)))

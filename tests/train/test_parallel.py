@@ -7,9 +7,10 @@ import torch.distributed as dist
 import hpctrain
 from hpctrain import ConfigError
 from hpctrain.checkpoint.export import newest_state
-from hpctrain.core.errors import MismatchError, TopologyError
+from hpctrain.core.errors import MismatchError, NotFiniteError, ReplicaError, TopologyError
 from hpctrain.core.records import read
 from hpctrain.runtime.world import current
+from hpctrain.train.divided_state import local
 from hpctrain.train.load import load
 from tests.train import divided
 from tests.train.job import Job
@@ -116,6 +117,28 @@ def test_a_run_goes_on_in_many_layouts(job):
     goes_on(
         job, ["zero=1", "cp=2", "tp=2 zero=3", "pp=2 zero=1", "tp=4", "pp=4", "zero=2", "tp=2"]
     )
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("layout", ["tp=2", "pp=2"])
+def test_replicas_that_part_are_an_error_on_all_ranks(job, layout):
+    one = job(layout)
+    task = one.built()
+
+    def part():
+        if one.here.comm.rank == 3:
+            with torch.no_grad():
+                local(next(task.model.parameters())).view(-1)[0] += 1e-9
+
+    with pytest.raises(ReplicaError, match="have parted"):
+        one.part(task=task, at={2: part})
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("layout", ["tp=2", "pp=2 zero=1"])
+def test_a_loss_that_is_not_finite_ends_all_ranks(job, layout):
+    with pytest.raises(NotFiniteError, match=r"those of ranks .* are not in step 2"):
+        job(layout, "optimizer.lr=1e300", "train.clip_norm=0").part()
 
 
 @pytest.mark.parametrize(
