@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import hpctrain
 from hpctrain import ConfigError
@@ -12,6 +13,7 @@ from hpctrain.core.records import read
 from hpctrain.runtime.world import current
 from hpctrain.train.divided_state import local
 from hpctrain.train.load import load
+from hpctrain.train.model import prepare
 from tests.train import divided
 from tests.train.job import Job
 
@@ -69,6 +71,7 @@ def check(job: Job, task, **how) -> None:
     steps = [record["loss"] for record in found if record["event"] == "step"]
     torch.testing.assert_close(steps, losses, **EXACT)
     torch.testing.assert_close([found[-1]["loss"], found[-1]["metric"]], [*tested], **EXACT)
+    assert found[-1]["num_samples"] == divided.NUM_SAMPLES
     saved = newest_state(job.directory.path)[1]["model"]
     assert saved.keys() == weights.keys()
     for name, value in weights.items():
@@ -135,10 +138,47 @@ def test_replicas_that_part_are_an_error_on_all_ranks(job, layout):
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("layout", ["tp=2", "pp=2 zero=1"])
-def test_a_loss_that_is_not_finite_ends_all_ranks(job, layout):
-    with pytest.raises(NotFiniteError, match=r"those of ranks .* are not in step 2"):
-        job(layout, "optimizer.lr=1e300", "train.clip_norm=0").part()
+@pytest.mark.parametrize("layout", ["tp=2", "pp=2"])
+def test_a_loss_of_one_replica_that_is_not_finite_ends_all_ranks(job, layout):
+    words = "train.clip_norm=0", "train.clip_value=0", "loss.target=tests.train.divided:flawed"
+    told = r"those of ranks (0-1|2-3) are not in step \d, .*\n  rank .: loss nan .* samples .*13"
+    with pytest.raises(NotFiniteError, match=told):
+        job(layout, *words).part()
+
+
+@pytest.mark.ranks(4)
+def test_ranks_that_calculate_the_same_draw_the_same_numbers(job):
+    job("tp=2").built()
+    drawn = current().comm.allgather_object(torch.rand(()).item())
+    assert drawn[0] == drawn[1] != drawn[2] == drawn[3]
+
+
+class Products(TorchDispatchMode):
+    """Counts products of matrices, and all other operations."""
+
+    def __init__(self):
+        super().__init__()
+        self.products = self.others = 0
+
+    def __torch_dispatch__(self, function, _, args=(), kwargs=None):
+        is_product = function is torch.ops.aten.mm.default
+        self.products += is_product
+        self.others += not is_product
+        return function(*args, **(kwargs or {}))
+
+
+def test_layers_calculate_again_what_they_do_not_keep():
+    found = {}
+    for how in ("none", "selective", "full"):
+        model = divided.model()
+        prepare(model, load(None, [f"parallel.recompute={how}"]).config)
+        with Products() as counted:
+            model(torch.zeros(2, divided.LENGTH, dtype=torch.long)).sum().backward()
+        found[how] = counted
+    none, selective, full = found.values()
+    layers = 2 * 6  # products of two blocks, once more but for the last, which nobody needs
+    assert (selective.products, full.products) == (none.products, none.products + layers)
+    assert none.others < min(selective.others, full.others)
 
 
 @pytest.mark.parametrize(
