@@ -15,7 +15,7 @@ from hpctrain.checkpoint.format.shard import Piece, Shard
 from hpctrain.checkpoint.format.state_tree import component
 from hpctrain.checkpoint.format.tensor_file import DTYPES
 from hpctrain.core.errors import CheckpointError
-from hpctrain.train.model import misfits
+from hpctrain.train.model import local, misfits
 
 _Place = tuple[str | int, ...]
 """Keys from the root of a state to a leaf."""
@@ -127,11 +127,6 @@ class DividedState:
         for number, parameter in self._parameters.items():
             before = saved["state"].get(number, {})
             self._optimizer.state[parameter] = {k: _like(v, parameter) for k, v in before.items()}
-
-
-def local(tensor: Tensor) -> Tensor:
-    """Return what this rank has of a tensor, which shares its memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from inspect import Parameter, signature
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import safetensors
 import torch
@@ -19,6 +19,8 @@ from torch.optim import SGD, Optimizer, lr_scheduler
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from hpctrain.checkpoint.export import newest_state
+from hpctrain.comm.agreement import agreed
+from hpctrain.comm.communicator import Communicator
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.logs import logger
 from hpctrain.core.target import call, check_arguments, member, resolve
@@ -31,6 +33,10 @@ from hpctrain.optim.learning_rates import InverseTimeLR, linear_scaling, square_
 from hpctrain.parallel.split import layers_of
 from hpctrain.train.config import ModelConfig, OptimizerConfig, RunConfig, TrainingConfig
 from hpctrain.train.parallel_config import ParallelConfig
+from hpctrain.train.stateful import Precision
+
+if TYPE_CHECKING:
+    from hpctrain.train.model_parallel import ModelParallel
 
 EMA = "ema"
 """Part of a checkpoint's state: the model with averaged weights, a state dict as that of model."""
@@ -244,6 +250,39 @@ def prepare(model: nn.Module, run: RunConfig) -> None:
         model.compile(**args)
     except (RuntimeError, ValueError, TypeError) as error:
         raise ConfigError(f"train.compile_args: torch.compile refuses: {error}") from error
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return what this rank has of a tensor, which shares its memory."""
+    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # a DTensor
+    return part
+
+
+def divided(
+    config: RunConfig,
+    model: nn.Module,
+    optimizer: Optimizer,
+    loss: Callable[[Tensor, Tensor], Tensor],
+    precision: Precision,
+    comm: Communicator,
+) -> "ModelParallel | None":
+    """Divide a model as ``[parallel]`` says; None where it stays whole. Collective.
+
+    Raises ``MismatchError``: it cannot be divided so; on all ranks.
+    """
+    with agreed(comm):
+        if config.parallel.divides:
+            # What it needs of torch takes seconds to load.
+            from hpctrain.train.model_parallel import ModelParallel  # noqa: PLC0415
+
+            return ModelParallel(config, model, optimizer, loss, precision, comm)
+        if config.parallel.dp not in (0, comm.size):
+            raise ConfigError(
+                f"replicas of a whole model must multiply to the {comm.size} ranks, got "
+                f"parallel.dp = {config.parallel.dp}; leave it out, or divide the model by tp, pp "
+                f"or cp too"
+            )
+    return None
 
 
 def asked(model: nn.Module, what: str, given: Any) -> Any:

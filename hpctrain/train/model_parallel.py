@@ -12,7 +12,6 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.optim import Optimizer
 
 from hpctrain.checkpoint.format.state_hash import state_hash
-from hpctrain.comm.agreement import agreed
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.ops import Op
 from hpctrain.core.errors import ConfigError, DataError, ReplicaError
@@ -26,8 +25,8 @@ from hpctrain.parallel.pipeline import Pipeline
 from hpctrain.parallel.sharded_optimizer import ShardedOptimizer
 from hpctrain.parallel.tensor import tensor_parallel
 from hpctrain.train.config import RunConfig
-from hpctrain.train.divided_state import DividedState, local, whole
-from hpctrain.train.model import asked
+from hpctrain.train.divided_state import DividedState, whole
+from hpctrain.train.model import asked, local
 from hpctrain.train.stateful import Precision
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -67,6 +66,7 @@ class ModelParallel:
             TopologyError: the axes do not multiply to the number of ranks; on every rank.
         """
         self.config, self._train, self._comm = config.parallel, config.train, comm
+        self._bucket_bytes = config.comm.bucket_bytes
         _check(model, optimizer)
         self._loss, self._precision = loss, precision
         device = next(model.parameters()).device
@@ -79,6 +79,7 @@ class ModelParallel:
         self._pipeline: Pipeline | None = None
         self._batch = torch.empty(0), 0, 0.0  # labels, samples that do not fill, weight of each
         self._outputs: dict[int, Tensor] | None = None  # of micro-batches, where those are asked
+        self._spare: list[Tensor] = []  # a sample, by which batches are filled up
         self._flags = self.raised_flags = 0
         self.communication_seconds = 0.0
         self.optimizer: Any = optimizer
@@ -190,7 +191,7 @@ class ModelParallel:
         """
         self.optimizer.zero_grad()
         own, share = len(both[0]), len(both[0]) * self.num_replicas / num_samples
-        inputs, labels = self._in_sequence(*both)
+        inputs, labels = self._parts(*both)
         with loss_parallel():
             if self._pipeline is not None:
                 value = self._run(self._pipeline.step, inputs, labels, share)
@@ -217,7 +218,7 @@ class ModelParallel:
             weight = share * len(part[0]) / own if own else 0.0
             more = number < pieces and isinstance(self.optimizer, ShardedOptimizer)
             with self.optimizer.no_sync() if more else nullcontext():
-                loss = loss_of(*(filled(values, 1) for values in part))
+                loss = loss_of(*map(filled, part, (1, 1), self._spare))
                 loss.backward(torch.full_like(loss, weight))
             value += whole(loss.detach()).to(value) * weight
         return value
@@ -228,9 +229,10 @@ class ModelParallel:
         size = -(-self._size // parts) * parts
         # Behind the loss the pipeline divides by the number of parts.
         weight = share * parts / max(len(inputs), 1)
-        self._batch = filled(labels, size), len(inputs), weight
+        given, target = map(filled, (inputs, labels), (size, size), self._spare)
+        self._batch = target, len(inputs), weight
         places = torch.arange(size, device=labels.device)
-        return call(filled(inputs, size), places)
+        return call(given, places)
 
     def _loss_of_micro_batch(self, output: Tensor, places: Tensor) -> Tensor:
         """Weigh the mean loss of the samples at some places, without those that only fill."""
@@ -248,8 +250,8 @@ class ModelParallel:
         """Samples of a replica in a full batch, at most."""
         return -(-self._train.global_batch // self.num_replicas)
 
-    def _in_sequence(self, *tensors: Tensor) -> list[Tensor]:
-        """Return this rank's part of each sequence."""
+    def _parts(self, *tensors: Tensor) -> list[Tensor]:
+        """Return this rank's part of each sequence, and keep one to fill up with."""
         part, parts = self._place("cp")
         for values in tensors:
             if parts > 1 and (values.dim() < 2 or values.shape[1] % parts):
@@ -257,17 +259,23 @@ class ModelParallel:
                     f"parallel.cp = {parts} divides dimension 1 of input and label, the sequence, "
                     f"got {described(values)}; pad the samples in data.transform, or leave cp out"
                 )
-        return [values.chunk(parts, dim=1)[part] if parts > 1 else values for values in tensors]
+        mine = [values.chunk(parts, dim=1)[part] if parts > 1 else values for values in tensors]
+        if len(mine[0]):
+            self._spare = [values[-1:].clone() for values in mine]
+        elif not self._spare:  # this replica has had no sample at all
+            self._spare = [values.new_zeros((1, *values.shape[1:])) for values in mine]
+        return mine
 
     def output(self, inputs: Tensor, labels: Tensor) -> Tensor | None:
         """Return the output for a replica's samples, without gradients. Collective.
 
         None on all of its ranks but one, that which ``leads``; also where it has no samples.
         """
-        inputs, labels = self._in_sequence(inputs, labels)
+        inputs, labels = self._parts(inputs, labels)
         if self._pipeline is None:
             with self._precision.autocast():
-                found: Tensor | None = whole(self.model(filled(inputs, 1)))[: len(inputs)]
+                output = whole(self.model(filled(inputs, 1, self._spare[0])))
+            found: Tensor | None = output[: len(inputs)]
         else:
             self._outputs = {}
             self._run(self._pipeline.evaluate, inputs, labels, 0.0)
@@ -296,22 +304,27 @@ class ModelParallel:
     @torch.no_grad()
     def _average(self) -> None:
         """Let all replicas have the mean of their gradients. Collective."""
-        group = self._averaging.get_group()
         if self.config.zero or self._averaging.size() == 1:
             return
-        by_type = dict[torch.dtype, list[Tensor]]()
+        buckets: dict[torch.dtype, list[Tensor]] = {}
         for parameter in self.model.parameters():
             if parameter.requires_grad:
                 if parameter.grad is None:  # as other replicas may have one
                     parameter.grad = torch.zeros_like(parameter)
                 gradient = local(parameter.grad)
-                by_type.setdefault(gradient.dtype, []).append(gradient)
-        for gradients in by_type.values():
-            flat = torch.cat([gradient.flatten() for gradient in gradients])
-            dist.all_reduce(flat, dist.ReduceOp.AVG, group=group)
-            sizes = [gradient.numel() for gradient in gradients]
-            for gradient, mean in zip(gradients, flat.split(sizes), strict=True):
-                gradient.copy_(mean.view_as(gradient))
+                bucket = buckets.setdefault(gradient.dtype, [])
+                bucket.append(gradient)
+                if sum(each.nbytes for each in bucket) >= self._bucket_bytes:
+                    self._average_bucket(buckets.pop(gradient.dtype))
+        for bucket in buckets.values():
+            self._average_bucket(bucket)
+
+    def _average_bucket(self, gradients: list[Tensor]) -> None:
+        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        dist.all_reduce(flat, dist.ReduceOp.AVG, group=self._averaging.get_group())
+        sizes = [gradient.numel() for gradient in gradients]
+        for gradient, mean in zip(gradients, flat.split(sizes), strict=True):
+            gradient.copy_(mean.view_as(gradient))
 
     def share_buffers(self) -> None:
         """Let all replicas have the buffers of the first one. Collective."""
@@ -350,37 +363,12 @@ class ModelParallel:
         return self.mesh[axis].get_local_rank(), self.mesh[axis].size()
 
 
-def divided(
-    config: RunConfig,
-    model: nn.Module,
-    optimizer: Optimizer,
-    loss: Loss,
-    precision: Precision,
-    comm: Communicator,
-) -> ModelParallel | None:
-    """Divide a model as the configuration says; None where it stays whole. Collective.
-
-    Raises ``MismatchError``: it cannot be divided so; on all ranks.
-    """
-    with agreed(comm):
-        if config.parallel.divides:
-            return ModelParallel(config, model, optimizer, loss, precision, comm)
-        if config.parallel.dp not in (0, comm.size):
-            raise ConfigError(
-                f"replicas of a whole model must multiply to the {comm.size} ranks, got "
-                f"parallel.dp = {config.parallel.dp}; leave it out, or divide the model by tp, pp "
-                f"or cp too"
-            )
-    return None
-
-
-def filled(values: Tensor, size: int) -> Tensor:
-    """Return at least so many samples, the last of which are copies of the last one, or zeros."""
+def filled(values: Tensor, size: int, spare: Tensor) -> Tensor:
+    """Return at least so many samples: behind those that there are, copies of the spare one."""
     lacks = size - len(values)
     if lacks <= 0:
         return values
-    last = values[-1:] if len(values) else values.new_zeros((1, *values.shape[1:]))
-    return torch.cat([values, last.expand(lacks, *last.shape[1:])])
+    return torch.cat([values, spare.expand(lacks, *spare.shape[1:])])
 
 
 def _check(model: nn.Module, optimizer: Optimizer) -> None:

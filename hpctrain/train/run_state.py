@@ -20,8 +20,7 @@ from hpctrain.gradients.replica_check import require_equal_replicas
 from hpctrain.local_sgd.local_method import LocalMethod
 from hpctrain.optim.noise_scale import NoiseScale
 from hpctrain.train.config import SYNCHRONOUS
-from hpctrain.train.divided_state import local
-from hpctrain.train.model import EMA, misfits
+from hpctrain.train.model import EMA, local, misfits
 from hpctrain.train.scores import Scores
 from hpctrain.train.stateful import BestTest
 from hpctrain.train.step_meter import StepMeter

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from traceback import extract_tb
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -35,6 +35,7 @@ from hpctrain.runtime import world
 from hpctrain.train.config import DataConfig, LossConfig, RunConfig
 from hpctrain.train.model import (
     choose_device,
+    divided,
     load_first_weights,
     make_model,
     make_optimizer,
@@ -42,10 +43,12 @@ from hpctrain.train.model import (
     prepare,
     with_shard,
 )
-from hpctrain.train.model_parallel import ModelParallel, divided
 from hpctrain.train.scores import LOSS, Metric, make_metric
 from hpctrain.train.stateful import Ema, Precision
 from hpctrain.train.sync_method import distributed, make_sync
+
+if TYPE_CHECKING:
+    from hpctrain.train.model_parallel import ModelParallel
 
 CPU = torch.device("cpu")
 
@@ -80,7 +83,7 @@ class Task:
     for."""
     sync: LocalMethod | None = None
     """Says when ranks agree that take steps of their own, where that is asked for."""
-    parallel: ModelParallel | None = None
+    parallel: "ModelParallel | None" = None
     """What this rank has of the model, where ranks divide it."""
     noise: NoiseScale | None = None  # of the gradients, where that is asked for
     shard_reason: str = ""  # what train.shard = auto has become, and why

@@ -11,9 +11,8 @@ from hpctrain.checkpoint.export import newest_state
 from hpctrain.core.errors import MismatchError, NotFiniteError, ReplicaError, TopologyError
 from hpctrain.core.records import read
 from hpctrain.runtime.world import current
-from hpctrain.train.divided_state import local
 from hpctrain.train.load import load
-from hpctrain.train.model import prepare
+from hpctrain.train.model import local, prepare
 from tests.train import divided
 from tests.train.job import Job
 
