@@ -6,9 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 import hpctrain
 from hpctrain.parallel import hybrid_mesh, shard
+import hpctrain.parallel.offload as offload
 from tests.parallel.training import CLIP, adamw, batches, check, loss_of, transformer
 
 pytestmark = pytest.mark.usefixtures("nodes")
@@ -130,3 +132,19 @@ def test_layers_unused_by_some_ranks_or_all_frozen_or_used_again_step_as_in_one_
         expected = alone.get_parameter(name).detach()
         torch.testing.assert_close(found.full_tensor().detach(), expected, rtol=1e-12, atol=1e-12)
     assert not optimizer.state[model.branches[3].weight]
+
+
+@pytest.mark.ranks(2, 3)
+def test_state_in_a_file_has_the_bits_of_state_in_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(offload, "BUCKET_ELEMENTS", 64)
+    found = []
+    for folder in (None, str(tmp_path)):
+        model = transformer()
+        optimizer = shard(model, adamw(model.parameters()), stage=3, offload=folder)
+        trained(model, optimizer)
+        state = [p.detach() for p in model.parameters()]
+        state += [v for p in model.parameters() for v in optimizer.state[p].values()]
+        found.append([v.full_tensor() if isinstance(v, DTensor) else v for v in state])
+    assert len(found[0]) == len(found[1])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
