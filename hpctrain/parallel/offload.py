@@ -80,7 +80,8 @@ class FileState:
         slots, room = iter(self._forms), BUCKET_ELEMENTS
         for number, group in enumerate(self._optimizer.param_groups):
             for p in group["params"]:
-                local, whole = p.to_local(), next(slots)
+                # Not to_local(), which wraps it: torch's FSDP looks for the memory of this one.
+                local, whole = p._local_tensor, next(slots)  # noqa: SLF001
                 numel, begin = local.numel(), 0
                 self._slots[p] = {key: slot[:numel] for key, slot in whole.items()}
                 local.set_(self._slots[p][_VALUES].view(local.shape).copy_(local))
