@@ -12,12 +12,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer, Rprop
 
 from hpctrain.comm.agreement import raise_if_any, require_equal_by
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.target import hint
+from hpctrain.gradients.elementwise import is_known_as
 from hpctrain.parallel.mesh import build_mesh
+from hpctrain.parallel.offload import FileState
 from hpctrain.parallel.sharded_optimizer import (
     Gradients,
     ShardedOptimizer,
@@ -59,8 +61,9 @@ def shard(  # noqa: PLR0913 - each is one choice
     Args:
         model: the same on all ranks, its forward runs the same layers on all. Rank 0's values
             count. Tensor parallel ones may be sharded further.
-        optimizer: any of ``torch.optim`` but LBFGS, or another one whose step treats tensors by
-            themselves, holding parameters of the model. It may have a state already.
+        optimizer: one that steps every element by itself, with parameters of the model: of
+            ``torch.optim`` all but Adafactor, LBFGS, Muon, Rprop and SparseAdam; or a class of
+            yours that says so by ``elementwise = True``. It may have a state already.
         stage: 1, 2 or 3.
         mesh: one axis to shard over, or two: the first holds replicas, the second shards
             (HSDP), such as that of ``hybrid_mesh()``. All ranks, unless given.
@@ -69,7 +72,8 @@ def shard(  # noqa: PLR0913 - each is one choice
         compute_dtype: of forward and backward, such as ``torch.bfloat16``; parameters and state
             are kept and stepped in at least float32.
         offload: ``"cpu"`` keeps the parts of parameters, gradients and state in CPU memory and
-            steps there, where ``mesh`` is of another device.
+            steps there, where ``mesh`` is of another device. A folder on a disk of the node, for
+            ranks on CPUs, holds the parts of parameters and state.
 
     Returns:
         The optimizer, with ``clip_grad_norm_()`` and ``no_sync()`` besides its own methods.
@@ -83,11 +87,14 @@ def shard(  # noqa: PLR0913 - each is one choice
     """
     mesh = build_mesh()["dp"] if mesh is None else mesh
     units: list[nn.Module] = []
-    refusal = None
+    file, refusal = None, None
     try:
         _check(model, optimizer, stage, mesh, offload)
         units = _units(model, layers)
         _check_parameters(model, optimizer, compute_dtype)
+        if offload not in (None, "cpu"):
+            masters = torch.float32 if compute_dtype else None
+            file = FileState(optimizer, offload, mesh.size(-1), masters)
     except ConfigError as error:
         refusal = str(error)
     raise_if_any(gathered(refusal, mesh), ConfigError)
@@ -113,15 +120,20 @@ def shard(  # noqa: PLR0913 - each is one choice
         fully_shard(unit, reshard_after_forward=stage == 3, **options)
     fully_shard(model, reshard_after_forward=None if stage == 3 else False, **options)
     _move(optimizer, old, dict(model.named_parameters()))
-    return upgraded(optimizer, Gradients(model, stage, mesh))
+    if file:
+        file.take_over()
+    return upgraded(optimizer, Gradients(model, stage, mesh), file)
 
 
 def _check(
     model: nn.Module, optimizer: Optimizer, stage: int, mesh: DeviceMesh, offload: str | None
 ) -> None:
     """Raise unless these can be sharded at all."""
-    if offload not in (None, "cpu"):
-        raise ConfigError(f"offload of shard() is cpu or None, got {offload!r}; leave it out")
+    if offload not in (None, "cpu") and mesh.device_type != "cpu":
+        raise ConfigError(
+            f"offload to a folder is of ranks on CPUs, got a mesh on {mesh.device_type}; take "
+            f'offload="cpu"'
+        )
     if stage not in (1, 2, 3):
         raise ConfigError(f"the stage of shard() is 1, 2 or 3, got {stage!r}")
     if mesh.ndim > 2:
@@ -133,13 +145,11 @@ def _check(
         raise ConfigError(
             "shard() averages gradients itself, got a DistributedDataParallel; pass its .module"
         )
-    is_distributed = any(
-        hasattr(optimizer, its) for its in ("_exchange", "consolidate_state_dict")
-    )
-    if is_distributed or isinstance(optimizer, LBFGS | ShardedOptimizer):
+    if isinstance(optimizer, Rprop) or not is_known_as("elementwise", optimizer):
         raise ConfigError(
-            f"shard() takes an optimizer that steps tensor by tensor and is not distributed yet, "
-            f"got {type(optimizer).__name__}; take another one, such as torch.optim.AdamW"
+            f"shard() takes an optimizer that steps every element by itself, got "
+            f"{type(optimizer).__name__}; take another one of torch.optim, such as AdamW; a class "
+            f"of your own says so by elementwise = True"
         )
 
 

@@ -16,12 +16,14 @@ from torch.optim import Optimizer
 
 from hpctrain.comm.agreement import by_rank
 from hpctrain.core.errors import ConfigError, MismatchError
+from hpctrain.parallel.offload import FileState
 
 
 class ShardedOptimizer(Optimizer):
     """What ``shard`` adds to the optimizer that it is given."""
 
     _gradients: "Gradients"
+    _file: FileState | None
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -171,27 +173,30 @@ def before_step(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Agree on the step: torch calls this at the start of ``step()``.
 
-    A closure among the arguments, which makes the gradients inside, is followed by that.
+    A closure among the arguments, which makes the gradients, is called before that.
     """
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-    if closure is None:
-        stepping._gradients.settle(stepping)  # noqa: SLF001
-        return args, kwargs
-
-    def settling() -> Any:
-        loss = closure()
-        stepping._gradients.settle(stepping)  # noqa: SLF001
-        return loss
-
-    return args[:1], kwargs | {"closure": settling}
+    with torch.enable_grad():
+        loss = closure() if closure else None
+    stepping._gradients.settle(stepping)  # noqa: SLF001
+    if stepping._file:  # noqa: SLF001
+        stepping._file.step()  # noqa: SLF001
+    return args[:1], {"closure": lambda: loss} if closure else {}
 
 
-def upgraded(optimizer: Any, gradients: Gradients) -> ShardedOptimizer:
+def after_step(stepped: Any, *_: object) -> None:
+    """End a step of parameters in a file: torch calls this behind ``step()``."""
+    if stepped._file:  # noqa: SLF001
+        stepped._file.end_step()  # noqa: SLF001
+
+
+def upgraded(optimizer: Any, gradients: Gradients, file: FileState | None) -> ShardedOptimizer:
     """Give an optimizer its methods."""
     kind = type(optimizer)
     optimizer.__class__ = type(kind.__name__, (ShardedOptimizer, kind), {})
-    optimizer._gradients = gradients  # noqa: SLF001
+    optimizer._gradients, optimizer._file = gradients, file  # noqa: SLF001
     optimizer.register_step_pre_hook(before_step)
+    optimizer.register_step_post_hook(after_step)
     return cast("ShardedOptimizer", optimizer)
 
 
