@@ -138,11 +138,6 @@ def is_known_as(how: str, optimizer: Optimizer) -> bool:
     return how in vars(kind) and bool(getattr(optimizer, how))
 
 
-def is_elementwise(optimizer: Optimizer) -> bool:
-    """Say whether an optimizer is known to step every element by itself."""
-    return _is("elementwise", optimizer)
-
-
 def can_shard(optimizer: Optimizer) -> bool:
     """Say whether ``shard="node"`` takes an optimizer."""
     try:

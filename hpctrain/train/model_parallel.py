@@ -18,7 +18,7 @@ from hpctrain.core.errors import ConfigError, DataError, ReplicaError
 from hpctrain.core.user_error import described
 from hpctrain.data.loader import Loader
 from hpctrain.gradients.batch_norm import SyncBatchNorm
-from hpctrain.gradients.elementwise import is_elementwise
+from hpctrain.gradients.elementwise import is_known_as
 from hpctrain.parallel import shard
 from hpctrain.parallel.mesh import AXES, build_mesh, gradient_mesh
 from hpctrain.parallel.pipeline import Pipeline
@@ -121,7 +121,8 @@ class ModelParallel:
         """Make the optimizer of this rank's part, and divide both among replicas. Collective."""
         self.optimizer = self.state.part_of(self.optimizer, model)
         if self.config.zero:
-            shard(model, self.optimizer, stage=self.config.zero, mesh=self._averaging)
+            stage, offload = self.config.zero, self.config.offload or None
+            shard(model, self.optimizer, stage=stage, mesh=self._averaging, offload=offload)
         return model
 
     def _stage(self, stage: nn.Module) -> nn.Module:
@@ -378,7 +379,7 @@ def _check(model: nn.Module, optimizer: Optimizer) -> None:
             "hpctrain.SyncBatchNorm takes statistics over all ranks, of which some have parts of "
             "the model with [parallel]; take another norm, or leave [parallel] out"
         )
-    if not is_elementwise(optimizer):
+    if not is_known_as("elementwise", optimizer):
         raise ConfigError(
             f"an optimizer of a divided model steps each element by itself, and whether "
             f"{type(optimizer).__name__} does is not known; take AdamW or SGD, or leave "

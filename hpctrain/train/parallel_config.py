@@ -25,6 +25,9 @@ class ParallelConfig:
     zero: Annotated[int, Rule(least=0, below=4)] = 0
     """What replicas divide among them: nothing (0), the optimizer's state (1), gradients too (2),
     parameters too (3)."""
+    offload: str = ""
+    """Where zero keeps a rank's part: cpu, beside a device that calculates, or a folder on a disk
+    of the node, for ranks on CPUs; when empty, where it is calculated."""
     sequence: bool = False
     """Whether tp ranks divide what lies between layers too, along the sequence."""
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b"
@@ -43,6 +46,11 @@ class ParallelConfig:
     when empty, what the model has as attribute parallel_layers."""
 
     def __post_init__(self) -> None:
+        require(
+            self.zero > 0 or not self.offload,
+            "parallel.offload is of parts that replicas divide: set parallel.zero too",
+            self.offload,
+        )
         require(
             self.tp > 1 or not self.sequence,
             "parallel.sequence divides what tp ranks have between layers: set parallel.tp too",

@@ -36,6 +36,7 @@ OTHERS = (
     "cp=4",
     "zero=1",
     "zero=2",
+    "zero=3 offload=.",
 )
 
 
@@ -198,6 +199,7 @@ def test_layers_calculate_again_what_they_do_not_keep():
         ("", "parallel.micro_batches=4"),
         ("pp=2 schedule=interleaved", "parallel.zero=1"),
         ("", "parallel.zero=4"),
+        ("", "parallel.offload=cpu"),
     ],
 )
 def test_what_a_divided_model_cannot_do_is_refused_with_the_configuration(layout, other):
