@@ -1,15 +1,21 @@
 """ZeRO in one call: parameters, gradients and optimizer state divided by torch's FSDP2."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer, Rprop
@@ -27,6 +33,7 @@ from hpctrain.parallel.sharded_optimizer import (
     upgraded,
 )
 
+_MASTER_BYTES = 4
 _LISTS = (nn.ModuleList, nn.ModuleDict)
 
 
@@ -43,53 +50,67 @@ def shard(  # noqa: PLR0913 - each is one choice
     """Divide a model and its optimizer's state among ranks, in place. Collective over them.
 
     Forward and backward gather a layer's parameters when it is its turn, backward averages the
-    gradients and leaves each rank its part, and the optimizer steps that part. What stays whole
-    in between is the stage:
+    gradients and leaves each rank its part, which the optimizer steps. The stage is what stays
+    whole in between; N ranks with Adam and a ``compute_dtype`` of 16 bits hold at most so many
+    bytes per parameter, besides activations and the layer at work:
 
-    ====== ========================================= =========================
-    stage  whole on every rank                       bytes, 16-bit parameters
-    ====== ========================================= =========================
-    1      parameters; gradients inside ``no_sync``  4 P + 12 P / N
-    2      parameters, from forward to backward      2 P + 14 P / N
-    3      the layer at work                         16 P / N
-    ====== ========================================= =========================
-
-    Gradients are those of the mean over the ranks' losses, on any number of ranks; parameters
-    that no rank has used keep ``None``. Parameters and state are ``DTensor``s afterwards, which
-    ``clip_grad_norm_`` and distributed checkpoints of torch know, in any other layout, too.
+    1. parameters from forward to backward, gradients inside ``no_sync()``: 4 + 12 / N;
+    2. parameters from forward to backward: 2 + 12 / N, or 2 + 16 / N if gradients add up;
+    3. nothing: 16 / N.
 
     Args:
         model: the same on all ranks, its forward runs the same layers on all. Rank 0's values
             count. Tensor parallel ones may be sharded further.
-        optimizer: one that steps every element by itself, with parameters of the model: of
-            ``torch.optim`` all but Adafactor, LBFGS, Muon, Rprop and SparseAdam; or a class of
-            yours that says so by ``elementwise = True``. It may have a state already.
+        optimizer: one that steps every element by itself, with parameters of the model; it may
+            have a state. A class of yours says so by ``elementwise = True``.
         stage: 1, 2 or 3.
-        mesh: one axis to shard over, or two: the first holds replicas, the second shards
-            (HSDP), such as that of ``hybrid_mesh()``. All ranks, unless given.
+        mesh: one axis of shards, or two, of replicas and of shards (HSDP), as ``hybrid_mesh()``
+            makes them; all ranks, unless given.
         layers: names of the modules that are gathered at once; ``*`` stands for anything. The
             members of the outermost ``nn.ModuleList``s and ``nn.Sequential``s, unless given.
-        compute_dtype: of forward and backward, such as ``torch.bfloat16``; parameters and state
-            are kept and stepped in at least float32.
-        offload: ``"cpu"`` keeps the parts of parameters, gradients and state in CPU memory and
-            steps there, where ``mesh`` is of another device. A folder on a disk of the node, for
-            ranks on CPUs, holds the parts of parameters and state.
+        compute_dtype: of forward and backward; parameters and state are float32 at least then.
+        offload: a folder on a disk of the node that holds parameters and state, for ranks on
+            CPUs; or ``"cpu"``: they lie, and are stepped, in the memory of the CPU.
 
     Returns:
-        The optimizer, with ``clip_grad_norm_()`` and ``no_sync()`` besides its own methods.
+        The optimizer, whose state and parameters are ``DTensor``s.
 
     Raises:
         ConfigError: an argument does not fit; on every rank.
         MismatchError: the ranks have different models or arguments; on every rank.
 
     Source: Rajbhandari et al. 2020, arXiv:1910.02054; Zhao et al. 2023, arXiv:2304.11277.
-    Differs: parameters that stay whole are freed layer by layer in backward.
+    Differs: in stages 1 and 2 parameters go while gradients come, which add up in float32.
     """
     mesh = build_mesh()["dp"] if mesh is None else mesh
-    units: list[nn.Module] = []
-    file, refusal = None, None
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    chosen = _Choice(stage, mesh, layers, compute_dtype, offload)
+    units, file = _checked(model, optimizer, names, chosen)
+    _distribute(model, units, chosen)
+    _move(optimizer, names, dict(model.named_parameters()))
+    if file:
+        file.take_over()
+    return upgraded(optimizer, Gradients(model, stage, mesh), file)
+
+
+class _Choice(NamedTuple):
+    """Arguments of ``shard``."""
+
+    stage: int
+    mesh: DeviceMesh
+    layers: Sequence[str] | None
+    compute_dtype: torch.dtype | None
+    offload: str | None
+
+
+def _checked(
+    model: nn.Module, optimizer: Optimizer, names: Mapping[nn.Parameter, str], chosen: _Choice
+) -> tuple[list[nn.Module], FileState | None]:
+    """Return what is gathered at once, and the file; raise on all ranks, or on none."""
+    units, file, refusal = [], None, None
+    stage, mesh, layers, compute_dtype, offload = chosen
     try:
-        _check(model, optimizer, stage, mesh, offload)
+        _check(model, optimizer, chosen)
         units = _units(model, layers)
         _check_parameters(model, optimizer, compute_dtype)
         if offload not in (None, "cpu"):
@@ -97,38 +118,37 @@ def shard(  # noqa: PLR0913 - each is one choice
             file = FileState(optimizer, offload, mesh.size(-1), masters)
     except ConfigError as error:
         refusal = str(error)
-    raise_if_any(gathered(refusal, mesh), ConfigError)
-    arguments = [f"stage {stage}, compute_dtype {compute_dtype}, layers {layers}"]
-    require_equal_by(
-        lambda one: gathered(one, mesh),
-        arguments + [f"{n} {tuple(p.shape)} {p.dtype}" for n, p in model.named_parameters()],
-        "the model and arguments of shard()",
-        "give all ranks the same",
-    )
+    gather = partial(gathered, mesh=mesh)
+    raise_if_any(gather(refusal), ConfigError)
+    lines = [f"stage {stage}, compute_dtype {compute_dtype}, layers {layers}, file {bool(file)}"]
+    lines += [f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad}" for p, name in names.items()]
+    lines += [" ".join(names[p] for p in group["params"]) for group in optimizer.param_groups]
+    way_out = "give all ranks the same"
+    require_equal_by(gather, lines, "the model and arguments of shard()", way_out)
+    return units, file
+
+
+def _distribute(model: nn.Module, units: Sequence[nn.Module], chosen: _Choice) -> None:
+    """Shard a model, whose values are those of the first rank. Collective."""
+    stage, mesh, _, compute_dtype, offload = chosen
     model.to(mesh.device_type)
-    old = dict(model.named_parameters())
-    for parameter in old.values():
-        if compute_dtype and parameter.is_floating_point() and parameter.itemsize < 4:
+    for parameter in model.parameters():
+        if compute_dtype and parameter.is_floating_point() and parameter.itemsize < _MASTER_BYTES:
             parameter.data = parameter.data.float()
-    for tensor in (*old.values(), *model.buffers()):
+    for tensor in (*model.parameters(), *model.buffers()):
         _broadcast(tensor, mesh)
-    # The root decides by itself to keep its own parameters from forward to backward.
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(compute_dtype)}
     if offload and mesh.device_type != "cpu":
         options["offload_policy"] = CPUOffloadPolicy()
     for unit in reversed(units):
         fully_shard(unit, reshard_after_forward=stage == 3, **options)
+    # None: what is left of the model stays whole, as backward begins with it.
     fully_shard(model, reshard_after_forward=None if stage == 3 else False, **options)
-    _move(optimizer, old, dict(model.named_parameters()))
-    if file:
-        file.take_over()
-    return upgraded(optimizer, Gradients(model, stage, mesh), file)
 
 
-def _check(
-    model: nn.Module, optimizer: Optimizer, stage: int, mesh: DeviceMesh, offload: str | None
-) -> None:
+def _check(model: nn.Module, optimizer: Optimizer, chosen: _Choice) -> None:
     """Raise unless these can be sharded at all."""
+    stage, mesh, _, _, offload = chosen
     if offload not in (None, "cpu") and mesh.device_type != "cpu":
         raise ConfigError(
             f"offload to a folder is of ranks on CPUs, got a mesh on {mesh.device_type}; take "
@@ -141,9 +161,10 @@ def _check(
             f"shard() takes a mesh of one axis, or of replicas and shards, got {mesh.ndim} axes; "
             f'take some of it, such as mesh["dp"]'
         )
-    if isinstance(model, DistributedDataParallel):
+    if any(isinstance(one, DistributedDataParallel | FSDPModule) for one in model.modules()):
         raise ConfigError(
-            "shard() averages gradients itself, got a DistributedDataParallel; pass its .module"
+            f"shard() averages gradients itself, got modules in a {type(model).__name__} that do; "
+            f"pass a model without fully_shard() or DistributedDataParallel"
         )
     if isinstance(optimizer, Rprop) or not is_known_as("elementwise", optimizer):
         raise ConfigError(
@@ -241,10 +262,10 @@ def _broadcast(tensor: Tensor, mesh: DeviceMesh) -> None:
 
 @torch.no_grad()
 def _move(
-    optimizer: Optimizer, old: dict[str, nn.Parameter], new: dict[str, nn.Parameter]
+    optimizer: Optimizer, names: Mapping[nn.Parameter, str], new: Mapping[str, nn.Parameter]
 ) -> None:
     """Let an optimizer hold the sharded parameters, and its state be sharded as they are."""
-    following: dict[Any, Any] = {old[name]: new[name] for name in old}
+    following: dict[Any, Any] = {parameter: new[name] for parameter, name in names.items()}
     for group in optimizer.param_groups:
         group["params"][:] = [following[parameter] for parameter in group["params"]]
     for parameter in [p for p in optimizer.state if p in following]:

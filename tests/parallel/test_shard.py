@@ -229,17 +229,15 @@ def test_an_evaluation_between_backward_and_step_leaves_no_old_weights():
     assert found[0] == found[1]
 
 
-def strange(model):
-    return adamw([nn.Parameter(torch.zeros(2))])
-
-
 REFUSED = {
     "the stage of shard() is 1, 2 or 3, got 0": {"stage": 0},
     "the model has no module block.*; did you mean": {"layers": ["block.*"]},
     "steps every element by itself, got Muon": {
         "make": lambda m: torch.optim.Muon([p for p in m.parameters() if p.ndim == 2])
     },
-    "got 1 of others; make it of model.parameters()": {"make": strange},
+    "got 1 of others; make it of model.parameters()": {
+        "make": lambda _: adamw([nn.Parameter(torch.zeros(2))])
+    },
     "takes a mesh of one axis, or of replicas and shards, got 4 axes": {"mesh": build_mesh},
     "No such file or directory; free space there": {"offload": "/not/there"},
 }
@@ -271,5 +269,5 @@ def test_ranks_that_differ_are_an_error_on_all():
     optimizer.zero_grad()
     local_loss(model, *batches(1)[0]).backward()
     optimizer.param_groups[0]["lr"] = 0.1 + dist.get_rank()
-    with pytest.raises(MismatchError, match="rank 1: .*1.1.*set the same on all"):
+    with pytest.raises(MismatchError, match=r"rank 1: .*1.1.*set the same on all"):
         optimizer.step()

@@ -142,7 +142,9 @@ def test_the_memory_of_a_process_is_that_of_its_part(is_in_file, tmp_path, monke
     gradients = 4 * num / size
     expected = gradients if is_in_file else 4 * gradients
     assert held == pytest.approx(expected, rel=0.2)
-    assert not is_in_file or most < 1.5 * gradients  # values and state would be three times that
+    assert (
+        not is_in_file or most < 2 * gradients
+    )  # in memory, values and state are three times that
 
 
 @pytest.mark.ranks(2)
