@@ -19,6 +19,8 @@ LAYOUTS = (
     "--tp 2 --pp 2",
     "--cp 2 --fsdp",
     "--cp 4",
+    "--cp 2 --pp 2",
+    "--tp 2 --cp 2 --fsdp",
 )
 
 
