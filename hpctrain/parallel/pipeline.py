@@ -41,7 +41,7 @@ SCHEDULES = {
     "zero_bubble": (schedules.ScheduleInterleavedZeroBubble, 2),
     "zbv": (schedules.ScheduleZBVZeroBubble, 2),
 }
-"""Torch's schedule, and stages of each rank."""
+"""Torch's schedule, and stages of each rank, unless told otherwise."""
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 Wrap = Callable[[nn.Module], nn.Module]
@@ -117,6 +117,7 @@ class Pipeline:
         loss: Loss,
         num_microbatches: int,
         schedule: str = "1f1b",
+        stages_per_rank: int | None = None,
         sample: Tensor | None = None,
         wrap: Wrap | None = None,
     ) -> None:
@@ -131,19 +132,27 @@ class Pipeline:
             num_microbatches: into how many equal parts a batch is cut.
             schedule: ``gpipe``, ``1f1b``, or, with two stages on each rank, ``interleaved``,
                 ``zero_bubble`` and ``zbv``.
+            stages_per_rank: for ``interleaved`` and ``zero_bubble``; their micro-batches are then
+                a multiple of the ranks, or fewer.
             sample: a micro-batch, by which the layers are timed, so that the slowest stage is as
                 fast as can be; without it they count by their parameters.
             wrap: applied to each stage, such as ``fully_shard`` over ``mesh["dp"]``.
 
         Raises:
-            ConfigError: there is no such schedule or layer, there are more stages than layers, or
-                a parameter is in no layer.
+            ConfigError: there is no such schedule or layer, the schedule has another number of
+                stages, there are more stages than layers, or a parameter is in no layer.
         """
         if schedule not in SCHEDULES:
             raise ConfigError(f"schedule is one of {', '.join(SCHEDULES)}, got {schedule!r}")
         chain = layers_of(model, layers)
         self._mesh, self._group, self._size = mesh, mesh.get_group(), mesh.size()
-        self._make, per_rank = SCHEDULES[schedule]
+        self._make, usual = SCHEDULES[schedule]
+        per_rank = stages_per_rank or usual
+        if per_rank != usual and (per_rank < 2 or schedule not in ("interleaved", "zero_bubble")):
+            raise ConfigError(
+                f"a rank has {usual} stages by the schedule {schedule}, got {per_rank}; leave it "
+                f"out, or take at least 2 with interleaved or zero_bubble"
+            )
         total = per_rank * self._size
         self._rank_of = [_rank_of(stage, self._size, schedule) for stage in range(total)]
         costs = _agreed_costs([layer for _, layer in chain], sample)
