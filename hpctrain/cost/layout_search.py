@@ -16,6 +16,7 @@ from hpctrain.cost.layout import SCHEDULES, Layout, Memory, Placed, Terms
 from hpctrain.cost.machine import Machine
 from hpctrain.cost.transformer import RECOMPUTE, Transformer
 
+NOT_TOGETHER = ("selective", "zero_bubble")  # torch keeps things for one backward
 MOST_VIRTUAL = 4  # stages of a rank, unless more are fixed
 MOST_NODES = 1 << 14  # among which it is looked for enough memory
 
@@ -173,6 +174,8 @@ class _Space:
             yield "stages do not divide the layers"
         if not self._orders(one, fixed.get("micro_batch", 1)):
             yield "no such schedule"
+        if (fixed.get("recompute"), fixed.get("schedule")) == NOT_TOGETHER:
+            yield "selective recomputation is for a backward in one piece"
 
     def _orders(self, one: Layout, micro_batch: int) -> list[tuple[int, str]]:
         """Return the stages of a rank, and schedules, that torch has for so many micro-batches."""
@@ -208,6 +211,8 @@ class _Space:
                     by_order.setdefault(each, []).append(size)
             for zero, mode in product(fixed.get("zero", zeros), fixed.get("recompute", modes)):
                 for (virtual, schedule), some in by_order.items():
+                    if (mode, schedule) == NOT_TOGETHER:
+                        continue
                     order = {"virtual": virtual, "schedule": schedule}
                     how = partial(replace, placed.axes, zero=zero, recompute=mode, **order)
                     yield placed, how, some

@@ -3,6 +3,7 @@ from hpctrain.parallel.mesh import build_mesh as build_mesh
 from hpctrain.parallel.mesh import gradient_mesh as gradient_mesh
 from hpctrain.parallel.mesh import placement as placement
 from hpctrain.parallel.pipeline import Pipeline as Pipeline
+from hpctrain.parallel.recomputation import recompute as recompute
 from hpctrain.parallel.tensor import tensor_parallel as tensor_parallel
 
 __all__: list[str]

@@ -32,6 +32,7 @@ from hpctrain.parallel.rebalance import (
     timed,
     unpacked,
 )
+from hpctrain.parallel.recomputation import selective_in
 from hpctrain.parallel.split import Chain, cut, layers_of, seconds_of, shared_between, total_of
 
 SCHEDULES = {
@@ -42,6 +43,9 @@ SCHEDULES = {
     "zbv": (schedules.ScheduleZBVZeroBubble, 2),
 }
 """Torch's schedule, and stages of each rank, unless told otherwise."""
+
+TWO_HALVES = ("zero_bubble", "zbv")
+"""Schedules by which gradients of weights come later than those of inputs."""
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 Wrap = Callable[[nn.Module], nn.Module]
@@ -140,10 +144,17 @@ class Pipeline:
 
         Raises:
             ConfigError: there is no such schedule or layer, the schedule has another number of
-                stages, there are more stages than layers, or a parameter is in no layer.
+                stages, there are more stages than layers, a parameter is in no layer, or something
+                is computed again selectively where the schedule cuts backward in two.
         """
         if schedule not in SCHEDULES:
             raise ConfigError(f"schedule is one of {', '.join(SCHEDULES)}, got {schedule!r}")
+        if schedule in TWO_HALVES and (named := selective_in(model)):
+            raise ConfigError(
+                f"torch keeps what is computed again selectively for one backward, which "
+                f"{' and '.join(TWO_HALVES)} cut in two, got {', '.join(named[:3])} and the "
+                f"schedule {schedule}; recompute all of it, or take interleaved"
+            )
         chain = layers_of(model, layers)
         self._mesh, self._group, self._size = mesh, mesh.get_group(), mesh.size()
         self._make, usual = SCHEDULES[schedule]

@@ -44,11 +44,11 @@ class Chain(nn.Module):
         return given
 
 
-def layers_of(model: nn.Module, names: Sequence[str]) -> list[tuple[str, nn.Module]]:
-    """Return the layers of a model, in the order of ``names``, in which ``*`` stands for any part.
+def matching(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
+    """Return modules by name, in the order of ``names``, in which ``*`` stands for any part.
 
     Raises:
-        ConfigError: a name is not there, or a parameter of the model is in no layer.
+        ConfigError: a name is not there.
     """
     modules = {name: module for name, module in model.named_modules() if name}
     found: dict[str, nn.Module] = {}
@@ -58,6 +58,16 @@ def layers_of(model: nn.Module, names: Sequence[str]) -> list[tuple[str, nn.Modu
         if not chosen:
             raise ConfigError(f"the model has no module {pattern}{hint(pattern, modules)}")
         found |= {name: modules[name] for name in chosen}
+    return found
+
+
+def layers_of(model: nn.Module, names: Sequence[str]) -> list[tuple[str, nn.Module]]:
+    """Return the layers of a model, in the order of ``names``, in which ``*`` stands for any part.
+
+    Raises:
+        ConfigError: a name is not there, or a parameter of the model is in no layer.
+    """
+    found = matching(model, names)
     held = {parameter for layer in found.values() for parameter in layer.parameters()}
     lost = [name for name, parameter in model.named_parameters() if parameter not in held]
     if lost:

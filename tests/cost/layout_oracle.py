@@ -169,6 +169,8 @@ class Case:
                 rounds = pp > 1 and self.batch // (dp * size) % pp == 0
                 if not rounds and (virtual > 1 or order != "1f1b"):
                     continue
+                if mode == "selective" and order != "1f1b":
+                    continue
                 if virtual > 1 and self.layers % (pp * virtual):
                     continue
                 num += 1

@@ -185,6 +185,9 @@ def test_a_layout_that_is_fixed_is_kept_and_nothing_faster_is_hidden():
         assert {name: getattr(one.layout, name) for name in fixed} == fixed
     assert sum(found.best[0].terms) >= sum(free.best[0].terms)
     more = {"pp": 2, "cp": 1, "virtual": 3, "schedule": "zero_bubble"}
+    both = {"recompute": "selective", "schedule": "zero_bubble"}
+    with pytest.raises(ConfigError, match="is for a backward in one piece: "):
+        best_layouts(CLUSTER, MODEL, replace(RULES, fixed=both))
     (only,) = best_layouts(CLUSTER, MODEL, replace(RULES, fixed=fixed | more)).best
     assert axes(only) == (4, 2, 8, 1)
 

@@ -34,8 +34,8 @@ def trained(pipeline, data, **shape):
 def test_a_rank_has_as_many_stages_as_one_says():
     mesh, options = build_mesh(pp=2), {"loss": loss_of, "num_microbatches": 4}
     for number, schedule in ((3, "1f1b"), (1, "interleaved"), (4, "zbv")):
+        more = {"schedule": schedule, "stages_per_rank": number}
         with pytest.raises(ConfigError, match=f"by the schedule {schedule}, got {number}; leave"):
-            more = {"schedule": schedule, "stages_per_rank": number}
             Pipeline(transformer(), mesh["pp"], lm.LAYERS, **options, **more)
     more = {"schedule": "interleaved", "stages_per_rank": 4}
     pipeline = Pipeline(transformer(depth=DEPTH), mesh["pp"], lm.LAYERS, **options, **more)
