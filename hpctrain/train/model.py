@@ -4,9 +4,7 @@ import pickle
 from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import partial
 from inspect import Parameter, signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +14,6 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer, lr_scheduler
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from hpctrain.checkpoint.export import newest_state
 from hpctrain.comm.agreement import agreed
@@ -30,6 +27,7 @@ from hpctrain.optim.groups import EXEMPTIONS, matched, parameter_groups
 from hpctrain.optim.lamb import LAMB
 from hpctrain.optim.lars import LARS
 from hpctrain.optim.learning_rates import InverseTimeLR, linear_scaling, square_root_scaling
+from hpctrain.parallel.recomputation import recompute
 from hpctrain.parallel.split import layers_of
 from hpctrain.train.config import ModelConfig, OptimizerConfig, RunConfig, TrainingConfig
 from hpctrain.train.parallel_config import ParallelConfig
@@ -49,15 +47,6 @@ _MOST_LINES = 20
 _HEADS = ("num_heads", "n_head", "n_heads", "num_attention_heads", "nhead", "heads")
 _SEQUENCE = ("max_position_embeddings", "n_positions", "block_size", "max_seq_len", "sequence")
 """Names under which modules, or their ``config``, hold what their parameters do not tell."""
-_PRODUCTS = (
-    torch.ops.aten.mm.default,
-    torch.ops.aten.addmm.default,
-    torch.ops.aten._scaled_dot_product_flash_attention.default,  # noqa: SLF001 - torch's names
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,  # noqa: SLF001
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,  # noqa: SLF001
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,  # noqa: SLF001
-)
-"""What is dear to calculate, and small to keep."""
 
 
 def make_model(config: ModelConfig) -> nn.Module:
@@ -241,7 +230,7 @@ def prepare(model: nn.Module, run: RunConfig) -> None:
     for name in chosen:
         outer = (name[:end] for end, char in enumerate(name) if char == ".")
         if not any(each in chosen for each in outer):  # the outermost has all inside it
-            _recompute(modules[name])
+            recompute(model, [name])
     if not config.compile:
         return
     args = {"dynamic": False, **config.compile_args}  # a shape's kernel depends on no other shape
@@ -302,30 +291,9 @@ def asked(model: nn.Module, what: str, given: Any) -> Any:
 
 def _recompute_layers(model: nn.Module, config: ParallelConfig) -> None:
     """Let all layers but the first and the last calculate once more, or only some of it."""
-    if config.recompute == "none":
-        return
-    options = {"context_fn": _keeping_products} if config.recompute == "selective" else {}
-    for _, layer in layers_of(model, asked(model, "layers", config.layers))[1:-1]:
-        _recompute(layer, **options)
-
-
-def _keeping_products() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Return what keeps products of matrices, attention among them, while all else is freed."""
-    found: Any = create_selective_checkpoint_contexts([*_PRODUCTS])
-    return found[0], found[1]
-
-
-def _recompute(module: nn.Module, **options: Any) -> None:
-    """Let a module calculate forward once more in backward."""
-    forward = module.forward
-
-    def recomputed(*args: Any, **kwargs: Any) -> Any:
-        if not (module.training and torch.is_grad_enabled()):
-            return forward(*args, **kwargs)
-        again = partial(forward, **kwargs)
-        return checkpoint(again, *args, use_reentrant=False, **options)
-
-    module.forward = recomputed
+    if config.recompute != "none":
+        layers = layers_of(model, asked(model, "layers", config.layers))[1:-1]
+        recompute(model, [name for name, _ in layers], selective=config.recompute == "selective")
 
 
 def make_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 import sys
 
 import pytest
@@ -12,6 +13,9 @@ import hpctrain
 from hpctrain.cli.main import app
 from tests.train.starting import ROOT, last_line, start
 
+SEEDS = range(int(os.environ.get("HPCTRAIN_TEST_LM_SEEDS", "0")))
+"""``make soak`` trains with three, longer."""
+LONGER = "--steps 60 --batch 16 --length 64 --width 32 --depth 2 --data"
 SMALL = "--steps 10 --batch 16 --length 64 --width 32 --depth 2 --data"
 LAYOUTS = (
     "",
@@ -21,6 +25,8 @@ LAYOUTS = (
     "--tp 2 --pp 2",
     "--cp 2 --fsdp",
     "--cp 4",
+    "--cp 2 --pp 2",
+    "--tp 2 --cp 2 --fsdp",
 )
 
 
@@ -35,6 +41,22 @@ def lm(monkeypatch):
     for name in names:
         del sys.modules[name]
     hpctrain.shutdown()
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.limit(900)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_every_layout_learns_as_much_from_every_seed(lm, tmp_path, world, seed):
+    folder, losses = world.bcast(tmp_path), []
+    for number, layout in enumerate(LAYOUTS):
+        words = f"{LONGER} {folder}/data --output {folder}/{number} --seed {seed} {layout}"
+        lm["train"].main(words.split())
+        world.Barrier()
+        losses.append(json.loads((folder / f"{number}/facts.json").read_text())["loss"])
+    if world.rank == 0:
+        sys.stdout.write(f"seed {seed}: {' '.join(f'{loss:.4f}' for loss in losses)}\n")
+    assert max(losses) - min(losses) < 0.05
+    assert max(losses) < 3.5
 
 
 @pytest.mark.ranks(4)
