@@ -14,6 +14,8 @@ from model import Transformer
 
 def saved(run: Path) -> Transformer:
     """Return what ``train.py`` has saved."""
+    if not (run / "facts.json").is_file():
+        raise SystemExit(f"no run of train.py in {run}: give what it had as --output")
     facts = json.loads((run / "facts.json").read_text())
     model = Transformer(**{name: facts[name] for name in ("width", "depth", "num_heads")})
     weights = model.state_dict()

@@ -158,13 +158,14 @@ def main(words: list[str] | None = None) -> None:
             optimizer.step()
             if (step + 1) % 10 == 0:
                 tell(f"step {step + 1}  loss {loss:.4f}")
+        facts = {**shape, "step": options.steps}
+        save(trainer.model, optimizer, options.output, facts)  # whatever comes behind
         tested = [mean(trainer.evaluate(*windows("test", i))) for i in range(TEST_BATCHES)]
     loss = sum(tested) / TEST_BATCHES
     tell(f"test loss {loss:.4f} nats per byte")
     if options.pp > 1:
         tell(trainer.report())
-    facts = {**shape, "step": options.steps, "loss": loss}
-    save(trainer.model, optimizer, options.output, facts)
+    write(options.output, {**facts, "loss": loss})
     dist.destroy_process_group()
 
 
@@ -173,7 +174,12 @@ def save(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, facts
     weights, state = get_state_dict(model, optimizer, options=FLAT)
     place = folder / f"step-{facts['step']}"
     dcp.save({"model": weights, "optimizer": state}, checkpoint_id=place)
-    if hvd.rank() == 0:  # last of all: it names the state that is whole
+    write(folder, facts)  # last of all: it names the state that is whole
+
+
+def write(folder: Path, facts: Facts) -> None:
+    """Write what is known besides the state, on one rank."""
+    if hvd.rank() == 0:
         (folder / "facts.json").write_text(json.dumps(facts))
 
 

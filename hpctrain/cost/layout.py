@@ -160,7 +160,8 @@ class Placed:
 
     def memory(self, one: Layout) -> Memory:
         """Return the bytes of the fullest rank, which is of the first or the last stage."""
-        model, ranks, zero = self.model, self.data.size, one.zero
+        model, ranks = self.model, self.data.size
+        zero = one.zero if ranks > 1 else 0  # alone, nothing is gathered or scattered
         in_flight = self._in_flight(one)
         kept, again = model.activations(one.recompute)
         per_layer, share = model.layer_parameters / one.tp, one.micro_batch / self._shared

@@ -36,7 +36,9 @@ class LayoutRules:
         check_rules(self)
         for name, value in self.fixed.items():
             if name not in keys_of(Layout):
-                raise ConfigError(f"a layout has {', '.join(keys_of(Layout))}, got {name!r}")
+                raise ConfigError(
+                    f"a layout has {', '.join(keys_of(Layout))}, got {name!r}; fix one of these"
+                )
             keys_of(Layout)[name].checked(value)
 
     def limit(self, machine: Machine) -> float:

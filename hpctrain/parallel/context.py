@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import scaled_dot_product_attention
 
 from hpctrain.core.errors import ConfigError
+from hpctrain.parallel.mesh import require_one_axis
 
 
 def context_attention(query: Tensor, key: Tensor, value: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -28,11 +29,12 @@ def context_attention(query: Tensor, key: Tensor, value: Tensor, mesh: DeviceMes
         What ``scaled_dot_product_attention(..., is_causal=True)`` gives for this rank's part.
 
     Raises:
-        ConfigError: the shapes differ from each other.
+        ConfigError: the shapes differ from each other, or the mesh has several axes.
 
     Source: Jacobs et al. 2023, arXiv:2309.14509 (Ulysses); Liu et al. 2023, arXiv:2310.01889
     (ring). Differs: parts are not mixed, so in a ring the first rank waits for the last.
     """
+    require_one_axis(mesh, "cp")
     if not query.shape == key.shape == value.shape:
         raise ConfigError(
             f"query, key and value of divided attention have one shape, got {tuple(query.shape)}, "
@@ -76,33 +78,40 @@ class _Exchange(torch.autograd.Function):
 
 
 class _Ring(torch.autograd.Function):
-    """Attention of one part of the queries to the parts of keys and values, one after another."""
+    """Attention of one part of the queries to the parts of keys and values, one after another.
+
+    Numbers of 16 bits are sent as they are, and reckoned with in float32.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, group: dist.ProcessGroup
     ) -> Tensor:
         ctx.group = group
-        out, weight = torch.zeros_like(query), query.new_full((*query.shape[:-1], 1), -torch.inf)
-        for source, keys, values in _around(group, key, value):
+        wide = _wide(query)
+        out, weight = torch.zeros_like(wide), wide.new_full((*query.shape[:-1], 1), -torch.inf)
+        for source, *parts in _around(group, key, value):
+            keys, values = map(_wide, parts)
             if source <= dist.get_rank(group):
-                scores = _scores(query, keys, is_own=source == dist.get_rank(group))
+                scores = _scores(wide, keys, is_own=source == dist.get_rank(group))
                 found = scores.logsumexp(-1, keepdim=True)
                 total = torch.logaddexp(weight, found)
                 out = out * (weight - total).exp() + (scores - total).exp() @ values
                 weight = total
+        out = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, out, weight)
         return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        (gradient,) = gradients
-        query, key, value, out, weight = ctx.saved_tensors
+        narrow, key, value, out, weight = ctx.saved_tensors
+        gradient, query = _wide(gradients[0]), _wide(narrow)
         scale = query.shape[-1] ** -0.5
         rank, share = dist.get_rank(ctx.group), (gradient * out).sum(-1, keepdim=True)
         of_query = torch.zeros_like(query)
-        grown: tuple[Tensor, ...] = torch.zeros_like(key), torch.zeros_like(value)
-        for source, keys, values in _around(ctx.group, key, value):
+        grown: tuple[Tensor, ...] = torch.zeros_like(query), torch.zeros_like(query)
+        for source, *parts in _around(ctx.group, key, value):
+            keys, values = map(_wide, parts)
             if source <= rank:
                 likely = (_scores(query, keys, is_own=source == rank) - weight).exp()
                 steep = likely * (gradient @ values.mT - share)
@@ -113,8 +122,12 @@ class _Ring(torch.autograd.Function):
                 )
             # With its keys and values: after a whole turn they are where these came from.
             grown = _pass_on(ctx.group, *grown)
-        of_key, of_value = grown
+        of_query, of_key, of_value = (each.to(key.dtype) for each in (of_query, *grown))
         return of_query, of_key, of_value, None
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.element_size() < 4 else tensor
 
 
 def _scores(query: Tensor, keys: Tensor, *, is_own: bool) -> Tensor:

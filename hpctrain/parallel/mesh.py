@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hpctrain.cluster.topology import Topology
 from hpctrain.comm.agreement import agreed, raise_if_any, require_equal
-from hpctrain.core.errors import TopologyError
+from hpctrain.core.errors import ConfigError, TopologyError
 from hpctrain.core.units import format_numbers
 from hpctrain.runtime import world
 
@@ -106,6 +106,16 @@ def hybrid_mesh(mesh: DeviceMesh | None = None) -> DeviceMesh:
     return axis._unflatten(0, sizes, ("replicate", "shard"))  # noqa: SLF001 - no other name for it
 
 
+def require_one_axis(mesh: DeviceMesh, axis: str) -> None:
+    """Raise ``ConfigError`` unless a mesh has one axis, such as ``axis``."""
+    if mesh.ndim != 1:
+        names = ", ".join(mesh.mesh_dim_names or ("no names",))
+        raise ConfigError(
+            f'the mesh has one axis, such as mesh["{axis}"], got {mesh.ndim} of them ({names}); '
+            f'give mesh["{axis}"]'
+        )
+
+
 def _checked(topology: Topology, *, dp: int | None, **inner: int) -> dict[str, int]:
     """Return the size of each axis."""
     told = (dist.get_rank(), dist.get_world_size())
@@ -115,6 +125,10 @@ def _checked(topology: Topology, *, dp: int | None, **inner: int) -> dict[str, i
             f"{topology.size}; torch.distributed says rank {told[0]} of {told[1]}; start the "
             f'ranks with mpirun, srun or hpctrain launch, and init_process_group("hpctrain")'
         )
+    strange = {a: n for a, n in (inner | {"dp": dp}).items() if type(n) is not int}
+    if strange and strange != {"dp": None}:
+        told = ", ".join(f"{a}={n!r}" for a, n in strange.items() if n is not None)
+        raise TopologyError(f"sizes of axes are whole numbers, got {told}; give an int")
     rest = math.prod(inner.values())
     if min(rest, *inner.values()) < 1 or topology.size % rest:
         raise TopologyError(

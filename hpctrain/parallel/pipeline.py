@@ -3,6 +3,7 @@
 import socket
 import statistics
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -32,8 +33,18 @@ from hpctrain.parallel.rebalance import (
     timed,
     unpacked,
 )
+from hpctrain.parallel.mesh import require_one_axis
 from hpctrain.parallel.recomputation import selective_in
-from hpctrain.parallel.split import Chain, cut, layers_of, seconds_of, shared_between, total_of
+from hpctrain.parallel.split import (
+    Chain,
+    cut,
+    layers_of,
+    left_as_they_are,
+    refusal_of_microbatches,
+    seconds_of,
+    shared_between,
+    total_of,
+)
 
 SCHEDULES = {
     "gpipe": (schedules.ScheduleGPipe, 1),
@@ -55,6 +66,7 @@ class _Stage(PipelineStage):
     """A stage that knows how long it has calculated, and how many micro-batches wait in it."""
 
     in_flight = most_in_flight = 0
+    halves = False  # whether gradients of weights come later than those of inputs
 
     def reset(self) -> None:
         self.seconds: dict[str, list[float]] = {}
@@ -81,8 +93,14 @@ class _Stage(PipelineStage):
     def _compute_outputs(self, *args: Any, **options: Any) -> Any:
         # By which torch learns shapes. DDP would take it for a forward whose gradients it sums.
         inner = self.submod
-        with inner.no_sync() if isinstance(inner, DistributedDataParallel) else nullcontext():
+        quiet = inner.no_sync() if isinstance(inner, DistributedDataParallel) else nullcontext()
+        with quiet, left_as_they_are([inner], self.device):
             return super()._compute_outputs(*args, **options)
+
+    def forward_maybe_with_nosync(self, *args: Any, **options: Any) -> Any:
+        out = super().forward_maybe_with_nosync(*args, **options)
+        # Torch cuts the outputs of backwards in two halves off their graph, and cannot cut views.
+        return out.clone() if self.halves and out._is_view() else out  # noqa: SLF001 - no other name
 
     def forward_one_chunk(self, *args: Any, **options: Any) -> Any:
         self.in_flight += 1
@@ -133,30 +151,37 @@ class Pipeline:
             layers: names of the modules whose chain the model is, in the order of forward, in
                 which ``*`` stands for any part: ``["embedding", "blocks.*", "head"]``.
             loss: mean loss of the last layer's output and the target of a micro-batch.
-            num_microbatches: into how many equal parts a batch is cut.
+            num_microbatches: into how many equal parts a batch is cut; at least the ranks P by
+                ``1f1b`` and 2 P by ``zbv``.
             schedule: ``gpipe``, ``1f1b``, or, with two stages on each rank, ``interleaved``,
                 ``zero_bubble`` and ``zbv``.
-            stages_per_rank: for ``interleaved`` and ``zero_bubble``; their micro-batches are then
-                a multiple of the ranks, or fewer.
+            stages_per_rank: for ``interleaved`` and ``zero_bubble``, whose M micro-batches are a
+                multiple of the whole part of M / P, such as a multiple of P.
             sample: a micro-batch, by which the layers are timed, so that the slowest stage is as
                 fast as can be; without it they count by their parameters.
             wrap: applied to each stage, such as ``fully_shard`` over ``mesh["dp"]``.
 
         Raises:
             ConfigError: there is no such schedule or layer, the schedule has another number of
-                stages, there are more stages than layers, a parameter is in no layer, or something
-                is computed again selectively where the schedule cuts backward in two.
+                stages or micro-batches, there are more stages than layers, a parameter is in no
+                layer, or something is computed again selectively, or frozen, where the schedule
+                cuts backward in two.
+            MismatchError: the ranks ask for different pipelines; on every rank of the axis.
         """
+        require_one_axis(mesh, "pp")
+        self._mesh, self._group, self._size = mesh, mesh.get_group(), mesh.size()
+        told = [
+            f"schedule {schedule}, {num_microbatches} micro-batches, {stages_per_rank} stages of "
+            f"a rank, layers {', '.join(layers)}",
+            f"sample {None if sample is None else (tuple(sample.shape), sample.dtype)}",
+            *(f"{n} {tuple(p.shape)} {p.dtype}" for n, p in model.named_parameters()),
+        ]
+        require_equal_by(self._of_axis, told, "a pipeline", "make the same on every rank")
         if schedule not in SCHEDULES:
             raise ConfigError(f"schedule is one of {', '.join(SCHEDULES)}, got {schedule!r}")
-        if schedule in TWO_HALVES and (named := selective_in(model)):
-            raise ConfigError(
-                f"torch keeps what is computed again selectively for one backward, which "
-                f"{' and '.join(TWO_HALVES)} cut in two, got {', '.join(named[:3])} and the "
-                f"schedule {schedule}; recompute all of it, or take interleaved"
-            )
+        if schedule in TWO_HALVES:
+            _check_two_halves(model, schedule)
         chain = layers_of(model, layers)
-        self._mesh, self._group, self._size = mesh, mesh.get_group(), mesh.size()
         self._make, usual = SCHEDULES[schedule]
         per_rank = stages_per_rank or usual
         if per_rank != usual and (per_rank < 2 or schedule not in ("interleaved", "zero_bubble")):
@@ -165,6 +190,9 @@ class Pipeline:
                 f"out, or take at least 2 with interleaved or zero_bubble"
             )
         total = per_rank * self._size
+        if refusal := refusal_of_microbatches(num_microbatches, self._size, schedule):
+            raise ConfigError(refusal)
+        self._halves = schedule in TWO_HALVES
         self._rank_of = [_rank_of(stage, self._size, schedule) for stage in range(total)]
         costs = _agreed_costs([layer for _, layer in chain], sample)
         self.split = cut(costs, total)
@@ -192,6 +220,8 @@ class Pipeline:
             _Stage(self._wrap(chain), stage, total, self._device, group=self._group)
             for stage, chain in zip(mine, self._chains, strict=True)
         ]
+        for stage_of_rank in self._stages:
+            stage_of_rank.halves = self._halves
         given: Any = self._stages if len(mine) > 1 else self._stages[0]
         # Not by torch, which would divide what earlier batches have left, too.
         num, loss = self._num_microbatches, self._loss
@@ -237,7 +267,8 @@ class Pipeline:
             The mean loss, on every rank.
 
         Raises:
-            ConfigError: the micro-batches do not divide the batch.
+            ConfigError: the micro-batches do not divide the batch, or it has not as many targets.
+            MismatchError: the ranks give different batches; on every rank of the axis.
         """
         kept = self._take_tied_gradients()
         loss = self._run(self._schedule.step, given, target)
@@ -254,6 +285,7 @@ class Pipeline:
             return self._run(self._schedule.eval, given, target)
 
     def _run(self, call: Callable[..., object], given: Tensor, target: Tensor) -> Tensor:
+        self._check_batch(given, target)
         if len(given) % self._num_microbatches:
             raise ConfigError(
                 f"{self._num_microbatches} micro-batches must divide a batch, got {len(given)} "
@@ -275,6 +307,27 @@ class Pipeline:
         source = dist.get_process_group_ranks(self._group)[self._rank_of[-1]]
         dist.broadcast(mean, source, group=self._group)
         return mean
+
+    def _check_batch(self, given: Tensor, target: Tensor) -> None:
+        """Raise on all ranks of the axis, or on none. Collective over it."""
+        lines = [f"{what} {_digest(each)}" for what, each in (("given", given), ("target", target))]
+        mine = zlib.crc32("".join(lines).encode())
+        most = torch.tensor([mine, -mine])
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=self._group)
+        if int(most.sum()):
+            way_out = "divide data among the ranks of dp alone"
+            require_equal_by(self._of_axis, lines, "a batch of a pipeline", way_out)
+        if len(given) != len(target):
+            raise ConfigError(
+                f"a batch has a target for each sample, got {len(given)} samples and {len(target)} "
+                f"targets; give as many"
+            )
+
+    def _of_axis(self, told: object) -> list[Any]:
+        """Return what each rank of the axis tells. Collective over it."""
+        found: list[Any] = [None] * self._size
+        dist.all_gather_object(found, told, group=self._group)
+        return found
 
     def _take_tied_gradients(self) -> list[Tensor | None]:
         """Set aside what earlier steps have summed already."""
@@ -322,10 +375,9 @@ class Pipeline:
             The bubble, which is the share of the step in which ranks wait for each other, beside
             that of equal stages, ``(P - 1) / (M + P - 1)``; and the slowest rank, on every rank.
         """
-        found: list[Any] = [None] * self._size
         mine = sum(stage.busy_s for stage in self._stages)
         here = dist.get_rank(), socket.gethostname()
-        dist.all_gather_object(found, (mine, self._seconds, here), group=self._group)
+        found = self._of_axis((mine, self._seconds, here))
         busy = [seconds for seconds, _, _ in found]
         # Ranks leave a step one after the other: the last one says how long it took.
         bubble = 1 - sum(busy) / (self._size * max(seconds for _, seconds, _ in found))
@@ -409,6 +461,30 @@ class Pipeline:
         self._stages, self._schedule = [], None  # before others wrap the same parameters
         self._place(layers)
         return moved_words(moves)
+
+
+def _check_two_halves(model: nn.Module, schedule: str) -> None:
+    """Raise if torch cannot cut the backward of a model in two."""
+    both = " and ".join(TWO_HALVES)
+    if named := selective_in(model):
+        raise ConfigError(
+            f"torch keeps what is computed again selectively for one backward, which {both} cut "
+            f"in two, got {', '.join(named[:3])} and the schedule {schedule}; recompute all of "
+            f"it, or take interleaved"
+        )
+    if frozen := [name for name, p in model.named_parameters() if not p.requires_grad]:
+        raise ConfigError(
+            f"torch cuts the backward of layers in two ({both}) if all their parameters are "
+            f"trained, got {', '.join(frozen[:3])} frozen and the schedule {schedule}; take "
+            f"interleaved, or 1f1b"
+        )
+
+
+def _digest(tensor: Tensor) -> str:
+    """Say in short what a tensor is, and what it holds."""
+    flat = tensor.detach().cpu().flatten().contiguous()
+    code = zlib.crc32(flat.view(torch.uint8).numpy().data) if flat.numel() else 0
+    return f"{tuple(tensor.shape)} {tensor.dtype}, crc32 {code:08x}"
 
 
 def _agreed_costs(layers: Sequence[nn.Module], sample: Tensor | None) -> list[float]:

@@ -1,7 +1,8 @@
 """How a chain of layers is cut into the stages of a pipeline."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from itertools import accumulate, pairwise
 
@@ -24,6 +25,7 @@ class Chain(nn.Module):
         """Have these layers, and no others."""
         self._modules.clear()
         self.layers = [layer for _, layer in layers]  # a list registers nothing
+        self._names = [name for name, _ in layers]
         self.seconds: list[list[float]] = [[] for _ in layers]
         """Of each forward of each layer since somebody cleared the lists."""
         for name, layer in layers:
@@ -37,10 +39,15 @@ class Chain(nn.Module):
 
     def forward(self, given: Tensor) -> Tensor:
         """Call one layer after the other."""
-        for layer, seconds in zip(self.layers, self.seconds, strict=True):
+        for name, layer, seconds in zip(self._names, self.layers, self.seconds, strict=True):
             start = time.perf_counter()
             given = layer(given)
             seconds.append(time.perf_counter() - start)
+            if not isinstance(given, Tensor):
+                raise ConfigError(
+                    f"a layer of a pipeline returns a tensor, got {type(given).__name__} of "
+                    f"{name}; return what the next layer takes, or join both into one layer"
+                )
         return given
 
 
@@ -81,21 +88,59 @@ def layers_of(model: nn.Module, names: Sequence[str]) -> list[tuple[str, nn.Modu
 def seconds_of(layers: Sequence[nn.Module], sample: Tensor, repeats: int = 3) -> list[float]:
     """Time forward and backward of each layer on one micro-batch; the best of several.
 
-    Gradients that the layers have are lost.
+    Gradients that the layers have are lost; buffers and random numbers are left as they are.
     """
     best = [float("inf")] * len(layers)
-    for _ in range(repeats):
-        given = sample
-        for number, layer in enumerate(layers):
-            given = given.detach().requires_grad_(given.is_floating_point())
-            start = time.perf_counter()
-            out = layer(given)
-            out.sum().backward()
-            best[number] = min(best[number], time.perf_counter() - start)
-            given = out
+    with left_as_they_are(layers, sample.device):
+        for _ in range(repeats):
+            given = sample
+            for number, layer in enumerate(layers):
+                given = given.detach().requires_grad_(given.is_floating_point())
+                start = time.perf_counter()
+                out = layer(given)
+                if out.requires_grad:
+                    out.sum().backward()
+                best[number] = min(best[number], time.perf_counter() - start)
+                given = out
     for layer in layers:
         layer.zero_grad()
     return best
+
+
+@contextmanager
+def left_as_they_are(modules: Sequence[nn.Module], device: torch.device) -> Iterator[None]:
+    """Let a forward that is no part of training have copies of buffers and of random numbers."""
+    held = {id(each): each._buffers for one in modules for each in one.modules()}  # noqa: SLF001
+    kept = [(buffers, dict(buffers)) for buffers in held.values()]
+    copies = {id(b): b.clone() for _, own in kept for b in own.values() if b is not None}
+    for buffers, own in kept:  # others in their place: torch sees what is changed in place
+        buffers.update({name: b if b is None else copies[id(b)] for name, b in own.items()})
+    kind = device.type
+    try:
+        with torch.random.fork_rng(
+            [] if kind == "cpu" else [device], device_type="cuda" if kind == "cpu" else kind
+        ):
+            yield
+    finally:
+        for buffers, own in kept:
+            buffers.update(own)
+
+
+def refusal_of_microbatches(number: int, size: int, schedule: str) -> str | None:
+    """Say why ``size`` ranks cannot take so many micro-batches by a schedule of torch, or None."""
+    least = {"1f1b": size, "zbv": 2 * size}.get(schedule, 1)
+    if number < least:
+        return (
+            f"{schedule} of {size} ranks needs at least {least} micro-batches, got {number}; take "
+            f"more, or another schedule"
+        )
+    rounds = max(1, number // size)
+    if schedule in ("interleaved", "zero_bubble") and number % rounds:
+        return (
+            f"by {schedule} {size} ranks take micro-batches in rounds of equally many, got {number} "
+            f"for {rounds} rounds; take {rounds * size}"
+        )
+    return None
 
 
 def cut(

@@ -20,6 +20,8 @@ from torch.distributed.tensor.parallel import (
 from hpctrain.comm.agreement import require_equal_by
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.target import hint
+from hpctrain.parallel.alike import Alike, require_a_divided_stream
+from hpctrain.parallel.mesh import require_one_axis
 
 ROLES = ("column", "row", "vocabulary")
 
@@ -41,7 +43,9 @@ def tensor_parallel(
 
     Between modules lie plain tensors, ``(n, length, width)``, or ``(n, length / size, width)``
     with ``sequence``; code that reshapes to heads says ``-1`` for their number. All ranks of the
-    mesh are given the same samples.
+    mesh are given the same samples, and draw the same random numbers (dropout): they are seeded
+    alike. With ``sequence`` each draws for its part. What mixes places of a sequence, attention
+    above all, then lies between ``column`` and ``row``, where all of it is.
 
     Args:
         model: the same on all ranks; changed in place. Rank 0's values count.
@@ -50,26 +54,40 @@ def tensor_parallel(
             ``row`` for ``nn.Linear``; ``vocabulary`` for the embedding, whose rows are divided,
             and for the last layer, whose scores then are a ``DTensor`` divided by class, as
             ``torch.distributed.tensor.parallel.loss_parallel`` takes them.
-        sequence: whether the stream between blocks is divided along its dimension 1.
+        sequence: whether the stream between blocks is divided along its dimension 1, from an
+            embedding with the role ``vocabulary`` on.
 
     Returns:
         The model.
 
     Raises:
-        ConfigError: a role does not fit its module, a name is not there, the ranks do not divide
-            a matrix, or a parameter is of no layer.
-        MismatchError: the ranks have different models; on every rank of the mesh. So does the
-            first forward of ranks with different samples.
+        ConfigError: a role does not fit its module or has no counterpart, a name is not there or
+            has two roles, the ranks do not divide a matrix, a parameter is of no layer or divided
+            already, or ``sequence`` meets an embedding without a role or what mixes places. So
+            does forward for tokens that the embedding has no row for, and the first one for
+            attention to a part of a sequence.
+        MismatchError: the ranks have different models, roles or ``sequence``; on every rank of the
+            mesh. So does the first forward of ranks with different samples, and one whose random
+            numbers differ (looked at from time to time).
 
     Source: Shoeybi et al. 2019, arXiv:1909.08053; Korthikanti et al. 2022, arXiv:2205.05198.
     """
+    require_one_axis(mesh, "tp")
+    gather = partial(_gathered, mesh=mesh)
+    told = [f"sequence={sequence}", *(f"{name}: {role}" for name, role in roles.items())]
+    way_out = "give the same on every rank"
+    require_equal_by(gather, told, "what tensor_parallel is told", way_out)
+    lines = [f"{name} {tuple(p.shape)} {p.dtype}" for name, p in model.named_parameters()]
+    require_equal_by(gather, lines, "the model of tensor parallel ranks")
     found = _modules_of(model, roles)
     for name, (module, role) in found.items():
         _check(name, module, role, mesh.size())
-    lines = [f"{name} {tuple(p.shape)} {p.dtype}" for name, p in model.named_parameters()]
-    require_equal_by(partial(_gathered, mesh=mesh), lines, "the model of tensor parallel ranks")
+        _check_counterpart(name, role, found)
+    if sequence:
+        require_a_divided_stream(model, found)
     shared = _shared(model)
     _divide(model, found, mesh, sequence=sequence)
+    Alike(gather, mesh.device_type, mesh.size() if sequence else 1).watch(model)
     for (first, name), *others in shared:
         for module, other in others:
             module.register_parameter(other, getattr(first, name))
@@ -94,7 +112,9 @@ def _divide(
                 parent.register_forward_hook(inputs[parent].forget, always_call=True)
             module.register_forward_pre_hook(inputs[parent].whole)
         if isinstance(module, nn.Embedding):
-            module.register_forward_pre_hook(_CheckedSamples(mesh, sequence=sequence).check)
+            module.register_forward_pre_hook(
+                _CheckedSamples(mesh, name, module.num_embeddings, sequence=sequence).check
+            )
         parallelize_module(module, mesh, _style(module, role, stream))
     for module in model.modules():
         if not any(module is other for other, _ in found.values()):
@@ -117,7 +137,19 @@ def _modules_of(model: nn.Module, roles: Mapping[str, str]) -> dict[str, tuple[n
         names = [name for name in modules if fnmatchcase(name, pattern)]
         if not names:
             raise ConfigError(f"the model has no module {pattern}{hint(pattern, modules)}")
-        found |= {name: (modules[name], role) for name in names}
+        for name in names:
+            if found.get(name, (None, role))[1] != role:
+                raise ConfigError(
+                    f"a module has one role, got {found[name][1]} and {role} for {name}; let the "
+                    f"names with * leave it out"
+                )
+            found[name] = modules[name], role
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            raise ConfigError(
+                f"tensor_parallel divides a model once, before shard and fully_shard, got {name}, "
+                f"which is divided already; call it on the model as it was made"
+            )
     for name, module in modules.items():
         own = [key for key, one in module.named_parameters(name, recurse=False) if one is not None]
         if own and name not in found and any(True for _ in module.children()):
@@ -145,6 +177,33 @@ def _check(name: str, module: nn.Module, role: str, size: int) -> None:
         raise ConfigError(
             f"{size} tensor parallel ranks must divide the {divided} {whose} of {name}; take "
             f"fewer ranks, or a multiple of {size}"
+        )
+
+
+def _check_counterpart(
+    name: str, role: str, found: Mapping[str, tuple[nn.Module, str]]
+) -> None:
+    """Raise unless what a matrix leaves divided another one takes, next to it or around it."""
+    other = {"column": "row", "row": "column"}.get(role)
+    around = name
+    while other and around:
+        inside, around = around, around.rpartition(".")[0]
+        begin = f"{around}." * bool(around)
+        near = [one for one, (_, its) in found.items() if its == other and one.startswith(begin)]
+        for one in near:
+            child = begin + one.removeprefix(begin).partition(".")[0]
+            has_its_own = any(
+                its == role and each.startswith(f"{child}.") for each, (_, its) in found.items()
+            )
+            if child in (one, inside) or not has_its_own:
+                return
+        if near:
+            break
+    if other:
+        raise ConfigError(
+            f"column divides what row takes, in one block, got {role} for {name} without a "
+            f"{other}; give the {'last' if role == 'column' else 'first'} nn.Linear of its block "
+            f"the role {other}, or take {role} away"
         )
 
 
@@ -182,22 +241,30 @@ class _SharedInput:
 class _CheckedSamples:
     """Checks what the embedding is given: a length that ranks divide, on all of them the same."""
 
-    def __init__(self, mesh: DeviceMesh, *, sequence: bool) -> None:
+    def __init__(self, mesh: DeviceMesh, name: str, rows: int, *, sequence: bool) -> None:
         self._mesh, self._parts = mesh, mesh.size() if sequence else 1
+        self._name, self._rows = name, rows
         self._is_first = True
 
     def check(self, _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         """Raise on all ranks, or on none; a forward pre-hook."""
-        given = inputs[0]
+        given, is_first = inputs[0], self._is_first
         if self._is_first:  # whoever divides data by rank does so from the first step on
             self._is_first = False
             lines = [f"{tuple(given.shape)}, crc32 {zlib.crc32(given.cpu().numpy().tobytes())}"]
             way_out = "divide data among the ranks of dp alone"
             gather = partial(_gathered, mesh=self._mesh)
             require_equal_by(gather, lines, "a batch of tensor parallel ranks", way_out)
-        if given.shape[1] % self._parts:
+        if given.numel() and (is_first or given.device.type == "cpu"):  # else devices are waited for
+            least, most = (int(each) for each in given.aminmax())
+            if least < 0 or most >= self._rows:
+                raise ConfigError(
+                    f"the embedding {self._name} has the tokens 0 to {self._rows - 1}, got "
+                    f"{least if least < 0 else most}; take a larger vocabulary"
+                )
+        if self._parts > 1 and (given.dim() < 2 or given.shape[1] % self._parts):
             raise ConfigError(
-                f"sequence parallel ranks must divide the length of samples, got {given.shape[1]} "
+                f"sequence parallel ranks must divide the length of samples, got {given.shape[-1]} "
                 f"for {self._parts} ranks; pad the samples, or leave sequence out"
             )
 

@@ -1,0 +1,136 @@
+"""What tensor parallel ranks must do alike in forward, or each has another model."""
+
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention, softmax
+from torch.overrides import TorchFunctionMode
+
+from hpctrain.comm.agreement import require_equal_by
+from hpctrain.core.errors import ConfigError
+
+Gather = Callable[[Any], list[Any]]
+MIXING = (
+    *(nn.RNNBase, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.GroupNorm, nn.MultiheadAttention),
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.InstanceNorm1d),
+)
+"""Layers that look at several places of a sequence."""
+SOFTMAX = (softmax, torch.softmax, Tensor.softmax)
+
+
+def require_a_divided_stream(
+    model: nn.Module, found: Mapping[str, tuple[nn.Module, str]]
+) -> None:
+    """Raise ``ConfigError`` unless the stream can be divided along the sequence."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and name not in found:
+            raise ConfigError(
+                f"sequence=True divides the stream where an embedding has the role vocabulary, "
+                f"got {name} without a role; give it the role, or leave sequence out"
+            )
+        if isinstance(module, MIXING):
+            raise ConfigError(
+                f"with sequence=True layers without a role see a part of the sequence, got {name}, "
+                f"a {type(module).__name__}, which mixes its places; leave sequence out"
+            )
+    if not any(isinstance(module, nn.Embedding) for module, _ in found.values()):
+        raise ConfigError(
+            "sequence=True divides the stream where an embedding has the role vocabulary, got "
+            "none in the model; give one the role, or leave sequence out"
+        )
+
+
+class Alike:
+    """Looks at calls of a model, or of layers that are called alone: how ranks draw, and attend.
+
+    At the first, second, fourth, eighth, ... call that draws random numbers the ranks compare
+    what they draw from. With ``parts``, attention to a part of the sequence is an error.
+    """
+
+    def __init__(self, gather: Gather, device_type: str, parts: int) -> None:
+        """Take how to gather from the ranks, and of how many parts the stream is."""
+        self._gather, self._device_type, self._parts = gather, device_type, parts
+        self._outer: nn.Module | None = None
+        self._calls: dict[nn.Module, int] = {}
+        self._before = b""
+        self._mode: _WholeAttention | None = None
+
+    def watch(self, model: nn.Module) -> None:
+        """Look at whichever module of a model is called from outside."""
+        for module in model.modules():
+            module.register_forward_pre_hook(self._enter)
+            module.register_forward_hook(self._leave, always_call=True)
+
+    def _enter(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        if self._outer is not None:
+            return
+        self._outer = module
+        if self._parts == 1:
+            self._before = _state(self._device_type)
+        elif module not in self._calls and inputs and isinstance(inputs[0], Tensor):
+            self._calls[module] = 1
+            given = inputs[0]
+            if given.dim() > 1:
+                parts = 1 if given.is_floating_point() else self._parts
+                self._mode = _WholeAttention(given.shape[1] // parts, self._parts)
+                self._mode.__enter__()
+
+    def _leave(self, module: nn.Module, _: object, output: object) -> None:
+        if self._outer is not module:
+            return
+        self._outer = None
+        if self._mode is not None:
+            self._mode.__exit__(None, None, None)
+            self._mode = None
+        if self._parts > 1 or output is None or self._before == _state(self._device_type):
+            return
+        self._calls[module] = calls = self._calls.get(module, 0) + 1
+        if calls & (calls - 1) == 0:
+            require_equal_by(
+                self._gather,
+                [f"crc32 {zlib.crc32(self._before):08x} of their state"],
+                "the random numbers of tensor parallel ranks, such as those of dropout",
+                "torch.manual_seed(n) with one n on the ranks of tp, and draw nothing on some alone",
+            )
+
+
+class _WholeAttention(TorchFunctionMode):
+    """Refuses attention to as many places as a part of the sequence has."""
+
+    def __init__(self, length: int, parts: int) -> None:
+        super().__init__()
+        self._length, self._parts = length, parts
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[Any],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        options = kwargs or {}
+        if func is scaled_dot_product_attention:
+            key = args[1] if len(args) > 1 else options["key"]
+            self._check(key.shape[-2])
+        if func in SOFTMAX and args and args[0].dim() > 3 and args[0].shape[-2] == self._length:
+            self._check(args[0].shape[-1])
+        return func(*args, **options)
+
+    def _check(self, length: int) -> None:
+        if length == self._length:
+            raise ConfigError(
+                f"with sequence=True attention needs the whole sequence, which is there between "
+                f"column and row alone, got attention to {length} places, a part of {self._parts}; "
+                f"give its matrices roles, or leave sequence out"
+            )
+
+
+def _state(device_type: str) -> bytes:
+    """Return what the next random numbers come from."""
+    if device_type == "cpu":
+        return torch.get_rng_state().numpy().tobytes()
+    state: Tensor = torch.get_device_module(device_type).get_rng_state()
+    return torch.get_rng_state().numpy().tobytes() + state.cpu().numpy().tobytes()
