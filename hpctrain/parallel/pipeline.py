@@ -102,6 +102,14 @@ class _Stage(PipelineStage):
         # Torch cuts the outputs of backwards in two halves off their graph, and cannot cut views.
         return out.clone() if self.halves and out._is_view() else out  # noqa: SLF001 - no other name
 
+    # Torch hands gradients from stage to stage of a rank also where there are none, without these.
+    def get_local_bwd_output(self, mb_index: int) -> Any:
+        return super().get_local_bwd_output(mb_index) if self.has_backward else ()
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+        if self.has_backward:
+            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
     def forward_one_chunk(self, *args: Any, **options: Any) -> Any:
         self.in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
