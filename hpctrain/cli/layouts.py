@@ -45,7 +45,9 @@ def plan_layouts(asked: dict[str, Any], *, as_json: bool) -> None:
 
     names = [name for name, _ in asked["fix"] or ()]
     if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
-        raise ConfigError(f"--fix settles a name once, got {', '.join(twice)} twice; leave one out")
+        raise ConfigError(
+            f"--fix settles a name once, got {', '.join(twice)} twice; leave one out"
+        )
     if (memory := asked["memory"]) is not None and memory < 2**20:
         raise ConfigError(
             f"--memory of a GPU is a number with a unit, at least 1 MiB, got {memory} bytes; say "

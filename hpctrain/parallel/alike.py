@@ -21,9 +21,7 @@ MIXING = (
 SOFTMAX = (softmax, torch.softmax, Tensor.softmax)
 
 
-def require_a_divided_stream(
-    model: nn.Module, found: Mapping[str, tuple[nn.Module, str]]
-) -> None:
+def require_a_divided_stream(model: nn.Module, found: Mapping[str, tuple[nn.Module, str]]) -> None:
     """Raise ``ConfigError`` unless the stream can be divided along the sequence."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding) and name not in found:

@@ -159,8 +159,8 @@ class Pipeline:
             layers: names of the modules whose chain the model is, in the order of forward, in
                 which ``*`` stands for any part: ``["embedding", "blocks.*", "head"]``.
             loss: mean loss of the last layer's output and the target of a micro-batch.
-            num_microbatches: into how many equal parts a batch is cut; at least the ranks P by
-                ``1f1b`` and 2 P by ``zbv``.
+            num_microbatches: into how many equal parts a batch is cut; by ``1f1b`` at least as many
+                as there are ranks.
             schedule: ``gpipe``, ``1f1b``, or, with two stages on each rank, ``interleaved``,
                 ``zero_bubble`` and ``zbv``.
             stages_per_rank: for ``interleaved`` and ``zero_bubble``, whose M micro-batches are a
@@ -318,7 +318,9 @@ class Pipeline:
 
     def _check_batch(self, given: Tensor, target: Tensor) -> None:
         """Raise on all ranks of the axis, or on none. Collective over it."""
-        lines = [f"{what} {_digest(each)}" for what, each in (("given", given), ("target", target))]
+        lines = [
+            f"{what} {_digest(each)}" for what, each in (("given", given), ("target", target))
+        ]
         mine = zlib.crc32("".join(lines).encode())
         most = torch.tensor([mine, -mine])
         dist.all_reduce(most, dist.ReduceOp.MAX, group=self._group)

@@ -128,11 +128,11 @@ def left_as_they_are(modules: Sequence[nn.Module], device: torch.device) -> Iter
 
 def refusal_of_microbatches(number: int, size: int, schedule: str) -> str | None:
     """Say why ``size`` ranks cannot take so many micro-batches by a schedule of torch, or None."""
-    least = {"1f1b": size, "zbv": 2 * size}.get(schedule, 1)
+    least = size if schedule == "1f1b" else 1
     if number < least:
         return (
             f"{schedule} of {size} ranks needs at least {least} micro-batches, got {number}; take "
-            f"more, or another schedule"
+            f"more, or gpipe"
         )
     rounds = max(1, number // size)
     if schedule in ("interleaved", "zero_bubble") and number % rounds:

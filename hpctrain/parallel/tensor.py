@@ -180,9 +180,7 @@ def _check(name: str, module: nn.Module, role: str, size: int) -> None:
         )
 
 
-def _check_counterpart(
-    name: str, role: str, found: Mapping[str, tuple[nn.Module, str]]
-) -> None:
+def _check_counterpart(name: str, role: str, found: Mapping[str, tuple[nn.Module, str]]) -> None:
     """Raise unless what a matrix leaves divided another one takes, next to it or around it."""
     other = {"column": "row", "row": "column"}.get(role)
     around = name
@@ -255,7 +253,9 @@ class _CheckedSamples:
             way_out = "divide data among the ranks of dp alone"
             gather = partial(_gathered, mesh=self._mesh)
             require_equal_by(gather, lines, "a batch of tensor parallel ranks", way_out)
-        if given.numel() and (is_first or given.device.type == "cpu"):  # else devices are waited for
+        if given.numel() and (
+            is_first or given.device.type == "cpu"
+        ):  # else devices are waited for
             least, most = (int(each) for each in given.aminmax())
             if least < 0 or most >= self._rows:
                 raise ConfigError(

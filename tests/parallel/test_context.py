@@ -81,3 +81,28 @@ def test_four_ranks_keep_a_quarter_of_the_activations_of_attention(heads):
         torch.testing.assert_close(one.grad, mine(other.grad), rtol=1e-12, atol=1e-12)
     with pytest.raises(ConfigError, match="repeat the heads of keys and values"):
         context_attention(parts[0], parts[1][:, :1], parts[2], cp)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_ring_of_16_bits_errs_as_torch_does(dtype):
+    cp, rank = build_mesh(cp=2)["cp"], dist.get_rank()
+    torch.manual_seed(0)
+    whole = [torch.randn(2, 5, 32, 8).mul(3).to(dtype) for _ in range(3)]
+    attend = partial(scaled_dot_product_attention, is_causal=True)
+
+    def found(call, tensors):
+        leaves = [tensor.clone().requires_grad_() for tensor in tensors]
+        out = call(*leaves)
+        out.square().sum().backward()
+        return [out.detach(), *(leaf.grad for leaf in leaves)]
+
+    mine = lambda tensor: tensor.chunk(2, 2)[rank]  # noqa: E731
+    exact = found(attend, [tensor.double() for tensor in whole])
+    theirs = found(attend, whole)
+    ours = found(lambda *parts: context_attention(*parts, cp), map(mine, whole))
+    for one, other, expected in zip(ours, theirs, exact, strict=True):
+        assert one.dtype == dtype
+        usual = (mine(other).double() - mine(expected)).abs().max()
+        error = (one.double() - mine(expected)).abs().max()
+        assert error <= 1.5 * usual

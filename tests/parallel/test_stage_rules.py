@@ -1,0 +1,107 @@
+"""What a pipeline is given, and may not change: the same on all ranks, or an error on all."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import cross_entropy, mse_loss
+
+from hpctrain import ConfigError, MismatchError
+from hpctrain.parallel import Pipeline, build_mesh
+from hpctrain.parallel.pipeline import SCHEDULES
+
+pytestmark = [pytest.mark.usefixtures("nodes"), pytest.mark.ranks(2)]
+
+
+def linear(depth=4):
+    torch.manual_seed(1)
+    return nn.Sequential(*(nn.Linear(4, 4) for _ in range(depth))).double()
+
+
+def made(model, **options):
+    chosen = {"loss": mse_loss, "num_microbatches": 4, **options}
+    return Pipeline(copy.deepcopy(model), build_mesh(pp=2)["pp"], ["*"], **chosen)
+
+
+def batch(*shape):
+    random = torch.Generator().manual_seed(2)
+    return [torch.randn(8, *shape, generator=random, dtype=torch.float64) for _ in range(2)]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_stages_may_return_views_and_every_schedule_evaluates(schedule):
+    model, (given, target) = linear(), batch(3, 4)  # nn.Linear of three dimensions returns a view
+    loss = mse_loss(model(given), target)
+    loss.backward()
+    for parts in {4} if schedule != "zbv" else (1, 2, 4):
+        pipeline = made(model, schedule=schedule, num_microbatches=parts)
+        pipeline.step(given, target)
+        torch.testing.assert_close(pipeline.evaluate(given, target), loss.detach())
+        for name, parameter in pipeline.model.named_parameters():
+            torch.testing.assert_close(parameter.grad, model.get_parameter(name).grad)
+
+
+def test_ranks_give_the_same_batch_and_ask_for_the_same_pipeline():
+    rank, (given, target) = dist.get_rank(), batch(4)
+    pipeline = made(linear())
+    for call in (pipeline.step, pipeline.evaluate):
+        with pytest.raises(
+            MismatchError, match=r"number 1 differs: rank 0: target .* of dp alone"
+        ):
+            call(given, target + rank)
+        with pytest.raises(ConfigError, match="got 8 samples and 4 targets"):
+            call(given, target[:4])
+    for depth, options in (
+        (4, {"schedule": ("1f1b", "gpipe")[rank]}),
+        (4, {"num_microbatches": 2 + rank}),
+        (4 + rank, {}),
+    ):
+        with pytest.raises(MismatchError, match="a pipeline must be the same on every rank"):
+            made(linear(depth), **options)
+
+
+def test_schedules_say_what_they_cannot_do():
+    frozen = linear()
+    frozen[1].requires_grad_(requires_grad=False)
+    for schedule in ("zero_bubble", "zbv"):
+        with pytest.raises(ConfigError, match=r"got 1.weight, 1.bias frozen and the schedule"):
+            made(frozen, schedule=schedule)
+    with pytest.raises(ConfigError, match="1f1b of 2 ranks needs at least 2 micro-batches, got 1"):
+        made(linear(), num_microbatches=1)
+    for schedule in ("interleaved", "zero_bubble"):
+        with pytest.raises(ConfigError, match="got 5 for 2 rounds; take 4"):
+            made(linear(), schedule=schedule, num_microbatches=5)
+    with pytest.raises(
+        ConfigError, match="a layer of a pipeline returns a tensor, got tuple of 0"
+    ):
+        made(nn.Sequential(nn.LSTM(4, 4), nn.Linear(4, 4))).model(torch.zeros(2, 4))
+
+
+def test_a_sample_times_layers_of_which_the_first_is_frozen():
+    model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 4), nn.Linear(4, 9))
+    model[0].requires_grad_(requires_grad=False)
+    tokens = torch.arange(8)
+    pipeline = made(model, loss=cross_entropy, sample=tokens[:2])
+    expected = cross_entropy(model(tokens), tokens).item()
+    assert pipeline.step(tokens, tokens).item() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("timed", [False, True])
+def test_buffers_and_random_numbers_know_of_training_alone(timed):
+    torch.manual_seed(3)
+    layers = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 4)
+    model, (given, target) = nn.Sequential(*layers, nn.BatchNorm1d(4)).double(), batch(4)
+    before = torch.get_rng_state()
+    pipeline = made(model, sample=given[:2] if timed else None)
+    assert torch.equal(torch.get_rng_state(), before)
+    pipeline.step(given, target)
+    alone = copy.deepcopy(model[:2])
+    for part in given.chunk(4):
+        alone(part)
+    for name, found in pipeline.model.named_buffers():
+        if "num" in name:
+            assert found == 4
+        elif name.startswith("1."):
+            torch.testing.assert_close(found, alone.get_buffer(name))
