@@ -31,8 +31,8 @@ def require_a_divided_stream(model: nn.Module, found: Mapping[str, tuple[nn.Modu
             )
         if isinstance(module, MIXING):
             raise ConfigError(
-                f"with sequence=True layers without a role see a part of the sequence, got {name}, "
-                f"a {type(module).__name__}, which mixes its places; leave sequence out"
+                f"with sequence=True layers without a role see a part of the sequence, got "
+                f"{name}, a {type(module).__name__}, which mixes its places; leave sequence out"
             )
     if not any(isinstance(module, nn.Embedding) for module, _ in found.values()):
         raise ConfigError(
@@ -91,7 +91,7 @@ class Alike:
                 self._gather,
                 [f"crc32 {zlib.crc32(self._before):08x} of their state"],
                 "the random numbers of tensor parallel ranks, such as those of dropout",
-                "torch.manual_seed(n) with one n on the ranks of tp, and draw nothing on some alone",
+                "torch.manual_seed(n) with one n on the ranks of tp, which draw nothing apart",
             )
 
 
@@ -121,8 +121,8 @@ class _WholeAttention(TorchFunctionMode):
         if length == self._length:
             raise ConfigError(
                 f"with sequence=True attention needs the whole sequence, which is there between "
-                f"column and row alone, got attention to {length} places, a part of {self._parts}; "
-                f"give its matrices roles, or leave sequence out"
+                f"column and row alone, got attention to {length} places, a part of "
+                f"{self._parts}; give its matrices roles, or leave sequence out"
             )
 
 

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from hpctrain.comm.agreement import raise_if_any, require_equal_by
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.units import format_seconds
+from hpctrain.parallel.mesh import require_one_axis
 from hpctrain.parallel.rebalance import (
     Layers,
     against_others,
@@ -33,7 +34,6 @@ from hpctrain.parallel.rebalance import (
     timed,
     unpacked,
 )
-from hpctrain.parallel.mesh import require_one_axis
 from hpctrain.parallel.recomputation import selective_in
 from hpctrain.parallel.split import (
     Chain,
@@ -159,8 +159,8 @@ class Pipeline:
             layers: names of the modules whose chain the model is, in the order of forward, in
                 which ``*`` stands for any part: ``["embedding", "blocks.*", "head"]``.
             loss: mean loss of the last layer's output and the target of a micro-batch.
-            num_microbatches: into how many equal parts a batch is cut; by ``1f1b`` at least as many
-                as there are ranks.
+            num_microbatches: into how many equal parts a batch is cut; by ``1f1b`` at least as
+                many as there are ranks.
             schedule: ``gpipe``, ``1f1b``, or, with two stages on each rank, ``interleaved``,
                 ``zero_bubble`` and ``zbv``.
             stages_per_rank: for ``interleaved`` and ``zero_bubble``, whose M micro-batches are a
@@ -179,8 +179,8 @@ class Pipeline:
         require_one_axis(mesh, "pp")
         self._mesh, self._group, self._size = mesh, mesh.get_group(), mesh.size()
         told = [
-            f"schedule {schedule}, {num_microbatches} micro-batches, {stages_per_rank} stages of "
-            f"a rank, layers {', '.join(layers)}",
+            f"schedule {schedule}, {num_microbatches} micro-batches, {stages_per_rank} stages",
+            f"layers {', '.join(layers)}",
             f"sample {None if sample is None else (tuple(sample.shape), sample.dtype)}",
             *(f"{n} {tuple(p.shape)} {p.dtype}" for n, p in model.named_parameters()),
         ]
@@ -329,8 +329,8 @@ class Pipeline:
             require_equal_by(self._of_axis, lines, "a batch of a pipeline", way_out)
         if len(given) != len(target):
             raise ConfigError(
-                f"a batch has a target for each sample, got {len(given)} samples and {len(target)} "
-                f"targets; give as many"
+                f"a batch has a target for each sample, got {len(given)} samples and "
+                f"{len(target)} targets; give as many"
             )
 
     def _of_axis(self, told: object) -> list[Any]:

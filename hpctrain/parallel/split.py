@@ -137,8 +137,8 @@ def refusal_of_microbatches(number: int, size: int, schedule: str) -> str | None
     rounds = max(1, number // size)
     if schedule in ("interleaved", "zero_bubble") and number % rounds:
         return (
-            f"by {schedule} {size} ranks take micro-batches in rounds of equally many, got {number} "
-            f"for {rounds} rounds; take {rounds * size}"
+            f"by {schedule} {size} ranks take micro-batches in rounds of equally many, got "
+            f"{number} for {rounds} rounds; take {rounds * size}"
         )
     return None
 

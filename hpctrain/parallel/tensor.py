@@ -264,8 +264,8 @@ class _CheckedSamples:
                 )
         if self._parts > 1 and (given.dim() < 2 or given.shape[1] % self._parts):
             raise ConfigError(
-                f"sequence parallel ranks must divide the length of samples, got {given.shape[-1]} "
-                f"for {self._parts} ranks; pad the samples, or leave sequence out"
+                f"sequence parallel ranks must divide the length of samples, got "
+                f"{given.shape[-1]} for {self._parts} ranks; pad them, or leave sequence out"
             )
 
 
