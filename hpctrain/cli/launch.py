@@ -70,8 +70,8 @@ def launch(  # noqa: PLR0913 - a command's options
     WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, ...), so a script for torch.distributed runs unchanged.
 
     One rank's death ends all ranks; under --recover those that are left go on from the last
-    commit of hpctrain.elastic, or checkpoint of hpctrain train. The exit code is the command's, 124 after --timeout; 85 is
-    a run that has stopped and wants to go on.
+    commit of hpctrain.elastic, or checkpoint of hpctrain train. The exit code is the command's,
+    124 after --timeout; 85 is a run that has stopped and wants to go on.
 
     Examples:
       hpctrain launch -n 4 python train.py --epochs 3
