@@ -201,7 +201,7 @@ check: .venv/stamp ## lint, types, layers, spelling, size of files
 	python -m pytest -q tests/test_size.py
 
 .PHONY: soak
-soak: .venv/stamp ## kill writers and ranks, let jobs overlap, run 500 random scripts, 10000 mixed steps
+soak: .venv/stamp ## kill writers and ranks, let jobs overlap, run 500 random scripts, 10000 mixed steps, 27 layouts
 	HPCTRAIN_TEST_KILLS=200 python -m pytest -q -m "conformance or not conformance" \
 	  tests/data/test_kills.py tests/checkpoint/test_checkpoint_kills.py
 	HPCTRAIN_TEST_KILLS=50 python -m pytest -q -m conformance tests/gradients/test_sharded_kills.py
@@ -211,6 +211,8 @@ soak: .venv/stamp ## kill writers and ranks, let jobs overlap, run 500 random sc
 	  hpctrain launch -n $(ranks) -- python -m pytest -q -x tests/gradients/test_programs.py;)
 	$(foreach ranks,2 3 4 6,HPCTRAIN_TEST_MIXED_STEPS=10000 $(SIDE_BY_SIDE) \
 	  hpctrain launch -n $(ranks) -- python -m pytest -q -x tests/collectives/test_mixed.py;)
+	HPCTRAIN_TEST_LM_SEEDS=3 $(SIDE_BY_SIDE) hpctrain launch -n 4 -- \
+	  python -m pytest -q -x -s tests/examples/test_lm.py -k every_seed
 
 # Each benchmark ends within its limit, all of them within 15 minutes.
 # $(call bench,SECONDS,NAME,COMMAND): what has no result in time is told, and the rest goes on.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hpctrain import DataError
 from hpctrain.comm import Communicator
-from hpctrain.data import MANIFEST, ShardedDataset, write_arrays
+from hpctrain.data import MANIFEST, ShardedDataset, Subset, write_arrays
 
 FILES_PER_TEST_FILE = 20
 """One file in so many is never learnt from."""
@@ -29,6 +29,20 @@ def open_text(comm: Communicator, folder: Path, length: int) -> dict[str, Sharde
             refusal = f"cannot pack the text of Python's library into {root}: {error}"
     comm.agree(refusal is None, refusal or "")
     return {split: ShardedDataset.open(root / split, comm) for split in ("train", "test")}
+
+
+def windows(
+    comm: Communicator, folder: str, length: int, num_windows: int, num_test: int
+) -> tuple[Subset, Subset]:
+    """Open the first windows to learn from and to test with, for ``lm.toml``. Collective."""
+    text = open_text(comm, Path(folder), length)
+    return Subset(text["train"], range(num_windows)), Subset(text["test"], range(num_test))
+
+
+def shifted(columns: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Make bytes, and those that follow, of windows."""
+    found = columns["bytes"].long()
+    return {"given": found[:, :-1], "following": found[:, 1:]}
 
 
 def pack(root: Path, length: int) -> None:

@@ -1,4 +1,4 @@
-"""Write text by a model that ``train.py`` has saved in whatever layout, in one process.
+"""Write text by a model that was saved in whatever layout, in one process.
 
 python examples/lm/generate.py runs/lm "def __init__(self"
 """
@@ -12,19 +12,36 @@ import torch.distributed.checkpoint as dcp
 from model import Transformer
 
 
+def saved(run: Path) -> Transformer:
+    """Return what ``train.py`` has saved."""
+    facts = json.loads((run / "facts.json").read_text())
+    model = Transformer(**{name: facts[name] for name in ("width", "depth", "num_heads")})
+    weights = model.state_dict()
+    dcp.load({"model": weights}, checkpoint_id=run / f"step-{facts['step']}", no_dist=True)
+    model.load_state_dict(weights)
+    return model
+
+
+def exported(file: Path, num_heads: int = 4) -> Transformer:
+    """Return what ``hpctrain checkpoint export --only model`` has written."""
+    weights = torch.load(file, weights_only=True)
+    depth = len({name.split(".")[1] for name in weights if name.startswith("blocks.")})
+    width = weights["embedding.weight"].shape[1]
+    model = Transformer(width=width, depth=depth, num_heads=num_heads)
+    model.load_state_dict(weights)
+    return model
+
+
 def main(words: list[str] | None = None) -> None:
     """Load, and draw byte after byte."""
     parser = ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("run", type=Path, help="what train.py has as --output")
+    told = "what train.py has as --output, or model.pt of hpctrain checkpoint export"
+    parser.add_argument("run", type=Path, help=told)
     parser.add_argument("begin", nargs="?", default="def __init__(self")
     parser.add_argument("--bytes", type=int, default=300)
     parser.add_argument("--temperature", type=float, default=0.7)
     options = parser.parse_args(words)
-    facts = json.loads((options.run / "facts.json").read_text())
-    model = Transformer(**{name: facts[name] for name in ("width", "depth", "num_heads")})
-    weights = model.state_dict()
-    dcp.load({"model": weights}, checkpoint_id=options.run / f"step-{facts['step']}", no_dist=True)
-    model.load_state_dict(weights)
+    model = exported(options.run) if options.run.is_file() else saved(options.run)
     torch.manual_seed(0)
     text = torch.tensor([list(options.begin.encode())])
     with torch.no_grad():

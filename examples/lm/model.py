@@ -1,8 +1,16 @@
-"""A transformer over bytes: rotary positions, RMSNorm, SwiGLU. It knows nothing of ranks."""
+"""A transformer over bytes: rotary positions, RMSNorm, SwiGLU.
+
+Of ranks it says only how they may divide it, which `hpctrain train` reads off it.
+"""
+
+from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention, silu
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention, silu
+
+from hpctrain.parallel import context_attention
 
 NUM_BYTES = 256
 ROLES = {
@@ -30,7 +38,7 @@ class Attention(nn.Module):
     """Causal attention; how many heads are here its matrices say."""
 
     attend = staticmethod(causal)
-    first = 0  # place of the first byte that is here in the sequence
+    part = 0  # of the sequence, which is here
 
     def __init__(self, width: int, num_heads: int) -> None:
         super().__init__()
@@ -45,7 +53,8 @@ class Attention(nn.Module):
             part(x).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
             for part in (self.query, self.key, self.value)
         )
-        seen = self.attend(rotated(query, self.first), rotated(key, self.first), value)
+        first = self.part * query.shape[-2]
+        seen = self.attend(rotated(query, first), rotated(key, first), value)
         out: Tensor = self.out(seen.transpose(1, 2).flatten(2))
         return out
 
@@ -96,6 +105,9 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """Guesses each byte from those before it."""
 
+    parallel_roles = ROLES
+    parallel_layers = LAYERS
+
     def __init__(self, *, width: int = 64, depth: int = 4, num_heads: int = 4) -> None:
         super().__init__()
         self.embedding = nn.Embedding(NUM_BYTES, width)
@@ -110,3 +122,14 @@ class Transformer(nn.Module):
         """Turn ``(n, length)`` bytes into ``(n, length, 256)`` scores of those that follow."""
         scores: Tensor = self.head(self.norm(self.blocks(self.embedding(given))))
         return scores
+
+    def parallel_context(self, mesh: DeviceMesh) -> None:
+        """Let each rank of the mesh have a part of the sequence."""
+        for block in self.blocks:
+            block.attention.attend = partial(context_attention, mesh=mesh)
+            block.attention.part = mesh.get_local_rank()
+
+
+def loss_of(scores: Tensor, following: Tensor) -> Tensor:
+    """Mean of the nats that a byte costs, given those before it."""
+    return cross_entropy(scores.flatten(0, 1), following.flatten())

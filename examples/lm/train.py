@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from data import batch, open_text
-from model import LAYERS, ROLES, Transformer
+from model import LAYERS, ROLES, Transformer, loss_of
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -30,14 +30,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
-from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import hpctrain as hvd
 from hpctrain.parallel import (
     Pipeline,
     build_mesh,
-    context_attention,
     gradient_mesh,
     tensor_parallel,
 )
@@ -99,9 +97,7 @@ def parallel(model: Transformer, mesh: DeviceMesh, options: Namespace) -> Plain 
     if options.tp > 1:
         tensor_parallel(model, mesh["tp"], ROLES, sequence=options.sequence)
     if options.cp > 1:
-        for block in model.blocks:
-            block.attention.attend = partial(context_attention, mesh=mesh["cp"])
-            block.attention.first = options.length // options.cp * mesh["cp"].get_local_rank()
+        model.parallel_context(mesh["cp"])
     if options.fsdp:
         for block in model.blocks:
             fully_shard(block, mesh=gradient_mesh(mesh))
@@ -121,11 +117,6 @@ def replicas(model: nn.Module, mesh: DeviceMesh, options: Namespace) -> nn.Modul
     if options.tp > 1:
         raise SystemExit("replicas of tensor parallel ranks are sharded: add --fsdp")
     return DistributedDataParallel(model, process_group=mesh.get_group())
-
-
-def loss_of(scores: Tensor, following: Tensor) -> Tensor:
-    """Mean of the nats that a byte costs, given those before it."""
-    return cross_entropy(scores.flatten(0, 1), following.flatten())
 
 
 def whole(loss: Tensor) -> Tensor:

@@ -142,7 +142,9 @@ def _show(advice: "LayoutAdvice", machine: "Machine", batch: int) -> None:
     plans, fills, times = [], [], []
     for number, one in enumerate(advice.best, 1):
         layout, total_s = one.layout, sum(one.terms)
-        axes = map(str, (layout.tp, layout.pp, layout.dp, layout.cp, layout.zero))
+        stages = f"{layout.pp}{f'x{layout.virtual}' * (layout.virtual > 1)}"
+        stages += " z" * (layout.schedule == "zero_bubble")
+        axes = map(str, (layout.tp, stages, layout.dp, layout.cp, layout.zero))
         pieces = f"{batch // (layout.dp * layout.micro_batch)} x {layout.micro_batch}"
         sent = _size(one.load.node_bytes), _size(one.load.network_bytes)
         shown = (pieces, layout.recompute, f"{one.bubble:.1%}", *sent, format_seconds(total_s))
@@ -158,7 +160,9 @@ def _show(advice: "LayoutAdvice", machine: "Machine", batch: int) -> None:
     memory = ("", *advice.best[0].memory._fields, "in all")
     console.print(figures("memory of the fullest rank", memory, fills))
     console.print(figures("where the time of a step goes", ("", *parts, "Tflop/s"), times))
-    lines = [f"why the other layouts lost, of {advice.num_layouts}:"]
+    orders = "pp: ranks x stages of each; z: schedule zero_bubble, else one forward, one backward"
+    lines = [orders] * any(one.layout.pp > 1 for one in advice.best)
+    lines += [f"why the other layouts lost, of {advice.num_layouts}:"]
     lines += [f"{number:8}  {reason}" for reason, number in advice.lost.items()]
     if advice.broken:
         lines += [f"and of {advice.num_meshes} ways to divide {machine.num_ranks} ranks:"]

@@ -104,7 +104,11 @@ def plan(  # noqa: PLR0913 - a command's options
     ] = None,
     fix: Annotated[
         list[Any] | None,
-        _layout("tp=8", "Settle tp, pp, dp, cp, zero, micro_batch, recompute.", parser=_fixed),
+        _layout(
+            "tp=8",
+            "Settle tp, pp, dp, cp, zero, micro_batch, recompute, virtual, schedule.",
+            parser=_fixed,
+        ),
     ] = None,
     tp_across_nodes: Annotated[
         bool | None, _layout("", "Let tp groups cross nodes.", "--tp-across-nodes")

@@ -5,12 +5,14 @@ neighbours, then come context, pipeline and data parallel ones. A tensor paralle
 sequence too, so that it gathers and scatters instead of summing; stages take micro-batches one
 forward, one backward, and the first ones have a layer more where layers do not divide. Unequal
 stages can be quicker than predicted, by the time in which the slowest does not wait for others.
+Where ranks take turns on cores, those that wait leave theirs to others.
 
 Sources: Rajbhandari et al. 2020, "ZeRO: Memory optimizations toward training trillion parameter
 models"; Narayanan et al. 2021, "Efficient large-scale language model training on GPU clusters
 using Megatron-LM"; Korthikanti et al. 2022, "Reducing activation recomputation in large
-transformer models"; Liu et al. 2023, "Ring attention with blockwise transformers"; of stages
-that take unequally long, Zheng et al. 2022, "Alpa".
+transformer models"; Liu et al. 2023, "Ring attention with blockwise transformers"; Qi et al. 2024,
+"Zero bubble pipeline parallelism", whose first schedule, by handcraft, this one is; of stages that
+take unequally long, Zheng et al. 2022, "Alpa".
 Differs: gradients of ZeRO stages 2 and 3 are scattered after each micro-batch.
 """
 
@@ -22,6 +24,9 @@ from hpctrain.core.keys import Number, Rule
 from hpctrain.cost.collectives import Load
 from hpctrain.cost.machine import Machine
 from hpctrain.cost.transformer import RECOMPUTE, Transformer
+
+SCHEDULES = ("1f1b", "zero_bubble")
+"""Of a pipeline: backward as a whole, or gradients of weights later, while a stage would wait."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,10 +47,15 @@ class Layout:
     """Samples that a stage takes at once."""
     recompute: Annotated[str, Rule(names=RECOMPUTE)] = "none"
     """What backward computes again."""
+    virtual: Number = 1
+    """Stages of each rank, which are interleaved."""
+    schedule: Annotated[str, Rule(names=SCHEDULES)] = "1f1b"
+    """In which order stages take micro-batches."""
 
     def __str__(self) -> str:
         axes = f"tp={self.tp} pp={self.pp} dp={self.dp} cp={self.cp} zero={self.zero}"
-        return f"{axes} micro_batch={self.micro_batch} recompute={self.recompute}"
+        order = f" virtual={self.virtual} schedule={self.schedule}" * (self.pp > 1)
+        return f"{axes} micro_batch={self.micro_batch} recompute={self.recompute}{order}"
 
 
 class Memory(NamedTuple):
@@ -123,16 +133,35 @@ class Placed:
             first, last = (self._most, model.embedding), (model.layers // pp, model.embedding)
             self._ends = [(*first, False), (*last, True)]
         per_layer = model.layer_parameters
+        self._of_layer: dict[tuple[int, str], dict[str, float]] = {}
         self._parameters = [(layers * per_layer + more) / tp for layers, more, _ in self._ends]
 
     def micro_batches(self, one: Layout) -> int:
         """Return how many a step has."""
         return self.batch // (one.dp * one.micro_batch)
 
+    def bubble(self, one: Layout) -> float:
+        """Return which part of a pipeline's time equal stages wait that have no more to do.
+
+        With a zero bubble where forward and both halves of backward take equally long.
+        """
+        thirds = 3 if one.schedule == "zero_bubble" else 1
+        return (one.pp - 1) / (self.micro_batches(one) * one.virtual * thirds + one.pp - 1)
+
+    def _in_flight(self, one: Layout) -> tuple[float, float]:
+        """Return how many micro-batches the first and the last rank of a pipeline hold at once."""
+        num_micro, pp, virtual = self.micro_batches(one), one.pp, one.virtual
+        if one.schedule == "zero_bubble":
+            return (min(num_micro, pp),) * 2
+        if virtual == 1:
+            return min(num_micro, pp), 1
+        last = (virtual - 1) * pp + 1  # stages of one layer group each; the first has more ahead
+        return min(num_micro, (last + 2 * (pp - 1)) / virtual), min(num_micro, last / virtual)
+
     def memory(self, one: Layout) -> Memory:
         """Return the bytes of the fullest rank, which is of the first or the last stage."""
         model, ranks, zero = self.model, self.data.size, one.zero
-        in_flight = (min(self.micro_batches(one), one.pp), 1)
+        in_flight = self._in_flight(one)
         kept, again = model.activations(one.recompute)
         per_layer, share = model.layer_parameters / one.tp, one.micro_batch / self._shared
         buffers = (zero >= 2) * model.gradient_bytes * per_layer
@@ -150,9 +179,20 @@ class Placed:
             found.append(Memory(*shares, share * held, buffers))
         return max(found, key=sum)
 
+    def _share_s(self, one: Layout) -> float:
+        """Return the seconds of an operation for each sample, where all of a node work."""
+        turns = self.machine.turns(self.machine.ranks_per_node)
+        return turns * one.micro_batch / (self._shared * self.machine.flops_per_s)
+
     def _layer(self, one: Layout) -> dict[str, float]:
         """Return seconds of a layer for a micro-batch, forward and backward, by term."""
-        share_s = one.micro_batch / (self._shared * self.machine.flops_per_s)
+        key = one.micro_batch, one.recompute  # all that it depends on, of many layouts alike
+        if key not in self._of_layer:
+            self._of_layer[key] = self._layer_anew(one)
+        return self._of_layer[key]
+
+    def _layer_anew(self, one: Layout) -> dict[str, float]:
+        share_s = self._share_s(one)
         forward_s = self.model.layer_flops * share_s
         attention_s = self.model.attention_flops * share_s
         again_s = {"none": 0.0, "selective": attention_s, "full": forward_s}[one.recompute]
@@ -185,19 +225,30 @@ class Placed:
     def terms(self, one: Layout) -> Terms:
         """Predict a step."""
         pp, num_micro, layer = one.pp, self.micro_batches(one), self._layer(one)
-        output_s = 3 * self.model.output_flops * one.micro_batch
-        output_s /= self._shared * self.machine.flops_per_s
-        hand_s = self._handed(one, 2).seconds(self.machine) if pp > 1 else 0.0
+        output_s = 3 * self.model.output_flops * self._share_s(one)
+        hand_s = self._handed(one, 2 * one.virtual).seconds(self.machine) if pp > 1 else 0.0
         layer_s = sum(layer.values())
         mean = {name: self.model.layers * each / pp for name, each in layer.items()}
         mean["compute_s"] += output_s / pp
         mean_s = sum(mean.values()) + hand_s
         ends = (layers * layer_s + has_output * output_s for layers, _, has_output in self._ends)
+        later_s = 0.0  # gradients of weights, and what would wait for them
+        if one.schedule == "zero_bubble":
+            flops = self.model.layer_flops - self.model.attention_flops
+            flops = self.model.layers * flops + self.model.output_flops
+            later_s = 2 * self._share_s(one) * flops / pp
+        bubble_s = (pp - 1) * (mean_s - later_s) / one.virtual
+        imbalance_s = (num_micro - 1) * (max(ends) + hand_s - mean_s)
+        turns = self.machine.turns(self.machine.ranks_per_node)
+        if turns > 1 and pp > 1:  # who waits leaves the core to others, which then are quicker
+            waits_s = bubble_s + imbalance_s
+            left_s = max(0.0, (num_micro * mean_s + waits_s) / turns - num_micro * mean_s)
+            bubble_s, imbalance_s = (each * left_s / waits_s for each in (bubble_s, imbalance_s))
         return Terms(
             **{name: num_micro * each for name, each in mean.items()},
             pipeline_s=num_micro * hand_s,
-            bubble_s=(pp - 1) * mean_s,
-            imbalance_s=(num_micro - 1) * (max(ends) + hand_s - mean_s),
+            bubble_s=bubble_s,
+            imbalance_s=imbalance_s,
             data_s=self._data_s(one.zero, num_micro, layer) if self.data.size > 1 else 0.0,
         )
 
@@ -230,7 +281,8 @@ class Placed:
         """Return what a step asks of the links of the busiest rank, hidden or not."""
         num_micro, model, most = self.micro_batches(one), self.model, self._most
         tensor, context = self._loads(one, most * num_micro)
-        found = tensor + context + self._handed(one, num_micro * min(2, one.pp - 1))
+        times = 2 * one.virtual - (one.pp == 2) if one.pp > 1 else 0
+        found = tensor + context + self._handed(one, num_micro * times)
         gathers = {0: 0, 3: 2 * num_micro}.get(one.zero, 1)
         scatters = {0: 2, 1: 1}.get(one.zero, num_micro)
         size = gathers * model.parameter_bytes + scatters * model.gradient_bytes

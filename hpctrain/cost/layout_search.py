@@ -3,7 +3,7 @@
 import heapq
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from itertools import product
@@ -12,10 +12,12 @@ from typing import Annotated, Any
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.keys import Number, Rule, check_rules, keys_of
 from hpctrain.cost.collectives import Load
-from hpctrain.cost.layout import Layout, Memory, Placed, Terms
+from hpctrain.cost.layout import SCHEDULES, Layout, Memory, Placed, Terms
 from hpctrain.cost.machine import Machine
 from hpctrain.cost.transformer import RECOMPUTE, Transformer
 
+NOT_TOGETHER = ("selective", "zero_bubble")  # torch keeps things for one backward
+MOST_VIRTUAL = 4  # stages of a rank, unless more are fixed
 MOST_NODES = 1 << 14  # among which it is looked for enough memory
 
 
@@ -59,7 +61,7 @@ class LayoutChoice:
     @property
     def bubble(self) -> float:
         """Part of a pipeline's time in which a stage waits, of equal stages."""
-        return (self.layout.pp - 1) / (self.placed.micro_batches(self.layout) + self.layout.pp - 1)
+        return self.placed.bubble(self.layout)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +94,10 @@ def best_layouts(
         )
     found: list[LayoutChoice] = []
     num_layouts = 0
-    for placed, layouts in space.variants():
-        num_layouts += len(layouts)
-        for one in layouts:
+    for placed, how, sizes in space.variants():
+        num_layouts += len(sizes)
+        for size in sizes:
+            one = how(micro_batch=size)
             memory = placed.memory(one)
             if sum(memory) > rules.limit(machine):  # larger ones take as much at least
                 break
@@ -117,7 +120,14 @@ def best_layouts(
 def _order(one: LayoutChoice) -> tuple[float, ...]:
     layout = one.layout
     piece = layout.micro_batch / (layout.tp * layout.cp)
-    cuts = (layout.cp, layout.pp, layout.tp, layout.zero, RECOMPUTE.index(layout.recompute))
+    cuts: tuple[int, ...] = (
+        layout.cp,
+        layout.pp,
+        layout.tp,
+        layout.zero,
+        RECOMPUTE.index(layout.recompute),
+    )
+    cuts += (layout.virtual, SCHEDULES.index(layout.schedule))
     return (_rounded(sum(one.terms)), -piece, _rounded(sum(one.memory)), *cuts)
 
 
@@ -160,9 +170,31 @@ class _Space:
             yield "tp x cp does not divide the sequence"
         if rules.batch % (one.dp * fixed.get("micro_batch", 1)):
             yield "dp x micro-batches does not divide the batch"
+        if model.layers % (one.pp * fixed.get("virtual", 1)) and fixed.get("virtual", 1) > 1:
+            yield "stages do not divide the layers"
+        if not self._orders(one, fixed.get("micro_batch", 1)):
+            yield "no such schedule"
+        if (fixed.get("recompute"), fixed.get("schedule")) == NOT_TOGETHER:
+            yield "selective recomputation is for a backward in one piece"
 
-    def variants(self) -> Iterator[tuple[Placed, list[Layout]]]:
-        """Yield layouts that differ in their micro-batches, the smallest first.
+    def _orders(self, one: Layout, micro_batch: int) -> list[tuple[int, str]]:
+        """Return the stages of a rank, and schedules, that torch has for so many micro-batches."""
+        found, fixed, pp = [(1, "1f1b")], self.rules.fixed, one.pp
+        if pp > 1 and self.rules.batch // (one.dp * micro_batch) % pp == 0:  # it goes by rounds
+            most = fixed.get("virtual", MOST_VIRTUAL)
+            per_rank = [
+                v for v in range(1, most + 1) if v == 1 or self.model.layers % (v * pp) == 0
+            ]
+            found = [*product(per_rank, SCHEDULES)]
+        return [
+            (virtual, schedule)
+            for virtual, schedule in found
+            if fixed.get("virtual", virtual) == virtual
+            and fixed.get("schedule", schedule) == schedule
+        ]
+
+    def variants(self) -> Iterator[tuple[Placed, Callable[..., Layout], list[int]]]:
+        """Yield layouts that lack their micro-batches, and the sizes of these, the smallest first.
 
         Without what would come to the same.
         """
@@ -173,13 +205,24 @@ class _Space:
         for placed in self.placed:
             zeros = [0, 1, 2, 3] if placed.data.size > 1 else [0]
             sizes = fixed.get("micro_batch", _divisors(self.rules.batch // placed.axes.dp))
+            by_order: dict[tuple[int, str], list[int]] = {}
+            for size in sizes:
+                for each in self._orders(placed.axes, size):
+                    by_order.setdefault(each, []).append(size)
             for zero, mode in product(fixed.get("zero", zeros), fixed.get("recompute", modes)):
-                how = partial(replace, placed.axes, zero=zero, recompute=mode)
-                yield placed, [how(micro_batch=size) for size in sizes]
+                for (virtual, schedule), some in by_order.items():
+                    if (mode, schedule) == NOT_TOGETHER:
+                        continue
+                    order = {"virtual": virtual, "schedule": schedule}
+                    how = partial(replace, placed.axes, zero=zero, recompute=mode, **order)
+                    yield placed, how, some
 
     def smallest(self) -> tuple[Memory, Layout] | None:
         """Return the layout that takes least memory, or None if none keeps the rules."""
-        found = ((placed.memory(first), first) for placed, (first, *_) in self.variants())
+        all_first = (
+            (placed, how(micro_batch=size)) for placed, how, (size, *_) in self.variants()
+        )
+        found = ((placed.memory(first), first) for placed, first in all_first)
         return min(found, key=lambda each: sum(each[0]), default=None)
 
 

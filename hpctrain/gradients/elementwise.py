@@ -41,7 +41,7 @@ class PieceStep:
     def __init__(self, optimizer: Optimizer) -> None:
         """Take the optimizer; ``ConfigError`` if it may look beyond single tensors."""
         kind = type(optimizer)
-        says = next((how for how in _OF_TORCH if _is(how, optimizer)), None)
+        says = next((how for how in _OF_TORCH if is_known_as(how, optimizer)), None)
         if says is None:
             raise ConfigError(
                 f'shard="node" needs an optimizer that steps every element or every tensor by '
@@ -130,7 +130,7 @@ class PieceStep:
             yield name, Part(value.dtype, None if has_elements else tuple(value.shape))
 
 
-def _is(how: str, optimizer: Optimizer) -> bool:
+def is_known_as(how: str, optimizer: Optimizer) -> bool:
     """Say whether ``how`` is true of an optimizer: of a child of its class it may not be."""
     kind = type(optimizer)
     if any(kind is getattr(torch.optim, name, None) for name in _OF_TORCH[how]):

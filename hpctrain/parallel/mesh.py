@@ -3,13 +3,14 @@
 import math
 import sys
 from collections.abc import Sequence
+from itertools import groupby
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from hpctrain.cluster.topology import Topology
-from hpctrain.comm.agreement import agreed, require_equal
+from hpctrain.comm.agreement import agreed, raise_if_any, require_equal
 from hpctrain.core.errors import TopologyError
 from hpctrain.core.units import format_numbers
 from hpctrain.runtime import world
@@ -76,6 +77,33 @@ def gradient_mesh(mesh: DeviceMesh) -> DeviceMesh:
     if mesh["cp"].size() == 1:
         return mesh["dp"]
     return mesh["dp", "cp"]._flatten("dp_cp")  # noqa: SLF001 - torch has no other name for it
+
+
+def hybrid_mesh(mesh: DeviceMesh | None = None) -> DeviceMesh:
+    """Split one axis in two: ``replicate`` between nodes, ``shard`` inside a node (HSDP).
+
+    Collective over all ranks.
+
+    Args:
+        mesh: one axis, such as ``build_mesh(tp=2)["dp"]``; all ranks, unless given.
+
+    Raises:
+        TopologyError: the axis does not have as many neighbours on every node.
+    """
+    axis = build_mesh()["dp"] if mesh is None else mesh
+    topology = world.current().topology
+    node_of = {rank: node for node, ranks in enumerate(topology.nodes) for rank in ranks}
+    nodes = [node_of[rank] for rank in axis.mesh.tolist()]
+    runs = [len(list(run)) for _, run in groupby(nodes)]
+    refusal = None
+    if len({*runs}) > 1 or len(runs) > len({*nodes}):
+        refusal = (
+            f"HSDP needs equally many ranks of an axis on every node, next to each other, got "
+            f"{format_numbers(runs)} on its nodes; shard over the whole axis, or change the mesh"
+        )
+    raise_if_any(world.current().comm.allgather_object(refusal), TopologyError)
+    sizes = len(runs), runs[0]
+    return axis._unflatten(0, sizes, ("replicate", "shard"))  # noqa: SLF001 - no other name for it
 
 
 def _checked(topology: Topology, *, dp: int | None, **inner: int) -> dict[str, int]:

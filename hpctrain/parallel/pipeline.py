@@ -1,9 +1,10 @@
 """A pipeline of torch: stages cut by measured time, tied weights, clipping, and its bubble."""
 
+import socket
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -12,8 +13,26 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
+from hpctrain.comm.agreement import raise_if_any, require_equal_by
 from hpctrain.core.errors import ConfigError
+from hpctrain.core.units import format_seconds
+from hpctrain.parallel.rebalance import (
+    Layers,
+    against_others,
+    exchanged,
+    moved_words,
+    packed_layers,
+    refusal_of,
+    slowest_of,
+    speeds,
+    take_in,
+    timed,
+    unpacked,
+)
+from hpctrain.parallel.recomputation import selective_in
 from hpctrain.parallel.split import Chain, cut, layers_of, seconds_of, shared_between, total_of
 
 SCHEDULES = {
@@ -23,7 +42,10 @@ SCHEDULES = {
     "zero_bubble": (schedules.ScheduleInterleavedZeroBubble, 2),
     "zbv": (schedules.ScheduleZBVZeroBubble, 2),
 }
-"""Torch's schedule, and stages of each rank."""
+"""Torch's schedule, and stages of each rank, unless told otherwise."""
+
+TWO_HALVES = ("zero_bubble", "zbv")
+"""Schedules by which gradients of weights come later than those of inputs."""
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 Wrap = Callable[[nn.Module], nn.Module]
@@ -32,34 +54,50 @@ Wrap = Callable[[nn.Module], nn.Module]
 class _Stage(PipelineStage):
     """A stage that knows how long it has calculated, and how many micro-batches wait in it."""
 
-    busy_s = 0.0
     in_flight = most_in_flight = 0
 
     def reset(self) -> None:
-        self.busy_s, self.in_flight, self.most_in_flight = 0.0, 0, 0
+        self.seconds: dict[str, list[float]] = {}
+        self.in_flight = self.most_in_flight = 0
+
+    @property
+    def busy_s(self) -> float:
+        """Of all micro-batches."""
+        return sum(map(sum, self.seconds.values()))
+
+    @property
+    def usual_s(self) -> float:
+        """Of a micro-batch."""
+        return sum(map(statistics.median, self.seconds.values()))
 
     @contextmanager
-    def _busy(self) -> Any:
+    def _busy(self, what: str) -> Any:
         start = time.perf_counter()
         try:
             yield
         finally:
-            self.busy_s += time.perf_counter() - start
+            self.seconds.setdefault(what, []).append(time.perf_counter() - start)
+
+    def _compute_outputs(self, *args: Any, **options: Any) -> Any:
+        # By which torch learns shapes. DDP would take it for a forward whose gradients it sums.
+        inner = self.submod
+        with inner.no_sync() if isinstance(inner, DistributedDataParallel) else nullcontext():
+            return super()._compute_outputs(*args, **options)
 
     def forward_one_chunk(self, *args: Any, **options: Any) -> Any:
         self.in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
-        with self._busy():
+        with self._busy("forward"):
             return super().forward_one_chunk(*args, **options)
 
     def backward_one_chunk(self, *args: Any, **options: Any) -> Any:
-        with self._busy():
+        with self._busy("backward"):
             found = super().backward_one_chunk(*args, **options)
         self.in_flight -= 1
         return found
 
     def backward_weight_one_chunk(self, *args: Any, **options: Any) -> Any:
-        with self._busy():
+        with self._busy("weights"):
             return super().backward_weight_one_chunk(*args, **options)
 
 
@@ -83,6 +121,7 @@ class Pipeline:
         loss: Loss,
         num_microbatches: int,
         schedule: str = "1f1b",
+        stages_per_rank: int | None = None,
         sample: Tensor | None = None,
         wrap: Wrap | None = None,
     ) -> None:
@@ -97,58 +136,91 @@ class Pipeline:
             num_microbatches: into how many equal parts a batch is cut.
             schedule: ``gpipe``, ``1f1b``, or, with two stages on each rank, ``interleaved``,
                 ``zero_bubble`` and ``zbv``.
+            stages_per_rank: for ``interleaved`` and ``zero_bubble``; their micro-batches are then
+                a multiple of the ranks, or fewer.
             sample: a micro-batch, by which the layers are timed, so that the slowest stage is as
                 fast as can be; without it they count by their parameters.
             wrap: applied to each stage, such as ``fully_shard`` over ``mesh["dp"]``.
 
         Raises:
-            ConfigError: there is no such schedule or layer, there are more stages than layers, or
-                a parameter is in no layer.
+            ConfigError: there is no such schedule or layer, the schedule has another number of
+                stages, there are more stages than layers, a parameter is in no layer, or something
+                is computed again selectively where the schedule cuts backward in two.
         """
         if schedule not in SCHEDULES:
             raise ConfigError(f"schedule is one of {', '.join(SCHEDULES)}, got {schedule!r}")
-        kind, per_rank = SCHEDULES[schedule]
+        if schedule in TWO_HALVES and (named := selective_in(model)):
+            raise ConfigError(
+                f"torch keeps what is computed again selectively for one backward, which "
+                f"{' and '.join(TWO_HALVES)} cut in two, got {', '.join(named[:3])} and the "
+                f"schedule {schedule}; recompute all of it, or take interleaved"
+            )
         chain = layers_of(model, layers)
         self._mesh, self._group, self._size = mesh, mesh.get_group(), mesh.size()
-        number, total = mesh.get_local_rank(), per_rank * self._size
+        self._make, usual = SCHEDULES[schedule]
+        per_rank = stages_per_rank or usual
+        if per_rank != usual and (per_rank < 2 or schedule not in ("interleaved", "zero_bubble")):
+            raise ConfigError(
+                f"a rank has {usual} stages by the schedule {schedule}, got {per_rank}; leave it "
+                f"out, or take at least 2 with interleaved or zero_bubble"
+            )
+        total = per_rank * self._size
+        self._rank_of = [_rank_of(stage, self._size, schedule) for stage in range(total)]
         costs = _agreed_costs([layer for _, layer in chain], sample)
         self.split = cut(costs, total)
         """Layers of each stage, by their numbers."""
-        chains = [Chain(chain[part.start : part.stop]) for part in self.split]
-        rank_of = [_rank_of(stage, self._size, schedule) for stage in range(total)]
-        mine = [stage for stage in range(total) if rank_of[stage] == number]
-        self._last_rank = rank_of[-1]
-        self._has_first, self._has_last = 0 in mine, total - 1 in mine
-        self._num_microbatches = num_microbatches
-        self.model = Chain([layer for stage in mine for layer in chain[_slice(self.split[stage])]])
-        self._tie(shared_between(chains), rank_of, number)
-        device = next(model.parameters()).device
-        self._stages = [
-            _Stage((wrap or _as_it_is)(chains[stage]), stage, total, device, group=self._group)
-            for stage in mine
-        ]
-        given: Any = self._stages if per_rank > 1 else self._stages[0]
-        # Not by torch, which would divide what earlier batches have left, too.
-        share = lambda out, target: loss(out, target) / num_microbatches  # noqa: E731
-        self._schedule = kind(given, num_microbatches, loss_fn=share, scale_grads=False)
-        self._seconds = 0.0
+        self._loss, self._wrap, self._num_microbatches = loss, wrap or _as_it_is, num_microbatches
+        self._device = next(model.parameters()).device
+        self._shared, self._groups = shared_between(chain), dict[tuple[int, ...], Any]()
+        mine = [number for stage in self._mine() for number in self.split[stage]]
+        self.model = Chain([])
+        self._place({number: chain[number] for number in mine})
 
-    def _tie(
-        self, shared: Sequence[Sequence[tuple[int, str]]], rank_of: Sequence[int], number: int
-    ) -> None:
+    def _mine(self) -> list[int]:
+        """Return the stages of this rank."""
+        number = self._mesh.get_local_rank()
+        return [stage for stage, rank in enumerate(self._rank_of) if rank == number]
+
+    def _place(self, layers: Layers) -> None:
+        """Make the stages of this rank from its layers. Collective over all ranks."""
+        self._layers, total, mine = layers, len(self._rank_of), self._mine()
+        self._has_first, self._has_last = 0 in mine, total - 1 in mine
+        self.model.fill([layers[number] for number in sorted(layers)])
+        self._tie()
+        self._chains = [Chain([layers[number] for number in self.split[stage]]) for stage in mine]
+        self._stages = [
+            _Stage(self._wrap(chain), stage, total, self._device, group=self._group)
+            for stage, chain in zip(mine, self._chains, strict=True)
+        ]
+        given: Any = self._stages if len(mine) > 1 else self._stages[0]
+        # Not by torch, which would divide what earlier batches have left, too.
+        num, loss = self._num_microbatches, self._loss
+        share = lambda out, target: loss(out, target) / num  # noqa: E731
+        self._schedule = self._make(given, num, loss_fn=share, scale_grads=False)
+        self._seconds, self._measured = 0.0, dict[int, float]()
+
+    def _tie(self) -> None:
         """Find the weights that stages of several ranks have. Collective over them."""
         self._tied: list[tuple[str, Any]] = []
         self._counted_elsewhere: set[str] = set()
-        ranks = dist.get_process_group_ranks(self._group)
-        for places in shared:
-            name_on = {rank_of[stage]: name for stage, name in reversed(places)}
-            if number not in name_on or len(name_on) == 1:
+        ranks, mine = dist.get_process_group_ranks(self._group), self._mesh.get_local_rank()
+        rank_of = self._ranks_of_layers(self.split)
+        for places in self._shared:
+            name_on = {rank_of[layer]: name for layer, name in reversed(places)}
+            if mine not in name_on or len(name_on) == 1:
                 continue
-            members = sorted(ranks[rank] for rank in name_on)
-            group = dist.new_group(members, use_local_synchronization=True)
-            self._tied.append((name_on[number], group))
-            if number != min(name_on):
-                self._counted_elsewhere.add(name_on[number])
+            members = tuple(sorted(ranks[rank] for rank in name_on))
+            if members not in self._groups:
+                made = dist.new_group([*members], use_local_synchronization=True)
+                self._groups[members] = made
+            self._tied.append((name_on[mine], self._groups[members]))
+            if mine != min(name_on):
+                self._counted_elsewhere.add(name_on[mine])
+
+    def _ranks_of_layers(self, split: Sequence[range]) -> dict[int, int]:
+        return {
+            layer: rank for rank, part in zip(self._rank_of, split, strict=True) for layer in part
+        }
 
     def step(self, given: Tensor, target: Tensor) -> Tensor:
         """Calculate gradients of a batch, which add to those there are. Collective over the axis.
@@ -169,6 +241,7 @@ class Pipeline:
         """
         kept = self._take_tied_gradients()
         loss = self._run(self._schedule.step, given, target)
+        self._measured = self._seconds_of_layers()
         self._sum_tied_gradients(kept)
         return loss
 
@@ -188,6 +261,8 @@ class Pipeline:
             )
         for stage in self._stages:
             stage.reset()
+        for chain in self._chains:
+            chain.seconds = [[] for _ in chain.layers]
         losses: list[Tensor] = []
         inputs = (given,) if self._has_first else ()
         start = time.perf_counter()
@@ -197,7 +272,7 @@ class Pipeline:
         mean = torch.zeros((), dtype=torch.float64)
         if losses:
             mean = torch.stack([_whole(loss.detach()) for loss in losses]).sum().to(mean)
-        source = dist.get_process_group_ranks(self._group)[self._last_rank]
+        source = dist.get_process_group_ranks(self._group)[self._rank_of[-1]]
         dist.broadcast(mean, source, group=self._group)
         return mean
 
@@ -249,25 +324,106 @@ class Pipeline:
         """
         found: list[Any] = [None] * self._size
         mine = sum(stage.busy_s for stage in self._stages)
-        dist.all_gather_object(found, (mine, self._seconds), group=self._group)
-        busy = [seconds for seconds, _ in found]
+        here = dist.get_rank(), socket.gethostname()
+        dist.all_gather_object(found, (mine, self._seconds, here), group=self._group)
+        busy = [seconds for seconds, _, _ in found]
         # Ranks leave a step one after the other: the last one says how long it took.
-        bubble = 1 - sum(busy) / (self._size * max(seconds for _, seconds in found))
+        bubble = 1 - sum(busy) / (self._size * max(seconds for _, seconds, _ in found))
         ideal = (self._size - 1) / (self._num_microbatches + self._size - 1)
-        ratio = max(busy) / max(statistics.median(busy), 1e-9)
         return (
-            f"bubble {bubble:.3f}, (P - 1) / (M + P - 1) is {ideal:.3f}; rank "
-            f"{busy.index(max(busy))} of the pipeline is slowest, {ratio:.2f} times the median"
+            f"bubble {bubble:.3f}, (P - 1) / (M + P - 1) is {ideal:.3f}; "
+            f"{against_others(busy, [place for _, _, place in found])}"
         )
+
+    def _seconds_of_layers(self) -> dict[int, float]:
+        """Share the time of each stage for a micro-batch among its layers, as forward took."""
+        found: dict[int, float] = {}
+        for number, stage, chain in zip(self._mine(), self._stages, self._chains, strict=True):
+            forward = [statistics.median(times) for times in chain.seconds]
+            factor = stage.usual_s / sum(forward)
+            found |= dict(zip(self.split[number], (f * factor for f in forward), strict=True))
+        return found
+
+    def rebalance(self, optimizer: Optimizer, *, least_gain: float = 0.05) -> str:
+        """Move layers from slow ranks to fast ones. Collective over all ranks.
+
+        By the times of the last ``step``. Layers that print alike tell how slow each rank is, so
+        a slow host is known from a dear layer. What moves takes parameters, buffers, gradients
+        and the optimizer's state along, unchanged; all training goes on as it would have. Call it
+        between two steps; ``pipeline.model`` and ``optimizer`` stay the same objects.
+
+        Args:
+            optimizer: of ``pipeline.model`` alone, with the same groups on all ranks.
+            least_gain: which part of the slowest stage's time must be won, else nothing moves.
+
+        Returns:
+            The slowest rank, its host and its time against the others', and what has moved, on
+            every rank.
+
+        Raises:
+            ConfigError: there was no step yet, parameters are divided (tensor parallel, FSDP), or
+                a layer cannot be pickled; on every rank, and nothing has moved.
+            MismatchError: the ranks have other optimizers.
+        """
+        refusal = refusal_of(self.model, optimizer)
+        if not self._measured:
+            refusal = "rebalance goes by the times of a step, got none; call step before it"
+        raise_if_any(_of_all(refusal), ConfigError)
+        told = f"{type(optimizer).__name__} with {len(optimizer.param_groups)} groups"
+        require_equal_by(_of_all, [told], "the optimizer", "make the same on all ranks")
+        everybody = _of_all((self._mesh.get_local_rank(), timed(self._layers, self._measured)))
+        found = [
+            slowest_of([one for rank, one in everybody if rank == place])
+            for place in range(self._size)
+        ]
+        slowness, costs = speeds([one.layers for one in found])
+        factors = [slowness[rank] for rank in self._rank_of]
+        split = cut(costs, len(self._rank_of), factors)
+        now, then = (
+            max(f * sum(costs[i] for i in part) for f, part in zip(factors, each, strict=True))
+            for each in (self.split, split)
+        )
+        busy = [sum(seconds for _, seconds in one.layers.values()) for one in found]
+        slow = against_others(busy, [(one.rank, one.host) for one in found])
+        if then > (1 - least_gain) * now:
+            return f"{slow}; no other cut wins {least_gain:.0%} of the slowest stage's time"
+        words = self._move(split, optimizer)
+        return f"{slow}; {words}: the slowest stage, {format_seconds(now)}, {format_seconds(then)}"
+
+    def _move(self, split: list[range], optimizer: Optimizer) -> str:
+        """Cut so from now on; say what has moved. Collective over all ranks."""
+        before, after = self._ranks_of_layers(self.split), self._ranks_of_layers(split)
+        moves: dict[tuple[int, int], list[int]] = {}
+        for number, source in before.items():
+            if after[number] != source:
+                moves.setdefault((source, after[number]), []).append(number)
+        mine = self._mesh.get_local_rank()
+        going = {move: numbers for move, numbers in moves.items() if move[0] == mine}
+        packed, refusal = packed_layers(self._layers, going, optimizer)
+        raise_if_any(_of_all(refusal), ConfigError)
+        taken = exchanged(packed, moves, self._group)
+        layers = {number: one for number, one in self._layers.items() if after[number] == mine}
+        came = unpacked(taken, self._mesh, self._device)
+        take_in(layers, came, optimizer, self._shared)
+        self.split = split
+        self._stages, self._schedule = [], None  # before others wrap the same parameters
+        self._place(layers)
+        return moved_words(moves)
 
 
 def _agreed_costs(layers: Sequence[nn.Module], sample: Tensor | None) -> list[float]:
     """Return what each layer costs, the mean of what all ranks have measured. Collective."""
     if sample is None:
         return [1.0 + sum(p.numel() for p in layer.parameters()) for layer in layers]
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, seconds_of(layers, sample))
+    found = _of_all(seconds_of(layers, sample))
     return [statistics.mean(times) for times in zip(*found, strict=True)]
+
+
+def _of_all(told: object) -> list[Any]:
+    """Return what each rank tells. Collective over all ranks."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, told)
+    return found
 
 
 def _rank_of(stage: int, size: int, schedule: str) -> int:

@@ -18,7 +18,14 @@ class Chain(nn.Module):
     def __init__(self, layers: Sequence[tuple[str, nn.Module]]) -> None:
         """Take names and modules in the order of forward."""
         super().__init__()
+        self.fill(layers)
+
+    def fill(self, layers: Sequence[tuple[str, nn.Module]]) -> None:
+        """Have these layers, and no others."""
+        self._modules.clear()
         self.layers = [layer for _, layer in layers]  # a list registers nothing
+        self.seconds: list[list[float]] = [[] for _ in layers]
+        """Of each forward of each layer since somebody cleared the lists."""
         for name, layer in layers:
             *path, last = name.split(".")
             place: nn.Module = self
@@ -30,16 +37,18 @@ class Chain(nn.Module):
 
     def forward(self, given: Tensor) -> Tensor:
         """Call one layer after the other."""
-        for layer in self.layers:
+        for layer, seconds in zip(self.layers, self.seconds, strict=True):
+            start = time.perf_counter()
             given = layer(given)
+            seconds.append(time.perf_counter() - start)
         return given
 
 
-def layers_of(model: nn.Module, names: Sequence[str]) -> list[tuple[str, nn.Module]]:
-    """Return the layers of a model, in the order of ``names``, in which ``*`` stands for any part.
+def matching(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
+    """Return modules by name, in the order of ``names``, in which ``*`` stands for any part.
 
     Raises:
-        ConfigError: a name is not there, or a parameter of the model is in no layer.
+        ConfigError: a name is not there.
     """
     modules = {name: module for name, module in model.named_modules() if name}
     found: dict[str, nn.Module] = {}
@@ -49,6 +58,16 @@ def layers_of(model: nn.Module, names: Sequence[str]) -> list[tuple[str, nn.Modu
         if not chosen:
             raise ConfigError(f"the model has no module {pattern}{hint(pattern, modules)}")
         found |= {name: modules[name] for name in chosen}
+    return found
+
+
+def layers_of(model: nn.Module, names: Sequence[str]) -> list[tuple[str, nn.Module]]:
+    """Return the layers of a model, in the order of ``names``, in which ``*`` stands for any part.
+
+    Raises:
+        ConfigError: a name is not there, or a parameter of the model is in no layer.
+    """
+    found = matching(model, names)
     held = {parameter for layer in found.values() for parameter in layer.parameters()}
     lost = [name for name, parameter in model.named_parameters() if parameter not in held]
     if lost:
@@ -79,12 +98,15 @@ def seconds_of(layers: Sequence[nn.Module], sample: Tensor, repeats: int = 3) ->
     return best
 
 
-def cut(costs: Sequence[float], num_stages: int) -> list[range]:
+def cut(
+    costs: Sequence[float], num_stages: int, slowness: Sequence[float] | None = None
+) -> list[range]:
     """Cut layers into stages so that the dearest stage costs as little as can be. Pure.
 
     Args:
         costs: of each layer.
         num_stages: each of at least one layer.
+        slowness: how many times as long the rank of each stage takes for a layer; else all alike.
 
     Returns:
         The layers of each stage.
@@ -97,14 +119,18 @@ def cut(costs: Sequence[float], num_stages: int) -> list[range]:
             f"every stage of a pipeline has a layer, got {len(costs)} layers for {num_stages} "
             f"stages; take fewer stages"
         )
-    ends = [0.0, *accumulate(costs)]
+    factors, ends = slowness or [1.0] * num_stages, [0.0, *accumulate(costs)]
     # For each number of first layers: the least cost of the dearest stage, and the cuts for it.
     best: dict[int, tuple[float, tuple[int, ...]]]
-    best = {number: (ends[number], (0, number)) for number in range(1, len(ends))}
+    best = {n: (factors[0] * ends[n], (0, n)) for n in range(1, len(ends))}
     for stage in range(2, num_stages + 1):
+        factor = factors[stage - 1]
         best = {
             number: min(
-                (max(best[before][0], ends[number] - ends[before]), (*best[before][1], number))
+                (
+                    max(best[before][0], factor * (ends[number] - ends[before])),
+                    (*best[before][1], number),
+                )
                 for before in range(stage - 1, number)
             )
             for number in range(stage, len(ends))
@@ -112,13 +138,13 @@ def cut(costs: Sequence[float], num_stages: int) -> list[range]:
     return [range(begin, end) for begin, end in pairwise(best[len(costs)][1])]
 
 
-def shared_between(stages: Sequence[nn.Module]) -> list[list[tuple[int, str]]]:
-    """Return where parameters lie that several stages have: stage and name in it."""
-    places: dict[nn.Parameter, dict[int, str]] = {}
-    for number, stage in enumerate(stages):
-        for name, parameter in stage.named_parameters():
-            places.setdefault(parameter, {}).setdefault(number, name)
-    return [list(found.items()) for found in places.values() if len(found) > 1]
+def shared_between(layers: Sequence[tuple[str, nn.Module]]) -> list[list[tuple[int, str]]]:
+    """Return where parameters lie that several layers have: layer and name in the model."""
+    places: dict[nn.Parameter, list[tuple[int, str]]] = {}
+    for number, (prefix, layer) in enumerate(layers):
+        for name, parameter in layer.named_parameters(prefix, remove_duplicate=False):
+            places.setdefault(parameter, []).append((number, name))
+    return [found for found in places.values() if len({number for number, _ in found}) > 1]
 
 
 def total_of(gradients: Sequence[Tensor]) -> Tensor:

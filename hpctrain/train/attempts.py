@@ -9,6 +9,8 @@ from typing import Any
 
 from rich.console import Console
 
+from hpctrain.checkpoint.format.manifest import CheckpointManifest
+from hpctrain.checkpoint.format.shard import Shard
 from hpctrain.checkpoint.manager import Manager
 from hpctrain.cluster.env import job_id
 from hpctrain.comm.agreement import agreed, on_root
@@ -193,12 +195,14 @@ class RunInDirectory:
             self._lease.check()
 
     def _load(self, manager: Manager) -> None:
-        loaded = manager.load_latest()
+        loaded = manager.load_latest(into=self._parts(manager))
         if loaded is None:
             self._console.print("there is no checkpoint yet: the run begins again")
             return
         ranks, comm = len(loaded.private), self._comm
-        own = loaded.private.get(comm.rank) if ranks == comm.size else None
+        layouts = [loaded.state.get("layout"), self._task.layout]
+        is_same = ranks == comm.size and layouts[0] == layouts[1]
+        own = loaded.private.get(comm.rank) if is_same else None
         if loaded.step > self._task.num_steps:
             raise ConfigError(
                 f"the run has taken {loaded.step} steps, and train.epochs = "
@@ -212,6 +216,9 @@ class RunInDirectory:
         for group, fresh in zip(self._task.optimizer.param_groups, configured, strict=True):
             group.update({name: fresh[name] for name in given if name in fresh})
         self._console.print(f"goes on after step {loaded.step} of {self._task.num_steps}")
+        if layouts[0] != layouts[1]:
+            before, now = (layout or "whole models" for layout in layouts)
+            self._console.print(f"the checkpoint is of {before}, this run has {now}")
         if ranks != comm.size:
             differ = "other random numbers, and sums that are rounded in another order"
             if self._task.sync:
@@ -220,6 +227,13 @@ class RunInDirectory:
                 f"the checkpoint is of {ranks} ranks, this run has {comm.size}: "
                 f"{'the same bits' if self._task.steps else differ}"
             )
+
+    def _parts(self, manager: Manager) -> Mapping[str, Shard] | None:
+        """Return what this rank wants of the newest checkpoint; None for all. Collective."""
+        parallel = self._task.parallel
+        if parallel is None or (newest := manager.latest()) is None:
+            return None
+        return parallel.state.wanted(CheckpointManifest.read(newest).tensors)
 
     def _train(self, metrics: Metrics, boundary: Boundary) -> Outcome | Stopped:
         """Train, and write the last record."""
@@ -285,6 +299,7 @@ class RunInDirectory:
             "parameters": self._task.num_parameters,
             **({"device": self._task.device_reason} if self._task.device_reason else {}),
             **({"reproducible": self._task.steps.facts} if self._task.steps else {}),
+            **({"layout": self._task.layout} if self._task.layout else {}),
             **({"sync": summary(self._task.config.sync)} if self._task.sync else {}),
         }
 

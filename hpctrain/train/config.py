@@ -12,6 +12,7 @@ from hpctrain.core.config import COMPRESSIONS
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.keys import AtLeast0, Count, Number, Positive, Rule, Texts, Time, require
 from hpctrain.core.units import parse_bytes
+from hpctrain.train.parallel_config import ParallelConfig
 
 SYNCHRONOUS: Final = "synchronous"
 
@@ -441,6 +442,7 @@ class RunConfig:
     train: TrainingConfig = field(default_factory=TrainingConfig)
     test: TestConfig = field(default_factory=TestConfig)
     sync: SyncConfig = field(default_factory=SyncConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     comm: CommConfig = field(default_factory=CommConfig)
     log: LogConfig = field(default_factory=LogConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -459,6 +461,7 @@ class RunConfig:
             self.data.on_corrupt,
         )
         self._check_calculation()
+        self.parallel.check(self)
         require(
             not (self.sync.is_local and self.train.reproducible),
             "sync.method is synchronous for train.reproducible = true, as what a rank learns by "

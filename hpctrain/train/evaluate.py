@@ -25,18 +25,20 @@ def evaluate(task: Task) -> Scores:
     rank must test the model that rank 0 saves. With reproducible steps all bits are the same on
     any number of ranks.
     """
-    for buffer in task.model.buffers():
+    if task.parallel is not None:
+        task.parallel.share_buffers()
+    for buffer in task.model.buffers() if task.parallel is None else ():
         with on_host(buffer) as values:
             task.comm.broadcast_(values).wait()
     task.model.eval()
     means = [metric for metric in task.metrics if metric.values is not None]
     rows, counts = list[list[float]](), dict[str, Tensor]()
     refusal: DataError | None = None
-    for inputs, labels in _parts(task):
+    for inputs, labels, found in _parts(task):
         if refusal is not None:
             continue  # the ranks read on together
         try:
-            output, loss = task.forward(inputs, labels)
+            output, loss = task.forward(inputs, labels, output=found)
             row = [float(len(inputs)), loss.item() * len(inputs)]
             row += _judge(task, widened(output), labels, counts)
         except DataError as error:
@@ -91,15 +93,21 @@ def _score(metric: Metric, counts: Tensor | None, comm: Communicator) -> float:
     return metric.score(counts)
 
 
-def _parts(task: Task) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield what this rank gives the model at once: its part of a batch, or a micro-shard."""
+def _parts(task: Task) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
+    """Yield what this rank judges at once: its part of a batch, or a micro-shard.
+
+    With the output, where ranks have calculated it together: that of a replica goes to one rank.
+    """
     loader = task.test
     for batch in loader:
         values = task.split(batch)
         if task.steps is not None:
             assert loader.micro_shards is not None
-            yield from aligned_parts(
-                values, loader.step_samples, loader.micro_shards, task.steps.own
-            )
+            parts = aligned_parts(values, loader.step_samples, loader.micro_shards, task.steps.own)
+            yield from ((*part, None) for part in parts)
+        elif task.parallel is not None:
+            output = task.parallel.output(*values)
+            if output is not None:
+                yield *values, output
         elif batch.num_samples:
-            yield values
+            yield *values, None

@@ -235,6 +235,8 @@ def _told(shown: Mapping[int, NotFiniteFinding]) -> str:
 
 def clip(task: Task, max_norm: float) -> float:
     """Clip the averaged gradient; return its norm before that. Collective with ``train.shard``."""
+    if task.parallel is not None:
+        return task.parallel.clip(max_norm)
     if task.config.train.shard != "none":  # the average is in no rank's .grad
         return float(task.optimizer.clip_grad_norm_(max_norm))
     return float(torch.nn.utils.clip_grad_norm_(task.model.parameters(), max_norm))
@@ -242,7 +244,7 @@ def clip(task: Task, max_norm: float) -> float:
 
 def gradient_norm(task: Task) -> float:
     """Return the norm of all gradients of this rank, of all ranks' with ``train.shard``."""
-    if task.config.train.shard != "none":
+    if task.parallel is not None or task.config.train.shard != "none":
         return clip(task, math.inf)
     gradients = [p.grad for p in task.model.parameters() if p.grad is not None]
     dense = [g.coalesce().values() if g.is_sparse else g for g in gradients]

@@ -264,6 +264,8 @@ def hash_of(task: Task) -> str:
 
     Where ranks have their own, it is one of the hashes of all ranks.
     """
+    if task.parallel is not None:
+        return task.parallel.hash()
     state = {
         "model": dict(task.model.named_parameters()),
         "optimizer": task.optimizer.state_dict(),
@@ -318,6 +320,15 @@ def _backward(task: Task, batch: Batch, guard: StepGuard) -> tuple[float, int]:
         loss_of = lambda part: task.forward(*part, tries_backward=guard.is_first)[1]  # noqa: E731
         with noted(step, *both):
             return task.steps.backward(both, loss_of, num_samples=num_samples), batch.num_samples
+    if task.parallel is not None:
+        with noted(step, *both):
+            found = task.parallel.backward(
+                both,
+                lambda *part: task.forward(*part)[1],
+                num_samples=task.train.step_samples,
+                see=guard.see_loss,
+            )
+        return found, batch.num_samples if task.parallel.leads else 0
     task.optimizer.zero_grad()
     nominal = task.config.train.global_batch / task.comm.size
     task.exchange.set_num_samples(batch.num_samples, nominal=nominal)
@@ -366,7 +377,9 @@ def _clip(task: Task) -> float | None:
         norm = clip(task, train.clip_norm)
     elif train.clip_value:
         norm = gradient_norm(task)  # as infinite ones would be clipped too
-    if train.clip_value and train.shard != "none":
+    if train.clip_value and task.parallel is not None:
+        task.parallel.clip_values(train.clip_value)
+    elif train.clip_value and train.shard != "none":
         task.optimizer.clip_grad_value_(train.clip_value)
     elif train.clip_value:
         with_gradients = [p for p in task.model.parameters() if p.grad is not None]

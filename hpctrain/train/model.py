@@ -5,19 +5,19 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from inspect import Parameter, signature
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import safetensors
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer, lr_scheduler
-from torch.utils.checkpoint import checkpoint
 
 from hpctrain.checkpoint.export import newest_state
+from hpctrain.comm.agreement import agreed
+from hpctrain.comm.communicator import Communicator
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.logs import logger
 from hpctrain.core.target import call, check_arguments, member, resolve
@@ -27,7 +27,14 @@ from hpctrain.optim.groups import EXEMPTIONS, matched, parameter_groups
 from hpctrain.optim.lamb import LAMB
 from hpctrain.optim.lars import LARS
 from hpctrain.optim.learning_rates import InverseTimeLR, linear_scaling, square_root_scaling
+from hpctrain.parallel.recomputation import recompute
+from hpctrain.parallel.split import layers_of
 from hpctrain.train.config import ModelConfig, OptimizerConfig, RunConfig, TrainingConfig
+from hpctrain.train.parallel_config import ParallelConfig
+from hpctrain.train.stateful import Precision
+
+if TYPE_CHECKING:
+    from hpctrain.train.model_parallel import ModelParallel
 
 EMA = "ema"
 """Part of a checkpoint's state: the model with averaged weights, a state dict as that of model."""
@@ -214,14 +221,16 @@ def choose_device(config: TrainingConfig, num_devices: int) -> tuple[torch.devic
     return torch.device(kind, torch.accelerator.current_device_index()), kind
 
 
-def prepare(model: nn.Module, config: TrainingConfig) -> None:
+def prepare(model: nn.Module, run: RunConfig) -> None:
     """Let the model calculate as ``[train]`` says; the names of its state stay."""
+    config = run.train
+    _recompute_layers(model, run.parallel)
     modules = {name: module for name, module in model.named_modules() if name}
     chosen = matched(config.activation_checkpointing, [*modules], "train.activation_checkpointing")
     for name in chosen:
         outer = (name[:end] for end, char in enumerate(name) if char == ".")
         if not any(each in chosen for each in outer):  # the outermost has all inside it
-            modules[name].forward = partial(_recomputed, modules[name], modules[name].forward)
+            recompute(model, [name])
     if not config.compile:
         return
     args = {"dynamic": False, **config.compile_args}  # a shape's kernel depends on no other shape
@@ -232,10 +241,59 @@ def prepare(model: nn.Module, config: TrainingConfig) -> None:
         raise ConfigError(f"train.compile_args: torch.compile refuses: {error}") from error
 
 
-def _recomputed(module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
-    if not (module.training and torch.is_grad_enabled()):
-        return forward(*args, **kwargs)
-    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+def local(tensor: Tensor) -> Tensor:
+    """Return what this rank has of a tensor, which shares its memory."""
+    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # a DTensor
+    return part
+
+
+def divided(
+    config: RunConfig,
+    model: nn.Module,
+    optimizer: Optimizer,
+    loss: Callable[[Tensor, Tensor], Tensor],
+    precision: Precision,
+    comm: Communicator,
+) -> "ModelParallel | None":
+    """Divide a model as ``[parallel]`` says; None where it stays whole. Collective.
+
+    Raises ``MismatchError``: it cannot be divided so; on all ranks.
+    """
+    with agreed(comm):
+        if config.parallel.divides:
+            # What it needs of torch takes seconds to load.
+            from hpctrain.train.model_parallel import ModelParallel  # noqa: PLC0415
+
+            return ModelParallel(config, model, optimizer, loss, precision, comm)
+        if config.parallel.dp not in (0, comm.size):
+            raise ConfigError(
+                f"replicas of a whole model must multiply to the {comm.size} ranks, got "
+                f"parallel.dp = {config.parallel.dp}; leave it out, or divide the model by tp, pp "
+                f"or cp too"
+            )
+    return None
+
+
+def asked(model: nn.Module, what: str, given: Any) -> Any:
+    """Return what a key or the model says of how it is divided: ``roles`` or ``layers``.
+
+    Raises ``ConfigError``: neither does.
+    """
+    found = given or getattr(model, f"parallel_{what}", None)
+    if not found:
+        raise ConfigError(
+            f"a model says how it is divided, by an attribute parallel_{what} of "
+            f"{type(model).__name__}, or parallel.{what} does, got neither; set one of them "
+            f"(hpctrain guide parallel)"
+        )
+    return found
+
+
+def _recompute_layers(model: nn.Module, config: ParallelConfig) -> None:
+    """Let all layers but the first and the last calculate once more, or only some of it."""
+    if config.recompute != "none":
+        layers = layers_of(model, asked(model, "layers", config.layers))[1:-1]
+        recompute(model, [name for name, _ in layers], selective=config.recompute == "selective")
 
 
 def make_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
@@ -349,6 +407,7 @@ def with_shard(
         f"they are on {'/'.join(devices)}": bool(devices),
         "no node has two ranks that share memory": most < 2,
         "train.reproducible sums gradients by a rule of its own": train.reproducible,
+        "ranks divide the model as [parallel] says": config.parallel.divides,
         f"sync.method is {config.sync.method}": config.sync.is_local,
         "sync.compression is not none": config.sync.compression != "none",
         "log.noise_scale looks at gradients of ranks": config.log.noise_scale,

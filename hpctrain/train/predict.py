@@ -24,6 +24,7 @@ from hpctrain.data.loader import Loader
 from hpctrain.data.samples import Batch
 from hpctrain.train.config import SyncConfig
 from hpctrain.train.load import load
+from hpctrain.train.parallel_config import ParallelConfig
 from hpctrain.train.run_directory import RunDirectory
 from hpctrain.train.stateful import widened
 from hpctrain.train.task import Task, build, told_of
@@ -57,6 +58,7 @@ def load_task(
         config = replace(
             config,
             sync=SyncConfig(),
+            parallel=ParallelConfig(),
             model=replace(config.model, init_from=str(checkpoint), init_strict=True),
             data=replace(config.data, stage="", on_corrupt="raise"),
             train=replace(config.train, reproducible=False, ema=0.0),

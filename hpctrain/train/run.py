@@ -315,6 +315,7 @@ def _introduce(console: Console, here: world.World, task: Task, directory: RunDi
         ("model", f"{config.model.target}, {task.num_parameters} parameters, {rate}"),
         ("data", f"{config.data.target}, {data} {task.num_steps} steps, {epochs}"),
         *([("reproducible", task.steps.describe())] if task.steps else []),
+        *([("layout", task.layout)] if task.layout else []),
         *([("sync", describe(config.sync))] if task.sync else []),
         ("ranks", f"{machine['ranks']}; {name} {plan}"),
         *([("device", task.device_reason)] if task.device_reason else []),

@@ -20,7 +20,7 @@ from hpctrain.gradients.replica_check import require_equal_replicas
 from hpctrain.local_sgd.local_method import LocalMethod
 from hpctrain.optim.noise_scale import NoiseScale
 from hpctrain.train.config import SYNCHRONOUS
-from hpctrain.train.model import EMA, misfits
+from hpctrain.train.model import EMA, local, misfits
 from hpctrain.train.scores import Scores
 from hpctrain.train.stateful import BestTest
 from hpctrain.train.step_meter import StepMeter
@@ -66,7 +66,8 @@ class RunState:
         mean where replicas differ.
         """
         sync, method = self.task.sync, self.task.config.sync.method
-        replica = shared_replica(self.task)
+        parallel = self.task.parallel
+        replica = shared_replica(self.task) if parallel is None else parallel.state.state()
         parts = {name: part.state_dict() for name, part in self._parts.items()}
         if parts.get(EMA):  # as a whole model, for others to load
             parts[EMA] = {**replica["model"], **parts[EMA]}
@@ -75,6 +76,7 @@ class RunState:
             **parts,
             "sync": None if sync is None else {"method": method, **sync.shared_state()},
             "codec": codec.shared_state(self.task.comm) if (codec := _codec(self.task)) else None,
+            "layout": self.task.layout,
             "step": self.step,
             "epoch": self.epochs_done,
             "loader": self.task.train.state_dict(),
@@ -111,7 +113,6 @@ class RunState:
         ``DataError``: the data set is another one.
         """
         task = self.task
-        check_fit(shared["model"], task.model.state_dict())
         try:
             restore_replica(task, shared, own.get("replica") if own and task.sync else None)
         except (RuntimeError, ValueError) as error:
@@ -167,7 +168,7 @@ class RunState:
             if own is not None and name in own:
                 tally.load_state_dict(own[name])
             elif own is None and shared.get(name):
-                tally.load_shared(shared[name], self.task.train.rank)
+                tally.load_shared(shared[name], self.task.comm.rank)
 
 
 def _codec(task: Task) -> Codec | None:
@@ -204,6 +205,9 @@ def check_replicas(task: Task) -> bool:
     """
     if task.sync is not None and not task.sync.rounds.agrees:
         return False
+    if task.parallel is not None:
+        task.parallel.check_replicas()
+        return True
     optimizer = task.optimizer if agree(task) else None
     buffers = True if task.steps is not None else None
     heal = heals(task)
@@ -269,7 +273,8 @@ def require_finite_weights(task: Task) -> None:
 
 def unfinite_weights(task: Task) -> list[str]:
     """Return the names of this rank's parameters that are not finite."""
-    return [n for n, p in task.model.named_parameters() if not bool(p.isfinite().all())]
+    named = task.model.named_parameters()
+    return [n for n, p in named if not bool(local(p.detach()).isfinite().all())]
 
 
 def own_replica(task: Task) -> dict[str, Any] | None:
@@ -286,6 +291,10 @@ def restore_replica(task: Task, shared: Mapping[str, Any], own: Mapping[str, Any
 
     ``own`` is None where there is none, or the number of ranks has changed.
     """
+    if task.parallel is not None:
+        task.parallel.state.load(shared)
+        return
+    check_fit(shared["model"], task.model.state_dict())
     task.model.load_state_dict(shared["model"])
     # Copied: an optimizer keeps the tensors that it is given.
     saved = mapped((own or shared)["optimizer"], Tensor.clone)

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from inspect import signature
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -11,11 +12,12 @@ from hpctrain.compress.by_name import codec_named
 from hpctrain.compress.codec import Codec
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.target import check_arguments
+from hpctrain.gradients.optimizer import DistributedOptimizer
 from hpctrain.local_sgd.diloco import DiLoCo
 from hpctrain.local_sgd.local_method import LocalMethod
 from hpctrain.local_sgd.local_sgd import HierarchicalLocalSGD, LocalSGD, PostLocalSGD
 from hpctrain.local_sgd.staged_sgd import StagedSGD
-from hpctrain.train.config import SyncConfig
+from hpctrain.train.config import RunConfig, SyncConfig
 
 WITHIN_S = 1.0  # a stop, or a checkpoint by the clock, is known to all ranks after about so long
 
@@ -49,6 +51,17 @@ def make_sync(
     except (TypeError, ValueError) as error:  # a ConfigError is a ValueError
         raise ConfigError(f"[sync] {config.method} refuses: {error}") from error
     made.rounds.within_s = WITHIN_S
+    return made
+
+
+def distributed(config: RunConfig, model: nn.Module, optimizer: Optimizer) -> Optimizer:
+    """Let an optimizer average gradients in every step, as ``[train]`` and ``[sync]`` say."""
+    train, named = config.train, model.named_parameters()
+    shard = None if train.shard == "none" else train.shard
+    masters = None if train.master_dtype == "none" else torch.float32
+    made: Optimizer = DistributedOptimizer(
+        optimizer, named, codec_of(config.sync), shard=shard, master_dtype=masters
+    )
     return made
 
 

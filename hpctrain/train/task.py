@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from traceback import extract_tb
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -27,7 +27,6 @@ from hpctrain.data.samples import Batch, Ragged
 from hpctrain.data.staging import stage
 from hpctrain.data.transform import PerSample, Transform
 from hpctrain.gradients.noise_watch import watch_noise
-from hpctrain.gradients.optimizer import DistributedOptimizer
 from hpctrain.gradients.reproducible import Reproducible
 from hpctrain.local_sgd.local_method import LocalMethod
 from hpctrain.local_sgd.staged_sgd import StagedSGD
@@ -36,6 +35,7 @@ from hpctrain.runtime import world
 from hpctrain.train.config import DataConfig, LossConfig, RunConfig
 from hpctrain.train.model import (
     choose_device,
+    divided,
     load_first_weights,
     make_model,
     make_optimizer,
@@ -45,7 +45,10 @@ from hpctrain.train.model import (
 )
 from hpctrain.train.scores import LOSS, Metric, make_metric
 from hpctrain.train.stateful import Ema, Precision
-from hpctrain.train.sync_method import codec_of, make_sync
+from hpctrain.train.sync_method import distributed, make_sync
+
+if TYPE_CHECKING:
+    from hpctrain.train.model_parallel import ModelParallel
 
 CPU = torch.device("cpu")
 
@@ -80,6 +83,8 @@ class Task:
     for."""
     sync: LocalMethod | None = None
     """Says when ranks agree that take steps of their own, where that is asked for."""
+    parallel: "ModelParallel | None" = None
+    """What this rank has of the model, where ranks divide it."""
     noise: NoiseScale | None = None  # of the gradients, where that is asked for
     shard_reason: str = ""  # what train.shard = auto has become, and why
     device: torch.device = CPU
@@ -88,7 +93,12 @@ class Task:
     @property
     def exchange(self) -> Any:
         """What speaks with the other ranks in a step: gradients and flags go through it."""
-        return self.sync or self.steps or self.optimizer
+        return self.sync or self.steps or self.parallel or self.optimizer
+
+    @property
+    def layout(self) -> str | None:
+        """How ranks divide the model; None where each has all of it."""
+        return None if self.parallel is None else self.parallel.describe()
 
     @property
     def step_flags(self) -> int:
@@ -104,6 +114,8 @@ class Task:
     @property
     def num_parameters(self) -> int:
         """Elements of all parameters."""
+        if self.parallel is not None:
+            return self.parallel.num_parameters
         return sum(parameter.numel() for parameter in self.model.parameters())
 
     @property
@@ -167,16 +179,22 @@ class Task:
         return there[0], there[1]
 
     def forward(
-        self, inputs: Tensor, labels: Tensor, *, tries_backward: bool = False
+        self,
+        inputs: Tensor,
+        labels: Tensor,
+        *,
+        output: Tensor | None = None,
+        tries_backward: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """Return output and mean loss of some samples, calculated as ``train.precision`` says.
 
+        ``output`` is given where it is calculated already.
         Some dtypes are refused in backward alone, which is tried as far as the output.
         """
         model, whose = self.targets
         with self.precision.autocast():
             with told_of(model, inputs):
-                output = self.model(inputs)
+                output = self.model(inputs) if output is None else output
             with told_of(whose, output, labels):
                 loss: object = self.loss(output, labels)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -244,20 +262,17 @@ def _has_rows(values: object, num: int) -> bool:
 def build(config: RunConfig, comm: Communicator, *, is_new: bool = True) -> Task:
     """Build everything that ``config`` names.
 
-    Collective. All ranks begin with the parameters of rank 0; where the run ``is_new``, with those
-    of ``model.init_from``. Raises ``MismatchError``: a name or an argument is wrong, or data or
-    weights cannot be read; on all ranks.
+    Collective. All ranks begin with the parameters of rank 0, of ``model.init_from`` where the run
+    ``is_new``. Raises ``MismatchError``: a name is wrong, or cannot be read; on all ranks.
     """
     with agreed(comm):
         seed_all(config.seed)
         model = make_model(config.model)
         device, why = choose_device(config.train, world.current().topology.devices)
         model.to(device)
-        loss = _loss(config.loss)
-        metrics = [make_metric(name) for name in config.test.metrics]
+        loss, metrics = _loss(config.loss), [*map(make_metric, config.test.metrics)]
         optimizer = make_optimizer(model, config.optimizer)
-        peaks = [group["lr"] for group in optimizer.param_groups]
-        prepare(model, config.train)
+        prepare(model, config)
         make_data = resolve(config.data.target, "data.target")
         check_arguments(make_data, 1, config.data.args, "data.args")
     with agreed(comm):
@@ -265,37 +280,40 @@ def build(config: RunConfig, comm: Communicator, *, is_new: bool = True) -> Task
             data = make_data(comm, **config.data.args)
         train, test = _loaders(config, data, comm, device)
         schedule = make_schedule(config, len(train))
-        # From here on ranks draw different random numbers: dropout must differ between them.
-        seed_all(config.seed + comm.rank)
     if config.data.stage:
         stage_for(train, config.data.stage, comm, world.current().topology)
-    if is_new and config.model.init_from:
-        on_root(comm, lambda: load_first_weights(model, config.model))
-    if not config.sync.is_local:  # a local method does it by itself
-        broadcast_parameters(model.state_dict())
+    _give_first_weights(config, model, comm, is_new=is_new)
     with agreed(comm):
         steps = _steps(config, model, optimizer, comm)
         lengths = {"epoch_steps": len(train), "num_steps": len(train) * config.train.epochs}
         sync = make_sync(config.sync, model, optimizer, **lengths)
-    sizes = [len(ranks) for ranks in world.current().topology.nodes if comm.levels is not None]
-    config, reason = with_shard(config, model, optimizer, sizes)
-    if steps is None and sync is None:
-        optimizer = _distributed(config, model, optimizer)
+    nodes = world.current().topology.nodes if comm.levels is not None else ()
+    config, reason = with_shard(config, model, optimizer, [*map(len, nodes)])
+    precision = Precision(config.train.precision, model)
+    parallel = divided(config, model, optimizer, loss, precision, comm)
+    if parallel is not None:
+        model, optimizer = parallel.model, parallel.optimizer
+        parallel.share_out(train, test)
+    elif steps is None and sync is None:
+        optimizer = distributed(config, model, optimizer)
+    # From here on ranks draw different random numbers: dropout must differ, but in a tp group.
+    seed_all(config.seed + (comm.rank if parallel is None else parallel.seed))
     return Task(
         config=config,
         comm=comm,
         model=model,
         loss=loss,
         metrics=metrics,
-        precision=Precision(config.train.precision, model),
+        precision=precision,
         ema=Ema(model, config.train.ema) if config.train.ema else None,
         optimizer=optimizer,
         train=train,
         test=test,
-        peaks=peaks,
+        peaks=[group["lr"] for group in optimizer.param_groups],
         schedule=schedule,
         steps=steps,
         sync=sync,
+        parallel=parallel,
         noise=_noise(config, comm, optimizer) if config.log.noise_scale else None,
         shard_reason=reason,
         device=device,
@@ -303,17 +321,14 @@ def build(config: RunConfig, comm: Communicator, *, is_new: bool = True) -> Task
     )
 
 
-def _distributed(
-    config: RunConfig, model: nn.Module, optimizer: torch.optim.Optimizer
-) -> torch.optim.Optimizer:
-    train, codec = config.train, codec_of(config.sync)
-    shard = None if train.shard == "none" else train.shard
-    masters = None if train.master_dtype == "none" else torch.float32
-    named = model.named_parameters()
-    made: torch.optim.Optimizer = DistributedOptimizer(
-        optimizer, named, codec, shard=shard, master_dtype=masters
-    )
-    return made
+def _give_first_weights(
+    config: RunConfig, model: nn.Module, comm: Communicator, *, is_new: bool
+) -> None:
+    """Let all ranks begin with one model. Collective."""
+    if is_new and config.model.init_from:
+        on_root(comm, lambda: load_first_weights(model, config.model))
+    if not config.sync.is_local:  # a local method does it by itself
+        broadcast_parameters(model.state_dict())
 
 
 def _loss(config: LossConfig) -> Callable[[Tensor, Tensor], Tensor]:

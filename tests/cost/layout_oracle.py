@@ -72,7 +72,15 @@ class Case:
             copies = first + last - (pp == 1 and self.tied)
             yield layers, copies * self.words, last
 
-    def memory(self, tp, pp, dp, cp, zero, size, recompute):
+    def in_flight(self, stage, micro, pp, virtual, schedule):
+        """Micro-batches that a rank holds at once (Narayanan 2021, Qi 2024): what it takes before
+        its first backward and one more, each of a part of its layers."""
+        if schedule == "zero_bubble":
+            return min(micro, pp)
+        ahead = pp - 1 - stage if virtual == 1 else 2 * (pp - 1 - stage) + (virtual - 1) * pp
+        return min(micro * virtual, ahead + 1) / virtual
+
+    def memory(self, tp, pp, dp, cp, zero, size, recompute, virtual, schedule):
         """Bytes of the fullest rank, over all stages (Rajbhandari 2020, Korthikanti 2022)."""
         ranks, micro = dp * cp, self.batch // (dp * size)
         s, b, h, a = self.sequence, size, self.hidden, self.heads
@@ -93,26 +101,36 @@ class Case:
                 3: 16 * psi / ranks,
             }[zero]
             buffers = {0: 0, 1: 0, 2: 2, 3: 6}[zero] * self.layer / tp
-            held = layers * min(micro, pp - stage) * kept[recompute] + again[recompute]
+            held = layers * self.in_flight(stage, micro, pp, virtual, schedule) * kept[recompute]
+            held += again[recompute]
             held += last * 4 * s * b * (h + self.vocabulary)
             totals.append(state + buffers + held / (tp * cp))
         return max(totals)
 
-    def seconds(self, tp, pp, dp, cp, zero, size, recompute):
+    def seconds(self, tp, pp, dp, cp, zero, size, recompute, virtual, schedule):
         """A step (Narayanan 2021; Alpa's latency of a pipeline)."""
         near, micro = groups(tp, pp, dp, cp, self.local), self.batch // (dp * size)
         tokens, h = size * self.sequence, self.hidden
-        attention = 4 * tokens * self.sequence * h / (tp * cp) / self.flops
-        forward = 2 * tokens * self.layer / (tp * cp) / self.flops + attention
+        rate = self.flops / max(1, self.per_core)
+        attention = 4 * tokens * self.sequence * h / (tp * cp) / rate
+        forward = 2 * tokens * self.layer / (tp * cp) / rate + attention
         again = {"none": 0, "selective": attention, "full": forward}[recompute]
         tensor = 4 * self.collective(2 * tokens * h / cp, tp, near["tp"])
         ring = self.neighbour(4 * tokens * h / (tp * cp) * (cp - 1), cp - 1, cp, near["cp"])
         layer = 3 * forward + again + tensor * (3 if recompute == "full" else 2)
         layer += max(0, ring - attention) * (3 if recompute == "none" else 4)
-        output = 6 * tokens * self.words / (tp * cp) / self.flops
-        hand = self.neighbour(4 * tokens * h / (tp * cp), 2, pp, near["pp"]) if pp > 1 else 0
+        output = 6 * tokens * self.words / (tp * cp) / rate
+        sent = 4 * tokens * h / (tp * cp) * virtual
+        hand = self.neighbour(sent, 2 * virtual, pp, near["pp"]) if pp > 1 else 0
         times = [layers * layer + last * output + hand for layers, _, last in self.stages(pp)]
-        step = sum(times) + (micro - 1) * max(times)
+        mean = sum(times) / pp
+        weights = (self.layers * (forward - attention) + output / 3) / pp
+        # What the ends of a step leave idle is one stage of a rank on each other rank: forward
+        # and backward, or without a zero bubble's weights, which others then fill once more.
+        idle = mean - 2 * weights if schedule == "zero_bubble" else mean
+        step = micro * mean + (pp - 1) * idle / virtual + (micro - 1) * (max(times) - mean)
+        if self.per_core > 1:  # the path that all wait for, on cores that others have left
+            step = max(micro * mean, step / self.per_core)
         if dp * cp == 1:
             return step
         psi = max(layers * self.layer + more for layers, more, _ in self.stages(pp)) / tp
@@ -143,11 +161,20 @@ class Case:
                 continue
             zeros = range(4) if dp * cp > 1 else [0]
             modes = ["none", "full"] if self.fused else ["none", "selective", "full"]
-            for zero, mode, size in product(zeros, modes, range(1, self.batch // dp + 1)):
+            sizes, orders = range(1, self.batch // dp + 1), ("1f1b", "zero_bubble")
+            every = product(sizes, (1, 2, 3, 4)[: 4 if pp > 1 else 1], orders, zeros, modes)
+            for size, virtual, order, zero, mode in every:
                 if self.batch % (dp * size):
                     continue
+                rounds = pp > 1 and self.batch // (dp * size) % pp == 0
+                if not rounds and (virtual > 1 or order != "1f1b"):
+                    continue
+                if mode == "selective" and order != "1f1b":
+                    continue
+                if virtual > 1 and self.layers % (pp * virtual):
+                    continue
                 num += 1
-                layout = (tp, pp, dp, cp, zero, size, mode)
+                layout = (tp, pp, dp, cp, zero, size, mode, virtual, order)
                 memory = self.memory(*layout)
                 least = min(least, memory)
                 if memory <= 0.9 * self.capacity:

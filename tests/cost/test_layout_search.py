@@ -5,6 +5,8 @@ import random
 import re
 import time
 from dataclasses import replace
+from functools import cache
+from itertools import product
 
 import pytest
 
@@ -33,7 +35,7 @@ def drawn(seed):
         [(1, 1), (1, 4), (2, 2), (2, 3), (3, 4), (2, 6), (4, 3), (5, 1), (2, 8)]
     )
     heads = some.choice([1, 2, 3, 4, 6, 12])
-    layers, hidden = some.randint(1, 9), heads * some.choice([4, 16, 24])
+    layers, hidden = some.choice([*range(1, 10), 12, 16]), heads * some.choice([4, 16, 24])
     words, fused, tied = some.choice([16, 300]), some.random() < 0.3, some.random() < 0.5
     case = Case(
         nodes=nodes, local=local, layers=layers, heads=heads, hidden=hidden, vocabulary=words,
@@ -42,7 +44,7 @@ def drawn(seed):
         across=some.random() < 0.3, nics=some.randint(1, 3), flops=10 ** some.uniform(8, 12),
         node_latency=10 ** some.uniform(-7, -4), node_rate=10 ** some.uniform(7, 11),
         network_latency=10 ** some.uniform(-6, -3), network_rate=10 ** some.uniform(6, 10),
-        capacity=0.0,
+        capacity=0.0, per_core=some.choice([1, 1, 2, 3]),
     )  # fmt: skip
     least = case.everything()[2]
     case.capacity = (least if math.isfinite(least) else 1e9) * some.choice([0.5, 1.2, 2.0, 10.0])
@@ -58,6 +60,7 @@ def asked(case):
         nics=case.nics,
         memory_bytes=case.capacity,
         flops_per_s=case.flops,
+        ranks_per_core=case.per_core,
     )
     model = Transformer(
         parameters=case.parameters,
@@ -72,10 +75,15 @@ def asked(case):
     return machine, model, LayoutRules(batch=case.batch, tp_across_nodes=case.across)
 
 
+@cache
+def of_brute_force(seed):
+    case = drawn(seed)
+    return case, case.everything()
+
+
 @pytest.mark.parametrize("seed", range(50))
 def test_the_search_finds_what_brute_force_finds(seed):
-    case = drawn(seed)
-    fitting, num_layouts, least = case.everything()
+    case, (fitting, num_layouts, least) = of_brute_force(seed)
     if not num_layouts:
         with pytest.raises(ConfigError, match="keeps all rules"):
             best_layouts(*asked(case))
@@ -95,6 +103,7 @@ def test_the_search_finds_what_brute_force_finds(seed):
     for choice in found.best:
         one = choice.layout
         key = (one.tp, one.pp, one.dp, one.cp, one.zero, one.micro_batch, one.recompute)
+        key += (one.virtual, one.schedule)
         assert sum(choice.terms) == pytest.approx(by_layout[key].seconds, rel=1e-9)
         assert sum(choice.memory) == pytest.approx(by_layout[key].memory, rel=1e-9)
     five = best_layouts(*asked(case))
@@ -106,16 +115,18 @@ def test_the_search_finds_what_brute_force_finds(seed):
 
 
 def test_the_cases_of_brute_force_differ_in_what_they_show():
-    best, outcomes = set(), set()
+    best, shown, outcomes = set(), set(), set()
     for seed in range(50):
-        fitting, num_layouts, _ = drawn(seed).everything()
+        _, (fitting, num_layouts, _) = of_brute_force(seed)
         outcomes.add((bool(num_layouts), bool(fitting)))
         best |= {one.layout for one in fitting[:1]}
+        shown |= {one.layout[-2:] for one in fitting}
     assert {(True, True), (True, False)} <= outcomes
     for number, least in enumerate(
         (2, 2, 2, 2, 3, 3, 2)
     ):  # tp pp dp cp zero micro-batch recompute
         assert len({layout[number] for layout in best}) >= least, number
+    assert shown == {*product((1, 2, 3, 4), ("1f1b", "zero_bubble"))}
 
 
 def test_every_layout_has_all_ranks_and_keeps_tensor_groups_inside_nodes_unless_told():
@@ -173,7 +184,11 @@ def test_a_layout_that_is_fixed_is_kept_and_nothing_faster_is_hidden():
     for one in found.best:
         assert {name: getattr(one.layout, name) for name in fixed} == fixed
     assert sum(found.best[0].terms) >= sum(free.best[0].terms)
-    (only,) = best_layouts(CLUSTER, MODEL, replace(RULES, fixed=fixed | {"pp": 2, "cp": 1})).best
+    more = {"pp": 2, "cp": 1, "virtual": 3, "schedule": "zero_bubble"}
+    both = {"recompute": "selective", "schedule": "zero_bubble"}
+    with pytest.raises(ConfigError, match="is for a backward in one piece: "):
+        best_layouts(CLUSTER, MODEL, replace(RULES, fixed=both))
+    (only,) = best_layouts(CLUSTER, MODEL, replace(RULES, fixed=fixed | more)).best
     assert axes(only) == (4, 2, 8, 1)
 
 
@@ -182,7 +197,7 @@ def test_a_thousand_ranks_take_less_than_two_seconds():
     begin = time.process_time()
     found = best_layouts(machine, model, LayoutRules(batch=8192))
     assert time.process_time() - begin < 2
-    assert found.num_layouts > 20_000
+    assert found.num_layouts > 60_000
 
 
 @pytest.mark.parametrize(
@@ -193,7 +208,7 @@ def test_a_thousand_ranks_take_less_than_two_seconds():
         ({"fixed": {"zero": 4}}, "zero must be below 4, got 4"),
         ({"fixed": {"recompute": "all"}}, "recompute is one of none, selective, full, got 'all'"),
         ({"fixed": {"pp": "two"}}, "pp is a whole number, got 'two'"),
-        ({"fixed": {"ep": 2}}, "zero, micro_batch, recompute, got 'ep'"),
+        ({"fixed": {"ep": 2}}, "recompute, virtual, schedule, got 'ep'"),
         ({"memory_part": 0}, "memory_part must be above 0, got 0"),
     ],
 )  # fmt: skip

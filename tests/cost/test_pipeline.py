@@ -1,9 +1,15 @@
 """A pipeline played event by event takes as long, and holds as much, as the closed forms say."""
 
 import random
+from dataclasses import replace
 
 import pytest
-from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining.schedules import (
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
 
 from hpctrain.cost.layout import Layout, Placed
 from hpctrain.cost.machine import Link, Machine
@@ -51,9 +57,78 @@ def played(schedule, forward_s, backward_s, micro):
     return max(clock), held
 
 
-def planned(layers, pp, micro, words=1):
+def of_torch(kind, stages, virtual, micro):
+    """What torch tells each rank to do, without processes: the order takes some numbers."""
+    theirs = object.__new__(kind)
+    theirs.pp_group_size, theirs.n_local_stages, theirs._n_microbatches = stages, virtual, micro
+    theirs.number_of_rounds = max(1, micro // stages)
+    theirs.microbatches_per_round = micro // theirs.number_of_rounds
+    theirs._num_stages = stages * virtual
+    return [
+        [each for each in theirs._calculate_single_rank_operations(rank) if each is not None]
+        for rank in range(stages)
+    ]
+
+
+NEEDS = {
+    "FORWARD": lambda stage, _: [("FORWARD", stage - 1)] * (stage > 0),
+    "BACKWARD_INPUT": lambda stage, last: (
+        [("FORWARD", stage)] + [("BACKWARD_INPUT", stage + 1)] * (stage < last)
+    ),
+    "BACKWARD_WEIGHT": lambda stage, _: [("BACKWARD_INPUT", stage)],
+}
+
+
+def played_of_torch(orders, seconds, last):
+    """As ``played``, where backward may be cut in two: seconds of a micro-batch by kind."""
+    done, clock, most = {}, [0.0] * len(orders), [0] * len(orders)
+    left, held = [[*order] for order in orders], [0] * len(orders)
+    seconds = {**seconds, "FULL_BACKWARD": seconds["BACKWARD_INPUT"] + seconds["BACKWARD_WEIGHT"]}
+    while any(left):
+        for rank, order in enumerate(left):
+            while order:
+                kind, stage = order[0].computation_type.name, order[0].stage_index
+                as_kind = "BACKWARD_INPUT" if kind == "FULL_BACKWARD" else kind
+                needs = [(*n, order[0].microbatch_index) for n in NEEDS[as_kind](stage, last)]
+                if not all(each in done for each in needs):
+                    break
+                start = max([clock[rank], *(done[each] for each in needs)])
+                clock[rank] = done[as_kind, stage, order.pop(0).microbatch_index] = (
+                    start + seconds[kind]
+                )
+                held[rank] += {"FORWARD": 1, "BACKWARD_INPUT": 0}.get(kind, -1)
+                most[rank] = max(most[rank], held[rank])
+    return max(clock), most
+
+
+@pytest.mark.parametrize(("stages", "micro"), [(2, 2), (2, 4), (3, 9), (4, 4), (4, 8), (8, 16)])
+@pytest.mark.parametrize(
+    ("schedule", "virtual"), [("1f1b", 2), ("1f1b", 3), *(("zero_bubble", v) for v in (1, 2, 3))]
+)
+def test_interleaved_stages_take_and_hold_what_those_of_torch_do(schedule, stages, micro, virtual):
+    here, one, _ = planned(stages * virtual, stages, micro, heads=1)
+    one = replace(one, virtual=virtual, schedule=schedule)
+    forward_s = virtual * here._layer(one)["compute_s"] / 3
+    weights_s = forward_s - virtual * here.model.attention_flops / 1e9
+    parts = forward_s, 2 * forward_s - weights_s, weights_s
+    seconds = {kind: each / virtual for kind, each in zip(NEEDS, parts, strict=True)}
+    kind = {"1f1b": ScheduleInterleaved1F1B, "zero_bubble": ScheduleInterleavedZeroBubble}[
+        schedule
+    ]
+    orders = of_torch(kind, stages, virtual, micro)
+    whole_s, held = played_of_torch(orders, seconds, stages * virtual - 1)
+    assert sum(here.terms(one)) == pytest.approx(whole_s, rel=2e-3)  # the output is of one word
+    bubble_s = (stages - 1) * (3 * forward_s - 2 * weights_s * (schedule != "1f1b")) / virtual
+    assert whole_s == pytest.approx(3 * micro * forward_s + bubble_s, rel=1e-9)
+    assert [held[0] / virtual, held[-1] / virtual] == pytest.approx(here._in_flight(one))
+    equal = dict.fromkeys(NEEDS, 1.0)
+    whole_s, _ = played_of_torch(orders, equal, stages * virtual - 1)
+    assert here.bubble(one) == pytest.approx(1 - 3 * micro * virtual / whole_s, abs=1e-12)
+
+
+def planned(layers, pp, micro, words=1, heads=4):
     """A pipeline on links that cost nothing, and the forward seconds of each stage."""
-    model = Transformer.of(layers=layers, hidden=64, heads=4, sequence=32, vocabulary=words)
+    model = Transformer.of(layers=layers, hidden=64, heads=heads, sequence=32, vocabulary=words)
     free = Machine(nodes=pp, network=Link(0.0, 1e30), flops_per_s=1e9)
     one = Layout(pp=pp)
     here = Placed(free, model, one, micro)

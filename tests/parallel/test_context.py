@@ -11,7 +11,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from hpctrain import ConfigError
 from hpctrain.parallel import build_mesh, context_attention, gradient_mesh
-from tests.parallel.training import CLIP, LENGTH, adamw, batches, check, loss_of, transformer
+from tests.parallel.training import CLIP, adamw, batches, check, loss_of, transformer
 
 pytestmark = pytest.mark.usefixtures("nodes")
 
@@ -19,9 +19,7 @@ HEADS = {"by heads": {"num_heads": 4}, "ring": {"width": 18, "num_heads": 3}}
 
 
 def divided(model, cp):
-    for block in model.blocks:
-        block.attention.attend = partial(context_attention, mesh=cp)
-        block.attention.first = LENGTH // cp.size() * cp.get_local_rank()
+    model.parallel_context(cp)
     return model
 
 

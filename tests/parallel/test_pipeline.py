@@ -6,6 +6,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import loss_parallel
 
+from hpctrain import ConfigError
 from hpctrain.parallel import Pipeline, build_mesh, tensor_parallel
 from hpctrain.parallel.pipeline import SCHEDULES
 from tests.parallel.training import CLIP, LENGTH, adamw, batches, check, lm, loss_of, transformer
@@ -26,6 +27,20 @@ def trained(pipeline, data, **shape):
         assert pipeline.clip_grad_norm_(CLIP) > CLIP
         optimizer.step()
     check(losses, pipeline.model.named_parameters(), **shape)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.usefixtures("nodes")
+def test_a_rank_has_as_many_stages_as_one_says():
+    mesh, options = build_mesh(pp=2), {"loss": loss_of, "num_microbatches": 4}
+    for number, schedule in ((3, "1f1b"), (1, "interleaved"), (4, "zbv")):
+        more = {"schedule": schedule, "stages_per_rank": number}
+        with pytest.raises(ConfigError, match=f"by the schedule {schedule}, got {number}; leave"):
+            Pipeline(transformer(), mesh["pp"], lm.LAYERS, **options, **more)
+    more = {"schedule": "interleaved", "stages_per_rank": 4}
+    pipeline = Pipeline(transformer(depth=DEPTH), mesh["pp"], lm.LAYERS, **options, **more)
+    assert len(pipeline.split) == 8
+    trained(pipeline, mesh["dp"], depth=DEPTH)
 
 
 @pytest.mark.ranks(2, 4)

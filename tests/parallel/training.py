@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import sys
 from pathlib import Path
 
 import torch
@@ -18,7 +19,7 @@ def example(name):
     """Import a file of the example."""
     path = ROOT / f"examples/lm/{name}.py"
     spec = importlib.util.spec_from_file_location(f"lm_{name}", path)
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # to be pickled
     spec.loader.exec_module(module)
     return module
 

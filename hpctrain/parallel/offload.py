@@ -1,0 +1,185 @@
+"""Parts of parameters and optimizer state in a file on a node's disk, stepped bucket by bucket."""
+
+import mmap
+import os
+import tempfile
+from collections import defaultdict
+from copy import deepcopy
+from itertools import chain
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from hpctrain.core.errors import ConfigError
+from hpctrain.core.libc import advise_memory, file_system_magic
+from hpctrain.core.units import MIB, format_bytes
+from hpctrain.gradients.elementwise import PieceStep
+
+BUCKET_ELEMENTS = 2 * MIB
+"""Elements of parameters that are stepped at once."""
+_IN_MEMORY = {0x01021994, 0x858458F6}  # tmpfs, ramfs
+_ALIGNED = 64  # bytes: whole vectors, whatever the dtype
+_VALUES = ""  # the slot of the parameter itself, beside those of its state
+
+Slots: TypeAlias = dict[str, Tensor]
+
+
+class _Slice(NamedTuple):
+    """Some elements of a parameter of a group."""
+
+    group: int
+    parameter: Any
+    elements: slice
+
+
+class FileState:
+    """The parts of parameters and state that a rank has, one after another in a file.
+
+    The file has no name and goes with the process. Its blocks are reserved at the start, so a
+    disk that fills up later takes nothing away. What the disk has not taken yet, and what is read
+    ahead, lies in memory that the system takes back when it needs some.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, folder: str, num_shards: int, masters: torch.dtype | None
+    ) -> None:
+        """Reserve the space, before anything is sharded.
+
+        Raises ``ConfigError``: there is none, or the folder lies in memory.
+        """
+        self._optimizer, self._steps = optimizer, PieceStep(optimizer)
+        self._steps.read(optimizer)
+        self._slots: dict[Any, Slots] = {}
+        self._buckets: list[list[_Slice]] = [[]]
+        self._held: list[list[Any]] = []
+        forms: list[list[tuple[str, torch.dtype, int, int]]] = []
+        num_bytes = 0
+        for number, group in enumerate(optimizer.param_groups):
+            for p in group["params"]:
+                dtype = torch.promote_types(p.dtype, masters) if masters else p.dtype
+                parts = self._steps.parts(number, dtype, tuple(p.shape))
+                kinds = {_VALUES: dtype}
+                kinds |= {key: part.dtype for key, part in parts.items() if part.shape is None}
+                numel = -(-p.shape[0] // num_shards) * p[0].numel()
+                forms.append([])
+                for key, kind in kinds.items():
+                    forms[-1].append((key, kind, numel, num_bytes))
+                    num_bytes += -(-numel * kind.itemsize // _ALIGNED) * _ALIGNED
+        space = _reserved(folder, num_bytes)
+        self._forms = [
+            {k: torch.frombuffer(space, dtype=t, count=n, offset=at) for k, t, n, at in some}
+            for some in forms
+        ]
+
+    @torch.no_grad()
+    def take_over(self) -> None:
+        """Move the parameters into the file, now that the optimizer holds their shards."""
+        slots, room = iter(self._forms), BUCKET_ELEMENTS
+        for number, group in enumerate(self._optimizer.param_groups):
+            for p in group["params"]:
+                # Not to_local(), which wraps it: torch's FSDP looks for the memory of this one.
+                local, whole = p._local_tensor, next(slots)  # noqa: SLF001
+                numel, begin = local.numel(), 0
+                self._slots[p] = {key: slot[:numel] for key, slot in whole.items()}
+                local.set_(self._slots[p][_VALUES].view(local.shape).copy_(local))
+                while begin < max(numel, 1):
+                    end = min(numel, begin + room)
+                    self._buckets[-1].append(_Slice(number, p, slice(begin, end)))
+                    begin, room = max(end, 1), room - (end - begin)
+                    if not room:
+                        self._buckets.append([])
+                        room = BUCKET_ELEMENTS
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Step all parameters that have a gradient, and read the next ones meanwhile.
+
+        The optimizer's own ``step()``, which follows, finds no parameters: see ``end_step``.
+        ``ConfigError``, before anything is stepped: the state has become another one.
+        """
+        groups = self._optimizer.param_groups
+        self._steps.read(self._optimizer)
+        self._check()
+        fresh: dict[Any, dict[str, Any]] = {}
+        for number, bucket in enumerate(self._buckets):
+            for following in self._buckets[number + 1 : number + 2]:
+                self._advise(following, mmap.MADV_WILLNEED)
+            self._step_bucket([one for one in bucket if one.parameter.grad is not None], fresh)
+            self._advise(bucket, mmap.MADV_DONTNEED)
+        self._optimizer.state.update(fresh)
+        self._held = [group["params"] for group in groups]
+        for group in groups:
+            group["params"] = []
+
+    def end_step(self) -> None:
+        """Give the optimizer its parameters back."""
+        for group, held in zip(self._optimizer.param_groups, self._held, strict=True):
+            group["params"] = held
+
+    def _step_bucket(self, bucket: list[_Slice], fresh: dict[Any, dict[str, Any]]) -> None:
+        """Step some elements; put what else a parameter's state will be into ``fresh``."""
+        pieces: dict[int, list[Tensor]] = defaultdict(list)
+        state = self._steps.state
+        for group, p, elements in bucket:
+            piece = _part(p, elements)
+            piece.grad = _part(p.grad, elements)
+            pieces[group].append(piece)
+            for key, value in self._optimizer.state.get(p, {}).items():
+                is_whole = key not in self._slots[p]  # one number, of all slices
+                state[piece][key] = deepcopy(value) if is_whole else _part(value, elements)
+        self._steps.step(pieces)
+        for (_, p, elements), piece in zip(bucket, chain(*pieces.values()), strict=True):
+            kept = fresh.setdefault(p, {})
+            for key, value in state.pop(piece).items():
+                slot = self._slots[p].get(key)
+                if slot is None or value is None:
+                    kept[key] = value
+                    continue
+                if value.data_ptr() != slot[elements].data_ptr():
+                    slot[elements] = value  # made by this step, or loaded
+                place = p.device_mesh, p.placements
+                form = {"shape": p.shape, "stride": p.stride(), "run_check": False}
+                kept[key] = DTensor.from_local(slot.view(p.to_local().shape), *place, **form)
+
+    def _check(self) -> None:
+        for number, group in enumerate(self._optimizer.param_groups):
+            for p in group["params"]:
+                parts = self._steps.parts(number, p.dtype, tuple(p.shape))
+                needed = {key for key, part in parts.items() if part.shape is None}
+                if more := needed - set(self._slots.get(p, ())):
+                    raise ConfigError(
+                        f"a file of offload has room for the state of parameters at shard(), got "
+                        f"{', '.join(sorted(more))} besides; set the optimizer's options before"
+                    )
+
+    def _advise(self, bucket: list[_Slice], advice: int) -> None:
+        for _, p, elements in bucket:
+            for slot in self._slots[p].values():
+                part = slot[elements]
+                if part.numel():
+                    advise_memory(part.data_ptr(), part.nbytes, advice)
+
+
+def _part(tensor: DTensor, elements: slice) -> Tensor:
+    return tensor.to_local().view(-1)[elements]
+
+
+def _reserved(folder: str, num_bytes: int) -> mmap.mmap:
+    """Map a new file without a name, whose blocks are all there."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            if file_system_magic(file.fileno()) in _IN_MEMORY:
+                raise ConfigError(
+                    f"offload takes a folder on a disk of the node, got {folder}, which lies in "
+                    f"memory; take another one"
+                )
+            os.posix_fallocate(file.fileno(), 0, max(num_bytes, 1))
+            return mmap.mmap(file.fileno(), max(num_bytes, 1))
+    except OSError as error:
+        raise ConfigError(
+            f"offload needs {format_bytes(num_bytes)} for each rank in {folder}, got "
+            f"{error.strerror}; free space there, or take another folder"
+        ) from error

@@ -1,0 +1,280 @@
+"""ZeRO in one call: parameters, gradients and optimizer state divided by torch's FSDP2."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer, Rprop
+
+from hpctrain.comm.agreement import raise_if_any, require_equal_by
+from hpctrain.core.errors import ConfigError
+from hpctrain.core.target import hint
+from hpctrain.gradients.elementwise import is_known_as
+from hpctrain.parallel.mesh import build_mesh
+from hpctrain.parallel.offload import FileState
+from hpctrain.parallel.sharded_optimizer import (
+    Gradients,
+    ShardedOptimizer,
+    gathered,
+    upgraded,
+)
+
+_MASTER_BYTES = 4
+_LISTS = (nn.ModuleList, nn.ModuleDict)
+
+
+def shard(  # noqa: PLR0913 - each is one choice
+    model: nn.Module,
+    optimizer: Optimizer,
+    *,
+    stage: int,
+    mesh: DeviceMesh | None = None,
+    layers: Sequence[str] | None = None,
+    compute_dtype: torch.dtype | None = None,
+    offload: str | None = None,
+) -> ShardedOptimizer:
+    """Divide a model and its optimizer's state among ranks, in place. Collective over them.
+
+    Forward and backward gather a layer's parameters when it is its turn, backward averages the
+    gradients and leaves each rank its part, which the optimizer steps. The stage is what stays
+    whole in between; N ranks with Adam and a ``compute_dtype`` of 16 bits hold at most so many
+    bytes per parameter, besides activations and the layer at work:
+
+    1. parameters from forward to backward, gradients inside ``no_sync()``: 4 + 12 / N;
+    2. parameters from forward to backward: 2 + 12 / N, or 2 + 16 / N if gradients add up;
+    3. nothing: 16 / N.
+
+    Args:
+        model: the same on all ranks, its forward runs the same layers on all. Rank 0's values
+            count. Tensor parallel ones may be sharded further.
+        optimizer: one that steps every element by itself, with parameters of the model; it may
+            have a state. A class of yours says so by ``elementwise = True``.
+        stage: 1, 2 or 3.
+        mesh: one axis of shards, or two, of replicas and of shards (HSDP), as ``hybrid_mesh()``
+            makes them; all ranks, unless given.
+        layers: names of the modules that are gathered at once; ``*`` stands for anything. The
+            members of the outermost ``nn.ModuleList``s and ``nn.Sequential``s, unless given.
+        compute_dtype: of forward and backward; parameters and state are float32 at least then.
+        offload: a folder on a disk of the node that holds parameters and state, for ranks on
+            CPUs; or ``"cpu"``: they lie, and are stepped, in the memory of the CPU.
+
+    Returns:
+        The optimizer, whose state and parameters are ``DTensor``s.
+
+    Raises:
+        ConfigError: an argument does not fit; on every rank.
+        MismatchError: the ranks have different models or arguments; on every rank.
+
+    Source: Rajbhandari et al. 2020, arXiv:1910.02054; Zhao et al. 2023, arXiv:2304.11277.
+    Differs: in stages 1 and 2 parameters go while gradients come, which add up in float32.
+    """
+    mesh = build_mesh()["dp"] if mesh is None else mesh
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    chosen = _Choice(stage, mesh, layers, compute_dtype, offload)
+    units, file = _checked(model, optimizer, names, chosen)
+    _distribute(model, units, chosen)
+    _move(optimizer, names, dict(model.named_parameters()))
+    if file:
+        file.take_over()
+    return upgraded(optimizer, Gradients(model, stage, mesh), file)
+
+
+class _Choice(NamedTuple):
+    """Arguments of ``shard``."""
+
+    stage: int
+    mesh: DeviceMesh
+    layers: Sequence[str] | None
+    compute_dtype: torch.dtype | None
+    offload: str | None
+
+
+def _checked(
+    model: nn.Module, optimizer: Optimizer, names: Mapping[nn.Parameter, str], chosen: _Choice
+) -> tuple[list[nn.Module], FileState | None]:
+    """Return what is gathered at once, and the file; raise on all ranks, or on none."""
+    units, file, refusal = [], None, None
+    stage, mesh, layers, compute_dtype, offload = chosen
+    try:
+        _check(model, optimizer, chosen)
+        units = _units(model, layers)
+        _check_parameters(model, optimizer, compute_dtype)
+        if offload not in (None, "cpu"):
+            masters = torch.float32 if compute_dtype else None
+            file = FileState(optimizer, offload, mesh.size(-1), masters)
+    except ConfigError as error:
+        refusal = str(error)
+    gather = partial(gathered, mesh=mesh)
+    raise_if_any(gather(refusal), ConfigError)
+    lines = [f"stage {stage}, compute_dtype {compute_dtype}, layers {layers}, file {bool(file)}"]
+    lines += [f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad}" for p, name in names.items()]
+    lines += [" ".join(names[p] for p in group["params"]) for group in optimizer.param_groups]
+    way_out = "give all ranks the same"
+    require_equal_by(gather, lines, "the model and arguments of shard()", way_out)
+    return units, file
+
+
+def _distribute(model: nn.Module, units: Sequence[nn.Module], chosen: _Choice) -> None:
+    """Shard a model, whose values are those of the first rank. Collective."""
+    stage, mesh, _, compute_dtype, offload = chosen
+    model.to(mesh.device_type)
+    for parameter in model.parameters():
+        if compute_dtype and parameter.is_floating_point() and parameter.itemsize < _MASTER_BYTES:
+            parameter.data = parameter.data.float()
+    for tensor in (*model.parameters(), *model.buffers()):
+        _broadcast(tensor, mesh)
+    options: dict[str, Any] = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(compute_dtype)}
+    if offload and mesh.device_type != "cpu":
+        options["offload_policy"] = CPUOffloadPolicy()
+    for unit in reversed(units):
+        fully_shard(unit, reshard_after_forward=stage == 3, **options)
+    # None: what is left of the model stays whole, as backward begins with it.
+    fully_shard(model, reshard_after_forward=None if stage == 3 else False, **options)
+
+
+def _check(model: nn.Module, optimizer: Optimizer, chosen: _Choice) -> None:
+    """Raise unless these can be sharded at all."""
+    stage, mesh, _, _, offload = chosen
+    if offload not in (None, "cpu") and mesh.device_type != "cpu":
+        raise ConfigError(
+            f"offload to a folder is of ranks on CPUs, got a mesh on {mesh.device_type}; take "
+            f'offload="cpu"'
+        )
+    if stage not in (1, 2, 3):
+        raise ConfigError(f"the stage of shard() is 1, 2 or 3, got {stage!r}")
+    if mesh.ndim > 2:
+        raise ConfigError(
+            f"shard() takes a mesh of one axis, or of replicas and shards, got {mesh.ndim} axes; "
+            f'take some of it, such as mesh["dp"]'
+        )
+    if any(isinstance(one, DistributedDataParallel | FSDPModule) for one in model.modules()):
+        raise ConfigError(
+            f"shard() averages gradients itself, got modules in a {type(model).__name__} that do; "
+            f"pass a model without fully_shard() or DistributedDataParallel"
+        )
+    if isinstance(optimizer, Rprop) or not is_known_as("elementwise", optimizer):
+        raise ConfigError(
+            f"shard() takes an optimizer that steps every element by itself, got "
+            f"{type(optimizer).__name__}; take another one of torch.optim, such as AdamW; a class "
+            f"of your own says so by elementwise = True"
+        )
+
+
+def _check_parameters(
+    model: nn.Module, optimizer: Optimizer, compute_dtype: torch.dtype | None
+) -> None:
+    """Raise unless torch can shard every parameter, and the optimizer has no others."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    if strange := sum(p not in names for p in held):
+        raise ConfigError(
+            f"the optimizer of shard() holds parameters of its model alone, got {strange} of "
+            f"others; make it of model.parameters()"
+        )
+    for module_name, module in model.named_modules():
+        if getattr(module, "sparse", False):
+            raise ConfigError(
+                f"shard() averages dense gradients, got sparse=True in {module_name}; leave it out"
+            )
+    for parameter, name in names.items():
+        if parameter.is_meta or not parameter.ndim or not parameter.is_contiguous():
+            raise ConfigError(
+                f"a parameter of shard() has values, a dimension and contiguous memory, got {name}"
+                f" of shape {tuple(parameter.shape)}, stride {parameter.stride()} on "
+                f"{parameter.device}; make it so before, as by reshape(1) or contiguous()"
+            )
+    kinds = {p.dtype for p in names if p.requires_grad}
+    if len(kinds) > 1 and not (compute_dtype and all(kind.itemsize <= 4 for kind in kinds)):
+        raise ConfigError(
+            f"parameters of shard() have one dtype, got {', '.join(sorted(map(str, kinds)))}; "
+            f"convert the model, or say compute_dtype=torch.bfloat16"
+        )
+    for parameter in held:
+        for key, value in (
+            optimizer.state[parameter].items() if parameter in optimizer.state else ()
+        ):
+            if isinstance(value, Tensor) and value.ndim and value.shape != parameter.shape:
+                raise ConfigError(
+                    f"state that shard() takes over has the shape of its parameter, got {key} of "
+                    f"{tuple(value.shape)} for {names[parameter]}; call shard() before a step"
+                )
+
+
+def _units(model: nn.Module, names: Sequence[str] | None) -> list[nn.Module]:
+    """Return the modules that are gathered at once, outer ones first.
+
+    Not those that share parameters with others: the whole model's remainder has these.
+    """
+    modules = {name: module for name, module in model.named_modules() if name}
+    if names is None:
+        found = dict.fromkeys(_members(model))
+    else:
+        for name in names:
+            if not any(fnmatchcase(one, name) for one in modules):
+                raise ConfigError(f"the model has no module {name}{hint(name, modules)}")
+        chosen = [one for one in modules if any(fnmatchcase(one, name) for name in names)]
+        found = dict.fromkeys(modules[name] for name in chosen)
+    holders: dict[nn.Parameter, set[nn.Module]] = defaultdict(set)
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            holders[parameter].add(module)
+    units = []
+    for unit in found:
+        inside, parameters = set(unit.modules()), list(unit.parameters())
+        if parameters and all(holders[parameter] <= inside for parameter in parameters):
+            units.append(unit)
+    return units
+
+
+def _members(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the members of outermost lists of modules."""
+    for child in module.children():
+        if isinstance(module, (*_LISTS, nn.Sequential)) and not isinstance(child, _LISTS):
+            yield child
+        else:
+            yield from _members(child)
+
+
+@torch.no_grad()
+def _broadcast(tensor: Tensor, mesh: DeviceMesh) -> None:
+    """Take over what the first rank has. Collective."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    sent = local.detach().contiguous()
+    for dim in reversed(range(mesh.ndim)):
+        dist.broadcast(sent, group=mesh.get_group(dim), group_src=0)
+    if sent.data_ptr() != local.data_ptr():
+        local.copy_(sent)
+
+
+@torch.no_grad()
+def _move(
+    optimizer: Optimizer, names: Mapping[nn.Parameter, str], new: Mapping[str, nn.Parameter]
+) -> None:
+    """Let an optimizer hold the sharded parameters, and its state be sharded as they are."""
+    following: dict[Any, Any] = {parameter: new[name] for parameter, name in names.items()}
+    for group in optimizer.param_groups:
+        group["params"][:] = [following[parameter] for parameter in group["params"]]
+    for parameter in [p for p in optimizer.state if p in following]:
+        state, target = optimizer.state.pop(parameter), following[parameter]
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.ndim:
+                dtype = torch.promote_types(value.dtype, target.dtype)
+                part = distribute_tensor(
+                    value, target.device_mesh, target.placements, src_data_rank=None
+                )
+                state[key] = torch.empty_like(target, dtype=dtype).copy_(part)
+        optimizer.state[target] = state

@@ -1,0 +1,210 @@
+"""The optimizer of a sharded model: what ranks agree on before a step, clipping, accumulation."""
+
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from hpctrain.comm.agreement import by_rank
+from hpctrain.core.errors import ConfigError, MismatchError
+from hpctrain.parallel.offload import FileState
+
+
+class ShardedOptimizer(Optimizer):
+    """What ``shard`` adds to the optimizer that it is given."""
+
+    _gradients: "Gradients"
+    _file: FileState | None
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clip the averaged gradients; return their norm before that. Collective.
+
+        It is the norm over the whole model, of parameters that are sharded over other axes, too.
+        """
+        held = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        of_mesh: dict[Any, list[Tensor]] = {}
+        for parameter in held:
+            gradient = cast("DTensor", parameter.grad)
+            of_mesh.setdefault((gradient.device_mesh, gradient.dtype), []).append(gradient)
+        norms = [nn.utils.get_total_norm(some, norm_type) for some in of_mesh.values()]
+        whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+        total: Tensor = torch.linalg.vector_norm(
+            torch.stack(whole or [torch.zeros(())]), norm_type
+        )
+        nn.utils.clip_grads_with_norm_(held, max_norm, total)
+        return total
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Say that more backwards follow before the step: gradients add up with or without it.
+
+        In stage 1 they stay whole here and are averaged by the next backward outside, so that a
+        step communicates once. In stages 1 and 2 parameters stay whole until then.
+        """
+        gradients = self._gradients
+        gradients.sync(is_last=False)
+        try:
+            yield
+        finally:
+            gradients.sync(is_last=True)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's own
+        """Forget the gradients; see ``torch.optim.Optimizer.zero_grad``."""
+        self._gradients.forget()
+        super().zero_grad(set_to_none)
+
+
+class Gradients:
+    """Knows which parameters have had a gradient since the last step, on any rank."""
+
+    def __init__(self, model: nn.Module, stage: int, mesh: DeviceMesh) -> None:
+        """Look at each parameter while it is whole. Collective.
+
+        Autograd tells who had a gradient; torch then averages zeros for those that had none, as
+        other ranks may have used them.
+        """
+        self.model, self.stage, self._mesh = cast("Any", model), stage, mesh
+        self._is_syncing = True
+        self._is_held_back = False  # no rank has averaged them yet, in stage 1
+        self._used: set[str] = set()
+        self._sharded = dict(model.named_parameters())
+        self._whole: dict[str, Tensor] = {}
+        self.model.set_reduce_scatter_unused_params(True)
+        places = {
+            parameter: (module, attribute)
+            for module in model.modules()
+            for attribute, parameter in module.named_parameters(recurse=False)
+        }
+        for unit in self._units():
+            unit.unshard()
+            for name, parameter in self._sharded.items():
+                whole = getattr(*places[parameter])
+                if whole is not parameter:
+                    self._watch(name, whole)
+            unit.reshard()
+
+    def sync(self, *, is_last: bool) -> None:
+        """Say whether the next backward is the last one before a step."""
+        self._is_syncing = is_last or self.stage > 1
+        self.model.set_requires_gradient_sync(self._is_syncing)
+        self.model.set_reshard_after_backward(is_last or self.stage > 2)
+
+    def _units(self) -> Iterator[FSDPModule]:
+        return (unit for unit in self.model.modules() if isinstance(unit, FSDPModule))
+
+    def _watch(self, name: str, whole: Tensor) -> None:
+        trains, self._whole[name] = whole.requires_grad, whole
+        whole.requires_grad_(True)  # it may be frozen now, and trained later  # noqa: FBT003
+        whole.register_post_accumulate_grad_hook(partial(self._has_come, name))
+        whole.requires_grad_(trains)
+
+    def _has_come(self, name: str, _: Tensor) -> None:
+        self._used.add(name)
+        self._is_held_back = not self._is_syncing
+
+    def forget(self) -> None:
+        """Drop what backward has left, also gradients that are whole."""
+        self._used.clear()
+        self._is_held_back = False
+        for whole in self._whole.values():
+            whole.grad = None
+
+    @torch.no_grad()
+    def settle(self, optimizer: Optimizer) -> None:
+        """Agree on what to step by, and drop gradients that no rank has made. Collective.
+
+        Raises:
+            ConfigError: gradients are not averaged yet; on every rank.
+            MismatchError: the ranks have other settings, such as learning rates; on every rank.
+        """
+        for unit in self._units():
+            unit.reshard()  # whole since an evaluation, and old after the step
+        groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+        check = zlib.crc32(repr(groups).encode())
+        mine = [self._has_gradient(name, p) for name, p in self._sharded.items()]
+        head = [self._is_held_back, bool(self._used), check, -check]
+        is_held_back, has_any, check, least, *found = self._most([*head, *mine])
+        if is_held_back:
+            raise ConfigError(
+                "a step of stage 1 follows a backward outside of no_sync(), which averages the "
+                "gradients, got none since the last one inside; leave the last one outside"
+            )
+        if check != -least:
+            told = gathered(repr(groups), self._mesh)
+            raise MismatchError(
+                f"ranks step with the same settings of the optimizer, got {by_rank(told)}; "
+                f"set the same on all"
+            )
+        for parameter, is_known in zip(self._sharded.values(), found, strict=True):
+            if has_any and not is_known:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad._is_average = True  # type: ignore[attr-defined]  # noqa: SLF001
+        self._used.clear()
+
+    def _has_gradient(self, name: str, parameter: Tensor) -> bool:
+        """Say whether backward or the program has made it; else it is none, or torch's zeros."""
+        gradient = parameter.grad
+        if name in self._used or gradient is None:
+            return gradient is not None
+        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        return hasattr(gradient, "_is_average") or bool(local.any())
+
+    def _most(self, numbers: Sequence[int]) -> list[int]:
+        """Return the maximum of each number over the ranks. Collective."""
+        found = torch.tensor(numbers, dtype=torch.int64, device=self._mesh.device_type)
+        for dim in range(self._mesh.ndim):
+            dist.all_reduce(found, dist.ReduceOp.MAX, group=self._mesh.get_group(dim))
+        return list(map(int, found.tolist()))
+
+
+def before_step(
+    stepping: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Agree on the step: torch calls this at the start of ``step()``.
+
+    A closure among the arguments, which makes the gradients, is called before that.
+    """
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    with torch.enable_grad():
+        loss = closure() if closure else None
+    stepping._gradients.settle(stepping)  # noqa: SLF001
+    if stepping._file:  # noqa: SLF001
+        stepping._file.step()  # noqa: SLF001
+    return args[:1], {"closure": lambda: loss} if closure else {}
+
+
+def after_step(stepped: Any, *_: object) -> None:
+    """End a step of parameters in a file: torch calls this behind ``step()``."""
+    if stepped._file:  # noqa: SLF001
+        stepped._file.end_step()  # noqa: SLF001
+
+
+def upgraded(optimizer: Any, gradients: Gradients, file: FileState | None) -> ShardedOptimizer:
+    """Give an optimizer its methods."""
+    kind = type(optimizer)
+    optimizer.__class__ = type(kind.__name__, (ShardedOptimizer, kind), {})
+    optimizer._gradients, optimizer._file = gradients, file  # noqa: SLF001
+    optimizer.register_step_pre_hook(before_step)
+    optimizer.register_step_post_hook(after_step)
+    return cast("ShardedOptimizer", optimizer)
+
+
+def gathered(one: object, mesh: DeviceMesh) -> list[Any]:
+    """Return the objects of all ranks of a mesh. Collective."""
+    found = [one]
+    for dim in range(mesh.ndim):
+        parts: list[Any] = [None] * mesh.size(dim)
+        dist.all_gather_object(parts, found, group=mesh.get_group(dim))
+        found = [item for part in parts for item in part]
+    return found

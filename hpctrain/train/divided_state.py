@@ -1,0 +1,188 @@
+"""State of a divided model as pieces of whole tensors, in the tree that an undivided run keeps."""
+
+from collections.abc import Iterator, Mapping
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from hpctrain.checkpoint.format.manifest import Record
+from hpctrain.checkpoint.format.shard import Piece, Shard
+from hpctrain.checkpoint.format.state_tree import component
+from hpctrain.checkpoint.format.tensor_file import DTYPES
+from hpctrain.core.errors import CheckpointError
+from hpctrain.train.model import local, misfits
+
+_Place = tuple[str | int, ...]
+"""Keys from the root of a state to a leaf."""
+
+
+class DividedState:
+    """Weights and optimizer state of this rank, by the names and numbers of the whole model.
+
+    A checkpoint of any layout is that of a run without ``[parallel]``: any other layout, and none,
+    goes on with it. No rank ever holds more than its part.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, stages: dist.ProcessGroup) -> None:
+        """Note what the whole model and its optimizer are like; ``stages`` are of a pipeline."""
+        self._stages = stages
+        first = {id(p): name for name, p in model.named_parameters()}
+        named = model.named_parameters(remove_duplicate=False)
+        self._owner = {name: first[id(p)] for name, p in named}  # of tied weights
+        self._groups = [[first[id(p)] for p in g["params"]] for g in optimizer.param_groups]
+        self._numbers = {name: i for i, name in enumerate(chain(*self._groups))}
+        self._whole = {name: v.to("meta") for name, v in model.state_dict().items()}
+        self._parameters: dict[int, nn.Parameter] = {}
+
+    def part_of(self, optimizer: Optimizer, model: nn.Module) -> Optimizer:
+        """Return an optimizer of the part that is here, whose groups are those of the whole."""
+        here = {self._owner[name]: p for name, p in model.named_parameters()}
+        groups = [
+            {**group, "params": [here[name] for name in names if name in here]}
+            for group, names in zip(optimizer.param_groups, self._groups, strict=True)
+        ]
+        kind: Any = type(optimizer)
+        made: Optimizer = kind(groups)
+        return made
+
+    def keep(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """Take the part that is here, of which everything is divided that will be."""
+        here = {self._owner[name]: p for name, p in model.named_parameters()}
+        self._parameters = {self._numbers[n]: p for n, p in here.items() if n in self._numbers}
+        self._model, self._optimizer = model, optimizer
+
+    def state(self) -> dict[str, Any]:
+        """Return ``model`` and ``optimizer``, of which ranks have pieces. Collective."""
+        here = dict(self._leaves())
+        told = {place: _told(leaf) for place, leaf in here.items()}
+        found: list[Any] = [None] * dist.get_world_size(self._stages)
+        dist.all_gather_object(found, told, group=self._stages)
+        state: dict[str, Any] = {"model": {}, "optimizer": {"state": {}}}
+        for place, leaf in chain.from_iterable(each.items() for each in found):
+            *path, last = place
+            into: Any = state
+            for key in path:
+                into = into.setdefault(key, {})
+            into.setdefault(last, here[place] if place in here else _absent(leaf))
+        state["model"] = {name: state["model"][name] for name in self._whole}
+        state["optimizer"]["param_groups"] = [
+            {**group, "params": [self._numbers[name] for name in names]}
+            for group, names in zip(self._optimizer.param_groups, self._groups, strict=True)
+        ]
+        return state
+
+    def _leaves(self) -> Iterator[tuple[_Place, Any]]:
+        """Yield what this rank has, and where it stands in a state."""
+        for name, value in self._model.state_dict().items():
+            yield ("model", name), _leaf(value)
+        for number, parameter in self._parameters.items():
+            for key, value in self._optimizer.state.get(parameter, {}).items():
+                yield ("optimizer", "state", number, key), _leaf(value)
+
+    def wanted(self, tensors: Mapping[str, Record]) -> dict[str, Shard]:
+        """Return the part of each tensor of a checkpoint that this rank goes on with.
+
+        Raises ``CheckpointError``: it is of another model.
+        """
+        want = {f"model/{component(name)}": value for name, value in self._whole.items()}
+        have = {
+            path: torch.empty(record.shape, dtype=DTYPES[record.dtype], device="meta")
+            for path, record in tensors.items()
+            if path.startswith("model/")
+        }
+        if lines := misfits(have, want):
+            raise CheckpointError(
+                "the checkpoint of this run does not fit the model; build the model that was "
+                "saved:\n  " + "\n  ".join(lines)
+            )
+        here = {
+            f"model/{component(name)}": _shard(value)
+            for name, value in self._model.state_dict().items()
+        }
+        shards = {number: _shard(parameter) for number, parameter in self._parameters.items()}
+        found = {}
+        for path, record in tensors.items():
+            part, _, rest = path.partition("/")
+            if record.shape and part in ("model", "optimizer", "ema"):
+                shard = here.get(path)
+                if part == "optimizer":
+                    shard = shards.get(int(rest.split("/")[1]))
+                found[path] = shard or _nothing(record.shape)
+        return found
+
+    @torch.no_grad()
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on from what ``state`` has returned, on any ranks; see ``wanted``. Not collective."""
+        for name, value in self._model.state_dict().items():
+            local(value).copy_(_tensor(state["model"][name]))
+        saved = state["optimizer"]
+        groups = zip(self._optimizer.param_groups, saved["param_groups"], strict=True)
+        for group, before in groups:
+            group.update({key: value for key, value in before.items() if key != "params"})
+        for number, parameter in self._parameters.items():
+            before = saved["state"].get(number, {})
+            self._optimizer.state[parameter] = {k: _like(v, parameter) for k, v in before.items()}
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return all of a tensor. Collective over the ranks that have parts of it."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _shard(tensor: Tensor) -> Shard:
+    if not isinstance(tensor, DTensor):
+        return Shard.whole(tensor.shape)
+    (chunk,) = tensor.__create_chunk_list__()  # as torch's own checkpoints ask for it
+    return Shard(tuple(tensor.shape), tuple(chunk.offsets), tuple(chunk.sizes))
+
+
+def _leaf(value: Any) -> Any:
+    """Return how a value stands in a state; what has no dimension has no pieces."""
+    if not isinstance(value, Tensor):
+        return value
+    return Piece(local(value), _shard(value)) if value.dim() else local(value)
+
+
+def _told(leaf: Any) -> Any:
+    """Return what other stages need to know of a leaf."""
+    return (leaf.shard.global_shape, leaf.tensor.dtype) if isinstance(leaf, Piece) else leaf
+
+
+def _absent(told: Any) -> Any:
+    """Return a leaf of another stage as it stands in the state of this one."""
+    if not isinstance(told, tuple):
+        return told
+    shape, dtype = told
+    nothing = _nothing(shape)
+    return Piece(torch.empty(nothing.shape, dtype=dtype), nothing)
+
+
+def _nothing(shape: tuple[int, ...]) -> Shard:
+    return Shard(shape, (0,) * len(shape), (0, *shape[1:]))
+
+
+def _tensor(leaf: Any) -> Tensor:
+    found: Tensor = leaf.tensor if isinstance(leaf, Piece) else leaf
+    return found
+
+
+def _like(value: Any, parameter: Tensor) -> Any:
+    """Return a value of an optimizer's state as it lies beside its parameter."""
+    if not isinstance(value, Piece):
+        return value.clone() if isinstance(value, Tensor) else value
+    here = value.tensor.to(parameter.device, copy=True)
+    if not isinstance(parameter, DTensor):
+        return here
+    return DTensor.from_local(
+        here,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )

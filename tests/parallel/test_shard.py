@@ -1,0 +1,273 @@
+"""Every stage of ZeRO trains as one process does, and holds as much as the paper says."""
+
+import re
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.distributed.tensor import DTensor
+
+import hpctrain
+from hpctrain import ConfigError, MismatchError
+from hpctrain.parallel import build_mesh, hybrid_mesh, offload, shard
+from tests.parallel.training import CLIP, adamw, batches, check, loss_of, transformer
+
+pytestmark = pytest.mark.usefixtures("nodes")
+
+
+def mine(tensor, rank=None):
+    """This rank's rows: as many on each rank, or uneven ones."""
+    return tensor.tensor_split(dist.get_world_size())[dist.get_rank() if rank is None else rank]
+
+
+def local_loss(model, given, following):
+    """The loss of this rank's rows, weighted so that the mean over ranks is that of all rows."""
+    rows, share = mine(given), mine(following)
+    weight = share.numel() * dist.get_world_size() / following.numel()
+    return loss_of(model(rows), share) * weight
+
+
+def step(model, optimizer, given, following):
+    optimizer.zero_grad()
+    loss = local_loss(model, given, following)
+    loss.backward()
+    assert optimizer.clip_grad_norm_(CLIP) > CLIP
+    optimizer.step()
+    total = loss.detach().clone()
+    dist.all_reduce(total, dist.ReduceOp.AVG)
+    return total.item()
+
+
+def trained(model, optimizer, **shape):
+    """Train, and compare with one process."""
+    losses = [step(model, optimizer, *batch) for batch in batches()]
+    check(losses, model.named_parameters(), **shape)
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_ranks_train_as_one_process_does(stage):
+    shape = {"tied": stage == 2}
+    model = transformer(**shape)
+    trained(model, shard(model, adamw(model.parameters()), stage=stage), **shape)
+
+
+@pytest.mark.ranks(2, 4)
+def test_replicas_of_shards_train_as_one_process_does():
+    mesh = hybrid_mesh()
+    node = {tuple(group) for group in hpctrain.current().topology.nodes}
+    assert tuple(mesh["shard"].mesh.tolist()) in node
+    model = transformer()
+    optimizer = shard(model, adamw(model.parameters()), stage=3, mesh=mesh)
+    trained(model, optimizer)
+
+
+class Branches(nn.Module):
+    """Layers of uneven sizes, of which a pass takes those that it is told to."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.first = nn.Linear(5, 7)
+        self.branches = nn.ModuleList(nn.Linear(7, 7) for _ in range(4))
+        self.stack = nn.ModuleList(nn.Linear(7, 7) for _ in range(2))
+        self.own = nn.Parameter(torch.randn(3))
+        self.last = nn.Linear(7, 1)
+        self.last.bias.requires_grad_(False)
+        self.double()
+
+    def forward(self, x, uses):
+        x = self.first(x)
+        for number, branch in enumerate(self.branches):
+            out = torch.tanh(branch(x))
+            x = x + out if uses[number] else x + 0 * out.detach()
+        for layer in self.stack:
+            x = x + torch.tanh(layer(x))
+        return self.last(x) + (self.own.sum() if uses[-1] else 0)
+
+
+def uses_of(step, rank):
+    """Branch 0 is used by all, 1 by one rank, 2 in later steps, 3 never; ``own`` by one rank."""
+    return [True, rank == step % 2, step > 1, False, rank == 0]
+
+
+def data_of(step, rank, size):
+    random = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(2 + rank, 5, generator=random, dtype=torch.float64), 1 / size
+
+
+def train_branches(model, optimizer, ranks, size, num_passes=1):
+    """Train as so many ranks do, or as one of them."""
+    for step in range(4):
+        optimizer.zero_grad()
+        for turn in range(num_passes):
+            is_last = turn == num_passes - 1
+            hold = is_last or not hasattr(optimizer, "no_sync")
+            with nullcontext() if hold else optimizer.no_sync():
+                for rank in ranks:
+                    rows, weight = data_of(10 * step + turn, rank, size)
+                    weight = 1 if len(ranks) == 1 and size > 1 else weight
+                    (model(rows, uses_of(step, rank)).square().mean() * weight).backward()
+        clip = getattr(optimizer, "clip_grad_norm_", None)
+        if clip:
+            clip(0.5)
+        else:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        if step == 2:  # a layer thaws
+            model.last.bias.requires_grad_(True)
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize(("stage", "num_passes"), [(1, 1), (1, 3), (2, 3), (3, 1)])
+def test_layers_unused_by_some_ranks_or_all_frozen_or_used_again_step_as_in_one_process(
+    stage, num_passes
+):
+    rank, size = dist.get_rank(), dist.get_world_size()
+    alone, model = Branches(), Branches()
+    train_branches(alone, adamw(alone.parameters()), range(size), size, num_passes)
+    optimizer = shard(model, adamw(model.parameters()), stage=stage, layers=["stack.*"])
+    train_branches(model, optimizer, [rank], size, num_passes)
+    for name, found in model.named_parameters():
+        expected = alone.get_parameter(name).detach()
+        torch.testing.assert_close(found.full_tensor().detach(), expected, rtol=1e-12, atol=1e-12)
+    assert not optimizer.state[model.branches[3].weight]
+
+
+@pytest.mark.ranks(3)
+def test_state_in_a_file_has_the_bits_of_state_in_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(offload, "BUCKET_ELEMENTS", 64)
+    found = []
+    for folder in (None, str(tmp_path)):
+        model = transformer()
+        optimizer = shard(model, adamw(model.parameters()), stage=3, offload=folder)
+        for given, following in batches(2):
+            step(model, optimizer, given, following)
+        state = [p.detach() for p in model.parameters()]
+        state += [v for p in model.parameters() for v in optimizer.state[p].values()]
+        found.append([v.full_tensor() if isinstance(v, DTensor) else v for v in state])
+    assert len(found[0]) == len(found[1])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+@pytest.mark.ranks(2, 4)
+def test_a_checkpoint_of_one_layout_goes_on_in_another(tmp_path_factory, world):
+    folder = world.bcast(str(tmp_path_factory.mktemp("state")))
+    (*first, last), losses = batches(3), []
+    for layout in ({"stage": 3}, {"stage": 1, "mesh": hybrid_mesh()}, None):
+        model = transformer()
+        optimizer = adamw(model.parameters())
+        if layout:
+            optimizer = shard(model, optimizer, **layout)
+        if not losses:
+            for batch in first:
+                step(model, optimizer, *batch)
+        weights, state = get_state_dict(model, optimizer, options=FLAT)
+        found = {"model": weights, "optimizer": state}
+        (dcp.load if losses else dcp.save)(found, checkpoint_id=folder)
+        told = {"model_state_dict": weights, "optim_state_dict": state}
+        set_state_dict(model, optimizer, **told, options=FLAT)
+        if layout:
+            losses.append(step(model, optimizer, *last))
+        else:
+            losses.append(loss_of(model(last[0]), last[1]).item())
+        assert {int(one["step"]) for one in optimizer.state.values()} == {2 + bool(layout)}
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-12)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_state_that_an_optimizer_has_is_sharded_too_and_rank_0_decides_first_values(stage):
+    expected, model = transformer(), transformer()
+    alone, optimizer = adamw(expected.parameters()), adamw(model.parameters())
+    first, *others = batches(3)
+    for one, its in ((expected, alone), (model, optimizer)):
+        loss_of(one(first[0]), first[1]).backward()
+        its.step()
+    if dist.get_rank():
+        with torch.no_grad():
+            model.head.weight.add_(1)
+    stepped = shard(model, optimizer, stage=stage)
+    assert stepped is optimizer
+    assert isinstance(stepped, torch.optim.AdamW)
+    for given, following in others:
+        step(model, stepped, given, following)
+        alone.zero_grad()
+        loss_of(expected(given), following).backward()
+        nn.utils.clip_grad_norm_(expected.parameters(), CLIP)
+        alone.step()
+    for name, parameter in model.named_parameters():
+        whole = parameter.full_tensor().detach()
+        torch.testing.assert_close(whole, expected.get_parameter(name), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.ranks(2)
+def test_an_evaluation_between_backward_and_step_leaves_no_old_weights():
+    (batch,) = batches(1)
+    found = []
+    for evaluates in (False, True):
+        model = transformer()
+        optimizer = shard(model, adamw(model.parameters()), stage=2)
+        local_loss(model, *batch).backward()
+        if evaluates:
+            with torch.no_grad():
+                model(batch[0])
+        optimizer.step()
+        found.append(loss_of(model(batch[0]), batch[1]).item())
+    assert found[0] == found[1]
+
+
+REFUSED = {
+    "the stage of shard() is 1, 2 or 3, got 0": {"stage": 0},
+    "the model has no module block.*; did you mean": {"layers": ["block.*"]},
+    "steps every element by itself, got Muon": {
+        "make": lambda m: torch.optim.Muon([p for p in m.parameters() if p.ndim == 2])
+    },
+    "got 1 of others; make it of model.parameters()": {
+        "make": lambda _: adamw([nn.Parameter(torch.zeros(2))])
+    },
+    "takes a mesh of one axis, or of replicas and shards, got 4 axes": {"mesh": build_mesh},
+    "No such file or directory; free space there": {"offload": "/not/there"},
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("told", REFUSED)
+def test_what_cannot_be_sharded_is_an_error_on_all_ranks(told):
+    options = {"stage": 3, "make": lambda model: adamw(model.parameters()), **REFUSED[told]}
+    if "mesh" in options:
+        options["mesh"] = options["mesh"]()
+    model, make = transformer(), options.pop("make")
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        shard(model, make(model), **options)
+    local_loss(model, *batches(1)[0]).backward()  # as it was
+
+
+@pytest.mark.ranks(2)
+def test_ranks_that_differ_are_an_error_on_all():
+    model = transformer(depth=1 + dist.get_rank())
+    with pytest.raises(MismatchError, match="the model and arguments of shard"):
+        shard(model, adamw(model.parameters()), stage=3)
+    model = transformer()
+    optimizer = shard(model, adamw(model.parameters()), stage=1)
+    with optimizer.no_sync():
+        local_loss(model, *batches(1)[0]).backward()
+    with pytest.raises(ConfigError, match="leave the last one outside"):
+        optimizer.step()
+    optimizer.zero_grad()
+    local_loss(model, *batches(1)[0]).backward()
+    optimizer.param_groups[0]["lr"] = 0.1 + dist.get_rank()
+    with pytest.raises(MismatchError, match=r"rank 1: .*1.1.*set the same on all"):
+        optimizer.step()
