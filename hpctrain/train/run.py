@@ -94,15 +94,17 @@ class _Run:
         settings = self._settings(given)
         kept = plan_to_keep(directory, config, settings.engine) if continues else None
         world.join(replace(settings, plan=settings.plan or kept))
+        # Groups of torch.distributed, which divide a model, end with the ranks that they have.
+        recovers = recovery.is_on() and not config.parallel.divides
         while True:
             code, error = 0, None
             try:
                 code = self._take_part()
             except Exception as caught:
-                if not (recovery.is_on() and recovery.may_be_loss(caught)):
+                if not (recovers and recovery.may_be_loss(caught)):
                     raise
                 error = caught
-            if not recovery.is_on() or recovery.all_are_well(am_well=error is None):
+            if not recovers or recovery.all_are_well(am_well=error is None):
                 return code
             if not recovery.shrink(moves=False):  # all are there: it is an error like any other
                 raise error or CommError("training has failed on another rank, see what that says")
