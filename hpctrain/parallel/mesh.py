@@ -99,7 +99,7 @@ def hybrid_mesh(mesh: DeviceMesh | None = None) -> DeviceMesh:
     if len({*runs}) > 1 or len(runs) > len({*nodes}):
         refusal = (
             f"HSDP needs equally many ranks of an axis on every node, next to each other, got "
-            f"{format_numbers(runs)} on its nodes; shard over the whole axis, or change the mesh"
+            f"{', '.join(map(str, runs))} on its nodes; shard over the whole axis, or change the mesh"
         )
     raise_if_any(world.current().comm.allgather_object(refusal), TopologyError)
     sizes = len(runs), runs[0]
