@@ -126,7 +126,7 @@ def train_branches(model, optimizer, ranks, size, num_passes=1):
             model.last.bias.requires_grad_(True)
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(3)
 @pytest.mark.parametrize(("stage", "num_passes"), [(1, 1), (1, 3), (2, 3), (3, 1)])
 def test_layers_unused_by_some_ranks_or_all_frozen_or_used_again_step_as_in_one_process(
     stage, num_passes
@@ -299,7 +299,5 @@ def test_nodes_of_unequal_sizes_are_no_hybrid_mesh():
     if hpctrain.current().topology.num_nodes == 1:
         assert hybrid_mesh()["shard"].size() == 3
     else:
-        with pytest.raises(
-            TopologyError, match="got 2, 1 on its nodes; shard over the whole axis"
-        ):
+        with pytest.raises(TopologyError, match="got 2, 1 on its nodes; shard over"):
             hybrid_mesh()
