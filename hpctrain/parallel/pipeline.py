@@ -147,23 +147,9 @@ class Pipeline:
                 stages, there are more stages than layers, a parameter is in no layer, or something
                 is computed again selectively where the schedule cuts backward in two.
         """
-        if schedule not in SCHEDULES:
-            raise ConfigError(f"schedule is one of {', '.join(SCHEDULES)}, got {schedule!r}")
-        if schedule in TWO_HALVES and (named := selective_in(model)):
-            raise ConfigError(
-                f"torch keeps what is computed again selectively for one backward, which "
-                f"{' and '.join(TWO_HALVES)} cut in two, got {', '.join(named[:3])} and the "
-                f"schedule {schedule}; recompute all of it, or take interleaved"
-            )
+        self._make, per_rank = _checked(schedule, stages_per_rank, selective_in(model))
         chain = layers_of(model, layers)
         self._mesh, self._group, self._size = mesh, mesh.get_group(), mesh.size()
-        self._make, usual = SCHEDULES[schedule]
-        per_rank = stages_per_rank or usual
-        if per_rank != usual and (per_rank < 2 or schedule not in ("interleaved", "zero_bubble")):
-            raise ConfigError(
-                f"a rank has {usual} stages by the schedule {schedule}, got {per_rank}; leave it "
-                f"out, or take at least 2 with interleaved or zero_bubble"
-            )
         total = per_rank * self._size
         self._rank_of = [_rank_of(stage, self._size, schedule) for stage in range(total)]
         costs = _agreed_costs([layer for _, layer in chain], sample)
@@ -409,6 +395,26 @@ class Pipeline:
         self._stages, self._schedule = [], None  # before others wrap the same parameters
         self._place(layers)
         return moved_words(moves)
+
+
+def _checked(schedule: str, given: int | None, named: Sequence[str]) -> tuple[Any, int]:
+    """Return torch's schedule and the stages of a rank; ``named`` is recomputed selectively."""
+    if schedule not in SCHEDULES:
+        raise ConfigError(f"schedule is one of {', '.join(SCHEDULES)}, got {schedule!r}")
+    if schedule in TWO_HALVES and named:
+        raise ConfigError(
+            f"torch keeps what is computed again selectively for one backward, which "
+            f"{' and '.join(TWO_HALVES)} cut in two, got {', '.join(named[:3])} and the "
+            f"schedule {schedule}; recompute all of it, or take interleaved"
+        )
+    make, usual = SCHEDULES[schedule]
+    per_rank = usual if given is None else given
+    if per_rank != usual and (per_rank < 2 or schedule not in ("interleaved", "zero_bubble")):
+        raise ConfigError(
+            f"a rank has {usual} stages by the schedule {schedule}, got {per_rank}; leave it "
+            f"out, or take at least 2 with interleaved or zero_bubble"
+        )
+    return make, per_rank
 
 
 def _agreed_costs(layers: Sequence[nn.Module], sample: Tensor | None) -> list[float]:
