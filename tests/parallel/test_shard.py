@@ -60,7 +60,7 @@ def test_ranks_train_as_one_process_does(stage):
     trained(model, shard(model, adamw(model.parameters()), stage=stage), **shape)
 
 
-@pytest.mark.ranks(2, 4)
+@pytest.mark.ranks(4)
 def test_replicas_of_shards_train_as_one_process_does():
     mesh = hybrid_mesh()
     node = {tuple(group) for group in hpctrain.current().topology.nodes}
@@ -162,7 +162,7 @@ def test_state_in_a_file_has_the_bits_of_state_in_memory(tmp_path, monkeypatch):
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
-@pytest.mark.ranks(2, 4)
+@pytest.mark.ranks(2)
 def test_a_checkpoint_of_one_layout_goes_on_in_another(tmp_path_factory, world):
     folder = world.bcast(str(tmp_path_factory.mktemp("state")))
     (*first, last), losses = batches(3), []
