@@ -262,6 +262,7 @@ bench-full: .venv/stamp ## run every benchmark; figures: perf/results
 	hpctrain launch -n 2 -- python perf/bench_step.py --json perf/results/step-2.json
 	for ranks in 2 4; do hpctrain launch -n $$ranks -- python perf/bench_torch_distributed.py \
 	  --json perf/results/torch-distributed-$$ranks.json; done
+	hpctrain launch -n 4 -- python perf/bench_layouts.py --json perf/results/layouts-4.json
 	for ranks in 2 4; do python perf/bench_named.py --ranks $$ranks \
 	  --json perf/results/named-$$ranks.json; done
 	python perf/bench_start.py --json perf/results/start-4.json

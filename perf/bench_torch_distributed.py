@@ -5,7 +5,9 @@
 Both backends are groups of the same ranks in the same processes, and have their turns one after
 the other. Tensors are float32; a call of 8 bytes is the mean of 100 in a row. The step is that of
 ``bench_step.py``: 24 x (Linear(1024) + ReLU), 25.2 M parameters, batch 32, SGD with momentum. DDP
-has its defaults, and FSDP2 shards each Linear and the whole.
+has its defaults, and FSDP2 shards each Linear and the whole. ``alone / hpctrain`` is the step of
+replicas that exchange nothing, by all ranks at once, over the step: what is left to 1 is exposed,
+gathers and sums that no calculation hides, and copies into and out of them.
 """
 
 from collections.abc import Callable
@@ -59,6 +61,13 @@ def fsdp2(group: Group) -> Callable[[], None]:
     return MLP.make_step(model, optimizer, optimizer.zero_grad)
 
 
+def alone() -> Callable[[], None]:
+    """Make a step that exchanges nothing."""
+    model = MLP.make_model()
+    optimizer = MLP.optimizer(model.parameters())
+    return MLP.make_step(model, optimizer, optimizer.zero_grad)
+
+
 def main() -> None:
     """Measure both backends in turn, print the table, write the JSON file."""
     parser = arguments(__doc__.splitlines()[0])
@@ -75,11 +84,17 @@ def main() -> None:
     rows, ratios, spreads = [], {}, {}
     for case, (make, count) in cases.items():
         variants = {name: make(group) for name, group in groups.items()}
+        variants |= {"alone": alone()} if case in ("DDP", "FSDP2") else {}
         found = interleave(variants, rounds=options.rounds, repetitions=options.steps)
         del variants
         name = f"gloo / hpctrain, {case}"
         ratios[name] = median(found["gloo"]) / median(found["hpctrain"])
         spreads[name] = spread(found["gloo"], found["hpctrain"], options.rounds)
+        if without := found.pop("alone", []):
+            for each, seconds in found.items():
+                share = f"alone / {each}, {case}"
+                ratios[share] = median(without) / median(seconds)
+                spreads[share] = spread(without, seconds, options.rounds)
         rows.append({"what": case} | of_calls(found, count) | {"gloo / hpctrain": ratios[name]})
     report("torch.distributed", rows, ratios, options.json, spreads)
     dist.destroy_process_group()

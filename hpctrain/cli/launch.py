@@ -49,7 +49,7 @@ def launch(  # noqa: PLR0913 - a command's options
     mpirun: Annotated[str | None, option("PATH", "The launcher to use.")] = None,
     timeout: Annotated[float | None, option("S", "End all ranks after so many seconds.")] = None,
     recover: Annotated[
-        bool, flag("Go on without ranks that die (elastic.run).", "--recover")
+        bool, flag("Go on without ranks that die (elastic.run, hpctrain train).", "--recover")
     ] = False,
     tag_output: Annotated[bool, flag("Each line names its rank.", "--tag-output")] = False,
     no_bind: Annotated[bool, flag("Tie no rank to a core.", "--no-bind")] = False,
@@ -70,8 +70,8 @@ def launch(  # noqa: PLR0913 - a command's options
     WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, ...), so a script for torch.distributed runs unchanged.
 
     One rank's death ends all ranks; under --recover those that are left go on from the last
-    commit of hpctrain.elastic. The exit code is the command's, 124 after --timeout; 85 is
-    a run that has stopped and wants to go on.
+    commit of hpctrain.elastic, or checkpoint of hpctrain train. The exit code is the command's,
+    124 after --timeout; 85 is a run that has stopped and wants to go on.
 
     Examples:
       hpctrain launch -n 4 python train.py --epochs 3
@@ -82,7 +82,7 @@ def launch(  # noqa: PLR0913 - a command's options
 
       hpctrain launch -np 8 --hostfile hosts --network-interface eth0 train.py
 
-      hpctrain launch -n 4 --recover python elastic.py
+      hpctrain launch -n 4 --recover hpctrain train digits.toml
 
       hpctrain launch -n 4 --dry-run python train.py
     """

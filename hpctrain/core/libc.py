@@ -92,6 +92,11 @@ def advise_memory(address: int, num_bytes: int, advice: int) -> int:
     return ctypes.get_errno() if refused else 0
 
 
+def trim_heap() -> None:
+    """Give memory that is free back to the system: a heap of large blocks keeps holes."""
+    libc().malloc_trim(ctypes.c_size_t(0))
+
+
 def memory_at(address: int, num_bytes: int) -> Segment:
     """Look at memory that somebody else keeps."""
     return (ctypes.c_char * num_bytes).from_address(address)

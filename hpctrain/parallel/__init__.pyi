@@ -5,8 +5,8 @@ from hpctrain.parallel.mesh import hybrid_mesh as hybrid_mesh
 from hpctrain.parallel.mesh import placement as placement
 from hpctrain.parallel.pipeline import Pipeline as Pipeline
 from hpctrain.parallel.recomputation import recompute as recompute
-from hpctrain.parallel.shard import shard as shard
 from hpctrain.parallel.sharded_optimizer import ShardedOptimizer as ShardedOptimizer
+from hpctrain.parallel.sharding import shard as shard
 from hpctrain.parallel.tensor import tensor_parallel as tensor_parallel
 
 __all__: list[str]

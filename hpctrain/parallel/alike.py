@@ -74,14 +74,14 @@ class Alike:
             if given.dim() > 1:
                 parts = 1 if given.is_floating_point() else self._parts
                 self._mode = _WholeAttention(given.shape[1] // parts, self._parts)
-                self._mode.__enter__()
+                self._mode.__enter__()  # type: ignore[no-untyped-call]
 
     def _leave(self, module: nn.Module, _: object, output: object) -> None:
         if self._outer is not module:
             return
         self._outer = None
         if self._mode is not None:
-            self._mode.__exit__(None, None, None)
+            self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             self._mode = None
         if self._parts > 1 or output is None or self._before == _state(self._device_type):
             return

@@ -95,15 +95,16 @@ def hybrid_mesh(mesh: DeviceMesh | None = None) -> DeviceMesh:
     node_of = {rank: node for node, ranks in enumerate(topology.nodes) for rank in ranks}
     nodes = [node_of[rank] for rank in axis.mesh.tolist()]
     runs = [len(list(run)) for _, run in groupby(nodes)]
+    sizes = ", ".join(map(str, runs))
     refusal = None
     if len({*runs}) > 1 or len(runs) > len({*nodes}):
         refusal = (
             f"HSDP needs equally many ranks of an axis on every node, next to each other, got "
-            f"{format_numbers(runs)} on its nodes; shard over the whole axis, or change the mesh"
+            f"{sizes} on its nodes; shard over the whole axis, or change the mesh"
         )
     raise_if_any(world.current().comm.allgather_object(refusal), TopologyError)
-    sizes = len(runs), runs[0]
-    return axis._unflatten(0, sizes, ("replicate", "shard"))  # noqa: SLF001 - no other name for it
+    parts = {"replicate": len(runs), "shard": runs[0]}
+    return axis._unflatten(0, tuple(parts.values()), tuple(parts))  # noqa: SLF001 - no other name
 
 
 def require_one_axis(mesh: DeviceMesh, axis: str) -> None:
@@ -127,8 +128,8 @@ def _checked(topology: Topology, *, dp: int | None, **inner: int) -> dict[str, i
         )
     strange = {a: n for a, n in (inner | {"dp": dp}).items() if type(n) is not int}
     if strange and strange != {"dp": None}:
-        told = ", ".join(f"{a}={n!r}" for a, n in strange.items() if n is not None)
-        raise TopologyError(f"sizes of axes are whole numbers, got {told}; give an int")
+        found = ", ".join(f"{a}={n!r}" for a, n in strange.items() if n is not None)
+        raise TopologyError(f"sizes of axes are whole numbers, got {found}; give an int")
     rest = math.prod(inner.values())
     if min(rest, *inner.values()) < 1 or topology.size % rest:
         raise TopologyError(

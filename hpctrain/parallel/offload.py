@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from hpctrain.core.errors import ConfigError
-from hpctrain.core.libc import advise_memory, file_system_magic
+from hpctrain.core.libc import advise_memory, file_system_magic, trim_heap
 from hpctrain.core.units import MIB, format_bytes
 from hpctrain.gradients.elementwise import PieceStep
 
@@ -109,6 +109,7 @@ class FileState:
                 self._advise(following, mmap.MADV_WILLNEED)
             self._step_bucket([one for one in bucket if one.parameter.grad is not None], fresh)
             self._advise(bucket, mmap.MADV_DONTNEED)
+            trim_heap()
         self._optimizer.state.update(fresh)
         self._held = [group["params"] for group in groups]
         for group in groups:

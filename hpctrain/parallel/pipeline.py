@@ -5,16 +5,13 @@ import statistics
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from hpctrain.comm.agreement import raise_if_any, require_equal_by
@@ -34,97 +31,24 @@ from hpctrain.parallel.rebalance import (
     timed,
     unpacked,
 )
-from hpctrain.parallel.recomputation import selective_in
 from hpctrain.parallel.split import (
     Chain,
     cut,
     layers_of,
-    left_as_they_are,
-    refusal_of_microbatches,
     seconds_of,
     shared_between,
     total_of,
 )
-
-SCHEDULES = {
-    "gpipe": (schedules.ScheduleGPipe, 1),
-    "1f1b": (schedules.Schedule1F1B, 1),
-    "interleaved": (schedules.ScheduleInterleaved1F1B, 2),
-    "zero_bubble": (schedules.ScheduleInterleavedZeroBubble, 2),
-    "zbv": (schedules.ScheduleZBVZeroBubble, 2),
-}
-"""Torch's schedule, and stages of each rank, unless told otherwise."""
-
-TWO_HALVES = ("zero_bubble", "zbv")
-"""Schedules by which gradients of weights come later than those of inputs."""
+from hpctrain.parallel.stage import (
+    TWO_HALVES,
+    Stage,
+    checked,
+    rank_of_stage,
+    refusal_of_microbatches,
+)
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 Wrap = Callable[[nn.Module], nn.Module]
-
-
-class _Stage(PipelineStage):
-    """A stage that knows how long it has calculated, and how many micro-batches wait in it."""
-
-    in_flight = most_in_flight = 0
-    halves = False  # whether gradients of weights come later than those of inputs
-
-    def reset(self) -> None:
-        self.seconds: dict[str, list[float]] = {}
-        self.in_flight = self.most_in_flight = 0
-
-    @property
-    def busy_s(self) -> float:
-        """Of all micro-batches."""
-        return sum(map(sum, self.seconds.values()))
-
-    @property
-    def usual_s(self) -> float:
-        """Of a micro-batch."""
-        return sum(map(statistics.median, self.seconds.values()))
-
-    @contextmanager
-    def _busy(self, what: str) -> Any:
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds.setdefault(what, []).append(time.perf_counter() - start)
-
-    def _compute_outputs(self, *args: Any, **options: Any) -> Any:
-        # By which torch learns shapes. DDP would take it for a forward whose gradients it sums.
-        inner = self.submod
-        quiet = inner.no_sync() if isinstance(inner, DistributedDataParallel) else nullcontext()
-        with quiet, left_as_they_are([inner], self.device):
-            return super()._compute_outputs(*args, **options)
-
-    def forward_maybe_with_nosync(self, *args: Any, **options: Any) -> Any:
-        out = super().forward_maybe_with_nosync(*args, **options)
-        # Torch cuts the outputs of backwards in two halves off their graph, and cannot cut views.
-        return out.clone() if self.halves and out._is_view() else out  # noqa: SLF001 - no other name
-
-    # Torch hands gradients from stage to stage of a rank also where there are none, without these.
-    def get_local_bwd_output(self, mb_index: int) -> Any:
-        return super().get_local_bwd_output(mb_index) if self.has_backward else ()
-
-    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
-        if self.has_backward:
-            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
-
-    def forward_one_chunk(self, *args: Any, **options: Any) -> Any:
-        self.in_flight += 1
-        self.most_in_flight = max(self.most_in_flight, self.in_flight)
-        with self._busy("forward"):
-            return super().forward_one_chunk(*args, **options)
-
-    def backward_one_chunk(self, *args: Any, **options: Any) -> Any:
-        with self._busy("backward"):
-            found = super().backward_one_chunk(*args, **options)
-        self.in_flight -= 1
-        return found
-
-    def backward_weight_one_chunk(self, *args: Any, **options: Any) -> Any:
-        with self._busy("weights"):
-            return super().backward_weight_one_chunk(*args, **options)
 
 
 class Pipeline:
@@ -185,23 +109,13 @@ class Pipeline:
             *(f"{n} {tuple(p.shape)} {p.dtype}" for n, p in model.named_parameters()),
         ]
         require_equal_by(self._of_axis, told, "a pipeline", "make the same on every rank")
-        if schedule not in SCHEDULES:
-            raise ConfigError(f"schedule is one of {', '.join(SCHEDULES)}, got {schedule!r}")
-        if schedule in TWO_HALVES:
-            _check_two_halves(model, schedule)
+        self._make, per_rank = checked(schedule, stages_per_rank, model)
         chain = layers_of(model, layers)
-        self._make, usual = SCHEDULES[schedule]
-        per_rank = stages_per_rank or usual
-        if per_rank != usual and (per_rank < 2 or schedule not in ("interleaved", "zero_bubble")):
-            raise ConfigError(
-                f"a rank has {usual} stages by the schedule {schedule}, got {per_rank}; leave it "
-                f"out, or take at least 2 with interleaved or zero_bubble"
-            )
         total = per_rank * self._size
         if refusal := refusal_of_microbatches(num_microbatches, self._size, schedule):
             raise ConfigError(refusal)
         self._halves = schedule in TWO_HALVES
-        self._rank_of = [_rank_of(stage, self._size, schedule) for stage in range(total)]
+        self._rank_of = [rank_of_stage(stage, self._size, schedule) for stage in range(total)]
         costs = _agreed_costs([layer for _, layer in chain], sample)
         self.split = cut(costs, total)
         """Layers of each stage, by their numbers."""
@@ -225,7 +139,7 @@ class Pipeline:
         self._tie()
         self._chains = [Chain([layers[number] for number in self.split[stage]]) for stage in mine]
         self._stages = [
-            _Stage(self._wrap(chain), stage, total, self._device, group=self._group)
+            Stage(self._wrap(chain), stage, total, self._device, group=self._group)
             for stage, chain in zip(mine, self._chains, strict=True)
         ]
         for stage_of_rank in self._stages:
@@ -473,23 +387,6 @@ class Pipeline:
         return moved_words(moves)
 
 
-def _check_two_halves(model: nn.Module, schedule: str) -> None:
-    """Raise if torch cannot cut the backward of a model in two."""
-    both = " and ".join(TWO_HALVES)
-    if named := selective_in(model):
-        raise ConfigError(
-            f"torch keeps what is computed again selectively for one backward, which {both} cut "
-            f"in two, got {', '.join(named[:3])} and the schedule {schedule}; recompute all of "
-            f"it, or take interleaved"
-        )
-    if frozen := [name for name, p in model.named_parameters() if not p.requires_grad]:
-        raise ConfigError(
-            f"torch cuts the backward of layers in two ({both}) if all their parameters are "
-            f"trained, got {', '.join(frozen[:3])} frozen and the schedule {schedule}; take "
-            f"interleaved, or 1f1b"
-        )
-
-
 def _digest(tensor: Tensor) -> str:
     """Say in short what a tensor is, and what it holds."""
     flat = tensor.detach().cpu().flatten().contiguous()
@@ -510,12 +407,6 @@ def _of_all(told: object) -> list[Any]:
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, told)
     return found
-
-
-def _rank_of(stage: int, size: int, schedule: str) -> int:
-    """Return which rank has a stage: in turn, or there and back."""
-    there = stage % size
-    return size - 1 - there if schedule == "zbv" and stage >= size else there
 
 
 def _slice(part: range) -> slice:

@@ -126,23 +126,6 @@ def left_as_they_are(modules: Sequence[nn.Module], device: torch.device) -> Iter
             buffers.update(own)
 
 
-def refusal_of_microbatches(number: int, size: int, schedule: str) -> str | None:
-    """Say why ``size`` ranks cannot take so many micro-batches by a schedule of torch, or None."""
-    least = size if schedule == "1f1b" else 1
-    if number < least:
-        return (
-            f"{schedule} of {size} ranks needs at least {least} micro-batches, got {number}; take "
-            f"more, or gpipe"
-        )
-    rounds = max(1, number // size)
-    if schedule in ("interleaved", "zero_bubble") and number % rounds:
-        return (
-            f"by {schedule} {size} ranks take micro-batches in rounds of equally many, got "
-            f"{number} for {rounds} rounds; take {rounds * size}"
-        )
-    return None
-
-
 def cut(
     costs: Sequence[float], num_stages: int, slowness: Sequence[float] | None = None
 ) -> list[range]:

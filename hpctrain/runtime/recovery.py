@@ -53,9 +53,10 @@ def all_are_well(*, am_well: bool) -> bool:
         return agree(_ranks(), am_well=am_well)
 
 
-def shrink() -> list[int]:
+def shrink(*, moves: bool = True) -> list[int]:
     """Make the world of those that are left, and return who is lost. Collective over those left.
 
+    What outlives its world ``moves`` into it, else nothing does: all is made anew.
     If one more dies meanwhile all end with exit code 87 within ``LIMIT_S`` seconds.
     """
     from hpctrain.comm.liveness import shrink as shrunk  # noqa: PLC0415 - a world of one needs no MPI
@@ -67,7 +68,7 @@ def shrink() -> list[int]:
             left, lost = shrunk(ranks)
             if not lost:
                 return []
-            world.go_on(left)
+            world.go_on(left, moves=moves)
     except RankLostError:
         raise
     except Exception as error:

@@ -319,10 +319,10 @@ def _leave(leaving: World, *, raises: bool) -> None:
         leaving.hooks.uninstall()  # an error on its way out still needs them to end all ranks
 
 
-def go_on(ranks: "MpiComm") -> None:
+def go_on(ranks: "MpiComm", *, moves: bool = True) -> None:
     """Leave a world of which ranks are lost for one of ``ranks``, which are left. Collective.
 
-    What has registered with ``rebuild`` to outlive its world is made anew.
+    What has registered with ``rebuild`` to outlive its world is made anew, if it ``moves``.
     """
     global _world
     before, _world = current(), None
@@ -337,7 +337,8 @@ def go_on(ranks: "MpiComm") -> None:
     if before.hooks is not None:
         before.hooks.uninstall()
     join(before.settings, ranks)
-    before.rebuild.move()
+    if moves:
+        before.rebuild.move()
 
 
 def current() -> World:

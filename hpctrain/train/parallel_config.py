@@ -91,6 +91,7 @@ class ParallelConfig:
             "sync.method": (sync.method, "synchronous", "ranks have parts of one model"),
             "sync.compression": (sync.compression, "none", "gradients are summed by torch"),
             "train.reproducible": (train.reproducible, False, "sums depend on the layout"),
+            "train.on_divergence": (train.on_divergence, "stop", "ranks have parts"),
             "train.compile": (train.compile, False, "layers talk to other ranks"),
             "train.ema": (train.ema, 0, "averages are kept of whole models"),
             "log.noise_scale": (run.log.noise_scale, False, "ranks see no gradient of a replica"),

@@ -1,6 +1,7 @@
 """A run from its configuration to the last line."""
 
 import time
+import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -19,6 +20,7 @@ from hpctrain.compress.auto import Auto
 from hpctrain.core.config import Settings
 from hpctrain.core.errors import (
     CheckpointError,
+    CommError,
     ConfigError,
     LaunchError,
     NotFiniteError,
@@ -32,7 +34,7 @@ from hpctrain.data.loader import Loader
 from hpctrain.data.samples import Batch
 from hpctrain.launch.lease import TIMES, Holder, Lease
 from hpctrain.launch.slurm.scheduler import job_end
-from hpctrain.runtime import world
+from hpctrain.runtime import recovery, world
 from hpctrain.runtime.stopping import StopRequests, deadline
 from hpctrain.train.attempts import RunInDirectory
 from hpctrain.train.config import RunConfig
@@ -84,7 +86,7 @@ class _Run:
         self._directory = RunDirectory(loaded.config.directory)
 
     def carry_out(self, given: Mapping[str, Any]) -> int:
-        """Join the world, and train once the directory is free. Collective."""
+        """Join the world, and train; with lost ranks from the last checkpoint on. Collective."""
         config, directory, how = self._loaded.config, self._directory, self._how
         continues = not how.dry_run and goes_on(config, directory, asked=how.resume)
         if not how.dry_run:
@@ -92,12 +94,33 @@ class _Run:
         settings = self._settings(given)
         kept = plan_to_keep(directory, config, settings.engine) if continues else None
         world.join(replace(settings, plan=settings.plan or kept))
+        # Groups of torch.distributed, which divide a model, end with the ranks that they have.
+        recovers = recovery.is_on() and not config.parallel.divides
+        while True:
+            code, error = 0, None
+            try:
+                code = self._take_part()
+            except Exception as caught:
+                if not (recovers and recovery.may_be_loss(caught)):
+                    raise
+                error = caught
+            if not recovers or recovery.all_are_well(am_well=error is None):
+                return code
+            if not recovery.shrink(moves=False):  # all are there: it is an error like any other
+                raise error or CommError("training has failed on another rank, see what that says")
+            if error is not None:
+                traceback.clear_frames(error.__traceback__)  # what was built for the old world
+            is_used = on_root(world.current().comm, directory.is_used)
+            self._how = replace(how, resume=how.resume or is_used)
+
+    def _take_part(self) -> int:
+        """Train in the world that there is, once the directory is free. Collective."""
         self._comm = world.current().comm
         self._console = make_console(shown=self._comm.rank == 0)
-        if how.dry_run:
+        if self._how.dry_run:
             return self._train()
         self._plan_part()  # at once: nobody is waited for, or forced out
-        with held(directory, self._comm, self._console, force=how.force) as lease:
+        with held(self._directory, self._comm, self._console, force=self._how.force) as lease:
             return self._train(lease)
 
     def _settings(self, given: Mapping[str, Any]) -> Settings:

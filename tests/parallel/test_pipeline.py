@@ -8,7 +8,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from hpctrain import ConfigError
 from hpctrain.parallel import Pipeline, build_mesh, tensor_parallel
-from hpctrain.parallel.pipeline import SCHEDULES
+from hpctrain.parallel.stage import SCHEDULES
 from tests.parallel.training import CLIP, LENGTH, adamw, batches, check, lm, loss_of, transformer
 
 DEPTH = 5  # with embedding, norm and head a layer for each of eight stages

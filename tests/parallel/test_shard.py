@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 import hpctrain
-from hpctrain import ConfigError, MismatchError
+from hpctrain import ConfigError, MismatchError, TopologyError
 from hpctrain.parallel import build_mesh, hybrid_mesh, offload, shard
 from tests.parallel.training import CLIP, adamw, batches, check, loss_of, transformer
 
@@ -60,7 +60,7 @@ def test_ranks_train_as_one_process_does(stage):
     trained(model, shard(model, adamw(model.parameters()), stage=stage), **shape)
 
 
-@pytest.mark.ranks(2, 4)
+@pytest.mark.ranks(4)
 def test_replicas_of_shards_train_as_one_process_does():
     mesh = hybrid_mesh()
     node = {tuple(group) for group in hpctrain.current().topology.nodes}
@@ -126,7 +126,7 @@ def train_branches(model, optimizer, ranks, size, num_passes=1):
             model.last.bias.requires_grad_(True)
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(3)
 @pytest.mark.parametrize(("stage", "num_passes"), [(1, 1), (1, 3), (2, 3), (3, 1)])
 def test_layers_unused_by_some_ranks_or_all_frozen_or_used_again_step_as_in_one_process(
     stage, num_passes
@@ -162,7 +162,7 @@ def test_state_in_a_file_has_the_bits_of_state_in_memory(tmp_path, monkeypatch):
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
-@pytest.mark.ranks(2, 4)
+@pytest.mark.ranks(2)
 def test_a_checkpoint_of_one_layout_goes_on_in_another(tmp_path_factory, world):
     folder = world.bcast(str(tmp_path_factory.mktemp("state")))
     (*first, last), losses = batches(3), []
@@ -271,3 +271,33 @@ def test_ranks_that_differ_are_an_error_on_all():
     optimizer.param_groups[0]["lr"] = 0.1 + dist.get_rank()
     with pytest.raises(MismatchError, match=r"rank 1: .*1.1.*set the same on all"):
         optimizer.step()
+
+
+@pytest.mark.ranks(2)
+def test_layers_that_share_weights_stay_together():
+    def made():
+        torch.manual_seed(4)
+        model = nn.Sequential(nn.Embedding(256, 6), nn.Linear(6, 6), nn.Linear(6, 256, bias=False))
+        model[2].weight = model[0].weight
+        return model.double()
+
+    (batch,) = batches(1)
+    alone, model = made(), made()
+    loss_of(alone(batch[0]), batch[1]).backward()
+    adam = adamw(alone.parameters())
+    adam.step()
+    optimizer = shard(model, adamw(model.parameters()), stage=3)
+    local_loss(model, *batch).backward()
+    optimizer.step()
+    assert model[2].weight is model[0].weight
+    whole = model[2].weight.full_tensor().detach()
+    torch.testing.assert_close(whole, alone[2].weight.detach(), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.ranks(3)
+def test_nodes_of_unequal_sizes_are_no_hybrid_mesh():
+    if hpctrain.current().topology.num_nodes == 1:
+        assert hybrid_mesh()["shard"].size() == 3
+    else:
+        with pytest.raises(TopologyError, match="got 2, 1 on its nodes; shard over"):
+            hybrid_mesh()

@@ -1,6 +1,5 @@
 """What a rank holds in each stage is what the ZeRO paper says; a file keeps it out of memory."""
 
-import ctypes
 import gc
 import threading
 from contextlib import contextmanager, nullcontext
@@ -16,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hpctrain import ConfigError
+from hpctrain.core.libc import trim_heap
 from hpctrain.parallel import offload, shard
 from tests.full_disk import largest_file
 from tests.parallel.conftest import started
@@ -97,7 +97,7 @@ def test_live_storages_at_their_most_are_those_of_the_formula(stage, num_passes)
 def anonymous_bytes():
     """Memory of this process that no file has, without what is free."""
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
+    trim_heap()
     return resident()
 
 
@@ -143,7 +143,7 @@ def test_the_memory_of_a_process_is_that_of_its_part(is_in_file, tmp_path, monke
     expected = gradients if is_in_file else 4 * gradients
     assert held == pytest.approx(expected, rel=0.2)
     assert (
-        not is_in_file or most < 2 * gradients
+        not is_in_file or most < 1.5 * gradients
     )  # in memory, values and state are three times that
 
 

@@ -10,8 +10,8 @@ from torch.nn.functional import cross_entropy, mse_loss
 
 from hpctrain import ConfigError, MismatchError
 from hpctrain.parallel import Pipeline, build_mesh
-from hpctrain.parallel.pipeline import SCHEDULES
 from hpctrain.parallel.split import Chain
+from hpctrain.parallel.stage import SCHEDULES
 
 pytestmark = [pytest.mark.usefixtures("nodes"), pytest.mark.ranks(2)]
 

@@ -1,0 +1,149 @@
+"""A stage of a pipeline, and torch's schedules by which stages work."""
+
+import statistics
+import time
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, schedules
+from torch.nn.parallel import DistributedDataParallel
+
+from hpctrain.core.errors import ConfigError
+from hpctrain.parallel.recomputation import selective_in
+from hpctrain.parallel.split import left_as_they_are
+
+SCHEDULES = {
+    "gpipe": (schedules.ScheduleGPipe, 1),
+    "1f1b": (schedules.Schedule1F1B, 1),
+    "interleaved": (schedules.ScheduleInterleaved1F1B, 2),
+    "zero_bubble": (schedules.ScheduleInterleavedZeroBubble, 2),
+    "zbv": (schedules.ScheduleZBVZeroBubble, 2),
+}
+"""Torch's schedule, and stages of each rank, unless told otherwise."""
+
+TWO_HALVES = ("zero_bubble", "zbv")
+"""Schedules by which gradients of weights come later than those of inputs."""
+
+
+class Stage(PipelineStage):
+    """A stage that knows how long it has calculated, and how many micro-batches wait in it."""
+
+    in_flight = most_in_flight = 0
+    halves = False  # whether gradients of weights come later than those of inputs
+
+    def reset(self) -> None:
+        self.seconds: dict[str, list[float]] = {}
+        self.in_flight = self.most_in_flight = 0
+
+    @property
+    def busy_s(self) -> float:
+        """Of all micro-batches."""
+        return sum(map(sum, self.seconds.values()))
+
+    @property
+    def usual_s(self) -> float:
+        """Of a micro-batch."""
+        return sum(map(statistics.median, self.seconds.values()))
+
+    @contextmanager
+    def _busy(self, what: str) -> Any:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds.setdefault(what, []).append(time.perf_counter() - start)
+
+    def _compute_outputs(self, *args: Any, **options: Any) -> Any:
+        # By which torch learns shapes. DDP would take it for a forward whose gradients it sums.
+        inner = self.submod
+        quiet = inner.no_sync() if isinstance(inner, DistributedDataParallel) else nullcontext()
+        with quiet, left_as_they_are([inner], self.device):
+            return super()._compute_outputs(*args, **options)
+
+    def forward_maybe_with_nosync(self, *args: Any, **options: Any) -> Any:
+        out = super().forward_maybe_with_nosync(*args, **options)  # type: ignore[no-untyped-call]
+        # Torch cuts the outputs of backwards in two halves off their graph, and cannot cut views.
+        return out.clone() if self.halves and out._is_view() else out  # noqa: SLF001 - no other name
+
+    # Torch hands gradients from stage to stage of a rank also where there are none, without these.
+    def get_local_bwd_output(self, mb_index: int) -> Any:
+        if not self.has_backward:
+            return ()
+        return super().get_local_bwd_output(mb_index)  # type: ignore[no-untyped-call]
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+        if self.has_backward:
+            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
+    def forward_one_chunk(self, *args: Any, **options: Any) -> Any:
+        self.in_flight += 1
+        self.most_in_flight = max(self.most_in_flight, self.in_flight)
+        with self._busy("forward"):
+            return super().forward_one_chunk(*args, **options)
+
+    def backward_one_chunk(self, *args: Any, **options: Any) -> Any:
+        with self._busy("backward"):
+            found = super().backward_one_chunk(*args, **options)
+        self.in_flight -= 1
+        return found
+
+    def backward_weight_one_chunk(self, *args: Any, **options: Any) -> Any:
+        with self._busy("weights"):
+            return super().backward_weight_one_chunk(*args, **options)
+
+
+def checked(schedule: str, given: int | None, model: nn.Module) -> tuple[Any, int]:
+    """Return torch's schedule and the stages of a rank."""
+    if schedule not in SCHEDULES:
+        raise ConfigError(f"schedule is one of {', '.join(SCHEDULES)}, got {schedule!r}")
+    if schedule in TWO_HALVES:
+        _check_two_halves(model, schedule)
+    make, usual = SCHEDULES[schedule]
+    per_rank = usual if given is None else given
+    if per_rank != usual and (per_rank < 2 or schedule not in ("interleaved", "zero_bubble")):
+        raise ConfigError(
+            f"a rank has {usual} stages by the schedule {schedule}, got {per_rank}; leave it "
+            f"out, or take at least 2 with interleaved or zero_bubble"
+        )
+    return make, per_rank
+
+
+def _check_two_halves(model: nn.Module, schedule: str) -> None:
+    """Raise if torch cannot cut the backward of a model in two."""
+    both = " and ".join(TWO_HALVES)
+    if named := selective_in(model):
+        raise ConfigError(
+            f"torch keeps what is computed again selectively for one backward, which {both} cut "
+            f"in two, got {', '.join(named[:3])} and the schedule {schedule}; recompute all of "
+            f"it, or take interleaved"
+        )
+    if frozen := [name for name, p in model.named_parameters() if not p.requires_grad]:
+        raise ConfigError(
+            f"torch cuts the backward of layers in two ({both}) if all their parameters are "
+            f"trained, got {', '.join(frozen[:3])} frozen and the schedule {schedule}; take "
+            f"interleaved, or 1f1b"
+        )
+
+
+def refusal_of_microbatches(number: int, size: int, schedule: str) -> str | None:
+    """Say why ``size`` ranks cannot take so many micro-batches by a schedule of torch, or None."""
+    least = size if schedule == "1f1b" else 1
+    if number < least:
+        return (
+            f"{schedule} of {size} ranks needs at least {least} micro-batches, got {number}; take "
+            f"more, or gpipe"
+        )
+    rounds = max(1, number // size)
+    if schedule in ("interleaved", "zero_bubble") and number % rounds:
+        return (
+            f"by {schedule} {size} ranks take micro-batches in rounds of equally many, got "
+            f"{number} for {rounds} rounds; take {rounds * size}"
+        )
+    return None
+
+
+def rank_of_stage(stage: int, size: int, schedule: str) -> int:
+    """Return which rank has a stage: in turn, or there and back."""
+    there = stage % size
+    return size - 1 - there if schedule == "zbv" and stage >= size else there
