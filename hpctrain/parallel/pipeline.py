@@ -47,6 +47,7 @@ from hpctrain.parallel.stage import (
     refusal_of_microbatches,
 )
 
+SAME = "make the same on every rank"
 Loss = Callable[[Tensor, Tensor], Tensor]
 Wrap = Callable[[nn.Module], nn.Module]
 
@@ -102,13 +103,8 @@ class Pipeline:
         """
         require_one_axis(mesh, "pp")
         self._mesh, self._group, self._size = mesh, mesh.get_group(), mesh.size()
-        told = [
-            f"schedule {schedule}, {num_microbatches} micro-batches, {stages_per_rank} stages",
-            f"layers {', '.join(layers)}",
-            f"sample {None if sample is None else (tuple(sample.shape), sample.dtype)}",
-            *(f"{n} {tuple(p.shape)} {p.dtype}" for n, p in model.named_parameters()),
-        ]
-        require_equal_by(self._of_axis, told, "a pipeline", "make the same on every rank")
+        asked = f"{schedule=}, {num_microbatches=}, {stages_per_rank=}, layers={[*layers]}"
+        require_equal_by(self._of_axis, [asked, *_told(model, sample)], "a pipeline", SAME)
         self._make, per_rank = checked(schedule, stages_per_rank, model)
         chain = layers_of(model, layers)
         total = per_rank * self._size
@@ -385,6 +381,12 @@ class Pipeline:
         self._stages, self._schedule = [], None  # before others wrap the same parameters
         self._place(layers)
         return moved_words(moves)
+
+
+def _told(model: nn.Module, sample: Tensor | None) -> list[str]:
+    """Say what ranks of a pipeline are given, for others."""
+    first = f"sample {None if sample is None else (tuple(sample.shape), sample.dtype)}"
+    return [first, *(f"{n} {tuple(p.shape)} {p.dtype}" for n, p in model.named_parameters())]
 
 
 def _digest(tensor: Tensor) -> str:

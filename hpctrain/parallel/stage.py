@@ -33,6 +33,7 @@ class Stage(PipelineStage):
     halves = False  # whether gradients of weights come later than those of inputs
 
     def reset(self) -> None:
+        """Forget the times and counts of the last step."""
         self.seconds: dict[str, list[float]] = {}
         self.in_flight = self.most_in_flight = 0
 
@@ -62,33 +63,39 @@ class Stage(PipelineStage):
             return super()._compute_outputs(*args, **options)
 
     def forward_maybe_with_nosync(self, *args: Any, **options: Any) -> Any:
+        """Return outputs, as copies where torch needs them."""
         out = super().forward_maybe_with_nosync(*args, **options)  # type: ignore[no-untyped-call]
         # Torch cuts the outputs of backwards in two halves off their graph, and cannot cut views.
         return out.clone() if self.halves and out._is_view() else out  # noqa: SLF001 - no other name
 
     # Torch hands gradients from stage to stage of a rank also where there are none, without these.
     def get_local_bwd_output(self, mb_index: int) -> Any:
+        """Return gradients of inputs, for the stage before on this rank."""
         if not self.has_backward:
             return ()
         return super().get_local_bwd_output(mb_index)  # type: ignore[no-untyped-call]
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+        """Take gradients of outputs, of the stage behind on this rank."""
         if self.has_backward:
             super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
     def forward_one_chunk(self, *args: Any, **options: Any) -> Any:
+        """Calculate a micro-batch, and count it."""
         self.in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
         with self._busy("forward"):
             return super().forward_one_chunk(*args, **options)
 
     def backward_one_chunk(self, *args: Any, **options: Any) -> Any:
+        """Calculate its gradients, of inputs alone where backward is cut in two."""
         with self._busy("backward"):
             found = super().backward_one_chunk(*args, **options)
         self.in_flight -= 1
         return found
 
     def backward_weight_one_chunk(self, *args: Any, **options: Any) -> Any:
+        """Calculate the gradients of weights that were left for later."""
         with self._busy("weights"):
             return super().backward_weight_one_chunk(*args, **options)
 

@@ -1,7 +1,7 @@
 """Tensor and sequence parallel layers: torch's styles, chosen by the role of each matrix."""
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, cast
@@ -74,17 +74,7 @@ def tensor_parallel(
     """
     require_one_axis(mesh, "tp")
     gather = partial(_gathered, mesh=mesh)
-    told = [f"sequence={sequence}", *(f"{name}: {role}" for name, role in roles.items())]
-    way_out = "give the same on every rank"
-    require_equal_by(gather, told, "what tensor_parallel is told", way_out)
-    lines = [f"{name} {tuple(p.shape)} {p.dtype}" for name, p in model.named_parameters()]
-    require_equal_by(gather, lines, "the model of tensor parallel ranks")
-    found = _modules_of(model, roles)
-    for name, (module, role) in found.items():
-        _check(name, module, role, mesh.size())
-        _check_counterpart(name, role, found)
-    if sequence:
-        require_a_divided_stream(model, found)
+    found = _checked(model, gather, roles, mesh.size(), sequence=sequence)
     shared = _shared(model)
     _divide(model, found, mesh, sequence=sequence)
     Alike(gather, mesh.device_type, mesh.size() if sequence else 1).watch(model)
@@ -92,6 +82,29 @@ def tensor_parallel(
         for module, other in others:
             module.register_parameter(other, getattr(first, name))
     return model
+
+
+def _checked(
+    model: nn.Module,
+    gather: Callable[[object], list[Any]],
+    roles: Mapping[str, str],
+    size: int,
+    *,
+    sequence: bool,
+) -> dict[str, tuple[nn.Module, str]]:
+    """Return module and role by name; raise on all ranks if these cannot divide the model so."""
+    told = [f"sequence={sequence}", *(f"{name}: {role}" for name, role in roles.items())]
+    way_out = "give the same on every rank"
+    require_equal_by(gather, told, "what tensor_parallel is told", way_out)
+    lines = [f"{name} {tuple(p.shape)} {p.dtype}" for name, p in model.named_parameters()]
+    require_equal_by(gather, lines, "the model of tensor parallel ranks")
+    found = _modules_of(model, roles)
+    for name, (module, role) in found.items():
+        _check(name, module, role, size)
+        _check_counterpart(name, role, found)
+    if sequence:
+        require_a_divided_stream(model, found)
+    return found
 
 
 def _divide(
