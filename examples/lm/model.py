@@ -42,6 +42,11 @@ class Attention(nn.Module):
 
     def __init__(self, width: int, num_heads: int) -> None:
         super().__init__()
+        if width % (2 * num_heads):
+            raise ValueError(
+                f"every head has a pair of features or more, got a width of {width} for "
+                f"{num_heads} heads; take a multiple of {2 * num_heads}"
+            )
         self.head_width = width // num_heads
         self.query, self.key, self.value, self.out = (
             nn.Linear(width, width, bias=False) for _ in range(4)
