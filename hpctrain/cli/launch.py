@@ -2,7 +2,6 @@
 
 import shlex
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,15 +16,12 @@ from hpctrain.launch.installed_horovod import without_horovod
 from hpctrain.launch.mpiexec import read_hostfile
 from hpctrain.launch.mpirun import find_mpirun
 from hpctrain.launch.program import resolve
-from hpctrain.launch.restart import hosts_left, num_places, resumed
-from hpctrain.launch.supervise import TIMED_OUT, supervise
+from hpctrain.launch.supervise import supervise
 
 CONTEXT_SETTINGS = {"allow_extra_args": True, "allow_interspersed_args": False}
 """Options end where the command begins: those behind it are the command's own."""
 
 INTERRUPTED = 130  # exit code after Ctrl-C, as a shell has it
-_ENDS = (0, 2, STOPPED, TIMED_OUT)
-"""Codes of what would end so again, or has ended well; 2 is a mistake in options or keys."""
 
 
 @with_options
@@ -55,9 +51,6 @@ def launch(  # noqa: PLR0913 - a command's options
     recover: Annotated[
         bool, flag("Go on without ranks that die (elastic.run, hpctrain train).", "--recover")
     ] = False,
-    restart: Annotated[
-        int, option("N", "Start again up to N times when it fails.", "--restart", min=0)
-    ] = 0,
     tag_output: Annotated[bool, flag("Each line names its rank.", "--tag-output")] = False,
     no_bind: Annotated[bool, flag("Tie no rank to a core.", "--no-bind")] = False,
     mpi_args: Annotated[
@@ -80,9 +73,6 @@ def launch(  # noqa: PLR0913 - a command's options
     commit of hpctrain.elastic, or checkpoint of hpctrain train. The exit code is the command's,
     124 after --timeout; 85 is a run that has stopped and wants to go on.
 
-    Under --restart N a command that fails, but by --timeout, is started again, of hpctrain train
-    with the run that there is; of --hosts on those where a program can still be started.
-
     Examples:
       hpctrain launch -n 4 python train.py --epochs 3
 
@@ -93,8 +83,6 @@ def launch(  # noqa: PLR0913 - a command's options
       hpctrain launch -np 8 --hostfile hosts --network-interface eth0 train.py
 
       hpctrain launch -n 4 --recover hpctrain train digits.toml
-
-      hpctrain launch -n 4 --hosts a:2,b:2 --restart 3 hpctrain train digits.toml
 
       hpctrain launch -n 4 --dry-run python train.py
     """
@@ -117,8 +105,14 @@ def launch(  # noqa: PLR0913 - a command's options
         variables=mpiexec.rendezvous(hosts, allocated=allocated) | variables(of_horovodrun),
         extra=tuple(shlex.split(mpi_args or "")),
     )
-    start = partial(mpiexec.command, mpirun=found, nodes=nodes, options=options)
-    line = start(resolve(ctx.args), num_ranks=num_ranks, hosts=hosts)
+    line = mpiexec.command(
+        resolve(ctx.args),
+        num_ranks=num_ranks,
+        mpirun=found,
+        nodes=nodes,
+        hosts=hosts,
+        options=options,
+    )
     if told := without_horovod(ctx.args):
         typer.echo(f"hpctrain: {told}", err=True)
     if dry_run:
@@ -128,18 +122,6 @@ def launch(  # noqa: PLR0913 - a command's options
         typer.echo(f"hpctrain: {shlex.join(line)}", err=True)
     try:
         code = supervise(line, environ=mpiexec.environment(), timeout_s=timeout)
-        while code not in _ENDS and restart > 0:
-            restart -= 1
-            if hosts:
-                hosts = hosts_left(hosts, found, options)
-                num_ranks = min(num_ranks, num_places(hosts))
-            typer.echo(
-                f"hpctrain: the ranks have ended with code {code}; {num_ranks} start again on "
-                f"{hosts or 'this host'}, {restart} more times if need be",
-                err=True,
-            )
-            line = start(resolve(resumed(ctx.args)), num_ranks=num_ranks, hosts=hosts)
-            code = supervise(line, environ=mpiexec.environment(), timeout_s=timeout)
     except KeyboardInterrupt:
         code = INTERRUPTED
     if code == STOPPED:

@@ -24,9 +24,6 @@ _SILENT = re.compile(rb"exiting\s+improperly")  # of one that could say nothing
 _TOLD = re.compile(rb"\[rank \d+\] |Traceback \(most")  # by a rank, of its end
 _RECENT_S = 1.0  # words of a rank that are older are not about its end
 
-LOST = "a node is lost"  # is heard where a launcher says so
-_LOSSES = re.compile(rb"lost communication with a remote daemon|daemon failed to report back")
-"""What Open MPI 5 says of a node that is gone; its mpirun may then end with 0, or not at all."""
 _LONGEST = 30  # lines of a launcher's box; what is longer is something else
 
 _TRACEBACK = b"Traceback (most recent call last):"
@@ -39,8 +36,7 @@ def fold(process: subprocess.Popen[bytes], heard: set[str]) -> None:
 
     Where no rank has said a word about its end, they are the only news, and stay; not where all
     have stopped as they were asked. A traceback of several ranks, as of a script that fails before
-    they know each other, comes once. Of ``BEGUN``, ``ENDED`` and ``LOST`` what has come is
-    ``heard``.
+    they know each other, comes once. Of ``BEGUN`` and ``ENDED`` what has come is ``heard``.
     """
     box: list[bytes] = []
     held = b""  # what may come before the words of a rank
@@ -56,7 +52,6 @@ def fold(process: subprocess.Popen[bytes], heard: set[str]) -> None:
             held += text
             continue
         heard |= {said for said in (BEGUN, ENDED) if said.encode() in text}
-        heard |= {LOST} if _LOSSES.search(text) else set()
         if text.strip() and not is_rule:
             has_told, spoke_at = has_told or bool(_TOLD.search(text)), time.monotonic()
         _write(sink, text)

@@ -7,17 +7,17 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType
 from typing import IO
 
-from hpctrain.cluster.env import ASKED, BEGUN, ENDED
+from hpctrain.cluster.env import ASKED, BEGUN
 from hpctrain.cluster.process import stat
 from hpctrain.core.errors import LaunchError
 from hpctrain.launch.mpiexec import is_guard
-from hpctrain.launch.stderr import LOST, fold
+from hpctrain.launch.stderr import fold
 
 FOLDER = "PRTE_MCA_prte_local_tmpdir_base"
 """Tells mpirun of Open MPI 5 where to keep them; others do not look at it."""
@@ -51,17 +51,15 @@ def supervise(
     wait ``save_s`` longer: Open MPI's mpirun kills ranks as it ends, saved or not. SIGUSR1 goes to
     mpirun, which hands it to the ranks: they may stop in their own time. A signal that ends mpirun
     itself comes back as 128 plus its number, as a shell has it, a launch that took more than
-    ``timeout_s`` as 124, and 0 of one that has lost a node, or that recovers and whose ranks have
-    not said that they have come to their end, as 1.
-
-    Raises ``LaunchError``: the program cannot be started.
+    ``timeout_s`` as 124, and 0 of one that recovers, and whose ranks have not said that they have
+    come to their end, as 1. Raises ``LaunchError``: the program cannot be started.
     ``KeyboardInterrupt``: Ctrl-C came and the ranks did not stop by themselves; raised when mpirun
     has ended.
     """
     with session(environ) as own:
         process = _started(line, own)
         heard = set[str]()
-        ending = _Ending(process, own.get(ASKED), heard, grace_s=grace_s, save_s=save_s)
+        ending = _Ending(process, own.get(ASKED), grace_s=grace_s, save_s=save_s)
         told = threading.Thread(target=fold, args=(process, heard), daemon=True, name="stderr")
         told.start()
         limit = threading.Timer(timeout_s or 0, ending.on_timeout)
@@ -79,9 +77,8 @@ def supervise(
         raise KeyboardInterrupt
     if ending.timed_out:
         return TIMED_OUT
-    if code == 0 and (LOST in heard or (BEGUN in heard and ENDED not in heard)):
-        why = "a node is lost" if LOST in heard else "no rank has come to its end"
-        sys.stderr.write(f"hpctrain: {why}: the run has failed\n")
+    if code == 0 and heard == {BEGUN}:
+        sys.stderr.write("hpctrain: no rank has come to its end: the run has failed\n")
         return 1
     return code if code >= 0 else 128 - code
 
@@ -129,15 +126,9 @@ class _Ending:
     """The ladder from a polite signal to SIGKILL; each rung is taken once."""
 
     def __init__(
-        self,
-        process: subprocess.Popen[bytes],
-        note: str | None,
-        heard: Set[str],
-        *,
-        grace_s: float,
-        save_s: float,
+        self, process: subprocess.Popen[bytes], note: str | None, *, grace_s: float, save_s: float
     ) -> None:
-        self.process, self.note, self.heard = process, note, heard
+        self.process, self.note = process, note
         self.grace_s, self.save_s = grace_s, save_s
         self.timed_out = False
         self.is_granted = False  # the ranks were asked to stop, and nothing was done to them since
@@ -147,20 +138,18 @@ class _Ending:
     def wait(self) -> int:
         """Wait for mpirun, also for one that does not end although all its ranks have.
 
-        Open MPI's can deadlock in its own end when a rank has failed before ``MPI_Init``, and when
-        a node is gone with its daemon.
+        Open MPI's can deadlock in its own end when a rank has failed before ``MPI_Init``.
         """
         orphaned_s = 0.0
         while True:
             try:
                 return self.process.wait(LOOK_S)
             except subprocess.TimeoutExpired:
-                has_lost = LOST in self.heard
-                is_over = has_lost or has_only_dead_children(self.process.pid)
-                orphaned_s = orphaned_s + LOOK_S if is_over else 0
+                orphaned_s = orphaned_s + LOOK_S if has_only_dead_children(self.process.pid) else 0
             if orphaned_s >= ORPHANED_S:
-                what = "it has lost a node" if has_lost else "its ranks have ended"
-                sys.stderr.write(f"hpctrain: mpirun hangs after {what}; it is killed\n")
+                sys.stderr.write(
+                    "hpctrain: mpirun hangs after its ranks have ended; it is killed\n"
+                )
                 self.kill()
 
     @contextlib.contextmanager
