@@ -54,6 +54,7 @@ def build_mesh(
     world.init()
     if not dist.is_initialized():
         dist.init_process_group("hpctrain")
+        _forget_earlier_meshes()
     here = world.current()
     with agreed(here.comm, TopologyError):
         sizes = _checked(here.topology, dp=dp, pp=pp, cp=cp, tp=tp)
@@ -64,6 +65,16 @@ def build_mesh(
     if here.topology.rank == 0:
         sys.stderr.write("".join(f"hpctrain: {line}\n" for line in placement(mesh).splitlines()))
     return mesh
+
+
+def _forget_earlier_meshes() -> None:
+    """Drop what torch has planned for meshes of the same ranks whose groups are gone."""
+    from torch.distributed.tensor import _redistribute, debug  # noqa: PLC0415 - takes a second
+
+    debug._clear_sharding_prop_cache()  # noqa: SLF001 - there is no public name
+    for each in vars(_redistribute).values():
+        if hasattr(each, "cache_clear"):
+            each.cache_clear()
 
 
 def gradient_mesh(mesh: DeviceMesh) -> DeviceMesh:
