@@ -209,9 +209,16 @@ def _drawn(before: dict[str, object]) -> list[str]:
     return [name for name, state in now.items() if state != before[name]]
 
 
+_LOOK = threading.Lock()
+"""Torch holds its generator's lock when a garbage collection lets another thread run Python: that
+one must not ask for the same state meanwhile, as it would wait for the lock with Python's own."""
+
+
 def _states() -> dict[str, object]:
+    with _LOOK:
+        of_torch = torch.default_generator.get_state().numpy().tobytes()
     return {
-        "torch": torch.default_generator.get_state().numpy().tobytes(),
+        "torch": of_torch,
         "numpy": pickle.dumps(np.random.get_state(legacy=False)),  # noqa: NPY002 - the global one
         "random": random.getstate(),
     }

@@ -39,6 +39,13 @@ def model(**shape) -> nn.Module:
     return transformer(**shape)
 
 
+def odd_model() -> nn.Module:
+    """Two ranks cannot divide its matrices."""
+    found = nn.Sequential(nn.Embedding(256, 9), nn.Linear(9, 9), nn.Linear(9, 9))
+    found.parallel_roles = {"1": "column", "2": "row"}
+    return found
+
+
 loss = loss_of
 layers, roles = lm.LAYERS, lm.ROLES
 
