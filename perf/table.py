@@ -119,10 +119,13 @@ def of_step(found: Record) -> Iterator[Ratio]:
 def of_torch_distributed(found: Record) -> Iterator[Ratio]:
     """The backend of torch.distributed."""
     for name, value in found["ratios"].items():
+        of, _, case = name.partition(", ")
+        if of != "gloo / hpctrain":  # the step of ranks that exchange nothing, over one that does
+            continue
         yield Ratio(
             what=f"torch.distributed, {found['machine']['ranks']} ranks on one node",
             peer="gloo",
-            case=name.partition(", ")[2],
+            case=case,
             value=value,
             spread=found.get("spreads", {}).get(name, ()),
         )
