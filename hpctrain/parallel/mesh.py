@@ -69,10 +69,13 @@ def build_mesh(
 
 def _forget_earlier_meshes() -> None:
     """Drop what torch has planned for meshes of the same ranks whose groups are gone."""
-    from torch.distributed.tensor import _redistribute, debug  # noqa: PLC0415 - takes a second
+    planned = sys.modules.get("torch.distributed.tensor._redistribute")
+    if planned is None:  # nothing: it takes a second to load
+        return
+    from torch.distributed.tensor import debug  # noqa: PLC0415
 
     debug._clear_sharding_prop_cache()  # noqa: SLF001 - there is no public name
-    for each in vars(_redistribute).values():
+    for each in vars(planned).values():
         if hasattr(each, "cache_clear"):
             each.cache_clear()
 

@@ -9,9 +9,9 @@ communication capability: design and rationale".
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 from hpctrain.comm.mpi_world import is_loss
 from hpctrain.core.errors import CommError, RankLostError
@@ -23,6 +23,8 @@ from hpctrain.runtime.abort import RANK_LOST
 if TYPE_CHECKING:
     from hpctrain.comm.mpi_world import MpiComm
 
+T = TypeVar("T")
+
 LIMIT_S = 60.0
 """Longest time for the ranks that are left to make their world: if one dies meanwhile, all end."""
 
@@ -31,6 +33,35 @@ def is_on() -> bool:
     """Say whether this world recovers, see ``hpctrain launch --recover``."""
     here = world.current()
     return here.settings.recover and here.ranks is not None
+
+
+class Attempt(NamedTuple, Generic[T]):
+    """How something that all ranks do together has ended."""
+
+    result: T | None  # None where ranks were lost
+    lost: list[int]  # their numbers, in the world before
+    error: Exception | None  # that this rank has met then
+
+
+def attempt(function: Callable[[], T], *, moves: bool = True) -> Attempt[T]:
+    """Call a function on all ranks; shrink the world if ranks are lost meanwhile, see ``shrink``.
+
+    Collective over those that are left. Any other error passes through, and ends all ranks.
+    """
+    result: T | None = None
+    error: Exception | None = None
+    try:
+        result = function()
+    except Exception as caught:
+        if not may_be_loss(caught):
+            raise
+        error = caught
+    if all_are_well(am_well=error is None):
+        return Attempt(result, [], None)
+    lost = shrink(moves=moves)
+    if not lost:  # all are there: it is an error like any other
+        raise error or CommError("the attempt has failed on another rank, see what that says")
+    return Attempt(None, lost, error)
 
 
 def may_be_loss(error: BaseException) -> bool:

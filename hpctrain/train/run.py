@@ -20,7 +20,6 @@ from hpctrain.compress.auto import Auto
 from hpctrain.core.config import Settings
 from hpctrain.core.errors import (
     CheckpointError,
-    CommError,
     ConfigError,
     LaunchError,
     NotFiniteError,
@@ -96,18 +95,12 @@ class _Run:
         world.join(replace(settings, plan=settings.plan or kept))
         # Groups of torch.distributed, which divide a model, end with the ranks that they have.
         recovers = recovery.is_on() and not config.parallel.divides
+        if not recovers:
+            return self._take_part()
         while True:
-            code, error = 0, None
-            try:
-                code = self._take_part()
-            except Exception as caught:
-                if not (recovers and recovery.may_be_loss(caught)):
-                    raise
-                error = caught
-            if not recovers or recovery.all_are_well(am_well=error is None):
+            code, _, error = recovery.attempt(self._take_part, moves=False)
+            if code is not None:
                 return code
-            if not recovery.shrink(moves=False):  # all are there: it is an error like any other
-                raise error or CommError("training has failed on another rank, see what that says")
             if error is not None:
                 traceback.clear_frames(error.__traceback__)  # what was built for the old world
             is_used = on_root(world.current().comm, directory.is_used)

@@ -130,20 +130,8 @@ def _agreed_in_place(attempt: Callable[[], object]) -> Ending:
 
     Collective over those. A program's own error passes through, and ends all ranks.
     """
-    error: Exception | None = None
-    together = Ending(End.LOST)
-    try:
-        together = agree(_ending_of(attempt))
-    except Exception as caught:
-        if not recovery.may_be_loss(caught):
-            raise
-        error = caught
-    if recovery.all_are_well(am_well=error is None):
-        return together
-    lost = recovery.shrink()
-    if not lost:  # all are there: it is an error like any other
-        raise error or CommError("the attempt has failed on another rank, see what that says")
-    return Ending(End.LOST, error, text=f"{format_ranks(lost)} died")
+    together, lost, error = recovery.attempt(lambda: agree(_ending_of(attempt)))
+    return together or Ending(End.LOST, error, text=f"{format_ranks(lost)} died")
 
 
 def _ending_of(attempt: Callable[[], object]) -> Ending:
