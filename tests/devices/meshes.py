@@ -1,6 +1,6 @@
 """Models that ranks divide on CUDA train as one process on the CPU: ``meshes.py [NAME ...]``.
 
-Below any launcher. NCCL moves their tensors; where ranks share a card it must be one that lets them.
+Below any launcher. NCCL moves their tensors; where ranks share a card it lets them from 2.30 on.
 """
 
 import sys
