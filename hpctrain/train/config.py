@@ -219,7 +219,7 @@ class TrainingConfig:
         require(
             self.device in ("auto", "cpu") or not (self.reproducible or self.shard == "node"),
             "train.device is cpu for train.reproducible = true and for train.shard = node: leave "
-            "one of them out",
+            "one of them out, or divide the state on cards by parallel.zero = 1",
             self.device,
         )
         require(
