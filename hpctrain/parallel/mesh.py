@@ -13,7 +13,7 @@ from hpctrain.cluster.topology import Topology
 from hpctrain.comm.agreement import agreed, raise_if_any, require_equal
 from hpctrain.core.errors import ConfigError, TopologyError
 from hpctrain.core.units import format_numbers
-from hpctrain.runtime import torch_backend, world
+from hpctrain.runtime import world
 
 AXES = ("dp", "pp", "cp", "tp")
 """Axes of a mesh, from who speaks least to who speaks most."""
@@ -54,7 +54,6 @@ def build_mesh(
     """
     world.init()
     if not dist.is_initialized():
-        torch_backend.register()  # torch has not where TORCH_DEVICE_BACKEND_AUTOLOAD=0
         dist.init_process_group("hpctrain")
         _forget_earlier_meshes()
     here = world.current()

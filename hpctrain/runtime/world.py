@@ -119,7 +119,6 @@ def init(
     """
     chosen, *others = _communicators(comm)
     if _world is None:
-        torch_backend.register()
         settings = Settings.from_env()
         if ranks_per_node is not None:
             if ranks_per_node < 1:
@@ -172,6 +171,7 @@ def join(settings: Settings, chosen: object = None) -> None:
     global _world  # noqa: PLW0603 - the one place
     if _world is not None:
         return
+    torch_backend.register()
     lazy_dynamo.install()
     ranks = find_world(chosen)
     # From here on nobody fails alone.
