@@ -63,7 +63,7 @@ class TrainingLoop:
         self._state, self._task = state, state.task
         self._metrics, self._progress, self._boundary = metrics, progress, boundary
         self._profiler = profiler
-        self._guard = StepGuard(state.task, metrics)
+        self._guard = StepGuard(state.task, metrics, state.guard)
         self._savings = SavingsMeter(state.task)
 
     def train(self) -> Outcome | Stopped:
@@ -141,7 +141,8 @@ class TrainingLoop:
         """Take one step, record it where that is due, and return the ranks' wishes."""
         state, task, guard = self._state, self._task, self._guard
         self._profiler.before(state.step + 1)
-        factor = task.schedule(state.step)
+        rate = guard.rate(state.step + 1)
+        factor = task.schedule(state.step) * rate
         lr = task.config.optimizer.lr * factor
         for group, peak in zip(task.optimizer.param_groups, task.peaks, strict=True):
             group["lr"] = peak * factor
@@ -157,7 +158,7 @@ class TrainingLoop:
             num_samples=num_samples,
             work_s=work_s,
             communication_s=communication_s,
-            num_skipped=int(leads and not is_taken),
+            num_skipped=guard.num_left_out if leads and not is_taken else 0,
         )
         moved, input_s = task.comm.traffic().since(before), state.tally.input_s
         self._savings.add(moved)
@@ -179,7 +180,7 @@ class TrainingLoop:
             )
         state.step += 1
         if is_recorded(task, state.step, state.tally.num_steps):
-            self._record(epoch, lr)
+            self._record(epoch, lr * guard.rate(state.step) / rate)
         every = task.config.train.check_replicas
         is_due = isinstance(every, int) and state.step - state.checked_step >= every
         if is_due or (heals(task) and task.exchange.raised_flags & PARTED):
@@ -227,6 +228,8 @@ class TrainingLoop:
         self._progress.advance(state.step, interval, rounds)
         if interval.num_skipped:
             self._progress.tell(left_out(interval.num_skipped))
+        if task.sync is not None:
+            self._guard.check_left_out(state.num_skipped)
 
     def _score(self) -> float | None:
         """Return what is larger for a better model; None where no test says so."""
@@ -278,7 +281,7 @@ def hash_of(task: Task) -> str:
 def left_out(num_steps: int) -> str:
     """Say for people that steps were left out."""
     steps = "1 step was" if num_steps == 1 else f"{num_steps} steps were"
-    return f"{steps} left out: loss or gradients were not finite"
+    return f"{steps} left out: not finite, or a spike of the loss"
 
 
 def train_step(task: Task, batch: Batch, guard: StepGuard) -> tuple[float, int, bool]:
