@@ -382,8 +382,9 @@ class LogConfig:
     every_steps: Number = 10
     """Steps between two records in metrics.jsonl, about: an epoch is cut into equal parts."""
     to: Texts = field(default_factory=list)
-    """Loggers besides: "csv", "tensorboard", "wandb", or "module:function" that takes the run's
-    folder and its configuration and returns an object with write(record) and close()."""
+    """Loggers besides: "csv", "prometheus", "tensorboard", "wandb", or "module:function" that
+    takes the run's folder and its configuration and returns an object with write(record) and
+    close()."""
     plots: bool = True
     """Draw plots/training.png at the end, or where the run stops; needs matplotlib."""
     hash_every: Count = 0

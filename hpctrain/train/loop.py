@@ -12,11 +12,13 @@ from torch import Tensor, nn
 from hpctrain.checkpoint.format.state_hash import state_hash
 from hpctrain.comm.agreement import agreed
 from hpctrain.core.errors import NotFiniteError
+from hpctrain.core.logs import logger
 from hpctrain.core.records import record
 from hpctrain.core.user_error import noted
 from hpctrain.data.samples import Batch
 from hpctrain.gradients.checked_steps import PARTED
 from hpctrain.optim.noise_scale import Measured
+from hpctrain.runtime import world
 from hpctrain.train.boundary import SAVE, STOP, Boundary
 from hpctrain.train.console import Progress
 from hpctrain.train.evaluate import evaluate
@@ -26,6 +28,7 @@ from hpctrain.train.profiler import Profiler
 from hpctrain.train.run_state import RunState, check_replicas, heals, mean_sums
 from hpctrain.train.savings_meter import SavingsMeter
 from hpctrain.train.scores import LOSS, Scores
+from hpctrain.train.stragglers import Stragglers
 from hpctrain.train.sync_method import figures
 from hpctrain.train.task import Task
 
@@ -65,6 +68,9 @@ class TrainingLoop:
         self._profiler = profiler
         self._guard = StepGuard(state.task, metrics, state.guard)
         self._savings = SavingsMeter(state.task)
+        topology = world.current().topology
+        pairs = zip(topology.hosts, topology.nodes, strict=True)
+        self._stragglers = Stragglers({rank: host for host, ranks in pairs for rank in ranks})
 
     def train(self) -> Outcome | Stopped:
         """Take all steps that are left. Collective.
@@ -86,8 +92,7 @@ class TrainingLoop:
                 if wishes & STOP:
                     return Stopped(reason=boundary.stop(state), step=state.step)
                 if wishes & SAVE and loader.consumed < self._task.num_train_samples:
-                    boundary.save(state)
-                    self._resume_clock()
+                    self._save()
             # The loader is at the start of the next epoch now.
             self._end_epoch(epoch, wants_save=bool(wishes & SAVE))
         assert state.scores is not None
@@ -115,7 +120,7 @@ class TrainingLoop:
             self._test(epoch)
         self._progress.epoch_ended(epoch, state.scores if is_tested else None)
         if wants_save or (is_tested and task.config.keep_best):
-            self._boundary.save(state, score=self._score() if is_tested else None)
+            self._save(self._score() if is_tested else None)
         self._resume_clock()
 
     def _test(self, epoch: int) -> None:
@@ -131,6 +136,13 @@ class TrainingLoop:
         self._guard.check_test(state.scores, state.step, epoch)
         place = {"step": state.step, "epoch": epoch, "metric": state.scores.metric}
         state.best.see(self._score(), **place)
+
+    def _save(self, score: float | None = None) -> None:
+        """Write a checkpoint while training goes on. Collective."""
+        start = perf_counter()
+        self._boundary.save(self._state, score=score)
+        self._state.tally.add_checkpoint(perf_counter() - start)
+        self._resume_clock()
 
     def _resume_clock(self) -> None:
         """Leave what was done between two steps out of their measured time."""
@@ -208,6 +220,11 @@ class TrainingLoop:
         state.training_s += interval.num_steps * interval.step_s
         state.num_skipped += interval.num_skipped
         rounds = {} if task.sync is None else figures(task.sync)
+        for line in self._stragglers.see(interval.of_ranks):
+            if task.comm.rank == 0:
+                logger.warning(line)
+        slow = self._stragglers.counts(task.comm.size)
+        self._metrics.write_ranks(state.step, {**interval.of_ranks, "slow": slow})
         noise = task.noise and task.noise.value(mean_sums(task.noise, task.comm))
         self._metrics.write(
             "step",
@@ -224,7 +241,6 @@ class TrainingLoop:
             **rounds,
             **self._savings.take(),
         )
-        self._metrics.write_ranks(state.step, interval.of_ranks)
         self._progress.advance(state.step, interval, rounds)
         if interval.num_skipped:
             self._progress.tell(left_out(interval.num_skipped))
