@@ -64,6 +64,9 @@ class DataConfig:
     ever."""
     prefetch: Number = 4
     """Batches read ahead."""
+    split: str = ""
+    """File of hpctrain data split --by-label: each rank learns from its part of the training data,
+    or from several; when empty, all ranks share all samples."""
     stage: str = ""
     """Folder on each node to copy the training data to, or auto; when empty, none is copied."""
     on_corrupt: Literal["raise", "skip"] = "raise"
@@ -325,17 +328,37 @@ class SyncConfig:
     args: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of a local method, such as state = "average"; post_local_sgd also takes
     start_epochs, and staged_sgd warmup_epochs and cooldown_epochs, a tenth of the run each."""
+    fraction: Positive = 1.0
+    """Of a local method: part of the ranks, at most 1 and at least one of them, that is drawn for
+    each round by the seed of the run. The others leave its steps out."""
+    proximal: AtLeast0 = 0.0
+    """Of a local method: mu of FedProx's term mu/2 ||w - w_round||^2, which holds local steps near
+    the model that the round has begun with; 0 for none."""
 
     def __post_init__(self) -> None:
+        require(
+            self.fraction <= 1,
+            "sync.fraction is a part of the ranks, at most 1",
+            self.fraction,
+        )
+        require(
+            (self.fraction == 1 and not self.proximal)
+            or (self.is_local and self.method != "staged_sgd"),
+            f"sync.fraction and sync.proximal are for local_sgd, post_local_sgd, "
+            f"hierarchical_local_sgd and diloco, not for sync.method = {self.method}: leave them "
+            f"out, or choose another method",
+            (self.fraction, self.proximal),
+        )
         require(
             not (self.method == "staged_sgd" and self.steps == "auto"),
             "sync.steps is a number for sync.method = staged_sgd, which changes it by the loss",
             self.steps,
         )
-        keys = {"steps", "compression", "compression_args"} & self.args.keys()
+        beside = ("steps", "compression", "compression_args", "fraction", "proximal")
+        keys = {*beside} & self.args.keys()
         require(
             not keys,
-            "sync.args has the other arguments of a method: write steps and compression beside it",
+            f"sync.args has the other arguments of a method: write {', '.join(beside)} beside it",
             sorted(keys),
         )
         require(

@@ -350,8 +350,10 @@ def _backward(task: Task, batch: Batch, guard: StepGuard) -> tuple[float, int]:
         return found, batch.num_samples if task.parallel.leads else 0
     task.optimizer.zero_grad()
     nominal = task.config.train.global_batch / task.comm.size
-    task.exchange.set_num_samples(batch.num_samples, nominal=nominal)
-    pieces = min(task.config.train.accumulate, batch.num_samples)
+    # A rank whose step does not count calculates nothing.
+    num_samples = batch.num_samples if task.sync is None or task.sync.takes_part else 0
+    task.exchange.set_num_samples(num_samples, nominal=nominal)
+    pieces = min(task.config.train.accumulate, num_samples)
     cut = (values.tensor_split(max(pieces, 1)) for values in both)
     parts = [*zip(*cut, strict=True)] if pieces else []
     # What does not fit, mostly does not in the first step on any rank: one error for all of them.
