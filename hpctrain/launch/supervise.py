@@ -16,6 +16,7 @@ from typing import IO, NamedTuple
 
 from hpctrain.cluster.env import ASKED, BEGUN, ENDED
 from hpctrain.cluster.process import stat
+from hpctrain.cluster.start_watch import FAILED
 from hpctrain.core.errors import LaunchError
 from hpctrain.launch.mpiexec import is_guard
 from hpctrain.launch.stderr import LOST, fold
@@ -59,8 +60,9 @@ def supervise(
     wait ``save_s`` longer: Open MPI's mpirun kills ranks as it ends, saved or not. SIGUSR1 goes to
     mpirun, which hands it to the ranks: they may stop in their own time. A signal that ends mpirun
     itself comes back as 128 plus its number, as a shell has it, a launch that took more than
-    ``timeout_s`` as 124, and 0 of one that has lost a node, or whose ranks have told, see
-    ``WATCHED``, that they have begun and not that they have ended, as 1.
+    ``timeout_s`` as 124. That of one whose ranks wait in vain for another to begin is 1, as is 0
+    of one that has lost a node, or whose ranks have told, see ``WATCHED``, that they have begun
+    and not that they have ended.
 
     Raises ``LaunchError``: the program cannot be started.
     ``KeyboardInterrupt``: Ctrl-C came and the ranks did not stop by themselves; raised when mpirun
@@ -87,7 +89,9 @@ def supervise(
         raise KeyboardInterrupt
     if ending.timed_out:
         return End(TIMED_OUT, is_wanted=True)
-    if code == 0 and (heard[LOST] or heard[BEGUN] > heard[ENDED]):
+    if heard[FAILED]:
+        code = 1
+    elif code == 0 and (heard[LOST] or heard[BEGUN] > heard[ENDED]):
         why = "a node is lost" if heard[LOST] else "the ranks have not come to their end"
         sys.stderr.write(f"hpctrain: {why}: the run has failed\n")
         code = 1
@@ -164,6 +168,8 @@ class _Ending:
             try:
                 return self.process.wait(LOOK_S)
             except subprocess.TimeoutExpired:
+                if self.heard[FAILED]:  # ranks of other nodes wait for ever
+                    self.kill()
                 has_lost = bool(self.heard[LOST])
                 is_over = has_lost or has_only_dead_children(self.process.pid)
                 orphaned_s = orphaned_s + LOOK_S if is_over else 0
