@@ -42,7 +42,8 @@ def test_a_launcher_that_says_0_is_not_believed_where_no_rank_has_come_to_its_en
 def test_where_a_rank_dies_before_mpi_has_begun_all_end():
     line = [sys.executable, "-m", "hpctrain", "launch", "-n", 3, "--recover", "--"]
     dies = "import os, signal; os.environ['RANK'] == '2' and os.kill(os.getpid(), signal.SIGKILL)"
-    done = ended([*line, sys.executable, "-c", f"{dies}; import hpctrain; hpctrain.init()"])
+    program = [sys.executable, "-c", f"{dies}; import hpctrain; hpctrain.init()"]
+    done = ended([*line, *program], timeout=140)
     assert done.returncode == 1, done.stderr
     assert done.stderr.count("a rank has died before all had begun, 2 of 3 are left on") == 1
 
