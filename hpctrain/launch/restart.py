@@ -80,7 +80,7 @@ class Launch:
             return replace(self, words=words)
         hosts = self._hosts_left(self.hosts.split(","))
         places = sum(int(entry.partition(":")[2] or 1) for entry in hosts)
-        num_ranks = min(self.num_ranks, places)
+        num_ranks = max(1, min(self.num_ranks, places - self.options(None).spares))
         return replace(self, words=words, hosts=",".join(hosts), num_ranks=num_ranks)
 
     def _supervised(self, limit: float | None) -> End:
@@ -101,7 +101,8 @@ class Launch:
 
     def _answers(self, entry: str) -> bool:
         host = entry.partition(":")[0]
-        probe = replace(self, words=PROBE, num_ranks=1, hosts=host)
+        options = replace(self.options(host), recover=False, spares=0)
+        probe = replace(self, words=PROBE, num_ranks=1, hosts=host, options=lambda _: options)
         with (
             session(mpiexec.environment()) as environ,
             subprocess.Popen(  # noqa: S603 - the launcher that was found
