@@ -154,7 +154,7 @@ def _join(launched: env.Launched | None) -> "MPI.Intracomm | None":
         return None
     job = None if may_be_alone or process.is_interactive() else env.unstarted()
     try:
-        with sparing_ofi():
+        with sparing_ofi(), process.named(process.JOINING):
             from mpi4py import MPI  # noqa: PLC0415 - a world of one needs no MPI
     except (ImportError, RuntimeError) as error:
         preflight.check_job(job, None)
