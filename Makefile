@@ -268,6 +268,9 @@ bench-full: .venv/stamp ## run every benchmark; figures: perf/results
 	python perf/bench_start.py --json perf/results/start-4.json
 	hpctrain launch -n 2 -- python perf/bench_checkpoint.py --json perf/results/checkpoint-2.json
 	hpctrain launch -n 2 -- python perf/bench_reproducible.py --json perf/results/reproducible-2.json
+	rm -f perf/results/guards-2.json
+	for kind in guarded gradients; do hpctrain launch -n 2 -- python perf/bench_guards.py \
+	  --of $$kind --json perf/results/guards-2.json; done
 	python perf/bench_order.py --json perf/results/order.json
 	@if python -m tests.cluster.vcluster; then \
 	  python perf/bench_codecs.py --json perf/results/codecs.json; fi
