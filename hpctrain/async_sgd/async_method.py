@@ -26,7 +26,7 @@ from hpctrain.gradients.sample_count import check_count
 from hpctrain.runtime import world
 from hpctrain.runtime.rebuild import Stage
 
-_MARK = "_local_method"  # the attribute of an optimizer that names the method which hooks it
+MARK = "_local_method"  # the attribute of an optimizer that names the method which hooks it
 
 Servers = int | Sequence[int] | None
 
@@ -51,17 +51,19 @@ class AsyncMethod:
         *,
         servers: Servers,
         curvature: float | None,
-        num_slots: int,
         alike: Sequence[object],
+        num_slots: int = 1,
+        server_optimizer: Optimizer | None = None,
     ) -> None:
         """Give all ranks the model of rank 0, start the servers and hook the optimizer.
 
-        Collective. ``num_slots`` gradients of a worker are under way at once; ``alike`` are
-        arguments that are the same on every rank.
+        Collective. ``alike`` are arguments that are the same on every rank; ``num_slots``
+        gradients of a worker are under way at once; servers step as ``server_optimizer``, where
+        that is another one.
         """
         here = world.current()
         self.model, self.optimizer = model, optimizer
-        self.server_optimizer = optimizer
+        self.server_optimizer = server_optimizer or optimizer
         """Whose step servers take, and where its state is while it is here."""
         self._comm, self._presence = here.comm, here.presence
         with agreed(self._comm, ConfigError):
@@ -93,7 +95,7 @@ class AsyncMethod:
             optimizer.register_step_pre_hook(self._on_step),
             optimizer.register_step_post_hook(lambda *_: self._after_step()),
         ]
-        setattr(optimizer, _MARK, type(self).__name__)
+        setattr(optimizer, MARK, type(self).__name__)
 
     # -- for the training loop ------------------------------------------------------------------
 
@@ -193,7 +195,7 @@ class AsyncMethod:
     def close(self) -> None:
         """Remove the hooks. Not collective; the servers end with the world."""
         if self._hooks:
-            delattr(self.optimizer, _MARK)
+            delattr(self.optimizer, MARK)
         while self._hooks:
             self._hooks.pop().remove()
 
@@ -224,6 +226,9 @@ class AsyncMethod:
 
     # -- what methods differ in -----------------------------------------------------------------
 
+    _steps_here = False
+    """Whether the optimizer takes its step on this rank, too, before servers are asked."""
+
     def _make_server(self, *args: Any, **options: Any) -> ParameterServer:
         raise NotImplementedError
 
@@ -236,10 +241,6 @@ class AsyncMethod:
 
     def _settled(self) -> None:
         """Begin anew, with values in which every update is."""
-
-    def _may_step_itself(self) -> bool:
-        """Say whether the optimizer takes a step of its own on this rank, too."""
-        return False
 
     # -- steps ----------------------------------------------------------------------------------
 
@@ -254,18 +255,24 @@ class AsyncMethod:
         if self._client is None:
             return
         self._layout.require_same(optimizer)
-        found = [p.grad for p in self._layout.parameters]
-        num_samples, nominal = self._samples
-        self._step(found, num_samples / nominal)
-        if not self._may_step_itself():
-            self._kept = found  # an optimizer without gradients does nothing
-            for p in self._layout.parameters:
+        if not self._steps_here:
+            self._kept = self._step_by_gradients()
+            for p in self._layout.parameters:  # an optimizer without gradients does nothing
                 p.grad = None
 
+    @eager
     def _after_step(self) -> None:
+        if self._steps_here and self._client is not None:
+            self._step_by_gradients()
         for p, grad in zip(self._layout.parameters, self._kept, strict=bool(self._kept)):
             p.grad = grad
         self._kept = []
+
+    def _step_by_gradients(self) -> list[Tensor | None]:
+        found = [p.grad for p in self._layout.parameters]
+        num_samples, nominal = self._samples
+        self._step(found, num_samples / nominal)
+        return found
 
     def _step(self, gradients: Sequence[Tensor | None], weight: float) -> None:
         if self._client is None:
@@ -347,7 +354,7 @@ class AsyncMethod:
             return
         own = self._client.own.state() if self._client.own is not None else []
         state: dict[Tensor, dict[str, Any]] = {}
-        for number, rank in enumerate(self.servers):
+        for rank in self.servers:
             of_server = self._comm.broadcast_object(own if rank == self._comm.rank else None, rank)
             for piece, entries in of_server or ():
                 p = self._layout.parameters[piece.number]
@@ -377,10 +384,10 @@ class AsyncMethod:
     def _check(self) -> None:
         self._require_plain()
         name, kind = type(self).__name__, type(self.optimizer)
-        if hasattr(self.optimizer, _MARK):
+        if hasattr(self.optimizer, MARK):
             raise ConfigError(
                 f"an optimizer has one such method at a time, {name} comes beside "
-                f"{getattr(self.optimizer, _MARK)}; end its block, or call its close(), before"
+                f"{getattr(self.optimizer, MARK)}; end its block, or call its close(), before"
             )
         if not is_known_as("elementwise", self.optimizer):
             raise ConfigError(
@@ -415,11 +422,16 @@ def _dedicated(servers: Servers, size: int) -> list[int]:
     if servers is None or size == 1:
         return []
     ranks = list(range(size - servers, size)) if isinstance(servers, int) else sorted(servers)
-    if not ranks or len(ranks) >= size or len({*ranks}) < len(ranks) or not {*ranks} <= {
-        *range(size)
-    }:
+    is_proper = len({*ranks}) == len(ranks) and {*ranks} < {*range(size)}
+    if not ranks or not is_proper:
         raise ConfigError(
             f"servers is None for all ranks, a number of dedicated ranks (the last ones), or a "
             f"list of them, each once, and leaves a worker, got {servers!r} of {size} ranks"
         )
     return ranks
+
+
+def require_number(name: str, value: object, least: int) -> None:
+    """Raise ``ConfigError`` unless a value is a whole number, and large enough."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"{name} is a whole number, at least {least}, got {value!r}")

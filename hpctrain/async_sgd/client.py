@@ -1,13 +1,15 @@
 """The worker's end: requests to all parameter servers at once, and the values that come back."""
 
 from collections.abc import Sequence
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from hpctrain.async_sgd.layout import Buffers, ParameterLayout
 from hpctrain.async_sgd.server import BY_MESSAGE, Answer, ParameterServer, Push, Read, Settle
 from hpctrain.comm.direct_messages import DirectMessages, Message
 from hpctrain.core.errors import CommError, MismatchError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class ParameterClient:

@@ -80,7 +80,8 @@ class ParameterLayout:
     def part_numel(self, block: int) -> int:
         """Return how many elements of a block a server has at most, rounded up to cache lines."""
         every = (self.bounds(block, server) for server in range(self.num_servers))
-        return -(-max(part.stop - part.start for part in every) // ALIGN) * ALIGN
+        numel: int = max(part.stop - part.start for part in every)
+        return -(-numel // ALIGN) * ALIGN
 
     def pieces(self, server: int) -> Iterator[Piece]:
         """Yield what a server has, by parameter."""
@@ -127,7 +128,7 @@ class Buffers:
     What the ranks of a node write here the others read where it lies.
     """
 
-    def __init__(  # noqa: PLR0913, PLR0917 - who shares it, and how much there is of each kind
+    def __init__(
         self,
         comm: Communicator,
         layout: ParameterLayout,

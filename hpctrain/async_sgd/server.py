@@ -133,12 +133,7 @@ class ParameterServer:
             parameter = self._layout.parameters[piece.number]
             tensor.copy_(parameter.detach().reshape(-1)[piece.inside])
             for name, value in optimizer.state.get(parameter, {}).items():
-                is_whole = isinstance(value, Tensor) and value.shape == parameter.shape
-                if is_whole and value.dim():
-                    value = value.detach().reshape(-1)[piece.inside].to("cpu", copy=True)
-                elif isinstance(value, Tensor):
-                    value = value.detach().clone()
-                self._stepper.state[tensor][name] = value
+                self._stepper.state[tensor][name] = _part_of(value, parameter, piece)
 
     def state(self) -> list[tuple[Piece, dict[str, Any]]]:
         """Return the optimizer's state of each piece."""
@@ -166,11 +161,11 @@ class ParameterServer:
         try:
             self._do(message)
             self._answer_waiting()
-        except Exception as error:  # noqa: BLE001 - whatever it is, all ranks raise it
-            text = f"the parameter server on rank {self._rank} has failed: {error or error!r}"
+        except Exception as error:  # whatever it is, all ranks raise it
             is_mismatch = isinstance(error, MismatchError)
-            self._error = Answer(0, error=str(error) if is_mismatch else text)
-            self._error = self._error._replace(is_mismatch=is_mismatch)
+            text = f"the parameter server on rank {self._rank} has failed: {error!r}"
+            text = str(error) if is_mismatch else text
+            self._error = Answer(0, error=text, is_mismatch=is_mismatch)
             for rank in range(self._num_ranks):
                 self._messages.replies.send(rank, self._error)
 
@@ -198,9 +193,9 @@ class ParameterServer:
                 self._messages.replies.send(source, Answer(request.clock + 1, staleness))
 
     def _answer_waiting(self) -> None:
-        least, late = min(self._clocks.values(), default=math.inf), []
+        late = []
         for source, clock in self._waiting:
-            if least < clock - self._bound:
+            if not self._may_read(source, clock):
                 late.append((source, clock))
                 continue
             copy = BY_MESSAGE
@@ -230,6 +225,11 @@ class ParameterServer:
 
     # -- what kinds of servers differ in ------------------------------------------------------
 
+    def _may_read(self, source: int, clock: int) -> bool:
+        """Say whether a worker at a clock may have values now."""
+        del source
+        return min(self._clocks.values(), default=math.inf) >= clock - self._bound
+
     def _push(self, source: int, gradient: Gradient) -> int:
         """Take a gradient; return its staleness where that is known."""
         raise NotImplementedError
@@ -246,21 +246,20 @@ class ParameterServer:
 
     # -- steps --------------------------------------------------------------------------------
 
-    def _step(self, gradients: Sequence[Gradient], settings: Settings) -> bool:
-        """Step on the weighted mean of some gradients, summed in this order."""
+    def _step(self, gradients: Sequence[Gradient], settings: Settings, num_missing: int) -> bool:
+        """Step on the weighted mean of some gradients, summed in this order.
+
+        Those that are missing count as zeros, each of the usual weight.
+        """
         total = sum(one.push.weight for one in gradients)
+        total += num_missing * total / len(gradients)
         if not total:
             return False
         for block, out in enumerate(self._sums):
-            for number, one in enumerate(gradients):
-                part, weight = one.parts[block], one.push.weight
-                if number == 0:
-                    out.copy_(part)
-                    if weight != 1.0:
-                        out.mul_(weight)
-                else:
-                    out.add_(part if weight == 1.0 else part * weight)
-            if len(gradients) > 1 or total != 1.0:
+            out.copy_(_weighted(gradients[0], block))
+            for one in gradients[1:]:
+                out.add_(_weighted(one, block))
+            if total != 1.0:
                 out.mul_(1.0 / total)
         having = [any(of) for of in zip(*(g.push.has_gradient for g in gradients), strict=True)]
         grads = self._tensors_in(self._sums)
@@ -314,13 +313,12 @@ class ClockedServer(ParameterServer):
     def _after_clock(self) -> None:
         least = min(self._clocks.values(), default=math.inf)
         while self._applied < least and self._applied in self._told:
-            self._apply(self._told.pop(self._applied))
+            self._apply(self._told.pop(self._applied), 0)
             self._applied += 1
 
     def _read(self, source: int, clock: int, out: Sequence[Tensor]) -> tuple[int, bool]:
         del source
         staleness = clock - self._applied
-        ahead = [self._told[c] for c in range(self._applied, clock) if self._told.get(c)]
         if not staleness:
             return 0, True
         held, state = self._held, self._stepper.state
@@ -332,8 +330,9 @@ class ClockedServer(ParameterServer):
             for tensor, before in zip(self._held, held, strict=True):
                 if before in state:
                     self._stepper.state[tensor] = _copied(state[before])
-            for told in ahead:
-                self._apply(told)
+            for told in range(self._applied, clock):
+                missing = sum(other <= told for other in self._clocks.values())
+                self._apply(self._told[told], missing)
         finally:
             self._held, self._stepper.state = held, state
         return staleness, False
@@ -342,29 +341,42 @@ class ClockedServer(ParameterServer):
         self._applied = clock
         self._told.clear()
 
-    def _apply(self, told: Mapping[int, Gradient]) -> None:
+    def _apply(self, told: Mapping[int, Gradient], num_missing: int) -> None:
         gradients = [told[rank] for rank in sorted(told)]
-        self._step(gradients, gradients[0].push.settings)
+        self._step(gradients, gradients[0].push.settings, num_missing)
 
 
 class ImmediateServer(ParameterServer):
     """Applies each gradient as it comes; see ``AsyncSGD`` and ``Downpour``."""
 
-    def __init__(self, *args: Any, scales_rate: bool = False, **options: Any) -> None:
-        """Take what ``ParameterServer`` takes; a rate is divided by the staleness if it scales."""
+    def __init__(
+        self, *args: Any, scales_rate: bool = False, warmup: int = 0, **options: Any
+    ) -> None:
+        """Take what ``ParameterServer`` takes.
+
+        A rate is divided by the staleness if it ``scales_rate``. Nobody gets values before the
+        first worker's clock is at ``warmup``, but that worker.
+        """
         super().__init__(*args, **options)
-        self._scales_rate = scales_rate
+        self._scales_rate, self._warmup = scales_rate, warmup
         self._num_updates: dict[int, int] = dict.fromkeys(self._workers, 0)
         self._seen: dict[int, int] = dict.fromkeys(self._workers, 0)
         self._staleness: dict[int, int] = {}
+
+    def _may_read(self, source: int, clock: int) -> bool:
+        first = self._workers[0]
+        is_warm = source == first or self._clocks.get(first, math.inf) >= self._warmup
+        return is_warm and super()._may_read(source, clock)
 
     def _push(self, source: int, gradient: Gradient) -> int:
         staleness = self._updates_of_others(source) - self._seen[source]
         settings = gradient.push.settings
         if self._scales_rate and staleness > 1:
             settings = [{**one, "lr": one["lr"] / staleness} for one in settings]
-        one = gradient._replace(push=gradient.push._replace(weight=float(gradient.push.weight > 0)))
-        if self._step([one], settings):
+        counts = gradient.push.weight > 0
+        if counts and self._step(
+            [Gradient(gradient.push._replace(weight=1.0), gradient.parts)], settings, 0
+        ):
             self._num_updates[source] += 1
         self._staleness[source] = staleness
         return staleness
@@ -383,6 +395,20 @@ class ImmediateServer(ParameterServer):
 
     def _updates_of_others(self, worker: int) -> int:
         return sum(self._num_updates.values()) - self._num_updates[worker]
+
+
+def _weighted(one: Gradient, block: int) -> Tensor:
+    weight = one.push.weight
+    return one.parts[block] if weight == 1.0 else one.parts[block] * weight
+
+
+def _part_of(value: Any, parameter: Tensor, piece: Piece) -> Any:
+    """Return a copy of what belongs to a piece, of an entry of the state of its parameter."""
+    if not isinstance(value, Tensor):
+        return value
+    if value.dim() and value.shape == parameter.shape:
+        value = value.detach().reshape(-1)[piece.inside]
+    return value.detach().to("cpu", copy=True)
 
 
 def _copied(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,9 +6,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hpctrain.async_sgd.async_method import AsyncMethod, Servers
+from hpctrain.async_sgd.async_method import AsyncMethod, Servers, require_number
 from hpctrain.async_sgd.server import ClockedServer
-from hpctrain.core.errors import ConfigError
 
 
 class StaleSynchronous(AsyncMethod):
@@ -30,7 +29,7 @@ class StaleSynchronous(AsyncMethod):
     parameter server", NeurIPS. Differs: an update is the step by a mean, not the sum of steps.
     """
 
-    def __init__(  # noqa: PLR0913 - what a user may choose
+    def __init__(
         self,
         model: nn.Module,
         optimizer: Optimizer,
@@ -55,8 +54,7 @@ class StaleSynchronous(AsyncMethod):
         Raises:
             ConfigError: an argument is not valid; on every rank.
         """
-        if isinstance(staleness, bool) or not isinstance(staleness, int) or staleness < 0:
-            raise ConfigError(f"staleness is a number of steps, at least 0, got {staleness!r}")
+        require_number("staleness", staleness, 0)
         self.staleness = staleness
         super().__init__(
             model,

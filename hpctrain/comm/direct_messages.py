@@ -102,7 +102,7 @@ class Channel:
 class DirectMessages:
     """Requests and replies between any two ranks of a world, also of a rank to itself."""
 
-    def __init__(self, ranks: MPI.Intracomm, look: Callable[[], object], timeout_s: float) -> None:
+    def __init__(self, ranks: MPI.Intracomm, look: Callable[[], None], timeout_s: float) -> None:
         """Duplicate a communicator. Collective.
 
         ``look`` raises where a rank is lost; no wait may last longer than ``timeout_s``.
@@ -122,7 +122,7 @@ class DirectMessages:
         """Free the communicator once nothing is under way. Collective; no thread uses it."""
         channels = (self.requests, self.replies)
         with contextlib.suppress(RankLostError):
-            everyone = None
+            everyone: MPI.Request | None = None
 
             def done() -> bool:
                 nonlocal everyone
@@ -130,7 +130,7 @@ class DirectMessages:
                     channel.receive()
                 if everyone is None and all(channel.is_quiet for channel in channels):
                     everyone = self._comm.Ibarrier()
-                return everyone is not None and everyone.Test()
+                return False if everyone is None else everyone.Test()
 
             wait_until(done, self._watch.look, BY_MPI)
             self._comm.Free()
