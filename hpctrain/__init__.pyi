@@ -1,4 +1,9 @@
 from hpctrain import elastic as elastic
+from hpctrain.async_sgd.downpour import AsyncSGD as AsyncSGD
+from hpctrain.async_sgd.downpour import Downpour as Downpour
+from hpctrain.async_sgd.hogwild import Hogwild as Hogwild
+from hpctrain.async_sgd.stale_synchronous import StaleSynchronous as StaleSynchronous
+from hpctrain.async_sgd.staleness import stable_rate as stable_rate
 from hpctrain.cluster.env import STOPPED as STOPPED
 from hpctrain.collectives.allgather import allgather as allgather
 from hpctrain.collectives.allgather import allgather_async as allgather_async
@@ -57,11 +62,6 @@ from hpctrain.gradients.batch_norm import SyncBatchNorm as SyncBatchNorm
 from hpctrain.gradients.noise_watch import watch_noise as watch_noise
 from hpctrain.gradients.optimizer import DistributedOptimizer as DistributedOptimizer
 from hpctrain.gradients.replica_check import check_replicas as check_replicas
-from hpctrain.async_sgd.downpour import AsyncSGD as AsyncSGD
-from hpctrain.async_sgd.downpour import Downpour as Downpour
-from hpctrain.async_sgd.hogwild import Hogwild as Hogwild
-from hpctrain.async_sgd.stale_synchronous import StaleSynchronous as StaleSynchronous
-from hpctrain.async_sgd.staleness import stable_rate as stable_rate
 from hpctrain.local_sgd.diloco import DiLoCo as DiLoCo
 from hpctrain.local_sgd.local_sgd import HierarchicalLocalSGD as HierarchicalLocalSGD
 from hpctrain.local_sgd.local_sgd import LocalSGD as LocalSGD

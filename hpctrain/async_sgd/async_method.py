@@ -65,13 +65,13 @@ class AsyncMethod:
         self.model, self.optimizer = model, optimizer
         self.server_optimizer = server_optimizer or optimizer
         """Whose step servers take, and where its state is while it is here."""
-        self._comm, self._presence = here.comm, here.presence
-        with agreed(self._comm, ConfigError):
+        self.comm, self._presence = here.comm, here.presence
+        with agreed(self.comm, ConfigError):
             self._check()
-            dedicated = _dedicated(servers, self._comm.size)
-        self.servers = dedicated or [*range(self._comm.size)]
+            dedicated = _dedicated(servers, self.comm.size)
+        self.servers = dedicated or [*range(self.comm.size)]
         """Ranks that have a part of the parameters."""
-        self.workers = [r for r in range(self._comm.size) if r not in dedicated]
+        self.workers = [r for r in range(self.comm.size) if r not in dedicated]
         """Ranks that take steps."""
         self.waited_s = 0.0  # seconds in which the last step waited for servers
         self._histogram = StalenessHistogram(curvature)
@@ -83,13 +83,13 @@ class AsyncMethod:
         self._layout = ParameterLayout(optimizer, len(self.servers))
         lines = [type(optimizer).__qualname__, str(self.servers), *map(str, alike)]
         require_equal(
-            self._comm,
+            self.comm,
             [*lines, *map(str, self._layout.describe())],
             "optimizer, arguments and parameters",
             "build the same model, optimizer and method on every rank",
         )
         broadcast_parameters(model.state_dict())
-        if self._comm.size > 1:
+        if self.comm.size > 1:
             self._connect()
         self._hooks = [
             optimizer.register_step_pre_hook(self._on_step),
@@ -102,7 +102,7 @@ class AsyncMethod:
     @property
     def is_worker(self) -> bool:
         """Whether this rank takes steps; where servers are dedicated, theirs do not."""
-        return self._comm.rank in self.workers
+        return self.comm.rank in self.workers
 
     @property
     def staleness_histogram(self) -> dict[int, int]:
@@ -112,7 +112,7 @@ class AsyncMethod:
     def total_histogram(self) -> dict[int, int]:
         """Return the sum of all ranks' histograms. Collective."""
         total = Counter[int]()
-        for counts in self._comm.allgather_object(self.staleness_histogram):
+        for counts in self.comm.allgather_object(self.staleness_histogram):
             total.update(counts)
         return dict(sorted(total.items()))
 
@@ -144,7 +144,7 @@ class AsyncMethod:
         answers = self._client.ask(Settle())
         self._clock = answers[0].clock
         self._settled()
-        self._comm.barrier()  # nobody steps on while others read
+        self.comm.barrier()  # nobody steps on while others read
 
     def finish(self) -> None:
         """Settle, and average buffers such as running means over the workers. Collective."""
@@ -153,7 +153,7 @@ class AsyncMethod:
         for _, buffer in self.model.named_buffers():
             if buffer.is_floating_point():
                 mean = buffer.detach() if self.is_worker else torch.zeros_like(buffer)
-                buffer.copy_(self._comm.allreduce(mean.cpu(), scale=share))
+                buffer.copy_(self.comm.allreduce(mean.cpu(), scale=share))
 
     @contextmanager
     def settled(self) -> Iterator[None]:
@@ -180,7 +180,7 @@ class AsyncMethod:
         if self._client.own is not None:
             self._client.own.load(self.server_optimizer)
         self._forget_state()
-        self._comm.barrier()
+        self.comm.barrier()
 
     def settle_away(self) -> None:
         """Let nothing be under way, and leave model and optimizer as they are. Collective."""
@@ -279,7 +279,7 @@ class AsyncMethod:
             return
         if not self.is_worker:
             raise ConfigError(
-                f"rank {self._comm.rank} is a dedicated server and takes no steps, workers are "
+                f"rank {self.comm.rank} is a dedicated server and takes no steps, workers are "
                 f"{self.workers}; write `if method.is_worker:` before the loop, inside the block"
             )
         before = self._client.waited_s
@@ -313,12 +313,12 @@ class AsyncMethod:
         """Make memory and messages, and start this rank's server. Collective."""
         from hpctrain.comm.direct_messages import DirectMessages  # noqa: PLC0415 - needs MPI
 
-        here, rank = world.current(), self._comm.rank
+        here, rank = world.current(), self.comm.rank
         assert here.ranks is not None
         nodes = here.topology.nodes
         mates = next(ranks for ranks in nodes if rank in ranks)
         num_copies = max(map(len, nodes))
-        self._buffers = Buffers(self._comm, self._layout, mates, self._num_slots, num_copies)
+        self._buffers = Buffers(self.comm, self._layout, mates, self._num_slots, num_copies)
         messages = DirectMessages(here.ranks, self._look, here.settings.timeout)
         own = None
         if rank in self.servers:
@@ -328,7 +328,7 @@ class AsyncMethod:
                 self._buffers,
                 rank=rank,
                 number=self.servers.index(rank),
-                num_ranks=self._comm.size,
+                num_ranks=self.comm.size,
                 workers=self.workers,
                 optimizer=self.server_optimizer,
             )
@@ -355,7 +355,7 @@ class AsyncMethod:
         own = self._client.own.state() if self._client.own is not None else []
         state: dict[Tensor, dict[str, Any]] = {}
         for rank in self.servers:
-            of_server = self._comm.broadcast_object(own if rank == self._comm.rank else None, rank)
+            of_server = self.comm.broadcast_object(own if rank == self.comm.rank else None, rank)
             for piece, entries in of_server or ():
                 p = self._layout.parameters[piece.number]
                 numel = piece.inside.stop - piece.inside.start

@@ -139,24 +139,23 @@ class Downpour(AsyncMethod):
         )
         self._num_steps = 0
         self._accrued: list[Tensor | None] = [None] * len(self._layout.parameters)
-        self._joins = warmup_steps > 0 and self.is_worker and self._comm.rank != self.workers[0]
+        self._joins = warmup_steps > 0 and self.is_worker and self.comm.rank != self.workers[0]
         if self._joins:
-            self._hooks.append(model.register_forward_pre_hook(lambda *_: self._join() and None))
+            self._hooks.append(model.register_forward_pre_hook(self._join))
 
     def _make_server(self, *args: Any, **options: Any) -> ImmediateServer:
         return ImmediateServer(*args, **self._server_options, **options)
 
-    def _join(self) -> bool:
-        """Wait until the first worker is warm, once; say whether that was now."""
-        if not self._joins or self._client is None:
-            return False
-        self._joins = False
-        self._client.ask(Read(self._clock))
-        return True
+    def _join(self, *_: object) -> None:
+        """Wait until the first worker is warm, once."""
+        if self._joins and self._client is not None:
+            self._joins = False
+            self._client.ask(Read(self._clock))
 
     @torch.no_grad()
     def _exchange(self, weight: float, gradients: Sequence[Tensor | None]) -> None:
-        if self._join():  # the gradient is of weights from before the warm-up
+        if self._joins:  # the gradient is of weights from before the warm-up
+            self._join()
             return
         self._num_steps += 1
         for number, grad in enumerate(gradients):
