@@ -238,6 +238,7 @@ bench: .venv/stamp ## run a part of every benchmark and print their table; resul
 	  --rounds 2 --mib 256)
 	$(call bench,40,reproducible-2,hpctrain launch -n 2 -- python perf/bench_reproducible.py \
 	  --rounds 2 --steps 2)
+	$(call bench,40,ssp-4,hpctrain launch -n 4 -- python perf/bench_ssp.py --rounds 1 --steps 120)
 	$(call bench,20,order,python perf/bench_order.py --samples 100000)
 	test ! -e .venv/horovod-stamp || \
 	  timeout -k 5 80 python perf/bench_engines.py --worlds 2 --rounds 2 \
@@ -268,6 +269,7 @@ bench-full: .venv/stamp ## run every benchmark; figures: perf/results
 	python perf/bench_start.py --json perf/results/start-4.json
 	hpctrain launch -n 2 -- python perf/bench_checkpoint.py --json perf/results/checkpoint-2.json
 	hpctrain launch -n 2 -- python perf/bench_reproducible.py --json perf/results/reproducible-2.json
+	hpctrain launch -n 4 -- python perf/bench_ssp.py --json perf/results/ssp-4.json
 	python perf/bench_order.py --json perf/results/order.json
 	@if python -m tests.cluster.vcluster; then \
 	  python perf/bench_codecs.py --json perf/results/codecs.json; fi

@@ -78,6 +78,8 @@ class AsyncMethod:
         self._samples = (1.0, 1.0)
         self._clock, self._num_slots = 0, num_slots
         self._kept: list[Tensor | None] = []
+        self._is_settled = True
+        self._versions: list[int] = []  # of the parameters, as servers have given them
         self._block: int | None = None
         self._client: ParameterClient | None = None
         self._layout = ParameterLayout(optimizer, len(self.servers))
@@ -133,22 +135,26 @@ class AsyncMethod:
         self._step([None] * len(self._layout.parameters), weight=0.0)
 
     @eager
-    def settle(self) -> None:
+    def settle(self, where: str = "settle()") -> None:
         """Give all ranks the values in which every update is. Collective.
 
-        A rank that comes here holds back nobody, and waits for all.
+        A rank that comes here holds back nobody, and waits for all; ``where`` is for messages.
+
+        Raises:
+            MismatchError: another rank has come to another place; on every rank.
         """
         if self._client is None:
             return
         self._before_settle()
-        answers = self._client.ask(Settle())
+        answers = self._client.ask(Settle(where))
         self._clock = answers[0].clock
-        self._settled()
+        self._is_settled = True
+        self._note_values()
         self.comm.barrier()  # nobody steps on while others read
 
-    def finish(self) -> None:
+    def finish(self, *, ends: bool = False) -> None:
         """Settle, and average buffers such as running means over the workers. Collective."""
-        self.settle()
+        self.settle("the end" if ends else "finish()")
         share = 1.0 / len(self.workers)
         for _, buffer in self.model.named_buffers():
             if buffer.is_floating_point():
@@ -161,7 +167,7 @@ class AsyncMethod:
 
         ``optimizer.state_dict()`` inside is that of a plain optimizer, for any number of ranks.
         """
-        self.settle()
+        self.settle("settled()")
         self._gather_state()
         try:
             yield
@@ -176,26 +182,25 @@ class AsyncMethod:
         """
         if self._client is None:
             return
-        self.settle_away()
+        before = [p.detach().clone() for p in self._layout.parameters]
+        state = dict(self.server_optimizer.state)
+        self.settle("reload()")
+        with torch.no_grad():
+            for p, value in zip(self._layout.parameters, before, strict=True):
+                p.copy_(value)
+        self.server_optimizer.state.update(state)
+        self._note_values()
         if self._client.own is not None:
             self._client.own.load(self.server_optimizer)
         self._forget_state()
         self.comm.barrier()
 
-    def settle_away(self) -> None:
-        """Let nothing be under way, and leave model and optimizer as they are. Collective."""
-        before = [p.detach().clone() for p in self._layout.parameters]
-        state = dict(self.server_optimizer.state)
-        self.settle()
-        with torch.no_grad():
-            for p, value in zip(self._layout.parameters, before, strict=True):
-                p.copy_(value)
-        self.server_optimizer.state.update(state)
-
     def close(self) -> None:
         """Remove the hooks. Not collective; the servers end with the world."""
         if self._hooks:
             delattr(self.optimizer, MARK)
+            if self._client is not None and not self._is_settled:
+                self._client.leave()
         while self._hooks:
             self._hooks.pop().remove()
 
@@ -213,12 +218,13 @@ class AsyncMethod:
     ) -> None:
         try:
             if kind is None:
-                self.finish()
+                self.finish(ends=True)
                 self._gather_state()
         except BaseException as failure:
             error = failure
             raise
         finally:
+            self._is_settled |= error is not None  # the others hear of the error
             self.close()
             if self._presence is not None and self._block is not None:
                 self._presence.leave(self._block, error)
@@ -239,9 +245,6 @@ class AsyncMethod:
     def _before_settle(self) -> None:
         """Send what was not sent yet."""
 
-    def _settled(self) -> None:
-        """Begin anew, with values in which every update is."""
-
     # -- steps ----------------------------------------------------------------------------------
 
     @eager
@@ -256,6 +259,7 @@ class AsyncMethod:
             return
         self._layout.require_same(optimizer)
         if not self._steps_here:
+            self._require_untouched()
             self._kept = self._step_by_gradients()
             for p in self._layout.parameters:  # an optimizer without gradients does nothing
                 p.grad = None
@@ -296,6 +300,8 @@ class AsyncMethod:
             Push(self._clock, slot, weight, has, self._settings(), reads=reads)
         )
         self._clock += 1
+        self._is_settled = False
+        self._note_values()
         return self._count(answers)
 
     def _count(self, answers: Sequence[Answer]) -> int:
@@ -336,6 +342,7 @@ class AsyncMethod:
             own.start()
         self._client = ParameterClient(messages, self._layout, self._buffers, self.servers, own)
         self._forget_state()
+        self._note_values()
 
         def close() -> None:
             if own is not None:
@@ -407,6 +414,22 @@ class AsyncMethod:
             raise ConfigError(
                 f"{name} needs an MPI that several threads may call at once (THREAD_MULTIPLE); "
                 f"see hpctrain doctor, or take DistributedOptimizer"
+            )
+
+    def _note_values(self) -> None:
+        self._versions = [p._version for p in self._layout.parameters]  # noqa: SLF001 - autograd's
+
+    def _require_untouched(self) -> None:
+        """Raise if somebody else has written what the servers would not know of."""
+        before = self._versions
+        self._note_values()
+        has_state = any(self.optimizer.state.get(p) for p in self._layout.parameters)
+        if has_state or before != self._versions:
+            what = "the optimizer has state" if has_state else "parameters were written to"
+            raise ConfigError(
+                f"values and state lie on the servers, and {what} between two steps, which they "
+                f"do not know of; load before {type(self).__name__} is made, or call reload() on "
+                f"all ranks behind it"
             )
 
     def _require_plain(self) -> None:

@@ -4,7 +4,15 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from hpctrain.async_sgd.layout import Buffers, ParameterLayout
-from hpctrain.async_sgd.server import BY_MESSAGE, Answer, ParameterServer, Push, Read, Settle
+from hpctrain.async_sgd.server import (
+    BY_MESSAGE,
+    Answer,
+    Leave,
+    ParameterServer,
+    Push,
+    Read,
+    Settle,
+)
 from hpctrain.comm.direct_messages import DirectMessages, Message
 from hpctrain.core.errors import CommError, MismatchError
 
@@ -49,10 +57,10 @@ class ParameterClient:
             self._messages.requests.send(rank, request)
         return self._answers()
 
-    def look(self) -> None:
-        """Raise if a server has told of a failure; without waiting."""
-        for message in self._messages.replies.receive():
-            self._see(message)
+    def leave(self) -> None:
+        """Tell the servers that this rank takes no more steps; without waiting."""
+        for rank in self._servers:
+            self._messages.requests.send(rank, Leave())
 
     def _answers(self) -> list[Answer]:
         came: dict[int, Message] = {}

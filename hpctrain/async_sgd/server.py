@@ -12,7 +12,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hpctrain.async_sgd.layout import Buffers, ParameterLayout, Piece
+from hpctrain.comm.agreement import by_rank
 from hpctrain.comm.direct_messages import SERVING, DirectMessages, Message
+from hpctrain.comm.mpi_world import is_loss
 from hpctrain.comm.waiting import wait_until
 from hpctrain.core.errors import MismatchError
 from hpctrain.gradients.elementwise import PieceStep
@@ -51,6 +53,12 @@ class Read(NamedTuple):
 
 class Settle(NamedTuple):
     """A rank takes no more steps until all have come here."""
+
+    where: str  # for messages
+
+
+class Leave(NamedTuple):
+    """A rank takes no more steps at all, and wants no answer."""
 
 
 class Answer(NamedTuple):
@@ -99,7 +107,8 @@ class ParameterServer:
         self._workers, self._bound = list(workers), bound
         self._clocks: dict[int, float] = dict.fromkeys(workers, 0)
         self._last_clock = 0  # that any worker has had
-        self._settled: set[int] = set()
+        self._settled: dict[int, str] = {}  # where ranks are that have
+        self._left: set[int] = set()
         self._waiting: list[tuple[int, int]] = []  # ranks that wait for values, at what clocks
         self.values = buffers.values(rank, number)
         self._sums = [torch.empty_like(part) for part in self.values]
@@ -144,10 +153,15 @@ class ParameterServer:
     def _run(self) -> None:
         torch.set_grad_enabled(False)  # of this thread
         while not self._is_stopped:
-            wait_until(self._has_work, lambda _: None, SERVING)
-            inbox, self._inbox = self._inbox, []
-            for message in inbox:
-                self._take(message)
+            try:
+                wait_until(self._has_work, lambda _: None, SERVING)
+                inbox, self._inbox = self._inbox, []
+                for message in inbox:
+                    self._take(message)
+            except Exception as error:
+                if not is_loss(error):
+                    raise
+                return  # who waits finds by itself that a rank is lost
 
     def _has_work(self) -> bool:
         self._inbox += self._messages.requests.receive()
@@ -173,10 +187,15 @@ class ParameterServer:
         source, request = message.source, message.content
         if isinstance(request, Settle):
             self._clocks.pop(source, None)
-            self._settled.add(source)
+            self._settled[source] = request.where
+            self._check_settled()
             self._after_clock()
             if len(self._settled) == self._num_ranks:
                 self._settle()
+        elif isinstance(request, Leave):
+            self._clocks.pop(source, None)
+            self._left.add(source)
+            self._after_clock()
         elif isinstance(request, Read):
             self._waiting.append((source, request.clock))
         elif isinstance(request, Push):
@@ -214,6 +233,15 @@ class ParameterServer:
             return
         tensors = [part.clone() for part in self.values] if answer.copy == 0 else out
         self._messages.replies.send(source, answer._replace(copy=BY_MESSAGE), tensors)
+
+    def _check_settled(self) -> None:
+        if len({*self._settled.values()}) > 1 or self._left:
+            told = self._settled | dict.fromkeys(self._left, "close()")
+            raise MismatchError(
+                f"all ranks come to the same settle(), finish() or end of the block, "
+                f"{by_rank([told.get(rank, 'its steps') for rank in range(self._num_ranks)])}; "
+                f"call them on every rank"
+            )
 
     def _settle(self) -> None:
         """Tell all ranks the values in which all updates are, and begin anew at one clock."""

@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy
 
 from hpctrain.async_sgd.staleness import stable_rate
 from hpctrain.core.errors import ConfigError
-from tests.gradients.training import MANY, digits, global_batch, make_model, part_of, sgd
+from tests.gradients.training import LAST, MANY, digits, global_batch, make_model, part_of, sgd
 from tests.local_sgd.local_methods import num_kinds, weights_of
 
 
@@ -32,7 +32,8 @@ def delayed_descent(hvd, world, rate: float, num_turns: int, **options):
 
 
 @MANY
-def test_a_delayed_step_is_stable_below_the_published_rate_and_diverges_above(hvd, world, last):
+@LAST
+def test_a_delayed_step_is_stable_below_the_published_rate_and_diverges_above(hvd, world):
     """A worker in turn reads just after its own update: N - 1 others come before its next."""
     limit = stable_rate(world.size - 1)
     below, method = delayed_descent(hvd, world, 0.85 * limit, 40, staleness_aware=False)
@@ -61,14 +62,16 @@ def test_the_stable_rate_is_that_of_the_recursion():
 
 
 @MANY
-def test_rates_over_staleness_are_stable_where_whole_ones_diverge(hvd, world, last):
+@LAST
+def test_rates_over_staleness_are_stable_where_whole_ones_diverge(hvd, world):
     rate = 1.2 * stable_rate(world.size - 1)
     found, _ = delayed_descent(hvd, world, rate, 40)
     assert world.size == 2 or found < 1  # a staleness of 1 leaves the rate as it is
 
 
 @pytest.mark.ranks(3)
-def test_a_rate_that_is_too_large_for_what_is_met_is_warned_of_once(hvd, world, caplog, last):
+@LAST
+def test_a_rate_that_is_too_large_for_what_is_met_is_warned_of_once(hvd, world, caplog):
     with caplog.at_level(logging.WARNING):
         for factor, num_warnings in ((0.9, 0), (1.1, 1)):
             caplog.clear()
@@ -116,8 +119,8 @@ def test_it_learns_digits_and_all_ranks_end_with_one_model(hvd_nodes, world, mak
 
 
 @MANY
-def test_downpour_sums_squares_on_the_servers_and_steps_a_replica_between(hvd, world, per_node):
-    """Against Adagrad on one process; only rank 0 pushes, the others count their steps for none."""
+def test_downpour_sums_squares_on_the_servers_and_steps_a_replica_between(hvd, world):
+    """Against Adagrad on one process; only rank 0 takes steps."""
     model, alone = make_model(), make_model()
     local = torch.optim.SGD(model.parameters(), lr=0.05)
     adagrad = torch.optim.Adagrad(alone.parameters(), lr=0.03)
@@ -149,7 +152,7 @@ def test_downpour_sums_squares_on_the_servers_and_steps_a_replica_between(hvd, w
 
 
 @MANY
-def test_a_warm_up_lets_the_first_worker_train_alone(hvd, world, per_node):
+def test_a_warm_up_lets_the_first_worker_train_alone(hvd, world):
     model = make_model()
     optimizer = sgd(model)
     before, seen = weights_of(model).clone(), 0
@@ -164,7 +167,7 @@ def test_a_warm_up_lets_the_first_worker_train_alone(hvd, world, per_node):
 
 
 @MANY
-def test_state_of_servers_comes_back_bit_for_bit(hvd, world, per_node):
+def test_state_of_servers_comes_back_bit_for_bit(hvd):
     model = make_model()
     optimizer = sgd(model)
     method = hvd.Downpour(model, optimizer, n_fetch=2)
@@ -189,7 +192,7 @@ def test_state_of_servers_comes_back_bit_for_bit(hvd, world, per_node):
 
 
 @MANY
-def test_a_bound_holds_for_workers_that_do_not_wait_otherwise(hvd, world, per_node):
+def test_a_bound_holds_for_workers_that_do_not_wait_otherwise(hvd, world):
     model = nn.Linear(world.size, 1, bias=False).double()
     nn.init.zeros_(model.weight)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -202,7 +205,8 @@ def test_a_bound_holds_for_workers_that_do_not_wait_otherwise(hvd, world, per_no
 
 
 @pytest.mark.ranks(2)
-def test_arguments_are_checked(hvd, last):
+@LAST
+def test_arguments_are_checked(hvd):
     model = make_model()
     optimizer = sgd(model)
     for options in ({"n_push": 0}, {"n_fetch": 1.5}, {"rate": 0.0}, {"warmup_steps": -1}):

@@ -11,6 +11,7 @@ from torch.nn.functional import cross_entropy
 from hpctrain.core.errors import CommError, ConfigError, MismatchError
 from tests.gradients.training import (
     EVERY_SIZE,
+    LAST,
     MANY,
     global_batch,
     largest_difference,
@@ -18,7 +19,6 @@ from tests.gradients.training import (
     part_of,
     sgd,
     train_alone,
-    train_together,
 )
 from tests.local_sgd.local_methods import weights_of
 
@@ -36,10 +36,9 @@ OPTIMIZERS = {
 }
 
 
-def train(hvd, model, optimizer, first, last, *, pause=lambda step: None):
+def train(hvd, model, optimizer, first, last):
     dtype = next(model.parameters()).dtype
     for step in range(first, last):
-        pause(step)
         images, labels = part_of(global_batch(step, dtype), hvd.rank(), hvd.size())
         optimizer.zero_grad()
         cross_entropy(model(images), labels).backward()
@@ -115,7 +114,7 @@ def stumble(rank: int, seconds: float, share: float):
     """Return a pause that is long in a share of steps."""
     chance = random.Random(rank)
 
-    def pause(step: int) -> None:
+    def pause(_: int) -> None:
         if chance.random() < share:
             time.sleep(seconds)
 
@@ -135,13 +134,13 @@ def test_a_read_has_all_updates_that_are_old_enough_its_own_and_none_too_new(
 
 @pytest.mark.ranks(3, 4)
 @pytest.mark.parametrize("servers", [1, [0, 2]])
-def test_dedicated_servers_keep_the_same_bound(hvd, world, servers, per_node):
+def test_dedicated_servers_keep_the_same_bound(hvd, world, servers):
     pause = stumble(hvd.rank(), 0.01, 0.1)
     assert check_bound(hvd, world, 2, 25, pause, servers=servers) <= 2
 
 
 @MANY
-def test_a_straggler_is_waited_for_at_the_bound_and_not_before(hvd, world, per_node):
+def test_a_straggler_is_waited_for_at_the_bound_and_not_before(hvd, world):
     """All others take exactly ``staleness`` steps more than a rank that stands still."""
     model = Ages(hvd.size())
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -171,7 +170,7 @@ def test_a_worker_that_ends_early_holds_back_nobody_and_all_have_one_model(hvd_n
 
 
 @MANY
-def test_samples_weight_a_step_as_in_the_distributed_optimizer(hvd, per_node):
+def test_samples_weight_a_step_as_in_the_distributed_optimizer(hvd):
     found = []
     for make in ("ours", "theirs"):
         model = make_model()
@@ -196,7 +195,7 @@ def test_samples_weight_a_step_as_in_the_distributed_optimizer(hvd, per_node):
 
 @MANY
 @pytest.mark.parametrize("staleness", [0, 2])
-def test_state_lies_on_servers_and_comes_back_bit_for_bit(hvd, world, per_node, staleness):
+def test_state_lies_on_servers_and_comes_back_bit_for_bit(hvd, world, staleness):
     """Saved in the middle and loaded into new objects; without staleness the run is the same."""
     model, whole = make_model(), make_model()
     optimizer, other = OPTIMIZERS["adam"](model), OPTIMIZERS["adam"](whole)
@@ -231,25 +230,30 @@ def _bytes_of(value):
 
 
 @MANY
-def test_settings_that_differ_are_an_error_on_all_ranks(hvd, per_node):
+def test_settings_that_differ_are_an_error_on_all_ranks(hvd):
     model = make_model()
     optimizer = sgd(model)
     method = hvd.StaleSynchronous(model, optimizer, 0)
+    optimizer.param_groups[0]["lr"] = 0.1 if hvd.rank() else 0.2
     with pytest.raises(MismatchError, match="same settings"), method:
-        optimizer.param_groups[0]["lr"] = 0.1 if hvd.rank() else 0.2
         train(hvd, model, optimizer, 0, 3)
 
 
 @pytest.mark.ranks(2, 3)
-def test_an_error_of_one_rank_ends_the_block_on_all(hvd, world, last):
+@LAST
+def test_an_error_of_one_rank_ends_the_block_on_all(hvd, world):
     model = make_model()
     optimizer = sgd(model)
     method = hvd.StaleSynchronous(model, optimizer, 1)
-    with pytest.raises((ValueError, CommError)) as caught, method:
+
+    def loop() -> None:
         for step in range(9):
             if step == 3 and hvd.rank() == 1:
                 raise ValueError("mine")
             train(hvd, model, optimizer, step, step + 1)
+
+    with pytest.raises((ValueError, CommError)) as caught, method:
+        loop()
     kinds = world.allgather(type(caught.value).__name__)
     assert kinds == ["RankLostError", "ValueError", "RankLostError"][: world.size]
 
@@ -274,7 +278,8 @@ def test_a_learning_rate_that_changes_on_all_ranks_is_followed(hvd, per_node):
 
 
 @pytest.mark.ranks(2)
-def test_what_cannot_be_is_refused_at_the_start(hvd, world, last):
+@LAST
+def test_what_cannot_be_is_refused_at_the_start(hvd, world):
     model = make_model()
     plain = sgd(model)
     for arguments, match in (
@@ -297,8 +302,45 @@ def test_what_cannot_be_is_refused_at_the_start(hvd, world, last):
         hvd.StaleSynchronous(model, hvd.DistributedOptimizer(sgd(model)))
     method = hvd.StaleSynchronous(model, plain)
     for other in (hvd.StaleSynchronous, hvd.LocalSGD):
-        with pytest.raises(ConfigError, match="one (such|local) method"):
+        with pytest.raises(ConfigError, match=r"one (such|local) method"):
             other(model, plain)
     with pytest.raises(ConfigError, match="closure"):
         plain.step(lambda: 0.0)
     method.close()
+
+
+@MANY
+@LAST
+@pytest.mark.parametrize("what", ["values", "state", "end", "close", "settle"])
+def test_what_servers_cannot_know_of_is_an_error_on_all_ranks(hvd, world, what):
+    model = make_model()
+    optimizer = sgd(model)
+    method = hvd.StaleSynchronous(model, optimizer, 2)
+    is_one = world.rank == world.size - 1
+
+    def loop() -> None:
+        train(hvd, model, optimizer, 0, 2)
+        if is_one and what == "values":
+            with torch.no_grad():
+                model[0].weight.clamp_(-0.1, 0.1)
+        if is_one and what == "state":
+            other = sgd(model)
+            for p in model.parameters():
+                p.grad = torch.ones_like(p)
+            other.step()
+            optimizer.load_state_dict(other.state_dict())
+        if is_one and what == "settle":
+            method.settle()
+        if is_one and what == "close":
+            method.close()
+            return
+        train(hvd, model, optimizer, 2, 5)
+        if what == "end" and not is_one:
+            method.finish()
+
+    with pytest.raises((ConfigError, MismatchError, CommError)) as caught, method:
+        loop()
+    match = {"end": "same settle", "close": "same settle", "settle": "same settle"}
+    texts = world.allgather(str(caught.value))
+    wanted = match.get(what, "lie on the servers")
+    assert all(wanted in text for text in texts), texts
