@@ -1,8 +1,8 @@
 """Bounded staleness where ranks stumble: steps per second by the bound.
 
-    hpctrain launch -n 4 -- python perf/bench_ssp.py [--json FILE]
+    hpctrain launch -n 8 -- python perf/bench_ssp.py [--json FILE]
 
-Each step sleeps, for 10 ms or, by chance in 5 % of the steps of each rank, for 100 ms, and then
+Each step sleeps, for 20 ms or, by chance in 5 % of the steps of each rank, for 200 ms, and then
 goes to the parameter servers, which lie on all ranks, with a model of 20,000 parameters. So ranks
 that outnumber cores are fair. All bounds run in turn on the same draws. ``simulated`` has the same
 draws without any cost of communication: the end of step c of a rank is that of its own step before
@@ -22,8 +22,8 @@ from torch import nn
 
 import hpctrain as hvd
 
-SHORT_S, LONG_S, CHANCE = 0.010, 0.100, 0.05
-BOUNDS = (0, 1, 2, 4, 8)
+SHORT_S, LONG_S, CHANCE = 0.020, 0.200, 0.05
+BOUNDS = (0, 2, 4, 8)
 
 
 class Run:
@@ -74,7 +74,7 @@ def simulated_s(sleeps: np.ndarray, bound: int | None) -> float:
 def main() -> None:
     """Measure all bounds in turn, print the table, write the JSON file."""
     parser = arguments(__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=200, help="steps of each rank in each turn")
+    parser.add_argument("--steps", type=int, default=100, help="steps of each rank in each turn")
     options = parser.parse_args()
     hvd.init()
     torch.set_num_threads(1)

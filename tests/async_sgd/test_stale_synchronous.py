@@ -1,5 +1,6 @@
 """``StaleSynchronous``: equal to synchronous SGD without staleness, bounded with it."""
 
+import os
 import random
 import time
 
@@ -21,6 +22,9 @@ from tests.gradients.training import (
     train_alone,
 )
 from tests.local_sgd.local_methods import weights_of
+
+READS = int(os.environ.get("HPCTRAIN_TEST_READS", "0"))
+"""Reads of all ranks together, of each bound; 0 for a few."""
 
 OPTIMIZERS = {
     "momentum": sgd,
@@ -122,12 +126,14 @@ def stumble(rank: int, seconds: float, share: float):
 
 
 @MANY
+@pytest.mark.limit(1800 if READS else 60)
 @pytest.mark.parametrize("staleness", [0, 1, 3])
 def test_a_read_has_all_updates_that_are_old_enough_its_own_and_none_too_new(
     hvd_nodes, world, staleness
 ):
-    pause = stumble(hvd_nodes.rank(), 0.02, 0.1)
-    ahead = check_bound(hvd_nodes, world, staleness, 60, pause)
+    num_steps, seconds = max(60, READS // world.size), 0.002 if READS else 0.02
+    pause = stumble(hvd_nodes.rank(), seconds, 0.1)
+    ahead = check_bound(hvd_nodes, world, staleness, num_steps, pause)
     assert ahead <= staleness
     assert staleness == 0 or ahead > 0  # the bound is used
 
