@@ -410,6 +410,13 @@ class AsyncMethod:
             )
         if any(not p.is_floating_point() for p in trained) or not trained:
             raise ConfigError(f"{name} needs trained parameters of floating point numbers")
+        if any(p.device.type != "cpu" for p in trained) or any(
+            group.get("differentiable") for group in self.optimizer.param_groups
+        ):
+            raise ConfigError(
+                f"{name} needs parameters on the CPU, where its servers have them, and steps "
+                f"without differentiable=True; take DistributedOptimizer or LocalSGD"
+            )
         if not calls_from_threads():
             raise ConfigError(
                 f"{name} needs an MPI that several threads may call at once (THREAD_MULTIPLE); "

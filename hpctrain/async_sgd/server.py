@@ -142,7 +142,7 @@ class ParameterServer:
             parameter = self._layout.parameters[piece.number]
             tensor.copy_(parameter.detach().reshape(-1)[piece.inside])
             for name, value in optimizer.state.get(parameter, {}).items():
-                self._stepper.state[tensor][name] = _part_of(value, parameter, piece)
+                self._stepper.state[tensor][name] = _part_of(name, value, parameter, piece)
 
     def state(self) -> list[tuple[Piece, dict[str, Any]]]:
         """Return the optimizer's state of each piece."""
@@ -327,7 +327,7 @@ class ClockedServer(ParameterServer):
 
     def _push(self, source: int, gradient: Gradient) -> int:
         clock = gradient.push.clock
-        for other, known in self._told[clock].items():
+        for other, known in [*self._told[clock].items()][:1]:  # the others are like that one
             if known.push.kind != gradient.push.kind:
                 raise MismatchError(
                     f"all workers take a step with the same settings, in step {clock} those of "
@@ -430,11 +430,11 @@ def _weighted(one: Gradient, block: int) -> Tensor:
     return one.parts[block] if weight == 1.0 else one.parts[block] * weight
 
 
-def _part_of(value: Any, parameter: Tensor, piece: Piece) -> Any:
+def _part_of(name: str, value: Any, parameter: Tensor, piece: Piece) -> Any:
     """Return a copy of what belongs to a piece, of an entry of the state of its parameter."""
     if not isinstance(value, Tensor):
         return value
-    if value.dim() and value.shape == parameter.shape:
+    if name != "step" and value.shape == parameter.shape:
         value = value.detach().reshape(-1)[piece.inside]
     return value.detach().to("cpu", copy=True)
 
