@@ -11,6 +11,7 @@ import typer
 
 from hpctrain.cli.data_pack import pack, say, summary
 from hpctrain.cli.options import AsJson, argument, option
+from hpctrain.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -152,31 +153,87 @@ def reshard(
     say(comm, [summary(out, manifest)])
 
 
-def split(
+def split(  # noqa: PLR0913 - a command's options
     directory: Directory,
-    out: Out,
-    parts: Annotated[list[str], argument("NAME=SHARE...", "Such as train=0.9 test=0.1.")],
+    out: Annotated[Path, argument("OUT", "Folder of the parts; the file, with --by-label.")],
+    shares: Annotated[
+        list[str] | None, argument("NAME=SHARE...", "Such as train=0.9 test=0.1.")
+    ] = None,
     *,
     seed: Annotated[int, option("N", "Another seed, other parts.", min=0)] = 0,
+    by_label: Annotated[
+        float | None,
+        option(
+            "ALPHA",
+            "Give each part other shares of the labels, drawn from a Dirichlet distribution: few "
+            "labels each by 0.1, equal shares by inf.",
+            default="at random",
+        ),
+    ] = None,
+    parts: Annotated[
+        int | None, option("N", "Parts by label, one for each rank or more.", min=1)
+    ] = None,
+    label: Annotated[
+        str | None, option("FIELD", "Field with the label, a whole number.", default="y")
+    ] = None,
 ) -> None:
     """Share out the samples of a data set at random: each part is a data set, OUT/NAME.
 
     Every sample is in one part. The same seed makes the same parts, on any number
     of ranks. All ranks that were started together share the work.
 
+    By label the parts are those of clients, each with labels of its own kind. The
+    data set stays as it is: OUT is a file that says which sample is in which part,
+    which data.split of a training, or Loader(split=OUT), gives to the ranks.
+
     For instance:
 
       hpctrain data split data/all data train=0.9 test=0.1
 
       hpctrain data split data/all data train=0.8 val=0.1 test=0.1 --seed 1
+
+      hpctrain data split data/train clients.npz --by-label 0.1 --parts 4
     """
+    if by_label is not None or parts is not None or label is not None:
+        if by_label is None or parts is None or shares:
+            raise ConfigError(
+                f"a split by label takes --by-label ALPHA and --parts N, and no NAME=SHARE; got "
+                f"--by-label {by_label}, --parts {parts}, {' '.join(shares or ()) or 'no shares'}"
+            )
+        _split_by_label(directory, out, parts, by_label, label=label or "y", seed=seed)
+        return
+    if not shares:
+        raise ConfigError(
+            "a split takes NAME=SHARE of each part, such as train=0.9 test=0.1, or --by-label "
+            "ALPHA and --parts N, got neither"
+        )
     from hpctrain.data.tools.rewriting import parse_shares  # noqa: PLC0415
     from hpctrain.data.tools.rewriting import split as write  # noqa: PLC0415
 
-    shares = parse_shares(parts)
     with _together("writing") as (comm, start):
-        manifests = write(directory, out, shares, comm, seed=seed, start=start)
+        manifests = write(directory, out, parse_shares(shares), comm, seed=seed, start=start)
     say(comm, [summary(out / name, manifest) for name, manifest in manifests.items()])
+
+
+def _split_by_label(
+    directory: Path, out: Path, parts: int, alpha: float, *, label: str, seed: int
+) -> None:
+    from hpctrain.data.tools.label_split import split_by_label  # noqa: PLC0415
+
+    with _together("reading labels") as (comm, start):
+        found = split_by_label(
+            directory, out, parts, alpha, comm, label=label, seed=seed, start=start
+        )
+    names, counts = found.labels.tolist(), found.counts
+    shown = range(min(len(names), _MOST_LABELS))
+    more = ["..."] if len(names) > _MOST_LABELS else []
+    rows = [["part", "samples", *(f"{label}={names[column]}" for column in shown), *more]]
+    for number in range(min(parts, _MOST_SHARDS)):
+        of = counts[number]
+        rows.append([str(number), str(of.sum()), *(str(of[column]) for column in shown), *more])
+    if parts > _MOST_SHARDS:
+        rows.append(["..."] * len(rows[0]))
+    say(comm, [*_columns(rows), f"{out}: {counts.sum()} samples in {parts} parts, by {label}"])
 
 
 @contextmanager
@@ -189,6 +246,7 @@ def _together(verb: str) -> "Iterator[tuple[Communicator | None, Start]]":
 
 
 _MOST_SHARDS = 20  # listed one by one; of more only the first and the last
+_MOST_LABELS = 12
 
 
 def _lines_of(about: "dict[str, Any]") -> "Iterator[str]":

@@ -5,6 +5,7 @@ from hpctrain.data.mixture import Mixture as Mixture
 from hpctrain.data.order.window import WindowShape as WindowShape
 from hpctrain.data.reader import ShardedDataset as ShardedDataset
 from hpctrain.data.samples import collate as collate
+from hpctrain.data.split import Split as Split
 from hpctrain.data.staging import stage as stage
 from hpctrain.data.subset import Subset as Subset
 from hpctrain.data.transform import PerSample as PerSample

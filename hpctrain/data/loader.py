@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import Any, Literal, Self
 
 import torch
@@ -18,6 +19,7 @@ from hpctrain.core.user_error import user_lines
 from hpctrain.data.order.ordering import Ordering, OrderName
 from hpctrain.data.order.window import WindowShape
 from hpctrain.data.samples import Batch, Columns, Indices, Samples, padded, pinned
+from hpctrain.data.split import Split, SplitSteps
 from hpctrain.data.steps import (
     Cut,
     ReadDepth,
@@ -73,6 +75,9 @@ class Loader:
     micro_shards: int | None = None
     """Fixed parts of a global batch, at least as many as ranks, of which each rank gets some in a
     row, so that the parts do not depend on the number of ranks; None for one part per rank."""
+    split: Split | Path | str | None = None
+    """Parts of the data set, or the file that has them: each rank reads its own, neighbours where
+    there are more parts than ranks. Of a step they have samples in proportion to their sizes."""
     tail: Tail = "short"
     """The last samples make a ``short`` step, or are left out: ``drop``."""
     transform: Transform | None = None
@@ -107,6 +112,8 @@ class Loader:
     def __post_init__(self) -> None:
         if self.comm is not None:
             self.rank, self.size = self.comm.rank, self.comm.size
+        if isinstance(self.split, Path | str):
+            self.split = Split.read(self.split)
         self._check()
         if not len(self):
             raise DataError(
@@ -141,6 +148,7 @@ class Loader:
             "epoch": self.epoch,
             "consumed": self.consumed,
             **self._ordering.record(),
+            **({"split": self._split_checksum} if self.split else {}),
             "skipped": [list(some) for some in self._skipped.ranges],
         }
 
@@ -170,6 +178,12 @@ class Loader:
                 f"this is not the state of a loader: {error!r}; give what state_dict() returned"
             ) from error
         self._check_position(uuid, epoch, consumed)
+        found = state.get("split")
+        _require(
+            found == self._split_checksum,
+            f"a loader goes on with the split of its state, got one with the checksum "
+            f"{self._split_checksum} for {found}; give the same file, or begin without the state",
+        )
         self.seed, self.epoch, self.consumed = seed, epoch, consumed
         self._ordering, self._skipped, self._pass = ordering, skipped, None
 
@@ -242,6 +256,10 @@ class Loader:
             f"every rank needs a micro-shard, got micro_shards = {shards} on {size} ranks; "
             f"take more, or fewer ranks",
         )
+        if isinstance(self.split, Split):
+            self.split.check(self.dataset)
+            self.split.parts_of(rank, size)
+            _require(shards is None, "a split and micro_shards both divide a step; leave one out")
         skips = self.on_corrupt == "skip"
         _require(
             shards is None or not skips,
@@ -252,6 +270,10 @@ class Loader:
             not skips or size == 1 or self.comm is not None,
             'on_corrupt="skip" needs comm: all ranks must skip the same samples',
         )
+
+    @property
+    def _split_checksum(self) -> str | None:
+        return self.split.checksum if isinstance(self.split, Split) else None
 
     def _check_position(self, uuid: str, epoch: int, consumed: int) -> None:
         if uuid != self.dataset.uuid:
@@ -293,6 +315,8 @@ class Loader:
         )
         epoch = self.epoch if epoch is None else epoch
         order = self._ordering.order(self.dataset, self.seed, epoch)
+        if isinstance(self.split, Split):
+            return SplitSteps(self.split, order, cut, together, num_ahead)
         return Steps(order, cut, together, num_ahead)
 
     def _reading(self) -> AbstractContextManager[Iterator[list[Batch | Exception]]]:

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from hpctrain.compress.by_name import Compressing
 from hpctrain.core.errors import ConfigError
 from hpctrain.local_sgd.averaged_tensors import NamedTensors
+from hpctrain.local_sgd.federated import Federated
 from hpctrain.local_sgd.local_method import LocalMethod, require
 from hpctrain.local_sgd.rounds import Fields, RoundOpening, SampleSums, Share, Steps, SyncInterval
 
@@ -52,6 +53,9 @@ class DiLoCo(LocalMethod):
         share: float = 0.1,
         most: int = 512,
         compression: Compressing | None = None,
+        fraction: float = 1.0,
+        seed: int = 0,
+        proximal: float = 0.0,
     ) -> None:
         """Give all ranks the model of rank 0 and hook the optimizer. Collective.
 
@@ -70,6 +74,9 @@ class DiLoCo(LocalMethod):
             share: as for ``LocalSGD``.
             most: as for ``LocalSGD``.
             compression: what outer gradients travel as.
+            fraction: as for ``LocalSGD``; with one fragment, without delay and keep.
+            seed: as for ``LocalSGD``.
+            proximal: as for ``LocalSGD``; as ``fraction``.
 
         Raises:
             ConfigError: an argument is not valid.
@@ -82,8 +89,16 @@ class DiLoCo(LocalMethod):
             (keep is None or 0 <= keep < 1, f"keep is from 0 to below 1, got {keep}"),
         )
         self._pace = SyncInterval(steps, share=share, most=most, least=max(fragments, delay))
-        super().__init__(model, optimizer, compression=compression)
         self._delay, self._keep = delay, (0.5 if delay else 0.0) if keep is None else keep
+        refusal = (
+            f"fraction and proximal need rounds that all ranks begin with one model: fragments=1, "
+            f"delay=0, keep=0, got {fragments=}, {delay=}, keep={self._keep}"
+        )
+        is_apart = fragments > 1 or self._delay > 0 or self._keep > 0
+        federated = Federated(
+            fraction=fraction, seed=seed, proximal=proximal, refusal=refusal if is_apart else None
+        )
+        super().__init__(model, optimizer, compression=compression, federated=federated)
         self._parts = divided(self.replica.parameters(), fragments)
         """Names of parameters, by fragment."""
         self._fragments = [

@@ -25,12 +25,15 @@ from hpctrain.gradients.parameter_names import Grouping, named, names_of
 from hpctrain.gradients.reduction import Reduction
 from hpctrain.gradients.sample_count import NUM_FLAGS, SampleCount
 from hpctrain.gradients.step_check import SKIPPED, StepCheck
+from hpctrain.local_sgd.federated import Federated, LocalGradients
 from hpctrain.local_sgd.replica import Exchange, Replica
 from hpctrain.local_sgd.rounds import Fields, Rounds, SampleSums, Share, StateFields
 from hpctrain.runtime import world
 
 SWITCH = 1 << (NUM_FLAGS - 1)
 """The flag by which one rank lets all change their phase; those of users are below it."""
+
+_PLAIN = Federated()
 
 _MARK = "_local_method"  # the attribute of an optimizer that names the method which hooks it
 
@@ -52,6 +55,7 @@ class LocalMethod(StateFields):
         "step": "rounds.step",
         "number": "rounds.number",
         "exchange": "_exchange",
+        "draw": "rounds.draw",
     }
     _OWN: ClassVar[Fields] = {
         "start": "rounds.start",
@@ -62,15 +66,22 @@ class LocalMethod(StateFields):
         "changed": "replica",
         "wants_switch": "_wants_switch",
         "codecs": "_codec_states",
+        "round_model": "_gradients",
     }
 
     def __init__(
-        self, model: nn.Module, optimizer: Optimizer, *, compression: Compressing | None = None
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        compression: Compressing | None = None,
+        federated: Federated = _PLAIN,
     ) -> None:
         """Give all ranks the model of rank 0 and hook the optimizer. Collective.
 
-        Raises ``ConfigError``: the optimizer averages gradients by itself, or has a local method
-        already. ``NotInitializedError``: ``hpctrain.init()`` was not called.
+        Raises ``ConfigError``: the optimizer averages gradients by itself, has a local method
+        already, or the method cannot be ``federated`` like that. ``NotInitializedError``:
+        ``hpctrain.init()`` was not called.
         """
         self._optimizer = optimizer
         self._require_plain()
@@ -85,6 +96,9 @@ class LocalMethod(StateFields):
         self._plan, self._compression, self._note = here.plan, compression, here.last_call.note
         self._names, self._reducers = names_of(optimizer, None), list[Reducer]()
         self.rounds = Rounds(self._comm)  # counts steps and rounds
+        self.rounds.draw = federated.draw(self._comm)
+        self._federated = federated
+        self._gradients = LocalGradients(model, optimizer, federated.proximal)
         self.replica = Replica(self._comm, model, optimizer)
         """This rank's model and optimizer state."""
         self.communication_seconds = 0.0  # time in which the last step waited for other ranks
@@ -95,7 +109,7 @@ class LocalMethod(StateFields):
         broadcast_parameters(model.state_dict())
         self.replica.all_agree()
         self._hooks = [
-            optimizer.register_step_pre_hook(lambda *_: self.synchronize()),
+            optimizer.register_step_pre_hook(lambda _, *arguments: self._begin_step(*arguments)),
             optimizer.register_step_post_hook(lambda *_: self._end_step()),
         ]
         setattr(optimizer, _MARK, type(self).__name__)
@@ -145,6 +159,7 @@ class LocalMethod(StateFields):
         at the next one, or at the end.
         """
         self._average_gradients(is_skipped=True)
+        self._gradients.see(self.rounds.number)
         for reducer in self._reducers:
             if reducer.is_on:
                 reducer.steps.skip()
@@ -178,6 +193,7 @@ class LocalMethod(StateFields):
         return self.rounds.step + any(r.is_on and r.is_in_step for r in self._reducers)
 
     def _finish(self) -> None:
+        self._gradients.begin_round()
         if self.rounds.agrees:
             self.rounds.meet()
             together = [r.steps for r in self._reducers if self._is_of_all(r)]
@@ -248,17 +264,29 @@ class LocalMethod(StateFields):
     # -- what is known -----------------------------------------------------------------------
 
     @property
+    def takes_part(self) -> bool:
+        """Whether what this rank does in the present step counts: it sits in, and is drawn.
+
+        With ``fraction`` below 1 a step that does not count changes neither parameters nor the
+        optimizer's state: a rank may leave it out by ``skip_step()``, with the same result.
+        """
+        return not self._steps_alone or self.rounds.counts
+
+    @property
     def facts(self) -> dict[str, Any]:
         """Figures for people and records, the same on every rank.
 
-        ``bytes_saved`` compares with gradients that are averaged in every step.
+        ``bytes_saved`` compares with gradients that are averaged in every step. ``drawn`` are the
+        ranks of the present round, with ``fraction`` below 1.
         """
+        draw = self.rounds.draw
         gradients = self.rounds.step * sum(p.nbytes for _, p in self.replica.parameters())
         return {
             "rounds": self.rounds.number,
             "bytes_sent": self._exchange.bytes_sent,
             "bytes_saved": gradients - self._exchange.bytes_sent,
             "drift": self.rounds.drift,
+            **({"drawn": draw.ranks(self.rounds.number)} if draw.is_partial else {}),
         }
 
     @property
@@ -321,12 +349,13 @@ class LocalMethod(StateFields):
 
     def load_shared_state(self, state: Mapping[str, Any]) -> None:
         """Begin a round after a state of any number of ranks; what was on its way is dropped."""
-        super().load_shared_state(state)
+        draw = self.rounds.draw.shared_state()  # for older states, which have none
+        super().load_shared_state({"draw": draw, **state})
         self._start_again()
 
     def load_own_state(self, state: Mapping[str, Any]) -> None:
         """Go on in the middle of a round, after ``load_shared_state``. Collective."""
-        super().load_own_state(state)
+        super().load_own_state({"round_model": {}, **state})  # which older states lack
         self._raise()
 
     @property
@@ -387,6 +416,7 @@ class LocalMethod(StateFields):
     def _start_again(self) -> None:
         """Begin a round, all ranks with the same parameters, after a shared state was loaded."""
         self.rounds.start_again()
+        self._gradients.begin_round()
         self.replica.all_agree()
         for samples in self._samples:
             samples.clear()
@@ -406,8 +436,29 @@ class LocalMethod(StateFields):
             reducer.steps.flags = flags
             reducer.steps.may_differ = self._wants_switch  # by a learning rate of its own
 
+    @property
+    def _steps_alone(self) -> bool:
+        """Whether this rank, or its node, takes the present step without the others."""
+        return not any(r.is_on and self._is_of_all(r) for r in self._reducers)
+
+    @eager
+    def _begin_step(self, args: Sequence[Any], options: Mapping[str, Any]) -> None:
+        self._average_gradients()
+        is_partial = self.rounds.draw.is_partial
+        if not (is_partial or self._federated.proximal) or not self._steps_alone:
+            return
+        if any(map(callable, (*args, *options.values()))):
+            raise ConfigError(
+                "fraction and proximal change gradients in front of a step, and a closure "
+                "calculates them inside; call backward() and then optimizer.step() without one"
+            )
+        self._gradients.see(self.rounds.number)
+        counts = self.rounds.counts and self._samples[0].counts_step
+        self._gradients.replace(counts=counts or not is_partial)
+
     @eager
     def _end_step(self, *, is_skipped: bool = False) -> None:
+        self._gradients.put_back()
         synchronous = self.is_synchronous
         if synchronous:  # looked at here, as the phase may end with this step
             self.rounds.raised_flags = self._flags_of_gradients

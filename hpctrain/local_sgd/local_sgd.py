@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from hpctrain.compress.by_name import Compressing
 from hpctrain.core.errors import ConfigError
+from hpctrain.local_sgd.federated import Federated
 from hpctrain.local_sgd.local_method import SWITCH, LocalMethod
 from hpctrain.local_sgd.rounds import Fields, Rounds, SampleSums, Steps, SyncInterval
 
@@ -28,7 +29,7 @@ class LocalSGD(LocalMethod):
     BatchNorm's counters stay, being equal where all ranks take all steps.
 
     Federated averaging (McMahan et al. 2017, arXiv:1602.05629) is this with ``set_num_samples``
-    and ``take_part``.
+    and ``fraction``, FedProx (Li et al. 2020, arXiv:1812.06127) with ``proximal`` besides.
 
     Source: Stich 2019, arXiv:1805.09767, Algorithm 1; with the last iterate, not a weighted mean
     of all.
@@ -36,6 +37,8 @@ class LocalSGD(LocalMethod):
 
     _SHARED: ClassVar[Fields] = {"pace": "_pace"}
     _OWN: ClassVar[Fields] = {"averagings": "_averagings[]"}
+
+    _refusal_of_draws: ClassVar[str | None] = None
 
     def __init__(  # noqa: PLR0913 - what a user may choose
         self,
@@ -47,6 +50,9 @@ class LocalSGD(LocalMethod):
         share: float = 0.1,
         most: int = 512,
         compression: Compressing | None = None,
+        fraction: float = 1.0,
+        seed: int = 0,
+        proximal: float = 0.0,
     ) -> None:
         """Give all ranks the model of rank 0 and hook the optimizer. Collective.
 
@@ -64,6 +70,12 @@ class LocalSGD(LocalMethod):
             most: largest number of steps, with ``auto``.
             compression: what parameters travel as; then it is their changes since the last round
                 that travel, and a copy of the model is held, once per node.
+            fraction: of the ranks, rounded and at least one, drawn for each round: the mean is
+                over them alone, and all begin the next round from it. The others keep their
+                optimizer state until they are drawn again; ``reset`` forgets it everywhere.
+            seed: of the draws, the same on every rank. A state that is loaded brings its own.
+            proximal: mu of the term mu/2 ||w - w_round||^2 that is added to the loss of local
+                steps, w_round being the model at the start of the round, of which a copy is held.
 
         Raises:
             ConfigError: an argument is not valid.
@@ -71,7 +83,9 @@ class LocalSGD(LocalMethod):
         if state not in STATES:
             raise ConfigError(f"state is one of {', '.join(STATES)}, got {state!r}")
         self._pace = SyncInterval(steps, share=share, most=most)
-        super().__init__(model, optimizer, compression=compression)
+        refusal = self._refusal_of_draws if fraction != 1 else None
+        federated = Federated(fraction=fraction, seed=seed, proximal=proximal, refusal=refusal)
+        super().__init__(model, optimizer, compression=compression, federated=federated)
         self._state = state
         self._averagings = [
             self._exchange.averages_parameters(),
@@ -106,6 +120,11 @@ class HierarchicalLocalSGD(LocalSGD):
 
     Source: Lin et al. 2020, arXiv:1808.07217, section 5 (hierarchical local SGD).
     """
+
+    _refusal_of_draws = (
+        "HierarchicalLocalSGD averages inside each node, of which a draw of single ranks would "
+        "leave parts out; leave fraction out, or take LocalSGD"
+    )
 
     def __init__(
         self,
@@ -202,6 +221,10 @@ class PostLocalSGD(LocalSGD):
         self._highest = [0.0 for _ in optimizer.param_groups]
         self._reducer = self._reducer_over(self._comm)
         self._go(is_local=start == 0)
+
+    @property
+    def _steps_alone(self) -> bool:
+        return self._is_local
 
     @property
     def facts(self) -> dict[str, Any]:

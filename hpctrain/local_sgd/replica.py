@@ -226,7 +226,7 @@ class Exchange(StateFields):
         under_way = [averaging for averaging in averagings if averaging.is_under_way]
         distances = [averaging.finish(keep) for averaging in under_way]
         if under_way:
-            rounds.own_drift = distances[0]
+            rounds.own_drift = distances[0] if rounds.counts else 0.0
             self._note(f"averaging of replicas in round {self._rounds.number}")
 
     def anchor(self) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import reduce
+from hashlib import sha256
 from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple
 
@@ -125,6 +126,11 @@ class SampleSums:
         nominal += self._num_untold * self._usual
         return num_samples / (nominal or 1.0) if self.is_counted else 1.0
 
+    @property
+    def counts_step(self) -> bool:
+        """Whether the step that is not over has samples, or they are not counted."""
+        return not self.is_counted or any(number for number, _ in self._of_step)
+
     def add(self, num_samples: float, nominal: float) -> None:
         """Add the samples of a step; ``ConfigError`` if the numbers cannot be."""
         check_count(num_samples, nominal)
@@ -157,6 +163,34 @@ class SampleSums:
         self._num_untold, self.is_counted, self._of_step = int(num_untold), bool(is_counted), []
 
 
+class Draw(StateFields):
+    """Which ranks count in a round: a part of them, drawn from a seed, alike on every rank."""
+
+    _SHARED: ClassVar[Fields] = {"seed": "_seed"}
+
+    def __init__(self, rank: int, size: int, fraction: float = 1.0, seed: int = 0) -> None:
+        """Draw ``fraction`` of ``size`` ranks, rounded, at least one; above 0 and at most 1."""
+        self._rank, self._size, self._seed = rank, size, seed
+        self.is_partial = fraction < 1
+        self.num_ranks = max(1, int(fraction * size + 0.5))
+        self._drawn: tuple[int, int, list[int]] | None = None
+
+    def ranks(self, number: int) -> list[int]:
+        """Return the ranks of the round ``number``, ascending: those with the smallest hashes."""
+        if self._drawn is None or self._drawn[:2] != (self._seed, number):
+            hashes = {rank: self._hash(number, rank) for rank in range(self._size)}
+            drawn = sorted(sorted(hashes, key=hashes.__getitem__)[: self.num_ranks])
+            self._drawn = self._seed, number, drawn
+        return self._drawn[2]
+
+    def includes(self, number: int) -> bool:
+        """Say whether this rank is drawn for the round ``number``."""
+        return self.num_ranks == self._size or self._rank in self.ranks(number)
+
+    def _hash(self, number: int, rank: int) -> bytes:
+        return sha256(f"{self._seed} {number} {rank}".encode()).digest()
+
+
 class Rounds:
     """Counts a rank's steps and samples, and lets the ranks meet.
 
@@ -179,7 +213,8 @@ class Rounds:
         """Time that this rank has spent on others since the last averaging began."""
         self.round_s = 0.0
         """Mean time over ranks that the averaging before the last has cost; the same on all."""
-        self.takes_part = True  # whether this rank's replica counts
+        self.takes_part = True  # whether this rank's replica counts where it is drawn
+        self.draw = Draw(comm.rank, comm.size)
         self.flags = 0  # bits of this rank
         self.raised_flags = 0  # bits that any rank had at the last meeting; the same on every rank
         self.within_s = float("inf")  # time between two meetings at most, about
@@ -195,6 +230,11 @@ class Rounds:
     def step_in_round(self) -> int:
         """Steps of the present round that were taken."""
         return self.step - self.start
+
+    @property
+    def counts(self) -> bool:
+        """Whether this rank's replica counts in the present round."""
+        return self.takes_part and self.draw.includes(self.number)
 
     def is_meeting_due(self, *, busy: bool) -> bool:
         """Say whether the ranks meet now, if nothing else has let them meet in this step.
@@ -234,7 +274,7 @@ class Rounds:
         )
         size = self._comm.size
         self.has_met, self.must_meet, self._last_meeting = True, False, self.step
-        self.drift = (total["drift"] / size) ** 0.5
+        self.drift = (total["drift"] / self.draw.num_ranks) ** 0.5
         self._num_timed, self._timed_s = 0, 0.0
         if samples:
             self.waited_s, self.round_s = 0.0, total["round_s"] / size
@@ -263,7 +303,7 @@ class Rounds:
         self, samples: SampleSums | None, **more: float
     ) -> tuple[float, dict[str, float], int]:
         """Return this rank's weight, sums of what ranks report, and their flags. Collective."""
-        takes_part = bool(samples and self.takes_part)
+        takes_part = bool(samples and self.counts)
         weight = samples.weight if samples and takes_part else 0.0
         own: dict[str, float] = {
             "weight": weight,

@@ -50,6 +50,7 @@ def build_mesh(
         TopologyError: the sizes do not multiply to the number of ranks, or torch.distributed
             numbers the ranks otherwise than MPI; on every rank.
         MismatchError: the ranks ask for different meshes; on every rank.
+        ConfigError: a rank has no such device; on every rank.
     """
     world.init()
     if not dist.is_initialized():
@@ -58,13 +59,27 @@ def build_mesh(
     here = world.current()
     with agreed(here.comm, TopologyError):
         sizes = _checked(here.topology, dp=dp, pp=pp, cp=cp, tp=tp)
-    require_equal(here.comm, [_words(sizes)], "build_mesh", "ask for one mesh on all ranks")
+    asked = f"{_words(sizes)} on {device}"
+    require_equal(here.comm, [asked], "build_mesh", "ask for one mesh on all ranks")
+    with agreed(here.comm, ConfigError):
+        _use(device)
     order = packed(here.topology.nodes, [sizes[axis] for axis in reversed(AXES)])
     ranks = torch.tensor(order).view(*sizes.values())
     mesh = DeviceMesh(device, ranks, mesh_dim_names=AXES)
     if here.topology.rank == 0:
         sys.stderr.write("".join(f"hpctrain: {line}\n" for line in placement(mesh).splitlines()))
     return mesh
+
+
+def _use(device: str) -> None:
+    """Begin with this rank's card, else torch takes that of LOCAL_RANK, which may not be there."""
+    try:
+        torch.empty(0, device=device)
+    except (AssertionError, RuntimeError) as error:  # the first where torch was built without
+        raise ConfigError(
+            f"a mesh is of a type of device that every rank has, got {device!r}: "
+            f"{str(error).splitlines()[0]}"
+        ) from None
 
 
 def _forget_earlier_meshes() -> None:

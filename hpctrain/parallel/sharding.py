@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -144,6 +145,27 @@ def _distribute(model: nn.Module, units: Sequence[nn.Module], chosen: _Choice) -
         fully_shard(unit, reshard_after_forward=stage == 3, **options)
     # None: what is left of the model stays whole, as backward begins with it.
     fully_shard(model, reshard_after_forward=None if stage == 3 else False, **options)
+    if mesh.device_type == "cpu":  # a stream does so elsewhere
+        _gather_ahead(model, units)
+
+
+def _gather_ahead(model: nn.Module, units: Sequence[nn.Module]) -> None:
+    """Let a layer's parameters be gathered while the one before is at work."""
+    sharded = [unit for unit in (model, *units) if isinstance(unit, FSDPModule)]
+    for unit, following in pairwise(sharded[1:]):
+        unit.set_modules_to_forward_prefetch([following])
+    for unit in sharded:
+        unit._set_unshard_async_op(True)  # noqa: FBT003, SLF001 - there is no public name
+
+    def forget(*_: object) -> None:
+        """Drop what a pass has left out: it would be old in the next."""
+        for unit in sharded:
+            group = unit._get_fsdp_state()._fsdp_param_group  # noqa: SLF001
+            if group is not None and group._all_gather_result is not None:  # noqa: SLF001
+                group.wait_for_unshard()
+                unit.reshard()
+
+    model.register_forward_hook(forget, always_call=True)
 
 
 def _check(model: nn.Module, optimizer: Optimizer, chosen: _Choice) -> None:

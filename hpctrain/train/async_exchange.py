@@ -23,6 +23,7 @@ class AsyncExchange:
 
     is_synchronous = False
     leads_step = True  # each rank counts its own steps
+    takes_part = True
 
     def __init__(self, method: AsyncMethod) -> None:
         """Take a method without dedicated servers. Not collective."""

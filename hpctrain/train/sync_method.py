@@ -42,11 +42,18 @@ _ASYNC: Mapping[str, tuple[type[AsyncMethod], str]] = {
 
 
 def make_sync(
-    config: SyncConfig, model: nn.Module, optimizer: Optimizer, *, epoch_steps: int, num_steps: int
+    config: SyncConfig,
+    model: nn.Module,
+    optimizer: Optimizer,
+    *,
+    epoch_steps: int,
+    num_steps: int,
+    seed: int = 0,
 ) -> LocalMethod | AsyncExchange | None:
     """Hook a plain optimizer as ``[sync]`` says; None for the synchronous method. Collective.
 
-    Raises ``ConfigError``: the method does not take these arguments; on every rank.
+    Ranks of rounds are drawn by ``seed``. Raises ``ConfigError``: the method does not take these
+    arguments; on every rank.
     """
     if not config.is_local:
         return None
@@ -65,6 +72,8 @@ def make_sync(
         "compression": codec_of(config),
         **_in_steps(config, epoch_steps, num_steps),
     }
+    if config.fraction != 1 or config.proximal:
+        args = {"fraction": config.fraction, "proximal": config.proximal, "seed": seed, **args}
     _check(kind, args)
     with _refusing(config.method):
         made = kind(model, optimizer, **args)
@@ -106,7 +115,9 @@ def describe(config: SyncConfig) -> str:
         return f"{config.method}, staleness {config.staleness}"
     how = "" if config.compression == "none" else f", which travels as {config.compression}"
     rounds = "rounds of a measured length" if config.steps == "auto" else f"steps {config.steps}"
-    return f"{config.method}, {rounds}{how}"
+    drawn = "" if config.fraction == 1 else f", {config.fraction:g} of the ranks in each round"
+    pull = "" if not config.proximal else f", proximal {config.proximal:g}"
+    return f"{config.method}, {rounds}{drawn}{pull}{how}"
 
 
 def summary(config: SyncConfig) -> dict[str, Any]:

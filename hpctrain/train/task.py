@@ -287,7 +287,7 @@ def build(config: RunConfig, comm: Communicator, *, is_new: bool = True) -> Task
     with agreed(comm):
         steps = _steps(config, model, optimizer, comm)
         lengths = {"epoch_steps": len(train), "num_steps": len(train) * config.train.epochs}
-        sync = make_sync(config.sync, model, optimizer, **lengths)
+        sync = make_sync(config.sync, model, optimizer, seed=config.seed, **lengths)
     nodes = world.current().topology.nodes if comm.levels is not None else ()
     config, reason = with_shard(config, model, optimizer, [*map(len, nodes)])
     precision = Precision(config.train.precision, model)
@@ -402,6 +402,7 @@ def _loaders(
             train,
             order=config.data.order,
             transform=transforms[0],
+            split=config.data.split or None,
             workers=config.data.workers,
             worker_timeout_s=config.data.worker_timeout_s,
             **shared | _alone(config, comm),

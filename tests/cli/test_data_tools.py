@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 import hpctrain
 from hpctrain.cli.main import app
-from hpctrain.core.errors import DataError, MismatchError
+from hpctrain.core.errors import ConfigError, DataError, MismatchError
 from hpctrain.data.format.layout import Manifest
 from hpctrain.data.writer import write_arrays
 from tests.data.mixed_set import flip, numbers_in, write_mixed
@@ -115,3 +115,23 @@ def test_of_many_ranks_one_speaks_and_all_end_alike(world, tmp_path_factory):
     assert isinstance(result.exception, MismatchError)  # which main tells once
     assert "block 0 of field number has the wrong crc32" in str(result.exception)
     assert not (directory / "out" / "manifest.json").exists()
+
+
+def test_split_by_label_writes_a_file_and_tells_what_each_part_has(tmp_path):
+    labels = np.arange(60) % 15
+    write_arrays(tmp_path / "set", {"y": labels, "kind": labels % 2}, samples_per_shard=30)
+    out = tmp_path / "clients.npz"
+    options = ("--by-label", "inf", "--parts", 25)
+    lines = run("split", tmp_path / "set", out, *options, "--label", "kind").output.splitlines()
+    assert lines[0].split() == ["part", "samples", "kind=0", "kind=1"]
+    assert lines[1].split()[0] == "0"
+    assert [len(lines), lines[-1]] == [23, f"{out}: 60 samples in 25 parts, by kind"]
+    with pytest.raises(DataError, match="replaces nothing"):
+        raise run("split", tmp_path / "set", out, *options).exception
+    lines = run(
+        "split", tmp_path / "set", tmp_path / "y.npz", "--by-label", 9, "--parts", 2
+    ).output
+    assert lines.splitlines()[0].endswith("y=11  ...")
+    for words in (["--by-label", 1], ["--parts", 2], ["a=1", *options], []):
+        with pytest.raises(ConfigError, match="--by-label"):
+            raise run("split", tmp_path / "set", tmp_path / "c", *words).exception

@@ -40,6 +40,17 @@ LOSSY: dict[str, Make] = {
 }
 """Methods that remember what a codec has not sent."""
 
+FEDERATED: dict[str, Make] = {
+    "local, drawn, pulled": lambda hvd, m, o: hvd.LocalSGD(
+        m, o, 4, fraction=0.5, seed=5, proximal=0.1
+    ),
+    "diloco, drawn, pulled": lambda hvd, m, o: hvd.DiLoCo(m, o, 3, fraction=0.5, proximal=0.1),
+    "post local, drawn, pulled": lambda hvd, m, o: hvd.PostLocalSGD(
+        m, o, 4, start=5, fraction=0.4, state="reset", proximal=0.1
+    ),
+}
+"""Methods in which some ranks count in a round, and all are pulled to its model."""
+
 
 class Normed(nn.Module):
     """A network with all that a replica has: weights, statistics, a counter."""
@@ -87,7 +98,7 @@ class Run:
         self.hvd, self.at = hvd, 0
         self.model = make_model() if model is None else model
         self.optimizer = optimizer(self.model)
-        if make := METHODS.get(method) or LOSSY.get(method):
+        if make := (METHODS | LOSSY | FEDERATED).get(method):
             self.method = make(hvd, self.model, self.optimizer)
         else:
             self.method = getattr(hvd, method)(self.model, self.optimizer, *args, **options)

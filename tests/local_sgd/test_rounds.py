@@ -10,6 +10,7 @@ from hpctrain.core.errors import CommError, ConfigError, MismatchError, RankLost
 from hpctrain.local_sgd.rounds import SyncInterval
 from tests.gradients.training import make_model, sgd
 from tests.local_sgd.local_methods import (
+    FEDERATED,
     LOSSY,
     METHODS,
     OPTIMIZERS,
@@ -258,11 +259,11 @@ NUM_STEPS = 18
 
 def stop_of(name: str) -> int:
     """Return a step; over all methods every other one comes, and more."""
-    return (5 * [*METHODS, *LOSSY].index(name) + 2) % NUM_STEPS or 7
+    return (5 * [*METHODS, *LOSSY, *FEDERATED].index(name) + 2) % NUM_STEPS or 7
 
 
 @pytest.mark.ranks(1, 2, 3)
-@pytest.mark.parametrize("name", [*METHODS, *LOSSY])
+@pytest.mark.parametrize("name", [*METHODS, *LOSSY, *FEDERATED])
 def test_stop_anywhere_and_go_on_bitwise_and_have_one_model_after_the_block(
     world, hvd_nodes, name
 ):

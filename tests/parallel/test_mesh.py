@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 import hpctrain
-from hpctrain import MismatchError, TopologyError
+from hpctrain import ConfigError, MismatchError, TopologyError
 from hpctrain.parallel import build_mesh, placement
 from hpctrain.parallel.mesh import packed
 from tests.parallel.conftest import started
@@ -81,6 +81,10 @@ def test_meshes_that_the_ranks_cannot_form_are_an_error_on_all(world):
             build_mesh(tp=0)
         with pytest.raises(MismatchError, match="rank 0: dp=1 x"):
             build_mesh(**{"tp" if world.rank else "cp": world.size})
+        with pytest.raises(MismatchError, match="on cpu"):
+            build_mesh(device="meta" if world.rank else "cpu")
+        with pytest.raises(ConfigError, match="every rank has, got 'xpu'"):
+            build_mesh(device="xpu")
         assert build_mesh().size() == world.size
 
 

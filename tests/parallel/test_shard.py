@@ -1,6 +1,7 @@
 """Every stage of ZeRO trains as one process does, and holds as much as the paper says."""
 
 import re
+import time
 from contextlib import nullcontext
 
 import pytest
@@ -68,6 +69,57 @@ def test_replicas_of_shards_train_as_one_process_does():
     model = transformer()
     optimizer = shard(model, adamw(model.parameters()), stage=3, mesh=mesh)
     trained(model, optimizer)
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_layer_is_gathered_while_the_one_before_is_at_work(stage):
+    torch.manual_seed(5)
+    layers = [nn.Linear(8, 8) for _ in range(4)]
+    model, seen = nn.Sequential(*layers), []
+    optimizer = shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage)
+
+    def at_work(number, to_come, _):
+        group = layers[to_come]._get_fsdp_state()._fsdp_param_group
+        end = time.monotonic() + 20
+        while not group._all_gather_result.all_gather_work.is_completed():
+            assert time.monotonic() < end, "nothing moves while a layer is at work"
+            time.sleep(0.001)
+        seen.append((number, to_come))
+
+    for number in range(3):
+        layers[number].register_forward_pre_hook(lambda _, x, n=number: at_work(n, n + 1, x))
+    behind = [2, 1] if stage == 3 else []  # the last one has begun what goes before
+    for number in behind:
+        hook = layers[number].register_full_backward_pre_hook
+        hook(lambda _, grad, n=number: at_work(n + 1, n, grad))
+    model(torch.ones(2, 8, requires_grad=True)).sum().backward()
+    optimizer.step()
+    assert seen == [(0, 1), (1, 2), (2, 3), *((n + 1, n) for n in behind)]
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_layer_that_a_pass_has_left_out_has_new_values_in_the_next(stage):
+    torch.manual_seed(5)
+    model = Choice(nn.Linear(3, 3), nn.Linear(3, 3))
+    second = [p.detach().clone() for p in model[1].parameters()]
+    optimizer = shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage)
+    x = torch.ones(1, 3)
+    with torch.no_grad():
+        model(x, 0)
+        for parameter in model[1].parameters():
+            parameter.mul_(2)
+        expected = nn.functional.linear(x, *(2 * p for p in second))
+        torch.testing.assert_close(model(x, 1), expected)
+    assert optimizer.param_groups
+
+
+class Choice(nn.Sequential):
+    """Two layers, of which a pass takes one."""
+
+    def forward(self, x, number):
+        return self[number](x)
 
 
 class Branches(nn.Module):
@@ -211,6 +263,22 @@ def test_the_state_that_an_optimizer_has_is_sharded_too_and_rank_0_decides_first
     for name, parameter in model.named_parameters():
         whole = parameter.full_tensor().detach()
         torch.testing.assert_close(whole, expected.get_parameter(name), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_torch_clips_elements_of_shards_as_those_of_one_process(stage):
+    expected, model = transformer(), transformer()
+    shard(model, adamw(model.parameters()), stage=stage)
+    (batch,) = batches(1)
+    loss_of(expected(batch[0]), batch[1]).backward()
+    local_loss(model, *batch).backward()
+    most = max(p.grad.abs().max().item() for p in expected.parameters()) / 2
+    for one in (expected, model):
+        nn.utils.clip_grad_value_(one.parameters(), most)
+    for name, parameter in model.named_parameters():
+        found, right = parameter.grad.full_tensor(), expected.get_parameter(name).grad
+        torch.testing.assert_close(found, right, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.ranks(2)

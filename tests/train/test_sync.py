@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from hpctrain.checkpoint.manager import Manager
-from hpctrain.core.errors import CheckpointError
+from hpctrain.core.errors import CheckpointError, ConfigError, HpctrainError
 from hpctrain.core.records import read
+from hpctrain.data.tools.label_split import split_by_label
+from hpctrain.local_sgd.rounds import Draw
 from hpctrain.local_sgd.staged_sgd import StagedSGD
 from hpctrain.train import sync_method
 from hpctrain.train.history import RunHistory
@@ -75,6 +77,61 @@ def test_a_run_that_died_in_a_round_ends_with_the_same_bits(here, configure, sha
     assert_same_checkpoint(whole, parts)
     records = read(parts.directory.metrics)
     assert [r["step"] for r in records if r["event"] == "resumed"] == [3, 9]
+
+
+@pytest.mark.ranks(2, 3)
+def test_ranks_that_are_drawn_learn_from_their_parts_also_over_a_stop(here, configure, shared):
+    """Noise shows whether a rank that is not drawn calculates, which it does in no step."""
+    build(configure(), here.comm)  # writes the data
+    split = split_by_label(shared / "d", shared / "c.npz", 4, 1.0, here.comm).split
+    overrides = local("local_sgd", "sync.fraction=0.5", "sync.proximal=0.1")
+    overrides += ["model.args.norm=false", f"data.split={shared}/c.npz"]  # no batch is large
+    overrides += ["checkpoint.every=3", "log.hash_every=1"]
+    whole = Job(here, configure, shared / "whole", *overrides)
+    seen: list[tuple[bool, int]] = []
+    task = whole.built()
+
+    def look(_, batch) -> None:
+        samples = task.train.samples_at(task.train.place)
+        own = split.parts_of(here.comm.rank, here.comm.size)
+        assert all(split.parts[number] in own for number in samples)
+        assert len(batch[0]) == len(samples)
+        seen.append((task.sync.takes_part, task.sync.rounds.number))
+
+    hook = lambda *args: look(*args) if task.model.training else None  # noqa: E731
+    task.model.register_forward_pre_hook(hook)
+    whole.part(task=task)
+    assert {takes_part for takes_part, _ in seen} <= {True}
+    of_ranks = here.comm.allgather_object({number for _, number in seen})
+    draws = Draw(0, here.comm.size, 0.5, whole.config.seed)
+    for number in set().union(*of_ranks):
+        assert [r for r, of in enumerate(of_ranks) if number in of] == draws.ranks(number)
+    parts = Job(here, configure, shared / "parts", *overrides)
+    for after in (5, 8):
+        with suppress(KeyError):
+            parts.part(after=after, fail=True)
+    assert isinstance(parts.part(), Outcome)
+    assert_same_run(whole, parts)
+    assert_same_checkpoint(whole, parts)
+
+
+@pytest.mark.ranks(2)
+def test_what_cannot_be_drawn_or_pulled_is_refused(here, configure):
+    for overrides, message in (
+        (["sync.fraction=0.5"], "not for sync.method = synchronous"),
+        (["sync.method=staged_sgd", "sync.proximal=1"], "not for sync.method = staged_sgd"),
+        (["sync.method=local_sgd", "sync.fraction=1.5"], "at most 1, got 1.5"),
+        (["sync.method=local_sgd", "sync.args={fraction = 0.5}"], "fraction, proximal beside it"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            configure(*overrides)
+    for overrides, message in (
+        (["sync.method=hierarchical_local_sgd", "sync.fraction=0.5"], "leave fraction out"),
+        (["sync.method=diloco", "sync.fraction=0.5", "sync.args={delay = 1}"], "delay=1"),
+        (["data.split=none.npz"], "cannot read the split none.npz"),
+    ):
+        with pytest.raises(HpctrainError, match=message):
+            build(configure(*overrides), here.comm)
 
 
 @pytest.mark.ranks(2)

@@ -35,8 +35,16 @@ def test_a_launcher_that_says_0_is_not_believed_where_no_rank_has_come_to_its_en
     gone = "import os, hpctrain; hpctrain.init(); hpctrain.barrier(); os._exit(0)"
     done = ended([*line, sys.executable, "-c", gone], timeout=100)
     assert done.returncode == 1, done.stderr
-    assert "no rank has come to its end: the run has failed" in done.stderr
+    assert "the ranks have not come to their end: the run has failed" in done.stderr
     assert ended([*line, sys.executable, "-c", "pass"], timeout=100).returncode == 0
+
+
+def test_where_a_rank_dies_before_mpi_has_begun_all_end():
+    line = [sys.executable, "-m", "hpctrain", "launch", "-n", 3, "--recover", "--"]
+    dies = "import os, signal; os.environ['RANK'] == '2' and os.kill(os.getpid(), signal.SIGKILL)"
+    done = ended([*line, sys.executable, "-c", f"{dies}; import hpctrain; hpctrain.init()"])
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.count("a rank has died before all had begun, 2 of 3 are left on") == 1
 
 
 def launched(tmp_path, kills, *options, num_ranks=4):

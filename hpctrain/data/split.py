@@ -1,0 +1,158 @@
+"""A data set divided into parts, one for each rank or several: which sample is in which."""
+
+import zipfile
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpctrain.core.atomic import publishing, reason_of
+from hpctrain.core.checksum import crc32
+from hpctrain.core.errors import DataError
+from hpctrain.data.order.order import Order
+from hpctrain.data.samples import Indices, Samples
+from hpctrain.data.steps import Cut, StepPart, Steps
+from hpctrain.data.subset import Subset
+
+_DAMAGE = (ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile)
+
+
+class Split:
+    """Which part of a data set each sample is in; the parts are those of clients, say.
+
+    ``hpctrain data split --by-label`` writes it to a file of a few bytes for each sample, and the
+    data set stays as it is.
+    """
+
+    def __init__(
+        self, uuid: str, parts: NDArray[np.uint32], num_parts: int, about: str = ""
+    ) -> None:
+        """Take the part of each sample of the data set ``uuid``, in [0, num_parts).
+
+        Raises ``DataError``: there is no such part, or one has no samples.
+        """
+        if not parts.size or parts.ndim != 1 or parts.dtype != np.uint32:
+            raise DataError(f"a split has a part for each sample, got {parts.dtype} {parts.shape}")
+        self.uuid, self.parts, self.about = uuid, parts, about
+        self.sizes = np.bincount(parts, minlength=num_parts)  # samples of each part
+        empty = np.flatnonzero(self.sizes == 0)
+        if len(self.sizes) != num_parts or empty.size:
+            raise DataError(
+                f"each of {num_parts} parts gets samples, {parts.size} samples leave none for "
+                f"{len(empty)} of them ({', '.join(map(str, empty[:8]))}); take fewer parts, a "
+                f"larger ALPHA or another seed"
+            )
+
+    @classmethod
+    def read(cls, path: Path | str) -> Self:
+        """Read a file of ``hpctrain data split --by-label``.
+
+        Raises ``DataError``: it cannot be read, or is damaged.
+        """
+        try:
+            with np.load(path, allow_pickle=False) as file:
+                number = int(file["num_parts"])
+                return cls(str(file["uuid"]), file["parts"], number, str(file["about"]))
+        except OSError as error:
+            raise DataError(
+                f"cannot read the split {path}: {reason_of(error)}; make it by hpctrain data "
+                f"split --by-label, or check the path"
+            ) from error
+        except _DAMAGE as error:
+            raise DataError(
+                f"{path} is damaged, or no file of hpctrain data split --by-label: {error}; make "
+                f"it again"
+            ) from error
+
+    def write(self, path: Path | str) -> None:
+        """Write the file, whole or not at all. Raises ``DataError``: the system refuses."""
+        try:
+            with publishing(Path(path)) as part, part.open("wb") as file:
+                number = np.int64(len(self.sizes))
+                uuid, about = np.str_(self.uuid), np.str_(self.about)
+                np.savez(file, uuid=uuid, parts=self.parts, num_parts=number, about=about)
+        except OSError as error:
+            raise DataError(f"cannot write the split {path}: {reason_of(error)}") from error
+
+    @cached_property
+    def checksum(self) -> str:
+        """Tells this split from others."""
+        return f"{crc32(np.ascontiguousarray(self.parts).tobytes()):08x}"
+
+    def parts_of(self, rank: int, size: int) -> range:
+        """Return the parts of a rank: neighbours, as many as another has or one more or less.
+
+        Raises ``DataError``: there are fewer parts than ranks.
+        """
+        num_parts = len(self.sizes)
+        if num_parts < size:
+            raise DataError(
+                f"each rank has a part of the data, got {num_parts} parts and {size} ranks; take "
+                f"fewer ranks, or split the data into more parts"
+            )
+        return range(num_parts * rank // size, num_parts * (rank + 1) // size)
+
+    def subset(self, dataset: Samples, rank: int, size: int) -> Subset:
+        """Return what a rank has of the data set, in its order.
+
+        Raises ``DataError``: it is another data set, or there are fewer parts than ranks.
+        """
+        self.check(dataset)
+        return Subset(dataset, np.flatnonzero(self.holds(self.parts_of(rank, size), self.parts)))
+
+    def check(self, dataset: Samples) -> None:
+        """Return if this is a split of the data set; else raise ``DataError``."""
+        if (self.uuid, len(self.parts)) != (dataset.uuid, len(dataset)):
+            raise DataError(
+                f"a split belongs to the data set that it was made of, got one of {self.uuid} "
+                f"with {len(self.parts)} samples for {dataset.uuid} with {len(dataset)}; split "
+                f"this one by hpctrain data split --by-label"
+            )
+
+    @staticmethod
+    def holds(own: range, parts: NDArray[Any]) -> NDArray[np.bool_]:
+        """Say for each of some parts whether it is among ``own``."""
+        return (parts >= own.start) & (parts < own.stop)
+
+
+class SplitSteps(Steps):
+    """Steps in which a rank has the samples of its parts.
+
+    Of each step a part has samples in proportion to its size, so that all of them end an epoch
+    together. The samples of a step are the same for any number of ranks.
+    """
+
+    def __init__(
+        self, split: Split, order: Order, cut: Cut, together: int, num_ahead: int
+    ) -> None:
+        """Let each part have its samples in the order of an epoch; otherwise as for ``Steps``."""
+        super().__init__(_Line(split, order), cut, together, num_ahead)
+        self._parts, self._own = split.parts, split.parts_of(cut.rank, cut.size)
+
+    def _plan(self, group: int) -> list[StepPart]:
+        steps = self._steps(group * self._group, self._group)
+        mine = []
+        for step in steps:
+            samples = self._order.samples_at(np.array(self._cut.positions(step)))
+            mine.append(samples[Split.holds(self._own, self._parts[samples])])
+        starts = range(0, len(steps), self._together)
+        some = [mine[start : start + self._together] for start in starts]
+        return [StepPart(np.concatenate(each), [*map(len, each)]) for each in some]
+
+
+class _Line:
+    """An order of an epoch in which any row of neighbours has all parts in proportion."""
+
+    def __init__(self, split: Split, order: Order) -> None:
+        samples = order.samples_at(np.arange(len(split.parts)))
+        samples = samples[np.argsort(split.parts[samples], kind="stable")]
+        sizes = split.sizes
+        number = np.arange(len(samples)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+        place = (number + 0.5) / np.repeat(sizes, sizes)
+        self._samples: Indices = samples[np.argsort(place, kind="stable")]
+
+    def samples_at(self, positions: Indices) -> Indices:
+        """Look the samples up."""
+        return self._samples[positions]

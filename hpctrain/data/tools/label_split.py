@@ -1,0 +1,132 @@
+"""A data set split by label: each part gets other shares of the labels, as clients have them."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpctrain.comm.agreement import agreed, on_root
+from hpctrain.comm.communicator import Communicator
+from hpctrain.core.errors import DataError
+from hpctrain.data.reader import ShardedDataset
+from hpctrain.data.split import Split
+from hpctrain.data.tools.rewriting import share
+from hpctrain.data.tools.shared_work import Start, followed, in_turns, or_alone
+
+_PIECE = 1 << 16  # labels read at once
+
+Labels = NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LabelSplit:
+    """What was written, and what it holds."""
+
+    split: Split
+    labels: Labels  # all that occur, ascending
+    counts: NDArray[np.int64]  # ``(parts, labels)``: samples
+
+
+def split_by_label(  # noqa: PLR0913 - what a user may choose
+    directory: Path | str,
+    out: Path | str,
+    num_parts: int,
+    alpha: float,
+    comm: Communicator | None = None,
+    *,
+    label: str = "y",
+    seed: int = 0,
+    start: Start | None = None,
+) -> LabelSplit:
+    """Divide the samples of each label among parts, by shares from a Dirichlet distribution.
+
+    Small ``alpha``, above 0, gives a part few labels; ``inf`` gives all parts the same share of
+    each (Hsu et al. 2019, arXiv:1909.06335, with the roles of labels and parts as in Li et al.
+    2021, arXiv:2102.02079). Every sample is in one part; ``out`` is a file, see ``Split``, and the
+    field ``label`` of the data set alone is read. Collective with ``comm``, whose ranks share out
+    the reading; ``start`` makes what follows the progress of this rank, in samples. Raises
+    ``DataError``: an argument is not valid, ``out`` exists, a part would get no sample, or files
+    cannot be read or written; on every rank.
+    """
+    directory, out, comm = Path(directory), Path(out), or_alone(comm)
+    with agreed(comm, DataError):
+        if not alpha > 0:
+            raise DataError(f"ALPHA is above 0, inf for equal shares, got {alpha}")
+        if num_parts < 1 or seed < 0:
+            raise DataError(f"there is at least 1 part, got {num_parts=}; seed is from 0, {seed=}")
+    on_root(comm, lambda: _check_free(out), DataError)
+    whole = ShardedDataset.open(directory, comm, io="read")
+    with agreed(comm, DataError):
+        labels = _labels_alone(whole, label)
+    pieces: list[Labels] = []
+    first, stop = share(len(whole), comm, whole.block_size)
+    advance = followed(start, stop - first)
+
+    def read() -> Iterator[None]:
+        for begin in range(first, stop, _PIECE):
+            some = labels.take(np.arange(begin, min(begin + _PIECE, stop)))[label]
+            pieces.append(np.asarray(some).reshape(-1).astype(np.int64))
+            advance(len(pieces[-1]))
+            yield
+
+    in_turns(comm, read())
+    found = np.concatenate([p for of_rank in comm.allgather_object(pieces) for p in of_rank])
+
+    def write() -> LabelSplit:
+        parts = parts_by_label(found, num_parts, alpha, seed)
+        split = Split(whole.uuid, parts, num_parts, f"alpha={alpha} seed={seed} label={label}")
+        _check_free(out)
+        split.write(out)
+        names, numbers = np.unique(found, return_inverse=True)
+        table = np.bincount(parts.astype(np.int64) * len(names) + numbers)
+        counts = np.zeros(num_parts * len(names), np.int64)
+        counts[: len(table)] = table
+        return LabelSplit(split=split, labels=names, counts=counts.reshape(num_parts, -1))
+
+    return on_root(comm, write, DataError)
+
+
+def parts_by_label(labels: Labels, num_parts: int, alpha: float, seed: int) -> NDArray[np.uint32]:
+    """Return the part of each sample; raises ``DataError`` where shares cannot be drawn."""
+    draw = np.random.default_rng(seed)
+    parts = np.zeros(len(labels), np.uint32)
+    by_label = np.argsort(labels, kind="stable")
+    ends = np.flatnonzero(np.diff(labels[by_label])) + 1
+    for samples in np.split(by_label, ends):
+        shares = np.full(num_parts, 1 / num_parts)
+        if alpha < 1e6:
+            shares = draw.dirichlet(np.full(num_parts, alpha))
+        if not np.isfinite(shares).all():
+            raise DataError(f"ALPHA = {alpha:g} is too small to draw shares; take a larger one")
+        bounds = np.rint(np.cumsum(shares)[:-1] * len(samples)).astype(np.int64)
+        sizes = np.diff(bounds, prepend=0, append=len(samples))
+        # Who gets what is left over is chance too.
+        parts[draw.permutation(samples)] = np.repeat(
+            draw.permutation(num_parts).astype(np.uint32), sizes
+        )
+    return parts
+
+
+def _check_free(out: Path) -> None:
+    if out.exists() or out.is_symlink():
+        raise DataError(f"{out} is there, and a split replaces nothing; choose another name")
+
+
+def _labels_alone(whole: ShardedDataset, label: str) -> ShardedDataset:
+    """Return the same data set with one field, of whole numbers."""
+    manifest = whole.manifest
+    field = manifest.fields.get(label)
+    is_label = field and not field.ragged and field.shape in ((), (1,))
+    if field is None or not is_label or np.dtype(field.dtype).kind not in "iub":
+        names = ", ".join(f"{name} {f.dtype} {f.shape}" for name, f in manifest.fields.items())
+        raise DataError(
+            f"a label is a field with one whole number for each sample, {label!r} is none of "
+            f"these: {names}; name it by --label"
+        )
+    shards = tuple(
+        replace(shard, places={label: shard.places[label]}) for shard in manifest.shards
+    )
+    one = replace(manifest, fields={label: field}, shards=shards)
+    return ShardedDataset(whole.path, io="read", manifest=one)

@@ -1,0 +1,247 @@
+"""Federated rounds: only drawn ranks count, by their samples, and are pulled to its model."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from hpctrain.core.errors import ConfigError, MismatchError
+from hpctrain.local_sgd.rounds import Draw
+from tests.gradients.training import digits, make_model, sgd
+from tests.local_sgd.local_methods import Normed, Run, adam, num_kinds, replica_of, weights_of
+
+EVERY_SIZE = pytest.mark.ranks(1, 2, 3, 4)
+MANY = pytest.mark.ranks(2, 3, 4)
+FEW = pytest.mark.ranks(2, 3)
+
+NUM_STEPS, ROUND = 8, 3
+
+
+def samples_of(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what a rank learns from in a step: another number on each, other digits on each."""
+    images, labels = digits()
+    mine = torch.nonzero(labels % 4 == rank)[:, 0]
+    chosen = mine[(step * 7 + torch.arange(3 + 2 * rank + step % 2)) % len(mine)]
+    return images[chosen], labels[chosen]
+
+
+def learn(model, optimizer, rank: int, step: int, start=None, mu: float = 0.0) -> int:
+    """Take a step of torch alone; with ``start``, of the loss with the proximal term."""
+    images, labels = samples_of(rank, step)
+    optimizer.zero_grad()
+    loss = cross_entropy(model(images), labels)
+    if start is not None:
+        pairs = zip(model.parameters(), start, strict=True)
+        loss = loss + mu / 2 * sum((p - own).square().sum() for p, own in pairs)
+    loss.backward()
+    optimizer.step()
+    return len(labels)
+
+
+def oracle(size: int, draws: Draw, make, mu: float, state: str) -> torch.Tensor:
+    """Return the weights that one process finds which plays all ranks."""
+    shared = make_model()
+    models = [copy.deepcopy(shared) for _ in range(size)]
+    optimizers = [make(model) for model in models]
+    for number, first in enumerate(range(0, NUM_STEPS, ROUND)):
+        start = [p.detach().clone() for p in shared.parameters()]
+        total, sums = 0, [torch.zeros_like(p) for p in start]
+        for rank in draws.ranks(number):
+            model = models[rank]
+            model.load_state_dict(shared.state_dict())
+            steps = range(first, min(first + ROUND, NUM_STEPS))
+            count = sum(learn(model, optimizers[rank], rank, s, start, mu) for s in steps)
+            total += count
+            for of_one, p in zip(sums, model.parameters(), strict=True):
+                of_one.add_(p.detach(), alpha=count)
+        with torch.no_grad():
+            for p, of_one in zip(shared.parameters(), sums, strict=True):
+                p.copy_(of_one / total)
+        if state == "reset":
+            optimizers = [make(model) for model in models]
+    return weights_of(shared)
+
+
+@EVERY_SIZE
+@pytest.mark.parametrize(
+    ("name", "options", "make"),
+    [
+        ("LocalSGD", {"fraction": 0.5, "proximal": 0.3}, sgd),
+        ("LocalSGD", {"fraction": 0.7, "proximal": 0.3, "state": "reset", "seed": 3}, adam),
+        ("PostLocalSGD", {"start": 0, "fraction": 0.01}, adam),
+        ("HierarchicalLocalSGD", {"node_steps": 9, "proximal": 2.0}, sgd),
+        ("DiLoCo", {"outer_lr": 1, "outer_momentum": 0, "fraction": 0.5, "proximal": 0.3}, sgd),
+    ],
+)
+@pytest.mark.parametrize("leaves_out", [False, True])
+def test_a_round_is_the_mean_of_the_drawn_by_their_samples_in_the_proximal_term(
+    world, hvd_nodes, name, options, make, leaves_out
+):
+    run = Run(hvd_nodes, name, ROUND, optimizer=make, **options)
+    rank, size = world.rank, world.size
+    fraction = options.get("fraction", 1.0)
+    draws = Draw(rank, size, fraction, options.get("seed", 0))
+    drawn = []
+    with run.method as method:
+        for step in range(NUM_STEPS):
+            method.set_num_samples(len(samples_of(rank, step)[1]), nominal=7)
+            drawn.append(method.takes_part)
+            assert fraction == 1 or method.facts["drawn"] == draws.ranks(step // ROUND)
+            if leaves_out and not method.takes_part:
+                method.skip_step()
+            else:
+                learn(run.model, run.optimizer, rank, step)
+    wanted = oracle(size, draws, make, options.get("proximal", 0.0), options.get("state", "local"))
+    torch.testing.assert_close(run.weights, wanted, rtol=1e-12, atol=1e-12)
+    assert run.num_kinds(world) == 1
+    for of_ranks in zip(*world.allgather(drawn), strict=True):
+        assert sum(of_ranks) == max(1, math.floor(fraction * size + 0.5))
+
+
+@FEW
+@pytest.mark.parametrize("make", [sgd, adam])
+def test_a_step_that_does_not_count_changes_nothing_and_leaves_gradients(world, hvd_nodes, make):
+    run = Run(hvd_nodes, "LocalSGD", 5, optimizer=make, fraction=0.2, proximal=0.1)
+    learn(run.model, run.optimizer, world.rank, 0)
+    before = run.replica
+    learn(run.model, run.optimizer, world.rank, 1)
+    assert torch.equal(before, run.replica) is not run.method.takes_part
+    model = copy.deepcopy(run.model)
+    gradients = [p.grad for p in run.model.parameters()]
+    if not run.method.takes_part:
+        learn(model, make(model), world.rank, 1)
+        for own, other in zip(gradients, model.parameters(), strict=True):
+            assert torch.equal(own, other.grad)
+    assert all(g is not None for g in gradients)
+    run.method.finish()
+    assert run.num_kinds(world) == 1
+    run.method.close()
+
+
+@EVERY_SIZE
+def test_without_draws_and_without_a_pull_all_bits_are_as_before(hvd_nodes):
+    ends = [
+        Run(hvd_nodes, "LocalSGD", 3, model=Normed(), **options).end(7)
+        for options in ({}, {"fraction": 1, "seed": 9, "proximal": 0})
+    ]
+    assert torch.equal(*ends)
+
+
+@MANY
+@pytest.mark.parametrize("name", ["LocalSGD", "DiLoCo"])
+def test_a_round_whose_drawn_ranks_have_no_samples_leaves_the_model_as_it_was(
+    world, hvd_nodes, name
+):
+    run = Run(hvd_nodes, name, 2, fraction=0.5)
+    before = run.weights
+    with run.method as method:
+        for step in range(4):
+            method.set_num_samples(0 if method.takes_part else 5)
+            learn(run.model, run.optimizer, world.rank, step)
+            torch.testing.assert_close(run.weights, before, rtol=1e-15, atol=1e-15)
+    torch.testing.assert_close(run.weights, before, rtol=1e-15, atol=1e-15)
+    assert run.num_kinds(world) == 1
+
+
+@FEW
+def test_drift_falls_with_the_proximal_term_where_ranks_have_other_digits(world, hvd_nodes):
+    drifts = []
+    for proximal in (0.0, 0.1, 1.0, 10.0):
+        run = Run(hvd_nodes, "LocalSGD", 40, proximal=proximal)
+        for step in range(40):
+            learn(run.model, run.optimizer, world.rank, step)
+        run.method.rounds.meet()
+        drifts.append(run.method.facts["drift"])
+        run.method.close()
+    assert drifts == sorted(drifts, reverse=True)
+    assert drifts[-1] < drifts[0] / 2
+
+
+@FEW
+@pytest.mark.parametrize("maximize", [False, True])
+def test_the_pull_is_towards_the_round_s_model_also_below_a_scaler_and_uphill(hvd_nodes, maximize):
+    """The loss is constant: after a push the pull alone moves the weights, by lr * mu of it."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 1, bias=False)
+    make = torch.optim.SGD
+    optimizer = make(model.parameters(), lr=0.5, maximize=maximize, fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    start = model.weight.detach().clone()
+    with hvd_nodes.LocalSGD(model, optimizer, 9, proximal=0.5):
+        for push in (1.0, 0.0, 0.0):
+            optimizer.zero_grad()
+            scaler.scale((model.weight * push).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        moved = -0.5 * (-1 if maximize else 1) * 0.75**2
+        torch.testing.assert_close(model.weight.detach(), start + moved)
+
+
+def test_each_rank_is_drawn_about_as_often_and_another_seed_draws_others():
+    for size, fraction, num in ((7, 0.4, 3), (2, 0.1, 1), (5, 0.5, 3), (100, 0.29, 29)):
+        draws = Draw(0, size, fraction, 1)
+        assert {len(draws.ranks(number)) for number in range(50)} == {num}
+        counts = [0] * size
+        for number in range(2000):
+            for rank in draws.ranks(number):
+                counts[rank] += 1
+        expected = 2000 * num / size
+        assert max(abs(count - expected) for count in counts) < 5 * math.sqrt(expected)
+    draws, others = Draw(0, 7, 0.4, 1), Draw(0, 7, 0.4, 2)
+    assert [draws.ranks(n) for n in range(9)] != [others.ranks(n) for n in range(9)]
+    others.load_shared_state(draws.shared_state())
+    assert [draws.ranks(n) for n in range(9)] == [others.ranks(n) for n in range(9)]
+
+
+@FEW
+def test_a_state_brings_seed_and_round_to_a_new_start_and_older_states_are_read(world, hvd_nodes):
+    options = {"fraction": 0.5, "proximal": 0.1}
+    run = Run(hvd_nodes, "LocalSGD", 2, seed=11, **options).to(5)
+    shared, own = run.method.shared_state(), run.method.own_state()
+    drawn = run.method.facts["drawn"]
+    run.method.close()
+    assert drawn == Draw(world.rank, world.size, 0.5, 11).ranks(2)
+    again = Run(hvd_nodes, "LocalSGD", 2, **options)
+    again.method.load_shared_state(shared)
+    assert again.method.facts["drawn"] == drawn
+    del shared["draw"], own["round_model"]
+    again.method.load_shared_state(shared)
+    again.method.load_own_state(own)
+    again.to(3).method.close()
+
+
+WRONG = [
+    ({"fraction": 0}, "above 0 and at most 1, got 0"),
+    ({"fraction": 1.5}, "got 1.5"),
+    ({"fraction": float("nan")}, "got nan"),
+    ({"fraction": "half"}, "got 'half'"),
+    ({"fraction": True}, "got True"),
+    ({"proximal": -1}, "at least 0, got -1"),
+    ({"proximal": float("inf")}, "got inf"),
+    ({"seed": 1.5}, "whole number"),
+]
+
+
+@MANY
+def test_what_cannot_be_is_refused_on_every_rank_whoever_asks_for_it(world, hvd_nodes):
+    for options, message in WRONG:
+        with pytest.raises(ConfigError, match=message):
+            Run(hvd_nodes, "LocalSGD", 2, **(options if world.rank == 1 else {}))
+    for options in ({"fraction": 0.5}, {"seed": 1}, {"proximal": 0.1}):
+        with pytest.raises(MismatchError, match="give all ranks the same"):
+            Run(hvd_nodes, "DiLoCo", 2, **(options if world.rank == 1 else {}))
+    for name, options in (
+        ("HierarchicalLocalSGD", {"fraction": 0.5}),
+        ("DiLoCo", {"fraction": 0.5, "fragments": 2}),
+        ("DiLoCo", {"proximal": 0.5, "delay": 1}),
+        ("DiLoCo", {"proximal": 0.5, "keep": 0.5}),
+    ):
+        with pytest.raises(ConfigError, match="fraction"):
+            Run(hvd_nodes, name, 4, **options)
+    run = Run(hvd_nodes, "LocalSGD", 2, fraction=0.5)
+    with pytest.raises(ConfigError, match="without one"):
+        run.optimizer.step(lambda: torch.zeros(()))
+    run.method.close()
+    assert num_kinds(world, replica_of(run.model, run.optimizer)) == 1
