@@ -32,6 +32,7 @@ from hpctrain.local_sgd.local_method import LocalMethod
 from hpctrain.local_sgd.staged_sgd import StagedSGD
 from hpctrain.optim.noise_scale import NoiseScale
 from hpctrain.runtime import world
+from hpctrain.train.async_exchange import AsyncExchange
 from hpctrain.train.config import DataConfig, LossConfig, RunConfig
 from hpctrain.train.model import (
     choose_device,
@@ -81,7 +82,7 @@ class Task:
     steps: Reproducible | None = None
     """Calculates gradients whose bits do not depend on the number of ranks, where that is asked
     for."""
-    sync: LocalMethod | None = None
+    sync: LocalMethod | AsyncExchange | None = None
     """Says when ranks agree that take steps of their own, where that is asked for."""
     parallel: "ModelParallel | None" = None
     """What this rank has of the model, where ranks divide it."""
