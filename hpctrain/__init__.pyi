@@ -1,4 +1,5 @@
 from hpctrain import elastic as elastic
+from hpctrain.async_sgd.sharded_embedding import ShardedEmbedding as ShardedEmbedding
 from hpctrain.cluster.env import STOPPED as STOPPED
 from hpctrain.collectives.allgather import allgather as allgather
 from hpctrain.collectives.allgather import allgather_async as allgather_async
