@@ -130,6 +130,7 @@ class RowShards:
         self._lay_out()
         self._check_memory(widths, folder)
         self._room: _Room | None = None
+        self._num_room = 0  # rows of each rank that have room, on every node
         self._node = comm.levels.node if comm.levels is not None else None
         how = reserve_lazily if folder is None else OnDisk(folder)
         with agreed(comm, NodeMemoryError):
@@ -147,6 +148,7 @@ class RowShards:
         here = self._nodes.index(mine)
         first = sum(map(len, self._nodes[:here]))
         self.local_rank, self.local_size = mine.index(comm.rank), len(mine)
+        self._is_shared = max(map(len, self._nodes)) > 1
         self._is_one_node = len(self._nodes) == 1 and levels is not None
         row_bytes = self.dim * self.dtype.itemsize
         unit = math.lcm(mmap.PAGESIZE, row_bytes) // row_bytes  # ranks meet at a page's end
@@ -269,7 +271,7 @@ class RowShards:
         came = self.comm.alltoall(replies)
         numbers = np.concatenate(asked)
         values = torch.cat([came[rank].view(-1, self.dim) for rank in self._owners])
-        if self.local_size == 1:
+        if not self._is_shared:
             return take(values, np.searchsorted(numbers, rows))
         counts = self.agree("reply", None, Told(len(numbers)))
         found = torch.empty(len(rows), self.dim, dtype=self.dtype)
@@ -316,7 +318,7 @@ class RowShards:
             return sums
         parts = self._exchange(sums.rows, sums, told)
         own = self._sum_of(parts, self.start, self.stop)
-        if len(self._nodes) == 1 and self._is_one_node:
+        if self._is_one_node:
             return own
         by_owner = [
             self._sum_of(parts, *self._range_of(owner)) if self._serves(owner) else None
@@ -352,18 +354,18 @@ class RowShards:
         self, numbers: Places, values: "RowSums | Tensor | None", told: Sequence[Told]
     ) -> "_Parts":
         """Return what all ranks of this node have: sorted numbers, and values for each."""
-        node = self._node
+        node, most = self._node, max(each.num_rows for each in told)
+        if self._is_shared and most > self._num_room:  # on all ranks alike
+            self._num_room = max(most, _FIRST_ROOM, 2 * self._num_room)
+            self._room = None
+            with agreed(self.comm, NodeMemoryError):
+                if node is not None and self.local_size > 1:
+                    self._room = _Room(node, self._num_room, self.dim, self.dtype)
         if node is None or self.local_size == 1:
             if isinstance(values, RowSums):
                 values = values.between(0, len(values)) if len(values) else None
             nothing = torch.empty(0, self.dim, dtype=self.dtype)
             return [(numbers, nothing if values is None else values)]
-        most = max(each.num_rows for each in told)
-        if self._room is None or self._room.num_rows < most:  # on all ranks alike
-            num_rows = max(most, _FIRST_ROOM, 2 * (self._room.num_rows if self._room else 0))
-            self._room = None
-            with agreed(self.comm, NodeMemoryError):
-                self._room = _Room(node, num_rows, self.dim, self.dtype)
         room = self._room
         assert room is not None
         room.leave(self.local_rank, numbers, values)
