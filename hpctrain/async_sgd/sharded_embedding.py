@@ -21,7 +21,14 @@ from hpctrain.async_sgd.sharded_embedding_ids import (
     spreading_factor,
 )
 from hpctrain.async_sgd.sharded_embedding_rows import RowShards, RowSums, Told
-from hpctrain.async_sgd.sharded_embedding_rules import Places, bag_sums, make_rule, put, take
+from hpctrain.async_sgd.sharded_embedding_rules import (
+    Buffers,
+    Places,
+    bag_sums,
+    make_rule,
+    put,
+    take,
+)
 from hpctrain.checkpoint.format.shard import Piece, Shard
 from hpctrain.checkpoint.format.state_tree import component
 from hpctrain.comm.agreement import agreed, require_equal
@@ -110,7 +117,7 @@ class ShardedEmbedding(nn.Module):
         name = f"table {comm.broadcast_object(secrets.token_hex(4))} of {rows} x {dim}"
         first = partial(first_rows, dim=dim, seed=seed, init=init, zero=self._padding, dtype=dtype)
         self._shards = RowShards(comm, name, rows, dim, dtype, rule.widths(dim), first, folder)
-        self._weight, self._averages = 1.0, True
+        self._weight, self._results = 1.0, Buffers()
         self._pending: list[tuple[Places, NDArray[np.int64], Tensor]] = []
         self._follow: Callable[[], tuple[float, bool]] | None = None
         _end_with_ranks(self)
@@ -169,7 +176,7 @@ class ShardedEmbedding(nn.Module):
         """Look rows up. Collective."""
         values, index = self._shards.read(rows)
         if bags is None:
-            return take(values, index)
+            return self._results.take(values, index)
         if not len(index):
             return torch.zeros(bags.num, self.dim, dtype=values.dtype)
         sums = bag_sums(values, index, bags.offsets)

@@ -80,7 +80,7 @@ def first_rows(
     found = torch.empty(len(rows), dim, dtype=dtype)
     columns = np.arange(1, dim + 1, dtype=np.uint64) * _GOLDEN
     salt = _mixed(np.array([seed % (1 << 64)], np.uint64))
-    size = max(1, (1 << 17) // dim)
+    size = max(1, (1 << 14) // dim)  # stays in the cache
     for at in range(0, len(rows), size):
         keys = _mixed((rows[at : at + size].astype(np.uint64) * _GOLDEN) ^ salt)
         bits = _mixed(keys[:, None] + columns[None, :]) >> np.uint64(11)

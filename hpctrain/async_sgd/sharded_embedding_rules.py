@@ -1,6 +1,7 @@
 """Rules by which the owner of a row steps it: on the row alone, when it was touched."""
 
 import math
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import ClassVar, Protocol, TypeAlias, TypeGuard
@@ -22,6 +23,31 @@ def take(rows: Tensor, places: Places) -> Tensor:
     if rows.dtype is torch.float32 and len(places):  # its kernel reads ahead, twice as fast
         return bag_sums(rows, places, np.arange(len(places)))
     return rows.index_select(0, torch.from_numpy(places))
+
+
+class Buffers:
+    """Memory for results, used again when nobody refers to them any more.
+
+    Fresh memory costs several times the copy into it, page by page.
+    """
+
+    _MOST = 4  # results of one table that are in use at once and have memory that is kept
+
+    def __init__(self) -> None:
+        self._kept: list[tuple[NDArray[np.uint8], weakref.ref[NDArray[np.uint8]]]] = []
+
+    def take(self, rows: Tensor, places: Places) -> Tensor:
+        """Do as ``take``."""
+        num_bytes = len(places) * rows.shape[1] * rows.itemsize
+        free = (i for i, (memory, user) in enumerate(self._kept) if user() is None)
+        fits = (i for i in free if len(self._kept[i][0]) >= num_bytes)
+        number = next(fits, None)
+        memory = np.empty(num_bytes, np.uint8) if number is None else self._kept.pop(number)[0]
+        view = memory[:num_bytes]  # torch refers to it as long as a tensor has this memory
+        self._kept = [(memory, weakref.ref(view)), *self._kept[: self._MOST - 1]]
+        found = torch.from_numpy(view).view(rows.dtype).view(len(places), -1)
+        np.take(rows.numpy(), places, axis=0, out=found.numpy(), mode="clip")
+        return found
 
 
 def bag_sums(rows: Tensor, places: Places, starts: Places) -> Tensor:
