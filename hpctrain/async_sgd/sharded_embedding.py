@@ -32,6 +32,7 @@ from hpctrain.async_sgd.sharded_embedding_rules import (
 from hpctrain.checkpoint.format.shard import Piece, Shard
 from hpctrain.checkpoint.format.state_tree import component
 from hpctrain.comm.agreement import agreed, require_equal
+from hpctrain.comm.eager import eager
 from hpctrain.comm.threaded import start_on
 from hpctrain.core.errors import CheckpointError, ConfigError, RankLostError
 from hpctrain.gradients.sample_count import check_count
@@ -137,6 +138,7 @@ class ShardedEmbedding(nn.Module):
 
     # -- lookups ------------------------------------------------------------------------------
 
+    @eager
     def forward(self, ids: Tensor, offsets: Tensor | None = None) -> Tensor:
         """Return rows, or sums or means of bags of rows. Collective.
 
@@ -238,6 +240,7 @@ class ShardedEmbedding(nn.Module):
         optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
 
     @torch.no_grad()
+    @eager
     def step(self) -> None:
         """Average the gradients that backward has kept, and step their rows. Collective.
 

@@ -141,7 +141,7 @@ class TrainingLoop:
         """Take one step, record it where that is due, and return the ranks' wishes."""
         state, task, guard = self._state, self._task, self._guard
         self._profiler.before(state.step + 1)
-        factor = task.schedule(state.step)
+        factor = task.tables.factor = task.schedule(state.step)
         lr = task.config.optimizer.lr * factor
         for group, peak in zip(task.optimizer.param_groups, task.peaks, strict=True):
             group["lr"] = peak * factor
@@ -302,6 +302,7 @@ def train_step(task: Task, batch: Batch, guard: StepGuard) -> tuple[float, int, 
         return 0.0, 0, False
     with noted(f'optimizer.name = "{task.config.optimizer.name}"'):  # an argument of a wrong type
         task.optimizer.step()
+    task.tables.step()
     if task.ema is not None:
         task.ema.update()
     if task.steps is not None:
@@ -331,10 +332,11 @@ def _backward(task: Task, batch: Batch, guard: StepGuard) -> tuple[float, int]:
         return found, batch.num_samples if task.parallel.leads else 0
     task.optimizer.zero_grad()
     nominal = task.config.train.global_batch / task.comm.size
+    task.tables.begin(batch.num_samples, nominal)
     task.exchange.set_num_samples(batch.num_samples, nominal=nominal)
     pieces = min(task.config.train.accumulate, batch.num_samples)
-    cut = (values.tensor_split(max(pieces, 1)) for values in both)
-    parts = [*zip(*cut, strict=True)] if pieces else []
+    parts = [*zip(*(v.tensor_split(max(pieces, 1)) for v in both), strict=True)] if pieces else []
+    task.tables.look_up_nothing(task.model, both[0], task.config.train.accumulate - pieces)
     # What does not fit, mostly does not in the first step on any rank: one error for all of them.
     with agreed(task.comm) if guard.is_first else nullcontext():
         first = map(aligned, parts[0]) if parts else ()
