@@ -30,7 +30,6 @@ from hpctrain.async_sgd.sharded_embedding_rules import (
     take,
 )
 from hpctrain.checkpoint.format.shard import Piece, Shard
-from hpctrain.checkpoint.format.state_tree import component
 from hpctrain.comm.agreement import agreed, require_equal
 from hpctrain.comm.eager import eager
 from hpctrain.comm.threaded import start_on
@@ -302,13 +301,12 @@ class ShardedEmbedding(nn.Module):
         }
 
     def wanted(self, path: str) -> dict[str, Shard]:
-        """Return what ``load(into=...)`` must read for this rank, where a state lies at ``path``.
+        """Return what ``load(into=...)`` must read for this rank, of a state at ``path``.
 
-        As keys with slashes, ``"model/table"``. Not collective.
+        ``path`` is that of the checkpoint: keys with slashes, ``"model/table"``. Not collective.
         """
-        prefix = "/".join(component(key) for key in path.split("/"))
         tensors = self._tensors().items()
-        return {f"{prefix}/tensors/{name}": self._shard(values) for name, values in tensors}
+        return {f"{path}/tensors/{name}": self._shard(values) for name, values in tensors}
 
     def load_sharded_state(self, state: Mapping[str, Any]) -> None:
         """Go on from what ``sharded_state`` has returned, on any number of ranks. Collective.

@@ -45,7 +45,7 @@ class Buffers:
         memory = np.empty(num_bytes, np.uint8) if number is None else self._kept.pop(number)[0]
         view = memory[:num_bytes]  # torch refers to it as long as a tensor has this memory
         self._kept = [(memory, weakref.ref(view)), *self._kept[: self._MOST - 1]]
-        found = torch.from_numpy(view).view(rows.dtype).view(len(places), -1)
+        found = torch.from_numpy(view).view(rows.dtype).view(len(places), rows.shape[1])
         np.take(rows.numpy(), places, axis=0, out=found.numpy(), mode="clip")
         return found
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from hpctrain.async_sgd.sharded_embedding import ShardedEmbedding
 from hpctrain.checkpoint.format.shard import Shard
+from hpctrain.checkpoint.format.state_tree import component
 from hpctrain.checkpoint.inspection import checkpoint_of
 from hpctrain.checkpoint.loading import load
 from hpctrain.comm.agreement import on_root
@@ -77,7 +78,7 @@ class Tables:
         """Return what this rank wants of a checkpoint with ``tables``."""
         found: dict[str, Shard] = {}
         for name, table in self._tables.items():
-            found |= table.wanted(f"tables/{name}")
+            found |= table.wanted(f"tables/{component(name)}")
         return found
 
     def restore(self, state: Mapping[str, Any]) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import hpctrain as hvd
 from hpctrain.core.errors import ConfigError, MismatchError
 from tests.async_sgd.embedding_oracle import DIM, OPTIMIZERS, ROWS, copy_of, ids_of, model_of
 
@@ -66,8 +67,10 @@ def test_first_rows_do_not_depend_on_the_number_of_ranks(hvd_nodes):
     rows = copy_of(make_table(hvd_nodes, padding_idx=7))
     assert rows[7].tolist() == [0.0, 0.0, 0.0]
     assert zlib.crc32(rows.numpy().tobytes()) == 3664318126
-    assert rows.min() >= -0.05 and rows.max() < 0.05
-    assert abs(rows.mean()) < 1e-3 and rows.std() == pytest.approx(0.1 / 12**0.5, rel=0.02)
+    assert rows.min() >= -0.05
+    assert rows.max() < 0.05
+    assert abs(rows.mean()) < 1e-3
+    assert rows.std() == pytest.approx(0.1 / 12**0.5, rel=0.02)
     other = copy_of(make_table(hvd_nodes, seed=6))
     assert (other != rows).float().mean() > 0.99
 
@@ -114,8 +117,6 @@ def test_lookups_of_a_step_add_up_and_ranks_count_by_their_samples(
         monkeypatch.setenv("HPCTRAIN_SHARED_MEMORY", "off")
     worlds.leave()
     worlds.enter(None if world.size < 3 else 2, "thread" if how == "thread" else "")
-    import hpctrain as hvd
-
     table = make_table(hvd, "adagrad", padding_idx=9)
     alone, steps = alone_of(table, "adagrad", padding_idx=9)
 
@@ -178,7 +179,7 @@ def test_results_do_not_depend_on_timing(hvd_nodes, jitter):
 
 
 @MANY
-def test_what_one_rank_does_wrong_all_ranks_hear_of(world, hvd_nodes):
+def test_what_one_rank_does_wrong_all_ranks_hear_of(hvd_nodes):
     hvd = hvd_nodes
     table, other = make_table(hvd), make_table(hvd)
     first = hvd.rank() == 0
@@ -209,11 +210,11 @@ def test_what_one_rank_does_wrong_all_ranks_hear_of(world, hvd_nodes):
 
 
 @MANY
-def test_a_table_beyond_memory_or_disk_is_refused_on_all_ranks(world, hvd_nodes, tmp_path):
+def test_a_table_beyond_memory_or_disk_is_refused_on_all_ranks(hvd_nodes, tmp_path):
     make = hvd_nodes.ShardedEmbedding
     with pytest.raises(hvd_nodes.NodeMemoryError, match="of memory on this node"):
         make(2**31 - 1, 1 << 20)
-    with pytest.raises(hvd_nodes.NodeMemoryError, match="cannot reserve .* in|of the folder"):
+    with pytest.raises(hvd_nodes.NodeMemoryError, match=r"cannot reserve .* of the folder"):
         make(2**31 - 1, 1 << 16, path=tmp_path)
     with pytest.raises(ConfigError, match="there is no"):
         make(10, 2, path=tmp_path / "nothing")
