@@ -15,6 +15,8 @@ They take turns; ratios are the time of a peer over ours. With ``--large`` inste
 rows in tables of 10^5 to 10^8 rows of 16 numbers, which take turns, too.
 """
 
+import sys
+
 import numpy as np
 import torch
 from measure import arguments, interleave, median, report
@@ -62,6 +64,25 @@ class ByHand:
         self.rows[rows] -= (LR / COMM.size) * sums.numpy()
 
 
+def of_ours(table, ids, grads):
+    """Return pull and push of ours."""
+    found = []
+
+    def pull():
+        found[:] = [table(ids)]
+
+    def push():
+        found[0].backward(grads)
+        table.step()
+
+    return pull, push
+
+
+def of_hand(by_hand, ids, grads):
+    """Return pull and push by hand."""
+    return lambda: by_hand.pull(ids), lambda: by_hand.push(grads.numpy())
+
+
 def of_ddp(ids, grads):
     """Return pull and push of a replicated table, whose sparse gradients DDP gathers."""
     table = nn.Embedding(TABLE, DIM, sparse=True)
@@ -83,41 +104,11 @@ def of_ddp(ids, grads):
 def of_torchrec(ids, grads):
     """Return pull and push of torchrec's row-wise shards; None where it is not installed."""
     try:
-        import fbgemm_gpu  # noqa: F401, PLC0415 - only where it is there
-        from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor  # noqa: PLC0415
-        from torchrec.distributed import DistributedModelParallel  # noqa: PLC0415
-        from torchrec.distributed.planner import (  # noqa: PLC0415
-            EmbeddingShardingPlanner,
-            ParameterConstraints,
-            Topology,
-        )
-        from torchrec.optim.apply_optimizer_in_backward import (  # noqa: PLC0415
-            apply_optimizer_in_backward,
-        )
-    except (ImportError, OSError, RuntimeError) as error:
+        model = _row_wise()
+    except (ImportError, OSError) as error:
         return str(error).splitlines()[0]
-    config = EmbeddingConfig(
-        name="table", embedding_dim=DIM, num_embeddings=TABLE, feature_names=["ids"]
-    )
-    tables = EmbeddingCollection(tables=[config], device=torch.device("meta"))
-    apply_optimizer_in_backward(torch.optim.SGD, tables.parameters(), {"lr": LR})
-    planner = EmbeddingShardingPlanner(
-        topology=Topology(world_size=COMM.size, compute_device="cpu"),
-        constraints={"table": ParameterConstraints(sharding_types=["row_wise"])},
-    )
-    from torchrec.distributed.embedding import EmbeddingCollectionSharder  # noqa: PLC0415
-    from torchrec.distributed.types import ShardingEnv  # noqa: PLC0415
-    import torch.distributed as dist  # noqa: PLC0415
+    from torchrec import KeyedJaggedTensor  # noqa: PLC0415 - only where it is there
 
-    sharder = EmbeddingCollectionSharder()
-    plan = planner.collective_plan(tables, [sharder], dist.group.WORLD)
-    model = DistributedModelParallel(
-        tables,
-        env=ShardingEnv.from_process_group(dist.group.WORLD),
-        device=torch.device("cpu"),
-        plan=plan,
-        sharders=[sharder],
-    )
     lengths = torch.ones(len(ids), dtype=torch.int64)
     features = KeyedJaggedTensor.from_lengths_sync(["ids"], ids, lengths)
     found = []
@@ -131,6 +122,37 @@ def of_torchrec(ids, grads):
     return pull, push
 
 
+def _row_wise():
+    """Return torchrec's table."""
+    import fbgemm_gpu  # noqa: F401, PLC0415 - only where it is there
+    import torch.distributed as dist  # noqa: PLC0415
+    from torchrec import EmbeddingCollection, EmbeddingConfig  # noqa: PLC0415
+    from torchrec.distributed import DistributedModelParallel, planner  # noqa: PLC0415
+    from torchrec.distributed.embedding import EmbeddingCollectionSharder  # noqa: PLC0415
+    from torchrec.distributed.types import ShardingEnv  # noqa: PLC0415
+    from torchrec.optim.apply_optimizer_in_backward import (  # noqa: PLC0415
+        apply_optimizer_in_backward,
+    )
+
+    config = EmbeddingConfig(
+        name="table", embedding_dim=DIM, num_embeddings=TABLE, feature_names=["ids"]
+    )
+    tables = EmbeddingCollection(tables=[config], device=torch.device("meta"))
+    apply_optimizer_in_backward(torch.optim.SGD, tables.parameters(), {"lr": LR})
+    sharder, rows = EmbeddingCollectionSharder(), ["row_wise"]
+    planning = planner.EmbeddingShardingPlanner(
+        topology=planner.Topology(world_size=COMM.size, compute_device="cpu"),
+        constraints={"table": planner.ParameterConstraints(sharding_types=rows)},
+    )
+    return DistributedModelParallel(
+        tables,
+        env=ShardingEnv.from_process_group(dist.group.WORLD),
+        device=torch.device("cpu"),
+        plan=planning.collective_plan(tables, [sharder], dist.group.WORLD),
+        sharders=[sharder],
+    )
+
+
 def measure(rounds: int, json_file) -> None:
     """Time all ways of looking up and of stepping."""
     random = np.random.default_rng(COMM.rank)
@@ -139,46 +161,31 @@ def measure(rounds: int, json_file) -> None:
     table = hvd.ShardedEmbedding(TABLE, DIM, optimizer="sgd", lr=LR)
     by_hand = ByHand()
     check(table, by_hand, ids)
-    found, target, source = [], torch.empty(ROWS, DIM), torch.rand(ROWS, DIM)
-    pulls = {
-        "ours": lambda: found.__setitem__(slice(None), [table(tensor)]),
-        "by hand": lambda: by_hand.pull(ids),
-        "copy": lambda: target.copy_(source),
-    }
-
-    def step() -> None:
-        found[0].backward(grads)
-        table.step()
-
-    pushes = {"ours": step, "by hand": lambda: by_hand.push(grads.numpy()), "copy": pulls["copy"]}
+    ways = {"ours": of_ours(table, tensor, grads), "by hand": of_hand(by_hand, ids, grads)}
+    target, source = torch.empty(ROWS, DIM), torch.rand(ROWS, DIM)
+    ways["copy"] = (lambda: target.copy_(source),) * 2
     for name, make in {"DDP": of_ddp, "torchrec": of_torchrec}.items():
         made = make(tensor, grads)
         if isinstance(made, str):
-            if COMM.rank == 0:
-                print(f"{name} is left out: {made}")
-            continue
-        pulls[name], pushes[name] = made
+            sys.stderr.write(f"{name} is left out: {made}\n" * (COMM.rank == 0))
+        else:
+            ways[name] = made
+    pulls = {name: pull for name, (pull, _) in ways.items()}
+    pushes = {name: push for name, (_, push) in ways.items()}
     looked_up = interleave(pulls, rounds=rounds, repetitions=3)
-
-    def prepare() -> None:
-        for name in pushes:
-            pulls[name]()
-
-    def alone(name: str):
-        return interleave({name: pushes[name]}, rounds=1, repetitions=3, prepare=pulls[name])[name]
 
     stepped = {name: [] for name in pushes}
     for _ in range(rounds):
-        for name in pushes:
-            stepped[name] += alone(name)
+        for name, push in pushes.items():
+            how = {"rounds": 1, "repetitions": 3, "prepare": pulls[name]}
+            stepped[name] += interleave({name: push}, **how)[name]
     rows, ratios, spreads = [], {}, {}
     for what, seconds in (("look up", looked_up), ("step", stepped)):
         middle = {name: median(times) for name, times in seconds.items()}
         rows.append({"what": what, **{f"{name} ms": s * 1e3 for name, s in middle.items()}})
-        for name in middle:
-            if name != "ours":
-                ratios[f"{name} / ours, {what}"] = middle[name] / middle["ours"]
-                spreads[f"{name} / ours, {what}"] = spread(seconds[name], seconds["ours"], rounds)
+        for name in [*middle][1:]:
+            ratios[f"{name} / ours, {what}"] = middle[name] / middle["ours"]
+            spreads[f"{name} / ours, {what}"] = spread(seconds[name], seconds["ours"], rounds)
     title = f"{ROWS} rows of {DIM} float32, {COMM.size} ranks on one node"
     report(title, rows, ratios, json_file, spreads)
 
@@ -232,8 +239,7 @@ def measure_large(rounds: int, json_file) -> None:
         for name in others
     }
     resident = COMM.gather(_resident_mib())
-    if COMM.rank == 0:
-        print("resident MiB of each rank:", resident)
+    sys.stderr.write(f"resident MiB of each rank: {resident}\n" * (COMM.rank == 0))
     title = f"steps of {FEW} rows of {LARGE_DIM} float32 and Adagrad's state, {COMM.size} ranks"
     report(title, rows, ratios, json_file, spreads)
 

@@ -25,7 +25,7 @@ class Model(nn.Module):
         return self.layer(self.table(ids_of(x)).flatten(1)).tanh()
 
 
-def model(path=None):
+def model():
     return Model(ShardedEmbedding(ROWS, DIM, optimizer="adam", lr=0.03, dtype=torch.float64))
 
 

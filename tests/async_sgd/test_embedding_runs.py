@@ -78,9 +78,7 @@ def test_a_run_is_the_plain_loop_of_one_process(make_job, overrides):
 
 
 @pytest.mark.ranks(1, 2, 4)
-def test_a_run_that_was_stopped_goes_on_with_the_same_bits_and_is_tested_as_it_was(
-    make_job, world
-):
+def test_a_run_that_was_stopped_goes_on_with_the_same_bits_and_is_tested_as_it_was(make_job):
     whole, stopped = make_job("whole"), make_job("stopped")
     tasks = [whole.built(), stopped.built()]
     outcome = whole.part(task=tasks[0])
