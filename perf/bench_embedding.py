@@ -174,7 +174,7 @@ def measure(rounds: int, json_file) -> None:
     pushes = {name: push for name, (_, push) in ways.items()}
     looked_up = interleave(pulls, rounds=rounds, repetitions=3)
 
-    stepped = {name: [] for name in pushes}
+    stepped: dict[str, list[float]] = {name: [] for name in pushes}
     for _ in range(rounds):
         for name, push in pushes.items():
             how = {"rounds": 1, "repetitions": 3, "prepare": pulls[name]}

@@ -34,7 +34,7 @@ def make_job(here, shared):
         return load(None, [*base, *overrides]).config
 
     def make(name, *overrides):
-        settings = ("train.global_batch=17", "train.epochs=3", "checkpoint.every=2")
+        settings = ("train.global_batch=17", "train.epochs=3")
         return Job(here, configure, shared / name, *settings, "schedule.name=cosine", *overrides)
 
     return make
