@@ -280,8 +280,8 @@ class TestConfig:
     __test__ = False  # a name that begins with Test is no test
 
     metric: str | Texts = "accuracy"
-    """One of accuracy, top5 (any number), f1 (macro), loss, "module:function" from (output, label)
-    to one value per sample; or a list of them, whose first judges: the best, and patience."""
+    """One of accuracy, top5 (any number), f1 (macro), auc, loss, "module:function" from (output,
+    label) to one value per sample; or a list, whose first judges: the best, and patience."""
     mode: Literal["auto", "max", "min"] = "auto"
     """Whether the larger or the smaller value of the first metric is better; auto: of the loss
     the smaller, else the larger."""

@@ -81,6 +81,7 @@ class RunState:
         return {
             **replica,
             **parts,
+            **({"tables": task.tables.state()} if (task := self.task).tables else {}),
             "sync": None if sync is None else {"method": method, **sync.shared_state()},
             "codec": codec.shared_state(self.task.comm) if codec else None,
             "layout": self.task.layout,
@@ -127,6 +128,8 @@ class RunState:
                 f"the checkpoint does not fit this model and optimizer: {error}; go on with the "
                 f"configuration it was written with"
             ) from error
+        if task.tables:
+            task.tables.restore(shared.get("tables", {}))
         task.train.load_state_dict(shared["loader"])
         self.step, self.training_s = shared["step"], shared["training_s"]
         self.num_records = shared["num_records"]

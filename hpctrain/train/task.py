@@ -4,6 +4,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from traceback import extract_tb
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +48,7 @@ from hpctrain.train.model import (
 from hpctrain.train.scores import LOSS, Metric, make_metric
 from hpctrain.train.stateful import Ema, Precision
 from hpctrain.train.sync_method import distributed, make_sync
+from hpctrain.train.tables import Tables
 
 if TYPE_CHECKING:
     from hpctrain.train.model_parallel import ModelParallel
@@ -84,6 +86,8 @@ class Task:
     for."""
     sync: LocalMethod | AsyncExchange | None = None
     """Says when ranks agree that take steps of their own, where that is asked for."""
+    tables: Tables
+    """Rows that are divided over all ranks, and step by themselves."""
     parallel: "ModelParallel | None" = None
     """What this rank has of the model, where ranks divide it."""
     noise: NoiseScale | None = None  # of the gradients, where that is asked for
@@ -273,6 +277,7 @@ def build(config: RunConfig, comm: Communicator, *, is_new: bool = True) -> Task
         model.to(device)
         loss, metrics = _loss(config.loss), [*map(make_metric, config.test.metrics)]
         optimizer = make_optimizer(model, config.optimizer)
+        tables = Tables(model, config)
         prepare(model, config)
         make_data = resolve(config.data.target, "data.target")
         check_arguments(make_data, 1, config.data.args, "data.args")
@@ -284,6 +289,8 @@ def build(config: RunConfig, comm: Communicator, *, is_new: bool = True) -> Task
     if config.data.stage:
         stage_for(train, config.data.stage, comm, world.current().topology)
     _give_first_weights(config, model, comm, is_new=is_new)
+    if is_new and config.model.init_from:
+        tables.load(Path(config.model.init_from), comm)
     with agreed(comm):
         steps = _steps(config, model, optimizer, comm)
         lengths = {"epoch_steps": len(train), "num_steps": len(train) * config.train.epochs}
@@ -312,6 +319,7 @@ def build(config: RunConfig, comm: Communicator, *, is_new: bool = True) -> Task
         test=test,
         peaks=[group["lr"] for group in optimizer.param_groups],
         schedule=schedule,
+        tables=tables,
         steps=steps,
         sync=sync,
         parallel=parallel,
