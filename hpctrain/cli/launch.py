@@ -9,14 +9,13 @@ import typer
 
 from hpctrain.cli.horovodrun import split, variables, with_options
 from hpctrain.cli.options import flag, option
-from hpctrain.cluster.env import STOPPED, scheduler
+from hpctrain.cluster.env import STOPPED, WATCHED, scheduler
 from hpctrain.core.errors import LaunchError
 from hpctrain.launch import mpiexec
 from hpctrain.launch.installed_horovod import without_horovod
 from hpctrain.launch.mpiexec import read_hostfile
 from hpctrain.launch.mpirun import find_mpirun
-from hpctrain.launch.program import resolve
-from hpctrain.launch.supervise import supervise
+from hpctrain.launch.restart import Launch
 
 CONTEXT_SETTINGS = {"allow_extra_args": True, "allow_interspersed_args": False}
 """Options end where the command begins: those behind it are the command's own."""
@@ -51,6 +50,9 @@ def launch(  # noqa: PLR0913 - a command's options
     recover: Annotated[
         bool, flag("Go on without ranks that die (elastic.run, hpctrain train).", "--recover")
     ] = False,
+    restart: Annotated[
+        int, option("N", "Start again up to N times when it fails.", "--restart", min=0)
+    ] = 0,
     tag_output: Annotated[bool, flag("Each line names its rank.", "--tag-output")] = False,
     no_bind: Annotated[bool, flag("Tie no rank to a core.", "--no-bind")] = False,
     mpi_args: Annotated[
@@ -73,6 +75,9 @@ def launch(  # noqa: PLR0913 - a command's options
     commit of hpctrain.elastic, or checkpoint of hpctrain train. The exit code is the command's,
     124 after --timeout; 85 is a run that has stopped and wants to go on.
 
+    Under --restart N a command that fails is started again, up to N times, of --hosts on those
+    where a program can still be started; hpctrain train goes on from its last checkpoint.
+
     Examples:
       hpctrain launch -n 4 python train.py --epochs 3
 
@@ -83,6 +88,8 @@ def launch(  # noqa: PLR0913 - a command's options
       hpctrain launch -np 8 --hostfile hosts --network-interface eth0 train.py
 
       hpctrain launch -n 4 --recover hpctrain train digits.toml
+
+      hpctrain launch -n 4 --hosts a:2,b:2 --restart 3 hpctrain train digits.toml
 
       hpctrain launch -n 4 --dry-run python train.py
     """
@@ -96,32 +103,37 @@ def launch(  # noqa: PLR0913 - a command's options
     check_configuration(ctx.args)
     found = find_mpirun(mpirun)
     allocated = bool(scheduler())
-    options = mpiexec.Options(
-        binding="none" if no_bind else "auto",
-        tag_output=tag_output,
-        recover=recover,
-        allocated=allocated,
-        interfaces=split(network_interface or []),
-        variables=mpiexec.rendezvous(hosts, allocated=allocated) | variables(of_horovodrun),
-        extra=tuple(shlex.split(mpi_args or "")),
-    )
-    line = mpiexec.command(
-        resolve(ctx.args),
+
+    def options(hosts: str | None) -> mpiexec.Options:
+        given = variables(of_horovodrun) | ({WATCHED: "1"} if restart else {})
+        return mpiexec.Options(
+            binding="none" if no_bind else "auto",
+            tag_output=tag_output,
+            recover=recover,
+            allocated=allocated,
+            interfaces=split(network_interface or []),
+            variables=mpiexec.rendezvous(hosts, allocated=allocated) | given,
+            extra=tuple(shlex.split(mpi_args or "")),
+        )
+
+    started = Launch(
+        words=ctx.args,
         num_ranks=num_ranks,
         mpirun=found,
         nodes=nodes,
         hosts=hosts,
         options=options,
     )
+    line = shlex.join(started.line())
     if told := without_horovod(ctx.args):
         typer.echo(f"hpctrain: {told}", err=True)
     if dry_run:
-        typer.echo(shlex.join(line))
+        typer.echo(line)
         return
     if verbose:
-        typer.echo(f"hpctrain: {shlex.join(line)}", err=True)
+        typer.echo(f"hpctrain: {line}", err=True)
     try:
-        code = supervise(line, environ=mpiexec.environment(), timeout_s=timeout)
+        code = started.run(restarts=restart, timeout_s=timeout)
     except KeyboardInterrupt:
         code = INTERRUPTED
     if code == STOPPED:

@@ -11,13 +11,14 @@ import typer
 
 from hpctrain.cli.options import RunFolder, flag, option
 from hpctrain.core.units import format_seconds
+from hpctrain.train.stragglers import SLOW, verdict
 
 if TYPE_CHECKING:
     from rich.console import Group
 
     from hpctrain.train.watch import RunView
 
-SLOW = 1.2  # times as long as the median rank: others wait for such a one
+SHOWN = 4  # stragglers in a line
 
 
 def top(
@@ -39,7 +40,8 @@ def top(
     by Ctrl-C, which the job does not notice. For scripts: hpctrain status.
 
     The times of a rank are means over the last steps: what it computed, how long it waited for
-    others and their messages, and for its input. The slowest computes and reads longest.
+    others and their messages, for its input, and for a checkpoint. The slowest computes and reads
+    longest. A rank is slow for good (persistent) in five of the last ten records, else passing.
 
     For instance:
 
@@ -92,16 +94,18 @@ def _table(view: "RunView", num_rows: int) -> "Group":
     if len(rows) < len(view.ranks):
         title += f"; the slowest {len(rows)} of {len(view.ranks)} ranks"
     table = Table(title=title, title_justify="left", title_style="")
-    for column in ("rank", "host", "compute", "wait", "input", "to the median"):
-        table.add_column(column, justify="left" if column == "host" else "right")
+    columns = ("rank", "host", "compute", "wait", "input", "checkpoint", "/ median", "slow")
+    for column in columns:
+        table.add_column(column, justify="left" if column in ("host", "slow") else "right")
     for rank in rows:
-        times = (rank.compute_s, rank.communication_s, rank.input_s)
+        times = (rank.compute_s, rank.communication_s, rank.input_s, rank.checkpoint_s)
         ratio = rank.work_s / view.median_work_s
         table.add_row(
             str(rank.rank),
             rank.host,
             *(f"{seconds * 1e3:.2f}" for seconds in times),
             f"{ratio:.2f}",
+            verdict(rank.slow),
             style="bold" if ratio >= SLOW else None,
         )
     return Group(summary, table)
@@ -129,6 +133,10 @@ def _summary(view: "RunView") -> Iterator[tuple[str, str]]:
         where = f" on {slowest.host}" if slowest.host else ""
         ratio = slowest.work_s / view.median_work_s
         yield "slowest", f"rank {slowest.rank}{where}, {ratio:.2f} times the median rank's work"
+    if slow := sorted((rank for rank in view.ranks if rank.slow), key=lambda rank: -rank.slow):
+        named = [f"rank {r.rank}{f' on {r.host}' if r.host else ''}" for r in slow[:SHOWN]]
+        told = [f"{n}, {verdict(r.slow)}" for n, r in zip(named, slow, strict=False)]
+        yield "stragglers", "; ".join(told) + (" ..." if len(slow) > SHOWN else "")
 
 
 def _life(view: "RunView") -> str:

@@ -107,9 +107,11 @@ class Launched:
     by_mpi: bool = True  # whether this launcher's ranks are connected by MPI
 
 
-BEGUN = "hpctrain: ranks that are left go on when others die"
-ENDED = "hpctrain: all ranks that are left have come to their end"
-"""What rank 0 says of a world that recovers: a launcher that loses a node returns 0, too."""
+WATCHED = "HPCTRAIN_WATCHED"
+"""Is set where the launcher wants to hear these; one that loses a node may return 0, too."""
+BEGUN = "hpctrain: all ranks have begun"
+ENDED = "hpctrain: all ranks have come to their end"
+"""What rank 0 of a world says once each, however many ranks it loses meanwhile."""
 
 TUNING = (
     *("OMPI_MCA_btl", "OMPI_MCA_pml", "OMPI_MCA_mtl", "OMPI_MCA_coll"),

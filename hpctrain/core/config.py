@@ -270,7 +270,7 @@ def scratch_folders(environ: Mapping[str, str] = os.environ) -> list[Path]:
     return [Path(environ[name]) for name in ("SLURM_TMPDIR", "TMPDIR") if environ.get(name)]
 
 
-_FOR_TOOLS = ("ASKED", "REQUIRE", "TEST_HANG_S", "SITE", "SHIM_PYTHON")
+_FOR_TOOLS = ("ASKED", "WATCHED", "REQUIRE", "TEST_HANG_S", "SITE", "SHIM_PYTHON")
 """Names under our prefix that other parts read, never an unknown setting: the launcher's, the test
 suite's, the batch scripts' and the shim's."""
 

@@ -1,5 +1,6 @@
 """The steps of one distributed optimizer: what a rank says before each, and leaves at the end."""
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -39,6 +40,8 @@ class CheckedSteps:
         self.skipped = 0  # checksum of their numbers
         self.flags = 0  # bits of this rank
         self.raised_flags = 0  # bits that any rank had in the last message; the same on every rank
+        self.loss = 0.0  # of this rank's samples, where somebody asks for the mean
+        self.mean_loss = math.nan  # of all samples, as of the last message; the same on every rank
         self.num_active = 0  # ranks that have not joined, as of the last message
         self.may_differ = False  # whether this rank's weights may be others: it tells none
         self._sample = WeightSample(())
@@ -120,6 +123,7 @@ class CheckedSteps:
             weights=self._sample.checksum(step or 0) if compares else None,
             first=_checksum_of_first(slots) if is_first and facts.get("weight", 1.0) else None,
             is_strict=self._check_weights == "error",
+            loss=self.loss,
             flags=self.flags,
         )
 
@@ -137,6 +141,7 @@ class CheckedSteps:
     def take(self, opening: Opening) -> None:
         """Take over what all ranks have in common."""
         self.raised_flags = opening.flags | PARTED * opening.weights_differ
+        self.mean_loss = opening.mean_loss
         self.num_active = opening.num_active
         self.number = opening.step if self.number is None else self.number
 

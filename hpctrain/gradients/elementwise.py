@@ -60,7 +60,8 @@ class PieceStep:
         if away := {p.device.type for g in optimizer.param_groups for p in g["params"]} - {"cpu"}:
             raise ConfigError(
                 f'shard="node" needs parameters in the memory of the node, got some on '
-                f"{', '.join(sorted(away))}; leave shard out"
+                f"{', '.join(sorted(away))}; leave shard out, or divide the state there by "
+                f"hpctrain.parallel.shard(model, optimizer, stage=1)"
             )
         self.state: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
         """By piece, as the step leaves it."""

@@ -29,8 +29,9 @@ from hpctrain.gradients.loss_scale import unscale_averages, unscale_own
 from hpctrain.gradients.node_values import is_shared, require_no_masters
 from hpctrain.gradients.parameter_names import Grouping, Groups, named, names_of, places_of
 from hpctrain.gradients.reduction import Reduction
-from hpctrain.gradients.sample_count import NUM_FLAGS, SampleCount
+from hpctrain.gradients.sample_count import SampleCount
 from hpctrain.gradients.sharded_step import ShardedReduction, ShardedStep
+from hpctrain.gradients.step_notes import StepNotes
 from hpctrain.negotiation.request import Adasum, Average, ReduceOp, Sum
 from hpctrain.runtime import world
 from hpctrain.runtime.process_sets import ProcessSet, global_process_set
@@ -99,14 +100,13 @@ def DistributedOptimizer(  # noqa: N802, PLR0913, PLR0917 - Horovod's name and a
     return _upgraded(optimizer, exchange, names, passes)
 
 
-class DistributedMethods:
+class DistributedMethods(StepNotes):
     """What ``DistributedOptimizer`` adds to the optimizer that it is given."""
 
     _exchange: Reducer | AdasumStep | None = None  # None where there is nobody to average with
     _reducer: Reducer | None = None  # that, where gradients are averaged
     _parameter_names: dict[Tensor, str]  # of all parameters, the same on every rank
     _passes = 1
-    _own_flags = 0  # in a world of one
     _is_synchronizing = True
     _was_synchronized = False
 
@@ -159,29 +159,6 @@ class DistributedMethods:
         """
         if self._reducer:
             self._reducer.set_num_samples(num_samples, nominal)
-
-    @property
-    def raised_flags(self) -> int:
-        """Bits that any rank had raised for the last step; the same on every rank."""
-        return self._exchange.steps.raised_flags if self._exchange else self._own_flags
-
-    def raise_flags(self, flags: int) -> None:
-        """Let every rank see these bits in ``raised_flags`` when a step is over.
-
-        They ride in a message that is sent anyway, in every step until other flags are given.
-        Not collective; call it before ``backward``.
-
-        Args:
-            flags: bits 0 to 3, such as "somebody asked me to stop".
-
-        Raises:
-            ConfigError: there are other bits.
-        """
-        if not 0 <= flags < 1 << NUM_FLAGS:
-            raise ConfigError(f"flags are bits 0 to {NUM_FLAGS - 1}, got {flags:#b}")
-        self._own_flags = flags
-        if self._exchange:
-            self._exchange.steps.flags = flags
 
     def synchronize(self) -> None:
         """Average the gradients now, if ``backward()`` has not done so already. Collective.

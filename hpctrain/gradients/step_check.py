@@ -5,6 +5,7 @@ all ranks at once, in one small all-reduce that is sent anyway. Flags and sample
 """
 
 import gc
+import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -45,7 +46,8 @@ _COUNTED = (
     "is_void",
 )
 """Facts of which the message tells on how many ranks they are true."""
-_NUM_WORDS = 2 + 3 * len(_COMPARED) + len(_COUNTED) + NUM_FLAGS
+_NUM_SUMS = 3  # ranks that have joined, weights, losses times weights
+_NUM_WORDS = _NUM_SUMS + 3 * len(_COMPARED) + len(_COUNTED) + NUM_FLAGS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,6 +62,7 @@ class Announcement:
     may_skip_alone: bool = False  # whether these may be others than those of other ranks
     weight: float = 1.0  # how much this rank's gradient counts
     is_weighted: bool = False  # whether that was set by a number of samples
+    loss: float = 0.0  # of this rank's samples, see ``Opening.mean_loss``
     outdated: bool = False
     """Whether the parameters are no longer those that the buckets were laid out for."""
     new_sparse: bool = False  # whether there is a sparse gradient where none was so far
@@ -106,6 +109,7 @@ class Opening:
     member: int
     step: int
     total_weight: float
+    mean_loss: float  # over all samples; NaN of none
     outdated: bool
     new_sparse: bool
     changed_alike: bool
@@ -285,7 +289,8 @@ def _words(mine: Announcement | None) -> list[float]:
         return [1.0, *[0.0] * (_NUM_WORDS - 1)]
     compared = [word for name in _COMPARED for word in _comparable(getattr(mine, name))]
     counted = [bool(getattr(mine, name)) for name in _COUNTED]
-    return [0.0, mine.weight, *compared, *counted, *bits_of(mine.flags)]
+    loss = mine.weight * mine.loss if mine.weight else 0.0
+    return [0.0, mine.weight, loss, *compared, *counted, *bits_of(mine.flags)]
 
 
 def _comparable(value: int | None) -> tuple[int, int, int]:
@@ -308,14 +313,16 @@ def _common(sums: Sequence[float]) -> int:
 
 def _read(sums: Sequence[float], size: int) -> tuple[Opening, str]:
     """Return what all ranks have said, and what is wrong with it, if anything."""
-    num_active, behind = size - int(sums[0]), 2 + 3 * len(_COMPARED)
-    of = {name: sums[2 + 3 * i : 5 + 3 * i] for i, name in enumerate(_COMPARED)}
+    num_active, behind = size - int(sums[0]), _NUM_SUMS + 3 * len(_COMPARED)
+    places = enumerate(_COMPARED)
+    of = {name: sums[_NUM_SUMS + 3 * i :][:3] for i, name in places}
     num = dict(zip(_COUNTED, map(int, sums[behind:]), strict=False))
     opening = Opening(
         num_active=num_active,
         member=_common(of["member"]),
         step=_common(of["step"]),
         total_weight=sums[1] + (0 if num["is_weighted"] else size - num_active),
+        mean_loss=sums[2] / sums[1] if sums[1] else math.nan,
         outdated=num["outdated"] > 0,
         new_sparse=num["new_sparse"] > 0,
         changed_alike=of["by_hand"][0] == num_active > 0 and _all_equal(of["by_hand"]),

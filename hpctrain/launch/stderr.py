@@ -8,6 +8,7 @@ import select
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import IO, TextIO
 
@@ -24,6 +25,9 @@ _SILENT = re.compile(rb"exiting\s+improperly")  # of one that could say nothing
 _TOLD = re.compile(rb"\[rank \d+\] |Traceback \(most")  # by a rank, of its end
 _RECENT_S = 1.0  # words of a rank that are older are not about its end
 
+LOST = "a node is lost"  # is heard where a launcher says so
+_LOSSES = re.compile(rb"lost communication with a remote daemon|daemon failed to report back")
+"""What Open MPI 5 says of a node that is gone; its mpirun may then end with 0, or not at all."""
 _LONGEST = 30  # lines of a launcher's box; what is longer is something else
 
 _TRACEBACK = b"Traceback (most recent call last):"
@@ -31,12 +35,13 @@ _QUIET_S = 0.3  # silence after which a traceback has been told by all ranks tha
 _MOST_LINES = 10_000  # of tracebacks that are held back meanwhile
 
 
-def fold(process: subprocess.Popen[bytes], heard: set[str]) -> None:
+def fold(process: subprocess.Popen[bytes], heard: Counter[str]) -> None:
     """Copy mpirun's stderr to ours, without its boxes about a rank that has told its error itself.
 
     Where no rank has said a word about its end, they are the only news, and stay; not where all
     have stopped as they were asked. A traceback of several ranks, as of a script that fails before
-    they know each other, comes once. Of ``BEGUN`` and ``ENDED`` what has come is ``heard``.
+    they know each other, comes once. What is ``heard`` counts ``BEGUN``, ``ENDED`` and
+    ``LOST``.
     """
     box: list[bytes] = []
     held = b""  # what may come before the words of a rank
@@ -51,7 +56,8 @@ def fold(process: subprocess.Popen[bytes], heard: set[str]) -> None:
         if _NOISE.search(text):
             held += text
             continue
-        heard |= {said for said in (BEGUN, ENDED) if said.encode() in text}
+        heard.update({said: text.count(said.encode()) for said in (BEGUN, ENDED)})
+        heard[LOST] += _LOSSES.search(text) is not None
         if text.strip() and not is_rule:
             has_told, spoke_at = has_told or bool(_TOLD.search(text)), time.monotonic()
         _write(sink, text)

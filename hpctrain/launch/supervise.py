@@ -7,17 +7,18 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType
-from typing import IO
+from typing import IO, NamedTuple
 
-from hpctrain.cluster.env import ASKED, BEGUN
+from hpctrain.cluster.env import ASKED, BEGUN, ENDED
 from hpctrain.cluster.process import stat
 from hpctrain.core.errors import LaunchError
 from hpctrain.launch.mpiexec import is_guard
-from hpctrain.launch.stderr import fold
+from hpctrain.launch.stderr import LOST, fold
 
 FOLDER = "PRTE_MCA_prte_local_tmpdir_base"
 """Tells mpirun of Open MPI 5 where to keep them; others do not look at it."""
@@ -35,6 +36,13 @@ TIMED_OUT = 124  # exit code of a launch that ran past its limit, as ``timeout``
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGTSTP)
 
 
+class End(NamedTuple):
+    """How a launch has ended."""
+
+    code: int  # exit code
+    is_wanted: bool  # a signal, or the limit of its time, has ended it
+
+
 def supervise(
     line: Sequence[str],
     *,
@@ -42,8 +50,8 @@ def supervise(
     timeout_s: float | None = None,
     grace_s: float = GRACE_S,
     save_s: float = SAVE_S,
-) -> int:
-    """Run a command line of ``mpiexec.command`` and return its exit code.
+) -> End:
+    """Run a command line of ``mpiexec.command`` to its end.
 
     SIGINT, SIGTERM and SIGHUP go to mpirun's process group; who is still there ``grace_s`` seconds
     later gets SIGTERM, then SIGKILL, ranks included. A second signal kills at once. Where all
@@ -51,15 +59,17 @@ def supervise(
     wait ``save_s`` longer: Open MPI's mpirun kills ranks as it ends, saved or not. SIGUSR1 goes to
     mpirun, which hands it to the ranks: they may stop in their own time. A signal that ends mpirun
     itself comes back as 128 plus its number, as a shell has it, a launch that took more than
-    ``timeout_s`` as 124, and 0 of one that recovers, and whose ranks have not said that they have
-    come to their end, as 1. Raises ``LaunchError``: the program cannot be started.
+    ``timeout_s`` as 124, and 0 of one that has lost a node, or whose ranks have told, see
+    ``WATCHED``, that they have begun and not that they have ended, as 1.
+
+    Raises ``LaunchError``: the program cannot be started.
     ``KeyboardInterrupt``: Ctrl-C came and the ranks did not stop by themselves; raised when mpirun
     has ended.
     """
     with session(environ) as own:
         process = _started(line, own)
-        heard = set[str]()
-        ending = _Ending(process, own.get(ASKED), grace_s=grace_s, save_s=save_s)
+        heard = Counter[str]()
+        ending = _Ending(process, own.get(ASKED), heard, grace_s=grace_s, save_s=save_s)
         told = threading.Thread(target=fold, args=(process, heard), daemon=True, name="stderr")
         told.start()
         limit = threading.Timer(timeout_s or 0, ending.on_timeout)
@@ -76,11 +86,13 @@ def supervise(
     if ending.first_signal == signal.SIGINT and not ending.is_granted:
         raise KeyboardInterrupt
     if ending.timed_out:
-        return TIMED_OUT
-    if code == 0 and heard == {BEGUN}:
-        sys.stderr.write("hpctrain: no rank has come to its end: the run has failed\n")
-        return 1
-    return code if code >= 0 else 128 - code
+        return End(TIMED_OUT, is_wanted=True)
+    if code == 0 and (heard[LOST] or heard[BEGUN] > heard[ENDED]):
+        why = "a node is lost" if heard[LOST] else "the ranks have not come to their end"
+        sys.stderr.write(f"hpctrain: {why}: the run has failed\n")
+        code = 1
+    is_wanted = ending.first_signal is not None
+    return End(code if code >= 0 else 128 - code, is_wanted=is_wanted)
 
 
 @contextlib.contextmanager
@@ -126,9 +138,15 @@ class _Ending:
     """The ladder from a polite signal to SIGKILL; each rung is taken once."""
 
     def __init__(
-        self, process: subprocess.Popen[bytes], note: str | None, *, grace_s: float, save_s: float
+        self,
+        process: subprocess.Popen[bytes],
+        note: str | None,
+        heard: Counter[str],
+        *,
+        grace_s: float,
+        save_s: float,
     ) -> None:
-        self.process, self.note = process, note
+        self.process, self.note, self.heard = process, note, heard
         self.grace_s, self.save_s = grace_s, save_s
         self.timed_out = False
         self.is_granted = False  # the ranks were asked to stop, and nothing was done to them since
@@ -138,18 +156,20 @@ class _Ending:
     def wait(self) -> int:
         """Wait for mpirun, also for one that does not end although all its ranks have.
 
-        Open MPI's can deadlock in its own end when a rank has failed before ``MPI_Init``.
+        Open MPI's can deadlock in its own end when a rank has failed before ``MPI_Init``, and when
+        a node is gone with its daemon.
         """
         orphaned_s = 0.0
         while True:
             try:
                 return self.process.wait(LOOK_S)
             except subprocess.TimeoutExpired:
-                orphaned_s = orphaned_s + LOOK_S if has_only_dead_children(self.process.pid) else 0
+                has_lost = bool(self.heard[LOST])
+                is_over = has_lost or has_only_dead_children(self.process.pid)
+                orphaned_s = orphaned_s + LOOK_S if is_over else 0
             if orphaned_s >= ORPHANED_S:
-                sys.stderr.write(
-                    "hpctrain: mpirun hangs after its ranks have ended; it is killed\n"
-                )
+                what = "it has lost a node" if has_lost else "its ranks have ended"
+                sys.stderr.write(f"hpctrain: mpirun hangs after {what}; it is killed\n")
                 self.kill()
 
     @contextlib.contextmanager

@@ -81,7 +81,7 @@ def run(
         worker = write_call(folder, fn, args, kwargs or {})
         environ = environment_of_ranks()
         line = mpiexec.command(worker, num_ranks=np, nodes=nodes)
-        code = supervise(line, environ=environ, timeout_s=timeout_s)
+        code, _ = supervise(line, environ=environ, timeout_s=timeout_s)
         results = results_in(folder, np)
         if code == TIMED_OUT:
             raise LaunchError(f"{np} ranks did not finish in {timeout_s:g} s; raise timeout_s")

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from hpctrain.cluster.env import BEGUN, ENDED
+from hpctrain.cluster.env import BEGUN, ENDED, WATCHED
 from hpctrain.cluster.topology import Topology
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.factory import Connection, connect
@@ -119,7 +119,6 @@ def init(
     """
     chosen, *others = _communicators(comm)
     if _world is None:
-        torch_backend.register()
         settings = Settings.from_env()
         if ranks_per_node is not None:
             if ranks_per_node < 1:
@@ -167,11 +166,15 @@ def numbers_of(comm: object) -> tuple[int, ...]:
     return tuple(numbers_in(current().ranks, cast("MpiComm", comm)))
 
 
-def join(settings: Settings, chosen: object = None) -> None:
-    """Join the world as ``init`` does, with settings that are complete. Collective."""
+def join(settings: Settings, chosen: object = None, *, begins: bool = True) -> None:
+    """Join the world as ``init`` does, with settings that are complete. Collective.
+
+    It ``begins`` if it does not take the place of another one, some of whose ranks were lost.
+    """
     global _world  # noqa: PLW0603 - the one place
     if _world is not None:
         return
+    torch_backend.register()
     lazy_dynamo.install()
     ranks = find_world(chosen)
     # From here on nobody fails alone.
@@ -218,6 +221,8 @@ def join(settings: Settings, chosen: object = None) -> None:
     )
     logs.setup(here.rank, here.size, settings.log_dir, level=settings.log_level)
     _report(found)
+    if begins and WATCHED in os.environ and here.rank == 0:
+        sys.stderr.write(f"{BEGUN}\n")
     if settings.records is not None and here.rank == 0:
         _tell_study(settings.records, found)
     if hooks is not None:
@@ -225,7 +230,7 @@ def join(settings: Settings, chosen: object = None) -> None:
         hooks.communicates = controllers.last_call.was_on
     if settings.timeline is not None:
         controllers.timelines.start(settings.timeline, mark_cycles=settings.timeline_mark_cycles)
-    if found.presence is not None or statistics is not None or settings.recover:
+    if found.presence is not None or statistics is not None or WATCHED in os.environ:
         atexit.register(_shut_down)
 
 
@@ -245,8 +250,6 @@ def _report(found: Connection) -> None:
     notes = found.comm.gather_object([*config.remarks(engine=found.plan.engine), *found.notes])
     if notes is not None:
         logs.warn_merged(notes)
-        if found.settings.recover:
-            sys.stderr.write(f"{BEGUN}\n")
 
 
 def _tell_study(folder: Path, found: Connection) -> None:
@@ -310,7 +313,7 @@ def _leave(leaving: World, *, raises: bool) -> None:
     if leaving.before_finalize is not None:
         leaving.before_finalize.close()
     is_well = not fault and sys.exc_info()[0] is None and not hasattr(sys, "last_value")
-    if leaving.settings.recover and leaving.topology.rank == 0 and is_well:
+    if WATCHED in os.environ and leaving.topology.rank == 0 and is_well:
         sys.stderr.write(f"{ENDED}\n")
         sys.stderr.flush()
     if fault:
@@ -336,7 +339,7 @@ def go_on(ranks: "MpiComm", *, moves: bool = True) -> None:
         before.before_finalize.close()
     if before.hooks is not None:
         before.hooks.uninstall()
-    join(before.settings, ranks)
+    join(before.settings, ranks, begins=False)
     if moves:
         before.rebuild.move()
 

@@ -183,10 +183,30 @@ class TrainingConfig:
     """Largest norm of the averaged gradient; 0 does not clip."""
     clip_value: AtLeast0 = 0.0
     """Largest element of the averaged gradient, behind clip_norm; 0 does not clip."""
-    on_non_finite: Literal["stop", "skip", "ignore"] = "stop"
+    on_non_finite: Literal["stop", "skip", "rollback", "ignore"] = "stop"
     """A loss that is NaN or infinite ends all ranks (stop), or they leave out that step (skip), or
-    nobody looks (ignore). Gradients by a finite loss are looked at with skip, clip_norm or
-    clip_value. That of a test ends all ranks too (stop), or is a warning."""
+    go back to the last snapshot (rollback), or nobody looks (ignore). Gradients by a finite loss
+    are looked at with skip, rollback, clip_norm or clip_value. That of a test ends all ranks too
+    (stop), or is a warning."""
+    on_spike: Literal["none", "skip", "rollback", "lower_rate"] = "none"
+    """A loss far above the last ones is a step like others (none), or all ranks leave out that
+    step (skip), go back to the last snapshot (rollback), or take it and some more at a lower
+    learning rate (lower_rate)."""
+    spike_deviations: Positive = 6.0
+    """How far above: so many standard deviations above the median of the last losses. They are
+    estimated by the median absolute deviation, and are 1 % of the median at least."""
+    spike_window: Number = 64
+    """Steps whose losses are compared; before half of them are known, nothing is a spike."""
+    snapshot_every: Number = 100
+    """With rollback: steps between two snapshots of weights, optimizer state and random numbers,
+    which each rank keeps in memory; batches that came since stay left out."""
+    lowered_rate: Annotated[float, Rule(above=0, below=1)] = 0.1
+    """With lower_rate: by what the learning rate is multiplied in the step of a spike."""
+    lowered_steps: Number = 100
+    """With lower_rate: steps in which it rises to that of the schedule again."""
+    max_skips: Count = 100
+    """Steps that may be left out in a run, those that rollback takes back among them, before all
+    ranks stop; 0 for any number."""
     shard: Literal["none", "node", "auto"] = "none"
     """Every rank keeps all parameters and the state of the optimizer (none), or a node has them
     once and its ranks step a part each (node): the same bits (but with clip_norm), less time and
@@ -222,7 +242,7 @@ class TrainingConfig:
         require(
             self.device in ("auto", "cpu") or not (self.reproducible or self.shard == "node"),
             "train.device is cpu for train.reproducible = true and for train.shard = node: leave "
-            "one of them out",
+            "one of them out, or divide the state on cards by parallel.zero = 1",
             self.device,
         )
         require(
@@ -385,8 +405,9 @@ class LogConfig:
     every_steps: Number = 10
     """Steps between two records in metrics.jsonl, about: an epoch is cut into equal parts."""
     to: Texts = field(default_factory=list)
-    """Loggers besides: "csv", "tensorboard", "wandb", or "module:function" that takes the run's
-    folder and its configuration and returns an object with write(record) and close()."""
+    """Loggers besides: "csv", "prometheus", "tensorboard", "wandb", or "module:function" that
+    takes the run's folder and its configuration and returns an object with write(record) and
+    close()."""
     plots: bool = True
     """Draw plots/training.png at the end, or where the run stops; needs matplotlib."""
     hash_every: Count = 0
@@ -526,6 +547,20 @@ class RunConfig:
             "train.on_divergence is stop for train.shard = node or auto, where a node has one "
             "replica, and for train.check_replicas = never",
             train.on_divergence,
+        )
+        require(
+            "rollback" not in (train.on_non_finite, train.on_spike)
+            or not (self.sync.is_local or self.parallel.offload),
+            "train.on_non_finite and train.on_spike are no rollback for a local sync.method, its "
+            "ranks decide apart, and for parallel.offload, which spares the memory of a snapshot: "
+            "take skip",
+            (train.on_non_finite, train.on_spike),
+        )
+        require(
+            train.on_spike == "none" or not self.sync.is_local,
+            "train.on_spike is none for a local sync.method, whose ranks have their own losses: "
+            "leave one of them out",
+            train.on_spike,
         )
         is_plain = not train.reproducible and not self.sync.is_local
         require(

@@ -1,4 +1,4 @@
-"""Steps whose loss or gradients are not finite: they stop the run, or are left out."""
+"""Steps that are not finite, or spikes of the loss: what all ranks do about them."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -16,6 +16,8 @@ from hpctrain.train.boundary import NOT_FINITE
 from hpctrain.train.metrics import Metrics
 from hpctrain.train.run_state import require_finite_weights, unfinite_weights
 from hpctrain.train.scores import Scores
+from hpctrain.train.snapshot import Snapshot
+from hpctrain.train.stateful import GuardMemory
 from hpctrain.train.task import Task
 
 _MOST_SAMPLES, _MOST_RANKS = 8, 4
@@ -63,11 +65,20 @@ class StepGuard:
     Gradients that are not finite by a finite loss are found where their norm is known: with
     ``train.clip_norm``, and always where steps are left out. Elsewhere the weights behind them
     are, and the last step that was taken is named.
+
+    The mean loss of all samples rides in the same message, so a spike is one on every rank.
     """
 
-    def __init__(self, task: Task, metrics: Metrics) -> None:
-        self._task, self._metrics = task, metrics
-        self._mode = task.config.train.on_non_finite
+    def __init__(self, task: Task, metrics: Metrics, memory: GuardMemory | None = None) -> None:
+        """Take what is needed; ``memory`` is of the steps so far, none for a single step."""
+        self._task, self._metrics, self._train = task, metrics, task.config.train
+        self._mode, self._on_spike = self._train.on_non_finite, self._train.on_spike
+        self._memory = memory or GuardMemory(self._train)
+        self._snapshot: Snapshot | None = None
+        self._went_back_at = 0  # last step of the batches that were left out by that
+        self._mean = self._limit = math.nan  # of this step, over all samples
+        self._is_spike = False
+        self.num_left_out = 1  # steps, where this one is; more where some are taken back
         self._flags, self._lr, self._step = 0, 0.0, 0
         self._buffers: StepValues | None = None
         self._finding: NotFiniteFinding | None = None
@@ -77,16 +88,25 @@ class StepGuard:
 
     def begin(self, step: int, lr: float, flags: int) -> None:
         """Begin a step; ``flags`` are what else this rank wants to be known."""
-        self._step, self._lr = step, lr
+        self._step, self._lr, self.num_left_out = step, lr, 1
         self._flags = flags | (NOT_FINITE if self._finding else 0)
         self._task.exchange.raise_flags(self._flags)
-        if self._mode == "skip":
+        if "skip" in (self._mode, self._on_spike):
             self._buffers = StepValues(self._task.model)
+        is_due = self._snapshot is None or (step - 1) % self._train.snapshot_every == 0
+        if is_due and "rollback" in (self._mode, self._on_spike):
+            self._snapshot = Snapshot(self._task, self._memory, step)
+
+    def rate(self, step: int) -> float:
+        """Return by what the learning rate of a step is multiplied."""
+        return self._memory.rate(step)
 
     def see_loss(self, loss: float) -> None:
         """Tell the other ranks of a loss that is not finite, before its gradients travel."""
         if self._mode != "ignore" and not math.isfinite(loss):
             self._task.exchange.raise_flags(self._flags | NOT_FINITE)
+        if self._on_spike != "none":
+            self._task.exchange.tell_loss(loss)
 
     def may_step(self, loss: float, norm: float | None) -> bool:
         """Say whether the step is taken; if not, note what this rank has seen.
@@ -94,11 +114,10 @@ class StepGuard:
         The same on all ranks whose gradients are averaged. ``loss`` is of this rank, or of all;
         ``norm`` that of the gradients, None where nobody has asked for it.
         """
-        self.is_first = False
-        if self._mode == "ignore":
-            return True
-        flagged = self._task.step_flags & NOT_FINITE or not math.isfinite(loss)
-        if norm is None and (flagged or self._mode == "skip"):
+        self.is_first = self._is_spike = False
+        looks = self._mode != "ignore"
+        flagged = looks and (self._task.step_flags & NOT_FINITE or not math.isfinite(loss))
+        if norm is None and (flagged or self._mode in ("skip", "rollback")):
             norm = gradient_norm(self._task)
         noted = partial(
             self._note,
@@ -108,13 +127,45 @@ class StepGuard:
             epoch=self._task.train.epoch + 1,
             lr=self._lr,
         )
-        if not flagged and (norm is None or math.isfinite(norm)):
+        if not (looks and (flagged or not math.isfinite(norm or 0.0))):
             self._taken = noted
-            return True
+            return self._on_spike == "none" or self._sees(loss)
         if self._finding is None:
             is_older = self._mode == "stop" and bool(unfinite_weights(self._task))
             self._finding = self._taken() if is_older and self._taken else noted(norm=norm)
         return False
+
+    def _sees(self, loss: float) -> bool:
+        """Say whether a step that is finite is taken by its loss. Collective where it is a spike.
+
+        ``loss`` is of all samples with reproducible steps, else of this rank.
+        """
+        memory, exchange = self._memory, self._task.exchange
+        self._mean = loss if self._task.steps is not None else exchange.mean_loss
+        self._limit = memory.spikes.limit
+        self._is_spike = math.isfinite(self._mean) and memory.spikes.is_spike(self._mean)
+        if not self._is_spike or self._on_spike == "lower_rate":
+            if self._is_spike:
+                self._lower_rate()
+            memory.spikes.see(self._mean)
+            return True
+        assert self._taken is not None
+        self._finding = self._taken()
+        return False
+
+    def _lower_rate(self) -> None:
+        """Take this step and some more at a lower rate. Collective."""
+        assert self._taken is not None
+        factor, steps = self._train.lowered_rate, self._train.lowered_steps
+        for group in self._task.optimizer.param_groups:
+            group["lr"] *= factor / self._memory.rate(self._step)
+        self._memory.lowered_at, self._finding = self._step, self._taken()
+        self._tell(
+            "lower_rate",
+            f"its learning rate is {factor:g} times that of the schedule, which comes back in "
+            f"{steps} steps",
+        )
+        self._finding = None
 
     def _note(
         self, loss: float, place: tuple[int, int], norm: float | None = None, **about: Any
@@ -131,16 +182,62 @@ class StepGuard:
         ``NotFiniteError``: the run stops; on every rank.
         """
         task = self._task
+        does = self._on_spike if self._is_spike else self._mode
         all_know = task.sync is None or task.sync.is_synchronous
         if self._buffers is not None:
             self._buffers.put_back()  # before a round ends, which averages them
-            self._finding = None
         if task.sync is not None:
             task.exchange.raise_flags(self._flags | NOT_FINITE)
             task.sync.skip_step()
         task.optimizer.zero_grad()
-        if self._mode == "stop" and all_know:
-            self._stop()
+        if does == "stop":
+            if all_know:
+                self._stop()
+            return
+        if all_know:
+            self._go_on(does)
+        self._finding = None
+
+    def _go_on(self, does: str) -> None:
+        """Go back where that is asked for, and tell of it. Collective.
+
+        Raises ``NotFiniteError``: too many steps were left out; on every rank.
+        """
+        done = "it is left out"
+        if does == "rollback":
+            assert self._snapshot is not None
+            since, last = self._snapshot.step - 1, max(self._snapshot.step - 1, self._went_back_at)
+            self.num_left_out, self._went_back_at = self._step - last, self._step
+            self._snapshot.restore()
+            done = f"all is as after step {since} again, and what came since is left out"
+        self._memory.num_left_out += self.num_left_out
+        self._tell(does, done)
+        self.check_left_out(self._memory.num_left_out)
+
+    def check_left_out(self, number: int) -> None:
+        """Raise ``NotFiniteError`` if that many steps of a run are too many; not collective."""
+        most = self._train.max_skips
+        if most and number > most:
+            self._has_told = True
+            raise NotFiniteError(
+                f"at most train.max_skips = {most} steps are left out, and {number} were, "
+                f"the last of them is step {self._step}\nmetrics.jsonl has all of "
+                f"them with their samples: look at these, or take a smaller optimizer.lr (with "
+                f"--changed)"
+            )
+
+    def _tell(self, does: str, done: str) -> None:
+        """Record what was done about this step, and warn of it. Collective."""
+        num = self.num_left_out if does != "lower_rate" else 0
+        if self._is_spike:
+            self._shown("spike", action=does, skipped=num, loss=self._mean, limit=self._limit)
+            what = f"loss {self._mean:g} is a spike, above {self._limit:g}"
+        else:
+            ranks = format_ranks(self._shown(action=does, skipped=num))
+            what = f"loss or gradients of {ranks} are not finite"
+        if self._task.comm.rank == 0:
+            place = f"step {self._step} (epoch {self._task.train.epoch + 1})"
+            logger.warning(f"{place}: {what}: {done}; metrics.jsonl has the samples")
 
     def end(self) -> None:
         """Stop where another rank's step, that it took by itself, was not finite. Collective then.
@@ -192,12 +289,12 @@ class StepGuard:
         self._has_told = True
         raise NotFiniteError(_told(self._shown()))
 
-    def _shown(self) -> dict[int, NotFiniteFinding]:
+    def _shown(self, event: str = "not_finite", **about: Any) -> dict[int, NotFiniteFinding]:
         """Record what ranks have found, and return what people need of it. Collective."""
         findings = self._task.comm.allgather_object(self._finding)
         records = [f.record(rank) for rank, f in enumerate(findings) if f is not None]
         if records:
-            self._metrics.write("not_finite", step=self._step, ranks=records)
+            self._metrics.write(event, step=self._step, **about, ranks=records)
         own = [f is not None and not math.isfinite(f.loss) for f in findings]
         return {
             rank: f

@@ -14,6 +14,7 @@ from hpctrain.core.logs import logger
 from hpctrain.core.records import read
 from hpctrain.core.target import hint, resolve
 from hpctrain.core.toml_values import flat
+from hpctrain.train.prometheus import PrometheusLogger
 from hpctrain.train.run_directory import RunDirectory
 
 Record = Mapping[str, Any]
@@ -184,6 +185,7 @@ class WandbLogger:
 
 _FACTORIES: dict[str, Factory] = {
     "csv": CsvLogger,
+    "prometheus": PrometheusLogger,
     "tensorboard": TensorBoardLogger,
     "wandb": WandbLogger,
 }

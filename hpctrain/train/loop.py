@@ -12,11 +12,13 @@ from torch import Tensor, nn
 from hpctrain.checkpoint.format.state_hash import state_hash
 from hpctrain.comm.agreement import agreed
 from hpctrain.core.errors import NotFiniteError
+from hpctrain.core.logs import logger
 from hpctrain.core.records import record
 from hpctrain.core.user_error import noted
 from hpctrain.data.samples import Batch
 from hpctrain.gradients.checked_steps import PARTED
 from hpctrain.optim.noise_scale import Measured
+from hpctrain.runtime import world
 from hpctrain.train.boundary import SAVE, STOP, Boundary
 from hpctrain.train.console import Progress
 from hpctrain.train.evaluate import evaluate
@@ -26,6 +28,7 @@ from hpctrain.train.profiler import Profiler
 from hpctrain.train.run_state import RunState, check_replicas, heals, mean_sums
 from hpctrain.train.savings_meter import SavingsMeter
 from hpctrain.train.scores import LOSS, Scores
+from hpctrain.train.stragglers import Stragglers
 from hpctrain.train.sync_method import figures
 from hpctrain.train.task import Task
 
@@ -63,8 +66,11 @@ class TrainingLoop:
         self._state, self._task = state, state.task
         self._metrics, self._progress, self._boundary = metrics, progress, boundary
         self._profiler = profiler
-        self._guard = StepGuard(state.task, metrics)
+        self._guard = StepGuard(state.task, metrics, state.guard)
         self._savings = SavingsMeter(state.task)
+        topology = world.current().topology
+        pairs = zip(topology.hosts, topology.nodes, strict=True)
+        self._stragglers = Stragglers({rank: host for host, ranks in pairs for rank in ranks})
 
     def train(self) -> Outcome | Stopped:
         """Take all steps that are left. Collective.
@@ -86,8 +92,7 @@ class TrainingLoop:
                 if wishes & STOP:
                     return Stopped(reason=boundary.stop(state), step=state.step)
                 if wishes & SAVE and loader.consumed < self._task.num_train_samples:
-                    boundary.save(state)
-                    self._resume_clock()
+                    self._save()
             # The loader is at the start of the next epoch now.
             self._end_epoch(epoch, wants_save=bool(wishes & SAVE))
         assert state.scores is not None
@@ -115,7 +120,7 @@ class TrainingLoop:
             self._test(epoch)
         self._progress.epoch_ended(epoch, state.scores if is_tested else None)
         if wants_save or (is_tested and task.config.keep_best):
-            self._boundary.save(state, score=self._score() if is_tested else None)
+            self._save(self._score() if is_tested else None)
         self._resume_clock()
 
     def _test(self, epoch: int) -> None:
@@ -132,6 +137,13 @@ class TrainingLoop:
         place = {"step": state.step, "epoch": epoch, "metric": state.scores.metric}
         state.best.see(self._score(), **place)
 
+    def _save(self, score: float | None = None) -> None:
+        """Write a checkpoint while training goes on. Collective."""
+        start = perf_counter()
+        self._boundary.save(self._state, score=score)
+        self._state.tally.add_checkpoint(perf_counter() - start)
+        self._resume_clock()
+
     def _resume_clock(self) -> None:
         """Leave what was done between two steps out of their measured time."""
         if self._task.sync is not None:
@@ -141,7 +153,8 @@ class TrainingLoop:
         """Take one step, record it where that is due, and return the ranks' wishes."""
         state, task, guard = self._state, self._task, self._guard
         self._profiler.before(state.step + 1)
-        factor = task.schedule(state.step)
+        rate = guard.rate(state.step + 1)
+        factor = task.schedule(state.step) * rate
         lr = task.config.optimizer.lr * factor
         for group, peak in zip(task.optimizer.param_groups, task.peaks, strict=True):
             group["lr"] = peak * factor
@@ -157,7 +170,7 @@ class TrainingLoop:
             num_samples=num_samples,
             work_s=work_s,
             communication_s=communication_s,
-            num_skipped=int(leads and not is_taken),
+            num_skipped=guard.num_left_out if leads and not is_taken else 0,
         )
         moved, input_s = task.comm.traffic().since(before), state.tally.input_s
         self._savings.add(moved)
@@ -179,7 +192,7 @@ class TrainingLoop:
             )
         state.step += 1
         if is_recorded(task, state.step, state.tally.num_steps):
-            self._record(epoch, lr)
+            self._record(epoch, lr * guard.rate(state.step) / rate)
         every = task.config.train.check_replicas
         is_due = isinstance(every, int) and state.step - state.checked_step >= every
         if is_due or (heals(task) and task.exchange.raised_flags & PARTED):
@@ -207,6 +220,11 @@ class TrainingLoop:
         state.training_s += interval.num_steps * interval.step_s
         state.num_skipped += interval.num_skipped
         rounds = {} if task.sync is None else figures(task.sync)
+        for line in self._stragglers.see(interval.of_ranks):
+            if task.comm.rank == 0:
+                logger.warning(line)
+        slow = self._stragglers.counts(task.comm.size)
+        self._metrics.write_ranks(state.step, {**interval.of_ranks, "slow": slow})
         noise = task.noise and task.noise.value(mean_sums(task.noise, task.comm))
         self._metrics.write(
             "step",
@@ -223,10 +241,11 @@ class TrainingLoop:
             **rounds,
             **self._savings.take(),
         )
-        self._metrics.write_ranks(state.step, interval.of_ranks)
         self._progress.advance(state.step, interval, rounds)
         if interval.num_skipped:
             self._progress.tell(left_out(interval.num_skipped))
+        if task.sync is not None:
+            self._guard.check_left_out(state.num_skipped)
 
     def _score(self) -> float | None:
         """Return what is larger for a better model; None where no test says so."""
@@ -278,7 +297,7 @@ def hash_of(task: Task) -> str:
 def left_out(num_steps: int) -> str:
     """Say for people that steps were left out."""
     steps = "1 step was" if num_steps == 1 else f"{num_steps} steps were"
-    return f"{steps} left out: loss or gradients were not finite"
+    return f"{steps} left out: not finite, or a spike of the loss"
 
 
 def train_step(task: Task, batch: Batch, guard: StepGuard) -> tuple[float, int, bool]:

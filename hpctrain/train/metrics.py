@@ -4,7 +4,7 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -63,7 +63,7 @@ class Metrics:
         if self._loggers is not None:
             self._loggers.write(finite({"event": event, **values}))
 
-    def write_ranks(self, step: int, times: Mapping[str, list[float]]) -> None:
+    def write_ranks(self, step: int, times: Mapping[str, Sequence[float]]) -> None:
         """Replace the times of each rank, for who watches the run; all of them are lists by rank.
 
         At most every ``RANKS_EVERY_S``, and when the file is closed. Whether a disk takes them

@@ -214,7 +214,7 @@ def choose_device(config: TrainingConfig, num_devices: int) -> tuple[torch.devic
     refused = {
         "train.device is cpu": config.device == "cpu",
         "train.reproducible fixes bits of CPUs": config.reproducible,
-        "train.shard = node needs parameters in node memory": config.shard == "node",
+        "train.shard = node needs node memory, parallel.zero does not": config.shard == "node",
     }
     if reason := next((text for text, holds in refused.items() if holds), ""):
         return cpu, f"cpu, though every rank has {kind}: {reason}"

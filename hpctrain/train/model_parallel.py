@@ -1,5 +1,6 @@
 """A model that is divided among ranks as ``[parallel]`` says, and its steps."""
 
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from time import perf_counter
@@ -13,12 +14,12 @@ from torch.optim import Optimizer
 
 from hpctrain.checkpoint.format.state_hash import state_hash
 from hpctrain.comm.communicator import Communicator
-from hpctrain.comm.ops import Op
 from hpctrain.core.errors import ConfigError, DataError, ReplicaError
 from hpctrain.core.user_error import described
 from hpctrain.data.loader import Loader
 from hpctrain.gradients.batch_norm import SyncBatchNorm
 from hpctrain.gradients.elementwise import is_known_as
+from hpctrain.gradients.sample_count import bits_of, flags_of
 from hpctrain.parallel import shard
 from hpctrain.parallel.mesh import AXES, build_mesh, gradient_mesh
 from hpctrain.parallel.pipeline import Pipeline
@@ -81,6 +82,7 @@ class ModelParallel:
         self._outputs: dict[int, Tensor] | None = None  # of micro-batches, where those are asked
         self._spare: list[Tensor] = []  # a sample, by which batches are filled up
         self._flags = self.raised_flags = 0
+        self._loss_told, self.mean_loss = 0.0, math.nan
         self.communication_seconds = 0.0
         self.optimizer: Any = optimizer
         self.model = self._divided(model)
@@ -171,6 +173,10 @@ class ModelParallel:
         """Say what all ranks shall know after ``backward``, as bits."""
         self._flags |= flags
 
+    def tell_loss(self, loss: float) -> None:
+        """Say what all ranks shall know the mean of, as ``mean_loss``, after ``backward``."""
+        self._loss_told = loss
+
     def backward(
         self,
         both: tuple[Tensor, Tensor],
@@ -204,9 +210,11 @@ class ModelParallel:
         see(found)
         began = perf_counter()
         self._average()
-        flags = torch.tensor(self._flags)
-        self._comm.allreduce_(flags, op=Op.BOR).wait()
-        self.raised_flags, self._flags = int(flags), 0
+        told = self._loss_told * own / num_samples if own and self.leads else 0.0
+        words = torch.tensor([told, *bits_of(self._flags)], dtype=torch.float64)
+        self._comm.allreduce_(words).wait()
+        self.mean_loss, *bits = words.tolist()
+        self.raised_flags, self._flags = flags_of(bits), 0
         self.communication_seconds = perf_counter() - began
         return found
 

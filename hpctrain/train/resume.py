@@ -28,6 +28,13 @@ _NOT_MATHEMATICS = (
     "train.device",
     "train.activation_checkpointing",
     "train.on_non_finite",
+    "train.on_spike",
+    "train.spike_deviations",
+    "train.spike_window",
+    "train.snapshot_every",
+    "train.lowered_rate",
+    "train.lowered_steps",
+    "train.max_skips",
     "train.check_replicas",
     "train.on_divergence",
 )

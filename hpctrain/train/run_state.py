@@ -22,7 +22,7 @@ from hpctrain.optim.noise_scale import NoiseScale
 from hpctrain.train.config import SYNCHRONOUS
 from hpctrain.train.model import EMA, local, misfits
 from hpctrain.train.scores import Scores
-from hpctrain.train.stateful import BestTest
+from hpctrain.train.stateful import BestTest, GuardMemory
 from hpctrain.train.step_meter import StepMeter
 from hpctrain.train.task import Task, seed_all
 
@@ -40,8 +40,12 @@ class RunState:
     num_skipped: int = 0  # steps that were left out, as far as they were recorded
     checked_step: int = 0  # step after which replicas were compared last, in this part
     tally: StepMeter = field(default_factory=StepMeter)
+    guard: GuardMemory = field(init=False)  # of losses, and of steps that were left out
     epoch_tally: StepMeter = field(default_factory=StepMeter)
     """Of the present epoch, where the method of ``[sync]`` is told its loss."""
+
+    def __post_init__(self) -> None:
+        self.guard = GuardMemory(self.task.config.train)
 
     @property
     def epochs_done(self) -> int:
@@ -56,7 +60,8 @@ class RunState:
     @property
     def _parts(self) -> dict[str, Any]:
         """What has a state of its own, the same on every rank, by its name in a checkpoint."""
-        parts = {"precision": self.task.precision, "best": self.best, EMA: self.task.ema}
+        precision, ema = self.task.precision, self.task.ema
+        parts = {"precision": precision, "best": self.best, EMA: ema, "guard": self.guard}
         return {name: part for name, part in parts.items() if part is not None}
 
     def shared(self) -> dict[str, Any]:
@@ -66,6 +71,7 @@ class RunState:
         mean where replicas differ.
         """
         sync, method = self.task.sync, self.task.config.sync.method
+        codec = codec_of(self.task)
         parallel = self.task.parallel
         replica = shared_replica(self.task) if parallel is None else parallel.state.state()
         parts = {name: part.state_dict() for name, part in self._parts.items()}
@@ -75,7 +81,7 @@ class RunState:
             **replica,
             **parts,
             "sync": None if sync is None else {"method": method, **sync.shared_state()},
-            "codec": codec.shared_state(self.task.comm) if (codec := _codec(self.task)) else None,
+            "codec": codec.shared_state(self.task.comm) if codec else None,
             "layout": self.task.layout,
             "step": self.step,
             "epoch": self.epochs_done,
@@ -96,7 +102,7 @@ class RunState:
         return {
             "replica": own_replica(self.task),
             "sync": None if sync is None else sync.own_state(),
-            "codec": codec.state_dict() if (codec := _codec(self.task)) else None,
+            "codec": codec.state_dict() if (codec := codec_of(self.task)) else None,
             "random": random_states(self.task.device),
             "buffers": {name: b.detach() for name, b in self.task.model.named_buffers()},
             "tally": self.tally.state_dict(),
@@ -149,7 +155,7 @@ class RunState:
 
     def _restore_codec(self, shared: Mapping[str, Any], own: Mapping[str, Any] | None) -> None:
         """Go on with what was not sent yet, of this rank or shared out anew. Collective."""
-        codec = _codec(self.task)
+        codec = codec_of(self.task)
         if codec is None:
             return
         if own is not None and own.get("codec") and codec.fits(own["codec"]):
@@ -171,7 +177,7 @@ class RunState:
                 tally.load_shared(shared[name], self.task.comm.rank)
 
 
-def _codec(task: Task) -> Codec | None:
+def codec_of(task: Task) -> Codec | None:
     """Return what gradients travel by, where they do."""
     return getattr(task.optimizer, "codec", None)
 

@@ -9,6 +9,9 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
+from hpctrain.optim.loss_spikes import LossSpikes
+from hpctrain.train.config import TrainingConfig
+
 _TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -103,7 +106,8 @@ class Ema:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state, which may have buffers too."""
         names = {id(p): name for name, p in self._model.state_dict(keep_vars=True).items()}
-        self._averages = [state[names[id(p)]].to(p.device, copy=True) for p in self._parameters]
+        parameters = self._parameters if state else []  # none before the first step
+        self._averages = [state[names[id(p)]].to(p.device, copy=True) for p in parameters]
 
     @torch.no_grad()
     def _give(self, values: list[Tensor]) -> None:
@@ -148,3 +152,29 @@ class BestTest:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state."""
         vars(self).update(state)
+
+
+class GuardMemory:
+    """What guards of steps know of earlier ones: the last losses, and what they have done."""
+
+    def __init__(self, config: TrainingConfig) -> None:
+        self.spikes = LossSpikes(config.spike_deviations, config.spike_window)
+        self.num_left_out = 0  # steps, of all ranks together
+        self.lowered_at: int | None = None  # step of which the rate was lowered last
+        self._config = config
+
+    def rate(self, step: int) -> float:
+        """Return by what the rate of a step is multiplied: it rises linearly to 1."""
+        steps, factor = self._config.lowered_steps, self._config.lowered_rate
+        since = steps if self.lowered_at is None else step - self.lowered_at
+        return 1.0 if since >= steps else factor + (1.0 - factor) * since / steps
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all of it."""
+        own = {"num_left_out": self.num_left_out, "lowered_at": self.lowered_at}
+        return {**own, **self.spikes.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state."""
+        self.num_left_out, self.lowered_at = state["num_left_out"], state["lowered_at"]
+        self.spikes.load_state_dict(state)

@@ -13,6 +13,7 @@ from hpctrain.comm.communicator import Communicator
 T = TypeVar("T")
 
 _TIMES = ("compute_s", "communication_s", "input_s")
+_CHECKPOINT = 6  # where the sums have that time
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,7 +29,7 @@ class Interval:
     num_skipped: int = 0
     """Steps that were left out; what ranks take together is one, their own are one of each."""
     of_ranks: Mapping[str, list[float]] = field(default_factory=dict)
-    """The three times by rank, as means over the steps."""
+    """These times by rank, and those of checkpoints, as means over the steps."""
 
     @property
     def step_s(self) -> float:
@@ -70,7 +71,7 @@ class StepMeter:
     """Adds up this rank's steps until ``take`` sums them over all ranks."""
 
     def __init__(self) -> None:
-        self._sums = torch.zeros(6, dtype=torch.float64)
+        self._sums = torch.zeros(7, dtype=torch.float64)
         self._num_steps = 0
         self.input_s = 0.0
         """How long the last batch let us wait."""
@@ -86,7 +87,7 @@ class StepMeter:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state."""
-        sums = state["sums"]  # of five in checkpoints of before steps could be left out
+        sums = state["sums"]  # fewer in older checkpoints
         self._sums.zero_()[: len(sums)] = sums
         self._num_steps = state["num_steps"]
 
@@ -94,7 +95,7 @@ class StepMeter:
         """Return what all ranks have added since the last ``take``, as of one; collective."""
         sums = self._sums.clone()
         comm.allreduce_(sums).wait()
-        sums[2:5] /= comm.size
+        sums[[2, 3, 4, _CHECKPOINT]] /= comm.size
         return {"sums": sums, "num_steps": self._num_steps}
 
     def load_shared(self, state: Mapping[str, Any], rank: int) -> None:
@@ -133,10 +134,15 @@ class StepMeter:
                 communication_s,
                 self.input_s,
                 num_skipped,
+                0.0,
             ),
             dtype=torch.float64,
         )
         self._num_steps += 1
+
+    def add_checkpoint(self, seconds: float) -> None:
+        """Add time in which training waited for a checkpoint."""
+        self._sums[_CHECKPOINT] += seconds
 
     def take(self, comm: Communicator) -> Interval:
         """Return what was added on all ranks since the last call; collective."""
@@ -144,7 +150,8 @@ class StepMeter:
         rows = torch.zeros(comm.size, len(self._sums), dtype=torch.float64)
         rows[comm.rank] = self._sums
         comm.allreduce_(rows).wait()
-        loss, num_samples, *_, num_skipped = rows.sum(dim=0).tolist()
+        loss, num_samples, *_, num_skipped, _ = rows.sum(dim=0).tolist()
+        checkpoint_s = (rows[:, _CHECKPOINT] / self._num_steps).tolist()
         times = dict(zip(_TIMES, (rows[:, 2:5].T / self._num_steps).tolist(), strict=True))
         interval = Interval(
             num_steps=self._num_steps,
@@ -152,7 +159,7 @@ class StepMeter:
             loss=loss / num_samples if num_samples else math.nan,
             **{name: sum(of_ranks) / comm.size for name, of_ranks in times.items()},
             num_skipped=int(num_skipped),
-            of_ranks=times,
+            of_ranks={**times, "checkpoint_s": checkpoint_s},
         )
         self._sums.zero_()
         self._num_steps = 0

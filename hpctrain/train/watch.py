@@ -33,6 +33,8 @@ class RankTimes:
     compute_s: float
     communication_s: float  # what computing did not hide: above all the wait for slower ranks
     input_s: float
+    checkpoint_s: float = 0.0  # while training waited for one
+    slow: int = 0  # of the last ten records, those in which others waited for it
 
     @property
     def work_s(self) -> float:
@@ -209,8 +211,11 @@ class RunWatch:
         path = self._directory.ranks
         try:
             found = json.loads(path.read_bytes())
-            columns = [list(map(float, found[name])) for name in _TIMES]
-            rows = list(zip(*columns, strict=True))
+            columns = {name: [*map(float, found[name])] for name in _TIMES}
+            nothing = [0.0] * len(columns[_TIMES[0]])  # in files of older versions
+            columns["checkpoint_s"] = [*map(float, found.get("checkpoint_s", nothing))]
+            columns["slow"] = [*map(int, found.get("slow", nothing))]
+            rows = list(zip(*columns.values(), strict=True))
         except FileNotFoundError:
             return []
         except (OSError, ValueError, TypeError, KeyError) as error:
@@ -222,6 +227,6 @@ class RunWatch:
             return []
         hosts = {r: host for host, ranks in self._begun.get("hosts", {}).items() for r in ranks}
         return [
-            RankTimes(rank=rank, host=hosts.get(rank, ""), **dict(zip(_TIMES, row, strict=True)))
+            RankTimes(rank=rank, host=hosts.get(rank, ""), **dict(zip(columns, row, strict=True)))
             for rank, row in enumerate(rows)
         ]

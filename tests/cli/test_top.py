@@ -91,6 +91,10 @@ def test_the_rank_that_others_wait_for_is_named_while_the_job_runs_and_after_it(
     told = top(run).output
     assert "is finished: test accuracy" in " ".join(told.split())
     assert f"rank 1 on {late.host}, " in told
+    assert late.slow >= 5 > early.slow
+    assert f"rank 1 on {late.host}, persistent" in told
+    (log,) = (run / "log").glob("rank-0.log")
+    assert log.read_text().count(f"rank 1 on {late.host} is slow in ") == 1
     assert json.loads((run / "ranks.json").read_text())["step"] == 60
 
 
@@ -103,6 +107,15 @@ def test_what_is_left_is_told_by_the_last_steps(run):
     assert "2, the last after step 20" in told
     assert "1 on b, 3.00 times" in told
     assert "the slowest 1 of 2 ranks" in top(run, "--ranks", 1).output
+
+
+def test_ranks_that_are_slow_are_told_by_how_often_they_were(run):
+    found = json.loads((run / "ranks.json").read_text())
+    found |= {"checkpoint_s": [0.25, 0.5], "slow": [2, 7]}
+    (run / "ranks.json").write_text(json.dumps(found))
+    told = top(run, "--once").output
+    assert "rank 1 on b, persistent; rank 0 on a, passing" in told
+    assert re.search(r"1.* b .* 500\.00 .* 3\.00 .*persistent", told)
 
 
 def test_only_what_is_new_is_read_and_records_that_were_cut_are_forgotten(run):

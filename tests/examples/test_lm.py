@@ -87,7 +87,10 @@ def test_every_layout_reaches_the_same_loss_and_goes_on_with_that_of_another(
 @pytest.mark.launches
 @pytest.mark.conformance
 @pytest.mark.limit(420)
-def test_a_configuration_trains_in_a_layout_goes_on_in_another_and_writes_text(tmp_path):
+def test_a_configuration_trains_in_a_layout_goes_on_in_another_and_writes_text(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")  # torch does not know our backend
     small = {"data.args.num_windows": 160, "data.args.num_test": 64, "data.args.length": 64}
     places = {"data.args.folder": tmp_path / "data", "output_dir": tmp_path / "run"}
     words = [f"--set={key}={value}" for key, value in (small | places).items()]

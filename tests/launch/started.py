@@ -24,7 +24,8 @@ def start(tmp_path, code, **how):
     program = (
         "import sys; from hpctrain.launch import mpiexec; "
         "from hpctrain.launch.supervise import supervise; "
-        f"sys.exit(supervise({line(tmp_path, code)!r}, environ=mpiexec.environment(), **{how!r}))"
+        f"end = supervise({line(tmp_path, code)!r}, environ=mpiexec.environment(), **{how!r}); "
+        "sys.exit(end.code)"
     )
     process = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.DEVNULL)
     wait_for(lambda: all((tmp_path / f"pid-{rank}").exists() for rank in range(2)))

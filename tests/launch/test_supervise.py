@@ -36,23 +36,23 @@ LONG = pytest.mark.conformance
 def test_one_ranks_death_ends_the_launch_with_an_error(tmp_path, death):
     before = time.monotonic()
     code = f"if rank == 1: {death}\ntime.sleep(50)"
-    assert supervise(line(tmp_path, code), environ=mpiexec.environment()) != 0
+    assert supervise(line(tmp_path, code), environ=mpiexec.environment()).code != 0
     assert time.monotonic() - before < 30
     assert ranks_are_gone(tmp_path)
 
 
 def test_a_launch_past_its_limit_ends_with_124(tmp_path):
-    code = supervise(
+    end = supervise(
         line(tmp_path, "time.sleep(50)"), environ=mpiexec.environment(), timeout_s=3.0, grace_s=1.0
     )
-    assert code == TIMED_OUT
+    assert end == (TIMED_OUT, True)
     assert ranks_are_gone(tmp_path)
 
 
 @pytest.mark.parametrize(("code", "num_ranks"), [(0, 2), (85, 3), pytest.param(7, 1, marks=LONG)])
 def test_a_code_that_all_ranks_end_with_is_passed_on(tmp_path, code, num_ranks):
     argv, before = line(tmp_path, f"sys.exit({code})", num_ranks), signal.getsignal(signal.SIGTERM)
-    assert supervise(argv, environ=mpiexec.environment()) == code
+    assert supervise(argv, environ=mpiexec.environment()) == (code, False)
     assert signal.getsignal(signal.SIGTERM) is before
 
 
@@ -127,7 +127,7 @@ def test_an_mpirun_that_outlives_its_ranks_is_killed(capfd):
     # It has had a rank and does not end: what Open MPI's does when it deadlocks in its own end.
     hung = "import subprocess, time; rank = subprocess.Popen(['true']); time.sleep(60)"
     before = time.monotonic()
-    assert supervise([sys.executable, "-c", hung]) == 128 + signal.SIGKILL
+    assert supervise([sys.executable, "-c", hung]).code == 128 + signal.SIGKILL
     assert time.monotonic() - before < 20
     assert "mpirun hangs after its ranks have ended" in capfd.readouterr().err
 
@@ -232,7 +232,7 @@ def on_a_terminal(tmp_path, code, **how):
         "import sys; from hpctrain.launch import mpiexec; "
         "from hpctrain.launch.supervise import supervise\n"
         f"try: sys.exit(supervise({line(tmp_path, code)!r}, environ=mpiexec.environment(), "
-        f"**{how!r}))\nexcept KeyboardInterrupt: sys.exit(130)"
+        f"**{how!r}).code)\nexcept KeyboardInterrupt: sys.exit(130)"
     )
     pid, terminal = pty.fork()
     if pid == 0:
@@ -299,14 +299,14 @@ def test_what_mpirun_says_of_a_rank_is_left_out_where_the_rank_has_said_it(
     said, code, kept, capfd
 ):
     program = f"import sys; sys.stderr.write({said!r}); sys.exit({code})"
-    assert supervise([sys.executable, "-c", program]) == code
+    assert supervise([sys.executable, "-c", program]).code == code
     assert capfd.readouterr().err == kept
 
 
 def test_words_of_long_ago_are_not_taken_for_what_a_rank_says_of_its_end(capfd):
     say = "import sys, time; write = sys.stderr.write; "
     program = f"{say}write('a note\\n'); time.sleep(1.5); write({BOX!r})"
-    assert supervise([sys.executable, "-c", program]) == 0
+    assert supervise([sys.executable, "-c", program]).code == 0
     assert capfd.readouterr().err == f"a note\n{BOX}"
 
 
@@ -351,5 +351,5 @@ def test_errors_with_causes_come_once_and_those_that_differ_are_all_heard():
 
 def test_ranks_that_fail_before_they_know_each_other_say_why_once(tmp_path, capfd):
     argv = line(tmp_path, "import time; time.sleep(1); {}['no such key']")
-    assert supervise(argv, environ=mpiexec.environment()) == 1
+    assert supervise(argv, environ=mpiexec.environment()).code == 1
     assert capfd.readouterr().err.count("KeyError: 'no such key'") == 1

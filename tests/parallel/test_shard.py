@@ -265,6 +265,22 @@ def test_the_state_that_an_optimizer_has_is_sharded_too_and_rank_0_decides_first
         torch.testing.assert_close(whole, expected.get_parameter(name), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_torch_clips_elements_of_shards_as_those_of_one_process(stage):
+    expected, model = transformer(), transformer()
+    shard(model, adamw(model.parameters()), stage=stage)
+    (batch,) = batches(1)
+    loss_of(expected(batch[0]), batch[1]).backward()
+    local_loss(model, *batch).backward()
+    most = max(p.grad.abs().max().item() for p in expected.parameters()) / 2
+    for one in (expected, model):
+        nn.utils.clip_grad_value_(one.parameters(), most)
+    for name, parameter in model.named_parameters():
+        found, right = parameter.grad.full_tensor(), expected.get_parameter(name).grad
+        torch.testing.assert_close(found, right, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.ranks(2)
 def test_an_evaluation_between_backward_and_step_leaves_no_old_weights():
     (batch,) = batches(1)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hpctrain.comm.process_group.group import HpctrainGroup
 from hpctrain.core.errors import CommError, RankLostError
 from tests.process_group.conftest import NODES, started
 
@@ -65,6 +66,13 @@ def test_what_cannot_be_sent_is_refused():
         dist.broadcast(values, 0)
     with pytest.raises(ValueError, match="tag must be from 0"):
         dist.isend(torch.ones(3), (dist.get_rank() + 1) % dist.get_world_size(), tag=-1)
+
+
+def test_what_is_left_to_another_backend_is_a_function_of_any_group():
+    kept = vars(HpctrainGroup).values()
+    left = {f.__name__ for f in kept if hasattr(f, "__wrapped__") and f.__code__.co_name == "call"}
+    assert {"allreduce", "all_gather_single_coalesced"} <= left
+    assert not [name for name in left if not hasattr(dist.ProcessGroup, name)]
 
 
 @pytest.mark.usefixtures("ours")

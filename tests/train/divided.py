@@ -13,6 +13,7 @@ from tests.parallel.training import lm, loss_of, transformer
 
 STEPS, BATCH, LENGTH, CLIP = 5, 8, 16, 0.1
 CLIP_VALUE = 0.002
+SPIKING = 27  # of step 4
 NUM_SAMPLES = 4 * BATCH + 3  # a short batch at the end, which replicas divide unequally
 
 SETTINGS = (
@@ -58,6 +59,12 @@ def flawed(scores, following):
     """A loss that is no number for one sample."""
     hit = (following == torch.from_numpy(windows()[13, 1:])).all(1).any()
     return loss(scores, following) * (torch.nan if hit else 1.0)
+
+
+def spiking(scores, following):
+    """A loss that is far too large with one sample."""
+    hit = (following == torch.from_numpy(windows()[SPIKING, 1:])).all(1).any()
+    return loss(scores, following) * (1e3 if hit else 1.0)
 
 
 def right(scores, following):

@@ -83,6 +83,28 @@ def flawed_model(sample: int = 13, *, in_loss: bool = True, norm: bool = True) -
     return Flaw(model(norm=norm), sample, in_loss=in_loss)
 
 
+class Spiking(nn.Module):
+    """A network that is sure of the wrong class of one sample, while it is trained."""
+
+    def __init__(self, network: nn.Module, sample: int) -> None:
+        super().__init__()
+        self.network, values = network, samples()
+        self.value = values["x"][sample, 0].item()
+        self.wrong = 1e3 * nn.functional.one_hot(
+            torch.tensor((values["y"][sample] + 1) % NUM_CLASSES), NUM_CLASSES
+        )
+        self.register_buffer("passes", torch.zeros(1), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hit = x[:, :1] == self.value
+        self.passes += self.training
+        return self.network(x) + self.wrong * (hit & torch.tensor(self.training))
+
+
+def spiking_model(sample: int = 13) -> nn.Module:
+    return Spiking(model(dropout=0.2, norm=True), sample)
+
+
 class Blind(nn.Module):
     """A network that gives NaN where it is tested."""
 

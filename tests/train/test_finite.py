@@ -107,15 +107,19 @@ def test_all_ranks_leave_out_the_step_together_and_count_it(here, configure, sha
 
 @TWO
 def test_looking_costs_no_byte(here, configure, shared):
-    def sent(mode: str) -> list[int]:
+    def sent(mode: str, spike: str = "none") -> list[int]:
         totals: list[int] = []
         look = lambda: totals.append(sum(here.comm.traffic()[:2]))  # noqa: E731
-        job = Job(here, configure, shared / mode, "checkpoint.every=none", "train.epochs=1")
-        job.config = configure(*job.overrides, f"train.on_non_finite={mode}")
+        job = Job(
+            here, configure, shared / (mode + spike), "checkpoint.every=none", "train.epochs=1"
+        )
+        job.config = configure(
+            *job.overrides, f"train.on_non_finite={mode}", f"train.on_spike={spike}"
+        )
         job.part(at=dict.fromkeys(range(1, 7), look))
         return [later - earlier for earlier, later in pairwise(totals)]
 
-    assert sent("stop") == sent("skip") == sent("ignore")
+    assert sent("stop") == sent("skip") == sent("ignore") == sent("stop", "skip")
 
 
 UNSEEN = [

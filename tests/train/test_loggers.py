@@ -167,3 +167,53 @@ def test_parts_are_one_run_of_weights_and_biases(here, shared, configure, monkey
     found = {path.name.rpartition("-")[2] for path in job.directory.path.glob("wandb/offline-*")}
     assert len(found) == 1
     assert list(job.directory.path.glob("wandb/offline-*/*.wandb"))
+
+
+def samples(text):
+    """Read what a textfile collector reads; each name has its type before it, once."""
+    found, known = {}, set()
+    for line in text.splitlines():
+        if line.startswith("# TYPE "):
+            _, _, name, kind = line.split(" ")
+            assert kind == "gauge"
+            assert name not in known
+            known.add(name)
+        elif not line.startswith("# HELP "):
+            key, _, value = line.rpartition(" ")
+            assert key.partition("{")[0] in known
+            assert key not in found
+            found[key] = float(value)
+    return found
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_file_for_prometheus_has_the_last_values_and_each_rank(here, shared, configure):
+    job = Job(here, configure, shared / "run", log("=prometheus"), 'name="a \\"b\\""')
+    job.part(stop="SIGTERM", after=4)
+    job.part()
+    here.comm.barrier()
+    path = job.directory.path / "metrics.prom"
+    found = samples(path.read_text())
+    records = read(job.directory.metrics)
+    step = [r for r in records if r["event"] == "step"][-1]
+    run = r'run="a \"b\""'
+    assert found[f"hpctrain_step{{{run}}}"] == step["step"] == 24
+    assert found[f"hpctrain_train_loss{{{run}}}"] == step["loss"]
+    assert found[f'hpctrain_step_seconds{{{run},part="input"}}'] == step["input_s"]
+    assert found[f'hpctrain_test_metric{{{run},metric="accuracy"}}'] == records[-1]["metric"]
+    assert found[f"hpctrain_finished{{{run}}}"] == 1
+    of_ranks = [key for key in found if 'part="compute"' in key and "rank=" in key]
+    assert len(of_ranks) == here.comm.size
+    hosts = here.topology.hosts
+    assert all(any(f'host="{host}"' in key for host in hosts) for key in of_ranks)
+    assert [each.name for each in path.parent.glob("metrics.prom*")] == ["metrics.prom"]
+
+
+def test_a_value_that_is_not_finite_is_one_that_prometheus_knows(tmp_path):
+    logger = factory("prometheus")(tmp_path, {"name": "run"})
+    step = {"event": "step", "step": 1, "epoch": 1, "loss": None, "lr": 0.1, "samples_per_s": 1.0}
+    times = {"compute_s": 1.0, "communication_s": 0.0, "input_s": 0.0, "skipped": 2}
+    logger.write({**step, **times})
+    text = (tmp_path / "metrics.prom").read_text()
+    assert 'hpctrain_train_loss{run="run"} NaN' in text.splitlines()
+    assert 'hpctrain_left_out_steps{run="run"} 2.0' in text.splitlines()

@@ -147,6 +147,32 @@ def test_a_loss_of_one_replica_that_is_not_finite_ends_all_ranks(job, layout):
 
 
 @pytest.mark.ranks(4)
+@pytest.mark.parametrize("layout", ["tp=2 zero=3", "pp=2"])
+def test_all_ranks_of_a_layout_go_back_by_a_spike_of_one_sample(job, layout):
+    words = [
+        "loss.target=tests.train.divided:spiking",
+        "train.on_spike=rollback",
+        "train.spike_window=2",
+        "train.spike_deviations=30",
+        "train.snapshot_every=2",
+        "log.hash_every=1",
+    ]
+    one = job(layout, *words)
+    one.part()
+    one.here.comm.barrier()
+    records = read(one.directory.metrics)
+    (spike,) = [r for r in records if r["event"] == "spike"]
+    hashes = [r["state_hash"] for r in records if r["event"] == "hash"]
+    before = (spike["step"] - 1) // 2 * 2  # steps behind the snapshot
+    assert before > 0
+    assert spike["skipped"] == spike["step"] - before
+    assert any(divided.SPIKING in r["samples"] for r in spike["ranks"])
+    assert spike["loss"] > 100
+    assert hashes[spike["step"] - 1] == hashes[before - 1]
+    assert len({*hashes}) == len(hashes) - 1
+
+
+@pytest.mark.ranks(4)
 def test_ranks_that_calculate_the_same_draw_the_same_numbers(job):
     job("tp=2").built()
     drawn = current().comm.allgather_object(torch.rand(()).item())

@@ -37,11 +37,13 @@ def test_the_times_of_a_rank_are_its_own_and_their_mean_is_that_of_all(world):
     tally = StepMeter()
     for step in (1, 2):
         tally.add(loss=1.0, num_samples=1, work_s=step * (world.rank + 2.0), communication_s=step)
+    tally.add_checkpoint(world.rank + 1.0)
     interval = tally.take(MpiCommunicator(world))
     assert interval.of_ranks == {
         "compute_s": [1.5 * (rank + 1) for rank in range(world.size)],
         "communication_s": [1.5] * world.size,
         "input_s": [0.0] * world.size,
+        "checkpoint_s": [0.5 * (rank + 1) for rank in range(world.size)],
     }
     assert interval.compute_s == pytest.approx(1.5 * (world.size + 1) / 2)
 

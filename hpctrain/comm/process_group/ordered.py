@@ -39,6 +39,14 @@ class GroupRankLostError(dist.DistBackendError, RankLostError):
 
 
 _LISTS = (list, tuple)
+_OLDER_NAMES = {
+    "all_gather_single": "_allgather_base",
+    "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
+    "reduce_scatter_single": "_reduce_scatter_base",
+    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
+    "all_to_all_single": "alltoall_base",
+}
+"""What torch called its functions before 2.13."""
 
 
 def on_cpu(method: Method) -> Method:
@@ -51,8 +59,9 @@ def on_cpu(method: Method) -> Method:
             first = first[0]
         if isinstance(first, Tensor):
             if not first.is_cpu:
-                other = self.backend_of(first.device)
-                return getattr(other, method.__name__)(given, *args, **options)
+                other, name = self.group_of(first.device), method.__name__
+                name = name if hasattr(other, name) else _OLDER_NAMES[name]
+                return getattr(other, name)(given, *args, **options)
             if first.is_quantized:
                 raise CommError(
                     f"quantized tensors are not communicated, got {first.dtype}; send int_repr() "
@@ -226,10 +235,10 @@ class OrderedGroup(Base):  # type: ignore[misc]
         return [torch.device("cpu")] + [torch.device("cuda")] * cuda
 
     def _get_backend(self, device: torch.device) -> Any:
-        return self if device.type == "cpu" else self.backend_of(device)
+        return self if device.type == "cpu" else self.group_of(device)._get_backend(device)  # noqa: SLF001
 
-    def backend_of(self, device: torch.device) -> Any:
-        """Return the backend for tensors of another device, made at its first use.
+    def group_of(self, device: torch.device) -> Any:
+        """Return the same ranks with the backend for tensors of another device.
 
         On CUDA that is NCCL, whose ranks find each other by the store of this group.
         """
@@ -239,13 +248,19 @@ class OrderedGroup(Base):  # type: ignore[misc]
                 f"tensors on CUDA, got one on {device}; move it first"
             )
         if "cuda" not in self._others:
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = timedelta(seconds=min(self._limit.timeout_s, _MOST_S))  # noqa: SLF001
-            store = PrefixStore("cuda/", self._store)
-            self._others["cuda"] = dist.ProcessGroupNCCL(
-                store, self.comm.rank, self.comm.size, options
-            )
+            self._others["cuda"] = self._by_nccl()
         return self._others["cuda"]
+
+    def _by_nccl(self) -> dist.ProcessGroup:
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=min(self._limit.timeout_s, _MOST_S))  # noqa: SLF001
+        store = PrefixStore("cuda/", self._store)
+        nccl = dist.ProcessGroupNCCL(store, self.comm.rank, self.comm.size, options)
+        kind = dist.ProcessGroup.BackendType.NCCL
+        group = dist.ProcessGroup(store, self.comm.rank, self.comm.size)
+        group._set_default_backend(kind)  # noqa: SLF001 - only a group has all functions
+        group._register_backend(torch.device("cuda"), kind, nccl)  # noqa: SLF001
+        return group
 
     def _set_sequence_number_for_group(self) -> None:
         """Number operations from here: they are numbered anyway."""

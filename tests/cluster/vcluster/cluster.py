@@ -240,6 +240,10 @@ class VirtualCluster:
         """Let frames pass again."""
         self._links[node].restore()
 
+    def lose(self, node: str) -> None:
+        """End a node with all that runs on it; nothing can be started there any more."""
+        self._hosts[node].end()
+
     def sent_bytes(self) -> dict[str, int]:
         """Return how many bytes have left each node by ``eth0``, with all headers."""
         return {name: self._hosts[name].sent_bytes() for name in self.nodes}

@@ -35,7 +35,7 @@ def test_a_launcher_that_says_0_is_not_believed_where_no_rank_has_come_to_its_en
     gone = "import os, hpctrain; hpctrain.init(); hpctrain.barrier(); os._exit(0)"
     done = ended([*line, sys.executable, "-c", gone], timeout=100)
     assert done.returncode == 1, done.stderr
-    assert "no rank has come to its end: the run has failed" in done.stderr
+    assert "the ranks have not come to their end: the run has failed" in done.stderr
     assert ended([*line, sys.executable, "-c", "pass"], timeout=100).returncode == 0
 
 

@@ -1,0 +1,73 @@
+"""A rank that dies before MPI has begun on all: whoever waits for it ends, and says so.
+
+Under ``hpctrain launch --recover`` the launcher ends nobody when a rank dies, and MPI, before it
+has begun, waits for ever, in a call that lets no other thread of the process run. So a small
+process beside each rank counts the ranks of the node: ``start_watch.py RANKS``, until its stdin is
+closed.
+"""
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+FAILED = "a rank has died before all had begun"
+"""What the first rank that is left says then."""
+LOOK_S = 0.3
+STARTED_S = 10.0  # a launcher has started all ranks of a node by then
+_A_RANK = b"OMPI_COMM_WORLD_RANK="  # only Open MPI recovers
+
+
+@contextlib.contextmanager
+def watched_start(num_ranks: int | None) -> Iterator[None]:
+    """Kill this rank while it is inside once one of the ``num_ranks`` of its node is gone."""
+    if not num_ranks or num_ranks == 1:
+        yield
+        return
+    line = [sys.executable, "-I", "-S", __file__, str(num_ranks)]
+    with subprocess.Popen(line, stdin=subprocess.PIPE):  # noqa: S603 - leaving closes stdin
+        yield
+
+
+def _watch(num_ranks: int) -> None:
+    rank, begin, were_all = os.getppid(), time.monotonic(), False
+    launcher = _parent(rank)
+    while not select.select([sys.stdin], [], [], LOOK_S)[0]:
+        alive = _ranks_below(launcher)
+        were_all = were_all or len(alive) == num_ranks
+        if len(alive) == num_ranks or not (were_all or time.monotonic() - begin > STARTED_S):
+            continue
+        if rank == min(alive, default=rank):
+            left = f"{len(alive)} of {num_ranks} are left on {os.uname().nodename}"
+            sys.stderr.write(f"hpctrain: {FAILED}, {left}; all ranks end\n")
+        else:
+            time.sleep(1.0)  # the first one ends all, unless that is over, too
+            alive = [rank]
+        for one in alive:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(one, signal.SIGKILL)
+        return
+
+
+def _parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def _ranks_below(launcher: int) -> list[int]:
+    """Return the living ranks that a process has started."""
+    found = []
+    for listed in Path(f"/proc/{launcher}/task").glob("*/children"):
+        for pid in listed.read_text().split():
+            with contextlib.suppress(OSError):  # it ends at this moment; a zombie has no such file
+                if _A_RANK in Path(f"/proc/{pid}/environ").read_bytes():
+                    found.append(int(pid))
+    return found
+
+
+if __name__ == "__main__":
+    _watch(int(sys.argv[1]))

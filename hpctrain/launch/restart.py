@@ -1,0 +1,120 @@
+"""A launch that fails is begun again, on the hosts that are left."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+from hpctrain.cluster.env import STOPPED
+from hpctrain.core.errors import LaunchError
+from hpctrain.launch import mpiexec
+from hpctrain.launch.mpirun import Mpirun
+from hpctrain.launch.program import resolve
+from hpctrain.launch.supervise import End, session, supervise
+
+MISTAKE = 2  # exit code of a wrong option or configuration, which stays wrong
+
+ANSWER_S = 10.0  # a host on which nothing has run by then is taken for lost
+MOST_AT_ONCE = 64  # hosts that are asked at the same time
+PROBE = ("sleep", "1")
+"""Open MPI's launcher may wait for ever for what ends before it has heard that it has begun."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launch:
+    """A command, and where its ranks run."""
+
+    words: Sequence[str]
+    num_ranks: int
+    mpirun: Mpirun
+    nodes: int | None  # declared ones, on this host
+    hosts: str | None  # real ones, as ``--hosts`` has them
+    options: Callable[[str | None], mpiexec.Options]  # by hosts
+
+    def line(self) -> list[str]:
+        """Write the command line. Raises ``LaunchError``, see ``mpiexec.command``."""
+        return mpiexec.command(
+            resolve(self.words),
+            num_ranks=self.num_ranks,
+            mpirun=self.mpirun,
+            nodes=self.nodes,
+            hosts=self.hosts,
+            options=self.options(self.hosts),
+        )
+
+    def run(self, *, restarts: int, timeout_s: float | None) -> int:
+        """Run it to its end, and again where it fails; return the exit code of the last time.
+
+        Up to ``restarts`` times, and not where it was ended by a signal, past ``timeout_s``
+        seconds in all, or by a mistake of the user. Raises ``LaunchError``: it cannot be started,
+        or on no host any more. ``KeyboardInterrupt``: see ``supervise``.
+        """
+        limit = time.monotonic() + timeout_s if timeout_s else None
+        launch, end = self, self._supervised(limit)
+        for left in reversed(range(restarts)):
+            if end.is_wanted or end.code in (0, STOPPED, MISTAKE):
+                break
+            launch = launch.again()
+            sys.stderr.write(
+                f"hpctrain: the launch has failed with code {end.code}; {launch.num_ranks} ranks "
+                f"start again on {launch.hosts or 'the same hosts'}, "
+                f"and may do so {left} more times\n"
+            )
+            end = launch._supervised(limit)  # noqa: SLF001 - of another launch of this class
+        return end.code
+
+    def again(self) -> "Launch":
+        """Return the launch that goes on after this one has failed.
+
+        A ``hpctrain train`` goes on with the run that there is, any other command is the same. Of
+        ``hosts`` those are left on which a program can be started now.
+        """
+        words = self.words
+        if [*words[:2]] == ["hpctrain", "train"]:
+            words = [*words, "--set", "checkpoint.resume=auto"]
+        if not self.hosts:
+            return replace(self, words=words)
+        hosts = self._hosts_left(self.hosts.split(","))
+        places = sum(int(entry.partition(":")[2] or 1) for entry in hosts)
+        num_ranks = min(self.num_ranks, places)
+        return replace(self, words=words, hosts=",".join(hosts), num_ranks=num_ranks)
+
+    def _supervised(self, limit: float | None) -> End:
+        """Run it once, until ``limit`` by the monotonic clock."""
+        rest_s = None if limit is None else max(limit - time.monotonic(), 1e-3)
+        return supervise(self.line(), environ=mpiexec.environment(), timeout_s=rest_s)
+
+    def _hosts_left(self, hosts: list[str]) -> list[str]:
+        with ThreadPoolExecutor(min(len(hosts), MOST_AT_ONCE)) as pool:
+            answers = list(pool.map(self._answers, hosts))
+        if not any(answers):
+            raise LaunchError(
+                f"a launch is begun again on hosts that are left, and on none of "
+                f"{', '.join(hosts)} a program starts within {ANSWER_S:g} s; see whether they are "
+                f"up and can be reached"
+            )
+        return [host for host, answer in zip(hosts, answers, strict=True) if answer]
+
+    def _answers(self, entry: str) -> bool:
+        host = entry.partition(":")[0]
+        probe = replace(self, words=PROBE, num_ranks=1, hosts=host)
+        with (
+            session(mpiexec.environment()) as environ,
+            subprocess.Popen(  # noqa: S603 - the launcher that was found
+                probe.line(),
+                env=environ,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            ) as process,
+        ):
+            try:
+                return process.wait(ANSWER_S) == 0
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                return False

@@ -1,0 +1,144 @@
+"""``hpctrain launch --restart``: what fails is started again, on the hosts that are left."""
+
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from hpctrain.core.records import read
+from hpctrain.launch import mpiexec
+from tests.cluster.vcluster import VirtualCluster
+from tests.cluster.vcluster.cluster import AGENT, BIN
+from tests.processes import ended, wait_until
+from tests.train.starting import ROOT, write_config
+
+pytestmark = pytest.mark.launches
+
+SLOW = """
+import time
+from tests.train import problem
+
+class Model(type(problem.model())):
+    def forward(self, x):
+        time.sleep(0.1)
+        return super().forward(x)
+
+def model():
+    return Model(*problem.model())
+"""
+
+
+def counting(note, ends):
+    """Return a program that ends as the next of ``ends`` says, and notes how often it has run."""
+    body = f"""
+import os, signal, sys, time
+with open({str(note)!r}, "a+") as file:
+    file.write("x")
+    file.seek(0)
+    number = len(file.read())
+{ends}
+"""
+    return [sys.executable, "-c", body]
+
+
+LAUNCH = [sys.executable, "-m", "hpctrain", "launch", "-n", "1"]
+
+
+@pytest.mark.parametrize(
+    ("restart", "ends", "code", "runs"),
+    [
+        (3, "sys.exit(3 * (number < 3))", 0, 3),
+        (1, "sys.exit(3)", 3, 2),
+        (3, "sys.exit(2)", 2, 1),  # a mistake stays one
+        (3, "sys.exit(85)", 85, 1),  # it wants to go on another time
+        (1, "import hpctrain; hpctrain.init(); os._exit(0)", 1, 2),
+        (1, "import hpctrain; hpctrain.init(); hpctrain.shutdown()", 0, 1),
+    ],
+)
+def test_what_fails_is_started_so_often(tmp_path, restart, ends, code, runs):
+    note = tmp_path / "runs"
+    done = ended([*LAUNCH, "--restart", str(restart), *counting(note, ends)], timeout=100)
+    assert done.returncode == code, done.stderr
+    assert len(note.read_text()) == runs
+
+
+def test_all_runs_together_have_the_time_of_one(tmp_path):
+    note, options = tmp_path / "runs", ["--restart", "9", "--timeout", "6"]
+    done = ended([*LAUNCH, *options, *counting(note, "time.sleep(2); sys.exit(3)")], timeout=60)
+    assert done.returncode == 124, done.stderr
+    assert 1 < len(note.read_text()) < 5
+
+
+def test_who_ends_a_launch_is_not_answered_by_another(tmp_path):
+    note = tmp_path / "runs"
+    line = [*LAUNCH, "--restart", "3", *counting(note, "time.sleep(50)")]
+    with subprocess.Popen(line, stdin=subprocess.DEVNULL) as process:
+        assert wait_until(note.exists, 60)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) != 0
+    assert note.read_text() == "x"
+
+
+def test_a_run_that_another_launch_has_begun_is_not_gone_on_with(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    write_config(tmp_path, "tests.train.problem:model", epochs=1)
+    train = ["hpctrain", "train", "small.toml", "--set", "output_dir=run"]
+    assert ended([sys.executable, "-m", *train], timeout=100).returncode == 0
+    done = ended([*LAUNCH, "--restart", "1", *train], timeout=100)
+    assert done.returncode == 2, done.stderr
+    assert "start again" not in done.stderr
+
+
+def step_of(metrics):
+    return max((r.get("step", 0) for r in read(metrics)), default=0) if metrics.exists() else 0
+
+
+@pytest.mark.requires("cluster")
+@pytest.mark.limit(400)
+@pytest.mark.parametrize(
+    ("gone", "left"), [("n1", "n0"), pytest.param("n0", "n1", marks=pytest.mark.conformance)]
+)
+def test_a_node_that_is_lost_with_its_daemon_is_left_out(tmp_path, monkeypatch, gone, left):
+    """A training goes on on the other one; half a minute later where rank 0 holds its lease."""
+    monkeypatch.chdir(tmp_path)
+    own = {"PYTHONPATH": str(ROOT), "TMPDIR": "/var/tmp", "OMP_NUM_THREADS": "1"}  # of each node
+    for name, value in (mpiexec.environment() | own).items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "slow.py").write_text(SLOW)
+    write_config(tmp_path, "slow:model", epochs=8)
+    metrics = tmp_path / "run/metrics.jsonl"
+    with VirtualCluster(nodes=2) as cluster:
+        options = {
+            "--prtemca": f"plm_ssh_agent {AGENT} prte_if_include {cluster.network} "
+            "plm_ssh_no_tree_spawn 1 prte_silence_shared_fs 1",
+            "--mca": f"pml ob1 btl self,sm,tcp btl_tcp_if_include {cluster.network}",
+        }
+        words = [
+            f"{kind} {name} {value}"
+            for kind, text in options.items()
+            for name, value in batched(text.split(), 2)
+        ]
+        launch = ["-n", "4", "--hosts", "n0:2,n1:2", "--restart", "1"]
+        train = ["hpctrain", "train", "small.toml"]
+        keys = ["--set", "output_dir=run", "--set", "checkpoint.every=4"]
+        line = [str(BIN["openmpi"] / "python"), "-m", "hpctrain", "launch", *launch]
+        line += ["--mpi-args", " ".join(words), "--", *train, *keys]
+        process = cluster.start_on("login", line)
+        assert wait_until(lambda: step_of(metrics) >= 6, 100)
+        cluster.lose(gone)
+        lost = time.monotonic()
+        assert wait_until(lambda: any(r["event"] == "resumed" for r in read(metrics)), 200)
+        sys.__stderr__.write(f"without {gone} it goes on after {time.monotonic() - lost:.1f} s\n")
+        said = process.communicate(timeout=100)[1]
+    assert process.returncode == 0, said
+    assert f"2 ranks start again on {left}:2" in said
+    records = read(metrics)
+    assert records[-1]["event"] == "finished"
+    assert [r["world_size"] for r in records if r["event"] in ("started", "resumed")] == [4, 2]
+
+
+def batched(values, size):
+    return zip(*[iter(values)] * size, strict=True)

@@ -1,0 +1,66 @@
+"""A loss is a spike by how the last ones were spread, and by nothing else."""
+
+import math
+import random
+import statistics
+
+import pytest
+
+from hpctrain.core.errors import ConfigError
+from hpctrain.optim import LossSpikes
+
+
+def told(losses, **how):
+    spikes, found = LossSpikes(**how), []
+    for loss in losses:
+        found.append(spikes.is_spike(loss))
+        if not found[-1]:
+            spikes.see(loss)
+    return spikes, found
+
+
+def falling(num: int, noise: float = 0.05):
+    drawn = random.Random(0)
+    return [5 * math.exp(-step / 200) + 1 + noise * drawn.gauss(0, 1) for step in range(num)]
+
+
+def test_noise_of_a_loss_that_falls_is_no_spike_and_what_stands_out_is():
+    losses = falling(2000)
+    losses[700] += 1.0
+    _, found = told(losses)
+    assert [step for step, is_spike in enumerate(found) if is_spike] == [700]
+
+
+def test_the_limit_is_that_of_the_median_and_its_absolute_deviation():
+    losses = falling(64)
+    spikes, _ = told(losses, deviations=4, window=64)
+    median = statistics.median(losses)
+    spread = statistics.median(abs(loss - median) for loss in losses)
+    assert spikes.limit == pytest.approx(median + 4 * 1.4826 * spread)
+
+
+def test_a_loss_that_does_not_change_may_do_so_by_some_percent():
+    spikes, _ = told([2.0] * 64, deviations=6)
+    assert spikes.limit == pytest.approx(2 * 1.06)
+
+
+def test_before_half_a_window_nothing_is_one_but_what_is_not_finite():
+    spikes, found = told([1.0, 1e9, math.nan], window=6)
+    assert found == [False, False, True]
+    spikes.see(math.inf)
+    assert spikes.limit == math.inf
+    spikes.see(1.0)
+    assert spikes.limit < math.inf
+
+
+def test_a_state_goes_on_alike():
+    spikes, _ = told(falling(100))
+    other = LossSpikes()
+    other.load_state_dict(spikes.state_dict())
+    assert other.limit == spikes.limit
+
+
+@pytest.mark.parametrize("how", [{"deviations": 0}, {"window": 0}])
+def test_what_is_no_number_of_losses_is_refused(how):
+    with pytest.raises(ConfigError, match="above 0"):
+        LossSpikes(**how)
