@@ -74,30 +74,18 @@ class DiLoCo(LocalMethod):
             share: as for ``LocalSGD``.
             most: as for ``LocalSGD``.
             compression: what outer gradients travel as.
-            fraction: as for ``LocalSGD``; with one fragment, without delay and keep.
-            seed: as for ``LocalSGD``.
-            proximal: as for ``LocalSGD``; as ``fraction``.
+            fraction: as for ``LocalSGD``, with one fragment, without delay and keep.
+            seed: of the draws.
+            proximal: as ``fraction``.
 
         Raises:
             ConfigError: an argument is not valid.
         """
-        require(
-            (outer_lr > 0, f"outer_lr must be above 0, got {outer_lr}"),
-            (0 <= outer_momentum < 1, f"outer_momentum is in [0, 1), got {outer_momentum}"),
-            (fragments >= 1, f"fragments must be at least 1, got {fragments}"),
-            (delay >= 0, f"delay is a number of steps from 0, got {delay}"),
-            (keep is None or 0 <= keep < 1, f"keep is from 0 to below 1, got {keep}"),
-        )
+        _check(outer_lr, outer_momentum, fragments, delay, keep)
         self._pace = SyncInterval(steps, share=share, most=most, least=max(fragments, delay))
         self._delay, self._keep = delay, (0.5 if delay else 0.0) if keep is None else keep
-        refusal = (
-            f"fraction and proximal need rounds that all ranks begin with one model: fragments=1, "
-            f"delay=0, keep=0, got {fragments=}, {delay=}, keep={self._keep}"
-        )
-        is_apart = fragments > 1 or self._delay > 0 or self._keep > 0
-        federated = Federated(
-            fraction=fraction, seed=seed, proximal=proximal, refusal=refusal if is_apart else None
-        )
+        refusal = _refusal(fragments, self._delay, self._keep)
+        federated = Federated(fraction=fraction, seed=seed, proximal=proximal, refusal=refusal)
         super().__init__(model, optimizer, compression=compression, federated=federated)
         self._parts = divided(self.replica.parameters(), fragments)
         """Names of parameters, by fragment."""
@@ -107,10 +95,8 @@ class DiLoCo(LocalMethod):
             )
             for number in range(fragments)
         ]
-        self._sent = [0] * fragments
-        """Step after which a fragment was sent last."""
-        self._due = [0] * fragments
-        """Step at which a fragment that is under way takes its outer step."""
+        self._sent = [0] * fragments  # step after which a fragment was sent last
+        self._due = [0] * fragments  # step at which what is under way takes its outer step
         self._samples = [SampleSums() for _ in range(fragments)]
         self._buffers = self._exchange.averages_buffers()
 
@@ -229,3 +215,25 @@ def divided(parameters: NamedTensors, num_parts: int) -> list[list[str]]:
         parts[place].append(name)
         before += parameter.nbytes
     return parts
+
+
+def _check(
+    outer_lr: float, outer_momentum: float, fragments: int, delay: int, keep: float | None
+) -> None:
+    require(
+        (outer_lr > 0, f"outer_lr must be above 0, got {outer_lr}"),
+        (0 <= outer_momentum < 1, f"outer_momentum is in [0, 1), got {outer_momentum}"),
+        (fragments >= 1, f"fragments must be at least 1, got {fragments}"),
+        (delay >= 0, f"delay is a number of steps from 0, got {delay}"),
+        (keep is None or 0 <= keep < 1, f"keep is from 0 to below 1, got {keep}"),
+    )
+
+
+def _refusal(fragments: int, delay: int, keep: float) -> str | None:
+    """Say why ranks cannot be drawn, or pulled to the model of the round; None if they can."""
+    if fragments == 1 and not delay and not keep:
+        return None
+    return (
+        f"fraction and proximal need rounds that all ranks begin with one model: fragments=1, "
+        f"delay=0, keep=0, got {fragments=}, {delay=}, {keep=}"
+    )

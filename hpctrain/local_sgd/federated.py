@@ -33,9 +33,10 @@ class Federated:
         """
         refusal = self._refusal()
         raise_if_any(comm.allgather_object(refusal), ConfigError)
-        lines = [f"fraction={self.fraction} seed={self.seed} proximal={self.proximal}"]
+        fraction, seed, proximal = float(self.fraction), int(self.seed), float(self.proximal)
+        lines = [f"{fraction=} {seed=} {proximal=}"]
         require_equal(comm, lines, "fraction, seed and proximal", "give all ranks the same")
-        return Draw(comm.rank, comm.size, float(self.fraction), int(self.seed))
+        return Draw(comm.rank, comm.size, fraction, seed)
 
     def _refusal(self) -> str | None:
         if not (_is_number(self.fraction) and 0 < self.fraction <= 1):

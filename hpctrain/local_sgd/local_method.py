@@ -270,7 +270,7 @@ class LocalMethod(StateFields):
         With ``fraction`` below 1 a step that does not count changes neither parameters nor the
         optimizer's state: a rank may leave it out by ``skip_step()``, with the same result.
         """
-        return not self._steps_alone or self.rounds.counts
+        return not self._is_in_round or self.rounds.counts
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -437,15 +437,15 @@ class LocalMethod(StateFields):
             reducer.steps.may_differ = self._wants_switch  # by a learning rate of its own
 
     @property
-    def _steps_alone(self) -> bool:
-        """Whether this rank, or its node, takes the present step without the others."""
-        return not any(r.is_on and self._is_of_all(r) for r in self._reducers)
+    def _is_in_round(self) -> bool:
+        """Whether the present step is one of a round."""
+        return True
 
     @eager
     def _begin_step(self, args: Sequence[Any], options: Mapping[str, Any]) -> None:
         self._average_gradients()
         is_partial = self.rounds.draw.is_partial
-        if not (is_partial or self._federated.proximal) or not self._steps_alone:
+        if not (is_partial or self._federated.proximal) or not self._is_in_round:
             return
         if any(map(callable, (*args, *options.values()))):
             raise ConfigError(

@@ -223,7 +223,7 @@ class PostLocalSGD(LocalSGD):
         self._go(is_local=start == 0)
 
     @property
-    def _steps_alone(self) -> bool:
+    def _is_in_round(self) -> bool:
         return self._is_local
 
     @property

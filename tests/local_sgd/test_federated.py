@@ -47,21 +47,35 @@ def oracle(size: int, draws: Draw, make, mu: float, state: str) -> torch.Tensor:
     optimizers = [make(model) for model in models]
     for number, first in enumerate(range(0, NUM_STEPS, ROUND)):
         start = [p.detach().clone() for p in shared.parameters()]
-        total, sums = 0, [torch.zeros_like(p) for p in start]
+        counts, sums = {}, [torch.zeros_like(p) for p in start]
         for rank in draws.ranks(number):
             model = models[rank]
             model.load_state_dict(shared.state_dict())
             steps = range(first, min(first + ROUND, NUM_STEPS))
             count = sum(learn(model, optimizers[rank], rank, s, start, mu) for s in steps)
-            total += count
+            counts[rank] = count
             for of_one, p in zip(sums, model.parameters(), strict=True):
                 of_one.add_(p.detach(), alpha=count)
+        total = sum(counts.values())
         with torch.no_grad():
             for p, of_one in zip(shared.parameters(), sums, strict=True):
                 p.copy_(of_one / total)
         if state == "reset":
             optimizers = [make(model) for model in models]
+        if state == "average":
+            share_state(models, optimizers, {rank: counts[rank] / total for rank in counts})
     return weights_of(shared)
+
+
+def share_state(models, optimizers, weights: dict[int, float]) -> None:
+    """Give all the mean momentum of some."""
+    for parameters in zip(*(model.parameters() for model in models), strict=True):
+        mean = sum(
+            weight * optimizers[rank].state[parameters[rank]]["momentum_buffer"]
+            for rank, weight in weights.items()
+        )
+        for parameter, optimizer in zip(parameters, optimizers, strict=True):
+            optimizer.state[parameter]["momentum_buffer"] = mean.clone()
 
 
 @EVERY_SIZE
@@ -70,6 +84,7 @@ def oracle(size: int, draws: Draw, make, mu: float, state: str) -> torch.Tensor:
     [
         ("LocalSGD", {"fraction": 0.5, "proximal": 0.3}, sgd),
         ("LocalSGD", {"fraction": 0.7, "proximal": 0.3, "state": "reset", "seed": 3}, adam),
+        ("LocalSGD", {"fraction": 0.5, "state": "average"}, sgd),
         ("PostLocalSGD", {"start": 0, "fraction": 0.01}, adam),
         ("HierarchicalLocalSGD", {"node_steps": 9, "proximal": 2.0}, sgd),
         ("DiLoCo", {"outer_lr": 1, "outer_momentum": 0, "fraction": 0.5, "proximal": 0.3}, sgd),
@@ -160,22 +175,26 @@ def test_drift_falls_with_the_proximal_term_where_ranks_have_other_digits(world,
 
 
 @FEW
-@pytest.mark.parametrize("maximize", [False, True])
-def test_the_pull_is_towards_the_round_s_model_also_below_a_scaler_and_uphill(hvd_nodes, maximize):
+@pytest.mark.parametrize(
+    ("name", "maximize"),
+    [("LocalSGD", True), ("HierarchicalLocalSGD", False), ("PostLocalSGD", False)],
+)
+def test_the_pull_is_towards_the_model_of_the_round_below_a_scaler_and_uphill(hvd, name, maximize):
     """The loss is constant: after a push the pull alone moves the weights, by lr * mu of it."""
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 1, bias=False)
-    make = torch.optim.SGD
-    optimizer = make(model.parameters(), lr=0.5, maximize=maximize, fused=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, maximize=maximize, fused=True)
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
     start = model.weight.detach().clone()
-    with hvd_nodes.LocalSGD(model, optimizer, 9, proximal=0.5):
-        for push in (1.0, 0.0, 0.0):
+    options = {"start": 1} if name == "PostLocalSGD" else {}
+    with getattr(hvd, name)(model, optimizer, 9, proximal=0.5, **options):
+        for push in (1.0, 1.0, 0.0, 0.0):
             optimizer.zero_grad()
             scaler.scale((model.weight * push).sum()).backward()
             scaler.step(optimizer)
             scaler.update()
-        moved = -0.5 * (-1 if maximize else 1) * 0.75**2
+        sign = 1 if maximize else -1
+        moved = sign * (0.5 + 0.5 * 0.75**2 if options else (0.5 * 0.75 + 0.5) * 0.75**2)
         torch.testing.assert_close(model.weight.detach(), start + moved)
 
 

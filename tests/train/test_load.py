@@ -103,7 +103,7 @@ def test_a_free_table_takes_any_key_and_keeps_its_others(file):
         ("train.master_dtype=fp32", "or fp32 for train.shard = node: set that"),
         ("sync.compression=int8 train.shard=node", "which send gradients as they are, got 'int8'"),
         ("sync.method=staged_sgd sync.steps=auto", "which changes it by the loss"),
-        ("sync.method=diloco sync.args.steps=3", "write steps and compression beside it"),
+        ("sync.method=diloco sync.args.steps=3", "write steps, compression"),
         ("sync.method=diloco train.reproducible=true", "leave one of them out, got 'diloco'"),
         ("sync.method=diloco data.on_corrupt=skip", "or set sync.method = synchronous"),
         ("train.reproducible=true train.micro_shards=128", "train.global_batch gives each of 128"),
