@@ -349,10 +349,17 @@ def _backward(task: Task, batch: Batch, guard: StepGuard) -> tuple[float, int]:
                 see=guard.see_loss,
             )
         return found, batch.num_samples if task.parallel.leads else 0
+    return _by_pieces(task, both, batch.num_samples, guard, step)
+
+
+def _by_pieces(
+    task: Task, both: tuple[Tensor, Tensor], num_read: int, guard: StepGuard, step: str
+) -> tuple[float, int]:
+    """Return the loss of this rank's samples, and their number; a few at a time go backward."""
     task.optimizer.zero_grad()
     nominal = task.config.train.global_batch / task.comm.size
     # A rank whose step does not count calculates nothing.
-    num_samples = batch.num_samples if task.sync is None or task.sync.takes_part else 0
+    num_samples = num_read if task.sync is None or task.sync.takes_part else 0
     task.tables.begin(num_samples, nominal)
     task.exchange.set_num_samples(num_samples, nominal=nominal)
     pieces = min(task.config.train.accumulate, num_samples)
@@ -371,7 +378,7 @@ def _backward(task: Task, batch: Batch, guard: StepGuard) -> tuple[float, int]:
     value, measured = 0.0, list[Measured]()
     for number, part in enumerate(parts, 1):
         loss = task.forward(*map(aligned, part))[1] if number > 1 else loss
-        weight = len(part[0]) / batch.num_samples
+        weight = len(part[0]) / num_samples
         value += loss.item() * weight
         if number == pieces:
             guard.see_loss(value)
@@ -381,10 +388,10 @@ def _backward(task: Task, batch: Batch, guard: StepGuard) -> tuple[float, int]:
         if number == 1 and pieces > 1:
             measured = _measured(task, len(part[0]), weight)
     if task.noise is not None and measured:
-        task.noise.add(measured, *_measured(task, batch.num_samples))
+        task.noise.add(measured, *_measured(task, num_samples))
     if task.config.train.shard != "none":
         task.exchange.synchronize()  # flags are known before the step
-    return value, batch.num_samples
+    return value, num_samples
 
 
 def _measured(task: Task, num_samples: int, weight: float = 1.0) -> list[Measured]:
