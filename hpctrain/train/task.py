@@ -272,9 +272,8 @@ def build(config: RunConfig, comm: Communicator, *, is_new: bool = True) -> Task
     """
     with agreed(comm):
         seed_all(config.seed)
-        model = make_model(config.model)
         device, why = choose_device(config.train, world.current().topology.devices)
-        model.to(device)
+        model = make_model(config.model).to(device)
         loss, metrics = _loss(config.loss), [*map(make_metric, config.test.metrics)]
         optimizer = make_optimizer(model, config.optimizer)
         tables = Tables(model, config)
@@ -288,15 +287,12 @@ def build(config: RunConfig, comm: Communicator, *, is_new: bool = True) -> Task
         schedule = make_schedule(config, len(train))
     if config.data.stage:
         stage_for(train, config.data.stage, comm, world.current().topology)
-    _give_first_weights(config, model, comm, is_new=is_new)
-    if is_new and config.model.init_from:
-        tables.load(Path(config.model.init_from), comm)
+    _give_first_weights(config, model, tables if is_new else None, comm)
     with agreed(comm):
         steps = _steps(config, model, optimizer, comm)
         lengths = {"epoch_steps": len(train), "num_steps": len(train) * config.train.epochs}
         sync = make_sync(config.sync, model, optimizer, seed=config.seed, **lengths)
-    nodes = world.current().topology.nodes if comm.levels is not None else ()
-    config, reason = with_shard(config, model, optimizer, [*map(len, nodes)])
+    config, reason = with_shard(config, model, optimizer, _node_sizes(comm))
     precision = Precision(config.train.precision, model)
     parallel = divided(config, model, optimizer, loss, precision, comm)
     if parallel is not None:
@@ -331,13 +327,19 @@ def build(config: RunConfig, comm: Communicator, *, is_new: bool = True) -> Task
 
 
 def _give_first_weights(
-    config: RunConfig, model: nn.Module, comm: Communicator, *, is_new: bool
+    config: RunConfig, model: nn.Module, tables: Tables | None, comm: Communicator
 ) -> None:
-    """Let all ranks begin with one model. Collective."""
-    if is_new and config.model.init_from:
+    """Let all ranks begin with one model; a run that goes on gives no ``tables``. Collective."""
+    if tables is not None and config.model.init_from:
         on_root(comm, lambda: load_first_weights(model, config.model))
+        tables.load(Path(config.model.init_from), comm)
     if not config.sync.is_local:  # a local method does it by itself
         broadcast_parameters(model.state_dict())
+
+
+def _node_sizes(comm: Communicator) -> list[int]:
+    """Return the ranks of each node, where these share memory."""
+    return [*map(len, world.current().topology.nodes)] if comm.levels is not None else []
 
 
 def _loss(config: LossConfig) -> Callable[[Tensor, Tensor], Tensor]:
