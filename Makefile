@@ -205,6 +205,8 @@ soak: .venv/stamp ## kill writers and ranks, let jobs overlap, run 500 random sc
 	HPCTRAIN_TEST_KILLS=200 python -m pytest -q -m "conformance or not conformance" \
 	  tests/data/test_kills.py tests/checkpoint/test_checkpoint_kills.py
 	HPCTRAIN_TEST_KILLS=50 python -m pytest -q -m conformance tests/gradients/test_sharded_kills.py
+	HPCTRAIN_TEST_READS=100000 hpctrain launch -n 4 -- \
+	  python -m pytest -q -x tests/async_sgd/test_stale_synchronous.py -k old_enough
 	HPCTRAIN_TEST_KILLS=500 python -m pytest -q tests/horovod/elastic/test_recovery.py -k wherever
 	HPCTRAIN_TEST_OVERLAPS=50 python -m pytest -q -n 3 tests/train/test_two_jobs.py
 	$(foreach ranks,2 3,HPCTRAIN_TEST_PROGRAMS=250 $(SIDE_BY_SIDE) \
@@ -238,6 +240,7 @@ bench: .venv/stamp ## run a part of every benchmark and print their table; resul
 	  --rounds 2 --mib 256)
 	$(call bench,40,reproducible-2,hpctrain launch -n 2 -- python perf/bench_reproducible.py \
 	  --rounds 2 --steps 2)
+	$(call bench,40,ssp-8,hpctrain launch -n 8 -- python perf/bench_ssp.py --rounds 1 --steps 60)
 	$(call bench,20,order,python perf/bench_order.py --samples 100000)
 	test ! -e .venv/horovod-stamp || \
 	  timeout -k 5 80 python perf/bench_engines.py --worlds 2 --rounds 2 \
@@ -268,6 +271,10 @@ bench-full: .venv/stamp ## run every benchmark; figures: perf/results
 	python perf/bench_start.py --json perf/results/start-4.json
 	hpctrain launch -n 2 -- python perf/bench_checkpoint.py --json perf/results/checkpoint-2.json
 	hpctrain launch -n 2 -- python perf/bench_reproducible.py --json perf/results/reproducible-2.json
+	rm -f perf/results/guards-2.json
+	for kind in guarded gradients; do hpctrain launch -n 2 -- python perf/bench_guards.py \
+	  --of $$kind --json perf/results/guards-2.json; done
+	hpctrain launch -n 8 -- python perf/bench_ssp.py --json perf/results/ssp-8.json
 	python perf/bench_order.py --json perf/results/order.json
 	@if python -m tests.cluster.vcluster; then \
 	  python perf/bench_codecs.py --json perf/results/codecs.json; fi

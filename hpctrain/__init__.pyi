@@ -1,4 +1,10 @@
 from hpctrain import elastic as elastic
+from hpctrain.async_sgd.downpour import AsyncSGD as AsyncSGD
+from hpctrain.async_sgd.downpour import Downpour as Downpour
+from hpctrain.async_sgd.hogwild import Hogwild as Hogwild
+from hpctrain.async_sgd.sharded_embedding import ShardedEmbedding as ShardedEmbedding
+from hpctrain.async_sgd.stale_synchronous import StaleSynchronous as StaleSynchronous
+from hpctrain.async_sgd.staleness import stable_rate as stable_rate
 from hpctrain.cluster.env import STOPPED as STOPPED
 from hpctrain.collectives.allgather import allgather as allgather
 from hpctrain.collectives.allgather import allgather_async as allgather_async

@@ -119,17 +119,20 @@ def cpu_seconds(work: Callable[[], object]) -> float:
     return time.process_time() - before
 
 
-def measured(bare: Variant, other: Variant, num_blocks: int) -> Pairs:
+def measured(bare: Variant, other: Variant, num_blocks: int, limit_s: float) -> Pairs:
     """Return CPU-seconds of a step of all ranks together, for each block. Collective."""
-    sums = np.zeros((num_blocks, 2))
+    sums, begun, done = np.zeros((num_blocks, 2)), time.monotonic(), 0
     for block in range(num_blocks):
+        if MPI.COMM_WORLD.bcast(time.monotonic() - begun > limit_s):
+            break
+        done += 1
         for turn in range(STEPS):
             for which in (0, 1) if (block + turn) % 2 else (1, 0):
                 MPI.COMM_WORLD.Barrier()
                 with nullcontext() if which else unrecorded():
                     sums[block, which] += cpu_seconds((bare, other)[which].step)
     MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, sums)
-    return [(one, two) for one, two in (sums / STEPS).round(7).tolist()]
+    return [(one, two) for one, two in (sums[:done] / STEPS).round(7).tolist()]
 
 
 def upper(values: Sequence[float]) -> float:
@@ -173,6 +176,7 @@ def main() -> None:
     """Measure, print the table, write the JSON file."""
     parser = arguments(__doc__.splitlines()[0])
     parser.add_argument("--blocks", type=int, default=200, help=f"of {STEPS} pairs of steps")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="no blocks after that")
     parser.add_argument("--of", choices=[*GUARDS][1:], default="guarded", help="what is measured")
     options = parser.parse_args()
     hvd.init()
@@ -182,7 +186,7 @@ def main() -> None:
         bare, other = (Variant(name, folder) for name in ("bare", options.of))
         for variant in (bare, other) * 3:
             variant.step()
-        pairs = measured(bare, other, options.blocks)
+        pairs = measured(bare, other, options.blocks, options.seconds)
         checks = [cpu_seconds(lambda: check_replicas(other.task)) for _ in range(NUM_CHECKS)]
         check_s = MPI.COMM_WORLD.allreduce(median(checks))
     blocks = kept(options.json)

@@ -50,6 +50,10 @@ def launch(  # noqa: PLR0913 - a command's options
     recover: Annotated[
         bool, flag("Go on without ranks that die (elastic.run, hpctrain train).", "--recover")
     ] = False,
+    spares: Annotated[
+        int,
+        option("K", "So many more ranks wait to replace those that die.", "--spares", min=0),
+    ] = 0,
     restart: Annotated[
         int, option("N", "Start again up to N times when it fails.", "--restart", min=0)
     ] = 0,
@@ -75,6 +79,9 @@ def launch(  # noqa: PLR0913 - a command's options
     commit of hpctrain.elastic, or checkpoint of hpctrain train. The exit code is the command's,
     124 after --timeout; 85 is a run that has stopped and wants to go on.
 
+    Under --recover --spares K so many more ranks wait, and take the place of those of hpctrain
+    train that die: it keeps its size.
+
     Under --restart N a command that fails is started again, up to N times, of --hosts on those
     where a program can still be started; hpctrain train goes on from its last checkpoint.
 
@@ -88,6 +95,8 @@ def launch(  # noqa: PLR0913 - a command's options
       hpctrain launch -np 8 --hostfile hosts --network-interface eth0 train.py
 
       hpctrain launch -n 4 --recover hpctrain train digits.toml
+
+      hpctrain launch -n 4 --recover --spares 1 hpctrain train digits.toml
 
       hpctrain launch -n 4 --hosts a:2,b:2 --restart 3 hpctrain train digits.toml
 
@@ -110,6 +119,7 @@ def launch(  # noqa: PLR0913 - a command's options
             binding="none" if no_bind else "auto",
             tag_output=tag_output,
             recover=recover,
+            spares=spares,
             allocated=allocated,
             interfaces=split(network_interface or []),
             variables=mpiexec.rendezvous(hosts, allocated=allocated) | given,

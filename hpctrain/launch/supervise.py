@@ -8,15 +8,17 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType
 from typing import IO, NamedTuple
 
 from hpctrain.cluster.env import ASKED, BEGUN, ENDED
-from hpctrain.cluster.process import stat
+from hpctrain.cluster.process import JOINING, name_of, stat
+from hpctrain.cluster.start_watch import FAILED
 from hpctrain.core.errors import LaunchError
+from hpctrain.core.units import format_ranks
 from hpctrain.launch.mpiexec import is_guard
 from hpctrain.launch.stderr import LOST, fold
 
@@ -30,6 +32,8 @@ SAVE_S = 60.0
 
 LOOK_S, ORPHANED_S = 1.0, 5.0
 """Between two looks at mpirun's children, and how long it may outlive the last of them."""
+
+FEW_S = 3.0  # how long ranks may wait in MPI_Init for one that has ended
 
 TIMED_OUT = 124  # exit code of a launch that ran past its limit, as ``timeout`` has it
 
@@ -59,8 +63,9 @@ def supervise(
     wait ``save_s`` longer: Open MPI's mpirun kills ranks as it ends, saved or not. SIGUSR1 goes to
     mpirun, which hands it to the ranks: they may stop in their own time. A signal that ends mpirun
     itself comes back as 128 plus its number, as a shell has it, a launch that took more than
-    ``timeout_s`` as 124, and 0 of one that has lost a node, or whose ranks have told, see
-    ``WATCHED``, that they have begun and not that they have ended, as 1.
+    ``timeout_s`` as 124. That of one whose ranks wait in vain for another to begin is 1, as is 0
+    of one that has lost a node, or whose ranks have told, see ``WATCHED``, that they have begun
+    and not that they have ended.
 
     Raises ``LaunchError``: the program cannot be started.
     ``KeyboardInterrupt``: Ctrl-C came and the ranks did not stop by themselves; raised when mpirun
@@ -87,7 +92,9 @@ def supervise(
         raise KeyboardInterrupt
     if ending.timed_out:
         return End(TIMED_OUT, is_wanted=True)
-    if code == 0 and (heard[LOST] or heard[BEGUN] > heard[ENDED]):
+    if heard[FAILED]:
+        code = 1
+    elif code == 0 and (heard[LOST] or heard[BEGUN] > heard[ENDED]):
         why = "a node is lost" if heard[LOST] else "the ranks have not come to their end"
         sys.stderr.write(f"hpctrain: {why}: the run has failed\n")
         code = 1
@@ -157,19 +164,30 @@ class _Ending:
         """Wait for mpirun, also for one that does not end although all its ranks have.
 
         Open MPI's can deadlock in its own end when a rank has failed before ``MPI_Init``, and when
-        a node is gone with its daemon.
+        a node is gone with its daemon. And no mpirun tells of a rank that has ended there with 0:
+        the others wait for it for ever.
         """
-        orphaned_s = 0.0
+        orphaned_s = few_s = 0.0
         while True:
             try:
                 return self.process.wait(LOOK_S)
             except subprocess.TimeoutExpired:
+                if self.heard[FAILED]:  # ranks of other nodes wait for ever
+                    self.kill()
                 has_lost = bool(self.heard[LOST])
                 is_over = has_lost or has_only_dead_children(self.process.pid)
                 orphaned_s = orphaned_s + LOOK_S if is_over else 0
             if orphaned_s >= ORPHANED_S:
                 what = "it has lost a node" if has_lost else "its ranks have ended"
                 sys.stderr.write(f"hpctrain: mpirun hangs after {what}; it is killed\n")
+                self.kill()
+            gone = gone_before_init(self.process.pid)
+            few_s = few_s + LOOK_S if gone else 0
+            if few_s >= FEW_S:
+                sys.stderr.write(
+                    f"hpctrain: {gone} ended before MPI_Init, where the others wait for it: all "
+                    f"are killed; start every rank in the same way, and end none with 0 before\n"
+                )
                 self.kill()
 
     @contextlib.contextmanager
@@ -274,16 +292,61 @@ def stop_when_asked(pid: int) -> bool:
     or a question of another kind.
     """
     ranks: dict[bytes, bool] = {}
-    for below in descendants(pid):
+    for below, rank, _ in _ranks(descendants(pid)):
         with contextlib.suppress(OSError):
-            words = Path(f"/proc/{below}/environ").read_bytes().split(b"\0")
+            is_willing = {signal.SIGUSR1, signal.SIGTERM} <= catches(below)
+            ranks[rank] = ranks.get(rank, False) or is_willing
+    return bool(ranks) and all(ranks.values())
+
+
+def _ranks(pids: Iterable[int]) -> Iterator[tuple[int, bytes, Mapping[bytes, bytes]]]:
+    """Yield the processes that are ranks, which ones, and their variables."""
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
             variables = dict(word.partition(b"=")[::2] for word in words)
             rank = next((variables[name] for name in RANK_VARIABLES if name in variables), None)
-            if rank is not None and not is_guard(Path(f"/proc/{below}/cmdline").read_bytes()):
-                caught = catches(below)
-                is_willing = {signal.SIGUSR1, signal.SIGTERM} <= caught
-                ranks[rank] = ranks.get(rank, False) or is_willing
-    return bool(ranks) and all(ranks.values())
+            if rank is not None and not is_guard(Path(f"/proc/{pid}/cmdline").read_bytes()):
+                yield pid, rank, variables
+
+
+LOCAL_SIZES = (b"OMPI_COMM_WORLD_LOCAL_SIZE", b"MPI_LOCALNRANKS")
+SIZES = (b"OMPI_COMM_WORLD_SIZE", b"PMI_SIZE")
+
+
+def gone_before_init(pid: int) -> str:
+    """Name the ranks on this host that are gone while others below ``pid`` are in ``MPI_Init``.
+
+    Empty where nobody is there, or all are. No rank ends in an ordinary way while another is
+    there: ``MPI_Finalize`` waits for it.
+    """
+    below = list(_below(pid))
+    if not any(name_of(each) == JOINING for each in below):
+        return ""
+    if not all(os.access(f"/proc/{each}/environ", os.R_OK) for each in below):
+        return ""  # such as a container that starts: it may be a rank
+    living, num_here, size = set[int](), 0, 0
+    for _, rank, variables in _ranks(below):
+        living.add(int(rank))
+        num_here, size = (
+            int(next((variables[name] for name in names if name in variables), b"0"))
+            for names in (LOCAL_SIZES, SIZES)
+        )
+    if not 0 < len(living) < num_here:
+        return ""
+    if num_here < size:
+        return f"{num_here - len(living)} of {num_here} ranks on this host"
+    return format_ranks({*range(size)} - living)
+
+
+def _below(pid: int) -> Iterator[int]:
+    """Yield the processes below another one, without a look at all others of the host."""
+    for listed in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            for child in map(int, listed.read_text().split()):
+                if (found := stat(child)) and found.state not in {"Z", "X"}:
+                    yield child
+                    yield from _below(child)
 
 
 def catches(pid: int) -> set[int]:

@@ -44,7 +44,7 @@ class Attempt(NamedTuple, Generic[T]):
 
 
 def attempt(function: Callable[[], T], *, moves: bool = True) -> Attempt[T]:
-    """Call a function on all ranks; shrink the world if ranks are lost meanwhile, see ``shrink``.
+    """Call a function on all ranks; shrink the world if ranks are lost meanwhile, see ``_shrink``.
 
     Collective over those that are left. Any other error passes through, and ends all ranks.
     """
@@ -53,23 +53,23 @@ def attempt(function: Callable[[], T], *, moves: bool = True) -> Attempt[T]:
     try:
         result = function()
     except Exception as caught:
-        if not may_be_loss(caught):
+        if not _may_be_loss(caught):
             raise
         error = caught
-    if all_are_well(am_well=error is None):
+    if _all_are_well(am_well=error is None):
         return Attempt(result, [], None)
-    lost = shrink(moves=moves)
+    lost = _shrink(moves=moves)
     if not lost:  # all are there: it is an error like any other
         raise error or CommError("the attempt has failed on another rank, see what that says")
     return Attempt(None, lost, error)
 
 
-def may_be_loss(error: BaseException) -> bool:
+def _may_be_loss(error: BaseException) -> bool:
     """Say whether an error may come of a lost rank: all that are left then ask each other."""
     return isinstance(error, CommError) or is_loss(error)
 
 
-def all_are_well(*, am_well: bool) -> bool:
+def _all_are_well(*, am_well: bool) -> bool:
     """Say whether all ranks are there and well; the same on every rank that is left. Collective.
 
     Those that wait for one that is not well, in whatever they do, stop waiting by an error. All
@@ -84,7 +84,7 @@ def all_are_well(*, am_well: bool) -> bool:
         return agree(_ranks(), am_well=am_well)
 
 
-def shrink(*, moves: bool = True) -> list[int]:
+def _shrink(*, moves: bool = True) -> list[int]:
     """Make the world of those that are left, and return who is lost. Collective over those left.
 
     What outlives its world ``moves`` into it, else nothing does: all is made anew.
@@ -99,6 +99,9 @@ def shrink(*, moves: bool = True) -> list[int]:
             left, lost = shrunk(ranks)
             if not lost:
                 return []
+            if before.spares is not None:
+                before.spares.replace()
+                left = before.spares.workers
             world.go_on(left, moves=moves)
     except RankLostError:
         raise
@@ -107,9 +110,11 @@ def shrink(*, moves: bool = True) -> list[int]:
             f"another rank died while those that are left made their world: {error}"
         ) from error
     if world.rank() == 0:
+        num_spares = world.size() - before.topology.size + len(lost)
         logger.warning(
-            "%s of %d died; the %d that are left go on",
-            *(format_ranks(lost), before.topology.size, world.size()),
+            "%s of %d died; the %d that are left go on%s",
+            *(format_ranks(lost), before.topology.size, world.size() - num_spares),
+            f", with {num_spares} of the spares" if num_spares else "",
         )
     return lost
 

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from hpctrain.comm.liveness import Liveness
     from hpctrain.comm.mpi_library import BeforeFinalize
     from hpctrain.comm.mpi_world import MpiComm
+    from hpctrain.comm.spares import Spares
     from hpctrain.runtime.process_sets import ProcessSet
 
 
@@ -71,6 +72,8 @@ class World:
     hooks: FailureHooks | None  # what ends all ranks when this one fails; None in a world of one
     ranks: "MpiComm | None"  # the same ranks for MPI; None in a world of one
     given: "MpiComm | None"  # the communicator that ``init`` was given
+    spares: "Spares | None"  # who waits to take the place of ranks that are lost
+    is_first: bool  # whether no ranks were lost before
     rebuild: Rebuild  # who holds state about the ranks
     timelines: Timelines  # the timeline that this rank records, if any
     last_call: LastCall  # what this rank has communicated last
@@ -166,14 +169,36 @@ def numbers_of(comm: object) -> tuple[int, ...]:
     return tuple(numbers_in(current().ranks, cast("MpiComm", comm)))
 
 
-def join(settings: Settings, chosen: object = None, *, begins: bool = True) -> None:
+def join(settings: Settings, chosen: object = None) -> None:
     """Join the world as ``init`` does, with settings that are complete. Collective.
 
-    It ``begins`` if it does not take the place of another one, some of whose ranks were lost.
+    A spare waits inside until it takes the place of a lost rank, or ends the program.
     """
-    global _world  # noqa: PLW0603 - the one place
     if _world is not None:
         return
+    if not settings.spares:
+        _join(settings, chosen)
+        return
+    if chosen is not None:
+        raise ConfigError(
+            "spares are of all ranks that were started together, and init was given some of them; "
+            "call it without comm, or leave --spares out"
+        )
+    from hpctrain.comm.spares import Spares  # noqa: PLC0415 - a world of one needs no MPI
+
+    if (whole := find_world()) is None:
+        raise ConfigError("spares need ranks whose place they take, and this process is alone")
+    spares = Spares(whole, settings.spares)
+    is_first = spares.is_worker
+    if not spares.wait():
+        sys.exit(0)
+    _join(settings, spares.workers, is_first=is_first, spares=spares)
+
+
+def _join(
+    settings: Settings, chosen: object, *, is_first: bool = True, spares: "Spares | None" = None
+) -> None:
+    global _world  # noqa: PLW0603 - the one place
     torch_backend.register()
     lazy_dynamo.install()
     ranks = find_world(chosen)
@@ -212,6 +237,8 @@ def join(settings: Settings, chosen: object = None, *, begins: bool = True) -> N
         hooks=hooks,
         ranks=ranks,
         given=cast("MpiComm", chosen) if is_communicator(chosen) else None,
+        spares=spares,
+        is_first=is_first,
         rebuild=rebuild,
         timelines=controllers.timelines,
         last_call=controllers.last_call,
@@ -219,19 +246,7 @@ def join(settings: Settings, chosen: object = None, *, begins: bool = True) -> N
         step_checks=WeakKeyDictionary(),
         before_finalize=_leave_before_finalize() if ranks else None,
     )
-    logs.setup(here.rank, here.size, settings.log_dir, level=settings.log_level)
-    _report(found)
-    if begins and WATCHED in os.environ and here.rank == 0:
-        sys.stderr.write(f"{BEGUN}\n")
-    if settings.records is not None and here.rank == 0:
-        _tell_study(settings.records, found)
-    if hooks is not None:
-        hooks.last_words.append(controllers.timelines.stop)
-        hooks.communicates = controllers.last_call.was_on
-    if settings.timeline is not None:
-        controllers.timelines.start(settings.timeline, mark_cycles=settings.timeline_mark_cycles)
-    if found.presence is not None or statistics is not None or WATCHED in os.environ:
-        atexit.register(_shut_down)
+    _begin(_world, found)
 
 
 def _take_place(found: Connection) -> None:
@@ -243,6 +258,24 @@ def _take_place(found: Connection) -> None:
     count = torch.accelerator.device_count()
     if count > 1 and not torch.accelerator.current_device_index():
         torch.accelerator.set_device_index(found.topology.host_rank % count)
+
+
+def _begin(made: World, found: Connection) -> None:
+    """Let people and files know of a world, and its end come with that of the program."""
+    settings, hooks, rank = made.settings, made.hooks, made.topology.rank
+    logs.setup(rank, made.topology.size, settings.log_dir, level=settings.log_level)
+    _report(found)
+    if made.is_first and WATCHED in os.environ and rank == 0:
+        sys.stderr.write(f"{BEGUN}\n")
+    if settings.records is not None and rank == 0:
+        _tell_study(settings.records, found)
+    if hooks is not None:
+        hooks.last_words.append(made.timelines.stop)
+        hooks.communicates = made.last_call.was_on
+    if settings.timeline is not None:
+        made.timelines.start(settings.timeline, mark_cycles=settings.timeline_mark_cycles)
+    if found.presence is not None or made.statistics is not None or WATCHED in os.environ:
+        atexit.register(_shut_down)
 
 
 def _report(found: Connection) -> None:
@@ -313,13 +346,20 @@ def _leave(leaving: World, *, raises: bool) -> None:
     if leaving.before_finalize is not None:
         leaving.before_finalize.close()
     is_well = not fault and sys.exc_info()[0] is None and not hasattr(sys, "last_value")
-    if WATCHED in os.environ and leaving.topology.rank == 0 and is_well:
-        sys.stderr.write(f"{ENDED}\n")
-        sys.stderr.flush()
+    if leaving.topology.rank == 0:
+        _tell_end(leaving, is_well=is_well)
     if fault:
         raise ReplicaError(fault)  # with the hooks, for who does not catch it
     if leaving.hooks is not None and sys.exc_info()[0] is None:
         leaving.hooks.uninstall()  # an error on its way out still needs them to end all ranks
+
+
+def _tell_end(leaving: World, *, is_well: bool) -> None:
+    if leaving.spares is not None:
+        leaving.spares.end()
+    if WATCHED in os.environ and is_well:
+        sys.stderr.write(f"{ENDED}\n")
+        sys.stderr.flush()
 
 
 def go_on(ranks: "MpiComm", *, moves: bool = True) -> None:
@@ -339,7 +379,7 @@ def go_on(ranks: "MpiComm", *, moves: bool = True) -> None:
         before.before_finalize.close()
     if before.hooks is not None:
         before.hooks.uninstall()
-    join(before.settings, ranks, begins=False)
+    _join(before.settings, ranks, is_first=False, spares=before.spares)
     if moves:
         before.rebuild.move()
 

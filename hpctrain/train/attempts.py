@@ -230,7 +230,9 @@ class RunInDirectory:
 
     def _parts(self, manager: Manager) -> Mapping[str, Shard] | None:
         """Return what this rank wants of the newest checkpoint; None for all. Collective."""
-        parallel = self._task.parallel
+        parallel, tables = self._task.parallel, self._task.tables
+        if tables:
+            return None if manager.latest() is None else tables.wanted()
         if parallel is None or (newest := manager.latest()) is None:
             return None
         return parallel.state.wanted(CheckpointManifest.read(newest).tensors)

@@ -280,8 +280,8 @@ class TestConfig:
     __test__ = False  # a name that begins with Test is no test
 
     metric: str | Texts = "accuracy"
-    """One of accuracy, top5 (any number), f1 (macro), loss, "module:function" from (output, label)
-    to one value per sample; or a list of them, whose first judges: the best, and patience."""
+    """One of accuracy, top5 (any number), f1 (macro), auc, loss, "module:function" from (output,
+    label) to one value per sample; or a list, whose first judges: the best, and patience."""
     mode: Literal["auto", "max", "min"] = "auto"
     """Whether the larger or the smaller value of the first metric is better; auto: of the loss
     the smaller, else the larger."""
@@ -312,10 +312,14 @@ class SyncConfig:
         "hierarchical_local_sgd",
         "diloco",
         "staged_sgd",
+        "ssp",
+        "downpour",
+        "async",
     ] = SYNCHRONOUS
     """Gradients are averaged in every step (synchronous), or ranks take steps of their own by
     local_sgd, post_local_sgd, hierarchical_local_sgd, diloco or staged_sgd: then optimizer.lr
-    belongs to a rank's share of the batch."""
+    belongs to a rank's share of the batch. Or parameter servers on all ranks step by gradients as
+    they come: within a bound (ssp), rarely (downpour) or at once (async)."""
     steps: Literal["auto"] | Number = 8
     """Of a local method: steps between two averagings over all ranks, or auto: measured, so that
     averaging takes at most args.share (0.1) of the time."""
@@ -327,7 +331,11 @@ class SyncConfig:
     """Keyword arguments of the codec, such as rank = 4 of power_sgd."""
     args: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of a local method, such as state = "average"; post_local_sgd also takes
-    start_epochs, and staged_sgd warmup_epochs and cooldown_epochs, a tenth of the run each."""
+    start_epochs, and staged_sgd warmup_epochs and cooldown_epochs, a tenth of the run each. Of
+    downpour n_push, n_fetch and rate, of async staleness_aware; of all three curvature."""
+    staleness: Annotated[int, Rule(least=0)] = 2
+    """Of ssp: steps that a rank may be ahead of the slowest one. Of async as well, of downpour
+    pushes."""
     fraction: Positive = 1.0
     """Of a local method: part of the ranks, at most 1 and at least one of them, that is drawn for
     each round by the seed of the run. The others leave its steps out."""
@@ -343,7 +351,7 @@ class SyncConfig:
         )
         require(
             (self.fraction == 1 and not self.proximal)
-            or (self.is_local and self.method != "staged_sgd"),
+            or (self.is_local and not self.is_async and self.method != "staged_sgd"),
             f"sync.fraction and sync.proximal are for local_sgd, post_local_sgd, "
             f"hierarchical_local_sgd and diloco, not for sync.method = {self.method}: leave them "
             f"out, or choose another method",
@@ -367,6 +375,24 @@ class SyncConfig:
             f"or choose another method",
             dict(self.args),
         )
+
+        require(
+            not (self.is_async and self.compression != "none"),
+            f"sync.compression is none for sync.method = {self.method}, which sends gradients "
+            f"as they are: leave it out",
+            self.compression,
+        )
+        require(
+            not (self.is_async and {"servers", "warmup_steps", "most_ahead"} & self.args.keys()),
+            "sync.args has no servers and no warmup_steps, as all ranks serve and work, and "
+            "sync.staleness stands for most_ahead: leave them out",
+            dict(self.args),
+        )
+
+    @property
+    def is_async(self) -> bool:
+        """Whether parameter servers step by gradients as they come."""
+        return self.method in ("ssp", "downpour", "async")
 
     @property
     def is_local(self) -> bool:

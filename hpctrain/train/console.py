@@ -114,5 +114,7 @@ def _describe(interval: "Interval") -> str:
 
 
 def _describe_rounds(sync: Mapping[str, Any]) -> str:
+    if "staleness" in sync:
+        return f"  staleness {sync['staleness']:.2f}, at most {sync['staleness_most']}"
     saved = format_bytes(max(sync["bytes_saved"], 0))
     return f"  round {sync['rounds']}  drift {sync['drift']:.3g}  saved {saved}"

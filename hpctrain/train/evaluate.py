@@ -111,3 +111,5 @@ def _parts(task: Task) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
                 yield *values, output
         elif batch.num_samples:
             yield *values, None
+        else:
+            task.tables.look_up_nothing(task.model, values[0])

@@ -154,7 +154,7 @@ class TrainingLoop:
         state, task, guard = self._state, self._task, self._guard
         self._profiler.before(state.step + 1)
         rate = guard.rate(state.step + 1)
-        factor = task.schedule(state.step) * rate
+        factor = task.tables.factor = task.schedule(state.step) * rate
         lr = task.config.optimizer.lr * factor
         for group, peak in zip(task.optimizer.param_groups, task.peaks, strict=True):
             group["lr"] = peak * factor
@@ -321,6 +321,7 @@ def train_step(task: Task, batch: Batch, guard: StepGuard) -> tuple[float, int, 
         return 0.0, 0, False
     with noted(f'optimizer.name = "{task.config.optimizer.name}"'):  # an argument of a wrong type
         task.optimizer.step()
+    task.tables.step()
     if task.ema is not None:
         task.ema.update()
     if task.steps is not None:
@@ -352,10 +353,12 @@ def _backward(task: Task, batch: Batch, guard: StepGuard) -> tuple[float, int]:
     nominal = task.config.train.global_batch / task.comm.size
     # A rank whose step does not count calculates nothing.
     num_samples = batch.num_samples if task.sync is None or task.sync.takes_part else 0
+    task.tables.begin(num_samples, nominal)
     task.exchange.set_num_samples(num_samples, nominal=nominal)
     pieces = min(task.config.train.accumulate, num_samples)
     cut = (values.tensor_split(max(pieces, 1)) for values in both)
     parts = [*zip(*cut, strict=True)] if pieces else []
+    task.tables.look_up_nothing(task.model, both[0], task.config.train.accumulate - pieces)
     # What does not fit, mostly does not in the first step on any rank: one error for all of them.
     with agreed(task.comm) if guard.is_first else nullcontext():
         first = map(aligned, parts[0]) if parts else ()

@@ -113,6 +113,7 @@ def predict(task: Task, path: Path, facts: Mapping[str, Any]) -> tuple[int, ...]
 def _output(task: Task, batch: Batch) -> NDArray[Any] | None:
     """Return the outputs of this rank's samples; None where it has none."""
     if not batch.num_samples:
+        task.tables.look_up_nothing(task.model, task.split(batch)[0])
         return None
     with task.precision.autocast():
         inputs, _ = task.split(batch)

@@ -19,6 +19,7 @@ from hpctrain.core.errors import CheckpointError, NotFiniteError
 from hpctrain.gradients.replica_check import require_equal_replicas
 from hpctrain.local_sgd.local_method import LocalMethod
 from hpctrain.optim.noise_scale import NoiseScale
+from hpctrain.train.async_exchange import AsyncExchange
 from hpctrain.train.config import SYNCHRONOUS
 from hpctrain.train.model import EMA, local, misfits
 from hpctrain.train.scores import Scores
@@ -80,6 +81,7 @@ class RunState:
         return {
             **replica,
             **parts,
+            **({"tables": task.tables.state()} if (task := self.task).tables else {}),
             "sync": None if sync is None else {"method": method, **sync.shared_state()},
             "codec": codec.shared_state(self.task.comm) if codec else None,
             "layout": self.task.layout,
@@ -126,6 +128,8 @@ class RunState:
                 f"the checkpoint does not fit this model and optimizer: {error}; go on with the "
                 f"configuration it was written with"
             ) from error
+        if task.tables:
+            task.tables.restore(shared.get("tables", {}))
         task.train.load_state_dict(shared["loader"])
         self.step, self.training_s = shared["step"], shared["training_s"]
         self.num_records = shared["num_records"]
@@ -200,6 +204,8 @@ def agree(task: Task) -> bool:
     sync = task.sync
     if sync is None or task.comm.size == 1:
         return True
+    if isinstance(sync, AsyncExchange):
+        return sync.agrees
     return sync.rounds.agrees and sync.facts.get("phase") == SYNCHRONOUS
 
 
@@ -231,7 +237,7 @@ def shared_replica(task: Task) -> dict[str, Any]:
 
     Where ranks have their own, it is the mean of them. Buffers without a mean are those of rank 0.
     """
-    sync = task.sync
+    sync = task.sync if isinstance(task.sync, LocalMethod) else None
     differ = sync is not None and task.comm.size > 1 and not sync.rounds.agrees
     with sync.replica.as_mean(sync.share()) if sync is not None and differ else nullcontext():
         model = dict(task.model.state_dict())
@@ -252,7 +258,7 @@ def shared_optimizer(task: Task) -> dict[str, Any]:
     before their first samples, the optimizer begins anew.
     """
     state: dict[str, Any] = task.optimizer.state_dict()
-    if task.sync is None or agree(task):
+    if not isinstance(task.sync, LocalMethod) or agree(task):
         return state
     names = state_hash({"names": [name for name, _ in task.sync.replica.state()]})
     if len(set(task.comm.allgather_object(names))) > 1:
@@ -327,7 +333,10 @@ def mean_sums(noise: NoiseScale, comm: Communicator) -> Tensor:
 
 
 def restore_sync(
-    sync: LocalMethod, method: str, shared: Mapping[str, Any], own: Mapping[str, Any] | None
+    sync: LocalMethod | AsyncExchange,
+    method: str,
+    shared: Mapping[str, Any],
+    own: Mapping[str, Any] | None,
 ) -> None:
     """Let a local method go on, in a new round without ``own``. Collective, behind ``restore``."""
     state = shared.get("sync") or {}

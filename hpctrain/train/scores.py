@@ -1,5 +1,6 @@
 """Metrics of a test: what a batch adds to sums that are exact on any number of ranks."""
 
+import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from hpctrain.core.target import check_arguments, resolve
 from hpctrain.core.user_error import described
 
 LOSS = "loss"
+_SCORE_BINS = 1 << 16  # scores that are nearer than that count as equal
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,6 +66,8 @@ def make_metric(name: str) -> Metric:
         return Metric(name=name, values=lambda output, label: output.argmax(dim=1) == label)
     if name == "f1":
         return Metric(name=name, counts=_hits, score=_macro_f1)
+    if name == "auc":
+        return Metric(name=name, counts=_by_score, score=_area)
     if found := re.fullmatch(r"top([1-9]\d*)", name):
         return Metric(name=name, values=_top(int(found[1])))
     if ":" in name:
@@ -71,7 +75,8 @@ def make_metric(name: str) -> Metric:
         check_arguments(function, 2, {}, "test.metric")
         return Metric(name=name.rpartition(":")[2], values=function)
     raise ConfigError(
-        f'test.metric is accuracy, loss, f1, top5 (any number) or "module:function", got "{name}"'
+        f'test.metric is accuracy, loss, f1, auc, top5 (any number) or "module:function", '
+        f'got "{name}"'
     )
 
 
@@ -96,3 +101,25 @@ def _macro_f1(counts: Tensor) -> float:
     hits, answers, labels = counts
     occurs = (answers + labels) > 0
     return float((2 * hits[occurs] / (answers + labels)[occurs]).mean())
+
+
+def _by_score(output: Tensor, label: Tensor) -> Tensor:
+    """Count samples of either label, 0 and 1, by how high their logit is."""
+    if output.numel() != label.numel() or not bool(((label == 0) | (label == 1)).all()):
+        raise DataError(
+            f"test.metric: auc wants one logit for each label, which is 0 or 1, got "
+            f"{described(output)} and {described(label)}"
+        )
+    scores = output.flatten().double().sigmoid().cpu()
+    bins = (scores * _SCORE_BINS).long().clamp_(0, _SCORE_BINS - 1)
+    is_one = label.flatten().cpu() == 1
+    rows = [bins[which].bincount(minlength=_SCORE_BINS).double() for which in (~is_one, is_one)]
+    return torch.stack(rows)
+
+
+def _area(counts: Tensor) -> float:
+    """Area under the receiver operating characteristic: how often a 1 is above a 0."""
+    zeros, ones = counts
+    below = zeros.cumsum(0) - zeros / 2  # of equal scores half count
+    pairs = zeros.sum() * ones.sum()
+    return float((below * ones).sum() / pairs) if pairs else math.nan

@@ -1,6 +1,7 @@
-"""The local method that a configuration names, built, and what it tells about itself."""
+"""The method that a configuration names, built, and what it tells about itself."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from inspect import signature
 from typing import Any
 
@@ -8,6 +9,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from hpctrain.async_sgd.async_method import AsyncMethod
+from hpctrain.async_sgd.downpour import AsyncSGD, Downpour
+from hpctrain.async_sgd.stale_synchronous import StaleSynchronous
 from hpctrain.compress.by_name import codec_named
 from hpctrain.compress.codec import Codec
 from hpctrain.core.errors import ConfigError
@@ -17,6 +21,7 @@ from hpctrain.local_sgd.diloco import DiLoCo
 from hpctrain.local_sgd.local_method import LocalMethod
 from hpctrain.local_sgd.local_sgd import HierarchicalLocalSGD, LocalSGD, PostLocalSGD
 from hpctrain.local_sgd.staged_sgd import StagedSGD
+from hpctrain.train.async_exchange import AsyncExchange
 from hpctrain.train.config import RunConfig, SyncConfig
 
 WITHIN_S = 1.0  # a stop, or a checkpoint by the clock, is known to all ranks after about so long
@@ -28,6 +33,12 @@ _KINDS: Mapping[str, type[LocalMethod]] = {
     "diloco": DiLoCo,
     "staged_sgd": StagedSGD,
 }
+_ASYNC: Mapping[str, tuple[type[AsyncMethod], str]] = {
+    "ssp": (StaleSynchronous, "staleness"),
+    "downpour": (Downpour, "most_ahead"),
+    "async": (AsyncSGD, "most_ahead"),
+}
+"""Asynchronous methods, and what ``sync.staleness`` is called there."""
 
 
 def make_sync(
@@ -38,7 +49,7 @@ def make_sync(
     epoch_steps: int,
     num_steps: int,
     seed: int = 0,
-) -> LocalMethod | None:
+) -> LocalMethod | AsyncExchange | None:
     """Hook a plain optimizer as ``[sync]`` says; None for the synchronous method. Collective.
 
     Ranks of rounds are drawn by ``seed``. Raises ``ConfigError``: the method does not take these
@@ -46,6 +57,15 @@ def make_sync(
     """
     if not config.is_local:
         return None
+    if config.is_async:
+        kind_of, name = _ASYNC[config.method]
+        check_arguments(kind_of, 2, {name: config.staleness, **config.args}, "sync.args")
+        with _refusing(config.method):
+            # The classes differ in their arguments, which were checked.
+            method: Any = kind_of
+            return AsyncExchange(
+                method(model, optimizer, **config.args, **{name: config.staleness})
+            )
     kind = _KINDS[config.method]
     args = {
         "steps": config.steps,
@@ -55,12 +75,19 @@ def make_sync(
     if config.fraction != 1 or config.proximal:
         args = {"fraction": config.fraction, "proximal": config.proximal, "seed": seed, **args}
     _check(kind, args)
-    try:
+    with _refusing(config.method):
         made = kind(model, optimizer, **args)
-    except (TypeError, ValueError) as error:  # a ConfigError is a ValueError
-        raise ConfigError(f"[sync] {config.method} refuses: {error}") from error
     made.rounds.within_s = WITHIN_S
     return made
+
+
+@contextmanager
+def _refusing(method: str) -> Iterator[None]:
+    """Say which method it is that does not take its arguments."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:  # a ConfigError is a ValueError
+        raise ConfigError(f"[sync] {method} refuses: {error}") from error
 
 
 def distributed(config: RunConfig, model: nn.Module, optimizer: Optimizer) -> Optimizer:
@@ -84,6 +111,8 @@ def codec_of(config: SyncConfig) -> Codec:
 
 def describe(config: SyncConfig) -> str:
     """Say in a line how the ranks agree, for people."""
+    if config.is_async:
+        return f"{config.method}, staleness {config.staleness}"
     how = "" if config.compression == "none" else f", which travels as {config.compression}"
     rounds = "rounds of a measured length" if config.steps == "auto" else f"steps {config.steps}"
     drawn = "" if config.fraction == 1 else f", {config.fraction:g} of the ranks in each round"
@@ -93,12 +122,16 @@ def describe(config: SyncConfig) -> str:
 
 def summary(config: SyncConfig) -> dict[str, Any]:
     """Return what the first record of a part says about the method."""
+    if config.is_async:
+        return {"method": config.method, "staleness": config.staleness}
     return {"method": config.method, "steps": config.steps, "compression": config.compression}
 
 
-def figures(sync: LocalMethod) -> dict[str, Any]:
+def figures(sync: LocalMethod | AsyncExchange) -> dict[str, Any]:
     """Return what records say about rounds; the same on every rank."""
     facts = sync.facts
+    if isinstance(sync, AsyncExchange):
+        return facts
     phase = {"sync_phase": facts["phase"]} if "phase" in facts else {}
     return {
         "rounds": facts["rounds"],

@@ -4,6 +4,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from traceback import extract_tb
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,7 @@ from hpctrain.local_sgd.local_method import LocalMethod
 from hpctrain.local_sgd.staged_sgd import StagedSGD
 from hpctrain.optim.noise_scale import NoiseScale
 from hpctrain.runtime import world
+from hpctrain.train.async_exchange import AsyncExchange
 from hpctrain.train.config import DataConfig, LossConfig, RunConfig
 from hpctrain.train.model import (
     choose_device,
@@ -46,6 +48,7 @@ from hpctrain.train.model import (
 from hpctrain.train.scores import LOSS, Metric, make_metric
 from hpctrain.train.stateful import Ema, Precision
 from hpctrain.train.sync_method import distributed, make_sync
+from hpctrain.train.tables import Tables
 
 if TYPE_CHECKING:
     from hpctrain.train.model_parallel import ModelParallel
@@ -81,8 +84,10 @@ class Task:
     steps: Reproducible | None = None
     """Calculates gradients whose bits do not depend on the number of ranks, where that is asked
     for."""
-    sync: LocalMethod | None = None
+    sync: LocalMethod | AsyncExchange | None = None
     """Says when ranks agree that take steps of their own, where that is asked for."""
+    tables: Tables
+    """Rows that are divided over all ranks, and step by themselves."""
     parallel: "ModelParallel | None" = None
     """What this rank has of the model, where ranks divide it."""
     noise: NoiseScale | None = None  # of the gradients, where that is asked for
@@ -272,6 +277,7 @@ def build(config: RunConfig, comm: Communicator, *, is_new: bool = True) -> Task
         model.to(device)
         loss, metrics = _loss(config.loss), [*map(make_metric, config.test.metrics)]
         optimizer = make_optimizer(model, config.optimizer)
+        tables = Tables(model, config)
         prepare(model, config)
         make_data = resolve(config.data.target, "data.target")
         check_arguments(make_data, 1, config.data.args, "data.args")
@@ -283,6 +289,8 @@ def build(config: RunConfig, comm: Communicator, *, is_new: bool = True) -> Task
     if config.data.stage:
         stage_for(train, config.data.stage, comm, world.current().topology)
     _give_first_weights(config, model, comm, is_new=is_new)
+    if is_new and config.model.init_from:
+        tables.load(Path(config.model.init_from), comm)
     with agreed(comm):
         steps = _steps(config, model, optimizer, comm)
         lengths = {"epoch_steps": len(train), "num_steps": len(train) * config.train.epochs}
@@ -311,6 +319,7 @@ def build(config: RunConfig, comm: Communicator, *, is_new: bool = True) -> Task
         test=test,
         peaks=[group["lr"] for group in optimizer.param_groups],
         schedule=schedule,
+        tables=tables,
         steps=steps,
         sync=sync,
         parallel=parallel,

@@ -48,6 +48,14 @@ def is_on_two_nodes(record: dict[str, Any]) -> bool:
 
 
 @pytest.mark.launches
+def test_two_ranks_learn_who_clicks_from_rows_that_they_share(tmp_path):
+    settings = ("data.args.num_train=30000", "data.args.num_test=4000", "train.epochs=1")
+    record, told = trained(tmp_path, "clicks/clicks", *settings, num_ranks=2)
+    assert record["metric"] > 0.6
+    assert last_line(told) == f"test auc {record['metric']:.4f}"
+
+
+@pytest.mark.launches
 @pytest.mark.limit(420)
 def test_four_ranks_on_two_nodes_learn_the_digits_from_shards(tmp_path):
     record, told = trained(tmp_path, "digits", "train.epochs=8", num_ranks=4, nodes=2)

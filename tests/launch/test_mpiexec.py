@@ -322,3 +322,11 @@ def test_a_script_runs_under_this_interpreter(tmp_path, name):
 def test_what_is_not_there_is_named(name):
     with pytest.raises(LaunchError, match=f"'{name}'"):
         resolve([name])
+
+
+def test_spares_are_started_beside_the_ranks_and_need_recovery():
+    found = line(OPENMPI5, options=Options(recover=True, spares=1))
+    assert "-np 3 " in found
+    assert "-x HPCTRAIN_SPARES=1" in found
+    with pytest.raises(LaunchError, match="without --recover"):
+        line(OPENMPI5, options=Options(spares=1))

@@ -102,11 +102,18 @@ def test_an_end_of_one_rank_ends_all_and_it_is_said_why(name: str, tmp_path: Pat
     for text in case.said:
         assert text in outcome.err
     assert any(case.logged in log for log in outcome.logs.values())
+    if name == "a kill":
+        assert_named(outcome)
     assert outcome.err.count("Traceback") == case.num_tracebacks, outcome.err
 
 
 def indented(body: str) -> str:
     return "\n".join(f"    {line.removeprefix('        ')}" for line in body.splitlines())
+
+
+def assert_named(outcome: Outcome) -> None:
+    """Find the number of the rank that had no word: MPICH's launcher names a process alone."""
+    assert "rank 1" in outcome.err or not find_mpirun().is_openmpi
 
 
 def assert_ended(outcome: Outcome, limit_s: float = LIMIT_S) -> None:
@@ -159,6 +166,7 @@ def test_a_rank_that_vanishes_without_a_trace_ends_all(tmp_path: Path) -> None:
     assert outcome.code != 0 or not find_mpirun().is_openmpi
     assert outcome.seconds < LIMIT_S
     assert not outcome.left_over
+    assert_named(outcome)
 
 
 def test_a_failure_of_all_ranks_is_told_once(tmp_path: Path) -> None:

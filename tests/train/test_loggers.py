@@ -210,10 +210,11 @@ def test_a_file_for_prometheus_has_the_last_values_and_each_rank(here, shared, c
 
 
 def test_a_value_that_is_not_finite_is_one_that_prometheus_knows(tmp_path):
-    logger = factory("prometheus")(tmp_path, {"name": "run"})
+    logger = factory("prometheus")(tmp_path, {"name": 'r\\u"n\n'})
     step = {"event": "step", "step": 1, "epoch": 1, "loss": None, "lr": 0.1, "samples_per_s": 1.0}
     times = {"compute_s": 1.0, "communication_s": 0.0, "input_s": 0.0, "skipped": 2}
     logger.write({**step, **times})
     text = (tmp_path / "metrics.prom").read_text()
-    assert 'hpctrain_train_loss{run="run"} NaN' in text.splitlines()
-    assert 'hpctrain_left_out_steps{run="run"} 2.0' in text.splitlines()
+    run = r'{run="r\\u\"n\n"}'
+    assert f"hpctrain_train_loss{run} NaN" in text.splitlines()
+    assert f"hpctrain_left_out_steps{run} 2.0" in text.splitlines()

@@ -1,11 +1,19 @@
 """Ranks of ``hpctrain train`` die; those that are left go on in the same processes."""
 
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
 import pytest
 
 from hpctrain.core.records import read
 from hpctrain.launch import mpiexec
+from hpctrain.launch.supervise import descendants
 from tests.harness import preload
-from tests.processes import ended
+from tests.processes import ended, wait_until
 from tests.train.starting import LIMIT_S, ROOT, write_config
 
 pytestmark = [pytest.mark.launches, pytest.mark.requires("recovery"), pytest.mark.limit(200)]
@@ -31,14 +39,15 @@ def model():
 REPRODUCIBLE = ("train.reproducible=true", "train.micro_shards=4")
 
 
-def trained(folder, name, *keys, kills=""):
+def trained(folder, name, *keys, kills="", spares=0):
     """Run to the end, on four ranks if some are to die; return the records and what was said."""
     (folder / "dying.py").write_text(DYING)
     write_config(folder, "dying:model", epochs=8)
     keys = ("checkpoint.every=3", f"output_dir={name}", *keys)
     line = ["train", "small.toml", *(word for key in keys for word in ("--set", key))]
     if kills:
-        line = ["launch", "-n", "4", "--nodes", "2", "--recover", "hpctrain", *line]
+        launch = ["launch", "-n", "4", "--nodes", "2", "--recover", "--spares", str(spares)]
+        line = [*launch, "hpctrain", *line]
     environ = mpiexec.environment() | {"PYTHONPATH": str(ROOT), "KILLS": kills}
     done = ended(
         [*preload.python(), "-m", "hpctrain", *line], timeout=LIMIT_S, env=environ, cwd=folder
@@ -67,3 +76,84 @@ def test_other_methods_go_on_with_those_that_are_left(tmp_path, keys):
     assert "ranks 2-3 of 4 died; the 2 that are left go on" in said
     steps = [record["step"] for record in records if record["event"] == "step"]
     assert steps == sorted(set(steps))  # what was learnt twice is told once
+
+
+def sizes(records):
+    return [r["world_size"] for r in records if r["event"] in ("started", "resumed")]
+
+
+def test_a_run_keeps_its_size_and_bits_while_there_are_spares(tmp_path):
+    """Rank 1 and then rank 0 die, and one spare was there."""
+    whole, _ = trained(tmp_path, "whole", *REPRODUCIBLE)
+    lost, said = trained(tmp_path, "lost", *REPRODUCIBLE, kills="1:10 0:20", spares=1)
+    assert lost[-1]["event"] == whole[-1]["event"] == "finished"
+    assert lost[-1]["state_hash"] == whole[-1]["state_hash"]
+    assert sizes(lost) == [4, 4, 3]
+    assert "rank 1 of 4 died; the 3 that are left go on, with 1 of the spares" in said
+
+
+WITH_SPARE = [sys.executable, "-m", "hpctrain", "launch", "-n", "2", "--recover", "--spares", "1"]
+
+
+def spare_of(launch):
+    """Return the process of the last rank of a launch, which is the spare."""
+    for pid in descendants(launch.pid):
+        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        if b"OMPI_COMM_WORLD_RANK=2" in variables:
+            return pid
+    raise AssertionError("there is no spare")
+
+
+def cpu_s(pid):
+    user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
+SLOW = "import time, hpctrain; hpctrain.init(); time.sleep(9); print(hpctrain.size())"
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_spare_costs_nothing_and_its_death_neither(tmp_path, dies):
+    with subprocess.Popen(
+        [*WITH_SPARE, "--", sys.executable, "-c", SLOW],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=(tmp_path / "said").open("wb"),
+    ) as launch:
+        assert wait_until(lambda: b"all ranks have begun" in (tmp_path / "said").read_bytes(), 90)
+        spare = spare_of(launch)
+        before = cpu_s(spare)
+        time.sleep(5)
+        assert cpu_s(spare) - before < 0.05 * 5
+        if dies:
+            os.kill(spare, signal.SIGKILL)
+        out = launch.communicate(timeout=100)[0]
+    said = (tmp_path / "said").read_text()
+    assert launch.returncode == 0, said
+    assert out.split() == [b"2", b"2"]
+    assert ("a spare rank died before it was needed" in said) == dies
+
+
+def test_spares_do_not_outlive_those_whose_place_they_would_take(tmp_path):
+    write_config(tmp_path, "dying:model", epochs=2)
+    (tmp_path / "dying.py").write_text(DYING)
+    environ = mpiexec.environment() | {"PYTHONPATH": str(ROOT), "KILLS": "0:4 1:4"}
+    done = ended(
+        [*WITH_SPARE, "hpctrain", "train", "small.toml"], timeout=100, env=environ, cwd=tmp_path
+    )
+    assert done.returncode not in (0, 124), done.stderr
+    assert "all 2 ranks died that this spare waits for" in done.stderr
+
+
+ELASTIC = """
+import hpctrain as hvd
+from hpctrain import elastic
+hvd.init()
+elastic.run(lambda state: None)(elastic.ObjectState())
+"""
+
+
+def test_elastic_run_says_that_it_takes_no_spares():
+    done = ended([*WITH_SPARE, "--", sys.executable, "-c", ELASTIC], timeout=100)
+    assert done.returncode not in (0, 124), done.stderr
+    assert "spares take the place of lost ranks of hpctrain train" in done.stderr

@@ -5,8 +5,10 @@ import errno
 import os
 import secrets
 import socket
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from hpctrain.cluster.resources import rooms, shortage
@@ -30,6 +32,33 @@ def reserve(num_bytes: int) -> int:
         os.close(descriptor)
         raise
     return descriptor
+
+
+def reserve_lazily(num_bytes: int) -> int:
+    """Do as ``reserve``, but take each page when it is stored to; more than there is kills."""
+    descriptor = os.memfd_create("hpctrain", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(descriptor, num_bytes)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+class OnDisk:
+    """Does as ``reserve`` in a file without a name, in a folder; gone with its last process."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __call__(self, num_bytes: int) -> int:
+        """Make the file with all its blocks, else OSError; return its descriptor."""
+        with tempfile.TemporaryFile(dir=self._folder) as file:
+            os.posix_fallocate(file.fileno(), 0, num_bytes)
+            return os.dup(file.fileno())
+
+    def __str__(self) -> str:
+        return f"the folder {self._folder}"
 
 
 def allocate(
@@ -64,16 +93,21 @@ def allocate_by(
     Where /proc does not lead to the peers (another PID namespace, processes that hide), they hand
     their descriptors over by Unix sockets.
     """
-    if refusal := shortage(node.allgather(rooms()), num_bytes):
+    is_file = isinstance(reserve, OnDisk)
+    if not is_file and (refusal := shortage(node.allgather(rooms()), num_bytes)):
         raise NodeMemoryError(refusal)
     descriptor, failure = -1, None
     try:
         descriptor = reserve(num_bytes)
     except OSError as error:
+        way_out = (
+            "give the job more memory, let its container call memfd_create and fallocate, or set "
+            "HPCTRAIN_SHARED_MEMORY=off"
+        )
         failure = (
-            f"local rank {node.rank} cannot reserve {format_bytes(num_bytes)} of node memory: "
-            f"{error}; give the job more memory, let its container call memfd_create and "
-            f"fallocate, or set HPCTRAIN_SHARED_MEMORY=off"
+            f"local rank {node.rank} cannot reserve {format_bytes(num_bytes)} of "
+            f"{reserve if is_file else 'node memory'}: {error}; "
+            f"{'make room, or name another folder' if is_file else way_out}"
         )
     try:
         answers = node.allgather(failure or _offer(descriptor))

@@ -174,15 +174,17 @@ class SharedMemory:
         spread(combine(parts[:1], combination, scale), parts, combination)
         self._count(parts)
 
-    def new_region(self, num_bytes: int) -> Region:
+    def new_region(
+        self, num_bytes: int, reserve: Callable[[int], int] = node_memory.reserve
+    ) -> Region:
         """Make zeroed memory that the node has once; every rank brings an equal part of it.
 
-        Each rank's part lies on the memory of its own socket. ``NodeMemoryError``, on every rank
-        of the node, if there is too little.
+        Each rank's part lies on the memory of its own socket, or where ``reserve`` makes it.
+        ``NodeMemoryError``, on every rank of the node, if there is too little.
         """
         share = -(-max(num_bytes, 1) // (self.local_size * mmap.PAGESIZE)) * mmap.PAGESIZE
         map_all = partial(map_in_a_row, num_bytes=share)
-        return self._agreed(lambda: node_memory.allocate_by(map_all, self._node, share))
+        return self._agreed(lambda: node_memory.allocate_by(map_all, self._node, share, reserve))
 
     def allocate(self, num_bytes: int) -> Sequence[Segment]:
         """Make a zeroed segment on every rank, and map those of all; return them by local rank.

@@ -8,7 +8,7 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, cast
 
 from hpctrain.comm.agreement import by_rank
 from hpctrain.comm.communicator import Communicator
-from hpctrain.core.errors import CommError, HorovodInternalError, MismatchError
+from hpctrain.core.errors import CommError, ConfigError, HorovodInternalError, MismatchError
 from hpctrain.core.logs import logger
 from hpctrain.core.units import format_ranks
 from hpctrain.horovod.elastic.state import HostsUpdatedInterrupt, State
@@ -89,6 +89,7 @@ def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
     Raises:
         CommError: training fails again and again without another commit, or more often than
             ``HPCTRAIN_ELASTIC_RESET_LIMIT`` allows; the last failure is its cause.
+        ConfigError: there are spare ranks, which only ``hpctrain train`` can use; on every rank.
         MismatchError: the ranks went different ways through the program; on every rank.
         NotInitializedError: ``hpctrain.init()`` was not called.
 
@@ -106,6 +107,7 @@ def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
                 state.sync()
             return func(state, *args, **kwargs)
 
+        _refuse_spares()
         resets = Resets(state)
         must_sync = True
         while True:
@@ -123,6 +125,14 @@ def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
             must_sync = not together.skip_sync
 
     return cast("Callable[Concatenate[S, P], R]", training)
+
+
+def _refuse_spares() -> None:
+    if world.current().spares is not None:
+        raise ConfigError(
+            "spares take the place of lost ranks of hpctrain train, and this is elastic.run, "
+            "which goes on with those that are left; leave --spares out"
+        )
 
 
 def _agreed_in_place(attempt: Callable[[], object]) -> Ending:

@@ -39,6 +39,15 @@ def test_a_launcher_that_says_0_is_not_believed_where_no_rank_has_come_to_its_en
     assert ended([*line, sys.executable, "-c", "pass"], timeout=100).returncode == 0
 
 
+def test_where_a_rank_dies_before_mpi_has_begun_all_end():
+    line = [sys.executable, "-m", "hpctrain", "launch", "-n", 3, "--recover", "--"]
+    dies = "import os, signal; os.environ['RANK'] == '2' and os.kill(os.getpid(), signal.SIGKILL)"
+    program = [sys.executable, "-c", f"{dies}; import hpctrain; hpctrain.init()"]
+    done = ended([*line, *program], timeout=140)
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.count("a rank has died before all had begun, 2 of 3 are left on") == 1
+
+
 def launched(tmp_path, kills, *options, num_ranks=4):
     """Run to the end; return what each rank that is left has found there, by its first number."""
     line = [sys.executable, "-m", "hpctrain", "launch", "-n", num_ranks, "--recover", *options]

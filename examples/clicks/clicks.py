@@ -1,0 +1,87 @@
+"""What clicks.toml names: a wide and deep network over sharded embeddings, and a log of clicks.
+
+Source: Cheng et al. 2016, arXiv:1606.07792 (wide and deep).
+"""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from hpctrain import DataError, ShardedEmbedding
+from hpctrain.comm import Communicator
+from hpctrain.data import MANIFEST, ShardedDataset, write_arrays
+
+FIELDS = 6
+"""Ids of a line of the log: the user, the ad, the site and so on, each with ids of its own."""
+EXPONENT = 1.2
+"""The k-th most frequent id of a field occurs as often as ``k ** -EXPONENT``, about."""
+
+
+class WideAndDeep(nn.Module):
+    """A weight for each id, and a network over a row for each id; both give a logit."""
+
+    def __init__(self, num_ids: int, dim: int, width: int) -> None:
+        super().__init__()
+        self.wide = ShardedEmbedding(num_ids, 1, mode="sum", lr=0.05, init=0.0)
+        self.deep = ShardedEmbedding(num_ids, dim, lr=0.05, seed=1)
+        self.layers = nn.Sequential(nn.Linear(FIELDS * dim, width), nn.ReLU(), nn.Linear(width, 1))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Turn ``(n, FIELDS)`` ids into ``(n,)`` logits of a click."""
+        logits: Tensor = self.wide(ids) + self.layers(self.deep(ids).flatten(1))
+        return logits.squeeze(1)
+
+
+def model(num_ids: int, dim: int = 16, width: int = 64) -> WideAndDeep:
+    """Make the network."""
+    torch.manual_seed(0)
+    return WideAndDeep(num_ids, dim, width)
+
+
+def data(
+    comm: Communicator, folder: str, num_ids: int, num_train: int, num_test: int
+) -> tuple[ShardedDataset, ShardedDataset]:
+    """Open the log to learn from and the one to test, made by rank 0 once. Collective.
+
+    Args:
+        comm: all ranks.
+        folder: where the two are, or are made.
+        num_ids: of all fields together.
+        num_train: lines to learn from.
+        num_test: lines to test.
+    """
+    root, refusal = Path(folder), ""
+    if comm.rank == 0:
+        try:
+            for seed, (split, num) in enumerate({"train": num_train, "test": num_test}.items()):
+                if not (root / split / MANIFEST).exists():
+                    log = log_of(num, num_ids, seed)
+                    write_arrays(root / split, log, samples_per_shard=16384, split=split)
+        except (DataError, OSError) as error:
+            refusal = f"cannot write the log: {error}"
+    comm.agree(not refusal, refusal)
+    return ShardedDataset.open(root / "train", comm), ShardedDataset.open(root / "test", comm)
+
+
+def log_of(num: int, num_ids: int, seed: int) -> dict[str, NDArray[np.generic]]:
+    """Make lines of a log: ids, and whether somebody clicked."""
+    generator = np.random.default_rng(seed)
+    of_field = num_ids // FIELDS
+    uniform = generator.random((num, FIELDS))
+    # The inverse of the distribution function of a power law between 1 and the number of ids.
+    span = 1 - of_field ** (1 - EXPONENT)
+    ranks = (1 - uniform * span) ** (1 / (1 - EXPONENT))
+    ids = np.minimum(ranks.astype(np.int64), of_field - 1) + np.arange(FIELDS) * of_field
+    logits = tastes(ids).sum(axis=1) - 1.5 + 1.5 * tastes(ids[:, 0] * 31 + ids[:, 1] % 7)
+    clicks = generator.random(num) < 1 / (1 + np.exp(-logits))
+    return {"ids": ids, "click": clicks.astype(np.float32)}
+
+
+def tastes(ids: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Return what each id adds to the logit: numbers around 0 that look random."""
+    mixed = (ids.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    mixed = (mixed ^ (mixed >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
+    return ((mixed >> np.uint64(40)).astype(np.float64) / 2**24 - 0.5) * 2

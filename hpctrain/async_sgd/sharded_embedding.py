@@ -1,0 +1,436 @@
+"""``ShardedEmbedding``: a table of rows that is divided over all ranks, and steps by itself."""
+
+import math
+import secrets
+import weakref
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hpctrain.async_sgd.sharded_embedding_ids import (
+    Bags,
+    check_ids,
+    first_rows,
+    spreading_factor,
+)
+from hpctrain.async_sgd.sharded_embedding_rows import RowShards, RowSums, Told
+from hpctrain.async_sgd.sharded_embedding_rules import (
+    Buffers,
+    Places,
+    bag_sums,
+    make_rule,
+    put,
+    take,
+)
+from hpctrain.checkpoint.format.shard import Piece, Shard
+from hpctrain.comm.agreement import agreed, require_equal
+from hpctrain.comm.eager import eager
+from hpctrain.comm.threaded import start_on
+from hpctrain.core.errors import CheckpointError, ConfigError, RankLostError
+from hpctrain.gradients.sample_count import check_count
+from hpctrain.runtime import world
+from hpctrain.runtime.rebuild import Stage
+
+T = TypeVar("T")
+
+_MOST_ROWS = 1 << 31
+_DTYPES = (torch.float32, torch.float64)
+
+
+class ShardedEmbedding(nn.Module):
+    """Rows by number, as ``torch.nn.Embedding``, of which every rank owns a part.
+
+    A lookup copies rows from their owners; backward keeps gradients of the rows that were looked
+    up; ``step()`` sums them over the batch and averages them over the ranks, in a fixed order, and
+    the owners step the rows that were touched. N ranks take the step of one process with their
+    joined batch.
+
+    The table is no parameter of the model: other optimizers, ``DistributedOptimizer`` and
+    ``broadcast_parameters`` leave it alone, and no rank has all of it. Memory is taken for a row
+    when it is stepped first; until then it has its first values, which follow from ``seed`` and
+    its number alone. To make one, ``forward`` and ``step`` are collective: all ranks call them,
+    equally often and in the same order, with any number of ids, also none.
+
+    Source: Naumov et al. 2019, arXiv:1906.00091 (tables divided over ranks beside dense layers).
+    """
+
+    def __init__(  # noqa: PLR0913 - as torch.nn.Embedding, and how it learns
+        self,
+        rows: int,
+        dim: int,
+        *,
+        optimizer: str = "adagrad",
+        lr: float = 0.01,
+        mode: str | None = None,
+        padding_idx: int | None = None,
+        init: float = 0.05,
+        seed: int = 0,
+        dtype: torch.dtype = torch.float32,
+        path: Path | str | None = None,
+        **options: Any,
+    ) -> None:
+        """Divide the table over all ranks. Collective.
+
+        Args:
+            rows: number of rows, up to 2^31.
+            dim: numbers in a row.
+            optimizer: ``"sgd"``, ``"adagrad"`` with one number of state per row, or ``"adam"``.
+            lr: its learning rate; the attribute ``lr`` may be set between two steps, on all ranks
+                alike.
+            mode: ``"sum"`` or ``"mean"`` of bags of rows, as ``torch.nn.EmbeddingBag``; None for
+                the rows.
+            padding_idx: a row that is zero and stays so; bags leave it out.
+            init: first values are uniform in ``[-init, init)``.
+            seed: of the first values.
+            dtype: float32 or float64.
+            path: folder on a disk of each node in which the rows lie, in files that go with the
+                job; None for memory.
+            options: ``eps``, and of adam ``betas``.
+
+        Raises:
+            ConfigError: an argument is not valid, or differs between ranks; on every rank.
+            NodeMemoryError: there is too little memory or disk, on every rank.
+            NotInitializedError: ``hpctrain.init()`` was not called.
+        """
+        super().__init__()
+        comm = world.current().comm
+        folder = None if path is None else Path(path)
+        with agreed(comm, ConfigError):
+            rule = make_rule(optimizer, lr, options)
+            _check(rows, dim, mode, padding_idx, init, dtype, folder)
+        what = f"ShardedEmbedding({rows}, {dim}, {rule}, mode={mode}, padding_idx={padding_idx}"
+        require_equal(comm, [f"{what}, init={init}, seed={seed}, {dtype})"], "a table")
+        self.num_rows, self.dim, self.mode, self.padding_idx = rows, dim, mode, padding_idx
+        self.steps = 0
+        """Steps that the table has taken."""
+        self._rule = rule
+        self._factor = spreading_factor(rows)
+        self._padding = -1 if padding_idx is None else padding_idx * self._factor % rows
+        # Ranks must not take one table for another that was made alike.
+        name = f"table {comm.broadcast_object(secrets.token_hex(4))} of {rows} x {dim}"
+        first = partial(first_rows, dim=dim, seed=seed, init=init, zero=self._padding, dtype=dtype)
+        self._shards = RowShards(comm, name, rows, dim, dtype, rule.widths(dim), first, folder)
+        self._weight, self._results = 1.0, Buffers()
+        self._pending: list[tuple[Places, NDArray[np.int64], Tensor]] = []
+        self._follow: Callable[[], tuple[float, bool]] | None = None
+        _end_with_ranks(self)
+
+    @property
+    def lr(self) -> float:
+        """The learning rate."""
+        return self._rule.lr
+
+    @lr.setter
+    def lr(self, value: float) -> None:
+        self._rule.lr = value
+
+    def extra_repr(self) -> str:
+        """Say what it is."""
+        return f"{self.num_rows}, {self.dim}, optimizer={self._rule}, mode={self.mode}"
+
+    # -- lookups ------------------------------------------------------------------------------
+
+    @eager
+    def forward(self, ids: Tensor, offsets: Tensor | None = None) -> Tensor:
+        """Return rows, or sums or means of bags of rows. Collective.
+
+        Args:
+            ids: integers from 0 to ``rows``, of any shape, also empty; with ``mode`` 2-D, a bag
+                each line, or 1-D with ``offsets``.
+            offsets: where each bag begins in ``ids``, as of ``torch.nn.EmbeddingBag``.
+
+        Returns:
+            ``(*ids.shape, dim)``, or ``(bags, dim)``; where ``ids`` are.
+
+        Raises:
+            MismatchError: some rank's ids are no rows of the table, or it does something else; on
+                every rank.
+        """
+        try:
+            check_ids(ids, offsets, self.num_rows, self.mode)
+        except ConfigError as error:
+            refusal = str(error)  # for the other ranks, too
+            self._run(lambda: self._shards.read(np.empty(0, np.int64), refusal))
+        host = ids.detach().cpu().numpy()
+        rows = host.ravel().astype(np.int64) * self._factor % self.num_rows
+        bags = Bags(host, offsets, rows != self._padding) if self.mode else None
+        rows = rows if bags is None else rows[bags.keep]
+        start = torch.zeros((), requires_grad=True)  # so that autograd calls backward
+        found: Tensor = _Lookup.apply(start, self, rows, bags)  # type: ignore[no-untyped-call]
+        shape = (-1, self.dim) if bags is not None else (*ids.shape, self.dim)
+        return found.reshape(shape).to(ids.device)
+
+    def _run(self, function: Callable[[], T]) -> T:
+        """Return what a function of several messages returns, in its turn."""
+        found: list[T] = []
+        start_on(self._shards.comm, lambda: found.append(function())).wait()
+        return found[0]
+
+    def _pull(self, rows: Places, bags: Bags | None) -> Tensor:
+        """Look rows up. Collective."""
+        values, index = self._shards.read(rows)
+        if bags is None:
+            return self._results.take(values, index)
+        if not len(index):
+            return torch.zeros(bags.num, self.dim, dtype=values.dtype)
+        sums = bag_sums(values, index, bags.offsets)
+        return sums if self.mode == "sum" else sums.div_(bags.counts(values.dtype))
+
+    def _push(self, rows: Places, bags: Bags | None, grad: Tensor) -> None:
+        """Keep gradients until the step. Not collective."""
+        grad = grad.detach().contiguous()
+        if bags is None:
+            keep = np.flatnonzero(rows != self._padding)
+            self._pending.append((rows[keep], keep, grad))
+            return
+        grad = grad if self.mode == "sum" else grad / bags.counts(grad.dtype)
+        self._pending.append((rows, bags.number, grad))
+
+    # -- the step -----------------------------------------------------------------------------
+
+    def set_num_samples(self, num_samples: float, nominal: float = 1.0) -> None:
+        """Say how many samples this rank's loss is the mean of, from the next step on.
+
+        As ``DistributedOptimizer.set_num_samples``: every rank calls it, or none does. Raises
+        ``ConfigError``: the count is not valid.
+        """
+        check_count(num_samples, nominal)
+        self._weight = num_samples / nominal
+
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's own
+        """Forget what backward has kept since the last step. Not collective."""
+        super().zero_grad(set_to_none)
+        self._pending = []
+
+    def step_with(self, optimizer: Optimizer) -> None:
+        """Step whenever an optimizer of torch has stepped, and forget gradients with it.
+
+        For a ``DistributedOptimizer`` ranks count by the samples that it was told of, and
+        ``op=Sum`` sums here, too. Not collective, but every rank calls it.
+        """
+        table, of = weakref.ref(self), weakref.ref(optimizer)
+
+        def stepped(*_: object) -> None:
+            if (one := table()) is not None:
+                one.step()
+
+        def count() -> tuple[float, bool]:
+            reducer = getattr(of(), "_reducer", None)
+            if reducer is None:
+                return 1.0, True
+            return reducer.reduction.count.weight, reducer.reduction.count.average
+
+        forget = optimizer.zero_grad
+
+        def zero_grad(set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's own
+            forget(set_to_none)
+            if (one := table()) is not None:
+                one.zero_grad()
+
+        self._follow = count
+        optimizer.register_step_post_hook(stepped)
+        optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+
+    @torch.no_grad()
+    @eager
+    def step(self) -> None:
+        """Average the gradients that backward has kept, and step their rows. Collective.
+
+        Nothing happens where no rank has looked up a row.
+
+        Raises:
+            MismatchError: another rank does something else, or its step has failed.
+        """
+        pending, self._pending = self._pending, []
+        self._run(lambda: self._step(pending))
+
+    def _step(self, pending: list[tuple[Places, NDArray[np.int64], Tensor]]) -> None:
+        weight, averages = (self._weight, True) if self._follow is None else self._follow()
+        shards = self._shards
+        sums = _joined(pending, weight if averages else 1.0, self.dim, shards.dtype)
+        told = shards.agree("step", None, Told(len(sums), weight))
+        if not any(each.num_rows for each in told):
+            return
+        own = shards.sum_own(sums, told)
+        scale = 1.0 / (sum(each.weight for each in told) or 1.0) if averages else 1.0
+        failure: BaseException | None = None
+        try:
+            self._update(own, scale)
+        except (RuntimeError, MemoryError, ValueError) as error:
+            failure = error
+        shards.agree(
+            "end of step", None if failure is None else f"a step failed: {failure!r:.300}"
+        )
+        self.steps += 1
+
+    def _update(self, sums: RowSums, scale: float) -> None:
+        """Step the rows that this rank owns."""
+        shards = self._shards
+        for first, stop in sums.chunks():
+            rows, grads = sums.rows[first:stop], sums.between(first, stop)
+            places = rows - shards.start
+            values = take(shards.own, places)
+            is_new = shards.is_stored[places] == 0
+            if is_new.any():
+                values[torch.from_numpy(is_new)] = shards.initial(rows[is_new])
+            self._rule.step(values, grads.mul_(scale), shards.state, places, self.steps + 1)
+            put(shards.own, places, values)
+            shards.is_stored[places] = 1
+
+    # -- checkpoints --------------------------------------------------------------------------
+
+    def sharded_state(self) -> dict[str, Any]:
+        """Return rows and state of this rank as pieces, for a checkpoint. Not collective.
+
+        Rows stand in the order of ``id * factor % rows``, which is that of no number of ranks.
+        """
+        return {
+            "steps": self.steps,
+            "lr": self.lr,
+            "tensors": {
+                name: Piece(values, self._shard(values))
+                for name, values in self._tensors().items()
+            },
+        }
+
+    def wanted(self, path: str) -> dict[str, Shard]:
+        """Return what ``load(into=...)`` must read for this rank, of a state at ``path``.
+
+        ``path`` is that of the checkpoint: keys with slashes, ``"model/table"``. Not collective.
+        """
+        tensors = self._tensors().items()
+        return {f"{path}/tensors/{name}": self._shard(values) for name, values in tensors}
+
+    def load_sharded_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from what ``sharded_state`` has returned, on any number of ranks. Collective.
+
+        Raises ``CheckpointError``: it is of another table; on every rank.
+        """
+        comm, own = self._shards.comm, self._tensors()
+        with agreed(comm, CheckpointError):
+            pieces = state.get("tensors", {})
+            if set(pieces) != set(own):
+                raise CheckpointError(
+                    f"a table goes on with the state of its own optimizer, {sorted(own)}, got "
+                    f"{sorted(pieces)}; make it as it was saved"
+                )
+            for name, values in own.items():
+                found = pieces[name]
+                if not isinstance(found, Piece) or found.shard != self._shard(values):
+                    raise CheckpointError(
+                        f"{name} of a table is read in parts, by load(into=table.wanted(path)), "
+                        f"got {type(found).__name__}"
+                    )
+        is_stored = pieces["is_stored"].tensor.bool()
+        for name, values in own.items():
+            found = pieces[name].tensor
+            # What was never stored is not touched: its memory is not taken.
+            values[is_stored] = found[is_stored]
+        self._shards.is_stored[: len(is_stored)] = is_stored.numpy()
+        self.steps, self.lr, self._pending = state["steps"], state["lr"], []
+        comm.barrier()
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """Return what this rank owns, by name."""
+        shards, num = self._shards, self._shards.stop - self._shards.start
+        tensors = {"rows": shards.own, "is_stored": torch.from_numpy(shards.is_stored)}
+        return {name: values[:num] for name, values in {**tensors, **shards.state}.items()}
+
+    def _shard(self, values: Tensor) -> Shard:
+        rest, shards = tuple(values.shape[1:]), self._shards
+        whole, start = (self.num_rows, *rest), (shards.start, *(0 for _ in rest))
+        return Shard(whole, start, tuple(values.shape))
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refuse to be copied: rows are memory of several ranks."""
+        raise ConfigError(
+            "a sharded embedding cannot be copied or pickled; keep its sharded_state() in a "
+            "checkpoint of hpctrain"
+        )
+
+
+class _Lookup(torch.autograd.Function):
+    """Rows that backward keeps gradients for."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, start: Tensor, table: ShardedEmbedding, rows: Places, bags: Bags | None
+    ) -> Tensor:
+        """Look up."""
+        del start
+        ctx.of = table, rows, bags
+        return table._run(lambda: table._pull(rows, bags))  # noqa: SLF001
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None, None]:
+        """Keep."""
+        table, rows, bags = ctx.of
+        table._push(rows, bags, grad)  # noqa: SLF001
+        return None, None, None, None
+
+
+def _joined(
+    pending: list[tuple[Places, NDArray[np.int64], Tensor]],
+    weight: float,
+    dim: int,
+    dtype: torch.dtype,
+) -> RowSums:
+    """Sum gradients of several lookups, times ``weight``."""
+    if not pending or weight == 0.0:  # the mean over no samples is NaN
+        return RowSums(np.empty(0, np.int64), torch.empty(0, dim, dtype=dtype))
+    rows, index, values, base = [], [], [], 0
+    for of_rows, of_index, grad in pending:
+        rows.append(of_rows)
+        index.append(of_index + base)
+        values.append(grad)
+        base += len(grad)
+    grads = values[0] if len(values) == 1 else torch.cat(values)
+    grads = grads if weight == 1.0 else grads * weight
+    return RowSums(np.concatenate(rows), grads, np.concatenate(index))
+
+
+def _check(  # noqa: PLR0913, PLR0917 - what a table is given
+    rows: int,
+    dim: int,
+    mode: str | None,
+    padding_idx: int | None,
+    init: float,
+    dtype: torch.dtype,
+    folder: Path | None,
+) -> None:
+    if type(rows) is not int or type(dim) is not int or not (0 < rows < _MOST_ROWS and dim > 0):
+        raise ConfigError(
+            f"a table has 1 to {_MOST_ROWS - 1} rows of 1 or more, got {rows} x {dim}"
+        )
+    if mode not in (None, "sum", "mean"):
+        raise ConfigError(f"mode is None, sum or mean, got {mode!r}")
+    if padding_idx is not None and not 0 <= padding_idx < rows:
+        raise ConfigError(f"padding_idx is a row from 0 to {rows - 1}, got {padding_idx}")
+    if not 0 <= init < math.inf:
+        raise ConfigError(f"init is at least 0, got {init}")
+    if dtype not in _DTYPES:
+        raise ConfigError(f"rows are torch.float32 or float64, got {dtype}")
+    if folder is not None and not folder.is_dir():
+        raise ConfigError(f"path is a folder of each node, there is no {folder}; make it first")
+
+
+def _end_with_ranks(table: ShardedEmbedding) -> None:
+    """Let a world without lost ranks hear that rows were lost with them."""
+    kept = weakref.ref(table)
+
+    def move() -> None:
+        if kept() is not None:
+            raise RankLostError(
+                "a sharded embedding has lost rows with the ranks that are lost; start again from "
+                "the checkpoint"
+            )
+
+    world.current().rebuild.register(Stage.HOLDERS, move=move)

@@ -1,0 +1,58 @@
+"""Staleness: how old gradients and values are, counted, and the step that a delay allows."""
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+_LOG = logging.getLogger(__name__)
+
+
+def stable_rate(staleness: float, curvature: float = 1.0) -> float:
+    """Return the learning rate below which delayed gradient descent on a quadratic is stable.
+
+    The iteration x(t+1) = x(t) - rate * curvature * x(t - staleness) converges below it and
+    diverges above. Without a delay it is 2 / curvature, with a long one pi / (2 * delay) of that.
+
+    Args:
+        staleness: updates between reading the parameters and applying the gradient, 0 or more.
+        curvature: the largest eigenvalue of the Hessian.
+
+    Source: Levin and May 1976, "A note on difference-delay equations", Theor. Popul. Biol. 9.
+    """
+    return 2.0 * math.sin(math.pi / (2.0 * (2.0 * staleness + 1.0))) / curvature
+
+
+class StalenessHistogram:
+    """Counts of staleness at one rank, and one warning where a rate is too large for it."""
+
+    def __init__(self, curvature: float | None) -> None:
+        """Take the curvature of the loss, None where nobody knows it: then nothing is warned."""
+        self.counts: Counter[int] = Counter()
+        self._curvature, self._has_warned = curvature, False
+
+    def add(self, staleness: int, rates: Iterable[float]) -> None:
+        """Count one, met by steps of these rates."""
+        self.counts[staleness] += 1
+        if self._curvature is None or self._has_warned or not staleness:
+            return
+        most, limit = max(rates, default=0.0), stable_rate(staleness, self._curvature)
+        if most > limit:
+            self._has_warned = True
+            _LOG.warning(
+                "a step of lr=%g is too large for gradients that are %d updates old: on a "
+                "quadratic of curvature %g it diverges above %.4g; take a smaller lr, fewer "
+                "workers or a smaller staleness",
+                *(most, staleness, self._curvature, limit),
+            )
+
+    @property
+    def mean(self) -> float:
+        """The mean of all that were counted; 0 for none."""
+        return mean_of(self.counts)
+
+
+def mean_of(counts: Mapping[int, int]) -> float:
+    """Return the mean of a histogram; 0 for none."""
+    total = sum(counts.values())
+    return sum(value * count for value, count in counts.items()) / total if total else 0.0

@@ -1,0 +1,94 @@
+"""Spare ranks: they wait until they take the place of ranks that are lost.
+
+A launch has ranks that work and ranks that wait, both in one communicator, the workers first. When
+workers die, those that are left revoke it, which wakes who waits; all shrink it together, and the
+first spares come behind the workers that are left: the world keeps its size.
+"""
+
+import platform
+import time
+from typing import cast
+
+from mpi4py import MPI
+
+from hpctrain.comm.liveness import revoke
+from hpctrain.comm.mpi_world import is_loss
+from hpctrain.core.errors import ConfigError, RankLostError
+from hpctrain.core.logs import logger
+
+LOOK_S = 0.05  # between two looks of a spare at what has happened
+END_S = 10.0  # how long the end waits for spares to hear of it
+_LEADER, _END = 0, 1  # number of the rank that tells of the end, and tag
+
+
+class Spares:
+    """The ranks of a launch that work, and those that wait. Where the world recovers."""
+
+    def __init__(self, whole: MPI.Intracomm, num_spares: int) -> None:
+        """Choose who waits, alike on all hosts if that can be. Collective over all ranks.
+
+        Raises ``ConfigError``: fewer than two would work; on every rank.
+        """
+        self._num_workers = whole.size - num_spares
+        if self._num_workers < 2:
+            raise ConfigError(
+                f"spares wait for two ranks or more that work, got {whole.size} ranks with "
+                f"{num_spares} spares; start more ranks, or leave --spares out"
+            )
+        hosts = whole.allgather(platform.node())
+        turns = [(hosts[:rank].count(host), rank) for rank, host in enumerate(hosts)]
+        first = [rank for _, rank in sorted(turns)][: self._num_workers]
+        self._arrange(whole, is_worker=whole.rank in first)
+
+    def _arrange(self, whole: MPI.Intracomm, *, is_worker: bool) -> None:
+        key = whole.rank if is_worker else whole.size + whole.rank
+        self._whole = cast("MPI.Intracomm", whole.Split(0, key))
+        self.is_worker = self._whole.rank < self._num_workers
+        color = 0 if self.is_worker else MPI.UNDEFINED
+        self.workers = cast("MPI.Intracomm", self._whole.Split(color, self._whole.rank))
+        """Those that work; MPI's null communicator on those that wait."""
+
+    def replace(self) -> None:
+        """Let spares take the place of lost workers. Collective over all that are left."""
+        revoke(self._whole)
+        self._arrange(cast("MPI.Intracomm", self._whole.Shrink()), is_worker=self.is_worker)
+
+    def wait(self) -> bool:
+        """Wait until this rank works, True, or the run has ended, False. Not collective.
+
+        Raises ``RankLostError``: all that worked died.
+        """
+        while not self.is_worker:
+            time.sleep(LOOK_S)
+            try:
+                if notice := self._whole.Improbe(_LEADER, _END):
+                    notice.Recv([bytearray(), MPI.BYTE])
+                    return False
+            except MPI.Exception as error:
+                if not is_loss(error):
+                    raise
+                self._check_workers()
+            if self._whole.Is_revoked():
+                self.replace()
+        return True
+
+    def _check_workers(self) -> None:
+        workers = self._whole.Get_group().Incl(range(self._num_workers))
+        lost = MPI.Group.Intersection(workers, self._whole.Get_failed())
+        if lost.size == self._num_workers:
+            raise RankLostError(
+                f"all {lost.size} ranks died that this spare waits for; their last output says why"
+            )
+
+    def end(self) -> None:
+        """Let those who wait know that the run has ended. On rank 0 of the workers alone."""
+        limit = time.monotonic() + END_S
+        for rank in range(self._num_workers, self._whole.size):
+            try:
+                notice = self._whole.Issend([b"", MPI.BYTE], rank, _END)
+                while not notice.Test() and time.monotonic() < limit:
+                    time.sleep(LOOK_S / 10)
+            except MPI.Exception as error:
+                if not is_loss(error):
+                    raise
+                logger.warning("a spare rank died before it was needed")

@@ -1,0 +1,111 @@
+"""Sharded embeddings of a model that is trained: they step beside its optimizer."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hpctrain.async_sgd.sharded_embedding import ShardedEmbedding
+from hpctrain.checkpoint.format.shard import Shard
+from hpctrain.checkpoint.format.state_tree import component
+from hpctrain.checkpoint.inspection import checkpoint_of
+from hpctrain.checkpoint.loading import load
+from hpctrain.comm.agreement import on_root
+from hpctrain.comm.communicator import Communicator
+from hpctrain.core.errors import CheckpointError, ConfigError
+from hpctrain.train.config import RunConfig
+
+
+class Tables:
+    """The sharded embeddings of a model, by name; false where there are none."""
+
+    def __init__(self, model: nn.Module, config: RunConfig) -> None:
+        """Find them. Raises ``ConfigError``: the configuration has what they do not know."""
+        named = model.named_modules()
+        self._tables = {name: m for name, m in named if isinstance(m, ShardedEmbedding)}
+        self._peaks = {name: table.lr for name, table in self._tables.items()}
+        self.factor = 1.0  # of the learning rates, in this step
+        train = config.train
+        refused = {
+            f"train.precision = {train.precision} scales the loss": train.precision == "fp16",
+            "train.reproducible sums gradients by a rule of its own": train.reproducible,
+            "train.ema averages parameters": train.ema > 0,
+            f"sync.method = {config.sync.method} lets ranks part": config.sync.is_local,
+            "[parallel] divides the model": config.parallel.divides,
+            "rollback has no copy of rows": "rollback" in (train.on_non_finite, train.on_spike),
+        }
+        if self and (reason := next((text for text, holds in refused.items() if holds), "")):
+            raise ConfigError(
+                f"a model with ShardedEmbedding steps its rows once for all ranks, and {reason}; "
+                f"leave that out, or take torch.nn.Embedding"
+            )
+
+    def __bool__(self) -> bool:
+        return bool(self._tables)
+
+    def begin(self, num_samples: int, nominal: float) -> None:
+        """Forget gradients, and count by so many samples of this rank in the step to come."""
+        for table in self._tables.values():
+            table.zero_grad()
+            table.set_num_samples(num_samples, nominal)
+
+    @torch.no_grad()
+    def look_up_nothing(self, model: nn.Module, inputs: Tensor, times: int = 1) -> None:
+        """Take part in lookups of ranks that have samples. Collective with their ``forward``.
+
+        Nothing changes: neither running means nor random numbers.
+        """
+        if not self or times < 1:
+            return
+        was_training = model.training
+        model.eval()
+        for _ in range(times):
+            model(inputs[:0])
+        model.train(was_training)
+
+    def step(self) -> None:
+        """Step all, at ``factor`` of their learning rates. Collective."""
+        for name, table in self._tables.items():
+            table.lr = self._peaks[name] * self.factor
+            table.step()
+
+    def state(self) -> dict[str, Any]:
+        """Return what this rank has of each, for a checkpoint."""
+        return {name: table.sharded_state() for name, table in self._tables.items()}
+
+    def wanted(self) -> dict[str, Shard]:
+        """Return what this rank wants of a checkpoint with ``tables``."""
+        found: dict[str, Shard] = {}
+        for name, table in self._tables.items():
+            found |= table.wanted(f"tables/{component(name)}")
+        return found
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from what ``state`` has returned, on any number of ranks. Collective."""
+        for name, table in self._tables.items():
+            if name not in state:
+                raise CheckpointError(
+                    f"the checkpoint has no table {name}; go on with the model that it is of"
+                )
+            table.load_sharded_state(state[name])
+
+    def load(self, source: Path, comm: Communicator) -> None:
+        """Begin with the rows of a run or a checkpoint. Collective.
+
+        Raises ``MismatchError``: ``source`` is none; on all ranks.
+        """
+        if not self:
+            return
+
+        def find() -> Path:
+            if not source.is_dir():
+                raise ConfigError(
+                    f"model.init_from of a model with ShardedEmbedding is a run or a checkpoint "
+                    f"of one, got {source}, a file without rows; name its folder"
+                )
+            return checkpoint_of(source, "last")
+
+        loaded = load(on_root(comm, find), comm, into=self.wanted())
+        self.restore(loaded.state["tables"])

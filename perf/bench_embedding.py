@@ -1,0 +1,268 @@
+"""Rows of a sharded embedding: looked up and stepped, beside MPI by hand and others.
+
+    hpctrain launch -n 2 -- python perf/bench_embedding.py [--json FILE] [--large]
+
+Each rank looks up ``ROWS`` distinct rows of ``DIM`` float32 numbers of a table of ``TABLE`` rows,
+in random order, of which about every second row lies elsewhere; and gives back as many gradients.
+
+* ``copy``: one copy of as many bytes into memory that is mapped already, the least that is needed;
+* ``by hand``: what one writes with mpi4py and numpy: ids sorted by owner, ``Alltoallv`` of ids, of
+  rows, of gradients; the owner's sums by ``numpy.unique`` and ``index_add_``, and plain descent;
+* ``DDP``: a sparse ``nn.Embedding`` on every rank, whose gradients gloo gathers;
+* ``torchrec``: row-wise shards over gloo, where it is installed.
+
+They take turns; ratios are the time of a peer over ours. With ``--large`` instead: steps of 1000
+rows in tables of 10^5 to 10^8 rows of 16 numbers, which take turns, too.
+"""
+
+import sys
+
+import numpy as np
+import torch
+from measure import arguments, interleave, median, report
+from mpi4py import MPI
+from peers import start_gloo, stop_gloo
+from table import spread
+from torch import nn
+
+import hpctrain as hvd
+
+TABLE, ROWS, DIM, LR = 1_000_000, 100_000, 64, 0.1
+LARGE_DIM, LARGE_ROWS, FEW = 16, 100_000_000, 1000
+COMM = MPI.COMM_WORLD
+
+
+class ByHand:
+    """A table of which every rank has a range, with MPI's collectives."""
+
+    def __init__(self) -> None:
+        self.per_rank = -(-TABLE // COMM.size)
+        self.rows = torch.rand(self.per_rank, DIM).numpy()
+
+    def pull(self, ids):
+        """Return rows."""
+        owners = ids // self.per_rank
+        self.order = np.argsort(owners, kind="stable")
+        self.sent = np.bincount(owners, minlength=COMM.size)
+        self.heard = np.empty_like(self.sent)
+        COMM.Alltoall(self.sent, self.heard)
+        self.asked = np.empty(self.heard.sum(), np.int64)
+        COMM.Alltoallv([ids[self.order], self.sent], [self.asked, self.heard])
+        self.asked -= COMM.rank * self.per_rank
+        came, found = (np.empty((len(ids), DIM), np.float32) for _ in range(2))
+        COMM.Alltoallv([self.rows[self.asked], self.heard * DIM], [came, self.sent * DIM])
+        found[self.order] = came
+        return found
+
+    def push(self, grads):
+        """Sum and step, after a pull of the same ids."""
+        came = np.empty((len(self.asked), DIM), np.float32)
+        COMM.Alltoallv([grads[self.order], self.sent * DIM], [came, self.heard * DIM])
+        rows, index = np.unique(self.asked, return_inverse=True)
+        sums = torch.zeros(len(rows), DIM)
+        sums.index_add_(0, torch.from_numpy(index), torch.from_numpy(came))
+        self.rows[rows] -= (LR / COMM.size) * sums.numpy()
+
+
+def of_ours(table, ids, grads):
+    """Return pull and push of ours."""
+    found = []
+
+    def pull():
+        found[:] = [table(ids)]
+
+    def push():
+        found[0].backward(grads)
+        table.step()
+
+    return pull, push
+
+
+def of_hand(by_hand, ids, grads):
+    """Return pull and push by hand."""
+    return lambda: by_hand.pull(ids), lambda: by_hand.push(grads.numpy())
+
+
+def of_ddp(ids, grads):
+    """Return pull and push of a replicated table, whose sparse gradients DDP gathers."""
+    table = nn.Embedding(TABLE, DIM, sparse=True)
+    model = nn.parallel.DistributedDataParallel(table)
+    optimizer = torch.optim.SGD(table.parameters(), lr=LR)
+    found = []
+
+    def pull():
+        found[:] = [model(ids)]
+
+    def push():
+        found[0].backward(grads)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return pull, push
+
+
+def of_torchrec(ids, grads):
+    """Return pull and push of torchrec's row-wise shards; None where it is not installed."""
+    try:
+        model = _row_wise()
+    except (ImportError, OSError) as error:
+        return str(error).splitlines()[0]
+    from torchrec import KeyedJaggedTensor  # noqa: PLC0415 - only where it is there
+
+    lengths = torch.ones(len(ids), dtype=torch.int64)
+    features = KeyedJaggedTensor.from_lengths_sync(["ids"], ids, lengths)
+    found = []
+
+    def pull():
+        found[:] = [model(features)["ids"].values()]
+
+    def push():
+        found[0].backward(grads)
+
+    return pull, push
+
+
+def _row_wise():
+    """Return torchrec's table."""
+    import fbgemm_gpu  # noqa: F401, PLC0415 - only where it is there
+    import torch.distributed as dist  # noqa: PLC0415
+    from torchrec import EmbeddingCollection, EmbeddingConfig  # noqa: PLC0415
+    from torchrec.distributed import DistributedModelParallel, planner  # noqa: PLC0415
+    from torchrec.distributed.embedding import EmbeddingCollectionSharder  # noqa: PLC0415
+    from torchrec.distributed.types import ShardingEnv  # noqa: PLC0415
+    from torchrec.optim.apply_optimizer_in_backward import (  # noqa: PLC0415
+        apply_optimizer_in_backward,
+    )
+
+    config = EmbeddingConfig(
+        name="table", embedding_dim=DIM, num_embeddings=TABLE, feature_names=["ids"]
+    )
+    tables = EmbeddingCollection(tables=[config], device=torch.device("meta"))
+    apply_optimizer_in_backward(torch.optim.SGD, tables.parameters(), {"lr": LR})
+    sharder, rows = EmbeddingCollectionSharder(), ["row_wise"]
+    planning = planner.EmbeddingShardingPlanner(
+        topology=planner.Topology(world_size=COMM.size, compute_device="cpu"),
+        constraints={"table": planner.ParameterConstraints(sharding_types=rows)},
+    )
+    return DistributedModelParallel(
+        tables,
+        env=ShardingEnv.from_process_group(dist.group.WORLD),
+        device=torch.device("cpu"),
+        plan=planning.collective_plan(tables, [sharder], dist.group.WORLD),
+        sharders=[sharder],
+    )
+
+
+def measure(rounds: int, json_file) -> None:
+    """Time all ways of looking up and of stepping."""
+    random = np.random.default_rng(COMM.rank)
+    ids = random.choice(TABLE, ROWS, replace=False)
+    tensor, grads = torch.from_numpy(ids), torch.rand(ROWS, DIM)
+    table = hvd.ShardedEmbedding(TABLE, DIM, optimizer="sgd", lr=LR)
+    by_hand = ByHand()
+    check(table, by_hand, ids)
+    ways = {"ours": of_ours(table, tensor, grads), "by hand": of_hand(by_hand, ids, grads)}
+    target, source = torch.empty(ROWS, DIM), torch.rand(ROWS, DIM)
+    ways["copy"] = (lambda: target.copy_(source),) * 2
+    for name, make in {"DDP": of_ddp, "torchrec": of_torchrec}.items():
+        made = make(tensor, grads)
+        if isinstance(made, str):
+            sys.stderr.write(f"{name} is left out: {made}\n" * (COMM.rank == 0))
+        else:
+            ways[name] = made
+    pulls = {name: pull for name, (pull, _) in ways.items()}
+    pushes = {name: push for name, (_, push) in ways.items()}
+    looked_up = interleave(pulls, rounds=rounds, repetitions=3)
+
+    stepped: dict[str, list[float]] = {name: [] for name in pushes}
+    for _ in range(rounds):
+        for name, push in pushes.items():
+            how = {"rounds": 1, "repetitions": 3, "prepare": pulls[name]}
+            stepped[name] += interleave({name: push}, **how)[name]
+    rows, ratios, spreads = [], {}, {}
+    for what, seconds in (("look up", looked_up), ("step", stepped)):
+        middle = {name: median(times) for name, times in seconds.items()}
+        rows.append({"what": what, **{f"{name} ms": s * 1e3 for name, s in middle.items()}})
+        for name in [*middle][1:]:
+            ratios[f"{name} / ours, {what}"] = middle[name] / middle["ours"]
+            spreads[f"{name} / ours, {what}"] = spread(seconds[name], seconds["ours"], rounds)
+    title = f"{ROWS} rows of {DIM} float32, {COMM.size} ranks on one node"
+    report(title, rows, ratios, json_file, spreads)
+
+
+def check(table, by_hand, ids) -> None:
+    """Stop if a step of ours, and one by hand, do not change the same rows alike."""
+    grads = np.random.default_rng(COMM.rank).random((ROWS, DIM), np.float32)
+    before = table(torch.from_numpy(ids)), torch.from_numpy(by_hand.pull(ids))
+    table.zero_grad()
+    table(torch.from_numpy(ids)).backward(torch.from_numpy(grads))
+    table.step()
+    by_hand.push(grads)
+    after = table(torch.from_numpy(ids)), torch.from_numpy(by_hand.pull(ids))
+    moved, exact = (
+        late.detach() - early.detach() for early, late in zip(before, after, strict=True)
+    )
+    hvd.current().comm.agree(bool((moved - exact).abs().max() < 1e-5), "the steps differ")
+
+
+def measure_large(rounds: int, json_file) -> None:
+    """Time steps in tables of several sizes, on rows all over them, and tell the memory."""
+    sizes = [100_000, 10_000_000, LARGE_ROWS]
+    tables = {n: hvd.ShardedEmbedding(n, LARGE_DIM, optimizer="adagrad") for n in sizes}
+    grads = torch.rand(FEW, LARGE_DIM)
+    batches = {
+        n: [
+            torch.from_numpy(np.random.default_rng(COMM.rank + 9 * i).integers(0, n, FEW))
+            for i in range(8)
+        ]
+        for n in sizes
+    }
+
+    def step(num_rows: int):
+        numbers = iter(range(1 << 60))
+
+        def work() -> None:
+            tables[num_rows](batches[num_rows][next(numbers) % 8]).backward(grads)
+            tables[num_rows].step()
+
+        return work
+
+    seconds = interleave(
+        {f"{n}": step(n) for n in sizes}, rounds=rounds, repetitions=64, warm_up=16
+    )
+    middle = {name: median(times) for name, times in seconds.items()}
+    rows = [{"rows": name, "step ms": value * 1e3} for name, value in middle.items()]
+    first, *others = middle
+    ratios = {f"{name} rows / {first} rows": middle[name] / middle[first] for name in others}
+    spreads = {
+        f"{name} rows / {first} rows": spread(seconds[name], seconds[first], rounds)
+        for name in others
+    }
+    resident = COMM.gather(_resident_mib())
+    sys.stderr.write(f"resident MiB of each rank: {resident}\n" * (COMM.rank == 0))
+    title = f"steps of {FEW} rows of {LARGE_DIM} float32 and Adagrad's state, {COMM.size} ranks"
+    report(title, rows, ratios, json_file, spreads)
+
+
+def _resident_mib() -> int:
+    text = open("/proc/self/status").read()  # noqa: SIM115, PTH123 - of this process
+    return int(text.split("VmRSS:")[1].split()[0]) // 1024
+
+
+def main() -> None:
+    """Measure, print the table, write the JSON file."""
+    parser = arguments(__doc__.splitlines()[0])
+    parser.add_argument("--large", action="store_true", help="tables of up to 10^8 rows")
+    options = parser.parse_args()
+    hvd.init()
+    torch.set_num_threads(1)
+    if options.large:
+        measure_large(options.rounds, options.json)
+        return
+    start_gloo()
+    measure(options.rounds, options.json)
+    stop_gloo()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""Bounded staleness where ranks stumble: steps per second by the bound.
+
+    hpctrain launch -n 8 -- python perf/bench_ssp.py [--json FILE]
+
+Each step sleeps, for 20 ms or, by chance in 5 % of the steps of each rank, for 200 ms, and then
+goes to the parameter servers, which lie on all ranks, with a model of 20,000 parameters. So ranks
+that outnumber cores are fair. All bounds run in turn on the same draws. ``simulated`` has the same
+draws without any cost of communication: the end of step c of a rank is that of its own step before
+or of the slowest rank's step c - staleness - 1, whichever is later, and its sleep.
+
+``async`` is ``AsyncSGD``, whose ranks wait for nobody. The rank that is slow changes: one that is
+slow for good slows all ranks down at any bound.
+"""
+
+import time
+from typing import Any
+
+import numpy as np
+import torch
+from measure import arguments, interleave, median, report
+from torch import nn
+
+import hpctrain as hvd
+
+SHORT_S, LONG_S, CHANCE = 0.020, 0.200, 0.05
+BOUNDS = (0, 2, 4, 8)
+
+
+class Run:
+    """Steps under one bound, None for asynchronous ones; draws are those of its turn."""
+
+    def __init__(self, bound: int | None, num_steps: int) -> None:
+        """Build the model."""
+        self.bound, self.num_steps, self.turn, self.most = bound, num_steps, 0, 0
+        self.model = nn.Sequential(nn.Linear(100, 100), nn.Linear(100, 100))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-4)
+        self.simulated: list[float] = []
+
+    def __call__(self) -> None:
+        """Take all steps of a turn."""
+        sleeps = draws(self.turn, self.num_steps)
+        self.turn += 1
+        self.simulated.append(simulated_s(sleeps, self.bound))
+        for p in self.model.parameters():
+            p.grad = torch.ones_like(p)
+        if self.bound is None:
+            method: Any = hvd.AsyncSGD(self.model, self.optimizer)
+        else:
+            method = hvd.StaleSynchronous(self.model, self.optimizer, self.bound)
+        with method:
+            for sleep_s in sleeps[:, hvd.rank()]:
+                time.sleep(float(sleep_s))
+                self.optimizer.step()
+        self.most = max([self.most, *method.total_histogram()])
+
+
+def draws(turn: int, num_steps: int) -> np.ndarray:
+    """Return the sleeps of all steps and ranks."""
+    slow = np.random.default_rng(turn).random((num_steps, hvd.size())) < CHANCE
+    return np.where(slow, LONG_S, SHORT_S)
+
+
+def simulated_s(sleeps: np.ndarray, bound: int | None) -> float:
+    """Return the time of all steps where communication costs nothing."""
+    ends = np.zeros((len(sleeps) + 1, sleeps.shape[1]))
+    for step, of_ranks in enumerate(sleeps):
+        begins = ends[step]
+        if bound is not None and step >= bound:
+            begins = np.maximum(begins, ends[step - bound].max())
+        ends[step + 1] = begins + of_ranks
+    return float(ends[-1].max())
+
+
+def main() -> None:
+    """Measure all bounds in turn, print the table, write the JSON file."""
+    parser = arguments(__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=100, help="steps of each rank in each turn")
+    options = parser.parse_args()
+    hvd.init()
+    torch.set_num_threads(1)
+    runs = {f"staleness {s}": Run(s, options.steps) for s in BOUNDS}
+    runs["async"] = Run(None, options.steps)
+    seconds = interleave(runs, rounds=options.rounds, warm_up=0)
+    base = seconds["staleness 0"]
+    rows, ratios = [], {}
+    for name, times in seconds.items():
+        of_turns = [slow / fast for slow, fast in zip(base, times, strict=True)]
+        simulated = runs["staleness 0"].simulated
+        expected = [a / b for a, b in zip(simulated, runs[name].simulated, strict=True)]
+        row = {
+            "bound": name,
+            "steps/s": options.steps / median(times),
+            "/ staleness 0": median(of_turns),
+            "simulated": median(expected),
+            "staleness met": runs[name].most,
+        }
+        rows.append(row)
+        ratios[f"{name} / staleness 0"] = row["/ staleness 0"]
+    report("bounded staleness where ranks stumble", rows, ratios, options.json)
+    hvd.shutdown()
+
+
+if __name__ == "__main__":
+    main()

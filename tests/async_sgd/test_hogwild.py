@@ -1,0 +1,127 @@
+"""``Hogwild``: as good as serial steps on sparse problems, and it knows what it has lost."""
+
+import pytest
+import torch
+from torch import nn
+
+from hpctrain.core.errors import ConfigError
+from tests.gradients.training import ONE_NODE
+from tests.local_sgd.local_methods import num_kinds, weights_of
+
+ROWS, FEATURES, PER_ROW = 4000, 2000, 3
+
+
+def sparse_problem():
+    """Return which three features each row has, their values, and targets with a little noise."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(FEATURES, (ROWS, PER_ROW), generator=generator)
+    values = torch.randn(ROWS, PER_ROW, generator=generator, dtype=torch.float64)
+    truth = torch.randn(FEATURES, generator=generator, dtype=torch.float64)
+    noise = torch.randn(ROWS, generator=generator, dtype=torch.float64)
+    return ids, values, (truth[ids] * values).sum(1) + 0.3 * noise
+
+
+class Linear(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        table = torch.zeros(FEATURES, 1, dtype=torch.float64)
+        self.weight = nn.Embedding.from_pretrained(table, freeze=False, sparse=True)
+
+    def forward(self, ids, values):
+        return (self.weight(ids)[..., 0] * values).sum(1)
+
+
+def learn(model, optimizer, problem, order) -> None:
+    ids, values, targets = problem
+    for rows in order.split(4):
+        optimizer.zero_grad()
+        (model(ids[rows], values[rows]) - targets[rows]).square().sum().div(2).backward()
+        optimizer.step()
+
+
+def loss_of(model, problem) -> float:
+    ids, values, targets = problem
+    return (model(ids, values) - targets).square().mean().item()
+
+
+def order_of(epochs: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.cat([torch.randperm(ROWS, generator=generator) for _ in range(epochs)])
+
+
+@ONE_NODE
+@pytest.mark.ranks(2, 4)
+def test_a_sparse_problem_ends_as_serial_steps_end_it(hvd, world):
+    problem, order = sparse_problem(), order_of(2)
+    serial = Linear()
+    learn(serial, torch.optim.SGD(serial.parameters(), lr=0.1), problem, order)
+    model = Linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with hvd.Hogwild(model, optimizer) as method:
+        learn(model, optimizer, problem, order[world.rank :: world.size])
+        lost = method.lost_updates()
+    assert num_kinds(world, weights_of(model)) == 1
+    assert loss_of(model, problem) < 1.05 * loss_of(serial, problem) < 0.5
+    assert 0 <= lost.components <= FEATURES
+    assert lost.updates > len(order)
+    assert lost.share < 0.02
+
+
+@ONE_NODE
+@pytest.mark.ranks(2, 3)
+def test_what_is_lost_is_counted(hvd, world):
+    """Rank 1 adds what nobody knows of, to two elements: exactly these are found."""
+    model = Linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with hvd.Hogwild(model, optimizer) as method:
+        grad = torch.zeros(FEATURES, 1, dtype=torch.float64)
+        grad[world.rank * 10 : world.rank * 10 + 10] = -1.0
+        model.weight.weight.grad = grad.to_sparse(1)
+        optimizer.step()
+        assert method.lost_updates() == (0, 10 * world.size, 0.0)
+        if world.rank == 1:
+            with torch.no_grad():
+                model.weight.weight[10:12] -= 1.0  # two updates of its own are gone
+        found = method.lost_updates()
+        assert found.components == 2
+        assert found.share == pytest.approx(2 / (10 * world.size))
+    assert model.weight.weight.sum().item() == 10 * world.size - 2
+
+
+@ONE_NODE
+@pytest.mark.ranks(2)
+def test_steps_of_one_rank_are_seen_by_the_other_at_once_and_by_nobody_after_the_block(hvd, world):
+    model = Linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with hvd.Hogwild(model, optimizer, counts=False) as method:
+        if world.rank == 0:
+            model.weight.weight.grad = torch.full((FEATURES, 1), -1.0, dtype=torch.float64)
+            optimizer.step()
+        world.barrier()
+        assert weights_of(model).unique().tolist() == [1.0]
+        with pytest.raises(ConfigError, match="counts"):
+            method.lost_updates()
+    if world.rank == 0:
+        optimizer.step()
+    world.barrier()
+    assert weights_of(model).unique().tolist() == [2.0 - world.rank]
+
+
+@ONE_NODE
+@pytest.mark.ranks(2)
+def test_what_is_out_of_its_theory_is_refused_on_all_ranks(hvd, world):
+    model = Linear()
+    for optimizer in (
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+        torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1 * world.rank),
+        torch.optim.Adam(model.parameters()),
+    ):
+        with pytest.raises(ConfigError):
+            hvd.Hogwild(model, optimizer)
+
+
+@pytest.mark.ranks(2)
+def test_several_nodes_are_refused(hvd_nodes):
+    model = Linear()
+    with pytest.raises(ConfigError, match="on one node"):
+        hvd_nodes.Hogwild(model, torch.optim.SGD(model.parameters(), lr=0.1))

@@ -1,0 +1,232 @@
+"""A sharded embedding equals one process with the joined batch, whatever the ranks look up."""
+
+import copy
+import pickle
+import zlib
+
+import pytest
+import torch
+from torch import nn
+
+import hpctrain as hvd
+from hpctrain.core.errors import ConfigError, MismatchError
+from tests.async_sgd.embedding_oracle import DIM, OPTIMIZERS, ROWS, copy_of, ids_of, model_of
+
+SIZES = pytest.mark.ranks(1, 2, 3, 4)
+MANY = pytest.mark.ranks(2, 4)
+
+
+def make_table(hvd, optimizer="sgd", **options):
+    how = {"lr": 0.1, "dtype": torch.float64, "seed": 5, **options}
+    return hvd.ShardedEmbedding(ROWS, DIM, optimizer=optimizer, **how)
+
+
+def alone_of(table, optimizer, lr=0.1, **options):
+    """Return a model of torch with the same rows, and its optimizers."""
+    kind = nn.EmbeddingBag if "mode" in options else nn.Embedding
+    whole = kind(ROWS, DIM, sparse=True, **options).double()
+    with torch.no_grad():
+        whole.weight.copy_(copy_of(table))
+    model = model_of(whole)
+    steps = [OPTIMIZERS[optimizer]([whole.weight], lr=lr)]
+    return model, [*steps, torch.optim.SGD(model[1].parameters(), lr=0.1)]
+
+
+def loss_of(model, ids):
+    return model[1](model[0](ids)).square().mean()
+
+
+def same_rows(table, whole):
+    torch.testing.assert_close(copy_of(table), whole.weight.detach(), rtol=0, atol=1e-12)
+
+
+@SIZES
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "adam"])
+def test_ranks_take_the_step_of_one_process_with_the_joined_batch(hvd_nodes, optimizer):
+    hvd = hvd_nodes
+    model = model_of(make_table(hvd, optimizer))
+    alone, steps = alone_of(model[0], optimizer)
+    dense = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    model[0].step_with(dense)
+    for step in range(5):
+        dense.zero_grad()
+        loss_of(model, ids_of(hvd.rank(), step)).backward()
+        dense.step()
+        for one in steps:
+            one.zero_grad()
+        loss_of(alone, torch.cat([ids_of(rank, step) for rank in range(hvd.size())])).backward()
+        for one in steps:
+            one.step()
+    same_rows(model[0], alone[0])
+    for mine, exact in zip(model[1].parameters(), alone[1].parameters(), strict=True):
+        torch.testing.assert_close(mine, exact, rtol=0, atol=1e-12)
+
+
+@SIZES
+def test_first_rows_do_not_depend_on_the_number_of_ranks(hvd_nodes):
+    rows = copy_of(make_table(hvd_nodes, padding_idx=7))
+    assert rows[7].tolist() == [0.0, 0.0, 0.0]
+    assert zlib.crc32(rows.numpy().tobytes()) == 3664318126
+    assert rows.min() >= -0.05
+    assert rows.max() < 0.05
+    assert abs(rows.mean()) < 1e-3
+    assert rows.std() == pytest.approx(0.1 / 12**0.5, rel=0.02)
+    other = copy_of(make_table(hvd_nodes, seed=6))
+    assert (other != rows).float().mean() > 0.99
+
+
+@SIZES
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+def test_bags_are_those_of_torch_on_the_joined_batch(hvd_nodes, mode):
+    hvd = hvd_nodes
+    how = {"mode": mode, "padding_idx": 7}
+    table, rows = make_table(hvd, **how), make_table(hvd, padding_idx=7)
+    whole = nn.EmbeddingBag(ROWS, DIM, sparse=True, **how).double()
+    with torch.no_grad():
+        whole.weight.copy_(copy_of(rows))
+    optimizer = torch.optim.SGD(whole.parameters(), lr=0.1)
+
+    def bags_of(rank, step):
+        """Return ids and where bags begin: some are empty, some of padding alone."""
+        ids = ids_of(rank, step, 9)
+        ids[[0, 3, 4]] = 7
+        return (ids, torch.tensor([0, 2, 2, 3, 5, 9])) if step else (ids.view(3, 3), None)
+
+    for step in range(3):
+        ids, offsets = bags_of(hvd.rank(), step)
+        found = table(ids, offsets)
+        with torch.no_grad():
+            torch.testing.assert_close(found, whole(ids, offsets), rtol=0, atol=1e-12)
+        found.square().sum().backward()
+        table.step()
+        optimizer.zero_grad()
+        for rank in range(hvd.size()):
+            (whole(*bags_of(rank, step)).square().sum() / hvd.size()).backward()
+        optimizer.step()
+    ids = torch.arange(ROWS)
+    torch.testing.assert_close(table(ids[:, None]), whole(ids[:, None]), rtol=0, atol=1e-12)
+
+
+@SIZES
+@pytest.mark.parametrize("how", ["default", "thread", "flat"])
+def test_lookups_of_a_step_add_up_and_ranks_count_by_their_samples(
+    worlds, monkeypatch, world, how
+):
+    """Rank 0 has no samples; others look up twice, in two passes, more than fits at first."""
+    if how == "flat":
+        monkeypatch.setenv("HPCTRAIN_SHARED_MEMORY", "off")
+    worlds.leave()
+    worlds.enter(None if world.size < 3 else 2, "thread" if how == "thread" else "")
+    table = make_table(hvd, "adagrad", padding_idx=9)
+    alone, steps = alone_of(table, "adagrad", padding_idx=9)
+
+    def parts_of(rank, step):
+        num = 0 if rank == 0 and hvd.size() > 1 else 7 + rank
+        return ids_of(rank, step, num, 2), torch.randint(0, ROWS, (2 * num, 400), generator=None)
+
+    def loss_over(look, rank, step):
+        torch.manual_seed(rank + 10 * step)
+        first, second = parts_of(rank, step)
+        found = look(first), look(second)
+        return found[0].square().sum() + found[1].sin().sum(), len(first)
+
+    nums = [len(parts_of(rank, 0)[0]) for rank in range(hvd.size())]
+    for step in range(2):
+        table.set_num_samples(nums[hvd.rank()])
+        for number in range(2):
+            loss, num = loss_over(table, hvd.rank(), step + 5 * number)
+            (loss / num if num else loss).backward()
+        table.step()
+        steps[0].zero_grad()
+        for rank in range(hvd.size()):
+            for number in range(2):
+                (loss_over(alone[0], rank, step + 5 * number)[0] / sum(nums)).backward()
+        steps[0].step()
+    assert table.steps == 2
+    same_rows(table, alone[0])
+    worlds.leave()
+
+
+@MANY
+def test_what_is_not_looked_up_for_a_step_changes_nothing(hvd_nodes):
+    table = make_table(hvd_nodes, "adam")
+    before = copy_of(table)
+    table.eval()
+    with torch.no_grad():
+        table(torch.tensor([1, 2]))
+    table(torch.tensor([3])).sum()  # no backward
+    table(torch.tensor([4])).sum().backward()
+    table.zero_grad()
+    table.step()
+    assert table.steps == 0
+    assert torch.equal(copy_of(table), before)
+    assert [*table.parameters()] == [] == [*table.state_dict()]
+
+
+@MANY
+def test_results_do_not_depend_on_timing(hvd_nodes, jitter):
+    def rows_after():
+        table = make_table(hvd_nodes, "adam", dtype=torch.float32)
+        for step in range(4):
+            table(ids_of(hvd_nodes.rank(), step, 50)).square().sum().backward()
+            table.step()
+        return copy_of(table)
+
+    in_time = rows_after()
+    sleeps = jitter()
+    assert torch.equal(rows_after(), in_time)
+    assert sleeps.num_sleeps
+
+
+@MANY
+def test_what_one_rank_does_wrong_all_ranks_hear_of(hvd_nodes):
+    hvd = hvd_nodes
+    table, other = make_table(hvd), make_table(hvd)
+    first = hvd.rank() == 0
+
+    def all_hear(function, text, error=MismatchError):
+        with pytest.raises(error, match=text):
+            function()
+
+    wrong = torch.tensor([ROWS]) if first else torch.tensor([0])
+    all_hear(lambda: table(wrong), "rank 0: ids must be from 0 to 4999, got 5000")
+    wrong = torch.tensor([-1]) if first else torch.tensor([0])
+    all_hear(lambda: table(wrong), "got -1")
+    wrong = [0] if first else torch.tensor([0])
+    all_hear(lambda: table(wrong), "rank 0: ids are a dense tensor of integers, got list")
+    wrong = torch.tensor([0.5]) if first else torch.tensor([0])
+    all_hear(lambda: table(wrong), "got torch.float32")
+    all_hear(lambda: (table if first else other)(torch.tensor([0])), "lookup of table")
+    all_hear(lambda: table(torch.tensor([0])) if first else table.step(), "step of table")
+    all_hear(lambda: make_table(hvd, lr=0.1 + first), "a table must be the same", MismatchError)
+    all_hear(
+        lambda: make_table(hvd, optimizer="adagard" if first else "sgd"), "adagard", ConfigError
+    )
+    for wrong in ({"padding_idx": ROWS}, {"mode": "max"}, {"betas": (0, 0)}, {"lr": -1.0}):
+        all_hear(lambda how=wrong: make_table(hvd, **how), "got|betas", ConfigError)
+    for wrong in (copy.deepcopy, pickle.dumps):
+        all_hear(lambda do=wrong: do(table), "cannot be copied", ConfigError)
+    assert table(torch.tensor([1])).shape == (1, DIM)  # all goes on
+
+
+@MANY
+def test_a_table_beyond_memory_or_disk_is_refused_on_all_ranks(hvd_nodes, tmp_path):
+    make = hvd_nodes.ShardedEmbedding
+    with pytest.raises(hvd_nodes.NodeMemoryError, match="of memory on this node"):
+        make(2**31 - 1, 1 << 20)
+    with pytest.raises(hvd_nodes.NodeMemoryError, match=r"cannot reserve .* of the folder"):
+        make(2**31 - 1, 1 << 16, path=tmp_path)
+    with pytest.raises(ConfigError, match="there is no"):
+        make(10, 2, path=tmp_path / "nothing")
+
+
+@MANY
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_rows_on_disk_are_those_in_memory(hvd_nodes, tmp_path, optimizer):
+    tables = [make_table(hvd_nodes, optimizer, path=path) for path in (None, tmp_path)]
+    assert not [*tmp_path.iterdir()]
+    for table in tables:
+        for step in range(3):
+            table(ids_of(hvd_nodes.rank(), step)).square().sum().backward()
+            table.step()
+    assert torch.equal(*map(copy_of, tables))

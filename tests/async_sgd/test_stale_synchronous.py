@@ -1,0 +1,397 @@
+"""``StaleSynchronous``: equal to synchronous SGD without staleness, bounded with it."""
+
+import os
+import random
+import time
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from hpctrain.core.errors import CommError, ConfigError, MismatchError
+from tests.gradients.training import (
+    EVERY_SIZE,
+    LAST,
+    MANY,
+    global_batch,
+    largest_difference,
+    make_model,
+    part_of,
+    sgd,
+    train_alone,
+)
+from tests.local_sgd.local_methods import weights_of
+
+READS = int(os.environ.get("HPCTRAIN_TEST_READS", "0"))
+"""Reads of all ranks together, of each bound; 0 for a few."""
+
+OPTIMIZERS = {
+    "momentum": sgd,
+    "adam": lambda model: torch.optim.AdamW(model.parameters(), lr=0.01),
+    "groups": lambda model: torch.optim.RMSprop(
+        [
+            {"params": list(model[0].parameters()), "lr": 0.002},
+            {"params": list(model[2].parameters())},
+            {"params": list(model[4].parameters()), "weight_decay": 0.1},
+        ],
+        lr=0.001,
+    ),
+}
+
+
+def train(hvd, model, optimizer, first, last):
+    dtype = next(model.parameters()).dtype
+    for step in range(first, last):
+        images, labels = part_of(global_batch(step, dtype), hvd.rank(), hvd.size())
+        optimizer.zero_grad()
+        cross_entropy(model(images), labels).backward()
+        optimizer.step()
+
+
+@EVERY_SIZE
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
+def test_without_staleness_it_is_the_distributed_optimizer_to_the_bit(hvd, per_node, name, dtype):
+    ours, theirs = make_model(dtype), make_model(dtype)
+    optimizer = OPTIMIZERS[name](ours)
+    with hvd.StaleSynchronous(ours, optimizer, 0) as method:
+        train(hvd, ours, optimizer, 0, 12)
+    reference = hvd.DistributedOptimizer(OPTIMIZERS[name](theirs), theirs.named_parameters())
+    train(hvd, theirs, reference, 0, 12)
+    gap = largest_difference(ours, theirs)
+    one_order = per_node is None or hvd.size() < 3  # between nodes the sum has another order
+    assert gap == 0 if one_order else gap < (1e-12 if dtype is torch.float64 else 1e-4)
+    assert method.staleness_histogram in ({0: 12}, {})
+    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        for key, value in optimizer.state[one].items():
+            same = torch.equal(
+                torch.as_tensor(value), torch.as_tensor(reference.state[other][key])
+            )
+            assert same or not one_order, key
+
+
+class Ages(nn.Module):
+    """One weight for each rank, which that rank alone raises by one in every step.
+
+    So the values say which updates are in them.
+    """
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(size, dtype=torch.float64))
+
+
+def ages_of_reads(hvd, staleness: int, num_steps: int, pause, **options):
+    """Take steps; yield this rank's clock and, by rank, the updates that its values have."""
+    model = Ages(hvd.size())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with hvd.StaleSynchronous(model, optimizer, staleness, **options) as method:
+        workers = len(method.workers)
+        for step in range(num_steps if method.is_worker else 0):
+            pause(step)
+            yield step, [round(age) for age in (model.weight.detach() * workers).tolist()], method
+            optimizer.zero_grad()
+            model.weight.grad = torch.zeros_like(model.weight)
+            model.weight.grad[hvd.rank()] = -1.0
+            optimizer.step()
+    ages = [round(age) for age in (model.weight.detach() * workers).tolist()]
+    assert all(ages[rank] == num_steps for rank in method.workers), ages  # nothing was lost
+
+
+def check_bound(hvd, world, staleness, num_steps, pause, **options):
+    """Hold every read against the rule; return how far apart this rank has seen others."""
+    size, ahead, method = hvd.size(), 0, None
+    for clock, ages, method in ages_of_reads(hvd, staleness, num_steps, pause, **options):
+        others = [ages[rank] for rank in method.workers]
+        assert min(others) >= clock - staleness, (clock, ages)  # all that is old enough
+        assert max(others) <= clock, (clock, ages)  # nothing of later steps
+        assert ages[hvd.rank()] == clock  # its own
+        ahead = max(ahead, clock - min(others))
+    counts = method.staleness_histogram if method and size > 1 else {}
+    assert all(0 <= key <= staleness for key in counts)
+    assert sum(counts.values()) == (num_steps if counts else 0)
+    return max(world.allgather(ahead))
+
+
+def stumble(rank: int, seconds: float, share: float):
+    """Return a pause that is long in a share of steps."""
+    chance = random.Random(rank)
+
+    def pause(_: int) -> None:
+        if chance.random() < share:
+            time.sleep(seconds)
+
+    return pause
+
+
+@MANY
+@pytest.mark.limit(1800 if READS else 60)
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+def test_a_read_has_all_updates_that_are_old_enough_its_own_and_none_too_new(
+    hvd_nodes, world, staleness
+):
+    num_steps, seconds = max(60, READS // world.size), 0.002 if READS else 0.02
+    pause = stumble(hvd_nodes.rank(), seconds, 0.1)
+    ahead = check_bound(hvd_nodes, world, staleness, num_steps, pause)
+    assert ahead <= staleness
+    assert staleness == 0 or ahead > 0  # the bound is used
+
+
+@pytest.mark.ranks(3, 4)
+@pytest.mark.parametrize("servers", [1, [0, 2]])
+def test_dedicated_servers_keep_the_same_bound(hvd, world, servers):
+    pause = stumble(hvd.rank(), 0.01, 0.1)
+    assert check_bound(hvd, world, 2, 25, pause, servers=servers) <= 2
+
+
+@MANY
+def test_a_straggler_is_waited_for_at_the_bound_and_not_before(hvd, world):
+    """All others take exactly ``staleness`` steps more than a rank that stands still."""
+    model = Ages(hvd.size())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    taken, start = 0, time.perf_counter()
+    with hvd.StaleSynchronous(model, optimizer, 3):
+        if hvd.rank() == 0:
+            time.sleep(0.7)
+        for _ in range(8):
+            model.weight.grad = torch.ones_like(model.weight)
+            optimizer.step()
+            taken += time.perf_counter() - start < 0.6
+    assert world.allgather(taken) == [0] + [3] * (hvd.size() - 1)
+
+
+@MANY
+def test_a_worker_that_ends_early_holds_back_nobody_and_all_have_one_model(hvd_nodes, world):
+    hvd, model = hvd_nodes, make_model()
+    optimizer = sgd(model)
+    with hvd.StaleSynchronous(model, optimizer, 1) as method:
+        train(hvd, model, optimizer, 0, 4 + 3 * hvd.rank())
+        if hvd.rank() == 0:
+            method.skip_step()
+    kinds = world.allgather(weights_of(model).numpy().tobytes())
+    assert len(set(kinds)) == 1
+    assert not hasattr(optimizer, "_local_method")
+    train(hvd, model, optimizer, 0, 1)  # the plain optimizer, with the state of the servers
+
+
+@MANY
+def test_samples_weight_a_step_as_in_the_distributed_optimizer(hvd):
+    found = []
+    for make in ("ours", "theirs"):
+        model = make_model()
+        optimizer = sgd(model)
+        if make == "ours":
+            method = hvd.StaleSynchronous(model, optimizer, 0)
+        else:
+            method = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+        for step in range(6):
+            images, labels = global_batch(step)
+            own = slice(5 * hvd.rank() ** 2, 5 * (hvd.rank() + 1) ** 2)
+            method.set_num_samples(len(images[own]), nominal=10)
+            optimizer.zero_grad()
+            cross_entropy(model(images[own]), labels[own]).backward()
+            optimizer.step()
+        if make == "ours":
+            method.finish()
+            method.close()
+        found.append(model)
+    assert largest_difference(*found) < 1e-13
+
+
+@MANY
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_state_lies_on_servers_and_comes_back_bit_for_bit(hvd, world, staleness):
+    """Saved in the middle and loaded into new objects; without staleness the run is the same."""
+    model, whole = make_model(), make_model()
+    optimizer, other = OPTIMIZERS["adam"](model), OPTIMIZERS["adam"](whole)
+    with hvd.StaleSynchronous(model, optimizer, staleness) as method:
+        train(hvd, model, optimizer, 0, 5)
+        assert not optimizer.state
+        with method.settled():
+            saved = model.state_dict(), optimizer.state_dict()
+            saved = torch.load(_bytes_of(saved))
+            assert len(set(world.allgather(_bytes_of(saved).getvalue()))) == 1
+        train(hvd, model, optimizer, 5, 9)
+    whole.load_state_dict(saved[0])
+    other.load_state_dict(saved[1])
+    with hvd.StaleSynchronous(whole, other, staleness) as method:
+        with method.settled():
+            again = whole.state_dict(), other.state_dict()
+            assert _bytes_of(again).getvalue() == _bytes_of(saved).getvalue()
+        train(hvd, whole, other, 5, 9)
+    if staleness == 0:
+        assert largest_difference(model, whole) == 0
+    elif hvd.size() > 1:
+        assert largest_difference(model, train_alone(9)) > 0
+
+
+def _bytes_of(value):
+    import io  # noqa: PLC0415 - of this function alone
+
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return file
+
+
+@MANY
+def test_settings_that_differ_are_an_error_on_all_ranks(hvd):
+    model = make_model()
+    optimizer = sgd(model)
+    method = hvd.StaleSynchronous(model, optimizer, 0)
+    optimizer.param_groups[0]["lr"] = 0.1 if hvd.rank() else 0.2
+    with pytest.raises(MismatchError, match="same settings"), method:
+        train(hvd, model, optimizer, 0, 3)
+
+
+@pytest.mark.ranks(2, 3)
+@LAST
+def test_an_error_of_one_rank_ends_the_block_on_all(hvd, world):
+    model = make_model()
+    optimizer = sgd(model)
+    method = hvd.StaleSynchronous(model, optimizer, 1)
+
+    def loop() -> None:
+        for step in range(9):
+            if step == 3 and hvd.rank() == 1:
+                raise ValueError("mine")
+            train(hvd, model, optimizer, step, step + 1)
+
+    with pytest.raises((ValueError, CommError)) as caught, method:
+        loop()
+    kinds = world.allgather(type(caught.value).__name__)
+    assert kinds == ["RankLostError", "ValueError", "RankLostError"][: world.size]
+
+
+@MANY
+def test_a_learning_rate_that_changes_on_all_ranks_is_followed(hvd, per_node):
+    found = []
+    for wrap in (
+        lambda model, optimizer: hvd.StaleSynchronous(model, optimizer, 0),
+        lambda model, optimizer: hvd.DistributedOptimizer(optimizer, model.named_parameters()),
+    ):
+        model = make_model()
+        optimizer = sgd(model)
+        wrap(model, optimizer)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.3)
+        for step in range(6):
+            train(hvd, model, optimizer, step, step + 1)
+            schedule.step()
+        found.append(weights_of(model))
+    if per_node is None or hvd.size() < 3:
+        assert torch.equal(*found)
+
+
+@pytest.mark.ranks(2)
+@LAST
+def test_what_cannot_be_is_refused_at_the_start(hvd, world):
+    model = make_model()
+    plain = sgd(model)
+    for arguments, match in (
+        ({"staleness": -1}, "at least 0"),
+        ({"staleness": True}, "at least 0"),
+        ({"servers": 2}, "leaves a worker"),
+        ({"servers": [0, 0]}, "each once"),
+        ({"servers": [5]}, "each once"),
+    ):
+        with pytest.raises(ConfigError, match=match):
+            hvd.StaleSynchronous(model, plain, **arguments)
+    with pytest.raises(MismatchError, match="differs"):
+        hvd.StaleSynchronous(model, plain, 1 + world.rank)
+    other = nn.Linear(2 + world.rank, 1)
+    with pytest.raises(MismatchError, match="differs"):
+        hvd.StaleSynchronous(other, sgd(other))
+    with pytest.raises(ConfigError, match="elementwise"):
+        hvd.StaleSynchronous(model, torch.optim.LBFGS(model.parameters()))
+    with pytest.raises(ConfigError, match="plain"):
+        hvd.StaleSynchronous(model, hvd.DistributedOptimizer(sgd(model)))
+    method = hvd.StaleSynchronous(model, plain)
+    for other in (hvd.StaleSynchronous, hvd.LocalSGD):
+        with pytest.raises(ConfigError, match=r"one (such|local) method"):
+            other(model, plain)
+    with pytest.raises(ConfigError, match="closure"):
+        plain.step(lambda: 0.0)
+    method.close()
+
+
+@MANY
+@LAST
+@pytest.mark.parametrize("what", ["values", "state", "end", "close", "settle"])
+def test_what_servers_cannot_know_of_is_an_error_on_all_ranks(hvd, world, what):
+    model = make_model()
+    optimizer = sgd(model)
+    method = hvd.StaleSynchronous(model, optimizer, 2)
+    is_one = world.rank == world.size - 1
+
+    def loop() -> None:
+        train(hvd, model, optimizer, 0, 2)
+        if is_one and what == "values":
+            with torch.no_grad():
+                model[0].weight.clamp_(-0.1, 0.1)
+        if is_one and what == "state":
+            other = sgd(model)
+            for p in model.parameters():
+                p.grad = torch.ones_like(p)
+            other.step()
+            optimizer.load_state_dict(other.state_dict())
+        if is_one and what == "settle":
+            method.settle()
+        if is_one and what == "close":
+            method.close()
+            return
+        train(hvd, model, optimizer, 2, 5)
+        if what == "end" and not is_one:
+            method.finish()
+
+    with pytest.raises((ConfigError, MismatchError, CommError)) as caught, method:
+        loop()
+    match = {"end": "same settle", "close": "same settle", "settle": "same settle"}
+    texts = world.allgather(str(caught.value))
+    wanted = match.get(what, "lie on the servers")
+    assert all(wanted in text for text in texts), texts
+
+
+class Odd(nn.Module):
+    """Parameters of odd shapes: a number, none, transposed, without a gradient, frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.number = nn.Parameter(torch.tensor(0.5))
+        self.empty = nn.Parameter(torch.zeros(0, 3))
+        self.across = nn.Parameter(torch.randn(3, 5).t())
+        self.unused = nn.Parameter(torch.ones(4))
+        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+
+    def forward(self, x):
+        return (x @ self.across * self.number + self.frozen + self.empty.sum()).square().sum()
+
+
+@MANY
+@pytest.mark.parametrize("kind", ["SGD", "NAdam", "Adagrad"])
+def test_parameters_of_any_shape_are_stepped_and_come_back(hvd, per_node, kind):
+    found = []
+    for ours in (True, False):
+        model = Odd()
+        options = {"momentum": 0.9, "weight_decay": 0.1} if kind == "SGD" else {}
+        optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.01, **options)
+        if ours:
+            method = hvd.StaleSynchronous(model, optimizer, 0)
+        else:
+            optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+        for step in range(4):
+            optimizer.zero_grad()
+            model(torch.full((2, 5), 0.1 * (hvd.rank() + step + 1))).backward()
+            optimizer.step()
+            if ours and step == 1:
+                with method.settled():
+                    saved = optimizer.state_dict()
+                optimizer.load_state_dict(saved)
+                method.reload()
+        if ours:
+            method.finish()
+            method.close()
+        found.append(weights_of(model))
+    if per_node is None or hvd.size() < 3:
+        assert torch.equal(*found)

@@ -1,0 +1,82 @@
+"""A rank that vanishes before MPI_Init, where all others wait for it, ends the launch."""
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from hpctrain.cluster.process import JOINING, name_of, named
+from hpctrain.launch import mpiexec
+from hpctrain.launch.supervise import gone_before_init, supervise
+from tests.launch.started import line, ranks_are_gone
+
+pytestmark = [pytest.mark.launches, pytest.mark.limit(90)]
+
+LIMIT_S = 10.0
+KILL, CRASH, LEAVE = (
+    "os.kill(os.getpid(), signal.SIGKILL)",  # as the kernel does where memory is short
+    "os.kill(os.getpid(), signal.SIGSEGV)",
+    "os._exit(0)",
+)
+FIND = "from hpctrain.comm.mpi_world import find_world; find_world()"  # as init() does
+
+
+@pytest.mark.parametrize("end", [KILL, CRASH, LEAVE], ids=["SIGKILL", "SIGSEGV", "exit 0"])
+def test_a_rank_that_vanishes_before_init_ends_all_and_is_named(tmp_path, capfd, end):
+    note = f"open({str(tmp_path / 'ended_at')!r}, 'w').write(str(time.time()))"
+    last = f"if rank == 1: {note}; sys.stdout.flush(); {end}"
+    words = f"{last}\n{FIND}\ntime.sleep(60)"
+    code = supervise(line(tmp_path, words), environ=mpiexec.environment())
+    seconds = time.time() - float((tmp_path / "ended_at").read_text())
+    said = capfd.readouterr().err
+    assert code != 0, said
+    assert seconds < LIMIT_S, said
+    assert "rank 1" in said
+    assert ranks_are_gone(tmp_path)
+
+
+def test_a_process_has_a_name_of_its_own_while_it_joins():
+    before = name_of(os.getpid())
+    with named(JOINING):
+        assert name_of(os.getpid()) == JOINING
+    assert name_of(os.getpid()) == before
+
+
+BELOW = """
+import os, subprocess, sys, time
+from hpctrain.cluster.process import named
+def start(rank, joins):
+    code = "import time; from hpctrain.cluster.process import *\\n"
+    code += "with named(JOINING if %r else 'works'): print(flush=True); time.sleep(60)" % joins
+    sizes = {"OMPI_COMM_WORLD_LOCAL_SIZE": sys.argv[1], "OMPI_COMM_WORLD_SIZE": sys.argv[2]}
+    environ = os.environ | sizes | {"OMPI_COMM_WORLD_RANK": str(rank)}
+    child = subprocess.Popen([sys.executable, "-c", code], env=environ, stdout=subprocess.PIPE)
+    child.stdout.readline()
+    return child
+ranks = [start(rank, rank == 0 and sys.argv[4] == "joins") for rank in eval(sys.argv[3])]
+print(flush=True)
+sys.stdin.read()
+for child in ranks: child.kill()
+"""
+
+
+@pytest.mark.parametrize(
+    ("local_size", "size", "living", "joins", "told"),
+    [
+        (3, 3, [0, 2], "joins", "rank 1"),
+        (3, 3, [0], "joins", "ranks 1-2"),
+        (3, 3, [0, 2], "works", ""),  # one may be done before the others, behind MPI_Init
+        (2, 2, [0, 1], "joins", ""),
+        (2, 4, [0], "joins", "1 of 2 ranks on this host"),
+    ],
+)
+def test_who_is_gone_is_known_by_who_is_left(local_size, size, living, joins, told):
+    words = [str(local_size), str(size), str(living), joins]
+    with subprocess.Popen(
+        [sys.executable, "-c", BELOW, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as launcher:
+        launcher.stdout.readline()
+        assert gone_before_init(launcher.pid) == told
+        launcher.stdin.close()
