@@ -77,7 +77,6 @@ def split_by_label(  # noqa: PLR0913 - what a user may choose
     def write() -> LabelSplit:
         parts = parts_by_label(found, num_parts, alpha, seed)
         split = Split(whole.uuid, parts, num_parts, f"alpha={alpha} seed={seed} label={label}")
-        _check_free(out)
         split.write(out)
         names, numbers = np.unique(found, return_inverse=True)
         table = np.bincount(parts.astype(np.int64) * len(names) + numbers)
