@@ -1,6 +1,8 @@
 """A launch that fails is begun again, on the hosts that are left."""
 
+import contextlib
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -21,8 +23,9 @@ MISTAKE = 2  # exit code of a wrong option or configuration, which stays wrong
 ANSWER_S = 10.0  # a host on which nothing has run by then is taken for lost
 NUM_ROUNDS = 3  # of questions, while no host answers at all
 MOST_AT_ONCE = 64  # hosts that are asked at the same time
-PROBE = ("sleep", "1")
-"""Open MPI's launcher may wait for ever for what ends before it has heard that it has begun."""
+HERE = "hpctrain: this host is there"
+PROBE = ("sh", "-c", f"echo '{HERE}'; exec sleep {ANSWER_S:g}")
+"""What it says is enough: Open MPI's launcher may wait for ever for what ends at once."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,19 +107,24 @@ class Launch:
         host = entry.partition(":")[0]
         options = replace(self.options(host), recover=False, spares=0)
         probe = replace(self, words=PROBE, num_ranks=1, hosts=host, options=lambda _: options)
+        limit, said = time.monotonic() + ANSWER_S, b""
         with (
             session(mpiexec.environment()) as environ,
             subprocess.Popen(  # noqa: S603 - the launcher that was found
                 probe.line(),
                 env=environ,
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,
             ) as process,
         ):
-            try:
-                return process.wait(ANSWER_S) == 0
-            except subprocess.TimeoutExpired:
+            assert process.stdout is not None
+            while select.select([process.stdout], [], [], max(limit - time.monotonic(), 0))[0]:
+                piece = os.read(process.stdout.fileno(), 4096)
+                said += piece
+                if not piece or HERE.encode() in said:
+                    break
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-                return False
+        return HERE.encode() in said

@@ -271,7 +271,9 @@ class VirtualCluster:
         table = ["127.0.0.1 localhost", f"{NETWORK}.254 {LOGIN}"]
         table += [f"{self.address(name)} {name}" for name in self.nodes]
         login = self._hosts[LOGIN] = Host.boot(LOGIN, table)
-        login.do("ip", "link", "add", "eth0", "type", "bridge")
+        # Its own address: by itself it has the least of its ports, and another one when a node is
+        # lost, where nobody would find it for half a minute.
+        login.do("ip", "link", "add", "eth0", "address", "02:00:00:00:00:fe", "type", "bridge")
         login.do("ip", "link", "set", "eth0", "up")
         login.do("ip", "address", "add", f"{NETWORK}.254/24", "dev", "eth0")
         for number, name in enumerate(self.nodes):
