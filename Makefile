@@ -240,7 +240,6 @@ bench: .venv/stamp ## run a part of every benchmark and print their table; resul
 	  --rounds 2 --mib 256)
 	$(call bench,40,reproducible-2,hpctrain launch -n 2 -- python perf/bench_reproducible.py \
 	  --rounds 2 --steps 2)
-	$(call bench,40,ssp-8,hpctrain launch -n 8 -- python perf/bench_ssp.py --rounds 1 --steps 60)
 	$(call bench,20,order,python perf/bench_order.py --samples 100000)
 	test ! -e .venv/horovod-stamp || \
 	  timeout -k 5 80 python perf/bench_engines.py --worlds 2 --rounds 2 \

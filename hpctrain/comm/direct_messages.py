@@ -19,7 +19,10 @@ from hpctrain.comm.rail.rail import bytes_of
 from hpctrain.comm.waiting import BY_MPI, Watch, wait_until
 from hpctrain.core.errors import RankLostError
 
-SERVING = BY_MPI._replace(spin_s=0.0, yield_s=0.0)  # a thread beside the training: only naps
+SERVING = BY_MPI._replace(spin_s=0.0, yield_s=0.0, shortest_s=100e-6, longest_s=1e-3)
+"""Of a thread beside the training: only naps, as it must not take the core from it."""
+_ASKING = BY_MPI._replace(yield_s=200e-6, shortest_s=50e-6, longest_s=1e-3)
+"""Of who waits for servers, which nap: no sooner than they can answer."""
 
 
 class Message(NamedTuple):
@@ -115,7 +118,7 @@ class DirectMessages:
         """Sleep until it is done; return the seconds. ``RankLostError`` as all waits."""
         before = self._watch.waited_s
         if not done():
-            self._watch.wait(done)
+            self._watch.wait(done, _ASKING)
         return self._watch.waited_s - before
 
     def close(self) -> None:

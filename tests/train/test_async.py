@@ -91,7 +91,8 @@ def test_a_stop_is_known_to_all_at_the_next_meeting(here, configure, shared):
 @pytest.mark.ranks(2)
 @EACH
 def test_other_numbers_of_ranks_take_a_checkpoint_over(here, configure, shared, method):
-    job = Job(here, configure, shared / "run", *SMALL, *METHODS[method], "checkpoint.every=3")
+    overrides = [*SMALL, *METHODS[method], "checkpoint.every=3", "checkpoint.background=false"]
+    job = Job(here, configure, shared / "run", *overrides)
     with pytest.raises(KeyError):
         job.part(after=5, fail=True)
     manager = Manager(job.directory.checkpoints, here.comm)
