@@ -271,12 +271,10 @@ def build(config: RunConfig, comm: Communicator, *, is_new: bool = True) -> Task
     """
     with agreed(comm):
         seed_all(config.seed)
-        model = make_model(config.model)
         device, why = choose_device(config.train, world.current().topology.devices)
-        model.to(device)
+        model = make_model(config.model).to(device)
         loss, metrics = _loss(config.loss), [*map(make_metric, config.test.metrics)]
         optimizer = make_optimizer(model, config.optimizer)
-        tables = Tables(model, config)
         prepare(model, config)
         make_data = resolve(config.data.target, "data.target")
         check_arguments(make_data, 1, config.data.args, "data.args")
@@ -287,9 +285,7 @@ def build(config: RunConfig, comm: Communicator, *, is_new: bool = True) -> Task
         schedule = make_schedule(config, len(train))
     if config.data.stage:
         stage_for(train, config.data.stage, comm, world.current().topology)
-    _give_first_weights(config, model, comm, is_new=is_new)
-    if is_new and config.model.init_from:
-        tables.load(Path(config.model.init_from), comm)
+    tables = _give_first_weights(config, model, comm, is_new=is_new)
     with agreed(comm):
         steps = _steps(config, model, optimizer, comm)
         lengths = {"epoch_steps": len(train), "num_steps": len(train) * config.train.epochs}
@@ -331,12 +327,17 @@ def build(config: RunConfig, comm: Communicator, *, is_new: bool = True) -> Task
 
 def _give_first_weights(
     config: RunConfig, model: nn.Module, comm: Communicator, *, is_new: bool
-) -> None:
-    """Let all ranks begin with one model. Collective."""
+) -> Tables:
+    """Let all ranks begin with one model; return the tables of rows in it. Collective."""
+    with agreed(comm):
+        tables = Tables(model, config)
     if is_new and config.model.init_from:
         on_root(comm, lambda: load_first_weights(model, config.model))
     if not config.sync.is_local:  # a local method does it by itself
         broadcast_parameters(model.state_dict())
+    if is_new and config.model.init_from:
+        tables.load(Path(config.model.init_from), comm)
+    return tables
 
 
 def _loss(config: LossConfig) -> Callable[[Tensor, Tensor], Tensor]:
