@@ -276,7 +276,6 @@ def build(config: RunConfig, comm: Communicator, *, is_new: bool = True) -> Task
         model = make_model(config.model).to(device)
         loss, metrics = _loss(config.loss), [*map(make_metric, config.test.metrics)]
         optimizer = make_optimizer(model, config.optimizer)
-        tables = Tables(model, config)
         prepare(model, config)
         make_data = resolve(config.data.target, "data.target")
         check_arguments(make_data, 1, config.data.args, "data.args")
@@ -287,7 +286,7 @@ def build(config: RunConfig, comm: Communicator, *, is_new: bool = True) -> Task
         schedule = make_schedule(config, len(train))
     if config.data.stage:
         stage_for(train, config.data.stage, comm, world.current().topology)
-    _give_first_weights(config, model, tables if is_new else None, comm)
+    tables = _give_first_weights(config, model, comm, is_new=is_new)
     with agreed(comm):
         steps = _steps(config, model, optimizer, comm)
         lengths = {"epoch_steps": len(train), "num_steps": len(train) * config.train.epochs}
@@ -327,14 +326,18 @@ def build(config: RunConfig, comm: Communicator, *, is_new: bool = True) -> Task
 
 
 def _give_first_weights(
-    config: RunConfig, model: nn.Module, tables: Tables | None, comm: Communicator
-) -> None:
-    """Let all ranks begin with one model; a run that goes on gives no ``tables``. Collective."""
-    if tables is not None and config.model.init_from:
+    config: RunConfig, model: nn.Module, comm: Communicator, *, is_new: bool
+) -> Tables:
+    """Let all ranks begin with one model; return the tables of rows in it. Collective."""
+    with agreed(comm):
+        tables = Tables(model, config)
+    if is_new and config.model.init_from:
         on_root(comm, lambda: load_first_weights(model, config.model))
-        tables.load(Path(config.model.init_from), comm)
     if not config.sync.is_local:  # a local method does it by itself
         broadcast_parameters(model.state_dict())
+    if is_new and config.model.init_from:
+        tables.load(Path(config.model.init_from), comm)
+    return tables
 
 
 def _node_sizes(comm: Communicator) -> list[int]:
