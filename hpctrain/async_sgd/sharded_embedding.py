@@ -74,6 +74,11 @@ class ShardedEmbedding(nn.Module):
     Source: Naumov et al. 2019, arXiv:1906.00091 (tables divided over ranks beside dense layers).
     """
 
+    steps = 0
+    """Steps that the table has taken."""
+    _weight, _flags = 1.0, 0  # of a step
+    _is_over = False  # whether the world of the table was shut down
+
     def __init__(  # noqa: PLR0913 - as torch.nn.Embedding, and how it learns
         self,
         rows: int,
@@ -96,7 +101,7 @@ class ShardedEmbedding(nn.Module):
             dim: numbers in a row.
             optimizer: ``"sgd"``, ``"adagrad"`` with one number of state per row, or ``"adam"``.
             lr: its learning rate; the attribute ``lr`` may be set between two steps, on all ranks
-                alike, as it is where a schedule counts steps.
+                alike.
             mode: ``"sum"`` or ``"mean"`` of bags of rows, as ``torch.nn.EmbeddingBag``; None for
                 the rows.
             padding_idx: a row that is zero and stays so; bags leave it out.
@@ -123,8 +128,6 @@ class ShardedEmbedding(nn.Module):
         self._repr = f"{rows}, {dim}, optimizer={{}}, mode={mode}, {first}"
         require_equal(comm, [f"ShardedEmbedding({self._repr.format(rule)})"], "a table")
         self.num_rows, self.dim, self.mode, self.padding_idx = rows, dim, mode, padding_idx
-        self.steps = 0
-        """Steps that the table has taken."""
         self._rule = rule
         self._factor = spreading_factor(rows)
         self._padding = -1 if padding_idx is None else padding_idx * self._factor % rows
@@ -132,11 +135,9 @@ class ShardedEmbedding(nn.Module):
         name = f"table {comm.broadcast_object(secrets.token_hex(4))} of {rows} x {dim}"
         new = partial(first_rows, dim=dim, seed=seed, init=init, zero=self._padding, dtype=dtype)
         self._shards = RowShards(comm, name, rows, dim, dtype, rule.widths(dim), new, folder)
-        self._weight, self._flags, self._results = 1.0, 0, Buffers()
+        self._results, self._told = Buffers(), set[str]()
         self._pending: list[tuple[Places, NDArray[np.int64], Tensor]] = []
-        self._optimizer: Callable[[], Optimizer | None] = lambda: None  # with which it steps
-        self._is_over = False  # whether its world was shut down
-        self._told: set[str] = set()  # warnings, each once
+        self._optimizer: Callable[[], Optimizer | None] = lambda: None
         _end_with_ranks(self)
 
     @property
