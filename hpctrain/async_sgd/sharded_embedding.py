@@ -66,7 +66,9 @@ class ShardedEmbedding(nn.Module):
     joined batch.
 
     The table is no parameter of the model: other optimizers, ``DistributedOptimizer`` and
-    ``broadcast_parameters`` leave it alone, and no rank has all of it. Memory is taken for a row
+    ``broadcast_parameters`` leave it alone, and no rank has all of it. So ``zero_grad``,
+    ``requires_grad_``, ``state_dict`` of a model around it, ``clip_grad_norm_`` and schedulers of
+    torch do not reach it: ``hpctrain guide embeddings`` says what to do. Memory is taken for a row
     when it is stepped first; until then it has its first values, which follow from ``seed`` and
     its number alone. To make one, ``forward`` and ``step`` are collective: all ranks call them,
     equally often and in the same order, with any number of ids, also none.
@@ -78,6 +80,7 @@ class ShardedEmbedding(nn.Module):
     """Steps that the table has taken."""
     _weight, _flags = 1.0, 0  # of a step
     _is_over = False  # whether the world of the table was shut down
+    _pending: list[tuple[Places, NDArray[np.int64], Tensor]]  # gradients since the last step
 
     def __init__(  # noqa: PLR0913 - as torch.nn.Embedding, and how it learns
         self,
@@ -99,7 +102,8 @@ class ShardedEmbedding(nn.Module):
         Args:
             rows: number of rows, 1 to 2147483647.
             dim: numbers in a row.
-            optimizer: ``"sgd"``, ``"adagrad"`` with one number of state per row, or ``"adam"``.
+            optimizer: ``"sgd"``, ``"adagrad"`` with one number of state per row, or ``"adam"``,
+                the rule of ``torch.optim.SparseAdam``.
             lr: its learning rate; the attribute ``lr`` may be set between two steps, on all ranks
                 alike.
             mode: ``"sum"`` or ``"mean"`` of bags of rows, as ``torch.nn.EmbeddingBag``; None for
@@ -135,8 +139,7 @@ class ShardedEmbedding(nn.Module):
         name = f"table {comm.broadcast_object(secrets.token_hex(4))} of {rows} x {dim}"
         new = partial(first_rows, dim=dim, seed=seed, init=init, zero=self._padding, dtype=dtype)
         self._shards = RowShards(comm, name, rows, dim, dtype, rule.widths(dim), new, folder)
-        self._results, self._told = Buffers(), set[str]()
-        self._pending: list[tuple[Places, NDArray[np.int64], Tensor]] = []
+        self._results, self._told, self._pending = Buffers(), set[str](), []
         self._optimizer: Callable[[], Optimizer | None] = lambda: None
         _end_with_ranks(self)
 
