@@ -14,9 +14,15 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hpctrain.async_sgd.sharded_embedding_checks import (
+    IS_COUNTED,
+    IS_FROZEN,
+    check_ids,
+    check_table,
+    require_alike,
+)
 from hpctrain.async_sgd.sharded_embedding_ids import (
     Bags,
-    check_ids,
     first_rows,
     spreading_factor,
 )
@@ -25,23 +31,30 @@ from hpctrain.async_sgd.sharded_embedding_rules import (
     Buffers,
     Places,
     bag_sums,
+    learning_rate,
     make_rule,
     put,
     take,
 )
-from hpctrain.checkpoint.format.shard import Piece, Shard
+from hpctrain.async_sgd.sharded_embedding_state import check_state, pieces_of, restore, shards_of
+from hpctrain.checkpoint.format.shard import Shard
 from hpctrain.comm.agreement import agreed, require_equal
 from hpctrain.comm.eager import eager
 from hpctrain.comm.threaded import start_on
-from hpctrain.core.errors import CheckpointError, ConfigError, RankLostError
+from hpctrain.core.errors import (
+    CheckpointError,
+    ConfigError,
+    NotInitializedError,
+    RankLostError,
+)
+from hpctrain.core.logs import logger
 from hpctrain.gradients.sample_count import check_count
 from hpctrain.runtime import world
 from hpctrain.runtime.rebuild import Stage
 
 T = TypeVar("T")
 
-_MOST_ROWS = 1 << 31
-_DTYPES = (torch.float32, torch.float64)
+_MANY_LOOKUPS = 100  # whose gradients are kept without a step, which is told
 
 
 class ShardedEmbedding(nn.Module):
@@ -53,13 +66,21 @@ class ShardedEmbedding(nn.Module):
     joined batch.
 
     The table is no parameter of the model: other optimizers, ``DistributedOptimizer`` and
-    ``broadcast_parameters`` leave it alone, and no rank has all of it. Memory is taken for a row
+    ``broadcast_parameters`` leave it alone, and no rank has all of it. So ``zero_grad``,
+    ``requires_grad_``, ``state_dict`` of a model around it, ``clip_grad_norm_`` and schedulers of
+    torch do not reach it: ``hpctrain guide embeddings`` says what to do. Memory is taken for a row
     when it is stepped first; until then it has its first values, which follow from ``seed`` and
     its number alone. To make one, ``forward`` and ``step`` are collective: all ranks call them,
     equally often and in the same order, with any number of ids, also none.
 
     Source: Naumov et al. 2019, arXiv:1906.00091 (tables divided over ranks beside dense layers).
     """
+
+    steps = 0
+    """Steps that the table has taken."""
+    _weight, _flags = 1.0, 0  # of a step
+    _is_over = False  # whether the world of the table was shut down
+    _pending: list[tuple[Places, NDArray[np.int64], Tensor]]  # gradients since the last step
 
     def __init__(  # noqa: PLR0913 - as torch.nn.Embedding, and how it learns
         self,
@@ -79,9 +100,10 @@ class ShardedEmbedding(nn.Module):
         """Divide the table over all ranks. Collective.
 
         Args:
-            rows: number of rows, up to 2^31.
+            rows: number of rows, 1 to 2147483647.
             dim: numbers in a row.
-            optimizer: ``"sgd"``, ``"adagrad"`` with one number of state per row, or ``"adam"``.
+            optimizer: ``"sgd"``, ``"adagrad"`` with one number of state per row, or ``"adam"``,
+                the rule of ``torch.optim.SparseAdam``.
             lr: its learning rate; the attribute ``lr`` may be set between two steps, on all ranks
                 alike.
             mode: ``"sum"`` or ``"mean"`` of bags of rows, as ``torch.nn.EmbeddingBag``; None for
@@ -104,22 +126,21 @@ class ShardedEmbedding(nn.Module):
         folder = None if path is None else Path(path)
         with agreed(comm, ConfigError):
             rule = make_rule(optimizer, lr, options)
-            _check(rows, dim, mode, padding_idx, init, dtype, folder)
-        what = f"ShardedEmbedding({rows}, {dim}, {rule}, mode={mode}, padding_idx={padding_idx}"
-        require_equal(comm, [f"{what}, init={init}, seed={seed}, {dtype})"], "a table")
+            check_table(rows, dim, mode, padding_idx, init, seed, dtype, folder)
+        first = f"padding_idx={padding_idx}, init={float(init)}, seed={seed}, dtype={dtype}"
+        self._what = f"{rows} rows of {dim}, {first}"
+        self._repr = f"{rows}, {dim}, optimizer={{}}, mode={mode}, {first}"
+        require_equal(comm, [f"ShardedEmbedding({self._repr.format(rule)})"], "a table")
         self.num_rows, self.dim, self.mode, self.padding_idx = rows, dim, mode, padding_idx
-        self.steps = 0
-        """Steps that the table has taken."""
         self._rule = rule
         self._factor = spreading_factor(rows)
         self._padding = -1 if padding_idx is None else padding_idx * self._factor % rows
         # Ranks must not take one table for another that was made alike.
         name = f"table {comm.broadcast_object(secrets.token_hex(4))} of {rows} x {dim}"
-        first = partial(first_rows, dim=dim, seed=seed, init=init, zero=self._padding, dtype=dtype)
-        self._shards = RowShards(comm, name, rows, dim, dtype, rule.widths(dim), first, folder)
-        self._weight, self._results = 1.0, Buffers()
-        self._pending: list[tuple[Places, NDArray[np.int64], Tensor]] = []
-        self._follow: Callable[[], tuple[float, bool]] | None = None
+        new = partial(first_rows, dim=dim, seed=seed, init=init, zero=self._padding, dtype=dtype)
+        self._shards = RowShards(comm, name, rows, dim, dtype, rule.widths(dim), new, folder)
+        self._results, self._told, self._pending = Buffers(), set[str](), []
+        self._optimizer: Callable[[], Optimizer | None] = lambda: None
         _end_with_ranks(self)
 
     @property
@@ -129,11 +150,42 @@ class ShardedEmbedding(nn.Module):
 
     @lr.setter
     def lr(self, value: float) -> None:
-        self._rule.lr = value
+        self._rule.lr = learning_rate(value)
 
     def extra_repr(self) -> str:
         """Say what it is."""
-        return f"{self.num_rows}, {self.dim}, optimizer={self._rule}, mode={self.mode}"
+        return self._repr.format(self._rule)
+
+    def __getattr__(self, name: str) -> Any:
+        """Say where the rows are to who looks for the weight of torch's table."""
+        if name == "weight":
+            raise AttributeError(
+                "a ShardedEmbedding has no weight, since no rank has all rows: look rows up by "
+                "table(ids) under torch.no_grad(), or save them by sharded_state()"
+            )
+        return super().__getattr__(name)
+
+    def requires_grad_(self, requires_grad: bool = True) -> "ShardedEmbedding":  # noqa: FBT001, FBT002 - torch's own
+        """Freeze the rows, or let them learn again; on all ranks alike.
+
+        A model around the table does not reach it. Lookups of a frozen one make no gradients, and
+        ``step`` leaves it, which all ranks call all the same. Not collective.
+        """
+        self._flags = self._flags & ~IS_FROZEN | (0 if requires_grad else IS_FROZEN)
+        self._pending = self._pending if requires_grad else []
+        super().requires_grad_(requires_grad)
+        return self
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "ShardedEmbedding":  # noqa: FBT001, FBT002 - torch's own
+        """Refuse another dtype; on whichever device the model is, rows stay in host memory."""
+        dtype = self._shards.dtype
+        if (wanted := fn(torch.zeros(0, dtype=dtype)).dtype) != dtype:
+            raise ConfigError(
+                f"rows of a ShardedEmbedding stay as they were made, {dtype}, got {wanted}; make "
+                f"it with dtype=, or convert what it returns: table(ids).to({wanted})"
+            )
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
 
     # -- lookups ------------------------------------------------------------------------------
 
@@ -142,8 +194,8 @@ class ShardedEmbedding(nn.Module):
         """Return rows, or sums or means of bags of rows. Collective.
 
         Args:
-            ids: integers from 0 to ``rows``, of any shape, also empty; with ``mode`` 2-D, a bag
-                each line, or 1-D with ``offsets``.
+            ids: integers from 0 to ``rows - 1``, of any shape, also empty; with ``mode`` 2-D, a
+                bag each line, or 1-D with ``offsets``.
             offsets: where each bag begins in ``ids``, as of ``torch.nn.EmbeddingBag``.
 
         Returns:
@@ -152,6 +204,7 @@ class ShardedEmbedding(nn.Module):
         Raises:
             MismatchError: some rank's ids are no rows of the table, or it does something else; on
                 every rank.
+            NotInitializedError: the world of the table was shut down.
         """
         try:
             check_ids(ids, offsets, self.num_rows, self.mode)
@@ -162,16 +215,24 @@ class ShardedEmbedding(nn.Module):
         rows = host.ravel().astype(np.int64) * self._factor % self.num_rows
         bags = Bags(host, offsets, rows != self._padding) if self.mode else None
         rows = rows if bags is None else rows[bags.keep]
-        start = torch.zeros((), requires_grad=True)  # so that autograd calls backward
+        # So that autograd calls backward, unless the table is frozen.
+        start = torch.zeros((), requires_grad=not self._flags & IS_FROZEN)
         found: Tensor = _Lookup.apply(start, self, rows, bags)  # type: ignore[no-untyped-call]
         shape = (-1, self.dim) if bags is not None else (*ids.shape, self.dim)
         return found.reshape(shape).to(ids.device)
 
     def _run(self, function: Callable[[], T]) -> T:
         """Return what a function of several messages returns, in its turn."""
+        self._require_world()
         found: list[T] = []
         start_on(self._shards.comm, lambda: found.append(function())).wait()
         return found[0]
+
+    def _require_world(self) -> None:
+        if self._is_over:
+            raise NotInitializedError(
+                "this table is of a world that was shut down; make it again behind hpctrain.init()"
+            )
 
     def _pull(self, rows: Places, bags: Bags | None) -> Tensor:
         """Look rows up. Collective."""
@@ -186,6 +247,11 @@ class ShardedEmbedding(nn.Module):
     def _push(self, rows: Places, bags: Bags | None, grad: Tensor) -> None:
         """Keep gradients until the step. Not collective."""
         grad = grad.detach().contiguous()
+        if len(self._pending) == _MANY_LOOKUPS and self._shards.comm.rank == 0 and not self.steps:
+            self._warn(
+                f"a table of {self._what} keeps gradients of {_MANY_LOOKUPS} lookups and has "
+                f"never stepped; call table.step_with(optimizer), or table.step() in each step"
+            )
         if bags is None:
             keep = np.flatnonzero(rows != self._padding)
             self._pending.append((rows[keep], keep, grad))
@@ -199,33 +265,46 @@ class ShardedEmbedding(nn.Module):
         """Say how many samples this rank's loss is the mean of, from the next step on.
 
         As ``DistributedOptimizer.set_num_samples``: every rank calls it, or none does. Raises
-        ``ConfigError``: the count is not valid.
+        ``ConfigError``: the count is not valid, or that of the optimizer with which it steps.
         """
         check_count(num_samples, nominal)
-        self._weight = num_samples / nominal
+        if getattr(self._optimizer(), "_reducer", None) is not None:
+            raise ConfigError(
+                "a table that steps with a DistributedOptimizer counts as that does; call its "
+                "set_num_samples alone"
+            )
+        self._weight, self._flags = num_samples / nominal, self._flags | IS_COUNTED
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's own
-        """Forget what backward has kept since the last step. Not collective."""
+        """Forget what backward has kept since the last step. Not collective.
+
+        ``zero_grad`` of a model around the table does not: torch looks at parameters there.
+        """
         super().zero_grad(set_to_none)
         self._pending = []
 
     def step_with(self, optimizer: Optimizer) -> None:
         """Step whenever an optimizer of torch has stepped, and forget gradients with it.
 
-        For a ``DistributedOptimizer`` ranks count by the samples that it was told of, and
-        ``op=Sum`` sums here, too. Not collective, but every rank calls it.
+        ``optimizer.zero_grad()`` forgets; ``model.zero_grad()`` does not reach a table. For a
+        ``DistributedOptimizer`` ranks count by the samples that it was told of, and ``op=Sum``
+        sums here, too. Not collective, but every rank calls it. Raises ``ConfigError``: it is no
+        optimizer of torch, or the table steps with another one.
         """
-        table, of = weakref.ref(self), weakref.ref(optimizer)
+        if not isinstance(optimizer, Optimizer):
+            raise ConfigError(
+                f"a table steps with an optimizer of torch, got {type(optimizer).__name__}; give "
+                f"one, or call table.step() in each step"
+            )
+        if self._optimizer() is not None:
+            raise ConfigError(
+                "a table steps with one optimizer, and this one does already; call step_with once"
+            )
+        table, self._optimizer = weakref.ref(self), weakref.ref(optimizer)
 
         def stepped(*_: object) -> None:
             if (one := table()) is not None:
                 one.step()
-
-        def count() -> tuple[float, bool]:
-            reducer = getattr(of(), "_reducer", None)
-            if reducer is None:
-                return 1.0, True
-            return reducer.reduction.count.weight, reducer.reduction.count.average
 
         forget = optimizer.zero_grad
 
@@ -234,28 +313,39 @@ class ShardedEmbedding(nn.Module):
             if (one := table()) is not None:
                 one.zero_grad()
 
-        self._follow = count
         optimizer.register_step_post_hook(stepped)
         optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+
+    def _count(self) -> tuple[float, bool, int]:
+        """Return the weight of this rank's gradients, whether they are averaged, and flags."""
+        reducer = getattr(self._optimizer(), "_reducer", None)
+        if reducer is None:
+            return self._weight, True, self._flags
+        count = reducer.reduction.count
+        is_counted = IS_COUNTED if count.is_set else 0
+        return count.weight, count.average, self._flags & ~IS_COUNTED | is_counted
 
     @torch.no_grad()
     @eager
     def step(self) -> None:
         """Average the gradients that backward has kept, and step their rows. Collective.
 
-        Nothing happens where no rank has looked up a row.
+        Nothing happens where no rank has looked up a row, and to a table that is frozen.
 
         Raises:
-            MismatchError: another rank does something else, or its step has failed.
+            MismatchError: another rank does something else, has another ``lr``, counts its samples
+                where others do not, or its step has failed; on every rank.
+            NotInitializedError: the world of the table was shut down.
         """
         pending, self._pending = self._pending, []
         self._run(lambda: self._step(pending))
 
     def _step(self, pending: list[tuple[Places, NDArray[np.int64], Tensor]]) -> None:
-        weight, averages = (self._weight, True) if self._follow is None else self._follow()
+        weight, averages, flags = self._count()
         shards = self._shards
         sums = _joined(pending, weight if averages else 1.0, self.dim, shards.dtype)
-        told = shards.agree("step", None, Told(len(sums), weight))
+        told = shards.agree("step", None, Told(len(sums), weight, self.lr, flags))
+        require_alike(told)
         if not any(each.num_rows for each in told):
             return
         own = shards.sum_own(sums, told)
@@ -275,6 +365,12 @@ class ShardedEmbedding(nn.Module):
         shards = self._shards
         for first, stop in sums.chunks():
             rows, grads = sums.rows[first:stop], sums.between(first, stop)
+            if not math.isfinite(grads.sum()) and not grads.isfinite().all():
+                self._warn(
+                    f"a step of a table of {self._what} puts gradients that are no numbers into "
+                    f"rows; to leave out such a step, call table.zero_grad(), which "
+                    f"model.zero_grad() does not"
+                )
             places = rows - shards.start
             values = take(shards.own, places)
             is_new = shards.is_stored[places] == 0
@@ -292,12 +388,10 @@ class ShardedEmbedding(nn.Module):
         Rows stand in the order of ``id * factor % rows``, which is that of no number of ranks.
         """
         return {
+            "table": self._what,
             "steps": self.steps,
             "lr": self.lr,
-            "tensors": {
-                name: Piece(values, self._shard(values))
-                for name, values in self._tensors().items()
-            },
+            "tensors": pieces_of(self._shards),
         }
 
     def wanted(self, path: str) -> dict[str, Shard]:
@@ -305,48 +399,35 @@ class ShardedEmbedding(nn.Module):
 
         ``path`` is that of the checkpoint: keys with slashes, ``"model/table"``. Not collective.
         """
-        tensors = self._tensors().items()
-        return {f"{path}/tensors/{name}": self._shard(values) for name, values in tensors}
+        return {f"{path}/tensors/{name}": own for name, own in shards_of(self._shards).items()}
 
     def load_sharded_state(self, state: Mapping[str, Any]) -> None:
         """Go on from what ``sharded_state`` has returned, on any number of ranks. Collective.
 
-        Raises ``CheckpointError``: it is of another table; on every rank.
+        What it does not hold, rows that were never stepped, is as in a new table.
+
+        Raises:
+            CheckpointError: it is of another table, or no such state; on every rank.
+            MismatchError: ranks give states of different steps; on every rank.
         """
-        comm, own = self._shards.comm, self._tensors()
+        self._require_world()
+        comm = self._shards.comm
         with agreed(comm, CheckpointError):
-            pieces = state.get("tensors", {})
-            if set(pieces) != set(own):
-                raise CheckpointError(
-                    f"a table goes on with the state of its own optimizer, {sorted(own)}, got "
-                    f"{sorted(pieces)}; make it as it was saved"
-                )
-            for name, values in own.items():
-                found = pieces[name]
-                if not isinstance(found, Piece) or found.shard != self._shard(values):
-                    raise CheckpointError(
-                        f"{name} of a table is read in parts, by load(into=table.wanted(path)), "
-                        f"got {type(found).__name__}"
-                    )
-        is_stored = pieces["is_stored"].tensor.bool()
-        for name, values in own.items():
-            found = pieces[name].tensor
-            # What was never stored is not touched: its memory is not taken.
-            values[is_stored] = found[is_stored]
-        self._shards.is_stored[: len(is_stored)] = is_stored.numpy()
+            check_state(self._shards, self._what, state)
+        require_equal(
+            comm,
+            [f"steps={state['steps']}, lr={state['lr']}"],
+            "the state of a table",
+            "load the same checkpoint on every rank",
+        )
+        restore(self._shards, state["tensors"])
         self.steps, self.lr, self._pending = state["steps"], state["lr"], []
         comm.barrier()
 
-    def _tensors(self) -> dict[str, Tensor]:
-        """Return what this rank owns, by name."""
-        shards, num = self._shards, self._shards.stop - self._shards.start
-        tensors = {"rows": shards.own, "is_stored": torch.from_numpy(shards.is_stored)}
-        return {name: values[:num] for name, values in {**tensors, **shards.state}.items()}
-
-    def _shard(self, values: Tensor) -> Shard:
-        rest, shards = tuple(values.shape[1:]), self._shards
-        whole, start = (self.num_rows, *rest), (shards.start, *(0 for _ in rest))
-        return Shard(whole, start, tuple(values.shape))
+    def _warn(self, text: str) -> None:
+        if text not in self._told:
+            self._told.add(text)
+            logger.warning(text)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Refuse to be copied: rows are memory of several ranks."""
@@ -397,31 +478,6 @@ def _joined(
     return RowSums(np.concatenate(rows), grads, np.concatenate(index))
 
 
-def _check(  # noqa: PLR0913, PLR0917 - what a table is given
-    rows: int,
-    dim: int,
-    mode: str | None,
-    padding_idx: int | None,
-    init: float,
-    dtype: torch.dtype,
-    folder: Path | None,
-) -> None:
-    if type(rows) is not int or type(dim) is not int or not (0 < rows < _MOST_ROWS and dim > 0):
-        raise ConfigError(
-            f"a table has 1 to {_MOST_ROWS - 1} rows of 1 or more, got {rows} x {dim}"
-        )
-    if mode not in (None, "sum", "mean"):
-        raise ConfigError(f"mode is None, sum or mean, got {mode!r}")
-    if padding_idx is not None and not 0 <= padding_idx < rows:
-        raise ConfigError(f"padding_idx is a row from 0 to {rows - 1}, got {padding_idx}")
-    if not 0 <= init < math.inf:
-        raise ConfigError(f"init is at least 0, got {init}")
-    if dtype not in _DTYPES:
-        raise ConfigError(f"rows are torch.float32 or float64, got {dtype}")
-    if folder is not None and not folder.is_dir():
-        raise ConfigError(f"path is a folder of each node, there is no {folder}; make it first")
-
-
 def _end_with_ranks(table: ShardedEmbedding) -> None:
     """Let a world without lost ranks hear that rows were lost with them."""
     kept = weakref.ref(table)
@@ -433,4 +489,8 @@ def _end_with_ranks(table: ShardedEmbedding) -> None:
                 "the checkpoint"
             )
 
-    world.current().rebuild.register(Stage.HOLDERS, move=move)
+    def close() -> None:
+        if (one := kept()) is not None:
+            one._is_over = True  # noqa: SLF001
+
+    world.current().rebuild.register(Stage.HOLDERS, close=close, move=move)

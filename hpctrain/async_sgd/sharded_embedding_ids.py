@@ -1,7 +1,7 @@
-"""Ids of rows: what may be asked for, how they spread over ranks, and what a new row holds."""
+"""Ids of rows: which are in which bag, how they spread over ranks, and what a new row holds."""
 
 import math
-from typing import Any, TypeGuard
+from typing import Any
 
 import numpy as np
 import torch
@@ -9,38 +9,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hpctrain.async_sgd.sharded_embedding_rules import Places
-from hpctrain.core.errors import ConfigError
 
-_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-
-
-def check_ids(ids: object, offsets: object, num_rows: int, mode: str | None) -> None:
-    """Return if these can be looked up in so many rows. Raises ``ConfigError``: they cannot."""
-    if not _is_integers(ids):
-        what = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
-        raise ConfigError(f"ids are a dense tensor of integers, got {what}")
-    if ids.numel():
-        low, high = int(ids.min()), int(ids.max())
-        if low < 0 or high >= num_rows:
-            wrong = low if low < 0 else high
-            raise ConfigError(f"ids must be from 0 to {num_rows - 1}, got {wrong}")
-    if mode is None or offsets is None:
-        if offsets is not None or (mode is not None and ids.dim() != 2):
-            raise ConfigError(
-                f"bags are 2-D ids, or 1-D ones with offsets, in a table with a mode, got ids of "
-                f"shape {list(ids.shape)} with mode={mode}"
-            )
-        return
-    if not _is_integers(offsets) or offsets.dim() != 1 or ids.dim() != 1:
-        raise ConfigError("ids and offsets of bags are 1-D tensors of integers")
-    ends = [*offsets.tolist(), len(ids)]
-    if ends[0] != 0 or ends != sorted(ends):
-        raise ConfigError(f"offsets begin at 0, never fall, and end in {len(ids)} ids: {ends[:9]}")
-
-
-def _is_integers(value: object) -> TypeGuard[Tensor]:
-    return isinstance(value, Tensor) and value.dtype in _INTEGERS and not value.is_sparse
 
 
 class Bags:

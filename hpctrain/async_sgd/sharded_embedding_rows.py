@@ -40,6 +40,8 @@ class Told(NamedTuple):
 
     num_rows: int = 0  # rows that it has for others
     weight: float = 1.0  # of its gradients
+    lr: float = 0.0  # by which it would step what it owns
+    flags: int = 0
 
 
 NOTHING = Told()
@@ -191,10 +193,10 @@ class RowShards:
         self._rows = torch.from_numpy(rows).view(self.dtype).view(-1, self.dim)
         self._is_stored_on_node = marks.reshape(size, -1)
         if node is not None:  # two places, used in turns: one may still be read
-            head = node.new_region(size * 32, reserve)
-            self._head = np.frombuffer(memoryview(head.shared), np.float64)[: size * 4].reshape(
-                2, size, 2
-            )
+            fields = len(Told._fields)
+            head = node.new_region(size * fields * 16, reserve)
+            numbers = np.frombuffer(memoryview(head.shared), np.float64)
+            self._head = numbers[: size * fields * 2].reshape(2, size, fields)
         self.state: dict[str, Tensor] = {}
         for name, width in widths.items():
             own = _private(self.per_rank * width * self.dtype.itemsize, how)
@@ -214,7 +216,7 @@ class RowShards:
             head[self.local_rank] = told
             if not node.compare(call_of(call), 0 if refusal is None else 1) or refusal:
                 raise_if_any(self.comm.allgather_object(refusal))
-            return [Told(int(count), weight) for count, weight in head.tolist()]
+            return [Told(int(n), weight, lr, int(flags)) for n, weight, lr, flags in head.tolist()]
         heard = self.comm.allgather_object((call, refusal, told))
         raise_if_any(
             [
@@ -242,7 +244,8 @@ class RowShards:
         counts = self.agree("lookup", refusal, Told(len(remote)))
         values, places = self._read_here(distinct[is_here])
         found[~is_remote] = take(values, places)
-        found[is_remote] = self._fetch(remote, counts)
+        if any(each.num_rows for each in counts):
+            found[is_remote] = self._fetch(remote, counts)
         return found, index
 
     def _is_here(self, rows: Places) -> NDArray[np.bool_]:

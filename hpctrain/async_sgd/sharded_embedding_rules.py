@@ -175,14 +175,24 @@ def make_rule(name: str, lr: float, options: Mapping[str, object]) -> Rule:
     is_pair = isinstance(betas, tuple | list) and len(betas) == 2
     betas = tuple(betas) if isinstance(betas, tuple | list) else (-1,)
     are_valid = is_pair and all(_is_number(beta) and 0 <= beta < 1 for beta in betas)
-    if not (are_valid and _is_number(eps) and eps > 0 and _is_number(lr) and lr >= 0):
+    if not (are_valid and _is_number(eps) and eps > 0):
         raise ConfigError(
-            f"a learning rate is at least 0, eps above 0 and betas are two numbers from 0 to "
-            f"below 1, got lr={lr}, {dict(options)}"
+            f"eps is above 0 and betas are two numbers from 0 to below 1, got {dict(options)}"
         )
-    made: Rule = kind(lr, **options)  # type: ignore[arg-type]
+    made: Rule = kind(learning_rate(lr), **options)  # type: ignore[arg-type]
     return made
 
 
+def learning_rate(value: object) -> float:
+    """Return it as a number. Raises ``ConfigError``: it is none."""
+    if not _is_number(value) or value < 0:
+        raise ConfigError(
+            f"the lr of a table is a number of at least 0, got {value!r}; set table.lr = 0.01, "
+            f"on all ranks alike"
+        )
+    return float(value)
+
+
 def _is_number(value: object) -> TypeGuard[float]:
-    return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and math.isfinite(value)  # type: ignore[arg-type]

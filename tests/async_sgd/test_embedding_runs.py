@@ -1,11 +1,14 @@
 """``hpctrain train`` of a model with a sharded embedding; and its checkpoints."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 
 import hpctrain
+from hpctrain.checkpoint.format.shard import Piece
 from hpctrain.checkpoint.manager import Manager
 from hpctrain.core.errors import MismatchError
 from hpctrain.data.loader import Loader
@@ -96,11 +99,49 @@ def test_a_run_that_was_stopped_goes_on_with_the_same_bits_and_is_tested_as_it_w
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     "setting",
-    ["train.precision=fp16", "train.reproducible=true", "train.ema=0.9", "sync.method=local_sgd"],
+    [
+        "train.precision=fp16",
+        "train.reproducible=true",
+        "train.ema=0.9",
+        "sync.method=local_sgd",
+        "train.on_non_finite=rollback",
+        "train.on_spike=rollback",
+    ],
 )
 def test_what_would_treat_rows_otherwise_is_refused_on_all_ranks(make_job, setting):
     with pytest.raises(MismatchError, match="a model with ShardedEmbedding steps its rows once"):
         make_job("run", setting).built()
+
+
+def refuse(make, table, state):
+    """Give a table what is no state of it, on one rank or on all."""
+    own = "5000 rows of 6, padding_idx=2, init=0.05, seed=3, dtype=torch.float32"
+    for other, text in (
+        ({"optimizer": "sgd"}, "goes on with the state of its own optimizer"),
+        ({"seed": 4}, f"of one of {own}"),
+        ({"init": 0.1}, "init=0.1"),
+        ({"padding_idx": 3}, "padding_idx=3"),
+        ({"dtype": torch.float64}, "dtype=torch.float64"),
+        ({"rows": 4000}, "of 4000 rows of 6.*5000 rows of 6"),
+    ):
+        with pytest.raises(hpctrain.CheckpointError, match=text):
+            make(**other).load_sharded_state(state)
+    before, lone = copy_of(table), current().topology.rank == 0
+    pieces = state["tensors"]
+    double = Piece(pieces["rows"].tensor.double(), pieces["rows"].shard)
+    for wrong in (
+        None,
+        {"tensors": {}},
+        {**state, "lr": math.nan},
+        {**state, "tensors": {**pieces, "rows": pieces["rows"].tensor}},
+        {**state, "tensors": {**pieces, "rows": double}},
+    ):
+        with pytest.raises(hpctrain.CheckpointError, match=r"; |got"):
+            table.load_sharded_state(wrong if lone else state)
+    if current().topology.size > 1:
+        with pytest.raises(MismatchError, match="load the same checkpoint on every rank"):
+            table.load_sharded_state({**state, "steps": 2 + lone})
+    assert torch.equal(copy_of(table), before)
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
@@ -116,8 +157,9 @@ def test_a_checkpoint_of_any_ranks_goes_on_on_others_bit_for_bit(world, tmp_path
             hpctrain.shutdown()
         world.Barrier()
 
-    def make():
-        return hpctrain.ShardedEmbedding(5000, 6, optimizer=optimizer, seed=3, padding_idx=2)
+    def make(rows=5000, **options):
+        how = {"optimizer": optimizer, "seed": 3, "padding_idx": 2, **options}
+        return hpctrain.ShardedEmbedding(rows, 6, **how)
 
     def step(table, number):
         """Take a step that does not depend on the number of ranks."""
@@ -141,13 +183,13 @@ def test_a_checkpoint_of_any_ranks_goes_on_on_others_bit_for_bit(world, tmp_path
         table, manager = make(), Manager(folder / "c", comm)
         loaded = manager.load_latest(into=table.wanted("model/a%2Fb"))
         manager.close()
-        table.load_sharded_state(loaded.state["model"]["a/b"])
+        state = loaded.state["model"]["a/b"]
+        for number in (9, 3, 3):  # nothing of this may be left, neither rows nor moments
+            step(table, number)
+        table.load_sharded_state(state)
         step(table, 3)
         assert torch.equal(copy_of(table), torch.load(folder / "rows"))
-        with pytest.raises(hpctrain.CheckpointError, match="goes on with the state of its own"):
-            hpctrain.ShardedEmbedding(5000, 6, optimizer="sgd").load_sharded_state(
-                loaded.state["model"]["a/b"]
-            )
+        refuse(make, table, state)
 
     in_world(range(world.size), save)
     for size in {1, 2, world.size}:

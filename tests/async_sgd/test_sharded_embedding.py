@@ -1,6 +1,7 @@
 """A sharded embedding equals one process with the joined batch, whatever the ranks look up."""
 
 import copy
+import math
 import pickle
 import zlib
 
@@ -163,6 +164,72 @@ def test_what_is_not_looked_up_for_a_step_changes_nothing(hvd_nodes):
     assert [*table.parameters()] == [] == [*table.state_dict()]
 
 
+@SIZES
+@pytest.mark.parametrize("mode", [None, "sum"])
+def test_a_first_lookup_of_nothing_has_the_shape_of_its_ids(hvd_nodes, mode):
+    """Of all ranks, or of one; or of padding alone: no row travels between nodes."""
+    hvd = hvd_nodes
+    for dtype, shape in [(torch.float32, (0, 3)), (torch.float64, (3, 0)), (torch.float32, (0,))]:
+        for lone in (False, True):
+            table = make_table(hvd, "adagrad", dtype=dtype, mode=mode, padding_idx=4)
+            ids = torch.zeros(shape, dtype=torch.int64)
+            offsets = (
+                None if mode is None or len(shape) == 2 else torch.zeros(0, dtype=torch.int64)
+            )
+            if lone and hvd.rank() > 0:
+                ids, offsets = torch.full((2, 2), 4), None
+            num = (len(ids),) if mode and offsets is None else ids.shape
+            for _ in range(2):
+                found = table(ids, offsets)
+                assert found.shape == (*num, DIM)
+                assert not found.any()
+                found.sum().backward()
+                table.step()
+            assert table.steps == 0
+            assert copy_of_bags(table, mode).any()
+
+
+def copy_of_bags(table, mode):
+    ids = torch.arange(ROWS)
+    return table(ids if mode is None else ids[:, None])
+
+
+@MANY
+def test_a_table_that_is_frozen_stays_as_it_is(hvd_nodes):
+    table = make_table(hvd_nodes, "adam")
+    before = copy_of(table)
+    table(torch.tensor([4])).sum().backward()
+    table.requires_grad_(False)
+    assert not table(torch.tensor([3])).requires_grad
+    table.step()
+    assert table.steps == 0
+    table.requires_grad_(True)
+    table.step()
+    assert torch.equal(copy_of(table), before)
+    table(torch.tensor([3])).sum().backward()
+    table.step()
+    assert (copy_of(table) != before).any(dim=1).nonzero().tolist() == [[3]]
+
+
+@MANY
+def test_gradients_that_pile_up_and_those_that_are_no_numbers_are_told_once(hvd_nodes, caplog):
+    table = make_table(hvd_nodes)
+    for _ in range(101):
+        table(torch.tensor([4])).sum().backward()
+    told = [each.message for each in caplog.records]
+    assert len(told) == (hvd_nodes.rank() == 0)
+    assert all("keeps gradients of 100 lookups and has never stepped" in each for each in told)
+    table.zero_grad()
+    caplog.clear()
+    for _ in range(2):
+        (table(torch.tensor([4])) * float("nan")).sum().backward()
+        nn.ModuleList([table]).zero_grad()  # which does not reach it
+        table.step()
+    told = hvd_nodes.allgather_object([each.message for each in caplog.records])
+    [text] = [text for each in told for text in each]  # of the owner
+    assert "call table.zero_grad(), which model.zero_grad() does not" in text
+
+
 @MANY
 def test_results_do_not_depend_on_timing(hvd_nodes, jitter):
     def rows_after():
@@ -189,24 +256,114 @@ def test_what_one_rank_does_wrong_all_ranks_hear_of(hvd_nodes):
             function()
 
     wrong = torch.tensor([ROWS]) if first else torch.tensor([0])
-    all_hear(lambda: table(wrong), "rank 0: ids must be from 0 to 4999, got 5000")
+    all_hear(lambda: table(wrong), "rank 0: ids of a table of 5000 rows .* 0 to 4999, got 5000")
     wrong = torch.tensor([-1]) if first else torch.tensor([0])
     all_hear(lambda: table(wrong), "got -1")
     wrong = [0] if first else torch.tensor([0])
     all_hear(lambda: table(wrong), "rank 0: ids are a dense tensor of integers, got list")
     wrong = torch.tensor([0.5]) if first else torch.tensor([0])
     all_hear(lambda: table(wrong), "got torch.float32")
+    wrong = torch.tensor([1]).to(torch.uint16) if first else torch.tensor([0])
+    all_hear(lambda: table(wrong), r"ids are int32, int64 or uint8; use ids.long\(\)")
+    wrong = torch.tensor([1]).to_sparse() if first else torch.tensor([0])
+    all_hear(lambda: table(wrong), r"use ids.to_dense\(\)")
     all_hear(lambda: (table if first else other)(torch.tensor([0])), "lookup of table")
     all_hear(lambda: table(torch.tensor([0])) if first else table.step(), "step of table")
     all_hear(lambda: make_table(hvd, lr=0.1 + first), "a table must be the same", MismatchError)
     all_hear(
         lambda: make_table(hvd, optimizer="adagard" if first else "sgd"), "adagard", ConfigError
     )
-    for wrong in ({"padding_idx": ROWS}, {"mode": "max"}, {"betas": (0, 0)}, {"lr": -1.0}):
+    for wrong in (
+        {"padding_idx": ROWS},
+        {"padding_idx": "x"},
+        {"mode": "max"},
+        {"betas": (0, 0)},
+        {"lr": -1.0},
+        {"init": "x"},
+        {"seed": 0.5},
+    ):
         all_hear(lambda how=wrong: make_table(hvd, **how), "got|betas", ConfigError)
+    for wrong in ("x", 2**31, 0):
+        all_hear(
+            lambda num=wrong: hvd.ShardedEmbedding(num, 3), "from 1 to 2147483647", ConfigError
+        )
+    for wrong in (-1, math.inf, math.nan, None, "0.1", True):
+        with pytest.raises(ConfigError, match="number of at least 0"):
+            table.lr = wrong
+    assert table.lr == 0.1
     for wrong in (copy.deepcopy, pickle.dumps):
         all_hear(lambda do=wrong: do(table), "cannot be copied", ConfigError)
-    assert table(torch.tensor([1])).shape == (1, DIM)  # all goes on
+    for wrong in (None, table):
+        all_hear(lambda of=wrong: table.step_with(of), "steps with an optimizer", ConfigError)
+    all_hear(table.half, "make it with dtype=, or convert", ConfigError)
+    with pytest.raises(AttributeError, match="look rows up by"):
+        _ = table.weight
+    assert "padding_idx=None, init=0.05, seed=5, dtype=torch.float64" in repr(table)
+    assert table.to("cpu").double()(torch.tensor([1])).shape == (1, DIM)  # all goes on
+
+
+@MANY
+def test_a_step_that_is_another_on_some_ranks_is_an_error_on_all(hvd_nodes):
+    hvd = hvd_nodes
+    first = hvd.rank() == 0
+
+    def lr(table):
+        table.lr = 0.1 + first
+
+    def count(table):
+        if first:
+            table.set_num_samples(3)
+
+    def freeze(table):
+        table.requires_grad_(not first)
+
+    for change, text in {
+        lr: r"lr of a table must be the same on every rank.*rank 0: 1.1; rank",
+        count: r"set_num_samples of a table must be called by all ranks or by none, 1 of",
+        freeze: r"requires_grad_\(False\) of a table must be called by all ranks or by none, 1 of",
+    }.items():
+        table = make_table(hvd)
+        table(torch.tensor([1])).sum().backward()
+        change(table)
+        with pytest.raises(MismatchError, match=text):
+            table.step()
+        assert table.steps == 0
+
+
+@MANY
+def test_a_table_counts_by_itself_with_an_optimizer_that_does_not(hvd_nodes):
+    hvd, dense = hvd_nodes, nn.Linear(1, 1)
+    tables = [make_table(hvd), make_table(hvd)]
+    optimizer = torch.optim.SGD(dense.parameters(), lr=0.1)
+    tables[0].step_with(optimizer)
+    with pytest.raises(ConfigError, match="steps with one optimizer"):
+        tables[0].step_with(optimizer)
+    for table in tables:
+        table.set_num_samples(hvd.rank())
+        table(torch.tensor([hvd.rank()])).sum().backward()
+    optimizer.step()
+    tables[1].step()
+    assert torch.equal(*map(copy_of, tables))
+    other = make_table(hvd)
+    other.step_with(hvd.DistributedOptimizer(optimizer))
+    del optimizer
+    with pytest.raises(ConfigError, match="counts as that does"):
+        other.set_num_samples(3)
+
+
+@MANY
+def test_a_table_says_that_its_world_is_over(worlds):
+    worlds.leave()
+    worlds.enter(None)
+    table = make_table(hvd)
+    table(torch.tensor([1])).sum().backward()
+    worlds.leave()
+    worlds.enter(None)
+    ids = torch.tensor([1])
+    for use in (lambda: table(ids), table.step, lambda: table.load_sharded_state({})):
+        with pytest.raises(hvd.NotInitializedError, match="of a world that was shut down"):
+            use()
+    worlds.leave()
 
 
 @MANY
