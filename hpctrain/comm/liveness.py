@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import accumulate
 from typing import NamedTuple, cast
+from weakref import ref
 
 from mpi4py import MPI
 
@@ -300,6 +301,22 @@ def revoke(ranks: MPI.Intracomm) -> None:
     """End all that is under way among ``ranks``, everywhere. Not collective; may be repeated."""
     if not ranks.Is_revoked():
         ranks.Revoke()
+
+
+_in_use: "list[ref[MPI.Intracomm]]" = []
+
+
+def use(comm: MPI.Intracomm) -> None:
+    """Let ``revoke_groups`` know of a communicator in which calls of the library block."""
+    _in_use[:] = [*(one for one in _in_use if one() is not None), ref(comm)]
+
+
+def revoke_groups() -> None:
+    """End all that blocks in communicators besides the world's, such as on other threads."""
+    for one in list(_in_use):
+        comm = one()
+        if comm is not None and comm != MPI.COMM_NULL:
+            revoke(comm)
 
 
 def shrink(ranks: MPI.Intracomm) -> tuple[MPI.Intracomm, list[int]]:

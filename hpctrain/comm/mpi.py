@@ -13,6 +13,7 @@ from hpctrain.comm.bucket import Bucket
 from hpctrain.comm.call_check import call_of, meet, tensor_call
 from hpctrain.comm.communicator import FINISHED, Communicator, Owner, Traffic, Work
 from hpctrain.comm.control_channel import mailbox
+from hpctrain.comm.liveness import use
 from hpctrain.comm.ops import Combination, Op, combination, finish
 from hpctrain.comm.rail.algorithms import (
     allreduce_by_messages_,
@@ -72,6 +73,7 @@ class MpiCommunicator(Communicator):
         self._watch.record_calls(world_ranks or range(comm.size))
         self.wire = MpiWire(comm, watch=self._watch, world_ranks=world_ranks)
         self._comm = comm
+        use(comm)
         self._objects = pkl5.Intracomm(comm)  # out-of-band pickles: no limit of 2 GiB
         self._world_ranks = world_ranks or range(comm.size)
         self._make_group = make_group or self._make_flat_group

@@ -3,7 +3,7 @@
 import sys
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeAlias, cast
+from typing import TYPE_CHECKING, TypeAlias, TypeGuard, cast
 
 from hpctrain.cluster import env, preflight, process
 from hpctrain.cluster.libraries import (
@@ -86,14 +86,23 @@ def is_communicator(value: object) -> bool:
     return isinstance(value, MPI.Intracomm) and value != MPI.COMM_NULL
 
 
-def is_loss(error: BaseException) -> bool:
-    """Say whether MPI has found that a rank died, or that others wait no more for that reason."""
+def is_of_mpi(error: BaseException) -> "TypeGuard[MPI.Exception]":
+    """Say whether MPI has raised an error."""
     if "mpi4py.MPI" not in sys.modules:
         return False
     from mpi4py import MPI  # noqa: PLC0415 - a world of one needs no MPI
 
+    return isinstance(error, MPI.Exception)
+
+
+def is_loss(error: BaseException) -> bool:
+    """Say whether MPI has found that a rank died, or that others wait no more for that reason."""
+    if not is_of_mpi(error):
+        return False
+    from mpi4py import MPI  # noqa: PLC0415 - a world of one needs no MPI
+
     signs = (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED)
-    return isinstance(error, MPI.Exception) and error.Get_error_class() in signs
+    return error.Get_error_class() in signs
 
 
 def numbers_in(world: "MPI.Intracomm | None", comm: "MPI.Intracomm") -> list[int]:

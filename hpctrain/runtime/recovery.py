@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
-from hpctrain.comm.mpi_world import is_loss
+from hpctrain.comm.mpi_world import is_of_mpi
 from hpctrain.core.errors import CommError, RankLostError
 from hpctrain.core.logs import logger
 from hpctrain.core.units import format_ranks
@@ -48,6 +48,8 @@ def attempt(function: Callable[[], T], *, moves: bool = True) -> Attempt[T]:
 
     Collective over those that are left. Any other error passes through, and ends all ranks.
     """
+    if not is_on():  # one rank is left, or there was but one
+        return Attempt(function(), [], None)
     result: T | None = None
     error: Exception | None = None
     try:
@@ -65,8 +67,11 @@ def attempt(function: Callable[[], T], *, moves: bool = True) -> Attempt[T]:
 
 
 def _may_be_loss(error: BaseException) -> bool:
-    """Say whether an error may come of a lost rank: all that are left then ask each other."""
-    return isinstance(error, CommError) or is_loss(error)
+    """Say whether an error may come of a lost rank: all that are left then ask each other.
+
+    MPI has several for it: a call in which it is found may say that it knows no better.
+    """
+    return isinstance(error, CommError) or is_of_mpi(error)
 
 
 def _all_are_well(*, am_well: bool) -> bool:
@@ -150,9 +155,10 @@ def _ranks() -> "MpiComm":
 
 def _end_waits() -> None:
     """Let nobody wait in this world any more, on whichever rank. Not collective."""
-    from hpctrain.comm.liveness import revoke  # noqa: PLC0415 - a world of one needs no MPI
+    from hpctrain.comm.liveness import revoke, revoke_groups  # noqa: PLC0415 - as above
 
     presence = world.current().presence
     assert presence is not None
     presence.revoke()
     revoke(_ranks())
+    revoke_groups()
