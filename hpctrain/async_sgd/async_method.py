@@ -146,8 +146,6 @@ class AsyncMethod:
 
     def skip_step(self) -> None:
         """Take a step that counts for nothing, in the place of ``optimizer.step()``."""
-        if self._client is not None:
-            self._require_untouched()
         self._step([None] * len(self._layout.parameters), weight=0.0)
 
     @eager
@@ -460,10 +458,8 @@ class AsyncMethod:
 
     def _require_untouched(self) -> None:
         """Raise if somebody else has written what the servers would not know of."""
-        before = self._known
-        self._note_values()
         state = self.server_optimizer.state
-        both = zip(self._layout.parameters, before, self._known, strict=True)
+        both = zip(self._layout.parameters, self._known, self._identities(), strict=True)
         written = [self._names[id(p)] for p, was, now in both if was != now]
         loaded = [self._names[id(p)] for p in self._layout.parameters if state.get(p)]
         if found := written or loaded:
