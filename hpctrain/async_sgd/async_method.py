@@ -48,8 +48,9 @@ class AsyncMethod:
     wait in it raise within seconds.
 
     Values and optimizer state of the parameters lie on the servers, each of which is a thread
-    beside the training on its rank. What the loop itself writes to parameters is lost with the
-    next step. In a world of one all this is the plain loop.
+    beside the training on its rank. Parameters that change outside of ``step()`` are an error at
+    the next one, or at the end, unless ``reload`` gives them to the servers; but what is written
+    in place through ``.data`` is lost. In a world of one all this is the plain loop.
     """
 
     def __init__(  # noqa: PLR0913 - what methods differ in

@@ -20,6 +20,10 @@ from hpctrain.async_sgd.requirements import (
 from hpctrain.async_sgd.server import ImmediateServer, Read
 
 _LOG = logging.getLogger(__name__)
+_WITHOUT_SERVERS = (
+    "Downpour on one rank is the plain optimizer, without servers: neither rate=%g nor Adagrad is "
+    "in its steps; start at least 2 ranks"
+)
 _OF_SERVER = "server_"  # begins the names of what servers keep, in the optimizer's state
 
 
@@ -136,9 +140,9 @@ class Downpour(AsyncMethod):
         Raises:
             ConfigError: an argument is not valid; on every rank.
         """
-        require_number("n_push", n_push, 1)
-        require_number("n_fetch", n_fetch, 1)
-        require_number("warmup_steps", warmup_steps, 0)
+        numbers = {"n_push": n_push, "n_fetch": n_fetch, "warmup_steps": warmup_steps}
+        for name, number in numbers.items():
+            require_number(name, number, 0 if name == "warmup_steps" else 1)
         if most_ahead is not None:
             require_number("most_ahead", most_ahead, 0)
         require_positive("rate", rate)
@@ -155,28 +159,17 @@ class Downpour(AsyncMethod):
             optimizer,
             servers=servers,
             curvature=curvature,
-            alike={
-                "n_push": n_push,
-                "n_fetch": n_fetch,
-                "rate": rate,
-                "warmup_steps": warmup_steps,
-                "most_ahead": most_ahead,
-            },
+            alike=numbers | {"rate": rate, "most_ahead": most_ahead},
             server_optimizer=torch.optim.Adagrad(trained or [torch.zeros(1)], lr=rate),
         )
         self._num_steps = 0
         self._accrued: list[Tensor | None] = [None] * len(self._layout.parameters)
-        is_first = self.comm.rank == self.workers[0]
-        others_wait = warmup_steps > 0 and not self._is_resumed
-        self._joins = others_wait and self.is_worker and not is_first
-        if self.comm.size == 1:
-            _LOG.warning(
-                "Downpour on one rank is the plain optimizer, without servers: neither rate=%g "
-                "nor Adagrad is in its steps; start at least 2 ranks",
-                rate,
-            )
-        if self._joins:
+        self._joins = False
+        if warmup_steps and not self._is_resumed and self.comm.rank in self.workers[1:]:
+            self._joins = True
             self._hooks.append(model.register_forward_pre_hook(self._join))
+        if self.comm.size == 1:
+            _LOG.warning(_WITHOUT_SERVERS, rate)
 
     def _make_server(self, *args: Any, **options: Any) -> ImmediateServer:
         server = ImmediateServer(*args, **self._server_options, **options)
