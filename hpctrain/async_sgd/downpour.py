@@ -149,18 +149,17 @@ class Downpour(AsyncMethod):
         require_model(model, optimizer)
         self._n_push, self._n_fetch = n_push, n_fetch
         bound = math.inf if most_ahead is None else most_ahead
-        self._server_options: dict[str, Any] = {
-            "warmup": -(-warmup_steps // n_push),
-            "bound": bound,
-        }
-        trained = trained_by(optimizer)
+        warmup = -(-warmup_steps // n_push)  # in pushes
+        self._server_options: dict[str, Any] = {"warmup": warmup, "bound": bound}
         super().__init__(
             model,
             optimizer,
             servers=servers,
             curvature=curvature,
             alike=numbers | {"rate": rate, "most_ahead": most_ahead},
-            server_optimizer=torch.optim.Adagrad(trained or [torch.zeros(1)], lr=rate),
+            server_optimizer=torch.optim.Adagrad(
+                trained_by(optimizer) or [torch.zeros(1)], lr=rate
+            ),
         )
         self._num_steps = 0
         self._accrued: list[Tensor | None] = [None] * len(self._layout.parameters)
