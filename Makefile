@@ -274,6 +274,9 @@ bench-full: .venv/stamp ## run every benchmark; figures: perf/results
 	for kind in guarded gradients; do hpctrain launch -n 2 -- python perf/bench_guards.py \
 	  --of $$kind --json perf/results/guards-2.json; done
 	hpctrain launch -n 8 -- python perf/bench_ssp.py --json perf/results/ssp-8.json
+	hpctrain launch -n 2 -- python perf/bench_embedding.py --json perf/results/embedding-2.json
+	hpctrain launch -n 4 -- python perf/bench_embedding.py --large \
+	  --json perf/results/embedding-large-4.json
 	python perf/bench_order.py --json perf/results/order.json
 	@if python -m tests.cluster.vcluster; then \
 	  python perf/bench_codecs.py --json perf/results/codecs.json; fi

@@ -51,7 +51,7 @@ def is_child() -> bool:
 def named(name: str) -> Iterator[None]:
     """Let this process have another name inside, of 15 characters at most, for who looks at it."""
     try:
-        before = _NAME.read_bytes()
+        before = _NAME.read_bytes().removesuffix(b"\n")  # is no part of it
         _NAME.write_text(name)
     except OSError:  # no /proc
         yield

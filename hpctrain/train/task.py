@@ -291,7 +291,8 @@ def build(config: RunConfig, comm: Communicator, *, is_new: bool = True) -> Task
         steps = _steps(config, model, optimizer, comm)
         lengths = {"epoch_steps": len(train), "num_steps": len(train) * config.train.epochs}
         sync = make_sync(config.sync, model, optimizer, seed=config.seed, **lengths)
-    config, reason = with_shard(config, model, optimizer, _node_sizes(comm))
+    nodes = world.current().topology.nodes if comm.levels is not None else ()
+    config, reason = with_shard(config, model, optimizer, [*map(len, nodes)])
     precision = Precision(config.train.precision, model)
     parallel = divided(config, model, optimizer, loss, precision, comm)
     if parallel is not None:
@@ -338,11 +339,6 @@ def _give_first_weights(
     if is_new and config.model.init_from:
         tables.load(Path(config.model.init_from), comm)
     return tables
-
-
-def _node_sizes(comm: Communicator) -> list[int]:
-    """Return the ranks of each node, where these share memory."""
-    return [*map(len, world.current().topology.nodes)] if comm.levels is not None else []
 
 
 def _loss(config: LossConfig) -> Callable[[Tensor, Tensor], Tensor]:
