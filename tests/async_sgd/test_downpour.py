@@ -173,25 +173,26 @@ def test_a_warm_up_lets_the_first_worker_train_alone(hvd, world):
     assert seen == 15
 
 
-def own_elements(world, method_of, saved, num_steps: int):
+def own_elements(world, method_of, loaded, num_steps: int):
     """Each rank pushes gradients of 1 of its own element, without a forward; return what is."""
     model = nn.Linear(world.size, 1, bias=False).double()
     nn.init.zeros_(model.weight)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
-    if saved:
-        model.load_state_dict(saved[0])
-        optimizer.load_state_dict(saved[1])
+    if loaded:
+        model.load_state_dict(loaded[0])
+        optimizer.load_state_dict(loaded[1])
     with method_of(model, optimizer) as method:
+        if loaded and world.rank == 0:
+            world.barrier()  # the others do not wait for this one: they begin no warm-up
         for _ in range(num_steps):
             optimizer.zero_grad()
             model.weight[0, world.rank].backward()
             optimizer.step()
+        if loaded and world.rank:
+            world.barrier()
         with method.settled():
             saved = model.state_dict(), optimizer.state_dict()
         saved = copy.deepcopy(saved)  # behind it: nothing of it has gone
-        if num_steps and world.rank:  # alone: who waits for a warm-up never comes back
-            model(torch.zeros(1, world.size, dtype=torch.float64))
-        world.barrier()
     assert not any("server_sum" in state for state in optimizer.state.values())
     return saved, model.weight[0].tolist()
 
