@@ -106,6 +106,8 @@ class Downpour(AsyncMethod):
     """
 
     _steps_here = True
+    _joins = False  # whether this rank waits for the first one before it begins
+    _num_steps = 0
 
     def __init__(  # noqa: PLR0913 - what a user may choose
         self,
@@ -161,9 +163,7 @@ class Downpour(AsyncMethod):
                 trained_by(optimizer) or [torch.zeros(1)], lr=rate
             ),
         )
-        self._num_steps = 0
         self._accrued: list[Tensor | None] = [None] * len(self._layout.parameters)
-        self._joins = False
         if warmup_steps and not self._is_resumed and self.comm.rank in self.workers[1:]:
             self._joins = True
             self._hooks.append(model.register_forward_pre_hook(self._join))
