@@ -1,7 +1,8 @@
 """The base of methods whose workers go by the values of parameter servers."""
 
+import logging
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
@@ -12,23 +13,30 @@ from torch.optim import Optimizer
 
 from hpctrain.async_sgd.client import ParameterClient
 from hpctrain.async_sgd.layout import Buffers, ParameterLayout
+from hpctrain.async_sgd.requirements import (
+    MARK,
+    Servers,
+    claim,
+    dedicated_servers,
+    release,
+    require_model,
+    require_plain,
+    require_positive,
+    require_servable,
+    require_unclaimed,
+)
 from hpctrain.async_sgd.server import Answer, ParameterServer, Push, Settings, Settle
 from hpctrain.async_sgd.staleness import StalenessHistogram
 from hpctrain.collectives.parameters import broadcast_parameters
 from hpctrain.comm.agreement import agreed, require_equal
 from hpctrain.comm.eager import eager
 from hpctrain.comm.liveness import Block
-from hpctrain.comm.mpi_library import calls_from_threads
 from hpctrain.core.errors import ConfigError
-from hpctrain.gradients.elementwise import is_known_as
-from hpctrain.gradients.optimizer import DistributedMethods
 from hpctrain.gradients.sample_count import check_count
 from hpctrain.runtime import world
 from hpctrain.runtime.rebuild import Stage
 
-MARK = "_local_method"  # the attribute of an optimizer that names the method which hooks it
-
-Servers = int | Sequence[int] | None
+_LOG = logging.getLogger(__name__)
 
 
 class AsyncMethod:
@@ -40,8 +48,9 @@ class AsyncMethod:
     wait in it raise within seconds.
 
     Values and optimizer state of the parameters lie on the servers, each of which is a thread
-    beside the training on its rank. What the loop itself writes to parameters is lost with the
-    next step. In a world of one all this is the plain loop.
+    beside the training on its rank. Parameters that change outside of ``step()`` are an error at
+    the next one, or at the end, unless ``reload`` gives them to the servers; but what is written
+    in place through ``.data`` is lost. In a world of one all this is the plain loop.
     """
 
     def __init__(  # noqa: PLR0913 - what methods differ in
@@ -51,15 +60,15 @@ class AsyncMethod:
         *,
         servers: Servers,
         curvature: float | None,
-        alike: Sequence[object],
+        alike: Mapping[str, object],
         num_slots: int = 1,
         server_optimizer: Optimizer | None = None,
     ) -> None:
         """Give all ranks the model of rank 0, start the servers and hook the optimizer.
 
-        Collective. ``alike`` are arguments that are the same on every rank; ``num_slots``
-        gradients of a worker are under way at once; servers step as ``server_optimizer``, where
-        that is another one.
+        Collective. ``alike`` are arguments that are the same on every rank, by name;
+        ``num_slots`` gradients of a worker are under way at once; servers step as
+        ``server_optimizer``, where that is another one.
         """
         here = world.current()
         self.model, self.optimizer = model, optimizer
@@ -68,25 +77,28 @@ class AsyncMethod:
         self.comm, self._presence = here.comm, here.presence
         with agreed(self.comm, ConfigError):
             self._check()
-            dedicated = _dedicated(servers, self.comm.size)
+            if curvature is not None:
+                require_positive("curvature", curvature)
+            dedicated = dedicated_servers(servers, self.comm.size)
         self.servers = dedicated or [*range(self.comm.size)]
         """Ranks that have a part of the parameters."""
         self.workers = [r for r in range(self.comm.size) if r not in dedicated]
         """Ranks that take steps."""
         self.waited_s = 0.0  # seconds in which the last step waited for servers
         self._histogram = StalenessHistogram(curvature)
-        self._samples = (1.0, 1.0)
+        self._samples, self._is_counted = (1.0, 1.0), False
         self._clock, self._num_slots = 0, num_slots
         self._kept: list[Tensor | None] = []
-        self._is_settled = True
-        self._versions: list[int] = []  # of the parameters, as servers have given them
+        self._ending = _Ending(type(self).__name__)
+        self._known: list[tuple[int, int]] = []  # what parameters were when servers gave them
+        self._names = {id(p): name for name, p in model.named_parameters()}
         self._block: int | None = None
         self._client: ParameterClient | None = None
         self._layout = ParameterLayout(optimizer, len(self.servers))
-        lines = [type(optimizer).__qualname__, str(self.servers), *map(str, alike)]
+        self._take_state()
         require_equal(
             self.comm,
-            [*lines, *map(str, self._layout.describe())],
+            self._describe({"servers": self.servers, **alike}),
             "optimizer, arguments and parameters",
             "build the same model, optimizer and method on every rank",
         )
@@ -98,6 +110,7 @@ class AsyncMethod:
             optimizer.register_step_post_hook(lambda *_: self._after_step()),
         ]
         setattr(optimizer, MARK, type(self).__name__)
+        claim(type(self).__name__, self._layout.parameters)
 
     # -- for the training loop ------------------------------------------------------------------
 
@@ -122,13 +135,15 @@ class AsyncMethod:
         """Say how many samples the next step's loss is the mean of; not collective.
 
         Gradients of one clock are weighted by ``num_samples / nominal``, until other numbers are
-        given; one with 0 samples counts for nothing.
+        given; one with 0 samples counts for nothing, whatever it holds. All workers give numbers,
+        or none does: one that gives none counts as ``nominal`` samples.
 
         Raises:
             ConfigError: they are not valid.
         """
         check_count(num_samples, nominal)
         self._samples = (num_samples, nominal)
+        self._is_counted = True
 
     def skip_step(self) -> None:
         """Take a step that counts for nothing, in the place of ``optimizer.step()``."""
@@ -142,13 +157,18 @@ class AsyncMethod:
 
         Raises:
             MismatchError: another rank has come to another place; on every rank.
+            ConfigError: parameters were written to outside of ``step()``; see ``reload``.
         """
-        if self._client is None:
-            return
+        if self._client is not None:
+            self._require_untouched()
+            self._settle(where)
+
+    def _settle(self, where: str) -> None:
+        assert self._client is not None
         self._before_settle()
         answers = self._client.ask(Settle(where))
         self._clock = answers[0].clock
-        self._is_settled = True
+        self._ending.is_settled = True
         self._note_values()
         self.comm.barrier()  # nobody steps on while others read
 
@@ -162,13 +182,16 @@ class AsyncMethod:
                 buffer.copy_(self.comm.allreduce(mean.cpu(), scale=share))
 
     @contextmanager
-    def settled(self) -> Iterator[None]:
+    def settled(self, *, shows_all: bool = True) -> Iterator[None]:
         """Let model and optimizer state be those of the servers inside, to save them. Collective.
 
-        ``optimizer.state_dict()`` inside is that of a plain optimizer, for any number of ranks.
+        ``optimizer.state_dict()`` inside is that of a plain optimizer, for any number of ranks;
+        with ``shows_all`` it also has what servers keep beside that, for ``Downpour``.
         """
         self.settle("settled()")
         self._gather_state()
+        if shows_all:
+            self._show_state()
         try:
             yield
         finally:
@@ -178,13 +201,14 @@ class AsyncMethod:
     def reload(self) -> None:
         """Let servers take over what model and optimizer have now, as after loading. Collective.
 
-        A method that is made afterwards does so by itself.
+        Every rank has loaded both. A method that is made after loading does so by itself.
         """
         if self._client is None:
             return
+        self._take_state()
         before = [p.detach().clone() for p in self._layout.parameters]
         state = dict(self.server_optimizer.state)
-        self.settle("reload()")
+        self._settle("reload()")
         with torch.no_grad():
             for p, value in zip(self._layout.parameters, before, strict=True):
                 p.copy_(value)
@@ -192,6 +216,7 @@ class AsyncMethod:
         self._note_values()
         if self._client.own is not None:
             self._client.own.load(self.server_optimizer)
+        self._on_load()
         self._forget_state()
         self.comm.barrier()
 
@@ -199,7 +224,8 @@ class AsyncMethod:
         """Remove the hooks. Not collective; the servers end with the world."""
         if self._hooks:
             delattr(self.optimizer, MARK)
-            if self._client is not None and not self._is_settled:
+            release(self._layout.parameters)
+            if self._client is not None and not self._ending.is_settled:
                 self._client.leave()
         while self._hooks:
             self._hooks.pop().remove()
@@ -224,7 +250,7 @@ class AsyncMethod:
             error = failure
             raise
         finally:
-            self._is_settled |= error is not None  # the others hear of the error
+            self._ending.is_settled |= error is not None  # the others hear of the error
             self.close()
             if self._presence is not None and self._block is not None:
                 self._presence.leave(self._block, error)
@@ -245,11 +271,20 @@ class AsyncMethod:
     def _before_settle(self) -> None:
         """Send what was not sent yet."""
 
+    def _show_state(self) -> None:
+        """Let the optimizer have what the one of the servers has, where that is another one."""
+
+    def _take_state(self) -> None:
+        """Do the reverse, before servers load."""
+
+    def _on_load(self) -> None:
+        """Do what is due once this rank's server has loaded a state."""
+
     # -- steps ----------------------------------------------------------------------------------
 
     @eager
     def _on_step(self, optimizer: Optimizer, args: Sequence[Any], kwargs: Any) -> None:
-        self._require_plain()
+        require_plain(type(self).__name__, self.optimizer)
         if kwargs.get("closure") or len(args) > 1:
             raise ConfigError(
                 f"{type(self).__name__} sends the gradients that there are before step(), and "
@@ -258,8 +293,8 @@ class AsyncMethod:
         if self._client is None:
             return
         self._layout.require_same(optimizer)
+        self._require_untouched()
         if not self._steps_here:
-            self._require_untouched()
             self._kept = self._step_by_gradients()
             for p in self._layout.parameters:  # an optimizer without gradients does nothing
                 p.grad = None
@@ -287,7 +322,9 @@ class AsyncMethod:
                 f"{self.workers}; write `if method.is_worker:` before the loop, inside the block"
             )
         before = self._client.waited_s
+        self._ending.is_settled = False
         self._exchange(weight, gradients)
+        self._note_values()
         self.waited_s = self._client.waited_s - before
 
     def _push(self, weight: float, gradients: Sequence[Tensor | None], *, reads: bool) -> int:
@@ -297,11 +334,17 @@ class AsyncMethod:
         self._layout.fill(self._buffers.gradient(slot), gradients)
         has = bytes(grad is not None for grad in gradients)
         answers = self._client.push(
-            Push(self._clock, slot, weight, has, self._settings(), reads=reads)
+            Push(
+                self._clock,
+                slot,
+                weight,
+                has,
+                self._settings(),
+                reads=reads,
+                is_counted=self._is_counted,
+            )
         )
         self._clock += 1
-        self._is_settled = False
-        self._note_values()
         return self._count(answers)
 
     def _count(self, answers: Sequence[Answer]) -> int:
@@ -344,7 +387,11 @@ class AsyncMethod:
         self._forget_state()
         self._note_values()
 
+        ending, parameters = self._ending, self._layout.parameters
+
         def close() -> None:
+            ending.warn()
+            release(parameters)
             if own is not None:
                 own.stop()
             messages.close()
@@ -389,79 +436,54 @@ class AsyncMethod:
     # -- checks ---------------------------------------------------------------------------------
 
     def _check(self) -> None:
-        self._require_plain()
-        name, kind = type(self).__name__, type(self.optimizer)
-        if hasattr(self.optimizer, MARK):
-            raise ConfigError(
-                f"an optimizer has one such method at a time, {name} comes beside "
-                f"{getattr(self.optimizer, MARK)}; end its block, or call its close(), before"
-            )
-        if not is_known_as("elementwise", self.optimizer):
-            raise ConfigError(
-                f"{name} cuts parameters over servers, so the optimizer must step every element "
-                f"by itself, and whether {kind.__qualname__} does is not known; take SGD, Adam, "
-                f"AdamW or another such, or say so by elementwise = True in a class of your own"
-            )
-        trained = [p for g in self.optimizer.param_groups for p in g["params"] if p.requires_grad]
-        if strangers := {id(p) for p in trained} - {id(p) for p in self.model.parameters()}:
-            raise ConfigError(
-                f"the optimizer has the parameters of the model, {len(strangers)} of "
-                f"{len(trained)} are not in it; give the module that has them all"
-            )
-        if any(not p.is_floating_point() for p in trained) or not trained:
-            raise ConfigError(f"{name} needs trained parameters of floating point numbers")
-        if any(p.device.type != "cpu" for p in trained) or any(
-            group.get("differentiable") for group in self.optimizer.param_groups
-        ):
-            raise ConfigError(
-                f"{name} needs parameters on the CPU, where its servers have them, and steps "
-                f"without differentiable=True; take DistributedOptimizer or LocalSGD"
-            )
-        if not calls_from_threads():
-            raise ConfigError(
-                f"{name} needs an MPI that several threads may call at once (THREAD_MULTIPLE); "
-                f"see hpctrain doctor, or take DistributedOptimizer"
-            )
+        name = type(self).__name__
+        require_model(self.model, self.optimizer)
+        require_plain(name, self.optimizer)
+        require_unclaimed(name, self.optimizer)
+        require_servable(name, self.model, self.optimizer)
+
+    def _describe(self, arguments: Mapping[str, object]) -> list[str]:
+        """Return what all ranks must have alike, a line for each thing."""
+        lines = [f"{name}={value}" for name, value in arguments.items()]
+        for p, about in zip(self._layout.parameters, self._layout.describe(), strict=True):
+            state = self.server_optimizer.state.get(p, {})
+            step = f" of step {float(state['step']):g}" if "step" in state else ""
+            lines.append(f"{self._names[id(p)]} {about}, state {sorted(state) or None}{step}")
+        return [f"optimizer {type(self.optimizer).__qualname__}", *lines]
 
     def _note_values(self) -> None:
-        self._versions = [p._version for p in self._layout.parameters]  # noqa: SLF001 - autograd's
+        self._known = self._identities()
+
+    def _identities(self) -> list[tuple[int, int]]:
+        return [(p._version, p.data_ptr()) for p in self._layout.parameters]  # noqa: SLF001 - autograd's
 
     def _require_untouched(self) -> None:
         """Raise if somebody else has written what the servers would not know of."""
-        before = self._versions
-        self._note_values()
-        has_state = any(self.optimizer.state.get(p) for p in self._layout.parameters)
-        if has_state or before != self._versions:
-            what = "the optimizer has state" if has_state else "parameters were written to"
+        state = self.server_optimizer.state
+        both = zip(self._layout.parameters, self._known, self._identities(), strict=True)
+        written = [self._names[id(p)] for p, was, now in both if was != now]
+        loaded = [self._names[id(p)] for p in self._layout.parameters if state.get(p)]
+        if found := written or loaded:
+            what = "parameters were" if written else "state of the optimizer was"
             raise ConfigError(
-                f"values and state lie on the servers, and {what} between two steps, which they "
-                f"do not know of; load before {type(self).__name__} is made, or call reload() on "
-                f"all ranks behind it"
-            )
-
-    def _require_plain(self) -> None:
-        if isinstance(self.optimizer, DistributedMethods):
-            raise ConfigError(
-                f"{type(self).__name__} takes the plain optimizer, this one averages gradients "
-                f"in every step; leave DistributedOptimizer out"
+                f"values and state lie on the servers, and {what} changed outside of step() "
+                f"({', '.join(found[:3])}), which they do not know of; load before "
+                f"{type(self).__name__} is made, or call reload() after loading, on every rank"
             )
 
 
-def _dedicated(servers: Servers, size: int) -> list[int]:
-    """Return the ranks that do nothing but serve; empty where all ranks serve and work."""
-    if servers is None or size == 1:
-        return []
-    ranks = list(range(size - servers, size)) if isinstance(servers, int) else sorted(servers)
-    is_proper = len({*ranks}) == len(ranks) and {*ranks} < {*range(size)}
-    if not ranks or not is_proper:
-        raise ConfigError(
-            f"servers is None for all ranks, a number of dedicated ranks (the last ones), or a "
-            f"list of them, each once, and leaves a worker, got {servers!r} of {size} ranks"
-        )
-    return ranks
+class _Ending:
+    """Whether a method was settled: warns at the end of the world where it was not."""
 
+    is_settled = True
 
-def require_number(name: str, value: object, least: int) -> None:
-    """Raise ``ConfigError`` unless a value is a whole number, and large enough."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigError(f"{name} is a whole number, at least {least}, got {value!r}")
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def warn(self) -> None:
+        if not self.is_settled:
+            _LOG.warning(
+                "%s was not settled: ranks have different values at the end; use `with`, or call "
+                "settle() on all ranks behind the last step",
+                self._name,
+            )

@@ -1,5 +1,6 @@
 """``AsyncSGD`` and ``Downpour``: servers apply each gradient as it comes."""
 
+import logging
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -8,9 +9,22 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hpctrain.async_sgd.async_method import AsyncMethod, Servers, require_number
+from hpctrain.async_sgd.async_method import AsyncMethod
+from hpctrain.async_sgd.requirements import (
+    Servers,
+    require_model,
+    require_number,
+    require_positive,
+    trained_by,
+)
 from hpctrain.async_sgd.server import ImmediateServer, Read
-from hpctrain.core.errors import ConfigError
+
+_LOG = logging.getLogger(__name__)
+_WITHOUT_SERVERS = (
+    "Downpour on one rank is the plain optimizer, without servers: neither rate=%g nor Adagrad is "
+    "in its steps; start at least 2 ranks"
+)
+_OF_SERVER = "server_"  # begins the names of what servers keep, in the optimizer's state
 
 
 class AsyncSGD(AsyncMethod):
@@ -21,6 +35,10 @@ class AsyncSGD(AsyncMethod):
     ``staleness_histogram`` counts it; the learning rate is divided by it, so that what is old
     counts for less. With N workers N gradients are applied in the time of one synchronous step,
     each with a whole learning rate: take a smaller one than for a mean of N.
+
+    Each server divides by the staleness of its own part of the parameters, as gradients may come
+    to several servers in another order; the histogram counts the largest of them. With
+    ``servers=1`` there is one order, and one staleness.
 
     Source: Zhang et al. 2016, "Staleness-aware async-SGD for distributed deep learning", IJCAI.
     """
@@ -59,7 +77,7 @@ class AsyncSGD(AsyncMethod):
             optimizer,
             servers=servers,
             curvature=curvature,
-            alike=[staleness_aware, most_ahead],
+            alike={"staleness_aware": staleness_aware, "most_ahead": most_ahead},
         )
 
     def _make_server(self, *args: Any, **options: Any) -> ImmediateServer:
@@ -75,7 +93,12 @@ class Downpour(AsyncMethod):
     Each step the optimizer steps this rank's replica, and the gradient is added to what has
     accrued. Every ``n_push`` steps that goes to the servers, which take a step of Adagrad by it
     as it comes; every ``n_fetch`` steps the replica is replaced by the servers' values. The
-    squares that Adagrad sums lie on the servers, as asynchrony is stable by their rates.
+    squares that Adagrad sums lie on the servers, as asynchrony is stable by their rates. Inside of
+    ``settled()`` they are in the state of the optimizer, as ``server_sum``: who saves that and
+    loads it before a new ``Downpour`` is made, or calls ``reload()``, goes on with them, and
+    without another warm-up.
+
+    A world of one has no servers: there it is the plain optimizer, and a warning says so.
 
     ``staleness_histogram`` counts, for each push, updates by others since the last fetch.
 
@@ -83,6 +106,8 @@ class Downpour(AsyncMethod):
     """
 
     _steps_here = True
+    _joins = False  # whether this rank waits for the first one before it begins
+    _num_steps = 0
 
     def __init__(  # noqa: PLR0913 - what a user may choose
         self,
@@ -106,7 +131,9 @@ class Downpour(AsyncMethod):
             n_push: steps between two pushes.
             n_fetch: steps between two fetches.
             rate: learning rate of Adagrad on the servers.
-            warmup_steps: steps of the first worker alone before the others take their first one.
+            warmup_steps: steps of the first worker alone before the others take their first one:
+                their first forward waits. A gradient by no forward of ``model`` counts all the
+                same, though its values are from before.
             most_ahead: pushes that a worker may be ahead of the slowest one when it fetches; None
                 for any number.
             servers: as for ``StaleSynchronous``.
@@ -115,48 +142,54 @@ class Downpour(AsyncMethod):
         Raises:
             ConfigError: an argument is not valid; on every rank.
         """
-        require_number("n_push", n_push, 1)
-        require_number("n_fetch", n_fetch, 1)
-        require_number("warmup_steps", warmup_steps, 0)
+        numbers = {"n_push": n_push, "n_fetch": n_fetch, "warmup_steps": warmup_steps}
+        for name, number in numbers.items():
+            require_number(name, number, 0 if name == "warmup_steps" else 1)
         if most_ahead is not None:
             require_number("most_ahead", most_ahead, 0)
-        if not 0 < rate < math.inf:
-            raise ConfigError(f"rate is a learning rate above 0, got {rate!r}")
+        require_positive("rate", rate)
+        require_model(model, optimizer)
         self._n_push, self._n_fetch = n_push, n_fetch
         bound = math.inf if most_ahead is None else most_ahead
-        self._server_options: dict[str, Any] = {
-            "warmup": -(-warmup_steps // n_push),
-            "bound": bound,
-        }
-        trained = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
+        warmup = -(-warmup_steps // n_push)  # in pushes
+        self._server_options: dict[str, Any] = {"warmup": warmup, "bound": bound}
         super().__init__(
             model,
             optimizer,
             servers=servers,
             curvature=curvature,
-            alike=[n_push, n_fetch, rate, warmup_steps, most_ahead],
-            server_optimizer=torch.optim.Adagrad(trained or [torch.zeros(1)], lr=rate),
+            alike=numbers | {"rate": rate, "most_ahead": most_ahead},
+            server_optimizer=torch.optim.Adagrad(
+                trained_by(optimizer) or [torch.zeros(1)], lr=rate
+            ),
         )
-        self._num_steps = 0
         self._accrued: list[Tensor | None] = [None] * len(self._layout.parameters)
-        self._joins = warmup_steps > 0 and self.is_worker and self.comm.rank != self.workers[0]
-        if self._joins:
+        if warmup_steps and not self._is_resumed and self.comm.rank in self.workers[1:]:
+            self._joins = True
             self._hooks.append(model.register_forward_pre_hook(self._join))
+        if self.comm.size == 1:
+            _LOG.warning(_WITHOUT_SERVERS, rate)
 
     def _make_server(self, *args: Any, **options: Any) -> ImmediateServer:
-        return ImmediateServer(*args, **self._server_options, **options)
+        server = ImmediateServer(*args, **self._server_options, **options)
+        if self._is_resumed:
+            server.end_warmup()
+        return server
 
     def _join(self, *_: object) -> None:
         """Wait until the first worker is warm, once."""
         if self._joins and self._client is not None:
             self._joins = False
+            self._require_untouched()
             self._client.ask(Read(self._clock))
+            self._note_values()
 
     @torch.no_grad()
     def _exchange(self, weight: float, gradients: Sequence[Tensor | None]) -> None:
-        if self._joins:  # the gradient is of weights from before the warm-up
-            self._join()
-            return
+        if self._joins:  # no forward has waited: the gradient is of values before the warm-up
+            self._joins = False
+            assert self._client is not None
+            self._client.ask(Read(self._clock))
         self._num_steps += 1
         for number, grad in enumerate(gradients):
             if grad is None or not weight:
@@ -180,3 +213,44 @@ class Downpour(AsyncMethod):
     def _before_settle(self) -> None:
         if any(grad is not None for grad in self._accrued):
             self._push_accrued(reads=False)
+
+    # -- what servers keep, in the state of the replica's optimizer -----------------------------
+
+    def _show_state(self) -> None:
+        for p in self._layout.parameters:
+            shown = {_OF_SERVER + k: v for k, v in self.server_optimizer.state.get(p, {}).items()}
+            if shown:
+                shown[_OF_SERVER + "step"] = float(shown[_OF_SERVER + "step"])  # no tensor to cast
+            self.optimizer.state[p] = (
+                self.optimizer.state.get(p, {}) | shown
+            )  # no saved one changes
+
+    def _take_state(self) -> None:
+        for p in self._layout.parameters:
+            state = self.server_optimizer.state[p] or {"step": 0.0, "sum": torch.zeros_like(p)}
+            state |= self._pop_shown(p)
+            state["step"] = torch.tensor(float(state["step"]))
+            self.server_optimizer.state[p] = state
+        states = self.server_optimizer.state.values()
+        self._is_resumed = any(state["step"] > 0 for state in states)
+
+    def _forget_state(self) -> None:
+        super()._forget_state()
+        for p in self._layout.parameters:
+            self._pop_shown(p)
+
+    def _pop_shown(self, p: Tensor) -> dict[str, Any]:
+        state = self.optimizer.state.get(p, {})
+        shown = {k: v for k, v in state.items() if k.startswith(_OF_SERVER)}
+        if shown:
+            self.optimizer.state[p] = {k: v for k, v in state.items() if k not in shown}
+            if not self.optimizer.state[p]:
+                del self.optimizer.state[p]
+        return {k.removeprefix(_OF_SERVER): v for k, v in shown.items()}
+
+    def _on_load(self) -> None:
+        """Begin no warm-up where sums were loaded."""
+        if self._is_resumed and self._client is not None:
+            self._joins = False
+            if isinstance(self._client.own, ImmediateServer):
+                self._client.own.end_warmup()

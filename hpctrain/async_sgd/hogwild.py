@@ -7,11 +7,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from hpctrain.async_sgd.async_method import MARK
+from hpctrain.async_sgd.requirements import (
+    MARK,
+    claim,
+    release,
+    require_model,
+    require_plain,
+    require_unclaimed,
+)
 from hpctrain.collectives.parameters import broadcast_parameters
-from hpctrain.comm.agreement import agreed, require_equal
+from hpctrain.comm.agreement import agreed, raise_if_any, require_equal
 from hpctrain.comm.liveness import Block
-from hpctrain.core.errors import ConfigError
+from hpctrain.core.errors import ConfigError, NotFiniteError
 from hpctrain.runtime import world
 
 
@@ -60,7 +67,7 @@ class Hogwild:
         with agreed(self._comm, ConfigError):
             self._check(here.topology.num_nodes)
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        self._parameters = [p for _, p in named]
+        self._names, self._parameters = [name for name, _ in named], [p for _, p in named]
         lines = [f"{name} {tuple(p.shape)} {p.dtype}" for name, p in named]
         require_equal(self._comm, [*lines, str(counts)], "parameters")
         broadcast_parameters(model.state_dict())
@@ -76,16 +83,21 @@ class Hogwild:
             optimizer.register_step_post_hook(lambda *_: self._after_step()),
         ]
         setattr(optimizer, MARK, type(self).__name__)
+        claim(type(self).__name__, self._parameters)
+        self._versions = self._versions_now()
 
     def lost_updates(self) -> LostUpdates:
         """Compare the parameters with the sum of all ranks' steps. Collective; nobody steps then.
 
         Raises:
-            ConfigError: ``counts`` is off.
+            ConfigError: ``counts`` is off, or a rank has written to parameters by other means
+                than its steps, as by ``load_state_dict``; on every rank.
+            NotFiniteError: parameters are not finite; on every rank.
         """
         if not self._counts:
             raise ConfigError("lost updates are known with counts=True alone; make Hogwild so")
         self._comm.barrier()
+        self._require_countable()
         components, missing, moved = 0, 0.0, 0.0
         for p, first, own in zip(self._parameters, self._first, self._own, strict=True):
             total = self._comm.allreduce(own)
@@ -100,6 +112,27 @@ class Hogwild:
         self._comm.barrier()
         return LostUpdates(components, updates, missing / moved if moved else 0.0)
 
+    def _versions_now(self) -> list[int]:
+        return [p._version for p in self._parameters]  # noqa: SLF001 - autograd's
+
+    def _require_countable(self) -> None:
+        """Raise on all ranks unless steps alone have moved the parameters, to numbers."""
+        both = zip(self._names, self._versions, self._versions_now(), strict=True)
+        written = [name for name, before, now in both if before != now]
+        text = (
+            f"lost updates are the difference between parameters and the sum of steps, and "
+            f"{', '.join(written[:3])} changed outside of step(); load before Hogwild is made, or "
+            f"end the block and make another one after loading"
+        )
+        raise_if_any(self._comm.allgather_object(text if written else None), ConfigError)
+        both_now = zip(self._names, self._parameters, strict=True)
+        wrong = [name for name, p in both_now if not p.detach().isfinite().all()]
+        text = (
+            f"lost updates are told of finite parameters, {', '.join(wrong[:3])} have nan or inf; "
+            f"take a smaller learning rate"
+        )
+        raise_if_any(self._comm.allgather_object(text if wrong else None), NotFiniteError)
+
     def close(self) -> None:
         """Give each rank parameters of its own, as they are, and remove the hooks. Collective."""
         if not self._hooks:
@@ -112,6 +145,7 @@ class Hogwild:
         if not self._hooks:
             return
         delattr(self.optimizer, MARK)
+        release(self._parameters)
         while self._hooks:
             self._hooks.pop().remove()
         for p in self._parameters:
@@ -175,6 +209,11 @@ class Hogwild:
         """Add to the elements that a gradient has, one by one."""
         grad = p.grad
         assert grad is not None
+        before = p._version  # noqa: SLF001 - autograd's
+        self._move(p, number, grad, factor)
+        self._versions[number] += p._version - before  # noqa: SLF001
+
+    def _move(self, p: Tensor, number: int, grad: Tensor, factor: float) -> None:
         if grad.is_sparse:
             grad = grad.coalesce()
             rows, values = grad.indices()[0], grad.values() * factor
@@ -195,11 +234,9 @@ class Hogwild:
         self._kept = []
 
     def _check(self, num_nodes: int) -> None:
-        if hasattr(self.optimizer, MARK):
-            raise ConfigError(
-                f"an optimizer has one such method at a time, Hogwild comes beside "
-                f"{getattr(self.optimizer, MARK)}; end its block before"
-            )
+        require_model(self.model, self.optimizer)
+        require_plain("Hogwild", self.optimizer)
+        require_unclaimed("Hogwild", self.optimizer)
         if type(self.optimizer) is not SGD:
             raise ConfigError(
                 f"Hogwild takes torch.optim.SGD, whose steps add up in any order, got "

@@ -34,6 +34,7 @@ class Push(NamedTuple):
     has_gradient: bytes  # of each parameter, whether it has one
     settings: Settings
     reads: bool  # whether it wants values back
+    is_counted: bool = False  # whether its weight is of a number of samples that was given
 
     @property
     def kind(self) -> str:
@@ -283,9 +284,10 @@ class ParameterServer:
         total += num_missing * total / len(gradients)
         if not total:
             return False
+        counted = [one for one in gradients if one.push.weight]  # others may hold anything
         for block, out in enumerate(self._sums):
-            out.copy_(_weighted(gradients[0], block))
-            for one in gradients[1:]:
+            out.copy_(_weighted(counted[0], block))
+            for one in counted[1:]:
                 out.add_(_weighted(one, block))
             if total != 1.0:
                 out.mul_(1.0 / total)
@@ -334,6 +336,13 @@ class ClockedServer(ParameterServer):
                     f"rank {source} differ from those of rank {other}: {gradient.push.kind:.300} "
                     f"and {known.push.kind:.300}; change learning rates after the same step on "
                     f"every rank"
+                )
+            has_both = known.push.weight and gradient.push.weight
+            if has_both and known.push.is_counted != gradient.push.is_counted:
+                raise MismatchError(
+                    f"all workers say how many samples their gradients are of, or none does, in "
+                    f"step {clock} only one of ranks {other} and {source} has; call "
+                    f"set_num_samples() on every rank"
                 )
         self._told[clock][source] = gradient
         return 0
@@ -390,6 +399,10 @@ class ImmediateServer(ParameterServer):
         self._num_updates: dict[int, int] = dict.fromkeys(self._workers, 0)
         self._seen: dict[int, int] = dict.fromkeys(self._workers, 0)
         self._staleness: dict[int, int] = {}
+
+    def end_warmup(self) -> None:
+        """Let all workers get values from now on; while nobody asks anything."""
+        self._warmup = 0
 
     def _may_read(self, source: int, clock: int) -> bool:
         first = self._workers[0]

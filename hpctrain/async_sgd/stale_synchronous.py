@@ -6,8 +6,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hpctrain.async_sgd.async_method import AsyncMethod, Servers, require_number
+from hpctrain.async_sgd.async_method import AsyncMethod
+from hpctrain.async_sgd.requirements import Servers, require_number
 from hpctrain.async_sgd.server import ClockedServer
+from hpctrain.core.errors import NodeMemoryError
 
 
 class StaleSynchronous(AsyncMethod):
@@ -22,6 +24,9 @@ class StaleSynchronous(AsyncMethod):
     So with ``staleness=0`` this is synchronous SGD, for any optimizer: on one node
     ``DistributedOptimizer`` to the bit. A slow moment of one worker is hidden up to ``staleness``
     steps; a worker that is always slow is not.
+
+    Gradients are those of ``step()``: one that is clipped before it is clipped on each rank by
+    itself, and not the mean, as in synchronous SGD.
 
     ``staleness_histogram`` counts, for each read, how many steps before it were not complete.
 
@@ -56,14 +61,20 @@ class StaleSynchronous(AsyncMethod):
         """
         require_number("staleness", staleness, 0)
         self.staleness = staleness
-        super().__init__(
-            model,
-            optimizer,
-            servers=servers,
-            curvature=curvature,
-            num_slots=staleness + 1,
-            alike=[staleness],
-        )
+        try:
+            super().__init__(
+                model,
+                optimizer,
+                servers=servers,
+                curvature=curvature,
+                num_slots=staleness + 1,
+                alike={"staleness": staleness},
+            )
+        except NodeMemoryError as error:  # on all ranks
+            raise NodeMemoryError(
+                f"{error}; or take a smaller staleness than {staleness}, for which each rank has "
+                f"{staleness + 1} gradients there"
+            ) from error
 
     def _make_server(self, *args: Any, **options: Any) -> ClockedServer:
         return ClockedServer(*args, bound=self.staleness, **options)

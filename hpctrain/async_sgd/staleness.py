@@ -5,6 +5,9 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
+from hpctrain.async_sgd.requirements import require_positive
+from hpctrain.core.errors import ConfigError
+
 _LOG = logging.getLogger(__name__)
 
 
@@ -18,8 +21,14 @@ def stable_rate(staleness: float, curvature: float = 1.0) -> float:
         staleness: updates between reading the parameters and applying the gradient, 0 or more.
         curvature: the largest eigenvalue of the Hessian.
 
+    Raises:
+        ConfigError: the staleness is below 0, or the curvature not above 0; or not finite.
+
     Source: Levin and May 1976, "A note on difference-delay equations", Theor. Popul. Biol. 9.
     """
+    require_positive("curvature", curvature)
+    if isinstance(staleness, bool) or not 0 <= staleness < math.inf:
+        raise ConfigError(f"staleness is a finite number, at least 0, got {staleness!r}")
     return 2.0 * math.sin(math.pi / (2.0 * (2.0 * staleness + 1.0))) / curvature
 
 

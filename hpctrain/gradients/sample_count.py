@@ -48,10 +48,14 @@ class SampleCount:
 
 def check_count(num_samples: float, nominal: float) -> None:
     """Raise ``ConfigError`` unless the count is not negative, the nominal one positive."""
-    if not (0 <= num_samples < math.inf and 0 < nominal < math.inf):
+    try:
+        is_valid = 0 <= num_samples < math.inf and 0 < nominal < math.inf
+    except TypeError:  # not a number
+        is_valid = False
+    if not is_valid:
         raise ConfigError(
             f"a sample count is at least 0 and its nominal value above 0, "
-            f"got num_samples={num_samples}, nominal={nominal}"
+            f"got num_samples={num_samples!r}, nominal={nominal!r}"
         )
 
 

@@ -88,7 +88,7 @@ class AsyncExchange:
     @contextmanager
     def settled(self) -> Iterator[Self]:
         """Let model and optimizer be those of the servers inside. Collective."""
-        with self.method.settled():
+        with self.method.settled(shows_all=False):
             self.agrees = True
             try:
                 yield self

@@ -180,7 +180,7 @@ class TrainingConfig:
     """Decay of a moving average of the weights, such as 0.999: the model that is tested, and
     exported by --only ema; 0 for none. Buffers are those of the model."""
     clip_norm: AtLeast0 = 0.0
-    """Largest norm of the averaged gradient; 0 does not clip."""
+    """Largest norm of the averaged gradient; 0 does not clip, as with ssp, downpour and async."""
     clip_value: AtLeast0 = 0.0
     """Largest element of the averaged gradient, behind clip_norm; 0 does not clip."""
     on_non_finite: Literal["stop", "skip", "rollback", "ignore"] = "stop"
@@ -550,6 +550,12 @@ class RunConfig:
             "train.shard is none for a local sync.method, whose ranks have parameters of their "
             "own: leave one of them out",
             self.train.shard,
+        )
+        require(
+            not (self.sync.is_async and (self.train.clip_norm or self.train.clip_value)),
+            f"train.clip_norm and train.clip_value are 0 for sync.method = {self.sync.method}, "
+            f"whose servers step by gradients that ranks have not averaged: leave them out",
+            (self.train.clip_norm, self.train.clip_value),
         )
         require(
             not self.sync.is_local or self.data.on_corrupt == "raise",

@@ -1,5 +1,6 @@
 """``AsyncSGD`` and ``Downpour``: what servers apply, how stale it is, which steps are stable."""
 
+import copy
 import logging
 import time
 
@@ -60,6 +61,9 @@ def test_the_stable_rate_is_that_of_the_recursion():
             radius = torch.linalg.eigvals(polynomial).abs().max().item()
             assert (radius < 1) is is_stable, (delay, factor)
     assert stable_rate(0, curvature=4.0) == pytest.approx(0.5)
+    for wrong in ((1, 0.0), (1, -2.0), (1, float("nan")), (-1, 1.0), (float("nan"), 1.0)):
+        with pytest.raises(ConfigError, match="finite number"):
+            stable_rate(*wrong)
 
 
 @MANY
@@ -169,6 +173,44 @@ def test_a_warm_up_lets_the_first_worker_train_alone(hvd, world):
     assert seen == 15
 
 
+def own_elements(world, method_of, loaded, num_steps: int):
+    """Each rank pushes gradients of 1 of its own element, without a forward; return what is."""
+    model = nn.Linear(world.size, 1, bias=False).double()
+    nn.init.zeros_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+    if loaded:
+        model.load_state_dict(loaded[0])
+        optimizer.load_state_dict(loaded[1])
+    with method_of(model, optimizer) as method:
+        if loaded and world.rank == 0:
+            world.barrier()  # the others do not wait for this one: they begin no warm-up
+        for _ in range(num_steps):
+            optimizer.zero_grad()
+            model.weight[0, world.rank].backward()
+            optimizer.step()
+        if loaded and world.rank:
+            world.barrier()
+        with method.settled():
+            saved = model.state_dict(), optimizer.state_dict()
+        saved = copy.deepcopy(saved)  # behind it: nothing of it has gone
+    assert not any("server_sum" in state for state in optimizer.state.values())
+    return saved, model.weight[0].tolist()
+
+
+@MANY
+@pytest.mark.parametrize("warmup_steps", [0, 3])
+def test_sums_come_back_with_the_optimizer_and_every_gradient_counts(hvd, world, warmup_steps):
+    def method_of(model, optimizer):
+        return hvd.Downpour(model, optimizer, rate=0.1, warmup_steps=warmup_steps)
+
+    exact = -0.1 * sum(step**-0.5 for step in range(1, 13))
+    saved, _ = own_elements(world, method_of, None, 6)
+    _, found = own_elements(world, method_of, saved, 6)
+    assert found == pytest.approx([exact] * world.size)
+    _, whole = own_elements(world, method_of, None, 12)
+    assert whole == pytest.approx([exact] * world.size)
+
+
 @MANY
 def test_state_of_servers_comes_back_bit_for_bit(hvd):
     model = make_model()
@@ -178,13 +220,13 @@ def test_state_of_servers_comes_back_bit_for_bit(hvd):
         train(hvd, model, optimizer, 0, 7)
         with method.settled():
             weights = weights_of(model).clone()
-            state = method.server_optimizer.state_dict()
-            sums = [one["sum"].clone() for one in state["state"].values()]
+            state = optimizer.state_dict()
+            sums = [one["server_sum"] for one in state["state"].values()]
     again = hvd.Downpour(model, optimizer, n_fetch=2)
     train(hvd, model, optimizer, 0, 2)
     with torch.no_grad():
         nn.utils.vector_to_parameters(weights, model.parameters())
-    again.server_optimizer.load_state_dict(state)
+    optimizer.load_state_dict(state)
     again.reload()
     with again.settled():
         assert torch.equal(weights_of(model), weights)
@@ -192,6 +234,13 @@ def test_state_of_servers_comes_back_bit_for_bit(hvd):
         assert all(torch.equal(a["sum"], b) for a, b in zip(found, sums, strict=True))
     again.finish()
     again.close()
+
+
+@pytest.mark.ranks(1)
+def test_one_rank_is_told_that_it_has_no_servers(hvd, caplog):
+    model = make_model()
+    hvd.Downpour(model, sgd(model)).close()
+    assert "Downpour on one rank is the plain optimizer" in caplog.text
 
 
 @MANY

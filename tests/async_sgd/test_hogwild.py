@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from hpctrain.core.errors import ConfigError
+from hpctrain.core.errors import ConfigError, NotFiniteError
 from tests.gradients.training import ONE_NODE
 from tests.local_sgd.local_methods import num_kinds, weights_of
 
@@ -80,11 +80,20 @@ def test_what_is_lost_is_counted(hvd, world):
         optimizer.step()
         assert method.lost_updates() == (0, 10 * world.size, 0.0)
         if world.rank == 1:
-            with torch.no_grad():
-                model.weight.weight[10:12] -= 1.0  # two updates of its own are gone
+            model.weight.weight.data[10:12] -= 1.0  # two updates of its own are gone
+        world.barrier()
+        whole = weights_of(model).clone()
         found = method.lost_updates()
         assert found.components == 2
         assert found.share == pytest.approx(2 / (10 * world.size))
+        if world.rank == 0:
+            model.weight.weight.data.fill_(float("nan"))
+        with pytest.raises(NotFiniteError, match=r"weight.weight have nan"):
+            method.lost_updates()
+        if world.rank == 1:
+            model.load_state_dict({"weight.weight": whole[:, None]})
+        with pytest.raises(ConfigError, match=r"weight.weight changed outside of step\(\)"):
+            method.lost_updates()
     assert model.weight.weight.sum().item() == 10 * world.size - 2
 
 
@@ -118,6 +127,11 @@ def test_what_is_out_of_its_theory_is_refused_on_all_ranks(hvd, world):
     ):
         with pytest.raises(ConfigError):
             hvd.Hogwild(model, optimizer)
+    for made in (hvd.Hogwild, hvd.AsyncSGD):
+        method = made(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        with pytest.raises(ConfigError, match="a parameter has one such method"):
+            hvd.Hogwild(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        method.close()
 
 
 @pytest.mark.ranks(2)

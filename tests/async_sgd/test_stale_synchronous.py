@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from hpctrain.core.errors import CommError, ConfigError, MismatchError
+from hpctrain.core.errors import CommError, ConfigError, MismatchError, NodeMemoryError
 from tests.gradients.training import (
     EVERY_SIZE,
     LAST,
@@ -200,6 +200,36 @@ def test_samples_weight_a_step_as_in_the_distributed_optimizer(hvd):
 
 
 @MANY
+@pytest.mark.parametrize("make", ["StaleSynchronous", "AsyncSGD", "Downpour"])
+def test_a_gradient_of_no_samples_is_not_read(hvd, world, make):
+    """The mean loss of an empty batch is nan."""
+    model = Ages(hvd.size())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    is_last = world.rank == world.size - 1
+    with getattr(hvd, make)(model, optimizer) as method:
+        method.set_num_samples(0 if is_last else 5)
+        for _ in range(0 if is_last and make == "Downpour" else 4):  # a replica is its rank's own
+            model.weight.grad = torch.full_like(model.weight, float("nan") if is_last else -1.0)
+            optimizer.step()
+    assert (model.weight > 0).all()
+
+
+@MANY
+@LAST
+def test_a_method_that_was_not_settled_is_warned_of_at_the_end(hvd, caplog):
+    for settles in (True, False):
+        model = make_model()
+        optimizer = sgd(model)
+        method = hvd.StaleSynchronous(model, optimizer)
+        train(hvd, model, optimizer, 0, 2)
+        if settles:
+            method.settle()
+    with caplog.at_level("WARNING"):
+        hvd.shutdown()
+    assert [r.getMessage()[:32] for r in caplog.records] == ["StaleSynchronous was not settled"]
+
+
+@MANY
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_state_lies_on_servers_and_comes_back_bit_for_bit(hvd, world, staleness):
     """Saved in the middle and loaded into new objects; without staleness the run is the same."""
@@ -226,6 +256,29 @@ def test_state_lies_on_servers_and_comes_back_bit_for_bit(hvd, world, staleness)
         assert largest_difference(model, train_alone(9)) > 0
 
 
+@MANY
+def test_values_that_all_ranks_change_are_an_error_until_servers_take_them_over(hvd):
+    model = make_model()
+    optimizer = sgd(model)
+    with hvd.StaleSynchronous(model, optimizer) as method:
+        train(hvd, model, optimizer, 0, 2)
+        with method.settled():
+            momentum = optimizer.state[model[0].weight]["momentum_buffer"]
+            model[0].weight.data = torch.ones_like(model[0].weight)
+            method.reload()
+        with method.settled():
+            assert torch.equal(optimizer.state[model[0].weight]["momentum_buffer"], momentum)
+        model[2].load_state_dict(make_model()[2].state_dict())
+        for _ in range(2):
+            with pytest.raises(
+                ConfigError, match=r"changed outside of step\(\) \(2.weight, 2.bias"
+            ):
+                method.settle()
+        method.reload()
+    assert torch.equal(model[0].weight, torch.ones_like(model[0].weight))
+    assert torch.equal(model[2].weight, make_model()[2].weight)
+
+
 def _bytes_of(value):
     import io  # noqa: PLC0415 - of this function alone
 
@@ -236,12 +289,18 @@ def _bytes_of(value):
 
 
 @MANY
-def test_settings_that_differ_are_an_error_on_all_ranks(hvd):
+@pytest.mark.parametrize(
+    ("what", "match"), [("lr", "same settings"), ("samples", r"call set_num_samples\(\) on every")]
+)
+def test_settings_that_differ_are_an_error_on_all_ranks(hvd, what, match):
     model = make_model()
     optimizer = sgd(model)
     method = hvd.StaleSynchronous(model, optimizer, 0)
-    optimizer.param_groups[0]["lr"] = 0.1 if hvd.rank() else 0.2
-    with pytest.raises(MismatchError, match="same settings"), method:
+    if what == "lr":
+        optimizer.param_groups[0]["lr"] = 0.1 if hvd.rank() else 0.2
+    elif hvd.rank() == 0:
+        method.set_num_samples(3)
+    with pytest.raises(MismatchError, match=match), method:
         train(hvd, model, optimizer, 0, 3)
 
 
@@ -294,11 +353,29 @@ def test_what_cannot_be_is_refused_at_the_start(hvd, world):
         ({"servers": 2}, "leaves a worker"),
         ({"servers": [0, 0]}, "each once"),
         ({"servers": [5]}, "each once"),
+        ({"curvature": 0.0}, "curvature is a finite number above 0"),
+        ({"curvature": float("nan")}, "curvature is a finite number above 0"),
     ):
         with pytest.raises(ConfigError, match=match):
             hvd.StaleSynchronous(model, plain, **arguments)
-    with pytest.raises(MismatchError, match="differs"):
+    with pytest.raises(MismatchError, match="rank 0: staleness=1; rank 1: staleness=2"):
         hvd.StaleSynchronous(model, plain, 1 + world.rank)
+    with pytest.raises(NodeMemoryError, match="take a smaller staleness"):
+        hvd.StaleSynchronous(model, plain, 10**12)
+    for make in (hvd.StaleSynchronous, hvd.Downpour, hvd.Hogwild):
+        with pytest.raises(ConfigError, match=r"a torch.nn.Module, got generator"):
+            make(model.parameters(), plain)
+        with pytest.raises(ConfigError, match=r"one of torch.optim, got list"):
+            make(model, [1])
+    with pytest.raises(ConfigError, match="got differentiable=True"):
+        hvd.StaleSynchronous(model, sgd(model, differentiable=True))
+    with pytest.raises(ConfigError, match="got some on meta"):
+        hvd.StaleSynchronous(away := nn.Linear(1, 1, device="meta"), sgd(away))
+    loaded = sgd(model)
+    if world.rank == 0:
+        loaded.state[model[0].weight] = {"momentum_buffer": torch.ones_like(model[0].weight)}
+    with pytest.raises(MismatchError, match=r"rank 0: 0.weight .*momentum_buffer"):
+        hvd.StaleSynchronous(model, loaded)
     other = nn.Linear(2 + world.rank, 1)
     with pytest.raises(MismatchError, match="differs"):
         hvd.StaleSynchronous(other, sgd(other))
@@ -310,6 +387,11 @@ def test_what_cannot_be_is_refused_at_the_start(hvd, world):
     for other in (hvd.StaleSynchronous, hvd.LocalSGD):
         with pytest.raises(ConfigError, match=r"one (such|local) method"):
             other(model, plain)
+    for other in (hvd.StaleSynchronous, hvd.Downpour, hvd.AsyncSGD, hvd.Hogwild):
+        with pytest.raises(ConfigError, match="a parameter has one such method"):
+            other(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(ConfigError, match="sample count"):
+        method.set_num_samples("a")
     with pytest.raises(ConfigError, match="closure"):
         plain.step(lambda: 0.0)
     method.close()
@@ -348,7 +430,7 @@ def test_what_servers_cannot_know_of_is_an_error_on_all_ranks(hvd, world, what):
         loop()
     match = {"end": "same settle", "close": "same settle", "settle": "same settle"}
     texts = world.allgather(str(caught.value))
-    wanted = match.get(what, "lie on the servers")
+    wanted = match.get(what, "changed outside of step() (0.weight")
     assert all(wanted in text for text in texts), texts
 
 

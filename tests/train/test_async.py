@@ -113,6 +113,8 @@ def test_what_does_not_go_together_is_refused_at_the_start(here, configure, shar
             "train.shard=node",
             "train.reproducible=true",
             "train.ema=0.9",
+            "train.clip_norm=1",
+            "train.clip_value=1",
             "train.precision=fp16",
             "parallel.tp=2",
             "sync.args.servers=1",
