@@ -26,6 +26,7 @@ ALLOWED = {
     "compress/sign.py": "signs, by the means of their row",
     # Replicas, not gradients; the weight is decided in local_sgd/rounds.py:
     "local_sgd/averaging.py": "a replica, by its rank's weight; momentum of the outer step",
+    "local_sgd/federated.py": "the distance from the model of the round, by the proximal term",
     "local_sgd/averaged_tensors.py": "optimizer state, by the share of the ranks that have it",
     # No gradients:
     "negotiation/reducing.py": "factors and averages of integers, for which there is no scale",

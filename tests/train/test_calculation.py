@@ -225,7 +225,7 @@ def test_metrics_are_those_of_one_process_to_the_last_bit(here, configure):
             ["optimizer.name=LBFGS"],
             "takes each step by one gradient, and LBFGS calculates several",
         ),
-        (["test.metric=['accuracy', 'f2']"], "test.metric is accuracy, loss, f1, top5"),
+        (["test.metric=['accuracy', 'f2']"], "test.metric is accuracy, loss, f1, auc, top5"),
     ],
 )
 def test_what_a_step_cannot_be_is_told(here, configure, overrides, message):
