@@ -1,9 +1,8 @@
-"""A rank that dies before MPI has begun on all: whoever waits for it ends, and says so.
+"""A rank that dies before the world has begun on all: whoever waits for it ends, and says so.
 
-Under ``hpctrain launch --recover`` the launcher ends nobody when a rank dies, and MPI, before it
-has begun, waits for ever, in a call that lets no other thread of the process run. So a small
-process beside each rank counts the ranks of the node: ``start_watch.py RANKS``, until its stdin is
-closed.
+Under ``hpctrain launch --recover`` the launcher ends nobody when a rank dies, and MPI waits for
+ever while it starts, in a call that lets no other thread of the process run. So a small process
+beside each rank counts the ranks of the node: ``start_watch.py RANKS``, until its stdin is closed.
 """
 
 import contextlib
@@ -19,6 +18,7 @@ from pathlib import Path
 FAILED = "a rank has died before all had begun"
 """What the first rank that is left says then."""
 LOOK_S = 0.3
+GONE_S = 3.0  # for who has begun, and need not wait for who is gone
 STARTED_S = 10.0  # a launcher has started all ranks of a node by then
 _A_RANK = b"OMPI_COMM_WORLD_RANK="  # only Open MPI recovers
 
@@ -35,12 +35,13 @@ def watched_start(num_ranks: int | None) -> Iterator[None]:
 
 
 def _watch(num_ranks: int) -> None:
-    rank, begin, were_all = os.getppid(), time.monotonic(), False
-    launcher = _parent(rank)
+    rank, launcher = os.getppid(), _parent(os.getppid())
+    limit = time.monotonic() + STARTED_S  # until when all may be there again
     while not select.select([sys.stdin], [], [], LOOK_S)[0]:
-        alive = _ranks_below(launcher)
-        were_all = were_all or len(alive) == num_ranks
-        if len(alive) == num_ranks or not (were_all or time.monotonic() - begin > STARTED_S):
+        alive, now = _ranks_below(launcher), time.monotonic()
+        if len(alive) == num_ranks:
+            limit = now + GONE_S
+        if now < limit:
             continue
         if rank == min(alive, default=rank):
             left = f"{len(alive)} of {num_ranks} are left on {os.uname().nodename}"

@@ -313,7 +313,7 @@ def use(comm: MPI.Intracomm) -> None:
 
 def revoke_groups() -> None:
     """End all that blocks in communicators besides the world's, such as on other threads."""
-    for one in list(_in_use):
+    for one in _in_use:
         comm = one()
         if comm is not None and comm != MPI.COMM_NULL:
             revoke(comm)

@@ -13,7 +13,6 @@ from hpctrain.cluster.libraries import (
     sparing_ofi,
     starter,
 )
-from hpctrain.cluster.start_watch import watched_start
 from hpctrain.core import config
 from hpctrain.core.errors import ConfigError, LaunchError
 from hpctrain.core.units import format_numbers
@@ -163,9 +162,8 @@ def _join(launched: env.Launched | None) -> "MPI.Intracomm | None":
             preflight.check_world(launched, 1, ())
         return None
     job = None if may_be_alone or process.is_interactive() else env.unstarted()
-    mates = launched.local_size if launched is not None and config.recovers() else None
     try:
-        with sparing_ofi(), process.named(process.JOINING), watched_start(mates):
+        with sparing_ofi(), process.named(process.JOINING):
             from mpi4py import MPI  # noqa: PLC0415 - a world of one needs no MPI
     except (ImportError, RuntimeError) as error:
         preflight.check_job(job, None)

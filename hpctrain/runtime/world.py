@@ -12,7 +12,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from hpctrain.cluster import env
 from hpctrain.cluster.env import BEGUN, ENDED, WATCHED
+from hpctrain.cluster.start_watch import watched_start
 from hpctrain.cluster.topology import Topology
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.factory import Connection, connect
@@ -176,9 +178,22 @@ def join(settings: Settings, chosen: object = None) -> None:
     """
     if _world is not None:
         return
-    if not settings.spares:
-        _join(settings, chosen)
-        return
+    launched = env.launched() if settings.recover else None
+    with watched_start(launched.local_size if launched else None):
+        if not settings.spares:
+            _join(settings, chosen)
+            return
+        spares = _spares_of(settings.spares, chosen)
+        if spares.is_worker:
+            _join(settings, spares.workers, spares=spares)
+            return
+    if not spares.wait():
+        sys.exit(0)
+    _join(settings, spares.workers, is_first=False, spares=spares)
+
+
+def _spares_of(number: int, chosen: object) -> "Spares":
+    """Divide all ranks in those that work and those that wait. Collective."""
     if chosen is not None:
         raise ConfigError(
             "spares are of all ranks that were started together, and init was given some of them; "
@@ -188,11 +203,7 @@ def join(settings: Settings, chosen: object = None) -> None:
 
     if (whole := find_world()) is None:
         raise ConfigError("spares need ranks whose place they take, and this process is alone")
-    spares = Spares(whole, settings.spares)
-    is_first = spares.is_worker
-    if not spares.wait():
-        sys.exit(0)
-    _join(settings, spares.workers, is_first=is_first, spares=spares)
+    return Spares(whole, number)
 
 
 def _join(

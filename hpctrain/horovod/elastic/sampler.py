@@ -98,7 +98,8 @@ class ElasticSampler(Sampler[int]):
         """Remember that this rank has done ``indices``, where batches are not all alike.
 
         Takes effect at the next ``reset()``; ``TorchState.sync()`` puts together what all ranks
-        have recorded. Costs memory for each index; ``record_batch`` counts.
+        have recorded, and delivers again what only a rank that died has. Costs memory for each
+        index; ``record_batch`` counts, and loses nothing.
 
         Raises:
             ConfigError: this epoch is recorded by ``record_batch``.
