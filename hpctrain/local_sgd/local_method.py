@@ -96,7 +96,7 @@ class LocalMethod(StateFields):
         self._plan, self._compression, self._note = here.plan, compression, here.last_call.note
         self._names, self._reducers = names_of(optimizer, None), list[Reducer]()
         self.rounds = Rounds(self._comm)  # counts steps and rounds
-        self.rounds.draw = federated.draw(self._comm)
+        self.rounds.draw = federated.draw(self._comm, type(self).__name__)
         self._federated = federated
         self._gradients = LocalGradients(model, optimizer, federated.proximal)
         self.replica = Replica(self._comm, model, optimizer)
