@@ -195,6 +195,10 @@ def split(  # noqa: PLR0913 - a command's options
       hpctrain data split data/train clients.npz --by-label 0.1 --parts 4
     """
     if by_label is not None or parts is not None or label is not None:
+        if by_label is None and parts is None:
+            raise ConfigError(
+                f"--label goes with --by-label and --parts, got --label {label} alone; leave it out"
+            )
         if by_label is None or parts is None or shares:
             raise ConfigError(
                 f"a split by label takes --by-label ALPHA and --parts N, and no NAME=SHARE; got "
