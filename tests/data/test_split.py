@@ -140,7 +140,7 @@ def test_a_file_that_is_damaged_or_of_other_data_is_refused(original, tmp_path):
         Loader(dataset, **loader, size=4)
     with pytest.raises(DataError, match="leave one out"):
         Loader(dataset, **loader, micro_shards=2)
-    for given, message in (
+    for wrong, message in (
         (
             np.zeros(3, np.uint32),
             "part 1 would have no samples, of 3 in 2 parts; take fewer parts",
@@ -150,7 +150,7 @@ def test_a_file_that_is_damaged_or_of_other_data_is_refused(original, tmp_path):
         ([0, 1], "got list"),
     ):
         with pytest.raises(DataError, match=message):
-            Split("", given, 2)
+            Split("", wrong, 2)
     for rank in (-1, 3):
         with pytest.raises(DataError, match=rf"in \[0, size\), got rank {rank} of 3"):
             Split.read(path).parts_of(rank, 3)
