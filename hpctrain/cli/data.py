@@ -196,10 +196,7 @@ def split(  # noqa: PLR0913 - a command's options
     """
     if by_label is not None or parts is not None or label is not None:
         if by_label is None or parts is None or shares:
-            raise ConfigError(
-                f"a split by label takes --by-label ALPHA and --parts N, and no NAME=SHARE; got "
-                f"--by-label {by_label}, --parts {parts}, {' '.join(shares or ()) or 'no shares'}"
-            )
+            raise _no_split_by_label(by_label, parts, label, shares or [])
         _split_by_label(directory, out, parts, by_label, label=label or "y", seed=seed)
         return
     if not shares:
@@ -213,6 +210,19 @@ def split(  # noqa: PLR0913 - a command's options
     with _together("writing") as (comm, start):
         manifests = write(directory, out, parse_shares(shares), comm, seed=seed, start=start)
     say(comm, [summary(out / name, manifest) for name, manifest in manifests.items()])
+
+
+def _no_split_by_label(
+    by_label: float | None, parts: int | None, label: str | None, shares: list[str]
+) -> ConfigError:
+    if by_label is None and parts is None:
+        return ConfigError(
+            f"--label goes with --by-label and --parts, got --label {label} without; leave it out"
+        )
+    return ConfigError(
+        f"a split by label takes --by-label ALPHA and --parts N, and no NAME=SHARE; got "
+        f"--by-label {by_label}, --parts {parts}, {' '.join(shares) or 'no shares'}"
+    )
 
 
 def _split_by_label(

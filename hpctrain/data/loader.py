@@ -114,6 +114,10 @@ class Loader:
             self.rank, self.size = self.comm.rank, self.comm.size
         if isinstance(self.split, Path | str):
             self.split = Split.read(self.split)
+        _require(
+            self.split is None or isinstance(self.split, Split),
+            f"split is a Split or the path of its file, got {self.split!r}",
+        )
         self._check()
         if not len(self):
             raise DataError(

@@ -33,16 +33,27 @@ class Split:
 
         Raises ``DataError``: there is no such part, or one has no samples.
         """
-        if not parts.size or parts.ndim != 1 or parts.dtype != np.uint32:
-            raise DataError(f"a split has a part for each sample, got {parts.dtype} {parts.shape}")
+        is_array = isinstance(parts, np.ndarray)
+        if not is_array or not parts.size or parts.ndim != 1 or parts.dtype != np.uint32:
+            raise DataError(
+                f"a split has a part for each sample, an array of uint32 (samples,), got "
+                f"{f'{parts.dtype} {parts.shape}' if is_array else type(parts).__name__}"
+            )
         self.uuid, self.parts, self.about = uuid, parts, about
+        self.num_parts = num_parts
         self.sizes = np.bincount(parts, minlength=num_parts)  # samples of each part
         empty = np.flatnonzero(self.sizes == 0)
-        if len(self.sizes) != num_parts or empty.size:
+        if len(self.sizes) != num_parts:
             raise DataError(
-                f"each of {num_parts} parts gets samples, {parts.size} samples leave none for "
-                f"{len(empty)} of them ({', '.join(map(str, empty[:8]))}); take fewer parts, a "
-                f"larger ALPHA or another seed"
+                f"a part is one of 0 to {num_parts - 1}, got {len(self.sizes) - 1}; give another "
+                f"num_parts"
+            )
+        if empty.size:
+            which = f"part{'s' if empty.size > 1 else ''} {', '.join(map(str, empty[:8]))}"
+            more = f" and {empty.size - 8} more" if empty.size > 8 else ""
+            raise DataError(
+                f"{which}{more} would have no samples, of {parts.size} in {num_parts} parts; take "
+                f"fewer parts, a larger ALPHA or another seed"
             )
 
     @classmethod
@@ -70,7 +81,7 @@ class Split:
         """Write the file, whole or not at all. Raises ``DataError``: the system refuses."""
         try:
             with publishing(Path(path)) as part, part.open("wb") as file:
-                number = np.int64(len(self.sizes))
+                number = np.int64(self.num_parts)
                 uuid, about = np.str_(self.uuid), np.str_(self.about)
                 np.savez(file, uuid=uuid, parts=self.parts, num_parts=number, about=about)
         except OSError as error:
@@ -84,9 +95,11 @@ class Split:
     def parts_of(self, rank: int, size: int) -> range:
         """Return the parts of a rank: neighbours, as many as another has or one more or less.
 
-        Raises ``DataError``: there are fewer parts than ranks.
+        Raises ``DataError``: there are fewer parts than ranks, or no such rank.
         """
-        num_parts = len(self.sizes)
+        num_parts = self.num_parts
+        if not 0 <= rank < size:
+            raise DataError(f"rank must be in [0, size), got rank {rank} of {size}")
         if num_parts < size:
             raise DataError(
                 f"each rank has a part of the data, got {num_parts} parts and {size} ranks; take "

@@ -187,6 +187,15 @@ class DiLoCo(LocalMethod):
                 fragment.take_anchor()
         self.rounds.close(agrees=agrees)
 
+    def _end_round_alike(self) -> None:
+        """Take no outer step for drawn ranks without samples, which are where the round began."""
+        if not self.rounds.draw.is_partial:
+            super()._end_round_alike()
+            return
+        self._fragments[0].take_anchor()
+        self.replica.average_buffers()
+        self.rounds.agrees = True
+
     def _part(self, number: int) -> list[str]:
         """Return the parameters of a fragment; a new one has come to the smallest."""
         sizes = {name: tensor.nbytes for name, tensor in self.replica.roster.today()}

@@ -23,10 +23,11 @@ class Federated:
     fraction: float = 1.0
     seed: int = 0
     proximal: float = 0.0
+    state: str = "local"
     refusal: str | None = None  # why the method cannot do so, if it cannot
 
-    def draw(self, comm: Communicator) -> Draw:
-        """Return who is drawn; all ranks have given the same. Collective.
+    def draw(self, comm: Communicator, method: str) -> Draw:
+        """Return who is drawn by a ``method``; all ranks have given the same. Collective.
 
         Raises ``ConfigError``: an argument is not valid, or ``MismatchError``: ranks have given
         others; on every rank.
@@ -34,8 +35,9 @@ class Federated:
         refusal = self._refusal()
         raise_if_any(comm.allgather_object(refusal), ConfigError)
         fraction, seed, proximal = float(self.fraction), int(self.seed), float(self.proximal)
-        lines = [f"{fraction=} {seed=} {proximal=}"]
-        require_equal(comm, lines, "fraction, seed and proximal", "give all ranks the same")
+        lines = [f"{method} state={self.state} {fraction=} {seed=} {proximal=}"]
+        what = "method, state, fraction, seed and proximal"
+        require_equal(comm, lines, what, "give all ranks the same")
         return Draw(comm.rank, comm.size, fraction, seed)
 
     def _refusal(self) -> str | None:

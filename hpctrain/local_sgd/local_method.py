@@ -96,7 +96,7 @@ class LocalMethod(StateFields):
         self._plan, self._compression, self._note = here.plan, compression, here.last_call.note
         self._names, self._reducers = names_of(optimizer, None), list[Reducer]()
         self.rounds = Rounds(self._comm)  # counts steps and rounds
-        self.rounds.draw = federated.draw(self._comm)
+        self.rounds.draw = federated.draw(self._comm, type(self).__name__)
         self._federated = federated
         self._gradients = LocalGradients(model, optimizer, federated.proximal)
         self.replica = Replica(self._comm, model, optimizer)
@@ -127,8 +127,9 @@ class LocalMethod(StateFields):
             nominal: the usual count, the same on every rank.
 
         Raises:
-            ConfigError: the count is not valid.
+            ConfigError: the count is not valid, or the block has ended.
         """
+        self._require_open()
         for samples in self._samples:
             samples.add(num_samples, nominal)
         for reducer in self._reducers:
@@ -156,8 +157,10 @@ class LocalMethod(StateFields):
 
         It stands in the place of ``optimizer.step()``, which ``GradScaler`` may leave out. A step
         of gradients that all ranks average is skipped by all or by none: ``MismatchError`` on all
-        at the next one, or at the end.
+        at the next one, or at the end. Where others say how many samples they have, call
+        ``set_num_samples(0)`` before.
         """
+        self._require_open()
         self._average_gradients(is_skipped=True)
         self._gradients.see(self.rounds.number)
         for reducer in self._reducers:
@@ -181,8 +184,9 @@ class LocalMethod(StateFields):
 
         Raises:
             MismatchError: the ranks have not taken equally many steps; ``RankLostError`` after a
-                few seconds where some wait elsewhere.
+                few seconds where some wait elsewhere; ``ConfigError``: the block has ended.
         """
+        self._require_open()
         if self._presence is None or self._block is None:
             self._finish()
             return
@@ -239,6 +243,7 @@ class LocalMethod(StateFields):
         self._reducers.clear()
 
     def __enter__(self) -> Self:
+        self._require_open()
         if self._presence is not None:
             self._block = self._presence.enter(Block(type(self).__name__, self._steps_begun))
         return self
@@ -368,6 +373,11 @@ class LocalMethod(StateFields):
         for reducer, state in zip(self._reducers, states, strict=True):
             if reducer.reduction.codec.fits(state):
                 reducer.reduction.codec.load_state_dict(state)
+
+    def _require_open(self) -> None:
+        if not self._hooks:
+            name = type(self).__name__
+            raise ConfigError(f"this {name} has ended with its block; make a new one")
 
     def _require_plain(self) -> None:
         if isinstance(self._optimizer, DistributedMethods):

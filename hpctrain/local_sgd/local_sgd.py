@@ -84,7 +84,9 @@ class LocalSGD(LocalMethod):
             raise ConfigError(f"state is one of {', '.join(STATES)}, got {state!r}")
         self._pace = SyncInterval(steps, share=share, most=most)
         refusal = self._refusal_of_draws if fraction != 1 else None
-        federated = Federated(fraction=fraction, seed=seed, proximal=proximal, refusal=refusal)
+        federated = Federated(
+            fraction=fraction, seed=seed, proximal=proximal, state=state, refusal=refusal
+        )
         super().__init__(model, optimizer, compression=compression, federated=federated)
         self._state = state
         self._averagings = [

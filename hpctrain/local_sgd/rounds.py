@@ -87,7 +87,7 @@ def _put(owner: object, path: str, method: str, state: Any) -> None:
         setattr(holder, name, deepcopy(state))
 
 
-_NUM_SUMS = 9  # of what ranks report when they meet
+_NUM_SUMS = 14  # of what ranks report when they meet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +117,8 @@ class SampleSums:
         self._of_step: list[tuple[float, float]] = []  # given for the step that is not over
         self._usual, self._num_untold = 0.0, 0  # nominal number of steps that were given none
         self.is_counted = False  # whether a number was ever given
+        self.nominal = 0.0  # given last, since the last averaging; 0 where none was
+        self.num_uncounted = 0  # steps since then that were taken, and given no number
 
     @property
     def weight(self) -> float:
@@ -135,12 +137,13 @@ class SampleSums:
         """Add the samples of a step; ``ConfigError`` if the numbers cannot be."""
         check_count(num_samples, nominal)
         self._of_step.append((num_samples, nominal))
-        self.is_counted = True
+        self.is_counted, self.nominal = True, nominal
 
     def end_step(self, *, is_skipped: bool) -> None:
         """Count the samples of a step, none if it ``is_skipped``: to others it is a step too."""
         if not self._of_step:
             self._num_untold += 1
+            self.num_uncounted += not is_skipped
             return
         self._sum += 0.0 if is_skipped else sum(number for number, _ in self._of_step)
         self._usual = sum(nominal for _, nominal in self._of_step)
@@ -151,6 +154,7 @@ class SampleSums:
         """Count anew."""
         self._sum = self._nominal = 0.0
         self._of_step, self._num_untold = [], 0
+        self.nominal, self.num_uncounted = 0.0, 0
 
     def own_state(self) -> list[float]:
         """Return the sums, what a step adds to them, and whether there are any."""
@@ -309,6 +313,7 @@ class Rounds:
             "weight": weight,
             "has_count": bool(samples and samples.is_counted and takes_part),
             "takes_part": takes_part,
+            **_told(samples if samples and takes_part else SampleSums()),
             "step": self.step,
             "step_squared": self.step**2,
             **more,
@@ -329,8 +334,9 @@ class Rounds:
             raise MismatchError(
                 f"set_num_samples must be called by all ranks or by none, "
                 f"{total['has_count']:.0f} of {total['takes_part']:.0f} have called it; call it "
-                f"on every rank"
+                f"on every rank, set_num_samples(0) before skip_step()"
             )
+        _require_same_counting(total, own)
         return weight, total, flags_of(values[:NUM_FLAGS])
 
     def close(self, *, agrees: bool) -> None:
@@ -348,6 +354,38 @@ class Rounds:
     def start_here(self) -> None:
         """Let the present round begin with the next step."""
         self.start = self.step
+
+
+def _told(samples: SampleSums) -> dict[str, float]:
+    """Return what a rank reports of its ``set_num_samples``, beside its weight."""
+    told = samples.nominal > 0
+    nominal = samples.nominal
+    uncounted = samples.num_uncounted if samples.is_counted else 0
+    return {
+        "tells": told,
+        "nominal": nominal,
+        "nominal_squared": nominal**2,
+        "uncounted": uncounted,
+        "uncounted_squared": uncounted**2,
+    }
+
+
+def _require_same_counting(total: Mapping[str, float], own: Mapping[str, float]) -> None:
+    """Raise ``MismatchError``, on all ranks, if their weights would not be by their samples."""
+    spread = total["nominal_squared"] * total["tells"] - total["nominal"] ** 2
+    if spread > 1e-12 * total["nominal"] ** 2:
+        raise MismatchError(
+            f"nominal of set_num_samples is the same on every rank, the mean of "
+            f"{total['tells']:.0f} ranks is {total['nominal'] / total['tells']:g} and this one "
+            f"has {own['nominal']:g}; give the usual number of samples, not that of this rank"
+        )
+    if total["uncounted_squared"] * total["takes_part"] != total["uncounted"] ** 2:
+        raise MismatchError(
+            f"set_num_samples comes before every step that a rank takes, this one has taken "
+            f"{own['uncounted']:.0f} of the round without it and others another number, "
+            f"{total['uncounted'] / total['takes_part']:g} on average; call it in each step, with "
+            f"0 where there are no samples"
+        )
 
 
 Steps = int | str | Callable[[int], int]

@@ -355,7 +355,7 @@ class SyncConfig:
             f"sync.fraction and sync.proximal are for local_sgd, post_local_sgd, "
             f"hierarchical_local_sgd and diloco, not for sync.method = {self.method}: leave them "
             f"out, or choose another method",
-            (self.fraction, self.proximal),
+            {"sync.fraction": self.fraction, "sync.proximal": self.proximal},
         )
         require(
             not (self.method == "staged_sgd" and self.steps == "auto"),
@@ -368,6 +368,11 @@ class SyncConfig:
             not keys,
             f"sync.args has the other arguments of a method: write {', '.join(beside)} beside it",
             sorted(keys),
+        )
+        require(
+            self.is_async or "seed" not in self.args,
+            "sync.args has no seed, the run's seed draws: leave it out, and write seed above",
+            self.args.get("seed"),
         )
         require(
             self.is_local or not self.args,

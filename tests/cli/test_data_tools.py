@@ -132,6 +132,12 @@ def test_split_by_label_writes_a_file_and_tells_what_each_part_has(tmp_path):
         "split", tmp_path / "set", tmp_path / "y.npz", "--by-label", 9, "--parts", 2
     ).output
     assert lines.splitlines()[0].endswith("y=11  ...")
-    for words in (["--by-label", 1], ["--parts", 2], ["a=1", *options], []):
+    for words in (
+        ["--by-label", 1],
+        ["--parts", 2],
+        ["a=1", "--label", "y"],
+        ["a=1", *options],
+        [],
+    ):
         with pytest.raises(ConfigError, match="--by-label"):
             raise run("split", tmp_path / "set", tmp_path / "c", *words).exception

@@ -147,7 +147,7 @@ def test_files_of_the_project_that_a_guide_names_exist(topic):
 
 
 @pytest.mark.ranks(2, 3)
-@pytest.mark.parametrize("topic", ["ddp", "checkpoints"])
+@pytest.mark.parametrize("topic", ["ddp", "checkpoints", "embeddings"])
 def test_snippets_for_scripts_of_ones_own_run_on_several_ranks(topic, world, tmp_path):
     """What a shell does between them, rank 0 does."""
     names: dict[str, object] = {"__name__": "guide"}

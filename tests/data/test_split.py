@@ -5,12 +5,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader
 
 from hpctrain.core.errors import DataError
 from hpctrain.data.loader import Loader
 from hpctrain.data.reader import ShardedDataset
+from hpctrain.data.samples import collate
 from hpctrain.data.split import Split
 from hpctrain.data.tools import label_split
 from hpctrain.data.tools.label_split import parts_by_label, split_by_label
@@ -77,6 +80,12 @@ def test_a_file_is_the_same_for_any_number_of_ranks_and_has_what_the_table_says(
         mine = again.subset(dataset, rank, 3)
         own = np.isin(again.parts, again.parts_of(rank, 3))
         assert np.array_equal(mine.take(np.arange(len(mine)))["y"], LABELS[own])
+        for how in ({"collate_fn": collate}, {}):
+            batches = [batch["y"] for batch in DataLoader(mine, batch_size=7, **how)]
+            assert np.array_equal(torch.cat(batches), LABELS[own])
+        assert mine[-1]["y"] == LABELS[own][-1]
+        with pytest.raises(IndexError, match="samples, got index"):
+            mine[len(mine)]
     with pytest.raises(DataError, match="is there, and a split replaces nothing"):
         split_by_label(original, out, 5, 0.3, comm)
     other = out.with_name("late.npz")
@@ -90,8 +99,11 @@ def test_a_file_is_the_same_for_any_number_of_ranks_and_has_what_the_table_says(
         ({"num_parts": 0}, "at least 1 part"),
         ({"num_parts": 2, "alpha": 0.0}, "ALPHA is above 0, inf for equal shares, got 0"),
         ({"num_parts": 2, "alpha": float("nan")}, "got nan"),
-        ({"num_parts": 90, "alpha": 0.01}, r"leave none for \d+ of them"),
-        ({"num_parts": 301, "alpha": float("inf")}, "leave none for"),
+        (
+            {"num_parts": 90, "alpha": 0.01},
+            r"parts \d+, .* would have no samples, of 300 in 90 parts; take fewer",
+        ),
+        ({"num_parts": 301, "alpha": float("inf")}, "would have no samples"),
         ({"num_parts": 2, "label": "x"}, "'x' is none of these: x <f8"),
         ({"num_parts": 2, "label": "z"}, "name it by --label"),
     ],
@@ -128,11 +140,23 @@ def test_a_file_that_is_damaged_or_of_other_data_is_refused(original, tmp_path):
         Loader(dataset, **loader, size=4)
     with pytest.raises(DataError, match="leave one out"):
         Loader(dataset, **loader, micro_shards=2)
-    for parts, number in ((np.zeros(3, np.uint32), 2), (np.full(3, 7, np.uint32), 2)):
-        with pytest.raises(DataError, match="take fewer parts"):
-            Split("", parts, number)
-    with pytest.raises(DataError, match="a part for each sample"):
-        Split("", np.zeros(3), 1)
+    for wrong, message in (
+        (
+            np.zeros(3, np.uint32),
+            "part 1 would have no samples, of 3 in 2 parts; take fewer parts",
+        ),
+        (np.full(3, 7, np.uint32), "a part is one of 0 to 1, got 7"),
+        (np.zeros(3), "a part for each sample"),
+        ([0, 1], "got list"),
+    ):
+        with pytest.raises(DataError, match=message):
+            Split("", wrong, 2)
+    for rank in (-1, 3):
+        with pytest.raises(DataError, match=rf"in \[0, size\), got rank {rank} of 3"):
+            Split.read(path).parts_of(rank, 3)
+    assert Split.read(path).num_parts == 3
+    with pytest.raises(DataError, match="a Split or the path of its file, got 7"):
+        Loader(dataset, global_batch=9, split=7)
 
 
 @given(

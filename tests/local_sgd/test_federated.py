@@ -8,6 +8,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from hpctrain.core.errors import ConfigError, MismatchError
+from hpctrain.local_sgd.local_sgd import STATES
 from hpctrain.local_sgd.rounds import Draw
 from tests.gradients.training import digits, make_model, sgd
 from tests.local_sgd.local_methods import Normed, Run, adam, num_kinds, replica_of, weights_of
@@ -264,3 +265,45 @@ def test_what_cannot_be_is_refused_on_every_rank_whoever_asks_for_it(world, hvd_
         run.optimizer.step(lambda: torch.zeros(()))
     run.method.close()
     assert num_kinds(world, replica_of(run.model, run.optimizer)) == 1
+    other = ("DiLoCo", "LocalSGD")[world.rank == 1]
+    for name, options in ((other, {}), ("LocalSGD", {"state": STATES[min(world.rank, 1)]})):
+        with pytest.raises(MismatchError, match=r"method, state, .* give all ranks the same"):
+            Run(hvd_nodes, name, 2, **options)
+
+
+@MANY
+def test_ranks_that_would_be_weighted_wrongly_are_told_all_of_them(world, hvd_nodes):
+    rank = world.rank
+    for told, message in (
+        ([(5, 4 + rank)] * 2, "nominal of set_num_samples is the same on every rank, the mean of"),
+        ([(5, 4), (5, 4) if rank else None], "comes before every step that a rank takes, this"),
+        ([(5, 4) if rank else None] * 2, r"have called it; call .* before skip_step\(\)"),
+    ):
+        run = Run(hvd_nodes, "LocalSGD", 3)
+        for step, given in enumerate(told):
+            if given:
+                run.method.set_num_samples(*given)
+            learn(run.model, run.optimizer, rank, step)
+        with pytest.raises(MismatchError, match=message):
+            run.method.finish()
+        run.method.close()
+    run = Run(hvd_nodes, "LocalSGD", 2)
+    with run.method as method:  # what all ranks do alike weights them as before
+        for step in range(4):
+            if step % 2 == 0:
+                method.set_num_samples(1 + rank, nominal=0.1)
+            learn(run.model, run.optimizer, rank, step)
+    assert run.num_kinds(world) == 1
+
+
+@MANY
+def test_a_last_round_without_samples_takes_no_outer_step(world, hvd_nodes):
+    run = Run(hvd_nodes, "DiLoCo", 1, fraction=0.5, model=Normed())
+    before = run.weights
+    with run.method as method:
+        for step in range(3):
+            method.set_num_samples(0 if step == 2 else 3, nominal=4)
+            learn(run.model, run.optimizer, world.rank, step)
+            before = run.weights if step < 2 else before
+    assert torch.equal(run.weights, before)
+    assert num_kinds(world, replica_of(run.model, sgd(run.model))) == 1

@@ -9,7 +9,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as ho
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.nn.parallel import DistributedDataParallel
 
-from hpctrain.core.errors import MismatchError, NotFiniteError
+from hpctrain.core.errors import ConfigError, MismatchError, NotFiniteError
 from tests.gradients.training import make_model, sgd, train_alone
 from tests.local_sgd.local_methods import Normed, Run, num_kinds, train, weights_of
 
@@ -299,3 +299,28 @@ def test_samples_weight_both_levels_and_count_once_though_a_round_ends_early(wor
     expected = mean({r: 2 * r for r in node}, {r: 9 - r for r in node})
     assert moved == pytest.approx(expected, rel=1e-12)
     method.close()
+
+
+@MANY
+@pytest.mark.parametrize("name", ["LocalSGD", "DiLoCo"])
+def test_rounds_go_on_after_finish_and_a_method_that_has_ended_is_refused(world, hvd_nodes, name):
+    run = Run(hvd_nodes, name, 4)
+    with run.method as method:
+        for step in (3, 4, 5):
+            run.to(step)
+            method.finish()
+            assert run.num_kinds(world) == 1
+        for step in (6, 7, 8, 9):
+            assert run.num_kinds(world) == (1 if step == 6 else world.size)
+            run.to(step)
+        assert run.num_kinds(world) == 1
+    for again in (
+        method.__enter__,
+        method.finish,
+        method.skip_step,
+        lambda: method.set_num_samples(1),
+    ):
+        with pytest.raises(ConfigError, match=f"this {name} has ended with its block; make a new"):
+            again()
+    Run(hvd_nodes, name, 4, model=run.model, optimizer=lambda _: run.optimizer).end(3)
+    assert run.num_kinds(world) == 1
