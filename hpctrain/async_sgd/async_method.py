@@ -4,8 +4,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,8 +28,8 @@ from hpctrain.async_sgd.server import Answer, ParameterServer, Push, Settings, S
 from hpctrain.async_sgd.staleness import StalenessHistogram
 from hpctrain.collectives.parameters import broadcast_parameters
 from hpctrain.comm.agreement import agreed, require_equal
+from hpctrain.comm.common_block import CommonBlock
 from hpctrain.comm.eager import eager
-from hpctrain.comm.liveness import Block
 from hpctrain.core.errors import ConfigError
 from hpctrain.gradients.sample_count import check_count
 from hpctrain.runtime import world
@@ -39,7 +38,7 @@ from hpctrain.runtime.rebuild import Stage
 _LOG = logging.getLogger(__name__)
 
 
-class AsyncMethod:
+class AsyncMethod(CommonBlock):
     """Hooks a plain optimizer: a step sends the gradient to the servers and takes their values.
 
     The training loop stays as it is, but for ``with``. Workers may take different numbers of
@@ -92,7 +91,6 @@ class AsyncMethod:
         self._ending = _Ending(type(self).__name__)
         self._known: list[tuple[int, int]] = []  # what parameters were when servers gave them
         self._names = {id(p): name for name, p in model.named_parameters()}
-        self._block: int | None = None
         self._client: ParameterClient | None = None
         self._layout = ParameterLayout(optimizer, len(self.servers))
         self._take_state()
@@ -230,31 +228,16 @@ class AsyncMethod:
         while self._hooks:
             self._hooks.pop().remove()
 
-    def __enter__(self) -> Self:
-        if self._presence is not None:
-            block = Block(type(self).__name__, lambda: self._clock)
-            self._block = self._presence.enter(block)
-        return self
+    def _steps_begun(self) -> int:
+        return self._clock
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        try:
-            if kind is None:
-                self.finish(ends=True)
-                self._gather_state()
-        except BaseException as failure:
-            error = failure
-            raise
-        finally:
-            self._ending.is_settled |= error is not None  # the others hear of the error
-            self.close()
-            if self._presence is not None and self._block is not None:
-                self._presence.leave(self._block, error)
-                self._block = None
+    def _end_block(self) -> None:
+        self.finish(ends=True)
+        self._gather_state()
+
+    def _leave_block(self, error: BaseException | None) -> None:
+        self._ending.is_settled |= error is not None  # the others hear of the error
+        self.close()
 
     # -- what methods differ in -----------------------------------------------------------------
 

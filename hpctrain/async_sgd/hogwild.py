@@ -1,7 +1,6 @@
 """``Hogwild``: the ranks of a node step on shared parameters, without locks."""
 
-from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +16,7 @@ from hpctrain.async_sgd.requirements import (
 )
 from hpctrain.collectives.parameters import broadcast_parameters
 from hpctrain.comm.agreement import agreed, raise_if_any, require_equal
-from hpctrain.comm.liveness import Block
+from hpctrain.comm.common_block import CommonBlock
 from hpctrain.core.errors import ConfigError, NotFiniteError
 from hpctrain.runtime import world
 
@@ -31,7 +30,7 @@ class LostUpdates(NamedTuple):
     share: float  # sum of what is missing over the sum of all steps, absolute values
 
 
-class Hogwild:
+class Hogwild(CommonBlock):
     """Lets the ranks of one node step on the same parameters at any time.
 
     Parameters lie once in node memory. A step adds ``-lr * gradient`` to the elements that the
@@ -74,7 +73,6 @@ class Hogwild:
         self._own = [torch.zeros_like(p, dtype=torch.float64) for p in self._parameters]
         self._first = [p.detach().double() for p in self._parameters]
         self._counts, self._updates = counts, 0
-        self._block: int | None = None
         self._shared = self._share()
         self._comm.barrier()
         self._kept: list[Tensor | None] = []
@@ -151,28 +149,11 @@ class Hogwild:
         for p in self._parameters:
             p.data = p.detach().clone()
 
-    def __enter__(self) -> Self:
-        if self._presence is not None:
-            self._block = self._presence.enter(Block("Hogwild", lambda: 0))
-        return self
+    def _end_block(self) -> None:
+        self.close()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        try:
-            if kind is None:
-                self.close()
-        except BaseException as failure:
-            error = failure
-            raise
-        finally:
-            self._unhook()
-            if self._presence is not None and self._block is not None:
-                self._presence.leave(self._block, error)
-                self._block = None
+    def _leave_block(self, error: BaseException | None) -> None:  # noqa: ARG002 - of others
+        self._unhook()
 
     def _share(self) -> list[Tensor]:
         """Let the parameters of all ranks be those of rank 0, in node memory. Collective."""

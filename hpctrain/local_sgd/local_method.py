@@ -4,17 +4,16 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from types import TracebackType
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from torch import nn
 from torch.optim import Optimizer
 
 from hpctrain.collectives.parameters import broadcast_parameters
 from hpctrain.comm.agreement import require_equal
+from hpctrain.comm.common_block import CommonBlock
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.eager import eager
-from hpctrain.comm.liveness import Block
 from hpctrain.compress.by_name import Compressing, codec_for
 from hpctrain.compress.codec import Identity
 from hpctrain.core.errors import ConfigError
@@ -38,7 +37,7 @@ _PLAIN = Federated()
 _MARK = "_local_method"  # the attribute of an optimizer that names the method which hooks it
 
 
-class LocalMethod(StateFields):
+class LocalMethod(CommonBlock, StateFields):
     """Hooks an optimizer; after each of its steps the method says what the ranks exchange.
 
     The training loop stays as it is. All ranks take equally many steps. As a context manager: a
@@ -105,7 +104,6 @@ class LocalMethod(StateFields):
         self._exchange = Exchange(here, self.replica, self.rounds, compression)
         self._samples = [SampleSums()]
         self._flags, self._wants_switch = 0, False
-        self._block: int | None = None  # number of the block that this rank is in
         broadcast_parameters(model.state_dict())
         self.replica.all_agree()
         self._hooks = [
@@ -242,29 +240,14 @@ class LocalMethod(StateFields):
             self._hooks.pop().remove()
         self._reducers.clear()
 
-    def __enter__(self) -> Self:
+    def _begin_block(self) -> None:
         self._require_open()
-        if self._presence is not None:
-            self._block = self._presence.enter(Block(type(self).__name__, self._steps_begun))
-        return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        try:
-            if kind is None:
-                self.finish()
-        except BaseException as failure:
-            error = failure
-            raise
-        finally:
-            self.close()
-            if self._presence is not None and self._block is not None:
-                self._presence.leave(self._block, error)
-                self._block = None
+    def _end_block(self) -> None:
+        self.finish()
+
+    def _leave_block(self, error: BaseException | None) -> None:  # noqa: ARG002 - of others
+        self.close()
 
     # -- what is known -----------------------------------------------------------------------
 

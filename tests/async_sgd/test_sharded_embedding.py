@@ -344,11 +344,11 @@ def test_a_table_counts_by_itself_with_an_optimizer_that_does_not(hvd_nodes):
     optimizer.step()
     tables[1].step()
     assert torch.equal(*map(copy_of, tables))
-    other = make_table(hvd)
-    other.step_with(hvd.DistributedOptimizer(optimizer))
-    del optimizer
+    other, averaging = make_table(hvd), hvd.DistributedOptimizer(optimizer)
+    other.step_with(averaging)
     with pytest.raises(ConfigError, match="counts as that does"):
         other.set_num_samples(3)
+    assert averaging.param_groups  # it is there: who is gone counts nothing
 
 
 @MANY
