@@ -13,13 +13,11 @@ from torch.optim import Optimizer
 from hpctrain.async_sgd.client import ParameterClient
 from hpctrain.async_sgd.layout import Buffers, ParameterLayout
 from hpctrain.async_sgd.requirements import (
-    MARK,
     Servers,
     claim,
     dedicated_servers,
     release,
     require_model,
-    require_plain,
     require_positive,
     require_servable,
     require_unclaimed,
@@ -31,6 +29,7 @@ from hpctrain.comm.agreement import agreed, require_equal
 from hpctrain.comm.common_block import CommonBlock
 from hpctrain.comm.eager import eager
 from hpctrain.core.errors import ConfigError
+from hpctrain.gradients.optimizer import METHOD_MARK, require_plain
 from hpctrain.gradients.sample_count import check_count
 from hpctrain.runtime import world
 from hpctrain.runtime.rebuild import Stage
@@ -107,7 +106,7 @@ class AsyncMethod(CommonBlock):
             optimizer.register_step_pre_hook(self._on_step),
             optimizer.register_step_post_hook(lambda *_: self._after_step()),
         ]
-        setattr(optimizer, MARK, type(self).__name__)
+        setattr(optimizer, METHOD_MARK, type(self).__name__)
         claim(type(self).__name__, self._layout.parameters)
 
     # -- for the training loop ------------------------------------------------------------------
@@ -221,7 +220,7 @@ class AsyncMethod(CommonBlock):
     def close(self) -> None:
         """Remove the hooks. Not collective; the servers end with the world."""
         if self._hooks:
-            delattr(self.optimizer, MARK)
+            delattr(self.optimizer, METHOD_MARK)
             release(self._layout.parameters)
             if self._client is not None and not self._ending.is_settled:
                 self._client.leave()

@@ -1,7 +1,6 @@
 """``AsyncSGD`` and ``Downpour``: servers apply each gradient as it comes."""
 
 import logging
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch.optim import Optimizer
 from hpctrain.async_sgd.async_method import AsyncMethod
 from hpctrain.async_sgd.requirements import (
     Servers,
+    bound_of,
     require_model,
     require_number,
     require_positive,
@@ -68,10 +68,10 @@ class AsyncSGD(AsyncMethod):
         Raises:
             ConfigError: an argument is not valid; on every rank.
         """
-        if most_ahead is not None:
-            require_number("most_ahead", most_ahead, 0)
-        bound = math.inf if most_ahead is None else most_ahead
-        self._server_options: dict[str, Any] = {"scales_rate": staleness_aware, "bound": bound}
+        self._server_options: dict[str, Any] = {
+            "scales_rate": staleness_aware,
+            "bound": bound_of(most_ahead),
+        }
         super().__init__(
             model,
             optimizer,
@@ -145,12 +145,10 @@ class Downpour(AsyncMethod):
         numbers = {"n_push": n_push, "n_fetch": n_fetch, "warmup_steps": warmup_steps}
         for name, number in numbers.items():
             require_number(name, number, 0 if name == "warmup_steps" else 1)
-        if most_ahead is not None:
-            require_number("most_ahead", most_ahead, 0)
+        bound = bound_of(most_ahead)
         require_positive("rate", rate)
         require_model(model, optimizer)
         self._n_push, self._n_fetch = n_push, n_fetch
-        bound = math.inf if most_ahead is None else most_ahead
         warmup = -(-warmup_steps // n_push)  # in pushes
         self._server_options: dict[str, Any] = {"warmup": warmup, "bound": bound}
         super().__init__(
@@ -221,9 +219,8 @@ class Downpour(AsyncMethod):
             shown = {_OF_SERVER + k: v for k, v in self.server_optimizer.state.get(p, {}).items()}
             if shown:
                 shown[_OF_SERVER + "step"] = float(shown[_OF_SERVER + "step"])  # no tensor to cast
-            self.optimizer.state[p] = (
-                self.optimizer.state.get(p, {}) | shown
-            )  # no saved one changes
+            # A dictionary of its own: one that was saved does not change.
+            self.optimizer.state[p] = self.optimizer.state.get(p, {}) | shown
 
     def _take_state(self) -> None:
         for p in self._layout.parameters:

@@ -7,17 +7,16 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from hpctrain.async_sgd.requirements import (
-    MARK,
     claim,
     release,
     require_model,
-    require_plain,
     require_unclaimed,
 )
 from hpctrain.collectives.parameters import broadcast_parameters
 from hpctrain.comm.agreement import agreed, raise_if_any, require_equal
 from hpctrain.comm.common_block import CommonBlock
 from hpctrain.core.errors import ConfigError, NotFiniteError
+from hpctrain.gradients.optimizer import METHOD_MARK, require_plain
 from hpctrain.runtime import world
 
 
@@ -80,7 +79,7 @@ class Hogwild(CommonBlock):
             optimizer.register_step_pre_hook(self._on_step),
             optimizer.register_step_post_hook(lambda *_: self._after_step()),
         ]
-        setattr(optimizer, MARK, type(self).__name__)
+        setattr(optimizer, METHOD_MARK, type(self).__name__)
         claim(type(self).__name__, self._parameters)
         self._versions = self._versions_now()
 
@@ -142,7 +141,7 @@ class Hogwild(CommonBlock):
     def _unhook(self) -> None:
         if not self._hooks:
             return
-        delattr(self.optimizer, MARK)
+        delattr(self.optimizer, METHOD_MARK)
         release(self._parameters)
         while self._hooks:
             self._hooks.pop().remove()

@@ -10,9 +10,8 @@ from torch.optim import Optimizer
 from hpctrain.comm.mpi_library import calls_from_threads
 from hpctrain.core.errors import ConfigError
 from hpctrain.gradients.elementwise import is_known_as
-from hpctrain.gradients.optimizer import DistributedMethods
+from hpctrain.gradients.optimizer import METHOD_MARK
 
-MARK = "_local_method"  # the attribute of an optimizer that names the method which hooks it
 _CLAIM = "_async_method"  # that of a parameter; copies of it, which carry it along, do not count
 
 Servers = int | Sequence[int] | None
@@ -31,7 +30,7 @@ def require_model(model: object, optimizer: object) -> None:
 
 def require_unclaimed(name: str, optimizer: Optimizer) -> None:
     """Raise ``ConfigError`` if another method has the optimizer, or one of its parameters."""
-    has = getattr(optimizer, MARK, None)
+    has = getattr(optimizer, METHOD_MARK, None)
     if has is not None:
         raise ConfigError(
             f"an optimizer has one such method at a time, {name} comes beside {has}; end its "
@@ -68,15 +67,6 @@ def _is_claimed(p: Tensor) -> bool:
 def trained_by(optimizer: Optimizer) -> list[Tensor]:
     """Return the parameters that an optimizer steps."""
     return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-
-
-def require_plain(name: str, optimizer: Optimizer) -> None:
-    """Raise ``ConfigError`` if the optimizer averages gradients by itself."""
-    if isinstance(optimizer, DistributedMethods):
-        raise ConfigError(
-            f"{name} takes the plain optimizer, this one averages gradients in every step; leave "
-            f"DistributedOptimizer out"
-        )
 
 
 def require_servable(name: str, model: nn.Module, optimizer: Optimizer) -> None:
@@ -130,6 +120,14 @@ def require_number(name: str, value: object, least: int) -> None:
     """Raise ``ConfigError`` unless a value is a whole number, and large enough."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ConfigError(f"{name} is a whole number, at least {least}, got {value!r}")
+
+
+def bound_of(most_ahead: int | None) -> float:
+    """Return how far a worker may be ahead, infinitely for None; raises ``ConfigError``."""
+    if most_ahead is None:
+        return math.inf
+    require_number("most_ahead", most_ahead, 0)
+    return most_ahead
 
 
 def require_positive(name: str, value: object) -> None:

@@ -322,6 +322,19 @@ class ShardedMethods(DistributedMethods):
 unscale_averages(ShardedMethods)
 
 
+METHOD_MARK = "_local_method"
+"""The attribute of an optimizer that names the local or asynchronous method which hooks it."""
+
+
+def require_plain(method: str, optimizer: object) -> None:
+    """Raise ``ConfigError`` if the optimizer of a method averages gradients by itself."""
+    if isinstance(optimizer, DistributedMethods):
+        raise ConfigError(
+            f"{method} takes the plain optimizer, this one averages gradients in every step; "
+            f"leave DistributedOptimizer out"
+        )
+
+
 @eager
 def before_step(
     stepping: Any, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -341,12 +341,20 @@ def gone_before_init(pid: int) -> str:
 
 def _below(pid: int) -> Iterator[int]:
     """Yield the processes below another one, without a look at all others of the host."""
-    for listed in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(OSError):
-            for child in map(int, listed.read_text().split()):
-                if (found := stat(child)) and found.state not in {"Z", "X"}:
-                    yield child
-                    yield from _below(child)
+    for child in _children(pid):
+        if (found := stat(child)) and found.state not in {"Z", "X"}:
+            yield child
+            yield from _below(child)
+
+
+def _children(pid: int) -> list[int]:
+    """List what a process has started; empty where it ends meanwhile, or /proc does not say."""
+    children: list[str] = []
+    with contextlib.suppress(OSError):
+        for listed in Path(f"/proc/{pid}/task").glob("*/children"):
+            with contextlib.suppress(OSError):
+                children += listed.read_text().split()
+    return [*map(int, children)]
 
 
 def catches(pid: int) -> set[int]:
@@ -361,12 +369,7 @@ def catches(pid: int) -> set[int]:
 
 def has_only_dead_children(pid: int) -> bool:
     """Say whether a process has children that ended, and none that lives."""
-    children: list[str] = []
-    with contextlib.suppress(OSError):  # it may end meanwhile
-        for listed in Path(f"/proc/{pid}/task").glob("*/children"):
-            with contextlib.suppress(OSError):
-                children += listed.read_text().split()
-    states = {found.state for child in children if (found := stat(int(child)))}
+    states = {found.state for child in _children(pid) if (found := stat(child))}
     return bool(states) and states <= {"Z", "X"}
 
 

@@ -19,7 +19,7 @@ from hpctrain.compress.codec import Identity
 from hpctrain.core.errors import ConfigError
 from hpctrain.gradients.bucket_reducer import Reducer
 from hpctrain.gradients.checked_steps import CheckedSteps
-from hpctrain.gradients.optimizer import DistributedMethods
+from hpctrain.gradients.optimizer import METHOD_MARK, require_plain
 from hpctrain.gradients.parameter_names import Grouping, named, names_of
 from hpctrain.gradients.reduction import Reduction
 from hpctrain.gradients.sample_count import NUM_FLAGS, SampleCount
@@ -33,8 +33,6 @@ SWITCH = 1 << (NUM_FLAGS - 1)
 """The flag by which one rank lets all change their phase; those of users are below it."""
 
 _PLAIN = Federated()
-
-_MARK = "_local_method"  # the attribute of an optimizer that names the method which hooks it
 
 
 class LocalMethod(CommonBlock, StateFields):
@@ -83,11 +81,11 @@ class LocalMethod(CommonBlock, StateFields):
         ``hpctrain.init()`` was not called.
         """
         self._optimizer = optimizer
-        self._require_plain()
-        if hasattr(optimizer, _MARK):
+        require_plain(type(self).__name__, self._optimizer)
+        if hasattr(optimizer, METHOD_MARK):
             raise ConfigError(
                 f"an optimizer has one local method at a time, {type(self).__name__} comes beside "
-                f"{getattr(optimizer, _MARK)}; end its block, or call its close(), before"
+                f"{getattr(optimizer, METHOD_MARK)}; end its block, or call its close(), before"
             )
         here = world.current()
         self._comm, self._topology, self._presence = here.comm, here.topology, here.presence
@@ -110,7 +108,7 @@ class LocalMethod(CommonBlock, StateFields):
             optimizer.register_step_pre_hook(lambda _, *arguments: self._begin_step(*arguments)),
             optimizer.register_step_post_hook(lambda *_: self._end_step()),
         ]
-        setattr(optimizer, _MARK, type(self).__name__)
+        setattr(optimizer, METHOD_MARK, type(self).__name__)
 
     # -- for the training loop ---------------------------------------------------------------
 
@@ -235,7 +233,7 @@ class LocalMethod(CommonBlock, StateFields):
     def close(self) -> None:
         """Remove the hooks. Not collective."""
         if self._hooks:
-            delattr(self._optimizer, _MARK)
+            delattr(self._optimizer, METHOD_MARK)
         while self._hooks:
             self._hooks.pop().remove()
         self._reducers.clear()
@@ -362,13 +360,6 @@ class LocalMethod(CommonBlock, StateFields):
             name = type(self).__name__
             raise ConfigError(f"this {name} has ended with its block; make a new one")
 
-    def _require_plain(self) -> None:
-        if isinstance(self._optimizer, DistributedMethods):
-            raise ConfigError(
-                f"{type(self).__name__} takes the plain optimizer, this one averages gradients "
-                f"in every step; leave DistributedOptimizer out"
-            )
-
     # -- for methods -------------------------------------------------------------------------
 
     def _reducer_over(self, comm: Communicator) -> Reducer | None:
@@ -402,7 +393,7 @@ class LocalMethod(CommonBlock, StateFields):
         return next((r.steps.raised_flags for r in self._reducers if r.is_on), 0)
 
     def _average_gradients(self, *, is_skipped: bool = False) -> None:
-        self._require_plain()
+        require_plain(type(self).__name__, self._optimizer)
         for reducer in self._reducers:
             reducer.finish(is_skipped=is_skipped)
 
