@@ -2,11 +2,13 @@
 
     hpctrain launch -n 4 -- python perf/bench_layouts.py [--json FILE] [--rounds N] [--width N]
 
-First the machine is measured by what all ranks reach at once: the arithmetic of a replica's step,
-and all-reduces of 64 bytes and 4 MiB by torch.distributed. That is written as a machine file,
-which says how many ranks take turns on a core. Then the layouts have their turns, one after the
-other, on random bytes; a step is forward, backward, clipping and AdamW, of which the plan knows
-the first two.
+First the machine is measured by what all ranks reach at once: forward and backward of a replica's
+batch and of a single sample, whose difference is arithmetic and whose rest starts it; what a step
+of a sample for each rank takes more with tensor parallel layers; all-reduces of 64 bytes and 4 MiB
+by torch.distributed.
+That is written as a machine file, which says how many ranks take turns on a core. Then the layouts
+have their turns, one after the other, on random bytes; a step is forward, backward and what passes
+between ranks for them, not clipping and AdamW, of which the plan knows nothing.
 """
 
 import sys
@@ -53,18 +55,15 @@ def step_of(words: str, given: Namespace) -> Step:
     torch.manual_seed(0)
     shape = {"width": options.width, "depth": options.depth, "num_heads": options.heads}
     trainer = train.parallel(lm.Transformer(**shape), mesh, options)
-    optimizer = torch.optim.AdamW(trainer.model.parameters())
     windows = torch.randint(256, (options.batch, options.length + 1))
     windows = windows.chunk(mesh["dp"].size())[mesh["dp"].get_local_rank()]
     part = mesh["cp"].size(), mesh["cp"].get_local_rank()
     mine = [x.chunk(part[0], 1)[part[1]] for x in (windows[:, :-1], windows[:, 1:])]
 
     def step() -> None:
-        optimizer.zero_grad()
+        trainer.model.zero_grad()
         with loss_parallel():
             trainer.step(*mine)
-        trainer.clip_grad_norm_(1.0)
-        optimizer.step()
 
     return step
 
@@ -87,24 +86,32 @@ def measured_machine(given: Namespace, model: Transformer) -> str:
     per_core = max(1.0, len(topology.core_peers) / topology.num_peer_cores)
     net = lm.Transformer(width=given.width)
     windows = torch.randint(256, (given.batch // size, given.length + 1))
+    few = Namespace(**vars(given) | {"batch": size})
 
-    def compute() -> None:
-        train.loss_of(net(windows[:, :-1]), windows[:, 1:]).backward()
+    def compute(some: torch.Tensor) -> Step:
+        return lambda: train.loss_of(net(some[:, :-1]), some[:, 1:]).backward()
 
     def summed(num_bytes: int) -> Step:
         tensor = torch.zeros(num_bytes // 4)
         return lambda: dist.all_reduce(tensor)
 
-    variants = {"compute": compute, "small": summed(64), "large": summed(4 * MIB)}
+    variants = {"batch": compute(windows), "sample": compute(windows[:1])}
+    variants |= {"small": summed(64), "large": summed(4 * MIB), "shards": step_of("--fsdp", few)}
+    variants["tensor"] = step_of("--tp 2 --sequence --fsdp", few)
     found = interleave(variants, rounds=given.rounds, repetitions=5)
     times = {name: median(seconds) for name, seconds in found.items()}
-    flops = 3 * (model.layers * model.layer_flops + model.output_flops) * len(windows)
+    sample_flops = 3 * (model.layers * model.layer_flops + model.output_flops)
+    sample_s = (times["batch"] - times["sample"]) / (len(windows) - 1)
+    passes = 3 * model.layers * per_core
+    pass_s = max(0.0, times["sample"] - sample_s) / passes
+    tensor_pass_s = max(0.0, times["tensor"] - times["shards"]) / passes
     # Down and up a tree, as the plan counts: of the bytes all but a rank's own travel twice.
     rounds, moved = 2 * (size - 1).bit_length(), 2 * (size - 1) / size * 4 * MIB
     rate = moved / max(times["large"] - times["small"], 1e-9)
     return (
         f"nodes = 1\nranks_per_node = {size}\nranks_per_core = {per_core}\n"
-        f"memory_bytes = 4e9\nflops_per_s = {per_core * flops / times['compute']:.4g}\n"
+        f"memory_bytes = 4e9\nflops_per_s = {per_core * sample_flops / sample_s:.4g}\n"
+        f"pass_s = {pass_s:.3g}\ntensor_pass_s = {tensor_pass_s:.3g}\n"
         f"[node]\nlatency_s = {times['small'] / rounds:.3g}\nbytes_per_s = {rate:.4g}\n"
     )
 
@@ -126,7 +133,7 @@ def agreement(one: list[float], other: list[float]) -> float:
 def main() -> None:
     """Measure, predict, print the table, write the JSON file."""
     parser = arguments(__doc__.splitlines()[0])
-    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--batch", type=int, default=16)
     given = parser.parse_args()

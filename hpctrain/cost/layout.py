@@ -5,7 +5,8 @@ neighbours, then come context, pipeline and data parallel ones. A tensor paralle
 sequence too, so that it gathers and scatters instead of summing; stages take micro-batches one
 forward, one backward, and the first ones have a layer more where layers do not divide. Unequal
 stages can be quicker than predicted, by the time in which the slowest does not wait for others.
-Where ranks take turns on cores, those that wait leave theirs to others.
+Where ranks take turns on cores, those that wait leave theirs to others, and messages are carried
+by cores that would compute: nothing hides them.
 
 Sources: Rajbhandari et al. 2020, "ZeRO: Memory optimizations toward training trillion parameter
 models"; Narayanan et al. 2021, "Efficient large-scale language model training on GPU clusters
@@ -126,6 +127,7 @@ class Placed:
         self.stages = Group(pp, within[2], per_card)
         self.data = Group(cp * dp, within[1] * replicas, per_card)
         self._shared = tp * cp  # ranks among which activations are divided
+        self._turns = machine.turns(local)
         self._most = -(-model.layers // pp)
         # Layers, embeddings, and whether it has the output: of the first and the last stage.
         self._ends = [(self._most, model.embeddings, True)]
@@ -182,8 +184,11 @@ class Placed:
 
     def _share_s(self, one: Layout) -> float:
         """Return the seconds of an operation for each sample, where all of a node work."""
-        turns = self.machine.turns(self.machine.ranks_per_node)
-        return turns * one.micro_batch / (self._shared * self.machine.flops_per_s)
+        return self._turns * one.micro_batch / (self._shared * self.machine.flops_per_s)
+
+    def _exposed(self, seconds: float, beside_s: float, least_s: float = 0.0) -> float:
+        """Return what computing does not hide of messages that travel beside it."""
+        return max(seconds - beside_s, least_s) if self._turns == 1 else seconds
 
     def _layer(self, one: Layout) -> dict[str, float]:
         """Return seconds of a layer for a micro-batch, forward and backward, by term."""
@@ -194,7 +199,8 @@ class Placed:
 
     def _layer_anew(self, one: Layout) -> dict[str, float]:
         share_s = self._share_s(one)
-        forward_s = self.model.layer_flops * share_s
+        pass_s = self.machine.pass_s + (one.tp > 1) * self.machine.tensor_pass_s
+        forward_s = self.model.layer_flops * share_s + self._turns * pass_s
         attention_s = self.model.attention_flops * share_s
         again_s = {"none": 0.0, "selective": attention_s, "full": forward_s}[one.recompute]
         tensor, context = (load.seconds(self.machine) for load in self._loads(one, 1))
@@ -203,7 +209,7 @@ class Placed:
             "compute_s": 3 * forward_s,
             "recompute_s": again_s,
             "tensor_s": tensor,
-            "context_s": max(0.0, context - beside_s),
+            "context_s": self._exposed(context, beside_s),
         }
 
     def _loads(self, one: Layout, layers: float) -> tuple[Load, Load]:
@@ -240,10 +246,11 @@ class Placed:
             later_s = 2 * self._share_s(one) * flops / pp
         bubble_s = (pp - 1) * (mean_s - later_s) / one.virtual
         imbalance_s = (num_micro - 1) * (max(ends) + hand_s - mean_s)
-        turns = self.machine.turns(self.machine.ranks_per_node)
-        if turns > 1 and pp > 1:  # who waits leaves the core to others, which then are quicker
+        if (
+            self._turns > 1 and pp > 1
+        ):  # who waits leaves the core to others, which then are quicker
             waits_s = bubble_s + imbalance_s
-            left_s = max(0.0, (num_micro * mean_s + waits_s) / turns - num_micro * mean_s)
+            left_s = max(0.0, (num_micro * mean_s + waits_s) / self._turns - num_micro * mean_s)
             bubble_s, imbalance_s = (each * left_s / waits_s for each in (bubble_s, imbalance_s))
         return Terms(
             **{name: num_micro * each for name, each in mean.items()},
@@ -268,7 +275,7 @@ class Placed:
         )
 
         def exposed(seconds: float, beside_s: float) -> float:
-            return max(seconds - beside_s, seconds / most)
+            return self._exposed(seconds, beside_s, seconds / most)
 
         if zero == 0:
             return exposed(2 * scatter_s, backward_s)

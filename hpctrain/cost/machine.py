@@ -52,6 +52,10 @@ class Machine:
     """Memory of a rank, such as that of its GPU."""
     flops_per_s: Amount = 150e12
     """Operations a second that a rank reaches in training: half of a data sheet's, say."""
+    pass_s: AtLeast0 = 0.0
+    """Of a layer beside its arithmetic, forward, and twice backward: starting kernels, say."""
+    tensor_pass_s: AtLeast0 = 0.0
+    """And besides where ranks share its matrices: torch then places each operation in Python."""
     leaf_size: Count = 0
     """Nodes below a leaf switch of a fat tree; 0 for a network in which only cards are shared."""
     oversubscription: Annotated[float, Rule(least=1)] = 1.0

@@ -114,17 +114,21 @@ class Case:
         rate = self.flops / max(1, self.per_core)
         attention = 4 * tokens * self.sequence * h / (tp * cp) / rate
         forward = 2 * tokens * self.layer / (tp * cp) / rate + attention
+        start = self.pass_s if tp == 1 else self.pass_s + self.tensor_pass_s
+        forward += start * max(1, self.per_core)
+        hides = self.per_core <= 1  # else the cores that carry messages are those that compute
         again = {"none": 0, "selective": attention, "full": forward}[recompute]
         tensor = 4 * self.collective(2 * tokens * h / cp, tp, near["tp"])
         ring = self.neighbour(4 * tokens * h / (tp * cp) * (cp - 1), cp - 1, cp, near["cp"])
         layer = 3 * forward + again + tensor * (3 if recompute == "full" else 2)
-        layer += max(0, ring - attention) * (3 if recompute == "none" else 4)
+        layer += max(0, ring - hides * attention) * (3 if recompute == "none" else 4)
         output = 6 * tokens * self.words / (tp * cp) / rate
         sent = 4 * tokens * h / (tp * cp) * virtual
         hand = self.neighbour(sent, 2 * virtual, pp, near["pp"]) if pp > 1 else 0
         times = [layers * layer + last * output + hand for layers, _, last in self.stages(pp)]
         mean = sum(times) / pp
-        weights = (self.layers * (forward - attention) + output / 3) / pp
+        matrices = 2 * tokens * self.layer / (tp * cp) / rate
+        weights = (self.layers * matrices + output / 3) / pp
         # What the ends of a step leave idle is one stage of a rank on each other rank: forward
         # and backward, or without a zero bubble's weights, which others then fill once more.
         idle = mean - 2 * weights if schedule == "zero_bubble" else mean
@@ -136,7 +140,7 @@ class Case:
         psi = max(layers * self.layer + more for layers, more, _ in self.stages(pp)) / tp
         most = max(layers for layers, _, _ in self.stages(pp))
         one = most * self.collective(2 * psi / most, dp * cp, near["cp"] * near["dp"])
-        ahead, back = most * forward, most * (2 * forward + again)
+        ahead, back = hides * most * forward, hides * most * (2 * forward + again)
         per_layer = one / most
         gather, scatter = max(one - ahead, per_layer), max(one - back, per_layer)
         both = max(2 * one - back, 2 * per_layer)

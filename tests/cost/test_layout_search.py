@@ -44,7 +44,8 @@ def drawn(seed):
         across=some.random() < 0.3, nics=some.randint(1, 3), flops=10 ** some.uniform(8, 12),
         node_latency=10 ** some.uniform(-7, -4), node_rate=10 ** some.uniform(7, 11),
         network_latency=10 ** some.uniform(-6, -3), network_rate=10 ** some.uniform(6, 10),
-        capacity=0.0, per_core=some.choice([1, 1, 2, 3]),
+        capacity=0.0, per_core=some.choice([1, 1, 2, 3]), pass_s=some.choice([0, 1e-4, 0.1]),
+        tensor_pass_s=some.choice([0, 1e-3, 0.1]),
     )  # fmt: skip
     least = case.everything()[2]
     case.capacity = (least if math.isfinite(least) else 1e9) * some.choice([0.5, 1.2, 2.0, 10.0])
@@ -61,6 +62,8 @@ def asked(case):
         memory_bytes=case.capacity,
         flops_per_s=case.flops,
         ranks_per_core=case.per_core,
+        pass_s=case.pass_s,
+        tensor_pass_s=case.tensor_pass_s,
     )
     model = Transformer(
         parameters=case.parameters,
