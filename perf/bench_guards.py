@@ -9,7 +9,7 @@ takes it. The variants take steps in turn, in one process, each on a model of it
   in the flight recorder, no step is timed;
 * ``guarded``: ``on_non_finite = "stop"``, ``on_spike = "skip"``, samples of weights compared in
   each step, the flight recorder, and the times of all ranks, exchanged every 10 steps;
-* ``gradients``: the same with ``on_non_finite = "skip"``, which also looks at all gradients.
+* ``gradients``: the same with ``on_non_finite = "skip"``, which also looks at what is summed.
 
 What looks for stalls is a thread that wakes once a second, and is there with all of them.
 

@@ -200,6 +200,7 @@ class Reducer:
         What was under way is forgotten.
         """
         reduction.around, reduction.steps.flags = self.reduction.around, self.steps.flags
+        reduction.looks = self.reduction.looks
         self._passes_done = 0
         self._is_reduced = self._was_reduced = self.is_in_step = False
         self._forget_backward()

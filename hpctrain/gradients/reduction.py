@@ -46,6 +46,10 @@ class Reduction:
         """Take what is needed; a communicator with a thread carries buckets beside backward."""
         self.count, self.steps = count, steps  # the latter also compares what a step rests on
         self.exposed_seconds = 0.0
+        self.looks = False
+        """Whether sums are looked at for what is not finite; the same on all ranks."""
+        self.is_finite: bool | None = None
+        """Whether all sums of the last step are; None where nobody has looked at all of them."""
         self.around: Callable[..., AbstractContextManager[None]] = nullcontext  # of each sum
         self.slot_of: dict[Tensor, Slot | SparseSlot] = {}
         self.slot_by_id: dict[int, Slot | SparseSlot] = {}
@@ -200,6 +204,8 @@ class Reduction:
                 if changed_slot.is_touched:
                     changed_slot.adopt()
         self.exposed_seconds = self._waited_s
+        has_all = not self._sparse and len(self._finite) == len(self._buckets)
+        self.is_finite = all(self._finite) if has_all and self.looks else None
         self.forget()
 
     def require_equal_loss(self, loss: object) -> None:
@@ -230,6 +236,7 @@ class Reduction:
         self._opening: Opening | None = None
         self._is_refused = False
         self._works: list[Work] = []
+        self._finite: list[bool] = []  # of each bucket that was looked at
         self._waited_s = 0.0
         for bucket in self._buckets:
             bucket.num_empty = len(bucket.slots)
@@ -410,7 +417,14 @@ class Reduction:
                 what.place.reduce(partial(self._sum_on_host, what.bucket), self.count.scale)
 
     def _sum_on_host(self, bucket: Bucket) -> None:
-        self.codec.allreduce_(bucket, self._comm, scale=self.count.scale).wait()
+        def reduce() -> None:
+            self.codec.allreduce_(bucket, self._comm, scale=self.count.scale).wait()
+
+        levels = self._comm.levels if self.looks and isinstance(self.codec, Identity) else None
+        if levels is None:
+            reduce()
+        else:
+            self._finite.append(levels.node.is_finite_after(reduce))
 
 
 def device_numbers(tensors: Sequence[Tensor]) -> dict[torch.device, int]:

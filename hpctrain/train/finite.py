@@ -12,6 +12,7 @@ from hpctrain.core.errors import NotFiniteError
 from hpctrain.core.logs import logger
 from hpctrain.core.units import format_ranks
 from hpctrain.gradients.reproducible import StepValues
+from hpctrain.gradients.step_notes import StepNotes
 from hpctrain.train.boundary import NOT_FINITE
 from hpctrain.train.metrics import Metrics
 from hpctrain.train.run_state import require_finite_weights, unfinite_weights
@@ -80,6 +81,9 @@ class StepGuard:
         self._is_spike = False
         self.num_left_out = 1  # steps, where this one is; more where some are taken back
         self._flags, self._lr, self._step = 0, 0.0, 0
+        self._looks = self._mode in ("skip", "rollback")  # at gradients, whatever the loss
+        if self._looks and isinstance(task.exchange, StepNotes):
+            task.exchange.look_at_sums()
         self._buffers: StepValues | None = None
         self._finding: NotFiniteFinding | None = None
         self._taken: Callable[[], NotFiniteFinding] | None = None  # the last step that was taken
@@ -117,7 +121,7 @@ class StepGuard:
         self.is_first = self._is_spike = False
         looks = self._mode != "ignore"
         flagged = looks and (self._task.step_flags & NOT_FINITE or not math.isfinite(loss))
-        if norm is None and (flagged or self._mode in ("skip", "rollback")):
+        if norm is None and (flagged or (self._looks and not self._sums_are_finite)):
             norm = gradient_norm(self._task)
         noted = partial(
             self._note,
@@ -134,6 +138,11 @@ class StepGuard:
             is_older = self._mode == "stop" and bool(unfinite_weights(self._task))
             self._finding = self._taken() if is_older and self._taken else noted(norm=norm)
         return False
+
+    @property
+    def _sums_are_finite(self) -> bool:
+        """Whether it is known that they are, without a look at them."""
+        return getattr(self._task.exchange, "sums_are_finite", None) is True
 
     def _sees(self, loss: float) -> bool:
         """Say whether a step that is finite is taken by its loss. Collective where it is a spike.

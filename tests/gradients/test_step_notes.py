@@ -1,16 +1,17 @@
-"""The loss of all samples rides in the message that opens a step, the same on every rank."""
+"""What all ranks learn of a step beside its gradients is right, and the same on every rank."""
 
 import math
+import random
 
 import pytest
 import torch
+from torch import nn
 
 from hpctrain.runtime.world import current
-from tests.gradients.training import EVERY_SIZE, ONE_NODE, distributed, make_model
-
-pytestmark = ONE_NODE
+from tests.gradients.training import EVERY_SIZE, ONE_NODE, OVERLAPS, distributed, make_model
 
 
+@ONE_NODE
 @EVERY_SIZE
 @pytest.mark.parametrize("shard", [None, "node"])
 def test_the_mean_loss_is_that_of_all_samples(hvd, shard):
@@ -33,3 +34,42 @@ def test_the_mean_loss_is_that_of_all_samples(hvd, shard):
             assert len({*current().comm.allgather_object(optimizer.mean_loss)}) == 1
         with optimizer.skip_synchronize():
             optimizer.step()
+
+
+@EVERY_SIZE
+@OVERLAPS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.complex64])
+def test_what_is_not_finite_is_seen_by_all_ranks_while_it_is_summed(hvd, dtype):
+    model = nn.ParameterList(nn.Parameter(torch.zeros(n, dtype=dtype)) for n in (1, 700, 9001, 0))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0))
+    optimizer.look_at_sums()
+    draw, most = random.Random(3), torch.finfo(dtype).max
+    for step in range(12):
+        value = draw.choice([math.nan, math.inf, -math.inf, most, most, 1.0])
+        whose, which = draw.randrange(hvd.size()), draw.randrange(3)
+        place = draw.choice([0, -1, draw.randrange(model[which].numel())])
+        given = [torch.ones_like(p) for p in model]
+        if whose == hvd.rank():
+            given[which][place] = value
+        if value == most and which == 1:  # finite, though the sum of its elements is not
+            given[1].fill_(most / hvd.size())
+        optimizer.zero_grad()
+        torch.autograd.backward([*model], given)
+        expected = all(bool(p.grad.isfinite().all()) for p in model)
+        known = expected if hvd.size() > 1 else None
+        assert optimizer.sums_are_finite is known, (step, value)
+        optimizer.step()
+    assert len({*current().comm.allgather_object(optimizer.sums_are_finite)}) == 1
+
+
+@ONE_NODE
+@pytest.mark.ranks(2, 3)
+def test_sums_that_nobody_can_look_at_are_unknown(hvd):
+    for options in ({"compression": hvd.Compression.bf16}, {"op": hvd.Adasum}, {}):
+        model = make_model(torch.float32)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters()), **options)
+        if options:
+            optimizer.look_at_sums()
+        model(torch.ones(2, 64)).sum().backward()
+        optimizer.step()
+        assert optimizer.sums_are_finite is None

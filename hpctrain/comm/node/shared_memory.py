@@ -5,6 +5,7 @@ cache, and writes the sum back into every rank's own bucket. So every byte cross
 once per reader instead of being packed into messages, and every rank owns its copy of the sum.
 """
 
+import math
 import mmap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _CELLS = LINE_BYTES // 8  # numbers in the cache line of each rank
+_UNFINITE = 4
+"""Place among them, behind those of meetings: pieces of sums that were not finite so far."""
 
 IN_TURNS = IN_NODE._replace(spin_s=0.0, yield_s=200e-6)
 """Where ranks outnumber cores: a core that is given away, and not asleep, is back at once."""
@@ -62,6 +65,7 @@ class SharedMemory:
         """Which of two places the next meeting uses: 0 or 1, in turns. What a rank wrote into the
         place of one meeting may be read until that rank comes to the next but one."""
         self.num_bytes = 0  # bytes that this rank has read and written in node memory so far
+        self._looks = False  # at sums of buckets, for what is not finite
         self._meanwhile: InFlight | None = None
         self._node = node
         self._num_buckets = 0
@@ -147,7 +151,21 @@ class SharedMemory:
         for parts in bucket.chunks:
             spread(combine(parts, combination, scale), parts, combination)
             self._count(parts, passes=2)
+            self._look(_lane(parts[0], combination))
         self.barrier()
+
+    def is_finite_after(self, reduce: Callable[[], object]) -> bool:
+        """Say whether all sums that ``reduce`` writes into buckets are finite; the same everywhere.
+
+        Each rank looks at its slice while that is in the cache, and tells the others of the node
+        by the barrier that ends a reduction anyway.
+        """
+        before, self._looks = self._calls[_UNFINITE::_CELLS].tolist(), True
+        try:
+            reduce()
+        finally:
+            self._looks = False
+        return self._calls[_UNFINITE::_CELLS].tolist() == before
 
     def sum_slice(self, bucket: Bucket, combination: Combination, scale: float | None) -> None:
         """Sum this rank's slice over the node, times ``scale``, into the first rank's bucket."""
@@ -173,6 +191,7 @@ class SharedMemory:
         """Write one of the pieces of ``publish``; a barrier comes before it is read."""
         spread(combine(parts[:1], combination, scale), parts, combination)
         self._count(parts)
+        self._look(_lane(parts[0], combination))
 
     def new_region(
         self, num_bytes: int, reserve: Callable[[int], int] = node_memory.reserve
@@ -239,6 +258,13 @@ class SharedMemory:
                     return mine.try_wait()  # noqa: B023 - called in this turn
 
                 self._watch.wait(done, meanwhile.pace(), nap=mine.wait)
+
+    def _look(self, total: Tensor) -> None:
+        """Count a piece of a sum that is not finite; of one that is, a sum may be too large."""
+        if self._looks:
+            wide = torch.float32 if total.itemsize < 4 else None
+            if not math.isfinite(total.sum(dtype=wide)) and not total.isfinite().all():
+                self._calls[self.local_rank * _CELLS + _UNFINITE] += 1
 
     def _count(self, parts: Sequence[Tensor], passes: int = 1) -> None:
         """Count passes in which this rank touched the pieces of all ranks."""
