@@ -6,6 +6,8 @@ Each rank looks up ``ROWS`` distinct rows of ``DIM`` float32 numbers of a table 
 in random order, of which about every second row lies elsewhere; and gives back as many gradients.
 
 * ``copy``: one copy of as many bytes into memory that is mapped already, the least that is needed;
+* ``passes``: what rows in random order take without ranks, numbers and rules: a look up gathers
+  them; a step copies gradients, gathers them, gathers rows, subtracts, and stores rows;
 * ``by hand``: what one writes with mpi4py and numpy: ids sorted by owner, ``Alltoallv`` of ids, of
   rows, of gradients; the owner's sums by ``numpy.unique`` and ``index_add_``, and plain descent;
 * ``DDP``: a sparse ``nn.Embedding`` on every rank, whose gradients gloo gathers;
@@ -27,6 +29,7 @@ from table import spread
 from torch import nn
 
 import hpctrain as hvd
+from hpctrain.async_sgd.sharded_embedding_rows import CHUNK_BYTES, put, take
 
 TABLE, ROWS, DIM, LR = 1_000_000, 100_000, 64, 0.1
 LARGE_DIM, LARGE_ROWS, FEW, BATCHES = 16, 100_000_000, 1000, 8
@@ -82,6 +85,26 @@ def of_ours(table, ids, grads):
 def of_hand(by_hand, ids, grads):
     """Return pull and push by hand."""
     return lambda: by_hand.pull(ids), lambda: by_hand.push(grads.numpy())
+
+
+def of_passes(grads):
+    """Return the passes over memory of pull and push, in chunks that stay in the cache."""
+    random, chunk = np.random.default_rng(COMM.rank), CHUNK_BYTES // (4 * DIM)
+    rows, left, found = torch.rand(TABLE // COMM.size, DIM), torch.rand(ROWS, DIM), grads.clone()
+    places = np.sort(random.choice(len(rows), ROWS, replace=False))
+    order = random.permutation(ROWS)
+
+    def pull():
+        torch.index_select(rows, 0, torch.from_numpy(places), out=found)
+
+    def push():
+        left.copy_(grads)
+        for at in range(0, ROWS, chunk):
+            here = places[at : at + chunk]
+            values = take(rows, here).sub_(take(left, order[at : at + chunk]), alpha=LR)
+            put(rows, here, values)
+
+    return pull, push
 
 
 def of_ddp(ids, grads):
@@ -165,6 +188,7 @@ def measure(rounds: int, json_file) -> None:
     ways = {"ours": of_ours(table, tensor, grads), "by hand": of_hand(by_hand, ids, grads)}
     target, source = torch.empty(ROWS, DIM), torch.rand(ROWS, DIM)
     ways["copy"] = (lambda: target.copy_(source),) * 2
+    ways["passes"] = of_passes(grads)
     for name, make in {"DDP": of_ddp, "torchrec": of_torchrec}.items():
         made = make(tensor, grads)
         if isinstance(made, str):

@@ -5,48 +5,45 @@ import secrets
 import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
+from inspect import currentframe
+from itertools import accumulate, islice
 from pathlib import Path
+from traceback import walk_stack
 from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hpctrain.async_sgd.sharded_embedding_checks import (
-    IS_COUNTED,
-    IS_FROZEN,
-    check_ids,
-    check_table,
-    require_alike,
-)
 from hpctrain.async_sgd.sharded_embedding_ids import (
     Bags,
+    check_ids,
+    check_table,
     first_rows,
+    spread,
     spreading_factor,
 )
-from hpctrain.async_sgd.sharded_embedding_rows import RowShards, RowSums, Told
-from hpctrain.async_sgd.sharded_embedding_rules import (
+from hpctrain.async_sgd.sharded_embedding_rows import (
+    IS_COUNTED,
+    IS_FROZEN,
     Buffers,
     Places,
+    RowShards,
+    RowSums,
+    Told,
     bag_sums,
-    learning_rate,
-    make_rule,
+    keys_of,
     put,
+    require_alike,
     take,
 )
-from hpctrain.async_sgd.sharded_embedding_state import check_state, pieces_of, restore, shards_of
+from hpctrain.async_sgd.sharded_embedding_rules import learning_rate, make_rule
 from hpctrain.checkpoint.format.shard import Shard
 from hpctrain.comm.agreement import agreed, require_equal
 from hpctrain.comm.eager import eager
 from hpctrain.comm.threaded import start_on
-from hpctrain.core.errors import (
-    CheckpointError,
-    ConfigError,
-    NotInitializedError,
-    RankLostError,
-)
+from hpctrain.core.errors import CheckpointError, ConfigError, NotInitializedError, RankLostError
 from hpctrain.core.logs import logger
 from hpctrain.gradients.sample_count import check_count
 from hpctrain.runtime import world
@@ -66,9 +63,10 @@ class ShardedEmbedding(nn.Module):
     joined batch.
 
     The table is no parameter of the model: other optimizers, ``DistributedOptimizer`` and
-    ``broadcast_parameters`` leave it alone, and no rank has all of it. So ``zero_grad``,
-    ``requires_grad_``, ``state_dict`` of a model around it, ``clip_grad_norm_`` and schedulers of
-    torch do not reach it: ``hpctrain guide embeddings`` says what to do. Memory is taken for a row
+    ``broadcast_parameters`` leave it alone, and no rank has all of it. ``zero_grad`` and
+    ``requires_grad_`` of a model around it reach it; ``state_dict``, ``clip_grad_norm_`` and
+    schedulers of torch do not: ``hpctrain guide embeddings`` says what to do. All ranks freeze it
+    or none: ``step``, which all ranks call all the same, leaves it then. Memory is taken for a row
     when it is stepped first; until then it has its first values, which follow from ``seed`` and
     its number alone. To make one, ``forward`` and ``step`` are collective: all ranks call them,
     equally often and in the same order, with any number of ids, also none.
@@ -80,7 +78,10 @@ class ShardedEmbedding(nn.Module):
     """Steps that the table has taken."""
     _weight, _flags = 1.0, 0  # of a step
     _is_over = False  # whether the world of the table was shut down
-    _pending: list[tuple[Places, NDArray[np.int64], Tensor]]  # gradients since the last step
+    _pending: list[tuple[Places, Tensor]]  # keys of rows, and gradients, since the last step
+    _handle: nn.Parameter
+    """It is there for the rows: frozen as they are, with a gradient where they have some."""
+    _optimizer: Callable[[], Optimizer | None] = staticmethod(lambda: None)
 
     def __init__(  # noqa: PLR0913 - as torch.nn.Embedding, and how it learns
         self,
@@ -132,15 +133,15 @@ class ShardedEmbedding(nn.Module):
         self._repr = f"{rows}, {dim}, optimizer={{}}, mode={mode}, {first}"
         require_equal(comm, [f"ShardedEmbedding({self._repr.format(rule)})"], "a table")
         self.num_rows, self.dim, self.mode, self.padding_idx = rows, dim, mode, padding_idx
-        self._rule = rule
-        self._factor = spreading_factor(rows)
+        self._rule, self._factor = rule, spreading_factor(rows)
         self._padding = -1 if padding_idx is None else padding_idx * self._factor % rows
         # Ranks must not take one table for another that was made alike.
         name = f"table {comm.broadcast_object(secrets.token_hex(4))} of {rows} x {dim}"
         new = partial(first_rows, dim=dim, seed=seed, init=init, zero=self._padding, dtype=dtype)
         self._shards = RowShards(comm, name, rows, dim, dtype, rule.widths(dim), new, folder)
         self._results, self._told, self._pending = Buffers(), set[str](), []
-        self._optimizer: Callable[[], Optimizer | None] = lambda: None
+        self._parameters = _Hidden()
+        self._handle = nn.Parameter(torch.zeros(()))
         _end_with_ranks(self)
 
     @property
@@ -164,17 +165,6 @@ class ShardedEmbedding(nn.Module):
                 "table(ids) under torch.no_grad(), or save them by sharded_state()"
             )
         return super().__getattr__(name)
-
-    def requires_grad_(self, requires_grad: bool = True) -> "ShardedEmbedding":  # noqa: FBT001, FBT002 - torch's own
-        """Freeze the rows, or let them learn again; on all ranks alike.
-
-        A model around the table does not reach it. Lookups of a frozen one make no gradients, and
-        ``step`` leaves it, which all ranks call all the same. Not collective.
-        """
-        self._flags = self._flags & ~IS_FROZEN | (0 if requires_grad else IS_FROZEN)
-        self._pending = self._pending if requires_grad else []
-        super().requires_grad_(requires_grad)
-        return self
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "ShardedEmbedding":  # noqa: FBT001, FBT002 - torch's own
         """Refuse another dtype; on whichever device the model is, rows stay in host memory."""
@@ -212,12 +202,10 @@ class ShardedEmbedding(nn.Module):
             refusal = str(error)  # for the other ranks, too
             self._run(lambda: self._shards.read(np.empty(0, np.int64), refusal))
         host = ids.detach().cpu().numpy()
-        rows = host.ravel().astype(np.int64) * self._factor % self.num_rows
+        rows = spread(host, self._factor, self.num_rows)
         bags = Bags(host, offsets, rows != self._padding) if self.mode else None
         rows = rows if bags is None else rows[bags.keep]
-        # So that autograd calls backward, unless the table is frozen.
-        start = torch.zeros((), requires_grad=not self._flags & IS_FROZEN)
-        found: Tensor = _Lookup.apply(start, self, rows, bags)  # type: ignore[no-untyped-call]
+        found: Tensor = _Lookup.apply(self._handle, self, rows, bags)  # type: ignore[no-untyped-call]
         shape = (-1, self.dim) if bags is not None else (*ids.shape, self.dim)
         return found.reshape(shape).to(ids.device)
 
@@ -246,18 +234,23 @@ class ShardedEmbedding(nn.Module):
 
     def _push(self, rows: Places, bags: Bags | None, grad: Tensor) -> None:
         """Keep gradients until the step. Not collective."""
-        grad = grad.detach().contiguous()
-        if len(self._pending) == _MANY_LOOKUPS and self._shards.comm.rank == 0 and not self.steps:
+        grad, pending = grad.detach().contiguous(), self._gradients()
+        if len(pending) == _MANY_LOOKUPS and self._shards.comm.rank == 0 and not self.steps:
             self._warn(
                 f"a table of {self._what} keeps gradients of {_MANY_LOOKUPS} lookups and has "
                 f"never stepped; call table.step_with(optimizer), or table.step() in each step"
             )
-        if bags is None:
-            keep = np.flatnonzero(rows != self._padding)
-            self._pending.append((rows[keep], keep, grad))
-            return
-        grad = grad if self.mode == "sum" else grad / bags.counts(grad.dtype)
-        self._pending.append((rows, bags.number, grad))
+        if bags is not None and self.mode == "mean":
+            grad = grad / bags.counts(grad.dtype)
+        keys = keys_of(rows, np.arange(len(rows)) if bags is None else bags.number)
+        if self.padding_idx is not None:
+            keys = keys[rows != self._padding]
+        self._pending = [*pending, (keys, grad)]
+        self._handle.grad = torch.ones(())
+
+    def _gradients(self) -> list[tuple[Places, Tensor]]:
+        """Return what backward has kept, unless somebody has cleared gradients since."""
+        return self._pending if self._handle.grad is not None and self._handle.grad else []
 
     # -- the step -----------------------------------------------------------------------------
 
@@ -275,21 +268,12 @@ class ShardedEmbedding(nn.Module):
             )
         self._weight, self._flags = num_samples / nominal, self._flags | IS_COUNTED
 
-    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's own
-        """Forget what backward has kept since the last step. Not collective.
-
-        ``zero_grad`` of a model around the table does not: torch looks at parameters there.
-        """
-        super().zero_grad(set_to_none)
-        self._pending = []
-
     def step_with(self, optimizer: Optimizer) -> None:
         """Step whenever an optimizer of torch has stepped, and forget gradients with it.
 
-        ``optimizer.zero_grad()`` forgets; ``model.zero_grad()`` does not reach a table. For a
-        ``DistributedOptimizer`` ranks count by the samples that it was told of, and ``op=Sum``
-        sums here, too. Not collective, but every rank calls it. Raises ``ConfigError``: it is no
-        optimizer of torch, or the table steps with another one.
+        For a ``DistributedOptimizer`` ranks count by the samples that it was told of, and
+        ``op=Sum`` sums here, too. Not collective, but every rank calls it. Raises ``ConfigError``:
+        it is no optimizer of torch, or the table steps with another one.
         """
         if not isinstance(optimizer, Optimizer):
             raise ConfigError(
@@ -319,11 +303,11 @@ class ShardedEmbedding(nn.Module):
     def _count(self) -> tuple[float, bool, int]:
         """Return the weight of this rank's gradients, whether they are averaged, and flags."""
         reducer = getattr(self._optimizer(), "_reducer", None)
+        flags = self._flags | (0 if self._handle.requires_grad else IS_FROZEN)
         if reducer is None:
-            return self._weight, True, self._flags
+            return self._weight, True, flags
         count = reducer.reduction.count
-        is_counted = IS_COUNTED if count.is_set else 0
-        return count.weight, count.average, self._flags & ~IS_COUNTED | is_counted
+        return count.weight, count.average, flags & ~IS_COUNTED | IS_COUNTED * count.is_set
 
     @torch.no_grad()
     @eager
@@ -337,47 +321,55 @@ class ShardedEmbedding(nn.Module):
                 where others do not, or its step has failed; on every rank.
             NotInitializedError: the world of the table was shut down.
         """
-        pending, self._pending = self._pending, []
+        pending, self._pending = self._gradients(), []
         self._run(lambda: self._step(pending))
 
-    def _step(self, pending: list[tuple[Places, NDArray[np.int64], Tensor]]) -> None:
+    def _step(self, pending: list[tuple[Places, Tensor]]) -> None:
         weight, averages, flags = self._count()
         shards = self._shards
-        sums = _joined(pending, weight if averages else 1.0, self.dim, shards.dtype)
+        is_none = (averages and weight == 0.0) or flags & IS_FROZEN  # a mean of nothing is NaN
+        sums = self._joined([] if is_none else pending)
         told = shards.agree("step", None, Told(len(sums), weight, self.lr, flags))
         require_alike(told)
         if not any(each.num_rows for each in told):
             return
-        own = shards.sum_own(sums, told)
-        scale = 1.0 / (sum(each.weight for each in told) or 1.0) if averages else 1.0
-        failure: BaseException | None = None
+        if averages:
+            sums.factor = weight / (sum(each.weight for each in told) or 1.0)
+        own, failure = shards.sum_own(sums, told), None
         try:
-            self._update(own, scale)
+            self._update(own)
         except (RuntimeError, MemoryError, ValueError) as error:
-            failure = error
-        shards.agree(
-            "end of step", None if failure is None else f"a step failed: {failure!r:.300}"
-        )
+            failure = f"a step failed: {error!r:.300}"
+        shards.agree("end of step", failure)
         self.steps += 1
 
-    def _update(self, sums: RowSums, scale: float) -> None:
+    def _joined(self, pending: list[tuple[Places, Tensor]]) -> RowSums:
+        """Sum gradients of several lookups."""
+        nothing = torch.empty(0, self.dim, dtype=self._shards.dtype)
+        grads = [grad for _, grad in pending] or [nothing]
+        bases = [0, *accumulate(map(len, grads))]
+        keys = [keys + base for (keys, _), base in zip(pending, bases, strict=False)]
+        joined = np.concatenate(keys or [np.empty(0, np.int64)])
+        return RowSums(joined, grads[0] if len(grads) == 1 else torch.cat(grads))
+
+    def _update(self, sums: RowSums) -> None:
         """Step the rows that this rank owns."""
         shards = self._shards
-        for first, stop in sums.chunks():
-            rows, grads = sums.rows[first:stop], sums.between(first, stop)
+        for part in sums.chunks():
+            rows, grads = sums.rows[part], sums.of(part)
             if not math.isfinite(grads.sum()) and not grads.isfinite().all():
                 self._warn(
                     f"a step of a table of {self._what} puts gradients that are no numbers into "
-                    f"rows; to leave out such a step, call table.zero_grad(), which "
-                    f"model.zero_grad() does not"
+                    f"rows; to leave out such a step, call zero_grad() of the model behind it"
                 )
             places = rows - shards.start
-            values = take(shards.own, places)
+            kept = {name: take(values, places) for name, values in shards.own.items()}
             is_new = shards.is_stored[places] == 0
             if is_new.any():
-                values[torch.from_numpy(is_new)] = shards.initial(rows[is_new])
-            self._rule.step(values, grads.mul_(scale), shards.state, places, self.steps + 1)
-            put(shards.own, places, values)
+                kept["rows"][torch.from_numpy(is_new)] = shards.initial(rows[is_new])
+            self._rule.step(kept["rows"], grads, kept, self.steps + 1)
+            for name, values in kept.items():
+                put(shards.own[name], places, values)
             shards.is_stored[places] = 1
 
     # -- checkpoints --------------------------------------------------------------------------
@@ -387,19 +379,16 @@ class ShardedEmbedding(nn.Module):
 
         Rows stand in the order of ``id * factor % rows``, which is that of no number of ranks.
         """
-        return {
-            "table": self._what,
-            "steps": self.steps,
-            "lr": self.lr,
-            "tensors": pieces_of(self._shards),
-        }
+        pieces = self._shards.pieces()
+        return {"table": self._what, "steps": self.steps, "lr": self.lr, "tensors": pieces}
 
     def wanted(self, path: str) -> dict[str, Shard]:
         """Return what ``load(into=...)`` must read for this rank, of a state at ``path``.
 
         ``path`` is that of the checkpoint: keys with slashes, ``"model/table"``. Not collective.
         """
-        return {f"{path}/tensors/{name}": own for name, own in shards_of(self._shards).items()}
+        pieces = self._shards.pieces()
+        return {f"{path}/tensors/{name}": own.shard for name, own in pieces.items()}
 
     def load_sharded_state(self, state: Mapping[str, Any]) -> None:
         """Go on from what ``sharded_state`` has returned, on any number of ranks. Collective.
@@ -413,14 +402,11 @@ class ShardedEmbedding(nn.Module):
         self._require_world()
         comm = self._shards.comm
         with agreed(comm, CheckpointError):
-            check_state(self._shards, self._what, state)
-        require_equal(
-            comm,
-            [f"steps={state['steps']}, lr={state['lr']}"],
-            "the state of a table",
-            "load the same checkpoint on every rank",
-        )
-        restore(self._shards, state["tensors"])
+            self._shards.check(self._what, state)
+        line = f"steps={state['steps']}, lr={state['lr']}"
+        way_out = "load the same checkpoint on every rank"
+        require_equal(comm, [line], "the state of a table", way_out)
+        self._shards.restore(state["tensors"])
         self.steps, self.lr, self._pending = state["steps"], state["lr"], []
         comm.barrier()
 
@@ -458,24 +444,20 @@ class _Lookup(torch.autograd.Function):
         return None, None, None, None
 
 
-def _joined(
-    pending: list[tuple[Places, NDArray[np.int64], Tensor]],
-    weight: float,
-    dim: int,
-    dtype: torch.dtype,
-) -> RowSums:
-    """Sum gradients of several lookups, times ``weight``."""
-    if not pending or weight == 0.0:  # the mean over no samples is NaN
-        return RowSums(np.empty(0, np.int64), torch.empty(0, dim, dtype=dtype))
-    rows, index, values, base = [], [], [], 0
-    for of_rows, of_index, grad in pending:
-        rows.append(of_rows)
-        index.append(of_index + base)
-        values.append(grad)
-        base += len(grad)
-    grads = values[0] if len(values) == 1 else torch.cat(values)
-    grads = grads if weight == 1.0 else grads * weight
-    return RowSums(np.concatenate(rows), grads, np.concatenate(index))
+class _Hidden(dict[str, nn.Parameter | None]):
+    """Parameters that only ``zero_grad`` and ``requires_grad_`` of modules find.
+
+    Torch finds what these work on as it finds what an optimizer gets, so it depends on who asks.
+    """
+
+    _SEEN_BY = (nn.Module.zero_grad.__code__, nn.Module.requires_grad_.__code__)
+    _MOST_CALLS = 10  # between these and here
+
+    def items(self) -> Any:
+        """Return what there is for the one who asks."""
+        frames = islice(walk_stack(currentframe()), self._MOST_CALLS)
+        is_seen = any(frame.f_code in self._SEEN_BY for frame, _ in frames)
+        return super().items() if is_seen else {}.items()
 
 
 def _end_with_ranks(table: ShardedEmbedding) -> None:

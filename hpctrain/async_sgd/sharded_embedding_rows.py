@@ -5,34 +5,97 @@ row travels once for each pair of node and owner, however many ranks of the node
 are summed over the node first.
 """
 
-import math
 import mmap
 import os
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hpctrain.async_sgd.sharded_embedding_rules import Places, bag_sums, take
+from hpctrain.async_sgd.sharded_embedding_rules import learning_rate
+from hpctrain.checkpoint.format.shard import Piece, Shard
 from hpctrain.cluster.resources import available_bytes
-from hpctrain.comm.agreement import agreed, raise_if_any
+from hpctrain.comm.agreement import agreed, by_rank, raise_if_any
 from hpctrain.comm.call_check import call_of
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.node.node_memory import OnDisk, reserve, reserve_lazily
-from hpctrain.comm.node.shared_memory import SharedMemory
-from hpctrain.core.errors import NodeMemoryError
+from hpctrain.core.errors import CheckpointError, MismatchError, NodeMemoryError
 from hpctrain.core.units import format_bytes
 
+Places: TypeAlias = NDArray[np.int64]
+"""Numbers of rows, ``(rows,)``."""
 Bytes: TypeAlias = NDArray[np.uint8]
 
-CHUNK_BYTES = 512 << 10
+CHUNK_BYTES = 1 << 20
 """Rows that are worked on at once: they stay in the cache."""
 _PLACE_BITS = 32
+_PLACES = (1 << _PLACE_BITS) - 1
+IS_COUNTED, IS_FROZEN = 1, 2
+"""Flags of a step."""
+_KEYS = {"table", "steps", "lr", "tensors"}  # of the state of a table
 _FIRST_ROOM = 4096  # rows of each rank that are exchanged at once, until more are needed
+
+
+def keys_of(rows: Places, places: Places | int) -> Places:
+    """Return what sorts by row, then by the place of a value: one number for each pair."""
+    return (rows << _PLACE_BITS) | places
+
+
+def keys_at(rows: Places, first: int = 0) -> Places:
+    """Return keys of rows whose values lie in a row, from place ``first`` on."""
+    return keys_of(rows, np.arange(first, first + len(rows)))
+
+
+def take(rows: Tensor, places: Places) -> Tensor:
+    """Return a copy of some rows, ``(places, width)``."""
+    if rows.dtype is torch.float32 and len(places):  # its kernel reads ahead, twice as fast
+        return bag_sums(rows, places, np.arange(len(places)))
+    return rows.index_select(0, torch.from_numpy(places))
+
+
+def bag_sums(rows: Tensor, places: Places, starts: Places) -> Tensor:
+    """Return the sums of rows of some places, in their order, from each of ``starts`` on."""
+    at, begin = torch.from_numpy(places), torch.from_numpy(starts)
+    sums: Tensor = torch.embedding_bag(rows, at, begin, scale_grad_by_freq=False, mode=0)[0]
+    return sums
+
+
+def put(rows: Tensor, places: Places, values: Tensor) -> None:
+    """Replace some rows of a contiguous ``(rows, width)``."""
+    kind = np.dtype((np.void, rows.shape[1] * rows.itemsize))  # copied row by row, not by number
+    there, given = (each.contiguous().numpy().view(kind)[:, 0] for each in (rows, values))
+    np.put(there, places, given)
+
+
+class Buffers:
+    """Memory for results, used again when nobody refers to them any more.
+
+    Fresh memory costs several times the copy into it, page by page.
+    """
+
+    _MOST = 4  # results of one table that are in use at once and have memory that is kept
+
+    def __init__(self) -> None:
+        self._kept: list[tuple[Bytes, weakref.ref[Bytes]]] = []
+
+    def take(self, rows: Tensor, places: Places) -> Tensor:
+        """Do as ``take``."""
+        if not len(places):
+            return take(rows, places)
+        num_bytes = len(places) * rows.shape[1] * rows.itemsize
+        free = (i for i, (memory, user) in enumerate(self._kept) if user() is None)
+        fits = (i for i in free if len(self._kept[i][0]) >= num_bytes)
+        number = next(fits, None)
+        memory = np.empty(num_bytes, np.uint8) if number is None else self._kept.pop(number)[0]
+        view = memory[:num_bytes]  # torch refers to it as long as a tensor has this memory
+        self._kept = [(memory, weakref.ref(view)), *self._kept[: self._MOST - 1]]
+        found = torch.from_numpy(view).view(rows.dtype).view(len(places), rows.shape[1])
+        return torch.index_select(rows, 0, torch.from_numpy(places), out=found)
 
 
 class Told(NamedTuple):
@@ -44,66 +107,62 @@ class Told(NamedTuple):
     flags: int = 0
 
 
-NOTHING = Told()
+_NOTHING = Told()
+
+
+def require_alike(told: Sequence[Told]) -> None:
+    """Raise ``MismatchError`` unless what all ranks tell of a step is one step."""
+    if len({each.lr for each in told}) > 1:
+        raise MismatchError(
+            f"the lr of a table must be the same on every rank, since owners step their rows by "
+            f"it, got {by_rank([str(each.lr) for each in told])}; set it alike"
+        )
+    for flag, what in (
+        (IS_COUNTED, "set_num_samples of a table must be called"),
+        (IS_FROZEN, "requires_grad_(False) of a table must be called"),
+    ):
+        num = sum(each.flags & flag != 0 for each in told)
+        if num not in (0, len(told)):
+            raise MismatchError(
+                f"{what} by all ranks or by none, {num} of {len(told)} have called it; call it on "
+                f"every rank"
+            )
 
 
 class RowSums:
     """Sums of values by row, calculated some at a time; equal rows are summed in their order."""
 
-    def __init__(self, rows: Places, values: Tensor, index: Places | None = None) -> None:
-        """Let ``values[index[i]]`` belong to ``rows[i]``; in the order of values without index."""
-        numbers = np.arange(len(rows))
-        keys = (rows << _PLACE_BITS) | numbers
-        if not (rows[1:] > rows[:-1]).all():
-            keys.sort()
-        sorted_rows, order = keys >> _PLACE_BITS, keys & ((1 << _PLACE_BITS) - 1)
-        is_first = np.empty(len(rows), np.bool_)
-        is_first[:1] = True
-        np.not_equal(sorted_rows[1:], sorted_rows[:-1], out=is_first[1:])
-        self._starts = np.append(np.flatnonzero(is_first), len(rows))
-        self._values, self._order = values, order if index is None else index[order]
-        self.rows = sorted_rows[self._starts[:-1]]  # each once, in order
+    def __init__(self, keys: Places, values: Tensor) -> None:
+        """Sum ``values`` of the places in ``keys``, which come in any order."""
+        keys = np.sort(keys)
+        rows, self._places, self._values = keys >> _PLACE_BITS, keys & _PLACES, values
+        self._starts = np.append(np.flatnonzero(np.diff(rows, prepend=-1)), len(rows))
+        self.rows = rows[self._starts[:-1]]  # each once, in order
+        self.factor = 1.0  # of the sums
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def between(self, first: int, stop: int) -> Tensor:
-        """Return the sums of some of ``rows``, ``(stop - first, dim)``."""
-        starts = self._starts[first : stop + 1]
-        order = self._order[starts[0] : starts[-1]]
-        if len(order) == stop - first:
-            return take(self._values, order)
-        return bag_sums(self._values, order, starts[:-1] - starts[0])
+    def of(self, part: slice) -> Tensor:
+        """Return the sums of a part of ``rows``, ``(rows, dim)``."""
+        starts = self._starts[part.start : part.stop + 1]
+        places = self._places[starts[0] : starts[-1]]
+        is_taken = len(places) == len(starts) - 1  # all of them come once
+        sums = (
+            take(self._values, places)
+            if is_taken
+            else bag_sums(self._values, places, starts[:-1] - starts[0])
+        )
+        return sums if self.factor == 1.0 else sums.mul_(self.factor)
 
-    def chunks(self) -> Sequence[tuple[int, int]]:
+    def all(self) -> Tensor:
+        """Return all sums."""
+        return self.of(slice(0, len(self)))
+
+    def chunks(self) -> Sequence[slice]:
         """Cut ``rows`` into parts of ``CHUNK_BYTES``."""
-        row_bytes = self._values.shape[1] * self._values.itemsize
-        size = max(1, CHUNK_BYTES // row_bytes)
-        return [(at, min(at + size, len(self))) for at in range(0, len(self), size)]
-
-
-class _Room:
-    """Where the ranks of a node leave rows and their numbers for each other."""
-
-    def __init__(self, node: SharedMemory, num_rows: int, dim: int, dtype: torch.dtype) -> None:
-        """Make it. Collective over the node; ``NodeMemoryError`` on all of its ranks."""
-        row_bytes, size = dim * dtype.itemsize, node.local_size
-        unit = math.lcm(math.lcm(mmap.PAGESIZE, row_bytes) // row_bytes, mmap.PAGESIZE // 8)
-        self.num_rows = -(-num_rows // unit) * unit  # of each rank; ranks meet at a page's end
-        of_rows = node.new_region(self.num_rows * size * row_bytes)
-        of_numbers = node.new_region(self.num_rows * size * 8)
-        self.values = torch.frombuffer(of_rows.shared, dtype=dtype).view(-1, dim)
-        self.numbers = np.frombuffer(memoryview(of_numbers.shared), np.int64).reshape(size, -1)
-
-    def leave(self, local_rank: int, numbers: Places, values: "RowSums | Tensor | None") -> None:
-        """Write what this rank has."""
-        self.numbers[local_rank, : len(numbers)] = numbers
-        first = local_rank * self.num_rows
-        if isinstance(values, Tensor):
-            self.values[first : first + len(numbers)] = values
-        elif values is not None:
-            for start, stop in values.chunks():
-                self.values[first + start : first + stop] = values.between(start, stop)
+        size = max(1, CHUNK_BYTES // (self._values.shape[1] * self._values.itemsize))
+        return [slice(at, min(at + size, len(self))) for at in range(0, len(self), size)]
 
 
 class RowShards:
@@ -129,35 +188,32 @@ class RowShards:
         """
         self.comm, self.name = comm, name
         self.num_rows, self.dim, self.dtype, self.initial = num_rows, dim, dtype, initial
+        self._node = comm.levels.node if comm.levels is not None else None
         self._lay_out()
         self._check_memory(widths, folder)
-        self._room: _Room | None = None
-        self._num_room = 0  # rows of each rank that have room, on every node
-        self._node = comm.levels.node if comm.levels is not None else None
-        how = reserve_lazily if folder is None else OnDisk(folder)
+        self._num_room = 0  # rows of each rank that can be exchanged at once, on every node
         with agreed(comm, NodeMemoryError):
-            self._make(widths, how)
-        self.own = self._rows[self._first_own : self._first_own + self.per_rank]
-        self.is_stored = self._is_stored_on_node[self.local_rank][: self.per_rank]
-        """Which of ``own`` hold values."""
+            self._make(widths, reserve_lazily if folder is None else OnDisk(folder))
 
     def _lay_out(self) -> None:
-        """Say which ranks are where, and which range each owns."""
+        """Say which ranks are where, which range each owns, and whom this one serves."""
         comm, levels = self.comm, self.comm.levels
-        mine = tuple(levels.node_ranks) if levels is not None else (comm.rank,)
-        self._nodes = sorted(set(comm.allgather_object(mine)))
-        self._owners = [rank for node in self._nodes for rank in node]
-        here = self._nodes.index(mine)
-        first = sum(map(len, self._nodes[:here]))
-        self.local_rank, self.local_size = mine.index(comm.rank), len(mine)
-        self._is_shared = max(map(len, self._nodes)) > 1
-        self._is_one_node = len(self._nodes) == 1 and levels is not None
-        row_bytes = self.dim * self.dtype.itemsize
-        unit = math.lcm(mmap.PAGESIZE, row_bytes) // row_bytes  # ranks meet at a page's end
-        self.per_rank = -(-self.num_rows // (comm.size * unit)) * unit
-        self._first_own = self.local_rank * self.per_rank  # among those of the node
+        here = tuple(levels.node_ranks) if levels is not None else (comm.rank,)
+        nodes = sorted(set(comm.allgather_object(here)))
+        self._here, self._owners = here, [rank for node in nodes for rank in node]
+        self._local_rank, self._local_size = here.index(comm.rank), len(here)
+        self._is_one_node = comm.size == 1 or (len(nodes) == 1 and levels is not None)
+        self.per_rank = -(-self.num_rows // comm.size)
+        first = self._owners.index(here[0])
         self._first_on_node = first * self.per_rank
-        self.start, self.stop = self._range_of(first + self.local_rank)
+        self.start, self.stop = self._range_of(first + self._local_rank)
+        # The owners with whom this rank speaks for its node: itself, and elsewhere by turns.
+        turns = [(node, turn) for node in nodes for turn in range(len(node))]
+        self._spoken = [
+            owner
+            for owner, (node, turn) in enumerate(turns)
+            if (turn if node == here else turn % len(here)) == self._local_rank
+        ]
 
     def _range_of(self, owner: int) -> tuple[int, int]:
         """Return the rows of an owner, numbered by nodes."""
@@ -167,7 +223,7 @@ class RowShards:
     def _check_memory(self, widths: dict[str, int], folder: Path | None) -> None:
         """Refuse what does not fit: pages are taken when they are used, too late for an error."""
         row_bytes = (self.dim + sum(widths.values())) * self.dtype.itemsize + 1
-        need_bytes, left_bytes = row_bytes * self.per_rank * self.local_size, available_bytes()
+        need_bytes, left_bytes = row_bytes * self.per_rank * self._local_size, available_bytes()
         refusal = None
         if folder is None and left_bytes is not None and need_bytes > left_bytes:
             refusal = (
@@ -179,51 +235,49 @@ class RowShards:
 
     def _make(self, widths: dict[str, int], how: Callable[[int], int]) -> None:
         """Make the memory. Collective over the node."""
-        size, node = self.local_size, self._node
-        row_bytes = self.dim * self.dtype.itemsize
-
-        def shared(num_bytes: int) -> Bytes:
-            if node is None:
-                return _private(num_bytes, how)
-            return np.frombuffer(
-                memoryview(node.new_region(num_bytes * size, how).shared), np.uint8
-            )
-
-        rows, marks = shared(self.per_rank * row_bytes), shared(self.per_rank)
-        self._rows = torch.from_numpy(rows).view(self.dtype).view(-1, self.dim)
-        self._is_stored_on_node = marks.reshape(size, -1)
-        if node is not None:  # two places, used in turns: one may still be read
-            fields = len(Told._fields)
-            head = node.new_region(size * fields * 16, reserve)
-            numbers = np.frombuffer(memoryview(head.shared), np.float64)
-            self._head = numbers[: size * fields * 2].reshape(2, size, fields)
-        self.state: dict[str, Tensor] = {}
+        size, itemsize = self._local_size, self.dtype.itemsize
+        rows = self._shared(self.per_rank * self.dim * itemsize, how)
+        self._rows, self._marks = self._as_rows(rows, self.dim), self._shared(self.per_rank, how)
+        own = slice(self._local_rank * self.per_rank, (self._local_rank + 1) * self.per_rank)
+        self.own = {"rows": self._rows[own]}
+        """Rows of this rank, and behind them what its optimizer keeps of each."""
+        self.is_stored = self._marks[own]
+        """Which of them hold values; all else is zero."""
         for name, width in widths.items():
-            own = _private(self.per_rank * width * self.dtype.itemsize, how)
-            self.state[name] = torch.from_numpy(own).view(self.dtype).view(-1, width)
+            kept = _private(self.per_rank * width * itemsize, how)
+            self.own[name] = self._as_rows(kept, width)
+        fields = len(Told._fields)  # in two places, used in turns: one may still be read
+        self._head = self._shared(fields * 16).view(np.float64).reshape(2, size, fields)
+
+    def _shared(self, num_bytes: int, how: Callable[[int], int] = reserve) -> Bytes:
+        """Return zeros that the node has once, as many for each rank. Collective over it."""
+        if self._node is None:
+            return _private(num_bytes, how)
+        region = self._node.new_region(num_bytes * self._local_size, how)
+        return np.frombuffer(memoryview(region.shared), np.uint8, num_bytes * self._local_size)
+
+    def _as_rows(self, memory: Bytes, width: int) -> Tensor:
+        return torch.from_numpy(memory).view(self.dtype).view(-1, width)
 
     # -- agreement ----------------------------------------------------------------------------
 
-    def agree(self, call: str, refusal: str | None = None, told: Told = NOTHING) -> Sequence[Told]:
+    def agree(
+        self, call: str, refusal: str | None = None, told: Told = _NOTHING
+    ) -> Sequence[Told]:
         """Return what all ranks tell, by rank, if all are about to make one call and may.
 
         ``MismatchError``, on every rank, else.
         """
-        call = f"{call} of {self.name}"
-        node = self._node
+        call, node = f"{call} of {self.name}", self._node
         if self._is_one_node and node is not None:
             head = self._head[node.turn]
-            head[self.local_rank] = told
+            head[self._local_rank] = told
             if not node.compare(call_of(call), 0 if refusal is None else 1) or refusal:
                 raise_if_any(self.comm.allgather_object(refusal))
             return [Told(int(n), weight, lr, int(flags)) for n, weight, lr, flags in head.tolist()]
         heard = self.comm.allgather_object((call, refusal, told))
-        raise_if_any(
-            [
-                None if theirs == heard[0][0] else f"{theirs} while others do {heard[0][0]}"
-                for theirs, _, _ in heard
-            ]
-        )
+        calls, first = [theirs for theirs, _, _ in heard], heard[0][0]
+        raise_if_any([None if c == first else f"{c} while others do {first}" for c in calls])
         raise_if_any([refused for _, refused, _ in heard])
         return [each for _, _, each in heard]
 
@@ -234,80 +288,58 @@ class RowShards:
 
         What is returned may be the memory of the node: it holds until the next step.
         """
-        if self._is_one_node or self.comm.size == 1:
+        if self._is_one_node:
             self.agree("lookup", refusal)
             return self._read_here(rows)
         distinct, index = np.unique(rows, return_inverse=True)
-        is_here = self._is_here(distinct)
+        first, stop = self._first_on_node, self._first_on_node + len(self._rows)
+        is_here = (distinct >= first) & (distinct < stop)
         found = torch.empty(len(distinct), self.dim, dtype=self.dtype)
-        remote, is_remote = distinct[~is_here], torch.from_numpy(~is_here)
-        counts = self.agree("lookup", refusal, Told(len(remote)))
-        values, places = self._read_here(distinct[is_here])
-        found[~is_remote] = take(values, places)
-        if any(each.num_rows for each in counts):
-            found[is_remote] = self._fetch(remote, counts)
+        told = self.agree("lookup", refusal, Told(int((~is_here).sum())))
+        found[torch.from_numpy(is_here)] = take(*self._read_here(distinct[is_here]))
+        if any(each.num_rows for each in told):
+            found[torch.from_numpy(~is_here)] = self._fetch(distinct[~is_here], told)
         return found, index
-
-    def _is_here(self, rows: Places) -> NDArray[np.bool_]:
-        first, stop = self._first_on_node, self._first_on_node + self.per_rank * self.local_size
-        return (rows >= first) & (rows < stop)
 
     def _read_here(self, rows: Places) -> tuple[Tensor, Places]:
         """Return what ``read`` does, of rows on this node. Not collective."""
-        places = marked = rows - self._first_on_node
-        if (gap := self._is_stored_on_node.shape[1] - self.per_rank) > 0:  # up to a page's end
-            marked = places + places // self.per_rank * gap
-        is_stored = self._is_stored_on_node.ravel()[marked].view(np.bool_)
+        places = rows - self._first_on_node if self._first_on_node else rows
+        is_stored = self._marks[places].view(np.bool_)
         if is_stored.all():
             return self._rows, places
         values = take(self._rows, places)
-        is_new = ~is_stored
-        values[torch.from_numpy(is_new)] = self.initial(rows[is_new])
+        values[torch.from_numpy(~is_stored)] = self.initial(rows[~is_stored])
         return values, np.arange(len(rows))
 
-    def _fetch(self, rows: Places, counts: Sequence[Told]) -> Tensor:
+    def _fetch(self, rows: Places, told: Sequence[Told]) -> Tensor:
         """Return rows of other nodes, each of which crosses to this one once. Collective."""
-        wanted = self._exchange(rows, None, counts)
-        asked = [self._union(wanted, owner) for owner in range(self.comm.size)]
-        heard = self._to_owners(asked)
-        replies = [take(*self._read_here(numbers.numpy())) for numbers in heard]
-        came = self.comm.alltoall(replies)
-        numbers = np.concatenate(asked)
-        values = torch.cat([came[rank].view(-1, self.dim) for rank in self._owners])
-        if not self._is_shared:
-            return take(values, np.searchsorted(numbers, rows))
-        counts = self.agree("reply", None, Told(len(numbers)))
-        found = torch.empty(len(rows), self.dim, dtype=self.dtype)
-        for there, of_rank in self._exchange(numbers, values, counts):
-            at = np.searchsorted(there, rows)
-            has = at < len(there)
-            has[has] = there[at[has]] == rows[has]
-            found[torch.from_numpy(has)] = take(of_rank, at[has])
-        return found
+        wanted, _ = self._exchange(rows, None, told)
+        asked = {
+            owner: np.unique(self._of_owner(wanted, owner) >> _PLACE_BITS)
+            for owner in self._spoken
+        }
+        heard = self._cross({owner: torch.from_numpy(each) for owner, each in asked.items()})
+        read = {owner: take(*self._read_here(each.numpy())) for owner, each in enumerate(heard)}
+        numbers = np.concatenate([*asked.values()])
+        came = RowSums(keys_at(numbers), torch.cat(self._cross(read)))
+        told = self.agree("reply", None, Told(len(numbers)))
+        parts, values = self._exchange(numbers, came, told)
+        keys = np.sort(np.concatenate(parts))
+        return take(values, keys[np.searchsorted(keys, keys_of(rows, 0))] & _PLACES)
 
-    def _union(self, parts: "_Parts", owner: int) -> Places:
-        """Return which rows of an owner the node wants, if this rank asks for them."""
-        if not self._serves(owner):
-            return np.empty(0, np.int64)
-        first, stop = self._range_of(owner)
-        return np.unique(
-            np.concatenate([_within(numbers, first, stop)[0] for numbers, _ in parts])
-        )
+    def _of_owner(self, parts: list[Places], owner: int) -> Places:
+        """Return keys of the rows that belong to an owner."""
+        bounds = keys_of(np.array(self._range_of(owner)), 0)
+        return np.concatenate([keys[slice(*np.searchsorted(keys, bounds))] for keys in parts])
 
-    def _serves(self, owner: int) -> bool:
-        """Say whether this rank is the one of its node that speaks with an owner elsewhere."""
-        rank = self._owners[owner]
-        node = next(node for node in self._nodes if rank in node)
-        if self.comm.rank in node:
-            return False
-        return node.index(rank) % self.local_size == self.local_rank
-
-    def _to_owners(self, asked: Sequence[Places]) -> list[Tensor]:
-        """Send numbers to their owners; return what came, by rank. Collective."""
-        by_rank = [torch.empty(0, dtype=torch.int64)] * self.comm.size
-        for rank, numbers in zip(self._owners, asked, strict=True):
-            by_rank[rank] = torch.from_numpy(numbers)
-        return self.comm.alltoall(by_rank)
+    def _cross(self, given: Mapping[int, Tensor]) -> list[Tensor]:
+        """Send owners what is theirs; return what came, by owner. Collective."""
+        nothing = next(iter(given.values()))[:0]
+        sent = [nothing] * self.comm.size
+        for owner, values in given.items():
+            sent[self._owners[owner]] = values
+        came = self.comm.alltoall(sent)
+        return [came[rank] for rank in self._owners]
 
     # -- adding -------------------------------------------------------------------------------
 
@@ -319,78 +351,90 @@ class RowShards:
         """
         if self.comm.size == 1:
             return sums
-        parts = self._exchange(sums.rows, sums, told)
-        own = self._sum_of(parts, self.start, self.stop)
+        parts, values = self._exchange(sums.rows, sums, told)
+        mine = {each: RowSums(self._of_owner(parts, each), values) for each in self._spoken}
         if self._is_one_node:
-            return own
-        by_owner = [
-            self._sum_of(parts, *self._range_of(owner)) if self._serves(owner) else None
-            for owner in range(self.comm.size)
-        ]
-        nothing = np.empty(0, np.int64)
-        heard = self._to_owners([nothing if each is None else each.rows for each in by_owner])
-        given = [torch.empty(0, self.dim, dtype=self.dtype)] * self.comm.size
-        for rank, each in zip(self._owners, by_owner, strict=True):
-            if each is not None and len(each):
-                given[rank] = each.between(0, len(each))
-        came = self.comm.alltoall(given)
-        heard[self.comm.rank] = torch.from_numpy(own.rows)
-        if len(own):
-            came[self.comm.rank] = own.between(0, len(own))
-        numbers = np.concatenate([heard[rank].numpy() for rank in self._owners])
-        return RowSums(
-            numbers, torch.cat([came[rank].view(-1, self.dim) for rank in self._owners])
-        )
-
-    def _sum_of(self, parts: "_Parts", first: int, stop: int) -> RowSums:
-        """Sum the rows of a range over what ranks of this node have."""
-        numbers, index, values = [], [], parts[0][1]
-        for place, (there, of_rank) in enumerate(parts):
-            inside, start = _within(there, first, stop)
-            numbers.append(inside)
-            base = place * self._room.num_rows if self._room is not None else 0
-            index.append(np.arange(start, start + len(inside)) + base)
-            values = of_rank if self._room is None else self._room.values
-        return RowSums(np.concatenate(numbers), values, np.concatenate(index))
+            return mine[self._spoken[0]]
+        rows = self._cross({owner: torch.from_numpy(each.rows) for owner, each in mine.items()})
+        values = torch.cat(self._cross({owner: each.all() for owner, each in mine.items()}))
+        return RowSums(keys_at(torch.cat(rows).numpy()), values)
 
     def _exchange(
-        self, numbers: Places, values: "RowSums | Tensor | None", told: Sequence[Told]
-    ) -> "_Parts":
-        """Return what all ranks of this node have: sorted numbers, and values for each."""
-        node, most = self._node, max(each.num_rows for each in told)
-        if self._is_shared and most > self._num_room:  # on all ranks alike
+        self, rows: Places, sums: RowSums | None, told: Sequence[Told]
+    ) -> tuple[list[Places], Tensor]:
+        """Return sorted keys of the rows of each rank of this node, and the values of all."""
+        most, row_bytes = max(each.num_rows for each in told), self.dim * self.dtype.itemsize
+        if most > self._num_room:  # on all ranks alike
             self._num_room = max(most, _FIRST_ROOM, 2 * self._num_room)
-            self._room = None
             with agreed(self.comm, NodeMemoryError):
-                if node is not None and self.local_size > 1:
-                    self._room = _Room(node, self._num_room, self.dim, self.dtype)
-        if node is None or self.local_size == 1:
-            if isinstance(values, RowSums):
-                values = values.between(0, len(values)) if len(values) else None
-            nothing = torch.empty(0, self.dim, dtype=self.dtype)
-            return [(numbers, nothing if values is None else values)]
-        room = self._room
-        assert room is not None
-        room.leave(self.local_rank, numbers, values)
-        node.barrier()
-        found = []
-        for place, rank in enumerate(self._nodes[self._node_number]):
-            count, first = told[rank].num_rows, place * room.num_rows
-            found.append((room.numbers[place, :count], room.values[first : first + count]))
+                keys = self._shared(self._num_room * 8)
+                values = self._shared(self._num_room * row_bytes)
+            self._keys = keys.view(np.int64).reshape(-1, self._num_room)
+            self._values = self._as_rows(values, self.dim)
+        first = self._local_rank * self._num_room
+        self._keys[self._local_rank, : len(rows)] = keys_at(rows, first)
+        if sums is not None:
+            for part in sums.chunks():
+                self._values[first + part.start : first + part.stop] = sums.of(part)
+        if self._node is not None:
+            self._node.barrier()
+        counts = [told[rank].num_rows for rank in self._here]
+        return [keys[:num] for keys, num in zip(self._keys, counts, strict=True)], self._values
+
+    # -- in checkpoints -----------------------------------------------------------------------
+
+    def pieces(self) -> dict[str, Piece]:
+        """Return what this rank owns, by name, and which part it is. Not collective."""
+        found = {}
+        for name, whole in {**self.own, "is_stored": torch.from_numpy(self.is_stored)}.items():
+            values = whole[: self.stop - self.start]
+            rest = tuple(values.shape[1:])
+            start = (self.start, *(0 for _ in rest))
+            found[name] = Piece(values, Shard((self.num_rows, *rest), start, tuple(values.shape)))
         return found
 
-    @property
-    def _node_number(self) -> int:
-        return next(i for i, node in enumerate(self._nodes) if self.comm.rank in node)
+    def check(self, what: str, state: Any) -> None:
+        """Return if a state is of the table ``what``. Raises ``CheckpointError``: it is not."""
+        if not isinstance(state, Mapping) or not {*state} >= _KEYS:
+            got = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
+            raise CheckpointError(
+                f"a table goes on with what its sharded_state() has returned, with "
+                f"{sorted(_KEYS)}, got {got}; name the key of the checkpoint at which it was saved"
+            )
+        own, pieces = self.pieces(), state["tensors"]
+        if {*pieces} != {*own}:
+            raise CheckpointError(
+                f"a table goes on with the state of its own optimizer, {sorted(own)}, got "
+                f"{sorted(pieces)}; make it as it was saved"
+            )
+        if state["table"] != what:  # rows that were not stepped yet are not in the state
+            raise CheckpointError(
+                f"a table goes on with a state of its own, this is one of {what}, and the state "
+                f"is of one of {state['table']}; make it as it was saved"
+            )
+        learning_rate(state["lr"])
+        for name, piece in own.items():
+            found, shard = pieces[name], piece.shard
+            if not isinstance(found, Piece) or found.shard != shard:
+                got = str(found.shard) if isinstance(found, Piece) else type(found).__name__
+                raise CheckpointError(
+                    f"{name} of a table is read in parts, by load(into=table.wanted(path)), of "
+                    f"which this rank's is {shard}, got {got}"
+                )
+            if found.tensor.dtype is not piece.tensor.dtype:
+                raise CheckpointError(
+                    f"{name} of this table is {piece.tensor.dtype}, got {found.tensor.dtype}; "
+                    f"make it as it was saved"
+                )
 
-
-_Parts: TypeAlias = Sequence[tuple[Places, Tensor]]
-
-
-def _within(numbers: Places, first: int, stop: int) -> tuple[Places, int]:
-    """Return sorted numbers of a range, and where they begin."""
-    start, end = np.searchsorted(numbers, [first, stop])
-    return numbers[start:end], int(start)
+    def restore(self, pieces: Mapping[str, Piece]) -> None:
+        """Take back what is stored; everything else is as in a new table. Not collective."""
+        is_stored = pieces["is_stored"].tensor.bool()
+        is_over = torch.from_numpy(self.is_stored[: len(is_stored)]).bool() & ~is_stored
+        for name, own in self.pieces().items():
+            # What was never stored is not touched: its memory is not taken.
+            own.tensor[is_over] = 0
+            own.tensor[is_stored] = pieces[name].tensor[is_stored]
 
 
 def _private(num_bytes: int, how: Callable[[int], int]) -> Bytes:

@@ -212,6 +212,34 @@ def test_a_table_that_is_frozen_stays_as_it_is(hvd_nodes):
 
 
 @MANY
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_model_around_a_table_clears_its_gradients_and_freezes_it(hvd_nodes, set_to_none):
+    """And sees no parameter of it otherwise, in any of these states."""
+    table = make_table(hvd_nodes)
+    model = nn.Sequential(nn.ModuleDict({"table": table}), nn.Linear(DIM, 1))
+    before = copy_of(table)
+    for row in (3, 4):
+        table(torch.tensor([row])).sum().backward()
+        table(torch.tensor([row + 2])).sum().backward()
+        model.zero_grad(set_to_none)
+    table.step()
+    assert torch.equal(copy_of(table), before)
+    model.zero_grad(set_to_none)
+    table(torch.tensor([7])).sum().backward()
+    table.step()
+    assert (copy_of(table) != before).any(dim=1).nonzero().tolist() == [[7]]
+    assert model.requires_grad_(False) is model
+    assert not table(torch.tensor([3])).requires_grad
+    table.step()
+    assert table.steps == 1
+    assert [name for name, _ in model.named_parameters()] == ["1.weight", "1.bias"]
+    assert [*model.state_dict()] == ["1.weight", "1.bias"]
+    model.requires_grad_(hvd_nodes.rank() > 0)
+    with pytest.raises(MismatchError, match=r"requires_grad_\(False\) of a table must be called"):
+        table.step()
+
+
+@MANY
 def test_gradients_that_pile_up_and_those_that_are_no_numbers_are_told_once(hvd_nodes, caplog):
     table = make_table(hvd_nodes)
     for _ in range(101):
@@ -223,11 +251,10 @@ def test_gradients_that_pile_up_and_those_that_are_no_numbers_are_told_once(hvd_
     caplog.clear()
     for _ in range(2):
         (table(torch.tensor([4])) * float("nan")).sum().backward()
-        nn.ModuleList([table]).zero_grad()  # which does not reach it
         table.step()
     told = hvd_nodes.allgather_object([each.message for each in caplog.records])
     [text] = [text for each in told for text in each]  # of the owner
-    assert "call table.zero_grad(), which model.zero_grad() does not" in text
+    assert "to leave out such a step, call zero_grad() of the model" in text
 
 
 @MANY
