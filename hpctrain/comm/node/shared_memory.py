@@ -155,7 +155,7 @@ class SharedMemory:
         self.barrier()
 
     def is_finite_after(self, reduce: Callable[[], object]) -> bool:
-        """Say whether all sums that ``reduce`` writes into buckets are finite; the same everywhere.
+        """Say whether all sums that ``reduce`` writes into buckets are finite; alike everywhere.
 
         Each rank looks at its slice while that is in the cache, and tells the others of the node
         by the barrier that ends a reduction anyway.
