@@ -22,12 +22,13 @@ from hpctrain.gradients.elementwise import is_known_as
 from hpctrain.gradients.sample_count import bits_of, flags_of
 from hpctrain.parallel import shard
 from hpctrain.parallel.mesh import AXES, build_mesh, gradient_mesh
+from hpctrain.parallel.parts import clip_grad_norm_, local, whole
 from hpctrain.parallel.pipeline import Pipeline
 from hpctrain.parallel.sharded_optimizer import ShardedOptimizer
 from hpctrain.parallel.tensor import tensor_parallel
 from hpctrain.train.config import RunConfig
-from hpctrain.train.divided_state import DividedState, whole
-from hpctrain.train.model import asked, local
+from hpctrain.train.divided_state import DividedState
+from hpctrain.train.model import asked
 from hpctrain.train.stateful import Precision
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -76,7 +77,7 @@ class ModelParallel:
         self._averaging = gradient_mesh(self.mesh)
         self.replica, self.num_replicas = self._place("dp")
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
-        self.state = DividedState(model, optimizer, self.mesh["pp"].get_group())
+        self.state = DividedState(model, optimizer, self.mesh["pp"])
         self._pipeline: Pipeline | None = None
         self._batch = torch.empty(0), 0, 0.0  # labels, samples that do not fill, weight of each
         self._outputs: dict[int, Tensor] | None = None  # of micro-batches, where those are asked
@@ -300,9 +301,7 @@ class ModelParallel:
         """Scale the gradients of the whole model to a norm; return that before. Collective."""
         if self._pipeline is not None:
             return float(self._pipeline.clip_grad_norm_(max_norm))
-        if isinstance(self.optimizer, ShardedOptimizer):
-            return float(self.optimizer.clip_grad_norm_(max_norm))
-        return float(whole(nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)))
+        return float(clip_grad_norm_(self.model.parameters(), max_norm))
 
     def clip_values(self, most: float) -> None:
         """Clip each element of the gradients; not collective."""
