@@ -122,15 +122,9 @@ def best_layouts(
 def _order(one: LayoutChoice) -> tuple[float, ...]:
     layout = one.layout
     piece = layout.micro_batch / (layout.tp * layout.cp)
-    cuts: tuple[int, ...] = (
-        layout.cp,
-        layout.pp,
-        layout.tp,
-        layout.zero,
-        RECOMPUTE.index(layout.recompute),
-    )
-    cuts += (layout.virtual, SCHEDULES.index(layout.schedule))
-    return (_rounded(sum(one.terms)), -piece, _rounded(sum(one.memory)), *cuts)
+    cuts = layout.cp, layout.pp, layout.tp, layout.zero, RECOMPUTE.index(layout.recompute)
+    order = layout.virtual, SCHEDULES.index(layout.schedule)
+    return (_rounded(sum(one.terms)), -piece, _rounded(sum(one.memory)), *cuts, *order)
 
 
 def _rounded(value: float) -> float:

@@ -90,7 +90,8 @@ def norm_of(gradients: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
     for gradient in gradients:
         alike[getattr(gradient, "device_mesh", None), gradient.dtype].append(gradient)
     norms = [whole(nn.utils.get_total_norm(some, norm_type)) for some in alike.values()]
-    return torch.linalg.vector_norm(torch.stack(norms or [torch.zeros(())]), norm_type)
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms or [torch.zeros(())]), norm_type)
+    return total
 
 
 def clip_grad_norm_(

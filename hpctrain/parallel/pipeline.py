@@ -124,7 +124,6 @@ class Pipeline:
     def _place(self, layers: Layers) -> None:
         """Make the stages of this rank from its layers. Collective over all ranks."""
         self._layers, total, mine = layers, len(self._rank_of), self._mine()
-        self._has_first, self._has_last = 0 in mine, total - 1 in mine
         self.model.fill([layers[number] for number in sorted(layers)])
         self._tie()
         self._chains = [Chain([layers[number] for number in self.split[stage]]) for stage in mine]
@@ -223,9 +222,9 @@ class Pipeline:
         for chain in self._chains:
             chain.seconds = [[] for _ in chain.layers]
         losses: list[Tensor] = []
-        inputs = (given,) if self._has_first else ()
+        inputs = (given,) if self._stages[0].is_first else ()
+        told = target if self._stages[-1].is_last else None
         start = time.perf_counter()
-        told = target if self._has_last else None
         getattr(self._schedule, what)(*inputs, target=told, losses=losses, return_outputs=False)
         self._seconds = time.perf_counter() - start
         mean = torch.zeros((), dtype=torch.float64)
@@ -309,7 +308,11 @@ class Pipeline:
         Returns:
             The bubble, which is the share of the step in which ranks wait for each other, beside
             that of equal stages, ``(P - 1) / (M + P - 1)``; and the slowest rank, on every rank.
+
+        Raises ``ConfigError``: there was no step yet.
         """
+        if not self._seconds:
+            raise ConfigError("a report is of the last step, got none; call step before it")
         mine = sum(stage.busy_s for stage in self._stages)
         here = dist.get_rank(), socket.gethostname()
         found = gathered((mine, self._seconds, here), self._mesh)
@@ -325,10 +328,10 @@ class Pipeline:
     def _seconds_of_layers(self) -> dict[int, float]:
         """Share the time of each stage for a micro-batch among its layers, as forward took."""
         found: dict[int, float] = {}
-        for number, stage, chain in zip(self._mine(), self._stages, self._chains, strict=True):
+        for stage, chain in zip(self._stages, self._chains, strict=True):
             forward = [statistics.median(times) for times in chain.seconds]
-            factor = stage.usual_s / sum(forward)
-            found |= dict(zip(self.split[number], (f * factor for f in forward), strict=True))
+            factor, layers = stage.usual_s / sum(forward), self.split[stage.stage_index]
+            found |= dict(zip(layers, (f * factor for f in forward), strict=True))
         return found
 
     def rebalance(self, optimizer: Optimizer, *, least_gain: float = 0.05) -> str:

@@ -224,9 +224,7 @@ def _check_parameters(
             f"convert the model, or say compute_dtype=torch.bfloat16"
         )
     for parameter in held:
-        for key, value in (
-            optimizer.state[parameter].items() if parameter in optimizer.state else ()
-        ):
+        for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor) and value.ndim and value.shape != parameter.shape:
                 raise ConfigError(
                     f"state that shard() takes over has the shape of its parameter, got {key} of "

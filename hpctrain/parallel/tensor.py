@@ -122,9 +122,10 @@ def _divide(
         if not any(module is other for other, _ in found.values()):
             _replicate(module, mesh, stream)
     for parameter in model.parameters():
-        if parameter.requires_grad:
-            placements = cast("DTensor", parameter).placements
-            parameter.register_hook(partial(_placed, placements=placements))
+        placements, trains = cast("DTensor", parameter).placements, parameter.requires_grad
+        parameter.requires_grad_(requires_grad=True)  # it may be frozen now, and trained later
+        parameter.register_hook(partial(_placed, placements=placements))
+        parameter.requires_grad_(requires_grad=trains)
 
 
 def _modules_of(model: nn.Module, roles: Mapping[str, str]) -> dict[str, tuple[nn.Module, str]]:

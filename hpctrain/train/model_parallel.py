@@ -21,7 +21,7 @@ from hpctrain.gradients.batch_norm import SyncBatchNorm
 from hpctrain.gradients.elementwise import is_known_as
 from hpctrain.gradients.sample_count import bits_of, flags_of
 from hpctrain.parallel import shard
-from hpctrain.parallel.mesh import AXES, build_mesh, gradient_mesh
+from hpctrain.parallel.mesh import build_mesh, gradient_mesh
 from hpctrain.parallel.parts import clip_grad_norm_, local, whole
 from hpctrain.parallel.pipeline import Pipeline
 from hpctrain.parallel.sharded_optimizer import ShardedOptimizer
@@ -166,9 +166,7 @@ class ModelParallel:
 
     def describe(self) -> str:
         """Say which rank has what, in one line, such as ``dp=2 x tp=2``."""
-        zero, sizes = self.config.zero, zip(AXES, self.mesh.shape, strict=True)
-        axes = [f"{axis}={size}" for axis, size in sizes if size > 1]
-        return " x ".join([*axes, f"zero={zero}"] if zero else axes)
+        return self.config.describe(self.num_replicas)
 
     def raise_flags(self, flags: int) -> None:
         """Say what all ranks shall know after ``backward``, as bits."""
