@@ -90,9 +90,9 @@ class Gradients:
 
     def _watch(self, name: str, whole: Tensor) -> None:
         trains, self._whole[name] = whole.requires_grad, whole
-        whole.requires_grad_(True)  # it may be frozen now, and trained later  # noqa: FBT003
+        whole.requires_grad = True  # it may be frozen now, and trained later
         whole.register_post_accumulate_grad_hook(partial(self._has_come, name))
-        whole.requires_grad_(trains)
+        whole.requires_grad = trains
 
     def _has_come(self, name: str, _: Tensor) -> None:
         self._used.add(name)

@@ -123,9 +123,9 @@ def _divide(
             _replicate(module, mesh, stream)
     for parameter in model.parameters():
         placements, trains = cast("DTensor", parameter).placements, parameter.requires_grad
-        parameter.requires_grad_(requires_grad=True)  # it may be frozen now, and trained later
+        parameter.requires_grad = True  # it may be frozen now, and trained later
         parameter.register_hook(partial(_placed, placements=placements))
-        parameter.requires_grad_(requires_grad=trains)
+        parameter.requires_grad = trains
 
 
 def _modules_of(model: nn.Module, roles: Mapping[str, str]) -> dict[str, tuple[nn.Module, str]]:
