@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
+from itertools import compress
 from time import perf_counter
 from typing import Any
 
@@ -313,15 +314,17 @@ class ModelParallel:
         if self.config.zero or self._averaging.size() == 1:
             return
         buckets: dict[torch.dtype, list[Tensor]] = {}
-        for parameter in self.model.parameters():
-            if parameter.requires_grad:
-                if parameter.grad is None:  # as other replicas may have one
-                    parameter.grad = torch.zeros_like(parameter)
-                gradient = local(parameter.grad)
-                bucket = buckets.setdefault(gradient.dtype, [])
-                bucket.append(gradient)
-                if sum(each.nbytes for each in bucket) >= self._bucket_bytes:
-                    self._average_bucket(buckets.pop(gradient.dtype))
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        used = torch.tensor([parameter.grad is not None for parameter in trained]).int()
+        dist.all_reduce(used, dist.ReduceOp.MAX, group=self._averaging.get_group())
+        for parameter in compress(trained, used.tolist()):
+            if parameter.grad is None:  # as another replica has one
+                parameter.grad = torch.zeros_like(parameter)
+            gradient = local(parameter.grad)
+            bucket = buckets.setdefault(gradient.dtype, [])
+            bucket.append(gradient)
+            if sum(each.nbytes for each in bucket) >= self._bucket_bytes:
+                self._average_bucket(buckets.pop(gradient.dtype))
         for bucket in buckets.values():
             self._average_bucket(bucket)
 

@@ -180,6 +180,16 @@ def test_ranks_that_calculate_the_same_draw_the_same_numbers(job):
     assert drawn[0] == drawn[1] != drawn[2] == drawn[3]
 
 
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("layout", ["tp=2", "zero=1"])
+def test_what_no_replica_uses_stays_as_it_is(job, layout):
+    one = job(layout, "model.target=tests.train.divided:spare_model")
+    task = one.built()
+    before = local(task.model.spare.weight).detach().clone()
+    one.part(task=task)
+    assert torch.equal(local(task.model.spare.weight), before)
+
+
 class Products(TorchDispatchMode):
     """Counts products of matrices, and all other operations."""
 
