@@ -122,15 +122,9 @@ def best_layouts(
 def _order(one: LayoutChoice) -> tuple[float, ...]:
     layout = one.layout
     piece = layout.micro_batch / (layout.tp * layout.cp)
-    cuts: tuple[int, ...] = (
-        layout.cp,
-        layout.pp,
-        layout.tp,
-        layout.zero,
-        RECOMPUTE.index(layout.recompute),
-    )
-    cuts += (layout.virtual, SCHEDULES.index(layout.schedule))
-    return (_rounded(sum(one.terms)), -piece, _rounded(sum(one.memory)), *cuts)
+    cuts = layout.cp, layout.pp, layout.tp, layout.zero, RECOMPUTE.index(layout.recompute)
+    order = layout.virtual, SCHEDULES.index(layout.schedule)
+    return (_rounded(sum(one.terms)), -piece, _rounded(sum(one.memory)), *cuts, *order)
 
 
 def _rounded(value: float) -> float:
@@ -153,31 +147,30 @@ class _Space:
         self.placed: list[Placed] = []
         self.broken: Counter[str] = Counter()
         for layout in _products(machine.num_ranks):
-            if fault := next(self._faults(layout), ""):
+            if fault := self._fault(layout):
                 self.broken[fault] += 1
             else:
                 self.placed.append(Placed(machine, model, layout, rules.batch))
 
-    def _faults(self, one: Layout) -> Iterator[str]:
+    def _fault(self, one: Layout) -> str:
+        """Return the first rule that a layout breaks, or nothing."""
         model, rules, fixed = self.model, self.rules, self.rules.fixed
-        if any(getattr(one, name) != fixed[name] for name in {"tp", "pp", "dp", "cp"} & {*fixed}):
-            yield "not as fixed"
-        if self.machine.ranks_per_node % one.tp and not rules.tp_across_nodes:
-            yield "tp does not stay inside nodes"
-        if model.heads % one.tp:
-            yield "tp does not divide the heads"
-        if one.pp > model.layers:
-            yield "more stages than layers"
-        if model.sequence % (one.tp * one.cp):
-            yield "tp x cp does not divide the sequence"
-        if rules.batch % (one.dp * fixed.get("micro_batch", 1)):
-            yield "dp x micro-batches does not divide the batch"
-        if model.layers % (one.pp * fixed.get("virtual", 1)) and fixed.get("virtual", 1) > 1:
-            yield "stages do not divide the layers"
-        if not self._orders(one, fixed.get("micro_batch", 1)):
-            yield "no such schedule"
-        if (fixed.get("recompute"), fixed.get("schedule")) == NOT_TOGETHER:
-            yield "selective recomputation is for a backward in one piece"
+        micro_batch, virtual = fixed.get("micro_batch", 1), fixed.get("virtual", 1)
+        settled = {"tp", "pp", "dp", "cp"} & {*fixed}
+        crosses = self.machine.ranks_per_node % one.tp
+        one_piece = "selective recomputation is for a backward in one piece"
+        broken = {
+            "not as fixed": any(getattr(one, name) != fixed[name] for name in settled),
+            "tp does not stay inside nodes": crosses and not rules.tp_across_nodes,
+            "tp does not divide the heads": model.heads % one.tp,
+            "more stages than layers": one.pp > model.layers,
+            "tp x cp does not divide the sequence": model.sequence % (one.tp * one.cp),
+            "dp x micro-batches does not divide the batch": rules.batch % (one.dp * micro_batch),
+            "stages do not divide the layers": virtual > 1 and model.layers % (one.pp * virtual),
+            "no such schedule": not self._orders(one, micro_batch),
+            one_piece: (fixed.get("recompute"), fixed.get("schedule")) == NOT_TOGETHER,
+        }
+        return next((rule for rule, is_so in broken.items() if is_so), "")
 
     def _orders(self, one: Layout, micro_batch: int) -> list[tuple[int, str]]:
         """Return the stages of a rank, and schedules, that torch has for so many micro-batches."""

@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import scaled_dot_product_attention, softmax
 from torch.overrides import TorchFunctionMode
 
-from hpctrain.comm.agreement import require_equal_by
 from hpctrain.core.errors import ConfigError
+from hpctrain.parallel.parts import require_alike
 
-Gather = Callable[[Any], list[Any]]
 MIXING = (
     *(nn.RNNBase, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.GroupNorm, nn.MultiheadAttention),
     *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.InstanceNorm1d),
@@ -48,9 +48,9 @@ class Alike:
     what they draw from. With ``parts``, attention to a part of the sequence is an error.
     """
 
-    def __init__(self, gather: Gather, device_type: str, parts: int) -> None:
-        """Take how to gather from the ranks, and of how many parts the stream is."""
-        self._gather, self._device_type, self._parts = gather, device_type, parts
+    def __init__(self, mesh: DeviceMesh, parts: int) -> None:
+        """Take the ranks, and of how many parts the stream is."""
+        self._mesh, self._device_type, self._parts = mesh, mesh.device_type, parts
         self._outer: nn.Module | None = None
         self._calls: dict[nn.Module, int] = {}
         self._before = b""
@@ -87,8 +87,8 @@ class Alike:
             return
         self._calls[module] = calls = self._calls.get(module, 0) + 1
         if calls & (calls - 1) == 0:
-            require_equal_by(
-                self._gather,
+            require_alike(
+                self._mesh,
                 [f"crc32 {zlib.crc32(self._before):08x} of their state"],
                 "the random numbers of tensor parallel ranks, such as those of dropout",
                 "torch.manual_seed(n) with one n on the ranks of tp, which draw nothing apart",

@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from hpctrain.comm.agreement import raise_if_any, require_equal_by
+from hpctrain.comm.agreement import raise_if_any
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.units import format_seconds
 from hpctrain.parallel.mesh import require_one_axis
+from hpctrain.parallel.parts import digest, form_of, gathered, local, norm_of, require_alike, whole
 from hpctrain.parallel.rebalance import (
     Layers,
     against_others,
@@ -31,20 +31,13 @@ from hpctrain.parallel.rebalance import (
     timed,
     unpacked,
 )
-from hpctrain.parallel.split import (
-    Chain,
-    cut,
-    layers_of,
-    seconds_of,
-    shared_between,
-    total_of,
-)
+from hpctrain.parallel.split import Chain, cut, layers_of, seconds_of, shared_between
 from hpctrain.parallel.stage import (
     TWO_HALVES,
     Stage,
+    check_microbatches,
     checked,
     rank_of_stage,
-    refusal_of_microbatches,
 )
 
 SAME = "make the same on every rank"
@@ -97,25 +90,26 @@ class Pipeline:
         Raises:
             ConfigError: there is no such schedule or layer, the schedule has another number of
                 stages or micro-batches, there are more stages than layers, a parameter is in no
-                layer, or something is computed again selectively, or frozen, where the schedule
-                cuts backward in two.
+                layer, or something is computed again selectively where the schedule cuts backward
+                in two.
             MismatchError: the ranks ask for different pipelines; on every rank of the axis.
         """
         require_one_axis(mesh, "pp")
         self._mesh, self._group, self._size = mesh, mesh.get_group(), mesh.size()
         asked = f"{schedule=}, {num_microbatches=}, {stages_per_rank=}, layers={[*layers]}"
-        require_equal_by(self._of_axis, [asked, *_told(model, sample)], "a pipeline", SAME)
+        first = f"sample {None if sample is None else (tuple(sample.shape), sample.dtype)}"
+        require_alike(mesh, [asked, first, *form_of(model)], "a pipeline", SAME)
         self._make, per_rank = checked(schedule, stages_per_rank, model)
         chain = layers_of(model, layers)
         total = per_rank * self._size
-        if refusal := refusal_of_microbatches(num_microbatches, self._size, schedule):
-            raise ConfigError(refusal)
+        check_microbatches(num_microbatches, self._size, schedule)
         self._halves = schedule in TWO_HALVES
         self._rank_of = [rank_of_stage(stage, self._size, schedule) for stage in range(total)]
         costs = _agreed_costs([layer for _, layer in chain], sample)
         self.split = cut(costs, total)
         """Layers of each stage, by their numbers."""
-        self._loss, self._wrap, self._num_microbatches = loss, wrap or _as_it_is, num_microbatches
+        self._loss, self._num_microbatches = loss, num_microbatches
+        self._wrap = wrap or (lambda stage: stage)
         self._device = next(model.parameters()).device
         self._shared, self._groups = shared_between(chain), dict[tuple[int, ...], Any]()
         mine = [number for stage in self._mine() for number in self.split[stage]]
@@ -130,7 +124,6 @@ class Pipeline:
     def _place(self, layers: Layers) -> None:
         """Make the stages of this rank from its layers. Collective over all ranks."""
         self._layers, total, mine = layers, len(self._rank_of), self._mine()
-        self._has_first, self._has_last = 0 in mine, total - 1 in mine
         self.model.fill([layers[number] for number in sorted(layers)])
         self._tie()
         self._chains = [Chain([layers[number] for number in self.split[stage]]) for stage in mine]
@@ -140,12 +133,29 @@ class Pipeline:
         ]
         for stage_of_rank in self._stages:
             stage_of_rank.halves = self._halves
-        given: Any = self._stages if len(mine) > 1 else self._stages[0]
+        self._seconds, self._measured = 0.0, dict[int, float]()
+        self._learnt: object = None
+
+    def _learn(self) -> None:
+        """Let torch ask anew what stages hand on, and who trains. Collective over the axis.
+
+        Raises ``ConfigError``: a weight of several stages is trained by some; on every rank.
+        """
+        named = self.model.named_parameters(remove_duplicate=False)
+        found = gathered({name: p.requires_grad for name, p in named}, self._mesh)
+        trained = {name: trains for of_rank in found for name, trains in of_rank.items()}
+        for places in self._shared:
+            if len({trained[name] for _, name in places}) > 1:
+                words = (f"{name} {('frozen', 'trained')[trained[name]]}" for _, name in places)
+                raise ConfigError(
+                    f"a weight of several stages is trained by all or by none, got "
+                    f"{', '.join(words)}; set requires_grad alike"
+                )
+        given: Any = self._stages if len(self._stages) > 1 else self._stages[0]
         # Not by torch, which would divide what earlier batches have left, too.
         num, loss = self._num_microbatches, self._loss
         share = lambda out, target: loss(out, target) / num  # noqa: E731
         self._schedule = self._make(given, num, loss_fn=share, scale_grads=False)
-        self._seconds, self._measured = 0.0, dict[int, float]()
 
     def _tie(self) -> None:
         """Find the weights that stages of several ranks have. Collective over them."""
@@ -173,7 +183,8 @@ class Pipeline:
     def step(self, given: Tensor, target: Tensor) -> Tensor:
         """Calculate gradients of a batch, which add to those there are. Collective over the axis.
 
-        All ranks of the axis give the same batch; gradients of tied weights are summed. With
+        All ranks of the axis give the same batch; gradients of tied weights are summed. Between
+        two steps batches may change their size, and parameters their ``requires_grad``. With
         tensor parallel scores, call it within ``loss_parallel()``.
 
         Args:
@@ -185,11 +196,13 @@ class Pipeline:
             The mean loss, on every rank.
 
         Raises:
-            ConfigError: the micro-batches do not divide the batch, or it has not as many targets.
+            ConfigError: the micro-batches do not divide the batch, it has not as many targets, or
+                a weight of several stages is frozen in some; on every rank of the axis.
             MismatchError: the ranks give different batches; on every rank of the axis.
         """
+        self._check_batch(given, target)
         kept = self._take_tied_gradients()
-        loss = self._run(self._schedule.step, given, target)
+        loss = self._run("step", given, target)
         self._measured = self._seconds_of_layers()
         self._sum_tied_gradients(kept)
         return loss
@@ -199,55 +212,52 @@ class Pipeline:
 
         What is given, returned and raised is that of ``step``.
         """
-        with torch.no_grad():
-            return self._run(self._schedule.eval, given, target)
-
-    def _run(self, call: Callable[..., object], given: Tensor, target: Tensor) -> Tensor:
         self._check_batch(given, target)
-        if len(given) % self._num_microbatches:
-            raise ConfigError(
-                f"{self._num_microbatches} micro-batches must divide a batch, got {len(given)} "
-                f"samples; take a multiple"
-            )
+        with torch.no_grad():
+            return self._run("eval", given, target)
+
+    def _run(self, what: str, given: Tensor, target: Tensor) -> Tensor:
         for stage in self._stages:
             stage.reset()
         for chain in self._chains:
             chain.seconds = [[] for _ in chain.layers]
         losses: list[Tensor] = []
-        inputs = (given,) if self._has_first else ()
+        inputs = (given,) if self._stages[0].is_first else ()
+        told = target if self._stages[-1].is_last else None
         start = time.perf_counter()
-        told = target if self._has_last else None
-        call(*inputs, target=told, losses=losses, return_outputs=False)
+        getattr(self._schedule, what)(*inputs, target=told, losses=losses, return_outputs=False)
         self._seconds = time.perf_counter() - start
         mean = torch.zeros((), dtype=torch.float64)
         if losses:
-            mean = torch.stack([_whole(loss.detach()) for loss in losses]).sum().to(mean)
+            mean = torch.stack([whole(loss.detach()) for loss in losses]).sum().to(mean)
         source = dist.get_process_group_ranks(self._group)[self._rank_of[-1]]
         dist.broadcast(mean, source, group=self._group)
         return mean
 
     def _check_batch(self, given: Tensor, target: Tensor) -> None:
         """Raise on all ranks of the axis, or on none. Collective over it."""
-        lines = [
-            f"{what} {_digest(each)}" for what, each in (("given", given), ("target", target))
-        ]
+        lines = [f"given {digest(given)}", f"target {digest(target)}"]
         mine = zlib.crc32("".join(lines).encode())
-        most = torch.tensor([mine, -mine])
+        trained = tuple(parameter.requires_grad for parameter in self.model.parameters())
+        now = tuple(given.shape), given.dtype, tuple(target.shape), trained
+        most = torch.tensor([mine, -mine, now != self._learnt])
         dist.all_reduce(most, dist.ReduceOp.MAX, group=self._group)
-        if int(most.sum()):
+        if int(most[:2].sum()):
             way_out = "divide data among the ranks of dp alone"
-            require_equal_by(self._of_axis, lines, "a batch of a pipeline", way_out)
+            require_alike(self._mesh, lines, "a batch of a pipeline", way_out)
         if len(given) != len(target):
             raise ConfigError(
                 f"a batch has a target for each sample, got {len(given)} samples and "
                 f"{len(target)} targets; give as many"
             )
-
-    def _of_axis(self, told: object) -> list[Any]:
-        """Return what each rank of the axis tells. Collective over it."""
-        found: list[Any] = [None] * self._size
-        dist.all_gather_object(found, told, group=self._group)
-        return found
+        if len(given) % self._num_microbatches:
+            raise ConfigError(
+                f"{self._num_microbatches} micro-batches must divide a batch, got {len(given)} "
+                f"samples; take a multiple"
+            )
+        if int(most[2]):
+            self._learn()
+            self._learnt = now
 
     def _take_tied_gradients(self) -> list[Tensor | None]:
         """Set aside what earlier steps have summed already."""
@@ -261,9 +271,12 @@ class Pipeline:
     def _sum_tied_gradients(self, kept: Sequence[Tensor | None]) -> None:
         for (name, group), before in zip(self._tied, kept, strict=True):
             parameter = self.model.get_parameter(name)
+            if not parameter.requires_grad:  # nor is it on other ranks
+                parameter.grad = before
+                continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            dist.all_reduce(_local(parameter.grad), group=group)
+            dist.all_reduce(local(parameter.grad), group=group)
             if before is not None:
                 parameter.grad += before
 
@@ -276,8 +289,9 @@ class Pipeline:
             The norm before, on every rank.
         """
         named = self.model.named_parameters()
-        gradients = {name: p.grad for name, p in named if p.grad is not None}
-        total = total_of([g for n, g in gradients.items() if n not in self._counted_elsewhere])
+        mine = (p.grad for name, p in named if name not in self._counted_elsewhere)
+        norm = norm_of(gradient for gradient in mine if gradient is not None)
+        total = norm.to("cpu", torch.float64).square()
         dist.all_reduce(total, group=self._group)
         norm = total.sqrt()
         torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), max_norm, norm)
@@ -294,10 +308,14 @@ class Pipeline:
         Returns:
             The bubble, which is the share of the step in which ranks wait for each other, beside
             that of equal stages, ``(P - 1) / (M + P - 1)``; and the slowest rank, on every rank.
+
+        Raises ``ConfigError``: there was no step yet.
         """
+        if not self._seconds:
+            raise ConfigError("a report is of the last step, got none; call step before it")
         mine = sum(stage.busy_s for stage in self._stages)
         here = dist.get_rank(), socket.gethostname()
-        found = self._of_axis((mine, self._seconds, here))
+        found = gathered((mine, self._seconds, here), self._mesh)
         busy = [seconds for seconds, _, _ in found]
         # Ranks leave a step one after the other: the last one says how long it took.
         bubble = 1 - sum(busy) / (self._size * max(seconds for _, seconds, _ in found))
@@ -310,10 +328,10 @@ class Pipeline:
     def _seconds_of_layers(self) -> dict[int, float]:
         """Share the time of each stage for a micro-batch among its layers, as forward took."""
         found: dict[int, float] = {}
-        for number, stage, chain in zip(self._mine(), self._stages, self._chains, strict=True):
+        for stage, chain in zip(self._stages, self._chains, strict=True):
             forward = [statistics.median(times) for times in chain.seconds]
-            factor = stage.usual_s / sum(forward)
-            found |= dict(zip(self.split[number], (f * factor for f in forward), strict=True))
+            factor, layers = stage.usual_s / sum(forward), self.split[stage.stage_index]
+            found |= dict(zip(layers, (f * factor for f in forward), strict=True))
         return found
 
     def rebalance(self, optimizer: Optimizer, *, least_gain: float = 0.05) -> str:
@@ -340,10 +358,10 @@ class Pipeline:
         refusal = refusal_of(self.model, optimizer)
         if not self._measured:
             refusal = "rebalance goes by the times of a step, got none; call step before it"
-        raise_if_any(_of_all(refusal), ConfigError)
+        raise_if_any(gathered(refusal), ConfigError)
         told = f"{type(optimizer).__name__} with {len(optimizer.param_groups)} groups"
-        require_equal_by(_of_all, [told], "the optimizer", "make the same on all ranks")
-        everybody = _of_all((self._mesh.get_local_rank(), timed(self._layers, self._measured)))
+        require_alike(None, [told], "the optimizer", "make the same on all ranks")
+        everybody = gathered((self._mesh.get_local_rank(), timed(self._layers, self._measured)))
         found = [
             slowest_of([one for rank, one in everybody if rank == place])
             for place in range(self._size)
@@ -372,7 +390,7 @@ class Pipeline:
         mine = self._mesh.get_local_rank()
         going = {move: numbers for move, numbers in moves.items() if move[0] == mine}
         packed, refusal = packed_layers(self._layers, going, optimizer)
-        raise_if_any(_of_all(refusal), ConfigError)
+        raise_if_any(gathered(refusal), ConfigError)
         taken = exchanged(packed, moves, self._group)
         layers = {number: one for number, one in self._layers.items() if after[number] == mine}
         came = unpacked(taken, self._mesh, self._device)
@@ -383,45 +401,9 @@ class Pipeline:
         return moved_words(moves)
 
 
-def _told(model: nn.Module, sample: Tensor | None) -> list[str]:
-    """Say what ranks of a pipeline are given, for others."""
-    first = f"sample {None if sample is None else (tuple(sample.shape), sample.dtype)}"
-    return [first, *(f"{n} {tuple(p.shape)} {p.dtype}" for n, p in model.named_parameters())]
-
-
-def _digest(tensor: Tensor) -> str:
-    """Say in short what a tensor is, and what it holds."""
-    flat = tensor.detach().cpu().flatten().contiguous()
-    code = zlib.crc32(flat.view(torch.uint8).numpy().data) if flat.numel() else 0
-    return f"{tuple(tensor.shape)} {tensor.dtype}, crc32 {code:08x}"
-
-
 def _agreed_costs(layers: Sequence[nn.Module], sample: Tensor | None) -> list[float]:
     """Return what each layer costs, the mean of what all ranks have measured. Collective."""
     if sample is None:
         return [1.0 + sum(p.numel() for p in layer.parameters()) for layer in layers]
-    found = _of_all(seconds_of(layers, sample))
+    found = gathered(seconds_of(layers, sample))
     return [statistics.mean(times) for times in zip(*found, strict=True)]
-
-
-def _of_all(told: object) -> list[Any]:
-    """Return what each rank tells. Collective over all ranks."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, told)
-    return found
-
-
-def _slice(part: range) -> slice:
-    return slice(part.start, part.stop)
-
-
-def _as_it_is(module: nn.Module) -> nn.Module:
-    return module
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

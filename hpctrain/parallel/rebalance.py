@@ -166,7 +166,11 @@ def packed_layers(
     for move, numbers in moves.items():
         going = [
             Arrived(number, *layers[number], [
-                Told(_alone(p.grad), group_of.get(p), optimizer.state.get(p))
+                Told(
+                    p.grad if p.grad is None else p.grad.clone(),  # without the bucket it lies in
+                    group_of.get(p),
+                    optimizer.state.get(p),
+                )
                 for p in layers[number][1].parameters()
             ])
             for number in numbers
@@ -179,10 +183,6 @@ def packed_layers(
             return {}, f"rebalance pickles the layers that move, got {names}: {error}"
         packed[move] = buffer.getvalue()
     return packed, None
-
-
-def _alone(gradient: torch.Tensor | None) -> torch.Tensor | None:
-    return None if gradient is None else gradient.clone()  # without the bucket that it lies in
 
 
 def exchanged(

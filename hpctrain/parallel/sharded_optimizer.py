@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from hpctrain.comm.agreement import by_rank
 from hpctrain.core.errors import ConfigError, MismatchError
 from hpctrain.parallel.offload import FileState
+from hpctrain.parallel.parts import clip_grad_norm_, gathered, local, places_of
 
 
 class ShardedOptimizer(Optimizer):
@@ -31,18 +31,8 @@ class ShardedOptimizer(Optimizer):
 
         It is the norm over the whole model, of parameters that are sharded over other axes, too.
         """
-        held = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        of_mesh: dict[Any, list[Tensor]] = {}
-        for parameter in held:
-            gradient = cast("DTensor", parameter.grad)
-            of_mesh.setdefault((gradient.device_mesh, gradient.dtype), []).append(gradient)
-        norms = [nn.utils.get_total_norm(some, norm_type) for some in of_mesh.values()]
-        whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
-        total: Tensor = torch.linalg.vector_norm(
-            torch.stack(whole or [torch.zeros(())]), norm_type
-        )
-        nn.utils.clip_grads_with_norm_(held, max_norm, total)
-        return total
+        held = (parameter for group in self.param_groups for parameter in group["params"])
+        return clip_grad_norm_(held, max_norm, norm_type)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -80,15 +70,11 @@ class Gradients:
         self._sharded = dict(model.named_parameters())
         self._whole: dict[str, Tensor] = {}
         self.model.set_reduce_scatter_unused_params(True)
-        places = {
-            parameter: (module, attribute)
-            for module in model.modules()
-            for attribute, parameter in module.named_parameters(recurse=False)
-        }
+        places = places_of(model)
         for unit in self._units():
             unit.unshard()
             for name, parameter in self._sharded.items():
-                whole = getattr(*places[parameter])
+                whole = getattr(*places[parameter][0])
                 if whole is not parameter:
                     self._watch(name, whole)
             unit.reshard()
@@ -104,9 +90,9 @@ class Gradients:
 
     def _watch(self, name: str, whole: Tensor) -> None:
         trains, self._whole[name] = whole.requires_grad, whole
-        whole.requires_grad_(True)  # it may be frozen now, and trained later  # noqa: FBT003
+        whole.requires_grad = True  # it may be frozen now, and trained later
         whole.register_post_accumulate_grad_hook(partial(self._has_come, name))
-        whole.requires_grad_(trains)
+        whole.requires_grad = trains
 
     def _has_come(self, name: str, _: Tensor) -> None:
         self._used.add(name)
@@ -157,8 +143,7 @@ class Gradients:
         gradient = parameter.grad
         if name in self._used or gradient is None:
             return gradient is not None
-        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-        return hasattr(gradient, "_is_average") or bool(local.any())
+        return hasattr(gradient, "_is_average") or bool(local(gradient).any())
 
     def _most(self, numbers: Sequence[int]) -> list[int]:
         """Return the maximum of each number over the ranks. Collective."""
@@ -198,13 +183,3 @@ def upgraded(optimizer: Any, gradients: Gradients, file: FileState | None) -> Sh
     optimizer.register_step_pre_hook(before_step)
     optimizer.register_step_post_hook(after_step)
     return cast("ShardedOptimizer", optimizer)
-
-
-def gathered(one: object, mesh: DeviceMesh) -> list[Any]:
-    """Return the objects of all ranks of a mesh. Collective."""
-    found = [one]
-    for dim in range(mesh.ndim):
-        parts: list[Any] = [None] * mesh.size(dim)
-        dist.all_gather_object(parts, found, group=mesh.get_group(dim))
-        found = [item for part in parts for item in part]
-    return found

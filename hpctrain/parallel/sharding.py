@@ -1,9 +1,6 @@
 """ZeRO in one call: parameters, gradients and optimizer state divided by torch's FSDP2."""
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from fnmatch import fnmatchcase
-from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -17,22 +14,24 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer, Rprop
 
-from hpctrain.comm.agreement import raise_if_any, require_equal_by
+from hpctrain.comm.agreement import raise_if_any
 from hpctrain.core.errors import ConfigError
-from hpctrain.core.target import hint
 from hpctrain.gradients.elementwise import is_known_as
 from hpctrain.parallel.mesh import build_mesh
 from hpctrain.parallel.offload import FileState
-from hpctrain.parallel.sharded_optimizer import (
-    Gradients,
-    ShardedOptimizer,
+from hpctrain.parallel.parts import (
+    form_of,
     gathered,
-    upgraded,
+    local,
+    names_like,
+    places_of,
+    require_alike,
 )
+from hpctrain.parallel.sharded_optimizer import Gradients, ShardedOptimizer, upgraded
 
 _MASTER_BYTES = 4
 _LISTS = (nn.ModuleList, nn.ModuleDict)
@@ -119,13 +118,12 @@ def _checked(
             file = FileState(optimizer, offload, mesh.size(-1), masters)
     except ConfigError as error:
         refusal = str(error)
-    gather = partial(gathered, mesh=mesh)
-    raise_if_any(gather(refusal), ConfigError)
+    raise_if_any(gathered(refusal, mesh), ConfigError)
     lines = [f"stage {stage}, compute_dtype {compute_dtype}, layers {layers}, file {bool(file)}"]
-    lines += [f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad}" for p, name in names.items()]
+    lines += form_of(model)
     lines += [" ".join(names[p] for p in group["params"]) for group in optimizer.param_groups]
     way_out = "give all ranks the same"
-    require_equal_by(gather, lines, "the model and arguments of shard()", way_out)
+    require_alike(mesh, lines, "the model and arguments of shard()", way_out)
     return units, file
 
 
@@ -226,9 +224,7 @@ def _check_parameters(
             f"convert the model, or say compute_dtype=torch.bfloat16"
         )
     for parameter in held:
-        for key, value in (
-            optimizer.state[parameter].items() if parameter in optimizer.state else ()
-        ):
+        for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor) and value.ndim and value.shape != parameter.shape:
                 raise ConfigError(
                     f"state that shard() takes over has the shape of its parameter, got {key} of "
@@ -245,15 +241,9 @@ def _units(model: nn.Module, names: Sequence[str] | None) -> list[nn.Module]:
     if names is None:
         found = dict.fromkeys(_members(model))
     else:
-        for name in names:
-            if not any(fnmatchcase(one, name) for one in modules):
-                raise ConfigError(f"the model has no module {name}{hint(name, modules)}")
-        chosen = [one for one in modules if any(fnmatchcase(one, name) for name in names)]
-        found = dict.fromkeys(modules[name] for name in chosen)
-    holders: dict[nn.Parameter, set[nn.Module]] = defaultdict(set)
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            holders[parameter].add(module)
+        chosen = {one for name in names for one in names_like(name, modules)}
+        found = dict.fromkeys(module for name, module in modules.items() if name in chosen)
+    holders = {p: {module for module, _ in places} for p, places in places_of(model).items()}
     units = []
     for unit in found:
         inside, parameters = set(unit.modules()), list(unit.parameters())
@@ -274,12 +264,12 @@ def _members(module: nn.Module) -> Iterator[nn.Module]:
 @torch.no_grad()
 def _broadcast(tensor: Tensor, mesh: DeviceMesh) -> None:
     """Take over what the first rank has. Collective."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    sent = local.detach().contiguous()
+    here = local(tensor)
+    sent = here.detach().contiguous()
     for dim in reversed(range(mesh.ndim)):
         dist.broadcast(sent, group=mesh.get_group(dim), group_src=0)
-    if sent.data_ptr() != local.data_ptr():
-        local.copy_(sent)
+    if sent.data_ptr() != here.data_ptr():
+        here.copy_(sent)
 
 
 @torch.no_grad()

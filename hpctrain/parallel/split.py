@@ -3,14 +3,13 @@
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from fnmatch import fnmatchcase
 from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor, nn
 
 from hpctrain.core.errors import ConfigError
-from hpctrain.core.target import hint
+from hpctrain.parallel.parts import names_like
 
 
 class Chain(nn.Module):
@@ -58,14 +57,8 @@ def matching(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
         ConfigError: a name is not there.
     """
     modules = {name: module for name, module in model.named_modules() if name}
-    found: dict[str, nn.Module] = {}
-    for pattern in names:
-        depth = pattern.count(".")
-        chosen = [n for n in modules if n.count(".") == depth and fnmatchcase(n, pattern)]
-        if not chosen:
-            raise ConfigError(f"the model has no module {pattern}{hint(pattern, modules)}")
-        found |= {name: modules[name] for name in chosen}
-    return found
+    chosen = [name for one in names for name in names_like(one, modules, same_depth=True)]
+    return {name: modules[name] for name in chosen}
 
 
 def layers_of(model: nn.Module, names: Sequence[str]) -> list[tuple[str, nn.Module]]:
@@ -173,13 +166,3 @@ def shared_between(layers: Sequence[tuple[str, nn.Module]]) -> list[list[tuple[i
         for name, parameter in layer.named_parameters(prefix, remove_duplicate=False):
             places.setdefault(parameter, []).append((number, name))
     return [found for found in places.values() if len({number for number, _ in found}) > 1]
-
-
-def total_of(gradients: Sequence[Tensor]) -> Tensor:
-    """Sum the squares of gradients, of whole ``DTensor``s too, in float64."""
-    total = torch.zeros((), dtype=torch.float64)
-    for gradient in gradients:
-        norm = torch.linalg.vector_norm(gradient)
-        whole = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-        total += whole.to(total).square()
-    return total

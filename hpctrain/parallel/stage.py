@@ -5,6 +5,7 @@ import time
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.nn.parallel import DistributedDataParallel
@@ -60,13 +61,21 @@ class Stage(PipelineStage):
         inner = self.submod
         quiet = inner.no_sync() if isinstance(inner, DistributedDataParallel) else nullcontext()
         with quiet, left_as_they_are([inner], self.device):
-            return super()._compute_outputs(*args, **options)
+            return self._divisible(super()._compute_outputs(*args, **options))
 
     def forward_maybe_with_nosync(self, *args: Any, **options: Any) -> Any:
-        """Return outputs, as copies where torch needs them."""
-        out = super().forward_maybe_with_nosync(*args, **options)  # type: ignore[no-untyped-call]
-        # Torch cuts the outputs of backwards in two halves off their graph, and cannot cut views.
-        return out.clone() if self.halves and out._is_view() else out  # noqa: SLF001 - no other name
+        """Return outputs as torch needs them."""
+        return self._divisible(super().forward_maybe_with_nosync(*args, **options))  # type: ignore[no-untyped-call]
+
+    def _divisible(self, out: Any) -> Any:
+        """Return outputs whose backward torch can cut in two halves.
+
+        It cuts them off their graph, which views cannot be, and looks for weights along the ways
+        from outputs to inputs, which frozen layers before this stage would leave without one.
+        """
+        if self.halves and torch.is_grad_enabled() and out.is_floating_point():
+            return (out.clone() if out._is_view() else out).requires_grad_()  # noqa: SLF001 - no other name
+        return out
 
     # Torch hands gradients from stage to stage of a rank also where there are none, without these.
     def get_local_bwd_output(self, mb_index: int) -> Any:
@@ -104,8 +113,12 @@ def checked(schedule: str, given: int | None, model: nn.Module) -> tuple[Any, in
     """Return torch's schedule and the stages of a rank."""
     if schedule not in SCHEDULES:
         raise ConfigError(f"schedule is one of {', '.join(SCHEDULES)}, got {schedule!r}")
-    if schedule in TWO_HALVES:
-        _check_two_halves(model, schedule)
+    if schedule in TWO_HALVES and (named := selective_in(model)):
+        raise ConfigError(
+            f"torch keeps what is computed again selectively for one backward, which "
+            f"{' and '.join(TWO_HALVES)} cut in two, got {', '.join(named[:3])} and the schedule "
+            f"{schedule}; recompute all of it, or take interleaved"
+        )
     make, usual = SCHEDULES[schedule]
     per_rank = usual if given is None else given
     if per_rank != usual and (per_rank < 2 or schedule not in ("interleaved", "zero_bubble")):
@@ -116,38 +129,19 @@ def checked(schedule: str, given: int | None, model: nn.Module) -> tuple[Any, in
     return make, per_rank
 
 
-def _check_two_halves(model: nn.Module, schedule: str) -> None:
-    """Raise if torch cannot cut the backward of a model in two."""
-    both = " and ".join(TWO_HALVES)
-    if named := selective_in(model):
-        raise ConfigError(
-            f"torch keeps what is computed again selectively for one backward, which {both} cut "
-            f"in two, got {', '.join(named[:3])} and the schedule {schedule}; recompute all of "
-            f"it, or take interleaved"
-        )
-    if frozen := [name for name, p in model.named_parameters() if not p.requires_grad]:
-        raise ConfigError(
-            f"torch cuts the backward of layers in two ({both}) if all their parameters are "
-            f"trained, got {', '.join(frozen[:3])} frozen and the schedule {schedule}; take "
-            f"interleaved, or 1f1b"
-        )
-
-
-def refusal_of_microbatches(number: int, size: int, schedule: str) -> str | None:
-    """Say why ``size`` ranks cannot take so many micro-batches by a schedule of torch, or None."""
-    least = size if schedule == "1f1b" else 1
+def check_microbatches(number: int, size: int, schedule: str) -> None:
+    """Raise unless ``size`` ranks can take so many micro-batches by a schedule of torch."""
+    least, rounds = size if schedule == "1f1b" else 1, max(1, number // size)
     if number < least:
-        return (
+        raise ConfigError(
             f"{schedule} of {size} ranks needs at least {least} micro-batches, got {number}; take "
             f"more, or gpipe"
         )
-    rounds = max(1, number // size)
     if schedule in ("interleaved", "zero_bubble") and number % rounds:
-        return (
+        raise ConfigError(
             f"by {schedule} {size} ranks take micro-batches in rounds of equally many, got "
             f"{number} for {rounds} rounds; take {rounds * size}"
         )
-    return None
 
 
 def rank_of_stage(stage: int, size: int, schedule: str) -> int:

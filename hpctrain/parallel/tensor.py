@@ -1,12 +1,9 @@
 """Tensor and sequence parallel layers: torch's styles, chosen by the role of each matrix."""
 
-import zlib
-from collections.abc import Callable, Mapping
-from fnmatch import fnmatchcase
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, cast
 
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module
@@ -17,11 +14,10 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from hpctrain.comm.agreement import require_equal_by
 from hpctrain.core.errors import ConfigError
-from hpctrain.core.target import hint
 from hpctrain.parallel.alike import Alike, require_a_divided_stream
 from hpctrain.parallel.mesh import require_one_axis
+from hpctrain.parallel.parts import digest, form_of, names_like, places_of, require_alike
 
 ROLES = ("column", "row", "vocabulary")
 
@@ -73,11 +69,10 @@ def tensor_parallel(
     Source: Shoeybi et al. 2019, arXiv:1909.08053; Korthikanti et al. 2022, arXiv:2205.05198.
     """
     require_one_axis(mesh, "tp")
-    gather = partial(_gathered, mesh=mesh)
-    found = _checked(model, gather, roles, mesh.size(), sequence=sequence)
-    shared = _shared(model)
+    found = _checked(model, mesh, roles, sequence=sequence)
+    shared = [places for places in places_of(model).values() if len(places) > 1]
     _divide(model, found, mesh, sequence=sequence)
-    Alike(gather, mesh.device_type, mesh.size() if sequence else 1).watch(model)
+    Alike(mesh, mesh.size() if sequence else 1).watch(model)
     for (first, name), *others in shared:
         for module, other in others:
             module.register_parameter(other, getattr(first, name))
@@ -85,22 +80,16 @@ def tensor_parallel(
 
 
 def _checked(
-    model: nn.Module,
-    gather: Callable[[object], list[Any]],
-    roles: Mapping[str, str],
-    size: int,
-    *,
-    sequence: bool,
+    model: nn.Module, mesh: DeviceMesh, roles: Mapping[str, str], *, sequence: bool
 ) -> dict[str, tuple[nn.Module, str]]:
     """Return module and role by name; raise on all ranks if these cannot divide the model so."""
     told = [f"sequence={sequence}", *(f"{name}: {role}" for name, role in roles.items())]
     way_out = "give the same on every rank"
-    require_equal_by(gather, told, "what tensor_parallel is told", way_out)
-    lines = [f"{name} {tuple(p.shape)} {p.dtype}" for name, p in model.named_parameters()]
-    require_equal_by(gather, lines, "the model of tensor parallel ranks")
+    require_alike(mesh, told, "what tensor_parallel is told", way_out)
+    require_alike(mesh, form_of(model), "the model of tensor parallel ranks")
     found = _modules_of(model, roles)
     for name, (module, role) in found.items():
-        _check(name, module, role, size)
+        _check(name, module, role, mesh.size())
         _check_counterpart(name, role, found)
     if sequence:
         require_a_divided_stream(model, found)
@@ -133,9 +122,10 @@ def _divide(
         if not any(module is other for other, _ in found.values()):
             _replicate(module, mesh, stream)
     for parameter in model.parameters():
-        if parameter.requires_grad:
-            placements = cast("DTensor", parameter).placements
-            parameter.register_hook(partial(_placed, placements=placements))
+        placements, trains = cast("DTensor", parameter).placements, parameter.requires_grad
+        parameter.requires_grad = True  # it may be frozen now, and trained later
+        parameter.register_hook(partial(_placed, placements=placements))
+        parameter.requires_grad = trains
 
 
 def _modules_of(model: nn.Module, roles: Mapping[str, str]) -> dict[str, tuple[nn.Module, str]]:
@@ -147,10 +137,7 @@ def _modules_of(model: nn.Module, roles: Mapping[str, str]) -> dict[str, tuple[n
             raise ConfigError(
                 f"the role of a module is one of {', '.join(ROLES)}, got {role!r} for {pattern}"
             )
-        names = [name for name in modules if fnmatchcase(name, pattern)]
-        if not names:
-            raise ConfigError(f"the model has no module {pattern}{hint(pattern, modules)}")
-        for name in names:
+        for name in names_like(pattern, modules):
             if found.get(name, (None, role))[1] != role:
                 raise ConfigError(
                     f"a module has one role, got {found[name][1]} and {role} for {name}; let the "
@@ -262,10 +249,9 @@ class _CheckedSamples:
         given, is_first = inputs[0], self._is_first
         if self._is_first:  # whoever divides data by rank does so from the first step on
             self._is_first = False
-            lines = [f"{tuple(given.shape)}, crc32 {zlib.crc32(given.cpu().numpy().tobytes())}"]
             way_out = "divide data among the ranks of dp alone"
-            gather = partial(_gathered, mesh=self._mesh)
-            require_equal_by(gather, lines, "a batch of tensor parallel ranks", way_out)
+            what = "a batch of tensor parallel ranks"
+            require_alike(self._mesh, [digest(given)], what, way_out)
         if given.numel() and (
             is_first or given.device.type == "cpu"
         ):  # else devices are waited for
@@ -297,18 +283,3 @@ def _replicate(module: nn.Module, mesh: DeviceMesh, stream: Placement) -> None:
 def _placed(gradient: DTensor, *, placements: tuple[Placement, ...]) -> DTensor:
     """Sum what each rank has found by its part of the sequence, once for all that read it."""
     return gradient.redistribute(placements=placements)
-
-
-def _shared(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    """Return where parameters lie that lie in several modules."""
-    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            places.setdefault(parameter, []).append((module, name))
-    return [found for found in places.values() if len(found) > 1]
-
-
-def _gathered(one: object, mesh: DeviceMesh) -> list[Any]:
-    found: list[Any] = [None] * mesh.size()
-    dist.all_gather_object(found, one, group=mesh.get_group())
-    return found

@@ -5,8 +5,8 @@ from itertools import chain
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -15,7 +15,8 @@ from hpctrain.checkpoint.format.shard import Piece, Shard
 from hpctrain.checkpoint.format.state_tree import component
 from hpctrain.checkpoint.format.tensor_file import DTYPES
 from hpctrain.core.errors import CheckpointError
-from hpctrain.train.model import local, misfits
+from hpctrain.parallel.parts import gathered, local
+from hpctrain.train.model import misfits
 
 _Place = tuple[str | int, ...]
 """Keys from the root of a state to a leaf."""
@@ -28,7 +29,7 @@ class DividedState:
     goes on with it. No rank ever holds more than its part.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, stages: dist.ProcessGroup) -> None:
+    def __init__(self, model: nn.Module, optimizer: Optimizer, stages: DeviceMesh) -> None:
         """Note what the whole model and its optimizer are like; ``stages`` are of a pipeline."""
         self._stages = stages
         first = {id(p): name for name, p in model.named_parameters()}
@@ -60,8 +61,7 @@ class DividedState:
         """Return ``model`` and ``optimizer``, of which ranks have pieces. Collective."""
         here = dict(self._leaves())
         told = {place: _told(leaf) for place, leaf in here.items()}
-        found: list[Any] = [None] * dist.get_world_size(self._stages)
-        dist.all_gather_object(found, told, group=self._stages)
+        found = gathered(told, self._stages)
         state: dict[str, Any] = {"model": {}, "optimizer": {"state": {}}}
         for place, leaf in chain.from_iterable(each.items() for each in found):
             *path, last = place
@@ -127,11 +127,6 @@ class DividedState:
         for number, parameter in self._parameters.items():
             before = saved["state"].get(number, {})
             self._optimizer.state[parameter] = {k: _like(v, parameter) for k, v in before.items()}
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """Return all of a tensor. Collective over the ranks that have parts of it."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _shard(tensor: Tensor) -> Shard:

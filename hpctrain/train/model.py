@@ -241,12 +241,6 @@ def prepare(model: nn.Module, run: RunConfig) -> None:
         raise ConfigError(f"train.compile_args: torch.compile refuses: {error}") from error
 
 
-def local(tensor: Tensor) -> Tensor:
-    """Return what this rank has of a tensor, which shares its memory."""
-    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # a DTensor
-    return part
-
-
 def divided(
     config: RunConfig,
     model: nn.Module,

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
+from itertools import compress
 from time import perf_counter
 from typing import Any
 
@@ -21,13 +22,14 @@ from hpctrain.gradients.batch_norm import SyncBatchNorm
 from hpctrain.gradients.elementwise import is_known_as
 from hpctrain.gradients.sample_count import bits_of, flags_of
 from hpctrain.parallel import shard
-from hpctrain.parallel.mesh import AXES, build_mesh, gradient_mesh
+from hpctrain.parallel.mesh import build_mesh, gradient_mesh
+from hpctrain.parallel.parts import clip_grad_norm_, local, whole
 from hpctrain.parallel.pipeline import Pipeline
 from hpctrain.parallel.sharded_optimizer import ShardedOptimizer
 from hpctrain.parallel.tensor import tensor_parallel
 from hpctrain.train.config import RunConfig
-from hpctrain.train.divided_state import DividedState, whole
-from hpctrain.train.model import asked, local
+from hpctrain.train.divided_state import DividedState
+from hpctrain.train.model import asked
 from hpctrain.train.stateful import Precision
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -76,7 +78,7 @@ class ModelParallel:
         self._averaging = gradient_mesh(self.mesh)
         self.replica, self.num_replicas = self._place("dp")
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
-        self.state = DividedState(model, optimizer, self.mesh["pp"].get_group())
+        self.state = DividedState(model, optimizer, self.mesh["pp"])
         self._pipeline: Pipeline | None = None
         self._batch = torch.empty(0), 0, 0.0  # labels, samples that do not fill, weight of each
         self._outputs: dict[int, Tensor] | None = None  # of micro-batches, where those are asked
@@ -165,9 +167,7 @@ class ModelParallel:
 
     def describe(self) -> str:
         """Say which rank has what, in one line, such as ``dp=2 x tp=2``."""
-        zero, sizes = self.config.zero, zip(AXES, self.mesh.shape, strict=True)
-        axes = [f"{axis}={size}" for axis, size in sizes if size > 1]
-        return " x ".join([*axes, f"zero={zero}"] if zero else axes)
+        return self.config.describe(self.num_replicas)
 
     def raise_flags(self, flags: int) -> None:
         """Say what all ranks shall know after ``backward``, as bits."""
@@ -300,9 +300,7 @@ class ModelParallel:
         """Scale the gradients of the whole model to a norm; return that before. Collective."""
         if self._pipeline is not None:
             return float(self._pipeline.clip_grad_norm_(max_norm))
-        if isinstance(self.optimizer, ShardedOptimizer):
-            return float(self.optimizer.clip_grad_norm_(max_norm))
-        return float(whole(nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)))
+        return float(clip_grad_norm_(self.model.parameters(), max_norm))
 
     def clip_values(self, most: float) -> None:
         """Clip each element of the gradients; not collective."""
@@ -316,15 +314,17 @@ class ModelParallel:
         if self.config.zero or self._averaging.size() == 1:
             return
         buckets: dict[torch.dtype, list[Tensor]] = {}
-        for parameter in self.model.parameters():
-            if parameter.requires_grad:
-                if parameter.grad is None:  # as other replicas may have one
-                    parameter.grad = torch.zeros_like(parameter)
-                gradient = local(parameter.grad)
-                bucket = buckets.setdefault(gradient.dtype, [])
-                bucket.append(gradient)
-                if sum(each.nbytes for each in bucket) >= self._bucket_bytes:
-                    self._average_bucket(buckets.pop(gradient.dtype))
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        used = torch.tensor([parameter.grad is not None for parameter in trained]).int()
+        dist.all_reduce(used, dist.ReduceOp.MAX, group=self._averaging.get_group())
+        for parameter in compress(trained, used.tolist()):
+            if parameter.grad is None:  # as another replica has one
+                parameter.grad = torch.zeros_like(parameter)
+            gradient = local(parameter.grad)
+            bucket = buckets.setdefault(gradient.dtype, [])
+            bucket.append(gradient)
+            if sum(each.nbytes for each in bucket) >= self._bucket_bytes:
+                self._average_bucket(buckets.pop(gradient.dtype))
         for bucket in buckets.values():
             self._average_bucket(bucket)
 

@@ -119,8 +119,8 @@ class ParallelConfig:
             train.accumulate,
         )
 
-    def describe(self) -> str:
-        """Say which axes there are, such as ``tp=2 x pp=2``."""
-        axes = {"tp": self.tp, "pp": self.pp, "cp": self.cp, "zero": self.zero + 1}
-        shown = {"zero": self.zero}
-        return " x ".join(f"{n}={shown.get(n, size)}" for n, size in axes.items() if size > 1)
+    def describe(self, replicas: int = 1) -> str:
+        """Say which axes there are, such as ``dp=2 x tp=2 x zero=1``."""
+        axes = {"dp": replicas, "pp": self.pp, "cp": self.cp, "tp": self.tp}
+        words = [f"{name}={size}" for name, size in axes.items() if size > 1]
+        return " x ".join([*words, f"zero={self.zero}"] if self.zero else words)

@@ -19,9 +19,10 @@ from hpctrain.core.errors import CheckpointError, NotFiniteError
 from hpctrain.gradients.replica_check import require_equal_replicas
 from hpctrain.local_sgd.local_method import LocalMethod
 from hpctrain.optim.noise_scale import NoiseScale
+from hpctrain.parallel.parts import local
 from hpctrain.train.async_exchange import AsyncExchange
 from hpctrain.train.config import SYNCHRONOUS
-from hpctrain.train.model import EMA, local, misfits
+from hpctrain.train.model import EMA, misfits
 from hpctrain.train.scores import Scores
 from hpctrain.train.stateful import BestTest, GuardMemory
 from hpctrain.train.step_meter import StepMeter

@@ -64,11 +64,6 @@ def test_ranks_give_the_same_batch_and_ask_for_the_same_pipeline():
 
 
 def test_schedules_say_what_they_cannot_do():
-    frozen = linear()
-    frozen[1].requires_grad_(requires_grad=False)
-    for schedule in ("zero_bubble", "zbv"):
-        with pytest.raises(ConfigError, match=r"got 1.weight, 1.bias frozen and the schedule"):
-            made(frozen, schedule=schedule)
     with pytest.raises(ConfigError, match="1f1b of 2 ranks needs at least 2 micro-batches, got 1"):
         made(linear(), num_microbatches=1)
     for schedule in ("interleaved", "zero_bubble"):
@@ -79,6 +74,58 @@ def test_schedules_say_what_they_cannot_do():
         ConfigError, match="a layer of a pipeline returns a tensor, got tuple of 0"
     ):
         chain(torch.zeros(2, 4))
+
+
+TRAINED = (  # parameters of four layers, before each step
+    *("0 1 2 3", "2.bias 3", "3", "0.weight 1.bias 2 3", "0", "2.weight", "1", "0 3", "0 1 2 3"),
+)
+
+
+@pytest.mark.parametrize("first", [0, 2, 4])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_layers_are_frozen_and_trained_again_and_batches_change_their_size(schedule, first):
+    model, (given, target) = linear(), batch(3, 4)
+    pipeline = made(model, schedule=schedule, num_microbatches=2)
+    for number, trained in enumerate(TRAINED[first:]):
+        size = (8, 4)[number % 2]
+        for one in (model, pipeline.model):
+            one.zero_grad()
+            for name, parameter in one.named_parameters():
+                trains = any(name.startswith(each) for each in trained.split())
+                parameter.requires_grad_(trains)
+        loss = mse_loss(model(given[:size]), target[:size])
+        loss.backward()
+        if number == 3:
+            torch.testing.assert_close(
+                pipeline.evaluate(given, target).item(), mse_loss(model(given), target).item()
+            )
+        found = pipeline.step(given[:size], target[:size])
+        assert found.item() == pytest.approx(loss.item(), rel=1e-12)
+        for name, parameter in pipeline.model.named_parameters():
+            expected = model.get_parameter(name).grad
+            assert (parameter.grad is None) == (expected is None), name
+            if expected is not None:
+                torch.testing.assert_close(parameter.grad, expected)
+
+
+def test_a_weight_of_several_stages_is_frozen_in_all_of_them_or_it_is_an_error():
+    model, (given, target) = linear(), batch(4)
+    model[3].weight = model[0].weight
+    pipeline = made(model)
+    mine = pipeline.model.get_parameter(("0.weight", "3.weight")[dist.get_rank()])
+    optimizer = torch.optim.AdamW(pipeline.model.parameters(), weight_decay=0.5)
+    mine.requires_grad_(requires_grad=False)
+    before = mine.clone()
+    pipeline.step(given, target)
+    optimizer.step()
+    assert torch.equal(mine, before)
+    mine.requires_grad_(requires_grad=dist.get_rank() == 1)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"got 0.weight frozen, 3.weight trained; set"):
+            pipeline.step(given, target)
+    mine.requires_grad_(requires_grad=True)
+    pipeline.step(given, target)
+    assert mine.grad.abs().max() > 0
 
 
 def test_a_sample_times_layers_of_which_the_first_is_frozen():

@@ -67,7 +67,7 @@ def test_the_bubble_of_equal_stages_is_that_of_the_formula(schedule, world):
     with started():
         mesh, batch = build_mesh(pp=4), torch.zeros(8, 3)
         model = nn.Sequential(*(Slow(0.03) for _ in range(4)))
-        options = {"num_microbatches": 8, "schedule": schedule, "sample": batch[:1]}
+        options = {"num_microbatches": 8, "schedule": schedule}
         mean = lambda out, target: (out - target).square().mean()  # noqa: E731
         pipeline = Pipeline(model, mesh["pp"], ["*"], loss=mean, **options)
         pipeline.step(batch, batch)
@@ -100,5 +100,7 @@ def test_layers_are_cut_by_measured_time_and_the_slowest_rank_is_named():
             Pipeline(model, mesh["pp"], ["*"], schedule="1f2b", **options)
         slow = nn.Sequential(Slow(0.01), Slow(0.03))
         other = Pipeline(slow, mesh["pp"], ["*"], **options)
+        with pytest.raises(ConfigError, match="a report is of the last step, got none; call"):
+            other.report()
         other.step(batch, batch)
         assert "rank 1 of the pipeline is slowest" in other.report()

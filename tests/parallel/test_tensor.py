@@ -55,6 +55,19 @@ def test_ranks_train_as_one_process_does(sequence, tied):
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("sequence", [False, True])
+def test_what_was_frozen_may_be_trained_later(sequence):
+    one, model, ((given, following),) = transformer(), transformer(), batches(1)
+    tensor_parallel(model.requires_grad_(False), rows(), lm.ROLES, sequence=sequence)
+    step(model.requires_grad_(True), given, following)
+    loss_of(one(given), following).backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad.placements == parameter.placements
+        expected = one.get_parameter(name).grad
+        torch.testing.assert_close(parameter.grad.full_tensor(), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.ranks(2)
 @pytest.mark.filterwarnings("ignore:Full backward hook")
 @pytest.mark.parametrize("sequence", [False, True])
 def test_a_layer_communicates_twice_forward_and_twice_backward(sequence):

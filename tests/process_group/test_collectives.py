@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from torch._C._distributed_c10d import _make_nccl_premul_sum
 from torch.distributed import ReduceOp
 from torch.distributed.distributed_c10d import _coalescing_manager
@@ -302,6 +303,17 @@ def test_messages_meet_by_rank_and_tag():
     for work in dist.batch_isend_irecv(ops):
         work.wait()
     assert out.tolist() == [before] * 3
+
+
+def test_what_functional_collectives_have_begun_is_waited_for():
+    size, rank = dist.get_world_size(), dist.get_rank()
+    under_way = functional.all_reduce(torch.tensor([1.0, rank]), "sum", dist.group.WORLD)
+    sent = dist.isend(under_way, (rank + 1) % size)
+    dist.recv(found := torch.zeros(2), (rank - 1) % size)
+    sent.wait()
+    assert found.tolist() == [size, size * (size - 1) / 2]
+    dist.all_gather(parts := [torch.zeros(2) for _ in range(size)], under_way)
+    assert all(torch.equal(part, found) for part in parts)
 
 
 def test_inference_mode_may_come_and_go():

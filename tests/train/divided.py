@@ -40,6 +40,13 @@ def model(**shape) -> nn.Module:
     return transformer(**shape)
 
 
+def spare_model() -> nn.Module:
+    """Nobody uses a part of it."""
+    found = transformer()
+    found.spare = nn.Linear(2, 2).double()
+    return found
+
+
 def odd_model() -> nn.Module:
     """Two ranks cannot divide its matrices."""
     found = nn.Sequential(nn.Embedding(256, 9), nn.Linear(9, 9), nn.Linear(9, 9))

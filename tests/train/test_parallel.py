@@ -10,9 +10,10 @@ from hpctrain import ConfigError
 from hpctrain.checkpoint.export import newest_state
 from hpctrain.core.errors import MismatchError, NotFiniteError, ReplicaError, TopologyError
 from hpctrain.core.records import read
+from hpctrain.parallel.parts import local
 from hpctrain.runtime.world import current
 from hpctrain.train.load import load
-from hpctrain.train.model import local, prepare
+from hpctrain.train.model import prepare
 from tests.train import divided
 from tests.train.job import Job
 
@@ -177,6 +178,16 @@ def test_ranks_that_calculate_the_same_draw_the_same_numbers(job):
     job("tp=2").built()
     drawn = current().comm.allgather_object(torch.rand(()).item())
     assert drawn[0] == drawn[1] != drawn[2] == drawn[3]
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("layout", ["tp=2", "zero=1"])
+def test_what_no_replica_uses_stays_as_it_is(job, layout):
+    one = job(layout, "model.target=tests.train.divided:spare_model")
+    task = one.built()
+    before = local(task.model.spare.weight).detach().clone()
+    one.part(task=task)
+    assert torch.equal(local(task.model.spare.weight), before)
 
 
 class Products(TorchDispatchMode):

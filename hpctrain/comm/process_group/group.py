@@ -411,7 +411,9 @@ def _put_all_back(values: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
 
 
 def _flat_of(tensor: Tensor) -> Tensor:
-    return flat_of(tensor.data)
+    # Torch waits for what functional collectives have begun only before other collectives.
+    here = tensor.trigger_wait() if hasattr(tensor, "trigger_wait") else tensor
+    return flat_of(here.data)
 
 
 def _put_back(values: Tensor, tensor: Tensor) -> None:
