@@ -32,6 +32,7 @@ class Rebuild:
     def __init__(self) -> None:
         """Start with none."""
         self._holders: list[_Holder] = []
+        self._left_behind: list[_Holder] = []  # of a world before, until they move
 
     def register(
         self,
@@ -57,12 +58,24 @@ class Rebuild:
             if holder.renew is not None:
                 holder.renew()
 
+    @property
+    def all_move(self) -> bool:
+        """Whether nothing ends with this world that was built upon it."""
+        return all(one.move is not None for one in self._holders if one.stage is Stage.HOLDERS)
+
+    def follow(self, before: "Rebuild") -> None:
+        """Take over what outlives the world before, until it moves. Not collective."""
+        self._left_behind = [*before._holders, *before._left_behind]
+
     def move(self) -> None:
-        """Let what outlives this world go into that of today, and register there. Collective."""
-        holders, self._holders = self._holders, []
-        for holder in holders:
-            if holder.move is not None:
-                holder.move()
+        """Let what outlives the world before go into this one, and register here. Collective.
+
+        What has not moved when an error is raised is still there for another try, or world.
+        """
+        while self._left_behind:
+            if (move := self._left_behind[0].move) is not None:
+                move()
+            del self._left_behind[0]
 
     def close(self) -> None:
         """Let go of everything, the last stage first. Collective."""

@@ -88,6 +88,12 @@ class World:
 
 _world: World | None = None
 
+SPARES_RULE = (
+    "with --spares a program calls elastic.run once, and before it nothing communicates but "
+    "DistributedOptimizer, for a spare comes to all that while the others wait in elastic.run; let "
+    "the state's sync() do it, move it into the function, or leave --spares out"
+)
+
 
 def init(
     comm: "Sequence[int] | MpiComm | Sequence[MpiComm] | None" = None,
@@ -134,12 +140,16 @@ def init(
                 raise ConfigError(f"engine is one of {', '.join(config.ENGINES)}, got {engine!r}")
             settings = replace(settings, engine=engine)
         join(settings, chosen)
+        if current().spares is not None and not current().is_first:
+            current().sets.global_controller.refuse(SPARES_RULE)
     if isinstance(process_sets, str):
         if process_sets.lower() != "dynamic":
             raise ConfigError(
                 f"process_sets is a list of ProcessSet or 'dynamic', got {process_sets!r}"
             )
         process_sets = None
+    if (process_sets or others) and current().spares is not None:
+        raise ConfigError(f"{SPARES_RULE}: process sets are made by add_process_set()")
     if process_sets or others:
         _register(others, list(process_sets or ()))
 
@@ -376,7 +386,7 @@ def _tell_end(leaving: World, *, is_well: bool) -> None:
 def go_on(ranks: "MpiComm", *, moves: bool = True) -> None:
     """Leave a world of which ranks are lost for one of ``ranks``, which are left. Collective.
 
-    What has registered with ``rebuild`` to outlive its world is made anew, if it ``moves``.
+    What has registered with ``rebuild`` to outlive its world follows, if it ``moves``.
     """
     global _world
     before, _world = current(), None
@@ -392,7 +402,7 @@ def go_on(ranks: "MpiComm", *, moves: bool = True) -> None:
         before.hooks.uninstall()
     _join(before.settings, ranks, is_first=False, spares=before.spares)
     if moves:
-        before.rebuild.move()
+        current().rebuild.follow(before.rebuild)
 
 
 def current() -> World:
