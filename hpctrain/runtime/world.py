@@ -89,9 +89,8 @@ class World:
 _world: World | None = None
 
 SPARES_RULE = (
-    "with --spares a program calls elastic.run once, and before it nothing communicates but "
-    "DistributedOptimizer, for a spare comes to all that while the others wait in elastic.run; let "
-    "the state's sync() do it, move it into the function, or leave --spares out"
+    "with --spares nothing but DistributedOptimizer communicates before elastic.run, which is called "
+    "once, for a spare does that alone; move it into the function, or leave --spares out"
 )
 
 
