@@ -179,9 +179,9 @@ def computes(trace: TracebackType | None) -> bool:
 
 
 _MPI_RULE = (
-    "a communicator of MPI is lost with any of its ranks, MPI.COMM_WORLD too; inside "
-    "hpctrain.elastic.run communicate by hpctrain, or make one anew with each call of the function: "
-    "hpctrain.current().ranks.Dup(); that and hpctrain train go on without ranks that die"
+    "a communicator of MPI is lost with any of its ranks, MPI.COMM_WORLD too; hpctrain train and "
+    "hpctrain.elastic.run go on: communicate by hpctrain in the function, or by a communicator "
+    "that is made there with each call, hpctrain.current().ranks.Dup()"
 )
 
 

@@ -63,9 +63,14 @@ class Rebuild:
         """Whether nothing ends with this world that was built upon it."""
         return all(one.move is not None for one in self._holders if one.stage is Stage.HOLDERS)
 
-    def follow(self, before: "Rebuild") -> None:
-        """Take over what outlives the world before, until it moves. Not collective."""
-        self._left_behind = [*before._holders, *before._left_behind]
+    def leave(self) -> list[_Holder]:
+        """Give up what has registered or not moved yet: its world is over. Not collective."""
+        left, self._holders, self._left_behind = [*self._holders, *self._left_behind], [], []
+        return left
+
+    def follow(self, left: list[_Holder]) -> None:
+        """Take over what the world before has left, until it moves. Not collective."""
+        self._left_behind = left
 
     def move(self) -> None:
         """Let what outlives the world before go into this one, and register here. Collective.

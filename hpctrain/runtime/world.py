@@ -89,8 +89,8 @@ class World:
 _world: World | None = None
 
 SPARES_RULE = (
-    "with --spares nothing but DistributedOptimizer communicates before elastic.run, which is called "
-    "once, for a spare does that alone; move it into the function, or leave --spares out"
+    "with --spares nothing but DistributedOptimizer communicates before elastic.run, which is "
+    "called once, for a spare does that alone; move it into the function, or leave --spares out"
 )
 
 
@@ -139,18 +139,21 @@ def init(
                 raise ConfigError(f"engine is one of {', '.join(config.ENGINES)}, got {engine!r}")
             settings = replace(settings, engine=engine)
         join(settings, chosen)
-        if current().spares is not None and not current().is_first:
-            current().sets.global_controller.refuse(SPARES_RULE)
+        _refuse_operations()
     if isinstance(process_sets, str):
         if process_sets.lower() != "dynamic":
             raise ConfigError(
                 f"process_sets is a list of ProcessSet or 'dynamic', got {process_sets!r}"
             )
         process_sets = None
-    if (process_sets or others) and current().spares is not None:
-        raise ConfigError(f"{SPARES_RULE}: process sets are made by add_process_set()")
     if process_sets or others:
         _register(others, list(process_sets or ()))
+
+
+def _refuse_operations() -> None:
+    """Let a spare have no named operations, which nobody shares, before ``elastic.run``."""
+    if current().spares is not None and not current().is_first:
+        current().sets.global_controller.refuse(SPARES_RULE)
 
 
 def _communicators(comm: object) -> list[object]:
@@ -161,6 +164,8 @@ def _communicators(comm: object) -> list[object]:
 
 def _register(comms: Sequence[object], process_sets: "Sequence[ProcessSet]") -> None:
     """Make the process sets that ``init`` was given, and let each know its own. Collective."""
+    if current().spares is not None:
+        raise ConfigError(f"{SPARES_RULE}: process sets are made by add_process_set()")
     of_comms = [Wanted(numbers_of(one), by_communicator=True) for one in comms]
     wanted = of_comms + [one.wanted() for one in process_sets]
     found = current().sets.register(wanted)[len(of_comms) :]
@@ -401,7 +406,7 @@ def go_on(ranks: "MpiComm", *, moves: bool = True) -> None:
         before.hooks.uninstall()
     _join(before.settings, ranks, is_first=False, spares=before.spares)
     if moves:
-        current().rebuild.follow(before.rebuild)
+        current().rebuild.follow(before.rebuild.leave())
 
 
 def current() -> World:

@@ -97,7 +97,8 @@ def test_a_collective_without_a_name_is_asked_about_at_growing_distances():
     recorder = FlightRecorder()
     stream = recorder.new_stream(range(2))
     stream.begin("sum of 3 float32")
-    watch = StallWatch(SETTINGS, 0, [SetMember(0, "a"), SetMember(1, "a")], LastCall(), None, recorder)
+    members = [SetMember(0, "a"), SetMember(1, "a")]
+    watch = StallWatch(SETTINGS, 0, members, LastCall(), recorder=recorder)
 
     def is_asked_after(seconds):
         stream.waits_since_s = stream.waits_since_s or time.perf_counter() - 40.0

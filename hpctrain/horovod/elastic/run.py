@@ -89,10 +89,10 @@ def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
     launch --recover`` those that are left go on from their last commit instead, in the same
     processes, as a smaller world: ``rank()`` and ``size()`` are other ones, process sets of some
     ranks are gone, and ``DistributedOptimizer`` over all ranks goes along, but with ``shard`` or
-    Adasum. Spares (``--spares``) take the place of lost ranks: they run the program from ``init()``
-    on, and get the state by its ``sync()``. Another end of all ranks, on several nodes and after ``HPCTRAIN_TIMEOUT``, is a
-    ``HorovodInternalError`` that one rank raises by itself while others are averaging gradients:
-    what is on its way between nodes cannot be taken back.
+    Adasum. With ``--spares`` others take the place of lost ranks: they run the program from
+    ``init()`` on, and get the state by its ``sync()``. Another end of all ranks, on several nodes
+    and after ``HPCTRAIN_TIMEOUT``, is a ``HorovodInternalError`` that one rank raises by itself
+    while others are averaging gradients: what is on its way between nodes cannot be taken back.
 
     Raises:
         CommError: training fails again and again without another commit, or more often than
@@ -104,8 +104,8 @@ def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
         RankLostError: all ranks are lost that had the state, and spares alone are left.
 
     Source: Horovod 0.28, ``horovod.torch.elastic.run``.
-    Differs: MPI is not started again; who replaces a rank was started with the others; the ranks agree how each attempt
-    has ended, so none returns while another tries again.
+    Differs: MPI is not started again, and who replaces a rank was started with the others; the
+    ranks agree how each attempt has ended, so none returns while another tries again.
     """
 
     @functools.wraps(func)
