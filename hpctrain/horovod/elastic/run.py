@@ -97,8 +97,7 @@ def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
     Raises:
         CommError: training fails again and again without another commit, or more often than
             ``HPCTRAIN_ELASTIC_RESET_LIMIT`` allows; the last failure is its cause.
-        ConfigError: what a spare would do until here does not fit: with spares this is called
-            once, and before it nothing communicates but ``DistributedOptimizer``.
+        ConfigError: with spares this is called twice, or more than optimizers communicate before.
         MismatchError: the ranks went different ways through the program; on every rank.
         NotInitializedError: ``hpctrain.init()`` was not called.
         RankLostError: all ranks are lost that had the state, and spares alone are left.
