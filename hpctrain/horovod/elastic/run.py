@@ -201,7 +201,7 @@ class Resets:
         except MismatchError as error:
             if here.spares is None:
                 raise
-            raise ConfigError(f"{SPARES_RULE}: {error}") from error
+            raise ConfigError(f"{error}\n{SPARES_RULE}") from error
         if not has_state:
             raise RankLostError(
                 f"all ranks that had the state are lost, and {here.topology.size} are left that "

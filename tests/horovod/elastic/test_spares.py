@@ -1,5 +1,7 @@
 """Spares take the place of lost ranks in ``elastic.run``; what they cannot do ends all ranks."""
 
+import sys
+
 import pytest
 import torch
 
@@ -81,7 +83,7 @@ REFUSED = {
     "a named operation": {"before": "if is_spare(): hvd.barrier()", "said": RULE},
     "a call": {
         "before": "if is_spare(): hvd.current().comm.barrier()",
-        "said": "leave --spares out: ranks must make the same calls",
+        "said": "ranks must make the same calls",
     },
     "twice": {
         "before": "number = 0",
@@ -112,6 +114,9 @@ def test_what_a_spare_cannot_do_ends_all_ranks(tmp_path, what):
     file = tmp_path / "program.py"
     file.write_text(program)
     line = [*preload.python(), "-m", "hpctrain", "launch", "-n", 2, "--recover", "--spares", 1]
-    done = ended([*line, "--", *preload.python(), file], timeout=60, cwd=tmp_path)
+    # Where a spare alone has an error it ends the launcher, which is no parent of what is forked.
+    python = [sys.executable] if what == "a named operation" else preload.python()
+    done = ended([*line, "--", *python, file], timeout=60, cwd=tmp_path)
     assert done.returncode not in (0, 124), done.stderr
     assert REFUSED[what]["said"] in done.stderr
+    assert "come to their end" not in done.stderr
