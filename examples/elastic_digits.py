@@ -3,10 +3,12 @@
     python examples/elastic_digits.py
     hpctrain launch -n 4 python examples/elastic_digits.py --fail-at 100
     hpctrain launch -n 4 --recover python examples/elastic_digits.py --kill-at 100
+    hpctrain launch -n 4 --recover --spares 1 python examples/elastic_digits.py --kill-at 100
 
 With --fail-at the last rank fails at that step: all ranks return to the last commit and go on, and
 the result is the same to the last digit. With --kill-at its process is killed: the others return
-to the last commit, share out what is left of the epoch, and go on without it.
+to the last commit, share out what is left of the epoch, and go on without it; with a spare, which
+takes its place, the result is that of a run in which nobody dies.
 """
 
 import argparse
@@ -48,7 +50,7 @@ def main(epochs: int, fail_at: int | None, kill_at: int | None) -> None:
             print(f"goes on from step {state.step}")
 
     state.register_reset_callbacks([say_so])
-    is_last = hvd.rank() == hvd.size() - 1
+    is_last = hvd.rank() == hvd.size() - 1 and hvd.current().is_first  # a spare lives on
     events = (fail_at, kill_at) if is_last else (None, None)
     learn(state, DataLoader(data, BATCH, sampler=sampler), epochs, *events)
 

@@ -43,7 +43,7 @@ from hpctrain.checkpoint.format.shard import Shard
 from hpctrain.comm.agreement import agreed, require_equal
 from hpctrain.comm.eager import eager
 from hpctrain.comm.threaded import start_on
-from hpctrain.core.errors import CheckpointError, ConfigError, NotInitializedError, RankLostError
+from hpctrain.core.errors import CheckpointError, ConfigError, NotInitializedError
 from hpctrain.core.logs import logger
 from hpctrain.gradients.sample_count import check_count
 from hpctrain.runtime import world
@@ -466,7 +466,7 @@ def _end_with_ranks(table: ShardedEmbedding) -> None:
 
     def move() -> None:
         if kept() is not None:
-            raise RankLostError(
+            raise ConfigError(
                 "a sharded embedding has lost rows with the ranks that are lost; start again from "
                 "the checkpoint"
             )

@@ -79,8 +79,8 @@ def launch(  # noqa: PLR0913 - a command's options
     commit of hpctrain.elastic, or checkpoint of hpctrain train. The exit code is the command's,
     124 after --timeout; 85 is a run that has stopped and wants to go on.
 
-    Under --recover --spares K so many more ranks wait, and take the place of those of hpctrain
-    train that die: it keeps its size.
+    Under --recover --spares K so many more ranks wait, and take the place of those that die, in
+    elastic.run and hpctrain train: they keep their size.
 
     Under --restart N a command that fails is started again, up to N times, of --hosts on those
     where a program can still be started; hpctrain train goes on from its last checkpoint.

@@ -11,6 +11,8 @@ from hpctrain.core.units import format_ranks
 NUM_CALLS = 256
 LATE_S = 1.0  # a wait that has lasted less is none to ask about
 
+_SHIFT_S = time.monotonic() - time.perf_counter()
+"""Between the two clocks; measured once, so that a wait keeps its beginning."""
 _NAME = re.compile(r"collective (\d+) of ([^:]+): ")
 
 
@@ -57,12 +59,11 @@ class FlightRecorder:
 
     def waiting(self) -> dict[str, float]:
         """Return the collectives in which this process waits, and since when: time.monotonic()."""
-        now, offset = time.perf_counter(), time.monotonic() - time.perf_counter()
-        found = {}
+        now, found = time.perf_counter(), {}
         for each in list(self._streams.values()):
             since, number, text = each.waits_since_s, each.number, each.text
             if since is not None and number and now - since >= LATE_S:
-                found[each.name_of(number, text)] = since + offset
+                found[each.name_of(number, text)] = since + _SHIFT_S
         return found
 
     def lacks(self, name: str) -> bool:

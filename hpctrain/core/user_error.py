@@ -93,7 +93,8 @@ def _is_user(frame: FrameType) -> bool:
     file = frame.f_code.co_filename
     if file == "<string>":
         return frame.f_globals.get("__name__") == "__main__"
-    return not (file.startswith(("<frozen", *_FOREIGN)) or "-packages/" in file)
+    is_compiled = file.endswith((".pyx", ".pxi"))  # of mpi4py or h5py: a path where it was built
+    return not (is_compiled or file.startswith(("<frozen", *_FOREIGN)) or "-packages/" in file)
 
 
 def _frames(error: BaseException) -> list[tuple[FrameType, int]]:

@@ -21,7 +21,7 @@ from hpctrain.compress.by_name import Compressing, codec_for, compressor_for
 from hpctrain.compress.codec import Codec
 from hpctrain.compress.half import Compression
 from hpctrain.compress.savings import Savings
-from hpctrain.core.errors import ConfigError, RankLostError
+from hpctrain.core.errors import ConfigError
 from hpctrain.gradients.adasum_step import AdasumStep
 from hpctrain.gradients.bucket_reducer import ParameterSource, Reducer
 from hpctrain.gradients.checked_steps import steps_over
@@ -405,30 +405,31 @@ def _upgraded(
 
 
 def _let_move(exchange: Reducer | AdasumStep) -> None:
-    """Let what reduces over all ranks go along into a world of those that are left of them.
+    """Let what reduces over all ranks go along into a world without those that are lost.
 
-    What cannot is a ``RankLostError`` on all that are left.
+    What cannot is a ``ConfigError`` on all that are left.
     """
-    kept, all_ranks = weakref.ref(exchange), world.current().comm
+    kept, made_in = weakref.ref(exchange), world.current()
+    goes_along = (
+        isinstance(exchange, Reducer)
+        and type(exchange.reduction) is Reduction
+        and exchange.reduction.is_over(made_in.comm)
+    )
 
     def move() -> None:
         moved, here = kept(), world.current()
         if moved is None:
             return
-        if (
-            not isinstance(moved, Reducer)
-            or type(moved.reduction) is not Reduction
-            or not moved.reduction.is_over(all_ranks)
-        ):
-            raise RankLostError(
+        if not (goes_along and isinstance(moved, Reducer)):
+            raise ConfigError(
                 f"an optimizer with shard, op=Adasum or a process set does not go on without lost "
-                f"ranks, and {here.topology.size} are left of more; start again from the "
+                f"ranks, got {here.topology.size} in the next world; start again from the "
                 f"checkpoint, or average over all ranks without them"
             )
         moved.move_to(moved.reduction.over(here.comm, here.plan, steps_over(here.comm)))
         _let_move(moved)
 
-    world.current().rebuild.register(Stage.HOLDERS, move=move)
+    made_in.rebuild.register(Stage.HOLDERS, move=move)
 
 
 def _reducer(

@@ -173,6 +173,10 @@ class Controller:
         self._progress.to_ask.append(BreakOff(reason))
         self._nudge()
 
+    def refuse(self, reason: str) -> None:
+        """Take nothing more on this rank; empty for all again. Not collective."""
+        self._refusal = HorovodInternalError(reason) if reason else None
+
     def close(self) -> None:
         """End; what only some ranks have submitted fails. Collective; no error on any rank."""
         if self._owner.is_here:  # a forked child has no part in it

@@ -68,10 +68,10 @@ class Inquiry:
     answers: dict[int, Answer] = field(default_factory=dict)
 
 
-def describe(inquiry: Inquiry, members: Sequence[SetMember]) -> str:
+def describe(inquiry: Inquiry, members: Sequence[SetMember], abort_s: float = math.inf) -> str:
     """Return the report: which operations, which ranks lack them, and what these do.
 
-    Empty if everything has turned out well meanwhile.
+    Empty if everything has turned out well meanwhile. ``abort_s`` is when all ranks end.
     """
     silent = [number for number in range(len(members)) if number not in inquiry.answers]
     lines = _operations(inquiry, members, silent)
@@ -88,27 +88,30 @@ def describe(inquiry: Inquiry, members: Sequence[SetMember]) -> str:
         lines.append(f"  {_who(rest, members)}: something else again")
     if silent:
         lines.append(f"  {_who(silent, members)}: no answer; {_SILENT}")
-    lines.append(_outlook(is_final=inquiry.question.is_final))
+    lines.append(_outlook(inquiry.question, abort_s))
     return "\n".join(lines)
 
 
-def unanswered(question: Question, number: int, members: Sequence[SetMember]) -> str:
+def unanswered(
+    question: Question, number: int, members: Sequence[SetMember], abort_s: float = math.inf
+) -> str:
     """Return the report of a rank whose question the root has not passed on."""
     eldest = max(question.ages_s, key=question.ages_s.__getitem__)
     return (
         f'"{eldest}" has waited {question.ages_s[eldest]:.0f} s on {_who([number], members)}; who '
         f"lacks it is not known, for {_who([0], members)}, or a rank on the way to it, does not "
-        f"answer: {_SILENT}\n{_outlook(is_final=question.is_final)}"
+        f"answer: {_SILENT}\n{_outlook(question, abort_s)}"
     )
 
 
-def _outlook(*, is_final: bool) -> str:
-    if is_final:
+def _outlook(question: Question, abort_s: float) -> str:
+    if question.is_final:
         return "all ranks end now, as HPCTRAIN_STALL_ABORT_S asks"
-    return (
-        "they are waited for; HPCTRAIN_STALL_ABORT_S=SECONDS ends such a run, "
-        "HPCTRAIN_STALL_S=SECONDS reports it later"
-    )
+    left_s = abort_s - max(question.ages_s.values())
+    ends = "HPCTRAIN_STALL_ABORT_S=SECONDS ends such a run"
+    if math.isfinite(abort_s):
+        ends = f"in {left_s:.0f} s all ranks end, by HPCTRAIN_STALL_ABORT_S={abort_s:g}"
+    return f"they are waited for; {ends}, HPCTRAIN_STALL_S=SECONDS reports it later"
 
 
 def _operations(inquiry: Inquiry, members: Sequence[SetMember], silent: list[int]) -> list[str]:
@@ -360,8 +363,9 @@ class StallWatch:
             if len(inquiry.answers) == len(self._members) or now >= inquiry.until
         ]
         inquiries = [self._inquiries.pop(key) for key in over]
-        texts = [(unanswered(each, self._number, self._members), each.is_final) for each in lost]
-        texts += [(describe(each, self._members), each.question.is_final) for each in inquiries]
+        members, abort_s = self._members, self._abort_s
+        texts = [(unanswered(e, self._number, members, abort_s), e.is_final) for e in lost]
+        texts += [(describe(e, members, abort_s), e.question.is_final) for e in inquiries]
         return [(text, is_final) for text, is_final in texts if text]
 
     def _is_due(self, name: str, age_s: float) -> bool:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NoReturn
 from hpctrain.cluster.libraries import end_launch
 from hpctrain.comm.mpi_world import is_loss
 from hpctrain.core.errors import RankLostError
-from hpctrain.core.user_error import folded
+from hpctrain.core.user_error import folded, user_lines
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -178,12 +178,21 @@ def computes(trace: TracebackType | None) -> bool:
     return any(name.partition(".")[0] in ("torch", "hpctrain") for name in names)
 
 
+_MPI_RULE = (
+    "a communicator of MPI is lost with any of its ranks, MPI.COMM_WORLD too; hpctrain train and "
+    "hpctrain.elastic.run go on: communicate by hpctrain in the function, or by a communicator "
+    "that is made there with each call, hpctrain.current().ranks.Dup()"
+)
+
+
 def _verdict(error: BaseException) -> tuple[int, str]:
     """Return the exit code, and the one line that says it all where no traceback is needed."""
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED, "interrupted; all ranks end"
-    if isinstance(error, RankLostError) or is_loss(error):
+    if isinstance(error, RankLostError):
         return RANK_LOST, f"{error}; all ranks end"
+    if is_loss(error):
+        return RANK_LOST, "\n".join([*user_lines(error), f"{error}; all ranks end", _MPI_RULE])
     return FAILED, ""
 
 

@@ -32,6 +32,7 @@ class Rebuild:
     def __init__(self) -> None:
         """Start with none."""
         self._holders: list[_Holder] = []
+        self._left_behind: list[_Holder] = []  # of a world before, until they move
 
     def register(
         self,
@@ -57,12 +58,29 @@ class Rebuild:
             if holder.renew is not None:
                 holder.renew()
 
+    @property
+    def all_move(self) -> bool:
+        """Whether nothing ends with this world that was built upon it."""
+        return all(one.move is not None for one in self._holders if one.stage is Stage.HOLDERS)
+
+    def leave(self) -> list[_Holder]:
+        """Give up what has registered or not moved yet: its world is over. Not collective."""
+        left, self._holders, self._left_behind = [*self._holders, *self._left_behind], [], []
+        return left
+
+    def follow(self, left: list[_Holder]) -> None:
+        """Take over what the world before has left, until it moves. Not collective."""
+        self._left_behind = left
+
     def move(self) -> None:
-        """Let what outlives this world go into that of today, and register there. Collective."""
-        holders, self._holders = self._holders, []
-        for holder in holders:
-            if holder.move is not None:
-                holder.move()
+        """Let what outlives the world before go into this one, and register here. Collective.
+
+        What has not moved when an error is raised is still there for another try, or world.
+        """
+        while self._left_behind:
+            if (move := self._left_behind[0].move) is not None:
+                move()
+            del self._left_behind[0]
 
     def close(self) -> None:
         """Let go of everything, the last stage first. Collective."""

@@ -88,6 +88,11 @@ class World:
 
 _world: World | None = None
 
+SPARES_RULE = (
+    "with --spares nothing but DistributedOptimizer communicates before elastic.run, which is "
+    "called once, for a spare does that alone; move it into the function, or leave --spares out"
+)
+
 
 def init(
     comm: "Sequence[int] | MpiComm | Sequence[MpiComm] | None" = None,
@@ -134,6 +139,7 @@ def init(
                 raise ConfigError(f"engine is one of {', '.join(config.ENGINES)}, got {engine!r}")
             settings = replace(settings, engine=engine)
         join(settings, chosen)
+        _refuse_operations()
     if isinstance(process_sets, str):
         if process_sets.lower() != "dynamic":
             raise ConfigError(
@@ -144,6 +150,12 @@ def init(
         _register(others, list(process_sets or ()))
 
 
+def _refuse_operations() -> None:
+    """Let a spare have no named operations, which nobody shares, before ``elastic.run``."""
+    if current().spares is not None and not current().is_first:
+        current().sets.global_controller.refuse(SPARES_RULE)
+
+
 def _communicators(comm: object) -> list[object]:
     if isinstance(comm, Sequence) and comm and all(is_communicator(one) for one in comm):
         return list(comm)
@@ -152,6 +164,8 @@ def _communicators(comm: object) -> list[object]:
 
 def _register(comms: Sequence[object], process_sets: "Sequence[ProcessSet]") -> None:
     """Make the process sets that ``init`` was given, and let each know its own. Collective."""
+    if current().spares is not None:
+        raise ConfigError(f"{SPARES_RULE}: process sets are made by add_process_set()")
     of_comms = [Wanted(numbers_of(one), by_communicator=True) for one in comms]
     wanted = of_comms + [one.wanted() for one in process_sets]
     found = current().sets.register(wanted)[len(of_comms) :]
@@ -376,7 +390,7 @@ def _tell_end(leaving: World, *, is_well: bool) -> None:
 def go_on(ranks: "MpiComm", *, moves: bool = True) -> None:
     """Leave a world of which ranks are lost for one of ``ranks``, which are left. Collective.
 
-    What has registered with ``rebuild`` to outlive its world is made anew, if it ``moves``.
+    What has registered with ``rebuild`` to outlive its world follows, if it ``moves``.
     """
     global _world
     before, _world = current(), None
@@ -392,7 +406,7 @@ def go_on(ranks: "MpiComm", *, moves: bool = True) -> None:
         before.hooks.uninstall()
     _join(before.settings, ranks, is_first=False, spares=before.spares)
     if moves:
-        before.rebuild.move()
+        current().rebuild.follow(before.rebuild.leave())
 
 
 def current() -> World:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from hpctrain.comm.flight_recorder import FlightRecorder
 from hpctrain.core.config import Settings
 from hpctrain.negotiation.stall import (
     MAX_FRAMES,
@@ -70,8 +71,12 @@ def test_the_report_names_operation_rank_host_last_collective_and_place():
         "rank 7 on node1: last collective: broadcast weights, 0 s ago; waits for allgather" in text
     )
     assert "in a_telling_place: return ranks.ask(now, rank)" in text
-    assert "HPCTRAIN_STALL_ABORT_S" in text
+    assert "in 69 s all ranks end, by HPCTRAIN_STALL_ABORT_S=100" in text
     assert not ranks.watches[0].reports(31.0)
+    ranks = Ranks(2, Settings())
+    ranks.submit("a", (0,))
+    assert ranks.ask(30.0, 0)
+    assert "HPCTRAIN_STALL_ABORT_S=SECONDS ends such a run" in ranks.report(31.0)[0]
 
 
 def test_nobody_asks_before_it_is_late_nor_what_was_asked_already():
@@ -86,6 +91,20 @@ def test_nobody_asks_before_it_is_late_nor_what_was_asked_already():
     assert not ranks.ask(90.0, 0)
     assert ranks.ask(91.0, 0)
     assert not Ranks(1, Settings(stall_s=float("inf"))).watches[0].due(1e9, {"a": 0.0})
+
+
+def test_a_collective_without_a_name_is_asked_about_at_growing_distances():
+    recorder = FlightRecorder()
+    stream = recorder.new_stream(range(2))
+    stream.begin("sum of 3 float32")
+    members = [SetMember(0, "a"), SetMember(1, "a")]
+    watch = StallWatch(SETTINGS, 0, members, LastCall(), recorder=recorder)
+
+    def is_asked_after(seconds):
+        stream.waits_since_s = stream.waits_since_s or time.perf_counter() - 40.0
+        return watch.due(time.monotonic() + seconds, {}) is not None
+
+    assert [second for second in range(60) if is_asked_after(second)] == [0, 40]
 
 
 def test_two_that_ask_at_once_are_reported_once():

@@ -143,17 +143,3 @@ def test_spares_do_not_outlive_those_whose_place_they_would_take(tmp_path):
     )
     assert done.returncode not in (0, 124), done.stderr
     assert "all 2 ranks died that this spare waits for" in done.stderr
-
-
-ELASTIC = """
-import hpctrain as hvd
-from hpctrain import elastic
-hvd.init()
-elastic.run(lambda state: None)(elastic.ObjectState())
-"""
-
-
-def test_elastic_run_says_that_it_takes_no_spares():
-    done = ended([*WITH_SPARE, "--", sys.executable, "-c", ELASTIC], timeout=100)
-    assert done.returncode not in (0, 124), done.stderr
-    assert "spares take the place of lost ranks of hpctrain train" in done.stderr

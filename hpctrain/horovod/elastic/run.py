@@ -8,11 +8,18 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, cast
 
 from hpctrain.comm.agreement import by_rank
 from hpctrain.comm.communicator import Communicator
-from hpctrain.core.errors import CommError, ConfigError, HorovodInternalError, MismatchError
+from hpctrain.core.errors import (
+    CommError,
+    ConfigError,
+    HorovodInternalError,
+    MismatchError,
+    RankLostError,
+)
 from hpctrain.core.logs import logger
 from hpctrain.core.units import format_ranks
 from hpctrain.horovod.elastic.state import HostsUpdatedInterrupt, State
 from hpctrain.runtime import recovery, world
+from hpctrain.runtime.world import SPARES_RULE
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -82,36 +89,41 @@ def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
     launch --recover`` those that are left go on from their last commit instead, in the same
     processes, as a smaller world: ``rank()`` and ``size()`` are other ones, process sets of some
     ranks are gone, and ``DistributedOptimizer`` over all ranks goes along, but with ``shard`` or
-    Adasum. Another end of all ranks, on several nodes and after ``HPCTRAIN_TIMEOUT``, is a
-    ``HorovodInternalError`` that one rank raises by itself while others are averaging gradients:
-    what is on its way between nodes cannot be taken back.
+    Adasum. With ``--spares`` others take the place of lost ranks: they run the program from
+    ``init()`` on, and get the state by its ``sync()``. Another end of all ranks, on several nodes
+    and after ``HPCTRAIN_TIMEOUT``, is a ``HorovodInternalError`` that one rank raises by itself
+    while others are averaging gradients: what is on its way between nodes cannot be taken back.
 
     Raises:
         CommError: training fails again and again without another commit, or more often than
             ``HPCTRAIN_ELASTIC_RESET_LIMIT`` allows; the last failure is its cause.
-        ConfigError: there are spare ranks, which only ``hpctrain train`` can use; on every rank.
+        ConfigError: with spares this is called twice, or more than optimizers communicate before.
         MismatchError: the ranks went different ways through the program; on every rank.
         NotInitializedError: ``hpctrain.init()`` was not called.
+        RankLostError: all ranks are lost that had the state, and spares alone are left.
 
     Source: Horovod 0.28, ``horovod.torch.elastic.run``.
-    Differs: MPI is not started again and no rank is replaced; the ranks agree how each attempt
-    has ended, so none returns while another tries again.
+    Differs: MPI is not started again, and who replaces a rank was started with the others; the
+    ranks agree how each attempt has ended, so none returns while another tries again.
     """
 
     @functools.wraps(func)
     def training(state: S, *args: P.args, **kwargs: P.kwargs) -> R:
-        def attempt(*, must_sync: bool) -> R:
+        def attempt(before: Ending | None) -> R:
+            resets.take_up()
+            if before is not None and before.end in (End.FAILED, End.LOST):
+                state.restore()
             if resets.number:
                 state.on_reset()
-            if must_sync:
+            if before is None or not before.skip_sync:
                 state.sync()
+                resets.has_state = True
             return func(state, *args, **kwargs)
 
-        _refuse_spares()
-        resets = Resets(state)
-        must_sync = True
+        _require_no_calls()
+        resets, together = Resets(state), None
         while True:
-            tried = functools.partial(attempt, must_sync=must_sync)
+            tried = functools.partial(attempt, together)
             together = _agreed_in_place(tried) if recovery.is_on() else agree(_ending_of(tried))
             if together.end is End.DONE:
                 return cast("R", together.result)
@@ -120,19 +132,22 @@ def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
             if together.end is End.MET_OTHERS:
                 raise together.error or MismatchError(together.text)
             resets.count(together)
-            if together.end in (End.FAILED, End.LOST):
-                state.restore()
-            must_sync = not together.skip_sync
 
     return cast("Callable[Concatenate[S, P], R]", training)
 
 
-def _refuse_spares() -> None:
-    if world.current().spares is not None:
-        raise ConfigError(
-            "spares take the place of lost ranks of hpctrain train, and this is elastic.run, "
-            "which goes on with those that are left; leave --spares out"
-        )
+def _require_no_calls() -> None:
+    """Refuse what a spare could not do alone on its way here; where there are spares."""
+    here = world.current()
+    if here.spares is None:
+        return
+    here.sets.global_controller.refuse("")
+    what, ago_s = here.last_call.describe()
+    if ago_s is None and here.rebuild.all_move:
+        return
+    if ago_s is None:
+        what = "a group of torch.distributed or an asynchronous method"
+    raise ConfigError(f"{SPARES_RULE}; got {what}")
 
 
 def _agreed_in_place(attempt: Callable[[], object]) -> Ending:
@@ -160,14 +175,39 @@ MAX_IN_VAIN = 3
 
 
 class Resets:
-    """Counts how often the training of one state was taken up again."""
+    """Takes the training of one state up on all ranks, and counts how often that was again."""
 
     def __init__(self, state: "State") -> None:
         self.number = 0
+        self.has_state = world.current().is_first  # a spare has none until the first sync
         self._state = state
         self._in_vain = 0
         self._commits = state.num_commits
         self._limit = world.current().settings.elastic_reset_limit
+
+    def take_up(self) -> None:
+        """Let all ranks come together that there are now, spares as well. Collective.
+
+        ``ConfigError``: a spare does something else until it is here than the others have done.
+        ``RankLostError``, on every rank: none has the state.
+        """
+        here = world.current()
+        has_state = True
+        try:
+            here.rebuild.move()
+            if here.spares is not None:
+                told = here.comm.broadcast_object((self.number, self.has_state))
+                self.number, has_state = told
+        except MismatchError as error:
+            if here.spares is None:
+                raise
+            raise ConfigError(f"{error}\n{SPARES_RULE}") from error
+        if not has_state:
+            raise RankLostError(
+                f"all ranks that had the state are lost, and {here.topology.size} are left that "
+                f"were spares; start again from the last checkpoint, with more ranks or spares"
+            )
+        here.last_call.note("elastic.run")
 
     def count(self, ending: Ending) -> None:
         """Count one more, and say on rank 0 why; ``CommError``, on all ranks, if one too many."""

@@ -2,7 +2,7 @@
 
     hpctrain launch -n 4 --recover python recovering.py FOLDER KILLS
 
-``KILLS`` is JSON: rank of the first world, step, and milliseconds from there to the kill.
+``KILLS`` is JSON: rank of the launch, step, and milliseconds from there to the kill.
 """
 
 import json
@@ -50,7 +50,7 @@ def main():
     """Train, and write what is left at the end."""
     folder, kills = Path(sys.argv[1]), json.loads(sys.argv[2])
     hvd.init()
-    first_rank = hvd.rank()
+    first_rank = int(os.environ["OMPI_COMM_WORLD_RANK"])  # also of a spare
     victim = Victim(kills, first_rank)
     torch.manual_seed(first_rank)
     source = torch.Generator().manual_seed(1)

@@ -1,0 +1,122 @@
+"""Spares take the place of lost ranks in ``elastic.run``; what they cannot do ends all ranks."""
+
+import sys
+
+import pytest
+import torch
+
+from hpctrain.checkpoint import load
+from hpctrain.comm.serial import SerialCommunicator
+from tests.harness import preload
+from tests.horovod.elastic.test_recovery import check, launched
+from tests.processes import ended
+
+pytestmark = [pytest.mark.launches, pytest.mark.limit(150), pytest.mark.requires("recovery")]
+
+
+def saved(folder, step, size):
+    """Return the weights of a commit."""
+    return load(folder / "saved" / f"{step}-{size}", SerialCommunicator()).state["model"]
+
+
+def test_a_world_keeps_its_size_and_bits_while_there_are_spares_and_shrinks_then(tmp_path):
+    """The spare of the first run is never needed; the second loses its ranks 0 and 1."""
+    whole, lost = tmp_path / "whole", tmp_path / "lost"
+    whole.mkdir()
+    lost.mkdir()
+    ends, _ = launched(whole, [], num_ranks=3, spares=1)
+    assert sorted(ends) == [0, 1, 2]
+    ends, said = launched(lost, [(0, 4, 0), (1, 10, 0)], num_ranks=3, spares=1)
+    assert sorted(ends) == [2, 3]
+    check(ends)
+    assert ends[3]["sizes"] == [3, 3, 2]
+    assert "rank 0 of 3 died; the 2 that are left go on, with 1 of the spares" in said
+    expected, found = saved(whole, 9, 3), saved(lost, 9, 3)
+    assert {*expected} == {*found}
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+PROGRAM = """
+import os, signal, threading, time
+from pathlib import Path
+from mpi4py import MPI
+import hpctrain as hvd
+from hpctrain import elastic
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def wait_and_die():
+    while not Path('here').exists():
+        time.sleep(0.02)
+    time.sleep(0.2)
+    die()
+
+def is_spare():
+    return not hvd.current().is_first
+
+def check_mpi():
+    ours = hvd.current().ranks.Dup()
+    assert ours.allreduce(1) == hvd.size()
+    ours.Free()
+    if is_spare(): MPI.COMM_WORLD.barrier()
+
+hvd.init()
+number = MPI.COMM_WORLD.rank
+BEFORE
+
+@elastic.run
+def train(state):
+    INSIDE
+    while state.step < 6:
+        state.step += 1
+        if state.step == 3 and number == 1:
+            die()
+        hvd.barrier()
+        state.commit()
+
+train(elastic.ObjectState(step=0))
+AFTER
+"""
+RULE = "with --spares nothing but DistributedOptimizer communicates before elastic.run"
+REFUSED = {
+    "a named operation": {"before": "if is_spare(): hvd.barrier()", "said": RULE},
+    "a call": {
+        "before": "if is_spare(): hvd.current().comm.barrier()",
+        "said": "ranks must make the same calls",
+    },
+    "twice": {
+        "before": "number = 0",
+        "after": "train(elastic.ObjectState(step=0))",
+        "said": "leave --spares out; got barrier",
+    },
+    "process sets": {
+        "before": "hvd.init(process_sets=[hvd.ProcessSet([0])])",
+        "said": "add_process_set",
+    },
+    "no state": {
+        "before": "if is_spare(): Path('here').touch(); time.sleep(1)",
+        "inside": "number or threading.Thread(target=wait_and_die, daemon=True).start()",
+        "said": "all ranks that had the state are lost, and 1 are left",
+    },
+    "a call of mpi4py": {
+        "inside": "check_mpi()",
+        "said": "if is_spare(): MPI.COMM_WORLD.barrier()",
+    },
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_a_spare_cannot_do_ends_all_ranks(tmp_path, what):
+    program = PROGRAM
+    for place in ("before", "inside", "after"):
+        program = program.replace(place.upper(), REFUSED[what].get(place, ""))
+    file = tmp_path / "program.py"
+    file.write_text(program)
+    line = [*preload.python(), "-m", "hpctrain", "launch", "-n", 2, "--recover", "--spares", 1]
+    # Where a spare alone has an error it ends the launcher, which is no parent of what is forked.
+    python = [sys.executable] if what == "a named operation" else preload.python()
+    done = ended([*line, "--", *python, file], timeout=60, cwd=tmp_path)
+    assert done.returncode not in (0, 124), done.stderr
+    assert REFUSED[what]["said"] in done.stderr
+    assert "all ranks have come to their end" not in done.stderr
