@@ -9,7 +9,13 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from hpctrain.core.errors import CommError, ConfigError, MismatchError, NodeMemoryError
+from hpctrain.core.errors import (
+    CommError,
+    ConfigError,
+    MismatchError,
+    NodeMemoryError,
+    ReplicaError,
+)
 from tests.gradients.training import (
     EVERY_SIZE,
     LAST,
@@ -216,17 +222,19 @@ def test_a_gradient_of_no_samples_is_not_read(hvd, world, make):
 
 @MANY
 @LAST
-def test_a_method_that_was_not_settled_is_warned_of_at_the_end(hvd, caplog):
-    for settles in (True, False):
-        model = make_model()
-        optimizer = sgd(model)
-        method = hvd.StaleSynchronous(model, optimizer)
-        train(hvd, model, optimizer, 0, 2)
-        if settles:
-            method.settle()
-    with caplog.at_level("WARNING"):
+@pytest.mark.parametrize("what", ["settled", "same steps", "leaves early"])
+def test_ranks_that_end_with_different_values_are_an_error_on_all(hvd, world, what):
+    model = make_model()
+    optimizer = sgd(model)
+    method = hvd.StaleSynchronous(model, optimizer)
+    train(hvd, model, optimizer, 0, 1 if what == "leaves early" and hvd.rank() == 0 else 2)
+    if what == "settled":
+        method.settle()
         hvd.shutdown()
-    assert [r.getMessage()[:32] for r in caplog.records] == ["StaleSynchronous was not settled"]
+        return
+    found = "the number of steps" if what == "leaves early" else "0.weight"
+    with pytest.raises(ReplicaError, match=f"{found} of StaleSynchronous, whose block .*rank 0"):
+        hvd.shutdown()
 
 
 @MANY
@@ -348,8 +356,8 @@ def test_what_cannot_be_is_refused_at_the_start(hvd, world):
     model = make_model()
     plain = sgd(model)
     for arguments, match in (
-        ({"staleness": -1}, "at least 0"),
-        ({"staleness": True}, "at least 0"),
+        ({"staleness": -1}, "from 0 on"),
+        ({"staleness": True}, "from 0 on"),
         ({"servers": 2}, "leaves a worker"),
         ({"servers": [0, 0]}, "each once"),
         ({"servers": [5]}, "each once"),
