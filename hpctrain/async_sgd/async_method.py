@@ -31,7 +31,7 @@ from hpctrain.core.errors import CommError, ConfigError
 from hpctrain.gradients.checked_steps import check_over
 from hpctrain.gradients.sample_count import check_count
 from hpctrain.gradients.step_check import Opening
-from hpctrain.runtime import world
+from hpctrain.runtime import recovery, world
 from hpctrain.runtime.process_sets import global_process_set
 from hpctrain.runtime.rebuild import Stage
 
@@ -71,7 +71,8 @@ class AsyncMethod(CommonBlock):
         here, name = world.current(), type(self).__name__
         self.model, self.optimizer = model, optimizer
         self.comm, self._presence = here.comm, here.presence
-        self._is_compared = here.settings.check_weights != "off"
+        self.is_compared = here.settings.check_weights != "off"
+        """Whether ranks that end with different values, and did not settle, are an error."""
         with agreed(self.comm, ConfigError):
             require_servable(name, model, optimizer)
             if curvature is not None:
@@ -101,7 +102,14 @@ class AsyncMethod(CommonBlock):
             "build the same model, optimizer and method on every rank",
         )
         broadcast_parameters(model.state_dict())
-        self._connect(make_server)
+        self._connect()
+        self._server: ParameterServer | None = None
+        if self.comm.rank in self.servers:
+            both = self._layout, self._slots
+            self._server = make_server(self._messages, *both, self._roles, self.server_optimizer)
+        self._load()
+        if self._server is not None:
+            self._server.start()
         around = self._begin_step, self._end_step
         self._hooks = StepHooks(name, optimizer, parameters, *around, hides=not self._steps_here)
 
@@ -158,7 +166,6 @@ class AsyncMethod(CommonBlock):
         self._before_settle()
         self._clock = self._ask(Settle(where), takes=takes)[0].clock
         self._is_settled = True
-        self.comm.barrier()  # nobody steps on while others read
 
     def finish(self, *, ends: bool = False) -> None:
         """Settle, and average buffers such as running means over the workers. Collective."""
@@ -259,41 +266,59 @@ class AsyncMethod(CommonBlock):
     def _push(self, weight: float, gradients: Sequence[Tensor | None], *, reads: bool) -> int:
         """Send gradients at this clock, which they end; return their staleness."""
         slot = self._clock % self._num_slots
-        self._layout.fill(self._slots.of(self.comm.rank, slot), gradients)
         has = bytes(grad is not None for grad in gradients)
         groups = self.server_optimizer.param_groups
         settings: Settings = [{k: v for k, v in g.items() if k != "params"} for g in groups]
         answers = self._ask(
-            Push(self._clock, slot, weight, has, settings, reads, self._is_counted)
+            Push(self._clock, slot, weight, has, settings, reads, self._is_counted), gradients
         )
         self._clock += 1
         staleness = max(answer.staleness for answer in answers)
         self._histogram.add(staleness, (float(one["lr"]) for one in settings))
         return staleness
 
-    def _ask(self, request: Push | Read | Settle, *, takes: bool = True) -> list[Answer]:
+    def _ask(
+        self,
+        request: Push | Read | Settle,
+        gradients: Sequence[Tensor | None] = (),
+        *,
+        takes: bool = True,
+    ) -> list[Answer]:
         """Ask all servers, and take the values in their answers; raise what has failed there."""
-        answers: dict[int, Answer] = {}
+        while True:
+            try:
+                if isinstance(request, Push):
+                    self._layout.fill(self._slots.of(self.comm.rank, request.slot), gradients)
+                answers = self._answers(request)
+                if takes and all(answer.has_values for answer in answers):
+                    self._layout.take(self._slots.of(self.comm.rank, VALUES))
+                self._note_values()
+                if isinstance(request, Settle):
+                    self.comm.barrier()  # nobody steps on while others read
+            except Exception as error:
+                self._go_on(error)
+            else:
+                return answers
+
+    def _answers(self, request: Push | Read | Settle) -> list[Answer]:
+        came: dict[int, Answer] = {}
         values = self._slots.of(self.comm.rank, VALUES)
 
         def done() -> bool:
             for source, answer, tensors in self._messages.replies.receive():
-                answers[source] = answer
+                came[source] = answer
                 self._error = self._error or answer.error
                 own = self._layout.parts(values, self.servers.index(source)) if tensors else ()
                 for place, tensor in zip(own, tensors, strict=True):
                     place.copy_(tensor)
-            return self._error is not None or len(answers) == len(self.servers)
+            return self._error is not None or len(came) == len(self.servers)
 
         if self._error is None:
             self._send(request)
             self.waited_s += self._messages.wait(done)
         if self._error is not None:
             raise self._error
-        if takes and all(answer.has_values for answer in answers.values()):
-            self._layout.take(values)
-        self._note_values()
-        return [*answers.values()]
+        return [*came.values()]
 
     def _send(self, request: Push | Read | Settle) -> None:
         for number, rank in enumerate(self.servers):
@@ -305,8 +330,8 @@ class AsyncMethod(CommonBlock):
 
     # -- servers --------------------------------------------------------------------------------
 
-    def _connect(self, make_server: Callable[..., ParameterServer]) -> None:
-        """Make memory and messages, and start this rank's server. Collective."""
+    def _connect(self) -> None:
+        """Make memory and messages. Collective."""
         from hpctrain.comm.direct_messages import DirectMessages  # noqa: PLC0415 - needs MPI
 
         here, rank = world.current(), self.comm.rank
@@ -317,14 +342,32 @@ class AsyncMethod(CommonBlock):
         if here.ranks is not None and presence is not None:
             self._messages = DirectMessages(here.ranks, presence.check, limit_s)
             check_over(here.sets.communicator(global_process_set)).enter(self)
-        self._server: ParameterServer | None = None
-        if rank in self.servers:
-            both = self._layout, self._slots
-            self._server = make_server(self._messages, *both, self._roles, self.server_optimizer)
-        self._load()
-        if self._server is not None:
-            self._server.start()
         here.rebuild.register(Stage.HOLDERS, close=self._disconnect)
+
+    def _go_on(self, error: Exception) -> None:
+        """Go on without lost ranks where the world recovers, and they had no part of the model.
+
+        Collective over those that are left; raises the ``error`` where that cannot be.
+        """
+        if len(self.servers) == self.comm.size:
+            raise error
+
+        def allows(lost: list[int]) -> bool:
+            return not {*self.servers} & {*lost} and not {*self.workers} <= {*lost}
+
+        lost = recovery.survive(error, allows)
+        here, left = world.current(), [r for r in range(self.comm.size) if r not in lost]
+        numbers = {rank: number for number, rank in enumerate(left)}
+        if self._server is not None:
+            self._server.stop()
+        self.comm, self._presence = here.comm, here.presence
+        self.servers = [numbers[rank] for rank in self.servers]
+        self.workers = [numbers[rank] for rank in self.workers if rank in numbers]
+        self._roles = Roles(self.comm.rank, self.comm.size, self.servers, self.workers)
+        self._enter_again()
+        self._connect()
+        if self._server is not None:
+            self._server.move(self._messages, self._slots, self._roles, numbers)
 
     def _disconnect(self) -> None:
         self._hooks.remove()
@@ -363,7 +406,7 @@ class AsyncMethod(CommonBlock):
 
     def left(self) -> dict[str, str]:
         """Return what ranks have that did not settle, and that must be alike; not collective."""
-        if self._is_settled or not self._is_compared:
+        if self._is_settled or not self.is_compared:
             return {}
         name = type(self).__name__
         how = f"{name}, whose block has not ended by `with` nor by settle() on all ranks"

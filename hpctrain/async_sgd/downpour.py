@@ -1,7 +1,7 @@
 """``AsyncSGD`` and ``Downpour``: servers apply each gradient as it comes."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from hpctrain.async_sgd.async_method import AsyncMethod
 from hpctrain.async_sgd.requirements import Servers, bound_of, require_positive
-from hpctrain.async_sgd.server import ParameterServer, Push, Read
+from hpctrain.async_sgd.server import ParameterServer, Push, Read, renumbered
 from hpctrain.compress.codec import require_count
 
 _OF_SERVER = "server_"  # begins the names of what servers keep, in the optimizer's state
@@ -251,6 +251,12 @@ class ImmediateServer(ParameterServer):
         self._seen[source] = self._updates_of_others(source)
         self._copy_to(out)
         return self._staleness[source]
+
+    def _renumber(self, numbers: Mapping[int, int]) -> None:
+        for counts in (self._num_updates, self._seen, self._staleness):
+            left = renumbered(counts, numbers)
+            counts.clear()
+            counts.update(left)
 
     def _updates_of_others(self, worker: int) -> int:
         return self._num_updates.total() - self._num_updates[worker]

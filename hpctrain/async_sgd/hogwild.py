@@ -60,7 +60,9 @@ class Hogwild(CommonBlock):
         with agreed(self._comm, ConfigError):
             require_hookable("Hogwild", model, optimizer)
             self._check(here.topology.num_nodes)
-        self._names = {p: name for name, p in model.named_parameters() if p.requires_grad}
+        self._names: dict[Tensor, str] = {
+            p: name for name, p in model.named_parameters() if p.requires_grad
+        }
         lines = [f"{name} {tuple(p.shape)} {p.dtype}" for p, name in self._names.items()]
         require_equal(self._comm, [*lines, str(counts)], "parameters")
         broadcast_parameters(model.state_dict())

@@ -124,6 +124,30 @@ class ParameterServer(ABC):
         if self._thread.is_alive():
             self._thread.join()
 
+    def move(
+        self,
+        messages: "DirectMessages | OwnMessages",
+        slots: Slots,
+        roles: Roles,
+        numbers: Mapping[int, int],
+    ) -> None:
+        """Serve in a world of those that are left, who ask again what they have asked last.
+
+        ``numbers`` are those of today, by those in the world before; what the others have told
+        and what has not been stepped by is dropped. Once nobody asks.
+        """
+        self._messages, self._slots, self._roles = messages, slots, roles
+        self._clocks = renumbered(self._clocks, numbers)
+        self._waiting.clear()
+        self._settled.clear()
+        self._inbox.clear()
+        self._is_stopped = False
+        self._thread = threading.Thread(target=self._run, name="hpctrain-server", daemon=True)
+        self._renumber(numbers)
+        with torch.no_grad():
+            self._after_clock()
+        self.start()
+
     # -- its state, for the rank it is on while nobody asks anything ----------------------------
 
     @torch.no_grad()
@@ -187,7 +211,11 @@ class ParameterServer(ABC):
             if len(self._settled) == self._roles.size:
                 self._settle()
         else:
-            clock = self._clocks[source] = request.clock + 1
+            clock = request.clock + 1
+            if self._clocks[source] == clock:  # asked again, in the world of those that are left
+                self._waiting[source] = clock
+                return
+            self._clocks[source] = clock
             self._last_clock = max(self._last_clock, clock)
             if source in self._slots:
                 whole = self._slots.of(source, request.slot)
@@ -250,6 +278,10 @@ class ParameterServer(ABC):
         """Forget what belongs to the steps before this one; all ranks read values next."""
         del clock
 
+    @abstractmethod
+    def _renumber(self, numbers: Mapping[int, int]) -> None:
+        """Keep what workers have told that are left, by their numbers of today."""
+
     # -- steps --------------------------------------------------------------------------------
 
     def _step(self, pushes: Sequence[Push], settings: Settings, num_missing: int = 0) -> bool:
@@ -291,8 +323,22 @@ class ParameterServer(ABC):
             copied.copy_(part)
 
 
+class OwnChannel(list[Message]):
+    """Messages of one kind, of the only rank of a world to itself."""
+
+    def send(self, to: int, content: object, tensors: Sequence[Tensor] = ()) -> None:
+        """Send one."""
+        self.append(Message(to, content, tensors))
+
+    def receive(self) -> list[Message]:
+        """Return what has come."""
+        came = self[:]
+        self.clear()
+        return came
+
+
 class OwnMessages:
-    """Messages of the only rank of a world to itself: its server works while it waits."""
+    """What ``DirectMessages`` are in a world of one: its server works while the rank waits."""
 
     def __init__(self) -> None:
         """Begin with none."""
@@ -309,21 +355,9 @@ class OwnMessages:
         """Hold nothing."""
 
 
-class OwnChannel:
-    """Messages of one kind, of a rank to itself."""
-
-    def __init__(self) -> None:
-        """Begin with none."""
-        self._sent: list[Message] = []
-
-    def send(self, to: int, content: object, tensors: Sequence[Tensor] = ()) -> None:
-        """Send one."""
-        self._sent.append(Message(to, content, tensors))
-
-    def receive(self) -> list[Message]:
-        """Return what has come."""
-        came, self._sent = self._sent, []
-        return came
+def renumbered(values: Mapping[int, Any], numbers: Mapping[int, int]) -> dict[int, Any]:
+    """Return values by the rank of today, of those ranks that are left."""
+    return {numbers[rank]: value for rank, value in values.items() if rank in numbers}
 
 
 def _weighted(one: Push, block: int) -> Tensor:

@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from hpctrain.async_sgd.async_method import AsyncMethod
 from hpctrain.async_sgd.requirements import Servers
-from hpctrain.async_sgd.server import ParameterServer, Push, copied
+from hpctrain.async_sgd.server import ParameterServer, Push, copied, renumbered
 from hpctrain.compress.codec import require_count
 from hpctrain.core.errors import MismatchError, NodeMemoryError
 
@@ -144,6 +144,10 @@ class ClockedServer(ParameterServer):
     def _begin(self, clock: int) -> None:
         self._applied = clock
         self._told.clear()
+
+    def _renumber(self, numbers: Mapping[int, int]) -> None:
+        told = {clock: renumbered(told, numbers) for clock, told in self._told.items()}
+        self._told = defaultdict(dict, {clock: left for clock, left in told.items() if left})
 
     def _apply(self, clock: int, num_missing: int) -> None:
         pushes = [push for _, push in sorted(self._told[clock].items())]
