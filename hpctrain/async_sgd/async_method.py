@@ -103,13 +103,7 @@ class AsyncMethod(CommonBlock):
         )
         broadcast_parameters(model.state_dict())
         self._connect()
-        self._server: ParameterServer | None = None
-        if self.comm.rank in self.servers:
-            both = self._layout, self._slots
-            self._server = make_server(self._messages, *both, self._roles, self.server_optimizer)
-        self._load()
-        if self._server is not None:
-            self._server.start()
+        self._start_server(make_server)
         around = self._begin_step, self._end_step
         self._hooks = StepHooks(name, optimizer, parameters, *around, hides=not self._steps_here)
 
@@ -343,6 +337,15 @@ class AsyncMethod(CommonBlock):
             self._messages = DirectMessages(here.ranks, presence.check, limit_s)
             check_over(here.sets.communicator(global_process_set)).enter(self)
         here.rebuild.register(Stage.HOLDERS, close=self._disconnect)
+
+    def _start_server(self, make_server: Callable[..., ParameterServer]) -> None:
+        self._server: ParameterServer | None = None
+        if self.comm.rank in self.servers:
+            both = self._layout, self._slots
+            self._server = make_server(self._messages, *both, self._roles, self.server_optimizer)
+        self._load()
+        if self._server is not None:
+            self._server.start()
 
     def _go_on(self, error: Exception) -> None:
         """Go on without lost ranks where the world recovers, and they had no part of the model.

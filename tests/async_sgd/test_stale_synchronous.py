@@ -228,7 +228,7 @@ def test_a_gradient_of_no_samples_is_not_read(hvd, world, make):
 @LAST
 @ONE_NODE
 @pytest.mark.parametrize("what", ["settled", "same steps", "leaves early"])
-def test_ranks_that_end_with_different_values_are_an_error_on_all(hvd, world, what):
+def test_ranks_that_end_with_different_values_are_an_error_on_all(hvd, what):
     model = make_model()
     optimizer = sgd(model)
     method = hvd.StaleSynchronous(model, optimizer)
