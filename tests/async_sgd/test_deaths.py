@@ -79,11 +79,15 @@ name, dying, alone = sys.argv[1], int(sys.argv[2]), hvd.rank()
 model = torch.nn.Linear(4, 1, bias=False).double()
 torch.nn.init.zeros_(model.weight)
 optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-options = {"AsyncSGD": {"staleness_aware": False}, "Downpour": {"rate": 1.0}}.get(name, {})
+options = {
+    "AsyncSGD": {"staleness_aware": False, "most_ahead": 1},
+    "Downpour": {"rate": 1.0, "most_ahead": 1},
+}.get(name, {})
 with getattr(hvd, name)(model, optimizer, servers=1, **options) as method:
     for step in range(20 if method.is_worker else 0):
         time.sleep(0.01)
         if step == 5 and alone == dying:
+            time.sleep(0.3)  # the others have told their gradients, and wait at the bound
             os.kill(os.getpid(), signal.SIGKILL)
         model.weight.grad = torch.zeros_like(model.weight)
         model.weight.grad[0, alone] = -1.0
