@@ -54,7 +54,7 @@ class StaleSynchronous(AsyncMethod):
             optimizer: a plain one of torch that steps every element by itself, with the same
                 settings on every rank in each step. Its state lies on the servers.
             staleness: steps that a worker may be ahead of the slowest one. Each rank has so many
-                gradients and two more in node memory.
+                gradients and one more in node memory, and the values.
             servers: None for all ranks, each of which has a part of the parameters and works,
                 too; a number of dedicated ranks, the last ones; or a list of them.
             curvature: largest eigenvalue of the Hessian, if known: then a warning says where the
