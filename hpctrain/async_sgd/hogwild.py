@@ -151,7 +151,7 @@ class Hogwild(CommonBlock):
     @torch.no_grad()
     def _on_step(self) -> None:
         if self._presence is not None:
-            self._presence.check()  # a loop that waits for nobody learns of a lost rank here
+            self._presence.check(())  # who waits for nobody learns here of one that died
         self._check_settings()
         for group in self.optimizer.param_groups:
             for p in group["params"]:
