@@ -58,7 +58,7 @@ print("whole", flush=True)
     [
         pytest.param("StaleSynchronous", "kill", 1, marks=pytest.mark.conformance),
         ("StaleSynchronous", "server, kill", 0),
-        ("AsyncSGD", "exit", 1),
+        pytest.param("AsyncSGD", "exit", 1, marks=pytest.mark.conformance),
         pytest.param("AsyncSGD", "kill", 1, marks=pytest.mark.conformance),
         pytest.param("StaleSynchronous", "raise", 1, marks=pytest.mark.conformance),
     ],

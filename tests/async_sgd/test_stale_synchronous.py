@@ -411,7 +411,7 @@ def test_what_cannot_be_is_refused_at_the_start(hvd, world):
     method.close()
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(3)
 @LAST
 @ONE_NODE
 @pytest.mark.parametrize("what", ["values", "state", "end", "close", "settle"])
