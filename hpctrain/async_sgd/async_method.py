@@ -1,8 +1,7 @@
 """The base of methods whose workers go by the values of parameter servers."""
 
-import logging
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,31 +9,31 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hpctrain.async_sgd.client import ParameterClient
-from hpctrain.async_sgd.layout import Buffers, ParameterLayout
-from hpctrain.async_sgd.requirements import (
-    Servers,
-    claim,
-    dedicated_servers,
-    release,
-    require_model,
-    require_positive,
-    require_servable,
-    require_unclaimed,
+from hpctrain.async_sgd.layout import VALUES, ParameterLayout, Slots
+from hpctrain.async_sgd.requirements import Roles, Servers, require_positive, require_servable
+from hpctrain.async_sgd.server import (
+    Answer,
+    OwnMessages,
+    ParameterServer,
+    Push,
+    Read,
+    Settings,
+    Settle,
 )
-from hpctrain.async_sgd.server import Answer, ParameterServer, Push, Settings, Settle
 from hpctrain.async_sgd.staleness import StalenessHistogram
+from hpctrain.async_sgd.step_hooks import StepHooks
+from hpctrain.checkpoint.format.state_hash import value_hashes
 from hpctrain.collectives.parameters import broadcast_parameters
 from hpctrain.comm.agreement import agreed, require_equal
 from hpctrain.comm.common_block import CommonBlock
 from hpctrain.comm.eager import eager
-from hpctrain.core.errors import ConfigError
-from hpctrain.gradients.optimizer import METHOD_MARK, require_plain
+from hpctrain.core.errors import CommError, ConfigError
+from hpctrain.gradients.checked_steps import check_over
 from hpctrain.gradients.sample_count import check_count
-from hpctrain.runtime import world
+from hpctrain.gradients.step_check import Opening
+from hpctrain.runtime import recovery, world
+from hpctrain.runtime.process_sets import global_process_set
 from hpctrain.runtime.rebuild import Stage
-
-_LOG = logging.getLogger(__name__)
 
 
 class AsyncMethod(CommonBlock):
@@ -48,7 +47,7 @@ class AsyncMethod(CommonBlock):
     Values and optimizer state of the parameters lie on the servers, each of which is a thread
     beside the training on its rank. Parameters that change outside of ``step()`` are an error at
     the next one, or at the end, unless ``reload`` gives them to the servers; but what is written
-    in place through ``.data`` is lost. In a world of one all this is the plain loop.
+    in place through ``.data`` is lost. In a world of one the rank is its own server, in turn.
     """
 
     def __init__(  # noqa: PLR0913 - what methods differ in
@@ -56,42 +55,45 @@ class AsyncMethod(CommonBlock):
         model: nn.Module,
         optimizer: Optimizer,
         *,
+        make_server: Callable[..., ParameterServer],
         servers: Servers,
         curvature: float | None,
         alike: Mapping[str, object],
         num_slots: int = 1,
-        server_optimizer: Optimizer | None = None,
+        server_optimizer: Callable[[list[Tensor]], Optimizer] | None = None,
     ) -> None:
         """Give all ranks the model of rank 0, start the servers and hook the optimizer.
 
         Collective. ``alike`` are arguments that are the same on every rank, by name;
-        ``num_slots`` gradients of a worker are under way at once; servers step as
-        ``server_optimizer``, where that is another one.
+        ``num_slots`` gradients of a worker are under way at once; servers step as what
+        ``server_optimizer`` makes of the parameters, where that is another one.
         """
-        here = world.current()
+        here, name = world.current(), type(self).__name__
         self.model, self.optimizer = model, optimizer
-        self.server_optimizer = server_optimizer or optimizer
-        """Whose step servers take, and where its state is while it is here."""
         self.comm, self._presence = here.comm, here.presence
+        self.is_compared = here.settings.check_weights != "off"
+        """Whether ranks that end with different values, and did not settle, are an error."""
         with agreed(self.comm, ConfigError):
-            self._check()
+            require_servable(name, model, optimizer)
             if curvature is not None:
                 require_positive("curvature", curvature)
-            dedicated = dedicated_servers(servers, self.comm.size)
-        self.servers = dedicated or [*range(self.comm.size)]
+            self._roles = Roles.of(servers, self.comm.rank, self.comm.size)
+        self.servers = self._roles.servers
         """Ranks that have a part of the parameters."""
-        self.workers = [r for r in range(self.comm.size) if r not in dedicated]
+        self.workers = self._roles.workers
         """Ranks that take steps."""
         self.waited_s = 0.0  # seconds in which the last step waited for servers
         self._histogram = StalenessHistogram(curvature)
         self._samples, self._is_counted = (1.0, 1.0), False
-        self._clock, self._num_slots = 0, num_slots
-        self._kept: list[Tensor | None] = []
-        self._ending = _Ending(type(self).__name__)
+        self._clock, self._num_slots, self._is_settled = 0, num_slots, True
         self._known: list[tuple[int, int]] = []  # what parameters were when servers gave them
-        self._names = {id(p): name for name, p in model.named_parameters()}
-        self._client: ParameterClient | None = None
+        self._error: CommError | None = None  # of a server
         self._layout = ParameterLayout(optimizer, len(self.servers))
+        names = {id(p): text for text, p in model.named_parameters()}
+        self._names = [names[id(p)] for p in self._layout.parameters]
+        parameters = self._layout.parameters
+        self.server_optimizer = server_optimizer(parameters) if server_optimizer else optimizer
+        """Whose step servers take, and where its state is while it is here."""
         self._take_state()
         require_equal(
             self.comm,
@@ -100,14 +102,10 @@ class AsyncMethod(CommonBlock):
             "build the same model, optimizer and method on every rank",
         )
         broadcast_parameters(model.state_dict())
-        if self.comm.size > 1:
-            self._connect()
-        self._hooks = [
-            optimizer.register_step_pre_hook(self._on_step),
-            optimizer.register_step_post_hook(lambda *_: self._after_step()),
-        ]
-        setattr(optimizer, METHOD_MARK, type(self).__name__)
-        claim(type(self).__name__, self._layout.parameters)
+        self._connect()
+        self._start_server(make_server)
+        around = self._begin_step, self._end_step
+        self._hooks = StepHooks(name, optimizer, parameters, *around, hides=not self._steps_here)
 
     # -- for the training loop ------------------------------------------------------------------
 
@@ -139,8 +137,7 @@ class AsyncMethod(CommonBlock):
             ConfigError: they are not valid.
         """
         check_count(num_samples, nominal)
-        self._samples = (num_samples, nominal)
-        self._is_counted = True
+        self._samples, self._is_counted = (num_samples, nominal), True
 
     def skip_step(self) -> None:
         """Take a step that counts for nothing, in the place of ``optimizer.step()``."""
@@ -156,18 +153,13 @@ class AsyncMethod(CommonBlock):
             MismatchError: another rank has come to another place; on every rank.
             ConfigError: parameters were written to outside of ``step()``; see ``reload``.
         """
-        if self._client is not None:
-            self._require_untouched()
-            self._settle(where)
+        self._require_untouched()
+        self._settle(where)
 
-    def _settle(self, where: str) -> None:
-        assert self._client is not None
+    def _settle(self, where: str, *, takes: bool = True) -> None:
         self._before_settle()
-        answers = self._client.ask(Settle(where))
-        self._clock = answers[0].clock
-        self._ending.is_settled = True
-        self._note_values()
-        self.comm.barrier()  # nobody steps on while others read
+        self._clock = self._ask(Settle(where), takes=takes)[0].clock
+        self._is_settled = True
 
     def finish(self, *, ends: bool = False) -> None:
         """Settle, and average buffers such as running means over the workers. Collective."""
@@ -192,40 +184,23 @@ class AsyncMethod(CommonBlock):
         try:
             yield
         finally:
-            if self._client is not None:
-                self._forget_state()
+            self._forget_state()
 
     def reload(self) -> None:
         """Let servers take over what model and optimizer have now, as after loading. Collective.
 
         Every rank has loaded both. A method that is made after loading does so by itself.
         """
-        if self._client is None:
-            return
         self._take_state()
-        before = [p.detach().clone() for p in self._layout.parameters]
-        state = dict(self.server_optimizer.state)
-        self._settle("reload()")
-        with torch.no_grad():
-            for p, value in zip(self._layout.parameters, before, strict=True):
-                p.copy_(value)
-        self.server_optimizer.state.update(state)
-        self._note_values()
-        if self._client.own is not None:
-            self._client.own.load(self.server_optimizer)
-        self._on_load()
-        self._forget_state()
+        self._settle("reload()", takes=False)
+        self._load()
         self.comm.barrier()
 
     def close(self) -> None:
         """Remove the hooks. Not collective; the servers end with the world."""
-        if self._hooks:
-            delattr(self.optimizer, METHOD_MARK)
-            release(self._layout.parameters)
-            if self._client is not None and not self._ending.is_settled:
-                self._client.leave()
-        while self._hooks:
-            self._hooks.pop().remove()
+        if self._hooks.are_on and not self._is_settled:
+            self._send(Settle("close()"))
+        self._hooks.remove()
 
     def _steps_begun(self) -> int:
         return self._clock
@@ -235,16 +210,13 @@ class AsyncMethod(CommonBlock):
         self._gather_state()
 
     def _leave_block(self, error: BaseException | None) -> None:
-        self._ending.is_settled |= error is not None  # the others hear of the error
+        self._is_settled |= error is not None  # the others hear of the error
         self.close()
 
     # -- what methods differ in -----------------------------------------------------------------
 
     _steps_here = False
     """Whether the optimizer takes its step on this rank, too, before servers are asked."""
-
-    def _make_server(self, *args: Any, **options: Any) -> ParameterServer:
-        raise NotImplementedError
 
     def _exchange(self, weight: float, gradients: Sequence[Tensor | None]) -> None:
         """Do what is due in a step, at this clock, and count it."""
@@ -259,157 +231,170 @@ class AsyncMethod(CommonBlock):
     def _take_state(self) -> None:
         """Do the reverse, before servers load."""
 
-    def _on_load(self) -> None:
-        """Do what is due once this rank's server has loaded a state."""
-
     # -- steps ----------------------------------------------------------------------------------
 
-    @eager
-    def _on_step(self, optimizer: Optimizer, args: Sequence[Any], kwargs: Any) -> None:
-        require_plain(type(self).__name__, self.optimizer)
-        if kwargs.get("closure") or len(args) > 1:
-            raise ConfigError(
-                f"{type(self).__name__} sends the gradients that there are before step(), and "
-                f"takes no closure; call backward() before step()"
-            )
-        if self._client is None:
-            return
-        self._layout.require_same(optimizer)
+    def _begin_step(self) -> None:
+        self._layout.require_same(self.optimizer)
         self._require_untouched()
         if not self._steps_here:
-            self._kept = self._step_by_gradients()
-            for p in self._layout.parameters:  # an optimizer without gradients does nothing
-                p.grad = None
-
-    @eager
-    def _after_step(self) -> None:
-        if self._steps_here and self._client is not None:
             self._step_by_gradients()
-        for p, grad in zip(self._layout.parameters, self._kept, strict=bool(self._kept)):
-            p.grad = grad
-        self._kept = []
 
-    def _step_by_gradients(self) -> list[Tensor | None]:
-        found = [p.grad for p in self._layout.parameters]
+    def _end_step(self) -> None:
+        if self._steps_here:
+            self._step_by_gradients()
+
+    def _step_by_gradients(self) -> None:
         num_samples, nominal = self._samples
-        self._step(found, num_samples / nominal)
-        return found
+        self._step([p.grad for p in self._layout.parameters], num_samples / nominal)
 
     def _step(self, gradients: Sequence[Tensor | None], weight: float) -> None:
-        if self._client is None:
-            return
         if not self.is_worker:
             raise ConfigError(
                 f"rank {self.comm.rank} is a dedicated server and takes no steps, workers are "
                 f"{self.workers}; write `if method.is_worker:` before the loop, inside the block"
             )
-        before = self._client.waited_s
-        self._ending.is_settled = False
+        self.waited_s, self._is_settled = 0.0, False
         self._exchange(weight, gradients)
         self._note_values()
-        self.waited_s = self._client.waited_s - before
 
     def _push(self, weight: float, gradients: Sequence[Tensor | None], *, reads: bool) -> int:
         """Send gradients at this clock, which they end; return their staleness."""
-        assert self._client is not None
         slot = self._clock % self._num_slots
-        self._layout.fill(self._buffers.gradient(slot), gradients)
         has = bytes(grad is not None for grad in gradients)
-        answers = self._client.push(
-            Push(
-                self._clock,
-                slot,
-                weight,
-                has,
-                self._settings(),
-                reads=reads,
-                is_counted=self._is_counted,
-            )
+        groups = self.server_optimizer.param_groups
+        settings: Settings = [{k: v for k, v in g.items() if k != "params"} for g in groups]
+        answers = self._ask(
+            Push(self._clock, slot, weight, has, settings, reads, self._is_counted), gradients
         )
         self._clock += 1
-        return self._count(answers)
-
-    def _count(self, answers: Sequence[Answer]) -> int:
         staleness = max(answer.staleness for answer in answers)
-        self._histogram.add(staleness, (float(one["lr"]) for one in self._settings()))
+        self._histogram.add(staleness, (float(one["lr"]) for one in settings))
         return staleness
 
-    def _settings(self) -> Settings:
-        groups = self.server_optimizer.param_groups
-        return [{k: v for k, v in group.items() if k != "params"} for group in groups]
+    def _ask(
+        self,
+        request: Push | Read | Settle,
+        gradients: Sequence[Tensor | None] = (),
+        *,
+        takes: bool = True,
+    ) -> list[Answer]:
+        """Ask all servers, and take the values in their answers; raise what has failed there."""
+        while True:
+            try:
+                if isinstance(request, Push):
+                    self._layout.fill(self._slots.of(self.comm.rank, request.slot), gradients)
+                answers = self._answers(request)
+                if takes and all(answer.has_values for answer in answers):
+                    self._layout.take(self._slots.of(self.comm.rank, VALUES))
+                self._note_values()
+                if isinstance(request, Settle):
+                    self.comm.barrier()  # nobody steps on while others read
+            except Exception as error:
+                self._go_on(error)
+            else:
+                return answers
+
+    def _answers(self, request: Push | Read | Settle) -> list[Answer]:
+        came: dict[int, Answer] = {}
+        values = self._slots.of(self.comm.rank, VALUES)
+
+        def done() -> bool:
+            for source, answer, tensors in self._messages.replies.receive():
+                came[source] = answer
+                self._error = self._error or answer.error
+                own = self._layout.parts(values, self.servers.index(source)) if tensors else ()
+                for place, tensor in zip(own, tensors, strict=True):
+                    place.copy_(tensor)
+            return self._error is not None or len(came) == len(self.servers)
+
+        if self._error is None:
+            self._send(request)
+            self.waited_s += self._messages.wait(done)
+        if self._error is not None:
+            raise self._error
+        return [*came.values()]
+
+    def _send(self, request: Push | Read | Settle) -> None:
+        for number, rank in enumerate(self.servers):
+            parts: Sequence[Tensor] = ()
+            if isinstance(request, Push) and rank not in self._slots:
+                whole = self._slots.of(self.comm.rank, request.slot)
+                parts = self._layout.parts(whole, number)
+            self._messages.requests.send(rank, request, parts)
 
     # -- servers --------------------------------------------------------------------------------
 
     def _connect(self) -> None:
-        """Make memory and messages, and start this rank's server. Collective."""
+        """Make memory and messages. Collective."""
         from hpctrain.comm.direct_messages import DirectMessages  # noqa: PLC0415 - needs MPI
 
         here, rank = world.current(), self.comm.rank
-        assert here.ranks is not None
-        nodes = here.topology.nodes
-        mates = next(ranks for ranks in nodes if rank in ranks)
-        num_copies = max(map(len, nodes))
-        self._buffers = Buffers(self.comm, self._layout, mates, self._num_slots, num_copies)
-        messages = DirectMessages(here.ranks, self._look, here.settings.timeout)
-        own = None
-        if rank in self.servers:
-            own = self._make_server(
-                messages,
-                self._layout,
-                self._buffers,
-                rank=rank,
-                number=self.servers.index(rank),
-                num_ranks=self.comm.size,
-                workers=self.workers,
-                optimizer=self.server_optimizer,
-            )
-            own.load(self.server_optimizer)
-            own.start()
-        self._client = ParameterClient(messages, self._layout, self._buffers, self.servers, own)
+        mates = next(ranks for ranks in here.topology.nodes if rank in ranks)
+        self._slots = Slots(self.comm, self._layout, mates, self._num_slots + 1)
+        presence, limit_s = here.presence, here.settings.timeout
+        self._messages: DirectMessages | OwnMessages = OwnMessages()
+        if here.ranks is not None and presence is not None:
+            self._messages = DirectMessages(here.ranks, presence.check, limit_s)
+            check_over(here.sets.communicator(global_process_set)).enter(self)
+        here.rebuild.register(Stage.HOLDERS, close=self._disconnect)
+
+    def _start_server(self, make_server: Callable[..., ParameterServer]) -> None:
+        self._server: ParameterServer | None = None
+        if self.comm.rank in self.servers:
+            both = self._layout, self._slots
+            self._server = make_server(self._messages, *both, self._roles, self.server_optimizer)
+        self._load()
+        if self._server is not None:
+            self._server.start()
+
+    def _go_on(self, error: Exception) -> None:
+        """Go on without lost ranks where the world recovers, and they had no part of the model.
+
+        Collective over those that are left; raises the ``error`` where that cannot be.
+        """
+        if len(self.servers) == self.comm.size:
+            raise error
+
+        def allows(lost: list[int]) -> bool:
+            return not {*self.servers} & {*lost} and not {*self.workers} <= {*lost}
+
+        lost = recovery.survive(error, allows)
+        here, left = world.current(), [r for r in range(self.comm.size) if r not in lost]
+        numbers = {rank: number for number, rank in enumerate(left)}
+        if self._server is not None:
+            self._server.stop()
+        self.comm, self._presence = here.comm, here.presence
+        self.servers = [numbers[rank] for rank in self.servers]
+        self.workers = [numbers[rank] for rank in self.workers if rank in numbers]
+        self._roles = Roles(self.comm.rank, self.comm.size, self.servers, self.workers)
+        self._enter_again()
+        self._connect()
+        if self._server is not None:
+            self._server.move(self._messages, self._slots, self._roles, numbers)
+
+    def _disconnect(self) -> None:
+        self._hooks.remove()
+        if self._server is not None:
+            self._server.stop()
+        self._messages.close()
+
+    def _load(self) -> None:
+        """Let this rank's server have model and state as they are here, and nobody else."""
+        if self._server is not None:
+            self._server.load(self.server_optimizer)
         self._forget_state()
         self._note_values()
 
-        ending, parameters = self._ending, self._layout.parameters
-
-        def close() -> None:
-            ending.warn()
-            release(parameters)
-            if own is not None:
-                own.stop()
-            messages.close()
-
-        here.rebuild.register(Stage.HOLDERS, close=close)
-
-    def _look(self) -> None:
-        if self._presence is not None:
-            self._presence.check()
-
     def _gather_state(self) -> None:
         """Put the state that the servers have into the optimizer. Collective, after ``settle``."""
-        if self._client is None:
-            return
-        own = self._client.own.state() if self._client.own is not None else []
-        state: dict[Tensor, dict[str, Any]] = {}
+        found: dict[Tensor, dict[str, list[Any]]] = defaultdict(lambda: defaultdict(list))
+        own = self._server.state() if self._server is not None else []
         for rank in self.servers:
-            of_server = self.comm.broadcast_object(own if rank == self.comm.rank else None, rank)
-            for piece, entries in of_server or ():
-                p = self._layout.parameters[piece.number]
-                numel = piece.inside.stop - piece.inside.start
+            for number, entries in self.comm.broadcast_object(own, rank):
                 for name, value in entries.items():
-                    if not isinstance(value, Tensor) or value.numel() != numel or not value.dim():
-                        state.setdefault(p, {}).setdefault(name, value)
-                        continue
-                    whole = state.setdefault(p, {}).setdefault(
-                        name, torch.zeros(p.numel(), dtype=value.dtype)
-                    )
-                    whole[piece.inside] = value
-        for p, entries in state.items():
-            self.server_optimizer.state[p] = {
-                name: value.view(p.shape).to(p.device)
-                if isinstance(value, Tensor) and value.dim()
-                else value
-                for name, value in entries.items()
-            }
+                    found[self._layout.parameters[number]][name].append(value)
+        for p, lists in found.items():
+            self.server_optimizer.state[p] = {k: _joined(v, p) for k, v in lists.items()}
 
     def _forget_state(self) -> None:
         for p in self._layout.parameters:
@@ -417,20 +402,33 @@ class AsyncMethod(CommonBlock):
 
     # -- checks ---------------------------------------------------------------------------------
 
-    def _check(self) -> None:
+    @property
+    def steps(self) -> "AsyncMethod":
+        """Whose last step is compared when ranks take leave: see ``left``."""
+        return self
+
+    def left(self) -> dict[str, str]:
+        """Return what ranks have that did not settle, and that must be alike; not collective."""
+        if self._is_settled or not self.is_compared:
+            return {}
         name = type(self).__name__
-        require_model(self.model, self.optimizer)
-        require_plain(name, self.optimizer)
-        require_unclaimed(name, self.optimizer)
-        require_servable(name, self.model, self.optimizer)
+        how = f"{name}, whose block has not ended by `with` nor by settle() on all ranks"
+        values = zip(self._names, self._layout.parameters, strict=True)
+        return {f"the number of steps of {how}": str(self._clock)} | {
+            f"{one} of {how}": text for one, text in value_hashes(dict(values)).items()
+        }
+
+    def stand_in(self, opening: Opening) -> None:
+        """Do nothing: its steps are opened by no message."""
 
     def _describe(self, arguments: Mapping[str, object]) -> list[str]:
         """Return what all ranks must have alike, a line for each thing."""
         lines = [f"{name}={value}" for name, value in arguments.items()]
-        for p, about in zip(self._layout.parameters, self._layout.describe(), strict=True):
+        every = zip(self._names, self._layout.parameters, self._layout.describe(), strict=True)
+        for name, p, about in every:
             state = self.server_optimizer.state.get(p, {})
             step = f" of step {float(state['step']):g}" if "step" in state else ""
-            lines.append(f"{self._names[id(p)]} {about}, state {sorted(state) or None}{step}")
+            lines.append(f"{name} {about}, state {sorted(state) or None}{step}")
         return [f"optimizer {type(self.optimizer).__qualname__}", *lines]
 
     def _note_values(self) -> None:
@@ -441,10 +439,10 @@ class AsyncMethod(CommonBlock):
 
     def _require_untouched(self) -> None:
         """Raise if somebody else has written what the servers would not know of."""
-        state = self.server_optimizer.state
-        both = zip(self._layout.parameters, self._known, self._identities(), strict=True)
-        written = [self._names[id(p)] for p, was, now in both if was != now]
-        loaded = [self._names[id(p)] for p in self._layout.parameters if state.get(p)]
+        both = zip(self._names, self._known, self._identities(), strict=True)
+        written = [name for name, was, now in both if was != now]
+        pairs = zip(self._names, self._layout.parameters, strict=True)
+        loaded = [name for name, p in pairs if self.server_optimizer.state.get(p)]
         if found := written or loaded:
             what = "parameters were" if written else "state of the optimizer was"
             raise ConfigError(
@@ -454,18 +452,9 @@ class AsyncMethod(CommonBlock):
             )
 
 
-class _Ending:
-    """Whether a method was settled: warns at the end of the world where it was not."""
-
-    is_settled = True
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def warn(self) -> None:
-        if not self.is_settled:
-            _LOG.warning(
-                "%s was not settled: ranks have different values at the end; use `with`, or call "
-                "settle() on all ranks behind the last step",
-                self._name,
-            )
+def _joined(values: Sequence[Any], parameter: Tensor) -> Any:
+    """Return an entry of the state of a parameter, of those of its pieces."""
+    first = values[0]
+    if not isinstance(first, Tensor) or not first.dim():
+        return first
+    return torch.cat([*values]).view(parameter.shape)

@@ -1,7 +1,8 @@
 """``AsyncSGD`` and ``Downpour``: servers apply each gradient as it comes."""
 
-import logging
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,21 +10,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hpctrain.async_sgd.async_method import AsyncMethod
-from hpctrain.async_sgd.requirements import (
-    Servers,
-    bound_of,
-    require_model,
-    require_number,
-    require_positive,
-    trained_by,
-)
-from hpctrain.async_sgd.server import ImmediateServer, Read
+from hpctrain.async_sgd.requirements import Servers, bound_of, require_positive
+from hpctrain.async_sgd.server import ParameterServer, Push, Read, renumbered
+from hpctrain.compress.codec import require_count
 
-_LOG = logging.getLogger(__name__)
-_WITHOUT_SERVERS = (
-    "Downpour on one rank is the plain optimizer, without servers: neither rate=%g nor Adagrad is "
-    "in its steps; start at least 2 ranks"
-)
 _OF_SERVER = "server_"  # begins the names of what servers keep, in the optimizer's state
 
 
@@ -68,20 +58,16 @@ class AsyncSGD(AsyncMethod):
         Raises:
             ConfigError: an argument is not valid; on every rank.
         """
-        self._server_options: dict[str, Any] = {
-            "scales_rate": staleness_aware,
-            "bound": bound_of(most_ahead),
-        }
         super().__init__(
             model,
             optimizer,
+            make_server=partial(
+                ImmediateServer, scales_rate=staleness_aware, bound=bound_of(most_ahead)
+            ),
             servers=servers,
             curvature=curvature,
             alike={"staleness_aware": staleness_aware, "most_ahead": most_ahead},
         )
-
-    def _make_server(self, *args: Any, **options: Any) -> ImmediateServer:
-        return ImmediateServer(*args, **self._server_options, **options)
 
     def _exchange(self, weight: float, gradients: Sequence[Tensor | None]) -> None:
         self._push(weight, gradients, reads=True)
@@ -97,8 +83,6 @@ class Downpour(AsyncMethod):
     ``settled()`` they are in the state of the optimizer, as ``server_sum``: who saves that and
     loads it before a new ``Downpour`` is made, or calls ``reload()``, goes on with them, and
     without another warm-up.
-
-    A world of one has no servers: there it is the plain optimizer, and a warning says so.
 
     ``staleness_histogram`` counts, for each push, updates by others since the last fetch.
 
@@ -144,50 +128,38 @@ class Downpour(AsyncMethod):
         """
         numbers = {"n_push": n_push, "n_fetch": n_fetch, "warmup_steps": warmup_steps}
         for name, number in numbers.items():
-            require_number(name, number, 0 if name == "warmup_steps" else 1)
-        bound = bound_of(most_ahead)
+            require_count(name, number, 0 if name == "warmup_steps" else 1)
         require_positive("rate", rate)
-        require_model(model, optimizer)
         self._n_push, self._n_fetch = n_push, n_fetch
         warmup = -(-warmup_steps // n_push)  # in pushes
-        self._server_options: dict[str, Any] = {"warmup": warmup, "bound": bound}
         super().__init__(
             model,
             optimizer,
+            make_server=partial(ImmediateServer, bound=bound_of(most_ahead), warmup=warmup),
             servers=servers,
             curvature=curvature,
             alike=numbers | {"rate": rate, "most_ahead": most_ahead},
-            server_optimizer=torch.optim.Adagrad(
-                trained_by(optimizer) or [torch.zeros(1)], lr=rate
-            ),
+            server_optimizer=partial(torch.optim.Adagrad, lr=rate),
         )
         self._accrued: list[Tensor | None] = [None] * len(self._layout.parameters)
         if warmup_steps and not self._is_resumed and self.comm.rank in self.workers[1:]:
             self._joins = True
-            self._hooks.append(model.register_forward_pre_hook(self._join))
-        if self.comm.size == 1:
-            _LOG.warning(_WITHOUT_SERVERS, rate)
-
-    def _make_server(self, *args: Any, **options: Any) -> ImmediateServer:
-        server = ImmediateServer(*args, **self._server_options, **options)
-        if self._is_resumed:
-            server.end_warmup()
-        return server
+            self._hooks.add(model.register_forward_pre_hook(self._join))
 
     def _join(self, *_: object) -> None:
         """Wait until the first worker is warm, once."""
-        if self._joins and self._client is not None:
-            self._joins = False
+        if self._joins:
             self._require_untouched()
-            self._client.ask(Read(self._clock))
-            self._note_values()
+            self._ask_once()
+
+    def _ask_once(self) -> None:
+        if self._joins:
+            self._joins = False
+            self._ask(Read(self._clock))
 
     @torch.no_grad()
     def _exchange(self, weight: float, gradients: Sequence[Tensor | None]) -> None:
-        if self._joins:  # no forward has waited: the gradient is of values before the warm-up
-            self._joins = False
-            assert self._client is not None
-            self._client.ask(Read(self._clock))
+        self._ask_once()  # where no forward has waited: the gradient is of older values
         self._num_steps += 1
         for number, grad in enumerate(gradients):
             if grad is None or not weight:
@@ -200,8 +172,8 @@ class Downpour(AsyncMethod):
         fetches = self._num_steps % self._n_fetch == 0
         if self._num_steps % self._n_push == 0:
             self._push_accrued(reads=fetches)
-        elif fetches and self._client is not None:
-            self._client.ask(Read(self._clock))
+        elif fetches:
+            self._ask(Read(self._clock))
 
     def _push_accrued(self, *, reads: bool) -> None:
         accrued, self._accrued = self._accrued, [None] * len(self._accrued)
@@ -216,11 +188,11 @@ class Downpour(AsyncMethod):
 
     def _show_state(self) -> None:
         for p in self._layout.parameters:
-            shown = {_OF_SERVER + k: v for k, v in self.server_optimizer.state.get(p, {}).items()}
-            if shown:
-                shown[_OF_SERVER + "step"] = float(shown[_OF_SERVER + "step"])  # no tensor to cast
-            # A dictionary of its own: one that was saved does not change.
-            self.optimizer.state[p] = self.optimizer.state.get(p, {}) | shown
+            if kept := self.server_optimizer.state.get(p):
+                shown = {_OF_SERVER + name: value for name, value in kept.items()}
+                shown[_OF_SERVER + "step"] = float(kept["step"])  # no tensor to cast
+                # A dictionary of its own: one that was saved does not change.
+                self.optimizer.state[p] = {**self.optimizer.state.get(p, {}), **shown}
 
     def _take_state(self) -> None:
         for p in self._layout.parameters:
@@ -245,9 +217,46 @@ class Downpour(AsyncMethod):
                 del self.optimizer.state[p]
         return {k.removeprefix(_OF_SERVER): v for k, v in shown.items()}
 
-    def _on_load(self) -> None:
+    def _load(self) -> None:
         """Begin no warm-up where sums were loaded."""
-        if self._is_resumed and self._client is not None:
+        super()._load()
+        if self._is_resumed:
             self._joins = False
-            if isinstance(self._client.own, ImmediateServer):
-                self._client.own.end_warmup()
+            if self._server is not None:
+                self._server.warmup = 0
+
+
+class ImmediateServer(ParameterServer):
+    """Applies each gradient as it comes."""
+
+    def __init__(self, *args: Any, scales_rate: bool = False, **options: Any) -> None:
+        """Take what ``ParameterServer`` takes, and whether staleness divides the rate."""
+        super().__init__(*args, **options)
+        self._scales_rate = scales_rate
+        self._num_updates = Counter[int]()  # by worker
+        self._seen = Counter[int]()  # updates of others that each one's values have
+        self._staleness = Counter[int]()  # of the last gradient of each
+
+    def _push(self, source: int, push: Push) -> int:
+        staleness = self._updates_of_others(source) - self._seen[source]
+        settings = push.settings
+        if self._scales_rate and staleness > 1:
+            settings = [{**one, "lr": one["lr"] / staleness} for one in settings]
+        self._num_updates[source] += self._step([push], settings)
+        self._staleness[source] = staleness
+        return staleness
+
+    def _read(self, source: int, clock: int, out: Sequence[Tensor]) -> int:
+        del clock
+        self._seen[source] = self._updates_of_others(source)
+        self._copy_to(out)
+        return self._staleness[source]
+
+    def _renumber(self, numbers: Mapping[int, int]) -> None:
+        for counts in (self._num_updates, self._seen, self._staleness):
+            left = renumbered(counts, numbers)
+            counts.clear()
+            counts.update(left)
+
+    def _updates_of_others(self, worker: int) -> int:
+        return self._num_updates.total() - self._num_updates[worker]

@@ -1,22 +1,17 @@
 """``Hogwild``: the ranks of a node step on shared parameters, without locks."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from hpctrain.async_sgd.requirements import (
-    claim,
-    release,
-    require_model,
-    require_unclaimed,
-)
+from hpctrain.async_sgd.requirements import require_hookable
+from hpctrain.async_sgd.step_hooks import StepHooks
 from hpctrain.collectives.parameters import broadcast_parameters
 from hpctrain.comm.agreement import agreed, raise_if_any, require_equal
 from hpctrain.comm.common_block import CommonBlock
 from hpctrain.core.errors import ConfigError, NotFiniteError
-from hpctrain.gradients.optimizer import METHOD_MARK, require_plain
 from hpctrain.runtime import world
 
 
@@ -63,24 +58,21 @@ class Hogwild(CommonBlock):
         self.model, self.optimizer = model, optimizer
         self._comm, self._presence = here.comm, here.presence
         with agreed(self._comm, ConfigError):
+            require_hookable("Hogwild", model, optimizer)
             self._check(here.topology.num_nodes)
-        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        self._names, self._parameters = [name for name, _ in named], [p for _, p in named]
-        lines = [f"{name} {tuple(p.shape)} {p.dtype}" for name, p in named]
+        self._names: dict[Tensor, str] = {
+            p: name for name, p in model.named_parameters() if p.requires_grad
+        }
+        lines = [f"{name} {tuple(p.shape)} {p.dtype}" for p, name in self._names.items()]
         require_equal(self._comm, [*lines, str(counts)], "parameters")
         broadcast_parameters(model.state_dict())
-        self._own = [torch.zeros_like(p, dtype=torch.float64) for p in self._parameters]
-        self._first = [p.detach().double() for p in self._parameters]
-        self._counts, self._updates = counts, 0
-        self._shared = self._share()
+        counted = [*self._names] if counts else []
+        self._own = {p: torch.zeros_like(p, dtype=torch.float64) for p in counted}
+        self._first = {p: p.detach().double().clone() for p in counted}
+        self._updates = 0
+        self._places = {p: self._share(p) for p in self._names}
         self._comm.barrier()
-        self._kept: list[Tensor | None] = []
-        self._hooks: list[Any] = [
-            optimizer.register_step_pre_hook(self._on_step),
-            optimizer.register_step_post_hook(lambda *_: self._after_step()),
-        ]
-        setattr(optimizer, METHOD_MARK, type(self).__name__)
-        claim(type(self).__name__, self._parameters)
+        self._hooks = StepHooks("Hogwild", optimizer, [*self._names], self._on_step)
         self._versions = self._versions_now()
 
     def lost_updates(self) -> LostUpdates:
@@ -91,17 +83,16 @@ class Hogwild(CommonBlock):
                 than its steps, as by ``load_state_dict``; on every rank.
             NotFiniteError: parameters are not finite; on every rank.
         """
-        if not self._counts:
+        if self._own.keys() != self._names.keys():
             raise ConfigError("lost updates are known with counts=True alone; make Hogwild so")
         self._comm.barrier()
         self._require_countable()
         components, missing, moved = 0, 0.0, 0.0
-        for p, first, own in zip(self._parameters, self._first, self._own, strict=True):
-            total = self._comm.allreduce(own)
-            weight = self._comm.allreduce(own.abs())
-            gap = (first + total - p.detach().double()).abs()
+        for p, own in self._own.items():
+            total, weight = self._comm.allreduce(own), self._comm.allreduce(own.abs())
+            gap = (self._first[p] + total - p.detach().double()).abs()
             # Rounding of a sum of many steps, in the precision of the parameters.
-            noise = torch.finfo(p.dtype).eps * (first.abs() + weight) * 4
+            noise = torch.finfo(p.dtype).eps * (self._first[p].abs() + weight) * 4
             components += int((gap > noise).sum())
             missing += float(gap[gap > noise].sum())
             moved += float(weight.sum())
@@ -109,21 +100,20 @@ class Hogwild(CommonBlock):
         self._comm.barrier()
         return LostUpdates(components, updates, missing / moved if moved else 0.0)
 
-    def _versions_now(self) -> list[int]:
-        return [p._version for p in self._parameters]  # noqa: SLF001 - autograd's
+    def _versions_now(self) -> dict[Tensor, int]:
+        return {p: p._version for p in self._names}  # noqa: SLF001 - autograd's
 
     def _require_countable(self) -> None:
         """Raise on all ranks unless steps alone have moved the parameters, to numbers."""
-        both = zip(self._names, self._versions, self._versions_now(), strict=True)
-        written = [name for name, before, now in both if before != now]
+        now = self._versions_now()
+        written = [name for p, name in self._names.items() if now[p] != self._versions[p]]
+        wrong = [name for p, name in self._names.items() if not p.detach().isfinite().all()]
         text = (
             f"lost updates are the difference between parameters and the sum of steps, and "
             f"{', '.join(written[:3])} changed outside of step(); load before Hogwild is made, or "
             f"end the block and make another one after loading"
         )
         raise_if_any(self._comm.allgather_object(text if written else None), ConfigError)
-        both_now = zip(self._names, self._parameters, strict=True)
-        wrong = [name for name, p in both_now if not p.detach().isfinite().all()]
         text = (
             f"lost updates are told of finite parameters, {', '.join(wrong[:3])} have nan or inf; "
             f"take a smaller learning rate"
@@ -132,21 +122,16 @@ class Hogwild(CommonBlock):
 
     def close(self) -> None:
         """Give each rank parameters of its own, as they are, and remove the hooks. Collective."""
-        if not self._hooks:
-            return
-        self._comm.barrier()  # nobody steps any more
-        self._unhook()
-        self._comm.barrier()
+        if self._hooks.are_on:
+            self._comm.barrier()  # nobody steps any more
+            self._unhook()
+            self._comm.barrier()
 
     def _unhook(self) -> None:
-        if not self._hooks:
-            return
-        delattr(self.optimizer, METHOD_MARK)
-        release(self._parameters)
-        while self._hooks:
-            self._hooks.pop().remove()
-        for p in self._parameters:
-            p.data = p.detach().clone()
+        if self._hooks.are_on:
+            self._hooks.remove()
+            for p in self._names:
+                p.data = p.detach().clone()
 
     def _end_block(self) -> None:
         self.close()
@@ -154,69 +139,45 @@ class Hogwild(CommonBlock):
     def _leave_block(self, error: BaseException | None) -> None:  # noqa: ARG002 - of others
         self._unhook()
 
-    def _share(self) -> list[Tensor]:
-        """Let the parameters of all ranks be those of rank 0, in node memory. Collective."""
-        found = []
-        for p in self._parameters:
-            bucket = self._comm.new_bucket(p.numel(), p.dtype)
-            home = (bucket.peers or (bucket.flat,))[0].view(p.shape)
-            if self._comm.rank == 0:
-                home.copy_(p.detach())
-            p.data = home
-            found.append(home)
-        return found
+    def _share(self, p: Tensor) -> int:
+        """Let a parameter of all ranks be that of rank 0, in node memory. Collective."""
+        bucket = self._comm.new_bucket(p.numel(), p.dtype)
+        home = (bucket.peers or (bucket.flat,))[0].view(p.shape)
+        if self._comm.rank == 0:
+            home.copy_(p.detach())
+        p.data = home
+        return p.data_ptr()
 
     @torch.no_grad()
-    def _on_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if len(args) > 1 or kwargs.get("closure"):
-            raise ConfigError("Hogwild takes no closure; call backward() before step()")
+    def _on_step(self) -> None:
+        if self._presence is not None:
+            self._presence.check(())  # who waits for nobody learns here of one that died
         self._check_settings()
-        places = {id(p): n for n, p in enumerate(self._parameters)}
-        self._kept = [p.grad for p in self._parameters]
-        for group in optimizer.param_groups:
+        for group in self.optimizer.param_groups:
             for p in group["params"]:
-                if p.grad is not None and id(p) in places:
-                    number = places[id(p)]
-                    if p.data_ptr() != self._shared[number].data_ptr():
+                if p.grad is not None and p in self._names:
+                    if p.data_ptr() != self._places[p]:
                         raise ConfigError(
                             "parameters of Hogwild stay where they are in node memory, one was "
                             "replaced; change values in place"
                         )
-                    self._add(p, number, float(group["lr"]) * (-1 if not group["maximize"] else 1))
-                    p.grad = None  # an optimizer without gradients does nothing
+                    self._add(p, p.grad, group["lr"] * (1 if group["maximize"] else -1))
 
-    def _add(self, p: Tensor, number: int, factor: float) -> None:
+    def _add(self, p: Tensor, grad: Tensor, factor: float) -> None:
         """Add to the elements that a gradient has, one by one."""
-        grad = p.grad
-        assert grad is not None
         before = p._version  # noqa: SLF001 - autograd's
-        self._move(p, number, grad, factor)
-        self._versions[number] += p._version - before  # noqa: SLF001
-
-    def _move(self, p: Tensor, number: int, grad: Tensor, factor: float) -> None:
-        if grad.is_sparse:
-            grad = grad.coalesce()
-            rows, values = grad.indices()[0], grad.values() * factor
-            p.detach().index_add_(0, rows, values)
-            if self._counts:
-                self._own[number].index_add_(0, rows, values.double())
-            self._updates += values.numel()
-            return
-        values = grad * factor
-        p.detach().add_(values)
-        if self._counts:
-            self._own[number].add_(values)
+        grad = grad.coalesce() if grad.is_sparse else grad
+        values = (grad.values() if grad.is_sparse else grad) * float(factor)
+        own = self._own.get(p)
+        for into in (p, own) if own is not None else (p,):
+            if grad.is_sparse:
+                into.index_add_(0, grad.indices()[0], values.to(into.dtype))
+            else:
+                into.add_(values)
         self._updates += values.numel()
-
-    def _after_step(self) -> None:
-        for p, grad in zip(self._parameters, self._kept, strict=bool(self._kept)):
-            p.grad = grad
-        self._kept = []
+        self._versions[p] += p._version - before  # noqa: SLF001
 
     def _check(self, num_nodes: int) -> None:
-        require_model(self.model, self.optimizer)
-        require_plain("Hogwild", self.optimizer)
-        require_unclaimed("Hogwild", self.optimizer)
         if type(self.optimizer) is not SGD:
             raise ConfigError(
                 f"Hogwild takes torch.optim.SGD, whose steps add up in any order, got "

@@ -3,10 +3,10 @@
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from hpctrain.async_sgd.requirements import require_positive
-from hpctrain.core.errors import ConfigError
+from hpctrain.core.keys import require
 
 _LOG = logging.getLogger(__name__)
 
@@ -27,8 +27,8 @@ def stable_rate(staleness: float, curvature: float = 1.0) -> float:
     Source: Levin and May 1976, "A note on difference-delay equations", Theor. Popul. Biol. 9.
     """
     require_positive("curvature", curvature)
-    if isinstance(staleness, bool) or not 0 <= staleness < math.inf:
-        raise ConfigError(f"staleness is a finite number, at least 0, got {staleness!r}")
+    is_proper = not isinstance(staleness, bool) and 0 <= staleness < math.inf
+    require(is_proper, "staleness is a finite number, at least 0", staleness)
     return 2.0 * math.sin(math.pi / (2.0 * (2.0 * staleness + 1.0))) / curvature
 
 
@@ -54,14 +54,3 @@ class StalenessHistogram:
                 "workers or a smaller staleness",
                 *(most, staleness, self._curvature, limit),
             )
-
-    @property
-    def mean(self) -> float:
-        """The mean of all that were counted; 0 for none."""
-        return mean_of(self.counts)
-
-
-def mean_of(counts: Mapping[int, int]) -> float:
-    """Return the mean of a histogram; 0 for none."""
-    total = sum(counts.values())
-    return sum(value * count for value, count in counts.items()) / total if total else 0.0

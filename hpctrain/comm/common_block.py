@@ -30,10 +30,18 @@ class CommonBlock:
 
     def __enter__(self) -> Self:
         self._begin_block()
+        self._enter()
+        return self
+
+    def _enter(self) -> None:
         if self._presence is not None:
             block = Block(type(self).__name__, self._steps_begun)
             self._block = self._presence.enter(block)
-        return self
+
+    def _enter_again(self) -> None:
+        """Be in the block, if this rank is, in a world of those that are left."""
+        if self._block is not None:
+            self._enter()
 
     def __exit__(
         self,

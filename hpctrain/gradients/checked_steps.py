@@ -162,10 +162,14 @@ def _checksum_of_first(slots: Iterable[GradientState]) -> int | None:
 
 def steps_over(comm: Communicator) -> CheckedSteps:
     """Return the steps of an optimizer over these ranks. Collective for the first one."""
-    here = world.current()
     if comm.size == 1:
         return CheckedSteps(StepCheck(comm))
-    if comm not in here.step_checks:
-        here.step_checks[comm] = StepCheck(comm, is_asked=True)
-    check = cast("StepCheck", here.step_checks[comm])
-    return CheckedSteps(check, here.settings.check_weights)
+    return CheckedSteps(check_over(comm), world.current().settings.check_weights)
+
+
+def check_over(comm: Communicator) -> StepCheck:
+    """Return what compares the steps of these ranks. Collective for the first one."""
+    checks = world.current().step_checks
+    if comm not in checks:
+        checks[comm] = StepCheck(comm, is_asked=True)
+    return cast("StepCheck", checks[comm])

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
-from hpctrain.comm.mpi_world import is_of_mpi
+from hpctrain.comm.mpi_world import is_loss, is_of_mpi
 from hpctrain.core.errors import CommError, RankLostError
 from hpctrain.core.logs import logger
 from hpctrain.core.units import format_ranks
@@ -66,6 +66,21 @@ def attempt(function: Callable[[], T], *, moves: bool = True) -> Attempt[T]:
     return Attempt(None, lost, error)
 
 
+def survive(error: Exception, allows: Callable[[list[int]], object]) -> list[int]:
+    """Go on from an ``error`` by which a rank was lost, in a smaller world; return who is lost.
+
+    Collective over those that are left, all of which have met such an error. It is raised again
+    where the world does not recover, nobody is lost, or ``allows`` says no of those that are.
+    """
+    is_known = isinstance(error, RankLostError) or is_loss(error)
+    if not is_known or not is_on() or world.current().spares is not None:
+        raise error
+    lost = _shrink(allows=allows)
+    if not lost:
+        raise error
+    return lost
+
+
 def _may_be_loss(error: BaseException) -> bool:
     """Say whether an error may come of a lost rank: all that are left then ask each other.
 
@@ -89,9 +104,12 @@ def _all_are_well(*, am_well: bool) -> bool:
         return agree(_ranks(), am_well=am_well)
 
 
-def _shrink(*, moves: bool = True) -> list[int]:
+def _shrink(
+    *, moves: bool = True, allows: Callable[[list[int]], object] = lambda _: True
+) -> list[int]:
     """Make the world of those that are left, and return who is lost. Collective over those left.
 
+    Nothing is made, and nobody returned, unless that ``allows`` it, the same on all.
     What outlives its world ``moves`` into it, else nothing does: all is made anew.
     If one more dies meanwhile all end with exit code 87 within ``LIMIT_S`` seconds.
     """
@@ -102,7 +120,7 @@ def _shrink(*, moves: bool = True) -> list[int]:
     try:
         with _limited(LIMIT_S):
             left, lost = shrunk(ranks)
-            if not lost:
+            if not lost or not allows(lost):
                 return []
             if before.spares is not None:
                 before.spares.replace()

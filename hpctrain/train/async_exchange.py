@@ -28,12 +28,16 @@ class AsyncExchange:
     def __init__(self, method: AsyncMethod) -> None:
         """Take a method without dedicated servers. Not collective."""
         self.method, self._comm = method, method.comm
+        method.is_compared = False  # a run settles at its end, and says by itself how it ends
+        self.set_num_samples, self.finish = method.set_num_samples, method.finish
         self.rounds = self  # which steps are met in; this object knows
         self.must_meet = self.agrees = False
         self.step = self.step_in_round = 0
-        self.raised_flags = self._flags = 0
+        self.raised_flags = 0  # bits that any rank had at the last meeting
+        self.gradient_flags = 0  # bits of this rank, whose gradient is its own
+        self.facts: dict[str, Any] = {"staleness": 0.0, "staleness_most": 0}
+        """Figures for people and records, the same on every rank: of the last meeting."""
         self._counted = (0, 0)
-        self._figures: dict[str, Any] = {"staleness": 0.0, "staleness_most": 0}
         self._hook = method.optimizer.register_step_post_hook(lambda *_: self._end_step())
 
     # -- for the training loop ------------------------------------------------------------------
@@ -43,46 +47,24 @@ class AsyncExchange:
         """Time in which the last step waited for servers, in seconds."""
         return self.method.waited_s
 
-    @property
-    def gradient_flags(self) -> int:
-        """Bits of this rank, whose gradient is its own."""
-        return self._flags
+    def synchronize(self, *_: object) -> None:
+        """Do nothing: there is no common gradient, passes add up in it, no meeting has a time."""
 
-    @property
-    def facts(self) -> dict[str, Any]:
-        """Figures for people and records, the same on every rank: of the last meeting."""
-        return dict(self._figures)
-
-    def set_num_samples(self, num_samples: float, nominal: float = 1.0) -> None:
-        """Say how many samples the loss of the next step is the mean of."""
-        self.method.set_num_samples(num_samples, nominal)
-
-    def set_backward_passes_per_step(self, passes: int) -> None:
-        """Do nothing: passes add up in the gradient."""
-
-    def synchronize(self) -> None:
-        """Do nothing: there is no common gradient."""
-
-    def resume_clock(self) -> None:
-        """Do nothing: meetings do not come by the clock."""
+    set_backward_passes_per_step = resume_clock = synchronize
 
     def raise_flags(self, flags: int) -> None:
         """Let every rank see these bits at the next meeting."""
-        self._flags = flags
+        self.gradient_flags = flags
 
     def skip_step(self) -> None:
         """Count a step that this rank does not take."""
         self.method.skip_step()
         self._end_step()
 
-    def finish(self) -> None:
-        """Give all ranks one model, with every update in it. Collective."""
-        self.method.finish()
-
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """Do what ``finish`` does; ranks go on from there. Collective."""
-        self.method.finish()
+        self.finish()
         yield
 
     @contextmanager
@@ -137,7 +119,7 @@ class AsyncExchange:
         histogram = self.method.staleness_histogram
         told = sum(histogram.values()), sum(s * n for s, n in histogram.items())
         since = [now - before for now, before in zip(told, self._counted, strict=True)]
-        bits = [self._flags >> bit & 1 for bit in range(4)]
+        bits = [self.gradient_flags >> bit & 1 for bit in range(4)]
         flat = torch.tensor([*since, *bits, max(histogram, default=0), self.step, -self.step])
         sums = flat.double()
         self._comm.allreduce_(sums).wait()
@@ -151,5 +133,5 @@ class AsyncExchange:
         self._counted = told
         self.raised_flags = sum(1 << bit for bit in range(4) if sums[2 + bit])
         mean = float(sums[1] / sums[0]) if sums[0] else 0.0
-        self._figures = {"staleness": mean, "staleness_most": int(flat[6])}
+        self.facts = {"staleness": mean, "staleness_most": int(flat[6])}
         self.must_meet, self.step_in_round = False, 0

@@ -1,6 +1,7 @@
-"""Ranks that die among parameter servers: all ranks end, or those that are left go on."""
+"""Ranks that die among parameter servers: those that are left go on, or all end."""
 
 import sys
+import time
 
 import pytest
 
@@ -11,6 +12,17 @@ from tests.train.starting import ROOT
 from tests.train.test_recovery import trained
 
 pytestmark = [pytest.mark.launches, pytest.mark.limit(120)]
+
+
+def launched(folder, script, *words):
+    """Run a script on ranks; options of the launch, ``--``, and arguments of the script."""
+    (folder / "script.py").write_text(script)
+    options, arguments = words[: words.index("--")], words[words.index("--") + 1 :]
+    line = ["-m", "hpctrain", "launch", *options, "--", sys.executable, "script.py"]
+    environ = mpiexec.environment() | {"PYTHONPATH": str(ROOT)}
+    line = [*preload.python(), *line, *map(str, arguments)]
+    return ended(line, timeout=100, env=environ, cwd=folder)
+
 
 SCRIPT = """
 import os, signal, sys, time
@@ -44,22 +56,99 @@ print("whole", flush=True)
 @pytest.mark.parametrize(
     ("make", "what", "dying"),
     [
-        ("StaleSynchronous", "kill", 1),
+        pytest.param("StaleSynchronous", "kill", 1, marks=pytest.mark.conformance),
         ("StaleSynchronous", "server, kill", 0),
-        ("AsyncSGD", "exit", 1),
+        pytest.param("AsyncSGD", "exit", 1, marks=pytest.mark.conformance),
         pytest.param("AsyncSGD", "kill", 1, marks=pytest.mark.conformance),
         pytest.param("StaleSynchronous", "raise", 1, marks=pytest.mark.conformance),
     ],
 )
 def test_a_rank_that_ends_early_ends_all_and_nobody_hangs(tmp_path, make, what, dying):
-    (tmp_path / "script.py").write_text(SCRIPT)
-    line = ["-m", "hpctrain", "launch", "-n", "3", "--", sys.executable, "script.py"]
-    environ = mpiexec.environment() | {"PYTHONPATH": str(ROOT)}
-    done = ended(
-        [*preload.python(), *line, make, what, str(dying)], timeout=100, env=environ, cwd=tmp_path
-    )
+    done = launched(tmp_path, SCRIPT, "-n", "3", "--", make, what, dying)
     assert done.returncode != 0
     assert "whole" not in done.stdout
+
+
+WORKERS = """
+import os, signal, sys, time
+import torch
+import hpctrain as hvd
+
+hvd.init()
+name, dying, alone = sys.argv[1], int(sys.argv[2]), hvd.rank()
+model = torch.nn.Linear(4, 1, bias=False).double()
+torch.nn.init.zeros_(model.weight)
+optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+options = {
+    "AsyncSGD": {"staleness_aware": False, "most_ahead": 1},
+    "Downpour": {"rate": 1.0, "most_ahead": 1},
+}.get(name, {})
+with getattr(hvd, name)(model, optimizer, servers=1, **options) as method:
+    for step in range(20 if method.is_worker else 0):
+        time.sleep(0.01)
+        if step == 5 and alone == dying:
+            time.sleep(0.3)  # the others have told their gradients, and wait at the bound
+            os.kill(os.getpid(), signal.SIGKILL)
+        model.weight.grad = torch.zeros_like(model.weight)
+        model.weight.grad[0, alone] = -1.0
+        optimizer.step()
+print(f"rank {hvd.rank()} of {hvd.size()}: {[round(w, 6) for w in model.weight[0].tolist()]}.")
+"""
+
+
+@pytest.mark.requires("recovery")
+@pytest.mark.parametrize(
+    ("make", "dead", "left"),
+    [
+        ("AsyncSGD", 5.0, 20.0),
+        pytest.param("StaleSynchronous", 5 / 3, 5 / 3 + 15 / 2, marks=pytest.mark.conformance),
+        pytest.param(
+            "Downpour",
+            sum(step**-0.5 for step in range(1, 6)),
+            sum(step**-0.5 for step in range(1, 21)),
+            marks=pytest.mark.conformance,
+        ),
+    ],
+)
+def test_without_a_lost_worker_the_others_go_on_in_place_and_no_gradient_is_lost(
+    tmp_path, make, dead, left
+):
+    """Each weight is stepped by one worker alone; the server becomes rank 2, rank 1 rank 0."""
+    done = launched(tmp_path, WORKERS, "-n", "4", "--nodes", "2", "--recover", "--", make, 0)
+    assert done.returncode == 0, done.stdout + done.stderr
+    weights = [round(dead, 6), round(left, 6), round(left, 6), 0.0]
+    for rank in range(3):
+        assert f"rank {rank} of 3: {weights}." in done.stdout, done.stdout
+
+
+HOGWILD = """
+import os, signal, time
+import torch
+import hpctrain as hvd
+
+hvd.init()
+model = torch.nn.Embedding(9, 9, sparse=True)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+with hvd.Hogwild(model, optimizer):
+    start = time.monotonic()
+    while time.monotonic() - start < 60:
+        model(torch.arange(3)).sum().backward()
+        optimizer.step()
+        if hvd.rank() == 1 and time.monotonic() - start > 0.3:
+            os.kill(os.getpid(), signal.SIGKILL)
+print("whole")
+"""
+
+
+@pytest.mark.requires("recovery")
+def test_ranks_that_wait_for_nobody_learn_of_a_death(tmp_path):
+    """A launch that recovers ends nobody by itself."""
+    start = time.monotonic()
+    done = launched(tmp_path, HOGWILD, "-n", "3", "--recover", "--")
+    assert done.returncode != 0
+    assert "all ranks end" in done.stderr
+    assert "whole" not in done.stdout
+    assert time.monotonic() - start < 40
 
 
 @pytest.mark.conformance

@@ -11,7 +11,16 @@ from torch.nn.functional import cross_entropy
 
 from hpctrain.async_sgd.staleness import stable_rate
 from hpctrain.core.errors import ConfigError
-from tests.gradients.training import LAST, MANY, digits, global_batch, make_model, part_of, sgd
+from tests.gradients.training import (
+    EVERY_SIZE,
+    LAST,
+    MANY,
+    digits,
+    global_batch,
+    make_model,
+    part_of,
+    sgd,
+)
 from tests.local_sgd.local_methods import num_kinds, weights_of
 
 
@@ -123,7 +132,7 @@ def test_it_learns_digits_and_all_ranks_end_with_one_model(hvd_nodes, world, mak
     assert sum(method.staleness_histogram.values()) >= 120 // options.get("n_push", 1)
 
 
-@MANY
+@EVERY_SIZE
 def test_downpour_sums_squares_on_the_servers_and_steps_a_replica_between(hvd, world):
     """Against Adagrad on one process; only rank 0 takes steps."""
     model, alone = make_model(), make_model()
@@ -234,13 +243,6 @@ def test_state_of_servers_comes_back_bit_for_bit(hvd):
         assert all(torch.equal(a["sum"], b) for a, b in zip(found, sums, strict=True))
     again.finish()
     again.close()
-
-
-@pytest.mark.ranks(1)
-def test_one_rank_is_told_that_it_has_no_servers(hvd, caplog):
-    model = make_model()
-    hvd.Downpour(model, sgd(model)).close()
-    assert "Downpour on one rank is the plain optimizer" in caplog.text
 
 
 @MANY
