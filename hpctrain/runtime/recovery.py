@@ -78,6 +78,7 @@ def survive(error: Exception, allows: Callable[[list[int]], object]) -> list[int
     lost = _shrink(allows=allows)
     if not lost:
         raise error
+    world.current().rebuild.move()
     return lost
 
 
