@@ -118,14 +118,15 @@ class ShardedEmbedding(nn.Module):
             options: ``eps``, and of adam ``betas``.
 
         Raises:
-            ConfigError: an argument is not valid, or differs between ranks; on every rank.
+            ConfigError: an argument is not valid; on every rank.
+            MismatchError: an argument differs between ranks; on every rank.
             NodeMemoryError: there is too little memory or disk, on every rank.
             NotInitializedError: ``hpctrain.init()`` was not called.
         """
         super().__init__()
         comm = world.current().comm
-        folder = None if path is None else Path(path)
         with agreed(comm, ConfigError):
+            folder = None if path is None else Path(path)
             rule = make_rule(optimizer, lr, options)
             check_table(rows, dim, mode, padding_idx, init, seed, dtype, folder)
         first = f"padding_idx={padding_idx}, init={float(init)}, seed={seed}, dtype={dtype}"
@@ -205,9 +206,9 @@ class ShardedEmbedding(nn.Module):
         rows = spread(host, self._factor, self.num_rows)
         bags = Bags(host, offsets, rows != self._padding) if self.mode else None
         rows = rows if bags is None else rows[bags.keep]
-        found: Tensor = _Lookup.apply(self._handle, self, rows, bags)  # type: ignore[no-untyped-call]
-        shape = (-1, self.dim) if bags is not None else (*ids.shape, self.dim)
-        return found.reshape(shape).to(ids.device)
+        shape = ids.shape if bags is None else (bags.num,)
+        found: Tensor = _Lookup.apply(self._handle, self, rows, bags, (*shape, self.dim))  # type: ignore[no-untyped-call]
+        return found.to(ids.device)
 
     def _run(self, function: Callable[[], T]) -> T:
         """Return what a function of several messages returns, in its turn."""
@@ -428,20 +429,29 @@ class _Lookup(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, start: Tensor, table: ShardedEmbedding, rows: Places, bags: Bags | None
+        ctx: Any,
+        start: Tensor,
+        table: ShardedEmbedding,
+        rows: Places,
+        bags: Bags | None,
+        shape: tuple[int, ...],
     ) -> Tensor:
         """Look up."""
         del start
         ctx.of = table, rows, bags
-        return table._run(lambda: table._pull(rows, bags))  # noqa: SLF001
+        found = table._run(lambda: table._pull(rows, bags)).view(shape)  # noqa: SLF001
+        # The same memory, and not a view, which autograd lets nobody change in place.
+        return torch.empty(0, dtype=found.dtype).set_(
+            found.untyped_storage(), found.storage_offset(), shape, found.stride()
+        )
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
         """Keep."""
         table, rows, bags = ctx.of
-        table._push(rows, bags, grad)  # noqa: SLF001
-        return None, None, None, None
+        table._push(rows, bags, grad.reshape(-1, table.dim))  # noqa: SLF001
+        return (None,) * 5
 
 
 class _Hidden(dict[str, nn.Parameter | None]):

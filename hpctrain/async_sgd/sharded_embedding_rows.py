@@ -275,11 +275,9 @@ class RowShards:
             if not node.compare(call_of(call), 0 if refusal is None else 1) or refusal:
                 raise_if_any(self.comm.allgather_object(refusal))
             return [Told(int(n), weight, lr, int(flags)) for n, weight, lr, flags in head.tolist()]
-        heard = self.comm.allgather_object((call, refusal, told))
-        calls, first = [theirs for theirs, _, _ in heard], heard[0][0]
-        raise_if_any([None if c == first else f"{c} while others do {first}" for c in calls])
-        raise_if_any([refused for _, refused, _ in heard])
-        return [each for _, _, each in heard]
+        heard = self.comm.allgather_object((refusal, told), call)
+        raise_if_any([refused for refused, _ in heard])
+        return [each for _, each in heard]
 
     # -- reading ------------------------------------------------------------------------------
 

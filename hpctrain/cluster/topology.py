@@ -143,16 +143,16 @@ class Topology:
         return len(self.node_ranks)
 
     @property
-    def host_rank(self) -> int:
-        """My number on my host, of whose ranks several nodes may be declared."""
+    def host_ranks(self) -> list[int]:
+        """World ranks of my host, of whose ranks several nodes may be declared."""
         host = self.hosts[self.node].partition("#")[0]
-        peers = [
-            r
-            for h, n in zip(self.hosts, self.nodes, strict=True)
-            for r in n
-            if h.partition("#")[0] == host
-        ]
-        return sum(other < self.rank for other in peers)
+        both = zip(self.hosts, self.nodes, strict=True)
+        return sorted(r for h, n in both for r in n if h.partition("#")[0] == host)
+
+    @property
+    def host_rank(self) -> int:
+        """My number on my host."""
+        return self.host_ranks.index(self.rank)
 
     @property
     def cross_ranks(self) -> tuple[int, ...]:

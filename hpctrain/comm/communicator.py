@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+GATHER = "gather of objects everywhere"
+
 
 class Traffic(NamedTuple):
     """Counters of one rank since the communicator was made."""
@@ -180,8 +182,8 @@ class Communicator(Protocol):
     def gather_object(self, value: T, root: int = 0) -> list[T] | None:
         """Return the values of all ranks, by rank, on ``root`` and None elsewhere."""
 
-    def allgather_object(self, value: T) -> list[T]:
-        """Return the values of all ranks, by rank, on every rank."""
+    def allgather_object(self, value: T, call: str = GATHER) -> list[T]:
+        """Return the values of all ranks, by rank, on every rank; ``call`` is what for."""
 
     def send(self, tensor: Tensor, dest: int, tag: int = 0) -> None:
         """Send ``tensor`` to rank ``dest``, which calls ``recv_`` with the same tag."""

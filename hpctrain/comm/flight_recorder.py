@@ -67,10 +67,16 @@ class FlightRecorder:
         return found
 
     def lacks(self, name: str) -> bool:
-        """Say whether this process takes part in a collective and has not come to it."""
+        """Say whether this process takes part in a collective and has not come to it.
+
+        Nor has it where it is in another one in its place: between nodes each may wait for ever.
+        """
         match = _NAME.match(name)
         stream = None if match is None else self._streams.get(match[2])
-        return stream is not None and match is not None and stream.number < int(match[1])
+        if match is None or stream is None:
+            return False
+        here, number = stream.number, int(match[1])
+        return here < number or (here == number and stream.name_of(here, stream.text) != name)
 
     def calls(self) -> list[tuple[str, float]]:
         """Return the last collectives, the oldest first, and how many seconds ago each began."""

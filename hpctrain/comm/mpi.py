@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hpctrain.comm.bucket import Bucket
 from hpctrain.comm.call_check import call_of, meet, tensor_call
-from hpctrain.comm.communicator import FINISHED, Communicator, Owner, Traffic, Work
+from hpctrain.comm.communicator import FINISHED, GATHER, Communicator, Owner, Traffic, Work
 from hpctrain.comm.control_channel import mailbox
 from hpctrain.comm.liveness import use
 from hpctrain.comm.ops import Combination, Op, combination, finish
@@ -181,9 +181,9 @@ class MpiCommunicator(Communicator):
         result: list[T] | None = self._objects.gather(value, root)
         return result
 
-    def allgather_object(self, value: T) -> list[T]:
+    def allgather_object(self, value: T, call: str = GATHER) -> list[T]:
         """Gather pickles everywhere."""
-        self.meet("gather of objects everywhere")
+        self.meet(call)
         result: list[T] = self._objects.allgather(value)
         return result
 

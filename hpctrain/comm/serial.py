@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm.bucket import Bucket
-from hpctrain.comm.communicator import FINISHED, Communicator, Traffic, Work
+from hpctrain.comm.communicator import FINISHED, GATHER, Communicator, Traffic, Work
 from hpctrain.comm.control_channel import mailbox
 from hpctrain.comm.ops import Op, combination, scale_
 from hpctrain.comm.tensor_arguments import (
@@ -85,7 +85,7 @@ class SerialCommunicator(Communicator):
         check_rank(root, 1, "root")
         return [value]
 
-    def allgather_object(self, value: T) -> list[T]:
+    def allgather_object(self, value: T, call: str = GATHER) -> list[T]:  # noqa: ARG002
         """Return ``[value]``."""
         return [value]
 

@@ -165,6 +165,7 @@ class Reducer:
     @eager
     def new_step(self) -> None:
         """Expect the gradients of another step."""
+        self.reduction.is_finite = None
         self.is_in_step = self._is_reduced = False
         self._passes_done = 0
         self._replaced_sum = ""

@@ -63,8 +63,9 @@ class StepNotes:
     def sums_are_finite(self) -> bool | None:
         """Whether the averages of the last backward are finite, as ``look_at_sums`` asks for.
 
-        The same on every rank. None where nobody knows: with a codec, sparse gradients, Adasum,
-        ``shard``, accelerators that sum by themselves, ranks without memory in common, and alone.
+        The same on every rank, until the step. None where nobody knows: before a backward, with a
+        codec, sparse gradients, Adasum, ``shard``, accelerators that sum by themselves, ranks
+        without memory in common, and alone.
         """
         return self._reducer.reduction.is_finite if self._reducer else None
 

@@ -117,7 +117,7 @@ def command(
         line += _through(mpirun, options.interfaces)
     if hosts:
         line += ["--host" if mpirun.is_openmpi else "-hosts", hosts]
-    named = as_rank(argv, is_openmpi=mpirun.is_openmpi)
+    named = as_rank(argv, is_openmpi=mpirun.is_openmpi, spares=options.spares)
     program = named if mpirun.is_openmpi or started == 1 else guarded(named)
     return [*line, *options.extra, "-np", str(started), *program]
 
@@ -126,14 +126,16 @@ _BY_OPENMPI = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
 _BY_HYDRA = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 
 
-def as_rank(argv: Sequence[str], *, is_openmpi: bool) -> list[str]:
+def as_rank(argv: Sequence[str], *, is_openmpi: bool, spares: int = 0) -> list[str]:
     """Wrap the command of a rank, so that it finds what torchrun sets: ``RANK``, ``LOCAL_RANK``.
 
-    A shell does it, which becomes the command: that costs a millisecond.
+    A shell does it, which becomes the command: that costs a millisecond. Spares are not counted.
     """
     said = [f"OMPI_COMM_WORLD_{name}" for name in _BY_OPENMPI] if is_openmpi else _BY_HYDRA
     pairs = zip(OF_TORCH, said, strict=False)
     words = " ".join(f"{name}=${variable}" for name, variable in pairs)
+    if spares:
+        words = words.replace(f"${said[1]}", f"$(({said[1]} - {spares}))", 1)
     return ["sh", "-c", f'export {words}; exec "$@"', "rank", *argv]
 
 

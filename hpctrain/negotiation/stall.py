@@ -111,7 +111,7 @@ def _outlook(question: Question, abort_s: float) -> str:
     ends = "HPCTRAIN_STALL_ABORT_S=SECONDS ends such a run"
     if math.isfinite(abort_s):
         ends = f"in {left_s:.0f} s all ranks end, by HPCTRAIN_STALL_ABORT_S={abort_s:g}"
-    return f"they are waited for; {ends}, HPCTRAIN_STALL_S=SECONDS reports it later"
+    return f"they are waited for; {ends}; HPCTRAIN_STALL_S=SECONDS reports it later"
 
 
 def _operations(inquiry: Inquiry, members: Sequence[SetMember], silent: list[int]) -> list[str]:

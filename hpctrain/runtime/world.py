@@ -234,6 +234,8 @@ def _join(
     here = found.topology
     if ranks:
         _take_place(found)
+    if settings.recover:
+        _tell_place(here)
     # All ranks count, or none does: as rank 0 wants it.
     statistics = Statistics(found.comm) if found.settings.stats else None
     inside = observed(found.comm, trace if settings.trace else None, statistics)
@@ -283,6 +285,17 @@ def _take_place(found: Connection) -> None:
     count = torch.accelerator.device_count()
     if count > 1 and not torch.accelerator.current_device_index():
         torch.accelerator.set_device_index(found.topology.host_rank % count)
+
+
+def _tell_place(here: Topology) -> None:
+    """Let variables of torchrun, where they are set, say what is so in this world.
+
+    Of those that were started together some may wait, or be lost.
+    """
+    if "WORLD_SIZE" in os.environ:
+        said = here.rank, here.size, here.host_rank, len(here.host_ranks)
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        os.environ.update({name: str(value) for name, value in zip(names, said, strict=True)})
 
 
 def _begin(made: World, found: Connection) -> None:

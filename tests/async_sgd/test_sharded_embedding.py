@@ -11,6 +11,7 @@ from torch import nn
 
 import hpctrain as hvd
 from hpctrain.core.errors import ConfigError, MismatchError
+from hpctrain.runtime.world import current
 from tests.async_sgd.embedding_oracle import DIM, OPTIMIZERS, ROWS, copy_of, ids_of, model_of
 
 SIZES = pytest.mark.ranks(1, 2, 3, 4)
@@ -327,6 +328,31 @@ def test_what_one_rank_does_wrong_all_ranks_hear_of(hvd_nodes):
         _ = table.weight
     assert "padding_idx=None, init=0.05, seed=5, dtype=torch.float64" in repr(table)
     assert table.to("cpu").double()(torch.tensor([1])).shape == (1, DIM)  # all goes on
+
+
+@MANY
+def test_a_lookup_beside_another_operation_is_an_error_on_all(hvd_nodes):
+    calls = [make_table(hvd_nodes), current().comm.allgather_object]
+    with pytest.raises(MismatchError, match=r"lookup of table .* gather of objects everywhere"):
+        calls[hvd_nodes.rank() > 0](torch.tensor([1]))
+
+
+@SIZES
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3)])
+def test_what_was_looked_up_may_be_changed_in_place(hvd_nodes, shape):
+    table = make_table(hvd_nodes, lr=1.0)
+    ids = torch.full(shape, 2)
+    with torch.no_grad():
+        before = table(ids)
+    found = table(ids)
+    found += 1
+    found[..., 0] = 0
+    found.sum().backward()
+    table.step()
+    taken = (before - table(ids)).detach()
+    expected = torch.full_like(taken, ids.numel())
+    expected[..., 0] = 0
+    torch.testing.assert_close(taken, expected)
 
 
 @MANY
