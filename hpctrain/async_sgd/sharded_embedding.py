@@ -118,8 +118,7 @@ class ShardedEmbedding(nn.Module):
             options: ``eps``, and of adam ``betas``.
 
         Raises:
-            ConfigError: an argument is not valid; on every rank.
-            MismatchError: an argument differs between ranks; on every rank.
+            ConfigError: an argument is not valid, MismatchError: it differs; on every rank.
             NodeMemoryError: there is too little memory or disk, on every rank.
             NotInitializedError: ``hpctrain.init()`` was not called.
         """
