@@ -81,6 +81,34 @@ def test_without_staleness_it_is_the_distributed_optimizer_to_the_bit(hvd, per_n
             assert same or not one_order, key
 
 
+@MANY
+@ONE_NODE
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_gradients_of_16_bits_are_summed_in_float32_and_rounded_once(hvd, world, dtype):
+    """As in the distributed optimizer; the sum of the first ones is above what float16 holds."""
+    generator = torch.Generator().manual_seed(world.rank)
+    grad = torch.randn(4 * world.size + 1, generator=generator).to(dtype)
+    grad[:4] = 4e4
+    found = []
+    for ours in (True, False):
+        model = Ages(len(grad)).to(dtype)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        if ours:
+            method = hvd.StaleSynchronous(model, optimizer, 0)
+        else:
+            optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+        for _ in range(2):
+            optimizer.zero_grad()
+            (model.weight * grad).sum().backward()
+            optimizer.step()
+        if ours:
+            method.finish()
+            method.close()
+        found.append(weights_of(model))
+    assert found[0].isfinite().all()
+    assert torch.equal(*found)
+
+
 class Ages(nn.Module):
     """One weight for each rank, which that rank alone raises by one in every step.
 
