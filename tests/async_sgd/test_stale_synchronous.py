@@ -520,3 +520,19 @@ def test_parameters_of_any_shape_are_stepped_and_come_back(hvd, per_node, kind):
         found.append(weights_of(model))
     if per_node is None or hvd.size() < 3:
         assert torch.equal(*found)
+
+
+@MANY
+@pytest.mark.parametrize("make", ["StaleSynchronous", "AsyncSGD", "Downpour"])
+@pytest.mark.parametrize("numel", [0, 5])
+def test_an_empty_parameter_may_be_the_only_one_of_its_dtype(hvd, make, numel):
+    model = nn.ParameterList([torch.ones(numel), torch.ones(0, dtype=torch.float64)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with getattr(hvd, make)(model, optimizer) as method:
+        for _ in range(2):
+            optimizer.zero_grad()
+            sum(p.double().sum() for p in model).backward()
+            optimizer.step()
+        with method.settled():
+            assert not model[1].numel()
+    assert (model[0] < 1).all()
