@@ -88,13 +88,14 @@ options = {
 }.get(name, {})
 with getattr(hvd, name)(model, optimizer, servers=1, **options) as method:
     for step in range(20 if method.is_worker else 0):
-        time.sleep(0.01)
+        time.sleep(0.9 if step == 5 and alone == 1 else 0.01)  # it tells its gradient afterwards
         if step == 5 and alone == dying:
-            time.sleep(0.3)  # the others have told their gradients, and wait at the bound
+            time.sleep(0.3)  # another has told its gradients, and waits at the bound
             os.kill(os.getpid(), signal.SIGKILL)
         model.weight.grad = torch.zeros_like(model.weight)
         model.weight.grad[0, alone] = -1.0
         optimizer.step()
+assert all(age >= 0 for age in method.staleness_histogram), method.staleness_histogram
 (dense.weight * hvd.rank()).sum().backward()  # it has gone along into the smaller world
 averaged.step()
 weights = [round(w, 6) for w in model.weight[0].tolist()]
