@@ -60,9 +60,10 @@ class Hogwild(CommonBlock):
         with agreed(self._comm, ConfigError):
             require_hookable("Hogwild", model, optimizer)
             self._check(here.topology.num_nodes)
-        self._names: dict[Tensor, str] = {
-            p: name for name, p in model.named_parameters() if p.requires_grad
-        }
+            self._names: dict[Tensor, str] = {
+                p: name for name, p in model.named_parameters() if p.requires_grad
+            }
+            self._check_parameters()
         lines = [f"{name} {tuple(p.shape)} {p.dtype}" for p, name in self._names.items()]
         require_equal(self._comm, [*lines, str(counts)], "parameters")
         broadcast_parameters(model.state_dict())
@@ -153,6 +154,7 @@ class Hogwild(CommonBlock):
         if self._presence is not None:
             self._presence.check(())  # who waits for nobody learns here of one that died
         self._check_settings()
+        self._check_parameters()
         for group in self.optimizer.param_groups:
             for p in group["params"]:
                 if p.grad is not None and p in self._names:
@@ -200,3 +202,13 @@ class Hogwild(CommonBlock):
                     f"weight_decay are 0, got {group['momentum']} and {group['weight_decay']}; "
                     f"leave them out"
                 )
+
+    def _check_parameters(self) -> None:
+        trained = [p for g in self.optimizer.param_groups for p in g["params"] if p.requires_grad]
+        if num_others := sum(p not in self._names for p in trained):
+            raise ConfigError(
+                f"Hogwild steps what lay in node memory at the start, trained parameters of the "
+                f"model, and {num_others} of {len(trained)} in the optimizer are others; give a "
+                f"model that has all, end the block before parameters are added or unfrozen, and "
+                f"begin another one"
+            )

@@ -1,11 +1,13 @@
 """``Hogwild``: as good as serial steps on sparse problems, and it knows what it has lost."""
 
+import time
+
 import pytest
 import torch
 from torch import nn
 
-from hpctrain.core.errors import ConfigError, NotFiniteError
-from tests.gradients.training import ONE_NODE
+from hpctrain.core.errors import CommError, ConfigError, NotFiniteError
+from tests.gradients.training import LAST, ONE_NODE
 from tests.local_sgd.local_methods import num_kinds, weights_of
 
 ROWS, FEATURES, PER_ROW = 4000, 2000, 3
@@ -139,3 +141,25 @@ def test_several_nodes_are_refused(hvd_nodes):
     model = Linear()
     with pytest.raises(ConfigError, match="on one node"):
         hvd_nodes.Hogwild(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@ONE_NODE
+@LAST
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("what", ["added", "unfrozen"])
+def test_a_parameter_that_comes_later_is_an_error_on_all_ranks(hvd, world, what):
+    """On all ranks it is one of each, which nobody would share."""
+    model, other = Linear(), nn.Linear(1, 1)
+    model.bias = nn.Parameter(torch.zeros(1), requires_grad=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises((ConfigError, CommError)) as caught, hvd.Hogwild(model, optimizer):
+        if world.rank == 0 and what == "added":
+            optimizer.add_param_group({"params": [*other.parameters()]})
+        if world.rank == 0 and what == "unfrozen":
+            model.bias.requires_grad_()
+        start = time.monotonic()
+        while time.monotonic() - start < 5:
+            optimizer.step()
+    texts = world.allgather(str(caught.value))
+    found = f"{2 if what == 'added' else 1} of {3 if what == 'added' else 2} in the optimizer"
+    assert all(found in text for text in texts), texts
