@@ -353,7 +353,7 @@ class AsyncMethod(CommonBlock):
         Collective over those that are left; raises the ``error`` where that cannot be.
         """
         if len(self.servers) == self.comm.size:
-            raise error
+            recovery.give_up(error)
 
         def allows(lost: list[int]) -> bool:
             return not {*self.servers} & {*lost} and not {*self.workers} <= {*lost}

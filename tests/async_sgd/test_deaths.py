@@ -128,6 +128,18 @@ def test_without_a_lost_worker_the_others_go_on_in_place_and_no_gradient_is_lost
         assert f"rank {rank} of 3: {weights}, -1.0." in done.stdout, done.stdout
 
 
+@pytest.mark.requires("recovery")
+@pytest.mark.parametrize(
+    ("what", "dying"),
+    [("server, kill", 0), pytest.param("kill", 1, marks=pytest.mark.conformance)],
+)
+def test_a_lost_server_is_named_where_ranks_recover(tmp_path, what, dying):
+    done = launched(tmp_path, SCRIPT, "-n", "3", "--recover", "--", "AsyncSGD", what, dying)
+    assert done.returncode != 0
+    assert f"] rank {dying} of 3 died, and the others cannot go on" in done.stderr, done.stderr
+    assert "MPI_ERR" not in done.stderr
+
+
 HOGWILD = """
 import os, signal, time
 import torch
