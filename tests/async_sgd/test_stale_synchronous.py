@@ -210,6 +210,9 @@ def test_a_worker_that_ends_early_holds_back_nobody_and_all_have_one_model(hvd_n
     kinds = world.allgather(weights_of(model).numpy().tobytes())
     assert len(set(kinds)) == 1
     assert not hasattr(optimizer, "_local_method")
+    for call in (method.settle, method.settled().__enter__, method.reload, method.__enter__):
+        with pytest.raises(ConfigError, match="block of StaleSynchronous has ended"):
+            call()
     train(hvd, model, optimizer, 0, 1)  # the plain optimizer, with the state of the servers
 
 
