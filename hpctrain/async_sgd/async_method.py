@@ -450,7 +450,7 @@ class AsyncMethod(CommonBlock):
             raise ConfigError(
                 f"the block of {type(self).__name__} has ended, and model and optimizer have all "
                 f"that servers had; save and load them as plain ones, or call settle(), "
-                f"settled(), finish() and reload() before its end, and make another method to go on"
+                f"settled(), finish() and reload() before its end; make another method to go on"
             )
 
     def _require_untouched(self) -> None:

@@ -70,6 +70,11 @@ class Hogwild(CommonBlock):
         counted = [*self._names] if counts else []
         self._own = {p: torch.zeros_like(p, dtype=torch.float64) for p in counted}
         self._first = {p: p.detach().double().clone() for p in counted}
+        self._sizes = {
+            p: torch.zeros([*p.shape[:1], *[1] * (p.dim() - 1)], dtype=torch.float64)
+            for p in counted
+        }
+        """Of each row, the sum over steps of its largest number, which bounds their rounding."""
         self._updates = 0
         self._places = {p: self._share(p) for p in self._names}
         self._comm.barrier()
@@ -92,8 +97,9 @@ class Hogwild(CommonBlock):
         for p, own in self._own.items():
             total, weight = self._comm.allreduce(own), self._comm.allreduce(own.abs())
             gap = (self._first[p] + total - p.detach().double()).abs()
-            # Rounding of a sum of many steps, in the precision of the parameters.
-            noise = torch.finfo(p.dtype).eps * (self._first[p].abs() + weight) * 4
+            # Each step rounds by half an ulp of what it writes, and so does the sum of steps.
+            noise = 4 * (self._first[p].abs() + weight) + self._comm.allreduce(self._sizes[p])
+            noise *= torch.finfo(p.dtype).eps
             components += int((gap > noise).sum())
             missing += float(gap[gap > noise].sum())
             moved += float(weight.sum())
@@ -170,12 +176,14 @@ class Hogwild(CommonBlock):
         before = p._version  # noqa: SLF001 - autograd's
         grad = grad.coalesce() if grad.is_sparse else grad
         values = (grad.values() if grad.is_sparse else grad) * float(factor)
-        own = self._own.get(p)
-        for into in (p, own) if own is not None else (p,):
+        rows = grad.indices()[0] if grad.is_sparse else ...
+        for into in (p, self._own[p]) if p in self._own else (p,):
             if grad.is_sparse:
                 into.index_add_(0, grad.indices()[0], values.to(into.dtype))
             else:
                 into.add_(values)
+            if p in self._own and values.numel():
+                self._sizes[p][rows] += _largest(into[rows])
         self._updates += values.numel()
         self._versions[p] += p._version - before  # noqa: SLF001
 
@@ -212,3 +220,9 @@ class Hogwild(CommonBlock):
                 f"model that has all, end the block before parameters are added or unfrozen, and "
                 f"begin another one"
             )
+
+
+def _largest(rows: Tensor) -> Tensor:
+    """Return the largest absolute value of each row, in as many dimensions."""
+    sizes = rows.detach().abs().double()
+    return sizes.amax([*range(1, sizes.dim())], keepdim=True) if sizes.dim() > 1 else sizes
