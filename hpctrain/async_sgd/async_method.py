@@ -86,6 +86,7 @@ class AsyncMethod(CommonBlock):
         self._histogram = StalenessHistogram(curvature)
         self._samples, self._is_counted = (1.0, 1.0), False
         self._clock, self._num_slots, self._is_settled = 0, num_slots, True
+        self._has_ended = False  # the block, with values and state in model and optimizer
         self._known: list[tuple[int, int]] = []  # what parameters were when servers gave them
         self._error: CommError | None = None  # of a server
         self._layout = ParameterLayout(optimizer, len(self.servers))
@@ -151,8 +152,10 @@ class AsyncMethod(CommonBlock):
 
         Raises:
             MismatchError: another rank has come to another place; on every rank.
-            ConfigError: parameters were written to outside of ``step()``; see ``reload``.
+            ConfigError: parameters were written to outside of ``step()``, see ``reload``; or the
+                block has ended.
         """
+        self._require_open()
         self._require_untouched()
         self._settle(where)
 
@@ -191,6 +194,7 @@ class AsyncMethod(CommonBlock):
 
         Every rank has loaded both. A method that is made after loading does so by itself.
         """
+        self._require_open()
         self._take_state()
         self._settle("reload()", takes=False)
         self._load()
@@ -205,9 +209,13 @@ class AsyncMethod(CommonBlock):
     def _steps_begun(self) -> int:
         return self._clock
 
+    def _begin_block(self) -> None:
+        self._require_open()
+
     def _end_block(self) -> None:
         self.finish(ends=True)
         self._gather_state()
+        self._has_ended = True
 
     def _leave_block(self, error: BaseException | None) -> None:
         self._is_settled |= error is not None  # the others hear of the error
@@ -353,7 +361,7 @@ class AsyncMethod(CommonBlock):
         Collective over those that are left; raises the ``error`` where that cannot be.
         """
         if len(self.servers) == self.comm.size:
-            raise error
+            recovery.give_up(error)
 
         def allows(lost: list[int]) -> bool:
             return not {*self.servers} & {*lost} and not {*self.workers} <= {*lost}
@@ -436,6 +444,14 @@ class AsyncMethod(CommonBlock):
 
     def _identities(self) -> list[tuple[int, int]]:
         return [(p._version, p.data_ptr()) for p in self._layout.parameters]  # noqa: SLF001 - autograd's
+
+    def _require_open(self) -> None:
+        if self._has_ended:
+            raise ConfigError(
+                f"the block of {type(self).__name__} has ended, and model and optimizer have all "
+                f"that servers had; save and load them as plain ones, or call settle(), "
+                f"settled(), finish() and reload() before its end; make another method to go on"
+            )
 
     def _require_untouched(self) -> None:
         """Raise if somebody else has written what the servers would not know of."""

@@ -15,6 +15,7 @@ from hpctrain.async_sgd.server import ParameterServer, Push, Read, renumbered
 from hpctrain.compress.codec import require_count
 
 _OF_SERVER = "server_"  # begins the names of what servers keep, in the optimizer's state
+_GONE = -1  # the worker whose updates are those of all that have died
 
 
 class AsyncSGD(AsyncMethod):
@@ -253,10 +254,12 @@ class ImmediateServer(ParameterServer):
         return self._staleness[source]
 
     def _renumber(self, numbers: Mapping[int, int]) -> None:
+        total = self._num_updates.total()
         for counts in (self._num_updates, self._seen, self._staleness):
             left = renumbered(counts, numbers)
             counts.clear()
             counts.update(left)
+        self._num_updates[_GONE] = total - self._num_updates.total()  # values have them
 
     def _updates_of_others(self, worker: int) -> int:
         return self._num_updates.total() - self._num_updates[worker]

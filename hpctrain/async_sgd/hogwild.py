@@ -60,15 +60,21 @@ class Hogwild(CommonBlock):
         with agreed(self._comm, ConfigError):
             require_hookable("Hogwild", model, optimizer)
             self._check(here.topology.num_nodes)
-        self._names: dict[Tensor, str] = {
-            p: name for name, p in model.named_parameters() if p.requires_grad
-        }
+            self._names: dict[Tensor, str] = {
+                p: name for name, p in model.named_parameters() if p.requires_grad
+            }
+            self._check_parameters()
         lines = [f"{name} {tuple(p.shape)} {p.dtype}" for p, name in self._names.items()]
         require_equal(self._comm, [*lines, str(counts)], "parameters")
         broadcast_parameters(model.state_dict())
         counted = [*self._names] if counts else []
         self._own = {p: torch.zeros_like(p, dtype=torch.float64) for p in counted}
         self._first = {p: p.detach().double().clone() for p in counted}
+        self._sizes = {
+            p: torch.zeros([*p.shape[:1], *[1] * (p.dim() - 1)], dtype=torch.float64)
+            for p in counted
+        }
+        """Of each row, the sum over steps of its largest number, which bounds their rounding."""
         self._updates = 0
         self._places = {p: self._share(p) for p in self._names}
         self._comm.barrier()
@@ -91,8 +97,9 @@ class Hogwild(CommonBlock):
         for p, own in self._own.items():
             total, weight = self._comm.allreduce(own), self._comm.allreduce(own.abs())
             gap = (self._first[p] + total - p.detach().double()).abs()
-            # Rounding of a sum of many steps, in the precision of the parameters.
-            noise = torch.finfo(p.dtype).eps * (self._first[p].abs() + weight) * 4
+            # Each step rounds by half an ulp of what it writes, and so does the sum of steps.
+            noise = 4 * (self._first[p].abs() + weight) + self._comm.allreduce(self._sizes[p])
+            noise *= torch.finfo(p.dtype).eps
             components += int((gap > noise).sum())
             missing += float(gap[gap > noise].sum())
             moved += float(weight.sum())
@@ -153,6 +160,7 @@ class Hogwild(CommonBlock):
         if self._presence is not None:
             self._presence.check(())  # who waits for nobody learns here of one that died
         self._check_settings()
+        self._check_parameters()
         for group in self.optimizer.param_groups:
             for p in group["params"]:
                 if p.grad is not None and p in self._names:
@@ -168,12 +176,14 @@ class Hogwild(CommonBlock):
         before = p._version  # noqa: SLF001 - autograd's
         grad = grad.coalesce() if grad.is_sparse else grad
         values = (grad.values() if grad.is_sparse else grad) * float(factor)
-        own = self._own.get(p)
-        for into in (p, own) if own is not None else (p,):
+        rows = grad.indices()[0] if grad.is_sparse else ...
+        for into in (p, self._own[p]) if p in self._own else (p,):
             if grad.is_sparse:
                 into.index_add_(0, grad.indices()[0], values.to(into.dtype))
             else:
                 into.add_(values)
+            if p in self._own and values.numel():
+                self._sizes[p][rows] += _largest(into[rows])
         self._updates += values.numel()
         self._versions[p] += p._version - before  # noqa: SLF001
 
@@ -200,3 +210,19 @@ class Hogwild(CommonBlock):
                     f"weight_decay are 0, got {group['momentum']} and {group['weight_decay']}; "
                     f"leave them out"
                 )
+
+    def _check_parameters(self) -> None:
+        trained = [p for g in self.optimizer.param_groups for p in g["params"] if p.requires_grad]
+        if num_others := sum(p not in self._names for p in trained):
+            raise ConfigError(
+                f"Hogwild steps what lay in node memory at the start, trained parameters of the "
+                f"model, and {num_others} of {len(trained)} in the optimizer are others; give a "
+                f"model that has all, end the block before parameters are added or unfrozen, and "
+                f"begin another one"
+            )
+
+
+def _largest(rows: Tensor) -> Tensor:
+    """Return the largest absolute value of each row, in as many dimensions."""
+    sizes = rows.detach().abs().double()
+    return sizes.amax([*range(1, sizes.dim())], keepdim=True) if sizes.dim() > 1 else sizes

@@ -48,7 +48,8 @@ class ParameterLayout:
         for dtype in dict.fromkeys(p.dtype for p in self.parameters):
             numbers = [n for n, p in enumerate(self.parameters) if p.dtype is dtype]
             *begins, end = accumulate((self.parameters[n].numel() for n in numbers), initial=0)
-            self.blocks.append(Block(dtype, end, [*zip(numbers, begins, strict=True)]))
+            if end:  # nobody steps what is empty
+                self.blocks.append(Block(dtype, end, [*zip(numbers, begins, strict=True)]))
 
     def describe(self) -> list[str]:
         """Return what all ranks must have alike: group, shape and dtype of each parameter."""
@@ -121,7 +122,7 @@ class Slots:
 
         ``mates`` are the ranks of this node.
         """
-        self._of_ranks: dict[int, list[Tensor]] = {}
+        self._of_ranks: dict[int, list[Tensor]] = {comm.rank: []}
         for block in layout.blocks:
             stride = -(-block.numel // ALIGN) * ALIGN
             bucket = comm.new_bucket(num_slots * stride, block.dtype)

@@ -17,6 +17,7 @@ from hpctrain.async_sgd.requirements import Roles
 from hpctrain.comm.agreement import by_rank
 from hpctrain.comm.direct_messages import SERVING, DirectMessages, Message
 from hpctrain.comm.mpi_world import is_loss
+from hpctrain.comm.ops import Op, combination
 from hpctrain.comm.waiting import wait_until
 from hpctrain.core.errors import CommError, MismatchError
 from hpctrain.gradients.elementwise import PieceStep
@@ -297,11 +298,15 @@ class ParameterServer(ABC):
         total = sum(one.weight for one in counted)
         total += num_missing * total / len(pushes)
         for block, out in enumerate(self._sums):
-            out.copy_(_weighted(counted[0], block))
+            wide = combination(out.dtype, Op.SUM).wide  # for 16 bits float32, rounded once
+            mean = out if wide is out.dtype else torch.empty_like(out, dtype=wide)
+            mean.copy_(_weighted(counted[0], block, wide))
             for one in counted[1:]:
-                out.add_(_weighted(one, block))
+                mean.add_(_weighted(one, block, wide))
             if total != 1.0:
-                out.mul_(1.0 / total)
+                mean.mul_(1.0 / total)
+            if mean is not out:
+                out.copy_(mean)
         having = [any(of) for of in zip(*(one.has_gradient for one in pushes), strict=True)]
         by_group: defaultdict[int, list[Tensor]] = defaultdict(list)
         grads = self._tensors_in(self._sums)
@@ -360,8 +365,9 @@ def renumbered(values: Mapping[int, Any], numbers: Mapping[int, int]) -> dict[in
     return {numbers[rank]: value for rank, value in values.items() if rank in numbers}
 
 
-def _weighted(one: Push, block: int) -> Tensor:
-    return one.parts[block] if one.weight == 1.0 else one.parts[block] * one.weight
+def _weighted(one: Push, block: int, dtype: torch.dtype) -> Tensor:
+    """Return what a gradient adds to a sum of this dtype."""
+    return one.parts[block] if one.weight == 1.0 else one.parts[block].to(dtype) * one.weight
 
 
 def _part_of(name: str, value: Any, parameter: Tensor, piece: Piece) -> Any:

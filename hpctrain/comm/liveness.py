@@ -328,6 +328,15 @@ def shrink(ranks: MPI.Intracomm) -> tuple[MPI.Intracomm, list[int]]:
     return left, sorted({*range(ranks.size)}.difference(numbers_in(ranks, left)))
 
 
+def failed(ranks: MPI.Intracomm) -> list[int]:
+    """Return which of ``ranks`` are known here to have died. Where the world recovers."""
+    ours, dead = ranks.Get_group(), ranks.Get_failed()
+    numbers = MPI.Group.Translate_ranks(dead, None, ours)
+    ours.Free()
+    dead.Free()
+    return sorted(numbers)
+
+
 def _receive(notice: MPI.Message) -> tuple[int, str]:
     """Return who has sent a message, and its text."""
     status, buffer = MPI.Status(), bytearray(_REASON_BYTES)

@@ -11,7 +11,7 @@ communication capability: design and rationale".
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, NoReturn, TypeVar
 
 from hpctrain.comm.mpi_world import is_loss, is_of_mpi
 from hpctrain.core.errors import CommError, RankLostError
@@ -70,16 +70,45 @@ def survive(error: Exception, allows: Callable[[list[int]], object]) -> list[int
     """Go on from an ``error`` by which a rank was lost, in a smaller world; return who is lost.
 
     Collective over those that are left, all of which have met such an error. It is raised again
-    where the world does not recover, nobody is lost, or ``allows`` says no of those that are.
+    where the world does not recover, or nobody is lost; ``RankLostError``, which names those that
+    are, where ``allows`` says no of them.
     """
     is_known = isinstance(error, RankLostError) or is_loss(error)
     if not is_known or not is_on() or world.current().spares is not None:
         raise error
-    lost = _shrink(allows=allows)
+    needed: list[int] = []
+
+    def may_go_on(lost: list[int]) -> bool:
+        needed[:] = [] if (is_well := bool(allows(lost))) else lost
+        return is_well
+
+    lost = _shrink(allows=may_go_on)
+    if needed:
+        raise RankLostError(_died(needed)) from error
     if not lost:
         raise error
     world.current().rebuild.move()
     return lost
+
+
+def give_up(error: Exception) -> NoReturn:
+    """Raise an ``error`` of MPI by which a rank was lost as ``RankLostError``, others as they are.
+
+    Not collective: it names those that are known here to have died.
+    """
+    if not is_loss(error) or not is_on():
+        raise error
+    from hpctrain.comm.liveness import failed  # noqa: PLC0415 - a world of one needs no MPI
+
+    raise RankLostError(_died(failed(_ranks()))) from error
+
+
+def _died(lost: list[int]) -> str:
+    who = f"{format_ranks(lost)} of {world.size()}" if lost else f"one of {world.size()} ranks"
+    return (
+        f"{who} died, and the others cannot go on without what was there; begin again from the "
+        f"last commit or checkpoint"
+    )
 
 
 def _may_be_loss(error: BaseException) -> bool:

@@ -88,13 +88,14 @@ options = {
 }.get(name, {})
 with getattr(hvd, name)(model, optimizer, servers=1, **options) as method:
     for step in range(20 if method.is_worker else 0):
-        time.sleep(0.01)
+        time.sleep(0.9 if step == 5 and alone == 1 else 0.01)  # it tells its gradient afterwards
         if step == 5 and alone == dying:
-            time.sleep(0.3)  # the others have told their gradients, and wait at the bound
+            time.sleep(0.3)  # another has told its gradients, and waits at the bound
             os.kill(os.getpid(), signal.SIGKILL)
         model.weight.grad = torch.zeros_like(model.weight)
         model.weight.grad[0, alone] = -1.0
         optimizer.step()
+assert all(age >= 0 for age in method.staleness_histogram), method.staleness_histogram
 (dense.weight * hvd.rank()).sum().backward()  # it has gone along into the smaller world
 averaged.step()
 weights = [round(w, 6) for w in model.weight[0].tolist()]
@@ -125,6 +126,18 @@ def test_without_a_lost_worker_the_others_go_on_in_place_and_no_gradient_is_lost
     weights = [round(dead, 6), round(left, 6), round(left, 6), 0.0]
     for rank in range(3):
         assert f"rank {rank} of 3: {weights}, -1.0." in done.stdout, done.stdout
+
+
+@pytest.mark.requires("recovery")
+@pytest.mark.parametrize(
+    ("what", "dying"),
+    [("server, kill", 0), pytest.param("kill", 1, marks=pytest.mark.conformance)],
+)
+def test_a_lost_server_is_named_where_ranks_recover(tmp_path, what, dying):
+    done = launched(tmp_path, SCRIPT, "-n", "3", "--recover", "--", "AsyncSGD", what, dying)
+    assert done.returncode != 0
+    assert f"] rank {dying} of 3 died, and the others cannot go on" in done.stderr, done.stderr
+    assert "MPI_ERR" not in done.stderr
 
 
 HOGWILD = """

@@ -1,11 +1,13 @@
 """``Hogwild``: as good as serial steps on sparse problems, and it knows what it has lost."""
 
+import time
+
 import pytest
 import torch
 from torch import nn
 
-from hpctrain.core.errors import ConfigError, NotFiniteError
-from tests.gradients.training import ONE_NODE
+from hpctrain.core.errors import CommError, ConfigError, NotFiniteError
+from tests.gradients.training import LAST, ONE_NODE
 from tests.local_sgd.local_methods import num_kinds, weights_of
 
 ROWS, FEATURES, PER_ROW = 4000, 2000, 3
@@ -98,6 +100,31 @@ def test_what_is_lost_is_counted(hvd, world):
 
 
 @ONE_NODE
+@pytest.mark.ranks(1, 2, 3)
+def test_rounding_of_many_steps_is_not_lost_and_a_loss_beside_it_is(hvd, world):
+    """Ranks take turns, so that nothing is lost; each step rounds the same way."""
+    starts = (torch.full((5, 2), 100.0), torch.full((5, 2), 100.0), torch.tensor(100.0))
+    model = nn.ParameterList([*starts, torch.ones(0, 3)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for p in model:
+        p.grad = torch.ones_like(p)
+    model[0].grad = torch.ones(5, 2).to_sparse(1)
+    with hvd.Hogwild(model, optimizer) as method:
+        for turn in range(world.size):
+            for _ in range(400 if turn == world.rank else 0):
+                optimizer.step()
+            world.barrier()
+        moved = 100.0 - model[1].detach()
+        assert ((moved - 4.0 * world.size).abs() > 100.0 * 8 * torch.finfo(moved.dtype).eps).all()
+        assert method.lost_updates() == (0, 400 * 21 * world.size, 0.0)
+        if world.rank == 0:
+            model[0].data[3, 1] += 0.1
+            model[2].data += 0.1
+        world.barrier()
+        assert method.lost_updates().components == 2
+
+
+@ONE_NODE
 @pytest.mark.ranks(2)
 def test_steps_of_one_rank_are_seen_by_the_other_at_once_and_by_nobody_after_the_block(hvd, world):
     model = Linear()
@@ -139,3 +166,29 @@ def test_several_nodes_are_refused(hvd_nodes):
     model = Linear()
     with pytest.raises(ConfigError, match="on one node"):
         hvd_nodes.Hogwild(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@ONE_NODE
+@LAST
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("what", ["added", "unfrozen"])
+def test_a_parameter_that_comes_later_is_an_error_on_all_ranks(hvd, world, what):
+    """On all ranks it is one of each, which nobody would share."""
+    model, other = Linear(), nn.Linear(1, 1)
+    model.bias = nn.Parameter(torch.zeros(1), requires_grad=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loop() -> None:
+        if world.rank == 0 and what == "added":
+            optimizer.add_param_group({"params": [*other.parameters()]})
+        if world.rank == 0 and what == "unfrozen":
+            model.bias.requires_grad_()
+        start = time.monotonic()
+        while time.monotonic() - start < 10:
+            optimizer.step()
+
+    with pytest.raises((ConfigError, CommError)) as caught, hvd.Hogwild(model, optimizer):
+        loop()
+    texts = world.allgather(str(caught.value))
+    found = f"{2 if what == 'added' else 1} of {3 if what == 'added' else 2} in the optimizer"
+    assert all(found in text for text in texts), texts
