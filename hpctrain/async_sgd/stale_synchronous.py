@@ -26,8 +26,8 @@ class StaleSynchronous(AsyncMethod):
     has come of the steps before c, and once a step is complete it counts as a whole.
 
     So with ``staleness=0`` this is synchronous SGD, for any optimizer: on one node
-    ``DistributedOptimizer`` to the bit. A slow moment of one worker is hidden up to ``staleness``
-    steps; a worker that is always slow is not.
+    ``DistributedOptimizer`` to the bit; with 16-bit parameters the mean gradients are. A slow
+    moment of one worker is hidden up to ``staleness`` steps; a worker that is always slow is not.
 
     Gradients are those of ``step()``: one that is clipped before it is clipped on each rank by
     itself, and not the mean, as in synchronous SGD.
