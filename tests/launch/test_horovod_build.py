@@ -5,6 +5,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 from importlib import metadata
 from pathlib import Path
 
@@ -212,6 +213,7 @@ def test_who_ends_the_build_ends_its_compilers(tmp_path, number):
         [sys.executable, "-c", SLEEPER, str(tmp_path)], stderr=subprocess.DEVNULL
     ) as build:
         wait_for(lambda: len(pids()) == 2 and all(pids()))
+        time.sleep(0.3)  # the build knows of its child a moment later than we do
         build.send_signal(number)
         assert build.wait(30) != 0
     wait_for(lambda: not any(map(is_alive, pids())))
