@@ -72,7 +72,7 @@ class StepNotes:
     def look_at_sums(self) -> None:
         """Look at averages for what is not finite while they are summed, from the next step on.
 
-        That costs less than half a percent of a step, where looking at all gradients behind it
+        That costs less than a percent of a step, where looking at all gradients behind it
         costs several. Not collective, but every rank calls it, between two steps.
         """
         if self._reducer:
