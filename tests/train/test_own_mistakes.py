@@ -198,6 +198,7 @@ MISTAKES = {
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
+    sys.modules.pop("mine", None)  # of another test
     (tmp_path / "mine.py").write_text(MINE)
     (tmp_path / "broken.py").write_text("import no_such_package\n")
     (tmp_path / "mine.toml").write_text(CONFIG)
