@@ -132,10 +132,10 @@ def as_rank(argv: Sequence[str], *, is_openmpi: bool, spares: int = 0) -> list[s
     A shell does it, which becomes the command: that costs a millisecond. Spares are not counted.
     """
     said = [f"OMPI_COMM_WORLD_{name}" for name in _BY_OPENMPI] if is_openmpi else _BY_HYDRA
-    pairs = zip(OF_TORCH, said, strict=False)
-    words = " ".join(f"{name}=${variable}" for name, variable in pairs)
+    values = [f"${variable}" for variable in said]
     if spares:
-        words = words.replace(f"${said[1]}", f"$(({said[1]} - {spares}))", 1)
+        values[1] = f"$(({said[1]} - {spares}))"
+    words = " ".join(f"{name}={value}" for name, value in zip(OF_TORCH, values, strict=False))
     return ["sh", "-c", f'export {words}; exec "$@"', "rank", *argv]
 
 

@@ -76,15 +76,12 @@ def survive(error: Exception, allows: Callable[[list[int]], object]) -> list[int
     is_known = isinstance(error, RankLostError) or is_loss(error)
     if not is_known or not is_on() or world.current().spares is not None:
         raise error
-    needed: list[int] = []
 
-    def may_go_on(lost: list[int]) -> bool:
-        needed[:] = [] if (is_well := bool(allows(lost))) else lost
-        return is_well
+    def check(lost: list[int]) -> None:
+        if not allows(lost):
+            raise RankLostError(_died(lost)) from error
 
-    lost = _shrink(allows=may_go_on)
-    if needed:
-        raise RankLostError(_died(needed)) from error
+    lost = _shrink(check=check)
     if not lost:
         raise error
     world.current().rebuild.move()
@@ -135,11 +132,11 @@ def _all_are_well(*, am_well: bool) -> bool:
 
 
 def _shrink(
-    *, moves: bool = True, allows: Callable[[list[int]], object] = lambda _: True
+    *, moves: bool = True, check: Callable[[list[int]], object] = lambda _: None
 ) -> list[int]:
     """Make the world of those that are left, and return who is lost. Collective over those left.
 
-    Nothing is made, and nobody returned, unless that ``allows`` it, the same on all.
+    Nothing is made where nobody is lost, or ``check`` raises for those who are, the same on all.
     What outlives its world ``moves`` into it, else nothing does: all is made anew.
     If one more dies meanwhile all end with exit code 87 within ``LIMIT_S`` seconds.
     """
@@ -150,8 +147,9 @@ def _shrink(
     try:
         with _limited(LIMIT_S):
             left, lost = shrunk(ranks)
-            if not lost or not allows(lost):
+            if not lost:
                 return []
+            check(lost)
             if before.spares is not None:
                 before.spares.replace()
                 left = before.spares.workers

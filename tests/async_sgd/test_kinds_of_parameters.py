@@ -8,6 +8,14 @@ from tests.gradients.training import MANY, ONE_NODE
 from tests.local_sgd.local_methods import weights_of
 
 
+def synchronous(hvd, model, optimizer, *, ours):
+    """Hook an optimizer for synchronous steps; return the method, None for the distributed one."""
+    if ours:
+        return hvd.StaleSynchronous(model, optimizer, 0)
+    hvd.DistributedOptimizer(optimizer, model.named_parameters())
+    return None
+
+
 @MANY
 @ONE_NODE
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -20,10 +28,7 @@ def test_gradients_of_16_bits_are_summed_in_float32_and_rounded_once(hvd, world,
     for ours in (True, False):
         model = nn.ParameterList([torch.zeros(len(grad), dtype=dtype)])
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        if ours:
-            method = hvd.StaleSynchronous(model, optimizer, 0)
-        else:
-            optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+        method = synchronous(hvd, model, optimizer, ours=ours)
         for _ in range(2):
             optimizer.zero_grad()
             (model[0] * grad).sum().backward()
@@ -60,10 +65,7 @@ def test_parameters_of_any_shape_are_stepped_and_come_back(hvd, per_node, kind):
         model = Odd()
         options = {"momentum": 0.9, "weight_decay": 0.1} if kind == "SGD" else {}
         optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.01, **options)
-        if ours:
-            method = hvd.StaleSynchronous(model, optimizer, 0)
-        else:
-            optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+        method = synchronous(hvd, model, optimizer, ours=ours)
         for step in range(4):
             optimizer.zero_grad()
             model(torch.full((2, 5), 0.1 * (hvd.rank() + step + 1))).backward()
