@@ -4,7 +4,7 @@ import copy
 import enum
 import queue
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -47,7 +47,7 @@ class State(ABC):
 
     Source: Horovod 0.28, ``horovod.common.elastic.State``.
     Differs: both arguments may be left out; news of hosts that any rank has count, not only those
-    of rank 0.
+    of rank 0; a commit counts on all ranks or on none.
     """
 
     def __init__(
@@ -65,6 +65,7 @@ class State(ABC):
         self._last_updated_timestamp = 0.0
         self._reset_callbacks: list[Callable[[], object]] = []
         self.num_commits = 0  # how often this state was committed here
+        self._num_begun = 0  # and how often that was begun: the last time perhaps in vain
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], object]]) -> None:
         """Have functions called, in this order, each time training is taken up again.
@@ -94,17 +95,31 @@ class State(ABC):
         self._host_messages.put((timestamp, update_res))
 
     def commit(self) -> None:
-        """Save the state, then see whether hosts come or go. Collective.
+        """Save the state once all ranks are here, then see whether hosts come or go. Collective.
 
         A failed operation costs what was done since the last commit; a commit costs a copy of the
-        state in memory.
+        state in memory. It counts on all ranks or on none: ``elastic.run`` completes one that an
+        error has kept some ranks from.
 
         Raises:
             HostsUpdatedInterrupt: they do; on every rank.
         """
+        self._num_begun = self.num_commits + 1
+        interrupt = self._news_of_hosts()
         self.save()
-        self.num_commits += 1
-        self.check_host_updates()
+        self.num_commits = self._num_begun
+        if interrupt is not None:
+            raise interrupt
+
+    def settle(self, of_ranks: Sequence[int]) -> None:
+        """Count the commit that any rank has last, of the ``num_commits`` of all. Not collective.
+
+        Who has that one begun only saves it now: nothing was done since.
+        """
+        newest = max(of_ranks)
+        if self.num_commits < newest == self._num_begun:
+            self.save()
+        self.num_commits = self._num_begun = newest
 
     def check_host_updates(self) -> None:
         """See whether any rank was told that hosts come or go. Collective, 24 bytes.
@@ -112,6 +127,10 @@ class State(ABC):
         Raises:
             HostsUpdatedInterrupt: one was; on every rank.
         """
+        if (interrupt := self._news_of_hosts()) is not None:
+            raise interrupt
+
+    def _news_of_hosts(self) -> HostsUpdatedInterrupt | None:
         newest, what = self._last_updated_timestamp, HostUpdate.NONE
         while not self._host_messages.empty():
             timestamp, update = self._host_messages.get()
@@ -121,9 +140,10 @@ class State(ABC):
         told = torch.tensor([newest, removed, added], dtype=torch.float64)
         world.current().comm.allreduce_(told, op=Op.MAX).wait()
         newest, removed, added = float(told[0]), bool(told[1]), bool(told[2])
-        if newest > self._last_updated_timestamp:
-            self._last_updated_timestamp = newest
-            raise HostsUpdatedInterrupt(skip_sync=removed and not added)
+        if newest <= self._last_updated_timestamp:
+            return None
+        self._last_updated_timestamp = newest
+        return HostsUpdatedInterrupt(skip_sync=removed and not added)
 
     @abstractmethod
     def save(self) -> None:
