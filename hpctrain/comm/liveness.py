@@ -27,7 +27,8 @@ NEAR_SIZE = 64
 """Up to so many ranks, one that leaves tells all; in larger worlds those at distances 2^k."""
 
 CLOSE_S = 30.0
-"""Longest wait for others once all have come to the end: what is left to do there takes moments."""
+"""Longest wait for others once all have come to the end: what is left to do takes moments."""
+
 BREAK_S = 2.0
 """How long the others wait for the program to end after an error has led a rank out of a block."""
 
