@@ -201,9 +201,15 @@ def join(settings: Settings, chosen: object = None) -> None:
         if spares.is_worker:
             _join(settings, spares.workers, spares=spares)
             return
-    if not spares.wait():
+
+    def make(ranks: "MpiComm") -> None:
+        if is_initialized():  # in vain: a rank died before all had made this world
+            go_on(ranks)
+        else:
+            _join(settings, ranks, is_first=False, spares=spares)
+
+    if not spares.wait(make):
         sys.exit(0)
-    _join(settings, spares.workers, is_first=False, spares=spares)
 
 
 def _spares_of(number: int, chosen: object) -> "Spares":
@@ -229,6 +235,27 @@ def _join(
     ranks = find_world(chosen)
     # From here on nobody fails alone.
     hooks = FailureHooks(ranks, settings.log_dir, recovers=settings.recover) if ranks else None
+    try:
+        _make(settings, chosen, ranks, hooks, is_first=is_first, spares=spares)
+    except BaseException:
+        if hooks is not None and not is_first:  # there may be another try
+            if _world is not None:
+                _depart(_world)
+                _world = None
+            hooks.uninstall()
+        raise
+
+
+def _make(
+    settings: Settings,
+    chosen: object,
+    ranks: "MpiComm | None",
+    hooks: FailureHooks | None,
+    *,
+    is_first: bool,
+    spares: "Spares | None",
+) -> None:
+    global _world  # noqa: PLW0603 - the one place
     threads = torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else None
     found = connect(ranks, settings, threads)
     here = found.topology
@@ -384,8 +411,7 @@ def _leave(leaving: World, *, raises: bool) -> None:
     if leaving.before_finalize is not None:
         leaving.before_finalize.close()
     is_well = not fault and sys.exc_info()[0] is None and not hasattr(sys, "last_value")
-    if leaving.topology.rank == 0:
-        _tell_end(leaving, is_well=is_well)
+    _tell_end(leaving, is_well=is_well)
     if fault:
         raise ReplicaError(fault)  # with the hooks, for who does not catch it
     if leaving.hooks is not None and sys.exc_info()[0] is None:
@@ -393,6 +419,10 @@ def _leave(leaving: World, *, raises: bool) -> None:
 
 
 def _tell_end(leaving: World, *, is_well: bool) -> None:
+    if leaving.spares is not None:
+        leaving.spares.end_stopped()
+    if leaving.topology.rank:
+        return
     if leaving.spares is not None:
         leaving.spares.end()
     if WATCHED in os.environ and is_well:
@@ -403,23 +433,36 @@ def _tell_end(leaving: World, *, is_well: bool) -> None:
 def go_on(ranks: "MpiComm", *, moves: bool = True) -> None:
     """Leave a world of which ranks are lost for one of ``ranks``, which are left. Collective.
 
-    What has registered with ``rebuild`` to outlive its world follows, if it ``moves``.
+    What has registered with ``rebuild`` to outlive its world follows, if it ``moves``. After an
+    error this rank is in the world before, and may leave it for another one.
     """
-    global _world
+    global _world  # noqa: PLW0603 - the one place
     before, _world = current(), None
-    atexit.unregister(_shut_down)
-    if before.presence is not None:
-        before.presence.abandon()
-    before.sets.drop()
-    before.stop.close()
-    before.timelines.stop()
-    if before.before_finalize is not None:
-        before.before_finalize.close()
-    if before.hooks is not None:
-        before.hooks.uninstall()
-    _join(before.settings, ranks, is_first=False, spares=before.spares)
+    assert before.presence is not None
+    assert before.hooks is not None
+    if before.presence.is_open:  # else one more rank has died while the next world was made
+        _depart(before)
+    before.hooks.uninstall()
+    try:
+        _join(before.settings, ranks, is_first=False, spares=before.spares)
+    except BaseException:
+        _world = before
+        before.hooks.install()
+        raise
     if moves:
         current().rebuild.follow(before.rebuild.leave())
+
+
+def _depart(leaving: World) -> None:
+    """Let nothing of a world go on of which ranks are lost. Not collective."""
+    atexit.unregister(_shut_down)
+    if leaving.presence is not None:
+        leaving.presence.abandon()
+    leaving.sets.drop()
+    leaving.stop.close()
+    leaving.timelines.stop()
+    if leaving.before_finalize is not None:
+        leaving.before_finalize.close()
 
 
 def current() -> World:
