@@ -73,11 +73,11 @@ class Spares:
                 make(self.workers)
 
         if self.is_worker:
-            self.end_stopped()
+            self._end_stopped()
         revoke(self._whole)
         remake(shrink(self._whole), arranged)
 
-    def end_stopped(self) -> None:
+    def _end_stopped(self) -> None:
         """End the spares of this host that somebody has stopped, by SIGSTOP. Not collective."""
         for pid, born in self._waiting:
             found = process.stat(pid)
@@ -115,7 +115,10 @@ class Spares:
             )
 
     def end(self) -> None:
-        """Let those who wait know that the run has ended. On rank 0 of the workers alone."""
+        """Let those who wait know that the run has ended. On all that work."""
+        self._end_stopped()
+        if self._whole.rank != _LEADER:
+            return
         limit = time.monotonic() + END_S
         for rank in range(self._num_workers, self._whole.size):
             try:

@@ -1,12 +1,10 @@
 """The world of this process: the only module of hpctrain with state that changes."""
 
 import atexit
-import json
 import os
 import sys
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 from weakref import WeakKeyDictionary
 
@@ -21,14 +19,13 @@ from hpctrain.comm.factory import Connection, connect
 from hpctrain.comm.mpi_world import find_world, is_communicator, numbers_in
 from hpctrain.comm.observed import Statistics, observed, trace
 from hpctrain.comm.plan.plan import Plan
-from hpctrain.comm.plan.planning import StoredPlan
 from hpctrain.comm.threaded import ThreadedCommunicator
 from hpctrain.core import config, logs
 from hpctrain.core.config import Settings
 from hpctrain.core.errors import ConfigError, NotInitializedError, ReplicaError
 from hpctrain.negotiation.stall import LastCall
 from hpctrain.negotiation.timeline import Timelines
-from hpctrain.runtime import lazy_dynamo, torch_backend
+from hpctrain.runtime import arrival, lazy_dynamo, torch_backend
 from hpctrain.runtime.abort import FailureHooks, leave
 from hpctrain.runtime.last_check import compare
 from hpctrain.runtime.process_set_table import Controllers, ProcessSets, Wanted, beside
@@ -260,9 +257,9 @@ def _make(
     found = connect(ranks, settings, threads)
     here = found.topology
     if ranks:
-        _take_place(found)
+        arrival.take_place(found)
     if settings.recover:
-        _tell_place(here)
+        arrival.tell_place(here)
     # All ranks count, or none does: as rank 0 wants it.
     statistics = Statistics(found.comm) if found.settings.stats else None
     inside = observed(found.comm, trace if settings.trace else None, statistics)
@@ -303,37 +300,15 @@ def _make(
     _begin(_world, found)
 
 
-def _take_place(found: Connection) -> None:
-    """Let torch have the threads of this rank, and the accelerator of its number on its host.
-
-    Where it sees one, as by ``srun --gpus-per-task=1``, or has taken another already, that stays.
-    """
-    torch.set_num_threads(found.plan.threads)
-    count = torch.accelerator.device_count()
-    if count > 1 and not torch.accelerator.current_device_index():
-        torch.accelerator.set_device_index(found.topology.host_rank % count)
-
-
-def _tell_place(here: Topology) -> None:
-    """Let variables of torchrun, where they are set, say what is so in this world.
-
-    Of those that were started together some may wait, or be lost.
-    """
-    if "WORLD_SIZE" in os.environ:
-        said = here.rank, here.size, here.host_rank, len(here.host_ranks)
-        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-        os.environ.update({name: str(value) for name, value in zip(names, said, strict=True)})
-
-
 def _begin(made: World, found: Connection) -> None:
     """Let people and files know of a world, and its end come with that of the program."""
     settings, hooks, rank = made.settings, made.hooks, made.topology.rank
     logs.setup(rank, made.topology.size, settings.log_dir, level=settings.log_level)
-    _report(found)
+    arrival.report(found)
     if made.is_first and WATCHED in os.environ and rank == 0:
         sys.stderr.write(f"{BEGUN}\n")
     if settings.records is not None and rank == 0:
-        _tell_study(settings.records, found)
+        arrival.tell_study(settings.records, found)
     if hooks is not None:
         hooks.last_words.append(made.timelines.stop)
         hooks.communicates = made.last_call.was_on
@@ -341,21 +316,6 @@ def _begin(made: World, found: Connection) -> None:
         made.timelines.start(settings.timeline, mark_cycles=settings.timeline_mark_cycles)
     if found.presence is not None or made.statistics is not None or WATCHED in os.environ:
         atexit.register(_shut_down)
-
-
-def _report(found: Connection) -> None:
-    logs.logger.debug("plan by %s: %s", found.plan_origin, found.plan)
-    notes = found.comm.gather_object([*config.remarks(engine=found.plan.engine), *found.notes])
-    if notes is not None:
-        logs.warn_merged(notes)
-
-
-def _tell_study(folder: Path, found: Connection) -> None:
-    """Let a scaling study know how the ranks of this point communicate."""
-    topology = {"topology": dict(found.topology.describe())}
-    facts = {**topology, **StoredPlan.of(found.topology, found.plan).as_dict()}
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "plan.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 
 
 def _leave_before_finalize() -> "BeforeFinalize":
@@ -420,12 +380,8 @@ def _leave(leaving: World, *, raises: bool) -> None:
 
 def _tell_end(leaving: World, *, is_well: bool) -> None:
     if leaving.spares is not None:
-        leaving.spares.end_stopped()
-    if leaving.topology.rank:
-        return
-    if leaving.spares is not None:
         leaving.spares.end()
-    if WATCHED in os.environ and is_well:
+    if WATCHED in os.environ and is_well and leaving.topology.rank == 0:
         sys.stderr.write(f"{ENDED}\n")
         sys.stderr.flush()
 
