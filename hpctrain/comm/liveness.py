@@ -26,6 +26,9 @@ PEERS_PER_LOOK = 16
 NEAR_SIZE = 64
 """Up to so many ranks, one that leaves tells all; in larger worlds those at distances 2^k."""
 
+CLOSE_S = 30.0
+"""Longest wait for others once all have come to the end: what is left to do takes moments."""
+
 BREAK_S = 2.0
 """How long the others wait for the program to end after an error has led a rank out of a block."""
 
@@ -80,6 +83,7 @@ class Liveness:
         self._ended: dict[int, int] = {}  # steps after which all have come to the end of a block
         self._told: list[MPI.Request] = []
         self._open = True
+        self._end_s = float("inf")  # when all ranks had come to the end, as time.monotonic() says
 
     def check(self, partners: Collection[int] | None = None) -> None:
         """Return if nobody is missed; cheap enough for every turn of a waiting loop.
@@ -90,6 +94,11 @@ class Liveness:
         that this one is in, or waits at its end after fewer steps.
         """
         if not self._open:
+            if time.monotonic() - self._end_s > CLOSE_S:
+                raise RankLostError(
+                    f"all ranks had come to the end of the program, and rank {self.rank} waits "
+                    f"for another since {CLOSE_S:g} s; it may have ended by an error of its own"
+                )
             return
         self._raise_if_dead()
         try:
@@ -191,6 +200,7 @@ class Liveness:
         )
         found = compare(self._gather)
         self._wait_until(self._control.Ibarrier().Test, self._look_late)
+        self._end_s = time.monotonic()
         self._control.Free()
         return found
 
