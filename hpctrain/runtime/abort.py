@@ -74,11 +74,15 @@ class FailureHooks:
         """Says whether a thread, by its identifier, communicates with other ranks."""
         # Bound once: uninstall() compares by identity.
         self._hook, self._thread_hook = self._on_exception, self._on_thread_exception
-        self._previous, self._previous_thread = sys.excepthook, threading.excepthook
         if self._log is not None:
             self._log.parent.mkdir(parents=True, exist_ok=True)
+        self.install()
+
+    def install(self) -> None:
+        """Take the place of the hooks that are there, as at first; after ``uninstall``."""
+        self._previous, self._previous_thread = sys.excepthook, threading.excepthook
         sys.excepthook, threading.excepthook = self._hook, self._thread_hook
-        self._crash = CrashReport(world.rank, self._log)
+        self._crash = CrashReport(self._rank, self._log)
 
     def uninstall(self) -> None:
         """Put back the hooks that were there, unless somebody took them over after us."""
