@@ -395,14 +395,22 @@ class AsyncMethod(CommonBlock):
 
     def _gather_state(self) -> None:
         """Put the state that the servers have into the optimizer. Collective, after ``settle``."""
-        found: dict[Tensor, dict[str, list[Any]]] = defaultdict(lambda: defaultdict(list))
+        found: dict[int, dict[str, list[Any]]] = defaultdict(lambda: defaultdict(list))
         own = self._server.state() if self._server is not None else []
         for rank in self.servers:
             for number, entries in self.comm.broadcast_object(own, rank):
                 for name, value in entries.items():
-                    found[self._layout.parameters[number]][name].append(value)
-        for p, lists in found.items():
-            self.server_optimizer.state[p] = {k: _joined(v, p) for k, v in lists.items()}
+                    found[number][name].append(value)
+        for number, lists in found.items():
+            state = {name: self._joined(number, values) for name, values in lists.items()}
+            self.server_optimizer.state[self._layout.parameters[number]] = state
+
+    def _joined(self, number: int, values: Sequence[Any]) -> Any:
+        """Return an entry of the state of a parameter, of those of its pieces."""
+        first = values[0]
+        if not isinstance(first, Tensor) or not first.dim():
+            return first
+        return self._layout.shaped(number, torch.cat([*values]))
 
     def _forget_state(self) -> None:
         for p in self._layout.parameters:
@@ -466,11 +474,3 @@ class AsyncMethod(CommonBlock):
                 f"({', '.join(found[:3])}), which they do not know of; load before "
                 f"{type(self).__name__} is made, or call reload() after loading, on every rank"
             )
-
-
-def _joined(values: Sequence[Any], parameter: Tensor) -> Any:
-    """Return an entry of the state of a parameter, of those of its pieces."""
-    first = values[0]
-    if not isinstance(first, Tensor) or not first.dim():
-        return first
-    return torch.cat([*values]).view(parameter.shape)

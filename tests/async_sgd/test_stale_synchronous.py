@@ -62,23 +62,19 @@ def train(hvd, model, optimizer, first, last):
     [("momentum", torch.float32), ("adam", torch.float64), ("groups", torch.float32)],
     ids=OPTIMIZERS,
 )
-def test_without_staleness_it_is_the_distributed_optimizer_to_the_bit(hvd, per_node, name, dtype):
+def test_without_staleness_it_is_the_distributed_optimizer_to_the_bit(hvd, name, dtype):
     ours, theirs = make_model(dtype), make_model(dtype)
     optimizer = OPTIMIZERS[name](ours)
     with hvd.StaleSynchronous(ours, optimizer, 0) as method:
-        train(hvd, ours, optimizer, 0, 12)
+        train(hvd, ours, optimizer, 0, 6)
     reference = hvd.DistributedOptimizer(OPTIMIZERS[name](theirs), theirs.named_parameters())
-    train(hvd, theirs, reference, 0, 12)
-    gap = largest_difference(ours, theirs)
-    one_order = per_node is None or hvd.size() < 3  # between nodes the sum has another order
-    assert gap == 0 if one_order else gap < (1e-12 if dtype is torch.float64 else 1e-4)
-    assert method.staleness_histogram in ({0: 12}, {})
+    train(hvd, theirs, reference, 0, 6)
+    assert largest_difference(ours, theirs) == 0
+    assert method.staleness_histogram in ({0: 6}, {})
     for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
         for key, value in optimizer.state[one].items():
-            same = torch.equal(
-                torch.as_tensor(value), torch.as_tensor(reference.state[other][key])
-            )
-            assert same or not one_order, key
+            expected = torch.as_tensor(reference.state[other][key])
+            assert torch.equal(torch.as_tensor(value), expected), key
 
 
 class Ages(nn.Module):
@@ -186,30 +182,6 @@ def test_a_worker_that_ends_early_holds_back_nobody_and_all_have_one_model(hvd_n
         with pytest.raises(ConfigError, match="block of StaleSynchronous has ended"):
             call()
     train(hvd, model, optimizer, 0, 1)  # the plain optimizer, with the state of the servers
-
-
-@MANY
-def test_samples_weight_a_step_as_in_the_distributed_optimizer(hvd):
-    found = []
-    for make in ("ours", "theirs"):
-        model = make_model()
-        optimizer = sgd(model)
-        if make == "ours":
-            method = hvd.StaleSynchronous(model, optimizer, 0)
-        else:
-            method = hvd.DistributedOptimizer(optimizer, model.named_parameters())
-        for step in range(6):
-            images, labels = global_batch(step)
-            own = slice(5 * hvd.rank() ** 2, 5 * (hvd.rank() + 1) ** 2)
-            method.set_num_samples(len(images[own]), nominal=10)
-            optimizer.zero_grad()
-            cross_entropy(model(images[own]), labels[own]).backward()
-            optimizer.step()
-        if make == "ours":
-            method.finish()
-            method.close()
-        found.append(model)
-    assert largest_difference(*found) < 1e-13
 
 
 @MANY
@@ -338,25 +310,6 @@ def test_an_error_of_one_rank_ends_the_block_on_all(hvd, world):
         loop()
     kinds = world.allgather(type(caught.value).__name__)
     assert kinds == ["RankLostError", "ValueError", "RankLostError"][: world.size]
-
-
-@MANY
-def test_a_learning_rate_that_changes_on_all_ranks_is_followed(hvd, per_node):
-    found = []
-    for wrap in (
-        lambda model, optimizer: hvd.StaleSynchronous(model, optimizer, 0),
-        lambda model, optimizer: hvd.DistributedOptimizer(optimizer, model.named_parameters()),
-    ):
-        model = make_model()
-        optimizer = sgd(model)
-        wrap(model, optimizer)
-        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.3)
-        for step in range(6):
-            train(hvd, model, optimizer, step, step + 1)
-            schedule.step()
-        found.append(weights_of(model))
-    if per_node is None or hvd.size() < 3:
-        assert torch.equal(*found)
 
 
 @pytest.mark.ranks(2)
