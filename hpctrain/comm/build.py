@@ -9,6 +9,7 @@ from mpi4py import MPI
 from hpctrain.cluster.topology import Topology
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.hierarchical import HierarchicalCommunicator
+from hpctrain.comm.liveness import use
 from hpctrain.comm.mpi import MpiCommunicator
 from hpctrain.comm.node.shared_memory import SharedMemory
 from hpctrain.comm.plan.choice import plan_for_group
@@ -35,6 +36,7 @@ def share_memory(
     if wanted == "off":
         return None, "HPCTRAIN_SHARED_MEMORY=off"
     node = cast("MPI.Intracomm", world.Split(topology.node, world.rank))
+    use(node)
     slot_bytes = SLOT_BYTES if topology.num_nodes == 1 else LEVELS_SLOT_BYTES
     made, refusal = None, None
     try:
@@ -96,8 +98,10 @@ def _rail(
     comm = world.Split(number if number < plan.num_rails else MPI.UNDEFINED, topology.node)
     if comm == MPI.COMM_NULL:
         return None
+    rail = cast("MPI.Intracomm", comm)
+    use(rail)
     return Rail(
-        cast("MPI.Intracomm", comm),
+        rail,
         table=plan.rail,
         chunk_bytes=plan.chunk_bytes,
         watch=watch,

@@ -13,9 +13,9 @@ from mpi4py import MPI
 
 from hpctrain.cluster.process import birth
 from hpctrain.comm.communicator import Owner
-from hpctrain.comm.mpi_world import is_loss, numbers_in
+from hpctrain.comm.mpi_world import is_loss
 from hpctrain.comm.waiting import Pace, wait_until
-from hpctrain.core.errors import RankLostError
+from hpctrain.core.errors import CommError, RankLostError
 from hpctrain.core.units import format_ranks
 
 GRACE_S = 1.0
@@ -25,6 +25,9 @@ PEERS_PER_LOOK = 16
 """Bounds the cost of a look on nodes with hundreds of ranks: the next look takes the next ones."""
 NEAR_SIZE = 64
 """Up to so many ranks, one that leaves tells all; in larger worlds those at distances 2^k."""
+
+CLOSE_S = 30.0
+"""Longest wait for others once all have come to the end: what is left to do takes moments."""
 
 BREAK_S = 2.0
 """How long the others wait for the program to end after an error has led a rank out of a block."""
@@ -59,6 +62,7 @@ class Liveness:
         """
         self.rank: int = control.rank
         self._control = control
+        use(control)
         self._owner = Owner()
         self._born = {r: (p, birth(p)) for r, p in node_pids.items() if r != self.rank}
         if birth(os.getpid()) is None:  # no /proc: nothing can be said about anybody
@@ -79,6 +83,7 @@ class Liveness:
         self._ended: dict[int, int] = {}  # steps after which all have come to the end of a block
         self._told: list[MPI.Request] = []
         self._open = True
+        self._end_s = float("inf")  # when all ranks had come to the end, as time.monotonic() says
 
     def check(self, partners: Collection[int] | None = None) -> None:
         """Return if nobody is missed; cheap enough for every turn of a waiting loop.
@@ -89,6 +94,11 @@ class Liveness:
         that this one is in, or waits at its end after fewer steps.
         """
         if not self._open:
+            if time.monotonic() - self._end_s > CLOSE_S:
+                raise RankLostError(
+                    f"all ranks had come to the end of the program, and rank {self.rank} waits "
+                    f"for another since {CLOSE_S:g} s; it may have ended by an error of its own"
+                )
             return
         self._raise_if_dead()
         try:
@@ -107,12 +117,10 @@ class Liveness:
                 f"for a sys.exit, return or break there, and for a rank with fewer batches"
             )
 
-    def revoke(self) -> None:
-        """Let nobody wait for anybody any more: all waits of all ranks end by an error.
-
-        Not collective; where the world recovers.
-        """
-        revoke(self._control)
+    @property
+    def is_open(self) -> bool:
+        """Whether this rank still looks for the others."""
+        return self._open
 
     def abandon(self) -> None:
         """Look at nobody any more, and take no leave. Not collective."""
@@ -192,6 +200,7 @@ class Liveness:
         )
         found = compare(self._gather)
         self._wait_until(self._control.Ibarrier().Test, self._look_late)
+        self._end_s = time.monotonic()
         self._control.Free()
         return found
 
@@ -307,25 +316,59 @@ _in_use: "list[ref[MPI.Intracomm]]" = []
 
 
 def use(comm: MPI.Intracomm) -> None:
-    """Let ``revoke_groups`` know of a communicator in which calls of the library block."""
+    """Let ``end_waits`` know of a communicator in which calls of the library block, or wait."""
     _in_use[:] = [*(one for one in _in_use if one() is not None), ref(comm)]
 
 
-def revoke_groups() -> None:
-    """End all that blocks in communicators besides the world's, such as on other threads."""
+def end_waits() -> None:
+    """Let nobody wait for anybody any more: all waits of all ranks end by an error.
+
+    Not collective; where the world recovers.
+    """
     for one in _in_use:
         comm = one()
         if comm is not None and comm != MPI.COMM_NULL:
             revoke(comm)
 
 
-def shrink(ranks: MPI.Intracomm) -> tuple[MPI.Intracomm, list[int]]:
-    """Return a communicator of those of ``ranks`` that are left, and which are lost.
+def shrink(ranks: MPI.Intracomm) -> MPI.Intracomm:
+    """Return a communicator of those of ``ranks`` that are left.
 
-    Collective over those that are left. Where the world recovers.
+    Collective over those. Where the world recovers.
     """
-    left = cast("MPI.Intracomm", ranks.Shrink())
-    return left, sorted({*range(ranks.size)}.difference(numbers_in(ranks, left)))
+    return cast("MPI.Intracomm", ranks.Shrink())
+
+
+def remake(left: MPI.Intracomm, make: Callable[[MPI.Intracomm], object]) -> None:
+    """Let ranks that are ``left`` make something together; again if ranks of them die meanwhile.
+
+    Collective over those that are left in the end, which agree that all have made it. ``make``
+    may raise on some ranks or on all; where nobody has died it is an error like any other, and
+    the other ranks get a ``CommError``.
+    """
+    while True:
+        error: Exception | None = None
+        try:
+            make(left)
+        except Exception as caught:
+            error = caught
+            revoke(left)
+            end_waits()
+        if agree(left, am_well=error is None):
+            return
+        end_waits()
+        size, left = left.size, shrink(left)
+        if left.size == size:
+            raise error or CommError("making the world has failed on another rank, see its error")
+
+
+def lost(before: MPI.Intracomm, left: MPI.Intracomm) -> list[int]:
+    """Return which ranks of a communicator are not in another one. Not collective."""
+    ours, theirs = before.Get_group(), left.Get_group()
+    found = MPI.Group.Translate_ranks(ours, None, theirs)
+    ours.Free()
+    theirs.Free()
+    return [rank for rank, number in enumerate(found) if number == MPI.UNDEFINED]
 
 
 def failed(ranks: MPI.Intracomm) -> list[int]:

@@ -2,20 +2,27 @@
 
 A launch has ranks that work and ranks that wait, both in one communicator, the workers first. When
 workers die, those that are left revoke it, which wakes who waits; all shrink it together, and the
-first spares come behind the workers that are left: the world keeps its size.
+first spares come behind the workers that are left: the world keeps its size. A spare that stands
+still would keep them all, so it is ended first.
 """
 
+import os
 import platform
+import signal
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from typing import cast
 
 from mpi4py import MPI
 
-from hpctrain.comm.liveness import revoke
+from hpctrain.cluster import process
+from hpctrain.comm.liveness import remake, revoke, shrink
 from hpctrain.comm.mpi_world import is_loss
 from hpctrain.core.errors import ConfigError, RankLostError
 from hpctrain.core.logs import logger
 
+STOPPED = ("T", "t")  # states of processes in /proc: by a signal, or a debugger
 LOOK_S = 0.05  # between two looks of a spare at what has happened
 END_S = 10.0  # how long the end waits for spares to hear of it
 _LEADER, _END = 0, 1  # number of the rank that tells of the end, and tag
@@ -47,15 +54,42 @@ class Spares:
         color = 0 if self.is_worker else MPI.UNDEFINED
         self.workers = cast("MPI.Intracomm", self._whole.Split(color, self._whole.rank))
         """Those that work; MPI's null communicator on those that wait."""
+        here = process.identity()
+        told = self._whole.allgather((here, process.birth(here.pid)))[self._num_workers :]
+        self._waiting = [
+            (other.pid, born) for other, born in told if other.namespace == here.namespace
+        ]
+        """Process and birth of the spares that this rank sees."""
 
-    def replace(self) -> None:
-        """Let spares take the place of lost workers. Collective over all that are left."""
+    def replace(self, make: Callable[[MPI.Intracomm], object]) -> None:
+        """Let spares take the place of lost workers. Collective over all that are left.
+
+        Those that work then ``make`` something of their communicator, see ``liveness.remake``.
+        """
+
+        def arranged(whole: MPI.Intracomm) -> None:
+            self._arrange(whole, is_worker=self.is_worker)
+            if self.is_worker:
+                make(self.workers)
+
+        if self.is_worker:
+            self._end_stopped()
         revoke(self._whole)
-        self._arrange(cast("MPI.Intracomm", self._whole.Shrink()), is_worker=self.is_worker)
+        remake(shrink(self._whole), arranged)
 
-    def wait(self) -> bool:
+    def _end_stopped(self) -> None:
+        """End the spares of this host that somebody has stopped, by SIGSTOP. Not collective."""
+        for pid, born in self._waiting:
+            found = process.stat(pid)
+            if found is not None and found.birth == born and found.state in STOPPED:
+                logger.warning("a spare rank, process %d of this host, is stopped: it ends", pid)
+                with suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)
+
+    def wait(self, make: Callable[[MPI.Intracomm], object]) -> bool:
         """Wait until this rank works, True, or the run has ended, False. Not collective.
 
+        One that works has made something of the workers' communicator then, see ``replace``.
         Raises ``RankLostError``: all that worked died.
         """
         while not self.is_worker:
@@ -69,7 +103,7 @@ class Spares:
                     raise
                 self._check_workers()
             if self._whole.Is_revoked():
-                self.replace()
+                self.replace(make)
         return True
 
     def _check_workers(self) -> None:
@@ -81,7 +115,10 @@ class Spares:
             )
 
     def end(self) -> None:
-        """Let those who wait know that the run has ended. On rank 0 of the workers alone."""
+        """Let those who wait know that the run has ended. On all that work."""
+        self._end_stopped()
+        if self._whole.rank != _LEADER:
+            return
         limit = time.monotonic() + END_S
         for rank in range(self._num_workers, self._whole.size):
             try:

@@ -279,11 +279,17 @@ suite's, the batch scripts' and the shim's."""
 
 
 def unknown_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Return a sentence for every ``HPCTRAIN_*`` variable that no setting reads."""
+    """Return a sentence for every ``HPCTRAIN_*`` variable that no setting reads.
+
+    One that has the name of Horovod's, but for the prefix, means ours of another name.
+    """
     known = [variable_of(name) for name in _TABLE]
+    theirs = horovod_variables.HONOURED
+    meant = {PREFIX + one.name.removeprefix("HOROVOD_"): variable_of(one.setting) for one in theirs}
     tools = [PREFIX + name for name in _FOR_TOOLS]
     return [
-        f"{name} is not a setting of hpctrain and has no effect{hint(name, known)}"
+        f"{name} is not a setting of hpctrain and has no effect"
+        f"{hint(meant.get(name, name), known)}"
         for name in sorted(environ)
         if name.startswith(PREFIX) and name not in (*known, *tools)
     ]

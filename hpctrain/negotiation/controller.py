@@ -177,6 +177,15 @@ class Controller:
         """Take nothing more on this rank; empty for all again. Not collective."""
         self._refusal = HorovodInternalError(reason) if reason else None
 
+    @property
+    def is_broken(self) -> bool:
+        """Whether nothing goes on any more on this rank, though others may not know."""
+        return self._progress.broken is not None
+
+    def give_up(self) -> None:
+        """Let the end come without a last operation. Collective."""
+        self._progress.shut_down()
+
     def close(self) -> None:
         """End; what only some ranks have submitted fails. Collective; no error on any rank."""
         if self._owner.is_here:  # a forked child has no part in it

@@ -74,6 +74,7 @@ class ProgressEngine:
         self._aborted: Handle | None = None  # the last one that goes by mail therefore
         self.closing: Handle | None = None
         """An operation after which nothing is announced any more."""
+        self._is_closed = False  # by the others, beside this rank, which has joined
         self._joining: list[Handle] = []
         self._in_hand: list[Handle] = []
         self._timelines, self._stalls = timelines, stalls
@@ -239,6 +240,8 @@ class ProgressEngine:
             try:
                 announce(handle.name, handle.signature)
             except CommError as error:  # this rank has joined
+                if handle is self.closing:
+                    continue  # so it counts as having announced that
                 self._under_way.pop(handle.name, None)
                 self._let_go_some()
                 handle.fail(error)
@@ -342,7 +345,9 @@ class ProgressEngine:
             self._unnamed = _from_zero()  # who has joined has missed some
             for handle in joined:
                 handle.succeed([batch.join_over])
-        if self.closing is not None and self.closing.is_done:
+            if self.closing is not None:
+                self.news.append(self.closing)
+        if self._is_closed or (self.closing is not None and self.closing.is_done):
             self.shut_down()
 
     def _of_this_rank(self, batch: OperationBatch) -> list[Handle]:
@@ -356,6 +361,7 @@ class ProgressEngine:
             elif handle is None:  # this rank has joined
                 request = stand_in(entry.signature, self._comm.size)
                 found.append(Handle(None, request, entry.name))
+                self._is_closed |= entry.name == CLOSE
             else:
                 found.append(handle)
         self._let_go_some()

@@ -269,8 +269,8 @@ class StallWatch:
     def due(self, now: float, oldest: Mapping[str, float]) -> Question | None:
         """Return a question if there is one to ask; to be called every second or so.
 
-        A question is asked again whenever the wait has become twice as long. ``oldest`` says when
-        this rank has submitted each operation that is not decided, on the clock of ``now``.
+        A question is asked again whenever the wait has become twice as long, but not shortly
+        before all ranks end by it. ``oldest`` says when this rank has submitted each operation that is not decided, on the clock of ``now``.
         """
         oldest = {**oldest, **self._recorder.waiting()}
         self._asked = {
@@ -374,7 +374,8 @@ class StallWatch:
     def _mark(self, ages_s: Mapping[str, float], oldest: Mapping[str, float]) -> None:
         for name, age_s in ages_s.items():
             if name in oldest:
-                again_s = 2 * age_s if age_s >= self._abort_s else min(2 * age_s, self._abort_s)
+                is_last = age_s < self._abort_s < 3 * age_s  # before the end, which tells it again
+                again_s = self._abort_s if is_last else 2 * age_s
                 self._asked[name] = (oldest[name], again_s)
 
     def _is_known(self, question: Question) -> bool:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NoReturn
 from hpctrain.cluster.libraries import end_launch
 from hpctrain.comm.mpi_world import is_loss
 from hpctrain.core.errors import RankLostError
+from hpctrain.core.units import format_ranks
 from hpctrain.core.user_error import folded, user_lines
 
 if TYPE_CHECKING:
@@ -73,11 +74,15 @@ class FailureHooks:
         """Says whether a thread, by its identifier, communicates with other ranks."""
         # Bound once: uninstall() compares by identity.
         self._hook, self._thread_hook = self._on_exception, self._on_thread_exception
-        self._previous, self._previous_thread = sys.excepthook, threading.excepthook
         if self._log is not None:
             self._log.parent.mkdir(parents=True, exist_ok=True)
+        self.install()
+
+    def install(self) -> None:
+        """Take the place of the hooks that are there, as at first; after ``uninstall``."""
+        self._previous, self._previous_thread = sys.excepthook, threading.excepthook
         sys.excepthook, threading.excepthook = self._hook, self._thread_hook
-        self._crash = CrashReport(world.rank, self._log)
+        self._crash = CrashReport(self._rank, self._log)
 
     def uninstall(self) -> None:
         """Put back the hooks that were there, unless somebody took them over after us."""
@@ -94,7 +99,7 @@ class FailureHooks:
         if not self._ending.acquire(blocking=False):
             time.sleep(2 * ABORT_S)  # another thread is at it
             os._exit(FAILED)
-        code, summary = _verdict(error)
+        code, summary = _verdict(error, self._world, recovers=self._recovers)
         details = f"{where}{''.join(traceback.format_exception(error))}"
         self._write_log(details)
         time.sleep(min(STAGGER_S * self._rank, LONGEST_STAGGER_S))
@@ -185,15 +190,32 @@ _MPI_RULE = (
 )
 
 
-def _verdict(error: BaseException) -> tuple[int, str]:
-    """Return the exit code, and the one line that says it all where no traceback is needed."""
+_OUTSIDE_RULE = (
+    "under launch --recover the others go on where a rank dies inside the function of "
+    "hpctrain.elastic.run, or while hpctrain train trains, and this was outside: communicate "
+    "inside, or let launch --restart N start again from a checkpoint"
+)
+
+
+def _verdict(error: BaseException, world: "MpiComm", *, recovers: bool) -> tuple[int, str]:
+    """Return the exit code, and the lines that say it all where no traceback is needed."""
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED, "interrupted; all ranks end"
-    if isinstance(error, RankLostError):
-        return RANK_LOST, f"{error}; all ranks end"
-    if is_loss(error):
-        return RANK_LOST, "\n".join([*user_lines(error), f"{error}; all ranks end", _MPI_RULE])
-    return FAILED, ""
+    is_of_mpi = is_loss(error)
+    if not is_of_mpi and not isinstance(error, RankLostError):
+        return FAILED, ""
+    modules = [str(f.f_globals.get("__name__")) for f, _ in traceback.walk_tb(error.__traceback__)]
+    is_ours = any(name.startswith("hpctrain.") for name in modules)
+    text, rule = str(error), _MPI_RULE if is_of_mpi else ""
+    if recovers and is_ours and "hpctrain.runtime.recovery" not in modules:
+        from hpctrain.comm.liveness import failed  # noqa: PLC0415 - a world of one needs no MPI
+
+        if is_of_mpi and (dead := failed(world)):
+            text = f"{format_ranks(dead)} of {world.size} died"
+        if "died" in text:  # a rank that has left is no lost one
+            rule = _OUTSIDE_RULE
+    lines = user_lines(error) if rule else []
+    return RANK_LOST, "\n".join([*lines, f"{text}; {rule}{'; ' if rule else ''}all ranks end"])
 
 
 FAREWELL_S = 1.0  # time for the tagger to end once nobody can write to it any more

@@ -23,8 +23,10 @@ Left = tuple[Sequence[int], Mapping[str, str]]
 def compare(leaving: "World", gather: "Gather") -> str:
     """Say what differs between the ranks of a world, where that is an error. Collective.
 
-    What this rank has counts as missing while an exception is on its way here.
+    What this rank has counts as missing while an exception is on its way here. Named operations
+    that have broken down on some rank end on all, too.
     """
+    leaving.sets.give_up_broken(gather)
     ranks = leaving.sets.by_number()
     mine = {
         f"{number}.{optimizer}": (ranks[number], values)

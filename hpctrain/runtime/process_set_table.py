@@ -21,6 +21,7 @@ from hpctrain.negotiation.stall import LastCall, SetMember, StallWatch
 from hpctrain.negotiation.timeline import Timelines
 
 if TYPE_CHECKING:
+    from hpctrain.comm.liveness import Gather
     from hpctrain.runtime.process_sets import ProcessSet
 
 T = TypeVar("T")
@@ -254,6 +255,16 @@ class ProcessSets:
                 one.controller.drop()
             if isinstance(one.comm, ThreadedCommunicator):
                 one.comm.drop()
+
+    def give_up_broken(self, gather: "Gather") -> None:
+        """Let all sets end at once where one has broken down on some rank, which takes no part.
+
+        Collective over the world.
+        """
+        mine = any(controller.is_broken for controller in self.controllers())
+        if b"broken" in gather(b"broken" if mine else b"well"):
+            for controller in self.controllers():
+                controller.give_up()
 
     def close(self) -> None:
         """Close all sets. Collective over the world."""

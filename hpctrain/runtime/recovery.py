@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 LIMIT_S = 60.0
-"""Longest time for the ranks that are left to make their world: if one dies meanwhile, all end."""
+"""Longest time for the ranks that are left to make their world: if one stands still, all end."""
 
 
 def is_on() -> bool:
@@ -60,7 +60,7 @@ def attempt(function: Callable[[], T], *, moves: bool = True) -> Attempt[T]:
         error = caught
     if _all_are_well(am_well=error is None):
         return Attempt(result, [], None)
-    lost = _shrink(moves=moves)
+    lost = _shrink(lambda ranks, _: world.go_on(ranks, moves=moves))
     if not lost:  # all are there: it is an error like any other
         raise error or CommError("the attempt has failed on another rank, see what that says")
     return Attempt(None, lost, error)
@@ -77,14 +77,14 @@ def survive(error: Exception, allows: Callable[[list[int]], object]) -> list[int
     if not is_known or not is_on() or world.current().spares is not None:
         raise error
 
-    def check(lost: list[int]) -> None:
+    def make(ranks: "MpiComm", lost: list[int]) -> None:
         if not allows(lost):
             raise RankLostError(_died(lost)) from error
+        world.go_on(ranks)
+        world.current().rebuild.move()
 
-    lost = _shrink(check=check)
-    if not lost:
+    if not (lost := _shrink(make)):
         raise error
-    world.current().rebuild.move()
     return lost
 
 
@@ -131,35 +131,32 @@ def _all_are_well(*, am_well: bool) -> bool:
         return agree(_ranks(), am_well=am_well)
 
 
-def _shrink(
-    *, moves: bool = True, check: Callable[[list[int]], object] = lambda _: None
-) -> list[int]:
+def _shrink(make: "Callable[[MpiComm, list[int]], object]") -> list[int]:
     """Make the world of those that are left, and return who is lost. Collective over those left.
 
-    Nothing is made where nobody is lost, or ``check`` raises for those who are, the same on all.
-    What outlives its world ``moves`` into it, else nothing does: all is made anew.
-    If one more dies meanwhile all end with exit code 87 within ``LIMIT_S`` seconds.
+    Nothing is made where nobody is lost. ``make`` is told the ranks of the next world and who is
+    lost of this one, and is called again if more of them die in it. All end with exit code 87
+    where that takes longer than ``LIMIT_S`` seconds.
     """
-    from hpctrain.comm.liveness import shrink as shrunk  # noqa: PLC0415 - a world of one needs no MPI
+    from hpctrain.comm import liveness  # noqa: PLC0415 - a world of one needs no MPI
 
     before, ranks = world.current(), _ranks()
+    lost: list[int] = []
+
+    def remade(left: "MpiComm") -> None:
+        nonlocal lost
+        lost = liveness.lost(ranks, left)
+        make(left, lost)
+
     _end_waits()  # of whoever has not heard of it yet
-    try:
-        with _limited(LIMIT_S):
-            left, lost = shrunk(ranks)
-            if not lost:
-                return []
-            check(lost)
-            if before.spares is not None:
-                before.spares.replace()
-                left = before.spares.workers
-            world.go_on(left, moves=moves)
-    except RankLostError:
-        raise
-    except Exception as error:
-        raise RankLostError(
-            f"another rank died while those that are left made their world: {error}"
-        ) from error
+    with _limited(LIMIT_S):
+        left = liveness.shrink(ranks)
+        if left.size == ranks.size:
+            return []
+        if before.spares is None:
+            liveness.remake(left, remade)
+        else:
+            before.spares.replace(remade)
     if world.rank() == 0:
         num_spares = world.size() - before.topology.size + len(lost)
         logger.warning(
@@ -201,10 +198,7 @@ def _ranks() -> "MpiComm":
 
 def _end_waits() -> None:
     """Let nobody wait in this world any more, on whichever rank. Not collective."""
-    from hpctrain.comm.liveness import revoke, revoke_groups  # noqa: PLC0415 - as above
+    from hpctrain.comm.liveness import end_waits, revoke  # noqa: PLC0415 - as above
 
-    presence = world.current().presence
-    assert presence is not None
-    presence.revoke()
     revoke(_ranks())
-    revoke_groups()
+    end_waits()

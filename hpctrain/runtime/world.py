@@ -1,12 +1,10 @@
 """The world of this process: the only module of hpctrain with state that changes."""
 
 import atexit
-import json
 import os
 import sys
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 from weakref import WeakKeyDictionary
 
@@ -21,14 +19,13 @@ from hpctrain.comm.factory import Connection, connect
 from hpctrain.comm.mpi_world import find_world, is_communicator, numbers_in
 from hpctrain.comm.observed import Statistics, observed, trace
 from hpctrain.comm.plan.plan import Plan
-from hpctrain.comm.plan.planning import StoredPlan
 from hpctrain.comm.threaded import ThreadedCommunicator
 from hpctrain.core import config, logs
 from hpctrain.core.config import Settings
 from hpctrain.core.errors import ConfigError, NotInitializedError, ReplicaError
 from hpctrain.negotiation.stall import LastCall
 from hpctrain.negotiation.timeline import Timelines
-from hpctrain.runtime import lazy_dynamo, torch_backend
+from hpctrain.runtime import arrival, lazy_dynamo, torch_backend
 from hpctrain.runtime.abort import FailureHooks, leave
 from hpctrain.runtime.last_check import compare
 from hpctrain.runtime.process_set_table import Controllers, ProcessSets, Wanted, beside
@@ -201,9 +198,15 @@ def join(settings: Settings, chosen: object = None) -> None:
         if spares.is_worker:
             _join(settings, spares.workers, spares=spares)
             return
-    if not spares.wait():
+
+    def make(ranks: "MpiComm") -> None:
+        if is_initialized():  # in vain: a rank died before all had made this world
+            go_on(ranks)
+        else:
+            _join(settings, ranks, is_first=False, spares=spares)
+
+    if not spares.wait(make):
         sys.exit(0)
-    _join(settings, spares.workers, is_first=False, spares=spares)
 
 
 def _spares_of(number: int, chosen: object) -> "Spares":
@@ -229,13 +232,34 @@ def _join(
     ranks = find_world(chosen)
     # From here on nobody fails alone.
     hooks = FailureHooks(ranks, settings.log_dir, recovers=settings.recover) if ranks else None
+    try:
+        _make(settings, chosen, ranks, hooks, is_first=is_first, spares=spares)
+    except BaseException:
+        if hooks is not None and not is_first:  # there may be another try
+            if _world is not None:
+                _depart(_world)
+                _world = None
+            hooks.uninstall()
+        raise
+
+
+def _make(
+    settings: Settings,
+    chosen: object,
+    ranks: "MpiComm | None",
+    hooks: FailureHooks | None,
+    *,
+    is_first: bool,
+    spares: "Spares | None",
+) -> None:
+    global _world  # noqa: PLW0603 - the one place
     threads = torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else None
     found = connect(ranks, settings, threads)
     here = found.topology
     if ranks:
-        _take_place(found)
+        arrival.take_place(found)
     if settings.recover:
-        _tell_place(here)
+        arrival.tell_place(here)
     # All ranks count, or none does: as rank 0 wants it.
     statistics = Statistics(found.comm) if found.settings.stats else None
     inside = observed(found.comm, trace if settings.trace else None, statistics)
@@ -276,37 +300,15 @@ def _join(
     _begin(_world, found)
 
 
-def _take_place(found: Connection) -> None:
-    """Let torch have the threads of this rank, and the accelerator of its number on its host.
-
-    Where it sees one, as by ``srun --gpus-per-task=1``, or has taken another already, that stays.
-    """
-    torch.set_num_threads(found.plan.threads)
-    count = torch.accelerator.device_count()
-    if count > 1 and not torch.accelerator.current_device_index():
-        torch.accelerator.set_device_index(found.topology.host_rank % count)
-
-
-def _tell_place(here: Topology) -> None:
-    """Let variables of torchrun, where they are set, say what is so in this world.
-
-    Of those that were started together some may wait, or be lost.
-    """
-    if "WORLD_SIZE" in os.environ:
-        said = here.rank, here.size, here.host_rank, len(here.host_ranks)
-        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-        os.environ.update({name: str(value) for name, value in zip(names, said, strict=True)})
-
-
 def _begin(made: World, found: Connection) -> None:
     """Let people and files know of a world, and its end come with that of the program."""
     settings, hooks, rank = made.settings, made.hooks, made.topology.rank
     logs.setup(rank, made.topology.size, settings.log_dir, level=settings.log_level)
-    _report(found)
+    arrival.report(found)
     if made.is_first and WATCHED in os.environ and rank == 0:
         sys.stderr.write(f"{BEGUN}\n")
     if settings.records is not None and rank == 0:
-        _tell_study(settings.records, found)
+        arrival.tell_study(settings.records, found)
     if hooks is not None:
         hooks.last_words.append(made.timelines.stop)
         hooks.communicates = made.last_call.was_on
@@ -314,21 +316,6 @@ def _begin(made: World, found: Connection) -> None:
         made.timelines.start(settings.timeline, mark_cycles=settings.timeline_mark_cycles)
     if found.presence is not None or made.statistics is not None or WATCHED in os.environ:
         atexit.register(_shut_down)
-
-
-def _report(found: Connection) -> None:
-    logs.logger.debug("plan by %s: %s", found.plan_origin, found.plan)
-    notes = found.comm.gather_object([*config.remarks(engine=found.plan.engine), *found.notes])
-    if notes is not None:
-        logs.warn_merged(notes)
-
-
-def _tell_study(folder: Path, found: Connection) -> None:
-    """Let a scaling study know how the ranks of this point communicate."""
-    topology = {"topology": dict(found.topology.describe())}
-    facts = {**topology, **StoredPlan.of(found.topology, found.plan).as_dict()}
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "plan.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 
 
 def _leave_before_finalize() -> "BeforeFinalize":
@@ -384,8 +371,7 @@ def _leave(leaving: World, *, raises: bool) -> None:
     if leaving.before_finalize is not None:
         leaving.before_finalize.close()
     is_well = not fault and sys.exc_info()[0] is None and not hasattr(sys, "last_value")
-    if leaving.topology.rank == 0:
-        _tell_end(leaving, is_well=is_well)
+    _tell_end(leaving, is_well=is_well)
     if fault:
         raise ReplicaError(fault)  # with the hooks, for who does not catch it
     if leaving.hooks is not None and sys.exc_info()[0] is None:
@@ -395,7 +381,7 @@ def _leave(leaving: World, *, raises: bool) -> None:
 def _tell_end(leaving: World, *, is_well: bool) -> None:
     if leaving.spares is not None:
         leaving.spares.end()
-    if WATCHED in os.environ and is_well:
+    if WATCHED in os.environ and is_well and leaving.topology.rank == 0:
         sys.stderr.write(f"{ENDED}\n")
         sys.stderr.flush()
 
@@ -403,23 +389,36 @@ def _tell_end(leaving: World, *, is_well: bool) -> None:
 def go_on(ranks: "MpiComm", *, moves: bool = True) -> None:
     """Leave a world of which ranks are lost for one of ``ranks``, which are left. Collective.
 
-    What has registered with ``rebuild`` to outlive its world follows, if it ``moves``.
+    What has registered with ``rebuild`` to outlive its world follows, if it ``moves``. After an
+    error this rank is in the world before, and may leave it for another one.
     """
-    global _world
+    global _world  # noqa: PLW0603 - the one place
     before, _world = current(), None
-    atexit.unregister(_shut_down)
-    if before.presence is not None:
-        before.presence.abandon()
-    before.sets.drop()
-    before.stop.close()
-    before.timelines.stop()
-    if before.before_finalize is not None:
-        before.before_finalize.close()
-    if before.hooks is not None:
-        before.hooks.uninstall()
-    _join(before.settings, ranks, is_first=False, spares=before.spares)
+    assert before.presence is not None
+    assert before.hooks is not None
+    if before.presence.is_open:  # else one more rank has died while the next world was made
+        _depart(before)
+    before.hooks.uninstall()
+    try:
+        _join(before.settings, ranks, is_first=False, spares=before.spares)
+    except BaseException:
+        _world = before
+        before.hooks.install()
+        raise
     if moves:
         current().rebuild.follow(before.rebuild.leave())
+
+
+def _depart(leaving: World) -> None:
+    """Let nothing of a world go on of which ranks are lost. Not collective."""
+    atexit.unregister(_shut_down)
+    if leaving.presence is not None:
+        leaving.presence.abandon()
+    leaving.sets.drop()
+    leaving.stop.close()
+    leaving.timelines.stop()
+    if leaving.before_finalize is not None:
+        leaving.before_finalize.close()
 
 
 def current() -> World:

@@ -98,14 +98,18 @@ class _Run:
         if not recovers:
             return self._take_part()
         while True:
-            if not world.current().is_first:
-                is_used = on_root(world.current().comm, directory.is_used)
-                self._how = replace(how, resume=how.resume or is_used)
-            code, _, error = recovery.attempt(self._take_part, moves=False)
+            code, _, error = recovery.attempt(self._take_up, moves=False)
             if code is not None:
                 return code
             if error is not None:
                 traceback.clear_frames(error.__traceback__)  # what was built for the old world
+
+    def _take_up(self) -> int:
+        """Train in the world that there is, after a loss from the last checkpoint. Collective."""
+        if not world.current().is_first:
+            is_used = on_root(world.current().comm, self._directory.is_used)
+            self._how = replace(self._how, resume=self._how.resume or is_used)
+        return self._take_part()
 
     def _take_part(self) -> int:
         """Train in the world that there is, once the directory is free. Collective."""

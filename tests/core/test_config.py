@@ -78,6 +78,15 @@ def test_a_misspelt_variable_gets_a_hint():
     assert "did you mean HPCTRAIN_OVERLAP?" in text
 
 
+def test_a_name_of_horovods_under_our_prefix_means_what_horovods_does():
+    names = ("STALL_CHECK_TIME_SECONDS", "STALL_SHUTDOWN_TIME_SECONDS", "FUSION_THRESHOLD")
+    texts = unknown_variables({f"HPCTRAIN_{name}": "7" for name in names})
+    ours = [text.rpartition(" mean ")[2] for text in texts]
+    assert ours == [f"HPCTRAIN_{name}?" for name in ("FUSION_BYTES", "STALL_S", "STALL_ABORT_S")]
+    (text,) = unknown_variables({"HPCTRAIN_HIERARCHICAL_ALLREDUCE": "1"})
+    assert "did you mean HPCTRAIN_HOROVOD_WAY?" in text
+
+
 def test_variables_of_settings_and_of_the_test_suite_are_known():
     known = [f"HPCTRAIN_{field.name.upper()}" for field in dataclasses.fields(Settings)]
     names = [*known, "HPCTRAIN_REQUIRE", "HPCTRAIN_TEST_HANG_S"]

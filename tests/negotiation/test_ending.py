@@ -64,6 +64,21 @@ def test_callers_who_leave_together_hand_on_what_is_under_way(controller):
     assert time.monotonic() - start < 2.5
 
 
+@SEVERAL
+@pytest.mark.parametrize("joining", ["the first", "all but the first", "all, the first late"])
+def test_closing_ends_where_ranks_have_joined_and_nobody_has_waited(controller, joining):
+    comm, start = controller.comm, time.monotonic()
+    for _ in range(3):
+        other = controller_of(comm.group(range(comm.size)))
+        other.run(Request(Kind.BARRIER, "all are here", ()))
+        if joining.startswith("all,") or (comm.rank == 0) == (joining == "the first"):
+            time.sleep(0.0 if comm.rank else 0.05)
+            other.start_join()
+        time.sleep(0.1 if comm.rank == comm.size - 1 else 0.0)
+        other.close()
+    assert time.monotonic() - start < 5  # not until the others are given up
+
+
 @SIZES
 def test_closing_carries_out_what_all_have_submitted_or_some_not(controller):
     comm = controller.comm

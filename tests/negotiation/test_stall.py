@@ -93,12 +93,20 @@ def test_nobody_asks_before_it_is_late_nor_what_was_asked_already():
     assert not Ranks(1, Settings(stall_s=float("inf"))).watches[0].due(1e9, {"a": 0.0})
 
 
+@pytest.mark.parametrize(("abort_s", "times"), [(80, [30, 80]), (95, [30, 60, 95])])
+def test_nobody_asks_shortly_before_the_end_which_tells_it_again(abort_s, times):
+    ranks = Ranks(2, replace(SETTINGS, stall_abort_s=abort_s))
+    ranks.submit("a", (0,))
+    assert [now for now in range(abort_s + 1) if ranks.ask(now, 0)] == times
+
+
 def test_a_collective_without_a_name_is_asked_about_at_growing_distances():
     recorder = FlightRecorder()
     stream = recorder.new_stream(range(2))
     stream.begin("sum of 3 float32")
     members = [SetMember(0, "a"), SetMember(1, "a")]
-    watch = StallWatch(SETTINGS, 0, members, LastCall(), recorder=recorder)
+    settings = replace(SETTINGS, stall_abort_s=200.0)
+    watch = StallWatch(settings, 0, members, LastCall(), recorder=recorder)
 
     def is_asked_after(seconds):
         stream.waits_since_s = stream.waits_since_s or time.perf_counter() - 40.0

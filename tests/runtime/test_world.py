@@ -3,13 +3,14 @@
 import os
 import re
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
 import hpctrain
-from hpctrain.core.errors import ConfigError, NotInitializedError
+from hpctrain.core.errors import ConfigError, NotInitializedError, RankLostError
 from hpctrain.runtime.world import current
 from tests.harness import preload
 from tests.processes import ended
@@ -195,3 +196,14 @@ def test_what_nobody_waits_for_does_not_keep_the_world(world):
     if world.rank == 0 and world.size > 1:
         with pytest.raises(hpctrain.HorovodInternalError, match="shut down"):
             hpctrain.synchronize(handle)
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("alone", ["join", "barrier"])
+def test_the_end_comes_at_once_after_an_error_that_one_rank_has_caught(hvd, alone):
+    start = time.monotonic()
+    if hvd.rank() == hvd.size() - 1:
+        with pytest.raises(RankLostError, match="left the program"):
+            getattr(hvd, alone)()
+    hvd.shutdown()
+    assert time.monotonic() - start < 8  # no wait for operations that have broken down

@@ -188,6 +188,8 @@ class Resets:
     def take_up(self) -> None:
         """Let all ranks come together that there are now, spares as well. Collective.
 
+        From here on all that had it have the same last commit.
+
         ``ConfigError``: a spare does something else until it is here than the others have done.
         ``RankLostError``, on every rank: none has the state.
         """
@@ -195,9 +197,11 @@ class Resets:
         has_state = True
         try:
             here.rebuild.move()
-            if here.spares is not None:
-                told = here.comm.broadcast_object((self.number, self.has_state))
-                self.number, has_state = told
+            if self.number or here.spares is not None:
+                told = (self.number, self.has_state, self._state.num_commits)
+                every = here.comm.allgather_object(told)
+                self.number, has_state, _ = every[0]
+                self._state.settle([num_commits for _, _, num_commits in every])
         except MismatchError as error:
             if here.spares is None:
                 raise

@@ -4,7 +4,7 @@ import copy
 import enum
 import queue
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -47,7 +47,7 @@ class State(ABC):
 
     Source: Horovod 0.28, ``horovod.common.elastic.State``.
     Differs: both arguments may be left out; news of hosts that any rank has count, not only those
-    of rank 0.
+    of rank 0; a commit counts on all ranks or on none.
     """
 
     def __init__(
@@ -65,6 +65,7 @@ class State(ABC):
         self._last_updated_timestamp = 0.0
         self._reset_callbacks: list[Callable[[], object]] = []
         self.num_commits = 0  # how often this state was committed here
+        self._num_begun = 0  # and how often that was begun: the last time perhaps in vain
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], object]]) -> None:
         """Have functions called, in this order, each time training is taken up again.
@@ -94,17 +95,31 @@ class State(ABC):
         self._host_messages.put((timestamp, update_res))
 
     def commit(self) -> None:
-        """Save the state, then see whether hosts come or go. Collective.
+        """Save the state once all ranks are here, then see whether hosts come or go. Collective.
 
         A failed operation costs what was done since the last commit; a commit costs a copy of the
-        state in memory.
+        state in memory. It counts on all ranks or on none: ``elastic.run`` completes one that an
+        error has kept some ranks from.
 
         Raises:
             HostsUpdatedInterrupt: they do; on every rank.
         """
+        self._num_begun = self.num_commits + 1
+        interrupt = self._news_of_hosts()
         self.save()
-        self.num_commits += 1
-        self.check_host_updates()
+        self.num_commits = self._num_begun
+        if interrupt is not None:
+            raise interrupt
+
+    def settle(self, of_ranks: Sequence[int]) -> None:
+        """Count the commit that any rank has last, of the ``num_commits`` of all. Not collective.
+
+        Who has that one begun only saves it now: nothing was done since.
+        """
+        newest = max(of_ranks)
+        if self.num_commits < newest == self._num_begun:
+            self.save()
+        self.num_commits = self._num_begun = newest
 
     def check_host_updates(self) -> None:
         """See whether any rank was told that hosts come or go. Collective, 24 bytes.
@@ -112,6 +127,10 @@ class State(ABC):
         Raises:
             HostsUpdatedInterrupt: one was; on every rank.
         """
+        if (interrupt := self._news_of_hosts()) is not None:
+            raise interrupt
+
+    def _news_of_hosts(self) -> HostsUpdatedInterrupt | None:
         newest, what = self._last_updated_timestamp, HostUpdate.NONE
         while not self._host_messages.empty():
             timestamp, update = self._host_messages.get()
@@ -121,9 +140,10 @@ class State(ABC):
         told = torch.tensor([newest, removed, added], dtype=torch.float64)
         world.current().comm.allreduce_(told, op=Op.MAX).wait()
         newest, removed, added = float(told[0]), bool(told[1]), bool(told[2])
-        if newest > self._last_updated_timestamp:
-            self._last_updated_timestamp = newest
-            raise HostsUpdatedInterrupt(skip_sync=removed and not added)
+        if newest <= self._last_updated_timestamp:
+            return None
+        self._last_updated_timestamp = newest
+        return HostsUpdatedInterrupt(skip_sync=removed and not added)
 
     @abstractmethod
     def save(self) -> None:
@@ -142,10 +162,11 @@ class State(ABC):
 
 
 class ObjectState(State):
-    """A state of plain values, which are its attributes.
+    """A state of plain values, which are its attributes: given to it, or set later.
 
     Source: Horovod 0.28, ``horovod.common.elastic.ObjectState``.
-    Differs: values are copied, so a list that is changed in place is restored too.
+    Differs: values are copied, so a list that is changed in place is restored too; attributes
+    that are set later are kept as well, unless their name begins with ``_``.
     """
 
     def __init__(
@@ -163,13 +184,13 @@ class ObjectState(State):
         self._saved_state: dict[str, Any] = {}
         for name, value in kwargs.items():
             self._require_free(name)
+            self._saved_state[name] = _copied(name, value)
             setattr(self, name, value)
-            self._saved_state[name] = copy.deepcopy(value)
 
     def save(self) -> None:
-        """Copy the attributes."""
+        """Copy the attributes; ``ConfigError`` if one cannot be copied."""
         names = self._saved_state
-        self._saved_state = {name: copy.deepcopy(getattr(self, name)) for name in names}
+        self._saved_state = {name: _copied(name, getattr(self, name)) for name in names}
 
     def restore(self) -> None:
         """Set the attributes to what was saved."""
@@ -178,10 +199,21 @@ class ObjectState(State):
 
     def sync(self) -> None:
         """Set the attributes to those of rank 0, and save them. Collective."""
-        if self._saved_state:
-            values = {name: getattr(self, name) for name in self._saved_state}
-            self._saved_state = self._bcast_object(values)
-            self.restore()
+        values = {name: getattr(self, name) for name in self._saved_state}
+        self._saved_state = self._bcast_object(values)
+        self.restore()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; a new one that holds a plain value is saved at once.
+
+        Raises:
+            ConfigError: that cannot be copied.
+        """
+        saved = self.__dict__.get("_saved_state")
+        is_known = name in self.__dict__ or hasattr(type(self), name) or name.startswith("_")
+        if saved is not None and not is_known and not has_state(value):
+            saved.setdefault(name, _copied(name, value))
+        super().__setattr__(name, value)
 
     def _require_free(self, name: str) -> None:
         if hasattr(type(self), name) or name.startswith("_"):
@@ -191,6 +223,16 @@ class ObjectState(State):
 
         def __getattr__(self, name: str) -> Any:
             """Tell type checkers that ``kwargs`` become attributes."""
+
+
+def _copied(name: str, value: Any) -> Any:
+    try:
+        return copy.deepcopy(value)
+    except Exception as error:
+        raise ConfigError(
+            f"each commit copies the attributes of a state, and {name}, of type "
+            f"{type(value).__name__}, cannot be copied: {error}; keep it elsewhere, or as _{name}"
+        ) from error
 
 
 def _broadcast(value: Any) -> Any:
@@ -281,13 +323,19 @@ def handler_of(value: object) -> Handler | None:
     for kind, handler in _KINDS:
         if isinstance(value, kind):
             return handler(value)
-    if callable(getattr(value, "state_dict", None)) and hasattr(value, "load_state_dict"):
-        return None if isinstance(value, type) else Handler(value)
-    return None
+    return Handler(value) if has_state(value) else None
+
+
+def has_state(value: object) -> bool:
+    """Say whether ``value`` gives its state, and loads one."""
+    gives = callable(getattr(value, "state_dict", None)) and hasattr(value, "load_state_dict")
+    return gives and not isinstance(value, type)
 
 
 class TorchState(ObjectState):
     """The state of a training; everything it is given becomes an attribute of that name.
+
+    What is set as an attribute later is kept in the same way.
 
     Modules, optimizers, an ``ElasticSampler`` and whatever else has ``state_dict()`` and
     ``load_state_dict()`` keep their identity: their contents are saved, restored and given to
@@ -352,17 +400,22 @@ class TorchState(ObjectState):
             handler.reset()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Keep another object under a known name, and save it at once.
+        """Keep what is new, and another object under a known name, and save it at once.
 
         Raises:
-            ConfigError: an object that was kept by its state is replaced by a plain value.
+            ConfigError: an object that was kept by its state is replaced by a plain value, or a
+                new value cannot be copied.
         """
-        kept = self.__dict__.get("_handlers", {})
-        if name in kept and value is not kept[name].value:
-            if (handler := handler_of(value)) is None:
+        kept = self.__dict__.get("_handlers")
+        if kept is not None and not name.startswith("_") and not hasattr(type(self), name):
+            is_kept = name in kept
+            if has_state(value):
+                if not is_kept or value is not kept[name].value:
+                    kept[name] = handler_of(value)
+                    self._saved_state.pop(name, None)
+            elif is_kept:
                 raise ConfigError(
                     f"{name} is kept by its state_dict(), so another {name} needs one too, got a "
                     f"{type(value).__name__}; give plain values a name of their own"
                 )
-            kept[name] = handler
         super().__setattr__(name, value)

@@ -2,7 +2,9 @@
 
     hpctrain launch -n 4 --recover python recovering.py FOLDER KILLS
 
-``KILLS`` is JSON: rank of the launch, step, and milliseconds from there to the kill.
+``KILLS`` is JSON: rank of the launch, step, and milliseconds from there to the kill; or rank,
+``"remaking"``, and the number of the call in the making of the next world in which it dies; or
+that of a spare, ``"waiting"``, and the number of the call in which it is stopped.
 """
 
 import json
@@ -19,8 +21,14 @@ from torch import nn
 import hpctrain as hvd
 from hpctrain import elastic
 from hpctrain.checkpoint import save
+from hpctrain.comm.liveness import remake
+from hpctrain.comm.spares import Spares
 
 NUM_SAMPLES, EPOCHS, BATCH = 96, 2, 4
+
+
+CALLS = {"remaking": (remake, signal.SIGKILL), "waiting": (Spares.wait, signal.SIGSTOP)}
+"""Where a rank dies, or stops, in one of the calls from there on."""
 
 
 class Victim:
@@ -29,6 +37,19 @@ class Victim:
     def __init__(self, kills, rank):
         self.kills = {r: (step, ms) for r, step, ms in kills}
         self.mine = self.kills.get(rank)
+        if self.mine is not None and self.mine[0] in CALLS:
+            where, self.calls_left = self.mine
+            self.mine, self.is_there = None, False
+            function, self.signal = CALLS[where]
+            self.code = function.__code__
+            sys.setprofile(self._watch)
+
+    def _watch(self, frame, event, _):
+        self.is_there = self.is_there or frame.f_code is self.code
+        if self.is_there and "call" in event:
+            self.calls_left -= 1
+            if not self.calls_left:
+                os.kill(os.getpid(), self.signal)
 
     def at(self, step):
         """Let a rank whose step has come die a little later, whatever it does then."""
@@ -49,9 +70,9 @@ class Victim:
 def main():
     """Train, and write what is left at the end."""
     folder, kills = Path(sys.argv[1]), json.loads(sys.argv[2])
-    hvd.init()
     first_rank = int(os.environ["OMPI_COMM_WORLD_RANK"])  # also of a spare
     victim = Victim(kills, first_rank)
+    hvd.init()
     torch.manual_seed(first_rank)
     source = torch.Generator().manual_seed(1)
     data = torch.randn(NUM_SAMPLES, 6, generator=source)

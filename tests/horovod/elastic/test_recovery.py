@@ -81,6 +81,9 @@ def several(seed):
     """Draw kills of one run: one, two at once, or one after the other, down to the last rank."""
     rng = random.Random(seed)
     ranks = rng.sample(range(4), rng.choice((1, 1, 2, 3)))
+    if seed % 4 == 3:  # the others die while those that are left make their world
+        others = [(rank, "remaking", int(10 ** rng.uniform(0, 4))) for rank in ranks[1:]]
+        return [(ranks[0], 4, 0), *others]
     steps = rng.choices((1, 3, 5, 7), k=1) * len(ranks) if seed % 2 else (1, 4, 7)
     return [
         (rank, step, rng.choice((0, 0.1, 1, 3, 10)))
@@ -129,6 +132,15 @@ def test_ranks_that_are_left_go_on_in_place_wherever_the_others_die(tmp_path):
         note(seed, num_kills)
         if num_kills >= NUM_KILLS:
             break
+
+
+def test_more_ranks_may_die_while_those_that_are_left_make_their_world(tmp_path):
+    """Rank 0 dies in the first try, a spare in the second; the other spare takes a place."""
+    kills = [(1, 4, 0), (0, "remaking", 3000), (3, "remaking", 6000)]
+    ends, said = launched(tmp_path, kills, num_ranks=3, spares=2)
+    check(ends)
+    assert "ranks 0-1 of 3 died; the 1 that are left go on, with 1 of the spares" in said
+    assert ends[2]["sizes"] == [3, 2]
 
 
 def test_a_whole_node_and_rank_0_may_be_lost(tmp_path):

@@ -205,3 +205,33 @@ def test_a_failure_during_sync_is_a_failure_too(hvd):
 
     state = Fragile(value=hvd.rank())
     assert elastic.run(lambda state: state.value)(state) == 0
+
+
+@MANY
+@pytest.mark.parametrize("where", ["before a commit", "in a commit"])
+def test_all_ranks_return_to_the_same_commit_wherever_one_has_failed(hvd, where):
+    fails = {hvd.size() - 1: {2}}.get(hvd.rank(), set())
+
+    def fail(state, place):
+        if place == where and state.step in fails:
+            fails.remove(state.step)
+            raise HorovodInternalError(f"{where} of one rank")
+
+    class Stumbling(ObjectState):
+        def save(self):
+            fail(self, "in a commit")  # the others have that commit
+            super().save()
+
+    @elastic.run
+    def train(state):
+        while state.step < 4:
+            state.step += 1
+            fail(state, "before a commit")  # the others do not wait for this rank in between
+            state.commit()
+
+    state, found = Stumbling(step=0), []
+    state.register_reset_callbacks([lambda: found.append((state.step, state.num_commits))])
+    train(state)
+    common = 1 if where == "before a commit" else 2
+    assert found == [(common, common)]
+    assert state.num_commits == 4

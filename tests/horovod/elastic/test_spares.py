@@ -36,6 +36,19 @@ def test_a_world_keeps_its_size_and_bits_while_there_are_spares_and_shrinks_then
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+def test_a_spare_that_is_stopped_keeps_nobody(tmp_path):
+    """One of them at a loss, where the other one takes the place; one alone at the end."""
+    loss, end = tmp_path / "loss", tmp_path / "end"
+    loss.mkdir()
+    end.mkdir()
+    ends, said = launched(loss, [(2, "waiting", 3), (1, 4, 0)], num_ranks=2, spares=2)
+    check(ends)
+    assert "is stopped: it ends" in said
+    assert ends[0]["sizes"] == [2, 2]
+    _, said = launched(end, [(2, "waiting", 3)], num_ranks=2, spares=1)
+    assert "is stopped: it ends" in said
+
+
 PROGRAM = """
 import os, signal, threading, time
 from pathlib import Path

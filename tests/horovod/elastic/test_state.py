@@ -1,5 +1,7 @@
 """States: what is saved comes back bit by bit, and rank 0 decides."""
 
+import threading
+
 import pytest
 import torch
 from torch import nn
@@ -150,6 +152,29 @@ def test_another_object_under_a_known_name_is_kept_from_then_on():
     assert torch.equal(other.weight, before)
     with pytest.raises(ConfigError, match="another model needs one too, got a int"):
         state.model = 3
+
+
+@SIZES
+def test_what_is_set_later_is_kept_like_what_was_given(hvd):
+    state = TorchState(epoch=0)
+    first, values = nn.Linear(2, 2), [hvd.rank()]
+    if hvd.rank() == 0:  # a spare has not been where the others set it
+        state.values = values
+    state.model, state.nothing, state._own = first, None, threading.Lock()
+    state.restore()
+    assert state.values == values if hvd.rank() == 0 else not hasattr(state, "values")
+    state.sync()
+    assert state.values == [0]
+    state.commit()
+    sums = hvd.allreduce(first.weight.detach(), op=hvd.Sum)
+    torch.testing.assert_close(first.weight.detach() * hvd.size(), sums)
+    state.values.append(3)
+    state.nothing = nn.init.zeros_(first.weight)
+    state.restore()
+    assert (state.values, state.nothing, state.epoch, state.model) == ([0], None, 0, first)
+    assert first.weight.any()
+    with pytest.raises(ConfigError, match=r"lock, of type lock, cannot be copied.* as _lock"):
+        state.lock = threading.Lock()
 
 
 @pytest.mark.parametrize("name", ["commit", "sync", "_handlers"])
