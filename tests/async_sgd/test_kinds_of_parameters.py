@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.gradients.training import MANY, ONE_NODE
+from tests.gradients.training import MANY, ONE_NODE, TWO_NODES
 
 PROGRAMS = int(os.environ.get("HPCTRAIN_TEST_PROGRAMS", "8"))
 """Trainings that are drawn."""
@@ -133,6 +133,7 @@ def test_so_it_is_on_two_nodes(hvd_nodes):
 
 
 @MANY
+@TWO_NODES
 @pytest.mark.parametrize("make", ["StaleSynchronous", "AsyncSGD", "Downpour"])
 @pytest.mark.parametrize("numel", [0, 5])
 def test_an_empty_parameter_may_be_the_only_one_of_its_dtype(hvd, make, numel):

@@ -21,6 +21,7 @@ from tests.gradients.training import (
     LAST,
     MANY,
     ONE_NODE,
+    TWO_NODES,
     global_batch,
     largest_difference,
     make_model,
@@ -57,6 +58,7 @@ def train(hvd, model, optimizer, first, last):
 
 
 @EVERY_SIZE
+@TWO_NODES
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [("momentum", torch.float32), ("adam", torch.float64), ("groups", torch.float32)],
@@ -152,6 +154,7 @@ def test_dedicated_servers_keep_the_same_bound(hvd, world, servers):
 
 
 @MANY
+@TWO_NODES
 def test_a_straggler_is_waited_for_at_the_bound_and_not_before(hvd, world):
     """All others take exactly ``staleness`` steps more than a rank that stands still."""
     model = Ages(hvd.size())
@@ -159,11 +162,11 @@ def test_a_straggler_is_waited_for_at_the_bound_and_not_before(hvd, world):
     taken, start = 0, time.perf_counter()
     with hvd.StaleSynchronous(model, optimizer, 3):
         if hvd.rank() == 0:
-            time.sleep(0.7)
+            time.sleep(0.5)
         for _ in range(8):
             model.weight.grad = torch.ones_like(model.weight)
             optimizer.step()
-            taken += time.perf_counter() - start < 0.6
+            taken += time.perf_counter() - start < 0.4
     assert world.allgather(taken) == [0] + [3] * (hvd.size() - 1)
 
 
@@ -185,6 +188,7 @@ def test_a_worker_that_ends_early_holds_back_nobody_and_all_have_one_model(hvd_n
 
 
 @MANY
+@TWO_NODES
 @pytest.mark.parametrize("make", ["StaleSynchronous", "AsyncSGD", "Downpour"])
 def test_a_gradient_of_no_samples_is_not_read(hvd, world, make):
     """The mean loss of an empty batch is nan."""
@@ -218,6 +222,7 @@ def test_ranks_that_end_with_different_values_are_an_error_on_all(hvd, what):
 
 
 @MANY
+@TWO_NODES
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_state_lies_on_servers_and_comes_back_bit_for_bit(hvd, world, staleness):
     """Saved in the middle and loaded into new objects; without staleness the run is the same."""
@@ -245,6 +250,7 @@ def test_state_lies_on_servers_and_comes_back_bit_for_bit(hvd, world, staleness)
 
 
 @MANY
+@TWO_NODES
 def test_values_that_all_ranks_change_are_an_error_until_servers_take_them_over(hvd):
     model = make_model()
     optimizer = sgd(model)
@@ -277,6 +283,7 @@ def _bytes_of(value):
 
 
 @MANY
+@TWO_NODES
 @pytest.mark.parametrize(
     ("what", "match"), [("lr", "same settings"), ("samples", r"call set_num_samples\(\) on every")]
 )
@@ -370,7 +377,7 @@ def test_what_cannot_be_is_refused_at_the_start(hvd, world):
 @pytest.mark.ranks(3)
 @LAST
 @ONE_NODE
-@pytest.mark.parametrize("what", ["values", "state", "end", "close", "settle"])
+@pytest.mark.parametrize("what", ["outside", "end", "close", "settle"])
 def test_what_servers_cannot_know_of_is_an_error_on_all_ranks(hvd, world, what):
     model = make_model()
     optimizer = sgd(model)
@@ -379,15 +386,12 @@ def test_what_servers_cannot_know_of_is_an_error_on_all_ranks(hvd, world, what):
 
     def loop() -> None:
         train(hvd, model, optimizer, 0, 2)
-        if is_one and what == "values":
+        if is_one and what == "outside":
+            optimizer.state[model[2].bias]["momentum_buffer"] = torch.ones(32)
+            with pytest.raises(ConfigError, match=r"state of the optimizer was .*\(2.bias"):
+                optimizer.step()
             with torch.no_grad():
                 model[0].weight.clamp_(-0.1, 0.1)
-        if is_one and what == "state":
-            other = sgd(model)
-            for p in model.parameters():
-                p.grad = torch.ones_like(p)
-            other.step()
-            optimizer.load_state_dict(other.state_dict())
         if is_one and what == "settle":
             method.settle()
         if is_one and what == "close":
