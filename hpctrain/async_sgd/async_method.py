@@ -355,10 +355,11 @@ class AsyncMethod(CommonBlock):
         if self._server is not None:
             self._server.start()
 
-    def _go_on(self, error: Exception) -> None:
+    def _go_on(self, error: Exception, before: Mapping[int, int] | None = None) -> None:
         """Go on without lost ranks where the world recovers, and they had no part of the model.
 
-        Collective over those that are left; raises the ``error`` where that cannot be.
+        Collective over those that are left; raises the ``error`` where that cannot be. ``before``
+        are numbers of ranks by those that the server knows, where it has not moved since.
         """
         if len(self.servers) == self.comm.size:
             recovery.give_up(error)
@@ -368,15 +369,20 @@ class AsyncMethod(CommonBlock):
 
         lost = recovery.survive(error, allows)
         here, left = world.current(), [r for r in range(self.comm.size) if r not in lost]
-        numbers = {rank: number for number, rank in enumerate(left)}
+        now = {rank: number for number, rank in enumerate(left)}
+        numbers = now if before is None else {r: now[n] for r, n in before.items() if n in now}
         if self._server is not None:
             self._server.stop()
         self.comm, self._presence = here.comm, here.presence
-        self.servers = [numbers[rank] for rank in self.servers]
-        self.workers = [numbers[rank] for rank in self.workers if rank in numbers]
+        self.servers = [now[rank] for rank in self.servers]
+        self.workers = [now[rank] for rank in self.workers if rank in now]
         self._roles = Roles(self.comm.rank, self.comm.size, self.servers, self.workers)
-        self._enter_again()
-        self._connect()
+        try:
+            self._enter_again()
+            self._connect()
+        except Exception as another:
+            self._go_on(another, numbers)  # one more has died meanwhile
+            return
         if self._server is not None:
             self._server.move(self._messages, self._slots, self._roles, numbers)
 

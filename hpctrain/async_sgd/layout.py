@@ -122,8 +122,7 @@ class ParameterLayout:
 
     def row(self, number: int, values: Tensor) -> Tensor:
         """Return a copy of what belongs to the elements of a parameter, the reverse."""
-        p = self.parameters[number]
-        row = torch.empty(p.numel(), dtype=values.dtype)
+        row = torch.empty(self.parameters[number].numel(), dtype=values.dtype)
         self.shaped(number, row).copy_(values)
         return row
 
