@@ -413,10 +413,8 @@ class AsyncMethod(CommonBlock):
 
     def _joined(self, number: int, values: Sequence[Any]) -> Any:
         """Return an entry of the state of a parameter, of those of its pieces."""
-        first = values[0]
-        if not isinstance(first, Tensor) or not first.dim():
-            return first
-        return self._layout.shaped(number, torch.cat([*values]))
+        has_elements = isinstance(values[0], Tensor) and values[0].dim()
+        return self._layout.shaped(number, torch.cat([*values])) if has_elements else values[0]
 
     def _forget_state(self) -> None:
         for p in self._layout.parameters:

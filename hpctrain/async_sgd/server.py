@@ -303,13 +303,9 @@ class ParameterServer(ABC):
 
         Those that are missing count as zeros, each of the usual weight.
         """
-        means = pushes[0].parts  # its own mean, with the bits of a plain loop
-        if len(pushes) > 1 or num_missing or not pushes[0].weight:
-            self._take_mean(pushes, num_missing)
-            means = self._sums
         having = [any(of) for of in zip(*(one.has_gradient for one in pushes), strict=True)]
         by_group: defaultdict[int, list[Tensor]] = defaultdict(list)
-        grads = self._tensors_in(means)
+        grads = self._tensors_in(self._mean(pushes, num_missing))
         for piece, tensor, grad in zip(self._pieces, self._held, grads, strict=True):
             if having[piece.number]:
                 tensor.grad = grad
@@ -319,10 +315,11 @@ class ParameterServer(ABC):
         for tensor in self._held:
             tensor.grad = None
 
-    def _take_mean(self, pushes: Sequence[Push], num_missing: int) -> None:
-        """Let sums be the mean, with the bits of ``DistributedOptimizer`` on two nodes or one."""
-        halves = [[one for one in pushes if one.is_near is near] for near in (True, False)]
-        nodes = [half for half in halves if half]
+    def _mean(self, pushes: Sequence[Push], num_missing: int) -> Sequence[Tensor]:
+        """Return the mean, with the bits of ``DistributedOptimizer`` on one node and on two."""
+        if len(pushes) == 1 and pushes[0].weight and not num_missing:
+            return pushes[0].parts  # with the bits of a plain loop
+        nodes = [n for near in (True, False) if (n := [p for p in pushes if p.is_near is near])]
         total = sum(sum(one.weight for one in node) for node in nodes)
         total += num_missing * total / len(pushes)
         scale = None if total == 1.0 else 1.0 / (total or 1.0)
@@ -335,6 +332,7 @@ class ParameterServer(ABC):
                 combine_to(into, parts, how, early)
             if len(nodes) > 1:
                 combine_to(out, sums, how, late)
+        return self._sums
 
     def _tensors_in(self, parts: Sequence[Tensor]) -> list[Tensor]:
         return [parts[piece.block][piece.place] for piece in self._pieces]
