@@ -355,10 +355,11 @@ class AsyncMethod(CommonBlock):
         if self._server is not None:
             self._server.start()
 
-    def _go_on(self, error: Exception) -> None:
+    def _go_on(self, error: Exception, before: Mapping[int, int] | None = None) -> None:
         """Go on without lost ranks where the world recovers, and they had no part of the model.
 
-        Collective over those that are left; raises the ``error`` where that cannot be.
+        Collective over those that are left; raises the ``error`` where that cannot be. ``before``
+        are numbers of ranks by those that the server knows, where it has not moved since.
         """
         if len(self.servers) == self.comm.size:
             recovery.give_up(error)
@@ -368,15 +369,20 @@ class AsyncMethod(CommonBlock):
 
         lost = recovery.survive(error, allows)
         here, left = world.current(), [r for r in range(self.comm.size) if r not in lost]
-        numbers = {rank: number for number, rank in enumerate(left)}
+        now = {rank: number for number, rank in enumerate(left)}
+        numbers = now if before is None else {r: now[n] for r, n in before.items() if n in now}
         if self._server is not None:
             self._server.stop()
         self.comm, self._presence = here.comm, here.presence
-        self.servers = [numbers[rank] for rank in self.servers]
-        self.workers = [numbers[rank] for rank in self.workers if rank in numbers]
+        self.servers = [now[rank] for rank in self.servers]
+        self.workers = [now[rank] for rank in self.workers if rank in now]
         self._roles = Roles(self.comm.rank, self.comm.size, self.servers, self.workers)
-        self._enter_again()
-        self._connect()
+        try:
+            self._enter_again()
+            self._connect()
+        except Exception as another:
+            self._go_on(another, numbers)  # one more has died meanwhile
+            return
         if self._server is not None:
             self._server.move(self._messages, self._slots, self._roles, numbers)
 
@@ -395,14 +401,20 @@ class AsyncMethod(CommonBlock):
 
     def _gather_state(self) -> None:
         """Put the state that the servers have into the optimizer. Collective, after ``settle``."""
-        found: dict[Tensor, dict[str, list[Any]]] = defaultdict(lambda: defaultdict(list))
+        found: dict[int, dict[str, list[Any]]] = defaultdict(lambda: defaultdict(list))
         own = self._server.state() if self._server is not None else []
         for rank in self.servers:
             for number, entries in self.comm.broadcast_object(own, rank):
                 for name, value in entries.items():
-                    found[self._layout.parameters[number]][name].append(value)
-        for p, lists in found.items():
-            self.server_optimizer.state[p] = {k: _joined(v, p) for k, v in lists.items()}
+                    found[number][name].append(value)
+        for number, lists in found.items():
+            state = {name: self._joined(number, values) for name, values in lists.items()}
+            self.server_optimizer.state[self._layout.parameters[number]] = state
+
+    def _joined(self, number: int, values: Sequence[Any]) -> Any:
+        """Return an entry of the state of a parameter, of those of its pieces."""
+        has_elements = isinstance(values[0], Tensor) and values[0].dim()
+        return self._layout.shaped(number, torch.cat([*values])) if has_elements else values[0]
 
     def _forget_state(self) -> None:
         for p in self._layout.parameters:
@@ -466,11 +478,3 @@ class AsyncMethod(CommonBlock):
                 f"({', '.join(found[:3])}), which they do not know of; load before "
                 f"{type(self).__name__} is made, or call reload() after loading, on every rank"
             )
-
-
-def _joined(values: Sequence[Any], parameter: Tensor) -> Any:
-    """Return an entry of the state of a parameter, of those of its pieces."""
-    first = values[0]
-    if not isinstance(first, Tensor) or not first.dim():
-        return first
-    return torch.cat([*values]).view(parameter.shape)

@@ -243,7 +243,9 @@ class ImmediateServer(ParameterServer):
         settings = push.settings
         if self._scales_rate and staleness > 1:
             settings = [{**one, "lr": one["lr"] / staleness} for one in settings]
-        self._num_updates[source] += self._step([push], settings)
+        if push.weight:
+            self._step([push], settings)
+            self._num_updates[source] += 1
         self._staleness[source] = staleness
         return staleness
 

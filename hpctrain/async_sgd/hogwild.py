@@ -182,7 +182,7 @@ class Hogwild(CommonBlock):
                 into.index_add_(0, grad.indices()[0], values.to(into.dtype))
             else:
                 into.add_(values)
-            if p in self._own and values.numel():
+            if p in self._own and into.dtype is p.dtype and values.numel():  # else it rounds finer
                 self._sizes[p][rows] += _largest(into[rows])
         self._updates += values.numel()
         self._versions[p] += p._version - before  # noqa: SLF001
@@ -224,5 +224,7 @@ class Hogwild(CommonBlock):
 
 def _largest(rows: Tensor) -> Tensor:
     """Return the largest absolute value of each row, in as many dimensions."""
-    sizes = rows.detach().abs().double()
-    return sizes.amax([*range(1, sizes.dim())], keepdim=True) if sizes.dim() > 1 else sizes
+    within = [*range(1, rows.dim())]
+    if not within:
+        return rows.abs()
+    return torch.maximum(rows.amax(within, keepdim=True), -rows.amin(within, keepdim=True))

@@ -21,13 +21,17 @@ class Piece(NamedTuple):
 
     number: int  # of the parameter
     group: int  # of the optimizer
-    inside: slice  # elements of the parameter
+    inside: slice | int  # elements of the parameter; a number where that is one, as steps round
     block: int
-    place: slice  # the same elements in the server's part of the block
+    place: slice | int  # the same elements in the server's part of the block
 
 
 class Block(NamedTuple):
-    """All parameters of one dtype, one behind the other."""
+    """All parameters of one dtype, one behind the other.
+
+    Each begins at a multiple of 64 elements, where servers may cut it, and lies there in its order
+    in memory: so their steps round as one of the whole, by kernels that take 64 elements at once.
+    """
 
     dtype: torch.dtype
     numel: int
@@ -44,10 +48,12 @@ class ParameterLayout:
         found = [(g, p) for g, group in groups for p in group["params"] if p.requires_grad]
         self._groups = [group for group, _ in found]
         self.parameters: list[Tensor] = [p for _, p in found]
+        self._strides = [torch.empty_like(p, device="meta").stride() for p in self.parameters]
         self.blocks: list[Block] = []
         for dtype in dict.fromkeys(p.dtype for p in self.parameters):
             numbers = [n for n, p in enumerate(self.parameters) if p.dtype is dtype]
-            *begins, end = accumulate((self.parameters[n].numel() for n in numbers), initial=0)
+            rooms = (-(-self.parameters[n].numel() // ALIGN) * ALIGN for n in numbers)
+            *begins, end = accumulate(rooms, initial=0)
             if end:  # nobody steps what is empty
                 self.blocks.append(Block(dtype, end, [*zip(numbers, begins, strict=True)]))
 
@@ -81,8 +87,11 @@ class ParameterLayout:
                 end = begin + self.parameters[member].numel()
                 first, last = max(begin, own.start), min(end, own.stop)
                 if first < last:
-                    inside = slice(first - begin, last - begin)
-                    place = slice(first - own.start, last - own.start)
+                    is_number = not self.parameters[member].dim()
+                    inside, place = (
+                        first - start if is_number else slice(first - start, last - start)
+                        for start in (begin, own.start)
+                    )
                     yield Piece(member, self._groups[member], inside, number, place)
 
     @torch.no_grad()
@@ -105,8 +114,17 @@ class ParameterLayout:
         """Yield each parameter's number, and where it lies in the blocks, in its shape."""
         for block, flat in zip(self.blocks, flats, strict=True):
             for number, begin in block.members:
-                p = self.parameters[number]
-                yield number, flat[begin : begin + p.numel()].view(p.shape)
+                yield number, self.shaped(number, flat[begin:])
+
+    def shaped(self, number: int, flat: Tensor) -> Tensor:
+        """Return the first elements of a row in the shape of a parameter."""
+        return flat.as_strided(self.parameters[number].shape, self._strides[number])
+
+    def row(self, number: int, values: Tensor) -> Tensor:
+        """Return a copy of what belongs to the elements of a parameter, the reverse."""
+        row = torch.empty(self.parameters[number].numel(), dtype=values.dtype)
+        self.shaped(number, row).copy_(values)
+        return row
 
 
 class Slots:

@@ -16,11 +16,14 @@ from hpctrain.async_sgd.layout import VALUES, ParameterLayout, Piece, Slots
 from hpctrain.async_sgd.requirements import Roles
 from hpctrain.comm.agreement import by_rank
 from hpctrain.comm.direct_messages import SERVING, DirectMessages, Message
+from hpctrain.comm.hierarchical import scaled_when
 from hpctrain.comm.mpi_world import is_loss
+from hpctrain.comm.node.shared_memory import combine_to
 from hpctrain.comm.ops import Op, combination
 from hpctrain.comm.waiting import wait_until
 from hpctrain.core.errors import CommError, MismatchError
 from hpctrain.gradients.elementwise import PieceStep
+from hpctrain.gradients.rail_sums import weighted
 
 Settings = list[dict[str, Any]]
 """Of each group of an optimizer all but its parameters."""
@@ -36,6 +39,7 @@ class Push(NamedTuple):
     settings: Settings
     reads: bool  # whether it wants values back
     is_counted: bool  # whether its weight is of a number of samples that was given
+    is_near: bool = False  # whether it is of the server's node
     parts: Sequence[Tensor] = ()  # its gradient, at the server: what that has of each block
 
     @property
@@ -157,9 +161,17 @@ class ParameterServer(ABC):
         self._stepper.state.clear()
         for piece, tensor in zip(self._pieces, self._held, strict=True):
             parameter = self._layout.parameters[piece.number]
-            tensor.copy_(parameter.reshape(-1)[piece.inside])
+            tensor.copy_(self._layout.row(piece.number, parameter)[piece.inside])
             for name, value in optimizer.state.get(parameter, {}).items():
-                self._stepper.state[tensor][name] = _part_of(name, value, parameter, piece)
+                self._stepper.state[tensor][name] = self._part_of(name, value, piece)
+
+    def _part_of(self, name: str, value: Any, piece: Piece) -> Any:
+        """Return a copy of what belongs to a piece, of an entry of the state of its parameter."""
+        if not isinstance(value, Tensor):
+            return value
+        if name != "step" and value.shape == self._layout.parameters[piece.number].shape:
+            value = self._layout.row(piece.number, value)[piece.inside]
+        return value.detach().to("cpu", copy=True)
 
     def state(self) -> list[tuple[int, dict[str, Any]]]:
         """Return the number of each parameter that it has a piece of, and the state of that."""
@@ -221,7 +233,8 @@ class ParameterServer(ABC):
             if source in self._slots:
                 whole = self._slots.of(source, request.slot)
                 tensors = self._layout.parts(whole, self._number)
-            staleness = self._push(source, request._replace(parts=tensors))
+            push = request._replace(parts=tensors, is_near=source in self._slots)
+            staleness = self._push(source, push)
             self._after_clock()
             if request.reads:
                 self._waiting[source] = clock
@@ -285,31 +298,14 @@ class ParameterServer(ABC):
 
     # -- steps --------------------------------------------------------------------------------
 
-    def _step(self, pushes: Sequence[Push], settings: Settings, num_missing: int = 0) -> bool:
-        """Step on the weighted mean of some gradients, summed in this order; False for none.
+    def _step(self, pushes: Sequence[Push], settings: Settings, num_missing: int = 0) -> None:
+        """Step on the weighted mean of some gradients; those without weight are zeros.
 
         Those that are missing count as zeros, each of the usual weight.
         """
-        counted = [one for one in pushes if one.weight]  # others may hold anything
-        if not counted:
-            return False
-        if len(counted) == 1 and not num_missing:  # its own mean, with the bits of a plain loop
-            counted = [counted[0]._replace(weight=1.0)]
-        total = sum(one.weight for one in counted)
-        total += num_missing * total / len(pushes)
-        for block, out in enumerate(self._sums):
-            wide = combination(out.dtype, Op.SUM).wide  # for 16 bits float32, rounded once
-            mean = out if wide is out.dtype else torch.empty_like(out, dtype=wide)
-            mean.copy_(_weighted(counted[0], block, wide))
-            for one in counted[1:]:
-                mean.add_(_weighted(one, block, wide))
-            if total != 1.0:
-                mean.mul_(1.0 / total)
-            if mean is not out:
-                out.copy_(mean)
         having = [any(of) for of in zip(*(one.has_gradient for one in pushes), strict=True)]
         by_group: defaultdict[int, list[Tensor]] = defaultdict(list)
-        grads = self._tensors_in(self._sums)
+        grads = self._tensors_in(self._mean(pushes, num_missing))
         for piece, tensor, grad in zip(self._pieces, self._held, grads, strict=True):
             if having[piece.number]:
                 tensor.grad = grad
@@ -318,7 +314,25 @@ class ParameterServer(ABC):
         self._stepper.step(by_group)
         for tensor in self._held:
             tensor.grad = None
-        return True
+
+    def _mean(self, pushes: Sequence[Push], num_missing: int) -> Sequence[Tensor]:
+        """Return the mean, with the bits of ``DistributedOptimizer`` on one node and on two."""
+        if len(pushes) == 1 and pushes[0].weight and not num_missing:
+            return pushes[0].parts  # with the bits of a plain loop
+        nodes = [n for near in (True, False) if (n := [p for p in pushes if p.is_near is near])]
+        total = sum(sum(one.weight for one in node) for node in nodes)
+        total += num_missing * total / len(pushes)
+        scale = None if total == 1.0 else 1.0 / (total or 1.0)
+        for block, out in enumerate(self._sums):
+            how = combination(out.dtype, Op.SUM)
+            early, late = scaled_when(scale, how) if len(nodes) > 1 else (scale, None)
+            sums = [out, *(torch.empty_like(out) for _ in nodes[1:])]
+            for into, node in zip(sums, nodes, strict=True):
+                parts = weighted([p.parts[block] for p in node], [p.weight for p in node])
+                combine_to(into, parts, how, early)
+            if len(nodes) > 1:
+                combine_to(out, sums, how, late)
+        return self._sums
 
     def _tensors_in(self, parts: Sequence[Tensor]) -> list[Tensor]:
         return [parts[piece.block][piece.place] for piece in self._pieces]
@@ -363,20 +377,6 @@ class OwnMessages:
 def renumbered(values: Mapping[int, Any], numbers: Mapping[int, int]) -> dict[int, Any]:
     """Return values by the rank of today, of those ranks that are left."""
     return {numbers[rank]: value for rank, value in values.items() if rank in numbers}
-
-
-def _weighted(one: Push, block: int, dtype: torch.dtype) -> Tensor:
-    """Return what a gradient adds to a sum of this dtype."""
-    return one.parts[block] if one.weight == 1.0 else one.parts[block].to(dtype) * one.weight
-
-
-def _part_of(name: str, value: Any, parameter: Tensor, piece: Piece) -> Any:
-    """Return a copy of what belongs to a piece, of an entry of the state of its parameter."""
-    if not isinstance(value, Tensor):
-        return value
-    if name != "step" and value.shape == parameter.shape:
-        value = value.detach().reshape(-1)[piece.inside]
-    return value.detach().to("cpu", copy=True)
 
 
 def copied(state: Mapping[str, Any]) -> dict[str, Any]:

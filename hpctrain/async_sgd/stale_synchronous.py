@@ -22,12 +22,12 @@ class StaleSynchronous(AsyncMethod):
     Before its step c (counted from 0) a worker has values with the updates of all workers' steps
     up to c - staleness - 1, its own of all steps before c, and of those of others what has come;
     none of step c or later. An update is the optimizer's step by the mean gradient of all workers
-    in one step, summed in rank order. What is read ahead of the slowest worker is stepped by what
-    has come of the steps before c, and once a step is complete it counts as a whole.
+    in one step, summed in rank order on each node. What is read ahead of the slowest worker is
+    stepped by what has come of the steps before c; once a step is complete it counts as a whole.
 
-    So with ``staleness=0`` this is synchronous SGD, for any optimizer: on one node
-    ``DistributedOptimizer`` to the bit; with 16-bit parameters the mean gradients are. A slow
-    moment of one worker is hidden up to ``staleness`` steps; a worker that is always slow is not.
+    So with ``staleness=0`` this is synchronous SGD, for any optimizer: ``DistributedOptimizer`` to
+    the bit on one node and on two, of more the order of sums is another. A slow moment of one
+    worker is hidden up to ``staleness`` steps; a worker that is always slow is not.
 
     Gradients are those of ``step()``: one that is clipped before it is clipped on each rank by
     itself, and not the mean, as in synchronous SGD.

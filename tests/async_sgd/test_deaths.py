@@ -53,14 +53,15 @@ print("whole", flush=True)
 """
 
 
+@pytest.mark.conformance
 @pytest.mark.parametrize(
     ("make", "what", "dying"),
     [
-        pytest.param("StaleSynchronous", "kill", 1, marks=pytest.mark.conformance),
+        ("StaleSynchronous", "kill", 1),
         ("StaleSynchronous", "server, kill", 0),
-        pytest.param("AsyncSGD", "exit", 1, marks=pytest.mark.conformance),
-        pytest.param("AsyncSGD", "kill", 1, marks=pytest.mark.conformance),
-        pytest.param("StaleSynchronous", "raise", 1, marks=pytest.mark.conformance),
+        ("AsyncSGD", "exit", 1),
+        ("AsyncSGD", "kill", 1),
+        ("StaleSynchronous", "raise", 1),
     ],
 )
 def test_a_rank_that_ends_early_ends_all_and_nobody_hangs(tmp_path, make, what, dying):
@@ -70,12 +71,12 @@ def test_a_rank_that_ends_early_ends_all_and_nobody_hangs(tmp_path, make, what, 
 
 
 WORKERS = """
-import os, signal, sys, time
+import os, signal, sys, threading, time
 import torch
 import hpctrain as hvd
 
 hvd.init()
-name, dying, alone = sys.argv[1], int(sys.argv[2]), hvd.rank()
+name, dying, later_s, alone = sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), hvd.rank()
 model = torch.nn.Linear(4, 1, bias=False).double()
 torch.nn.init.zeros_(model.weight)
 optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -88,7 +89,10 @@ options = {
 }.get(name, {})
 with getattr(hvd, name)(model, optimizer, servers=1, **options) as method:
     for step in range(20 if method.is_worker else 0):
-        time.sleep(0.9 if step == 5 and alone == 1 else 0.01)  # it tells its gradient afterwards
+        if step == 5 and alone == 1 and later_s:  # it dies when the others know of the first
+            threading.Timer(0.3 + later_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        late = step == 5 and alone == 1 and not later_s  # it tells its gradient afterwards
+        time.sleep(0.9 if late else 0.01)
         if step == 5 and alone == dying:
             time.sleep(0.3)  # another has told its gradients, and waits at the bound
             os.kill(os.getpid(), signal.SIGKILL)
@@ -121,11 +125,23 @@ def test_without_a_lost_worker_the_others_go_on_in_place_and_no_gradient_is_lost
     tmp_path, make, dead, left
 ):
     """Each weight is stepped by one worker alone; the server becomes rank 2, rank 1 rank 0."""
-    done = launched(tmp_path, WORKERS, "-n", "4", "--nodes", "2", "--recover", "--", make, 0)
+    done = launched(tmp_path, WORKERS, "-n", "4", "--nodes", "2", "--recover", "--", make, 0, 0)
     assert done.returncode == 0, done.stdout + done.stderr
     weights = [round(dead, 6), round(left, 6), round(left, 6), 0.0]
     for rank in range(3):
         assert f"rank {rank} of 3: {weights}, -1.0." in done.stdout, done.stdout
+
+
+@pytest.mark.conformance
+@pytest.mark.requires("recovery")
+@pytest.mark.parametrize("later_s", [0.05, 0.1, 0.15, 0.2, 0.25, 0.3])
+def test_a_second_worker_may_die_while_the_others_make_their_world(tmp_path, later_s):
+    """It waits at the bound, where the first one has died."""
+    words = "-n", "4", "--nodes", "2", "--recover", "--", "AsyncSGD", 0, later_s
+    done = launched(tmp_path, WORKERS, *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for rank in range(2):
+        assert f"rank {rank} of 2: [5.0, 6.0, 20.0, 0.0], -0.5." in done.stdout, done.stdout
 
 
 @pytest.mark.requires("recovery")
@@ -136,6 +152,7 @@ def test_without_a_lost_worker_the_others_go_on_in_place_and_no_gradient_is_lost
 def test_a_lost_server_is_named_where_ranks_recover(tmp_path, what, dying):
     done = launched(tmp_path, SCRIPT, "-n", "3", "--recover", "--", "AsyncSGD", what, dying)
     assert done.returncode != 0
+    assert "whole" not in done.stdout
     assert f"] rank {dying} of 3 died, and the others cannot go on" in done.stderr, done.stderr
     assert "MPI_ERR" not in done.stderr
 

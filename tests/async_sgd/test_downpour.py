@@ -15,6 +15,7 @@ from tests.gradients.training import (
     EVERY_SIZE,
     LAST,
     MANY,
+    TWO_NODES,
     digits,
     global_batch,
     make_model,
@@ -44,6 +45,7 @@ def delayed_descent(hvd, world, rate: float, num_turns: int, **options):
 
 @MANY
 @LAST
+@TWO_NODES
 def test_a_delayed_step_is_stable_below_the_published_rate_and_diverges_above(hvd, world):
     """A worker in turn reads just after its own update: N - 1 others come before its next."""
     limit = stable_rate(world.size - 1)
@@ -77,6 +79,7 @@ def test_the_stable_rate_is_that_of_the_recursion():
 
 @MANY
 @LAST
+@TWO_NODES
 def test_rates_over_staleness_are_stable_where_whole_ones_diverge(hvd, world):
     rate = 1.2 * stable_rate(world.size - 1)
     found, _ = delayed_descent(hvd, world, rate, 40)
@@ -85,6 +88,7 @@ def test_rates_over_staleness_are_stable_where_whole_ones_diverge(hvd, world):
 
 @pytest.mark.ranks(3)
 @LAST
+@TWO_NODES
 def test_a_rate_that_is_too_large_for_what_is_met_is_warned_of_once(hvd, world, caplog):
     with caplog.at_level(logging.WARNING):
         for factor, num_warnings in ((0.9, 0), (1.1, 1)):
@@ -166,13 +170,14 @@ def test_downpour_sums_squares_on_the_servers_and_steps_a_replica_between(hvd, w
 
 
 @MANY
+@TWO_NODES
 def test_a_warm_up_lets_the_first_worker_train_alone(hvd, world):
     model = make_model()
     optimizer = sgd(model)
     before, seen = weights_of(model).clone(), 0
     with hvd.Downpour(model, optimizer, warmup_steps=10):
         if world.rank == 0:
-            time.sleep(0.3)  # who does not wait finds the first values
+            time.sleep(0.15)  # who does not wait finds the first values
         else:
             model(global_batch(0)[0])
             assert not torch.equal(weights_of(model), before)  # fetched, after ten steps
@@ -207,6 +212,7 @@ def own_elements(world, method_of, loaded, num_steps: int):
 
 
 @MANY
+@TWO_NODES
 @pytest.mark.parametrize("warmup_steps", [0, 3])
 def test_sums_come_back_with_the_optimizer_and_every_gradient_counts(hvd, world, warmup_steps):
     def method_of(model, optimizer):
@@ -221,6 +227,7 @@ def test_sums_come_back_with_the_optimizer_and_every_gradient_counts(hvd, world,
 
 
 @MANY
+@TWO_NODES
 def test_state_of_servers_comes_back_bit_for_bit(hvd):
     model = make_model()
     optimizer = sgd(model)
@@ -246,6 +253,7 @@ def test_state_of_servers_comes_back_bit_for_bit(hvd):
 
 
 @MANY
+@TWO_NODES
 def test_a_bound_holds_for_workers_that_do_not_wait_otherwise(hvd, world):
     model = nn.Linear(world.size, 1, bias=False).double()
     nn.init.zeros_(model.weight)

@@ -21,6 +21,7 @@ from tests.gradients.training import (
     LAST,
     MANY,
     ONE_NODE,
+    TWO_NODES,
     global_batch,
     largest_difference,
     make_model,
@@ -57,28 +58,25 @@ def train(hvd, model, optimizer, first, last):
 
 
 @EVERY_SIZE
+@TWO_NODES
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [("momentum", torch.float32), ("adam", torch.float64), ("groups", torch.float32)],
     ids=OPTIMIZERS,
 )
-def test_without_staleness_it_is_the_distributed_optimizer_to_the_bit(hvd, per_node, name, dtype):
+def test_without_staleness_it_is_the_distributed_optimizer_to_the_bit(hvd, name, dtype):
     ours, theirs = make_model(dtype), make_model(dtype)
     optimizer = OPTIMIZERS[name](ours)
     with hvd.StaleSynchronous(ours, optimizer, 0) as method:
-        train(hvd, ours, optimizer, 0, 12)
+        train(hvd, ours, optimizer, 0, 6)
     reference = hvd.DistributedOptimizer(OPTIMIZERS[name](theirs), theirs.named_parameters())
-    train(hvd, theirs, reference, 0, 12)
-    gap = largest_difference(ours, theirs)
-    one_order = per_node is None or hvd.size() < 3  # between nodes the sum has another order
-    assert gap == 0 if one_order else gap < (1e-12 if dtype is torch.float64 else 1e-4)
-    assert method.staleness_histogram in ({0: 12}, {})
+    train(hvd, theirs, reference, 0, 6)
+    assert largest_difference(ours, theirs) == 0
+    assert method.staleness_histogram in ({0: 6}, {})
     for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
         for key, value in optimizer.state[one].items():
-            same = torch.equal(
-                torch.as_tensor(value), torch.as_tensor(reference.state[other][key])
-            )
-            assert same or not one_order, key
+            expected = torch.as_tensor(reference.state[other][key])
+            assert torch.equal(torch.as_tensor(value), expected), key
 
 
 class Ages(nn.Module):
@@ -156,6 +154,7 @@ def test_dedicated_servers_keep_the_same_bound(hvd, world, servers):
 
 
 @MANY
+@TWO_NODES
 def test_a_straggler_is_waited_for_at_the_bound_and_not_before(hvd, world):
     """All others take exactly ``staleness`` steps more than a rank that stands still."""
     model = Ages(hvd.size())
@@ -163,11 +162,11 @@ def test_a_straggler_is_waited_for_at_the_bound_and_not_before(hvd, world):
     taken, start = 0, time.perf_counter()
     with hvd.StaleSynchronous(model, optimizer, 3):
         if hvd.rank() == 0:
-            time.sleep(0.7)
+            time.sleep(0.5)
         for _ in range(8):
             model.weight.grad = torch.ones_like(model.weight)
             optimizer.step()
-            taken += time.perf_counter() - start < 0.6
+            taken += time.perf_counter() - start < 0.4
     assert world.allgather(taken) == [0] + [3] * (hvd.size() - 1)
 
 
@@ -189,30 +188,7 @@ def test_a_worker_that_ends_early_holds_back_nobody_and_all_have_one_model(hvd_n
 
 
 @MANY
-def test_samples_weight_a_step_as_in_the_distributed_optimizer(hvd):
-    found = []
-    for make in ("ours", "theirs"):
-        model = make_model()
-        optimizer = sgd(model)
-        if make == "ours":
-            method = hvd.StaleSynchronous(model, optimizer, 0)
-        else:
-            method = hvd.DistributedOptimizer(optimizer, model.named_parameters())
-        for step in range(6):
-            images, labels = global_batch(step)
-            own = slice(5 * hvd.rank() ** 2, 5 * (hvd.rank() + 1) ** 2)
-            method.set_num_samples(len(images[own]), nominal=10)
-            optimizer.zero_grad()
-            cross_entropy(model(images[own]), labels[own]).backward()
-            optimizer.step()
-        if make == "ours":
-            method.finish()
-            method.close()
-        found.append(model)
-    assert largest_difference(*found) < 1e-13
-
-
-@MANY
+@TWO_NODES
 @pytest.mark.parametrize("make", ["StaleSynchronous", "AsyncSGD", "Downpour"])
 def test_a_gradient_of_no_samples_is_not_read(hvd, world, make):
     """The mean loss of an empty batch is nan."""
@@ -246,6 +222,7 @@ def test_ranks_that_end_with_different_values_are_an_error_on_all(hvd, what):
 
 
 @MANY
+@TWO_NODES
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_state_lies_on_servers_and_comes_back_bit_for_bit(hvd, world, staleness):
     """Saved in the middle and loaded into new objects; without staleness the run is the same."""
@@ -273,6 +250,7 @@ def test_state_lies_on_servers_and_comes_back_bit_for_bit(hvd, world, staleness)
 
 
 @MANY
+@TWO_NODES
 def test_values_that_all_ranks_change_are_an_error_until_servers_take_them_over(hvd):
     model = make_model()
     optimizer = sgd(model)
@@ -305,6 +283,7 @@ def _bytes_of(value):
 
 
 @MANY
+@TWO_NODES
 @pytest.mark.parametrize(
     ("what", "match"), [("lr", "same settings"), ("samples", r"call set_num_samples\(\) on every")]
 )
@@ -338,25 +317,6 @@ def test_an_error_of_one_rank_ends_the_block_on_all(hvd, world):
         loop()
     kinds = world.allgather(type(caught.value).__name__)
     assert kinds == ["RankLostError", "ValueError", "RankLostError"][: world.size]
-
-
-@MANY
-def test_a_learning_rate_that_changes_on_all_ranks_is_followed(hvd, per_node):
-    found = []
-    for wrap in (
-        lambda model, optimizer: hvd.StaleSynchronous(model, optimizer, 0),
-        lambda model, optimizer: hvd.DistributedOptimizer(optimizer, model.named_parameters()),
-    ):
-        model = make_model()
-        optimizer = sgd(model)
-        wrap(model, optimizer)
-        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.3)
-        for step in range(6):
-            train(hvd, model, optimizer, step, step + 1)
-            schedule.step()
-        found.append(weights_of(model))
-    if per_node is None or hvd.size() < 3:
-        assert torch.equal(*found)
 
 
 @pytest.mark.ranks(2)
@@ -417,7 +377,7 @@ def test_what_cannot_be_is_refused_at_the_start(hvd, world):
 @pytest.mark.ranks(3)
 @LAST
 @ONE_NODE
-@pytest.mark.parametrize("what", ["values", "state", "end", "close", "settle"])
+@pytest.mark.parametrize("what", ["outside", "end", "close", "settle"])
 def test_what_servers_cannot_know_of_is_an_error_on_all_ranks(hvd, world, what):
     model = make_model()
     optimizer = sgd(model)
@@ -426,15 +386,12 @@ def test_what_servers_cannot_know_of_is_an_error_on_all_ranks(hvd, world, what):
 
     def loop() -> None:
         train(hvd, model, optimizer, 0, 2)
-        if is_one and what == "values":
+        if is_one and what == "outside":
+            optimizer.state[model[2].bias]["momentum_buffer"] = torch.ones(32)
+            with pytest.raises(ConfigError, match=r"state of the optimizer was .*\(2.bias"):
+                optimizer.step()
             with torch.no_grad():
                 model[0].weight.clamp_(-0.1, 0.1)
-        if is_one and what == "state":
-            other = sgd(model)
-            for p in model.parameters():
-                p.grad = torch.ones_like(p)
-            other.step()
-            optimizer.load_state_dict(other.state_dict())
         if is_one and what == "settle":
             method.settle()
         if is_one and what == "close":

@@ -13,6 +13,8 @@ MANY = pytest.mark.ranks(2, 3, 4)
 OVERLAPS = pytest.mark.usefixtures("overlap")
 LAST = pytest.mark.usefixtures("last")
 ONE_NODE = pytest.mark.parametrize("per_node", [None], indirect=True, ids=["one node"])
+TWO_NODES = pytest.mark.parametrize("per_node", [2], indirect=True, ids=["nodes of two"])
+"""Two nodes of three or four ranks, so that some of them share memory and others do not."""
 
 GLOBAL_BATCH = 60  # divisible by 1, 2, 3 and 4
 
