@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hpctrain.async_sgd.sharded_embedding_cache import CacheReport, RowCache
 from hpctrain.async_sgd.sharded_embedding_ids import (
     Bags,
     check_ids,
@@ -26,6 +27,7 @@ from hpctrain.async_sgd.sharded_embedding_ids import (
 )
 from hpctrain.async_sgd.sharded_embedding_rows import (
     IS_COUNTED,
+    IS_EXACT,
     IS_FROZEN,
     Buffers,
     Places,
@@ -96,6 +98,8 @@ class ShardedEmbedding(nn.Module):
         seed: int = 0,
         dtype: torch.dtype = torch.float32,
         path: Path | str | None = None,
+        cache_rows: int = 0,
+        cache_steps: int = 0,
         **options: Any,
     ) -> None:
         """Divide the table over all ranks. Collective.
@@ -115,6 +119,8 @@ class ShardedEmbedding(nn.Module):
             dtype: float32 or float64.
             path: folder on a disk of each node in which the rows lie, in files that go with the
                 job; None for memory.
+            cache_rows: rows of other nodes of which each rank keeps copies, for its node.
+            cache_steps: how many steps old a copy may be.
             options: ``eps``, and of adam ``betas``.
 
         Raises:
@@ -128,9 +134,11 @@ class ShardedEmbedding(nn.Module):
             folder = None if path is None else Path(path)
             rule = make_rule(optimizer, lr, options)
             check_table(rows, dim, mode, padding_idx, init, seed, dtype, folder)
+            cache = RowCache(cache_rows, cache_steps, dim, dtype)
         first = f"padding_idx={padding_idx}, init={float(init)}, seed={seed}, dtype={dtype}"
         self._what = f"{rows} rows of {dim}, {first}"
         self._repr = f"{rows}, {dim}, optimizer={{}}, mode={mode}, {first}"
+        self._repr += f", cache_rows={cache_rows}, cache_steps={cache_steps}" * bool(cache_rows)
         require_equal(comm, [f"ShardedEmbedding({self._repr.format(rule)})"], "a table")
         self.num_rows, self.dim, self.mode, self.padding_idx = rows, dim, mode, padding_idx
         self._rule, self._factor = rule, spreading_factor(rows)
@@ -138,7 +146,8 @@ class ShardedEmbedding(nn.Module):
         # Ranks must not take one table for another that was made alike.
         name = f"table {comm.broadcast_object(secrets.token_hex(4))} of {rows} x {dim}"
         new = partial(first_rows, dim=dim, seed=seed, init=init, zero=self._padding, dtype=dtype)
-        self._shards = RowShards(comm, name, rows, dim, dtype, rule.widths(dim), new, folder)
+        wide = rule.widths(dim)
+        self._shards = RowShards(comm, name, rows, dim, dtype, wide, new, folder, cache)
         self._results, self._told, self._pending = Buffers(), set[str](), []
         self._parameters = _Hidden()
         self._handle = nn.Parameter(torch.zeros(()))
@@ -224,7 +233,7 @@ class ShardedEmbedding(nn.Module):
 
     def _pull(self, rows: Places, bags: Bags | None) -> Tensor:
         """Look rows up. Collective."""
-        values, index = self._shards.read(rows)
+        values, index = self._shards.read(rows, None, 0 if self.training else IS_EXACT)
         if bags is None:
             return self._results.take(values, index)
         if not len(index):
@@ -251,6 +260,12 @@ class ShardedEmbedding(nn.Module):
     def _gradients(self) -> list[tuple[Places, Tensor]]:
         """Return what backward has kept, unless somebody has cleared gradients since."""
         return self._pending if self._handle.grad is not None and self._handle.grad else []
+
+    def cache_report(self) -> tuple[CacheReport, ...]:
+        """Return what copies have saved all ranks so far, then each of them. Collective."""
+        shards, call = self._shards, f"report of {self._shards.name}"
+        by_rank = self._run(lambda: shards.comm.allgather_object(shards.cache.report, call))
+        return CacheReport(*np.sum(by_rank, axis=0).tolist()), *by_rank
 
     # -- the step -----------------------------------------------------------------------------
 
