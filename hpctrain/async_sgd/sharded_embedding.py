@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hpctrain.async_sgd.sharded_embedding_cache import CacheReport, RowCache
+from hpctrain.async_sgd.sharded_embedding_cache import CacheReport
 from hpctrain.async_sgd.sharded_embedding_ids import (
     Bags,
     check_ids,
@@ -27,7 +27,6 @@ from hpctrain.async_sgd.sharded_embedding_ids import (
 )
 from hpctrain.async_sgd.sharded_embedding_rows import (
     IS_COUNTED,
-    IS_EXACT,
     IS_FROZEN,
     Buffers,
     Places,
@@ -129,16 +128,14 @@ class ShardedEmbedding(nn.Module):
             NotInitializedError: ``hpctrain.init()`` was not called.
         """
         super().__init__()
-        comm = world.current().comm
+        comm, cache = world.current().comm, (cache_rows, cache_steps)
         with agreed(comm, ConfigError):
-            folder = None if path is None else Path(path)
+            disk = None if path is None else Path(path)
             rule = make_rule(optimizer, lr, options)
-            check_table(rows, dim, mode, padding_idx, init, seed, dtype, folder)
-            cache = RowCache(cache_rows, cache_steps, dim, dtype)
+            check_table(rows, dim, mode, padding_idx, init, seed, dtype, disk, cache)
         first = f"padding_idx={padding_idx}, init={float(init)}, seed={seed}, dtype={dtype}"
         self._what = f"{rows} rows of {dim}, {first}"
-        self._repr = f"{rows}, {dim}, optimizer={{}}, mode={mode}, {first}"
-        self._repr += f", cache_rows={cache_rows}, cache_steps={cache_steps}" * bool(cache_rows)
+        self._repr = f"{rows}, {dim}, optimizer={{}}, mode={mode}, {first}, cache={cache}"
         require_equal(comm, [f"ShardedEmbedding({self._repr.format(rule)})"], "a table")
         self.num_rows, self.dim, self.mode, self.padding_idx = rows, dim, mode, padding_idx
         self._rule, self._factor = rule, spreading_factor(rows)
@@ -146,8 +143,7 @@ class ShardedEmbedding(nn.Module):
         # Ranks must not take one table for another that was made alike.
         name = f"table {comm.broadcast_object(secrets.token_hex(4))} of {rows} x {dim}"
         new = partial(first_rows, dim=dim, seed=seed, init=init, zero=self._padding, dtype=dtype)
-        wide = rule.widths(dim)
-        self._shards = RowShards(comm, name, rows, dim, dtype, wide, new, folder, cache)
+        self._shards = RowShards(comm, name, rows, dim, dtype, rule.widths(dim), new, disk, cache)
         self._results, self._told, self._pending = Buffers(), set[str](), []
         self._parameters = _Hidden()
         self._handle = nn.Parameter(torch.zeros(()))
@@ -209,7 +205,7 @@ class ShardedEmbedding(nn.Module):
             check_ids(ids, offsets, self.num_rows, self.mode)
         except ConfigError as error:
             refusal = str(error)  # for the other ranks, too
-            self._run(lambda: self._shards.read(np.empty(0, np.int64), refusal))
+            self._run(lambda: self._shards.read(np.empty(0, np.int64), 0, refusal))
         host = ids.detach().cpu().numpy()
         rows = spread(host, self._factor, self.num_rows)
         bags = Bags(host, offsets, rows != self._padding) if self.mode else None
@@ -233,7 +229,7 @@ class ShardedEmbedding(nn.Module):
 
     def _pull(self, rows: Places, bags: Bags | None) -> Tensor:
         """Look rows up. Collective."""
-        values, index = self._shards.read(rows, None, 0 if self.training else IS_EXACT)
+        values, index = self._shards.read(rows, int(not self.training))
         if bags is None:
             return self._results.take(values, index)
         if not len(index):
@@ -418,9 +414,8 @@ class ShardedEmbedding(nn.Module):
         comm = self._shards.comm
         with agreed(comm, CheckpointError):
             self._shards.check(self._what, state)
-        line = f"steps={state['steps']}, lr={state['lr']}"
-        way_out = "load the same checkpoint on every rank"
-        require_equal(comm, [line], "the state of a table", way_out)
+        own = f"steps={state['steps']}, lr={state['lr']}"
+        require_equal(comm, [own], "a table's state", "load the same checkpoint on every rank")
         self._shards.restore(state["tensors"])
         self.steps, self.lr, self._pending = state["steps"], state["lr"], []
         comm.barrier()

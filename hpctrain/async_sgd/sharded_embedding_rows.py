@@ -36,8 +36,8 @@ CHUNK_BYTES = 1 << 20
 """Rows that are worked on at once: they stay in the cache."""
 _PLACE_BITS = 32
 _PLACES = (1 << _PLACE_BITS) - 1
-IS_COUNTED, IS_FROZEN, IS_EXACT = 1, 2, 4
-"""Flags of a step, and of a lookup for which no copy of a former step counts."""
+IS_COUNTED, IS_FROZEN = 1, 2
+"""Flags of a step."""
 _KEYS = {"table", "steps", "lr", "tensors"}  # of the state of a table
 _FIRST_ROOM = 4096  # rows of each rank that are exchanged at once, until more are needed
 
@@ -182,7 +182,7 @@ class RowShards:
         widths: dict[str, int],
         initial: Callable[[Places], Tensor],
         folder: Path | None,
-        cache: RowCache,
+        cache: tuple[int, int],
     ) -> None:
         """Divide the rows, and make room for them and for ``widths`` numbers of state.
 
@@ -190,10 +190,10 @@ class RowShards:
         """
         self.comm, self.name = comm, name
         self.num_rows, self.dim, self.dtype, self.initial = num_rows, dim, dtype, initial
-        self.cache = cache
         self._node = comm.levels.node if comm.levels is not None else None
         self._lay_out()
-        self._check_memory(widths, folder)
+        self._check_memory(widths, folder, cache[0])
+        self.cache = RowCache(*cache, dim, dtype)
         self._num_room = 0  # rows of each rank that can be exchanged at once, on every node
         with agreed(comm, NodeMemoryError):
             self._make(widths, reserve_lazily if folder is None else OnDisk(folder))
@@ -223,11 +223,11 @@ class RowShards:
         first = owner * self.per_rank
         return min(first, self.num_rows), min(first + self.per_rank, self.num_rows)
 
-    def _check_memory(self, widths: dict[str, int], folder: Path | None) -> None:
+    def _check_memory(self, widths: dict[str, int], folder: Path | None, copies: int) -> None:
         """Refuse what does not fit: pages are taken when they are used, too late for an error."""
         row_bytes = (self.dim + sum(widths.values())) * self.dtype.itemsize + 1
-        need_bytes = (row_bytes * self.per_rank + self.cache.num_bytes) * self._local_size
-        left_bytes = available_bytes()
+        rank_bytes = row_bytes * self.per_rank + (row_bytes + 24) * copies
+        need_bytes, left_bytes = rank_bytes * self._local_size, available_bytes()
         refusal = None
         if folder is None and left_bytes is not None and need_bytes > left_bytes:
             refusal = (
@@ -241,7 +241,6 @@ class RowShards:
     def _make(self, widths: dict[str, int], how: Callable[[int], int]) -> None:
         """Make the memory, of which changes are counted. Collective over the node."""
         size, itemsize = self._local_size, self.dtype.itemsize
-        self.cache.make()
         rows = self._shared(self.per_rank * self.dim * itemsize, how)
         self._rows, self._marks = self._as_rows(rows, self.dim), self._shared(self.per_rank, how)
         own = slice(self._local_rank * self.per_rank, (self._local_rank + 1) * self.per_rank)
@@ -287,13 +286,11 @@ class RowShards:
 
     # -- reading ------------------------------------------------------------------------------
 
-    def read(
-        self, rows: Places, refusal: str | None = None, flags: int = 0
-    ) -> tuple[Tensor, Places]:
+    def read(self, rows: Places, flags: int, refusal: str | None = None) -> tuple[Tensor, Places]:
         """Return ``values`` and ``index``: row ``rows[i]`` is ``values[index[i]]``.
 
         What is returned may be the memory of the node: it holds until the next step. With
-        ``IS_EXACT`` among the flags of a rank no rank takes copies of former steps.
+        any flag of any rank no rank takes copies of former steps.
         """
         if self._is_one_node:
             self.agree("lookup", refusal)
@@ -325,13 +322,13 @@ class RowShards:
         of_owners = [self._of_owner(wanted, owner) for owner in self._spoken]
         numbers = np.unique(np.concatenate(of_owners) >> _PLACE_BITS)
         versions, exact = [each.weight for each in told], any(each.flags for each in told)
-        missed = numbers[~self.cache.find(numbers, versions, exact=exact)]
+        missed = numbers[~(is_hit := self.cache.find(numbers, versions, exact=exact))]
         bounds = {each: np.searchsorted(missed, self._range_of(each)) for each in self._spoken}
         asked = {owner: missed[slice(*part)] for owner, part in bounds.items()}
         heard = self._cross({owner: torch.from_numpy(each) for owner, each in asked.items()})
         read = {owner: take(*self._read_here(each.numpy())) for owner, each in enumerate(heard)}
-        fetched = torch.cat(self._cross(read))
-        came = RowSums(keys_at(numbers), self.cache.join(numbers, fetched))
+        values = self.cache.join(numbers, is_hit, torch.cat(self._cross(read)))
+        came = RowSums(keys_at(numbers), values)
         told = self.agree("reply", None, Told(len(numbers)))
         parts, values = self._exchange(numbers, came, told)
         keys = np.sort(np.concatenate(parts))

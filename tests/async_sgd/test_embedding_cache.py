@@ -132,13 +132,12 @@ def test_a_row_crosses_once_until_its_copy_is_too_old_and_ranks_report_what_that
 @pytest.mark.ranks(1)
 def test_a_row_that_is_frequent_stays_while_others_of_its_place_come_and_go():
     cache = RowCache(10, 1000, 1, torch.float64)
-    cache.make()
     hits = 0
     for step in range(100):
         rows = np.array([3, 14, *range(20 + 10 * step, 26 + 10 * step)])
         rows = rows[step % 4 == 0 :]  # that of number 3 comes three times of four
-        missed = ~cache.find(rows, [], exact=False)
-        found = cache.join(rows, torch.from_numpy(rows[missed, None] * 1.0))
+        is_hit = cache.find(rows, [], exact=False)
+        found = cache.join(rows, is_hit, torch.from_numpy(rows[~is_hit, None] * 1.0))
         assert found[:, 0].tolist() == rows.tolist()
-        hits += (~missed)[rows < 20].sum()
+        hits += is_hit[rows < 20].sum()
     assert hits > 0.95 * (75 + 100)
