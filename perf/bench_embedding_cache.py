@@ -3,8 +3,8 @@
     python perf/bench_embedding_cache.py [--rates 200mbit 1gbit] [--json FILE]
 
 Four ranks on two virtual nodes, joined by links of a set rate, train the network of
-``examples/clicks`` on its log: first without copies, then with those that count until the next
-step, for one and for four. All see the same batches. That takes root, and ``python -m
+``examples/clicks`` on its log: without copies, and with those that count until the next step, for
+one and for four. They take turns, with the same batches. That takes root, and ``python -m
 tests.cluster.vcluster`` says whether it works here.
 
 * ``loss`` is that of the last ``LAST`` steps, ``test loss`` that of other lines, with exact rows;
@@ -19,7 +19,6 @@ import json
 import sys
 import tempfile
 import time
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -39,69 +38,88 @@ WAYS = {"none": {}} | {
 }
 
 
-def job(json_file: Path, dim: int) -> None:
-    """Train in each way, on the ranks of a cluster. Collective."""
-    import hpctrain as hvd  # noqa: PLC0415 - takes MPI
+class Way:
+    """A network with copies of one kind, which trains beside the others."""
 
-    hvd.init()
-    torch.set_num_threads(1)
-    found = {name: trained(hvd, dim, how) for name, how in WAYS.items()}
-    if hvd.rank() == 0:
-        json_file.write_text(json.dumps({"machine": machine(), "ways": found}), encoding="utf-8")
+    def __init__(self, hvd: Any, dim: int, how: dict[str, int]) -> None:
+        import clicks  # noqa: PLC0415 - beside the examples
 
+        self.hvd, self.model = hvd, clicks.model(NUM_IDS, dim, **how)
+        optimizer = torch.optim.Adam(self.model.parameters(), lr=0.002)
+        self.optimizer = hvd.DistributedOptimizer(optimizer, self.model.named_parameters())
+        for table in (self.model.wide, self.model.deep):
+            table.step_with(self.optimizer)
+        self.losses: list[float] = []
+        self.seconds: list[float] = []
+        self.sent: list[int] = []
 
-def trained(hvd: Any, dim: int, how: dict[str, int]) -> dict[str, float]:
-    """Train, test, and return what was measured. Collective."""
-    import clicks  # noqa: PLC0415 - beside the examples
-    from network_job import sent_bytes  # noqa: PLC0415 - takes MPI
+    def loss_of(self, log: Any, mine: Any) -> torch.Tensor:
+        """Return the loss of some lines. Collective."""
+        logits, clicked = (torch.from_numpy(log[name][mine]) for name in ("ids", "click"))
+        return torch.nn.functional.binary_cross_entropy_with_logits(self.model(logits), clicked)
 
-    comm = hvd.current().comm
-    model = clicks.model(NUM_IDS, dim, **how)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.002)
-    optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
-    for table in (model.wide, model.deep):
-        table.step_with(optimizer)
-    train, test = (clicks.log_of(n, NUM_IDS, seed) for seed, n in ((0, LINES), (1, TEST_LINES)))
-    random, losses = np.random.default_rng(0), []
-    lines = np.concatenate([random.permutation(LINES) for _ in range(EPOCHS)])
+    def step(self, log: Any, mine: Any) -> None:
+        """Train with some lines."""
+        self.optimizer.zero_grad()
+        loss = self.loss_of(log, mine)
+        loss.backward()
+        self.optimizer.step()
+        self.losses.append(loss.item())
 
-    def loss_of(log: Any, mine: Any) -> torch.Tensor:
-        logits = model(torch.from_numpy(log["ids"][mine]))
-        clicked = torch.from_numpy(log["click"][mine])
-        return torch.nn.functional.binary_cross_entropy_with_logits(logits, clicked)
+    def timed_step(self, log: Any, mine: Any) -> None:
+        """Train, and measure."""
+        from network_job import sent_bytes  # noqa: PLC0415 - takes MPI
 
-    def timed(work: Any) -> float:
+        before = sent_bytes()
+        self.seconds.append(self.timed(lambda: self.step(log, mine)))
+        self.sent.append(sent_bytes() - before)
+
+    def timed(self, work: Any) -> float:
+        """Return how long the slowest rank takes. Collective."""
+        comm = self.hvd.current().comm
         comm.barrier()
         began = time.perf_counter()
         work()
         return max(comm.allgather_object(time.perf_counter() - began))
 
-    def step(at: int) -> None:
-        optimizer.zero_grad()
-        loss = loss_of(train, lines[at + hvd.rank() : at + BATCH : hvd.size()])
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    @torch.no_grad()
+    def figures(self, log: Any, mine: Any) -> dict[str, float]:
+        """Test, and return what was measured. Collective."""
+        report, comm = self.model.deep.cache_report()[0], self.hvd.current().comm
+        self.model.eval()
+        test_loss = self.loss_of(log, mine).item()
+        again = [self.timed(lambda: self.loss_of(log, mine)) for _ in range(5)]
+        told = comm.allgather_object((np.mean(self.losses[-LAST:]), test_loss))
+        return {
+            "loss": float(np.mean(told, axis=0)[0]),
+            "test loss": float(np.mean(told, axis=0)[1]),
+            "hit rate": report.hit_rate,
+            "kB saved": report.bytes_saved / 1e3 / len(self.seconds),
+            "kB out": max(comm.allgather_object(float(np.mean(self.sent)))) / 1e3,
+            "step ms": 1e3 * median(self.seconds),
+            "again ms": 1e3 * median(again),
+        }
 
-    before = sent_bytes()
-    starts = range(0, len(lines) - BATCH, BATCH)
-    times = [timed(partial(step, at)) for at in starts]
-    sent, report = (sent_bytes() - before) / len(times), model.deep.cache_report()[0]
-    with torch.no_grad():
-        model.eval()
-        mine = np.arange(hvd.rank(), TEST_LINES, hvd.size())
-        test_loss = loss_of(test, mine).item()
-        again = [timed(lambda: loss_of(test, mine)) for _ in range(3)]
-    means = np.mean(comm.allgather_object((np.mean(losses[-LAST:]), test_loss)), axis=0)
-    return {
-        "loss": means[0],
-        "test loss": means[1],
-        "hit rate": report.hit_rate,
-        "kB saved": report.bytes_saved / 1e3 / len(times),
-        "kB out": max(comm.allgather_object(sent)) / 1e3,
-        "step ms": 1e3 * median(times),
-        "again ms": 1e3 * median(again),
-    }
+
+def job(json_file: Path, dim: int) -> None:
+    """Train in all ways, which take turns, on the ranks of a cluster. Collective."""
+    import clicks  # noqa: PLC0415 - beside the examples
+
+    import hpctrain as hvd  # noqa: PLC0415 - takes MPI
+
+    hvd.init()
+    torch.set_num_threads(1)
+    train, test = (clicks.log_of(n, NUM_IDS, seed) for seed, n in ((0, LINES), (1, TEST_LINES)))
+    ways = {name: Way(hvd, dim, how) for name, how in WAYS.items()}
+    random = np.random.default_rng(0)
+    lines = np.concatenate([random.permutation(LINES) for _ in range(EPOCHS)])
+    for at in range(0, len(lines) - BATCH, BATCH):
+        for way in ways.values():
+            way.timed_step(train, lines[at + hvd.rank() : at + BATCH : hvd.size()])
+    mine = np.arange(hvd.rank(), TEST_LINES, hvd.size())
+    found = {name: way.figures(test, mine) for name, way in ways.items()}
+    if hvd.rank() == 0:
+        json_file.write_text(json.dumps({"machine": machine(), "ways": found}), encoding="utf-8")
 
 
 def run(rate: str, dim: int, timeout_s: float) -> dict[str, Any]:
