@@ -1,5 +1,6 @@
 """Which tests a launch runs: those that name its number of ranks, and of a sweep its share."""
 
+import functools
 import re
 import zlib
 from collections import defaultdict
@@ -11,6 +12,7 @@ _NAMES_RANKS = re.compile(r"\branks\(|^@[A-Z_]+$", re.MULTILINE)
 """How a file shows that it has tests of several ranks: the mark, or a mark from elsewhere."""
 
 
+@functools.cache
 def names_ranks(file: Path) -> bool:
     """Say whether a file may have tests of several ranks: one without is not even imported."""
     return bool(_NAMES_RANKS.search(file.read_text()))
