@@ -47,7 +47,7 @@ def trained(folder, name, *keys, kills="", spares=0):
     line = ["train", "small.toml", *(word for key in keys for word in ("--set", key))]
     if kills:
         launch = ["launch", "-n", "4", "--nodes", "2", "--recover", "--spares", str(spares)]
-        line = [*launch, "hpctrain", *line]
+        line = [*launch, *preload.python(), "-m", "hpctrain", *line]
     environ = mpiexec.environment() | {"PYTHONPATH": str(ROOT), "KILLS": kills}
     done = ended(
         [*preload.python(), "-m", "hpctrain", *line], timeout=LIMIT_S, env=environ, cwd=folder
@@ -139,7 +139,10 @@ def test_spares_do_not_outlive_those_whose_place_they_would_take(tmp_path):
     (tmp_path / "dying.py").write_text(DYING)
     environ = mpiexec.environment() | {"PYTHONPATH": str(ROOT), "KILLS": "0:4 1:4"}
     done = ended(
-        [*WITH_SPARE, "hpctrain", "train", "small.toml"], timeout=100, env=environ, cwd=tmp_path
+        [*WITH_SPARE, *preload.python(), "-m", "hpctrain", "train", "small.toml"],
+        timeout=100,
+        env=environ,
+        cwd=tmp_path,
     )
     assert done.returncode not in (0, 124), done.stderr
     assert "all 2 ranks died that this spare waits for" in done.stderr
