@@ -205,13 +205,14 @@ def _verdict(error: BaseException, world: "MpiComm", *, recovers: bool) -> tuple
     if not is_of_mpi and not isinstance(error, RankLostError):
         return FAILED, ""
     modules = [str(f.f_globals.get("__name__")) for f, _ in traceback.walk_tb(error.__traceback__)]
-    is_ours = any(name.startswith("hpctrain.") for name in modules)
     text, rule = str(error), _MPI_RULE if is_of_mpi else ""
-    if recovers and is_ours and "hpctrain.runtime.recovery" not in modules:
+    is_outside = recovers and "hpctrain.runtime.recovery" not in modules
+    if is_outside and any(name.startswith("hpctrain.") for name in modules):
         from hpctrain.comm.liveness import failed  # noqa: PLC0415 - a world of one needs no MPI
 
-        if is_of_mpi and (dead := failed(world)):
-            text = f"{format_ranks(dead)} of {world.size} died"
+        with contextlib.suppress(Exception):  # MPI may be over
+            if is_of_mpi and (dead := failed(world)):
+                text = f"{format_ranks(dead)} of {world.size} died"
         if "died" in text:  # a rank that has left is no lost one
             rule = _OUTSIDE_RULE
     lines = user_lines(error) if rule else []
