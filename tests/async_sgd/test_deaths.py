@@ -134,14 +134,14 @@ def test_without_a_lost_worker_the_others_go_on_in_place_and_no_gradient_is_lost
 
 @pytest.mark.conformance
 @pytest.mark.requires("recovery")
-@pytest.mark.parametrize("later_s", [0.05, 0.1, 0.15, 0.2, 0.25, 0.3])
+@pytest.mark.parametrize("later_s", [0.05, 0.15, 0.25])
 def test_a_second_worker_may_die_while_the_others_make_their_world(tmp_path, later_s):
-    """It waits at the bound, where the first one has died."""
+    """It has told two gradients more than the first one, and waits at the bound."""
     words = "-n", "4", "--nodes", "2", "--recover", "--", "AsyncSGD", 0, later_s
     done = launched(tmp_path, WORKERS, *words)
     assert done.returncode == 0, done.stdout + done.stderr
     for rank in range(2):
-        assert f"rank {rank} of 2: [5.0, 6.0, 20.0, 0.0], -0.5." in done.stdout, done.stdout
+        assert f"rank {rank} of 2: [5.0, 7.0, 20.0, 0.0], -0.5." in done.stdout, done.stdout
 
 
 @pytest.mark.requires("recovery")
