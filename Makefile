@@ -109,8 +109,8 @@ demo: .venv/stamp ## train on real data: four ranks, as two nodes of two
 # table, so that a failure keeps no other launch from running. The tests of one rank need no
 # launcher, and side by side they wait for each other's ranks to start: there nobody who waits may
 # keep a core busy. Compiled modules are kept, or each of some two hundred processes compiles them.
-# How long files are is `make check`'s to say. Nobody waits for tee: a process that a test left
-# behind would keep it for ever.
+# How long files are is `make check`'s to say; each case of a sweep runs on one of its sizes. Nobody
+# waits for tee: a process that a test left behind would keep it for ever.
 SIDE_BY_SIDE := OMP_WAIT_POLICY=passive OMPI_MCA_mpi_yield_when_idle=1
 
 define suite
@@ -120,7 +120,7 @@ define suite
   timeout -k 10 $(LAUNCH_LIMIT_S) \
   $(if $(filter 1,$(2)),,$(3) -m hpctrain launch -n $(2) --) \
   $(3) -m pytest -q $(if $(filter 1,$(2)),-n 4 --dist worksteal) --color=$(COLOR) \
-  --ignore tests/test_size.py $(4) \
+  --ignore tests/test_size.py --spread $(4) \
   --report $(REPORTS)/$(1).json > >(tee $(REPORTS)/$(1).log) 2>&1 || code=$$?; \
   echo $$code > $(REPORTS)/$(1).rc
 
@@ -151,14 +151,15 @@ test-%: .venv/stamp ## run the tests of one size: make test-3
 	$(call suite,openmpi-$*,$*,$(CURDIR)/$(BIN)/python)
 	@python tests/report.py $(REPORTS) openmpi-$*
 
-# What takes a minute or more: every template, power cuts, limits of time, all kinds of MPI. Most of
-# it waits for Slurm, so tests run side by side. Then Horovod's own tests, of a checkout of it, and
-# torch's, those of its wheel and of a checkout.
+# What takes a minute or more: every template, power cuts, limits of time, all kinds of MPI, each
+# case of a sweep on each of its sizes. Most of it waits for Slurm, so tests run side by side. Then
+# Horovod's own tests, of a checkout of it, and torch's, those of its wheel and of a checkout.
 .venv/loggers-stamp: .venv/stamp
 	$(BIN)/python -m pip install -q -c .ci/constraints.txt -e '.[tensorboard,wandb]' $(TOLD)
 	touch $@
 
 .PHONY: conformance
+LONG := "conformance or sweep"
 unexport HOROVOD_SRC  # hpctrain tells of variables of Horovod that it does not know
 conformance: .venv/stamp ## run the long tests; with HOROVOD_SRC=DIR and TORCH_SRC=DIR theirs too
 	@$(MAKE) --no-print-directory .venv-mpich || true # what needs it says so
@@ -166,10 +167,10 @@ conformance: .venv/stamp ## run the long tests; with HOROVOD_SRC=DIR and TORCH_S
 	@$(MAKE) --no-print-directory .venv/loggers-stamp || true # else tests of W&B are skipped
 	@$(MAKE) --no-print-directory .venv-trainers || true
 	@code=0; python -m pytest -q tests/train/test_loggers.py --color=$(COLOR) || code=$$?; \
-	  $(SIDE_BY_SIDE) python -m pytest -q -m conformance -n 3 --dist worksteal \
+	  $(SIDE_BY_SIDE) python -m pytest -q -m $(LONG) -n 3 --dist worksteal \
 	  --color=$(COLOR) || code=$$?; \
-	  for size in 2 4; do hpctrain launch -n $$size -- \
-	    python -m pytest -q -m conformance --color=$(COLOR) || code=$$?; done; \
+	  for size in 2 3 4; do hpctrain launch -n $$size -- \
+	    python -m pytest -q -m $(LONG) --color=$(COLOR) || code=$$?; done; \
 	  .venv-mpich/bin/python -m hpctrain launch -n 2 -- \
 	    .venv-mpich/bin/python -m pytest -q --color=$(COLOR) || code=$$?; \
 	  python -m tests.conformance.suite $(HOROVOD_SRC) || code=$$?; \

@@ -179,6 +179,36 @@ def test_a_long_test_runs_only_if_it_is_asked_for(launch):
     assert done.outcomes() == {"test_long": "passed"}
 
 
+def test_each_case_of_a_sweep_runs_on_one_of_its_sizes_if_it_is_asked_for(launch):
+    body = """
+        @pytest.mark.ranks(1, 2)
+        @pytest.mark.sweep
+        @pytest.mark.parametrize("case", range(5))
+        def test_sweep(case): pass
+
+        @pytest.mark.ranks(1, 2)
+        @pytest.mark.parametrize("case", range(2))
+        def test_other(case): pass
+    """
+    others, cases = {"test_other[0]", "test_other[1]"}, {f"test_sweep[{i}]" for i in range(5)}
+    one, two = (set(launch(body, ranks=n, PYTEST_ADDOPTS="--spread").outcomes()) for n in (1, 2))
+    assert one & two == others
+    assert one | two == others | cases
+    assert {len(one), len(two)} == {4, 5}
+    assert set(launch(body, ranks=1).outcomes()) == others | cases
+
+
+def test_a_file_that_does_not_show_its_ranks_is_an_error(launch):
+    body = """
+        pytestmark = getattr(pytest.mark, "ranks")(1, 2)
+
+        def test_one(): pass
+    """
+    done = launch(body, ranks=1)
+    assert done.code == pytest.ExitCode.USAGE_ERROR
+    assert "test_one runs on (1, 2) ranks, but nothing in its file says so" in done.text
+
+
 def test_a_hang_prints_the_stacks_of_all_ranks_and_ends(launch):
     done = launch("""
         import hpctrain

@@ -4,6 +4,7 @@ Source: Cheng et al. 2016, arXiv:1606.07792 (wide and deep).
 """
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,10 +24,10 @@ EXPONENT = 1.2
 class WideAndDeep(nn.Module):
     """A weight for each id, and a network over a row for each id; both give a logit."""
 
-    def __init__(self, num_ids: int, dim: int, width: int) -> None:
+    def __init__(self, num_ids: int, dim: int, width: int, **cache: Any) -> None:
         super().__init__()
-        self.wide = ShardedEmbedding(num_ids, 1, mode="sum", lr=0.05, init=0.0)
-        self.deep = ShardedEmbedding(num_ids, dim, lr=0.05, seed=1)
+        self.wide = ShardedEmbedding(num_ids, 1, mode="sum", lr=0.05, init=0.0, **cache)
+        self.deep = ShardedEmbedding(num_ids, dim, lr=0.05, seed=1, **cache)
         self.layers = nn.Sequential(nn.Linear(FIELDS * dim, width), nn.ReLU(), nn.Linear(width, 1))
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -35,10 +36,10 @@ class WideAndDeep(nn.Module):
         return logits.squeeze(1)
 
 
-def model(num_ids: int, dim: int = 16, width: int = 64) -> WideAndDeep:
-    """Make the network."""
+def model(num_ids: int, dim: int = 16, width: int = 64, **cache: Any) -> WideAndDeep:
+    """Make the network; ``cache_rows`` and ``cache_steps`` are those of its tables."""
     torch.manual_seed(0)
-    return WideAndDeep(num_ids, dim, width)
+    return WideAndDeep(num_ids, dim, width, **cache)
 
 
 def data(

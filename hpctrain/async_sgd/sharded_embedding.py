@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hpctrain.async_sgd.sharded_embedding_cache import CacheReport
 from hpctrain.async_sgd.sharded_embedding_ids import (
     Bags,
     check_ids,
@@ -96,6 +97,8 @@ class ShardedEmbedding(nn.Module):
         seed: int = 0,
         dtype: torch.dtype = torch.float32,
         path: Path | str | None = None,
+        cache_rows: int = 0,
+        cache_steps: int = 0,
         **options: Any,
     ) -> None:
         """Divide the table over all ranks. Collective.
@@ -115,6 +118,8 @@ class ShardedEmbedding(nn.Module):
             dtype: float32 or float64.
             path: folder on a disk of each node in which the rows lie, in files that go with the
                 job; None for memory.
+            cache_rows: rows of other nodes of which each rank keeps copies, for its node.
+            cache_steps: how many steps old a copy may be.
             options: ``eps``, and of adam ``betas``.
 
         Raises:
@@ -123,14 +128,14 @@ class ShardedEmbedding(nn.Module):
             NotInitializedError: ``hpctrain.init()`` was not called.
         """
         super().__init__()
-        comm = world.current().comm
+        comm, cache = world.current().comm, (cache_rows, cache_steps)
         with agreed(comm, ConfigError):
-            folder = None if path is None else Path(path)
+            disk = None if path is None else Path(path)
             rule = make_rule(optimizer, lr, options)
-            check_table(rows, dim, mode, padding_idx, init, seed, dtype, folder)
+            check_table(rows, dim, mode, padding_idx, init, seed, dtype, disk, cache)
         first = f"padding_idx={padding_idx}, init={float(init)}, seed={seed}, dtype={dtype}"
         self._what = f"{rows} rows of {dim}, {first}"
-        self._repr = f"{rows}, {dim}, optimizer={{}}, mode={mode}, {first}"
+        self._repr = f"{rows}, {dim}, optimizer={{}}, mode={mode}, {first}, cache={cache}"
         require_equal(comm, [f"ShardedEmbedding({self._repr.format(rule)})"], "a table")
         self.num_rows, self.dim, self.mode, self.padding_idx = rows, dim, mode, padding_idx
         self._rule, self._factor = rule, spreading_factor(rows)
@@ -138,7 +143,7 @@ class ShardedEmbedding(nn.Module):
         # Ranks must not take one table for another that was made alike.
         name = f"table {comm.broadcast_object(secrets.token_hex(4))} of {rows} x {dim}"
         new = partial(first_rows, dim=dim, seed=seed, init=init, zero=self._padding, dtype=dtype)
-        self._shards = RowShards(comm, name, rows, dim, dtype, rule.widths(dim), new, folder)
+        self._shards = RowShards(comm, name, rows, dim, dtype, rule.widths(dim), new, disk, cache)
         self._results, self._told, self._pending = Buffers(), set[str](), []
         self._parameters = _Hidden()
         self._handle = nn.Parameter(torch.zeros(()))
@@ -200,7 +205,7 @@ class ShardedEmbedding(nn.Module):
             check_ids(ids, offsets, self.num_rows, self.mode)
         except ConfigError as error:
             refusal = str(error)  # for the other ranks, too
-            self._run(lambda: self._shards.read(np.empty(0, np.int64), refusal))
+            self._run(lambda: self._shards.read(np.empty(0, np.int64), 0, refusal))
         host = ids.detach().cpu().numpy()
         rows = spread(host, self._factor, self.num_rows)
         bags = Bags(host, offsets, rows != self._padding) if self.mode else None
@@ -224,7 +229,7 @@ class ShardedEmbedding(nn.Module):
 
     def _pull(self, rows: Places, bags: Bags | None) -> Tensor:
         """Look rows up. Collective."""
-        values, index = self._shards.read(rows)
+        values, index = self._shards.read(rows, int(not self.training))
         if bags is None:
             return self._results.take(values, index)
         if not len(index):
@@ -251,6 +256,12 @@ class ShardedEmbedding(nn.Module):
     def _gradients(self) -> list[tuple[Places, Tensor]]:
         """Return what backward has kept, unless somebody has cleared gradients since."""
         return self._pending if self._handle.grad is not None and self._handle.grad else []
+
+    def cache_report(self) -> tuple[CacheReport, ...]:
+        """Return what copies have saved all ranks so far, then each of them. Collective."""
+        shards, call = self._shards, f"report of {self._shards.name}"
+        by_rank = self._run(lambda: shards.comm.allgather_object(shards.cache.report, call))
+        return CacheReport(*np.sum(by_rank, axis=0).tolist()), *by_rank
 
     # -- the step -----------------------------------------------------------------------------
 
@@ -403,9 +414,8 @@ class ShardedEmbedding(nn.Module):
         comm = self._shards.comm
         with agreed(comm, CheckpointError):
             self._shards.check(self._what, state)
-        line = f"steps={state['steps']}, lr={state['lr']}"
-        way_out = "load the same checkpoint on every rank"
-        require_equal(comm, [line], "the state of a table", way_out)
+        own = f"steps={state['steps']}, lr={state['lr']}"
+        require_equal(comm, [own], "a table's state", "load the same checkpoint on every rank")
         self._shards.restore(state["tensors"])
         self.steps, self.lr, self._pending = state["steps"], state["lr"], []
         comm.barrier()

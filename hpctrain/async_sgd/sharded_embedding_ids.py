@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hpctrain.async_sgd.sharded_embedding_rows import Places
 from hpctrain.core.errors import ConfigError
+from hpctrain.core.keys import require
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MOST_ROWS = 1 << 31
@@ -27,6 +28,7 @@ def check_table(  # noqa: PLR0913, PLR0917 - what a table is given
     seed: object,
     dtype: torch.dtype,
     folder: Path | None,
+    cache: tuple[int, int],
 ) -> None:
     """Return if a table can be made so. Raises ``ConfigError``: it cannot."""
     if type(rows) is not int or type(dim) is not int or not (0 < rows < _MOST_ROWS and dim > 0):
@@ -47,6 +49,9 @@ def check_table(  # noqa: PLR0913, PLR0917 - what a table is given
         raise ConfigError(f"rows are torch.float32 or float64, got {dtype}")
     if folder is not None and not folder.is_dir():
         raise ConfigError(f"path is a folder of each node, there is no {folder}; make it first")
+    are_numbers = all(type(num) is int and num >= 0 for num in cache)
+    require(are_numbers, "cache_rows and cache_steps are whole numbers of at least 0", cache)
+    require(cache[0] > 0 or not cache[1], "cache_steps counts for copies; set cache_rows", cache)
 
 
 def check_ids(ids: object, offsets: object, num_rows: int, mode: str | None) -> None:

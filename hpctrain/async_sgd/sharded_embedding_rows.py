@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from hpctrain.async_sgd.sharded_embedding_cache import RowCache
 from hpctrain.async_sgd.sharded_embedding_rules import learning_rate
 from hpctrain.checkpoint.format.shard import Piece, Shard
 from hpctrain.cluster.resources import available_bytes
@@ -181,6 +182,7 @@ class RowShards:
         widths: dict[str, int],
         initial: Callable[[Places], Tensor],
         folder: Path | None,
+        cache: tuple[int, int],
     ) -> None:
         """Divide the rows, and make room for them and for ``widths`` numbers of state.
 
@@ -190,7 +192,8 @@ class RowShards:
         self.num_rows, self.dim, self.dtype, self.initial = num_rows, dim, dtype, initial
         self._node = comm.levels.node if comm.levels is not None else None
         self._lay_out()
-        self._check_memory(widths, folder)
+        self._check_memory(widths, folder, cache[0])
+        self.cache = RowCache(*cache, dim, dtype)
         self._num_room = 0  # rows of each rank that can be exchanged at once, on every node
         with agreed(comm, NodeMemoryError):
             self._make(widths, reserve_lazily if folder is None else OnDisk(folder))
@@ -220,10 +223,11 @@ class RowShards:
         first = owner * self.per_rank
         return min(first, self.num_rows), min(first + self.per_rank, self.num_rows)
 
-    def _check_memory(self, widths: dict[str, int], folder: Path | None) -> None:
+    def _check_memory(self, widths: dict[str, int], folder: Path | None, copies: int) -> None:
         """Refuse what does not fit: pages are taken when they are used, too late for an error."""
         row_bytes = (self.dim + sum(widths.values())) * self.dtype.itemsize + 1
-        need_bytes, left_bytes = row_bytes * self.per_rank * self._local_size, available_bytes()
+        rank_bytes = row_bytes * self.per_rank + (row_bytes + 24) * copies
+        need_bytes, left_bytes = rank_bytes * self._local_size, available_bytes()
         refusal = None
         if folder is None and left_bytes is not None and need_bytes > left_bytes:
             refusal = (
@@ -233,8 +237,9 @@ class RowShards:
             )
         raise_if_any(self.comm.allgather_object(refusal), NodeMemoryError)
 
+    @torch.inference_mode(mode=False)
     def _make(self, widths: dict[str, int], how: Callable[[int], int]) -> None:
-        """Make the memory. Collective over the node."""
+        """Make the memory, of which changes are counted. Collective over the node."""
         size, itemsize = self._local_size, self.dtype.itemsize
         rows = self._shared(self.per_rank * self.dim * itemsize, how)
         self._rows, self._marks = self._as_rows(rows, self.dim), self._shared(self.per_rank, how)
@@ -281,10 +286,11 @@ class RowShards:
 
     # -- reading ------------------------------------------------------------------------------
 
-    def read(self, rows: Places, refusal: str | None = None) -> tuple[Tensor, Places]:
+    def read(self, rows: Places, flags: int, refusal: str | None = None) -> tuple[Tensor, Places]:
         """Return ``values`` and ``index``: row ``rows[i]`` is ``values[index[i]]``.
 
-        What is returned may be the memory of the node: it holds until the next step.
+        What is returned may be the memory of the node: it holds until the next step. With
+        any flag of any rank no rank takes copies of former steps.
         """
         if self._is_one_node:
             self.agree("lookup", refusal)
@@ -293,7 +299,8 @@ class RowShards:
         first, stop = self._first_on_node, self._first_on_node + len(self._rows)
         is_here = (distinct >= first) & (distinct < stop)
         found = torch.empty(len(distinct), self.dim, dtype=self.dtype)
-        told = self.agree("lookup", refusal, Told(int((~is_here).sum())))
+        version = self.own["rows"]._version  # noqa: SLF001 - of changes by a user, not by steps
+        told = self.agree("lookup", refusal, Told(int((~is_here).sum()), version, flags=flags))
         found[torch.from_numpy(is_here)] = take(*self._read_here(distinct[is_here]))
         if any(each.num_rows for each in told):
             found[torch.from_numpy(~is_here)] = self._fetch(distinct[~is_here], told)
@@ -312,14 +319,16 @@ class RowShards:
     def _fetch(self, rows: Places, told: Sequence[Told]) -> Tensor:
         """Return rows of other nodes, each of which crosses to this one once. Collective."""
         wanted, _ = self._exchange(rows, None, told)
-        asked = {
-            owner: np.unique(self._of_owner(wanted, owner) >> _PLACE_BITS)
-            for owner in self._spoken
-        }
+        of_owners = [self._of_owner(wanted, owner) for owner in self._spoken]
+        numbers = np.unique(np.concatenate(of_owners) >> _PLACE_BITS)
+        versions, exact = [each.weight for each in told], any(each.flags for each in told)
+        missed = numbers[~(is_hit := self.cache.find(numbers, versions, exact=exact))]
+        bounds = {each: np.searchsorted(missed, self._range_of(each)) for each in self._spoken}
+        asked = {owner: missed[slice(*part)] for owner, part in bounds.items()}
         heard = self._cross({owner: torch.from_numpy(each) for owner, each in asked.items()})
         read = {owner: take(*self._read_here(each.numpy())) for owner, each in enumerate(heard)}
-        numbers = np.concatenate([*asked.values()])
-        came = RowSums(keys_at(numbers), torch.cat(self._cross(read)))
+        values = self.cache.join(numbers, is_hit, torch.cat(self._cross(read)))
+        came = RowSums(keys_at(numbers), values)
         told = self.agree("reply", None, Told(len(numbers)))
         parts, values = self._exchange(numbers, came, told)
         keys = np.sort(np.concatenate(parts))
@@ -347,6 +356,7 @@ class RowShards:
         ``told`` are the numbers of rows of all ranks, by ``agree``. Not to be read any more after
         the ranks agree again.
         """
+        self.cache.clock += 1
         if self.comm.size == 1:
             return sums
         parts, values = self._exchange(sums.rows, sums, told)

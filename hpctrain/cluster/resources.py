@@ -115,6 +115,7 @@ _FILES = (
         ("total_dirty", "total_writeback"),
     ),
 )
+NO_LIMIT = 1 << 62  # version 1 says so by a number close to 2**63, version 2 by "max"
 SPARE_BYTES = 8 << 20
 """What a process needs besides, for its next message or list, lest it wakes the OOM killer."""
 ENTRY_FACTOR = 512  # a page of 4 KiB takes 8 bytes in the page table of every process that maps it
@@ -183,13 +184,13 @@ def _group(
 ) -> Room | None:
     """Return what a group has left; pages of files that it can drop count as left."""
     try:
-        status = folder.stat()
-        allowed, used = (folder / limit).read_text().strip(), int((folder / usage).read_text())
+        allowed = (folder / limit).read_text().strip()
+        if not allowed.isdigit() or int(allowed) >= NO_LIMIT:
+            return None
+        status, used = folder.stat(), int((folder / usage).read_text())
         lines = (folder / "memory.stat").read_text().splitlines()
         sizes = {name: int(size) for name, size in (line.split() for line in lines)}
     except (OSError, ValueError):
-        return None
-    if not allowed.isdigit():  # "max": no limit here
         return None
     in_files = sum(sizes.get(name, 0) for name in files)
     droppable = max(0, in_files - sum(sizes.get(name, 0) for name in unwritten))

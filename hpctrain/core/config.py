@@ -284,8 +284,10 @@ def unknown_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
     One that has the name of Horovod's, but for the prefix, means ours of another name.
     """
     known = [variable_of(name) for name in _TABLE]
-    theirs = horovod_variables.HONOURED
-    meant = {PREFIX + one.name.removeprefix("HOROVOD_"): variable_of(one.setting) for one in theirs}
+    meant = {
+        each.name.replace(horovod_variables.PREFIX, PREFIX): variable_of(each.setting)
+        for each in horovod_variables.HONOURED
+    }
     tools = [PREFIX + name for name in _FOR_TOOLS]
     return [
         f"{name} is not a setting of hpctrain and has no effect"

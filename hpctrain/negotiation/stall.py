@@ -270,7 +270,8 @@ class StallWatch:
         """Return a question if there is one to ask; to be called every second or so.
 
         A question is asked again whenever the wait has become twice as long, but not shortly
-        before all ranks end by it. ``oldest`` says when this rank has submitted each operation that is not decided, on the clock of ``now``.
+        before all ranks end by it. ``oldest`` says when this rank has submitted each operation
+        that is not decided, on the clock of ``now``.
         """
         oldest = {**oldest, **self._recorder.waiting()}
         self._asked = {

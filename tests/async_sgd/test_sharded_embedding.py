@@ -19,7 +19,8 @@ MANY = pytest.mark.ranks(2, 4)
 
 
 def make_table(hvd, optimizer="sgd", **options):
-    how = {"lr": 0.1, "dtype": torch.float64, "seed": 5, **options}
+    """Make one that keeps copies, which change nothing."""
+    how = {"lr": 0.1, "dtype": torch.float64, "seed": 5, "cache_rows": 700, **options}
     return hvd.ShardedEmbedding(ROWS, DIM, optimizer=optimizer, **how)
 
 
@@ -297,7 +298,8 @@ def test_what_one_rank_does_wrong_all_ranks_hear_of(hvd_nodes):
     all_hear(lambda: table(wrong), r"use ids.to_dense\(\)")
     all_hear(lambda: (table if first else other)(torch.tensor([0])), "lookup of table")
     all_hear(lambda: table(torch.tensor([0])) if first else table.step(), "step of table")
-    all_hear(lambda: make_table(hvd, lr=0.1 + first), "a table must be the same", MismatchError)
+    for how in ({"lr": 0.1 + first}, {"cache_rows": 10 + first}, {"cache_steps": int(first)}):
+        all_hear(lambda of=how: make_table(hvd, **of), "a table must be the same")
     all_hear(
         lambda: make_table(hvd, optimizer="adagard" if first else "sgd"), "adagard", ConfigError
     )
@@ -309,6 +311,10 @@ def test_what_one_rank_does_wrong_all_ranks_hear_of(hvd_nodes):
         {"lr": -1.0},
         {"init": "x"},
         {"seed": 0.5},
+        {"cache_rows": -1},
+        {"cache_rows": True},
+        {"cache_rows": 0, "cache_steps": 1},
+        {"cache_steps": 0.5},
     ):
         all_hear(lambda how=wrong: make_table(hvd, **how), "got|betas", ConfigError)
     for wrong in ("x", 2**31, 0):
@@ -424,6 +430,8 @@ def test_a_table_beyond_memory_or_disk_is_refused_on_all_ranks(hvd_nodes, tmp_pa
     make = hvd_nodes.ShardedEmbedding
     with pytest.raises(hvd_nodes.NodeMemoryError, match="of memory on this node"):
         make(2**31 - 1, 1 << 20)
+    with pytest.raises(hvd_nodes.NodeMemoryError, match="of memory on this node"):
+        make(1000, 8, cache_rows=10**13)
     with pytest.raises(hvd_nodes.NodeMemoryError, match=r"cannot reserve .* of the folder"):
         make(2**31 - 1, 1 << 16, path=tmp_path)
     with pytest.raises(ConfigError, match="there is no"):

@@ -18,6 +18,7 @@ from hpctrain.cluster.resources import (
     num_granted,
     num_siblings,
     quota,
+    rooms,
     shortage,
 )
 from hpctrain.core.libc import sharpen_sleep
@@ -188,6 +189,13 @@ def test_without_a_limit_it_is_what_the_machine_has(machine):
 def test_a_control_group_can_only_lower_it(machine, version, allowed, used, expected):
     join(machine, version, "job/step", allowed=allowed, used=used)
     assert left(machine) == expected
+
+
+@pytest.mark.parametrize(("version", "allowed"), [(1, (1 << 63) - 4096), (2, "max")])
+def test_a_group_without_a_limit_is_no_room_of_its_own(machine, version, allowed):
+    join(machine, version, "job", allowed=allowed, used=GIB)
+    (room,) = rooms(machine / "meminfo", machine / "groups", machine / "membership")
+    assert room == machine_of(8 * GIB)
 
 
 @VERSIONS

@@ -68,6 +68,7 @@ def test_there_are_the_optimizers_that_we_mean():
 
 
 @pytest.mark.ranks(1, 2, 3)
+@pytest.mark.sweep
 @pytest.mark.parametrize(("kind", "dtype"), CASES)
 def test_state_and_options_are_those_of_the_root(hvd, kind, dtype):
     root = hvd.size() - 1

@@ -63,6 +63,7 @@ def test_every_reduction_of_every_dtype_and_size_is_numpy_s(world, allreduce_):
 
 
 @pytest.mark.ranks(2, 3, 4)
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_same_bits_on_all_ranks_and_again(world, allreduce_, dtype):
     results, numel = [], 700_001

@@ -261,6 +261,7 @@ HEALTHY = (
 
 
 @MANY
+@pytest.mark.sweep
 @pytest.mark.parametrize("does", HEALTHY)
 def test_what_ranks_do_alike_or_for_a_purpose_is_not_told(world, does):
     with two_steps() as training:

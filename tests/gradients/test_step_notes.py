@@ -37,6 +37,7 @@ def test_the_mean_loss_is_that_of_all_samples(hvd, shard):
 
 
 @EVERY_SIZE
+@pytest.mark.sweep
 @OVERLAPS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.complex64])
 def test_what_is_not_finite_is_seen_by_all_ranks_while_it_is_summed(hvd, dtype):

@@ -96,6 +96,7 @@ def wrap_of(hvd, way, op):
 
 
 @SIZES
+@pytest.mark.sweep
 @pytest.mark.parametrize(("name", "op"), [(name, op) for name in CASES for op in CAN[name]])
 def test_a_change_ends_with_the_average_everywhere(hvd, way, world, name, op):
     if way == "node" and (name, op) in OTHER_ON_NODES:
@@ -199,6 +200,7 @@ SCRIPTS |= {one.__name__: one for one in (replace_by_its_rank, forget_and_let_ra
 
 
 @SIZES
+@pytest.mark.sweep
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_what_only_some_ranks_do_is_an_error_on_all_or_has_no_effect(hvd, way, world, name, op):

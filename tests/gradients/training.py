@@ -54,8 +54,9 @@ def sgd(model: nn.Module, **options) -> torch.optim.SGD:
     return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, **options)
 
 
+@cache
 def train_alone(num_steps: int, dtype: torch.dtype = torch.float64) -> nn.Module:
-    """Train by the plain loop, on one process, on global batches."""
+    """Train by the plain loop, on one process, on global batches; many tests compare with it."""
     model = make_model(dtype)
     optimizer = sgd(model)
     for step in range(num_steps):

@@ -1,6 +1,7 @@
 """The hooks of pytest that make one session out of the ranks."""
 
 import functools
+import gc
 import importlib.metadata
 import os
 import pkgutil
@@ -16,6 +17,7 @@ from mpi4py import MPI
 
 from tests.harness import features
 from tests.harness.hang import Roll, limit_of, watched
+from tests.harness.selection import names_ranks, selected, sizes_of
 from tests.harness.verdict import JsonReport, Verdict, Voice, disagreement
 
 MOST_S = 0.004
@@ -90,12 +92,16 @@ hypothesis.settings.load_profile("ranks")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--report", type=Path, help="write the outcome of each test as JSON (rank 0)")
+    parser.addoption(
+        "--spread", action="store_true", help="run each case of a sweep on one of its sizes alone"
+    )
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
     """Let rank 0 alone report, and keep the real stderr for what cannot wait."""
     config.stash[VOICE] = Voice(RANK)
+    gc.disable()  # until the tests are found; imports make no garbage
     features.required()
     config.pluginmanager.register(features, "hpctrain-features")
     if RANK > 0:
@@ -114,23 +120,33 @@ def pytest_report_header() -> str:
     return f"mpi: {VENDOR}, {SIZE} rank{'s' * (SIZE > 1)}; {versions}"
 
 
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Leave out the files without a test of several ranks: to import them takes long."""
+    is_test = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
+    return True if SIZE > 1 and is_test and not names_ranks(collection_path) else None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keep the tests whose declared world sizes include ours, the long ones only if asked for."""
+    for item in items if SIZE == 1 else ():
+        if sizes_of(item) != (1,) and not names_ranks(item.path):
+            raise pytest.UsageError(
+                f"{item.nodeid} runs on {sizes_of(item)} ranks, but nothing in its file says so: "
+                "write `ranks(` or a mark in capitals as decorator, else several ranks skip it"
+            )
     asked = "conformance" in config.option.markexpr
-    keep: list[pytest.Item] = []
-    drop: list[pytest.Item] = []
-    for item in items:
-        mark = item.get_closest_marker("ranks")
-        here = SIZE in (mark.args if mark else (1,))
-        due = asked or item.get_closest_marker("conformance") is None
-        (keep if here and due else drop).append(item)
-    if drop:
+    keep = selected(items, SIZE, long_ones=asked, spread=config.getoption("--spread"))
+    kept = set(keep)
+    if drop := [item for item in items if item not in kept]:
         config.hook.pytest_deselected(items=drop)
     items[:] = keep
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Stop all ranks when they found different tests: their verdicts would not pair."""
+    # What was made so far stays: a collection of garbage would look through all of it each time.
+    gc.freeze()
+    gc.enable()
     found = VERDICTS.allgather(([item.nodeid for item in session.items], session.testsfailed))
     if any(mine != found[0] for mine in found):
         counts = "; ".join(

@@ -11,6 +11,7 @@ from hpctrain.core.records import read
 from hpctrain.launch import mpiexec
 from tests.cluster.vcluster import VirtualCluster
 from tests.cluster.vcluster.cluster import AGENT, BIN
+from tests.harness import preload
 from tests.processes import ended, wait_until
 from tests.train.starting import ROOT, write_config
 
@@ -40,7 +41,7 @@ with open({str(note)!r}, "a+") as file:
     number = len(file.read())
 {ends}
 """
-    return [sys.executable, "-c", body]
+    return [*preload.python(), "-c", body]
 
 
 LAUNCH = [sys.executable, "-m", "hpctrain", "launch", "-n", "1"]
@@ -86,7 +87,8 @@ def test_a_run_that_another_launch_has_begun_is_not_gone_on_with(tmp_path, monke
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     write_config(tmp_path, "tests.train.problem:model", epochs=1)
     train = ["hpctrain", "train", "small.toml", "--set", "output_dir=run"]
-    assert ended([sys.executable, "-m", *train], timeout=100).returncode == 0
+    train = [*preload.python(), "-m", *train]
+    assert ended(train, timeout=100).returncode == 0
     done = ended([*LAUNCH, "--restart", "1", *train], timeout=100)
     assert done.returncode == 2, done.stderr
     assert "start again" not in done.stderr

@@ -261,6 +261,7 @@ def close(model: nn.Module, means: dict[str, torch.Tensor], names: list[str]) ->
 
 
 @MANY
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", METHODS)
 def test_a_mean_is_by_the_samples_of_steps_that_were_taken_and_the_end_is_the_same(
     world, hvd_nodes, name

@@ -145,6 +145,7 @@ EVERY_PLACE = pytest.param((0, 3, 4, 6, 7, 8, 10), 11, marks=pytest.mark.conform
 
 
 @RANKS
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
     ("places", "num_steps"),
@@ -199,6 +200,7 @@ SAME = "must be the same on every rank|must change on all ranks"
 
 
 @RANKS
+@pytest.mark.sweep
 @LAST
 @pytest.mark.parametrize("name", NAMES)
 def test_what_only_one_rank_changes_is_an_error_on_every_rank(world, hvd_nodes, name):
@@ -213,6 +215,7 @@ def test_what_only_one_rank_changes_is_an_error_on_every_rank(world, hvd_nodes, 
 
 
 @RANKS
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", NAMES)
 def test_a_stop_after_a_change_goes_on_bitwise(world, hvd_nodes, name):
     states = {}
@@ -276,6 +279,7 @@ def test_what_was_frozen_in_synchronous_steps_does_not_travel_again(world, hvd_n
 
 
 @RANKS
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_frozen_travels_once_more_and_the_mean_in_mid_round_is_one_model(
     world, hvd_nodes, name

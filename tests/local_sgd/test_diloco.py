@@ -95,6 +95,7 @@ class Streaming:
 
 
 @MANY
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("fragments", "delay", "keep", "num_steps"),
     [

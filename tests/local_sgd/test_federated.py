@@ -80,6 +80,7 @@ def share_state(models, optimizers, weights: dict[int, float]) -> None:
 
 
 @EVERY_SIZE
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("name", "options", "make"),
     [

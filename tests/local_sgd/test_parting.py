@@ -98,6 +98,7 @@ def test_samples_of_a_rank_that_skips_a_step_do_not_count_on_its_node(world, hvd
 
 
 @FEW
+@pytest.mark.sweep
 @pytest.mark.usefixtures("last")
 @pytest.mark.parametrize(
     "num_steps", [(5, 4), *(pytest.param(n, marks=LONG) for n in MORE)], ids=str

@@ -263,6 +263,7 @@ def stop_of(name: str) -> int:
 
 
 @pytest.mark.ranks(1, 2, 3)
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", [*METHODS, *LOSSY, *FEDERATED])
 def test_stop_anywhere_and_go_on_bitwise_and_have_one_model_after_the_block(
     world, hvd_nodes, name

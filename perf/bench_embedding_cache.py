@@ -1,0 +1,170 @@
+"""Copies of frequent rows between nodes: what ``cache_steps`` saves, and what it costs in loss.
+
+    python perf/bench_embedding_cache.py [--rates 200mbit 1gbit] [--json FILE]
+
+Four ranks on two virtual nodes, joined by links of a set rate, train the network of
+``examples/clicks`` on its log: without copies, and with those that count until the next step, for
+one and for four. They take turns, with the same batches. That takes root, and ``python -m
+tests.cluster.vcluster`` says whether it works here.
+
+* ``loss`` is that of the last ``LAST`` steps, ``test loss`` that of other lines, with exact rows;
+* ``hit rate`` is that of the larger table while training, ``kB saved`` did not travel for it
+  in a step, over all nodes; ``kB out`` left the busier node in a step, by its card's counters;
+* ``step ms`` is the median time of a step, that of the slowest rank;
+* ``again ms`` is the time of looking the test lines up once more, without a step in between.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from measure import machine, median
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path += [str(ROOT), str(ROOT / "examples/clicks")]
+
+NUM_IDS, LINES, TEST_LINES, BATCH, EPOCHS, LAST = 100_000, 200_000, 20_000, 2048, 2, 40
+WAYS = {"none": {}} | {
+    f"{steps}": {"cache_rows": 50_000, "cache_steps": steps} for steps in (0, 1, 4)
+}
+
+
+class Way:
+    """A network with copies of one kind, which trains beside the others."""
+
+    def __init__(self, hvd: Any, dim: int, how: dict[str, int]) -> None:
+        import clicks  # noqa: PLC0415 - beside the examples
+
+        self.hvd, self.model = hvd, clicks.model(NUM_IDS, dim, **how)
+        optimizer = torch.optim.Adam(self.model.parameters(), lr=0.002)
+        self.optimizer = hvd.DistributedOptimizer(optimizer, self.model.named_parameters())
+        for table in (self.model.wide, self.model.deep):
+            table.step_with(self.optimizer)
+        self.losses: list[float] = []
+        self.seconds: list[float] = []
+        self.sent: list[int] = []
+
+    def loss_of(self, log: Any, mine: Any) -> torch.Tensor:
+        """Return the loss of some lines. Collective."""
+        logits, clicked = (torch.from_numpy(log[name][mine]) for name in ("ids", "click"))
+        return torch.nn.functional.binary_cross_entropy_with_logits(self.model(logits), clicked)
+
+    def step(self, log: Any, mine: Any) -> None:
+        """Train with some lines."""
+        self.optimizer.zero_grad()
+        loss = self.loss_of(log, mine)
+        loss.backward()
+        self.optimizer.step()
+        self.losses.append(loss.item())
+
+    def timed_step(self, log: Any, mine: Any) -> None:
+        """Train, and measure."""
+        from network_job import sent_bytes  # noqa: PLC0415 - takes MPI
+
+        before = sent_bytes()
+        self.seconds.append(self.timed(lambda: self.step(log, mine)))
+        self.sent.append(sent_bytes() - before)
+
+    def timed(self, work: Any) -> float:
+        """Return how long the slowest rank takes. Collective."""
+        comm = self.hvd.current().comm
+        comm.barrier()
+        began = time.perf_counter()
+        work()
+        return max(comm.allgather_object(time.perf_counter() - began))
+
+    @torch.no_grad()
+    def figures(self, log: Any, mine: Any) -> dict[str, float]:
+        """Test, and return what was measured. Collective."""
+        report, comm = self.model.deep.cache_report()[0], self.hvd.current().comm
+        self.model.eval()
+        test_loss = self.loss_of(log, mine).item()
+        again = [self.timed(lambda: self.loss_of(log, mine)) for _ in range(5)]
+        told = comm.allgather_object((np.mean(self.losses[-LAST:]), test_loss))
+        return {
+            "loss": float(np.mean(told, axis=0)[0]),
+            "test loss": float(np.mean(told, axis=0)[1]),
+            "hit rate": report.hit_rate,
+            "kB saved": report.bytes_saved / 1e3 / len(self.seconds),
+            "kB out": max(comm.allgather_object(float(np.mean(self.sent)))) / 1e3,
+            "step ms": 1e3 * median(self.seconds),
+            "again ms": 1e3 * median(again),
+        }
+
+
+def job(json_file: Path, dim: int) -> None:
+    """Train in all ways, which take turns, on the ranks of a cluster. Collective."""
+    import clicks  # noqa: PLC0415 - beside the examples
+
+    import hpctrain as hvd  # noqa: PLC0415 - takes MPI
+
+    hvd.init()
+    torch.set_num_threads(1)
+    train, test = (clicks.log_of(n, NUM_IDS, seed) for seed, n in ((0, LINES), (1, TEST_LINES)))
+    ways = {name: Way(hvd, dim, how) for name, how in WAYS.items()}
+    random = np.random.default_rng(0)
+    lines = np.concatenate([random.permutation(LINES) for _ in range(EPOCHS)])
+    for at in range(0, len(lines) - BATCH, BATCH):
+        for way in ways.values():
+            way.timed_step(train, lines[at + hvd.rank() : at + BATCH : hvd.size()])
+    mine = np.arange(hvd.rank(), TEST_LINES, hvd.size())
+    found = {name: way.figures(test, mine) for name, way in ways.items()}
+    if hvd.rank() == 0:
+        json_file.write_text(json.dumps({"machine": machine(), "ways": found}), encoding="utf-8")
+
+
+def run(rate: str, dim: int, timeout_s: float) -> dict[str, Any]:
+    """Run the job on a cluster of its own."""
+    from tests.cluster.vcluster import VirtualCluster  # noqa: PLC0415 - not on its ranks
+
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "figures.json"
+        words = ["python", str(Path(__file__).resolve()), "--job", "--json", str(file)]
+        words += ["--dims", str(dim)]
+        with VirtualCluster(nodes=2, rate=rate) as cluster:
+            done = cluster.run(words, ranks_per_node=[2, 2], timeout_s=timeout_s)
+        if done.returncode:
+            raise SystemExit(f"{rate} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
+        figures: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        return figures
+
+
+def main() -> None:
+    """Run all jobs; print and write what they measured."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rates", nargs="+", default=["200mbit", "1gbit"], help="of the links")
+    parser.add_argument("--dims", nargs="+", default=[16, 64], type=int, help="of rows")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds that a job may take")
+    parser.add_argument("--json", type=Path, help="write all figures to this file")
+    parser.add_argument("--job", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.job:
+        job(options.json, options.dims[0])
+        return
+    results = []
+    for rate, dim in product(options.rates, options.dims):
+        figures = run(rate, dim, options.timeout)
+        results.append({"rate": rate, "dim": dim, **figures})
+        shown = Table(title=f"{BATCH} lines a step, 2 nodes of 2 ranks, {rate}, rows of {dim}")
+        for head in ("cache_steps", *figures["ways"]["none"]):
+            shown.add_column(head, justify="right")
+        for name, row in figures["ways"].items():
+            shown.add_row(name, *(f"{value:.4g}" for value in row.values()))
+        Console(width=120, height=50).print(shown)
+    if options.json:
+        options.json.write_text(
+            json.dumps({"results": results}, indent=1) + "\n", encoding="utf-8"
+        )
+
+
+if __name__ == "__main__":
+    main()
