@@ -280,7 +280,9 @@ bench-full: .venv/stamp ## run every benchmark; figures: perf/results
 	  --json perf/results/embedding-large-4.json
 	python perf/bench_order.py --json perf/results/order.json
 	@if python -m tests.cluster.vcluster; then \
-	  python perf/bench_codecs.py --json perf/results/codecs.json; fi
+	  python perf/bench_codecs.py --json perf/results/codecs.json; \
+	  python perf/bench_embedding_cache.py --rates 200mbit \
+	    --json perf/results/embedding-cache.json; fi
 	hpctrain launch -n 4 -- python perf/study_local_sgd.py \
 	  --json perf/results/local-sgd-accuracy.json
 	test ! -e .venv/horovod-stamp || python perf/bench_engines.py \

@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path += [str(ROOT), str(ROOT / "examples/clicks")]
 
 NUM_IDS, LINES, TEST_LINES, BATCH, EPOCHS, LAST = 100_000, 200_000, 20_000, 2048, 2, 40
-WAYS = {"none": {}} | {
+WAYS: dict[str, dict[str, int]] = {"none": {}} | {
     f"{steps}": {"cache_rows": 50_000, "cache_steps": steps} for steps in (0, 1, 4)
 }
 

@@ -108,16 +108,13 @@ class ShardedEmbedding(nn.Module):
             dim: numbers in a row.
             optimizer: ``"sgd"``, ``"adagrad"`` with one number of state per row, or ``"adam"``,
                 the rule of ``torch.optim.SparseAdam``.
-            lr: its learning rate; the attribute ``lr`` may be set between two steps, on all ranks
-                alike.
-            mode: ``"sum"`` or ``"mean"`` of bags of rows, as ``torch.nn.EmbeddingBag``; None for
-                the rows.
+            lr: its learning rate; the attribute may be set between steps, on all ranks alike.
+            mode: ``"sum"`` or ``"mean"`` of bags as of ``torch.nn.EmbeddingBag``; None for rows.
             padding_idx: a row that is zero and stays so; bags leave it out.
             init: first values are uniform in ``[-init, init)``.
             seed: of the first values.
             dtype: float32 or float64.
-            path: folder on a disk of each node in which the rows lie, in files that go with the
-                job; None for memory.
+            path: folder on a disk of each node for rows, whose files go with the job; or None.
             cache_rows: rows of other nodes of which each rank keeps copies, for its node.
             cache_steps: how many steps old a copy may be.
             options: ``eps``, and of adam ``betas``.
@@ -145,8 +142,7 @@ class ShardedEmbedding(nn.Module):
         new = partial(first_rows, dim=dim, seed=seed, init=init, zero=self._padding, dtype=dtype)
         self._shards = RowShards(comm, name, rows, dim, dtype, rule.widths(dim), new, disk, cache)
         self._results, self._told, self._pending = Buffers(), set[str](), []
-        self._parameters = _Hidden()
-        self._handle = nn.Parameter(torch.zeros(()))
+        self._parameters, self._handle = _Hidden(), nn.Parameter(torch.zeros(()))
         _end_with_ranks(self)
 
     @property

@@ -82,7 +82,7 @@ CHANGES = {7: write, 13: load, 19: fail}
 @pytest.mark.parametrize("max_age", [0, 1, 3])
 def test_no_copy_is_older_than_cache_steps_or_than_a_change_of_rows(max_age):
     """Each row that is read is one of those that its owner has had within so many steps."""
-    table = make_table(cache_rows=40, cache_steps=max_age)
+    table = make_table(cache_rows=12, cache_steps=max_age)
     had, oldest, state = [rows_of(table)], 0, None
     step_once(table, torch.arange(ROWS))
     had.append(rows_of(table))

@@ -110,8 +110,14 @@ def test_bags_are_those_of_torch_on_the_joined_batch(hvd_nodes, mode):
     torch.testing.assert_close(table(ids[:, None]), whole(ids[:, None]), rtol=0, atol=1e-12)
 
 
-@SIZES
-@pytest.mark.parametrize("how", ["default", "thread", "flat"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param("default", marks=SIZES),
+        pytest.param("thread", marks=MANY),
+        pytest.param("flat", marks=pytest.mark.ranks(3)),
+    ],
+)
 def test_lookups_of_a_step_add_up_and_ranks_count_by_their_samples(
     worlds, monkeypatch, world, how
 ):
