@@ -101,7 +101,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Let rank 0 alone report, and keep the real stderr for what cannot wait."""
     config.stash[VOICE] = Voice(RANK)
-    gc.disable()  # until the tests are found; imports make no garbage
     features.required()
     config.pluginmanager.register(features, "hpctrain-features")
     if RANK > 0:
@@ -118,6 +117,17 @@ def pytest_report_header() -> str:
     names = ("torch", "mpi4py", "numpy", "h5py")
     versions = " ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
     return f"mpi: {VENDOR}, {SIZE} rank{'s' * (SIZE > 1)}; {versions}"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Let no collection of garbage look at what imports and pytest keep to the end."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
@@ -144,9 +154,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Stop all ranks when they found different tests: their verdicts would not pair."""
-    # What was made so far stays: a collection of garbage would look through all of it each time.
-    gc.freeze()
-    gc.enable()
     found = VERDICTS.allgather(([item.nodeid for item in session.items], session.testsfailed))
     if any(mine != found[0] for mine in found):
         counts = "; ".join(

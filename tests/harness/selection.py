@@ -28,13 +28,9 @@ def selected(
     items: list[pytest.Item], size: int, *, long_ones: bool, spread: bool
 ) -> list[pytest.Item]:
     """Return the tests of a world of ``size`` ranks; with ``spread`` a share of each sweep."""
-    kept = [
-        item
-        for item in items
-        if size in sizes_of(item) and (long_ones or not item.get_closest_marker("conformance"))
-    ]
-    left_out = _of_other_sizes(items, size) if spread else set()
-    return [item for item in kept if item.nodeid not in left_out]
+    due = [item for item in items if long_ones or not item.get_closest_marker("conformance")]
+    left_out = _of_other_sizes(due, size) if spread else set()
+    return [item for item in due if size in sizes_of(item) and item.nodeid not in left_out]
 
 
 def _of_other_sizes(items: list[pytest.Item], size: int) -> set[str]:
