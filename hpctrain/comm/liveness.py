@@ -348,15 +348,17 @@ def remake(left: MPI.Intracomm, make: Callable[[MPI.Intracomm], object]) -> None
     """
     while True:
         error: Exception | None = None
-        try:
-            make(left)
-        except Exception as caught:
-            error = caught
-            revoke(left)
+        # Until all have it nobody revokes it: MPI crashes where a rank is still on its way there.
+        if agree(left, am_well=True):
+            try:
+                make(left)
+            except Exception as caught:
+                error = caught
+                revoke(left)
+                end_waits()
+            if agree(left, am_well=error is None):
+                return
             end_waits()
-        if agree(left, am_well=error is None):
-            return
-        end_waits()
         size, left = left.size, shrink(left)
         if left.size == size:
             raise error or CommError("making the world has failed on another rank, see its error")

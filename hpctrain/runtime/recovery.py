@@ -60,7 +60,7 @@ def attempt(function: Callable[[], T], *, moves: bool = True) -> Attempt[T]:
         error = caught
     if _all_are_well(am_well=error is None):
         return Attempt(result, [], None)
-    lost = _shrink(lambda ranks, _: world.go_on(ranks, moves=moves))
+    lost = _shrink(lambda ranks: world.go_on(ranks, moves=moves))
     if not lost:  # all are there: it is an error like any other
         raise error or CommError("the attempt has failed on another rank, see what that says")
     return Attempt(None, lost, error)
@@ -77,13 +77,15 @@ def survive(error: Exception, allows: Callable[[list[int]], object]) -> list[int
     if not is_known or not is_on() or world.current().spares is not None:
         raise error
 
-    def make(ranks: "MpiComm", lost: list[int]) -> None:
+    def check(lost: list[int]) -> None:
         if not allows(lost):
             raise RankLostError(_died(lost)) from error
+
+    def make(ranks: "MpiComm") -> None:
         world.go_on(ranks)
         world.current().rebuild.move()
 
-    if not (lost := _shrink(make)):
+    if not (lost := _shrink(make, check)):
         raise error
     return lost
 
@@ -131,12 +133,14 @@ def _all_are_well(*, am_well: bool) -> bool:
         return agree(_ranks(), am_well=am_well)
 
 
-def _shrink(make: "Callable[[MpiComm, list[int]], object]") -> list[int]:
+def _shrink(
+    make: "Callable[[MpiComm], object]", check: Callable[[list[int]], object] = lambda _: None
+) -> list[int]:
     """Make the world of those that are left, and return who is lost. Collective over those left.
 
-    Nothing is made where nobody is lost. ``make`` is told the ranks of the next world and who is
-    lost of this one, and is called again if more of them die in it. All end with exit code 87
-    where that takes longer than ``LIMIT_S`` seconds.
+    Nothing is made where nobody is lost, or ``check`` raises for those who are, the same on all.
+    ``make`` is told the ranks of the next world, and is called again if more of them die in it.
+    All end with exit code 87 where that takes longer than ``LIMIT_S`` seconds.
     """
     from hpctrain.comm import liveness  # noqa: PLC0415 - a world of one needs no MPI
 
@@ -146,13 +150,15 @@ def _shrink(make: "Callable[[MpiComm, list[int]], object]") -> list[int]:
     def remade(left: "MpiComm") -> None:
         nonlocal lost
         lost = liveness.lost(ranks, left)
-        make(left, lost)
+        check(lost)
+        make(left)
 
     _end_waits()  # of whoever has not heard of it yet
     with _limited(LIMIT_S):
         left = liveness.shrink(ranks)
         if left.size == ranks.size:
             return []
+        check(liveness.lost(ranks, left))
         if before.spares is None:
             liveness.remake(left, remade)
         else:
