@@ -71,6 +71,10 @@ def name_of(pid: int) -> str:
         return ""
 
 
+STOPPED = ("T", "t")
+"""States of processes that do nothing: by a signal such as SIGSTOP, or by a debugger."""
+
+
 class Stat(NamedTuple):
     """What /proc says of a process."""
 

@@ -11,7 +11,7 @@ from weakref import ref
 
 from mpi4py import MPI
 
-from hpctrain.cluster.process import birth
+from hpctrain.cluster.process import STOPPED, birth, stat
 from hpctrain.comm.communicator import Owner
 from hpctrain.comm.mpi_world import is_loss
 from hpctrain.comm.waiting import Pace, wait_until
@@ -121,6 +121,11 @@ class Liveness:
     def is_open(self) -> bool:
         """Whether this rank still looks for the others."""
         return self._open
+
+    def stopped(self) -> list[int]:
+        """Return which ranks of this node are stopped by a signal, or a debugger."""
+        found = {rank: stat(pid) for rank, (pid, _) in self._born.items()}
+        return [rank for rank, one in found.items() if one and one.state in STOPPED]
 
     def abandon(self) -> None:
         """Look at nobody any more, and take no leave. Not collective."""

@@ -9,9 +9,10 @@ still would keep them all, so it is ended first.
 import os
 import platform
 import signal
+import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from typing import cast
 
 from mpi4py import MPI
@@ -22,7 +23,6 @@ from hpctrain.comm.mpi_world import is_loss
 from hpctrain.core.errors import ConfigError, RankLostError
 from hpctrain.core.logs import logger
 
-STOPPED = ("T", "t")  # states of processes in /proc: by a signal, or a debugger
 LOOK_S = 0.05  # between two looks of a spare at what has happened
 END_S = 10.0  # how long the end waits for spares to hear of it
 _LEADER, _END = 0, 1  # number of the rank that tells of the end, and tag
@@ -72,16 +72,34 @@ class Spares:
             if self.is_worker:
                 make(self.workers)
 
-        if self.is_worker:
-            self._end_stopped()
-        revoke(self._whole)
-        remake(shrink(self._whole), arranged)
+        with self._nobody_stopped():
+            revoke(self._whole)
+            remake(shrink(self._whole), arranged)
 
-    def _end_stopped(self) -> None:
+    @contextmanager
+    def _nobody_stopped(self) -> Iterator[None]:
+        """End inside, as a worker, spares that are stopped; also one that is about to work."""
+        is_over, waiting = threading.Event(), self._waiting if self.is_worker else ()
+
+        def look() -> None:
+            while not is_over.wait(LOOK_S):
+                self._end_stopped(waiting)
+
+        self._end_stopped(waiting)
+        watch = threading.Thread(target=look, daemon=True)
+        watch.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            watch.join()
+
+    @staticmethod
+    def _end_stopped(waiting: Iterable[tuple[int, int | None]]) -> None:
         """End the spares of this host that somebody has stopped, by SIGSTOP. Not collective."""
-        for pid, born in self._waiting:
+        for pid, born in waiting:
             found = process.stat(pid)
-            if found is not None and found.birth == born and found.state in STOPPED:
+            if found is not None and found.birth == born and found.state in process.STOPPED:
                 logger.warning("a spare rank, process %d of this host, is stopped: it ends", pid)
                 with suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
@@ -116,7 +134,7 @@ class Spares:
 
     def end(self) -> None:
         """Let those who wait know that the run has ended. On all that work."""
-        self._end_stopped()
+        self._end_stopped(self._waiting)
         if self._whole.rank != _LEADER:
             return
         limit = time.monotonic() + END_S

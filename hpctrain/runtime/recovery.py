@@ -176,14 +176,18 @@ def _shrink(
 @contextmanager
 def _limited(limit_s: float) -> Iterator[None]:
     """End all ranks with exit code 87 where what is done inside lasts longer: MPI has no limit."""
-    hooks = world.current().hooks
+    hooks, presence = world.current().hooks, world.current().presence
     assert hooks is not None
+    assert presence is not None
 
     def end() -> None:
+        stopped = presence.stopped()
         logger.error(
-            "the ranks that are left have not agreed in %g s: a rank died meanwhile, stands "
-            "still, or has ended by an exit code of its own; all ranks end",
+            "the ranks that are left have not agreed in %g s: %s; all ranks end",
             limit_s,
+            f"{format_ranks(stopped)} of this node stopped by a signal"
+            if stopped
+            else "a rank stands still, or has ended by an exit code of its own",
         )
         hooks.abort(RANK_LOST)
 

@@ -2,6 +2,7 @@
 
 import copy
 import enum
+import pickle
 import queue
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -207,9 +208,11 @@ class ObjectState(State):
         """Set an attribute; a new one that holds a plain value is saved at once.
 
         Raises:
-            ConfigError: that cannot be copied.
+            ConfigError: that cannot be copied; or the name is taken by the state itself.
         """
         saved = self.__dict__.get("_saved_state")
+        if callable(getattr(type(self), name, None)) and not callable(value):
+            self._require_free(name)
         is_known = name in self.__dict__ or hasattr(type(self), name) or name.startswith("_")
         if saved is not None and not is_known and not has_state(value):
             saved.setdefault(name, _copied(name, value))
@@ -227,11 +230,13 @@ class ObjectState(State):
 
 def _copied(name: str, value: Any) -> Any:
     try:
+        if callable(value):  # it is not copied, but other ranks get it
+            pickle.dumps(value)
         return copy.deepcopy(value)
     except Exception as error:
         raise ConfigError(
-            f"each commit copies the attributes of a state, and {name}, of type "
-            f"{type(value).__name__}, cannot be copied: {error}; keep it elsewhere, or as _{name}"
+            f"attributes of a state are copied by each commit and sent to others, and {name}, "
+            f"of type {type(value).__name__}, cannot be: {error}; keep it elsewhere, or as _{name}"
         ) from error
 
 
@@ -347,6 +352,8 @@ class TorchState(ObjectState):
     optimizer does not share memory with the commit, so it can be restored again.
     """
 
+    _is_shared = False  # whether the ranks have synchronized it
+
     def __init__(
         self, model: nn.Module | None = None, optimizer: Optimizer | None = None, **kwargs: Any
     ) -> None:
@@ -389,7 +396,17 @@ class TorchState(ObjectState):
         """Give every rank the state of rank 0, and save it. Collective.
 
         What an ``ElasticSampler`` has recorded index by index is put together from all ranks.
+
+        Raises:
+            MismatchError: the ranks have other models, optimizers, samplers; on every rank.
         """
+        names, first = sorted(self._handlers), self._bcast_object(sorted(self._handlers))
+        world.current().comm.agree(
+            names == first,
+            f"this state keeps {', '.join(names)} by their state_dict(), that of rank 0 "
+            f"{', '.join(first)}; give them to the state where it is made, on all ranks",
+        )
+        self._is_shared = True
         for handler in self._handlers.values():
             handler.sync()
         super().sync()
@@ -410,6 +427,7 @@ class TorchState(ObjectState):
         if kept is not None and not name.startswith("_") and not hasattr(type(self), name):
             is_kept = name in kept
             if has_state(value):
+                self._refuse_where_spares_lack(name, is_known=is_kept)
                 if not is_kept or value is not kept[name].value:
                     kept[name] = handler_of(value)
                     self._saved_state.pop(name, None)
@@ -419,3 +437,11 @@ class TorchState(ObjectState):
                     f"{type(value).__name__}; give plain values a name of their own"
                 )
         super().__setattr__(name, value)
+
+    def _refuse_where_spares_lack(self, name: str, *, is_known: bool) -> None:
+        if self._is_shared and not is_known and world.current().spares is not None:
+            raise ConfigError(
+                f"a spare that takes the place of a lost rank has what the state was made with, "
+                f"and could not take over {name}, which has a state_dict(); give it to the state "
+                f"where that is made, or leave --spares out"
+            )

@@ -52,6 +52,7 @@ def test_a_spare_that_is_stopped_keeps_nobody(tmp_path):
 PROGRAM = """
 import os, signal, threading, time
 from pathlib import Path
+import torch
 from mpi4py import MPI
 import hpctrain as hvd
 from hpctrain import elastic
@@ -114,6 +115,11 @@ REFUSED = {
         "before": "if is_spare(): Path('here').touch(); time.sleep(1)",
         "inside": "number or threading.Thread(target=wait_and_die, daemon=True).start()",
         "said": "all ranks that had the state are lost, and 1 are left",
+    },
+    "a model that it has not": {
+        "before": "elastic.ObjectState = elastic.TorchState",
+        "inside": "state.model = torch.nn.Linear(1, 1)",
+        "said": "a spare that takes the place of a lost rank has what the state was made with",
     },
     "a call of mpi4py": {
         "inside": "check_mpi()",

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
-from hpctrain.core.errors import ConfigError
+from hpctrain.core.errors import ConfigError, MismatchError
 from hpctrain.elastic import (
     ElasticSampler,
     HostsUpdatedInterrupt,
@@ -18,6 +18,7 @@ from hpctrain.elastic import (
 )
 
 SIZES = pytest.mark.ranks(1, 2, 3)
+SEVERAL = pytest.mark.ranks(2, 3)
 
 
 class Scaled(nn.Linear):
@@ -173,14 +174,30 @@ def test_what_is_set_later_is_kept_like_what_was_given(hvd):
     state.restore()
     assert (state.values, state.nothing, state.epoch, state.model) == ([0], None, 0, first)
     assert first.weight.any()
-    with pytest.raises(ConfigError, match=r"lock, of type lock, cannot be copied.* as _lock"):
+    with pytest.raises(ConfigError, match=r"lock, of type lock, cannot be: .* as _lock"):
         state.lock = threading.Lock()
+    with pytest.raises(ConfigError, match=r"rate, of type function, cannot be: .* as _rate"):
+        state.rate = lambda: 0.1
+
+
+@SEVERAL
+def test_ranks_that_keep_other_models_hear_of_it_together(hvd):
+    state = TorchState(nn.Linear(2, 2))
+    if hvd.rank():
+        state.other = nn.Linear(2, 2)
+    with pytest.raises(MismatchError, match=r"keeps model, other by their .*that of rank 0 model"):
+        state.sync()
 
 
 @pytest.mark.parametrize("name", ["commit", "sync", "_handlers"])
 def test_a_name_that_the_state_uses_is_refused(name):
     with pytest.raises(ConfigError, match=f"cannot be called {name}"):
         TorchState(**{name: 1})
+
+
+def test_a_name_that_the_state_uses_is_refused_later_too():
+    with pytest.raises(ConfigError, match="cannot be called commit"):
+        TorchState().commit = 1
 
 
 @SIZES
