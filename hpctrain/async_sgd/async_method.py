@@ -132,7 +132,7 @@ class AsyncMethod(CommonBlock):
 
         Gradients of one clock are weighted by ``num_samples / nominal``, until other numbers are
         given; one with 0 samples counts for nothing, whatever it holds. All workers give numbers,
-        or none does: one that gives none counts as ``nominal`` samples.
+        or none does; else a step raises ``MismatchError``.
 
         Raises:
             ConfigError: they are not valid.

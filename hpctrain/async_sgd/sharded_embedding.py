@@ -321,7 +321,8 @@ class ShardedEmbedding(nn.Module):
     def step(self) -> None:
         """Average the gradients that backward has kept, and step their rows. Collective.
 
-        Nothing happens where no rank has looked up a row, and to a table that is frozen.
+        Nothing happens where no rank has looked up a row, and to a table that is frozen. In any
+        case, also after an error, what backward has kept so far is gone afterwards.
 
         Raises:
             MismatchError: another rank does something else, has another ``lr``, counts its samples

@@ -247,6 +247,7 @@ class RowShards:
         self.own = {"rows": self._rows[own]}
         """Rows of this rank, and behind them what its optimizer keeps of each."""
         self.is_stored = self._marks[own]
+        self._stored = torch.from_numpy(self.is_stored)  # the same, which knows who writes to it
         """Which of them hold values; all else is zero."""
         for name, width in widths.items():
             kept = _private(self.per_rank * width * itemsize, how)
@@ -299,7 +300,8 @@ class RowShards:
         first, stop = self._first_on_node, self._first_on_node + len(self._rows)
         is_here = (distinct >= first) & (distinct < stop)
         found = torch.empty(len(distinct), self.dim, dtype=self.dtype)
-        version = self.own["rows"]._version  # noqa: SLF001 - of changes by a user, not by steps
+        # Of changes by a user, not by steps.
+        version = self.own["rows"]._version + self._stored._version  # noqa: SLF001
         told = self.agree("lookup", refusal, Told(int((~is_here).sum()), version, flags=flags))
         found[torch.from_numpy(is_here)] = take(*self._read_here(distinct[is_here]))
         if any(each.num_rows for each in told):
@@ -394,7 +396,7 @@ class RowShards:
     def pieces(self) -> dict[str, Piece]:
         """Return what this rank owns, by name, and which part it is. Not collective."""
         found = {}
-        for name, whole in {**self.own, "is_stored": torch.from_numpy(self.is_stored)}.items():
+        for name, whole in {**self.own, "is_stored": self._stored}.items():
             values = whole[: self.stop - self.start]
             rest = tuple(values.shape[1:])
             start = (self.start, *(0 for _ in rest))

@@ -4,7 +4,7 @@ import os
 import time
 from array import array
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import accumulate
 from typing import NamedTuple, cast
 from weakref import ref
@@ -385,6 +385,20 @@ def failed(ranks: MPI.Intracomm) -> list[int]:
     ours.Free()
     dead.Free()
     return sorted(numbers)
+
+
+def knows_of_loss(ranks: MPI.Intracomm) -> bool:
+    """Say whether a rank is known here to have died, or others wait no more for that reason.
+
+    Not collective; asks until MPI, which sees it only when it makes progress, has had time to.
+    """
+    for _ in range(5):
+        if ranks.Is_revoked() or failed(ranks):
+            return True
+        time.sleep(0.02)
+        with suppress(MPI.Exception):  # of a rank that has died since
+            ranks.Iprobe()
+    return False
 
 
 def _receive(notice: MPI.Message) -> tuple[int, str]:

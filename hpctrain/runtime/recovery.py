@@ -73,8 +73,7 @@ def survive(error: Exception, allows: Callable[[list[int]], object]) -> list[int
     where the world does not recover, or nobody is lost; ``RankLostError``, which names those that
     are, where ``allows`` says no of them.
     """
-    is_known = isinstance(error, RankLostError) or is_loss(error)
-    if not is_known or not is_on() or world.current().spares is not None:
+    if not is_on() or world.current().spares is not None or not _is_of_loss(error):
         raise error
 
     def check(lost: list[int]) -> None:
@@ -115,7 +114,17 @@ def _may_be_loss(error: BaseException) -> bool:
 
     MPI has several for it: a call in which it is found may say that it knows no better.
     """
-    return isinstance(error, CommError) or is_of_mpi(error)
+    return isinstance(error, CommError) or is_of_mpi(error) or _is_of_loss(error)
+
+
+def _is_of_loss(error: BaseException) -> bool:
+    """Say whether an error says that a rank is lost, or one is known to be.
+
+    What a collective returns as one of its ranks dies may be anything, and any error come of that.
+    """
+    from hpctrain.comm.liveness import knows_of_loss  # noqa: PLC0415 - a world of one needs no MPI
+
+    return isinstance(error, RankLostError) or is_loss(error) or knows_of_loss(_ranks())
 
 
 def _all_are_well(*, am_well: bool) -> bool:

@@ -112,6 +112,20 @@ def test_no_copy_is_older_than_cache_steps_or_than_a_change_of_rows(max_age):
 
 
 @pytest.mark.usefixtures("hvd_nodes")
+@SIZES
+def test_rows_that_their_owner_has_forgotten_are_read_from_no_copy():
+    table, ids = make_table(cache_rows=ROWS), torch.arange(ROWS)
+    step_once(table, ids)
+    before = table(ids).detach()
+    if hvd.rank() == hvd.size() - 1:
+        table.sharded_state()["tensors"]["is_stored"].tensor.zero_()
+    hvd.barrier()
+    every = current().comm.allgather_object(table(ids).detach())
+    assert all(found.equal(every[-1]) for found in every)
+    assert not every[0].equal(before)
+
+
+@pytest.mark.usefixtures("hvd_nodes")
 @pytest.mark.ranks(1, 2, 3, 4)
 def test_a_row_crosses_once_until_its_copy_is_too_old_and_ranks_report_what_that_saves():
     """Each node reads the rows of the others, so that all cross once; on one node none does."""
