@@ -60,7 +60,8 @@ class RowCache:
         places = rows % len(self._rows)
         is_new = self._fetched[places] >= self.clock - (0 if exact else self._max_age)
         is_hit: NDArray[np.bool_] = is_new & (self._rows[places] == rows)
-        now = len(rows), int(is_hit.sum()), int(is_hit.sum()) * self._row_bytes
+        hits = int(is_hit.sum())
+        now = len(rows), hits, hits * self._row_bytes
         self.report = CacheReport(*map(sum, zip(self.report, now, strict=True)))
         return is_hit
 

@@ -247,8 +247,8 @@ class RowShards:
         self.own = {"rows": self._rows[own]}
         """Rows of this rank, and behind them what its optimizer keeps of each."""
         self.is_stored = self._marks[own]
-        self._stored = torch.from_numpy(self.is_stored)  # the same, which knows who writes to it
         """Which of them hold values; all else is zero."""
+        self._stored = torch.from_numpy(self.is_stored)  # the same, which knows who writes to it
         for name, width in widths.items():
             kept = _private(self.per_rank * width * itemsize, how)
             self.own[name] = self._as_rows(kept, width)

@@ -82,10 +82,10 @@ class Spares:
         is_over, waiting = threading.Event(), self._waiting if self.is_worker else ()
 
         def look() -> None:
+            self._end_stopped(waiting)
             while not is_over.wait(LOOK_S):
                 self._end_stopped(waiting)
 
-        self._end_stopped(waiting)
         watch = threading.Thread(target=look, daemon=True)
         watch.start()
         try:

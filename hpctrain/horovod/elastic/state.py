@@ -400,15 +400,16 @@ class TorchState(ObjectState):
         Raises:
             MismatchError: the ranks have other models, optimizers, samplers; on every rank.
         """
-        names, first = sorted(self._handlers), self._bcast_object(sorted(self._handlers))
+        names = sorted(self._handlers)  # one that is set later has any place among them
+        first = self._bcast_object(names)
         world.current().comm.agree(
             names == first,
             f"this state keeps {', '.join(names)} by their state_dict(), that of rank 0 "
             f"{', '.join(first)}; give them to the state where it is made, on all ranks",
         )
         self._is_shared = True
-        for handler in self._handlers.values():
-            handler.sync()
+        for name in names:
+            self._handlers[name].sync()
         super().sync()
 
     def reset(self) -> None:

@@ -189,6 +189,17 @@ def test_ranks_that_keep_other_models_hear_of_it_together(hvd):
         state.sync()
 
 
+@SEVERAL
+def test_models_are_paired_by_name_in_whatever_order_they_are_set(hvd):
+    state, models = TorchState(), {"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)}
+    for number, model in enumerate(models.values()):
+        nn.init.constant_(model.weight, 10 * hvd.rank() + number)
+    for name in sorted(models, reverse=hvd.rank() > 0):
+        setattr(state, name, models[name])
+    state.sync()
+    assert [model.weight.unique().tolist() for model in models.values()] == [[0.0], [1.0]]
+
+
 @pytest.mark.parametrize("name", ["commit", "sync", "_handlers"])
 def test_a_name_that_the_state_uses_is_refused(name):
     with pytest.raises(ConfigError, match=f"cannot be called {name}"):
