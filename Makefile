@@ -117,11 +117,11 @@ define suite
 @echo "== $(1): $(2) ranks"
 @mkdir -p $(REPORTS); rm -f $(REPORTS)/$(1).*
 @code=0; PYTHONDONTWRITEBYTECODE= $(if $(filter 1,$(2)),$(SIDE_BY_SIDE)) \
-  timeout -k 10 $(LAUNCH_LIMIT_S) \
+  timeout -k 10 $(LAUNCH_LIMIT_S) $(3) -m tests.session $(REPORTS)/$(1).jsonl \
   $(if $(filter 1,$(2)),,$(3) -m hpctrain launch -n $(2) --) \
   $(3) -m pytest -q $(if $(filter 1,$(2)),-n 4 --dist worksteal) --color=$(COLOR) \
   --ignore tests/test_size.py --spread $(4) \
-  --report $(REPORTS)/$(1).json > >(tee $(REPORTS)/$(1).log) 2>&1 || code=$$?; \
+  > >(tee $(REPORTS)/$(1).log) 2>&1 || code=$$?; \
   echo $$code > $(REPORTS)/$(1).rc
 
 endef
@@ -136,7 +136,7 @@ test: .venv/stamp ## run all tests on 1, 2, 3, 4 ranks, with Open MPI and MPICH
 	@$(MAKE) --no-print-directory .venv-horovod || true
 	$(foreach size,$(SIZES),$(call suite,openmpi-$(size),$(size),$(CURDIR)/$(BIN)/python))
 	@$(MAKE) --no-print-directory $(MPICH) || true
-	@python tests/report.py $(REPORTS) $(OPENMPI) $(MPICH)
+	@python -m tests.report $(REPORTS) $(OPENMPI) $(MPICH)
 
 .PHONY: $(MPICH)
 # Horovod is built for Open MPI alone.
@@ -149,7 +149,7 @@ $(MPICH): mpich-%:
 
 test-%: .venv/stamp ## run the tests of one size: make test-3
 	$(call suite,openmpi-$*,$*,$(CURDIR)/$(BIN)/python)
-	@python tests/report.py $(REPORTS) openmpi-$*
+	@python -m tests.report $(REPORTS) openmpi-$*
 
 # What takes a minute or more: every template, power cuts, limits of time, all kinds of MPI, each
 # case of a sweep on each of its sizes. Most of it waits for Slurm, so tests run side by side. Then

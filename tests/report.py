@@ -1,6 +1,5 @@
 """The closing table of ``make test``: what ran, what was skipped and why, the slowest tests."""
 
-import json
 import os
 import re
 import sys
@@ -8,6 +7,8 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
+
+from tests.harness.journal import Journal
 
 SLOWEST = 20
 LAST_LINES = 15
@@ -24,6 +25,7 @@ class Launch:
     problem: str
     skipped: str
     tests: list[dict[str, Any]]
+    num_not_run: int = 0
     last_words: tuple[str, ...] = ()
     """Of a launch with a problem: what ranks told, and its last lines."""
 
@@ -36,11 +38,16 @@ class Launch:
             required = feature in os.environ.get("HPCTRAIN_REQUIRE", "").split(",")
             problem = f"required, but {skipped}" if required else ""
             return cls(name=name, problem=problem, skipped=skipped, tests=[])
-        report = json.loads(_text(folder / f"{name}.json") or "{}")
-        problem = _problem(name, report, _text(folder / f"{name}.rc") or "none")
-        words = _last_words(folder / f"{name}.log") if problem else ()
-        tests = report.get("tests", [])
-        return cls(name=name, problem=problem, skipped="", tests=tests, last_words=words)
+        journal = Journal.read(folder / f"{name}.jsonl")
+        problem = _problem(name, journal.facts, _text(folder / f"{name}.rc") or "none")
+        return cls(
+            name=name,
+            problem=problem,
+            skipped="",
+            tests=journal.tests,
+            num_not_run=journal.num_not_run,
+            last_words=_last_words(folder / f"{name}.log") if problem else (),
+        )
 
     @property
     def row(self) -> str:
@@ -48,6 +55,7 @@ class Launch:
         counts = Counter(test["outcome"] for test in self.tests)
         seconds = sum(test["seconds"] for test in self.tests)
         numbers = [counts[outcome] for outcome in ("passed", "failed", "skipped")]
+        numbers.append(self.num_not_run)
         text = "".join(f"{number:9d}" for number in numbers) + f"{seconds:9.1f} s"
         return f"{self.name:12}{text}  {self.problem or self.skipped}".rstrip()
 
@@ -62,13 +70,13 @@ def _last_words(path: Path) -> tuple[str, ...]:
     return (*heads[-LAST_LINES:], "...", *lines[-LAST_LINES:]) if lines else ()
 
 
-def _problem(name: str, report: dict[str, Any], code: str) -> str:
+def _problem(name: str, facts: dict[str, Any], code: str) -> str:
     vendor, ranks = name.split("-")
-    found = str(report.get("mpi", "")).replace(" ", "").lower()
-    if not report:
+    found = str(facts.get("mpi", "")).replace(" ", "").lower()
+    if not facts:
         return f"no report, exit code {code}"
-    if report["ranks"] != int(ranks) or vendor not in found:
-        return f"ran on {report['ranks']} ranks of {report['mpi']}"
+    if facts["ranks"] != int(ranks) or vendor not in found:
+        return f"ran on {facts['ranks']} ranks of {facts['mpi']}"
     if code == str(EXIT_NOTHING_RAN):
         return "no test for this number of ranks"
     return "" if code == "0" else f"exit code {code}"
@@ -76,7 +84,7 @@ def _problem(name: str, report: dict[str, Any], code: str) -> str:
 
 def table(launches: list[Launch]) -> list[str]:
     """Make the lines of the closing table; the last one holds the sums alone."""
-    lines = [f"{'launch':12}{'passed':>9}{'failed':>9}{'skipped':>9}{'time':>11}"]
+    lines = [f"{'launch':12}{'passed':>9}{'failed':>9}{'skipped':>9}{'not run':>9}{'time':>11}"]
     lines += [launch.row for launch in launches]
     tests = [(launch.name, test) for launch in launches for test in launch.tests]
     lines += _reasons("skipped", tests)
@@ -85,7 +93,11 @@ def table(launches: list[Launch]) -> list[str]:
     lines += [f"{test['seconds']:8.2f} s  {name:12}{test['test']}" for name, test in slowest]
     # What failed comes last: whoever sees the end of a long output alone looks for that.
     lines += _reasons("failed", tests)
-    broken = [launch for launch in launches if launch.problem and not _told(launch)]
+    broken = [
+        launch
+        for launch in launches
+        if launch.num_not_run or (launch.problem and not _told(launch))
+    ]
     for launch in broken:
         if launch.last_words:
             lines += ["", f"{launch.name}: {launch.problem}"]
@@ -117,7 +129,7 @@ def main(folder: str, *names: str) -> int:
     """Print the table; 1 if any launch failed."""
     launches = [Launch.read(Path(folder), name) for name in names]
     sys.stdout.write("\n".join(table(launches)) + "\n")
-    return int(any(launch.problem or _told(launch) for launch in launches))
+    return int(any(each.problem or each.num_not_run or _told(each) for each in launches))
 
 
 if __name__ == "__main__":

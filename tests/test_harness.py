@@ -1,10 +1,9 @@
 """Laws of the harness itself: each test here runs pytest on several ranks of a tiny test file."""
 
-import json
 import re
 import subprocess
+import sys
 import textwrap
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +11,8 @@ import pytest
 
 from hpctrain.launch import mpiexec
 from tests.harness import features, preload
+from tests.harness.journal import Journal
+from tests.harness.pace import slowness
 
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.launches
@@ -23,39 +24,40 @@ class Session:
 
     code: int
     text: str
-    report: dict
-    seconds: float
+    journal: Journal
 
     def outcomes(self) -> dict[str, str]:
-        return {test["test"].split("::")[1]: test["outcome"] for test in self.report["tests"]}
+        return {test["test"].split("::")[1]: test["outcome"] for test in self.journal.tests}
 
 
-def launched(folder: Path, body: str, ranks: int, **environ: str) -> Session:
-    """Run a test file on so many ranks; a single one needs no launcher."""
-    file, report = folder / "test_tiny.py", folder / "report.json"
+def launched(
+    folder: Path, body: str, ranks: int, *, continued: bool = False, **environ: str
+) -> Session:
+    """Run a test file on one or more ranks; a single one needs no launcher."""
+    file, report = folder / "test_tiny.py", folder / "report.jsonl"
     file.write_text(f"import os, time\nimport pytest\n\n{textwrap.dedent(body)}")
     argv = [*preload.python(), "-m", "pytest", "-q", "--color=no", "-c", str(ROOT / "setup.cfg")]
     argv += ["-p", "tests.harness.plugin", "--rootdir", str(folder), str(file)]
-    argv += ["--report", str(report)]
-    start = time.monotonic()
+    argv += [] if continued else ["--report", str(report)]
+    line = argv if ranks == 1 else mpiexec.command(argv, num_ranks=ranks)
+    runner = [sys.executable, "-m", "tests.session", str(report)] * continued
     done = subprocess.run(
-        argv if ranks == 1 else mpiexec.command(argv, num_ranks=ranks),
+        [*runner, *line],
         env=mpiexec.environment() | {"PYTHONPATH": str(ROOT)} | environ,
         cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         check=False,
-        timeout=50,
+        timeout=50 * slowness(),
     )
-    found = json.loads(report.read_text()) if report.exists() else {}
-    return Session(done.returncode, done.stdout, found, time.monotonic() - start)
+    return Session(done.returncode, done.stdout, Journal.read(report))
 
 
 @pytest.fixture
 def launch(tmp_path):
-    def run(body: str, *, ranks: int = 2, **environ: str) -> Session:
-        return launched(tmp_path, body, ranks, **environ)
+    def run(body: str, *, ranks: int = 2, continued: bool = False, **environ: str) -> Session:
+        return launched(tmp_path, body, ranks, continued=continued, **environ)
 
     return run
 
@@ -135,12 +137,12 @@ def gentle(tmp_path_factory) -> Session:
 
 
 def reason_of(session: Session, name: str) -> str:
-    return next(t["reason"] for t in session.report["tests"] if t["test"].endswith(f"::{name}"))
+    return next(t["reason"] for t in session.journal.tests if t["test"].endswith(f"::{name}"))
 
 
 def test_all_ranks_have_one_verdict_on_the_tests_that_name_their_number(gentle):
     assert gentle.code != 0
-    assert gentle.report["ranks"] == 3
+    assert gentle.journal.facts["ranks"] == 3
     assert gentle.outcomes() == {
         "test_three_or_five": "passed",
         "test_sum": "passed",
@@ -218,18 +220,16 @@ def test_a_hang_prints_the_stacks_of_all_ranks_and_ends(launch):
         @pytest.mark.limit(1)
         @pytest.mark.ranks(2)
         def test_stuck(world):
-            if world.rank == 1:
-                raise KeyError("lost key")
-            world.barrier()
+            if world.rank == 0:
+                world.barrier()
+            time.sleep(60)
     """)  # fmt: skip
     assert done.code != 0
-    assert done.seconds < 30
-    assert "KeyError: 'lost key'" in done.text
     for rank in range(2):
         assert f"[rank {rank}] test_tiny.py::test_stuck still runs after 1 s" in done.text
     assert "[rank 0]   File" in done.text
     assert "in test_stuck" in done.text
-    assert done.report == {}
+    assert done.journal.running == ["test_tiny.py::test_stuck"]
 
 
 @pytest.mark.conformance
@@ -244,7 +244,6 @@ def test_a_hang_with_the_interpreter_locked_ends_too(launch):
             time.sleep(60)
     """, HPCTRAIN_TEST_HANG_S="1")  # fmt: skip
     assert done.code != 0
-    assert done.seconds < 30
     assert "test_locked" in done.text
 
 
@@ -274,7 +273,61 @@ def test_a_dead_rank_is_a_failed_launch_without_report(launch):
             world.barrier()
     """)  # fmt: skip
     assert done.code != 0
-    assert done.report == {}
+    assert done.journal.running == ["test_tiny.py::test_dies"]
+    assert not done.journal.is_finished
+
+
+BREAKERS = """
+    import hpctrain
+
+    hpctrain.init()  # before the clock starts
+
+    @pytest.mark.ranks(2)
+    def test_first(world): pass
+
+    @pytest.mark.ranks(2)
+    def test_alone(world):
+        if world.rank == 1:
+            raise KeyError("lost key")
+        world.barrier()
+
+    @pytest.mark.ranks(2)
+    def test_dies(world):
+        if world.rank == 1:
+            os.kill(os.getpid(), 9)
+        world.barrier()
+
+    @pytest.mark.limit(1)
+    @pytest.mark.ranks(2)
+    def test_hangs(world):
+        world.recv(source=1 - world.rank)
+
+    @pytest.mark.ranks(2)
+    def test_last(world): pass
+"""
+"""Each test between the first and the last ends its session; only one by its limit of time."""
+
+
+def test_a_session_continues_after_each_test_that_ended_it(launch):
+    done = launch(BREAKERS, continued=True, HPCTRAIN_TEST_HANG_S="1000")
+    assert done.code != 0
+    assert done.outcomes() == {
+        "test_first": "passed",
+        "test_alone": "failed",
+        "test_dies": "failed",
+        "test_hangs": "failed",
+        "test_last": "passed",
+    }
+    assert "rank 1: KeyError: 'lost key'" in reason_of(done, "test_alone")
+    assert "no rank reported an error" in reason_of(done, "test_dies")
+    assert "still runs after 1 s" in reason_of(done, "test_hangs")
+    assert (done.journal.num_collected, done.journal.num_not_run) == (5, 0)
+
+
+def test_a_session_that_ends_alone_leaves_tests_that_did_not_run(launch):
+    done = launch(BREAKERS, HPCTRAIN_TEST_HANG_S="1000")
+    assert done.outcomes() == {"test_first": "passed"}
+    assert done.journal.num_not_run == 4
 
 
 def test_different_tests_on_the_ranks_stop_all(launch):

@@ -1,11 +1,11 @@
 """Laws of the verdict over all ranks and of the closing table."""
 
-import json
 import os
 
 import pytest
 
 from tests import report
+from tests.harness.journal import append
 from tests.harness.verdict import Verdict, disagreement
 
 
@@ -20,14 +20,15 @@ def test_verdicts_differ_when_any_rank_differs():
 
 @pytest.fixture
 def reports(tmp_path):
-    def write(name: str, *outcomes: str, code: int = 0, ranks: int = 0) -> str:
+    def write(name: str, *outcomes: str, code: int = 0, ranks: int = 0, not_run: int = 0) -> str:
         tests = [
             {"test": f"t.py::test_{i}", "outcome": outcome, "reason": "why", "seconds": float(i)}
             for i, outcome in enumerate(outcomes)
         ]
         mpi = {"openmpi": "Open MPI v5.0.11", "mpich": "MPICH Version: 5.0.2"}[name[:-2]]
-        facts = {"mpi": mpi, "ranks": ranks or int(name[-1]), "tests": tests}
-        (tmp_path / f"{name}.json").write_text(json.dumps(facts))
+        facts = {"mpi": mpi, "ranks": ranks or int(name[-1])}
+        collected = {"collected": len(tests) + not_run}
+        append(tmp_path / f"{name}.jsonl", facts, collected, *tests)
         (tmp_path / f"{name}.rc").write_text(str(code))
         return name
 
@@ -53,6 +54,12 @@ def test_a_launch_that_broke_outside_of_its_tests_fails_the_run(
     name = reports("openmpi-2", "passed", code=code, ranks=ranks)
     assert report.main(str(tmp_path), name) == 1
     assert capsys.readouterr().out.endswith("\n1 passed, 1 failed, 0 skipped\n")
+
+
+def test_tests_that_did_not_run_are_counted_and_fail_the_run(tmp_path, reports, capsys):
+    assert report.main(str(tmp_path), reports("openmpi-2", "passed", not_run=7)) == 1
+    row = next(x for x in capsys.readouterr().out.splitlines() if x.startswith("openmpi-2"))
+    assert row.split()[:5] == ["openmpi-2", "1", "0", "0", "7"]
 
 
 def test_the_end_tells_what_broke_a_launch_outside_of_its_tests(tmp_path, capsys):

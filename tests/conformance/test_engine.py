@@ -1,6 +1,5 @@
 """Laws of training and of its runtime hold where Horovod moves the tensors."""
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.launch import mpiexec
+from tests.harness.journal import Journal
 from tests.processes import ended
 
 ROOT = Path(__file__).parents[2]
@@ -46,15 +46,16 @@ pytestmark = [
 @pytest.mark.parametrize("ranks", BY_RANKS)
 def test_all_laws_but_the_listed_ones_hold_by_horovod(ranks: int, tmp_path: Path) -> None:
     launch = ["-m", "hpctrain", "launch", "-n", str(ranks), "--", sys.executable]
+    report = tmp_path / "report.jsonl"
     line = [
         *(sys.executable, *(launch if ranks > 1 else ())),
-        *("-m", "pytest", "-q", "--report", str(tmp_path / "report.json"), *BY_RANKS[ranks]),
+        *("-m", "pytest", "-q", "--report", str(report), *BY_RANKS[ranks]),
     ]
     environ = mpiexec.environment(os.environ | {"HPCTRAIN_ENGINE": "horovod"})
     done = ended(line, cwd=ROOT, env=environ, timeout=2300)
-    assert (tmp_path / "report.json").exists(), done.stdout[-4000:] + done.stderr[-4000:]
-    report = json.loads((tmp_path / "report.json").read_text())
-    failed = {test["test"] for test in report["tests"] if test["outcome"] == "failed"}
-    passed = {test["test"] for test in report["tests"] if test["outcome"] == "passed"}
+    journal = Journal.read(report)
+    assert journal.is_finished, done.stdout[-4000:] + done.stderr[-4000:]
+    failed = {test["test"] for test in journal.tests if test["outcome"] == "failed"}
+    passed = {test["test"] for test in journal.tests if test["outcome"] == "passed"}
     assert len(passed) > 10
     assert failed == {*EXCEPTIONS[ranks]}, done.stdout[-8000:]

@@ -1,4 +1,7 @@
-"""No test hangs: after its limit every rank prints its stacks, then all end."""
+"""No test hangs: after its limit, or a failure elsewhere, all ranks print their stacks and end.
+
+``tests/session.py`` starts the session again, after the test that ended it.
+"""
 
 import faulthandler
 import mmap
@@ -14,91 +17,151 @@ from pathlib import Path
 import pytest
 from mpi4py import MPI
 
+from tests.harness.journal import append
+from tests.harness.pace import slowness
 from tests.harness.verdict import Voice
 
 HANG_S = float(os.environ.get("HPCTRAIN_TEST_HANG_S", "60"))
 """Limit of a test without the marker ``limit``; 0 lets it run for ever, for a debugger."""
 
 LAUNCHES = 3
-"""Times as long for a test that starts ranks, beside others that do: imports alone take long."""
+"""Factor of the limit of a test that starts ranks, next to others that do: imports take long."""
+
+SOON_S = 3.0
+"""Time that the other ranks of a test get after one of them has failed."""
+
+TICK_S = 0.2
+"""Interval at which a rank looks whether another one has failed."""
 
 GRACE_S = 8.0
 """Longest time between the limit and the end, for ranks that a loaded machine keeps waiting."""
 
 FORWARD_S = 0.5
-"""Time that mpirun gets to hand on what the ranks have printed: it drops the rest at the end."""
+"""Time that mpirun gets to forward what the ranks have printed: it drops the rest at the end."""
 
 
 class Roll:
-    """Which ranks have printed their stacks: one byte of shared memory for each."""
+    """What the ranks report to each other while a test runs: two bytes of shared memory each."""
 
     def __init__(self, comm: MPI.Intracomm) -> None:
-        """Collective. On several hosts the roll of none is ever full: all take the whole grace."""
-        self.rank = comm.rank
+        """Collective. On several hosts no rank sees all others: all take the whole grace."""
+        self.rank, self.size = comm.rank, comm.size
         name = f"{tempfile.gettempdir()}/hpctrain-roll-{os.getpid()}-{time.time_ns()}"
         path = Path(comm.bcast(name))
         with path.open("ab+") as file:
-            file.truncate(comm.size)  # where it has this size already, nothing is lost
-            self.ranks = mmap.mmap(file.fileno(), comm.size)
+            file.truncate(2 * comm.size)  # where it has this size already, nothing is lost
+            self._bytes = mmap.mmap(file.fileno(), 2 * comm.size)
         comm.Barrier()
         path.unlink(missing_ok=True)
 
-    def sign(self) -> None:
-        """Say that this rank has printed."""
-        self.ranks[self.rank] = 1
+    def set_printed(self, has_printed: bool) -> None:
+        """Report that this rank has printed its stacks, or that its test ended after all."""
+        self._bytes[self.rank] = has_printed
 
-    def withdraw(self) -> None:
-        """Say that this rank goes on after all: its test came to an end."""
-        self.ranks[self.rank] = 0
+    @property
+    def all_have_printed(self) -> bool:
+        """Whether every rank has printed its stacks."""
+        return 0 not in self._bytes[: self.size]
 
-    def is_full(self) -> bool:
-        """Say whether every rank has printed."""
-        return 0 not in self.ranks[:]
+    def set_failed(self, has_failed: bool) -> None:
+        """Report that this rank has failed and waits for the others, or no longer waits."""
+        self._bytes[self.size + self.rank] = has_failed
+
+    @property
+    def any_has_failed(self) -> bool:
+        """Whether a rank has failed in the test that runs."""
+        return any(self._bytes[self.size :])
 
 
 def limit_of(item: pytest.Item) -> float:
-    """Seconds that this test may take, with its fixtures; 0 means any time."""
+    """Return the seconds that a test may take, with its fixtures; 0 means any time."""
     if (mark := item.get_closest_marker("limit")) and HANG_S:
         return mark.args[0]
     return LAUNCHES * HANG_S if item.get_closest_marker("launches") else HANG_S
 
 
-@contextmanager
-def watched(nodeid: str, limit_s: float, voice: Voice, roll: Roll) -> Iterator[None]:
-    """After ``limit_s`` print the stacks of this rank; end it when all ranks have done so."""
-    over = threading.Event()
+class Watchdog:
+    """Ends a test that hangs, or that another rank has failed, and the session with it."""
 
-    def end() -> None:
-        say_stacks(nodeid, limit_s, voice)
-        roll.sign()
-        # mpirun kills all ranks as soon as the first one ends: nobody goes before all have spoken.
-        while not roll.is_full():
-            if over.wait(0.05):
-                roll.withdraw()
+    def __init__(
+        self, nodeid: str, limit_s: float, voice: Voice, roll: Roll, report: Path | None
+    ) -> None:
+        self._nodeid, self._limit_s = nodeid, limit_s
+        self._voice, self._roll, self._report = voice, roll, report
+        self._over = threading.Event()
+        self._start_s = time.monotonic()
+        self._failed_since_s: float | None = None
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def start(self) -> None:
+        self._backup(self._limit_s)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._over.set()
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        faulthandler.cancel_dump_traceback_later()
+
+    def _backup(self, limit_s: float) -> None:
+        """End a rank that hangs in C code and holds the GIL, so that the thread cannot run."""
+        if not self._over.is_set():
+            faulthandler.dump_traceback_later(limit_s + GRACE_S / 2, file=self._voice.stream)
+            signal.setitimer(signal.ITIMER_REAL, limit_s + GRACE_S)
+
+    def _watch(self) -> None:
+        tick_s = TICK_S if self._roll.size > 1 else self._limit_s
+        while not self._over.wait(tick_s):
+            waited_s = time.monotonic() - self._start_s
+            if self._is_left_alone():
+                self._end(f"still runs {SOON_S:g} s after another rank failed")
+                return
+            if waited_s >= self._limit_s:
+                limit_s = self._limit_s * slowness()
+                if waited_s >= limit_s:
+                    self._end(f"still runs after {self._limit_s:g} s")
+                    return
+                self._backup(limit_s - waited_s)
+                tick_s = TICK_S
+
+    def _is_left_alone(self) -> bool:
+        if not self._roll.any_has_failed:
+            self._failed_since_s = None
+            return False
+        now_s = time.monotonic()
+        self._failed_since_s = self._failed_since_s or now_s
+        return now_s - self._failed_since_s > SOON_S and (
+            now_s - self._failed_since_s > SOON_S * slowness()
+        )
+
+    def _end(self, reason: str) -> None:
+        faulthandler.cancel_dump_traceback_later()
+        if not self._roll.any_has_failed:
+            self.record(reason)
+        with tempfile.TemporaryFile("w+") as file:
+            faulthandler.dump_traceback(file)
+            file.seek(0)
+            self._voice.say(f"{self._nodeid} {reason}", *file)
+        self._roll.set_printed(True)
+        # mpirun kills all ranks as soon as the first one ends: no rank ends before all printed.
+        while not self._roll.all_have_printed:
+            if self._over.wait(0.05):
+                self._roll.set_printed(False)
                 return
         time.sleep(FORWARD_S)
         os.kill(os.getpid(), signal.SIGALRM)
 
-    timer = threading.Timer(limit_s, end)
-    timer.daemon = True
-    timer.start()
-    # A rank that hangs in C code and holds the GIL runs no timer: faulthandler's own thread still
-    # prints, and the default action of SIGALRM still ends the process.
-    faulthandler.dump_traceback_later(limit_s + GRACE_S / 2, file=voice.stream)
-    signal.setitimer(signal.ITIMER_REAL, limit_s + GRACE_S)
+    def record(self, reason: str) -> None:
+        """Write why the session may end with this test."""
+        if self._report is not None:
+            entry = {"ended": self._nodeid, "rank": self._roll.rank, "reason": reason}
+            append(self._report, entry)
+
+
+@contextmanager
+def watched(watchdog: Watchdog) -> Iterator[None]:
+    """Let a watchdog run."""
+    watchdog.start()
     try:
         yield
     finally:
-        over.set()
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        faulthandler.cancel_dump_traceback_later()
-        timer.cancel()
-
-
-def say_stacks(nodeid: str, limit_s: float, voice: Voice) -> None:
-    """Print where each thread of this rank stands."""
-    faulthandler.cancel_dump_traceback_later()
-    with tempfile.TemporaryFile("w+") as file:
-        faulthandler.dump_traceback(file)
-        file.seek(0)
-        voice.say(f"{nodeid} still runs after {limit_s:g} s", *file)
+        watchdog.stop()

@@ -16,9 +16,11 @@ import pytest
 from mpi4py import MPI
 
 from tests.harness import features
-from tests.harness.hang import Roll, limit_of, watched
+from tests.harness.hang import Roll, Watchdog, limit_of, watched
+from tests.harness.journal import Journal, JournalWriter
+from tests.harness.pace import slowness
 from tests.harness.selection import names_ranks, selected, sizes_of
-from tests.harness.verdict import JsonReport, Verdict, Voice, disagreement
+from tests.harness.verdict import Verdict, Voice, disagreement
 
 MOST_S = 0.004
 """Longest sleep; what a rank does between two barriers of a small test takes far less."""
@@ -76,6 +78,7 @@ ROLL = Roll(VERDICTS)
 
 WORLD = pytest.StashKey[MPI.Intracomm]()
 VOICE = pytest.StashKey[Voice]()
+WATCHDOG = pytest.StashKey[Watchdog]()
 
 # Every rank must draw the same examples, and none may shrink while the others go on.
 EVERY_PHASE = tuple(hypothesis.Phase)
@@ -91,7 +94,14 @@ hypothesis.settings.load_profile("ranks")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--report", type=Path, help="write the outcome of each test as JSON (rank 0)")
+    parser.addoption(
+        "--report", type=Path, help="write the outcome of each test as a line of JSON (rank 0)"
+    )
+    parser.addoption(
+        "--continue",
+        action="store_true",
+        help="append to the report, and leave out the tests that it contains",
+    )
     parser.addoption(
         "--spread", action="store_true", help="run each case of a sweep on one of its sizes alone"
     )
@@ -108,8 +118,11 @@ def pytest_configure(config: pytest.Config) -> None:
         nowhere = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
         silent = pytest.TerminalReporter(config, nowhere)
         config.pluginmanager.register(silent, "terminalreporter")
-    elif report := config.getoption("--report"):
-        config.pluginmanager.register(JsonReport(report, mpi=VENDOR, ranks=SIZE), "json-report")
+    elif (report := config.getoption("--report")) and not hasattr(config, "workerinput"):
+        if not config.getoption("--continue"):
+            report.unlink(missing_ok=True)
+        writer = JournalWriter(report, mpi=VENDOR, ranks=SIZE)
+        config.pluginmanager.register(writer, "journal")
 
 
 def pytest_report_header() -> str:
@@ -146,6 +159,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             )
     asked = "conformance" in config.option.markexpr
     keep = selected(items, SIZE, long_ones=asked, spread=config.getoption("--spread"))
+    if config.getoption("--continue"):
+        tests = Journal.read(config.getoption("--report")).tests if RANK == 0 else []
+        done = VERDICTS.bcast({test["test"] for test in tests})
+        keep = [item for item in keep if item.nodeid not in done]
     kept = set(keep)
     if drop := [item for item in items if item not in kept]:
         config.hook.pytest_deselected(items=drop)
@@ -179,7 +196,10 @@ def pytest_internalerror(excrepr: object) -> None:
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     """Watch over the test and its fixtures."""
     if limit_s := limit_of(item):
-        with watched(item.nodeid, limit_s, item.config.stash[VOICE], ROLL):
+        report = item.config.getoption("--report")
+        watchdog = Watchdog(item.nodeid, limit_s, item.config.stash[VOICE], ROLL, report)
+        item.stash[WATCHDOG] = watchdog
+        with watched(watchdog):
             return (yield)
     return (yield)
 
@@ -219,11 +239,15 @@ def agree(item: pytest.Item) -> Generator[None, object, object]:
         error = caught
     mine = Verdict.of(error)
     if error is not None and mine.outcome == "failed" and SIZE > 1:
-        # At once: the other ranks may be stuck, and then nobody gets to report this failure.
+        # At once: the other ranks may wait for this one, and their watchdogs then end the session.
         voice = item.config.stash[VOICE]
         story = item.repr_failure(pytest.ExceptionInfo.from_exception(error))
         voice.say(f"{item.nodeid} failed", str(story))
+        if watchdog := item.stash.get(WATCHDOG, None):
+            watchdog.record(mine.text)
+        ROLL.set_failed(True)
     dispute = disagreement(VERDICTS.allgather(mine))
+    ROLL.set_failed(False)
     if error is not None and not (dispute and mine.outcome == "skipped"):
         raise error
     if dispute:
@@ -249,3 +273,13 @@ def jitter() -> Generator[Callable[[], Jitter]]:
             return jitter
 
         yield start
+
+
+@pytest.fixture
+def patience(world: MPI.Intracomm) -> Callable[[float], float]:
+    """Give a function that lengthens a limit of time by how slow the machine is; collective.
+
+    The factor is measured now, is the same on all ranks, and is 1 on an idle machine.
+    """
+    factor: float = world.allreduce(slowness(), MPI.MAX)
+    return lambda limit_s: limit_s * factor
