@@ -7,10 +7,24 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.harness.pace import scaled
 
-def ended(line: Sequence[Any], **how: Any) -> subprocess.CompletedProcess[str]:
-    """Run a program to its end, whatever its exit code; what it prints is text."""
-    return subprocess.run([*map(str, line)], capture_output=True, text=True, check=False, **how)
+
+def ended(
+    line: Sequence[Any], *, timeout: float | None = None, **options: Any
+) -> subprocess.CompletedProcess[str]:
+    """Run a program to its end, whatever its exit code; capture its output as text.
+
+    ``timeout``, in seconds, is that of an idle machine.
+    """
+    return subprocess.run(
+        [*map(str, line)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=None if timeout is None else scaled(timeout),
+        **options,
+    )
 
 
 def hpctrain_without(modules: str, *words: Any) -> subprocess.CompletedProcess[str]:
@@ -27,9 +41,12 @@ AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 
 def wait_until(condition: Callable[[], bool], limit_s: float) -> bool:
-    """Return whether ``condition`` came true in time."""
-    end = time.monotonic() + limit_s
-    while not (met := condition()) and time.monotonic() < end:
+    """Return whether ``condition`` came true in time; a slow machine gets more of it."""
+    start = time.monotonic()
+    while not (met := condition()):
+        waited_s = time.monotonic() - start
+        if waited_s > limit_s and waited_s > scaled(limit_s):
+            break
         time.sleep(0.02)
     return met
 

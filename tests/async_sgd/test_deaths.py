@@ -8,6 +8,7 @@ import pytest
 
 from hpctrain.launch import mpiexec
 from tests.harness import preload
+from tests.harness.pace import scaled
 from tests.processes import ended
 from tests.train.starting import ROOT
 from tests.train.test_recovery import trained
@@ -188,7 +189,7 @@ def test_ranks_that_wait_for_nobody_learn_of_a_death(tmp_path):
     assert done.returncode != 0
     assert "all ranks end" in done.stderr
     assert "whole" not in done.stdout
-    assert time.monotonic() - start < 40
+    assert time.monotonic() - start < scaled(40)
 
 
 @pytest.mark.conformance

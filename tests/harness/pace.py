@@ -22,3 +22,8 @@ def slowness() -> float:
     for _ in range(NUM_PIECES):
         digest.update(WORK)
     return min(max((time.perf_counter() - start) / IDLE_S, 1.0), MOST)
+
+
+def scaled(limit_s: float) -> float:
+    """Return a limit of time, in seconds, lengthened by how slow the machine is now."""
+    return limit_s * slowness()

@@ -11,6 +11,7 @@ import pytest
 from hpctrain.cluster.process import JOINING, name_of, named
 from hpctrain.launch import mpiexec
 from hpctrain.launch.supervise import gone_before_init, supervise
+from tests.harness.pace import scaled
 from tests.launch.started import line, ranks_are_gone
 
 pytestmark = [pytest.mark.launches, pytest.mark.limit(90)]
@@ -33,7 +34,7 @@ def test_a_rank_that_vanishes_before_init_ends_all_and_is_named(tmp_path, capfd,
     seconds = time.time() - float((tmp_path / "ended_at").read_text())
     said = capfd.readouterr().err
     assert code != 0, said
-    assert seconds < LIMIT_S, said
+    assert seconds < scaled(LIMIT_S), said
     assert "rank 1" in said
     assert ranks_are_gone(tmp_path)
 

@@ -15,6 +15,7 @@ from hpctrain.core.errors import LaunchError
 from hpctrain.launch import mpiexec
 from hpctrain.launch.stderr import merged
 from hpctrain.launch.supervise import TIMED_OUT, descendants, supervise
+from tests.harness.pace import scaled
 from tests.launch.started import line, ranks_are_gone, start, wait_for
 
 pytestmark = [pytest.mark.launches, pytest.mark.limit(60)]
@@ -37,7 +38,7 @@ def test_one_ranks_death_ends_the_launch_with_an_error(tmp_path, death):
     before = time.monotonic()
     code = f"if rank == 1: {death}\ntime.sleep(50)"
     assert supervise(line(tmp_path, code), environ=mpiexec.environment()).code != 0
-    assert time.monotonic() - before < 30
+    assert time.monotonic() - before < scaled(30)
     assert ranks_are_gone(tmp_path)
 
 
@@ -128,7 +129,7 @@ def test_an_mpirun_that_outlives_its_ranks_is_killed(capfd):
     hung = "import subprocess, time; rank = subprocess.Popen(['true']); time.sleep(60)"
     before = time.monotonic()
     assert supervise([sys.executable, "-c", hung]).code == 128 + signal.SIGKILL
-    assert time.monotonic() - before < 20
+    assert time.monotonic() - before < scaled(20)
     assert "mpirun hangs after its ranks have ended" in capfd.readouterr().err
 
 

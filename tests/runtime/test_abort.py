@@ -11,6 +11,7 @@ import torch
 
 import hpctrain
 from hpctrain.runtime.abort import computes
+from tests.harness.pace import scaled
 from tests.processes import ended
 
 PREAMBLE = """
@@ -47,7 +48,7 @@ raise ValueError("bad luck")
         tmp_path,
     )
     assert ended.returncode != 0
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < scaled(5)
     assert "[rank 7] ValueError: bad luck" in ended.stderr
 
 

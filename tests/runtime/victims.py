@@ -13,6 +13,7 @@ from pathlib import Path
 import hpctrain
 from hpctrain.launch import mpiexec
 from tests.harness import preload
+from tests.harness.pace import scaled, slowness
 from tests.processes import is_alive, wait_until
 
 START_LIMIT_S = 90.0
@@ -51,7 +52,8 @@ class Outcome:
     out: str
     err: str
     seconds: float
-    """From the failure, as the victim noted it, until mpirun and every rank were gone."""
+    """From the failure, as the victim noted it, until mpirun and every rank were gone; divided by
+    how slow the machine is."""
     left_over: list[int]  # ranks whose process outlived mpirun
     logs: dict[int, str]  # each rank's log file
 
@@ -87,7 +89,7 @@ def run_ranks(
             time.sleep(0.5)
             (folder / "failed_at").write_text(str(time.time()))
             disturb(mpirun)
-        mpirun.wait(START_LIMIT_S)
+        mpirun.wait(scaled(START_LIMIT_S))
     finally:
         pids = _pids(folder)
         left_over = [rank for rank, pid in pids.items() if not _gone_within(pid, 2.0)]
@@ -98,11 +100,12 @@ def run_ranks(
                     os.kill(pid, signal.SIGKILL)
         mpirun.wait()
     failed_at = folder / "failed_at"
+    elapsed_s = ended_at - float(failed_at.read_text()) if failed_at.exists() else 0.0
     return Outcome(
         code=mpirun.returncode,
         out=(folder / "out").read_text(),
         err=(folder / "err").read_text(),
-        seconds=ended_at - float(failed_at.read_text()) if failed_at.exists() else 0.0,
+        seconds=elapsed_s / slowness(),
         left_over=left_over,
         logs={int(p.stem[5:]): p.read_text() for p in (folder / "log").glob("rank-*.log")},
     )

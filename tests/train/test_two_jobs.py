@@ -28,6 +28,7 @@ from hpctrain.train.loop import hash_of
 from hpctrain.train.run import How, run
 from hpctrain.train.status import status
 from tests.harness import preload
+from tests.harness.pace import scaled
 from tests.slurm import training
 from tests.train.starting import ROOT
 
@@ -140,7 +141,7 @@ def test_two_jobs_that_overlap_leave_one_whole_run(tmp_path, seed):
             before = time.monotonic()
             said = f"{' '.join(said.split())} {output(second)}"
             assert second.returncode == 0, said
-            assert is_forced or time.monotonic() - before < 60
+            assert is_forced or time.monotonic() - before < scaled(60)
         told = output(first)
     folder.check_finished()
     if is_forced:
@@ -205,7 +206,7 @@ def test_after_the_kill_of_a_job_whose_processes_it_cannot_see_the_second_goes_o
             resumed = itertools.takewhile(
                 lambda _: not folder.records("resumed"), iter(lambda: time.sleep(0.1), 1)
             )
-            assert all(time.monotonic() - killed < 60 for _ in resumed)
+            assert all(time.monotonic() - killed < scaled(60) for _ in resumed)
             said = output(second)
     assert second.returncode == 0, said
     folder.check_finished()
