@@ -2,7 +2,9 @@
 
 import gc
 import logging
+import os
 import pickle
+import resource
 import shutil
 from pathlib import Path
 
@@ -140,6 +142,24 @@ def change(file):
     with file.open("r+b") as opened:
         opened.seek(file.stat().st_size // 2)
         opened.write(b"damaged")
+
+
+def test_a_shard_that_cannot_be_read_is_an_error_on_every_rank(comm, folder, write, monkeypatch):
+    source, check = write(), staging.check_file
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    def checked(*arguments):
+        check(*arguments)
+        if comm.rank == 0:  # no descriptor is left to open the shard, which is all right
+            os.close(free := os.dup(0))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (free, before[1]))
+
+    monkeypatch.setattr(staging, "check_file", checked)
+    try:
+        with pytest.raises(DataError, match="not copied to the node: Too many open files"):
+            stage(source, comm, folder / "node")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 @pytest.mark.ranks(1, 2, 3)

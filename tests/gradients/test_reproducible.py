@@ -220,9 +220,11 @@ class Odd(nn.Module):
         self.table = nn.Embedding(8, 5, sparse=True)
         self.register_buffer("seen", torch.zeros(3))
         self.register_buffer("largest", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("last", torch.zeros(3, dtype=torch.int64))
 
     def forward(self, inputs):
         self.largest = self.largest + 1
+        self.last = (inputs[0, :3] * 1000).long()
         both = self.left.view(5, 1) + self.right.view(5, 1)  # autograd makes one gradient of it
         scores = both.view(5) + self.table(inputs[:, 0].long() % 8)
         if inputs[0, 0] > 0.5:
@@ -245,6 +247,8 @@ def test_what_only_some_micro_shards_use_has_the_same_bits(comm):
         assert model.never.weight.grad is None
         assert model.left.grad.data_ptr() != model.right.grad.data_ptr()
         assert int(model.largest) == 4
+        (first,) = batch_of("mlp", 3, range(1))[0]  # the start of the first micro-shard
+        assert model.last.tolist() == (first[:3] * 1000).long().tolist()
         assert model.seen.any()
         return digest([*model.parameters(), *model.buffers()])
 
