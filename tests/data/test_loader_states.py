@@ -145,7 +145,7 @@ class LoaderMachine(RuleBasedStateMachine):
             assert (state["epoch"], state["consumed"]) == (self.epoch, self.consumed)
 
 
-LoaderMachine.TestCase.settings = settings(max_examples=25, stateful_step_count=20, deadline=None)
+LoaderMachine.TestCase.settings = settings(max_examples=50, stateful_step_count=25, deadline=None)
 TestLoader = LoaderMachine.TestCase
 
 
