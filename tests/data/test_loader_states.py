@@ -162,3 +162,21 @@ def test_an_epoch_that_is_left_early_gives_no_sample_twice(dataset_of, workers):
             begun = {*threading.enumerate()} - before
             assert not any(thread.name.startswith("hpctrain-loader") for thread in begun)
     assert found == whole
+
+
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda loader: loader.set_epoch(0),
+        lambda loader: loader.load_state_dict(loader.state_dict()),
+        lambda loader: next(iter(loader)),
+    ],
+    ids=["set_epoch", "load_state_dict", "another pass"],
+)
+def test_a_pass_under_way_ends_where_its_loader_goes_elsewhere(move):
+    loader = Loader(InMemory(N), global_batch=7)
+    batches = iter(loader)
+    next(batches)
+    move(loader)
+    with pytest.raises(DataError, match="a pass over a loader ends"):
+        next(batches)
