@@ -162,6 +162,32 @@ def test_a_lost_server_is_named_where_ranks_recover(tmp_path, what, dying):
     assert "MPI_ERR" not in done.stderr
 
 
+@pytest.mark.conformance
+@pytest.mark.requires("recovery")
+@pytest.mark.parametrize("later_s", [0.05, 0.2])
+def test_a_server_that_dies_while_the_others_make_their_world_ends_all(tmp_path, later_s):
+    watch = f"""
+def follow():
+    while not os.path.exists("dying"):
+        time.sleep(0.01)
+    time.sleep({later_s})
+    os.kill(os.getpid(), signal.SIGKILL)
+
+if alone == 3:  # the server
+    threading.Thread(target=follow, daemon=True).start()
+"""
+    script = WORKERS.replace("options = {\n", f"{watch}\noptions = {{\n", 1)
+    kill = "            os.kill(os.getpid(), signal.SIGKILL)\n        model"
+    assert kill in script
+    script = script.replace(kill, f"            open('dying', 'w').close()\n{kill}")
+    words = "-n", "4", "--nodes", "2", "--recover", "--", "AsyncSGD", 0, 0
+    done = launched(tmp_path, script, *words)
+    assert done.returncode not in (0, 124), done.stdout + done.stderr
+    assert "rank 0 of" not in done.stdout
+    assert "died, and the others cannot go on" in done.stderr, done.stderr
+    assert "MPI_ERR" not in done.stderr
+
+
 HOGWILD = """
 import os, signal, time
 import torch

@@ -5,6 +5,7 @@ import time
 import pytest
 
 from tests.harness import preload
+from tests.harness.pace import scaled
 from tests.processes import ended
 
 PROGRAM = """
@@ -39,7 +40,7 @@ def test_all_end_at_once_and_say_where_a_lost_rank_is_survived(monkeypatch, when
     monkeypatch.setenv("HPCTRAIN_RANKS_PER_NODE", "3" if when == "before" else "1")
     line = [*preload.python(), "-m", "hpctrain", "launch", "-n", 3, "--recover", "--"]
     done = ended([*line, *preload.python(), "-c", PROGRAM, when])
-    assert time.time() - float(done.stdout) < 10
+    assert time.time() - float(done.stdout) < scaled(10)
     assert done.returncode not in (0, 124), done.stderr
     assert "died" in done.stderr
     assert "inside the function of hpctrain.elastic.run" in done.stderr

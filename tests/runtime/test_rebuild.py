@@ -1,0 +1,51 @@
+"""What depends on the ranks is made again in one order, and a move that failed may be repeated."""
+
+import pytest
+
+from hpctrain.runtime.rebuild import Rebuild, Stage
+
+
+def world_before(calls: list[str], failing: list[str]) -> Rebuild:
+    """Return the holders of a world; the moves of those in ``failing`` fail once each."""
+    before = Rebuild()
+
+    def move(name: str) -> None:
+        calls.append(name)
+        if name in failing:
+            failing.remove(name)
+            raise OSError(name)
+
+    for stage, name in (
+        (Stage.HOLDERS, "optimizer"),
+        (Stage.RECORDS, "timeline"),
+        (Stage.HOLDERS, "sampler"),
+        (Stage.SETS, "set"),
+    ):
+        before.register(stage, move=lambda name=name: move(name))
+    return before
+
+
+def test_what_has_not_moved_moves_at_the_next_try_and_nothing_moves_twice():
+    calls, failing = [], ["set", "sampler"]
+    after = Rebuild()
+    after.follow(world_before(calls, failing).leave())
+    for _ in range(2):
+        with pytest.raises(OSError, match=r"set|sampler"):
+            after.move()
+    after.move()
+    assert calls == ["timeline", "set", "set", "optimizer", "sampler", "sampler"]
+    after.move()
+    assert len(calls) == 6
+
+
+def test_what_has_not_moved_is_left_to_the_world_after_the_next():
+    calls = []
+    second = Rebuild()
+    second.follow(world_before(calls, ["optimizer"]).leave())
+    with pytest.raises(OSError, match="optimizer"):
+        second.move()
+    second.register(Stage.SETS, move=lambda: calls.append("moved before"))
+    third = Rebuild()
+    third.follow(second.leave())
+    third.move()
+    assert calls == ["timeline", "set", "optimizer", "moved before", "optimizer", "sampler"]
