@@ -11,6 +11,8 @@ import sys
 
 from hpctrain.core.lazy import exports
 
+importlib.import_module("hpctrain.core.paths")  # notes the directory of this moment
+
 __version__ = "0.1.0"
 
 __getattr__, __dir__, __all__ = exports(__name__, __file__)

@@ -46,6 +46,7 @@ from hpctrain.comm.eager import eager
 from hpctrain.comm.threaded import start_on
 from hpctrain.core.errors import CheckpointError, ConfigError, NotInitializedError
 from hpctrain.core.logs import logger
+from hpctrain.core.paths import absolute
 from hpctrain.gradients.sample_count import check_count
 from hpctrain.runtime import world
 from hpctrain.runtime.rebuild import Stage
@@ -127,7 +128,7 @@ class ShardedEmbedding(nn.Module):
         super().__init__()
         comm, cache = world.current().comm, (cache_rows, cache_steps)
         with agreed(comm, ConfigError):
-            disk = None if path is None else Path(path)
+            disk = None if path is None else absolute(path)
             rule = make_rule(optimizer, lr, options)
             check_table(rows, dim, mode, padding_idx, init, seed, dtype, disk, cache)
         first = f"padding_idx={padding_idx}, init={float(init)}, seed={seed}, dtype={dtype}"

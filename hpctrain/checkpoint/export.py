@@ -15,6 +15,7 @@ from hpctrain.checkpoint.loading import load
 from hpctrain.comm.serial import SerialCommunicator
 from hpctrain.core.atomic import make_folder, publishing, reason_of
 from hpctrain.core.errors import CheckpointError
+from hpctrain.core.paths import absolute
 
 ENDINGS = (".pt", ".pth", ".safetensors")
 
@@ -65,7 +66,7 @@ def export(state: Mapping[str, Any], path: Path | str, *, overwrite: bool = Fals
     ends in ``.pt`` is for ``torch.load(..., weights_only=True)``; one in ``.safetensors`` holds
     nothing but tensors by name.
     """
-    path = Path(path)
+    path = absolute(path)
     check_ending(path)
     if path.is_dir():
         raise CheckpointError(f"{path} is a directory and is not replaced; choose another name")
@@ -80,7 +81,7 @@ def export(state: Mapping[str, Any], path: Path | str, *, overwrite: bool = Fals
             f"is none; choose a part of it, as --only model does, or a file of torch: .pt"
         )
     try:
-        make_folder(path.absolute().parent)
+        make_folder(path.parent)
         with publishing(path) as part:
             if path.suffix == ".safetensors":
                 save_file(own, part, metadata={"format": "pt"})

@@ -31,6 +31,7 @@ from hpctrain.checkpoint.refusal import explained, printable
 from hpctrain.comm.agreement import agreed, on_root
 from hpctrain.comm.communicator import Communicator
 from hpctrain.core.errors import CheckpointError
+from hpctrain.core.paths import absolute
 
 _Stored = tuple[str, str, StoredPart]
 
@@ -63,10 +64,11 @@ def load(
         CheckpointError: there is no checkpoint, or it is damaged or hostile, or has not the
             tensors of ``into``; on every rank.
     """
-    directory = Path(directory)
     what = f"read checkpoint {directory}"
-    data = on_root(comm, explained(what)(partial(read_bytes, directory)), CheckpointError)
+    read = explained(what)(lambda: read_bytes(absolute(directory)))
+    data = on_root(comm, read, CheckpointError)
     with agreed(comm, CheckpointError), explained(what):
+        directory = absolute(directory)
         manifest = CheckpointManifest.parse(data, directory)
         state = _read_state(manifest, directory, into or {}, comm.rank)
         private = Privates(directory, manifest)

@@ -17,6 +17,7 @@ from hpctrain.checkpoint.schedule import Schedule
 from hpctrain.comm.agreement import agreed, on_root
 from hpctrain.comm.communicator import Communicator
 from hpctrain.core.errors import CheckpointError, ConfigError
+from hpctrain.core.paths import absolute
 from hpctrain.core.units import parse_seconds
 
 _LOG = logging.getLogger(__name__)
@@ -92,14 +93,15 @@ class Manager:
         Raises:
             ConfigError: a value is not valid.
         """
-        if keep < 1 or keep_best < 0:
-            raise ConfigError(
-                f"at least the last checkpoint is kept, and 0 or more of the best ones, got "
-                f"keep={keep} and keep_best={keep_best}"
-            )
-        mtbf_s = parse_seconds(mtbf) if isinstance(mtbf, str) else mtbf
-        self._schedule = Schedule(every, mtbf_s=mtbf_s, now=time.monotonic())
-        self._shelf = CheckpointDirectory(Path(directory))
+        with agreed(comm, ConfigError):
+            if keep < 1 or keep_best < 0:
+                raise ConfigError(
+                    f"at least the last checkpoint is kept, and 0 or more of the best ones, got "
+                    f"keep={keep} and keep_best={keep_best}"
+                )
+            mtbf_s = parse_seconds(mtbf) if isinstance(mtbf, str) else mtbf
+            self._schedule = Schedule(every, mtbf_s=mtbf_s, now=time.monotonic())
+            self._shelf = CheckpointDirectory(absolute(directory))
         self._comm = comm
         self._keep = keep
         self._keep_best = keep_best

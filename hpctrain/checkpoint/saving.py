@@ -35,6 +35,7 @@ from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.tensor_arguments import name_of
 from hpctrain.core.atomic import PART, appear, make_folder, sync
 from hpctrain.core.errors import CheckpointError, MismatchError
+from hpctrain.core.paths import absolute
 from hpctrain.core.units import MIB
 
 _Spec = tuple[str, tuple[int, ...]]  # dtype and shape of a whole tensor
@@ -98,12 +99,14 @@ def save(  # noqa: PLR0913 - what belongs to a checkpoint
             of another step, or a disk refuses; on every rank, and what was there before is intact.
     """
     began = time.perf_counter()
-    directory = Path(directory)
     what = f"write checkpoint {directory}"
     facts = dict(facts or {})
     with agreed(comm, CheckpointError), explained(what):
+        directory = absolute(directory)
         require_named(directory, step)
-        contents = _contents([str(directory), str(step)], state, private or {}, facts)
+        contents = _contents(
+            [f"directory {directory}", f"step {step}"], state, private or {}, facts
+        )
     try:
         way_out = "what a rank has of its own goes into private"
         require_equal(comm, contents.common, "the state of a checkpoint", way_out)

@@ -9,6 +9,7 @@ import typer
 
 from hpctrain.cli.options import AsJson, RunFolder, option
 from hpctrain.core.errors import ConfigError
+from hpctrain.core.paths import absolute
 
 if TYPE_CHECKING:
     from hpctrain.train.task import Task
@@ -75,10 +76,11 @@ def predict(
 
       hpctrain launch -n 4 hpctrain predict runs/digits --output all.h5 --split train
     """
+    file = absolute(output)  # now: modules of the run may change the directory
     task, source = _built(run, checkpoint, split, overrides)
     from hpctrain.train.predict import predict as written  # noqa: PLC0415
 
-    shape = written(task, output, {"run": str(run), "checkpoint": source.name, "split": split})
+    shape = written(task, file, {"run": str(run), "checkpoint": source.name, "split": split})
     if task.comm.rank == 0:
         typer.echo(f"{output}: output {shape} of {source}")
 

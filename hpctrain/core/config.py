@@ -9,6 +9,7 @@ from typing import Annotated, Any, NamedTuple, Self, get_type_hints
 
 from hpctrain.core import horovod_variables
 from hpctrain.core.errors import ConfigError
+from hpctrain.core.paths import from_environment
 from hpctrain.core.target import hint
 from hpctrain.core.units import MIB, parse_bytes, parse_seconds
 
@@ -69,12 +70,6 @@ def _seconds_or_zero(text: str) -> float:
     return 0.0 if text == "0" else _seconds(text)
 
 
-def _file(text: str) -> Path:
-    if not text:
-        raise ConfigError(f"the name of a file is needed, got {text!r}")
-    return Path(text)
-
-
 def _one_of(*choices: str) -> Parse:
     def parse(text: str) -> str:
         if text not in choices:
@@ -89,6 +84,7 @@ class Settings:
     """What ``HPCTRAIN_*`` variables say; ``HPCTRAIN_BUCKET_BYTES`` sets ``bucket_bytes``.
 
     Each has its type and how its text is read, what holds where no variable is set, a meaning.
+    Relative paths start at the directory in which this process imported ``hpctrain``.
     """
 
     ranks_per_node: Annotated[int | None, _whole(1)] = None
@@ -105,7 +101,7 @@ class Settings:
     the end of the program by all of them: ``error``, ``warn``, or ``off``."""
     timeout: Annotated[float, _seconds] = 600.0
     """Seconds that a wait for other ranks may last; ``inf`` for ever."""
-    plan: Annotated[Path | None, _file] = None
+    plan: Annotated[Path | None, from_environment] = None
     """File with the plan to use, such as the ``plan.json`` of an earlier run."""
     probe: Annotated[str, _one_of("auto", "off", "fresh")] = "auto"
     """Whether algorithms are measured: ``auto`` once for each shape of world, ``off`` never,
@@ -113,12 +109,12 @@ class Settings:
     stats: Annotated[bool, _flag] = False
     """Print what was moved, and how long was waited, at the end."""
     trace: Annotated[bool, _flag] = False  # print one line per collective
-    log_dir: Annotated[Path | None, Path] = None
+    log_dir: Annotated[Path | None, from_environment] = None
     """Folder for ``rank-N.log`` of each rank; none when unset."""
-    records: Annotated[Path | None, _file] = None
+    records: Annotated[Path | None, from_environment] = None
     """Folder in which ``hpctrain.record`` writes a file for each rank; ``hpctrain study`` sets
     it."""
-    stage_dir: Annotated[Path | None, _file] = None
+    stage_dir: Annotated[Path | None, from_environment] = None
     """Folder of each node to which ``stage="auto"`` copies data sets; else what the job has."""
     budget: Annotated[float | None, parse_seconds] = None
     """Seconds after which a run of ``hpctrain train`` stops, saves and exits with code 85."""
@@ -135,7 +131,7 @@ class Settings:
     never."""
     stall_abort_s: Annotated[float, _seconds] = math.inf
     """Seconds after which such a collective ends all ranks with exit code 86."""
-    timeline: Annotated[Path | None, _file] = None
+    timeline: Annotated[Path | None, from_environment] = None
     """File for a timeline of the named operations of rank 0; of all ranks, a file for each, where
     the name has ``{rank}``."""
     timeline_mark_cycles: Annotated[bool, _flag] = False
@@ -237,7 +233,7 @@ def records_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
     Raises ``ConfigError``: its value is not valid.
     """
     said = _read("records", environ)
-    return None if said is None else Path(said.value)
+    return None if said is None else said.value
 
 
 def _read(name: str, environ: Mapping[str, str]) -> Given | None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hpctrain.core.errors import ConfigError
+from hpctrain.core.paths import from_environment
 
 PREFIX = "HOROVOD_"
 GUIDE = "`hpctrain guide horovod-variables`"
@@ -56,7 +57,7 @@ def _never(text: str) -> float | None:
 
 def _file(text: str) -> Path | None:
     # DYNAMIC asks that a program may start the timeline later, as it may here at any time.
-    return None if text == "DYNAMIC" else Path(text)
+    return None if text == "DYNAMIC" else from_environment(text)
 
 
 def _two_level(text: str) -> str | None:

@@ -39,7 +39,11 @@ def folded(error: BaseException, log: Path | None) -> str:
         return ""
     said = "".join(traceback.format_exception_only(error)).rstrip().splitlines()
     said = [line[:_WIDTH] for line in said if line.strip()]
-    last = f"the whole traceback: {log}" if log else "HPCTRAIN_LOG_DIR=FOLDER keeps all frames"
+    last = (
+        f"the whole traceback: {_short(str(log))}"
+        if log
+        else "HPCTRAIN_LOG_DIR=FOLDER keeps all frames"
+    )
     left = MAX_LINES - len(lines) - 1
     del said[len(said) - len(notes) :], notes[left - 1 :]
     return "\n".join([*lines, *said[: left - len(notes)], *notes, last])

@@ -7,6 +7,7 @@ from typing import Annotated
 
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.keys import Amount, AtLeast0, Count, Number, Positive, Rule, check_rules
+from hpctrain.core.paths import absolute
 from hpctrain.core.toml_values import TomlValues, read_toml
 
 
@@ -88,7 +89,7 @@ class Machine:
         """
         values = TomlValues(cls)
         way_out = "hpctrain bench fit --out writes one"
-        values.merge(read_toml(Path(path), cls, way_out), f"file {path}")
+        values.merge(read_toml(absolute(path), cls, way_out), f"file {path}")
         if "nodes" not in values.origins:
             raise ConfigError(f"file {path}: a machine has nodes; say how many: nodes = 64")
         return values.build()

@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from itertools import chain
+from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -112,7 +113,7 @@ class Loader:
     def __post_init__(self) -> None:
         if self.comm is not None:
             self.rank, self.size = self.comm.rank, self.comm.size
-        if isinstance(self.split, Path | str):
+        if isinstance(self.split, str | PathLike):
             self.split = Split.read(self.split)
         _require(
             self.split is None or isinstance(self.split, Split),

@@ -13,6 +13,7 @@ from hpctrain.cluster.resources import available_bytes
 from hpctrain.core import config
 from hpctrain.core.config import Settings
 from hpctrain.core.libc import file_system_magic
+from hpctrain.core.paths import absolute
 
 MEMORY = Path("/dev/shm")  # noqa: S108 - the memory of the node, as a folder
 PREFIX = "hpctrain-"
@@ -42,7 +43,7 @@ def sites(to: Path | str, source: Path) -> list[Site]:
     Raises ``OSError``: the folder that the user named cannot be made.
     """
     found = []
-    chosen = Settings.from_env().stage_dir if to == "auto" else Path(to)
+    chosen = Settings.from_env().stage_dir if to == "auto" else absolute(to)
     if chosen is not None:
         chosen.mkdir(parents=True, exist_ok=True)
         found.append(Site(chosen, _room(chosen, _FREE_SHARE)))

@@ -14,6 +14,7 @@ from torch import Tensor
 from hpctrain.comm.agreement import agreed, on_root
 from hpctrain.comm.communicator import Communicator
 from hpctrain.core.errors import DataError
+from hpctrain.core.paths import absolute
 from hpctrain.data.format.hdf5_values import rows_per_chunk
 from hpctrain.data.format.layout import Field, Manifest
 from hpctrain.data.io.gathering import Part, gather_ragged, split
@@ -61,7 +62,7 @@ class ShardedDataset:
             raise DataError(f"verify is first, always or off, got {verify!r}")
         if io not in ("map", "read", "auto"):
             raise DataError(f"io is map, read or auto, got {io!r}")
-        self.path = Path(path)
+        self.path = absolute(path)
         self.manifest = manifest or Manifest.read(self.path)
         self._verify: Verify = verify
         self._io: IO = io
@@ -95,11 +96,11 @@ class ShardedDataset:
         Raises:
             DataError: the data set is missing, damaged or incomplete; on every rank.
         """
-        found = on_root(comm, lambda: Manifest.read(Path(path)), DataError)
-        dataset = cls(path, verify=verify, io=io, opener=opener, manifest=found)
+        found = on_root(comm, lambda: Manifest.read(absolute(path)), DataError)
         # At least one each, so that a rank without the mount finds out.
         num_shards = len(found.shards)
         with agreed(comm, DataError):
+            dataset = cls(path, verify=verify, io=io, opener=opener, manifest=found)
             dataset._check_files(range(comm.rank % num_shards, num_shards, comm.size))
         return dataset
 

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from hpctrain.core.atomic import publishing, reason_of
 from hpctrain.core.checksum import crc32
 from hpctrain.core.errors import DataError
+from hpctrain.core.paths import absolute
 from hpctrain.data.order.order import Order
 from hpctrain.data.samples import Indices, Samples
 from hpctrain.data.steps import Cut, StepPart, Steps
@@ -63,7 +64,7 @@ class Split:
         Raises ``DataError``: it cannot be read, or is damaged.
         """
         try:
-            with np.load(path, allow_pickle=False) as file:
+            with np.load(absolute(path), allow_pickle=False) as file:
                 number = int(file["num_parts"])
                 return cls(str(file["uuid"]), file["parts"], number, str(file["about"]))
         except OSError as error:
@@ -80,7 +81,7 @@ class Split:
     def write(self, path: Path | str) -> None:
         """Write the file, whole or not at all. Raises ``DataError``: the system refuses."""
         try:
-            with publishing(Path(path)) as part, part.open("wb") as file:
+            with publishing(absolute(path)) as part, part.open("wb") as file:
                 number = np.int64(self.num_parts)
                 uuid, about = np.str_(self.uuid), np.str_(self.about)
                 np.savez(file, uuid=uuid, parts=self.parts, num_parts=number, about=about)

@@ -15,6 +15,7 @@ from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.serial import SerialCommunicator
 from hpctrain.core.atomic import make_folder
 from hpctrain.core.errors import DataError
+from hpctrain.core.paths import absolute
 from hpctrain.data.format.columns import Samples, checked_rows, count
 from hpctrain.data.format.hdf5_values import load_filters, rows_per_chunk
 from hpctrain.data.format.layout import MANIFEST, Field, Manifest, shard_part
@@ -123,13 +124,13 @@ class ShardWriter:
             DataError: an argument is not valid or not the same on every rank, the directory
                 cannot be had, another writer is at work in it, or it holds another split.
         """
-        self._directory = Path(directory)
         self._samples_per_shard = samples_per_shard
         self._comm: Communicator = comm or SerialCommunicator()
         self._part: ShardPart | None = None
         self._lock: WriterLock | None = None
         self._may_replace = may_replace
         with agreed(self._comm, DataError):
+            self._directory = absolute(directory)
             draft = _draft(fields, split, block_size, compression)
             self.manifest = replace(draft, classes=classes)
             if samples_per_shard < 1:

@@ -17,6 +17,7 @@ from time import perf_counter_ns
 from typing import Any, NamedTuple
 
 from hpctrain.comm.communicator import Traffic
+from hpctrain.core.paths import absolute
 
 RANK = "{rank}"  # where a path has this, every rank writes a file of its own
 
@@ -39,9 +40,10 @@ class Timelines:
         put in. A file that cannot be made is a warning. ``mark_cycles`` marks each round of the
         controller.
         """
-        if RANK not in str(path) and self._rank != 0:
+        name = str(absolute(path))
+        if RANK not in name and self._rank != 0:
             return
-        path = Path(str(path).replace(RANK, str(self._rank)))
+        path = Path(name.replace(RANK, str(self._rank)))
         if self.current is not None and self.current.path == path:
             return
         self.stop()

@@ -6,6 +6,7 @@ import tempfile
 from collections import defaultdict
 from copy import deepcopy
 from itertools import chain
+from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -15,6 +16,7 @@ from torch.optim import Optimizer
 
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.libc import advise_memory, file_system_magic, trim_heap
+from hpctrain.core.paths import absolute
 from hpctrain.core.units import MIB, format_bytes
 from hpctrain.gradients.elementwise import PieceStep
 
@@ -68,7 +70,7 @@ class FileState:
                 for key, kind in kinds.items():
                     forms[-1].append((key, kind, numel, num_bytes))
                     num_bytes += -(-numel * kind.itemsize // _ALIGNED) * _ALIGNED
-        space = _reserved(folder, num_bytes)
+        space = _reserved(absolute(folder), num_bytes)
         self._forms = [
             {k: torch.frombuffer(space, dtype=t, count=n, offset=at) for k, t, n, at in some}
             for some in forms
@@ -168,7 +170,7 @@ def _part(tensor: DTensor, elements: slice) -> Tensor:
     return tensor.to_local().view(-1)[elements]
 
 
-def _reserved(folder: str, num_bytes: int) -> mmap.mmap:
+def _reserved(folder: Path, num_bytes: int) -> mmap.mmap:
     """Map a new file without a name, whose blocks are all there."""
     try:
         with tempfile.TemporaryFile(dir=folder) as file:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.core.errors import LaunchError
+from hpctrain.core.paths import absolute
 from hpctrain.launch.slurm import batch_script, scheduler
 from hpctrain.launch.slurm.batch_script import ENDED, BatchSettings
 from hpctrain.runtime.run import environment_of_ranks, results_in, write_call
@@ -28,7 +29,7 @@ class Job:
 
     def __init__(self, number: int, folder: Path, num_ranks: int) -> None:
         """Take the job's number, its folder, and how many ranks leave a result there."""
-        self.id, self.folder = number, folder
+        self.id, self.folder = number, absolute(folder)
         self._num_ranks = num_ranks
 
     def __repr__(self) -> str:
@@ -154,8 +155,8 @@ def submit(  # noqa: PLR0913 - options of a job
         requeue=requeue,
         extra=tuple(options),
     )
-    where = Path(folder) if folder is not None else _new_folder(settings.job_name or "")
-    return _sent(settings, where.resolve(), fn, args, kwargs)
+    where = _new_folder(settings.job_name or "") if folder is None else folder
+    return _sent(settings, absolute(where), fn, args, kwargs)
 
 
 def _sent(

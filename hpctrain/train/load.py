@@ -8,6 +8,7 @@ from typing import Any
 
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.keys import dumps, keys_of, tables_of, value_of
+from hpctrain.core.paths import absolute
 from hpctrain.core.toml_values import TomlValues, read_toml, unknown_key
 from hpctrain.train.config import RunConfig
 
@@ -30,13 +31,10 @@ class LoadedData:
 
     config: RunConfig
     path: Path | None  # the file; None when there is none
+    folder: Path
+    """Where modules named by the configuration are looked for first."""
     origins: Mapping[str, str] = field(default_factory=dict)
     """Where the keys that are not defaults were set: ``file digits.toml``, ``argument --set``."""
-
-    @property
-    def folder(self) -> Path:
-        """Where modules named by the configuration are looked for first."""
-        return (self.path.parent if self.path else Path()).resolve()
 
     def origin(self, name: str) -> str:
         """Say where the key ``name`` was set."""
@@ -83,7 +81,8 @@ def load(
             values.merge([(_ENVIRONMENT[name], text)], source)
     for override in overrides:
         values.merge([_parse(override)], f"argument --set {override}")
-    return LoadedData(config=values.build(), path=path, origins=values.origins)
+    folder = absolute(path.parent if path else "").resolve()  # now: an import may change it
+    return LoadedData(config=values.build(), path=path, folder=folder, origins=values.origins)
 
 
 def _parse(override: str) -> tuple[str, Any]:

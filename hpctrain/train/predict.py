@@ -18,6 +18,7 @@ from hpctrain.comm.agreement import agreed, on_root
 from hpctrain.comm.communicator import Communicator
 from hpctrain.core.atomic import PART, make_folder, sync
 from hpctrain.core.errors import ConfigError, DataError
+from hpctrain.core.paths import absolute
 from hpctrain.core.records import read
 from hpctrain.core.target import make_importable
 from hpctrain.data.loader import Loader
@@ -59,7 +60,7 @@ def load_task(
             config,
             sync=SyncConfig(),
             parallel=ParallelConfig(),
-            model=replace(config.model, init_from=str(checkpoint), init_strict=True),
+            model=replace(config.model, init_from=str(absolute(checkpoint)), init_strict=True),
             data=replace(config.data, stage="", on_corrupt="raise"),
             train=replace(config.train, reproducible=False, ema=0.0),
         )

@@ -27,6 +27,7 @@ from hpctrain.core.errors import (
 )
 from hpctrain.core.keys import render, seconds
 from hpctrain.core.logs import logger
+from hpctrain.core.paths import absolute
 from hpctrain.core.target import make_importable
 from hpctrain.core.units import format_seconds
 from hpctrain.data.loader import Loader
@@ -82,7 +83,7 @@ class _Run:
     def __init__(self, loaded: LoadedData, how: How) -> None:
         self._started = time.time()
         self._loaded, self._how = loaded, how
-        self._directory = RunDirectory(loaded.config.directory)
+        self._directory = RunDirectory(absolute(loaded.config.directory))
 
     def carry_out(self, given: Mapping[str, Any]) -> int:
         """Join the world, and train; with lost ranks from the last checkpoint on. Collective."""
@@ -168,7 +169,7 @@ class _Run:
         last = on_root(self._comm, lambda: finished(directory) if continues else None)
         if last is not None and not changes:
             console.print(
-                f"the run in {directory.path} is finished, there is nothing to go on with"
+                f"the run in {config.directory} is finished, there is nothing to go on with"
             )
             console.print(result(last))
             return 0
@@ -187,7 +188,7 @@ class _Run:
         if self._how.look:
             task.split(next(iter(task.train)))
             return 0
-        _introduce(console, here, task, directory)
+        _introduce(console, here, task)
         if self._how.verbose or self._how.dry_run:
             _describe(console, here)
         for line in changes:
@@ -234,7 +235,7 @@ class _Run:
             )
         self._console.print(
             f"{outcome.num_samples / outcome.training_s:.0f} samples/s over all ranks, "
-            f"{format_seconds(outcome.training_s)} in all; results in {self._directory.path}"
+            f"{format_seconds(outcome.training_s)} in all; results in {task.config.directory}"
         )
         if task.config.sync.compression != "none" and self._comm.rank == 0:
             for line in self._told_compression(task):
@@ -255,7 +256,8 @@ class _Run:
         """Say for people how the tests went: the last one, and the best where it is another."""
         best = outcome.best
         if task.config.keep_best and best and best["step"] != outcome.step:
-            path = CheckpointDirectory(self._directory.checkpoints).path(best["step"])
+            folder = RunDirectory(task.config.directory).checkpoints  # as the user calls it
+            path = CheckpointDirectory(folder).path(best["step"])
             yield f"best test {task.metric_name} {best['metric']:.4f}, in {path}"
         yield from outcome.scores.lines(task.metric_name)
 
@@ -303,7 +305,7 @@ def requests_of(
     return StopRequests(stop_file=directory.stop, deadline=end)
 
 
-def _introduce(console: Console, here: world.World, task: Task, directory: RunDirectory) -> None:
+def _introduce(console: Console, here: world.World, task: Task) -> None:
     """Tell in a few lines what is trained, on what, and where."""
     config, number = task.config, task.config.train.epochs
     epochs = "1 epoch" if number == 1 else f"{number} epochs"
@@ -311,7 +313,7 @@ def _introduce(console: Console, here: world.World, task: Task, directory: RunDi
     rate = f"{config.optimizer.name}, learning rate {config.optimizer.lr:g}"
     data = f"{task.num_train_samples} samples, {config.train.global_batch} in each of"
     rows = [
-        (config.name, f"in {directory.path}"),
+        (config.name, f"in {config.directory}"),
         ("model", f"{config.model.target}, {task.num_parameters} parameters, {rate}"),
         ("data", f"{config.data.target}, {data} {task.num_steps} steps, {epochs}"),
         *([("reproducible", task.steps.describe())] if task.steps else []),

@@ -14,6 +14,9 @@ from hpctrain.core.units import MIB
 CACHE_FOLDER = config.cache_folder  # tests themselves have another
 
 
+HERE = Path.cwd()
+
+
 def test_an_empty_environment_gives_the_defaults():
     assert Settings.from_env({}) == Settings()
 
@@ -23,13 +26,14 @@ def test_an_empty_environment_gives_the_defaults():
     [
         ("ranks_per_node", "2", 2), ("shared_memory", "memfd", "memfd"),
         ("overlap", "thread", "thread"), ("bucket_bytes", "1 MiB", MIB), ("timeout", "2.5", 2.5),
-        ("timeout", "inf", math.inf), ("plan", "runs/a/plan.json", Path("runs/a/plan.json")),
+        ("timeout", "inf", math.inf), ("plan", "runs/a/plan.json", HERE / "runs/a/plan.json"),
         ("probe", "fresh", "fresh"), ("stats", "1", True), ("trace", "ON", True),
-        ("trace", "no", False), ("trace", "", False), ("log_dir", "some", Path("some")),
+        ("trace", "no", False), ("trace", "", False), ("log_dir", "some", HERE / "some"),
         ("stage_dir", "/local", Path("/local")), ("log_level", "debug", "debug"),
         ("fusion_bytes", "4 MiB", 4 * MIB), ("fusion_bytes", "0", 0), ("cycle_s", "0.002", 0.002),
         ("cycle_s", "0", 0.0), ("stall_s", "inf", math.inf), ("stall_abort_s", "90", 90.0),
-        ("timeline", "out/{rank}.json", Path("out/{rank}.json")), ("elastic_reset_limit", "0", 0),
+        ("timeline", "out/{rank}.json", HERE / "out/{rank}.json"),
+        ("elastic_reset_limit", "0", 0),
     ],
 )  # fmt: skip
 def test_a_variable_is_read(setting, text, value):
@@ -41,6 +45,7 @@ def test_a_variable_is_read(setting, text, value):
 WRONG = {
     "RANKS_PER_NODE": ("0", "two"), "OVERLAP": ("always",), "SHARED_MEMORY": ("yes",),
     "BUCKET_BYTES": ("many",), "TIMEOUT": ("0", "-1", "nan", "soon"), "PLAN": ("",),
+    "LOG_DIR": ("",),
     "PROBE": ("always",), "STATS": ("often",), "TRACE": ("perhaps",), "LOG_LEVEL": ("loud",),
     "CYCLE_S": ("-1",), "STALL_S": ("0",), "TIMELINE": ("",), "ELASTIC_RESET_LIMIT": ("-1",),
 }  # fmt: skip

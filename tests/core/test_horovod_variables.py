@@ -18,7 +18,10 @@ ROWS = re.findall(r"^\| `(HOROVOD_\w+)` \| (.*?) \|", GUIDE, re.MULTILINE)
 
 
 MEANT = [
-    ("timeline", {"TIMELINE": {"out/{rank}.json": Path("out/{rank}.json"), "DYNAMIC": None}}),
+    (
+        "timeline",
+        {"TIMELINE": {"out/{rank}.json": Path.cwd() / "out/{rank}.json", "DYNAMIC": None}},
+    ),
     ("timeline", {"TIMELINE": {"": None}}),
     ("timeline_mark_cycles", {"TIMELINE_MARK_CYCLES": {"1": True, "0": False}}),
     ("fusion_bytes", {"FUSION_THRESHOLD": {"33554432": 33554432, "0": 0}}),

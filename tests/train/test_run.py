@@ -82,7 +82,7 @@ def test_a_dry_run_and_a_place_that_is_used_or_cannot_be_written(folder, monkeyp
             assert text in told
         assert not (folder / "runs").exists()
         (folder / "file").touch()
-        with pytest.raises(ConfigError, match="the run directory file/out cannot be written"):
+        with pytest.raises(ConfigError, match=r"the run directory .*/file/out cannot be written"):
             run(load(Path("small.toml"), ["output_dir=file/out"]), {}, How())
         RunDirectory(Path("used")).create("", {}, {})
         with pytest.raises(MismatchError, match="used holds the results of a run already"):
@@ -94,6 +94,27 @@ def test_a_dry_run_and_a_place_that_is_used_or_cannot_be_written(folder, monkeyp
     finally:
         hpctrain.shutdown()
         sys.modules.pop("task", None)
+
+
+def test_a_model_that_changes_the_directory_moves_no_file_of_the_run(folder, monkeypatch):
+    """In this process: no rank needs another."""
+    elsewhere = folder / "elsewhere"
+    elsewhere.mkdir()
+    with (folder / "task.py").open("a") as file:
+        file.write(f"import os\nos.chdir({str(elsewhere)!r})\n")
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
+    try:
+        assert run(load(Path("small.toml")), {}, How()) == 0
+        assert Path.cwd() == elsewhere
+    finally:
+        hpctrain.shutdown()
+        sys.modules.pop("task", None)
+    assert [path.name for path in elsewhere.iterdir()] == ["d"]  # the data, by the module itself
+    output = folder / "runs/small"
+    assert read(output / "metrics.jsonl")[-1]["event"] == "finished"
+    assert newest_model(output)["step"] == 8
+    assert (output / "plots/training.png").exists()
 
 
 def test_a_run_that_stops_leaves_its_plot_too(folder, monkeypatch):

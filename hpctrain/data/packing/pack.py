@@ -15,6 +15,7 @@ from hpctrain.comm.serial import SerialCommunicator
 from hpctrain.core.atomic import reason_of
 from hpctrain.core.errors import DataError
 from hpctrain.core.logs import logger
+from hpctrain.core.paths import absolute
 from hpctrain.core.units import MIB
 from hpctrain.data.format.layout import CLASSES, MANIFEST, Manifest
 from hpctrain.data.packing.files import fingerprint
@@ -100,8 +101,9 @@ def pack(
             rank, and is a DataError on the others.
     """
     config = config or PackConfig()
-    directory = Path(directory)
     comm = comm or SerialCommunicator()
+    with agreed(comm, DataError):
+        directory = absolute(directory)
     found, key = _opened(source, directory, config, comm)
     notes = (*found.notes, *_idle_ranks(found, comm.size))
     for note in notes if comm.rank == 0 else ():

@@ -20,6 +20,7 @@ def become(request):
     os.sched_setaffinity(0, request["affinity"])
     os.umask(request["umask"])
     os.chdir(request["folder"])
+    sys.modules["hpctrain.core.paths"].START = request["folder"]
     _place(request["received"], request["fds"])
     os.environ.clear()
     os.environ.update(request["environ"])
