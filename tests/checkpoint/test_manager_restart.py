@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hpctrain.checkpoint import loading
 from hpctrain.checkpoint.checkpoint_directory import Kept, expendable
 from hpctrain.checkpoint.format.manifest import name_of, step_of
 from hpctrain.comm.serial import SerialCommunicator
@@ -108,6 +109,32 @@ def test_the_newest_is_found_while_another_job_prunes(comm, root, when, caplog, 
     assert has_begun or comm.rank
     assert steps_in(root) == [2]
     assert not caplog.records
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("blind", ["the first", "the last"])
+def test_a_checkpoint_that_some_ranks_see_no_more_is_the_same_to_all(
+    comm, root, blind, monkeypatch
+):
+    with managed(root, comm) as manager:
+        manager.save(state(1), 1, wait=True)
+    mine = root.parent / f"seen by {comm.rank}"  # as a file system that is late shows it
+    mine.mkdir()
+    link, load = mine / "step-00000001", loading.load
+    link.symlink_to(root / link.name)
+
+    def load_later(*args, **options):
+        if comm.rank == (0 if blind == "the first" else comm.size - 1):
+            link.unlink(missing_ok=True)  # the newest one is found before
+        return load(*args, **options)
+
+    monkeypatch.setattr(loading, "load", load_later)
+    with managed(mine, comm) as manager:
+        if blind == "the first":  # which decides whether it is damaged or removed
+            assert manager.load_latest() is None
+        else:
+            with pytest.raises(CheckpointError, match="none of 1 checkpoints"):
+                manager.load_latest()
 
 
 @pytest.mark.ranks(1, 2)
