@@ -173,6 +173,19 @@ def test_the_same_step_is_written_once(comm, root):
         assert (root / "step-00000004" / "manifest.json").stat().st_ino == before
 
 
+@pytest.mark.ranks(1, 2)
+def test_a_step_is_written_again_once_a_load_has_found_nothing(comm, root):
+    with managed(root, comm) as manager:
+        manager.save(state(4), 4, wait=True)
+        comm.barrier()
+        if comm.rank == 0:
+            shutil.rmtree(root)
+        comm.barrier()
+        assert manager.load_latest() is None
+        manager.save(state(4), 4, wait=True)
+        assert steps_in(root) == [4]
+
+
 def test_old_ones_that_cannot_be_removed_are_a_warning(comm, root, monkeypatch, caplog):
     remove = shutil.rmtree
 
