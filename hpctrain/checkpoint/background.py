@@ -1,7 +1,9 @@
 """Work beside the training: a copy of the state in memory, and the thread that writes it."""
 
 import logging
+import time
 from collections.abc import Callable
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Generic, TypeVar
 
@@ -9,8 +11,10 @@ import torch
 from torch import Tensor
 
 from hpctrain.checkpoint.format.shard import Piece, Shard
+from hpctrain.checkpoint.format.state_hash import is_dense
 from hpctrain.checkpoint.format.state_tree import flatten, unflatten
-from hpctrain.checkpoint.saving import divide
+from hpctrain.checkpoint.replicas import Checksum, checksums
+from hpctrain.checkpoint.saving import divided
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.device import device_of
 from hpctrain.comm.mpi_library import calls_from_threads
@@ -27,8 +31,8 @@ _PINNED_BYTES = MIB
 class Snapshot:
     """Holds one copy at a time; the memory of the first serves all later ones of equal shapes.
 
-    Of replicated tensors a rank copies what it will write, so the ranks share time and memory.
-    Memory: its share of the state, from the first copy on.
+    Of replicated tensors a rank copies what it will write, so the ranks share time and memory, and
+    reads the rest for its checksum. Memory: its share of the state, from the first copy on.
     """
 
     def __init__(self, rank: int = 0, num_ranks: int = 1) -> None:
@@ -36,20 +40,19 @@ class Snapshot:
         self._num_ranks = num_ranks
         self._copies: dict[str, Tensor] = {}
         self.num_bytes = 0  # copied by the last ``take``
+        self.checksums: dict[str, Checksum] = {}  # of the last state, for ``Source``
+        self.compare_s = 0.0  # how long they took
 
-    def take(self, state: Any) -> Any:
+    def take(self, state: Any, source_rank: int | None = None) -> Any:
         """Return a copy of a state, on the CPU; what the one before returned is overwritten.
 
-        What another rank writes has its shape and dtype in the copy, but not its values. Raises
-        ``CheckpointError``: the state holds something else; the copy before is intact then.
+        What another rank writes has its shape and dtype in the copy, but not its values: all of
+        that is of ``source_rank``, if there is one. Raises ``CheckpointError``: the state holds
+        something else; the copy before is intact then.
         """
         leaves, skeleton = flatten(state)
-        replicated = {path: leaf for path, leaf in leaves.items() if isinstance(leaf, Tensor)}
         # The same division as in the save, which it must be.
-        parts = divide(
-            {path: (leaf.shape, leaf.itemsize) for path, leaf in replicated.items()},
-            self._num_ranks,
-        )
+        parts = divided(leaves, self._num_ranks, source_rank)
         held, self._copies = self._copies, {}  # what this state has no more is given back
         self.num_bytes = 0
         copies: dict[str, Tensor | Piece] = {}
@@ -59,6 +62,10 @@ class Snapshot:
                 copies[path] = Piece(self._copied(path, leaf.tensor, whole, held), leaf.shard)
             else:
                 copies[path] = self._copied(path, leaf, parts[path].get(self._rank), held)
+        began, self.checksums = time.perf_counter(), {}
+        if self._num_ranks > 1 and source_rank is None:
+            self.checksums = checksums(leaves, parts, self._rank)
+        self.compare_s = time.perf_counter() - began
         tensors = (leaf.tensor if isinstance(leaf, Piece) else leaf for leaf in leaves.values())
         for place in {each.device for each in tensors if not each.is_meta}:
             if (device := device_of(place)) is not None:
@@ -68,7 +75,7 @@ class Snapshot:
     def _copied(
         self, path: str, tensor: Tensor, part: Shard | None, held: dict[str, Tensor]
     ) -> Tensor:
-        if tensor.layout is not torch.strided or tensor.is_meta:
+        if not is_dense(tensor):
             return tensor  # what writes it says why it cannot
         if part is None:
             return torch.empty((), dtype=tensor.dtype).expand(tensor.shape)  # no memory
@@ -123,6 +130,11 @@ class Beside(Generic[T]):
             self._running.set_result(job(self._comm))
         except Exception as error:  # join() raises it, as from the thread
             self._running.set_exception(error)
+
+    def settle(self) -> None:
+        """Wait for the job; ``join`` still returns its result or raises its error."""
+        if self._running is not None:
+            futures.wait([self._running])
 
     def join(self) -> T | None:
         """Wait for the job and return its result, once; None where there is none. Not collective.

@@ -12,9 +12,9 @@ from typing import Any, Protocol
 from hpctrain.checkpoint import loading, saving
 from hpctrain.checkpoint.background import Beside, Snapshot
 from hpctrain.checkpoint.checkpoint_directory import SCORE, CheckpointDirectory
-from hpctrain.checkpoint.refusal import explained
+from hpctrain.checkpoint.refusal import explained, mismatches
 from hpctrain.checkpoint.schedule import Schedule
-from hpctrain.comm.agreement import agreed, on_root
+from hpctrain.comm.agreement import agreed, on_root, require_equal
 from hpctrain.comm.communicator import Communicator
 from hpctrain.core.errors import CheckpointError, ConfigError
 from hpctrain.core.paths import absolute
@@ -44,6 +44,7 @@ class Figures:
     num_bytes: int  # of all tensors, on all ranks
     stall_s: float  # how long the training stood still, the longest of all ranks
     write_s: float  # until all was on disk, the longest of all ranks
+    compare_s: float  # of both: for the comparison of states, the longest of all ranks
 
     @property
     def bytes_per_s(self) -> float:
@@ -55,8 +56,9 @@ class Manager:
     """Takes checkpoints beside the training and finds the one to go on from.
 
     In the background the training thread pays for a copy of this rank's share into memory, which
-    is kept; a thread writes it, with a communicator of its own, and removes what need not stay.
-    One save is in work at a time: the next one waits for it.
+    is kept, and for a checksum of what other ranks write; a thread writes the copy, with a
+    communicator of its own, and removes what need not stay. One save is in work at a time: the
+    next one waits for it.
 
     A save that fails leaves the checkpoints before it. Its error is raised on every rank by the
     next ``save``, ``wait`` or ``close``; training may go on, and save again.
@@ -129,7 +131,7 @@ class Manager:
             return False
         return self._schedule.due(step, time.monotonic() if now is None else now)
 
-    def save(
+    def save(  # noqa: PLR0913 - what belongs to a checkpoint
         self,
         state: Mapping[str, Any],
         step: int,
@@ -138,6 +140,7 @@ class Manager:
         *,
         wait: bool = False,
         score: float | None = None,
+        source_rank: int | None = None,
     ) -> None:
         """Take a checkpoint, unless the last one saved or loaded here is of this very step.
 
@@ -145,17 +148,19 @@ class Manager:
         the last one lacks, as after a stop in front of a test, replaces it.
 
         Args:
-            state: the same tree on every rank; see ``save``. Tensors may be on any device.
+            state: the same tree and the same bits on every rank; see ``save``. Tensors may be on
+                any device.
             step: number of steps done.
             private: what this rank has of its own.
             facts: for people and checks; values for JSON.
             wait: return when the checkpoint is on disk. An error of the save before is only
                 logged then, as this one replaces it.
             score: how good the model is, the larger the better; for ``keep_best``.
+            source_rank: write the state of this rank alone; see ``save``.
 
         Raises:
-            CheckpointError: this save failed, or the one before, which leaves this one undone; on
-                every rank.
+            CheckpointError: this save failed, or the one before, which leaves this one undone; or
+                step, score or source_rank differ between ranks; on every rank.
         """
         began = time.monotonic()
         try:
@@ -165,16 +170,19 @@ class Manager:
                 raise
             self._warn(str(error))
         told = {SCORE: float(score)} if score is not None and math.isfinite(score) else {}
+        call = [f"step {step}", f"score {told.get(SCORE)}", f"source_rank {source_rank}"]
+        with mismatches():
+            require_equal(self._comm, call, "an argument of Manager.save", "pass the same values")
         if step == self._step and (self._has_score or not told):
             return
         # A rank that fails here tells the others beside: nobody waits for the slowest copy.
-        taken: tuple[Any, Any] | CheckpointError
+        taken: saving.Source | CheckpointError
         try:
             with explained(f"copy the state of step {step}"):
-                taken = self._taken(state, private or {})
+                taken = self._taken(state, private or {}, source_rank)
         except CheckpointError as error:
             taken = error
-        contents = {"step": step, "facts": {**(facts or {}), **told}}
+        contents = {"step": step, "facts": {**(facts or {}), **told}, "source_rank": source_rank}
         self._schedule.taken(step, began)
         self._step, self._has_score = step, bool(told)
         self._stall_s = time.monotonic() - began
@@ -207,7 +215,8 @@ class Manager:
     def latest(self) -> Path | None:
         """Return the newest checkpoint with a whole manifest; None where there is none at all.
 
-        Collective. Damaged ones that are newer are told, once, and passed over from now on.
+        Collective; waits for what is being written. Damaged ones that are newer are told, once,
+        and passed over from now on.
 
         Raises:
             CheckpointError: there are checkpoints, and all are damaged; on every rank.
@@ -218,8 +227,9 @@ class Manager:
     def load_latest(self, *, into: Mapping[str, Any] | None = None) -> loading.Loaded | None:
         """Read the newest checkpoint that can be read; None where there is none at all.
 
-        Collective. Damaged ones are told and passed over, as by ``latest``; where one goes away
-        while it is read, as another job prunes, the directory is listed again.
+        Collective; waits for what is being written. Damaged ones are told and passed over, as by
+        ``latest``; where one goes away while it is read, as another job prunes, the directory is
+        listed again.
 
         Args:
             into: the pieces that this rank wants; see ``load``.
@@ -238,6 +248,7 @@ class Manager:
             self._step, self._has_score = step, SCORE in loaded.facts
             self._schedule.taken(step, time.monotonic())
             return loaded
+        self._step = None  # whatever was saved is gone
         return None
 
     def figures(self) -> Figures | None:
@@ -255,16 +266,19 @@ class Manager:
         finally:
             self._beside.close()
 
-    def _taken(self, state: Any, private: Any) -> tuple[Any, Any]:
+    def _taken(self, state: Any, private: Any, source_rank: int | None) -> saving.Source:
         if self._beside.at_once:
-            return state, private
+            return saving.Source.of(state, private, self._comm, source_rank)
+        saving.check_source(source_rank, self._comm.size)
         of_state, of_private = self._snapshots
-        return of_state.take(state), of_private.take(private)
+        copy = of_state.take(state, source_rank)
+        checked = of_state.checksums, of_state.compare_s
+        return saving.Source(copy, of_private.take(private), *checked)
 
     def _write(
         self,
         comm: Communicator,
-        taken: tuple[Any, Any] | CheckpointError,
+        taken: saving.Source | CheckpointError,
         contents: dict[str, Any],
         *,
         stall_s: float | None,
@@ -272,23 +286,25 @@ class Manager:
     ) -> Figures:
         """Write and tidy. Collective; on the thread that is beside."""
         began = time.monotonic()
-        with agreed(comm, CheckpointError):
+
+        def take() -> saving.Source:
             if isinstance(taken, CheckpointError):
                 raise taken
-            state, private = taken
+            return taken
+
         step = contents["step"]
-        saved = saving.save(
-            self._shelf.path(step), state, comm, private=private, guard=self._guard, **contents
-        )
+        saved = saving.write(self._shelf.path(step), take, comm, guard=self._guard, **contents)
         tidy = partial(self._tidy, step, damaged=damaged - {step})
         on_root(comm, explained(f"tidy {self._shelf.root}")(tidy), CheckpointError)
         seconds = time.monotonic() - began
-        stalls_s, writes_s = zip(
-            *comm.allgather_object((seconds if stall_s is None else stall_s, saved.seconds)),
-            strict=True,
-        )
+        mine = seconds if stall_s is None else stall_s, saved.seconds, saved.compare_s
+        stalls_s, writes_s, compares_s = zip(*comm.allgather_object(mine), strict=True)
         return Figures(
-            step=step, num_bytes=saved.bytes, stall_s=max(stalls_s), write_s=max(writes_s)
+            step=step,
+            num_bytes=saved.bytes,
+            stall_s=max(stalls_s),
+            write_s=max(writes_s),
+            compare_s=max(compares_s),
         )
 
     def _tidy(self, step: int, *, damaged: set[int]) -> None:
@@ -298,6 +314,7 @@ class Manager:
 
     def _newest(self) -> int | None:
         """Return the newest step that is not known as damaged. Collective."""
+        self._beside.settle()
         look = explained(f"look for checkpoints in {self._shelf.root}")(self._shelf.newest)
         step, faults = on_root(self._comm, partial(look, self._damaged), CheckpointError)
         for damaged, fault in faults.items():

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hpctrain.core.atomic import reason_of
-from hpctrain.core.errors import CheckpointError
+from hpctrain.core.errors import CheckpointError, MismatchError
 
 
 @contextmanager
@@ -19,6 +19,15 @@ def explained(what: str) -> Iterator[None]:
         raise CheckpointError(
             f"cannot {what}: {reason}{named}; see to it, or use another directory"
         ) from error
+
+
+@contextmanager
+def mismatches() -> Iterator[None]:
+    """Raise a MismatchError of the block, which is one of all ranks, as a CheckpointError."""
+    try:
+        yield
+    except MismatchError as error:
+        raise CheckpointError(str(error)) from None
 
 
 def damaged(path: Path, what: str) -> CheckpointError:

@@ -28,13 +28,16 @@ from hpctrain.checkpoint.format.manifest import (
     require_named,
 )
 from hpctrain.checkpoint.format.shard import Piece, Shard, fault_of_cover
+from hpctrain.checkpoint.format.state_hash import crc_of
 from hpctrain.checkpoint.format.state_tree import flatten, lines
-from hpctrain.checkpoint.refusal import explained
+from hpctrain.checkpoint.format.tensor_file import DTYPES
+from hpctrain.checkpoint.refusal import explained, mismatches
+from hpctrain.checkpoint.replicas import Checksum, checksums, require_same
 from hpctrain.comm.agreement import agreed, on_root, require_equal
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.tensor_arguments import name_of
 from hpctrain.core.atomic import PART, appear, make_folder, sync
-from hpctrain.core.errors import CheckpointError, MismatchError
+from hpctrain.core.errors import CheckpointError
 from hpctrain.core.paths import absolute
 from hpctrain.core.units import MIB
 
@@ -54,6 +57,27 @@ class Saved:
 
     bytes: int  # of all tensors, on all ranks
     seconds: float
+    compare_s: float  # of these: how long this rank compared its state with the others
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What a save writes: a state, or a copy of what this rank writes of it."""
+
+    state: Any
+    private: Any
+    checksums: Mapping[str, Checksum]  # of the tensors that other ranks write as well
+    compare_s: float  # how long they took
+
+    @classmethod
+    def of(cls, state: Any, private: Any, comm: Communicator, source_rank: int | None) -> "Source":
+        """Return a state as it is. Not collective."""
+        began = time.perf_counter()
+        found = {}
+        if comm.size > 1 and source_rank is None:
+            leaves, _ = flatten(state)
+            found = checksums(leaves, divided(leaves, comm.size, None), comm.rank)
+        return cls(state, private, found, time.perf_counter() - began)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +102,7 @@ def save(  # noqa: PLR0913 - what belongs to a checkpoint
     private: Mapping[str, Any] | None = None,
     facts: Mapping[str, Any] | None = None,
     guard: Callable[[], None] | None = None,
+    source_rank: int | None = None,
 ) -> Saved:
     """Write a checkpoint, which appears whole and on disk, or not at all.
 
@@ -85,62 +110,104 @@ def save(  # noqa: PLR0913 - what belongs to a checkpoint
 
     Args:
         directory: of this checkpoint; its parents are made. An older one there is replaced.
-        state: the same tree of plain values, tensors and pieces on every rank. Tensors are
-            replicated, and written once; pieces are written by a rank that has them.
+        state: the same tree of plain values, tensors and pieces on every rank, with the same
+            bits: checksums are compared before the checkpoint appears. Tensors are written once,
+            each rank writes a part of them; pieces are written by a rank that has them.
         comm: the ranks that write.
         step: that the state belongs to.
         private: what each rank has of its own, such as random states; kept by rank.
         facts: values for JSON, for people and for checks before a load; rank 0's are kept.
         guard: called on rank 0 before anything is written, and again before it appears, which a
             CheckpointError of it prevents.
+        source_rank: write the plain values and tensors of this rank alone, and of a piece that
+            several ranks hold its copy; only pieces are taken from the states of other ranks.
 
     Raises:
-        CheckpointError: the state is no state, the ranks disagree, the directory has the name
-            of another step, or a disk refuses; on every rank, and what was there before is intact.
+        CheckpointError: the state is no state, the ranks disagree or hold different tensors, the
+            directory has the name of another step, or a disk refuses; on every rank, and what was
+            there before is intact.
     """
+    take = partial(Source.of, state, private or {}, comm, source_rank)
+    return write(
+        directory, take, comm, step=step, facts=facts, guard=guard, source_rank=source_rank
+    )
+
+
+def write(  # noqa: PLR0913 - what belongs to a checkpoint
+    directory: Path | str,
+    take: Callable[[], Source],
+    comm: Communicator,
+    *,
+    step: int,
+    facts: Mapping[str, Any] | None = None,
+    guard: Callable[[], None] | None = None,
+    source_rank: int | None = None,
+) -> Saved:
+    """Write a checkpoint of what ``take`` returns; see ``save``. Collective."""
     began = time.perf_counter()
     what = f"write checkpoint {directory}"
     facts = dict(facts or {})
     with agreed(comm, CheckpointError), explained(what):
         directory = absolute(directory)
         require_named(directory, step)
-        contents = _contents(
-            [f"directory {directory}", f"step {step}"], state, private or {}, facts
-        )
-    try:
-        way_out = "what a rank has of its own goes into private"
-        require_equal(comm, contents.common, "the state of a checkpoint", way_out)
-    except MismatchError as error:
-        raise CheckpointError(str(error)) from None
-    parts = _plan(contents, comm.allgather_object(contents.pieces))
+        check_source(source_rank, comm.size)
+        source = take()
+        contents = _contents(source, facts, is_compared=source_rank is None)
+    call = [f"directory {directory}", f"step {step}", f"source_rank {source_rank}"]
+    way_out = "what a rank has of its own goes into private"
+    with mismatches():
+        require_equal(comm, call + contents.common, "the state of a checkpoint", way_out)
+    tree = contents.skeleton, {path: _spec(leaf) for path, leaf in contents.leaves.items()}
+    if source_rank is not None:
+        tree = comm.broadcast_object(tree, root=source_rank)
+    pieces = comm.allgather_object(contents.pieces)
+    parts = _plan(tree[1], pieces, source_rank)
     room = on_root(comm, explained(what)(partial(_make_room, directory, guard)), CheckpointError)
     try:
         with agreed(comm, CheckpointError), explained(what):
             share = {**_share(contents.leaves, parts, comm.rank), **contents.own}
             crcs = tensor_file.write(room / file_name(comm.rank), share)
-            own = crcs, {name: _spec(tensor) for name, tensor in contents.own.items()}
-        make = partial(_manifest, contents, parts, comm.gather_object(own), step, facts)
+            written = time.perf_counter()
+            found = {
+                **_of_replicated(source.checksums, share, crcs),
+                **_of_copies(contents.leaves, pieces, source_rank),
+            }
+            compare_s = source.compare_s + time.perf_counter() - written
+        exchanged = time.perf_counter()
+        require_same(comm, found)
+        compare_s += time.perf_counter() - exchanged
+        own = crcs, {name: _spec(tensor) for name, tensor in contents.own.items()}
+        make = partial(_manifest, tree, parts, comm.gather_object(own), step, facts)
         publish = partial(_publish, make, room, directory, guard)
         num_bytes = on_root(comm, explained(what)(publish), CheckpointError)
     except CheckpointError:
         if comm.rank == 0:
             shutil.rmtree(room, ignore_errors=True)
         raise
-    return Saved(num_bytes, time.perf_counter() - began)
+    return Saved(num_bytes, time.perf_counter() - began, compare_s)
 
 
-def _contents(
-    call: list[str], state: Mapping[str, Any], private: Mapping[str, Any], facts: Mapping[str, Any]
-) -> _Contents:
-    leaves, skeleton = flatten(state)
-    common = [*call, *lines(state)]
+def check_source(source_rank: int | None, num_ranks: int) -> None:
+    """Refuse a source rank that is none of the ranks."""
+    if source_rank is not None and not 0 <= source_rank < num_ranks:
+        raise CheckpointError(
+            f"source_rank must be a rank from 0 to {num_ranks - 1}, got {source_rank}"
+        )
+
+
+def _contents(source: Source, facts: Mapping[str, Any], *, is_compared: bool) -> _Contents:
+    leaves, skeleton = flatten(source.state)
+    common = lines(source.state) if is_compared else []
     for path, leaf in leaves.items():
         is_piece = isinstance(leaf, Piece)
         tensor_file.check_storable(path, leaf.tensor if isinstance(leaf, Piece) else leaf)
         dtype, shape = _spec(leaf)
-        common.append(f"{path} is {'a piece of ' * is_piece}{dtype} {list(shape)}")
+        if is_piece or is_compared:
+            common.append(f"{path} is {'a piece of ' * is_piece}{dtype} {list(shape)}")
+        if (checksum := source.checksums.get(path)) and checksum.device != "cpu":
+            common[-1] += f" on {checksum.device}"
     own: dict[str, Tensor] = {}
-    leaves_of_own, own_skeleton = flatten(private)
+    leaves_of_own, own_skeleton = flatten(source.private)
     for path, leaf in leaves_of_own.items():
         if isinstance(leaf, Piece):
             raise CheckpointError(
@@ -153,7 +220,7 @@ def _contents(
         dumps(facts)
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"the facts of a checkpoint are values for JSON: {error}") from None
-    if private:
+    if source.private:
         text = bytearray(dumps(own_skeleton).encode())
         own[PRIVATE] = torch.frombuffer(text, dtype=torch.uint8)
     return _Contents(leaves, skeleton, own, common)
@@ -165,13 +232,15 @@ def _spec(leaf: Tensor | Piece) -> _Spec:
     return name_of(leaf.dtype), tuple(leaf.shape)
 
 
-def _plan(contents: _Contents, pieces: Sequence[Mapping[str, Shard]]) -> dict[str, Parts]:
+def _plan(
+    specs: Mapping[str, _Spec], pieces: Sequence[Mapping[str, Shard]], source_rank: int | None
+) -> dict[str, Parts]:
     whole = {
-        path: (tuple(leaf.shape), leaf.itemsize)
-        for path, leaf in contents.leaves.items()
-        if isinstance(leaf, Tensor)
+        path: (shape, DTYPES[dtype].itemsize)
+        for path, (dtype, shape) in specs.items()
+        if path not in pieces[0]
     }
-    sharded = owners(pieces)
+    sharded = owners(pieces, source_rank)
     for path, parts in sharded.items():
         shape = pieces[0][path].global_shape
         if fault := fault_of_cover(shape, list(parts.values())):
@@ -179,17 +248,35 @@ def _plan(contents: _Contents, pieces: Sequence[Mapping[str, Shard]]) -> dict[st
                 f"the pieces of all ranks are the whole tensor, each element once: {fault} of "
                 f"{path} {list(shape)}; give every rank its piece"
             )
-    return {**divide(whole, len(pieces)), **sharded}
+    return {**divide(whole, len(pieces), source_rank), **sharded}
 
 
-def divide(tensors: Mapping[str, tuple[Sequence[int], int]], num_ranks: int) -> dict[str, Parts]:
+def divided(
+    leaves: Mapping[str, Tensor | Piece], num_ranks: int, source_rank: int | None
+) -> dict[str, Parts]:
+    """Return who writes what of the replicated tensors among the leaves of a state."""
+    whole = {
+        path: (leaf.shape, leaf.itemsize)
+        for path, leaf in leaves.items()
+        if isinstance(leaf, Tensor)
+    }
+    return divide(whole, num_ranks, source_rank)
+
+
+def divide(
+    tensors: Mapping[str, tuple[Sequence[int], int]],
+    num_ranks: int,
+    source_rank: int | None = None,
+) -> dict[str, Parts]:
     """Split tensors over the ranks so that each writes about the same number of bytes.
 
     The tensors, in their order, are one stretch of bytes that is cut into equal parts; a cut
     inside a large tensor moves to the next row, one inside a small tensor to its end.
 
-    ``tensors`` gives shape and bytes of an element, by path.
+    ``tensors`` gives shape and bytes of an element, by path. A ``source_rank`` writes all.
     """
+    if source_rank is not None:
+        return {path: {source_rank: Shard.whole(shape)} for path, (shape, _) in tensors.items()}
     total = sum(math.prod(shape) * itemsize for shape, itemsize in tensors.values())
     cuts = [total * rank // num_ranks for rank in range(num_ranks + 1)]
     divided, start = {}, 0
@@ -217,18 +304,50 @@ def _cut(shape: tuple[int, ...], num_bytes: int, cuts: Sequence[int]) -> Parts:
     return parts
 
 
-def owners(pieces: Sequence[Mapping[str, Shard]]) -> dict[str, Parts]:
+def owners(
+    pieces: Sequence[Mapping[str, Shard]], source_rank: int | None = None
+) -> dict[str, Parts]:
     """Choose who writes each piece of sharded tensors: copies of one are written once."""
+    chosen: dict[str, Parts] = {}
+    for number, ((path, shard), ranks) in enumerate(_holders(pieces).items()):
+        parts = chosen.setdefault(path, {})
+        if shard.numel or not shard.global_shape:
+            parts[source_rank if source_rank in ranks else ranks[number % len(ranks)]] = shard
+    return chosen
+
+
+def _holders(pieces: Sequence[Mapping[str, Shard]]) -> dict[tuple[str, Shard], list[int]]:
     holders: dict[tuple[str, Shard], list[int]] = {}
     for rank, held in enumerate(pieces):
         for path, shard in held.items():
             holders.setdefault((path, shard), []).append(rank)
-    chosen: dict[str, Parts] = {}
-    for number, ((path, shard), ranks) in enumerate(holders.items()):
-        parts = chosen.setdefault(path, {})
-        if shard.numel or not shard.global_shape:
-            parts[ranks[number % len(ranks)]] = shard
-    return chosen
+    return holders
+
+
+def _of_replicated(
+    around: Mapping[str, Checksum], share: Mapping[str, Tensor], crcs: Mapping[str, Sequence[int]]
+) -> dict[str, int]:
+    """Return the checksums of replicated tensors, with the parts that were written here."""
+    return {
+        path: checksum.joined(crcs[path], share[path].nbytes) if path in share else checksum.before
+        for path, checksum in around.items()
+    }
+
+
+def _of_copies(
+    leaves: Mapping[str, Tensor | Piece],
+    pieces: Sequence[Mapping[str, Shard]],
+    source_rank: int | None,
+) -> dict[str, int | None]:
+    """Return the crc32 of the pieces that several ranks hold, None of those of other ranks."""
+    found: dict[str, int | None] = {}
+    for (path, shard), ranks in _holders(pieces).items():
+        if len(ranks) > 1 and shard.numel and source_rank not in ranks:
+            name, leaf = f"{path} at {list(shard.offset)}", leaves[path]
+            found[name] = None
+            if isinstance(leaf, Piece) and leaf.shard == shard:
+                found[name] = crc_of(leaf.tensor)
+    return found
 
 
 def _share(
@@ -246,7 +365,7 @@ def _share(
 
 
 def _manifest(
-    contents: _Contents,
+    tree: tuple[Any, Mapping[str, _Spec]],
     parts: Mapping[str, Parts],
     written: Sequence[_Written] | None,
     step: int,
@@ -254,6 +373,7 @@ def _manifest(
 ) -> CheckpointManifest:
     """Describe a checkpoint, by what each rank has written; on rank 0."""
     assert written is not None
+    skeleton, specs = tree
     crcs = [of_rank for of_rank, _ in written]
 
     def record(name: str, spec: _Spec, of_ranks: Parts) -> Record:
@@ -266,11 +386,8 @@ def _manifest(
         step=step,
         world=len(written),
         facts=facts,
-        skeleton=contents.skeleton,
-        tensors={
-            path: record(path, _spec(contents.leaves[path]), of_ranks)
-            for path, of_ranks in parts.items()
-        },
+        skeleton=skeleton,
+        tensors={path: record(path, specs[path], of_ranks) for path, of_ranks in parts.items()},
         private={
             rank: {
                 name: record(name, spec, {rank: Shard.whole(spec[1])})

@@ -88,13 +88,13 @@ def test_cut_tensors_and_pieces_come_back_bit_for_bit(comm, root):
 
 @pytest.mark.ranks(1, 2, 3)
 def test_the_training_goes_on_while_a_checkpoint_is_written(comm, root, monkeypatch):
-    go_on, save = threading.Event(), saving.save
+    go_on, save = threading.Event(), saving.write
 
     def slow_save(*args, **kwargs):
         assert go_on.wait(60)
         return save(*args, **kwargs)
 
-    monkeypatch.setattr(saving, "save", slow_save)
+    monkeypatch.setattr(saving, "write", slow_save)
     with managed(root, comm) as manager:
         values = state(7)
         manager.save(values, 7)

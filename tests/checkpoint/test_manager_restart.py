@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hpctrain.checkpoint import loading
 from hpctrain.checkpoint.checkpoint_directory import Kept, expendable
 from hpctrain.checkpoint.format.manifest import name_of, step_of
 from hpctrain.comm.serial import SerialCommunicator
@@ -110,6 +111,32 @@ def test_the_newest_is_found_while_another_job_prunes(comm, root, when, caplog, 
     assert not caplog.records
 
 
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("blind", ["the first", "the last"])
+def test_a_checkpoint_that_some_ranks_see_no_more_is_the_same_to_all(
+    comm, root, blind, monkeypatch
+):
+    with managed(root, comm) as manager:
+        manager.save(state(1), 1, wait=True)
+    mine = root.parent / f"seen by {comm.rank}"  # as a file system that is late shows it
+    mine.mkdir()
+    link, load = mine / "step-00000001", loading.load
+    link.symlink_to(root / link.name)
+
+    def load_later(*args, **options):
+        if comm.rank == (0 if blind == "the first" else comm.size - 1):
+            link.unlink(missing_ok=True)  # the newest one is found before
+        return load(*args, **options)
+
+    monkeypatch.setattr(loading, "load", load_later)
+    with managed(mine, comm) as manager:
+        if blind == "the first":  # which decides whether it is damaged or removed
+            assert manager.load_latest() is None
+        else:
+            with pytest.raises(CheckpointError, match="none of 1 checkpoints"):
+                manager.load_latest()
+
+
 @pytest.mark.ranks(1, 2)
 def test_the_best_stay_over_a_restart(comm, root):
     scores = {1: 0.5, 2: 0.9, 3: float("nan"), 4: 0.8, 5: None, 6: 0.1, 7: 0.2}
@@ -144,6 +171,19 @@ def test_the_same_step_is_written_once(comm, root):
         assert loaded_value(manager) == 4
         manager.save(state(4), 4, wait=True)
         assert (root / "step-00000004" / "manifest.json").stat().st_ino == before
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_step_is_written_again_once_a_load_has_found_nothing(comm, root):
+    with managed(root, comm) as manager:
+        manager.save(state(4), 4, wait=True)
+        comm.barrier()
+        if comm.rank == 0:
+            shutil.rmtree(root)
+        comm.barrier()
+        assert manager.load_latest() is None
+        manager.save(state(4), 4, wait=True)
+        assert steps_in(root) == [4]
 
 
 def test_old_ones_that_cannot_be_removed_are_a_warning(comm, root, monkeypatch, caplog):

@@ -1,4 +1,4 @@
-"""A number that two states have in common only if all their bits are the same."""
+"""Hashes of states, and faster checksums of single tensors: equal bits give equal numbers."""
 
 import hashlib
 from collections.abc import Iterator, Mapping
@@ -8,11 +8,17 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm.communicator import Communicator
+from hpctrain.comm.tensor_arguments import flat_of
+from hpctrain.core.checksum import crc32
 from hpctrain.core.errors import CheckpointError
 from hpctrain.core.libc import memory_at
 
 _PIECE_BYTES = 64 << 20
 """What is copied at once from a device, or from memory that is not contiguous."""
+
+_LANES = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # the others are read as int64
+_MIX = (-0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)
+"""Odd factors: the golden ratio, and those of splitmix64, as numbers with a sign."""
 
 
 def state_hash(state: Mapping[str, Any], comm: Communicator | None = None) -> str:
@@ -29,17 +35,18 @@ def state_hash(state: Mapping[str, Any], comm: Communicator | None = None) -> st
         state: ``{"model": model.state_dict(), "optimizer": optimizer.state_dict()}``, for
             example: tensors, None, truth values, numbers, text and bytes, in mappings, lists and
             tuples.
-        comm: ranks that hold the same state and share the work; then collective.
+        comm: ranks that hold the same state and share the work; then collective. A crc32 of
+            each tensor, on every rank, finds ranks that do not hold the same.
 
     Raises:
-        CheckpointError: the state holds something else, names where; or the ranks have states of
-            other names, on every rank.
+        CheckpointError: the state holds something else, names where; or the ranks hold different
+            states, on every rank.
     """
     leaves = sorted(_leaves(state, ""), key=lambda leaf: leaf[0])
     mine = _deal(leaves, comm.size)[comm.rank] if comm else range(len(leaves))
     digests = {number: _digest(*leaves[number]) for number in mine}
-    if comm:
-        digests = _gathered(digests, [path for path, _ in leaves], comm)
+    if comm and comm.size > 1:
+        digests = _gathered(digests, leaves, comm)
     whole = hashlib.sha256()
     for number in range(len(leaves)):
         whole.update(digests[number])
@@ -60,14 +67,21 @@ def value_hashes(values: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
-def _gathered(mine: dict[int, bytes], paths: list[str], comm: Communicator) -> dict[int, bytes]:
-    """Join the digests of all ranks. Collective."""
-    names = hashlib.sha256(repr(paths).encode()).digest()
-    parts = comm.allgather_object((names, mine))
-    if len({names for names, _ in parts}) > 1:
+def _gathered(
+    mine: dict[int, bytes], leaves: list[tuple[str, Any]], comm: Communicator
+) -> dict[int, bytes]:
+    """Join the digests of all ranks, which hold the same ``leaves``. Collective."""
+    whole = hashlib.sha256()
+    for path, value in leaves:
+        whole.update(_head(path, value))
+        if isinstance(value, Tensor):
+            whole.update(b"%d" % crc_of(value))
+    parts = comm.allgather_object((whole.digest(), mine))
+    if len({held for held, _ in parts}) > 1:
         raise CheckpointError(
-            "ranks that share the work of a hash hold the same state, got other names on some; "
-            "hash it on each rank alone, without comm"
+            "ranks that share the work of a hash must hold the same state, but ranks hold "
+            "different names or values; find them with hvd.check_replicas(model, optimizer), or "
+            "hash the state on each rank without comm"
         )
     return {number: digest for _, part in parts for number, digest in part.items()}
 
@@ -112,13 +126,50 @@ def _deal(leaves: list[tuple[str, Any]], size: int) -> list[list[int]]:
 
 
 def _digest(path: str, value: Any) -> bytes:
+    found = hashlib.sha256(_head(path, value))
     if isinstance(value, Tensor):
-        found = hashlib.sha256(repr((path, str(value.dtype), tuple(value.shape))).encode())
         for piece in _pieces(value.detach()):
             found.update(memory_at(piece.data_ptr(), piece.numel()))
-        return found.digest()
+    return found.digest()
+
+
+def _head(path: str, value: Any) -> bytes:
+    """Return all of a leaf but the elements of a tensor."""
+    if isinstance(value, Tensor):
+        return repr((path, str(value.dtype), tuple(value.shape))).encode()
     plain = value.hex() if isinstance(value, float) else value
-    return hashlib.sha256(repr((path, type(value).__name__, plain)).encode()).digest()
+    return repr((path, type(value).__name__, plain)).encode()
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Return True if a tensor has values in memory, one for each element."""
+    return tensor.layout is torch.strided and not tensor.is_meta
+
+
+def crc_of(tensor: Tensor) -> int:
+    """Return the crc32 of the bytes of a tensor, in the order of its elements."""
+    crc = 0
+    for piece in _pieces(tensor.detach()):
+        crc = crc32(memory_at(piece.data_ptr(), piece.numel()), crc)
+    return crc
+
+
+def device_checksum(tensor: Tensor) -> Tensor:
+    """Return a checksum of a tensor as an int64 scalar on the device that has the tensor.
+
+    The sum of all elements modulo 2^64, each mixed with its index by a function that is
+    invertible: a change of one element always changes the sum. Nothing is copied to the host.
+    """
+    flat = flat_of(tensor)
+    flat = flat.view(_LANES.get(flat.itemsize, torch.int64))
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    for start in range(0, len(flat), _PIECE_BYTES // 8):
+        words = flat[start : start + _PIECE_BYTES // 8].to(torch.int64)
+        index = torch.arange(start, start + len(words), device=flat.device)
+        mixed = (words + index * _MIX[0]) * _MIX[1]
+        # Shifts of int64 copy the sign: the mask makes this one invertible.
+        total += ((mixed ^ ((mixed >> 32) & 0xFFFFFFFF)) * _MIX[2]).sum()
+    return total
 
 
 def _pieces(tensor: Tensor) -> Iterator[Tensor]:

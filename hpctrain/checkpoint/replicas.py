@@ -1,0 +1,139 @@
+"""Comparison of the state that ranks must hold alike: a checkpoint never mixes different ranks."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hpctrain.checkpoint.format import tensor_file
+from hpctrain.checkpoint.format.shard import Piece, Shard
+from hpctrain.checkpoint.format.state_hash import crc_of, device_checksum, is_dense
+from hpctrain.comm.communicator import Communicator
+from hpctrain.comm.ops import Op
+from hpctrain.core.checksum import crc32_combine
+from hpctrain.core.errors import CheckpointError
+from hpctrain.core.units import MIB, format_ranks
+
+_POOL_BYTES = 64 * MIB
+_BITS = (1 << 62) - 1  # of a checksum: its negative and one more number fit into int64
+_MOST_NAMED = 3
+_MOST_GROUPS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Checksum:
+    """Checksum of a tensor without the part that this rank writes, whose bytes the write checks.
+
+    On other devices than the host, and where no library combines checksums, ``before`` is of the
+    whole tensor.
+    """
+
+    before: int  # the part
+    after: int = 0
+    after_bytes: int | None = None  # None: ``before`` is of the whole tensor
+    device: str = "cpu"  # its kind; checksums of different kinds are not comparable
+
+    def joined(self, crcs: Sequence[int], part_bytes: int) -> int:
+        """Return the checksum of the whole tensor, with the crc32 of each block of the part."""
+        crc = self.before
+        if self.after_bytes is None:
+            return crc
+        assert crc32_combine is not None, "the whole tensor is read without it"
+        for number, of_block in enumerate(crcs):
+            start = number * tensor_file.BLOCK_BYTES
+            num_bytes = min(tensor_file.BLOCK_BYTES, part_bytes - start)
+            crc = crc32_combine(crc, of_block, num_bytes)
+        return crc32_combine(crc, self.after, self.after_bytes)
+
+
+def checksums(
+    leaves: Mapping[str, Tensor | Piece], parts: Mapping[str, Mapping[int, Shard]], rank: int
+) -> dict[str, Checksum]:
+    """Return the checksums of replicated tensors, of which ``rank`` writes its ``parts``.
+
+    Not collective. Every rank reads all that other ranks write, while nothing changes it: a copy
+    for later would need the memory and the time of the whole state. The rate is that of memory:
+    crc32 on the host, in as many threads as torch has, and integer arithmetic on other devices.
+    """
+    tensors = {path: t for path, t in leaves.items() if isinstance(t, Tensor) and is_dense(t)}
+    remote = {path: device_checksum(t) for path, t in tensors.items() if not t.is_cpu}
+    local = [path for path in tensors if path not in remote]
+    # A pool costs about as long as the checksums of a few MiB.
+    many = sum(tensors[path].nbytes for path in local) >= _POOL_BYTES
+    with ThreadPoolExecutor(torch.get_num_threads()) if many else nullcontext() as pool:
+        found = dict(
+            zip(
+                local,
+                (pool.map if pool else map)(
+                    lambda path: _around(tensors[path], parts[path].get(rank)), local
+                ),
+                strict=True,
+            )
+        )
+    return found | {
+        path: Checksum(int(value) & _BITS, device=tensors[path].device.type)
+        for path, value in remote.items()
+    }
+
+
+def _around(tensor: Tensor, part: Shard | None) -> Checksum:
+    if part is None or crc32_combine is None:
+        return Checksum(crc_of(tensor))
+    sizes = zip(tensor.shape, part.shape, strict=True)
+    dim = next((dim for dim, (whole, here) in enumerate(sizes) if whole != here), None)
+    if dim is None:
+        return Checksum(0, 0, 0)
+    start, size = part.offset[dim], tensor.shape[dim]
+    stop = start + part.shape[dim]
+    after = tensor.narrow(dim, stop, size - stop)
+    return Checksum(crc_of(tensor.narrow(dim, 0, start)), crc_of(after), after.nbytes)
+
+
+def require_same(comm: Communicator, found: Mapping[str, int | None]) -> None:
+    """Return if all ranks that have a checksum of a name have the same one. Collective.
+
+    One all-reduce, of the largest of each checksum and of its negative, so that its size does not
+    depend on the number of ranks; ranks are compared by name only where checksums differ.
+
+    Args:
+        comm: of the ranks.
+        found: checksums by name, of the same names in the same order on every rank; None of what
+            this rank does not hold.
+
+    Raises:
+        CheckpointError: some differ; names tensors and ranks, on every rank.
+    """
+    if not found:
+        return
+    held = [(-_BITS, -_BITS) if value is None else (value, -value) for value in found.values()]
+    largest = torch.tensor(held, dtype=torch.int64)
+    comm.allreduce_(largest, op=Op.MAX).wait()
+    differ = [n for n, (top, low) in zip(found, largest.tolist(), strict=True) if top != -low]
+    if not differ:
+        return
+    named = differ[:_MOST_NAMED]
+    of_ranks = comm.allgather_object([found[name] for name in named])
+    names_of: dict[str, list[str]] = {}
+    for name, values in zip(named, zip(*of_ranks, strict=True), strict=True):
+        names_of.setdefault(_grouped(values), []).append(name)
+    shown = "; ".join(f"{', '.join(names)} ({groups})" for groups, names in names_of.items())
+    raise CheckpointError(
+        f"tensors that ranks share must be equal on all of them, but {len(differ)} of "
+        f"{len(found)} differ: {shown}; call hvd.broadcast_parameters() on them before the save, "
+        f"pass the tensors of one rank as private=, or write those of one rank: source_rank=0"
+    )
+
+
+def _grouped(values: Iterable[int | None]) -> str:
+    """Name the ranks that have equal values, group by group."""
+    groups: dict[int, list[int]] = {}
+    for rank, value in enumerate(values):
+        if value is not None:
+            groups.setdefault(value, []).append(rank)
+    shown = [format_ranks(ranks) for ranks in groups.values()]
+    if len(shown) > _MOST_GROUPS:
+        shown = [*shown[:_MOST_GROUPS], f"{len(shown) - _MOST_GROUPS} more values"]
+    return " differs from ".join(shown)

@@ -1,0 +1,216 @@
+"""A checkpoint holds the state of one rank, whichever ranks write it, or all ranks raise."""
+
+import random
+import re
+
+import pytest
+import torch
+
+from hpctrain.checkpoint import replicas
+from hpctrain.checkpoint.format.shard import Piece, Shard
+from hpctrain.checkpoint.format.state_hash import device_checksum, state_hash
+from hpctrain.checkpoint.format.tensor_file import bytes_of
+from hpctrain.checkpoint.loading import load
+from hpctrain.checkpoint.manager import Manager
+from hpctrain.checkpoint.saving import save
+from hpctrain.comm.serial import SerialCommunicator
+from hpctrain.core.errors import CheckpointError
+from tests.checkpoint.managed import steps_in
+from tests.checkpoint.states import of_every_dtype, of_every_kind, same
+
+SHAPES = [(), (1,), (7,), (0, 3), (1, 700), (37, 11), (3, 5, 40)]
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex128]
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch):
+    """Let small tensors have many blocks and be cut."""
+    for module in ("format.tensor_file", "format.manifest", "loading"):
+        monkeypatch.setattr(f"hpctrain.checkpoint.{module}.BLOCK_BYTES", 256)
+    monkeypatch.setattr("hpctrain.checkpoint.saving.WHOLE_BYTES", 512)
+
+
+def drawn(draw):
+    """Return a state of a few tensors of random shapes, dtypes and strides."""
+    generator = torch.Generator().manual_seed(draw.randrange(1 << 30))
+    tensors = {}
+    for number in range(draw.randint(1, 6)):
+        shape, dtype = draw.choice(SHAPES), draw.choice(DTYPES)
+        tensor = torch.randn(shape, generator=generator, dtype=torch.float64).mul(9).to(dtype)
+        is_turned = len(shape) == 2 and draw.random() < 0.3
+        tensors[f"t{number}"] = tensor.T if is_turned else tensor
+    return tensors
+
+
+def flip(tensor, draw):
+    """Change one bit of a tensor, or exchange two elements that differ."""
+    flat = tensor.clone(memory_format=torch.contiguous_format).reshape(-1)
+    data = flat.view(torch.uint8).view(len(flat), -1)
+    places = (data != data[0]).any(dim=1).nonzero().flatten().tolist()
+    if places and draw.random() < 0.3:
+        other = draw.choice(places)
+        data[[0, other]] = data[[other, 0]]
+    elif flat.dtype is torch.bool:
+        data[0] ^= 1
+    else:
+        data[draw.randrange(len(data)), draw.randrange(data.shape[1])] ^= 1 << draw.randrange(8)
+    return flat.reshape(tensor.shape)
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("combines", [True, False], ids=["isal", "zlib"])
+@pytest.mark.parametrize("background", [True, False], ids=["background", "foreground"])
+def test_a_checkpoint_is_the_state_of_one_rank_or_an_error_on_all(
+    comm, root, background, combines, monkeypatch
+):
+    if not combines:
+        monkeypatch.setattr(replicas, "crc32_combine", None)
+    elif replicas.crc32_combine is None:
+        pytest.skip("no library here combines checksums")
+    draw = random.Random(comm.size)
+    with_error = 0
+    for number in range(20):
+        mine = drawn(draw)
+        names = [name for name, tensor in mine.items() if tensor.numel()]
+        odd, rank = draw.choice([*names, None, None]), draw.randrange(comm.size)
+        if odd is not None:
+            other = flip(mine[odd], draw)
+            if comm.rank == rank:
+                mine[odd] = other
+        source = draw.choice([None, None, draw.randrange(comm.size)])
+        manager = Manager(root / str(number), comm, background=background)
+        manager.save(mine, 1, wait=False, source_rank=source) if background else None
+        try:
+            if not background:
+                save(root / str(number) / "step-00000001", mine, comm, step=1, source_rank=source)
+            manager.wait()
+        except CheckpointError as error:
+            assert odd is not None
+            assert source is None
+            assert re.search(rf"1 of \d+ differ: {odd} \(rank.* differs from rank", str(error))
+            comm.barrier()  # rank 0 has removed what was written
+            assert not list((root / str(number)).glob("*"))
+            with_error += 1
+        else:
+            assert odd is None or source is not None
+            expected = comm.broadcast_object(mine, root=source or 0)
+            assert same(load(root / str(number) / "step-00000001", comm).state, expected)
+        manager.close()
+    assert 5 < with_error < 18
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_tensors_and_ranks_that_differ_are_named_with_remedies(comm, root):
+    state = {"a": torch.zeros(3), "b": torch.ones(2), "c": torch.ones(2, 2), "d": torch.zeros(1)}
+    if comm.rank == 1:
+        state |= {"a": torch.full((3,), -0.0), "c": torch.zeros(2, 2)}
+    with pytest.raises(CheckpointError) as caught:
+        save(root / "step-00000001", state, comm, step=1)
+    others = {2: "rank 0", 3: "ranks 0,2", 4: "ranks 0,2-3"}[comm.size]
+    found = f"2 of 4 differ: a, c ({others} differs from rank 1)"
+    assert found in str(caught.value)
+    # The remedies of the message.
+    for tensor in state.values():
+        comm.broadcast_(tensor).wait()
+    save(root / "step-00000001", state, comm, step=1)
+    mine = {"a": torch.full((3,), float(comm.rank))}
+    save(root / "step-00000002", {}, comm, step=2, private=mine)
+    save(root / "step-00000003", mine, comm, step=3, source_rank=0)
+    assert load(root / "step-00000002", comm).private[1]["a"].tolist() == [1, 1, 1]
+    assert load(root / "step-00000003", comm).state["a"].tolist() == [0, 0, 0]
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("background", [True, False], ids=["background", "foreground"])
+def test_a_state_that_only_the_source_rank_has_is_written_as_it_is(comm, root, background):
+    source = comm.size - 1
+    state = of_every_kind() if comm.rank == source else {"other": torch.ones(3), "n": comm.rank}
+    manager = Manager(root, comm, background=background)
+    manager.save(state, 1, wait=True, source_rank=source)
+    manager.close()
+    assert same(load(root / "step-00000001", comm).state, of_every_kind())
+    assert state_hash(load(root / "step-00000001", SerialCommunicator()).state)
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("background", [True, False], ids=["background", "foreground"])
+def test_copies_of_a_piece_are_compared_and_the_source_rank_wins(comm, root, background):
+    # Rank 0 and the last hold the first half, the others, rank 1 among them, the second.
+    is_first = comm.rank in (0, comm.size - 1) if comm.size > 2 else comm.rank == 0
+    shards = [Shard((4, 3), (0, 0), (2, 3)), Shard((4, 3), (2, 0), (2, 3))]
+    shard = shards[0] if is_first else shards[1]
+
+    def state(value):
+        return {"piece": Piece(torch.full((2, 3), float(value)), shard)}
+
+    manager = Manager(root, comm, background=background)
+    manager.save(state(is_first), 1, wait=True)
+    if comm.size > 2:
+        for step in (2, 3):
+            match = r"1 of \d differ: piece at \[0, 0\] \(rank 0 differs from rank"
+            with pytest.raises(CheckpointError, match=match):
+                manager.save(state(comm.rank if is_first else 7), step, wait=True)
+        manager.save(state(comm.rank if is_first else 7), 4, wait=True, source_rank=comm.size - 1)
+        loaded = manager.load_latest().state["piece"]
+        assert loaded[:, 0].tolist() == [comm.size - 1, comm.size - 1, 7, 7]
+    manager.close()
+    assert steps_in(root)[0] == 1
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("source", [-1, 9])
+@pytest.mark.parametrize("background", [True, False], ids=["background", "foreground"])
+def test_a_source_that_is_no_rank_or_of_one_rank_only_is_refused_on_all(
+    comm, root, source, background
+):
+    with pytest.raises(CheckpointError, match=rf"from 0 to {comm.size - 1}, got {source}"):
+        save(root / "step-00000001", {}, comm, step=1, source_rank=source)
+    manager = Manager(root, comm, background=background)
+    with pytest.raises(CheckpointError, match=rf"from 0 to {comm.size - 1}, got {source}"):
+        manager.save({}, 1, wait=True, source_rank=source)
+    for options in ({"source_rank": comm.rank or None}, {"score": float(comm.rank)}):
+        with pytest.raises(CheckpointError, match="must be the same on every rank"):
+            manager.save({}, 1, **options)
+    with pytest.raises(CheckpointError, match="step 1"):
+        manager.save({}, comm.rank)
+    manager.close()
+
+
+@pytest.mark.ranks(2, 3)
+def test_ranks_that_hash_different_values_together_all_raise(comm):
+    state = {"a": torch.ones(40), "b": torch.ones(40), "n": 1}
+    for name, other in (("a", torch.zeros(40)), ("b", torch.full((40,), 2.0)), ("n", 2)):
+        with pytest.raises(CheckpointError, match="different names or values"):
+            state_hash({**state, name: other} if comm.rank == 1 else state, comm)
+
+
+def test_the_checksum_of_a_device_is_of_every_bit_and_place():
+    draw = random.Random(0)
+    tensors = [*of_every_dtype().values(), torch.randn(70_000), torch.tensor(2.5)]
+    seen = [int(device_checksum(tensor)) for tensor in tensors]
+    assert seen == [int(device_checksum(tensor.clone())) for tensor in tensors]
+    for tensor, checksum in zip(tensors, seen, strict=True):
+        for _ in range(20):
+            changed = flip(tensor, draw)
+            is_equal = bytes_of(changed) == bytes_of(tensor)
+            assert (int(device_checksum(changed)) == checksum) == is_equal
+    wide = torch.arange(60).reshape(3, 4, 5)
+    for view in (wide.transpose(0, 2), wide[:, 1::2], wide[1], wide.expand(2, 3, 4, 5)):
+        assert device_checksum(view) == device_checksum(view.contiguous())
+
+
+def test_the_checksum_of_a_device_does_not_depend_on_how_it_is_divided(monkeypatch):
+    tensor = torch.randn(1000)
+    expected = device_checksum(tensor)
+    monkeypatch.setattr("hpctrain.checkpoint.format.state_hash._PIECE_BYTES", 8 * 7)
+    assert device_checksum(tensor) == expected
+
+
+@pytest.mark.ranks(2)
+def test_large_tensors_are_read_in_threads_with_the_same_result(comm, root, monkeypatch):
+    monkeypatch.setattr(replicas, "_POOL_BYTES", 0)
+    state = {f"t{number}": torch.full((1000,), float(number)) for number in range(9)}
+    save(root / "step-00000001", state, comm, step=1)
+    state["t8"][999] += comm.rank
+    with pytest.raises(CheckpointError, match="1 of 9 differ: t8"):
+        save(root / "step-00000002", state, comm, step=2)
