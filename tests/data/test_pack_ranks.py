@@ -67,6 +67,8 @@ def write(shared):
     [
         ("a.h5", {"shuffle": 4, "samples_per_shard": 9}),
         ("t.parquet", {"samples_per_shard": 9}),
+        ("t.parquet", {"samples_per_shard": 9, "shuffle": 4, "fields": {"n": "n:f4"}}),
+        ("many_rows:rows", {"shuffle": 4, "fields": {"x": "x:f4"}}),
         ("tars", {}),
         ("many_rows:Items", {}),
         ("many_rows:rows", {}),
