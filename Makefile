@@ -322,6 +322,9 @@ dist: .venv/stamp ## build the sdist and the wheel; install the wheel in an empt
 	$(PYTHON) -m venv build/wheel-venv
 	build/wheel-venv/bin/pip install --quiet -c .ci/constraints.txt dist/hpctrain-*.whl
 	cd build && wheel-venv/bin/hpctrain --version && wheel-venv/bin/python -c 'import hpctrain'
+	cd "$$(mktemp -d)" && $(CURDIR)/build/wheel-venv/bin/hpctrain study init strong.toml \
+	  && $(CURDIR)/build/wheel-venv/bin/hpctrain study run strong.toml --dry-run \
+	  && $(CURDIR)/build/wheel-venv/bin/hpctrain examples
 
 .PHONY: clean
 clean: ## remove all that the targets made, but no runs

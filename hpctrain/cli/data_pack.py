@@ -87,9 +87,14 @@ def pack(  # noqa: PLR0913 - a command's options
     All ranks that were started together share the work. After a kill, the same
     command goes on where the finished shards end. What is read is never changed.
 
+    A field whose WHAT ends in a type, such as :f4 or :i8, is stored in that
+    type. NumPy's default is f8 (float64), which a model in float32 refuses.
+
     Arrays (.npy, .npz), a field for each array of an .npz:
 
       hpctrain data pack digits.npz data/train
+
+      hpctrain data pack digits.npz data/train --field x=x:f4 --field y=y
 
       hpctrain data pack x.npy data/train --field x=x.npy --field y=y.npy
 
@@ -113,7 +118,7 @@ def pack(  # noqa: PLR0913 - a command's options
       hpctrain data pack shards/ data/train --field x=jpg:bytes --field y=cls
 
     Tables (.csv, .tsv, .parquet, .arrow), a field for each column, or for
-    several; numbers as f4, i8, ..., and columns of CSV as text, where said:
+    several; columns of CSV stay as they are written with :text:
 
       hpctrain data pack table.csv data/train --field x=width,height:f4
 

@@ -15,6 +15,7 @@ from hpctrain.cli.checkpoint import checkpoint
 from hpctrain.cli.data import data
 from hpctrain.cli.doctor import doctor
 from hpctrain.cli.evaluate import evaluate, predict
+from hpctrain.cli.examples import examples
 from hpctrain.cli.guide import guide
 from hpctrain.cli.horovod import horovod
 from hpctrain.cli.launch import CONTEXT_SETTINGS, launch
@@ -81,6 +82,8 @@ For instance:
   hpctrain horovod build               Horovod itself, for HPCTRAIN_ENGINE=horovod
 
   hpctrain guide data                  the manual, by topic
+
+  hpctrain examples                    the files that the manual names as examples/
 """
 
 app = typer.Typer(
@@ -108,6 +111,7 @@ app.add_typer(checkpoint)
 app.add_typer(horovod)
 app.command()(doctor)
 app.command()(guide)
+app.command()(examples)
 
 
 @app.callback(invoke_without_command=True)

@@ -31,7 +31,7 @@ def status(
 
       0   finished
 
-      1   failed: all ranks have ended with an error
+      1   failed: an error ended it
 
       3   waiting: a job of it is in the queue, for the first time or again
 

@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
+from hpctrain.cli.examples import write_examples
 from hpctrain.cli.options import argument, flag, option
 from hpctrain.cli.submit import Account, Extra, Partition, TimeLimit
 from hpctrain.cli.train import write_new
@@ -70,6 +71,9 @@ def init(
 ) -> None:
     """Write STUDY.toml, with every key and what it means.
 
+    Without --command it measures the example of handwritten digits, whose files are written into
+    examples/ where they are missing; it needs the package scikit-learn.
+
     A script of your own tells of its steps in three lines; elsewhere they do nothing:
 
       import hpctrain
@@ -86,6 +90,9 @@ def init(
     from hpctrain.studies.study_file import example  # noqa: PLC0415
 
     write_new(path, render(example(mode, command)))
+    written = [] if command else write_examples(prefix="digits.")
+    for each in written:
+        typer.echo(f"wrote {each}, which {path} measures")
     typer.echo(f"{path} has every key; `hpctrain study run {path} --dry-run` lists its points")
 
 
@@ -139,8 +146,9 @@ def run(  # noqa: PLR0913 - a command's options
     for word in shlex.split(config.command.run):
         if word.endswith((".py", ".toml")) and "{" not in word and not Path(word).exists():
             raise ConfigError(
-                f"command.run of {path} names files that are there, {word} is not in "
-                f"{Path.cwd()}; start the study where it is, or write its whole path"
+                f"command.run of {path} must name files that exist, but {word} is not in "
+                f"{Path.cwd()}; start the study in its folder, write its whole path, or let "
+                f"`hpctrain examples` write examples/"
             )
     name, most = config.study.name, config.study.repeats - 1
     if out is None and (Path(name).name != name or name in ("", "..")):

@@ -157,6 +157,11 @@ class Lease:
         self._quiet_s = self._waited_s = self._settled_s = 0.0
         self._may_force = True
 
+    @property
+    def token(self) -> str:
+        """What tells this holder from all others."""
+        return self._me.token
+
     # -- who wants it ------------------------------------------------------------------------
 
     def attempt(self, *, force: bool = False) -> str:

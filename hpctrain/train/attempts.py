@@ -44,8 +44,8 @@ from hpctrain.train.task import Task
 KILLED = "killed"
 """How a part has ended that left no word: a crash, a lost node, a limit that came too early."""
 
-FAILED = "an error of all ranks"
-"""How a part has ended that all ranks have broken off together, such as a loss that is NaN."""
+FAILED = "an error"
+"""How a part has ended that an exception ended, or a loss that is NaN."""
 
 
 FINISHED = "finished"  # how a part has ended after which nothing was left to do
@@ -103,6 +103,11 @@ class RunInDirectory:
         self._task, self._comm = task, task.comm
         self._directory, self._console, self._lease = directory, console, lease
         self._state = RunState(task=task)
+
+    @property
+    def step(self) -> int:
+        """Number of the last step that is finished."""
+        return self._state.step
 
     def carry_out(
         self, config_text: str, requests: StopRequests, *, continues: bool

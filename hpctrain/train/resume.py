@@ -41,13 +41,16 @@ _NOT_MATHEMATICS = (
 
 
 def goes_on(config: RunConfig, directory: RunDirectory, *, asked: bool) -> bool:
-    """Say whether there is a run to go on with, and that is wanted; ``asked`` is ``--resume``."""
-    if asked and not directory.is_used():
+    """Return True if this job continues the run in the directory; ``asked`` is ``--resume``.
+
+    A run without a finished step begins again, whatever its configuration was.
+    """
+    if asked and not directory.has_begun():
         raise ConfigError(
-            f"--resume goes on with a run, and {directory.path} holds none; leave --resume out "
+            f"--resume continues a run, but {directory.path} contains none; leave --resume out "
             f"to begin one, or name its folder with --set output_dir=…"
         )
-    return directory.is_used() and (asked or config.checkpoint.resume == "auto")
+    return (asked or config.checkpoint.resume == "auto") and directory.is_used()
 
 
 def finished(directory: RunDirectory) -> dict[str, Any] | None:

@@ -40,6 +40,7 @@ from hpctrain.train.attempts import RunInDirectory
 from hpctrain.train.config import RunConfig
 from hpctrain.train.console import make_console
 from hpctrain.train.evaluate import evaluate
+from hpctrain.train.failure_record import FailureRecord
 from hpctrain.train.finite import StepGuard
 from hpctrain.train.history import RunHistory
 from hpctrain.train.load import LoadedData
@@ -84,6 +85,7 @@ class _Run:
         self._started = time.time()
         self._loaded, self._how = loaded, how
         self._directory = RunDirectory(absolute(loaded.config.directory))
+        self._in_directory: RunInDirectory | None = None
 
     def carry_out(self, given: Mapping[str, Any]) -> int:
         """Join the world, and train; with lost ranks from the last checkpoint on. Collective."""
@@ -108,8 +110,8 @@ class _Run:
     def _take_up(self) -> int:
         """Train in the world that there is, after a loss from the last checkpoint. Collective."""
         if not world.current().is_first:
-            is_used = on_root(world.current().comm, self._directory.is_used)
-            self._how = replace(self._how, resume=self._how.resume or is_used)
+            begun = on_root(world.current().comm, self._directory.has_begun)
+            self._how = replace(self._how, resume=self._how.resume or begun)
         return self._take_part()
 
     def _take_part(self) -> int:
@@ -155,7 +157,7 @@ class _Run:
         def changes() -> list[str]:
             if continues:
                 return check_same(directory, config, changed=how.changed)
-            if not how.dry_run:
+            if not (how.dry_run or how.resume):
                 directory.check_unused()
             return []
 
@@ -174,7 +176,13 @@ class _Run:
             console.print(result(last))
             return 0
         make_importable(self._loaded.folder)
-        return self._carry_out(config, lease, changes, continues=continues)
+        if self._how.dry_run:
+            return self._carry_out(config, lease, changes, continues=continues)
+        with FailureRecord(directory, self._comm, lease, self._num_steps).kept():
+            return self._carry_out(config, lease, changes, continues=continues)
+
+    def _num_steps(self) -> int:
+        return self._in_directory.step if self._in_directory is not None else 0
 
     def _carry_out(
         self, config: RunConfig, lease: Lease | None, changes: list[str], *, continues: bool
@@ -201,6 +209,7 @@ class _Run:
         with requests_of(config, directory, self._started, self._comm) as requests:
             here_are = self._loaded.folder
             run = RunInDirectory(task, directory, console, lease, here_are)
+            self._in_directory = run
             try:
                 outcome = run.carry_out(render(config), requests, continues=continues)
             except (NotFiniteError, ReplicaError):

@@ -15,6 +15,7 @@ from hpctrain.cluster.resources import affinity, links
 from hpctrain.core.atomic import make_folder, publishing
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.provenance import processor, project, versions
+from hpctrain.core.records import read
 from hpctrain.core.units import format_numbers
 from hpctrain.launch.lease import Holder
 from hpctrain.launch.slurm.scheduler import restart_count
@@ -39,25 +40,32 @@ class RunDirectory:
         self.stop = path / "STOP"
         """A file that somebody makes who wants the run to save its state and stop."""
 
-    def is_used(self) -> bool:
-        """Say whether a run was here before."""
+    def has_begun(self) -> bool:
+        """Return True if a run was started here, whatever became of it."""
         return self.config.exists() or self.metrics.exists()
 
+    def is_used(self) -> bool:
+        """Return True if a run has finished a step here: another one must not replace it."""
+        if next(self.checkpoints.glob("step-*"), None):
+            return True
+        return self.metrics.exists() and any(r.get("step", 0) for r in read(self.metrics))
+
     def check_unused(self) -> None:
-        """Raise a ``ConfigError`` if a run was here before."""
-        if not self.is_used():
-            return
+        """Raise a ``ConfigError`` if a run is here that must not be replaced, or is at work."""
         elsewhere = f"choose another folder with --set output_dir={self.path}-2"
-        holder = Holder.read(self.path)
-        if holder is not None and holder.pid != os.getpid():
+        holder, is_used = Holder.read(self.path), self.is_used()
+        if holder is not None and (holder.pid == os.getpid() or not self.has_begun()):
+            holder = None
+        if holder is not None and (is_used or not holder.is_gone(Holder.here())):
             raise ConfigError(
-                f"{self.path} is in use: {holder.describe()} trains there, or was killed; go on "
-                f"with its run by --resume, which waits for it first, or {elsewhere}"
+                f"{self.path} is in use: {holder.describe()} trains there, or was killed; "
+                f"continue its run by --resume, which waits for it first, or {elsewhere}"
             )
-        raise ConfigError(
-            f"{self.path} holds the results of a run already; go on with it by --resume, "
-            f"{elsewhere}, or remove it"
-        )
+        if is_used:
+            raise ConfigError(
+                f"{self.path} already contains the results of a run; continue it by --resume, "
+                f"{elsewhere}, or remove it"
+            )
 
     def make_log_folder(self) -> None:
         """Make the folder of the logs, which every rank needs before it joins the others.
@@ -70,11 +78,14 @@ class RunDirectory:
     def create(self, config: str, environment: dict[str, Any], plan: dict[str, Any]) -> None:
         """Make the folders and write what is known before the first step; not collective.
 
-        Raises ``ConfigError``: the folder is used, or cannot be written.
+        A run that was here without a finished step is replaced. Raises ``ConfigError``: the folder
+        is used, or cannot be written.
         """
         self.check_unused()
         self.make_log_folder()
         with self.explained():
+            self.metrics.unlink(missing_ok=True)
+            self.ranks.unlink(missing_ok=True)
             self.checkpoints.mkdir(exist_ok=True)
             self.plots.mkdir(exist_ok=True)
             _publish({self.environment: _json(environment), self.plan: _json(plan)})

@@ -85,7 +85,7 @@ def _by_exit_code(path: Path) -> Status:
     # srun kills ranks that end a moment after the first one.
     if code == STOPPED or (code > KILLED and (path / STOPPING).exists()):
         return Status("stopped", f"{path} was stopped, and goes on with its next job")
-    return Status("failed", f"{path} has failed: its program has ended with code {code}")
+    return Status("failed", f"{path} failed: its program ended with code {code}")
 
 
 def by_record(path: Path, record: Mapping[str, Any]) -> Status:
@@ -100,12 +100,14 @@ def by_record(path: Path, record: Mapping[str, Any]) -> Status:
             f"the same command with --resume goes on",
         )
     if event == "failed":
-        return Status(
-            "failed", f"{path} has failed after step {record['step']}: {record['reason']}"
-        )
-    where = f"after step {record['step']}" if "step" in record else "before its first step"
+        return Status("failed", f"{path} failed {_place(record)}: {record['reason']}")
+    where = _place(record)
     told = f"{path} was ended without a word {where}"
     return Status("killed", told, where=f" {where}")
+
+
+def _place(record: Mapping[str, Any]) -> str:
+    return f"after step {record['step']}" if record.get("step") else "before its first step"
 
 
 def last_record(path: Path) -> dict[str, Any]:

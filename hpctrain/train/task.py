@@ -1,11 +1,10 @@
 """The task that a configuration names, built: all that one rank needs to train."""
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from traceback import extract_tb
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,10 +16,10 @@ from hpctrain.cluster.topology import Topology
 from hpctrain.collectives.parameters import broadcast_parameters
 from hpctrain.comm.agreement import agreed, on_root
 from hpctrain.comm.communicator import Communicator
-from hpctrain.core.errors import ConfigError, DataError, HpctrainError
+from hpctrain.core.errors import ConfigError, DataError
 from hpctrain.core.logs import logger
 from hpctrain.core.target import check_arguments, member, resolve
-from hpctrain.core.user_error import described, noted, user_lines
+from hpctrain.core.user_error import described, noted
 from hpctrain.data.format.layout import Field
 from hpctrain.data.loader import Loader
 from hpctrain.data.reader import ShardedDataset
@@ -45,6 +44,7 @@ from hpctrain.train.model import (
     prepare,
     with_shard,
 )
+from hpctrain.train.refusals import told_of
 from hpctrain.train.scores import LOSS, Metric, make_metric
 from hpctrain.train.stateful import Ema, Precision
 from hpctrain.train.sync_method import distributed, make_sync
@@ -59,8 +59,6 @@ _ONE_LENGTH = (
     "train.reproducible needs samples of one length, as others would be padded to the longest of "
     "a rank's part of the batch; pad them to a fixed length in data.transform"
 )
-
-_REFUSALS = (RuntimeError, TypeError, ValueError, IndexError, AttributeError)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -216,31 +214,6 @@ class Task:
             with told_of(whose, output, labels):
                 torch.autograd.grad(loss.sum(), output, retain_graph=True, allow_unused=True)
         return output, loss
-
-
-@contextmanager
-def told_of(whose: str, *values: object) -> Iterator[None]:
-    """Let what is raised inside name the function and what it was given.
-
-    What torch refuses becomes a ``DataError``; an error of the function's own gets a note.
-    """
-    try:
-        with noted(whose, *values):
-            yield
-    except _REFUSALS as error:
-        is_other = isinstance(error, HpctrainError | torch.OutOfMemoryError)
-        if is_other or "/torch/" not in extract_tb(error.__traceback__)[-1].filename:
-            raise
-        logger.info("the model or the loss refuses its input", exc_info=error)
-        given, said = " and ".join(map(described, values)), f"{type(error).__name__}: {error}"
-        raise DataError(
-            "\n".join(
-                [
-                    f"model, loss and data fit together, {whose} refuses {given}: {said}",
-                    *(f"  {line}" for line in user_lines(error)),
-                ]
-            )
-        ) from error
 
 
 @dataclass(frozen=True, slots=True)

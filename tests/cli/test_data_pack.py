@@ -33,8 +33,10 @@ def run(tmp_path, monkeypatch):
 def test_it_tells_what_it_made(run):
     result = run("a.npz", "set")
     assert result.exit_code == 0
-    assert result.output.splitlines()[0].startswith("set: 20 samples in 1 shard, ")
-    assert [line.split(maxsplit=2) for line in result.output.splitlines()[1:]] == [
+    note, told, *_ = result.output.splitlines()
+    assert note.endswith("to store float32: --field x=x:f4 --field y=y")
+    assert told.startswith("set: 20 samples in 1 shard, ")
+    assert [line.split(maxsplit=2) for line in result.output.splitlines()[2:]] == [
         ["x", "f8", "(3)"],
         ["y", "i8", "()"],
     ]

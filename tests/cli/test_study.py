@@ -55,10 +55,19 @@ def test_init_writes_a_file_that_runs_and_leaves_one_that_exists():
     assert "hpctrain study run new.toml --dry-run" in said
     assert "20 of 20 are left" in run("run", "new.toml", "--dry-run").stdout
     Path("x.py").unlink()
-    with pytest.raises(ConfigError, match=r"command.run of new.toml names files.*x.py is not in"):
+    with pytest.raises(
+        ConfigError, match=r"command.run of new.toml must .*x.py is not in"
+    ):
         run("run", "new.toml", "--dry-run")
     with pytest.raises(ConfigError, match="left as it is"):
         run("init", "new.toml")
+
+
+def test_the_study_that_init_writes_runs_in_an_empty_folder():
+    said = run("init", "strong.toml").stdout
+    assert "wrote examples/digits.toml, which strong.toml measures" in said
+    assert "20 of 20 are left" in run("run", "strong.toml", "--dry-run").stdout
+    assert sorted(path.name for path in Path("examples").iterdir()) == ["digits.py", "digits.toml"]
 
 
 def commands():

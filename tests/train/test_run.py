@@ -6,8 +6,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 import hpctrain
+from hpctrain.cli.main import app
 from hpctrain.core.errors import ConfigError, MismatchError
 from hpctrain.core.records import read
 from hpctrain.launch.lease import Holder
@@ -15,12 +17,14 @@ from hpctrain.runtime.stopping import STOPPED
 from hpctrain.train.load import load
 from hpctrain.train.run import How, run
 from hpctrain.train.run_directory import RunDirectory
+from hpctrain.train.status import status
 from tests.train.job import newest_model
 from tests.train.starting import last_line, start, write_config
 
 pytestmark = pytest.mark.launches
 
 TASK = """
+import os
 from tests.train import problem
 
 class Model(type(problem.model())):
@@ -28,12 +32,17 @@ class Model(type(problem.model())):
         import hpctrain
         if self.broken and hpctrain.rank() == 1:
             raise ValueError("no luck on this rank")
+        if self.killed and hpctrain.rank() == 1:
+            os.kill(os.getpid(), 9)
         return super().forward(x)
 
-def model(broken=False):
+def model(broken=False, killed=False):
     model = Model(*problem.model())
-    model.broken = broken
+    model.broken, model.killed = broken, killed
     return model
+
+def unlucky():
+    raise ValueError("no model")
 """
 
 
@@ -85,7 +94,8 @@ def test_a_dry_run_and_a_place_that_is_used_or_cannot_be_written(folder, monkeyp
         with pytest.raises(ConfigError, match=r"the run directory .*/file/out cannot be written"):
             run(load(Path("small.toml"), ["output_dir=file/out"]), {}, How())
         RunDirectory(Path("used")).create("", {}, {})
-        with pytest.raises(MismatchError, match="used holds the results of a run already"):
+        Path("used", "metrics.jsonl").write_text('{"event": "step", "step": 1}\n')
+        with pytest.raises(MismatchError, match="used already contains the results of a run"):
             run(load(Path("small.toml"), ["output_dir=used"]), {}, How())
         other = asdict(replace(Holder.here(), pid=1))
         Path("used", "lease.json").write_text(json.dumps(other))
@@ -140,9 +150,39 @@ def test_an_error_of_all_ranks_is_told_once_and_has_its_code(folder):
     assert (folder / "runs/small/plots/training.png").stat().st_size > 10_000
 
 
-def test_an_error_in_the_loop_of_one_rank_ends_all_with_its_trace(folder):
+def test_an_error_of_one_rank_ends_all_is_recorded_and_the_corrected_command_trains(folder):
     done = train(folder, "--set", "model.args.broken=true", num_ranks=2)
     assert done.returncode not in (0, 2)
     assert "ValueError: no luck on this rank" in done.stderr
     log = folder / "runs/small/log/rank-1.log"
     assert "ValueError: no luck on this rank" in log.read_text()
+    told = CliRunner().invoke(app, ["status", str(folder / "runs/small")])
+    assert told.exit_code == 1
+    assert "failed before its first step: rank 1: " in told.output
+    assert told.output.endswith("no luck on this rank\n")
+    table = CliRunner().invoke(app, ["runs", str(folder / "runs")]).output.split()
+    assert "failed" in table
+    done = train(folder, num_ranks=2)
+    assert done.returncode == 0, done.stderr
+    records = read(folder / "runs/small/metrics.jsonl")
+    assert (records[0]["part"], records[0]["ended_by"]) == (2, "an error")
+    assert [record["event"] for record in records].count("failed") == 0
+
+
+def test_an_error_before_anything_is_built_is_recorded_too(folder):
+    done = train(folder, "--set", "model.target=task:unlucky", num_ranks=3)
+    assert done.returncode == 1, done.stderr
+    assert read(folder / "runs/small/metrics.jsonl") == [
+        {
+            "event": "failed",
+            "step": 0,
+            "reason": "rank 0: TypeError: model() got an unexpected keyword argument 'width'",
+        }
+    ]
+
+
+def test_a_run_whose_rank_is_killed_counts_as_killed(folder):
+    done = train(folder, "--set", "model.args.killed=true", num_ranks=2)
+    assert done.returncode not in (0, 1, 2)
+    assert status(folder / "runs/small").state == "killed"
+    assert train(folder, "--resume", num_ranks=2).returncode == 0  # from the start

@@ -75,11 +75,19 @@ def test_the_environment_tells_the_commit_and_whether_files_differ_from_it(tmp_p
     assert project(tmp_path) == clean
 
 
-def test_a_used_directory_is_refused_and_left_as_it_is_logs_alone_are_no_run(tmp_path):
+@pytest.mark.parametrize("trace", ["step", "failed", "checkpoint"])
+def test_a_directory_with_a_finished_step_is_refused_and_left_as_it_is(tmp_path, trace):
     directory = RunDirectory(tmp_path / "a")
     directory.make_log_folder()
     (directory.logs / "rank-0.log").touch()
-    directory.create("seed = 1\n", {}, {})
+    directory.create("seed = 0\n", {}, {})
+    directory.metrics.write_text('{"event": "failed", "step": 0, "reason": "no luck"}\n')
+    directory.create("seed = 1\n", {}, {})  # logs, or a run without a step, may be replaced
+    assert not directory.metrics.exists()
+    if trace == "checkpoint":
+        (directory.checkpoints / "step-00000001").mkdir()
+    else:
+        directory.metrics.write_text(f'{{"event": "{trace}", "step": 1, "reason": ""}}\n')
     with pytest.raises(ConfigError, match="--set output_dir="):
         directory.create("seed = 2\n", {}, {})
     assert directory.config.read_text() == "seed = 1\n"
@@ -134,6 +142,7 @@ def test_a_whole_file_is_cut_without_a_word(tmp_path, caplog):
 
 STARTED = {"event": "started", "world_size": 2}
 STEP = {"event": "step", "step": 7, "loss": 0.5}
+UNBEGUN = {"event": "failed", "step": 0, "reason": "KeyError: 'width'"}
 STOP = {"event": "stopped", "step": 9, "reason": "SIGUSR1"}
 RESUMED = {"event": "resumed", "step": 9}
 FINISHED = {"event": "finished", "step": 12, "metric": 0.75, "metric_name": "accuracy"}
@@ -147,6 +156,7 @@ FAILURE = {"event": "failed", "step": 3, "reason": "loss and gradients must be f
         ([FINISHED | {"metric": float("nan")}], "finished", 0, "test accuracy nan"),
         ([STARTED, STEP, STOP], "stopped", STOPPED, "stopped by SIGUSR1 after step 9"),
         ([STARTED, FAILURE], "failed", 1, "failed after step 3: loss and gradients"),
+        ([UNBEGUN], "failed", 1, "failed before its first step: KeyError: 'width'"),
         ([STARTED, STEP], "killed", 5, "after step 7"),
         ([STARTED, STOP, RESUMED], "killed", 5, "after step 9"),
         ([STARTED], "killed", 5, "before its first step"),
@@ -211,7 +221,7 @@ def job(monkeypatch):
         ([FIRST, STEP, BUDGET], 2, "SIGUSR1, budget"),
         ([FIRST, STEP], 2, KILLED),
         ([FIRST], 2, KILLED),
-        ([FIRST, {"event": "failed"}], 2, "an error of all ranks"),
+        ([FIRST, {"event": "failed"}], 2, "an error"),
         ([FIRST, BUDGET, {"event": "resumed", "part": 2}, STEP], 3, KILLED),
         ([{"event": "started"}, BUDGET], 2, "SIGUSR1, budget"),  # from before parts were counted
     ],

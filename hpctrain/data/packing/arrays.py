@@ -88,6 +88,7 @@ def _examined(path: Path, wanted: WantedFields) -> Source:
         fields=fields,
         runs=[(length_of(arrays, str(path), "ARRAY"), Opened(opener))],
         files=sorted({str(file) for file, _ in places.values()}),
+        origins={name: member or file.name for name, (file, member) in places.items()},
         sample_bytes=sum(one.sample_bytes for one in fields.values()),
     )
 
@@ -220,6 +221,7 @@ def _examined_hdf5(path: str, wanted: WantedFields) -> Source:
             runs=[(num_samples, Opened(partial(_open_datasets, path, places)))],
             fields={name: dataset.field for name, dataset in datasets.items()},
             files=[path],
+            origins=places,
             sample_bytes=sum(dataset.sample_bytes for dataset in datasets.values()),
             notes=(note,) if links and not asked else (),
         )

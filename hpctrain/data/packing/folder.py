@@ -60,7 +60,9 @@ def open_folder(path: Path, wanted: WantedFields) -> Source:
         form, more = form_of_images(contents, wanted, str(path))
         notes += more
     take = partial(_take, mine, labels, names, partial(decoded, form=form, resize=wanted.resize))
-    folder = Source(files=mine, runs=[(len(mine), take)], classes=classes, notes=notes)
+    folder = Source(
+        files=mine, runs=[(len(mine), take)], classes=classes, notes=notes, origins=names
+    )
     as_bytes = [name for name, one in names.items() if one != LABEL and form == "bytes"]
     folder.learn(take(some), [*wanted.ragged, *as_bytes], str(path))
     return folder

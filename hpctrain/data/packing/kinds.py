@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from hpctrain.data.format.layout import MANIFEST
 from hpctrain.data.packing.arrays import open_arrays, open_hdf5
 from hpctrain.data.packing.files import IMAGE_ENDINGS, check_file, ending_of, files_below
 from hpctrain.data.packing.folder import open_folder
+from hpctrain.data.packing.number_types import converted, note_of_doubles, split_types
 from hpctrain.data.packing.python import open_python
 from hpctrain.data.packing.source import Source, WantedFields, needed
 from hpctrain.data.packing.tar import open_tar
@@ -39,6 +40,7 @@ class SourceKind:
 
 
 FOLDER, PYTHON, TEXT = "folder", "python", "text"
+_TABLES = ("csv", "parquet", "arrow")
 _OF_IMAGES = ("ragged", "resize", "encoded")
 
 KINDS = {
@@ -63,6 +65,15 @@ _NUM_LOOKED_AT = 10_000  # files from which the kind of a folder is told
 def open_source(source: object, kind: str, wanted: WantedFields) -> Source:
     """Examine what is to be packed, of a kind that ``kind_of`` finds."""
     _check_options(kind, wanted)
+    if kind in _TABLES:  # which convert column by column
+        found = _opened(source, kind, wanted)
+    else:
+        names, types = split_types(wanted.fields)
+        found = converted(_opened(source, kind, replace(wanted, fields=names)), types)
+    return replace(found, notes=(*found.notes, *note_of_doubles(found, wanted.fields)))
+
+
+def _opened(source: object, kind: str, wanted: WantedFields) -> Source:
     if kind == PYTHON:
         return open_python(str(source) if isinstance(source, Path) else source, wanted)
     path = Path(str(source))

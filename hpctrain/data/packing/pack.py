@@ -20,10 +20,11 @@ from hpctrain.core.units import MIB
 from hpctrain.data.format.layout import CLASSES, MANIFEST, Manifest
 from hpctrain.data.packing.files import fingerprint
 from hpctrain.data.packing.kinds import PYTHON, kind_of, open_source
-from hpctrain.data.packing.source import Source, WantedFields
+from hpctrain.data.packing.source import Loaded, Source, WantedFields
 from hpctrain.data.writer import BLOCK_SIZE, ShardWriter
 
 SHARD_BYTES = 512 * MIB
+SHUFFLED_BYTES = 4096 * MIB  # on all ranks, of a source that is read from front to end
 
 Start = Callable[[int | None, int], Callable[[int], None]]
 """Is told how many samples this rank packs, if known, and how many were there before; returns
@@ -155,11 +156,8 @@ def _opened(
             if found.is_indexed and not found.num_samples:
                 raise DataError(f"a data set needs at least one sample, {source} has none")
             if not found.is_indexed and config.shuffle is not None:
-                raise DataError(
-                    "samples are packed in another order where any of them can be read at any "
-                    "time, this source is read from front to end; leave out --shuffle, the "
-                    "loader shuffles"
-                )
+                loaded = Loaded(found, SHUFFLED_BYTES // comm.size)
+                found = replace(found, runs=[(len(loaded), loaded)], parts=())
             key = _key(found, source, replace(config, kind=kind), comm.size)
     if not is_on_each:
         found = comm.broadcast_object(found)

@@ -60,6 +60,7 @@ def open_python(source: Any, wanted: WantedFields) -> Source:
     found = Source(
         runs=[(len(made), take)] if is_indexed else (),
         parts=() if is_indexed else [(None, read)],  # nobody knows where to cut it
+        origins=names,
         code=tuple(map(str, target.file_of(name))) if is_named else (),
     )
     found.learn(starmap(sample, enumerate(first)), wanted.ragged, name)

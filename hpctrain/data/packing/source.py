@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain, islice
 from types import ModuleType
 from typing import Any, TypeVar
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 
 from hpctrain.core.atomic import reason_of
 from hpctrain.core.errors import DataError
-from hpctrain.core.units import MIB
+from hpctrain.core.units import MIB, format_bytes
 from hpctrain.data.format.layout import Field
 from hpctrain.data.order.order import global_order
 
@@ -78,6 +79,8 @@ class Source:
     sample_bytes: float = 0  # about how large a sample is, over all fields
     classes: tuple[str, ...] = ()  # names of the labels 0, 1, ..., where the source has names
     notes: tuple[str, ...] = ()  # what a person should know, one sentence each
+    origins: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Name of a field -> what of the source it holds, where that is not its name."""
 
     @property
     def is_indexed(self) -> bool:
@@ -121,14 +124,7 @@ class Source:
             count, take = self.runs[home]
             found = take(indices[homes == home] - (ends[home] - count))
             pieces.append(found if isinstance(found, dict) else stacked(found, self.fields))
-        if len(pieces) == 1:
-            return pieces[0]
-        return {
-            name: list(chain.from_iterable(piece[name] for piece in pieces))
-            if field.ragged
-            else np.concatenate([piece[name] for piece in pieces])
-            for name, field in self.fields.items()
-        }
+        return _joined_batches(pieces, self.fields)
 
     def share_length(self, rank: int, size: int) -> int | None:
         """Return the number of samples that ``rank`` of ``size`` packs, None if unknown."""
@@ -203,6 +199,60 @@ def joined(sources: Sequence[Source]) -> Source:
         files=sorted({file for one in sources for file in one.files}),
         notes=tuple(dict.fromkeys(chain.from_iterable(one.notes for one in sources))),
     )
+
+
+class Loaded:
+    """All samples of a source that is read from front to end, to be taken in any order."""
+
+    def __init__(self, found: Source, max_bytes: int) -> None:
+        """Read the samples, in every process that needs them.
+
+        Raises ``DataError`` at the first use: they take more than ``max_bytes``.
+        """
+        self._fields, self._parts, self._max_bytes = found.fields, found.parts, max_bytes
+
+    def __len__(self) -> int:
+        return len(next(iter(self._columns.values())))
+
+    def __call__(self, indices: NDArray[np.int64]) -> Batch:
+        """Take samples."""
+        return {
+            name: [column[index] for index in indices] if isinstance(column, list)
+            else column[indices]
+            for name, column in self._columns.items()
+        }  # fmt: skip
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_columns"}
+
+    @cached_property
+    def _columns(self) -> Batch:
+        batches, num_bytes = [], 0
+        for batch in batched(chain.from_iterable(read() for _, read in self._parts), self._fields):
+            num_bytes += sum(
+                sum(each.nbytes for each in column) if isinstance(column, list) else column.nbytes
+                for column in batch.values()
+            )
+            if num_bytes > self._max_bytes:
+                raise DataError(
+                    f"samples that can only be read from front to end are shuffled in memory, "
+                    f"which must hold them on every rank in {format_bytes(self._max_bytes)}, but "
+                    f"they take more; leave out --shuffle, the loader shuffles, or pack on fewer "
+                    f"ranks"
+                )
+            batches.append(batch)
+        return _joined_batches(batches, self._fields)
+
+
+def _joined_batches(batches: Sequence[Batch], fields: Mapping[str, Field]) -> Batch:
+    if len(batches) == 1:
+        return batches[0]
+    return {
+        name: list(chain.from_iterable(batch[name] for batch in batches))
+        if field.ragged
+        else np.concatenate([batch[name] for batch in batches])
+        for name, field in fields.items()
+    }
 
 
 @contextmanager

@@ -20,11 +20,12 @@ from pyarrow.parquet import ParquetFile
 from hpctrain.core.errors import DataError
 from hpctrain.core.units import MIB, format_bytes
 from hpctrain.data.packing.files import ending_of, unpacked
+from hpctrain.data.packing.number_types import NUMBER_TYPE, cast
 from hpctrain.data.packing.source import Array, Batch, Source, WantedFields, chosen, raw, readable
 
 TEXT = "text"  # type of a column of CSV that stays as it is written
 
-_TYPE = re.compile(rf"{TEXT}|b1|[iu][1248]|f[248]")
+_TYPE = re.compile(rf"{TEXT}|{NUMBER_TYPE.pattern}")
 _LARGEST_WHOLE = 2**53  # up to which floats of 8 bytes hold all whole numbers
 
 Rows = Callable[[str, str | None], Array | list[Array]]
@@ -41,7 +42,8 @@ def open_table(
 ) -> Source:
     """Examine a table; of each part its number of rows, its file, and what reads its rows."""
     reads = [(length, partial(_read, columns, path, read)) for length, path, read in parts]
-    found = Source(files=files, parts=reads)
+    origins = {name: ",".join(names) for name, (names, _) in columns.items()}
+    found = Source(files=files, parts=reads, origins=origins)
     first = next(chain.from_iterable(read() for _, read in reads), {})
     ragged = [name for name, values in first.items() if isinstance(values, list)]
     rows = zip(*first.values(), strict=True)
@@ -98,25 +100,6 @@ def _side_by_side(names: Sequence[str], columns: Sequence[Any], path: str) -> Ar
     return table
 
 
-def cast(values: Array, dtype: str, what: str) -> Array:
-    """Convert numbers; of what they are, floats lose digits at most."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        found = values.astype(dtype)
-    if found.dtype.kind == "f":
-        wrong = np.isinf(found) & np.isfinite(values)
-    else:
-        wrong = found != values
-        if found.dtype.kind in "iu" and values.dtype.kind == "f":
-            # The largest whole number of 8 bytes is none of float64, which rounds it up.
-            wrong |= values >= float(np.iinfo(found.dtype).max) + 1
-    if wrong.any():
-        raise DataError(
-            f"{what} holds {values[wrong].flat[0]}, which {dtype} cannot hold; choose another "
-            f"type: --field NAME=COLUMN:TYPE"
-        )
-    return found
-
-
 _MAX_VALUE_BYTES = MIB
 _BLOCK_BYTES = MIB
 _BOM = "\xef\xbb\xbf"
@@ -157,7 +140,7 @@ def open_csv(files: Sequence[str], wanted: WantedFields) -> Source:
     learnt = Learnt(kinds, padded, is_all=not wanted.fields)
     parts = [(None, path, partial(_rows_of, learnt, path)) for path in files]
     found = open_table(files, columns, parts)
-    found.notes = tuple(_notes(found, columns, kinds, first))
+    found.notes = tuple(_notes(columns, kinds, first))
     return found
 
 
@@ -256,9 +239,7 @@ def _is_rounded(text: str) -> bool:
     return digits.isdigit() and int(float(digits)) != int(digits)
 
 
-def _notes(
-    found: Source, columns: Columns, kinds: Mapping[str, str], first: Block
-) -> Iterator[str]:
+def _notes(columns: Columns, kinds: Mapping[str, str], first: Block) -> Iterator[str]:
     """Name the columns that a user may have meant otherwise, as the first rows show them."""
     names = first.names
     if all(map(_NUMBER.match, names)):
@@ -280,12 +261,6 @@ def _notes(
                 f"column {at} of {first.path} has numbers such as {odd.strip()}, packed as "
                 f"{kind(odd)}; to keep them as they are written: --field {name}={at}:{TEXT}"
             )
-    floats = {name: names for name, names in free if found.fields[name].dtype == "<f8"}
-    for name in list(floats)[:1]:
-        yield (
-            f"floats of {first.path} are packed in 8 bytes ({', '.join(floats)}), which no model "
-            f"in float32 takes; in 4 bytes: --field {name}={','.join(floats[name])}:f4"
-        )
 
 
 def _blocks(path: str) -> Iterator[Block]:

@@ -61,7 +61,10 @@ def open_tar(files: Sequence[str], wanted: WantedFields) -> Source:
     asked = {name: ending.partition(":")[0].lstrip(".") for name, ending in wanted.fields.items()}
     for name, ending in wanted.fields.items():
         if ending.partition(":")[2] not in ("", "bytes"):
-            raise DataError(f"--field {name}={ending}: an ending can be followed by :bytes alone")
+            raise DataError(
+                f"--field {name}={ending}: an ending can be followed by :bytes or a "
+                f"type such as :f4 only; correct it"
+            )
     some = list(islice(samples_in(where, tuple(asked.values())), NUM_EXAMINED))
     if not some:
         raise DataError(
@@ -79,7 +82,7 @@ def open_tar(files: Sequence[str], wanted: WantedFields) -> Source:
             notes += more
     decode = partial(_decoded, endings, forms, wanted)
     parts = [(None, partial(_read, file, tuple(asked.values()), decode)) for file in files]
-    found = Source(files=files, parts=parts, notes=tuple(notes))
+    found = Source(files=files, parts=parts, notes=tuple(notes), origins=endings)
     ragged = [*wanted.ragged, *(name for name, form in forms.items() if form == "bytes")]
     found.learn(map(decode, some), ragged, where)
     return found

@@ -2,6 +2,7 @@
 
 import csv
 import io
+import re
 from functools import partial
 
 import h5py
@@ -10,6 +11,8 @@ import pyarrow as pa
 import pytest
 import torch
 
+from hpctrain.core.errors import DataError
+from hpctrain.data.packing import pack as pack_module
 from tests.data.packing.makers import arrow, hdf5, npy, npz, parquet, samples_tar, write
 
 N = 60
@@ -80,49 +83,39 @@ IN_TARS = {"fields": {"x": "x.npy", "y": ".cls", "t": "bin"}}
 IN_TABLES = {"fields": {"x": "a,b,c:f4", "y": "y", "t": "t"}}
 PARTS = [slice(0, 25), slice(25, 26), slice(26, N)]
 
-# Files, which of them is the source, options, and whether it can be packed in another order.
+# Files, which of them is the source, and options.
 SOURCES = {
-    "npz": ({"a.npz": npz(x=X, y=Y)}, "a.npz", {}, True),
-    "npz, packed": ({"a.npz": npz(save=np.savez_compressed, x=X, y=Y)}, "a.npz", {}, True),
+    "npz": ({"a.npz": npz(x=X, y=Y)}, "a.npz", {}),
+    "npz, packed": ({"a.npz": npz(save=np.savez_compressed, x=X, y=Y)}, "a.npz", {}),
     "npz, of other layouts": (
         {"a.npz": npz(x=np.asfortranarray(X), y=Y.astype(">i8"))},
         "a.npz",
         {},
-        True,
     ),
     "npz, several": (
         {f"{i}.npz": npz(x=X[part], y=Y[part]) for i, part in enumerate(PARTS)},
         "*.npz",
         {},
-        True,
     ),
     "npy": (
         {"images.npy": npy(X), "labels.npy": npy(Y)},
         "images.npy",
         {"fields": {"x": "images.npy", "y": "labels.npy"}},
-        True,
     ),
-    "hdf5": ({"a.h5": hdf5(**{"in/x": X, "y": Y, "t": TEXTS})}, "a.h5", {}, True),
+    "hdf5": ({"a.h5": hdf5(**{"in/x": X, "y": Y, "t": TEXTS})}, "a.h5", {}),
     "hdf5, of other layouts": (
         {"a.h5": hdf5(x=chunked(X, compression="gzip", dtype=">f4"), y=narrow, t=rows_of_bytes)},
         "a.h5",
         {"fields": {"x": "/x", "y": "y", "t": "t"}},
-        True,
     ),
-    "tar": (
-        {"0.tar": archive(0, 30), "1.tar.gz": archive(30, N, "w:gz")},
-        ".",
-        IN_TARS,
-        False,
-    ),
-    "csv": ({"t.csv": table()}, "t.csv", IN_TABLES, False),
+    "tar": ({"0.tar": archive(0, 30), "1.tar.gz": archive(30, N, "w:gz")}, ".", IN_TARS),
+    "csv": ({"t.csv": table()}, "t.csv", IN_TABLES),
     "tsv, several": (
         {"0.tsv": table(0, 20, "\t"), "1.tsv": table(20, N, "\t")},
         "*.tsv",
         IN_TABLES,
-        False,
     ),
-    "parquet": ({"0.parquet": columns(0, 7), "1.pq": columns(7, N)}, ".", {}, False),
+    "parquet": ({"0.parquet": columns(0, 7), "1.pq": columns(7, N)}, ".", {}),
     "arrow": (
         {
             "0.arrow": columns(0, 7, arrow),  # a stream, as Hugging Face's datasets write it
@@ -131,12 +124,11 @@ SOURCES = {
         },
         ".",
         {},
-        False,
     ),
-    "folder": ({f"{index:02}.npy": npy(x) for index, x in enumerate(X)}, ".", {}, True),
-    "function": ({"source_code.py": CODE}, "source_code:rows", {}, False),
-    "class": ({"source_code.py": CODE}, "source_code:Items", IN_TUPLES, True),
-    "list": ({"source_code.py": CODE}, "source_code:LIST", {}, True),
+    "folder": ({f"{index:02}.npy": npy(x) for index, x in enumerate(X)}, ".", {}),
+    "function": ({"source_code.py": CODE}, "source_code:rows", {}),
+    "class": ({"source_code.py": CODE}, "source_code:Items", IN_TUPLES),
+    "list": ({"source_code.py": CODE}, "source_code:LIST", {}),
 }
 
 
@@ -144,10 +136,10 @@ SOURCES = {
 def test_all_samples_are_packed_in_their_order_or_a_random_one(
     tmp_path, monkeypatch, packed, name
 ):
-    files, source, config, is_indexed = SOURCES[name]
+    files, source, config = SOURCES[name]
     write(tmp_path / "source", files)
     monkeypatch.chdir(tmp_path / "source")
-    for shuffle in (None, 1) if is_indexed else (None,):
+    for shuffle in (None, 1):
         done, found = packed(source, shuffle=shuffle, **config)
         x = found["array" if name == "folder" else "x"]
         order = [int(np.flatnonzero((one == X).all(1))[0]) for one in x]
@@ -187,3 +179,57 @@ def test_what_is_no_array_of_samples_is_left_out_where_fields_are_named(tmp_path
     assert list(found) == ["label"]
     write(tmp_path, {"x.npy": npy(X)})
     assert list(packed(tmp_path / "x.npy")[1]) == ["x"]
+
+
+TYPED = {"fields": {"x": "x:f4", "y": "y:i2"}}
+DOUBLES = {"x": X.astype("f8"), "y": Y}
+DOUBLES_IN_TAR = {
+    f"{i:04}": {"x.npy": npy(DOUBLES["x"][i]), "cls": str(i).encode()} for i in range(N)
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "made", "config"),
+    [
+        ("s.npz", npz(**DOUBLES), TYPED),
+        ("s.h5", hdf5(**DOUBLES), TYPED),
+        ("s.parquet", parquet(x=[*DOUBLES["x"]], y=Y), TYPED),
+        ("s.tar", samples_tar(DOUBLES_IN_TAR), {"fields": {"x": "x.npy:f4", "y": "cls:i2"}}),
+        (None, [{"x": x, "y": y} for x, y in zip(DOUBLES["x"], Y, strict=True)], TYPED),
+        (None, list(zip(DOUBLES["x"], Y, strict=True)), {"fields": {"x": "0:f4", "y": "1:i2"}}),
+    ],
+    ids=["npz", "hdf5", "parquet", "tar", "dicts", "tuples"],
+)
+def test_a_source_of_any_kind_is_stored_in_the_type_that_a_field_asks_for_and_float64_is_noted(
+    tmp_path, packed, name, made, config
+):
+    source = made
+    if name is not None:
+        source = tmp_path / name
+        source.write_bytes(made)
+    done, found = packed(source, **config)
+    assert [field.dtype for field in done.manifest.fields.values()] == ["<f4", "<i2"]
+    assert np.array_equal(np.stack(found["x"]), X)
+    assert [*map(int, found["y"])] == [*Y]
+    assert not any("float64" in note for note in done.notes)
+    untyped = {name: what.rpartition(":")[0] for name, what in config["fields"].items()}
+    done, _ = packed(source, fields=untyped)
+    (note,) = [each for each in done.notes if "float64 is stored for x" in each]
+    options = dict(each.split("=") for each in re.findall(r"--field (\S+)", note))
+    assert options == {"x": config["fields"]["x"], "y": untyped["y"]}
+    done, _ = packed(source, fields=options)  # the remedy works
+    assert done.manifest.fields["x"].dtype == "<f4"
+
+
+def test_a_number_that_a_type_cannot_hold_is_refused(tmp_path, packed):
+    np.savez(tmp_path / "s.npz", x=np.array([1.0, 1e300]), y=np.array([1, 300]))
+    for field, value in (("x=x:f4", "1e+300"), ("y=y:u1", "300"), ("x=x:i8", "1e+300")):
+        with pytest.raises(DataError, match=re.escape(f"holds {value}, which {field[-2:]}")):
+            packed(tmp_path / "s.npz", fields=dict([field.split("=")]))
+
+
+def test_what_is_shuffled_in_memory_must_fit_there(tmp_path, packed, monkeypatch):
+    (tmp_path / "t.csv").write_text("a,b\n" + "1,2\n" * 99)
+    monkeypatch.setattr(pack_module, "SHUFFLED_BYTES", 1000)
+    with pytest.raises(DataError, match=r"in 1000 B, but they take more; leave out --shuffle"):
+        packed(tmp_path / "t.csv", shuffle=0)

@@ -126,7 +126,7 @@ def test_numbers_get_the_type_that_is_asked_for(tmp_path, packed):
     assert list(found["c"]) == [2**64 - 1, 1]
     assert list(found["d"]) == [255, 0]
     done, _ = packed(tmp_path / "t.csv", fields={"x": "a,b"})
-    assert "in 4 bytes: --field x=a,b:f4" in done.notes[-1]
+    assert "to store float32: --field x=a,b:f4" in done.notes[-1]
     pq.write_table(pa.table({"a": [[1, 2], [3]], "b": ["x", "y"]}), tmp_path / "t.parquet")
     done, found = packed(tmp_path / "t.parquet", fields={"a": "a:f4"})
     assert [row.tolist() for row in found["a"]] == [[1, 2], [3]]

@@ -1,0 +1,63 @@
+"""``hpctrain examples``: the files of the examples, which guides name as ``examples/…``."""
+
+from collections.abc import Mapping
+from importlib.metadata import files
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hpctrain.cli.options import argument
+from hpctrain.core.errors import ConfigError
+
+FOLDER = Path("examples")
+_INSTALLED = "share/hpctrain/examples/"
+_KINDS = (".py", ".toml", ".md", ".ipynb", ".yml", ".json", ".lua", ".def")
+
+
+def examples(
+    folder: Annotated[Path, argument("DIR", "Where they go.", default=True)] = FOLDER,
+) -> None:
+    """Write the examples into a folder, which guides name as examples/.
+
+    Files that exist are left as they are.
+
+    For instance:
+
+      hpctrain examples
+
+      hpctrain launch -n 4 hpctrain train examples/digits.toml
+    """
+    written = write_examples(folder)
+    typer.echo(f"wrote {len(written)} files into {folder}; {folder / 'README.md'} describes them")
+
+
+def write_examples(folder: Path = FOLDER, prefix: str = "") -> list[Path]:
+    """Write the examples whose names begin with ``prefix``, where there is no such file.
+
+    Raises ``ConfigError``: the folder cannot be written.
+    """
+    written = []
+    try:
+        for name, source in _sources().items():
+            if name.startswith(prefix) and not (folder / name).exists():
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                (folder / name).write_bytes(source.read_bytes())
+                written.append(folder / name)
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be written: {error.strerror}; name another") from None
+    return written
+
+
+def _sources() -> Mapping[str, Path]:
+    """Return the files of the examples by their names, of a clone or of the installed package."""
+    clone = Path(__file__).parents[2]
+    if (clone / "setup.cfg").exists():
+        found = [path for path in (clone / "examples").rglob("*") if path.suffix in _KINDS]
+        return {str(path.relative_to(clone / "examples")): path for path in sorted(found)}
+    installed = {str(each): each for each in files("hpctrain") or () if _INSTALLED in str(each)}
+    return {
+        name.partition(_INSTALLED)[2]: Path(str(each.locate()))
+        for name, each in installed.items()
+        if Path(name).suffix in _KINDS
+    }

@@ -1,0 +1,53 @@
+"""What torch refuses of the data, a model and a loss, as an error with its remedy."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from traceback import extract_tb
+
+import torch
+from torch import Tensor
+
+from hpctrain.core.errors import DataError, HpctrainError
+from hpctrain.core.logs import logger
+from hpctrain.core.user_error import described, noted, user_lines
+
+_REFUSALS = (RuntimeError, TypeError, ValueError, IndexError, AttributeError)
+
+
+@contextmanager
+def told_of(whose: str, *values: object) -> Iterator[None]:
+    """Let what is raised inside name the function and what it was given.
+
+    What torch refuses becomes a ``DataError``; an error of the function's own gets a note.
+    """
+    try:
+        with noted(whose, *values):
+            yield
+    except _REFUSALS as error:
+        is_other = isinstance(error, HpctrainError | torch.OutOfMemoryError)
+        if is_other or "/torch/" not in extract_tb(error.__traceback__)[-1].filename:
+            raise
+        logger.info("the model or the loss refuses its input", exc_info=error)
+        given, said = " and ".join(map(described, values)), f"{type(error).__name__}: {error}"
+        remedy = _remedy(said, [each.dtype for each in values if isinstance(each, Tensor)])
+        text = f"model, loss and data must fit together, but {whose} refuses {given}: {said}"
+        lines = [f"{text}{remedy}", *(f"  {line}" for line in user_lines(error))]
+        raise DataError("\n".join(lines)) from error
+
+
+def _remedy(said: str, dtypes: list[torch.dtype]) -> str:
+    """Return how to give a field another type of numbers; empty for other refusals.
+
+    ``dtypes`` are those of the inputs of a model, or of its output and the labels.
+    """
+    if "Double" in said and "Float" in said and dtypes:
+        is_loss = len(dtypes) > 1
+        goal = "f4" if (dtypes[0] == torch.float32) is is_loss else "f8"
+    elif "Long" in said:
+        goal = "i8"
+    else:
+        return ""
+    return (
+        f"; pack the data again with --field NAME=WHAT:{goal}, which stores that type of numbers, "
+        f"or convert the field in data.transform"
+    )
