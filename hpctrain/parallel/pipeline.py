@@ -11,11 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from hpctrain.comm.agreement import raise_if_any
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.units import format_seconds
+from hpctrain.parallel.guard import EVALUATION, FORWARD, guarded, release
 from hpctrain.parallel.mesh import require_one_axis
 from hpctrain.parallel.parts import digest, form_of, gathered, local, norm_of, require_alike, whole
 from hpctrain.parallel.rebalance import (
@@ -113,7 +115,9 @@ class Pipeline:
         self._device = next(model.parameters()).device
         self._shared, self._groups = shared_between(chain), dict[tuple[int, ...], Any]()
         mine = [number for stage in self._mine() for number in self.split[stage]]
+        release(model)
         self.model = Chain([])
+        self._guard = guarded(self.model, stages=mesh, shared=self._shared_weights)
         self._place({number: chain[number] for number in mine})
 
     def _mine(self) -> list[int]:
@@ -127,14 +131,35 @@ class Pipeline:
         self.model.fill([layers[number] for number in sorted(layers)])
         self._tie()
         self._chains = [Chain([layers[number] for number in self.split[stage]]) for stage in mine]
+        wrapped = [self._wrap(chain) for chain in self._chains]
         self._stages = [
-            Stage(self._wrap(chain), stage, total, self._device, group=self._group)
-            for stage, chain in zip(mine, self._chains, strict=True)
+            Stage(one, stage, total, self._device, group=self._group)
+            for stage, one in zip(mine, wrapped, strict=True)
         ]
+        self._watch(wrapped)
         for stage_of_rank in self._stages:
             stage_of_rank.halves = self._halves
         self._seconds, self._measured = 0.0, dict[int, float]()
         self._learnt: object = None
+
+    def _watch(self, wrapped: Sequence[nn.Module]) -> None:
+        """Let one guard compare what ranks do with all stages, and with replicas of them."""
+        guard = self._guard
+        for chain in self._chains:
+            guard.num_flags = max(guard.num_flags, release(chain))
+            chain._guard = guard  # type: ignore[assignment]  # noqa: SLF001
+        groups = {one.process_group for one in wrapped if isinstance(one, DistributedDataParallel)}
+        guard.replicas = [(group, self._device.type) for group in groups]
+        guard.refresh()
+
+    def _shared_weights(self) -> list[tuple[str, nn.Parameter | None]]:
+        """Return the weights of several stages, by one of their names, and those that are here."""
+        here = dict(self.model.named_parameters(remove_duplicate=False))
+        tied = dict(self._tied)
+        return [
+            (places[0][1], next((here[name] for _, name in places if name in tied), None))
+            for places in self._shared
+        ]
 
     def _learn(self) -> None:
         """Let torch ask anew what stages hand on, and who trains. Collective over the axis.
@@ -198,13 +223,15 @@ class Pipeline:
         Raises:
             ConfigError: the micro-batches do not divide the batch, it has not as many targets, or
                 a weight of several stages is frozen in some; on every rank of the axis.
-            MismatchError: the ranks give different batches; on every rank of the axis.
+            MismatchError: the ranks give different batches, or differ in what they have done to
+                gradients, weights and settings since; on every rank of the axis.
         """
-        self._check_batch(given, target)
+        self._check_batch(given, target, FORWARD)
         kept = self._take_tied_gradients()
         loss = self._run("step", given, target)
         self._measured = self._seconds_of_layers()
         self._sum_tied_gradients(kept)
+        self._guard.mark()
         return loss
 
     def evaluate(self, given: Tensor, target: Tensor) -> Tensor:
@@ -212,7 +239,7 @@ class Pipeline:
 
         What is given, returned and raised is that of ``step``.
         """
-        self._check_batch(given, target)
+        self._check_batch(given, target, EVALUATION)
         with torch.no_grad():
             return self._run("eval", given, target)
 
@@ -234,15 +261,14 @@ class Pipeline:
         dist.broadcast(mean, source, group=self._group)
         return mean
 
-    def _check_batch(self, given: Tensor, target: Tensor) -> None:
+    def _check_batch(self, given: Tensor, target: Tensor, what: int) -> None:
         """Raise on all ranks of the axis, or on none. Collective over it."""
         lines = [f"given {digest(given)}", f"target {digest(target)}"]
         mine = zlib.crc32("".join(lines).encode())
         trained = tuple(parameter.requires_grad for parameter in self.model.parameters())
         now = tuple(given.shape), given.dtype, tuple(target.shape), trained
-        most = torch.tensor([mine, -mine, now != self._learnt])
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=self._group)
-        if int(most[:2].sum()):
+        is_new, differs = self._guard.compare(what, batch=mine, is_new=now != self._learnt)
+        if differs:
             way_out = "divide data among the ranks of dp alone"
             require_alike(self._mesh, lines, "a batch of a pipeline", way_out)
         if len(given) != len(target):
@@ -255,7 +281,7 @@ class Pipeline:
                 f"{self._num_microbatches} micro-batches must divide a batch, got {len(given)} "
                 f"samples; take a multiple"
             )
-        if int(most[2]):
+        if is_new:
             self._learn()
             self._learnt = now
 
@@ -398,6 +424,7 @@ class Pipeline:
         self.split = split
         self._stages, self._schedule = [], None  # before others wrap the same parameters
         self._place(layers)
+        self._guard.mark()
         return moved_words(moves)
 
 

@@ -1,22 +1,19 @@
 """The optimizer of a sharded model: what ranks agree on before a step, clipping, accumulation."""
 
-import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from hpctrain.comm.agreement import by_rank
-from hpctrain.core.errors import ConfigError, MismatchError
+from hpctrain.core.errors import ConfigError
+from hpctrain.parallel.guard import guard_of
 from hpctrain.parallel.offload import FileState
-from hpctrain.parallel.parts import clip_grad_norm_, gathered, local, places_of
+from hpctrain.parallel.parts import clip_grad_norm_, local, places_of
 
 
 class ShardedOptimizer(Optimizer):
@@ -57,15 +54,13 @@ class ShardedOptimizer(Optimizer):
 class Gradients:
     """Knows which parameters have had a gradient since the last step, on any rank."""
 
-    def __init__(self, model: nn.Module, stage: int, mesh: DeviceMesh) -> None:
+    def __init__(self, model: nn.Module, stage: int) -> None:
         """Look at each parameter while it is whole. Collective.
 
         Autograd tells who had a gradient; torch then averages zeros for those that had none, as
         other ranks may have used them.
         """
-        self.model, self.stage, self._mesh = cast("Any", model), stage, mesh
-        self._is_syncing = True
-        self._is_held_back = False  # no rank has averaged them yet, in stage 1
+        self.model, self.stage = cast("Any", model), stage
         self._used: set[str] = set()
         self._sharded = dict(model.named_parameters())
         self._whole: dict[str, Tensor] = {}
@@ -81,8 +76,7 @@ class Gradients:
 
     def sync(self, *, is_last: bool) -> None:
         """Say whether the next backward is the last one before a step."""
-        self._is_syncing = is_last or self.stage > 1
-        self.model.set_requires_gradient_sync(self._is_syncing)
+        self.model.set_requires_gradient_sync(is_last or self.stage > 1)
         self.model.set_reshard_after_backward(is_last or self.stage > 2)
 
     def _units(self) -> Iterator[FSDPModule]:
@@ -96,12 +90,10 @@ class Gradients:
 
     def _has_come(self, name: str, _: Tensor) -> None:
         self._used.add(name)
-        self._is_held_back = not self._is_syncing
 
     def forget(self) -> None:
         """Drop what backward has left, also gradients that are whole."""
         self._used.clear()
-        self._is_held_back = False
         for whole in self._whole.values():
             whole.grad = None
 
@@ -111,25 +103,18 @@ class Gradients:
 
         Raises:
             ConfigError: gradients are not averaged yet; on every rank.
-            MismatchError: the ranks have other settings, such as learning rates; on every rank.
+            MismatchError: the ranks differ in what ``Guard`` compares; on every rank.
         """
         for unit in self._units():
             unit.reshard()  # whole since an evaluation, and old after the step
-        groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
-        check = zlib.crc32(repr(groups).encode())
         mine = [self._has_gradient(name, p) for name, p in self._sharded.items()]
-        head = [self._is_held_back, bool(self._used), check, -check]
-        is_held_back, has_any, check, least, *found = self._most([*head, *mine])
+        holds_back = any(whole.grad is not None for whole in self._whole.values())  # in stage 1
+        flags = [holds_back, bool(self._used), *mine]
+        is_held_back, has_any, *found = guard_of(self.model).before_step(optimizer, flags)
         if is_held_back:
             raise ConfigError(
                 "a step of stage 1 follows a backward outside of no_sync(), which averages the "
                 "gradients, got none since the last one inside; leave the last one outside"
-            )
-        if check != -least:
-            told = gathered(repr(groups), self._mesh)
-            raise MismatchError(
-                f"ranks step with the same settings of the optimizer, got {by_rank(told)}; "
-                f"set the same on all"
             )
         for parameter, is_known in zip(self._sharded.values(), found, strict=True):
             if has_any and not is_known:
@@ -144,13 +129,6 @@ class Gradients:
         if name in self._used or gradient is None:
             return gradient is not None
         return hasattr(gradient, "_is_average") or bool(local(gradient).any())
-
-    def _most(self, numbers: Sequence[int]) -> list[int]:
-        """Return the maximum of each number over the ranks. Collective."""
-        found = torch.tensor(numbers, dtype=torch.int64, device=self._mesh.device_type)
-        for dim in range(self._mesh.ndim):
-            dist.all_reduce(found, dist.ReduceOp.MAX, group=self._mesh.get_group(dim))
-        return list(map(int, found.tolist()))
 
 
 def before_step(

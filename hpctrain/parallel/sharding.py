@@ -21,6 +21,7 @@ from torch.optim import Optimizer, Rprop
 from hpctrain.comm.agreement import raise_if_any
 from hpctrain.core.errors import ConfigError
 from hpctrain.gradients.elementwise import is_known_as
+from hpctrain.parallel.guard import guarded
 from hpctrain.parallel.mesh import build_mesh
 from hpctrain.parallel.offload import FileState
 from hpctrain.parallel.parts import (
@@ -87,10 +88,12 @@ def shard(  # noqa: PLR0913 - each is one choice
     chosen = _Choice(stage, mesh, layers, compute_dtype, offload)
     units, file = _checked(model, optimizer, names, chosen)
     _distribute(model, units, chosen)
-    _move(optimizer, names, dict(model.named_parameters()))
+    new = dict(model.named_parameters())
+    _move(optimizer, names, new)
     if file:
         file.take_over()
-    return upgraded(optimizer, Gradients(model, stage, mesh), file)
+    guarded(model).num_flags = 2 + len(new)
+    return upgraded(optimizer, Gradients(model, stage), file)
 
 
 class _Choice(NamedTuple):

@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import (
 
 from hpctrain.core.errors import ConfigError
 from hpctrain.parallel.alike import Alike, require_a_divided_stream
+from hpctrain.parallel.guard import guarded
 from hpctrain.parallel.mesh import require_one_axis
 from hpctrain.parallel.parts import digest, form_of, names_like, places_of, require_alike
 
@@ -76,6 +77,7 @@ def tensor_parallel(
     for (first, name), *others in shared:
         for module, other in others:
             module.register_parameter(other, getattr(first, name))
+    guarded(model)
     return model
 
 

@@ -22,6 +22,7 @@ from hpctrain.gradients.batch_norm import SyncBatchNorm
 from hpctrain.gradients.elementwise import is_known_as
 from hpctrain.gradients.sample_count import bits_of, flags_of
 from hpctrain.parallel import shard
+from hpctrain.parallel.guard import Guard, guard_of, guarded
 from hpctrain.parallel.mesh import build_mesh, gradient_mesh
 from hpctrain.parallel.parts import clip_grad_norm_, local, whole
 from hpctrain.parallel.pipeline import Pipeline
@@ -88,6 +89,7 @@ class ModelParallel:
         self.communication_seconds = 0.0
         self.optimizer: Any = optimizer
         self.model = self._divided(model)
+        self._guard = self._guarded()
         self.state.keep(self.model, self.optimizer)
 
     def _divided(self, model: nn.Module) -> nn.Module:
@@ -142,6 +144,16 @@ class ModelParallel:
 
         stage.forward = calculate
         return stage
+
+    def _guarded(self) -> Guard:
+        """Return what compares the steps of all ranks that have parts of the same, or replicas."""
+        has_one = max(self.config.tp, self.config.pp) > 1 or self.config.zero > 0
+        guard = guard_of(self.model) if has_one else guarded(self.model)
+        if not self.config.zero:
+            group, device = self._averaging.get_group(), self._averaging.device_type
+            guard.replicas.append((group, device))
+            guard.refresh()
+        return guard
 
     @property
     def micro_batches(self) -> int:
@@ -327,6 +339,7 @@ class ModelParallel:
                 self._average_bucket(buckets.pop(gradient.dtype))
         for bucket in buckets.values():
             self._average_bucket(bucket)
+        self._guard.mark()
 
     def _average_bucket(self, gradients: list[Tensor]) -> None:
         flat = torch.cat([gradient.flatten() for gradient in gradients])

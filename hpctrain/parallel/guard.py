@@ -1,0 +1,435 @@
+"""Comparison, before each forward and step, of what ranks that share a model must do alike."""
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.variable import Variable
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves
+
+from hpctrain.comm.agreement import differing
+from hpctrain.core import logs
+from hpctrain.core.config import Settings
+from hpctrain.core.errors import MismatchError
+from hpctrain.gradients.weight_sample import WeightSample
+from hpctrain.parallel.guard_facts import (
+    NOTHING,
+    Named,
+    crc,
+    differ,
+    mark,
+    pairs,
+    part,
+    settings_of,
+    shared_texts,
+    states_of,
+    texts,
+    writes_of,
+)
+
+FORWARD, EVALUATION, STEP = 0, 1, 2
+"""What a comparison precedes. From ``STEP`` on, the number of the optimizer is added."""
+
+_RULES = {
+    "contents": "ranks must hold the same values of replicated parameters, but differ in {}; "
+    "write to them on all ranks, or load the model again",
+    "tied": "ranks must treat a weight that their stages share alike, but differ in {}; change "
+    "it, its gradient and requires_grad on all of them",
+    "pattern": "ranks of a pipeline must clear and clip gradients alike, but differ in {}; call "
+    "zero_grad() and clip on all ranks, and set learning rates to scale single layers",
+    "stages": "ranks of a pipeline must change settings of the optimizer alike, but differ in {}; "
+    "set the same on all ranks",
+    "writes": "ranks must write to parameters alike, but differ in {}; write on all ranks, or to "
+    "to_local() what concerns the part of one rank",
+    "gradients": "ranks must treat gradients alike, but differ in {}; call zero_grad(), clip and "
+    "change .grad on all ranks",
+    "settings": "ranks must step with the same settings of the optimizer, but differ in {}; set "
+    "the same on all ranks",
+    "trained": "ranks must train and freeze the same parameters, but differ in {}; set "
+    "requires_grad on all ranks",
+    "what": "ranks must take the same steps, but differ in {}; call forward, backward and step() "
+    "equally often on all ranks",
+}
+"""What ranks do alike; where they differ in several, the last one is reported."""
+_FAULTS = ("", *_RULES)
+_HEAD = 4  # words before those of facts: a fault, ``is_new``, what one axis alone compares
+_SAME = ("trained", "settings", "gradients", "writes")
+"""Of ranks that have the same parameters, or parts of them; stages have others."""
+_UNTIL_AVERAGED = ("pattern", "gradients")
+
+Shared = Sequence[tuple[str, nn.Parameter | None]]
+"""Each weight that several stages have: name and parameter, which is None on other ranks."""
+
+
+class _Axis(NamedTuple):
+    """Ranks that compare, and the parameters of which each has a replica."""
+
+    group: Any
+    device: str
+    replicated: Named
+    is_stages: bool = False
+    is_averaged: bool = False  # each replica has gradients of its own until a step
+
+
+class _Layout(NamedTuple):
+    """Parameters, in the form in which a comparison finds them, and the axes."""
+
+    named: Named
+    axes: Sequence[_Axis]
+    watched: Named
+    """Those that the ranks of all axes but stages have, in whole or in part."""
+
+
+class Guard:
+    """Compares what ranks do with a model, before each forward in training and each step.
+
+    The axes are those of the meshes of the parameters, which are DTensors, besides ``replicas``
+    and ``stages``. A comparison is an all-reduce of some 20 numbers along each axis.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        stages: DeviceMesh | None = None,
+        shared: Callable[[], Shared] = lambda: (),
+    ) -> None:
+        """Watch a model, and every optimizer of its parameters."""
+        self.replicas: list[tuple[Any, str]] = []
+        """Groups, with a type of device, that have the same plain parameters and average their
+        gradients before a step."""
+        self.num_flags = 0  # numbers that every ``compare`` takes the maximum of
+        self._model, self._stages, self._shared = weakref.ref(model), stages, shared
+        self._check_weights = Settings.from_env().check_weights
+        self._numbers = weakref.WeakKeyDictionary[Optimizer, tuple[int, int]]()
+        self._are_uniform: dict[int, bool] = {}  # of an optimizer: whether stages began alike
+        self._num_steps, self._is_queued = 0, False
+        self._devices: dict[Any, str] = {}  # of the groups of all parameters so far
+        self.refresh()
+        self._handles: list[Any] = [
+            register_optimizer_step_pre_hook(self._before_step),
+            model.register_forward_pre_hook(self._before_forward, prepend=True),
+            model.register_forward_hook(self._after_forward),
+        ]
+        weakref.finalize(model, self._handles[0].remove)
+
+    def __reduce__(self) -> Any:
+        """Let copies of a model compare nothing."""
+        return _closed, ()
+
+    def close(self) -> None:
+        """Watch no longer."""
+        for handle in self._handles:
+            handle.remove()
+
+    def refresh(self) -> None:
+        """Look for the parameters anew, as the model has other modules."""
+        self._modules: list[tuple[str, nn.Module]] = []
+        self._layout = _Layout((), (), ())
+        self._samples: dict[Any, tuple[list[Tensor], WeightSample]] = {}
+
+    def mark(self) -> None:
+        """Note that backward, or an average over ``replicas``, has left the gradients."""
+        self._is_queued = False
+        mark([p for _, p in self._now().named])
+
+    def compare(
+        self,
+        what: int,
+        optimizer: Optimizer | None = None,
+        *,
+        flags: Sequence[int] = (),
+        batch: int | None = None,
+        is_new: bool = False,
+    ) -> list[int]:
+        """Raise ``MismatchError`` on all ranks unless they do the same. Collective.
+
+        Args:
+            what: ``FORWARD``, ``EVALUATION``, or ``STEP`` and the number of the optimizer.
+            optimizer: whose step this is.
+            flags: of which the maximum over all ranks but those of other stages is taken.
+            batch: a number that the ranks of a pipeline compare.
+            is_new: whether the pipeline of this rank must learn shapes.
+
+        Returns:
+            The maxima of ``flags``, of ``is_new`` over all ranks, and whether ``batch`` differs.
+        """
+        self._num_steps += what >= STEP
+        layout = self._now()
+        facts = self._facts(what, optimizer, layout)
+        names, fault, batch_differs = list(facts), 0, False
+        words = [0, is_new, *pairs([None, *facts.values()])]
+        words += [*flags, *[0] * (self.num_flags - len(flags))]
+        is_first, is_uniform = what >= STEP and what - STEP not in self._are_uniform, True
+        for axis in _in_order(layout.axes):
+            own = batch if axis.is_stages else self._checksum(axis, what)
+            hidden = _UNTIL_AVERAGED if axis.is_averaged and what < STEP else ()
+            words[0], words[2:4] = fault, pairs([own])
+            words = _most(words, axis, names, hidden)
+            found = [name for i, name in enumerate(names) if differ(words[_HEAD + 2 * i :][:2])]
+            if is_first and "stages" in found:
+                found.remove("stages")
+                is_uniform = False
+            if differ(words[2:4]):
+                batch_differs = axis.is_stages
+                found += ["contents"] * (not axis.is_stages and self._is_error(axis))
+            fault = max([words[0], *(_FAULTS.index(name.split()[0]) for name in found)])
+        if fault:
+            self._raise(_FAULTS[fault], what, optimizer)
+        if is_first:
+            self._are_uniform[what - STEP] = is_uniform
+        maxima = words[_HEAD + 2 * len(names) :]
+        return [*maxima[: len(flags)], words[1], int(batch_differs)]
+
+    def _facts(
+        self, what: int, optimizer: Optimizer | None, layout: _Layout
+    ) -> dict[str, int | None]:
+        """Return the numbers that must be equal, None for any; those of ``_SAME`` come last."""
+        settings = crc(settings_of(optimizer)) if optimizer else None
+        return {
+            "what": what,
+            "stages": settings if self._are_uniform.get(what - STEP, True) else None,
+            "pattern": self._pattern(layout),
+            **{f"tied {i}": self._of_shared(p, what) for i, (_, p) in enumerate(self._shared())},
+            "trained": crc([p.requires_grad for _, p in layout.named]),
+            "settings": settings,
+            "gradients": crc(states_of([p for _, p in layout.watched])),
+            "writes": crc(writes_of(layout.watched)),
+        }
+
+    def _pattern(self, layout: _Layout) -> int | None:
+        """Return the state of all gradients of this stage; None where they have several."""
+        if self._stages is None:
+            return None
+        states = {*states_of([p for _, p in layout.named if p.requires_grad])}
+        return states.pop() if len(states) == 1 else None
+
+    def _of_shared(self, parameter: nn.Parameter | None, what: int) -> int | None:
+        if parameter is None or what < STEP:
+            return None
+        return crc(shared_texts(parameter, self._num_steps))
+
+    def _checksum(self, axis: _Axis, what: int) -> int | None:
+        """Return a checksum of some of what the ranks of an axis have replicas of."""
+        if what < STEP or not axis.replicated or self._check_weights == "off":
+            return None
+        return self._sample(axis).checksum(self._num_steps)
+
+    def _sample(self, axis: _Axis) -> WeightSample:
+        held = [part(p) for _, p in axis.replicated]
+        before, sample = self._samples.get(axis.group, ([], WeightSample(())))
+        if [*map(id, held)] != [*map(id, before)]:
+            names = [name for name, _ in axis.replicated]
+            sample = WeightSample(list(zip(names, held, strict=True)))  # type: ignore[arg-type]
+            self._samples[axis.group] = held, sample
+        return sample
+
+    def _is_error(self, axis: _Axis) -> bool:
+        """Return whether replicas that differ are an error, or warn. Collective over the axis."""
+        if self._check_weights == "error":
+            return True
+        found = _difference(self._sample(axis).by_name(self._num_steps), axis)
+        if dist.get_rank(axis.group) == 0:
+            logs.warn_merged([[_RULES["contents"].format(found)]])
+        return False
+
+    def _raise(self, fault: str, what: int, optimizer: Optimizer | None) -> None:
+        """Raise on all ranks what the ranks of some axis differ in. Collective."""
+        layout, text = self._now(), ""
+        axes = [a for a in layout.axes if not (a.is_stages and fault in (*_SAME, "contents"))]
+        for axis in axes:
+            mine = self._texts(fault, what, optimizer, axis)
+            text = _difference(mine, axis) or text
+        for axis in layout.axes:
+            text = next(filter(None, _gathered(text, axis)), "")
+        raise MismatchError(_RULES[fault].format(text))
+
+    def _texts(
+        self, fault: str, what: int, optimizer: Optimizer | None, axis: _Axis
+    ) -> Mapping[str, str]:
+        """Return what this rank has of a fact, by name."""
+        if fault == "what":
+            step = f"step() of optimizer {what - STEP}"
+            return {"the call": ("forward", "evaluation", step)[min(what, STEP)]}
+        if fault == "contents":
+            return self._sample(axis).by_name(self._num_steps)
+        if fault == "tied":
+            return {
+                f"{key} of {name}": value
+                for name, p in self._shared()
+                if p is not None
+                for key, value in shared_texts(p, self._num_steps).items()
+            }
+        is_all = fault in ("trained", "pattern")
+        return texts(fault, self._layout.named if is_all else self._layout.watched, optimizer)
+
+    def _now(self) -> _Layout:
+        """Return the parameters as they are; FSDP has others inside forward than at a step."""
+        model = self._model()
+        assert model is not None
+        if not self._modules:
+            self._modules = [(f"{name}." * bool(name), one) for name, one in model.named_modules()]
+        held = (
+            (prefix + name, p)
+            for prefix, module in self._modules
+            for name, p in module._parameters.items()  # noqa: SLF001 - quicker than named_parameters()
+            if p is not None
+        )
+        named = list({id(p): (name, p) for name, p in held}.values())
+        if len(named) != len(self._layout.named) or any(
+            p is not before for (_, p), (_, before) in zip(named, self._layout.named, strict=True)
+        ):
+            self._layout = self._laid_out(named)
+        return self._layout
+
+    def _laid_out(self, named: Named) -> _Layout:
+        """Find the axes: those with replicas first, so that all ranks learn of differences."""
+        replicated: dict[Any, list[tuple[str, nn.Parameter]]] = {}
+        groups_of: dict[str, set[Any]] = {}
+        for name, p in named:
+            groups_of[name] = set()
+            if not isinstance(p, DTensor):
+                continue
+            for dim, placement in enumerate(p.placements):
+                group = p.device_mesh.get_group(dim)
+                groups_of[name].add(group)
+                self._devices.setdefault(group, p.device_mesh.device_type)
+                if isinstance(placement, Replicate):
+                    replicated.setdefault(group, []).append((name, p))
+        axes = [_Axis(g, device, replicated.get(g, ())) for g, device in self._devices.items()]
+        axes += [_Axis(group, device, named, is_averaged=True) for group, device in self.replicas]
+        axes.sort(key=lambda axis: not axis.replicated)
+        wanted = {*self._devices}
+        watched = [
+            (n, p) for n, p in named if groups_of[n] == wanted and (wanted or self.replicas)
+        ]
+        if self._stages is not None:
+            group, device = self._stages.get_group(), self._stages.device_type
+            axes.append(_Axis(group, device, (), is_stages=True))
+        return _Layout(named, [a for a in axes if dist.get_world_size(a.group) > 1], watched)
+
+    def _number_of(self, optimizer: Optimizer) -> int | None:
+        """Return which optimizer of this model it is, in the order of their first steps."""
+        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        number, before = self._numbers.get(optimizer, (-1, -1))
+        if number < 0 and count != before and self._model() is not None:
+            mine = {id(p) for _, p in self._now().named}
+            is_mine = any(
+                id(p) in mine for group in optimizer.param_groups for p in group["params"]
+            )
+            number = len({n for n, _ in self._numbers.values()} - {-1}) if is_mine else -1
+            self._numbers[optimizer] = number, count
+        return number if number >= 0 else None
+
+    def before_step(self, optimizer: Optimizer, flags: Sequence[int] = ()) -> list[int]:
+        """Compare before a step; return the maximum of each flag over the ranks. Collective."""
+        number = self._number_of(optimizer)
+        assert number is not None
+        return self.compare(STEP + number, optimizer, flags=flags)[:-2]
+
+    def _before_step(self, optimizer: Optimizer, *_: object) -> None:
+        if not hasattr(optimizer, "_gradients") and self._number_of(optimizer) is not None:
+            self.before_step(optimizer)
+
+    def _before_forward(self, *_: object) -> None:
+        # A backward that calculates forward again is one already compared.
+        is_backward = torch._C._current_graph_task_id() != -1  # noqa: SLF001 - no public name
+        if torch.is_grad_enabled() and not is_backward and self._model() is not None:
+            self.compare(FORWARD)
+
+    def _after_forward(self, _: nn.Module, __: object, output: object) -> None:
+        """Let the backward of what forward returns mark the gradients that it leaves."""
+        for leaf in tree_leaves(output):
+            if self._model() is not None and isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaf.register_hook(self._queue)
+                return
+
+    def _queue(self, _: Tensor) -> None:
+        if not self._is_queued:  # behind what FSDP queues itself
+            self._is_queued = True
+            later = Variable._execution_engine.queue_callback  # noqa: SLF001 - no public name
+            later(lambda: later(self.mark))
+
+
+def _closed() -> Guard:
+    guard = Guard(nn.Module())
+    guard.close()
+    return guard
+
+
+def guarded(model: nn.Module, **options: Any) -> Guard:
+    """Return a new guard of a model, in place of those of the model and its modules."""
+    release(model)
+    guard = Guard(model, **options)
+    model._guard = guard  # type: ignore[assignment]  # noqa: SLF001
+    return guard
+
+
+def guard_of(model: nn.Module) -> Guard:
+    """Return the guard of a model."""
+    found: Guard = model._guard  # type: ignore[assignment]  # noqa: SLF001
+    return found
+
+
+def release(model: nn.Module) -> int:
+    """Close the guards of a model and its modules; return the flags that one has compared."""
+    guards = [m.__dict__.pop("_guard") for m in model.modules() if "_guard" in m.__dict__]
+    for guard in guards:
+        guard.close()
+    return max((guard.num_flags for guard in guards), default=0)
+
+
+def _in_order(axes: Sequence[_Axis]) -> Iterator[_Axis]:
+    """Yield the axes along which words go so that every rank learns of every difference.
+
+    Checksums of replicas are compared along one axis alone, so what the second one has found goes
+    along the first one once more.
+    """
+    first = [axis for axis in axes if axis.replicated]
+    yield from first
+    yield from first[:-1]
+    yield from (axis for axis in axes if not axis.replicated)
+
+
+def _most(
+    words: Sequence[int], axis: _Axis, names: Sequence[str], hidden: Sequence[str]
+) -> list[int]:
+    """Return the maximum of each word over the ranks of an axis. Collective over it.
+
+    Stages send the first ones alone. Of facts that are ``hidden`` from other ranks nothing is
+    changed.
+    """
+    end = _HEAD + 2 * (len(names) - len(_SAME)) if axis.is_stages else len(words)
+    sent = torch.tensor(words[:end], dtype=torch.int64)
+    places = [_HEAD + 2 * names.index(fact) for fact in hidden]
+    for place in places:
+        sent[place : place + 2] = NOTHING
+    there = sent.to(axis.device)
+    dist.all_reduce(there, dist.ReduceOp.MAX, group=axis.group)
+    found = [*there.tolist(), *words[end:]]
+    for place in places:
+        found[place : place + 2] = words[place : place + 2]
+    return found
+
+
+def _gathered(one: object, axis: _Axis) -> list[Any]:
+    """Return the objects of the ranks of an axis. Collective over it."""
+    found: list[Any] = [None] * dist.get_world_size(axis.group)
+    dist.all_gather_object(found, one, group=axis.group)
+    return found
+
+
+def _difference(mine: Mapping[str, str], axis: _Axis) -> str:
+    """Return the first name of which ranks have different texts, with ranks and texts."""
+    of_ranks: list[Mapping[str, str]] = [{} for _ in range(dist.get_world_size())]
+    ranks = dist.get_process_group_ranks(axis.group)
+    for rank, found in zip(ranks, _gathered(mine, axis), strict=True):
+        of_ranks[rank] = found
+    return next((f"{name} ({seen})" for name, seen in differing(of_ranks).items()), "")

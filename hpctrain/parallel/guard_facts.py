@@ -1,0 +1,150 @@
+"""Facts about parameters, gradients and settings that ranks compare, as numbers and as text."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.optim import Optimizer
+
+from hpctrain.core.checksum import crc32
+from hpctrain.gradients.weight_sample import WeightSample
+
+Named = Sequence[tuple[str, nn.Parameter]]
+
+NOTHING = -(1 << 62)  # of a rank without an opinion
+STATES = ("no gradient", "set by the program", "as backward left it", "changed after backward")
+_NONE, _SET, _LEFT, _CHANGED = range(4)
+
+
+def pairs(values: Sequence[int | None]) -> list[int]:
+    """Return numbers whose maximum over ranks tells whether the values are equal."""
+    return [n for v in values for n in ((NOTHING, NOTHING) if v is None else (v, -v))]
+
+
+def differ(words: Sequence[int]) -> bool:
+    """Return whether the maxima of a pair are those of values that differ."""
+    most, least = words
+    return most not in (NOTHING, -least)
+
+
+def crc(what: object) -> int:
+    """Return a checksum of what prints alike."""
+    return crc32(repr(what).encode())
+
+
+def part(tensor: Tensor) -> Tensor:
+    """Return what this rank has of a tensor, the same object every time."""
+    here: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return here
+
+
+def is_divided(tensor: Tensor) -> bool:
+    """Return whether ranks have different parts."""
+    return isinstance(tensor, DTensor) and not all(
+        isinstance(one, Replicate) for one in tensor.placements
+    )
+
+
+def settings_of(optimizer: Optimizer) -> dict[str, str]:
+    """Return the settings of all groups, as text."""
+    found = {"optimizer": type(optimizer).__name__}
+    for number, group in enumerate(optimizer.param_groups):
+        found |= {f"{k} of group {number}": repr(v) for k, v in group.items() if k != "params"}
+    return found
+
+
+def mark(parameters: Sequence[nn.Parameter]) -> None:
+    """Note that backward has left the gradients as they are now."""
+    held = [p.grad for p in parameters if p.grad is not None]
+    sizes = _sizes(held)
+    for gradient in held:
+        left = _version(gradient), sizes.get(gradient)
+        gradient._left = left  # type: ignore[attr-defined]  # noqa: SLF001
+
+
+def states_of(parameters: Sequence[nn.Parameter]) -> list[int]:
+    """Return the state of each gradient: numbers of ``STATES``."""
+    left: dict[Tensor, Any] = {}
+    found = [_NONE] * len(parameters)
+    for number, parameter in enumerate(parameters):
+        gradient = parameter.grad
+        if gradient is not None:
+            version, size = getattr(gradient, "_left", (None, None))
+            is_same = version == _version(gradient)
+            found[number] = _SET if version is None else _LEFT if is_same else _CHANGED
+            if is_same and size is not None:
+                left[gradient] = size
+    if left:
+        now = _sizes(list(left))
+        before, after = (torch.stack([s[g].cpu() for g in left]) for s in (left, now))
+        # As bits: NaN is no change.
+        same = (before.view(torch.int64) == after.view(torch.int64)).tolist()
+        changed = {id(g) for g, is_same in zip(left, same, strict=True) if not is_same}
+        for number, parameter in enumerate(parameters):
+            if id(parameter.grad) in changed:
+                found[number] = _CHANGED
+    return found
+
+
+def _version(tensor: Tensor) -> int:
+    """Return what counts the writes to a tensor; of a part by operations on the whole alone."""
+    here = 0 if is_divided(tensor) or tensor is part(tensor) else part(tensor)._version  # noqa: SLF001
+    return tensor._version + here  # noqa: SLF001
+
+
+def _sizes(gradients: Sequence[Tensor]) -> dict[Tensor, Tensor]:
+    """Return the largest element of each gradient of which every rank has some.
+
+    Torch does not count what ``torch._foreach_...`` writes to a DTensor, as clipping does.
+    """
+    kinds: dict[Any, list[Tensor]] = defaultdict(list)
+    for gradient in gradients:
+        if isinstance(gradient, DTensor) and all(_has_all(gradient)):
+            kinds[gradient.dtype, part(gradient).device].append(gradient)
+    found: dict[Tensor, Tensor] = {}
+    for some in kinds.values():
+        sizes = torch._foreach_norm([part(one) for one in some], torch.inf)  # noqa: SLF001
+        found.update(zip(some, (size.double() for size in sizes), strict=True))
+    return found
+
+
+def _has_all(tensor: DTensor) -> Iterator[bool]:
+    """Yield, for each dimension, whether every rank has some of it."""
+    parts = [1] * tensor.ndim
+    for one, size in zip(tensor.placements, tensor.device_mesh.shape, strict=True):
+        if not isinstance(one, Replicate):
+            parts[one.dim] *= size  # type: ignore[attr-defined]
+    for length, count in zip(tensor.shape, parts, strict=True):
+        yield length > 0 and -(-length // count) * (count - 1) < length
+
+
+def writes_of(named: Named) -> list[int]:
+    """Return how often each divided parameter was written to as a whole."""
+    return [p._version for _, p in named if is_divided(p)]  # noqa: SLF001
+
+
+def shared_texts(parameter: nn.Parameter, step: int) -> dict[str, str]:
+    """Return what stages compare of a weight that several have."""
+    return {
+        "requires_grad": str(parameter.requires_grad),
+        "the gradient": STATES[states_of([parameter])[0]],
+        "the values": f"{WeightSample([('', part(parameter))]).checksum(step):08x}",  # type: ignore[list-item]
+    }
+
+
+def texts(fact: str, named: Named, optimizer: Optimizer | None) -> Mapping[str, str]:
+    """Return what this rank has of a fact, by name."""
+    if fact in ("settings", "stages"):
+        return settings_of(optimizer) if optimizer else {}
+    if fact == "trained":
+        return {f"requires_grad of {name}": str(p.requires_grad) for name, p in named}
+    if fact == "writes":
+        return {n: f"{p._version} writes" for n, p in named if is_divided(p)}  # noqa: SLF001
+    if fact == "pattern":
+        states = states_of([p for _, p in named if p.requires_grad])
+        return {"the gradients": STATES[states[0]]}
+    states = states_of([p for _, p in named])
+    return {f"the gradient of {n}": STATES[s] for (n, _), s in zip(named, states, strict=True)}
