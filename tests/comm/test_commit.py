@@ -27,7 +27,7 @@ class Ranks:
 
     def prepare(self, rank, number):
         self.commits[rank].prepare(number)
-        self.prepared[rank] = number
+        self.prepared[rank], self.is_busy[rank] = number, False
 
     def set_busy(self, rank, *, busy):
         self.commits[rank].set_busy(busy=busy)
@@ -58,7 +58,7 @@ def test_any_order_of_steps_commits_the_same_on_all_ranks(size):
                     assert not behind
                     assert not any(ranks.is_busy)
                     assert len(ranks.log[0]) == before + 1
-            elif ranks.is_busy[rank]:
+            elif ranks.is_busy[rank] and chance.random() < 0.5:
                 ranks.set_busy(rank, busy=False)
             elif chance.random() < unlike:
                 ranks.set_busy(rank, busy=True)
@@ -109,3 +109,15 @@ def test_what_was_prepared_before_a_commit_counts_for_no_later_one():
     assert ranks.look(0) is None
     assert ranks.look(1)
     assert ranks.look(0) is None
+
+
+def test_a_rank_that_was_busy_before_it_prepared_is_seen_when_it_is_busy_again():
+    ranks = Ranks(2)
+    ranks.set_busy(1, busy=True)
+    ranks.prepare(1, 0)
+    ranks.prepare(0, 0)
+    assert ranks.look(0)
+    assert ranks.look(1)
+    ranks.set_busy(1, busy=True)
+    ranks.prepare(0, 1)
+    assert ranks.look(0) is False
