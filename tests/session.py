@@ -2,9 +2,10 @@
 
     python -m tests.session REPORT COMMAND ...
 
-COMMAND runs pytest, on one or more ranks; ``--report REPORT`` is added to it. A rank that dies, a
-test that hangs and a rank that fails alone end the whole session: that test has failed, and the
-next session continues with the tests after it.
+COMMAND runs pytest, on one or more ranks; ``--report=REPORT`` is added to it, as one word: pytest
+takes a word that is an existing file for a path of tests. A rank that dies, a test that hangs and a
+rank that fails alone end the whole session: that test has failed, and the next session continues
+with the tests after it.
 """
 
 import subprocess
@@ -24,9 +25,7 @@ def run(report: Path, command: Sequence[str]) -> int:
     """Run sessions until one comes to its end; return 0 if all tests passed."""
     options: tuple[str, ...] = ()
     for number in range(MOST_SESSIONS):
-        code = subprocess.run(
-            [*command, "--report", str(report), *options], check=False
-        ).returncode
+        code = subprocess.run([*command, f"--report={report}", *options], check=False).returncode
         journal = Journal.read(report)
         if journal.is_finished and number and code == EXIT_NOTHING_RAN:
             code = 0  # the test that ended the session was the last one

@@ -150,8 +150,8 @@ def test_a_bucket_of_another_communicator_is_refused(world, node):
 
 
 @pytest.mark.ranks(2)
-def test_after_a_wait_that_failed_a_communicator_is_used_no_more(world):
-    with connected(Settings(probe="off", timeout=0.3)) as made:
+def test_after_a_wait_that_failed_a_communicator_is_used_no_more(world, patience):
+    with connected(Settings(probe="off", timeout=patience(1.0))) as made:
         if world.rank == 0:
             with pytest.raises(RankLostError, match="HPCTRAIN_TIMEOUT"):
                 made.comm.allreduce_(torch.ones(3))
