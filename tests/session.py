@@ -3,8 +3,8 @@
     python -m tests.session REPORT COMMAND ...
 
 COMMAND runs pytest, on one or more ranks; ``--report=REPORT`` is added to it, as one word: pytest
-takes a word that is an existing file for a path of tests. A rank that dies, a test that hangs and a
-rank that fails alone end the whole session: that test has failed, and the next session continues
+takes a word that is an existing file for a path of tests. A rank that dies, a test that hangs and
+a rank that fails alone end the whole session: that test has failed, and the next session continues
 with the tests after it.
 """
 

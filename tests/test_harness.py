@@ -34,11 +34,13 @@ def launched(
     folder: Path, body: str, ranks: int, *, continued: bool = False, **environ: str
 ) -> Session:
     """Run a test file on one or more ranks; a single one needs no launcher."""
-    file, report = folder / "test_tiny.py", folder / "report.jsonl"
+    file, report = folder / "tests/test_tiny.py", folder / "report.jsonl"
+    file.parent.mkdir(exist_ok=True)
+    file.with_name("conftest.py").write_text('pytest_plugins = ["tests.harness.plugin"]\n')
     file.write_text(f"import os, time\nimport pytest\n\n{textwrap.dedent(body)}")
     argv = [*preload.python(), "-m", "pytest", "-q", "--color=no", "-c", str(ROOT / "setup.cfg")]
-    argv += ["-p", "tests.harness.plugin", "--rootdir", str(folder), str(file)]
-    argv += [] if continued else ["--report", str(report)]
+    argv += ["--rootdir", str(folder)]
+    argv += [] if continued else [f"--report={report}"]
     line = argv if ranks == 1 else mpiexec.command(argv, num_ranks=ranks)
     runner = [sys.executable, "-m", "tests.session", str(report)] * continued
     done = subprocess.run(
@@ -162,7 +164,7 @@ def test_a_failure_on_one_rank_names_it(gentle):
     expected = "failed on some ranks only: rank 1: AssertionError: rank one is odd"
     assert expected in reason_of(gentle, "test_bad")
     for name in ("bad", "before", "after"):
-        assert f"[rank 1] test_tiny.py::test_{name} failed" in gentle.text
+        assert f"[rank 1] tests/test_tiny.py::test_{name} failed" in gentle.text
 
 
 def test_a_skip_says_why_and_on_one_rank_is_a_failure_that_names_it(gentle):
@@ -226,10 +228,10 @@ def test_a_hang_prints_the_stacks_of_all_ranks_and_ends(launch):
     """)  # fmt: skip
     assert done.code != 0
     for rank in range(2):
-        assert f"[rank {rank}] test_tiny.py::test_stuck still runs after 1 s" in done.text
+        assert f"[rank {rank}] tests/test_tiny.py::test_stuck still runs after 1 s" in done.text
     assert "[rank 0]   File" in done.text
     assert "in test_stuck" in done.text
-    assert done.journal.running == ["test_tiny.py::test_stuck"]
+    assert done.journal.running == ["tests/test_tiny.py::test_stuck"]
 
 
 @pytest.mark.conformance
@@ -261,7 +263,7 @@ def test_a_rank_that_is_late_to_print_is_waited_for(launch):
     """)  # fmt: skip
     assert done.code != 0
     for rank in range(2):
-        assert f"[rank {rank}] test_tiny.py::test_late still runs after 1 s" in done.text
+        assert f"[rank {rank}] tests/test_tiny.py::test_late still runs after 1 s" in done.text
 
 
 def test_a_dead_rank_is_a_failed_launch_without_report(launch):
@@ -273,7 +275,7 @@ def test_a_dead_rank_is_a_failed_launch_without_report(launch):
             world.barrier()
     """)  # fmt: skip
     assert done.code != 0
-    assert done.journal.running == ["test_tiny.py::test_dies"]
+    assert done.journal.running == ["tests/test_tiny.py::test_dies"]
     assert not done.journal.is_finished
 
 
