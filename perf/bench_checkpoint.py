@@ -8,6 +8,7 @@ round, one after the other and each of the slowest rank:
 * ``memory copy``: every rank copies its share of the state into memory that it has used before;
 * ``stall``: how long ``Manager.save`` keeps the training thread;
 * ``write``: until the checkpoint is on disk, everything included;
+* ``comparison``: of both, for checksums of the state and their exchange;
 * ``dd``: one ``dd conv=fsync`` of as many bytes, from memory, into the same directory;
 * ``dd on each rank``: the ranks' ``dd`` side by side, of a share each.
 
@@ -93,6 +94,7 @@ def measure(folder: Path, num_bytes: int, rounds: int) -> dict[str, list[float]]
         first = "first " if step == 1 else ""
         seconds.setdefault(f"{first}stall", []).append(figures.stall_s)
         seconds.setdefault(f"{first}write", []).append(figures.write_s)
+        seconds.setdefault(f"{first}comparison", []).append(figures.compare_s)
 
     def note(name: str, work: Callable[[], object]) -> None:
         settle()
@@ -154,6 +156,8 @@ def main() -> None:
         "stall to memory copy (at most 1.3)": median(seconds["stall"])
         / median(seconds["memory copy"]),
         "speed of the write to dd (at least 0.7)": fastest / median(seconds["write"]),
+        "comparison to the save (at most 0.02)": median(seconds["comparison"])
+        / (median(seconds["stall"]) + median(seconds["write"])),
     }
     report(f"checkpoint of {options.mib} MiB", rows, ratios, options.json)
 

@@ -84,15 +84,19 @@ class AsyncExchange:
 
     # -- states ---------------------------------------------------------------------------------
 
+    @property
+    def has_own_optimizer(self) -> bool:
+        """Whether each rank's optimizer has a state of its own, apart from that of the servers."""
+        return self.method.server_optimizer is not self.method.optimizer
+
     def shared_state(self) -> dict[str, Any]:
         """Return what is the same on every rank; inside of ``settled``."""
-        other = self.method.server_optimizer
-        has_own = other is not self.method.optimizer
-        return {"step": self.step, "server": other.state_dict() if has_own else None}
+        server = self.method.server_optimizer.state_dict() if self.has_own_optimizer else None
+        return {"step": self.step, "server": server}
 
     def own_state(self) -> dict[str, Any]:
         """Return what each rank has for itself: the state of a replica's optimizer."""
-        has_own = self.method.server_optimizer is not self.method.optimizer
+        has_own = self.has_own_optimizer
         return {"optimizer": self.method.optimizer.state_dict() if has_own else None}
 
     def load_shared_state(self, state: Mapping[str, Any]) -> None:

@@ -256,9 +256,13 @@ def shared_optimizer(task: Task) -> dict[str, Any]:
     """Return an optimizer state that any number of ranks can begin with. Collective.
 
     The mean of all ranks' states; where some ranks have none of a parameter, as after a reset or
-    before their first samples, the optimizer begins anew.
+    before their first samples, the optimizer begins anew. So does that of an asynchronous method
+    whose ranks have optimizers beside those of the servers.
     """
     state: dict[str, Any] = task.optimizer.state_dict()
+    sync = task.sync
+    if isinstance(sync, AsyncExchange) and sync.has_own_optimizer and task.comm.size > 1:
+        return {**state, "state": {}}
     if not isinstance(task.sync, LocalMethod) or agree(task):
         return state
     names = state_hash({"names": [name for name, _ in task.sync.replica.state()]})
