@@ -55,9 +55,7 @@ def test_init_writes_a_file_that_runs_and_leaves_one_that_exists():
     assert "hpctrain study run new.toml --dry-run" in said
     assert "20 of 20 are left" in run("run", "new.toml", "--dry-run").stdout
     Path("x.py").unlink()
-    with pytest.raises(
-        ConfigError, match=r"command.run of new.toml must .*x.py is not in"
-    ):
+    with pytest.raises(ConfigError, match=r"command.run of new.toml must .*x.py is not in"):
         run("run", "new.toml", "--dry-run")
     with pytest.raises(ConfigError, match="left as it is"):
         run("init", "new.toml")
