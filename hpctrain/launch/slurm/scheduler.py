@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from hpctrain.core.atomic import publishing
+from hpctrain.core.atomic import publishing, refusal
 from hpctrain.core.errors import ConfigError, LaunchError
 from hpctrain.core.units import parse_seconds
 from hpctrain.launch.program import Said, ask
@@ -213,7 +213,8 @@ def submit_in(folder: Path, script: str, environ: Mapping[str, str] = os.environ
             file.write(f"{number}\n")
     except OSError as error:
         raise ConfigError(
-            f"the folder {folder} cannot be written: {error}; choose another with --name"
+            f"the folder {folder} cannot be written: "
+            f"{refusal(error, 'choose another with --name')}"
         ) from None
     return number
 
