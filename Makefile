@@ -305,12 +305,12 @@ bench-full: .venv/stamp ## run every benchmark; figures: perf/results
 gpu-check: .venv/stamp ## on a machine with a card: check and measure the way of gradients on it
 	python perf/gpu_check.py
 
-# Examples are run, and what they print is shown. A warning, a link that leads nowhere or a public
-# name without a docstring is an error.
+# A warning, a link that leads nowhere or a public name without a docstring is an error. With
+# DOCS_OUTPUT=1 the examples run, which takes minutes, and the pages show what they print.
 .PHONY: docs
 docs: .venv/docs-stamp ## build the manual as HTML, in build/docs: guides, public names, examples
 	@rm -rf build/docs
-	python hpctrain/guide/html/pages.py build/docs-source
+	python hpctrain/guide/html/pages.py build/docs-source $(if $(DOCS_OUTPUT),--output)
 	python -m sphinx -q -W --keep-going -c hpctrain/guide/html build/docs-source build/docs
 	@echo "build/docs/index.html"
 

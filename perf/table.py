@@ -262,7 +262,7 @@ def rows_of(ratios: Sequence[Ratio]) -> list[tuple[str, str, str, str]]:
 
 
 def markdown(ratios: Sequence[Ratio]) -> str:
-    """Return the table as README quotes it."""
+    """Return the table as perf/README.md quotes it."""
     lines = ["| what | against | ratio | measured |", "|---|---|---|---|"]
     lines += [f"| {' | '.join(row)} |" for row in rows_of(ratios)]
     return "\n".join(lines) + "\n"
@@ -285,7 +285,7 @@ def main() -> None:
     """Print the table, or compare with other results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, nargs="?", default=RESULTS, help="of the results")
-    parser.add_argument("--markdown", action="store_true", help="print it as README has it")
+    parser.add_argument("--markdown", action="store_true", help="print it as perf/README.md has it")
     parser.add_argument("--against", type=Path, metavar="OLD", help="other results")
     options = parser.parse_args()
     ratios, about = read(options.folder)

@@ -43,10 +43,10 @@ def changed(folder, factor, *, spread):
     return folder
 
 
-def test_the_readme_quotes_the_stored_results(table):
+def test_the_page_of_figures_quotes_the_stored_results(table):
     ratios, machines = table.read(RESULTS)
-    assert table.markdown(ratios) in (ROOT / "README.md").read_text()
-    assert set(machines.values()) == {"2 cores of AMD EPYC"}  # as README says
+    assert table.markdown(ratios) in (ROOT / "perf/README.md").read_text()
+    assert set(machines.values()) == {"2 cores of AMD EPYC"}  # as that page says
 
 
 def test_every_ratio_lies_within_its_spread_and_has_a_date(table):

@@ -20,7 +20,7 @@ pytestmark = [
 
 
 def pages(folder):
-    line = [sys.executable, HTML / "pages.py", folder, "--no-output"]
+    line = [sys.executable, HTML / "pages.py", folder]
     subprocess.run(line, check=True, cwd=ROOT)
 
 

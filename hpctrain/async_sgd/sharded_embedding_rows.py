@@ -25,6 +25,7 @@ from hpctrain.comm.agreement import agreed, by_rank, raise_if_any
 from hpctrain.comm.call_check import call_of
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.node.node_memory import OnDisk, reserve, reserve_lazily
+from hpctrain.core.atomic import refusal
 from hpctrain.core.errors import CheckpointError, MismatchError, NodeMemoryError
 from hpctrain.core.units import format_bytes
 
@@ -455,8 +456,8 @@ def _private(num_bytes: int, how: Callable[[int], int]) -> Bytes:
         descriptor = how(num_bytes)
     except OSError as error:
         raise NodeMemoryError(
-            f"cannot reserve {format_bytes(num_bytes)} in {how}: {error}; make room, or name "
-            f"another folder"
+            f"cannot reserve {format_bytes(num_bytes)} in {how}: "
+            f"{refusal(error, 'name another folder')}"
         ) from error
     file = mmap.mmap(descriptor, num_bytes)
     os.close(descriptor)

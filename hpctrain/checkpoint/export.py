@@ -13,7 +13,7 @@ from hpctrain.checkpoint.format.state_tree import component, mapped
 from hpctrain.checkpoint.inspection import checkpoints_in
 from hpctrain.checkpoint.loading import load
 from hpctrain.comm.serial import SerialCommunicator
-from hpctrain.core.atomic import make_folder, publishing, reason_of
+from hpctrain.core.atomic import make_folder, publishing, refusal
 from hpctrain.core.errors import CheckpointError
 from hpctrain.core.paths import absolute
 
@@ -90,7 +90,7 @@ def export(state: Mapping[str, Any], path: Path | str, *, overwrite: bool = Fals
                     torch.save(own, file)
     except (OSError, RuntimeError, safetensors.SafetensorError, KeyError, ValueError) as error:
         raise CheckpointError(
-            f"cannot write {path}: {_told(error)}; make room, or choose another place or kind"
+            f"cannot write {path}: {refusal(error, 'choose another place or kind of file')}"
         ) from error
 
 
@@ -107,11 +107,3 @@ def _owner() -> Callable[[Tensor], Tensor]:
         return tensor.detach().clone(memory_format=torch.contiguous_format)
 
     return own
-
-
-def _told(error: BaseException) -> str:
-    """Return what the file system said: torch reports a failed write as a failure of its own."""
-    cause: BaseException | None = error
-    while cause and not isinstance(cause, OSError):
-        cause = cause.__context__
-    return reason_of(cause or error)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from hpctrain.core.atomic import reason_of
+from hpctrain.core.atomic import refusal
 from hpctrain.core.errors import CheckpointError, MismatchError
 
 
@@ -14,11 +14,9 @@ def explained(what: str) -> Iterator[None]:
     try:
         yield
     except (OSError, MemoryError, RuntimeError) as error:
-        reason = reason_of(error) or type(error).__name__
         named = f" ({error.filename})" if isinstance(error, OSError) and error.filename else ""
-        raise CheckpointError(
-            f"cannot {what}: {reason}{named}; see to it, or use another directory"
-        ) from error
+        told = refusal(error, "use another directory")
+        raise CheckpointError(f"cannot {what}{named}: {told}") from error
 
 
 @contextmanager

@@ -129,7 +129,7 @@ def fit(
 
       hpctrain bench fit perf/results/cost-1gbit.json
     """
-    from hpctrain.core.atomic import publishing  # noqa: PLC0415
+    from hpctrain.core.atomic import publishing, refusal  # noqa: PLC0415
     from hpctrain.core.keys import render  # noqa: PLC0415
     from hpctrain.cost.fitting import fit as fitted  # noqa: PLC0415
     from hpctrain.cost.fitting import read_points  # noqa: PLC0415
@@ -141,7 +141,8 @@ def fit(
             with publishing(out) as part:
                 part.write_text(render(found.machine()), encoding="utf-8")
         except OSError as error:
-            raise ConfigError(f"{out} cannot be written: {error}; choose another file") from None
+            told = refusal(error, "name another file")
+            raise ConfigError(f"{out} cannot be written: {told}") from None
         typer.echo(f"machine written to {out}")
 
 

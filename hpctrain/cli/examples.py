@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from hpctrain.cli.options import argument
+from hpctrain.core.atomic import refusal
 from hpctrain.core.errors import ConfigError
 
 FOLDER = Path("examples")
@@ -45,7 +46,8 @@ def write_examples(folder: Path = FOLDER, prefix: str = "") -> list[Path]:
                 (folder / name).write_bytes(source.read_bytes())
                 written.append(folder / name)
     except OSError as error:
-        raise ConfigError(f"{folder} cannot be written: {error.strerror}; name another") from None
+        told = refusal(error, "name another one")
+        raise ConfigError(f"{folder} cannot be written: {told}") from None
     return written
 
 

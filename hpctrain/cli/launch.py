@@ -148,8 +148,8 @@ def launch(  # noqa: PLR0913 - a command's options
         code = INTERRUPTED
     if code == STOPPED:
         typer.echo(
-            f"hpctrain: the ranks have stopped with code {STOPPED}: their state is saved, "
-            f"and the same command goes on, of hpctrain train with --resume",
+            f"hpctrain: the ranks stopped with code {STOPPED}: their state is saved; the same "
+            f"command continues, with --resume if it is hpctrain train",
             err=True,
         )
     raise typer.Exit(code)

@@ -91,6 +91,8 @@ class JobOptions:
 
 TRY_S = 600.0  # time in which a configuration must have read one batch
 
+PRINTED_OUTPUT = "slurm-%x-%j.out"  # beside the script: job name and number
+
 REFUSED = 1  # exit code where the checks or Slurm refuse the job
 
 
@@ -144,7 +146,14 @@ def submit(  # noqa: PLR0913 - a command's options
     tasks: Annotated[
         int | None, option("N", "Ranks on each node.", default="one per GPU", min=1)
     ] = None,
-    cpus: Annotated[int | None, option("N", "Cores of each rank.", min=1)] = None,
+    cpus: Annotated[
+        int | None,
+        option("N", "CPUs of each rank.", default="all of a node, over its ranks", min=1),
+    ] = None,
+    mem: Annotated[
+        str | None,
+        option("SIZE", "Memory on each node.", default="all, where --cpus takes all CPUs"),
+    ] = None,
     time: TimeLimit = None,
     gpus: Annotated[int | None, option("N", "GPUs of each node.", min=1)] = None,
     name: Annotated[
@@ -234,6 +243,7 @@ def submit(  # noqa: PLR0913 - a command's options
         )
     else:
         job = _job(config, name, overrides or (), array)
+    cpus, mem = _share_of_node(partition, tasks or gpus, (cpus, mem), extra or ())
     settings = batch_script.BatchSettings(
         job_name=job.name,
         partition=partition,
@@ -241,9 +251,11 @@ def submit(  # noqa: PLR0913 - a command's options
         nodes=nodes,
         tasks_per_node=tasks or gpus,
         cpus_per_task=cpus,
+        mem=mem,
         time=None if time is None else sbatch_time(time),
         gpus_per_node=gpus,
-        output=output or job.output,
+        # sbatch makes no folder, and a script that is printed is submitted without hpctrain.
+        output=output or (PRINTED_OUTPUT if print_only else job.output),
         array=array,
         dependency=None if after is None else dependency(after),
         requeue=requeue,
@@ -262,12 +274,40 @@ def submit(  # noqa: PLR0913 - a command's options
     if told := without_horovod(ctx.args):
         typer.echo(f"warning: horovod: {told}", err=True)
     job.check_free(after or "")
-    check(script, job.folder)
+    check(script, job.folder, needs_slurm=not dry_run)
     if not dry_run:
         if config is not None and not no_check:
             try_configuration(config, overrides or ())
         number = submit_in(job.folder, script)
         typer.echo(job.how_to_watch(number, settings.output or ""))
+
+
+def _share_of_node(
+    partition: str | None,
+    tasks: int | None,
+    asked: tuple[int | None, str | None],
+    extra: Sequence[str],
+) -> tuple[int | None, str | None]:
+    """Return CPUs per task and memory by which the ranks of a node take all of it.
+
+    What the user has ``asked`` for stays, as it does where Slurm does not describe its nodes.
+    """
+    from hpctrain.launch.slurm.scheduler import node_shape  # noqa: PLC0415
+
+    is_said = any(re.match("--(cpus-per|mem|exclusive)", each) for each in extra)
+    if tasks is None or asked[0] is not None or is_said:
+        return asked
+    shape = node_shape(partition)
+    cpus = shape.cpus_per_task(tasks) if shape is not None else 0
+    if not cpus:
+        return asked
+    mem = asked[1] or "0"
+    typer.echo(
+        f"note: --cpus-per-task={cpus} --mem={mem} for {tasks} ranks on a node; --cpus and --mem "
+        f"ask for less",
+        err=True,
+    )
+    return cpus, mem
 
 
 def _list_templates() -> None:
@@ -336,10 +376,13 @@ def _default_template(settings: "BatchSettings") -> str:
     return "single_node" if settings.nodes == 1 else "multi_node"
 
 
-def check(script: str, made: Path) -> None:
-    """Say what is wrong with a script and what Slurm says of it; stop where it would not run."""
+def check(script: str, made: Path, *, needs_slurm: bool = True) -> None:
+    """Print what is wrong with a script and what Slurm says of it; stop where it would not run.
+
+    Without Slurm that is a note where it is not needed.
+    """
     from hpctrain.launch.slurm.lint.lint import gather, lint  # noqa: PLC0415
-    from hpctrain.launch.slurm.scheduler import try_out  # noqa: PLC0415
+    from hpctrain.launch.slurm.scheduler import RefusedJobError, try_out  # noqa: PLC0415
 
     findings = [
         finding for finding in lint(script, facts=gather(made=made)) if finding.level != "ok"
@@ -348,9 +391,14 @@ def check(script: str, made: Path) -> None:
         _say(finding)
     try:
         typer.echo(f"Slurm: {try_out(script)}", err=True)
-    except LaunchError as error:
+    except RefusedJobError as error:
         typer.echo(f"hpctrain: {error}", err=True)
         raise typer.Exit(REFUSED) from None
+    except LaunchError as error:
+        told = f"note: Slurm has not checked the script: {error}"
+        typer.echo(f"hpctrain: {error}" if needs_slurm else told, err=True)
+        if needs_slurm:
+            raise typer.Exit(REFUSED) from None
     if any(finding.level == "error" for finding in findings):
         raise typer.Exit(REFUSED)
 

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from hpctrain.cli.options import argument, flag, option
+from hpctrain.core.atomic import refusal
 from hpctrain.core.errors import ConfigError
 
 
@@ -147,4 +148,5 @@ def write_new(path: Path, text: str) -> None:
     except FileExistsError:
         raise ConfigError(f"{path} exists and is left as it is; choose another name") from None
     except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
+        told = refusal(error, "name another file")
+        raise ConfigError(f"{path} cannot be written: {told}") from None

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -101,6 +102,33 @@ def reason_of(error: BaseException) -> str:
     if isinstance(error, OSError) and error.errno:
         return os.strerror(error.errno)
     return str(error).partition("\n")[0]
+
+
+_REMEDIES = {
+    errno.ENOSPC: "free space there",
+    errno.EDQUOT: "remove files of yours there, or ask for a larger quota",
+    errno.EFBIG: "raise the limit of file sizes (ulimit -f)",
+    errno.EACCES: "get the permission to write there",
+    errno.EPERM: "get the permission to write there",
+}
+"""What to do in the same place, where anything helps there."""
+
+
+def refusal(error: BaseException, elsewhere: str) -> str:
+    """Return why the system refused to write a file, and what to do about it.
+
+    ``elsewhere`` says how to take another place, which helps whatever the reason is. Libraries
+    raise errors of their own from that of the system.
+    """
+    cause: BaseException | None = error
+    while cause and not isinstance(cause, OSError):
+        cause = cause.__cause__ or cause.__context__
+    number = cause.errno if isinstance(cause, OSError) else None
+    if cause is None and (found := re.search(r"\(os error (\d+)\)", str(error))):  # of Rust
+        number = int(found[1])
+    remedy = _REMEDIES.get(number or 0)
+    reason = os.strerror(number) if number else reason_of(cause or error) or type(error).__name__
+    return f"{reason}; {f'{remedy}, or ' if remedy else ''}{elsewhere}"
 
 
 def crc32_of(path: Path) -> int:

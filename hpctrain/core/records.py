@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from hpctrain.core.atomic import make_folder, sync
+from hpctrain.core.atomic import make_folder, refusal, sync
 from hpctrain.core.config import records_folder
 from hpctrain.core.errors import ConfigError
 
@@ -122,8 +122,8 @@ class _Recorder:
             self._records = Records(folder / f"{platform.node()}-{self._pid}.jsonl")
         except OSError as error:
             raise ConfigError(
-                f"HPCTRAIN_RECORDS names a folder for records, {folder} cannot be written: "
-                f"{error.strerror}; unset it, or name another"
+                f"the folder {folder} of HPCTRAIN_RECORDS cannot be written: "
+                f"{refusal(error, 'name another one, or unset it')}"
             ) from None
         atexit.register(self.flush)
 

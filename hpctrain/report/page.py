@@ -14,7 +14,7 @@ from string import Template
 from rich.table import Table
 from rich.text import Text
 
-from hpctrain.core.atomic import make_folder, publishing
+from hpctrain.core.atomic import make_folder, publishing, refusal
 from hpctrain.core.errors import ConfigError
 from hpctrain.report.drawing import COLOURS, missing
 from hpctrain.report.figure import Estimate, Figure
@@ -61,7 +61,7 @@ def write_page(path: Path, text: str) -> Path:
             part.write_text(text, encoding="utf-8", errors="replace")
     except OSError as error:
         raise ConfigError(
-            f"{path} cannot be written: {error.strerror}; name a place that can"
+            f"{path} cannot be written: {refusal(error, 'name another file with --out')}"
         ) from None
     return path
 

@@ -12,7 +12,7 @@ from statistics import fmean
 
 from hpctrain.cluster.env import job_id, tuning
 from hpctrain.cluster.resources import affinity, num_granted
-from hpctrain.core.atomic import make_folder
+from hpctrain.core.atomic import make_folder, refusal
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.keys import render
 from hpctrain.core.logs import logger
@@ -159,8 +159,8 @@ class Study:
             yield
         except OSError as error:
             raise ConfigError(
-                f"the folder of a study can be written, {self.folder.path} cannot: {error}; "
-                f"choose another by --out, or make room: what was measured stays"
+                f"the folder {self.folder.path} of the study cannot be written: "
+                f"{refusal(error, 'name another one by --out')}; what was measured stays"
             ) from None
 
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from hpctrain.core.atomic import PART, publishing
+from hpctrain.core.atomic import PART, publishing, refusal
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.logs import logger
 from hpctrain.core.records import Records, finite, read, record_of
@@ -56,8 +56,8 @@ class Metrics:
             self._records.append({"event": event, **values})
         except OSError as error:
             raise ConfigError(
-                f"records of a run go to a file that takes them, and {self._records.path} does "
-                f"not: {error.strerror}; make room there, and go on with --resume"
+                f"the records of the run cannot be written to {self._records.path}: "
+                f"{refusal(error, 'copy the run to another folder')}; then continue with --resume"
             ) from error
         self.num_records += 1
         if self._loggers is not None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from hpctrain.checkpoint.inspection import checkpoint_of
 from hpctrain.comm.agreement import agreed, on_root
 from hpctrain.comm.communicator import Communicator
-from hpctrain.core.atomic import PART, make_folder, sync
+from hpctrain.core.atomic import PART, make_folder, refusal, sync
 from hpctrain.core.errors import ConfigError, DataError
 from hpctrain.core.paths import absolute
 from hpctrain.core.records import read
@@ -186,7 +186,7 @@ class _Rows:
                 written = os.pwrite(self._file, left, place)
                 left, place = left[written:], place + written
         except OSError as error:
-            return f"predictions cannot be written: {error.strerror}; make room, and start again"
+            return f"predictions cannot be written: {refusal(error, 'name another --output')}"
         return ""
 
     def close(self) -> None:

@@ -224,16 +224,20 @@ class _Run:
         if lease is None or not (self._loaded.config.log.plots and lease.is_held(looks=True)):
             return
         try:
-            draw_runs([RunHistory.read(self._directory.path)], self._directory.plot)
+            draw_runs(
+                [RunHistory.read(self._directory.path)],
+                self._directory.plot,
+                elsewhere="train without plots by --set log.plots=false",
+            )
         except ConfigError as error:  # the run itself is saved
-            logger.warning(f"{error}; without a plot: --set log.plots=false")
+            logger.warning(str(error))
 
     def _end(self, task: Task, outcome: Outcome | Stopped) -> int:
         """Tell how the part has ended, and return its exit code."""
         if isinstance(outcome, Stopped):
             self._console.print(
                 f"stopped by {outcome.reason} after step {outcome.step} of {task.num_steps}; "
-                f"the same command with --resume goes on",
+                f"the same command with --resume continues it",
                 style="yellow",
             )
             return STOPPED

@@ -12,7 +12,7 @@ from typing import Any
 
 from hpctrain.cluster.env import job_facts, job_id, loaded_modules, tuning
 from hpctrain.cluster.resources import affinity, links
-from hpctrain.core.atomic import make_folder, publishing
+from hpctrain.core.atomic import make_folder, publishing, refusal
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.provenance import processor, project, versions
 from hpctrain.core.records import read
@@ -112,8 +112,8 @@ class RunDirectory:
             yield
         except OSError as error:
             raise ConfigError(
-                f"the run directory {self.path} cannot be written: {error}; "
-                "choose another with --set output_dir=…"
+                f"the run directory {self.path} cannot be written: "
+                f"{refusal(error, 'choose another with --set output_dir=…')}"
             ) from None
 
 

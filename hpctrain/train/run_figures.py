@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from hpctrain.core.atomic import refusal
 from hpctrain.core.errors import ConfigError
 from hpctrain.report.drawing import draw_panels
 from hpctrain.report.figure import PARTS, Figure, Kind, Series
@@ -56,8 +57,14 @@ def figures_of(runs: Sequence[RunHistory], smooth: int = 0) -> list[Figure]:
     return [figure for figure in found if any(s.x for s in figure.series if s.kind != "marks")]
 
 
-def draw_runs(runs: Sequence[RunHistory], path: Path, smooth: int = 0) -> None:
-    """Draw runs into one file."""
+def draw_runs(
+    runs: Sequence[RunHistory],
+    path: Path,
+    smooth: int = 0,
+    *,
+    elsewhere: str = "name another file with --out",
+) -> None:
+    """Draw runs into one file; ``elsewhere`` is what to do where it cannot be written."""
     if path.suffix.lower() not in FORMATS:
         raise ConfigError(f"a plot is a file that ends in {', '.join(FORMATS)}, got {path}")
     is_one = len(runs) == 1
@@ -69,7 +76,7 @@ def draw_runs(runs: Sequence[RunHistory], path: Path, smooth: int = 0) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         draw_panels(figures, path, ", ".join(run.title for run in runs), "\n".join(lines))
     except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}; choose another") from None
+        raise ConfigError(f"{path} cannot be written: {refusal(error, elsewhere)}") from None
 
 
 def _losses(runs: Sequence[RunHistory], smooth: int) -> Figure:

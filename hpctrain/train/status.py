@@ -97,7 +97,7 @@ def by_record(path: Path, record: Mapping[str, Any]) -> Status:
         return Status(
             "stopped",
             f"{path} was stopped by {record['reason']} after step {record['step']}; "
-            f"the same command with --resume goes on",
+            f"the same command with --resume continues it",
         )
     if event == "failed":
         return Status("failed", f"{path} failed {_place(record)}: {record['reason']}")

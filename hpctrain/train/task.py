@@ -362,8 +362,7 @@ def _loaders(
             f"hpctrain.shard(dataset)"
         )
     train, test = data
-    if config.sync.is_local:
-        _check_enough(config, len(train), comm)
+    _check_batch(config, len(train), comm)
     transforms = [_transform(config.data, name) for name in _transforms(config.data)]
     for dataset, transform in zip(data, transforms, strict=True):
         if transform is None:
@@ -400,13 +399,19 @@ def _alone(config: RunConfig, comm: Communicator) -> dict[str, Any]:
     return {"comm": None, "rank": comm.rank, "size": comm.size}
 
 
-def _check_enough(config: RunConfig, num_samples: int, comm: Communicator) -> None:
-    """Raise if some rank has no samples of its own to learn from."""
-    if min(config.train.global_batch, num_samples) < comm.size:
+def _check_batch(config: RunConfig, num_samples: int, comm: Communicator) -> None:
+    """Raise if the global batch is larger than the data, or too small for the ranks."""
+    batch = config.train.global_batch
+    if batch > num_samples:
         raise ConfigError(
-            f"train.global_batch gives each of {comm.size} ranks a sample, for sync.method = "
-            f"{config.sync.method}, got {config.train.global_batch} of {num_samples} samples; "
-            f"take fewer ranks or a larger batch"
+            f"train.global_batch must not exceed the training samples, but it is {batch} of "
+            f"{num_samples} samples; use --set train.global_batch={num_samples} or less, or more "
+            f"data"
+        )
+    if config.sync.is_local and batch < comm.size:
+        raise ConfigError(
+            f"train.global_batch must give each of {comm.size} ranks a sample for sync.method = "
+            f"{config.sync.method}, got {batch}; use a larger batch or fewer ranks"
         )
 
 

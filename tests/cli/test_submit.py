@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from hpctrain.cli.submit import SubmitCommand, submit
 from hpctrain.core.errors import ConfigError, LaunchError
 from hpctrain.launch.slurm import batch_script
+from hpctrain.launch.slurm.lint.lint import gather, lint
 
 CONFIG = """\
 name = "digits"
@@ -227,9 +228,51 @@ def test_no_slurm_is_a_clear_error(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     result = run("my.toml")
     assert result.exit_code == 1
-    assert "needs sbatch" in result.stderr
+    assert "hpctrain: submitting a job needs sbatch" in result.stderr
     (tmp_path / "bin/sbatch").rename(tmp_path / "qsub")
-    assert "this machine has PBS (qsub)" in run("my.toml", "--dry-run").stderr
+    assert "this machine has PBS (qsub)" in run("my.toml").stderr
+
+
+def test_a_dry_run_without_slurm_prints_the_script_and_ends_well(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    result = run("my.toml", "--dry-run")
+    assert result.exit_code == 0
+    assert result.stdout.startswith("#!")
+    assert "note: Slurm has not checked the script: submitting a job needs sbatch" in result.stderr
+    Path("bin/sbatch").write_text(
+        "#!/bin/sh\necho 'sbatch: error: contact slurm controller' >&2\nexit 1"
+    )
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
+    result = run("my.toml", "--dry-run")
+    assert (result.exit_code, "note: Slurm has not checked" in result.stderr) == (0, True)
+    Path("bin/sbatch").write_text(SBATCH)
+    Path("refuse").touch()
+    assert run("my.toml", "--dry-run").exit_code == 1
+
+
+def test_a_script_that_is_printed_has_no_finding_where_it_is_submitted():
+    script = run("my.toml", "--print", "--nodes", 2, "--tasks", 4, "--time", "1h").stdout
+    levels = {found.level for found in lint(script, facts=gather())}
+    assert levels <= {"ok", "note"}
+    assert "--output=slurm-%x-%j.out" in options(script)
+
+
+def test_ranks_share_the_cores_of_their_node_where_nobody_says_how_many_they_get(tmp_path):
+    rows = "cpu* 2 32 2\ncpu* 2 64 2\nsmall 1 8 1\n"
+    (tmp_path / "bin/sinfo").write_text(
+        f"#!/bin/sh\nprintf '{rows}' | grep \"$(echo $* | sed -n 's/.*-p //p')\"\n"
+    )
+    (tmp_path / "bin/sinfo").chmod(0o755)
+    result = run("my.toml", "--print", "--tasks", 8)
+    assert {"--cpus-per-task=16", "--mem=0"} <= {*options(result.stdout)}
+    assert "note: --cpus-per-task=16 --mem=0 for 8 ranks on a node" in result.stderr
+    script = run("my.toml", "--print", "--tasks", 8, "-p", "small").stdout
+    assert "--cpus-per-task=1" in options(script)
+    script = run("my.toml", "--print", "--tasks", 8, "--mem", "64G").stdout
+    assert {"--cpus-per-task=16", "--mem=64G"} <= {*options(script)}
+    for words in (["--cpus", 2], ["--option", "--mem-per-cpu=2G"], ["--tasks", 9, "-p", "small"]):
+        script = run("my.toml", "--print", "--tasks", 8, *words).stdout
+        assert "--mem=0" not in options(script)
 
 
 @pytest.mark.parametrize(

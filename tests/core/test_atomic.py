@@ -1,10 +1,11 @@
 """A file is published whole, or the old one stays."""
 
+import errno
 import zlib
 
 import pytest
 
-from hpctrain.core.atomic import PART, crc32_of, make_folder, publishing
+from hpctrain.core.atomic import PART, crc32_of, make_folder, publishing, refusal
 
 
 def test_a_published_file_replaces_the_old_one(tmp_path):
@@ -51,3 +52,22 @@ def test_crc_of_a_file_is_that_of_its_bytes(tmp_path):
     data = bytes(range(256)) * 40_000
     (tmp_path / "file").write_bytes(data)
     assert crc32_of(tmp_path / "file") == zlib.crc32(data)
+
+
+@pytest.mark.parametrize(
+    ("number", "told"),
+    [
+        (errno.ENOSPC, "No space left on device; free space there, or go elsewhere"),
+        (errno.EDQUOT, "quota exceeded; remove files of yours there, or ask for a larger quota"),
+        (errno.EACCES, "Permission denied; get the permission to write there, or go elsewhere"),
+        (errno.EROFS, "Read-only file system; go elsewhere"),
+        (errno.EIO, "Input/output error; go elsewhere"),
+    ],
+)
+def test_a_refusal_has_the_remedy_of_its_reason(number, told):
+    error = OSError(number, "")
+    assert told in refusal(error, "go elsewhere")
+    wrapped = RuntimeError("file write failed: a long story")
+    wrapped.__context__ = error
+    assert told in refusal(wrapped, "go elsewhere")
+    assert refusal(RuntimeError("no luck\nmore"), "go elsewhere") == "no luck; go elsewhere"

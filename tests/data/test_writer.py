@@ -83,7 +83,8 @@ def test_a_full_disk_is_told_and_leaves_the_old_data_set(directory, num_bytes):
     with (
         largest_file(num_bytes),
         pytest.raises(
-            DataError, match=r"cannot write a data set to .*: File too large; make room"
+            DataError,
+            match=r"cannot write a data set to .*: File too large; raise the limit",
         ),
     ):
         write_arrays(directory, numbered(50_000), samples_per_shard=30_000)

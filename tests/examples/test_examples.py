@@ -204,7 +204,7 @@ def test_the_lines_of_the_readme_learn_on_two_ranks_what_one_process_learns(tmp_
 def test_the_recipe_of_the_readme_trains_a_model_of_ones_own(tmp_path, monkeypatch):
     digits = load_digits()
     for part, rows in (("train", slice(0, 1024)), ("test", slice(1024, 1280))):
-        x = digits.images[rows].astype(np.float32) / 16
+        x = digits.images[rows] / 16  # float64, as NumPy has it
         np.savez(tmp_path / f"{part}.npz", x=x, y=digits.target[rows])
     (tmp_path / "mine.py").write_text(block("python", "mine.py"))
     (tmp_path / "mine.toml").write_text(block("toml", "mine.toml"))

@@ -33,6 +33,7 @@ def configure(shared: Path) -> Callable[..., RunConfig]:
             "model.target=tests.train.problem:model",
             "data.target=tests.train.problem:data",
             f"data.args.folder={shared}/d",
+            "train.global_batch=53",  # of all samples
         ]
         return load(None, [*base, *overrides]).config
 

@@ -159,7 +159,7 @@ def test_what_cannot_be_drawn_says_what_to_do(tmp_path, monkeypatch):
     runs = histories([path])
     with pytest.raises(ConfigError, match=r"ends in \.png, \.svg, \.pdf, got a\.gif"):
         draw_runs(runs, tmp_path.relative_to(tmp_path) / "a.gif")
-    with pytest.raises(ConfigError, match=r"cannot be written: .*; choose another"):
+    with pytest.raises(ConfigError, match=r"cannot be written: .*; name another file with --out"):
         draw_runs(runs, path / "config.toml" / "a.png")
     (path / "config.toml").write_text("name = ")
     with pytest.raises(ConfigError, match=r"config\.toml cannot be read"):

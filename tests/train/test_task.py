@@ -1,4 +1,5 @@
 import itertools
+import re
 import sys
 
 import pytest
@@ -224,7 +225,8 @@ def test_each_rank_must_have_a_sample_for_steps_of_its_own(here, configure):
 
 def schedule_of(configure, epoch_steps, epochs, **keys):
     overrides = [f"schedule.{key}={value}" for key, value in keys.items()]
-    return make_schedule(configure(f"train.epochs={epochs}", *overrides), epoch_steps)
+    overrides += ["train.global_batch=64", f"train.epochs={epochs}"]
+    return make_schedule(configure(*overrides), epoch_steps)
 
 
 @pytest.mark.parametrize("name", ["constant", "linear", "cosine", "poly", "inverse_time"])
@@ -339,3 +341,15 @@ def test_auto_shards_where_nothing_refuses_it_and_says_why(
     assert task.config.train.shard == chosen
     assert reason in task.shard_reason
     assert isinstance(task.optimizer, ShardedMethods) == (chosen == "node")
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("sync", [[], ["sync.method=local_sgd", "sync.steps=2"]])
+def test_a_batch_of_more_samples_than_there_are_is_refused_with_a_size_that_works(
+    here, configure, sync
+):
+    asked = ["train.global_batch=54", *sync]
+    with pytest.raises(MismatchError, match="it is 54 of 53 samples") as caught:
+        build(configure(*asked), here.comm)
+    remedy = re.search(r"--set (train.global_batch=\d+)", str(caught.value))[1]
+    assert build(configure(*asked, remedy), here.comm).num_steps > 0

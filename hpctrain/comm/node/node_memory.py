@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from hpctrain.cluster.resources import rooms, shortage
 from hpctrain.comm.node.segments import map_shared
+from hpctrain.core.atomic import refusal
 from hpctrain.core.errors import NodeMemoryError
 from hpctrain.core.libc import Segment
 from hpctrain.core.units import format_bytes
@@ -94,8 +95,8 @@ def allocate_by(
     their descriptors over by Unix sockets.
     """
     is_file = isinstance(reserve, OnDisk)
-    if not is_file and (refusal := shortage(node.allgather(rooms()), num_bytes)):
-        raise NodeMemoryError(refusal)
+    if not is_file and (lacking := shortage(node.allgather(rooms()), num_bytes)):
+        raise NodeMemoryError(lacking)
     descriptor, failure = -1, None
     try:
         descriptor = reserve(num_bytes)
@@ -106,8 +107,8 @@ def allocate_by(
         )
         failure = (
             f"local rank {node.rank} cannot reserve {format_bytes(num_bytes)} of "
-            f"{reserve if is_file else 'node memory'}: {error}; "
-            f"{'make room, or name another folder' if is_file else way_out}"
+            f"{reserve if is_file else 'node memory'}: "
+            f"{refusal(error, 'name another folder') if is_file else f'{error}; {way_out}'}"
         )
     try:
         answers = node.allgather(failure or _offer(descriptor))

@@ -12,7 +12,7 @@ from typing import Any
 
 from hpctrain.comm.agreement import agreed
 from hpctrain.comm.communicator import Communicator
-from hpctrain.core.atomic import publishing, reason_of, sync
+from hpctrain.core.atomic import publishing, reason_of, refusal, sync
 from hpctrain.core.errors import DataError
 from hpctrain.core.logs import logger
 from hpctrain.data.format.layout import (
@@ -255,8 +255,7 @@ def explained(directory: Path) -> Iterator[None]:
         yield
     except (OSError, RuntimeError) as error:
         raise DataError(
-            f"cannot write a data set to {directory}: {reason_of(error)}; "
-            f"make room or choose another directory"
+            f"cannot write a data set to {directory}: {refusal(error, 'choose another directory')}"
         ) from error
 
 

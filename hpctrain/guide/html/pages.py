@@ -1,6 +1,6 @@
 """The sources of the manual as HTML: guides, examples with their output, public names.
 
-    python hpctrain/guide/html/pages.py build/docs-source [--no-output]
+    python hpctrain/guide/html/pages.py build/docs-source [--output]
 
 They lie as in the repository, so links between documents stay. ``hpctrain guide TOPIC``
 and names of examples become links. An example that ends in seconds is run by the command that its
@@ -61,6 +61,7 @@ IN_SECONDS = {
 }
 ALONE = "hpctrain launch -n 2 -- python examples/tour/{name}"
 LIMIT_S = 600
+PROJECT = ("Changes <CHANGELOG>", "Contributing <CONTRIBUTING>", "Figures <perf/README>")
 
 GUIDE = re.compile(r"`hpctrain guide\s+([a-z-]+)`")
 EXAMPLE = re.compile(r"`(examples/[\w./-]+)`")
@@ -88,7 +89,7 @@ class Pages:
             self._document(source, Path("guide", source.name))
         for source in (ROOT / "examples").rglob("*.md"):
             self._document(source, source.relative_to(ROOT), self._examples_of(source.parent))
-        for name in ("CHANGELOG.md", "CONTRIBUTING.md"):
+        for name in ("CHANGELOG.md", "CONTRIBUTING.md", "perf/README.md"):
             self._document(ROOT / name, Path(name))
         for pattern in ("perf/results/*.png", "LICENSE", "CITATION.cff"):
             for file in ROOT.glob(pattern):
@@ -107,7 +108,7 @@ class Pages:
             yield from _toctree(caption, there)
         yield from _toctree("Examples", ["examples <examples/README>"])
         yield from _toctree("Reference", [f"{name} <reference/{name}>" for name in PACKAGES])
-        yield from _toctree("Project", ["Changes <CHANGELOG>", "Contributing <CONTRIBUTING>"])
+        yield from _toctree("Project", PROJECT)
 
     def _examples_of(self, folder: Path) -> str:
         """The table of contents of a folder of examples, those of folders without one included."""
@@ -323,6 +324,6 @@ def _comment(name: str, module: str) -> list[str]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("folder", type=Path, help="where the sources are written, anew")
-    parser.add_argument("--no-output", action="store_true", help="run no example")
+    parser.add_argument("--output", action="store_true", help="run the examples, show the output")
     arguments = parser.parse_args()
-    Pages(arguments.folder, with_output=not arguments.no_output).write()
+    Pages(arguments.folder, with_output=arguments.output).write()

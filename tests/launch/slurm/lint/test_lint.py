@@ -195,6 +195,25 @@ def test_a_site_without_a_known_default_is_a_note():
     assert "--mpi=pmix" in found.do
 
 
+OF_CRAY = HEALTHY.replace("--mpi=pmix ", "").replace(
+    "set -euo pipefail", "module load PrgEnv-gnu cray-mpich python"
+)
+
+
+def test_an_mpi_that_came_as_a_package_says_nothing_of_a_job_that_loads_the_one_of_the_site():
+    facts = LintFacts(needed_pmi="pmix", has_mpi_package=True, default_pmi="cray_shasta")
+    for script in (OF_CRAY, OF_CRAY.replace("srun ", "srun --mpi=cray_shasta ")):
+        assert [found for found in lint(script, facts=facts) if found.check == "srun --mpi"] == []
+    on_cray = replace(facts, environ={"CRAY_MPICH_VERSION": "8.1.30"})
+    script = HEALTHY.replace("--mpi=pmix ", "")
+    assert [found for found in lint(script, facts=on_cray) if found.check == "srun --mpi"] == []
+    (found,) = [found for found in lint(script, facts=facts) if found.check == "srun --mpi"]
+    assert "with the MPI of the site, install hpctrain without the extra" in found.do
+    of_site = replace(facts, has_mpi_package=False)
+    (found,) = [found for found in lint(OF_CRAY, facts=of_site) if found.check == "srun --mpi"]
+    assert found.do == "srun --mpi=pmix ..."
+
+
 def test_an_environment_that_the_job_changes_makes_the_mpi_less_certain():
     script = HEALTHY.replace("--mpi=pmix", "--mpi=pmi2")
     script = script.replace("set -euo pipefail", "module load mpich")
