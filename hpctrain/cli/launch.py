@@ -16,6 +16,7 @@ from hpctrain.launch.installed_horovod import without_horovod
 from hpctrain.launch.mpiexec import read_hostfile
 from hpctrain.launch.mpirun import find_mpirun
 from hpctrain.launch.restart import Launch
+from hpctrain.launch.stderr import say
 
 CONTEXT_SETTINGS = {"allow_extra_args": True, "allow_interspersed_args": False}
 """Options end where the command begins: those behind it are the command's own."""
@@ -136,21 +137,20 @@ def launch(  # noqa: PLR0913 - a command's options
     )
     line = shlex.join(started.line())
     if told := without_horovod(ctx.args):
-        typer.echo(f"hpctrain: {told}", err=True)
+        say(told)
     if dry_run:
         typer.echo(line)
         return
     if verbose:
-        typer.echo(f"hpctrain: {line}", err=True)
+        say(line)
     try:
         code = started.run(restarts=restart, timeout_s=timeout)
     except KeyboardInterrupt:
         code = INTERRUPTED
     if code == STOPPED:
-        typer.echo(
-            f"hpctrain: the ranks stopped with code {STOPPED}: their state is saved; the same "
-            f"command continues, with --resume if it is hpctrain train",
-            err=True,
+        say(
+            f"the ranks have stopped with code {STOPPED} and saved their state; the same command "
+            f"continues, `hpctrain train` with --resume"
         )
     raise typer.Exit(code)
 

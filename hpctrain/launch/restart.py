@@ -5,7 +5,6 @@ import os
 import select
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +15,8 @@ from hpctrain.core.errors import LaunchError
 from hpctrain.launch import mpiexec
 from hpctrain.launch.mpirun import Mpirun
 from hpctrain.launch.program import resolve
-from hpctrain.launch.supervise import End, session, supervise
+from hpctrain.launch.stderr import say
+from hpctrain.launch.supervise import TIMED_OUT, End, session, supervise
 
 MISTAKE = 2  # exit code of a wrong option or configuration, which stays wrong
 
@@ -63,12 +63,13 @@ class Launch:
             if end.is_wanted or end.code in (0, STOPPED, MISTAKE):
                 break
             launch = launch.again()
-            sys.stderr.write(
-                f"hpctrain: the launch has failed with code {end.code}; {launch.num_ranks} ranks "
-                f"start again on {launch.hosts or 'the same hosts'}, "
-                f"and may do so {left} more times\n"
+            say(
+                f"the launch has failed with code {end.code}; {launch.num_ranks} ranks start "
+                f"again on {launch.hosts or 'the same hosts'}, and may do so {left} more times"
             )
             end = launch._supervised(limit)  # noqa: SLF001 - of another launch of this class
+        if end == (TIMED_OUT, True):
+            say(f"the launch was ended after {timeout_s:g} s, as --timeout asks")
         return end.code
 
     def again(self) -> "Launch":

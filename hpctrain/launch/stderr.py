@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import IO, TextIO
 
 from hpctrain.cluster.env import BEGUN, ENDED, STOPPED
@@ -32,8 +32,18 @@ _LOSSES = re.compile(rb"lost communication with a remote daemon|daemon failed to
 _LONGEST = 30  # lines of a launcher's box; what is longer is something else
 
 _TRACEBACK = b"Traceback (most recent call last):"
-_QUIET_S = 0.3  # silence after which a traceback has been told by all ranks that have it
-_MOST_LINES = 10_000  # of tracebacks that are held back meanwhile
+_BEGIN = re.compile(
+    rb"Traceback \(most recent|[Uu]sage: |[\w./-]*python[\d.]*: |(rank|sh): \d+: |sh: line \d+: "
+)
+"""How errors begin that all ranks may meet before they know each other: of a script, of its
+arguments, of the interpreter and of the shell."""
+_QUIET_S = 0.3  # silence after which all ranks have written an error that they have met
+_MOST_LINES = 10_000  # of errors that are held back meanwhile
+
+
+def say(text: str) -> None:
+    """Write a line to stderr; none where it is closed, as that of a terminal after SIGHUP."""
+    _write(sys.stderr, f"hpctrain: {text}\n".encode())
 
 
 def fold(process: subprocess.Popen[bytes], heard: Counter[str]) -> None:
@@ -68,46 +78,59 @@ def fold(process: subprocess.Popen[bytes], heard: Counter[str]) -> None:
 
 
 def _once(lines: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield lines as they come; those of tracebacks together, at the next silence."""
-    traceback: list[bytes] = []
+    """Yield lines as they come; those of errors together, at the next silence.
+
+    An error that is written again later, as by a rank that has started late, is mentioned only.
+    """
+    error: list[bytes] = []
+    told = set[bytes]()
     for line in lines:
-        is_begin = line.rstrip() == _TRACEBACK
         is_other = not line or _RULE.fullmatch(line) or _NOISE.search(line)
-        if traceback and (is_other or len(traceback) > _MOST_LINES):
-            yield merged(traceback)
-            traceback = []
-        if (traceback or is_begin) and not is_other:
-            traceback.append(line)
+        if error and (is_other or len(error) > _MOST_LINES):
+            yield _new(error, told)
+            error = []
+        if (error or _BEGIN.match(line)) and not is_other:
+            error.append(line)
         elif line:
             yield line
-    if traceback:
-        yield merged(traceback)
+    if error:
+        yield _new(error, told)
 
 
-def merged(lines: Iterable[bytes]) -> bytes:
-    """Return the lines of one traceback that several ranks have written, in any turn.
+def _new(error: Sequence[bytes], told: set[bytes]) -> bytes:
+    text, num_ranks = merged(error)
+    is_new = text not in told
+    told.add(text)
+    if is_new and num_ranks == 1:
+        return text
+    ranks = "1 rank has" if num_ranks == 1 else f"{num_ranks} ranks have"
+    note = f"hpctrain: {ranks} told this{'' if is_new else ' again'}\n"
+    return (text if is_new else b"") + note.encode()
 
-    What differs, such as the last line, is all there; a rank may have been killed in the middle.
+
+def merged(lines: Iterable[bytes]) -> tuple[bytes, int]:
+    """Return the lines of one error that several ranks have written, in any order, and how many.
+
+    Lines that differ, such as the last one, are all kept; a rank may have been killed before it
+    had written all.
     """
     told: list[bytes] = []
-    at: list[int] = []  # how far each rank has come in it
+    at: list[int] = []  # how many of them each rank has written
     for line in lines:
         behind = (rank for rank, n in enumerate(at) if n < len(told) and told[n] == line)
         rank = next(behind, None)
         if rank is not None:
             at[rank] += 1
             continue
-        # A cause is told first: then an empty line stands above what it has led to.
-        if line.rstrip() == _TRACEBACK and (not told or told[-1].strip()):
+        # A cause is written first: then an empty line stands above the error that it has led to.
+        if not told or (line == told[0] and told[-1].strip()):
             at.append(1)
             if told:
                 continue
         else:
             at[at.index(len(told))] += 1
         told.append(line)
-    if len(at) > 1:
-        told.append(b"hpctrain: %d ranks have told this\n" % len(at))
-    return b"".join(told)
+    return b"".join(told), len(at)
 
 
 def _lines(source: IO[bytes]) -> Iterator[bytes]:

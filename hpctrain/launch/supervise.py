@@ -14,13 +14,13 @@ from tempfile import TemporaryDirectory
 from types import FrameType
 from typing import IO, NamedTuple
 
-from hpctrain.cluster.env import ASKED, BEGUN, ENDED
+from hpctrain.cluster.env import ASKED, BEGUN, ENDED, STOPPED
 from hpctrain.cluster.process import JOINING, name_of, stat
 from hpctrain.cluster.start_watch import FAILED
 from hpctrain.core.errors import LaunchError
 from hpctrain.core.units import format_ranks
 from hpctrain.launch.mpiexec import is_guard
-from hpctrain.launch.stderr import LOST, fold
+from hpctrain.launch.stderr import LOST, fold, say
 
 FOLDER = "PRTE_MCA_prte_local_tmpdir_base"
 """Tells mpirun of Open MPI 5 where to keep them; others do not look at it."""
@@ -57,19 +57,22 @@ def supervise(
 ) -> End:
     """Run a command line of ``mpiexec.command`` to its end.
 
-    SIGINT, SIGTERM and SIGHUP go to mpirun's process group; who is still there ``grace_s`` seconds
-    later gets SIGTERM, then SIGKILL, ranks included. A second signal kills at once. Where all
-    ranks stop when they are asked, SIGUSR1 takes the place of the first signal, and the others
-    wait ``save_s`` longer: Open MPI's mpirun kills ranks as it ends, saved or not. SIGUSR1 goes to
-    mpirun, which hands it to the ranks: they may stop in their own time. A signal that ends mpirun
-    itself comes back as 128 plus its number, as a shell has it, a launch that took more than
-    ``timeout_s`` as 124. That of one whose ranks wait in vain for another to begin is 1, as is 0
-    of one that has lost a node, or whose ranks have told, see ``WATCHED``, that they have begun
-    and not that they have ended.
+    SIGINT, SIGTERM and SIGHUP are sent to mpirun's process group; processes that are left
+    ``grace_s`` seconds later get SIGTERM, then SIGKILL, ranks included. A second signal kills at
+    once. If all ranks handle requests to stop, SIGUSR1 is sent instead, and the signals above
+    follow ``save_s`` seconds later: Open MPI's mpirun kills ranks as it ends, saved or not.
+    SIGUSR1 is sent to mpirun alone, which sends it to the ranks: they stop in their own time.
 
-    Raises ``LaunchError``: the program cannot be started.
-    ``KeyboardInterrupt``: Ctrl-C came and the ranks did not stop by themselves; raised when mpirun
-    has ended.
+    The exit code is that of mpirun, with these exceptions. A launch that a signal has ended
+    returns 128 plus the number of the signal, as a shell does, unless the ranks stopped with a
+    code of their own; one that took longer than ``timeout_s`` returns 124. A launch whose ranks
+    wait for another that will never begin returns 1. So does one that would return 0 after it has
+    lost a node, or after its ranks have reported, see ``WATCHED``, that they have begun and not
+    that they have ended.
+
+    Raises:
+        LaunchError: the program cannot be started.
+        KeyboardInterrupt: SIGINT has ended the launch; raised when mpirun has ended.
     """
     with session(environ) as own:
         process = _started(line, own)
@@ -88,18 +91,20 @@ def supervise(
             limit.cancel()
             ending.close()
             told.join(LOOK_S)  # a process that a rank left behind may hold the pipe for ever
-    if ending.first_signal == signal.SIGINT and not ending.is_granted:
-        raise KeyboardInterrupt
     if ending.timed_out:
         return End(TIMED_OUT, is_wanted=True)
+    if ending.first_signal is not None and code not in (0, STOPPED) and not ending.is_granted:
+        say(f"the launch was ended by {signal.Signals(ending.first_signal).name}")
+        if ending.first_signal == signal.SIGINT:
+            raise KeyboardInterrupt
+        return End(128 + ending.first_signal, is_wanted=True)
     if heard[FAILED]:
         code = 1
     elif code == 0 and (heard[LOST] or heard[BEGUN] > heard[ENDED]):
         why = "a node is lost" if heard[LOST] else "the ranks have not come to their end"
-        sys.stderr.write(f"hpctrain: {why}: the run has failed\n")
+        say(f"{why}: the run has failed")
         code = 1
-    is_wanted = ending.first_signal is not None
-    return End(code if code >= 0 else 128 - code, is_wanted=is_wanted)
+    return End(code if code >= 0 else 128 - code, is_wanted=ending.first_signal is not None)
 
 
 @contextlib.contextmanager
@@ -179,14 +184,14 @@ class _Ending:
                 orphaned_s = orphaned_s + LOOK_S if is_over else 0
             if orphaned_s >= ORPHANED_S:
                 what = "it has lost a node" if has_lost else "its ranks have ended"
-                sys.stderr.write(f"hpctrain: mpirun hangs after {what}; it is killed\n")
+                say(f"mpirun hangs after {what}; it is killed")
                 self.kill()
             gone = gone_before_init(self.process.pid)
             few_s = few_s + LOOK_S if gone else 0
             if few_s >= FEW_S:
-                sys.stderr.write(
-                    f"hpctrain: {gone} ended before MPI_Init, where the others wait for it: all "
-                    f"are killed; start every rank in the same way, and end none with 0 before\n"
+                say(
+                    f"{gone} ended before MPI_Init, where the others wait for it: all are killed; "
+                    f"start every rank in the same way, and end none with 0 before"
                 )
                 self.kill()
 
@@ -234,9 +239,9 @@ class _Ending:
             with contextlib.suppress(OSError):
                 Path(self.note).write_text(signal.Signals(number).name, encoding="ascii")
         self.tell(signal.SIGUSR1)
-        sys.stderr.write(
-            f"hpctrain: the ranks are asked to save their state and stop, and have "
-            f"{self.save_s:.0f} s; a second signal kills them at once\n"
+        say(
+            f"the ranks are asked to save their state and stop, and have {self.save_s:.0f} s; a "
+            f"second signal kills them at once"
         )
 
     def end(self, number: int, *, after_s: float = 0.0) -> None:

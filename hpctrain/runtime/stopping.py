@@ -1,4 +1,4 @@
-"""Requests to stop a run: signals, a budget of time, a file. Nothing here stops anything."""
+"""Requests to stop a run: signals, a time limit, a file. They are recorded, nothing more."""
 
 import os
 import signal
@@ -11,7 +11,8 @@ from types import FrameType
 from typing import TYPE_CHECKING, Self
 
 from hpctrain.cluster.env import STOPPED, STOPPING, asked_by, run_directory
-from hpctrain.core.errors import LaunchError
+from hpctrain.comm.agreement import raise_if_any
+from hpctrain.core.errors import CommError, LaunchError
 from hpctrain.core.logs import logger
 from hpctrain.core.units import format_seconds
 from hpctrain.launch.slurm.scheduler import job_end
@@ -24,6 +25,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 ECHO_S = 1.0  # a launcher and a batch system may both deliver the same request: that is one signal
 LOOK_S = 1.0  # between two looks at the file
 MARGIN_S = 60.0  # time to save in, before a job ends, for loops that do not say theirs
+
+_END = b"\0"  # ends the thread that reads numbers of signals
 
 
 def deadline(
@@ -56,16 +59,29 @@ def held_back() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-class StopRequests:
-    """Remembers that somebody wants a stop; who trains looks at ``reason`` between steps.
+_entered: "list[StopRequests]" = []  # those that handle the signals of this process, in order
 
-    While it is entered, the first SIGTERM, SIGUSR1 or SIGINT only sets a flag. A second one,
-    more than a second later, ends the process at once with 128 plus its number, also while it
-    is stuck in native code. A launcher or Slurm may send the same request twice: what follows
-    within the second counts as one. ``hpctrain launch`` hands SIGINT, SIGTERM and SIGHUP on as
-    SIGUSR1, and the ranks on its host know the one that it was sent. Signals that were ignored
-    before stay ignored. Enter it in the main thread; elsewhere signals are left alone, and the
-    rest works.
+
+def _leave_signals_to_parent() -> None:
+    """Let a forked child handle signals as its parent did before: it is ended by them."""
+    while _entered:
+        _entered.pop().leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_leave_signals_to_parent)
+
+
+class StopRequests:
+    """Records requests to stop; the training loop reads ``reason`` between steps.
+
+    While it is entered, the first SIGTERM, SIGUSR1 or SIGINT sets a flag, and calls the handler
+    that the program had installed for it, if any. A second one, more than a second later, ends the
+    process at once with 128 plus its number, also while it is stuck in native code. A launcher or
+    Slurm may send the same request twice: what follows within the second counts as one. ``hpctrain
+    launch`` sends SIGUSR1 for SIGINT, SIGTERM and SIGHUP, and the ranks on its host find out which
+    of them it got. Signals that were ignored before stay ignored, and forked children handle
+    signals as the program did before. Only the main thread can take signals: entered in another
+    thread, this looks at the file and the deadline alone.
     """
 
     def __init__(
@@ -112,24 +128,52 @@ class StopRequests:
         return f"in {format_seconds(max(0.0, self._deadline - self._clock()))}"
 
     def __enter__(self) -> Self:
-        """Take the signals over."""
+        """Handle the signals from now on."""
         if threading.current_thread() is threading.main_thread():
             taken = [n for n in SIGNALS if signal.getsignal(n) not in (signal.SIG_IGN, None)]
             self._start_watcher()
-            self._before = {number: signal.signal(number, self._on_signal) for number in taken}
+            self._before = {number: signal.getsignal(number) for number in taken}
+            for number in taken:
+                signal.signal(number, self._on_signal)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
+            _entered.append(self)
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Give them back."""
-        for number, handler in self._before.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]  # what signal() returned
-        self._before = {}
-        self._stop_watcher()
+        """Install the handlers that were there before.
 
-    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        In another thread than the main one that is not possible: they stay, and a second signal
+        ends the process.
+        """
+        if self in _entered and threading.current_thread() is threading.main_thread():
+            _entered.remove(self)
+            self._install_before()
+            os.write(self._write, _END)
+            assert self._watcher is not None
+            self._watcher.join()
+            self._close_pipe()
+
+    def leave_to_parent(self) -> None:
+        """In a forked child, which has no watcher: do what ``__exit__`` does."""
+        self._install_before()
+        self._close_pipe()
+
+    def _install_before(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]  # what getsignal() returned
+        self._before = {}
+        signal.set_wakeup_fd(self._fd_before)
+
+    def _close_pipe(self) -> None:
+        os.close(self._read)
+        os.close(self._write)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
         asked = asked_by() if number == signal.SIGUSR1 else ""
         self._reason = self._reason or asked or signal.Signals(number).name
+        before = self._before.get(number)
+        if callable(before) and before is not signal.default_int_handler:
+            before(number, frame)
 
     # Python runs a handler only between two of its instructions, so a second signal could not
     # end a process that hangs in native code. The C part of Python's handlers also writes the
@@ -142,18 +186,9 @@ class StopRequests:
         self._watcher = threading.Thread(target=self._watch, daemon=True, name="second signal")
         self._watcher.start()
 
-    def _stop_watcher(self) -> None:
-        if self._watcher is None:
-            return
-        signal.set_wakeup_fd(self._fd_before)
-        os.close(self._write)  # the thread reads the end of the pipe
-        self._watcher.join()
-        os.close(self._read)
-        self._watcher = None
-
     def _watch(self) -> None:
         first_at = None
-        while numbers := os.read(self._read, 1):
+        while (numbers := os.read(self._read, 1)) != _END:
             now = time.monotonic()
             if numbers[0] not in SIGNALS:
                 continue
@@ -164,23 +199,33 @@ class StopRequests:
 
 
 def should_stop() -> bool:
-    """Say whether all ranks are to save their state and end with exit code ``STOPPED``, 85.
+    """Return whether all ranks should save their state and end with exit code ``STOPPED``, 85.
 
-    Collective: between two steps of a loop of one's own, on every rank. True on all ranks if one
-    of them was asked: by SIGTERM, SIGUSR1 or Ctrl-C, which from the first call on only ask; by a
-    file STOP in the run's folder; or because ``HPCTRAIN_BUDGET`` or the job is over in a minute.
+    Collective: call it between two steps of your own loop, on every rank. True on all ranks if one
+    of them was asked: by SIGTERM, SIGUSR1 or Ctrl-C; by a file STOP in the run directory; or
+    because ``HPCTRAIN_BUDGET`` or the job ends within a minute. The first call must be made in the
+    main thread: from then on these signals only ask, before they end the process as usual.
 
         if hvd.should_stop():
             checkpoints.save(state, step=step, wait=True)
             sys.exit(hvd.STOPPED)
+
+    Raises:
+        CommError: the first call on some rank was made in another thread; on every rank.
     """
     from hpctrain.runtime.world import current  # noqa: PLC0415 - it needs torch, a launcher none
 
     return current().stop.is_asked()
 
 
+_NOT_IN_MAIN = (
+    "stop signals can only be taken by the main thread, but the first should_stop() was called in "
+    "thread {}; call should_stop() once in the main thread of every rank before the thread starts"
+)
+
+
 class CommonStop:
-    """What the ranks of a world agree on: whether they stop."""
+    """The agreement of the ranks of a world on whether they stop."""
 
     def __init__(self, comm: "Communicator", budget_s: float | None) -> None:
         """Look at nothing before the first question."""
@@ -190,15 +235,31 @@ class CommonStop:
         self._is_over = False
 
     def is_asked(self) -> bool:
-        """Ask all ranks. Collective."""
+        """Ask all ranks. Collective; one small all-reduce while no rank was asked."""
+        fault = ""
         if self._requests is None:
-            self._requests = self._look().__enter__()
+            if threading.current_thread() is threading.main_thread():
+                self._requests = self._look().__enter__()
+            else:
+                fault = _NOT_IN_MAIN.format(threading.current_thread().name)
         if not self._is_over:
-            reasons = self._comm.allgather_object(self._requests.reason)
-            self._is_over = any(reasons)
-            if self._is_over and self._comm.rank == 0:
-                self._tell(", ".join(sorted({*reasons} - {""})))
+            reason = "" if self._requests is None else self._requests.reason
+            if self._is_any(is_mine=bool(reason or fault)):
+                reasons, faults = zip(*self._comm.allgather_object((reason, fault)), strict=True)
+                raise_if_any([text or None for text in faults], CommError)
+                self._is_over = True
+                if self._comm.rank == 0:
+                    self._tell(", ".join(sorted({*reasons} - {""})))
         return self._is_over
+
+    def _is_any(self, *, is_mine: bool) -> bool:
+        import torch  # noqa: PLC0415 - not for a launcher, or before ``held_back``
+
+        from hpctrain.comm.ops import Op  # noqa: PLC0415 - it needs torch
+
+        flag = torch.tensor(int(is_mine), dtype=torch.int32)
+        self._comm.allreduce_(flag, op=Op.MAX).wait()
+        return bool(flag.item())
 
     def close(self) -> None:
         """Give the signals back."""

@@ -4,7 +4,7 @@ import atexit
 import os
 import sys
 from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol, cast
 from weakref import WeakKeyDictionary
 
@@ -14,7 +14,7 @@ from hpctrain.cluster import env
 from hpctrain.cluster.env import BEGUN, ENDED, WATCHED
 from hpctrain.cluster.start_watch import watched_start
 from hpctrain.cluster.topology import Topology
-from hpctrain.comm.communicator import Communicator
+from hpctrain.comm.communicator import Communicator, Owner
 from hpctrain.comm.factory import Connection, connect
 from hpctrain.comm.mpi_world import find_world, is_communicator, numbers_in
 from hpctrain.comm.observed import Statistics, observed, trace
@@ -81,6 +81,7 @@ class World:
     """What opens the steps of distributed optimizers, by the ranks that take them."""
     before_finalize: "BeforeFinalize | None"
     """Takes leave where the program ends MPI itself; None in a world of one."""
+    owner: Owner = field(default_factory=Owner)  # a forked child has no part in the end of a world
 
 
 _world: World | None = None
@@ -349,6 +350,8 @@ def _shut_down(*, raises: bool = False) -> None:
     if _world is None:
         return
     leaving, _world = _world, None
+    if not leaving.owner.is_here:
+        return
     if leaving.before_finalize is None or not leaving.before_finalize.is_over:
         _leave(leaving, raises=raises)
 

@@ -198,13 +198,72 @@ def test_the_exit_code_is_the_commands():
     assert hpctrain("launch", "-n", "1", "python", "-c", "raise SystemExit(7)").returncode == 7
 
 
+PLAIN = """
+import os, time
+from pathlib import Path
+
+Path({folder!r}, f"here-{{os.getpid()}}").touch()
+time.sleep(60)
+"""
+POLLING = """
+import sys, time
+from pathlib import Path
+import hpctrain as hvd
+
+hvd.init()
+stops = hvd.should_stop()
+Path({folder!r}, f"here-{{hvd.rank()}}").touch()
+while not stops:
+    time.sleep(0.05)
+    stops = hvd.should_stop()
+sys.exit(hvd.STOPPED)
+"""
+LONG = pytest.mark.conformance
+
+
 @pytest.mark.launches
-def test_ctrl_c_ends_with_130(tmp_path):
-    code = f"import time; open({str(tmp_path / 'here')!r}, 'w'); time.sleep(60)"
-    process = subprocess.Popen(
-        [sys.executable, "-m", "hpctrain", "launch", "-n", "1", "python", "-c", code],
-        stderr=subprocess.DEVNULL,
-    )
-    assert wait_until((tmp_path / "here").exists, 30)
-    process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=20) == 130
+@pytest.mark.parametrize(
+    ("number", "polls", "options"),
+    [
+        (signal.SIGTERM, False, ()),
+        (signal.SIGHUP, False, ("--nodes", "2")),
+        (signal.SIGINT, False, ("--recover",)),
+        (signal.SIGTERM, True, ()),
+        pytest.param(signal.SIGHUP, True, ("--nodes", "2"), marks=LONG),
+        pytest.param(signal.SIGINT, True, ("--recover",), marks=LONG),
+    ],
+)
+def test_a_signal_ends_with_128_and_its_number_or_with_85_if_ranks_poll(
+    number, polls, options, tmp_path
+):
+    script = tmp_path / "loop.py"
+    script.write_text((POLLING if polls else PLAIN).format(folder=str(tmp_path)))
+    words = ["launch", "-n", "2", *options, "--", sys.executable, str(script)]
+    line = [sys.executable, "-m", "hpctrain", *words]
+    with subprocess.Popen(line, stderr=subprocess.PIPE, text=True) as process:
+        assert wait_until(lambda: len([*tmp_path.glob("here-*")]) == 2, 60)
+        process.send_signal(number)
+        _, told = process.communicate(timeout=60)
+    ended_by = f"hpctrain: the launch was ended by {number.name}\n"
+    stopped = "hpctrain: the ranks have stopped with code 85"
+    assert process.returncode == (85 if polls else 128 + number), told
+    assert (told.count(ended_by), told.count(stopped)) == ((0, 1) if polls else (1, 0)), told
+    assert polls or told == ended_by
+
+
+@pytest.mark.launches
+def test_a_launch_past_its_limit_says_so():
+    done = hpctrain("launch", "-n", "1", "--timeout", "0.5", "sleep", "60")
+    assert done.returncode == 124
+    assert "the launch was ended after 0.5 s, as --timeout asks" in done.stderr
+
+
+@pytest.mark.launches
+@pytest.mark.parametrize(
+    "words", [("python", "missing.py"), ("python", "-m", "hpctrain", "no-such-command")]
+)
+def test_what_all_ranks_meet_before_they_know_each_other_is_told_once(words):
+    done = hpctrain("launch", "-n", "3", "--", *words)
+    assert done.returncode == 2
+    assert "told this" in done.stderr
+    assert done.stderr.count(words[-1]) == 1, done.stderr

@@ -10,6 +10,7 @@ import time
 import pytest
 
 from hpctrain.cluster.env import ASKED
+from hpctrain.core.errors import CommError
 from hpctrain.runtime.stopping import SIGNALS, StopRequests, deadline
 
 PROGRAM = """
@@ -153,3 +154,51 @@ def test_a_file_stop_in_the_folder_of_the_run_stops_all_ranks(hvd, tmp_path, mon
     if hvd.rank() == 0:
         (tmp_path / "STOP").touch()
     assert hvd.should_stop()
+
+
+@pytest.mark.ranks(1, 2, 3)
+def test_a_first_question_in_a_thread_is_an_error_on_all_ranks_and_later_ones_are_not(hvd):
+    def ask():
+        try:
+            answers.append(hvd.should_stop())
+        except CommError as error:
+            answers.append(str(error))
+
+    def in_thread():
+        thread = threading.Thread(target=ask, name="mine")
+        thread.start()
+        thread.join()
+
+    answers: list[object] = []
+    last = hvd.size() - 1
+    in_thread() if hvd.rank() == last else ask()
+    assert "only be taken by the main thread" in answers[0]
+    assert "in thread mine" in answers[0]
+    assert not hvd.should_stop()
+    in_thread()
+    assert answers[1:] == [False]
+    if hvd.rank() == last:
+        os.kill(os.getpid(), signal.SIGTERM)
+    in_thread()
+    assert answers[2:] == [True]
+
+
+def test_handlers_of_the_program_are_called_too():
+    called = []
+    before = signal.signal(signal.SIGUSR1, lambda number, _: called.append(number))
+    try:
+        with StopRequests() as requests:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert (requests.reason, called) == ("SIGUSR1", [signal.SIGUSR1])
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_requests_that_end_in_another_thread_leave_the_process_as_it_was():
+    program = (
+        "import threading; from hpctrain.runtime.stopping import StopRequests\n"
+        "requests = StopRequests().__enter__()\n"
+        "thread = threading.Thread(target=requests.__exit__); thread.start(); thread.join(5)\n"
+        "assert not thread.is_alive()"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=30)
