@@ -12,6 +12,7 @@ from weakref import ref
 from mpi4py import MPI
 
 from hpctrain.cluster.process import STOPPED, birth, stat
+from hpctrain.comm import requests
 from hpctrain.comm.communicator import Owner
 from hpctrain.comm.mpi_world import is_loss
 from hpctrain.comm.waiting import Pace, wait_until
@@ -81,7 +82,7 @@ class Liveness:
         """By block: when this rank heard that another waits at its end, which, after how many
         steps."""
         self._ended: dict[int, int] = {}  # steps after which all have come to the end of a block
-        self._told: list[MPI.Request] = []
+        self._told: list[requests.MpiRequest] = []
         self._open = True
         self._end_s = float("inf")  # when all ranks had come to the end, as time.monotonic() says
 
@@ -169,7 +170,7 @@ class Liveness:
         reason = f"rank {self.rank} has left a block of {name} by {type(error).__name__}: {error}"
         block = _WORLD if isinstance(error, RankLostError) else number
         text = f"{block} {reason}".encode()[:_REASON_BYTES]
-        self._told += [self._control.Issend(text, rank, _BROKE_OFF) for rank in self._to_tell()]
+        self._told += self._send(text, _BROKE_OFF)
 
     def farewell(self, compare: Callable[[Gather], str] = lambda _: "") -> str:
         """Return when every rank of the world has come here; ranks with work left may take long.
@@ -194,28 +195,30 @@ class Liveness:
             nonlocal has_announced
             if waited_s > GRACE_S and not has_announced:
                 has_announced = True
-                notices.extend(
-                    self._control.Issend(array("b"), rank, _LEFT) for rank in self._to_tell()
-                )
+                notices.extend(self._send(b"", _LEFT))
             self._raise_if_dead()
 
-        self._wait_until(self._control.Ibarrier().Test, announce)
+        control = self._control
+        self._wait_until(requests.start(control, control.Ibarrier).Test, announce)
         self._wait_until(
             lambda: all(notice.Test() for notice in notices), lambda _: self._raise_if_dead()
         )
         found = compare(self._gather)
-        self._wait_until(self._control.Ibarrier().Test, self._look_late)
+        self._wait_until(requests.start(control, control.Ibarrier).Test, self._look_late)
         self._end_s = time.monotonic()
-        self._control.Free()
+        requests.free(control)
         return found
 
     def _gather(self, text: bytes) -> list[bytes]:
-        lengths = array("q", [0] * self._control.size)
+        control = self._control
+        lengths = array("q", [0] * control.size)
         mine = array("q", [len(text)])
-        self._wait_until(self._control.Iallgather(mine, lengths).Test, self._look_late)
+        request = requests.start(control, control.Iallgather, mine, lengths)
+        self._wait_until(request.Test, self._look_late)
         joined, counts = bytearray(sum(lengths)), lengths.tolist()
         buffers = [text, MPI.BYTE], [joined, counts, MPI.BYTE]
-        self._wait_until(self._control.Iallgatherv(*buffers).Test, self._look_late)
+        request = requests.start(control, control.Iallgatherv, *buffers)
+        self._wait_until(request.Test, self._look_late)
         ends = list(accumulate(counts))
         return [bytes(joined[end - n : end]) for n, end in zip(counts, ends, strict=True)]
 
@@ -230,6 +233,13 @@ class Liveness:
             return is_done
 
         wait_until(done_and_heard, look, _FAREWELL)
+
+    def _send(self, text: bytes, tag: int) -> list[requests.MpiRequest]:
+        control = self._control
+        return [
+            requests.start(control, control.Issend, [text, MPI.BYTE], rank, tag)
+            for rank in self._to_tell()
+        ]
 
     def _to_tell(self) -> list[int]:
         """Return the ranks that hear something from this one."""
@@ -256,7 +266,7 @@ class Liveness:
             return
         number, self._ending = self._ending[0], None
         text = f"{number} {self._blocks[number].count_steps()}".encode()
-        self._told += [self._control.Issend(text, rank, _AT_END) for rank in self._to_tell()]
+        self._told += self._send(text, _AT_END)
 
     def _raise_if_ahead(self) -> None:
         for number, (since, rank, steps) in list(self._ends.items()):

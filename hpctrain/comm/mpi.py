@@ -9,6 +9,7 @@ from mpi4py import MPI
 from mpi4py.util import pkl5
 from torch import Tensor
 
+from hpctrain.comm import requests
 from hpctrain.comm.bucket import Bucket
 from hpctrain.comm.call_check import call_of, meet, tensor_call
 from hpctrain.comm.communicator import FINISHED, GATHER, Communicator, Owner, Traffic, Work
@@ -231,16 +232,20 @@ class MpiCommunicator(Communicator):
         watch = self._watch.of_group([self._world_ranks[rank] for rank in ranks], limit)
         wire = MpiWire(self._comm, watch=watch, world_ranks=self._world_ranks)
         (first, *others), nothing = ranks, torch.empty(0)
-        with wire.cancelled_on_error():  # else the next meeting's would complete these
+        sources = others if self.rank == first else [first]
+        answers = [wire.start_receive(nothing, source, tag) for source in sources]
+        try:
             if self.rank == first:
-                for other in others:
-                    wire.finish(wire.start_receive(nothing, other, tag))
+                for answer in answers:
+                    wire.finish(answer)
                 for other in others:
                     wire.finish(wire.start_send(nothing, other, tag))
             else:
                 wire.finish(wire.start_send(nothing, first, tag))
-                answer = wire.start_receive(nothing, first, tag)
-                watch.wait(partial(wire.is_finished, answer))  # any of them may be missing
+                watch.wait(partial(wire.is_finished, *answers))  # any of them may be missing
+        finally:  # after an error, else messages of the next meeting would complete these
+            for answer in answers:
+                answer.cancel()
 
     def new_wire(self) -> MpiWire:
         """Make a way for messages that meet no others of this communicator. Collective."""
@@ -271,9 +276,10 @@ class MpiCommunicator(Communicator):
         while self._before_close:
             self._before_close.pop(0)()
         while self._wires:
-            self._wires.pop().Free()
+            requests.free(self._wires.pop())
         if self.is_open:
-            self._comm.Free()
+            requests.free(self._comm)
+            self._comm = MPI.Intracomm()
 
     @property
     def is_open(self) -> bool:

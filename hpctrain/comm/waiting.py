@@ -14,6 +14,8 @@ from hpctrain.core.errors import CommError, RankLostError
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+    from hpctrain.comm.requests import MpiRequest
+
 SPIN_S = 50e-6  # peers that do the same work arrive within this time; sleeping costs about as much
 LOOK_S = 0.1  # between two looks at the others
 NAP_SHARE = 0.02
@@ -83,7 +85,7 @@ def wait_until(
 
 
 def wait_request(
-    request: "MPI.Request",
+    request: "MpiRequest",
     watch: "Watch",
     partner: int | None = None,
     over: str = "",

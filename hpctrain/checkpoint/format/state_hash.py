@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm.communicator import Communicator
-from hpctrain.comm.tensor_arguments import flat_of
+from hpctrain.comm.tensor_arguments import flat_of, host_bytes
 from hpctrain.core.checksum import crc32
 from hpctrain.core.errors import CheckpointError
-from hpctrain.core.libc import memory_at
 
 _PIECE_BYTES = 64 << 20
 """What is copied at once from a device, or from memory that is not contiguous."""
@@ -129,7 +128,7 @@ def _digest(path: str, value: Any) -> bytes:
     found = hashlib.sha256(_head(path, value))
     if isinstance(value, Tensor):
         for piece in _pieces(value.detach()):
-            found.update(memory_at(piece.data_ptr(), piece.numel()))
+            found.update(piece)
     return found.digest()
 
 
@@ -150,7 +149,7 @@ def crc_of(tensor: Tensor) -> int:
     """Return the crc32 of the bytes of a tensor, in the order of its elements."""
     crc = 0
     for piece in _pieces(tensor.detach()):
-        crc = crc32(memory_at(piece.data_ptr(), piece.numel()), crc)
+        crc = crc32(piece, crc)
     return crc
 
 
@@ -172,15 +171,11 @@ def device_checksum(tensor: Tensor) -> Tensor:
     return total
 
 
-def _pieces(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the bytes of a tensor in the order of its elements, on the CPU."""
-    if tensor.numel() == 0:
-        return
-    if tensor.is_cpu and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
-        yield tensor.view(-1).view(torch.uint8)
-        return
-    if tensor.dim() > 1 and tensor.nbytes > _PIECE_BYTES:
+def _pieces(tensor: Tensor) -> Iterator[memoryview]:
+    """Yield the bytes of a tensor in the order of its elements."""
+    is_copied = not (tensor.is_cpu and tensor.is_contiguous())
+    if is_copied and tensor.dim() > 1 and tensor.nbytes > _PIECE_BYTES:
         for part in tensor:
             yield from _pieces(part)
-        return
-    yield tensor.cpu().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+    else:
+        yield host_bytes(tensor)
