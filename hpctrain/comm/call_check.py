@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from mpi4py import MPI
 
+from hpctrain.comm import requests
 from hpctrain.comm.agreement import by_rank
 from hpctrain.comm.ops import Op
 from hpctrain.comm.tensor_arguments import name_of
@@ -56,7 +57,9 @@ def meet(comm: MPI.Intracomm, call: Call, watch: Watch) -> None:
     watch.require_in_step()
     watch.begin(call.text)
     extremes = np.array([call.number, -call.number], np.int64)
-    wait_request(comm.Iallreduce(MPI.IN_PLACE, extremes, MPI.MAX), watch)
+    request = requests.start(comm, comm.Iallreduce, MPI.IN_PLACE, extremes, MPI.MAX)
+    wait_request(request, watch)
+    watch.confirm()
     if extremes[0] != -extremes[1]:
         raise disagreement(comm, call, watch)
 
@@ -67,7 +70,8 @@ def disagreement(comm: MPI.Intracomm, call: Call, watch: Watch) -> MismatchError
     ``RankLostError`` where another does not come here, since a wait of it has failed.
     """
     mine, found = np.array([call.text.encode()], _TEXT), np.empty(comm.size, _TEXT)
-    wait_request(comm.Iallgather(mine.view(np.uint8), found.view(np.uint8)), watch)
+    texts = mine.view(np.uint8), found.view(np.uint8)
+    wait_request(requests.start(comm, comm.Iallgather, *texts), watch)
     calls = [text.decode(errors="replace") for text in found.tolist()]
     return MismatchError(
         f"ranks must make the same calls in the same order, got {by_rank(calls)}; let every rank "

@@ -128,9 +128,10 @@ class NodeExchange:
         for start in _starts(raw.numel(), self._room):
             piece = raw[start : start + self._room]
             slot = self._all_slots()[root][: piece.numel()]
+            self._node.begin(call)
             if self._rank == root:
                 slot.copy_(piece)
-            self._node.meet(call)
+            self._node.await_others(call)
             if self._rank != root:
                 piece.copy_(slot)
             self._count(piece)
@@ -150,8 +151,9 @@ class NodeExchange:
         raw, call, room = _bytes(mine), call_of(text), self._room
         for start in _starts(most * mine.itemsize, room):
             slots, piece = self._all_slots(), raw[start : start + room]
+            self._node.begin(call)
             slots[self._rank][: piece.numel()].copy_(piece)
-            self._node.meet(call)
+            self._node.await_others(call)
             self._count(piece)
             for rank, out in enumerate(outs):
                 given = piece if rank == self._rank else slots[rank]
@@ -164,9 +166,10 @@ class NodeExchange:
         given = [_bytes(part) for part in parts or ()]
         for start in _starts(raw.numel(), share):
             slot = self._all_slots()[root]
+            self._node.begin(call)
             for rank, part in enumerate(given):
                 _copy(slot[rank * share :], part[start : start + share])
-            self._node.meet(call)
+            self._node.await_others(call)
             _copy(raw[start : start + share], slot[self._rank * share :])
             self._count(raw[start : start + share])
 
@@ -183,10 +186,11 @@ class NodeExchange:
         start, most = 0, 1
         while start < most:
             slots = self._all_slots()
+            self._node.begin(call)
             slots[self._rank][:head].view(torch.int64).copy_(torch.tensor(sizes))
             for rank, part in enumerate(given):
                 _copy(slots[self._rank][head + rank * share :], part[start : start + share])
-            self._node.meet(call)
+            self._node.await_others(call)
             if start == 0:
                 most = self._agreed([slot[:head].view(torch.int64).tolist() for slot in slots])
             for rank, out in enumerate(taken):
@@ -220,10 +224,11 @@ class NodeExchange:
         overlaps = self._rank > 1 and total.data_ptr() == mine.data_ptr()
         for start in _starts(max(part.numel() for part in given), share):
             slots = [slot.view(how.lane) for slot in self._all_slots()]
+            self._node.begin(call)
             for rank, part in enumerate(given):
                 if rank != self._rank or overlaps:
                     _copy(slots[self._rank][rank * share :], part[start : start + share])
-            self._node.meet(call)
+            self._node.await_others(call)
             piece = total[start : start + share]
             if numel := piece.numel():
                 first = self._rank * share

@@ -10,6 +10,7 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
+from hpctrain.comm import requests
 from hpctrain.comm.communicator import FINISHED, Traffic, Work
 from hpctrain.comm.ops import Combination, Op, combination, scale_
 from hpctrain.comm.plan.plan import SizeTable
@@ -61,7 +62,7 @@ class Transfer:
 
     tensor: Tensor
     partner: int | None  # rank of the communicator at the other end; None until it is known
-    requests: list[MPI.Request]  # those that are not complete
+    requests: list[requests.MpiRequest]  # those that are not complete
     expected: int  # bytes that have still to come; none of a message that is sent
 
 
@@ -96,8 +97,8 @@ class MpiWire(Wire):
         """Begin to send ``tensor``, which stays as it is until ``finish``."""
         self.num_bytes_sent += tensor.numel() * tensor.itemsize
         parts = tensor.split(CHUNK_ELEMENTS)
-        requests = [self._comm.Isend(bytes_of(part), dest, tag) for part in parts]
-        return self._started(Transfer(tensor, dest, requests, 0))
+        started = self._start(self._comm.Isend, parts, dest, tag)
+        return self._started(Transfer(tensor, dest, started, 0))
 
     def start_receive(self, tensor: Tensor, source: int | None, tag: int = 0) -> Transfer:
         """Begin to replace ``tensor``; nobody reads or writes it until ``finish``.
@@ -112,8 +113,8 @@ class MpiWire(Wire):
             )
         parts = tensor.split(CHUNK_ELEMENTS)
         sender = MPI.ANY_SOURCE if source is None else source
-        requests = [self._comm.Irecv(bytes_of(part), sender, tag) for part in parts]
-        return self._started(Transfer(tensor, source, requests, tensor.nbytes))
+        started = self._start(self._comm.Irecv, parts, sender, tag)
+        return self._started(Transfer(tensor, source, started, tensor.nbytes))
 
     def finish(self, transfer: Transfer) -> None:
         """Return when ``transfer`` is complete; sleep meanwhile.
@@ -129,16 +130,21 @@ class MpiWire(Wire):
     ) -> None:
         """Return when it is ``done``, which the other end of ``transfer`` has to do with."""
         partner = None if transfer.partner is None else self._world_ranks[transfer.partner]
-        self._watch.wait(done, pace, partner=partner, over=self._name)
+        try:
+            self._watch.wait(done, pace, partner=partner, over=self._name)
+        except BaseException:  # memory of the caller, which may use it again
+            for request in requests.pending(self._comm):
+                request.cancel()
+            raise
 
     def is_finished(self, transfer: Transfer) -> bool:
         """Say whether ``transfer`` is complete; ``CommError`` as for ``finish``."""
-        requests, status = transfer.requests, self._status
+        left, status = transfer.requests, self._status
         try:
-            while requests:
-                if not requests[0].Test(status):
+            while left:
+                if not left[0].Test(status):
                     return False
-                del requests[0]
+                del left[0]
                 if transfer.partner is None:
                     transfer.partner = status.Get_source()
                 if transfer.expected:
@@ -160,7 +166,7 @@ class MpiWire(Wire):
         except BaseException:
             for transfer in self._under_way:
                 for request in transfer.requests:
-                    request.Cancel()
+                    request.cancel()
             raise
 
     def _misfit(self, transfer: Transfer, sent: str) -> CommError:
@@ -171,6 +177,18 @@ class MpiWire(Wire):
             f"takes {format_bytes(transfer.tensor.nbytes)} and rank {other} sends {sent}; let "
             f"every rank make the same calls in the same order"
         )
+
+    def _start(
+        self,
+        call: Callable[..., MPI.Request],
+        parts: Sequence[Tensor],
+        partner: int,
+        tag: int,
+    ) -> list[requests.MpiRequest]:
+        return [
+            requests.start(self._comm, call, bytes_of(part), partner, tag, memory=part)
+            for part in parts
+        ]
 
     def _started(self, transfer: Transfer) -> Transfer:
         self._under_way.add(transfer)
@@ -230,6 +248,7 @@ class Rail:
             with InFlight(self, combination, self._watch) as in_flight:
                 for _ in in_flight.reduced(chunks):
                     pass
+            self._watch.confirm()
         else:
             self.allreduce_by(self.table.at(part.nbytes), part, combination)
 
@@ -242,6 +261,7 @@ class Rail:
                 self._sum_by_library(part)
             else:
                 ALGORITHMS[name](self.wire, part, combination)
+        self._watch.confirm()
 
     @contextmanager
     def timed(self) -> Iterator[None]:
@@ -271,6 +291,7 @@ class Rail:
             with self.timed():
                 for transfer in under_way:
                     self.wire.finish(transfer)
+            self._watch.confirm()
             return arrived
 
         return finish
@@ -285,8 +306,9 @@ class Rail:
         self._comm.Free()
 
     def _sum_by_library(self, part: Tensor) -> None:
-        # Inside the library a rank that waits for a late one burns its core: meet asleep before.
-        wait_request(self._comm.Ibarrier(), self._watch, over=self._name)
+        # Not blocking: the library would keep a core busy, and wait without an end.
         for chunk in part.split(CHUNK_ELEMENTS):
-            self._comm.Allreduce(MPI.IN_PLACE, buffer_of(chunk))
+            arguments = MPI.IN_PLACE, buffer_of(chunk)
+            request = requests.start(self._comm, self._comm.Iallreduce, *arguments, memory=chunk)
+            wait_request(request, self._watch, over=self._name)
         self._library_bytes += part.numel() * part.itemsize

@@ -1,0 +1,114 @@
+"""Nonblocking operations of MPI: no operation outlives its buffers or its communicator.
+
+MPI reads and writes the memory of an operation until the operation is complete, also after the
+caller has stopped waiting: a timeout, an interrupt, an error between start and wait. A request of
+mpi4py refers to its buffer only as long as Python refers to the request, and never to a tensor. So
+every operation starts here. This module refers to the operation and its memory from before the
+start until completion, and frees a communicator only once no operation of it is pending.
+"""
+
+import ctypes
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+
+from mpi4py import MPI
+
+_SWEEP = 128
+"""Whenever so many are pending, those that nobody waits for are tested."""
+
+_pending: "set[MpiRequest]" = set()
+# Not freed while Python exits: MPI_Finalize, which comes later, may still complete operations.
+ctypes.pythonapi.Py_IncRef(ctypes.py_object(_pending))
+
+
+class MpiRequest:
+    """An operation that ``start`` has started, and the memory that it reads or writes."""
+
+    __slots__ = ("_call", "_comm", "_memory", "_request")
+
+    def __init__(
+        self, comm: MPI.Comm, call: Callable[..., MPI.Request], memory: tuple[object, ...]
+    ) -> None:
+        self._comm, self._call, self._memory = comm, call, memory
+        self._request: MPI.Request | None = None
+
+    def Test(self, status: MPI.Status | None = None) -> bool:  # noqa: N802 - the name in MPI
+        """Return True if the operation is complete, without waiting. Not collective.
+
+        ``MPI.Exception`` if the operation has failed. Two threads must not test one request at
+        the same time.
+        """
+        request = self._request
+        if request is None:  # an interrupt came before the handle was stored
+            return False
+        try:
+            return request.Test(status)
+        finally:
+            if not request:  # complete, with or without an error
+                _pending.discard(self)
+
+    def cancel(self) -> None:
+        """Withdraw a receive that no message has matched; other operations are not changed."""
+        if self._request and self._call.__name__ == "Irecv":
+            self._request.Cancel()
+            self.Test()
+
+
+def start(
+    comm: MPI.Comm, call: Callable[..., MPI.Request], *arguments: object, memory: object = None
+) -> MpiRequest:
+    """Start a nonblocking operation of ``comm`` by ``call(*arguments)``.
+
+    The arguments, and ``memory`` if they give only an address, exist until the operation is
+    complete, whether or not the caller waits for it.
+    """
+    operation = MpiRequest(comm, call, (*arguments, memory))
+    _pending.add(operation)  # before the start: an interrupt may arrive during the call
+    if not len(_pending) % _SWEEP:
+        _sweep()
+    try:
+        operation._request = call(*arguments)  # noqa: SLF001 - of this module
+    except MPI.Exception:  # the library has started nothing
+        _pending.discard(operation)
+        raise
+    return operation
+
+
+def _sweep() -> None:
+    """Test the operations to which only this module refers, so no other thread tests them."""
+    operations = tuple(_pending)
+    for operation, references in zip(operations, _references(operations), strict=True):
+        if references == _ALONE:
+            with suppress(MPI.Exception):
+                operation.Test()
+
+
+def _references(objects: tuple[object, ...]) -> list[int]:
+    return [sys.getrefcount(one) for one in objects]
+
+
+_PROBE = {object()}
+_ALONE = _references(tuple(_PROBE))[0]
+"""References to an object that only a set and a tuple hold; differs between Python versions."""
+
+
+def pending(comm: MPI.Comm) -> list[MpiRequest]:
+    """Return the operations of ``comm`` that are not known to be complete. Not collective."""
+    return [operation for operation in tuple(_pending) if operation._comm == comm]  # noqa: SLF001
+
+
+def free(comm: MPI.Comm) -> None:
+    """Free a communicator that no thread uses any more. Every rank calls this.
+
+    Receives are withdrawn first. A communicator with an operation that is still pending, which
+    another rank may complete later, exists until the end of the process: Open MPI crashes when a
+    nonblocking collective continues on a communicator that was freed.
+    """
+    is_complete = True
+    for operation in pending(comm):
+        with suppress(MPI.Exception):  # complete, with an error
+            operation.cancel()
+            is_complete &= operation.Test()
+    if is_complete:
+        comm.Free()
