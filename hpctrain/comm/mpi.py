@@ -167,12 +167,14 @@ class MpiCommunicator(Communicator):
         """Send the bytes of ``tensor``."""
         check_tensor(tensor)
         check_rank(dest, self.size, "dest")
+        self._watch.require_in_step()
         self.wire.send(flat_of(tensor), dest, _users(tag))
 
     def recv_(self, tensor: Tensor, source: int, tag: int = 0) -> None:
         """Receive the bytes of ``tensor``."""
         check_tensor(tensor)
         check_rank(source, self.size, "source")
+        self._watch.require_in_step()
         with flattened(tensor) as values:
             self.wire.receive_(values, source, _users(tag))
         self._watch.confirm()
@@ -258,6 +260,10 @@ class MpiCommunicator(Communicator):
         """Make a bucket in private memory."""
         self._num_buckets += 1
         return Bucket(torch.zeros(numel, dtype=dtype), number=self._num_buckets)
+
+    def fail(self, error: BaseException) -> None:
+        """Let later calls raise, on all ranks."""
+        self._watch.fail(error)
 
     def traffic(self) -> Traffic:
         """Return what was sent by messages and given to the library."""

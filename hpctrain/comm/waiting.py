@@ -112,6 +112,10 @@ def _nobody_is_lost(ranks: Collection[int] | None) -> None:
     """Look for nobody: what communicators without a world do."""
 
 
+class InStepError(Exception):
+    """An error that all ranks raise after they have met, so that they remain in step."""
+
+
 class Notices(Protocol):
     """Reports of ranks that a communicator has failed; for ranks that share no memory."""
 
@@ -254,6 +258,25 @@ class Watch:
         if self._notices is not None and self.number is not None and not is_loss:
             self._notices.report_failure(self.number, self._ranks)
 
+    def fail_halfway(self, error: BaseException, number: int) -> None:
+        """Do what ``fail`` does after an ``error`` of a call that this rank alone has begun.
+
+        ``number`` is that of the last collective before the call.
+        """
+        if self.calls is None or self.calls.number == number:
+            return  # not begun
+        if not isinstance(error, MismatchError | NodeMemoryError | InStepError):
+            self.fail(error)
+
+    def keep_in_step(self, function: Callable[[], object]) -> None:
+        """Call a function of collectives; fail the communicator where an error ends it halfway."""
+        number = 0 if self.calls is None else self.calls.number
+        try:
+            function()
+        except BaseException as error:
+            self.fail_halfway(error, number)
+            raise
+
     def require_in_step(self) -> None:
         """Raise ``CommError`` if the communicator has failed on a rank. Not collective.
 
@@ -344,15 +367,11 @@ def in_step(method: Method) -> Method:
 
     @wraps(method)
     def call(self: Any, *args: Any, **options: Any) -> Any:
-        calls = self._watch.calls
-        number = calls.number
+        number = self._watch.calls.number
         try:
             return method(self, *args, **options)
-        except (MismatchError, NodeMemoryError):  # on all ranks
-            raise
         except BaseException as error:
-            if calls.number != number:  # else the call has not begun
-                self._watch.fail(error)
+            self._watch.fail_halfway(error, number)
             raise
 
     return cast("Method", call)

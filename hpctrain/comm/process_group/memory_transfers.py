@@ -53,6 +53,7 @@ class LevelTransfers(Transfers):
         outs[self.rank].copy_(mine)
         for dest, source in self._partners():
             self._levels.wire.exchange(mine, dest, outs[source], source)
+        self._levels.watch.confirm()
         for ranks in self._nodes:
             of_node = [outs[rank] for rank in ranks]
             self._memory.all_gather(of_node, of_node[self._local])
@@ -73,6 +74,7 @@ class LevelTransfers(Transfers):
         for dest, source in self._partners():
             node = self._rail.index(source)
             self._levels.wire.exchange(sums[self._rail.index(dest)], dest, found[node], source)
+        self._levels.watch.confirm()
         lanes = [part.view(how.lane) for part in found]
         total = lanes[0].to(how.wide, copy=True)
         for other in lanes[1:]:
@@ -86,6 +88,7 @@ class LevelTransfers(Transfers):
         local = list(self._nodes[node]).index(root)
         if local == self._local:
             self._along_tree(values, node)
+            self._levels.watch.confirm()
         self._memory.broadcast(values, local)
 
     def _along_tree(self, values: Tensor, root: int) -> None:

@@ -304,8 +304,8 @@ class Message(Base):  # type: ignore[misc]
         """Say whether it is complete."""
         with self._lock:
             if not self._is_over and self._wire.is_finished(self._transfer):
-                self._is_over = True
                 self._after()
+                self._is_over = True
             return self._is_over
 
     def is_success(self) -> bool:
