@@ -6,6 +6,7 @@ from functools import partial
 from mpi4py import MPI
 
 from hpctrain.cluster.topology import Topology
+from hpctrain.comm import requests
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.hierarchical import HierarchicalCommunicator
 from hpctrain.comm.liveness import use
@@ -50,7 +51,7 @@ def share_memory(
     reason = next((text for text in calls.allgather(refusal) if text), "")
     if not reason:
         return made, ""
-    node.Free()
+    requests.free(node)
     if wanted != "auto":
         raise NodeMemoryError(
             f"node memory {wanted}, which HPCTRAIN_SHARED_MEMORY or the plan of HPCTRAIN_PLAN "
@@ -124,7 +125,7 @@ def _group(  # noqa: PLR0913 - two of a group, and what all groups have in commo
 ) -> Communicator:
     """Make a communicator of ``members``, which are these ``ranks`` of a larger one."""
     if len(ranks) == 1:
-        members.Free()
+        requests.free(members)
         return SerialCommunicator()
     inside = topology.of_group(ranks)
     of_world = [world_ranks[rank] for rank in ranks]

@@ -9,6 +9,7 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
+from hpctrain.comm import requests
 from hpctrain.comm.bucket import Bucket
 from hpctrain.comm.call_check import call_of, meet, tensor_call
 from hpctrain.comm.communicator import FINISHED, GATHER, Communicator, Owner, Traffic, Work
@@ -279,9 +280,10 @@ class MpiCommunicator(Communicator):
         while self._before_close:
             self._before_close.pop(0)()
         while self._wires:
-            self._wires.pop().Free()
+            requests.free(self._wires.pop())
         if self.is_open:
-            self._comm.Free()
+            requests.free(self._comm)
+            self._comm = MPI.Intracomm()
 
     @property
     def watch(self) -> Watch:

@@ -60,8 +60,8 @@ def find_world(chosen: object = None, timeout_s: float = math.inf) -> "MPI.Intra
     over these ranks: the others need not call it.
 
     ``LaunchError`` if the launcher, the MPI library and the world do not fit together;
-    ``RankLostError`` if a rank does not come within ``timeout_s``; ``ConfigError`` if ``chosen`` is something else, names a rank that does not exist, or not this
-    one.
+    ``RankLostError`` if a rank does not come within ``timeout_s``; ``ConfigError`` if ``chosen``
+    is something else, names a rank that does not exist, or not this one.
     """
     world = _join(env.launched())
     if is_communicator(chosen):

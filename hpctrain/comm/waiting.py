@@ -263,8 +263,9 @@ class Watch:
 
         ``number`` is that of the last collective before the call.
         """
-        if self.calls is None or self.calls.number == number:
-            return  # not begun
+        has_begun = self.calls is not None and self.calls.number != number
+        if isinstance(error, Exception) and not has_begun:
+            return
         if not isinstance(error, MismatchError | NodeMemoryError | InStepError):
             self.fail(error)
 

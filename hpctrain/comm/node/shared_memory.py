@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hpctrain.comm import requests
 from hpctrain.comm.bucket import Bucket, chunks_of
 from hpctrain.comm.call_check import Call, bucket_call, disagreement, tensor_call
 from hpctrain.comm.communicator import Owner
@@ -256,7 +257,7 @@ class SharedMemory:
     def close(self) -> None:
         """Free the MPI communicator; buckets live as long as something refers to them."""
         self._is_closed = True
-        self._node.Free()
+        requests.free(self._node)
 
     def require_usable(self) -> None:
         """Raise ``CommError`` if this is closed or has failed on a rank. Not collective."""

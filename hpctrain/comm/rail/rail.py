@@ -303,7 +303,7 @@ class Rail:
 
     def close(self) -> None:
         """Free the MPI communicator."""
-        self._comm.Free()
+        requests.free(self._comm)
 
     def _sum_by_library(self, part: Tensor) -> None:
         # Not blocking: the library would keep a core busy, and wait without an end.
