@@ -15,7 +15,9 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
+from hpctrain.comm import requests
 from hpctrain.comm.rail.rail import bytes_of
+from hpctrain.comm.requests import MpiRequest
 from hpctrain.comm.waiting import BY_MPI, Watch, wait_until
 from hpctrain.comm.watched_calls import WatchedCalls
 from hpctrain.core.errors import RankLostError
@@ -37,11 +39,11 @@ class Message(NamedTuple):
 @dataclass(eq=False)
 class _Arriving:
     source: int
-    request: MPI.Request | None  # of the content
+    request: MpiRequest | None  # of the content
     packed: bytearray
     content: Any = None
     tensors: list[Tensor] = field(default_factory=list)
-    parts: list[MPI.Request] = field(default_factory=list)
+    parts: list[MpiRequest] = field(default_factory=list)
 
 
 class Channel:
@@ -50,25 +52,25 @@ class Channel:
     def __init__(self, comm: MPI.Intracomm, tag: int) -> None:
         """Take a communicator of which nobody else uses this tag and the next one."""
         self._comm, self._tag = comm, tag
-        self._leaving: list[tuple[MPI.Request, object]] = []
+        self._leaving: list[MpiRequest] = []
         self._arriving: defaultdict[int, deque[_Arriving]] = defaultdict(deque)
 
     def send(self, to: int, content: object, tensors: Sequence[Tensor] = ()) -> None:
         """Start to send; contiguous ``tensors`` stay as they are until the receiver has them."""
         shapes = [(tensor.numel(), tensor.dtype) for tensor in tensors]
         packed = pickle.dumps((content, shapes))
-        self._keep(self._comm.Isend([packed, MPI.BYTE], to, self._tag), packed)
+        self._send([packed, MPI.BYTE], to, self._tag)
         for tensor in tensors:
             if tensor.numel():
-                self._keep(self._comm.Isend(bytes_of(tensor), to, self._tag + 1), tensor)
+                self._send(bytes_of(tensor), to, self._tag + 1, tensor)
 
     def receive(self) -> list[Message]:
         """Return what has come whole, without waiting; in order for each sender."""
-        self._leaving = [one for one in self._leaving if not one[0].Test()]
+        self._leaving = [one for one in self._leaving if not one.Test()]
         status = MPI.Status()
         while (found := self._comm.Improbe(tag=self._tag, status=status)) is not None:
             packed = bytearray(status.Get_count(MPI.BYTE))
-            request = found.Irecv([packed, MPI.BYTE])
+            request = requests.start(self._comm, found.Irecv, [packed, MPI.BYTE])
             source = status.Get_source()
             self._arriving[source].append(_Arriving(source, request, packed))
         came = []
@@ -83,9 +85,10 @@ class Channel:
         """Whether nothing is under way at this rank, at the last look."""
         return not self._leaving and not any(self._arriving.values())
 
-    def _keep(self, request: MPI.Request, buffer: object) -> None:
+    def _send(self, buffer: list[object], to: int, tag: int, memory: Tensor | None = None) -> None:
+        request = requests.start(self._comm, self._comm.Isend, buffer, to, tag, memory=memory)
         if not request.Test():
-            self._leaving.append((request, buffer))
+            self._leaving.append(request)
 
     def _is_whole(self, one: _Arriving) -> bool:
         """Go on receiving a message, which is the next of its sender; say whether it is there."""
@@ -96,7 +99,10 @@ class Channel:
             one.content, shapes = pickle.loads(one.packed)  # noqa: S301 - by ranks of this job
             one.tensors = [torch.empty(numel, dtype=dtype) for numel, dtype in shapes]
             one.parts = [
-                self._comm.Irecv(bytes_of(tensor), one.source, self._tag + 1)
+                requests.start(
+                    *(self._comm, self._comm.Irecv, bytes_of(tensor), one.source, self._tag + 1),
+                    memory=tensor,
+                )
                 for tensor in one.tensors
                 if tensor.numel()
             ]
@@ -126,15 +132,15 @@ class DirectMessages:
         """Free the communicator once nothing is under way. Collective; no thread uses it."""
         channels = (self.requests, self.replies)
         with contextlib.suppress(RankLostError):
-            everyone: MPI.Request | None = None
+            everyone: MpiRequest | None = None
 
             def done() -> bool:
                 nonlocal everyone
                 for channel in channels:
                     channel.receive()
                 if everyone is None and all(channel.is_quiet for channel in channels):
-                    everyone = self._comm.Ibarrier()
+                    everyone = requests.start(self._comm, self._comm.Ibarrier)
                 return False if everyone is None else everyone.Test()
 
             wait_until(done, self._watch.look, BY_MPI)
-            self._comm.Free()
+            requests.free(self._comm)

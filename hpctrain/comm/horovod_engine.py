@@ -17,6 +17,7 @@ from torch import Tensor
 
 from hpctrain.cluster.libraries import family, loaded_libmpi
 from hpctrain.cluster.topology import Topology
+from hpctrain.comm import requests
 from hpctrain.comm.agreement import raise_if_any
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.mpi import MpiCommunicator
@@ -163,7 +164,7 @@ class _World(HorovodCommunicator):
         super().close()
         if was_open:
             self._hvd.shutdown()
-            self._world.Free()
+            requests.free(self._world)
 
 
 def join(

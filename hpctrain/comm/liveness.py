@@ -84,7 +84,7 @@ class Liveness:
         self._ended: dict[int, int] = {}  # steps after which all have come to the end of a block
         self._failed: dict[int, int] = {}
         """A rank on which each communicator has failed, by number, as far as this rank knows."""
-        self._told: list[MPI.Request | requests.MpiRequest] = []
+        self._told: list[requests.MpiRequest] = []
         self._open = True
         self._end_s = float("inf")  # when all ranks had come to the end, as time.monotonic() says
 
@@ -172,7 +172,7 @@ class Liveness:
         reason = f"rank {self.rank} has left a block of {name} by {type(error).__name__}: {error}"
         block = _WORLD if isinstance(error, RankLostError) else number
         text = f"{block} {reason}".encode()[:_REASON_BYTES]
-        self._told += [self._control.Issend(text, rank, _BROKE_OFF) for rank in self._to_tell()]
+        self._told += self._send(text, _BROKE_OFF)
 
     def report_failure(
         self, number: int, ranks: Sequence[int] | None, *, is_own: bool = True
@@ -183,11 +183,8 @@ class Liveness:
         """
         members = ranks or range(self._control.size if self._open else 0)
         if self._open and self._owner.is_here and (is_own or len(members) > NEAR_SIZE):
-            control, notice = self._control, array("q", [number])
             with suppress(MPI.Exception):  # of a rank that has died
-                for rank in self._to_tell(members):
-                    sent = requests.start(control, control.Issend, notice, rank, _FAILED)
-                    self._told.append(sent)
+                self._told += self._send(array("q", [number]), _FAILED, members)
 
     def failed_rank(self, number: int) -> int | None:
         """Return a rank on which a communicator has failed, see ``Notices``. Not collective."""
@@ -222,28 +219,30 @@ class Liveness:
             nonlocal has_announced
             if waited_s > GRACE_S and not has_announced:
                 has_announced = True
-                notices.extend(
-                    self._control.Issend(array("b"), rank, _LEFT) for rank in self._to_tell()
-                )
+                notices.extend(self._send(b"", _LEFT))
             self._raise_if_dead()
 
-        self._wait_until(self._control.Ibarrier().Test, announce)
+        control = self._control
+        self._wait_until(requests.start(control, control.Ibarrier).Test, announce)
         self._wait_until(
             lambda: all(notice.Test() for notice in notices), lambda _: self._raise_if_dead()
         )
         found = compare(self._gather)
-        self._wait_until(self._control.Ibarrier().Test, self._look_late)
+        self._wait_until(requests.start(control, control.Ibarrier).Test, self._look_late)
         self._end_s = time.monotonic()
-        self._control.Free()
+        requests.free(control)
         return found
 
     def _gather(self, text: bytes) -> list[bytes]:
-        lengths = array("q", [0] * self._control.size)
+        control = self._control
+        lengths = array("q", [0] * control.size)
         mine = array("q", [len(text)])
-        self._wait_until(self._control.Iallgather(mine, lengths).Test, self._look_late)
+        request = requests.start(control, control.Iallgather, mine, lengths)
+        self._wait_until(request.Test, self._look_late)
         joined, counts = bytearray(sum(lengths)), lengths.tolist()
         buffers = [text, MPI.BYTE], [joined, counts, MPI.BYTE]
-        self._wait_until(self._control.Iallgatherv(*buffers).Test, self._look_late)
+        request = requests.start(control, control.Iallgatherv, *buffers)
+        self._wait_until(request.Test, self._look_late)
         ends = list(accumulate(counts))
         return [bytes(joined[end - n : end]) for n, end in zip(counts, ends, strict=True)]
 
@@ -259,7 +258,16 @@ class Liveness:
 
         wait_until(done_and_heard, look, _FAREWELL)
 
-    def _to_tell(self, members: Sequence[int] = ()) -> list[int]:
+    def _send(
+        self, message: object, tag: int, members: Sequence[int] = ()
+    ) -> list[requests.MpiRequest]:
+        control = self._control
+        return [
+            requests.start(control, control.Issend, message, rank, tag)
+            for rank in self._to_tell(members)
+        ]
+
+    def _to_tell(self, members: Sequence[int]) -> list[int]:
         """Return the ranks that hear something from this one, of ``members`` or of all."""
         members = members or range(self._control.size)
         size, here = len(members), members.index(self.rank)
@@ -293,7 +301,7 @@ class Liveness:
             return
         number, self._ending = self._ending[0], None
         text = f"{number} {self._blocks[number].count_steps()}".encode()
-        self._told += [self._control.Issend(text, rank, _AT_END) for rank in self._to_tell()]
+        self._told += self._send(text, _AT_END)
 
     def _raise_if_ahead(self) -> None:
         for number, (since, rank, steps) in list(self._ends.items()):

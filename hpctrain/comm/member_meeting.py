@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from hpctrain.comm.rail.rail import MpiWire
+    from hpctrain.comm.rail.rail import MpiWire, Transfer
     from hpctrain.comm.waiting import Watch
 
 Members = tuple[int, ...]
@@ -37,11 +37,10 @@ class MemberMeeting:
         key = tuple(members), tag
         self._num_attempts[key] += 1
         by_messages = _Messages(wire, watch, tag)
-        with wire.cancelled_on_error():  # else messages of the next attempt would complete these
-            if wire.rank == members[0]:
-                self._collect(by_messages, members[1:], self._heard[key], self._num_attempts[key])
-            else:
-                self._come(by_messages, members[0], self._num_attempts[key])
+        if wire.rank == members[0]:
+            self._collect(by_messages, members[1:], self._heard[key], self._num_attempts[key])
+        else:
+            self._come(by_messages, members[0], self._num_attempts[key])
 
     def _collect(
         self, messages: "_Messages", others: Sequence[int], heard: dict[int, int], attempt: int
@@ -79,12 +78,17 @@ class _Messages:
         self._wire, self._watch, self._tag = wire, watch, tag
 
     def send(self, dest: int, message: _Message) -> None:
-        self._wire.finish(self._wire.start_send(torch.tensor(message), dest, self._tag))
+        self._complete(self._wire.start_send(torch.tensor(message), dest, self._tag))
 
     def receive(self, source: int) -> _Message:
         into = torch.zeros(2, dtype=torch.int64)
-        transfer = self._wire.start_receive(into, source, self._tag)
-        is_there = partial(self._wire.is_finished, transfer)
-        if not is_there():
-            self._watch.wait(is_there)  # any of the members may be missing
+        self._complete(self._wire.start_receive(into, source, self._tag))
         return [int(number) for number in into]
+
+    def _complete(self, transfer: "Transfer") -> None:
+        is_complete = partial(self._wire.is_finished, transfer)
+        try:
+            if not is_complete():
+                self._watch.wait(is_complete)  # any of the members may be missing
+        finally:
+            transfer.cancel()  # else a message of the next attempt would complete it

@@ -18,6 +18,7 @@ from typing import cast
 from mpi4py import MPI
 
 from hpctrain.cluster import process
+from hpctrain.comm import requests
 from hpctrain.comm.liveness import remake, revoke, shrink
 from hpctrain.comm.mpi_world import is_loss
 from hpctrain.core.errors import ConfigError, RankLostError
@@ -140,7 +141,8 @@ class Spares:
         limit = time.monotonic() + END_S
         for rank in range(self._num_workers, self._whole.size):
             try:
-                notice = self._whole.Issend([b"", MPI.BYTE], rank, _END)
+                call = self._whole.Issend
+                notice = requests.start(self._whole, call, [b"", MPI.BYTE], rank, _END)
                 while not notice.Test() and time.monotonic() < limit:
                     time.sleep(LOOK_S / 10)
             except MPI.Exception as error:

@@ -91,7 +91,7 @@ def wait_until(
 
 
 def wait_request(
-    request: "MPI.Request | MpiRequest",
+    request: "MpiRequest",
     watch: "Watch",
     partner: int | None = None,
     over: str = "",

@@ -69,9 +69,15 @@ class WatchedCalls:
 
     def duplicate(self) -> MPI.Intracomm:
         """Return a duplicate of the communicator."""
-        made, request = self._comm.Idup()
-        wait_request(request, self._watch)
-        return made
+        made: list[MPI.Intracomm] = []
+
+        def start() -> MPI.Request:
+            duplicate, request = self._comm.Idup()
+            made.append(duplicate)
+            return request
+
+        wait_request(requests.start(self._comm, start), self._watch)
+        return made[0]
 
     def split(self, color: int, key: int = 0) -> MPI.Intracomm | None:
         """Return a communicator of the ranks of one ``color``, None for ``MPI.UNDEFINED``."""

@@ -169,6 +169,26 @@ def test_who_waits_for_a_sum_hears_of_a_rank_that_has_failed(world, comm, is_que
         made.all_reduce_(values)
 
 
+@pytest.mark.ranks(2, 3)
+def test_memory_of_a_sum_is_kept_when_its_caller_is_interrupted(world, comm, monkeypatch):
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    if world.rank == 0:
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(comm[1], "_settle", interrupted)
+            comm[1].all_reduce_(torch.ones(1000))
+        others = [torch.full((1000,), 7.0) for _ in range(100)]
+    world.Barrier()
+    if world.rank > 0:
+        comm[1].all_reduce_(torch.ones(1000))
+    world.Barrier()
+    if world.rank == 0:
+        comm[1]._settle("to add")
+        assert all((other == 7).all() for other in others)
+    comm[1].ends_with(Passed())
+
+
 BODY = """
 import ctypes
 from torch import nn

@@ -15,6 +15,7 @@ import hypothesis
 import pytest
 from mpi4py import MPI
 
+from hpctrain.comm.requests import free
 from tests.harness import features
 from tests.harness.hang import Roll, limit_of, watched
 from tests.harness.selection import names_ranks, selected, sizes_of
@@ -206,7 +207,7 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, object, object
         return (yield from agree(item))
     finally:
         if comm := item.stash.get(WORLD, None):
-            comm.Free()
+            free(comm)  # unless the test has left operations pending
 
 
 def agree(item: pytest.Item) -> Generator[None, object, object]:

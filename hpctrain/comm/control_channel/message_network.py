@@ -5,6 +5,7 @@ from collections.abc import Container
 
 from mpi4py import MPI
 
+from hpctrain.comm import requests
 from hpctrain.comm.waiting import BY_MPI, Watch, wait_until
 
 _MAIL, _VOTE = 0, 1  # tags
@@ -20,8 +21,8 @@ class Network:
         """Take a communicator that nobody else uses; ``close`` frees it."""
         self._comm = comm
         self._status = MPI.Status()
-        self._leaving: list[tuple[MPI.Request, bytes, int]] = []
-        self._coming: list[tuple[int, int, MPI.Request, bytearray]] = []
+        self._leaving: list[tuple[requests.MpiRequest, int]] = []
+        self._coming: list[tuple[int, int, requests.MpiRequest, bytearray]] = []
         self.inbox: list[tuple[int, bytes]] = []
         """Messages that have come, with their senders; who takes them empties it."""
         self.votes: dict[int, deque[bytes]] = defaultdict(deque)
@@ -30,9 +31,10 @@ class Network:
 
     def send(self, to: int, message: bytes, *, is_vote: bool = False) -> None:
         """Start to send."""
-        request = self._comm.Isend([message, MPI.BYTE], to, _VOTE if is_vote else _MAIL)
+        comm, tag = self._comm, _VOTE if is_vote else _MAIL
+        request = requests.start(comm, comm.Isend, [message, MPI.BYTE], to, tag)
         if not request.Test():
-            self._leaving.append((request, message, to))
+            self._leaving.append((request, to))
 
     def look(self) -> bool:
         """Move what is under way, and say whether the inbox holds anything, or votes are new."""
@@ -41,7 +43,7 @@ class Network:
         status = self._status
         while (found := self._comm.Improbe(status=status)) is not None:
             came = bytearray(status.Get_count(MPI.BYTE))
-            request = found.Irecv([came, MPI.BYTE])
+            request = requests.start(self._comm, found.Irecv, [came, MPI.BYTE])
             self._coming.append((status.Get_source(), status.Get_tag(), request, came))
         if self._coming:
             self._sort()
@@ -49,14 +51,15 @@ class Network:
 
     def is_sending(self, to: Container[int] | None) -> bool:
         """Say whether a message to one of these ranks, or any, had not left at the last look."""
-        return any(to is None or one[2] in to for one in self._leaving)
+        return any(to is None or one[1] in to for one in self._leaving)
 
     def close(self, watch: Watch) -> None:
         """Free the communicator once all ranks are here and nothing is under way. Collective."""
         wait_until(self._is_quiet, watch.look, BY_MPI)
-        everyone_came = self._comm.Ibarrier()  # they receive until nobody sends any more
+        # They receive until nobody sends any more.
+        everyone_came = requests.start(self._comm, self._comm.Ibarrier)
         wait_until(lambda: self._is_quiet() and everyone_came.Test(), watch.look, BY_MPI)
-        self._comm.Free()
+        requests.free(self._comm)
 
     def _is_quiet(self) -> bool:
         self.look()

@@ -95,6 +95,8 @@ class NcclCommunicator:
         self._failure = ""
         self._is_queueing = False
         self._last: torch.Event | None = None  # behind what was queued before
+        self._values: Tensor | None = None
+        """Memory of the sum that was queued last: an exception may leave it in flight."""
         self._trainer = threading.get_ident()
         self._is_over = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="hpctrain-nccl", daemon=True)
@@ -116,7 +118,7 @@ class NcclCommunicator:
         Collective; all ranks have said before that they are here for it. ``values`` are flat, of
         one of ``nccl.TYPES``. ``RankLostError`` where a rank is lost.
         """
-        self._is_queueing = True
+        self._is_queueing, self._values = True, values
         try:
             with self._working() as handle:
                 stream = self._device.handle_of(self.stream)

@@ -15,6 +15,7 @@ from functools import partial
 import torch
 from mpi4py import MPI
 
+from hpctrain.comm import requests
 from hpctrain.comm.hierarchical import HierarchicalCommunicator
 from hpctrain.comm.ops import Op, combination
 from hpctrain.comm.plan.choice import (
@@ -202,6 +203,7 @@ class Stopwatch:
     def _largest(self, *figures: float) -> Sequence[float]:
         """Return the largest figure of any rank, for each of ``figures``."""
         largest = array("d", figures)
-        request = self._world.Iallreduce(MPI.IN_PLACE, [largest, MPI.DOUBLE], MPI.MAX)
+        world, buffer = self._world, [largest, MPI.DOUBLE]
+        request = requests.start(world, world.Iallreduce, MPI.IN_PLACE, buffer, MPI.MAX)
         wait_request(request, self._watch)
         return largest

@@ -17,6 +17,7 @@ from hpctrain.comm.plan.plan import SizeTable
 from hpctrain.comm.rail.algorithms import ALGORITHMS
 from hpctrain.comm.rail.in_flight import InFlight
 from hpctrain.comm.rail.wire import Wire
+from hpctrain.comm.requests import MpiRequest
 from hpctrain.comm.tensor_arguments import check_scale, flattened
 from hpctrain.comm.waiting import BY_MPI, Pace, Watch, wait_request
 from hpctrain.core.errors import CommError
@@ -62,8 +63,13 @@ class Transfer:
 
     tensor: Tensor
     partner: int | None  # rank of the communicator at the other end; None until it is known
-    requests: list[requests.MpiRequest]  # those that are not complete
+    requests: list[MpiRequest]  # those that are not complete
     expected: int  # bytes that have still to come; none of a message that is sent
+
+    def cancel(self) -> None:
+        """Withdraw a receive of which nothing has arrived."""
+        for request in self.requests:
+            request.cancel()
 
 
 class MpiWire(Wire):
@@ -90,15 +96,11 @@ class MpiWire(Wire):
         self._world_ranks = world_ranks or range(comm.size)
         self._name = name
         self._status = MPI.Status()
-        # An error leaves transfers unfinished: their memory must not go before the library does.
-        self._under_way: set[Transfer] = set()
 
     def start_send(self, tensor: Tensor, dest: int, tag: int = 0) -> Transfer:
         """Begin to send ``tensor``, which stays as it is until ``finish``."""
         self.num_bytes_sent += tensor.numel() * tensor.itemsize
-        parts = tensor.split(CHUNK_ELEMENTS)
-        started = self._start(self._comm.Isend, parts, dest, tag)
-        return self._started(Transfer(tensor, dest, started, 0))
+        return Transfer(tensor, dest, self._start(self._comm.Isend, tensor, dest, tag), 0)
 
     def start_receive(self, tensor: Tensor, source: int | None, tag: int = 0) -> Transfer:
         """Begin to replace ``tensor``; nobody reads or writes it until ``finish``.
@@ -111,10 +113,9 @@ class MpiWire(Wire):
                 f"a message of more than {CHUNK_ELEMENTS} elements travels in several, and needs "
                 f"a source, got any source and {tensor.numel()}; name the rank that sends it"
             )
-        parts = tensor.split(CHUNK_ELEMENTS)
         sender = MPI.ANY_SOURCE if source is None else source
-        started = self._start(self._comm.Irecv, parts, sender, tag)
-        return self._started(Transfer(tensor, source, started, tensor.nbytes))
+        started = self._start(self._comm.Irecv, tensor, sender, tag)
+        return Transfer(tensor, source, started, tensor.nbytes)
 
     def finish(self, transfer: Transfer) -> None:
         """Return when ``transfer`` is complete; sleep meanwhile.
@@ -153,21 +154,9 @@ class MpiWire(Wire):
             if error.Get_error_class() != MPI.ERR_TRUNCATE:
                 raise
             raise self._misfit(transfer, "more") from error
-        self._under_way.discard(transfer)
         if transfer.expected:
             raise self._misfit(transfer, format_bytes(transfer.tensor.nbytes - transfer.expected))
         return True
-
-    @contextmanager
-    def cancelled_on_error(self) -> Iterator[None]:
-        """Take back what an error leaves under way, so that no later message is for it."""
-        try:
-            yield
-        except BaseException:
-            for transfer in self._under_way:
-                for request in transfer.requests:
-                    request.cancel()
-            raise
 
     def _misfit(self, transfer: Transfer, sent: str) -> CommError:
         sender = transfer.partner
@@ -179,20 +168,12 @@ class MpiWire(Wire):
         )
 
     def _start(
-        self,
-        call: Callable[..., MPI.Request],
-        parts: Sequence[Tensor],
-        partner: int,
-        tag: int,
-    ) -> list[requests.MpiRequest]:
+        self, call: Callable[..., MPI.Request], tensor: Tensor, partner: int, tag: int
+    ) -> list[MpiRequest]:
         return [
             requests.start(self._comm, call, bytes_of(part), partner, tag, memory=part)
-            for part in parts
+            for part in tensor.split(CHUNK_ELEMENTS)
         ]
-
-    def _started(self, transfer: Transfer) -> Transfer:
-        self._under_way.add(transfer)
-        return transfer
 
 
 class Rail:
