@@ -76,6 +76,7 @@ class MpiCommunicator(Communicator):
         self._watch = watch or Watch()
         self._watch.record_calls(world_ranks or range(comm.size))
         self.wire = MpiWire(comm, watch=self._watch, world_ranks=world_ranks)
+        self._watch.on_fail.append(self.wire.withdraw_receives)
         self._comm = comm
         self._world_ranks = world_ranks or range(comm.size)
         use(comm)

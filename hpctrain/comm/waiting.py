@@ -186,6 +186,8 @@ class Watch:
         that share memory share the number, see ``SharedMemory``."""
         self.number: int | None = None
         """The number of the communicator, the same on all its ranks, where they need notices."""
+        self.on_fail: list[Callable[[], object]] = []
+        """Called when a call of this rank fails, on the thread that has made the call."""
         self._notices = notices
         self._failure_seen_s: float | None = None
         self._is_late = False  # whether a wait has lasted too long
@@ -251,6 +253,8 @@ class Watch:
         Whatever the others read of this rank afterwards, they see the report first. Not reported
         is the loss of a rank, an ``error`` that all ranks find by themselves.
         """
+        for function in self.on_fail:
+            function()
         if self.sign[0]:
             return
         self.sign[0] = 1 + self._rank

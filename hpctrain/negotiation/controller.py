@@ -242,6 +242,10 @@ class Controller:
                     self._is_driven = drives = True
             if drives:
                 self._drive(is_over)
+        except BaseException as error:  # the caller may use the tensors again
+            if not handle.is_done:
+                self.comm.fail(error)
+            raise
         finally:
             with self._given_up:
                 self._num_callers -= 1

@@ -297,6 +297,8 @@ class Message(Base):  # type: ignore[misc]
             if not self.is_completed():
                 self._wire.wait_for(self._transfer, self.is_completed)
         except CommError as error:
+            with self._lock:
+                self._transfer.cancel()
             raise self._named(error) from error
         return True
 

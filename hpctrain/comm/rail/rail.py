@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -131,12 +131,13 @@ class MpiWire(Wire):
     ) -> None:
         """Return when it is ``done``, which the other end of ``transfer`` has to do with."""
         partner = None if transfer.partner is None else self._world_ranks[transfer.partner]
-        try:
-            self._watch.wait(done, pace, partner=partner, over=self._name)
-        except BaseException:  # memory of the caller, which may use it again
-            for request in requests.pending(self._comm):
+        self._watch.wait(done, pace, partner=partner, over=self._name)
+
+    def withdraw_receives(self) -> None:
+        """Withdraw all receives: after an error the caller may use their memory again."""
+        for request in requests.pending(self._comm):
+            with suppress(MPI.Exception):  # complete, with an error
                 request.cancel()
-            raise
 
     def is_finished(self, transfer: Transfer) -> bool:
         """Say whether ``transfer`` is complete; ``CommError`` as for ``finish``."""
@@ -201,6 +202,7 @@ class Rail:
         self.size: int = comm.size
         watch = watch or Watch()
         self.wire = MpiWire(comm, watch=watch, world_ranks=world_ranks, name=name)
+        watch.on_fail.append(self.wire.withdraw_receives)
         self._comm = comm
         self.table = table  # algorithms by bytes of the part; the same on all ranks
         self.chunk_bytes = chunk_bytes
