@@ -238,12 +238,12 @@ class Communicator(Protocol):
             NodeMemoryError: there is not enough memory for it; on every rank.
         """
 
-    def fail(self, error: BaseException) -> None:
-        """Let later calls raise, on all ranks: an ``error`` has ended a call here halfway.
+    def fail(self) -> None:
+        """Let later calls raise, on all ranks: an error has ended a call of this rank halfway.
 
         Not collective.
         """
-        del error
+        return
 
     def traffic(self) -> Traffic:
         """Return what this rank has moved so far. Not collective."""

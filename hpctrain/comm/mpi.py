@@ -9,7 +9,6 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from hpctrain.comm import requests
 from hpctrain.comm.bucket import Bucket
 from hpctrain.comm.call_check import call_of, meet, tensor_call
 from hpctrain.comm.communicator import FINISHED, GATHER, Communicator, Owner, Traffic, Work
@@ -263,9 +262,9 @@ class MpiCommunicator(Communicator):
         self._num_buckets += 1
         return Bucket(torch.zeros(numel, dtype=dtype), number=self._num_buckets)
 
-    def fail(self, error: BaseException) -> None:
+    def fail(self) -> None:
         """Let later calls raise, on all ranks."""
-        self._watch.fail(error)
+        self._watch.fail()
 
     def traffic(self) -> Traffic:
         """Return what was sent by messages and given to the library."""
@@ -281,9 +280,9 @@ class MpiCommunicator(Communicator):
         while self._before_close:
             self._before_close.pop(0)()
         while self._wires:
-            requests.free(self._wires.pop())
+            self._watch.free(self._wires.pop())
         if self.is_open:
-            requests.free(self._comm)
+            self._watch.free(self._comm)
             self._comm = MPI.Intracomm()
 
     @property

@@ -5,6 +5,7 @@ import math
 import time
 from array import array
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, cast
 
@@ -190,7 +191,7 @@ class Watch:
         """Called when a call of this rank fails, on the thread that has made the call."""
         self._notices = notices
         self._failure_seen_s: float | None = None
-        self._is_late = False  # whether a wait has lasted too long
+        self._has_lost = False  # whether a rank was found to be lost
 
     def of_group(self, ranks: Sequence[int], limit: Limit | None = None) -> "Watch":
         """Return a watch over some ranks of the world: that others leave does not concern it.
@@ -239,28 +240,40 @@ class Watch:
             self.calls.waits_since_s = start
         try:
             wait_until(done, partial(self.look_in_step, partner, over), pace, nap=nap)
-        except BaseException as error:  # the others may continue with what this rank has given
-            self.fail(error)
+        except BaseException:  # the others may continue with what this rank has given
+            self.fail()
             raise
         finally:
             if self.calls is not None:
                 self.calls.waits_since_s = None
         self.waited_s += time.perf_counter() - start
 
-    def fail(self, error: BaseException | None = None) -> None:
+    def fail(self) -> None:
         """Record that this rank is no longer in step with the others, and report that to them.
 
         Whatever the others read of this rank afterwards, they see the report first. Not reported
-        is the loss of a rank, an ``error`` that all ranks find by themselves.
+        is the loss of a rank, which all ranks find by themselves.
         """
         for function in self.on_fail:
             function()
         if self.sign[0]:
             return
         self.sign[0] = 1 + self._rank
-        is_loss = isinstance(error, RankLostError) and not self._is_late
-        if self._notices is not None and self.number is not None and not is_loss:
+        if self._notices is not None and self.number is not None and not self._has_lost:
             self._notices.report_failure(self.number, self._ranks)
+
+    def free(self, comm: "MPI.Intracomm") -> None:
+        """Free a communicator of MPI, but not after a failure; every rank calls this.
+
+        What a rank has sent and no other has received may arrive later. MPI gives the number of a
+        communicator that was freed to a new one, which would receive it.
+        """
+        from hpctrain.comm import requests  # noqa: PLC0415 - a world of one needs no MPI
+
+        with suppress(CommError):
+            self.confirm()
+        if not self.sign[0]:
+            requests.free(comm)
 
     def fail_halfway(self, error: BaseException, number: int) -> None:
         """Do what ``fail`` does after an ``error`` of a call that this rank alone has begun.
@@ -271,7 +284,7 @@ class Watch:
         if isinstance(error, Exception) and not has_begun:
             return
         if not isinstance(error, MismatchError | NodeMemoryError | InStepError):
-            self.fail(error)
+            self.fail()
 
     def keep_in_step(self, function: Callable[[], object]) -> None:
         """Call a function of collectives; fail the communicator where an error ends it halfway."""
@@ -341,11 +354,14 @@ class Watch:
         """
         limit = self._limit
         limit.check()
-        self._find_lost(self._ranks if partner is None else (partner,))
+        try:
+            self._find_lost(self._ranks if partner is None else (partner,))
+        except RankLostError:
+            self._has_lost = True
+            raise
         if limit.on_late is not None:
             limit.on_late(waited_s)
         if waited_s > limit.timeout_s:
-            self._is_late = True
             raise RankLostError(
                 f"{self._who(waited_s, partner, over)}, longer than {limit.name}="
                 f"{limit.timeout_s:g} allows; see what that rank does and whether the link works, "

@@ -237,7 +237,7 @@ class Executor:
                     results = [function(self._comm, request)]
         except Exception as error:  # for those who wait
             if not isinstance(error, CommError):  # the other ranks may have carried it out
-                self._comm.fail(error)
+                self._comm.fail()
             for handle in handles:
                 handle.fail(error)
             return error if isinstance(error, RankLostError) else None

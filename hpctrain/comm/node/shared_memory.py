@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpctrain.comm import requests
 from hpctrain.comm.bucket import Bucket, chunks_of
 from hpctrain.comm.call_check import Call, bucket_call, disagreement, tensor_call
 from hpctrain.comm.communicator import Owner
@@ -257,7 +256,7 @@ class SharedMemory:
     def close(self) -> None:
         """Free the MPI communicator; buckets live as long as something refers to them."""
         self._is_closed = True
-        requests.free(self._node)
+        self._watch.free(self._node)
 
     def require_usable(self) -> None:
         """Raise ``CommError`` if this is closed or has failed on a rank. Not collective."""

@@ -286,7 +286,7 @@ class Rail:
 
     def close(self) -> None:
         """Free the MPI communicator."""
-        requests.free(self._comm)
+        self._watch.free(self._comm)
 
     def _sum_by_library(self, part: Tensor) -> None:
         # Not blocking: the library would keep a core busy, and wait without an end.
