@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import cast
 
 from mpi4py import MPI
 
@@ -18,6 +17,7 @@ from hpctrain.comm.plan.plan import Plan
 from hpctrain.comm.rail.rail import Rail
 from hpctrain.comm.serial import SerialCommunicator
 from hpctrain.comm.waiting import Limit, Watch
+from hpctrain.comm.watched_calls import WatchedCalls
 from hpctrain.core.errors import NodeMemoryError
 
 SLOT_BYTES = 1 << 20
@@ -36,7 +36,9 @@ def share_memory(
     """
     if wanted == "off":
         return None, "HPCTRAIN_SHARED_MEMORY=off"
-    node = cast("MPI.Intracomm", world.Split(topology.node, world.rank))
+    calls = WatchedCalls(world, watch)
+    node = calls.split(topology.node, world.rank)
+    assert node is not None, "each rank has a node"
     use(node)
     slot_bytes = SLOT_BYTES if topology.num_nodes == 1 else LEVELS_SLOT_BYTES
     made, refusal = None, None
@@ -46,7 +48,7 @@ def share_memory(
         )
     except NodeMemoryError as error:
         refusal = str(error)
-    reason = next((text for text in world.allgather(refusal) if text), "")
+    reason = next((text for text in calls.allgather(refusal) if text), "")
     if not reason:
         return made, ""
     requests.free(node)
@@ -96,10 +98,10 @@ def _rail(
     world_ranks: Sequence[int],
 ) -> Rail | None:
     number = topology.local_rank
-    comm = world.Split(number if number < plan.num_rails else MPI.UNDEFINED, topology.node)
-    if comm == MPI.COMM_NULL:
+    color = number if number < plan.num_rails else MPI.UNDEFINED
+    rail = WatchedCalls(world, watch).split(color, topology.node)
+    if rail is None:
         return None
-    rail = cast("MPI.Intracomm", comm)
     use(rail)
     return Rail(
         rail,

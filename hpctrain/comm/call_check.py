@@ -59,6 +59,7 @@ def meet(comm: MPI.Intracomm, call: Call, watch: Watch) -> None:
     extremes = np.array([call.number, -call.number], np.int64)
     request = requests.start(comm, comm.Iallreduce, MPI.IN_PLACE, extremes, MPI.MAX)
     wait_request(request, watch)
+    watch.confirm()
     if extremes[0] != -extremes[1]:
         raise disagreement(comm, call, watch)
 

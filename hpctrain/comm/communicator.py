@@ -63,7 +63,7 @@ FINISHED = Finished()
 class Communicator(Protocol):
     """A fixed group of ranks that move tensors.
 
-    Every method but ``send``, ``recv_``, ``traffic``, ``before_close`` and ``close`` is
+    Every method but ``send``, ``recv_``, ``fail``, ``traffic``, ``before_close`` and ``close`` is
     collective: all ranks call it, in the same order. Tensors are dense and on the CPU, of any
     dtype that torch calculates with, of any layout and size, also empty and scalar. A trailing
     ``_`` means in place.
@@ -237,6 +237,13 @@ class Communicator(Protocol):
         Raises:
             NodeMemoryError: there is not enough memory for it; on every rank.
         """
+
+    def fail(self) -> None:
+        """Let later calls raise, on all ranks: an error has ended a call of this rank halfway.
+
+        Not collective.
+        """
+        return
 
     def traffic(self) -> Traffic:
         """Return what this rank has moved so far. Not collective."""

@@ -19,6 +19,7 @@ from hpctrain.comm import requests
 from hpctrain.comm.rail.rail import bytes_of
 from hpctrain.comm.requests import MpiRequest
 from hpctrain.comm.waiting import BY_MPI, Watch, wait_until
+from hpctrain.comm.watched_calls import WatchedCalls
 from hpctrain.core.errors import RankLostError
 
 SERVING = BY_MPI._replace(spin_s=0.0, yield_s=0.0, shortest_s=100e-6, longest_s=1e-3)
@@ -116,9 +117,9 @@ class DirectMessages:
 
         ``look`` raises where a rank is lost; no wait may last longer than ``timeout_s``.
         """
-        self._comm = ranks.Dup()
-        self.requests, self.replies = Channel(self._comm, 0), Channel(self._comm, 2)
         self._watch = Watch(lambda _: look(), rank=ranks.rank, timeout_s=timeout_s)
+        self._comm = WatchedCalls(ranks, self._watch).duplicate()
+        self.requests, self.replies = Channel(self._comm, 0), Channel(self._comm, 2)
 
     def wait(self, done: Callable[[], object]) -> float:
         """Sleep until it is done; return the seconds. ``RankLostError`` as all waits."""

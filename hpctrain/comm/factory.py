@@ -53,8 +53,11 @@ def connect(
     """
     if world is None:
         return _alone(settings)
-    settings = world.bcast(settings)
-    facts = world.allgather(_facts())
+    from hpctrain.comm.watched_calls import WatchedCalls  # noqa: PLC0415 - a world of one needs no MPI
+
+    calls = WatchedCalls(world, Watch(rank=world.rank, timeout_s=settings.timeout))
+    settings = calls.bcast(settings)
+    facts = calls.allgather(_facts())
     topology = Topology.from_facts(facts, world.rank, settings.ranks_per_node)
     num_cores, num_peers = len(topology.cores), len(topology.core_peers)
     threads = threads_wanted or preflight.threads_for(num_cores, num_peers, quota())
@@ -104,16 +107,20 @@ def _together(
     from hpctrain.comm import build  # noqa: PLC0415 - a world of one needs no MPI
     from hpctrain.comm.liveness import Liveness  # noqa: PLC0415
     from hpctrain.comm.mpi import MpiCommunicator  # noqa: PLC0415
+    from hpctrain.comm.watched_calls import WatchedCalls  # noqa: PLC0415
 
     sharpen_sleep()
-    seen, here = world.allgather(process.identity()), process.identity()
+    calls = WatchedCalls(world, Watch(rank=world.rank, timeout_s=settings.timeout))
+    seen, here = calls.allgather(process.identity()), process.identity()
     pids = {
         rank: other.pid for rank, other in enumerate(seen) if other.namespace == here.namespace
     }
-    presence, rank = Liveness(world.Dup(), pids), topology.rank
+    presence, rank = Liveness(calls.duplicate(), pids), topology.rank
     on_hosts = zip(topology.nodes, topology.hosts, strict=True)
     hosts = {rank: host for ranks, host in on_hosts for rank in ranks}
-    watch = Watch(presence.check, hosts=hosts, rank=rank, timeout_s=settings.timeout)
+    watch = Watch(
+        presence.check, hosts=hosts, rank=rank, timeout_s=settings.timeout, notices=presence
+    )
     flat = MpiCommunicator(world, watch=watch)
     stored = planning.pinned(flat, settings)
     decide = partial(planning.decide, flat, topology, settings, stored, num_threads=num_threads)

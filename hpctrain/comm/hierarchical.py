@@ -25,7 +25,7 @@ from hpctrain.comm.plan.plan import Plan
 from hpctrain.comm.rail.in_flight import InFlight
 from hpctrain.comm.rail.rail import Rail
 from hpctrain.comm.tensor_arguments import check_scale, flat_of, name_of, put_back
-from hpctrain.comm.waiting import Watch
+from hpctrain.comm.waiting import Watch, in_step
 from hpctrain.core.errors import CommError
 
 if TYPE_CHECKING:
@@ -62,6 +62,8 @@ class HierarchicalCommunicator(MpiCommunicator):
         self.plan = plan  # what algorithms are chosen by; ``use`` changes it
         self.num_rails = plan.num_rails
         self._one_node = plan.num_rails == 0
+        if self._one_node:
+            self._watch.number = None  # the ranks see in node memory that one has failed
         self.slots = SharedSlots(node)  # what ordinary tensors pass through inside the node
         self._ways: dict[str, Callable[[Tensor, Combination, float | None], None]] = {
             "levels": self._levels_
@@ -88,16 +90,19 @@ class HierarchicalCommunicator(MpiCommunicator):
         if self.rail is not None:
             self.rail.table, self.rail.chunk_bytes = plan.rail, plan.chunk_bytes
 
+    @in_step
     def new_bucket(self, numel: int, dtype: torch.dtype) -> Bucket:
         """Make a bucket in node memory."""
         self.meet(f"new bucket of {numel} {name_of(dtype)}")
         return self.node.new_bucket(numel, dtype)
 
+    @in_step
     def mail(self) -> mailbox.Mailbox:
         """Make mailboxes in node memory, and of MPI messages between nodes."""
         self.meet("mail")
         return mailbox.by_node(self._comm, self.node, self._watch)
 
+    @in_step
     def allreduce_(
         self, tensor: Tensor | Bucket, *, op: Op = Op.SUM, scale: float | None = None
     ) -> Work:
@@ -134,6 +139,7 @@ class HierarchicalCommunicator(MpiCommunicator):
         else:
             super().meet(call)
 
+    @in_step
     def node_sum(
         self,
         bucket: Bucket,
@@ -156,6 +162,7 @@ class HierarchicalCommunicator(MpiCommunicator):
         bounds = slice_bounds(bucket.numel, self.num_rails, self.node.local_rank)
         return bucket.peers[0][bounds]
 
+    @in_step
     def publish(
         self, bucket: Bucket, scale: float | None = None, how: Combination | None = None
     ) -> None:
@@ -217,6 +224,7 @@ class HierarchicalCommunicator(MpiCommunicator):
         with InFlight(self.rail, how, self._watch) as in_flight:
             for parts, _ in zip(chunks, in_flight.reduced(summed()), strict=True):
                 node.publish_chunk(parts, how, late)
+        self._watch.confirm()
         node.barrier()
 
     def _pipeline_(self, values: Tensor, how: Combination, scale: float | None) -> None:
@@ -241,6 +249,7 @@ class HierarchicalCommunicator(MpiCommunicator):
         with InFlight(self.rail, how, self._watch) as in_flight, node.busy(in_flight):
             for _ in in_flight.reduced(summed()):
                 reduced.append(entered.popleft())
+        self._watch.confirm()
         node.barrier()
         leave()
         node.barrier()  # before slots are written again

@@ -26,6 +26,7 @@ from hpctrain.comm.plan.choice import has_equal_nodes
 from hpctrain.comm.plan.plan import Plan
 from hpctrain.comm.tensor_arguments import name_of
 from hpctrain.comm.waiting import Limit, Watch
+from hpctrain.comm.watched_calls import WatchedCalls
 from hpctrain.core.config import Settings
 from hpctrain.core.errors import CommError, LaunchError
 from hpctrain.launch.installed_horovod import needed_mpi
@@ -149,7 +150,7 @@ class _World(HorovodCommunicator):
         self, world: MPI.Intracomm, library: "Library", settings: Settings, watch: Watch
     ) -> None:
         super().__init__(world, library, watch=watch)
-        self._world = world.Dup()
+        self._world = self._calls.duplicate()
         with _environment(variables_for(settings)):
             self._hvd.init(comm=self._world)
 
@@ -184,7 +185,7 @@ def join(
             )
     except LaunchError as error:
         refusal = str(error)
-    raise_if_any(world.allgather(refusal), LaunchError)
+    raise_if_any(WatchedCalls(world, watch).allgather(refusal), LaunchError)
     assert here is not None
     made = _World(world, here, settings, watch)
     if plan.tensors.at(0) == "two-level":

@@ -3,7 +3,7 @@
 import os
 import time
 from array import array
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import accumulate
 from typing import NamedTuple, cast
@@ -33,7 +33,7 @@ CLOSE_S = 30.0
 BREAK_S = 2.0
 """How long the others wait for the program to end after an error has led a rank out of a block."""
 
-_LEFT, _BROKE_OFF, _AT_END = 1, 2, 3
+_LEFT, _BROKE_OFF, _AT_END, _FAILED = 1, 2, 3, 4
 _WORLD = 0  # number of the block that every rank is always in
 _REASON_BYTES = 400
 Gather = Callable[[bytes], list[bytes]]
@@ -82,6 +82,8 @@ class Liveness:
         """By block: when this rank heard that another waits at its end, which, after how many
         steps."""
         self._ended: dict[int, int] = {}  # steps after which all have come to the end of a block
+        self._failed: dict[int, int] = {}
+        """A rank on which each communicator has failed, by number, as far as this rank knows."""
         self._told: list[requests.MpiRequest] = []
         self._open = True
         self._end_s = float("inf")  # when all ranks had come to the end, as time.monotonic() says
@@ -172,6 +174,28 @@ class Liveness:
         text = f"{block} {reason}".encode()[:_REASON_BYTES]
         self._told += self._send(text, _BROKE_OFF)
 
+    def report_failure(
+        self, number: int, ranks: Sequence[int] | None, *, is_own: bool = True
+    ) -> None:
+        """Report that a communicator has failed, see ``Notices``. Not collective.
+
+        Where each rank reports to all, a failure of another rank is not reported again.
+        """
+        members = ranks or range(self._control.size if self._open else 0)
+        if self._open and self._owner.is_here and (is_own or len(members) > NEAR_SIZE):
+            with suppress(MPI.Exception):  # of a rank that has died
+                self._told += self._send(array("q", [number]), _FAILED, members)
+
+    def failed_rank(self, number: int) -> int | None:
+        """Return a rank on which a communicator has failed, see ``Notices``. Not collective."""
+        if self._open:
+            try:
+                self._hear_of_failures()
+            except MPI.Exception as error:
+                if not is_loss(error):
+                    raise
+        return self._failed.get(number)
+
     def farewell(self, compare: Callable[[Gather], str] = lambda _: "") -> str:
         """Return when every rank of the world has come here; ranks with work left may take long.
 
@@ -234,20 +258,30 @@ class Liveness:
 
         wait_until(done_and_heard, look, _FAREWELL)
 
-    def _send(self, text: bytes, tag: int) -> list[requests.MpiRequest]:
+    def _send(
+        self, message: object, tag: int, members: Sequence[int] = ()
+    ) -> list[requests.MpiRequest]:
         control = self._control
         return [
-            requests.start(control, control.Issend, [text, MPI.BYTE], rank, tag)
-            for rank in self._to_tell()
+            requests.start(control, control.Issend, message, rank, tag)
+            for rank in self._to_tell(members)
         ]
 
-    def _to_tell(self) -> list[int]:
-        """Return the ranks that hear something from this one."""
-        size = self._control.size
+    def _to_tell(self, members: Sequence[int]) -> list[int]:
+        """Return the ranks that hear something from this one, of ``members`` or of all."""
+        members = members or range(self._control.size)
+        size, here = len(members), members.index(self.rank)
         distances: set[int] = set(range(1, size))
         if size > NEAR_SIZE:
             distances = {s << k for k in range(size.bit_length()) for s in (1, -1)}
-        return sorted({(self.rank + distance) % size for distance in distances} - {self.rank})
+        found = {members[(here + distance) % size] for distance in distances}
+        return sorted(found - {self.rank})
+
+    def _hear_of_failures(self) -> None:
+        status, number = MPI.Status(), array("q", [0])
+        while notice := self._control.Improbe(tag=_FAILED):
+            notice.Recv(number, status)
+            self._failed.setdefault(number[0], status.Get_source())
 
     def _hear(self) -> None:
         # A matched probe: two threads of this rank may wait, and look, at the same time.
@@ -260,6 +294,7 @@ class Liveness:
             rank, text = _receive(notice)
             end, steps = map(int, text.split())
             self._ends[end] = time.monotonic(), rank, steps
+        self._hear_of_failures()
 
     def _tell_of_end(self) -> None:
         if self._ending is None or time.monotonic() - self._ending[1] < BREAK_S:

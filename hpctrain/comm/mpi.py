@@ -2,19 +2,19 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TypeVar, cast
+from itertools import count
+from typing import TypeVar
 
 import torch
 from mpi4py import MPI
-from mpi4py.util import pkl5
 from torch import Tensor
 
-from hpctrain.comm import requests
 from hpctrain.comm.bucket import Bucket
 from hpctrain.comm.call_check import call_of, meet, tensor_call
 from hpctrain.comm.communicator import FINISHED, GATHER, Communicator, Owner, Traffic, Work
 from hpctrain.comm.control_channel import mailbox
 from hpctrain.comm.liveness import use
+from hpctrain.comm.member_meeting import MemberMeeting
 from hpctrain.comm.ops import Combination, Op, combination, finish
 from hpctrain.comm.rail.algorithms import (
     allreduce_by_messages_,
@@ -33,7 +33,8 @@ from hpctrain.comm.tensor_arguments import (
     name_of,
     part_numels,
 )
-from hpctrain.comm.waiting import Limit, Watch
+from hpctrain.comm.waiting import Limit, Watch, in_step
+from hpctrain.comm.watched_calls import WatchedCalls
 from hpctrain.core.errors import CommError
 
 T = TypeVar("T")
@@ -44,6 +45,7 @@ MakeGroup = Callable[[MPI.Intracomm, Sequence[int], Limit | None], Communicator]
 It is told what numbers they have in the communicator whose group they are, and how long they may
 wait for each other, None for as long as the ranks of that one."""
 
+_count = count()
 _GATHER_BYTES = 1 << 20
 """From here on, tensors are not packed into one buffer for the library to gather them."""
 
@@ -73,10 +75,14 @@ class MpiCommunicator(Communicator):
         self._watch = watch or Watch()
         self._watch.record_calls(world_ranks or range(comm.size))
         self.wire = MpiWire(comm, watch=self._watch, world_ranks=world_ranks)
+        self._watch.on_fail.append(self.wire.withdraw_receives)
         self._comm = comm
-        use(comm)
-        self._objects = pkl5.Intracomm(comm)  # out-of-band pickles: no limit of 2 GiB
         self._world_ranks = world_ranks or range(comm.size)
+        use(comm)
+        self._calls = WatchedCalls(comm, self._watch)
+        if self._watch.number is None:
+            self._watch.number = self._calls.bcast(_new_number(self._world_ranks[self.rank]))
+        self._meeting = MemberMeeting()
         self._make_group = make_group or self._make_flat_group
         self._library_bytes = 0
         self._num_buckets = 0
@@ -86,6 +92,7 @@ class MpiCommunicator(Communicator):
 
     # -- reductions -------------------------------------------------------------------------
 
+    @in_step
     def allreduce_(
         self, tensor: Tensor | Bucket, *, op: Op = Op.SUM, scale: float | None = None
     ) -> Work:
@@ -103,6 +110,7 @@ class MpiCommunicator(Communicator):
                 finish(total, scale, chunk)
         return FINISHED
 
+    @in_step
     def reduce_scatter(
         self,
         tensor: Tensor,
@@ -124,25 +132,28 @@ class MpiCommunicator(Communicator):
 
     # -- tensors of all shapes --------------------------------------------------------------
 
+    @in_step
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Tell the shapes, then gather small tensors by the library, large ones by messages."""
         check_tensor(tensor)
         self.meet(f"all_gather of {name_of(tensor.dtype)}")
-        shapes: list[torch.Size] = self._comm.allgather(tensor.shape)
+        shapes: list[torch.Size] = self._calls.allgather(tensor.shape)
         gathered = self._gather_flat(flat_of(tensor), [shape.numel() for shape in shapes])
         return [part.view(shape) for part, shape in zip(gathered, shapes, strict=True)]
 
+    @in_step
     def alltoall(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Tell the shapes, then exchange by messages."""
         for tensor in tensors:
             check_tensor(tensor)
         check_alltoall(tensors, self.size)
         self.meet(f"alltoall of {name_of(tensors[0].dtype)}")
-        shapes: list[torch.Size] = self._comm.alltoall([tensor.shape for tensor in tensors])
+        shapes: list[torch.Size] = self._calls.alltoall([tensor.shape for tensor in tensors])
         given = [flat_of(tensor) for tensor in tensors]
         received = self._exchange_flat(given, [shape.numel() for shape in shapes])
         return [part.view(shape) for part, shape in zip(received, shapes, strict=True)]
 
+    @in_step
     def broadcast_(self, tensor: Tensor, root: int = 0) -> Work:
         """Broadcast in chunks."""
         check_tensor(tensor)
@@ -157,35 +168,41 @@ class MpiCommunicator(Communicator):
         """Send the bytes of ``tensor``."""
         check_tensor(tensor)
         check_rank(dest, self.size, "dest")
+        self._watch.require_in_step()
         self.wire.send(flat_of(tensor), dest, _users(tag))
 
     def recv_(self, tensor: Tensor, source: int, tag: int = 0) -> None:
         """Receive the bytes of ``tensor``."""
         check_tensor(tensor)
         check_rank(source, self.size, "source")
+        self._watch.require_in_step()
         with flattened(tensor) as values:
             self.wire.receive_(values, source, _users(tag))
+        self._watch.confirm()
 
     # -- objects ----------------------------------------------------------------------------
 
+    @in_step
     def broadcast_object(self, value: T, root: int = 0) -> T:
         """Broadcast a pickle."""
         check_rank(root, self.size, "root")
         self.meet(f"broadcast of an object from rank {root}")
-        result: T = self._objects.bcast(value, root)
+        result: T = self._calls.bcast(value, root)
         return result
 
+    @in_step
     def gather_object(self, value: T, root: int = 0) -> list[T] | None:
         """Gather pickles on ``root``."""
         check_rank(root, self.size, "root")
         self.meet(f"gather of objects on rank {root}")
-        result: list[T] | None = self._objects.gather(value, root)
+        result: list[T] | None = self._calls.gather(value, root)
         return result
 
+    @in_step
     def allgather_object(self, value: T, call: str = GATHER) -> list[T]:
         """Gather pickles everywhere."""
         self.meet(call)
-        result: list[T] = self._objects.allgather(value)
+        result: list[T] = self._calls.allgather(value)
         return result
 
     # -- the ranks --------------------------------------------------------------------------
@@ -201,15 +218,15 @@ class MpiCommunicator(Communicator):
             raise CommError("this communicator was closed; make a new one")
         meet(self._comm, call_of(call), self._watch)
 
+    @in_step
     def group(self, ranks: Sequence[int]) -> Communicator | None:
         """Split the ranks off."""
         check_group(ranks, self.size)
         self.meet(f"group of ranks {list(ranks)}")
-        if self.rank not in ranks:
-            self._comm.Split(MPI.UNDEFINED)
-            return None
-        members = cast("MPI.Intracomm", self._comm.Split(0, ranks.index(self.rank)))
-        return self._make_group(members, ranks, None)
+        is_member = self.rank in ranks
+        color, key = (0, ranks.index(self.rank)) if is_member else (MPI.UNDEFINED, 0)
+        members = self._calls.split(color, key)
+        return None if members is None else self._make_group(members, ranks, None)
 
     def group_by_members(
         self, ranks: Sequence[int], *, tag: int, limit: Limit | None = None
@@ -219,37 +236,20 @@ class MpiCommunicator(Communicator):
         Groups that have ranks in common and are made at the same time need different tags.
         """
         check_group(ranks, self.size)
-        self._meet_members(ranks, tag, limit)
+        watch = self._watch.of_group([self._world_ranks[rank] for rank in ranks], limit)
+        wire = MpiWire(self._comm, watch=watch, world_ranks=self._world_ranks)
+        self._meeting.meet(wire, watch, ranks, tag)
         ours = self._comm.Get_group()
         chosen = ours.Incl(list(ranks))
-        members = self._comm.Create_group(chosen, tag)
+        create = partial(self._comm.Create_group, chosen, tag)
+        members = WatchedCalls(self._comm, watch).block(create)
         chosen.Free()
         ours.Free()
         return self._make_group(members, ranks, limit)
 
-    def _meet_members(self, ranks: Sequence[int], tag: int, limit: Limit | None) -> None:
-        """Sleep until all of ``ranks`` are here: the library would wait for one without an end."""
-        watch = self._watch.of_group([self._world_ranks[rank] for rank in ranks], limit)
-        wire = MpiWire(self._comm, watch=watch, world_ranks=self._world_ranks)
-        (first, *others), nothing = ranks, torch.empty(0)
-        sources = others if self.rank == first else [first]
-        answers = [wire.start_receive(nothing, source, tag) for source in sources]
-        try:
-            if self.rank == first:
-                for answer in answers:
-                    wire.finish(answer)
-                for other in others:
-                    wire.finish(wire.start_send(nothing, other, tag))
-            else:
-                wire.finish(wire.start_send(nothing, first, tag))
-                watch.wait(partial(wire.is_finished, *answers))  # any of them may be missing
-        finally:  # after an error, else messages of the next meeting would complete these
-            for answer in answers:
-                answer.cancel()
-
     def new_wire(self) -> MpiWire:
         """Make a way for messages that meet no others of this communicator. Collective."""
-        self._wires.append(self._comm.Dup())
+        self._wires.append(self._calls.duplicate())
         return MpiWire(self._wires[-1], watch=self._watch, world_ranks=self._world_ranks)
 
     def mail(self) -> mailbox.Mailbox:
@@ -261,6 +261,10 @@ class MpiCommunicator(Communicator):
         """Make a bucket in private memory."""
         self._num_buckets += 1
         return Bucket(torch.zeros(numel, dtype=dtype), number=self._num_buckets)
+
+    def fail(self) -> None:
+        """Let later calls raise, on all ranks."""
+        self._watch.fail()
 
     def traffic(self) -> Traffic:
         """Return what was sent by messages and given to the library."""
@@ -276,10 +280,15 @@ class MpiCommunicator(Communicator):
         while self._before_close:
             self._before_close.pop(0)()
         while self._wires:
-            requests.free(self._wires.pop())
+            self._watch.free(self._wires.pop())
         if self.is_open:
-            requests.free(self._comm)
+            self._watch.free(self._comm)
             self._comm = MPI.Intracomm()
+
+    @property
+    def watch(self) -> Watch:
+        """The watch of all waits of this communicator."""
+        return self._watch
 
     @property
     def is_open(self) -> bool:
@@ -289,9 +298,11 @@ class MpiCommunicator(Communicator):
     def _allreduce_wide_(self, total: Tensor, how: Combination) -> None:
         if how.op is Op.SUM and library_sums(total.dtype):
             self._library_bytes += total.nbytes
-            self._comm.Allreduce(MPI.IN_PLACE, buffer_of(total))
+            arguments = MPI.IN_PLACE, buffer_of(total)
+            self._calls.run(self._comm.Iallreduce, *arguments, memory=total)
         else:
             allreduce_by_messages_(self.wire, total, how)
+            self._watch.confirm()
 
     def _reduce_scatter_flat(
         self, values: Tensor, parts: Sequence[int], how: Combination
@@ -304,9 +315,12 @@ class MpiCommunicator(Communicator):
             total = torch.empty(counts[self.rank], dtype=how.wide)
             wide = values.to(how.wide)
             self._library_bytes += wide.nbytes
-            self._comm.Reduce_scatter(buffer_of(wide), buffer_of(total), counts, MPI.SUM)
+            arguments = buffer_of(wide), buffer_of(total), counts, MPI.SUM
+            self._calls.run(self._comm.Ireduce_scatter, *arguments, memory=(wide, total))
             return total
-        return pairwise_reduce_scatter(self.wire, values.split(counts), how)
+        total = pairwise_reduce_scatter(self.wire, values.split(counts), how)
+        self._watch.confirm()
+        return total
 
     def _gather_flat(self, mine: Tensor, numels: Sequence[int]) -> list[Tensor]:
         """Return what every rank has, as new tensors of ``numels`` elements."""
@@ -315,18 +329,20 @@ class MpiCommunicator(Communicator):
         packed = torch.empty(sum(numels), dtype=mine.dtype)
         counts = [numel * mine.itemsize for numel in numels]
         self._library_bytes += mine.nbytes
-        self._comm.Allgatherv(bytes_of(mine), [bytes_of(packed)[0], counts, MPI.BYTE])
+        arguments = bytes_of(mine), [bytes_of(packed)[0], counts, MPI.BYTE]
+        self._calls.run(self._comm.Iallgatherv, *arguments, memory=(mine, packed))
         return [part.clone() for part in packed.split(numels)]
 
     def _exchange_flat(self, given: Sequence[Tensor], numels: Sequence[int]) -> list[Tensor]:
         """Return what every rank gives this one, as new tensors of ``numels`` elements."""
         received = [torch.empty(numel, dtype=given[0].dtype) for numel in numels]
         pairwise_alltoall_(self.wire, given, received)
+        self._watch.confirm()
         return received
 
     def _broadcast_flat_(self, chunk: Tensor, root: int) -> None:
         self._library_bytes += chunk.nbytes
-        self._comm.Bcast(bytes_of(chunk), root)
+        self._calls.run(self._comm.Ibcast, bytes_of(chunk), root, memory=chunk)
 
     def _make_flat_group(
         self, members: MPI.Intracomm, ranks: Sequence[int], limit: Limit | None
@@ -334,6 +350,11 @@ class MpiCommunicator(Communicator):
         of_world = [self._world_ranks[rank] for rank in ranks]
         watch = self._watch.of_group(of_world, limit)
         return MpiCommunicator(members, watch=watch, world_ranks=of_world)
+
+
+def _new_number(rank: int) -> int:
+    """Return the number of a new communicator whose first rank is this one of the world."""
+    return rank << 32 | next(_count)
 
 
 def _users(tag: int) -> int:

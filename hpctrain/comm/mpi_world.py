@@ -2,12 +2,13 @@
 
 import atexit
 import ctypes
+import math
 import os
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, TypeAlias, TypeGuard, cast
 
 from hpctrain.cluster import env, preflight, process
@@ -24,6 +25,8 @@ from hpctrain.core.units import format_numbers
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+    from hpctrain.comm.watched_calls import WatchedCalls
 
     MpiComm: TypeAlias = MPI.Intracomm
 
@@ -53,7 +56,7 @@ def doubt() -> None:
     _join(launched)
 
 
-def find_world(chosen: object = None) -> "MPI.Intracomm | None":
+def find_world(chosen: object = None, timeout_s: float = math.inf) -> "MPI.Intracomm | None":
     """Return a private communicator of the ranks to train with; None for a process that is alone.
 
     ``chosen`` is None for all that were started together; a sequence of their numbers, of which
@@ -61,24 +64,43 @@ def find_world(chosen: object = None) -> "MPI.Intracomm | None":
     over these ranks: the others need not call it.
 
     ``LaunchError`` if the launcher, the MPI library and the world do not fit together;
-    ``ConfigError`` if ``chosen`` is something else, names a rank that does not exist, or not this
-    one.
+    ``RankLostError`` if a rank does not come within ``timeout_s``; ``ConfigError`` if ``chosen``
+    is something else, names a rank that does not exist, or not this one.
     """
     world = _join(env.launched())
     if is_communicator(chosen):
         made = cast("MPI.Intracomm", chosen)
-        return made.Dup() if made.size > 1 else None
+        return _calls_of(made, timeout_s).duplicate() if made.size > 1 else None
     ranks = _checked(chosen, world)
     if world is None or len(ranks) == 1:
         return None
+    calls = _calls_of(world, timeout_s)
     if ranks == list(range(world.size)):
-        return world.Dup()
+        return calls.duplicate()
     group = world.Get_group()
     members = group.Incl(ranks)
-    made = world.Create_group(members)
+    made = calls.block(partial(world.Create_group, members))
     members.Free()
     group.Free()
     return made
+
+
+def await_world(timeout_s: float) -> None:
+    """Return when all ranks that were started together have called this.
+
+    ``RankLostError`` if one does not come within ``timeout_s``, ``LaunchError`` as ``find_world``.
+    """
+    world = _join(env.launched())
+    if world is not None:
+        _calls_of(world, timeout_s).barrier()
+
+
+def _calls_of(comm: "MpiComm", timeout_s: float) -> "WatchedCalls":
+    from hpctrain.comm.waiting import Limit, Watch  # noqa: PLC0415 - not before torch
+    from hpctrain.comm.watched_calls import WatchedCalls  # noqa: PLC0415
+
+    watch = Watch(rank=comm.rank, limit=Limit(timeout_s, "the time limit"))
+    return WatchedCalls(comm, watch)
 
 
 def is_communicator(value: object) -> bool:

@@ -1,7 +1,7 @@
 """A world of one rank: nothing moves, and nothing is scaled."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -147,9 +147,3 @@ class _Alone:
     """What ``SharedMemory`` asks of the ranks of a node, without MPI."""
 
     rank, size = 0, 1
-
-    def allgather(self, value: Any) -> list[Any]:
-        return [value]
-
-    def Barrier(self) -> None:  # noqa: N802 - MPI's name
-        pass

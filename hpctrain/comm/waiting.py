@@ -3,23 +3,30 @@
 import logging
 import math
 import time
+from array import array
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from contextlib import suppress
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, cast
 
 from hpctrain.comm.flight_recorder import CallStream, FlightRecorder
 from hpctrain.comm.node.segments import yield_core
-from hpctrain.core.errors import CommError, RankLostError
+from hpctrain.core.errors import CommError, MismatchError, NodeMemoryError, RankLostError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
     from hpctrain.comm.requests import MpiRequest
 
+Method = TypeVar("Method", bound=Callable[..., Any])
+
 SPIN_S = 50e-6  # peers that do the same work arrive within this time; sleeping costs about as much
 LOOK_S = 0.1  # between two looks at the others
 NAP_SHARE = 0.02
 """Naps are this share of the time waited so far: so late, at most, is the end noticed."""
+FAILED_S = 2.0
+"""A wait ends so long after another rank of the communicator has failed: an error that no rank
+catches ends the program meanwhile, and its message is the useful one."""
 LATE_S = 3.0
 """A rank that waits for another node for so long says so, once for each rank it waits for."""
 
@@ -106,6 +113,25 @@ def _nobody_is_lost(ranks: Collection[int] | None) -> None:
     """Look for nobody: what communicators without a world do."""
 
 
+class InStepError(Exception):
+    """An error that all ranks raise after they have met, so that they remain in step."""
+
+
+class Notices(Protocol):
+    """Reports of ranks that a communicator has failed; for ranks that share no memory."""
+
+    def report_failure(
+        self, number: int, ranks: Sequence[int] | None, *, is_own: bool = True
+    ) -> None:
+        """Report that the communicator ``number`` has failed, on this rank unless not ``is_own``.
+
+        ``ranks`` are those of the communicator in the world, None for all.
+        """
+
+    def failed_rank(self, number: int) -> int | None:
+        """Return a rank of the world on which a communicator has failed, None if none is known."""
+
+
 class Limit:
     """How long the waits of a watch may last; another thread may change it, or end them all."""
 
@@ -139,9 +165,10 @@ class Watch:
         hosts: Mapping[int, str] | None = None,
         rank: int = 0,
         timeout_s: float = math.inf,
-        ranks: Collection[int] | None = None,
+        ranks: Sequence[int] | None = None,
         limit: Limit | None = None,
         recorder: FlightRecorder | None = None,
+        notices: Notices | None = None,
     ) -> None:
         """Take what is needed to tell who is waited for, and on which node each rank is."""
         self.waited_s = 0.0  # seconds that this process has waited so far
@@ -155,9 +182,18 @@ class Watch:
         self.recorder = recorder or FlightRecorder()
         self.calls: CallStream | None = None
         """Of the communicator whose waits these are."""
-        self._has_failed = False
+        self.sign = memoryview(array("q", [0]))
+        """One number: 0, or 1 + the rank of the world on which this communicator has failed. Ranks
+        that share memory share the number, see ``SharedMemory``."""
+        self.number: int | None = None
+        """The number of the communicator, the same on all its ranks, where they need notices."""
+        self.on_fail: list[Callable[[], object]] = []
+        """Called when a call of this rank fails, on the thread that has made the call."""
+        self._notices = notices
+        self._failure_seen_s: float | None = None
+        self._has_lost = False  # whether a rank was found to be lost
 
-    def of_group(self, ranks: Collection[int], limit: Limit | None = None) -> "Watch":
+    def of_group(self, ranks: Sequence[int], limit: Limit | None = None) -> "Watch":
         """Return a watch over some ranks of the world: that others leave does not concern it.
 
         Its waits have the same limit if they have none of their own.
@@ -169,6 +205,7 @@ class Watch:
             ranks=ranks,
             limit=limit or self._limit,
             recorder=self.recorder,
+            notices=self._notices,
         )
 
     def record_calls(self, ranks: Sequence[int]) -> None:
@@ -189,7 +226,10 @@ class Watch:
         partner: int | None = None,
         over: str = "",
     ) -> None:
-        """Return when it is done, without burning the core while a peer is late; see ``look``."""
+        """Return when it is done, without burning the core while a peer is late; see ``look``.
+
+        After an error nothing of this communicator is done on this rank any more.
+        """
         start = time.perf_counter()
         if not pace.spin_s and pace.yield_s:  # where ranks take turns, one turn is often all
             yield_core()
@@ -199,8 +239,8 @@ class Watch:
         if self.calls is not None:
             self.calls.waits_since_s = start
         try:
-            wait_until(done, partial(self.look, partner=partner, over=over), pace, nap=nap)
-        except BaseException:  # this rank has said that it is here, and goes on without the others
+            wait_until(done, partial(self.look_in_step, partner, over), pace, nap=nap)
+        except BaseException:  # the others may continue with what this rank has given
             self.fail()
             raise
         finally:
@@ -209,16 +249,101 @@ class Watch:
         self.waited_s += time.perf_counter() - start
 
     def fail(self) -> None:
-        """Say that this rank is no longer in step with the others."""
-        self._has_failed = True
+        """Record that this rank is no longer in step with the others, and report that to them.
+
+        Whatever the others read of this rank afterwards, they see the report first. Not reported
+        is the loss of a rank, which all ranks find by themselves.
+        """
+        for function in self.on_fail:
+            function()
+        if self.sign[0]:
+            return
+        self.sign[0] = 1 + self._rank
+        if self._notices is not None and self.number is not None and not self._has_lost:
+            self._notices.report_failure(self.number, self._ranks)
+
+    def free(self, comm: "MPI.Intracomm") -> None:
+        """Free a communicator of MPI, but not after a failure; every rank calls this.
+
+        What a rank has sent and no other has received may arrive later. MPI gives the number of a
+        communicator that was freed to a new one, which would receive it.
+        """
+        from hpctrain.comm import requests  # noqa: PLC0415 - a world of one needs no MPI
+
+        with suppress(CommError):
+            self.confirm()
+        if not self.sign[0]:
+            requests.free(comm)
+
+    def fail_halfway(self, error: BaseException, number: int) -> None:
+        """Do what ``fail`` does after an ``error`` of a call that this rank alone has begun.
+
+        ``number`` is that of the last collective before the call.
+        """
+        has_begun = self.calls is not None and self.calls.number != number
+        if isinstance(error, Exception) and not has_begun:
+            return
+        if not isinstance(error, MismatchError | NodeMemoryError | InStepError):
+            self.fail()
+
+    def keep_in_step(self, function: Callable[[], object]) -> None:
+        """Call a function of collectives; fail the communicator where an error ends it halfway."""
+        number = 0 if self.calls is None else self.calls.number
+        try:
+            function()
+        except BaseException as error:
+            self.fail_halfway(error, number)
+            raise
 
     def require_in_step(self) -> None:
-        """Raise ``CommError`` if a wait has failed before. Not collective."""
-        if self._has_failed:
-            raise CommError(
-                "a wait of this communicator has failed before, and its ranks are no longer in "
-                "step; end the program, or make a new world by shutdown() and init()"
+        """Raise ``CommError`` if the communicator has failed on a rank. Not collective.
+
+        Ranks of other nodes are known as far as this rank has received their notices.
+        """
+        if self.sign[0]:
+            raise self._failure()
+
+    def confirm(self) -> None:
+        """Raise ``CommError`` if a rank has failed, also one of another node. Not collective.
+
+        To be called after messages of others were received: what a failed rank has sent may have
+        changed since it failed.
+        """
+        if self._notices is not None and self.number is not None:
+            found = self._notices.failed_rank(self.number)
+            if found is not None and not self.sign[0]:
+                self.sign[0] = 1 + found
+                self._notices.report_failure(self.number, self._ranks, is_own=False)
+        if self.sign[0]:
+            raise self._failure()
+
+    def _failure(self) -> CommError:
+        rank = self.sign[0] - 1
+        remedy = (
+            "no longer in step; end the program, or make a new world by shutdown() and init() on "
+            "every rank"
+        )
+        if rank == self._rank:
+            return CommError(
+                f"all ranks must complete each call of a communicator, but a call of this one has "
+                f"failed on {self._name(rank)} before, so that its ranks are {remedy}"
             )
+        return RankLostError(
+            f"all ranks must complete each call of a communicator, but a call of this one has "
+            f"failed on {self._name(rank)}, so that {self._name(self._rank)} and that rank are "
+            f"{remedy}; the error of rank {rank} gives the reason"
+        )
+
+    def look_in_step(self, partner: int | None, over: str, waited_s: float) -> None:
+        """Do what ``look`` does, and raise where the communicator has failed on another rank."""
+        self.look(waited_s, partner, over)
+        try:
+            self.confirm()
+        except CommError:
+            now = time.perf_counter()
+            self._failure_seen_s = self._failure_seen_s or now
+            if now - self._failure_seen_s > FAILED_S:
+                raise
 
     def look(self, waited_s: float, partner: int | None = None, over: str = "") -> None:
         """Return if there is reason to wait on; cheap enough for every turn of a waiting loop.
@@ -229,7 +354,11 @@ class Watch:
         """
         limit = self._limit
         limit.check()
-        self._find_lost(self._ranks if partner is None else (partner,))
+        try:
+            self._find_lost(self._ranks if partner is None else (partner,))
+        except RankLostError:
+            self._has_lost = True
+            raise
         if limit.on_late is not None:
             limit.on_late(waited_s)
         if waited_s > limit.timeout_s:
@@ -252,3 +381,18 @@ class Watch:
 
     def _name(self, rank: int) -> str:
         return f"rank {rank} on {self._hosts[rank]}" if rank in self._hosts else f"rank {rank}"
+
+
+def in_step(method: Method) -> Method:
+    """Fail the communicator where an exception ends ``method``, a collective, halfway."""
+
+    @wraps(method)
+    def call(self: Any, *args: Any, **options: Any) -> Any:
+        number = self._watch.calls.number
+        try:
+            return method(self, *args, **options)
+        except BaseException as error:
+            self._watch.fail_halfway(error, number)
+            raise
+
+    return cast("Method", call)

@@ -112,9 +112,7 @@ class Controller:
         if not all(tensor.is_cpu for tensor in request.tensors):
             request, take = through_host(request, take)
         handle = Handle(self, request, take=take)
-        self._enter(handle)
-        if not is_awaited:
-            self._nudge()
+        self._enter(handle, is_awaited=is_awaited)
         return handle
 
     @eager
@@ -136,9 +134,7 @@ class Controller:
         if repeated is None or not repeated.fits(tensor, op, prescale, postscale):
             return None
         handle = TensorHandle(self, repeated, tensor)
-        self._enter(handle)
-        if not is_awaited:
-            self._nudge()
+        self._enter(handle, is_awaited=is_awaited)
         return handle
 
     def repeat(self, name: str, request: Request) -> None:
@@ -151,7 +147,11 @@ class Controller:
     @eager
     def run(self, request: Request) -> Result:
         """Start an operation and wait for its result."""
-        result: Result = self.submit(request, is_awaited=True).wait()
+        try:
+            result: Result = self.submit(request, is_awaited=True).wait()
+        except BaseException as error:
+            self._fail_after(error)
+            raise
         return result
 
     def start_join(self) -> Handle:
@@ -161,7 +161,6 @@ class Controller:
         """
         handle = Handle(self, Request(Kind.BARRIER, None, ()), JOIN)
         self._enter(handle)
-        self._nudge()
         return handle
 
     def break_off(self, reason: str) -> None:
@@ -202,7 +201,7 @@ class Controller:
         )
         # What has been decided the others carry out, and would wait for this rank.
         last = self._progress.closing = Handle(self, Request(Kind.BARRIER, None, ()), CLOSE)
-        self._enter(last)
+        self._enter(last, is_awaited=True)
         with suppress(CommError):
             self.finish(last, _CLOSE_S)
         self._progress.shut_down()
@@ -215,11 +214,17 @@ class Controller:
 
         ``RankLostError`` if it was not done within ``timeout_s``, by default that of all.
         """
-        self._start(handle)
-        if handle.is_done:
-            return
+        try:
+            self._start(handle)
+            if not handle.is_done:
+                self._await(handle, self._timeout_s if timeout_s is None else timeout_s)
+        except BaseException:
+            if not handle.is_done:  # the caller may use its tensors again
+                self.comm.fail()
+            raise
+
+    def _await(self, handle: Handle, limit_s: float) -> None:
         since = time.monotonic()
-        limit_s = self._timeout_s if timeout_s is None else timeout_s
 
         def is_over() -> bool:
             if not handle.is_done and (waited_s := time.monotonic() - since) > limit_s:
@@ -259,16 +264,27 @@ class Controller:
             with self._given_up:
                 self._pass_on(drives=True)
 
-    def _enter(self, handle: Handle) -> None:
+    def _fail_after(self, error: BaseException) -> None:
+        """Fail the communicator after an interrupt: the caller may use its tensors again."""
+        if not isinstance(error, CommError):
+            self.comm.fail()
+
+    def _enter(self, handle: Handle, *, is_awaited: bool = False) -> None:
         self._owner.check()
         self._stalls.last_call.enter()
         progress = self._progress
         refusal = progress.broken or self._refusal
         if refusal is not None and handle is not progress.closing:
             raise refusal
-        progress.enter(handle)
-        if progress.broken is not None:  # meanwhile
-            progress.fail_all(progress.broken)
+        try:
+            progress.enter(handle)
+            if progress.broken is not None:  # meanwhile
+                progress.fail_all(progress.broken)
+            if not is_awaited:
+                self._nudge()
+        except BaseException as error:
+            self._fail_after(error)
+            raise
 
     def _nudge(self) -> None:
         """See to what has just been submitted, without waiting for it."""

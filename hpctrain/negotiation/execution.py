@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hpctrain.comm.agreement import agreed
 from hpctrain.comm.bucket import Bucket
-from hpctrain.core.errors import NodeMemoryError, RankLostError
+from hpctrain.core.errors import CommError, NodeMemoryError, RankLostError
 from hpctrain.core.units import KIB, MIB
 from hpctrain.negotiation.reducing import Recipe, multiply_, recipe, reduce_, reduce_scatter
 from hpctrain.negotiation.request import Kind, ReduceOp, Request, Result
@@ -236,6 +236,8 @@ class Executor:
                     phases.enter(phase)
                     results = [function(self._comm, request)]
         except Exception as error:  # for those who wait
+            if not isinstance(error, CommError):  # the other ranks may have carried it out
+                self._comm.fail()
             for handle in handles:
                 handle.fail(error)
             return error if isinstance(error, RankLostError) else None

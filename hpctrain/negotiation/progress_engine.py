@@ -191,6 +191,7 @@ class ProgressEngine:
                 f"named operations of rank {self._comm.rank} were cut short by {error!r}; end the "
                 f"program, or call hpctrain.shutdown() and hpctrain.init() on every rank"
             )
+        self._comm.fail()
         self.broken = error
         in_hand, self._in_hand = self._in_hand, []
         for handle in in_hand:

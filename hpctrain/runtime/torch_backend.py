@@ -31,12 +31,33 @@ def register() -> None:
 
 
 def _find_ranks(timeout: timedelta) -> "tuple[Store, int, int]":
-    """Join the world of all ranks, and make a store for them. Collective."""
+    """Join the world of all ranks, and make a store for them. Collective.
+
+    ``RankLostError`` if a rank does not come within ``timeout``.
+    """
+    from hpctrain.comm.mpi_world import await_world  # noqa: PLC0415
     from hpctrain.runtime import world  # noqa: PLC0415
 
-    world.init()
+    if not world.is_initialized():
+        await_world(_limit_of(timeout).timeout_s)
+        world.init()
     here = world.current()
-    return rendezvous.store_of(here.comm, timeout), here.topology.rank, here.topology.size
+    comm = _communicator(here.comm, list(range(here.topology.size)), _limit_of(timeout))
+    store = rendezvous.store_of(comm, timeout)
+    comm.close()
+    return store, here.topology.rank, here.topology.size
+
+
+def _limit_of(timeout: timedelta) -> "Limit":
+    """Return the limit of waits of a group; that of the world holds for torch's default, too."""
+    from hpctrain.comm.waiting import Limit  # noqa: PLC0415
+    from hpctrain.core.config import Settings  # noqa: PLC0415
+    from hpctrain.runtime import world  # noqa: PLC0415
+
+    if timeout != dist.default_pg_timeout:
+        return Limit(timeout.total_seconds(), "timeout")
+    settings = world.current().settings if world.is_initialized() else Settings.from_env()
+    return Limit(min(timeout.total_seconds(), settings.timeout or math.inf))
 
 
 def _create(options: Any, _: object = None) -> "HpctrainGroup":
@@ -44,7 +65,6 @@ def _create(options: Any, _: object = None) -> "HpctrainGroup":
     from hpctrain.comm.mpi_library import calls_from_threads  # noqa: PLC0415
     from hpctrain.comm.process_group import torch_functions  # noqa: PLC0415
     from hpctrain.comm.process_group.group import HpctrainGroup  # noqa: PLC0415
-    from hpctrain.comm.waiting import Limit  # noqa: PLC0415
     from hpctrain.core.errors import LaunchError  # noqa: PLC0415
     from hpctrain.runtime import world  # noqa: PLC0415
     from hpctrain.runtime.rebuild import Stage  # noqa: PLC0415
@@ -61,12 +81,7 @@ def _create(options: Any, _: object = None) -> "HpctrainGroup":
                 f"rank {found[0]} of {found[1]}; start the ranks with mpirun, srun or hpctrain "
                 f"launch, and leave out RANK, WORLD_SIZE and what init_process_group is told"
             )
-    seconds = options.timeout.total_seconds()
-    if options.timeout == dist.default_pg_timeout:
-        seconds = min(seconds, here.settings.timeout or math.inf)
-        limit = Limit(seconds)
-    else:
-        limit = Limit(seconds, "timeout")
+    limit = _limit_of(options.timeout)
     group = HpctrainGroup(
         _communicator(here.comm, ranks, limit),
         name=options.group_id,

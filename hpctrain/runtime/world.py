@@ -230,7 +230,7 @@ def _join(
     global _world  # noqa: PLW0603 - the one place
     torch_backend.register()
     lazy_dynamo.install()
-    ranks = find_world(chosen)
+    ranks = find_world(chosen, settings.timeout)
     # From here on nobody fails alone.
     hooks = FailureHooks(ranks, settings.log_dir, recovers=settings.recover) if ranks else None
     try:

@@ -2,6 +2,7 @@
 
 import random
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -123,10 +124,8 @@ def test_a_rank_that_does_not_come_ends_the_wait_with_the_rail_s_name(world, mak
         with pytest.raises(RankLostError, match=f"rank 7 on n7 .* for {whom} over rail 3, longer"):
             rail.allreduce_by(name, part, SUM)
     world.Barrier()
-    if world.rank == 0:  # meet what the other one began
-        if name == "library":
-            rail._comm.Ibarrier().Wait()
-        else:
+    if world.rank == 0:  # meet what the other one began, as far as it came
+        with nullcontext() if name == "library" else pytest.raises(RankLostError):
             rail.allreduce_by(name, part, SUM)
 
 
@@ -242,9 +241,9 @@ def test_a_rank_that_does_not_come_ends_all_that_is_under_way(world, make_rail):
     if world.rank == 1:
         with pytest.raises(RankLostError, match=r"rank 1 on n1 .* for rank 0 on n0 over rail 3"):
             rail.reduce_(part, SUM)
-        with pytest.raises(CommError, match="a wait of this communicator has failed"):
+        with pytest.raises(CommError, match="no longer in step"):
             watch.require_in_step()
-        assert len(requests.pending(rail.wire._comm)) == 2 * (DEPTH + 1)  # their memory stays
+        assert len(requests.pending(rail.wire._comm)) == DEPTH + 1  # sends, whose memory stays
     world.Barrier()
     if world.rank == 0:  # meet what the other one began, as far as it came
         with pytest.raises(RankLostError):

@@ -4,6 +4,7 @@ import ctypes
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -159,7 +160,7 @@ class Mailbox:
             self._inbox = self.receive()
             if self._is_sending(down=down):
                 woken |= self._bell.wait(_FLUSH_S)
-                self._watch.look(time.perf_counter() - start)
+                self._watch.look_in_step(None, "", time.perf_counter() - start)
         if woken:
             self.ring()  # it may have been for somebody else
 
@@ -174,8 +175,9 @@ class Mailbox:
         if self._something_came() or self._inbox:
             return True
         start = time.perf_counter()
+        look = partial(self._watch.look_in_step, None, "")
         came = wait_until(
-            self._something_came, self._watch.look, self.pace, nap=self._nap, timeout_s=timeout_s
+            self._something_came, look, self.pace, nap=self._nap, timeout_s=timeout_s
         )
         self._watch.waited_s += time.perf_counter() - start
         return came
@@ -229,7 +231,9 @@ def alone() -> Mailbox:
 def flat(comm: "MPI.Intracomm", watch: Watch) -> Mailbox:
     """Make mailboxes between ranks that share no memory. Collective."""
     tree = tree_of([[rank] for rank in range(comm.size)], comm.rank)
-    return Mailbox(tree, {}, _private_bell(), network=_network(comm), watch=watch, pace=BY_MPI)
+    return Mailbox(
+        tree, {}, _private_bell(), network=_network(comm, watch), watch=watch, pace=BY_MPI
+    )
 
 
 def by_node(comm: "MPI.Intracomm", node: "SharedMemory", watch: Watch) -> Mailbox:
@@ -237,8 +241,10 @@ def by_node(comm: "MPI.Intracomm", node: "SharedMemory", watch: Watch) -> Mailbo
 
     ``NodeMemoryError``, on every rank of the node, if there is not enough memory.
     """
+    from hpctrain.comm.watched_calls import WatchedCalls  # noqa: PLC0415 - needs MPI
+
     mine = node.ranks_of(comm)
-    leaders = comm.allgather(mine[0])
+    leaders = WatchedCalls(comm, watch).allgather(mine[0])
     nodes = [
         [rank for rank in range(comm.size) if leaders[rank] == leader]
         for leader in dict.fromkeys(leaders)
@@ -251,7 +257,7 @@ def by_node(comm: "MPI.Intracomm", node: "SharedMemory", watch: Watch) -> Mailbo
     spare.initialise()
     node.barrier()  # nobody rings a bell that is not there yet
     is_one = len(nodes) == 1
-    network, votes, fence = None if is_one else _network(comm), None, fence_of(spare)
+    network, votes, fence = None if is_one else _network(comm, watch), None, fence_of(spare)
     if network is not None and comm.rank == mine[0]:
         votes = Votes(network, [ranks[0] for ranks in nodes], comm.rank)
     local = tree_of([range(len(mine))], node.local_rank)
@@ -297,7 +303,8 @@ def _private_bell() -> Semaphore:
     return bell
 
 
-def _network(comm: "MPI.Intracomm") -> "Network":
+def _network(comm: "MPI.Intracomm", watch: Watch) -> "Network":
     from hpctrain.comm.control_channel.message_network import Network  # noqa: PLC0415 - needs MPI
+    from hpctrain.comm.watched_calls import WatchedCalls  # noqa: PLC0415
 
-    return Network(comm.Dup())
+    return Network(WatchedCalls(comm, watch).duplicate())

@@ -59,7 +59,7 @@ class Network:
         # They receive until nobody sends any more.
         everyone_came = requests.start(self._comm, self._comm.Ibarrier)
         wait_until(lambda: self._is_quiet() and everyone_came.Test(), watch.look, BY_MPI)
-        requests.free(self._comm)
+        watch.free(self._comm)
 
     def _is_quiet(self) -> bool:
         self.look()

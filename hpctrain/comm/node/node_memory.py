@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from hpctrain.cluster.resources import rooms, shortage
 from hpctrain.comm.node.segments import map_shared
@@ -19,7 +19,7 @@ from hpctrain.core.libc import Segment
 from hpctrain.core.units import format_bytes
 
 if TYPE_CHECKING:
-    from mpi4py import MPI
+    from hpctrain.comm.watched_calls import WatchedCalls
 
 T = TypeVar("T")
 
@@ -63,7 +63,7 @@ class OnDisk:
 
 
 def allocate(
-    node: "MPI.Intracomm", num_bytes: int, reserve: Callable[[int], int] = reserve
+    node: "WatchedCalls", num_bytes: int, reserve: Callable[[int], int] = reserve
 ) -> Sequence[Segment]:
     """Make a zeroed segment on every rank and map those of all; return them by local rank.
 
@@ -76,7 +76,7 @@ def allocate(
 
 def allocate_by(
     map_all: Callable[[Sequence[int]], T],
-    node: "MPI.Intracomm",
+    node: "WatchedCalls",
     num_bytes: int,
     reserve: Callable[[int], int] = reserve,
 ) -> T:
@@ -122,7 +122,7 @@ def allocate_by(
 
 
 def _map(
-    node: "MPI.Intracomm",
+    node: "WatchedCalls",
     descriptor: int,
     offers: "list[_Offer]",
     map_all: Callable[[Sequence[int]], T],
@@ -189,7 +189,7 @@ TIMEOUT_S = 10.0
 _TOKEN_BYTES = 16
 
 
-def exchange(node: "MPI.Intracomm", descriptor: int) -> list[int]:
+def exchange(node: "WatchedCalls", descriptor: int) -> list[int]:
     """Return new descriptors of the file of every rank, for the caller to close. Collective.
 
     A file is taken only with the token of the receiver, which its peers got over MPI: other
@@ -202,7 +202,7 @@ def exchange(node: "MPI.Intracomm", descriptor: int) -> list[int]:
     with contextlib.ExitStack() as stack:
         stack.callback(lambda: close(found))
         inbox = _open(stack, node.size)
-        doors = node.allgather((inbox and inbox.getsockname(), token))
+        doors: list[tuple[Any, bytes]] = node.allgather((inbox and inbox.getsockname(), token))
         if inbox is None or not all(address for address, _ in doors):
             raise OSError("a rank of this node cannot open a Unix socket")
         # One after the other: files on their way count against the limit of open files.

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpctrain.comm import requests
 from hpctrain.comm.bucket import Bucket, chunks_of
 from hpctrain.comm.call_check import Call, bucket_call, disagreement, tensor_call
 from hpctrain.comm.communicator import Owner
@@ -24,6 +23,7 @@ from hpctrain.comm.node import node_memory
 from hpctrain.comm.node.segments import LINE_BYTES, Region, Semaphore, map_in_a_row
 from hpctrain.comm.ops import Combination, scale_
 from hpctrain.comm.waiting import IN_NODE, Watch
+from hpctrain.comm.watched_calls import WatchedCalls
 from hpctrain.core.errors import CommError, NodeMemoryError
 from hpctrain.core.libc import Segment
 
@@ -68,13 +68,14 @@ class SharedMemory:
         self.num_bytes = 0  # bytes that this rank has read and written in node memory so far
         self._looks = False  # at sums of buckets, for what is not finite
         self._meanwhile: InFlight | None = None
-        self._node = node
+        self._node, self._watched = node, WatchedCalls(node, watch)
         self._num_buckets = 0
         self._is_closed = False
         self._owner = Owner()
         num_rounds = (self.local_size - 1).bit_length()
         cell_bytes = self.local_size * LINE_BYTES
-        head_bytes = cell_bytes + num_rounds * LINE_BYTES
+        sign_byte = cell_bytes + num_rounds * LINE_BYTES
+        head_bytes = sign_byte + LINE_BYTES
         self._segments = self.allocate(head_bytes + stage_bytes)
         # What each rank is about to do: one cache line each, in the first rank's segment.
         cells = np.frombuffer(memoryview(self._segments[0])[:cell_bytes], np.int64)
@@ -82,6 +83,8 @@ class SharedMemory:
         self._rounds = self._make_rounds(num_rounds, cell_bytes)
         """Of a barrier: the semaphore to wait for, and the one to post."""
         self._watch = watch
+        # In a cache line that is written once, when a rank fails, and read after each barrier.
+        watch.sign = np.frombuffer(memoryview(self._segments[0]), np.int64, 1, sign_byte).data
         self.stage = tuple(
             torch.frombuffer(segment, dtype=torch.uint8, offset=head_bytes)
             for segment in self._segments
@@ -89,7 +92,7 @@ class SharedMemory:
         """Bytes of every rank, by local rank, for what passes through."""
 
     def barrier(self) -> None:
-        """Return when all ranks of the node are here; ``CommError`` if closed or failed before.
+        """Return when all ranks of the node are here; ``CommError`` if closed or failed on a rank.
 
         Dissemination: in round k each rank wakes the one 2^k further on and waits for the one 2^k
         before it, so ceil(log2 n) posts per rank. Counting semaphores make it reusable at once: a
@@ -97,18 +100,33 @@ class SharedMemory:
 
         Source: Hensgen, Finkel and Manber 1988, "Two algorithms for barrier synchronization".
         """
-        self._require_usable()
+        self.require_usable()
         self._pass_barrier()
 
     def meet(self, call: Call) -> None:
         """Return when all ranks of the node are about to make the same ``call``.
 
-        ``MismatchError``, on every rank, if another is about to do something else; ``CommError``
-        in a forked child of a rank.
+        As ``begin`` and ``await_others`` together.
+        """
+        self.begin(call)
+        self.await_others(call)
+
+    def begin(self, call: Call) -> None:
+        """Begin a ``call``, before this rank writes into node memory for it. Not collective.
+
+        ``CommError`` if the communicator is closed or has failed on a rank, and in a forked child
+        of a rank: then nothing may be written that another rank could still read.
         """
         self._owner.check()
-        self._require_usable()
+        self.require_usable()
         self._watch.begin(call.text)
+
+    def await_others(self, call: Call) -> None:
+        """Return when all ranks of the node have begun the same ``call``.
+
+        ``MismatchError``, on every rank, if another has begun a different one; ``CommError`` if
+        the communicator has failed on a rank.
+        """
         turn = self.turn
         self._calls[self.local_rank * _CELLS + turn] = call.number
         self._pass_barrier()
@@ -119,9 +137,10 @@ class SharedMemory:
 
     def compare(self, call: Call, number: int) -> bool:
         """Meet for ``call``, and say whether all ranks of the node tell the same number."""
+        self.begin(call)
         place = 2 + self.turn  # behind those of calls
         self._calls[self.local_rank * _CELLS + place] = number
-        self.meet(call)
+        self.await_others(call)
         return self._calls[place::_CELLS].tolist().count(number) == self.local_size
 
     @contextmanager
@@ -182,6 +201,7 @@ class SharedMemory:
 
     def publish(self, bucket: Bucket, combination: Combination, scale: float | None) -> None:
         """Write this rank's slice of the sum into every rank's bucket, times ``scale``."""
+        self.require_usable()
         for parts in bucket.chunks:
             self.publish_chunk(parts, combination, scale)
         self.barrier()
@@ -204,7 +224,9 @@ class SharedMemory:
         """
         share = -(-max(num_bytes, 1) // (self.local_size * mmap.PAGESIZE)) * mmap.PAGESIZE
         map_all = partial(map_in_a_row, num_bytes=share)
-        return self._agreed(lambda: node_memory.allocate_by(map_all, self._node, share, reserve))
+        return self._agreed(
+            lambda: node_memory.allocate_by(map_all, self._watched, share, reserve)
+        )
 
     def allocate(self, num_bytes: int) -> Sequence[Segment]:
         """Make a zeroed segment on every rank, and map those of all; return them by local rank.
@@ -212,7 +234,7 @@ class SharedMemory:
         Each lives as long as something refers to it. ``NodeMemoryError``, on every rank of the
         node, if there is too little.
         """
-        return self._agreed(lambda: node_memory.allocate(self._node, num_bytes))
+        return self._agreed(lambda: node_memory.allocate(self._watched, num_bytes))
 
     def _agreed(self, make: Callable[[], T]) -> T:
         """Return what all ranks of the node have made, else all raise ``NodeMemoryError``."""
@@ -221,7 +243,7 @@ class SharedMemory:
             made = make()
         except (NodeMemoryError, OSError, MemoryError) as error:  # the others wait for an answer
             refusal = str(error) or type(error).__name__
-        refusals = [text for text in self._node.allgather(refusal) if text]
+        refusals = [text for text in self._watched.allgather(refusal) if text]
         if refusals or made is None:
             raise NodeMemoryError(refusals[0])
         return made
@@ -234,9 +256,10 @@ class SharedMemory:
     def close(self) -> None:
         """Free the MPI communicator; buckets live as long as something refers to them."""
         self._is_closed = True
-        requests.free(self._node)
+        self._watch.free(self._node)
 
-    def _require_usable(self) -> None:
+    def require_usable(self) -> None:
+        """Raise ``CommError`` if this is closed or has failed on a rank. Not collective."""
         if self._is_closed:
             raise CommError(
                 "this communicator was closed, or its world shut down; call init() and make its "
@@ -259,6 +282,9 @@ class SharedMemory:
                     return mine.try_wait()  # noqa: B023 - called in this turn
 
                 self._watch.wait(done, meanwhile.pace(), nap=mine.wait)
+        # A rank that came to the barrier and failed there may have changed its bucket since.
+        if self._watch.sign[0]:
+            self._watch.require_in_step()
 
     def _look(self, total: Tensor) -> None:
         """Count a piece of a sum that is not finite; of one that is, a sum may be too large."""
@@ -278,7 +304,7 @@ class SharedMemory:
         mine = [Semaphore(self._segments[self.local_rank], place) for place in places]
         for semaphore in mine:
             semaphore.initialise()
-        self._node.Barrier()
+        self._watched.barrier()
         next_ones = [
             Semaphore(self._segments[(self.local_rank + (1 << k)) % self.local_size], place)
             for k, place in enumerate(places)
@@ -369,8 +395,9 @@ class SharedSlots:
         fits = num_bytes <= self._num_bytes  # a call less for what is small
         for chunk in (values,) if fits else values.split(self.numel(values.dtype)):
             parts = list(self.views(chunk.dtype, chunk.shape, node.turn))
+            node.begin(call)
             parts[node.local_rank].copy_(chunk)
-            node.meet(call)
+            node.await_others(call)
             if node.local_rank < 2:
                 parts[node.local_rank] = chunk  # one stream less than from the slot
             combine_to(chunk, parts, combination, scale)
@@ -392,8 +419,9 @@ class SharedSlots:
         Returns the slots of all ranks, as a bucket.
         """
         bucket = self._bucket(values, self._node.turn * self._num_bytes)
+        self._node.begin(call)
         bucket.flat.copy_(values)
-        self._node.meet(call)
+        self._node.await_others(call)
         return bucket
 
     def chunk_numel(self, num_bytes: int, dtype: torch.dtype) -> int:
@@ -407,6 +435,7 @@ class SharedSlots:
         """
         first_byte = number % NUM_PLACES * self._place_bytes
         bucket = self._bucket(values, first_byte)
+        self._node.require_usable()
         bucket.flat.copy_(values)
         self._node.barrier()
         return bucket

@@ -326,12 +326,17 @@ class HpctrainGroup(OrderedGroup):
             transfer = wire.start_receive(values, source, tag)
         sender = "any" if source is None else self._ranks[source]
         what = f"recv of {tensor.numel()} {name_of(tensor.dtype)} from {sender}, tag {tag},"
-        return self._message(transfer, [tensor], what, lambda: _put_back(values, tensor))
+        return self._message(transfer, [tensor], what, lambda: self._take(values, tensor))
 
     @on_cpu
     def recv_anysource(self, tensors: Any, tag: int = 0) -> dist.Work:
         """Begin to replace a tensor by what comes first."""
         return self.recv(tensors, None, tag)
+
+    def _take(self, values: Tensor, tensor: Tensor) -> None:
+        assert self._watch is not None, "there is a rank that has sent it"
+        self._watch.confirm()
+        _put_back(values, tensor)
 
     def _message(
         self, transfer: Any, tensors: Sequence[Tensor], what: str, after: Callable[[], object]
@@ -347,8 +352,9 @@ class HpctrainGroup(OrderedGroup):
         self._owner.check()
         if not 0 <= tag <= _LARGEST_TAG:
             raise ValueError(f"tag must be from 0 to {_LARGEST_TAG}, got {tag}")
-        if self._wire is None:
+        if self._wire is None or self._watch is None:
             raise ValueError("a group of one rank has nobody to send to, nor to receive from")
+        self._watch.require_in_step()
         return self._wire
 
     def _check_parts(

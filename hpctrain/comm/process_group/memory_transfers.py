@@ -53,6 +53,7 @@ class LevelTransfers(Transfers):
         outs[self.rank].copy_(mine)
         for dest, source in self._partners():
             self._levels.wire.exchange(mine, dest, outs[source], source)
+        self._levels.watch.confirm()
         for ranks in self._nodes:
             of_node = [outs[rank] for rank in ranks]
             self._memory.all_gather(of_node, of_node[self._local])
@@ -73,6 +74,7 @@ class LevelTransfers(Transfers):
         for dest, source in self._partners():
             node = self._rail.index(source)
             self._levels.wire.exchange(sums[self._rail.index(dest)], dest, found[node], source)
+        self._levels.watch.confirm()
         lanes = [part.view(how.lane) for part in found]
         total = lanes[0].to(how.wide, copy=True)
         for other in lanes[1:]:
@@ -86,6 +88,7 @@ class LevelTransfers(Transfers):
         local = list(self._nodes[node]).index(root)
         if local == self._local:
             self._along_tree(values, node)
+            self._levels.watch.confirm()
         self._memory.broadcast(values, local)
 
     def _along_tree(self, values: Tensor, root: int) -> None:
@@ -128,9 +131,10 @@ class NodeExchange:
         for start in _starts(raw.numel(), self._room):
             piece = raw[start : start + self._room]
             slot = self._all_slots()[root][: piece.numel()]
+            self._node.begin(call)
             if self._rank == root:
                 slot.copy_(piece)
-            self._node.meet(call)
+            self._node.await_others(call)
             if self._rank != root:
                 piece.copy_(slot)
             self._count(piece)
@@ -150,8 +154,9 @@ class NodeExchange:
         raw, call, room = _bytes(mine), call_of(text), self._room
         for start in _starts(most * mine.itemsize, room):
             slots, piece = self._all_slots(), raw[start : start + room]
+            self._node.begin(call)
             slots[self._rank][: piece.numel()].copy_(piece)
-            self._node.meet(call)
+            self._node.await_others(call)
             self._count(piece)
             for rank, out in enumerate(outs):
                 given = piece if rank == self._rank else slots[rank]
@@ -164,9 +169,10 @@ class NodeExchange:
         given = [_bytes(part) for part in parts or ()]
         for start in _starts(raw.numel(), share):
             slot = self._all_slots()[root]
+            self._node.begin(call)
             for rank, part in enumerate(given):
                 _copy(slot[rank * share :], part[start : start + share])
-            self._node.meet(call)
+            self._node.await_others(call)
             _copy(raw[start : start + share], slot[self._rank * share :])
             self._count(raw[start : start + share])
 
@@ -183,10 +189,11 @@ class NodeExchange:
         start, most = 0, 1
         while start < most:
             slots = self._all_slots()
+            self._node.begin(call)
             slots[self._rank][:head].view(torch.int64).copy_(torch.tensor(sizes))
             for rank, part in enumerate(given):
                 _copy(slots[self._rank][head + rank * share :], part[start : start + share])
-            self._node.meet(call)
+            self._node.await_others(call)
             if start == 0:
                 most = self._agreed([slot[:head].view(torch.int64).tolist() for slot in slots])
             for rank, out in enumerate(taken):
@@ -220,10 +227,11 @@ class NodeExchange:
         overlaps = self._rank > 1 and total.data_ptr() == mine.data_ptr()
         for start in _starts(max(part.numel() for part in given), share):
             slots = [slot.view(how.lane) for slot in self._all_slots()]
+            self._node.begin(call)
             for rank, part in enumerate(given):
                 if rank != self._rank or overlaps:
                     _copy(slots[self._rank][rank * share :], part[start : start + share])
-            self._node.meet(call)
+            self._node.await_others(call)
             piece = total[start : start + share]
             if numel := piece.numel():
                 first = self._rank * share

@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from hpctrain.comm.communicator import Communicator, Owner
 from hpctrain.comm.process_group.work import Operation, OperationQueue, Several
-from hpctrain.comm.waiting import Limit
+from hpctrain.comm.waiting import InStepError, Limit, Watch
 from hpctrain.core.errors import CommError, RankLostError
 from hpctrain.core.units import format_ranks
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
     from hpctrain.comm.mpi import MpiCommunicator
+    from hpctrain.comm.rail.rail import MpiWire
 
     Base: Any
 else:
@@ -36,6 +37,10 @@ class GroupError(dist.DistBackendError, CommError):
 
 class GroupRankLostError(dist.DistBackendError, RankLostError):
     """A rank died, left or came too late for an operation of a group of torch.distributed."""
+
+
+class RefusedError(InStepError, ValueError):
+    """Arguments of a call that a rank has refused; the others raise an error, too."""
 
 
 _LISTS = (list, tuple)
@@ -104,7 +109,11 @@ class OrderedGroup(Base):  # type: ignore[misc]
         self._name, self._description = name, ""
         self._limit = limit
         self._store: Store = store
-        self._wire = cast("MpiCommunicator", comm).new_wire() if comm.size > 1 else None
+        self._watch: Watch | None = None  # none where there are no other ranks
+        self._wire: MpiWire | None = None
+        if comm.size > 1:
+            ranks_of_mpi = cast("MpiCommunicator", comm)
+            self._watch, self._wire = ranks_of_mpi.watch, ranks_of_mpi.new_wire()
         self._asking = threading.Lock()
         self.queue = OperationQueue(f"hpctrain group {name}", has_thread=has_thread)
         self._num_started = 0
@@ -140,7 +149,10 @@ class OrderedGroup(Base):  # type: ignore[misc]
         self._current = operation
         try:
             self._limit.check()
-            operation.function()
+            if self._watch is None:
+                operation.function()
+            else:
+                self._watch.keep_in_step(operation.function)
         except CommError as error:
             lost = self._missing() if isinstance(error, RankLostError) else []
             missing = f"; {format_ranks(lost)} did not come to {operation.name}" if lost else ""
@@ -163,7 +175,7 @@ class OrderedGroup(Base):  # type: ignore[misc]
     def _refuse(self, reason: str) -> NoReturn:
         """Raise, and let the others raise, who are about to do the same or something else."""
         self._meet(f"nothing: {reason}")
-        raise ValueError(reason)
+        raise RefusedError(reason)
 
     def _tell_that_we_wait(self, waited_s: float) -> None:
         """Write into the store that this rank has come, once others may ask for it."""

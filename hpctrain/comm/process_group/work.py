@@ -297,6 +297,8 @@ class Message(Base):  # type: ignore[misc]
             if not self.is_completed():
                 self._wire.wait_for(self._transfer, self.is_completed)
         except CommError as error:
+            with self._lock:
+                self._transfer.cancel()
             raise self._named(error) from error
         return True
 
@@ -304,8 +306,8 @@ class Message(Base):  # type: ignore[misc]
         """Say whether it is complete."""
         with self._lock:
             if not self._is_over and self._wire.is_finished(self._transfer):
-                self._is_over = True
                 self._after()
+                self._is_over = True
             return self._is_over
 
     def is_success(self) -> bool:

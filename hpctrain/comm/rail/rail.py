@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -133,6 +133,12 @@ class MpiWire(Wire):
         partner = None if transfer.partner is None else self._world_ranks[transfer.partner]
         self._watch.wait(done, pace, partner=partner, over=self._name)
 
+    def withdraw_receives(self) -> None:
+        """Withdraw all receives: after an error the caller may use their memory again."""
+        for request in requests.pending(self._comm):
+            with suppress(MPI.Exception):  # complete, with an error
+                request.cancel()
+
     def is_finished(self, transfer: Transfer) -> bool:
         """Say whether ``transfer`` is complete; ``CommError`` as for ``finish``."""
         left, status = transfer.requests, self._status
@@ -196,6 +202,7 @@ class Rail:
         self.size: int = comm.size
         watch = watch or Watch()
         self.wire = MpiWire(comm, watch=watch, world_ranks=world_ranks, name=name)
+        watch.on_fail.append(self.wire.withdraw_receives)
         self._comm = comm
         self.table = table  # algorithms by bytes of the part; the same on all ranks
         self.chunk_bytes = chunk_bytes
@@ -224,6 +231,7 @@ class Rail:
             with InFlight(self, combination, self._watch) as in_flight:
                 for _ in in_flight.reduced(chunks):
                     pass
+            self._watch.confirm()
         else:
             self.allreduce_by(self.table.at(part.nbytes), part, combination)
 
@@ -236,6 +244,7 @@ class Rail:
                 self._sum_by_library(part)
             else:
                 ALGORITHMS[name](self.wire, part, combination)
+        self._watch.confirm()
 
     @contextmanager
     def timed(self) -> Iterator[None]:
@@ -265,6 +274,7 @@ class Rail:
             with self.timed():
                 for transfer in under_way:
                     self.wire.finish(transfer)
+            self._watch.confirm()
             return arrived
 
         return finish
@@ -276,12 +286,12 @@ class Rail:
 
     def close(self) -> None:
         """Free the MPI communicator."""
-        requests.free(self._comm)
+        self._watch.free(self._comm)
 
     def _sum_by_library(self, part: Tensor) -> None:
-        # Inside the library a rank that waits for a late one burns its core: meet asleep before.
-        met = requests.start(self._comm, self._comm.Ibarrier)
-        wait_request(met, self._watch, over=self._name)
+        # Not blocking: the library would keep a core busy, and wait without an end.
         for chunk in part.split(CHUNK_ELEMENTS):
-            self._comm.Allreduce(MPI.IN_PLACE, buffer_of(chunk))
+            arguments = MPI.IN_PLACE, buffer_of(chunk)
+            request = requests.start(self._comm, self._comm.Iallreduce, *arguments, memory=chunk)
+            wait_request(request, self._watch, over=self._name)
         self._library_bytes += part.numel() * part.itemsize

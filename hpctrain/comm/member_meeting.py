@@ -1,0 +1,94 @@
+"""Meeting of some ranks of a communicator, which may give up and try again; by messages.
+
+The first member collects the others and then lets all continue. A member that has given up must
+not count as present, though its message has been sent. So the first member asks each one that it
+has heard of, once all have come, and a member answers only while it waits.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from hpctrain.comm.rail.rail import MpiWire, Transfer
+    from hpctrain.comm.waiting import Watch
+
+Members = tuple[int, ...]
+_Message = list[int]
+"""Number of the member's attempt, and of the first member's; 0 before that has asked."""
+
+
+class MemberMeeting:
+    """The meetings of this rank with others of a communicator."""
+
+    def __init__(self) -> None:
+        self._num_attempts = Counter[tuple[Members, int]]()
+        self._heard: defaultdict[tuple[Members, int], dict[int, int]] = defaultdict(dict)
+        """By other member: its last attempt, for which it may still wait."""
+
+    def meet(self, wire: "MpiWire", watch: "Watch", members: Sequence[int], tag: int) -> None:
+        """Return when all ``members`` are here; ``wire`` and ``tag`` are of this meeting alone.
+
+        ``RankLostError`` if a wait of ``watch`` fails; the meeting can then be tried again.
+        """
+        key = tuple(members), tag
+        self._num_attempts[key] += 1
+        by_messages = _Messages(wire, watch, tag)
+        if wire.rank == members[0]:
+            self._collect(by_messages, members[1:], self._heard[key], self._num_attempts[key])
+        else:
+            self._come(by_messages, members[0], self._num_attempts[key])
+
+    def _collect(
+        self, messages: "_Messages", others: Sequence[int], heard: dict[int, int], attempt: int
+    ) -> None:
+        for other in others:
+            if other not in heard:
+                heard[other] = messages.receive(other)[0]
+        for other in others:
+            messages.send(other, [heard[other], attempt])
+        for other in others:
+            while (answer := messages.receive(other)) != [heard[other], attempt]:
+                if answer[0] > heard[other]:  # the member has given up and come again
+                    heard[other] = answer[0]
+                    messages.send(other, [heard[other], attempt])
+        for other in others:
+            messages.send(other, [heard.pop(other), attempt])
+
+    def _come(self, messages: "_Messages", first: int, attempt: int) -> None:
+        messages.send(first, [attempt, 0])
+        answered: _Message = []
+        while True:
+            message = messages.receive(first)
+            if message[0] != attempt:
+                continue
+            if message == answered:
+                return
+            answered = message
+            messages.send(first, answered)
+
+
+class _Messages:
+    """Pairs of numbers to and from other ranks."""
+
+    def __init__(self, wire: "MpiWire", watch: "Watch", tag: int) -> None:
+        self._wire, self._watch, self._tag = wire, watch, tag
+
+    def send(self, dest: int, message: _Message) -> None:
+        self._complete(self._wire.start_send(torch.tensor(message), dest, self._tag))
+
+    def receive(self, source: int) -> _Message:
+        into = torch.zeros(2, dtype=torch.int64)
+        self._complete(self._wire.start_receive(into, source, self._tag))
+        return [int(number) for number in into]
+
+    def _complete(self, transfer: "Transfer") -> None:
+        is_complete = partial(self._wire.is_finished, transfer)
+        try:
+            if not is_complete():
+                self._watch.wait(is_complete)  # any of the members may be missing
+        finally:
+            transfer.cancel()  # else a message of the next attempt would complete it

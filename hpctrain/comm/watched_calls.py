@@ -1,0 +1,169 @@
+"""Collectives of an MPI communicator that end by an error where a rank does not come.
+
+A blocking call of the library waits for a rank without an end. Each call here is nonblocking, and
+a ``Watch`` waits for it.
+"""
+
+import pickle
+import threading
+from array import array
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
+from typing import Any, TypeVar, cast
+
+from mpi4py import MPI
+
+from hpctrain.comm import requests
+from hpctrain.comm.mpi_library import calls_from_threads
+from hpctrain.comm.waiting import Watch, wait_request
+
+T = TypeVar("T")
+
+MESSAGE_BYTES = 1 << 30  # largest message: counts of MPI-3 are 32-bit
+
+
+class WatchedCalls:
+    """Collectives of ``comm``, of Python objects and of buffers; all ranks make the same calls."""
+
+    def __init__(self, comm: MPI.Intracomm, watch: Watch) -> None:
+        self.rank: int = comm.rank
+        self.size: int = comm.size
+        self._comm, self._watch = comm, watch
+
+    def run(
+        self, call: Callable[..., MPI.Request], *arguments: object, memory: object = None
+    ) -> None:
+        """Complete a nonblocking ``call`` of ``comm``; ``memory`` is what buffers are made of."""
+        request = requests.start(self._comm, call, *arguments, memory=memory)
+        wait_request(request, self._watch)
+        self._watch.confirm()
+
+    def block(self, call: Callable[[], T]) -> T:
+        """Return what a ``call`` returns that has no nonblocking form.
+
+        It runs on a thread, so that this one can end the wait; the thread then stays in the
+        library. Without threads in MPI, it runs here, where the caller has synchronized the ranks.
+        """
+        if not calls_from_threads():
+            return call()
+        found: list[T] = []
+        errors: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                found.append(call())
+            except BaseException as error:  # for the caller
+                errors.append(error)
+
+        thread = threading.Thread(target=run, name="hpctrain-mpi", daemon=True)
+        thread.start()
+        self._watch.wait(lambda: not thread.is_alive())
+        if errors:
+            raise errors[0]
+        return found[0]
+
+    def barrier(self) -> None:
+        """Return when all ranks are here."""
+        if self.size > 1:
+            self.run(self._comm.Ibarrier)
+
+    def duplicate(self) -> MPI.Intracomm:
+        """Return a duplicate of the communicator."""
+        made: list[MPI.Intracomm] = []
+
+        def start() -> MPI.Request:
+            duplicate, request = self._comm.Idup()
+            made.append(duplicate)
+            return request
+
+        wait_request(requests.start(self._comm, start), self._watch)
+        return made[0]
+
+    def split(self, color: int, key: int = 0) -> MPI.Intracomm | None:
+        """Return a communicator of the ranks of one ``color``, None for ``MPI.UNDEFINED``."""
+        self.barrier()  # asleep: the library keeps a core busy
+        made = self.block(lambda: self._comm.Split(color, key))
+        return None if made == MPI.COMM_NULL else cast("MPI.Intracomm", made)
+
+    def bcast(self, value: T, root: int = 0) -> T:
+        """Return the object of ``root``."""
+        mine = _Pickle(value) if self.rank == root else None
+        sizes = array("q", [len(mine.parts), *map(len, mine.parts)] if mine else [0])
+        num = sizes[:1]
+        self.run(self._comm.Ibcast, num, root)
+        sizes = sizes[1:] if mine else array("q", [0] * num[0])
+        self.run(self._comm.Ibcast, sizes, root)
+        parts = mine.parts if mine else [memoryview(bytearray(size)) for size in sizes]
+        for part in parts:
+            for piece in _pieces(part):
+                self.run(self._comm.Ibcast, [piece, MPI.BYTE], root)
+        return value if mine else _loaded(parts)
+
+    def allgather(self, value: T) -> list[T]:
+        """Return the objects of all ranks, by rank."""
+        if self.size == 1:
+            return [value]
+        mine = memoryview(pickle.dumps(value, pickle.HIGHEST_PROTOCOL))
+        sizes = array("q", [0] * self.size)
+        self.run(self._comm.Iallgather, array("q", [len(mine)]), sizes)
+        joined = memoryview(bytearray(sum(sizes)))
+        parts = _cut(joined, sizes)
+        if len(joined) <= MESSAGE_BYTES:
+            self.run(self._comm.Iallgatherv, [mine, MPI.BYTE], [joined, sizes.tolist(), MPI.BYTE])
+        else:
+            parts[self.rank][:] = mine
+            for rank, part in enumerate(parts):
+                for piece in _pieces(part):
+                    self.run(self._comm.Ibcast, [piece, MPI.BYTE], rank)
+        return [pickle.loads(part) for part in parts]  # noqa: S301 - by ranks of this job
+
+    def gather(self, value: T, root: int = 0) -> list[T] | None:
+        """Return the objects of all ranks, by rank, on ``root`` and None elsewhere."""
+        mine = memoryview(pickle.dumps(value, pickle.HIGHEST_PROTOCOL))
+        sizes = array("q", [0] * self.size)
+        self.run(self._comm.Iallgather, array("q", [len(mine)]), sizes)
+        if self.rank != root:
+            for piece in _pieces(mine):
+                self.run(self._comm.Isend, [piece, MPI.BYTE], root)
+            return None
+        found = []
+        for rank, size in enumerate(sizes):
+            part = mine if rank == root else memoryview(bytearray(size))
+            for piece in _pieces(part) if rank != root else ():
+                self.run(self._comm.Irecv, [piece, MPI.BYTE], rank)
+            found.append(pickle.loads(part))  # noqa: S301 - by ranks of this job
+        return found
+
+    def alltoall(self, values: Sequence[T]) -> list[T]:
+        """Send ``values[r]`` to rank r; return what the ranks have sent here; small objects."""
+        given = [pickle.dumps(value, pickle.HIGHEST_PROTOCOL) for value in values]
+        counts = array("i", map(len, given))
+        sizes = array("i", [0] * self.size)
+        self.run(self._comm.Ialltoall, counts, sizes)
+        joined = memoryview(bytearray(sum(sizes)))
+        outgoing = [b"".join(given), counts.tolist(), MPI.BYTE]
+        self.run(self._comm.Ialltoallv, outgoing, [joined, sizes.tolist(), MPI.BYTE])
+        return [pickle.loads(part) for part in _cut(joined, sizes)]  # noqa: S301
+
+
+class _Pickle:
+    """The bytes of an object; arrays and the like are not copied."""
+
+    def __init__(self, value: object) -> None:
+        buffers: list[pickle.PickleBuffer] = []
+        head = pickle.dumps(value, 5, buffer_callback=buffers.append)
+        self.parts = [memoryview(head), *(buffer.raw() for buffer in buffers)]
+
+
+def _loaded(parts: Sequence[memoryview]) -> Any:
+    return pickle.loads(parts[0], buffers=parts[1:])  # noqa: S301 - by a rank of this job
+
+
+def _cut(joined: memoryview, sizes: Sequence[int]) -> list[memoryview]:
+    bounds = pairwise(accumulate(sizes, initial=0))
+    return [joined[start:stop] for start, stop in bounds]
+
+
+def _pieces(part: memoryview) -> list[memoryview]:
+    starts = range(0, len(part), MESSAGE_BYTES)
+    return [part[start : start + MESSAGE_BYTES] for start in starts]
