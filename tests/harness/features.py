@@ -142,6 +142,7 @@ FEATURES: dict[str, Callable[[], str]] = {
     "h5dump": _program("h5dump"),
     "horovod": _horovod,
     "horovod-module": _module("horovod"),
+    "isal": _module("isal"),
     "lmod": lambda: "" if LMOD.exists() else "no Lmod: apt-get install lmod",
     "mcpu": _mcpu,
     "memory-cgroup": _memory_cgroup,
