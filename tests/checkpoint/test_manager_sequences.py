@@ -90,9 +90,7 @@ class Sequence:
         self.open()
 
     def open(self):
-        self.manager = Manager(
-            self.root, self.comm, keep=KEEP, guard=self.guard, **self.options
-        )
+        self.manager = Manager(self.root, self.comm, keep=KEEP, guard=self.guard, **self.options)
 
     def expect(self, raises, call, *args, **kwargs):
         if not raises:
