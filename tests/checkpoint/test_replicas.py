@@ -8,7 +8,7 @@ import torch
 
 from hpctrain.checkpoint import replicas
 from hpctrain.checkpoint.format.shard import Piece, Shard
-from hpctrain.checkpoint.format.state_hash import device_checksum, state_hash
+from hpctrain.checkpoint.format.state_hash import _MIX, device_checksum, state_hash
 from hpctrain.checkpoint.format.tensor_file import bytes_of
 from hpctrain.checkpoint.loading import load
 from hpctrain.checkpoint.manager import Manager
@@ -199,6 +199,15 @@ def test_the_checksum_of_a_device_is_of_every_bit_and_place():
     wide = torch.arange(60).reshape(3, 4, 5)
     for view in (wide.transpose(0, 2), wide[:, 1::2], wide[1], wide.expand(2, 3, 4, 5)):
         assert device_checksum(view) == device_checksum(view.contiguous())
+
+
+def test_no_two_values_of_an_element_have_one_checksum_on_a_device():
+    # Of all bits of the mixed value inverted: a shift that copies the sign would lose them.
+    inverse = pow(_MIX[1], -1, 1 << 64)
+    for value in (0, 1, -5, 1 << 40):
+        other = (-value - inverse + (1 << 63)) % (1 << 64) - (1 << 63)
+        pair = [device_checksum(torch.tensor([number])) for number in (value, other)]
+        assert pair[0] != pair[1]
 
 
 def test_the_checksum_of_a_device_does_not_depend_on_how_it_is_divided(monkeypatch):
