@@ -175,13 +175,7 @@ class Manager:
             require_equal(self._comm, call, "an argument of Manager.save", "pass the same values")
         if step == self._step and (self._has_score or not told):
             return
-        # A rank that fails here tells the others beside: nobody waits for the slowest copy.
-        taken: saving.Source | CheckpointError
-        try:
-            with explained(f"copy the state of step {step}"):
-                taken = self._taken(state, private or {}, source_rank)
-        except CheckpointError as error:
-            taken = error
+        taken = self._taken(step, state, private or {}, source_rank)
         contents = {"step": step, "facts": {**(facts or {}), **told}, "source_rank": source_rank}
         self._schedule.taken(step, began)
         self._step, self._has_score = step, bool(told)
@@ -266,14 +260,24 @@ class Manager:
         finally:
             self._beside.close()
 
-    def _taken(self, state: Any, private: Any, source_rank: int | None) -> saving.Source:
-        if self._beside.at_once:
-            return saving.Source.of(state, private, self._comm, source_rank)
-        saving.check_source(source_rank, self._comm.size)
-        of_state, of_private = self._snapshots
-        copy = of_state.take(state, source_rank)
-        checked = of_state.checksums, of_state.compare_s
-        return saving.Source(copy, of_private.take(private), *checked)
+    def _taken(
+        self, step: int, state: Any, private: Any, source_rank: int | None
+    ) -> saving.Source | CheckpointError:
+        """Return what to write, or the error, which the thread reports to the other ranks.
+
+        So no rank waits here for the slowest copy.
+        """
+        try:
+            with explained(f"copy the state of step {step}"):
+                if self._beside.at_once:
+                    return saving.Source.of(state, private, self._comm, source_rank)
+                saving.check_source(source_rank, self._comm.size)
+                of_state, of_private = self._snapshots
+                copy = of_state.take(state, source_rank)
+                checked = of_state.checksums, of_state.compare_s
+                return saving.Source(copy, of_private.take(private), *checked)
+        except CheckpointError as error:
+            return error
 
     def _write(
         self,

@@ -8,7 +8,7 @@ import torch
 
 from hpctrain.checkpoint import replicas
 from hpctrain.checkpoint.format.shard import Piece, Shard
-from hpctrain.checkpoint.format.state_hash import device_checksum, state_hash
+from hpctrain.checkpoint.format.state_hash import _MIX, device_checksum, state_hash
 from hpctrain.checkpoint.loading import load
 from hpctrain.checkpoint.manager import Manager
 from hpctrain.checkpoint.saving import save
@@ -80,28 +80,27 @@ def test_a_checkpoint_is_the_state_of_one_rank_or_an_error_on_all(
             if comm.rank == rank:
                 mine[odd] = other
         source = draw.choice([None, None, draw.randrange(comm.size)])
-        manager = Manager(root / str(number), comm, background=background)
-        manager.save(mine, 1, wait=False, source_rank=source) if background else None
-        error = None
+        folder, refusal = root / str(number), None
+        manager = Manager(folder, comm, background=background)
         try:
-            if not background:
-                save(root / str(number) / "step-00000001", mine, comm, step=1, source_rank=source)
-            manager.wait()
-        except CheckpointError as caught:
-            error = caught
-        if error is not None:
-            assert odd is not None
-            assert source is None
-            assert re.search(rf"1 of \d+ differ: {odd} \(rank.* differs from rank", str(error))
+            if background:
+                manager.save(mine, 1, source_rank=source)
+                manager.wait()
+            else:
+                save(folder / "step-00000001", mine, comm, step=1, source_rank=source)
+        except CheckpointError as error:
+            refusal = str(error)
+        manager.close()
+        if odd is not None and source is None:
+            assert re.search(rf"1 of \d+ differ: {odd} \(rank.* differs from rank", refusal)
             comm.barrier()  # rank 0 has removed what was written
-            assert not list((root / str(number)).glob("*"))
+            assert not list(folder.glob("*"))
             with_error += 1
         else:
-            assert odd is None or source is not None
+            assert refusal is None
             expected = comm.broadcast_object(mine, root=source or 0)
-            assert same(load(root / str(number) / "step-00000001", comm).state, expected)
-        manager.close()
-    assert 5 < with_error < 18
+            assert same(load(folder / "step-00000001", comm).state, expected)
+    assert 5 < with_error < 15
 
 
 @pytest.mark.ranks(2, 3, 4)
@@ -202,6 +201,15 @@ def test_the_checksum_of_a_device_is_of_every_bit_and_place():
     wide = torch.arange(60).reshape(3, 4, 5)
     for view in (wide.transpose(0, 2), wide[:, 1::2], wide[1], wide.expand(2, 3, 4, 5)):
         assert device_checksum(view) == device_checksum(view.contiguous())
+
+
+def test_no_two_values_of_an_element_have_one_checksum_on_a_device():
+    # Of all bits of the mixed value inverted: a shift that copies the sign would lose them.
+    inverse = pow(_MIX[1], -1, 1 << 64)
+    for value in (0, 1, -5, 1 << 40):
+        other = (-value - inverse + (1 << 63)) % (1 << 64) - (1 << 63)
+        pair = [device_checksum(torch.tensor([number])) for number in (value, other)]
+        assert pair[0] != pair[1]
 
 
 def test_the_checksum_of_a_device_does_not_depend_on_how_it_is_divided(monkeypatch):
