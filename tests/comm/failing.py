@@ -78,11 +78,16 @@ class Program:
         calls = [(luck.choice(kinds), numel, luck.randrange(size)) for numel in numels]
         if luck.random() < 0.5 and way not in ("interrupt", "raise"):
             calls = [one] * 5
-        nodes = [None, 1, 2] if size > 2 else [None, 1]
+        per_node = luck.choice([None, 1, 2] if size > 2 else [None, 1])
+        memory = "off" if luck.random() < 0.2 and caller != "steps" else "auto"
+        if per_node and memory == "auto" and not way.endswith("wait") and way != "late":
+            way += (
+                " in a wait"  # before it the call may not have begun, which nodes do not compare
+            )
         is_in_wait = way.endswith("wait")
         return Program(
-            *(seed, size, caller, luck.choice(nodes)),
-            "off" if luck.random() < 0.2 and caller != "steps" else "auto",
+            *(seed, size, caller, per_node),
+            memory,
             tuple(calls),
             luck.randrange(3),
             luck.randrange(size),
