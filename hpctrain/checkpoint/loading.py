@@ -24,12 +24,12 @@ from hpctrain.checkpoint.format.tensor_file import (
     BLOCK_BYTES,
     DTYPES,
     TensorFile,
-    bytes_of,
     opened,
 )
 from hpctrain.checkpoint.refusal import explained, printable
 from hpctrain.comm.agreement import agreed, on_root
 from hpctrain.comm.communicator import Communicator
+from hpctrain.comm.tensor_arguments import host_bytes
 from hpctrain.core.errors import CheckpointError
 
 _Stored = tuple[str, str, StoredPart]
@@ -143,7 +143,7 @@ def _private_tree(
     """Return what a rank had of its own, with these ``tensors`` in it."""
     text = _read(directory, {PRIVATE: records[PRIVATE]}, {})[PRIVATE]
     try:
-        skeleton = json.loads(bytes(bytes_of(text)))
+        skeleton = json.loads(bytes(host_bytes(text)))
     except (ValueError, RecursionError) as error:
         raise CheckpointError(
             f"checkpoint {directory} is damaged: what a rank had of its own is no JSON, {error}; "
@@ -196,14 +196,14 @@ def _read_part(file: TensorFile, name: str, part: StoredPart, target: Piece) -> 
     assert common
     place = target.tensor[target.shard.slices(common)]
     if common == part.shard and place.is_contiguous():
-        file.read_into(name, 0, bytes_of(place), part.crcs)
+        file.read_into(name, 0, host_bytes(place), part.crcs)
         return
     itemsize = place.itemsize
     start, stop = part.shard.span(common)
     first = start * itemsize // BLOCK_BYTES * BLOCK_BYTES
     last = min(-(-stop * itemsize // BLOCK_BYTES) * BLOCK_BYTES, part.shard.numel * itemsize)
     around = torch.empty((last - first) // itemsize, dtype=place.dtype)
-    file.read_into(name, first, bytes_of(around), part.crcs)
+    file.read_into(name, first, host_bytes(around), part.crcs)
     strides = torch.empty(part.shard.shape, device="meta").stride()
     place.copy_(around.as_strided(common.shape, strides, start - first // itemsize))
 

@@ -8,6 +8,7 @@ import cloudpickle  # type: ignore[import-untyped]
 import torch
 from torch import Tensor
 
+from hpctrain.comm.tensor_arguments import host_bytes
 from hpctrain.core.errors import HorovodInternalError
 from hpctrain.negotiation.request import Kind, Request
 from hpctrain.runtime.process_sets import ProcessSet, global_process_set, in_set
@@ -79,7 +80,7 @@ def allgather_object(
     data, failure = _pickled(obj)
     controller = current().sets.controller(process_set)
     request = Request(Kind.ALLGATHER, f"allgather.{name or 'object'}", [_framed(data)])
-    gathered = _bytes_of(controller.run(request)[0])
+    gathered = host_bytes(controller.run(request)[0])
     pieces: list[memoryview] = []
     while gathered.nbytes:
         pieces.append(_content(gathered))
@@ -110,10 +111,6 @@ def _framed(data: bytes, num_bytes: int = 0) -> Tensor:
     return torch.frombuffer(frame.ljust(num_bytes, b"\0"), dtype=torch.uint8)
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
-    return tensor.numpy().data
-
-
 def _length(frame: memoryview) -> int:
     return int.from_bytes(frame[:_LENGTH_BYTES], "little")
 
@@ -133,12 +130,12 @@ def _broadcast_bytes(
         controller.run(Request(kind, f"{name}.{which}", [part], in_place=True, root=root))
 
     send(whole[:FIRST_BYTES], "first")
-    num_bytes = _LENGTH_BYTES + _length(_bytes_of(whole))
+    num_bytes = _LENGTH_BYTES + _length(host_bytes(whole))
     if num_bytes > FIRST_BYTES:
         if len(whole) < num_bytes:
             whole = torch.cat([whole, torch.empty(num_bytes - FIRST_BYTES, dtype=torch.uint8)])
         send(whole[FIRST_BYTES:num_bytes], "rest")
-    return _content(_bytes_of(whole))
+    return _content(host_bytes(whole))
 
 
 def broadcast_tensors_(

@@ -23,15 +23,32 @@ ctypes.pythonapi.Py_IncRef(ctypes.py_object(_pending))
 
 
 class MpiRequest:
-    """An operation that ``start`` has started, and the memory that it reads or writes."""
+    """An operation in flight, and the memory that it reads or writes."""
 
     __slots__ = ("_call", "_comm", "_memory", "_request")
 
     def __init__(
-        self, comm: MPI.Comm, call: Callable[..., MPI.Request], memory: tuple[object, ...]
+        self,
+        comm: MPI.Comm,
+        call: Callable[..., MPI.Request],
+        *arguments: object,
+        memory: object = None,
     ) -> None:
-        self._comm, self._call, self._memory = comm, call, memory
+        """Start a nonblocking operation of ``comm`` by ``call(*arguments)``.
+
+        The arguments, and ``memory`` if they give only an address, exist until the operation is
+        complete, whether or not the caller waits for it.
+        """
+        self._comm, self._call, self._memory = comm, call, (arguments, memory)
         self._request: MPI.Request | None = None
+        _pending.add(self)  # before the start: an interrupt may arrive during the call
+        if not len(_pending) % _SWEEP:
+            _sweep()
+        try:
+            self._request = call(*arguments)
+        except MPI.Exception:  # the library has started nothing
+            _pending.discard(self)
+            raise
 
     def Test(self, status: MPI.Status | None = None) -> bool:  # noqa: N802 - the name in MPI
         """Return True if the operation is complete, without waiting. Not collective.
@@ -43,10 +60,14 @@ class MpiRequest:
         if request is None:  # an interrupt came before the handle was stored
             return False
         try:
-            return request.Test(status)
-        finally:
-            if not request:  # complete, with or without an error
+            is_complete = request.Test(status)
+        except MPI.Exception:
+            if not request:  # complete, with an error
                 _pending.discard(self)
+            raise
+        if is_complete:
+            _pending.discard(self)
+        return is_complete
 
     def cancel(self) -> None:
         """Withdraw a receive that no message has matched; other operations are not changed."""
@@ -55,24 +76,8 @@ class MpiRequest:
             self.Test()
 
 
-def start(
-    comm: MPI.Comm, call: Callable[..., MPI.Request], *arguments: object, memory: object = None
-) -> MpiRequest:
-    """Start a nonblocking operation of ``comm`` by ``call(*arguments)``.
-
-    The arguments, and ``memory`` if they give only an address, exist until the operation is
-    complete, whether or not the caller waits for it.
-    """
-    operation = MpiRequest(comm, call, (*arguments, memory))
-    _pending.add(operation)  # before the start: an interrupt may arrive during the call
-    if not len(_pending) % _SWEEP:
-        _sweep()
-    try:
-        operation._request = call(*arguments)  # noqa: SLF001 - of this module
-    except MPI.Exception:  # the library has started nothing
-        _pending.discard(operation)
-        raise
-    return operation
+start = MpiRequest
+"""One call instead of two: small operations take a few microseconds."""
 
 
 def _sweep() -> None:

@@ -57,7 +57,7 @@ class SerialCommunicator(Communicator):
     ) -> Tensor:
         """Scale a flat copy: the only part is all of it."""
         part_numels(tensor.numel(), 1, numels)
-        return self.allreduce(tensor, op=op, scale=scale).view(-1)
+        return flat_of(self.allreduce(tensor, op=op, scale=scale))
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Return a copy."""

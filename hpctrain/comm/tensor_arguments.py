@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.core.errors import CommError
+from hpctrain.core.libc import memory_at
 
 
 def check_tensor(tensor: Tensor) -> None:
@@ -79,6 +80,21 @@ def flat_of(tensor: Tensor) -> Tensor:
     dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
     # Not view(-1): of fewer than two elements it keeps any stride, which has no view as lanes.
     return dense.as_strided((dense.numel(),), (1,))
+
+
+def host_bytes(tensor: Tensor) -> memoryview:
+    """Return the bytes of the elements of a tensor, in row-major order, in host memory.
+
+    They are the memory of the tensor, and writable, where that is contiguous and on the host;
+    else a copy. The memory exists as long as the result does, and unlike that of
+    ``Tensor.numpy`` its storage may still be resized afterwards, as FSDP does.
+    """
+    flat = flat_of(tensor).cpu()
+    if not flat.numel():
+        return memoryview(bytearray())
+    memory = memory_at(flat.data_ptr(), flat.nbytes)
+    memory.owner = flat  # type: ignore[attr-defined]
+    return memoryview(memory).cast("B")
 
 
 @contextmanager

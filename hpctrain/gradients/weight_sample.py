@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from hpctrain.comm.device import device_of
+from hpctrain.comm.tensor_arguments import host_bytes
 from hpctrain.core.checksum import crc32
 from hpctrain.gradients.sparse_gradients import writes_of
 
@@ -47,7 +48,7 @@ class WeightSample:
         _, sample, there = copied
         if not there.query():  # it has left before the forward pass, as a rule
             there.synchronize()
-        return crc32(sample.numpy().tobytes())
+        return crc32(host_bytes(sample))
 
     def by_name(self, step: int) -> dict[str, str]:
         """Return, for people, the checksum of each parameter that is looked at in this step."""
@@ -127,11 +128,12 @@ def _bytes_in(parameter: Tensor) -> Tensor:
 
 def _is_dense(parameter: Tensor) -> bool:
     """Say whether its elements lie in memory without gaps and overlaps."""
-    return torch.empty_like(parameter, device="meta").stride() == parameter.stride()
+    # The former holds for any stride of a dimension of size one, the latter for channels last.
+    like = torch.empty_like(parameter, device="meta")
+    return parameter.is_contiguous() or like.stride() == parameter.stride()
 
 
 def checksum_of(tensor: Tensor, total: int = 0) -> int:
     """Go on with a checksum by the elements of a tensor, in order."""
-    dense = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
-    flat = dense.resolve_conj().resolve_neg().cpu().contiguous().view(-1)
-    return crc32(flat.view(torch.uint8).numpy().tobytes(), total)
+    dense = tensor.detach().to_dense() if tensor.is_sparse else tensor
+    return crc32(host_bytes(dense), total)

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import scaled_dot_product_attention, softmax
 from torch.overrides import TorchFunctionMode
 
+from hpctrain.comm.tensor_arguments import host_bytes
 from hpctrain.core.errors import ConfigError
 from hpctrain.parallel.parts import require_alike
 
@@ -129,6 +130,6 @@ class _WholeAttention(TorchFunctionMode):
 def _state(device_type: str) -> bytes:
     """Return what the next random numbers come from."""
     if device_type == "cpu":
-        return torch.get_rng_state().numpy().tobytes()
+        return bytes(host_bytes(torch.get_rng_state()))
     state: Tensor = torch.get_device_module(device_type).get_rng_state()
-    return torch.get_rng_state().numpy().tobytes() + state.cpu().numpy().tobytes()
+    return b"".join(map(host_bytes, (torch.get_rng_state(), state)))

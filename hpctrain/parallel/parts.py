@@ -1,6 +1,5 @@
 """What ranks of a mesh have of tensors and models, and tell each other of it."""
 
-import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
@@ -13,6 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from hpctrain.comm.agreement import require_equal_by
+from hpctrain.comm.tensor_arguments import host_bytes
+from hpctrain.core.checksum import crc32
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.target import hint
 
@@ -54,9 +55,7 @@ def form_of(model: nn.Module) -> list[str]:
 
 def digest(tensor: Tensor) -> str:
     """Say in short what a tensor is, and what it holds."""
-    flat = tensor.detach().cpu().flatten().contiguous()
-    code = zlib.crc32(flat.view(torch.uint8).numpy().data) if flat.numel() else 0
-    return f"{tuple(tensor.shape)} {tensor.dtype}, crc32 {code:08x}"
+    return f"{tuple(tensor.shape)} {tensor.dtype}, crc32 {crc32(host_bytes(tensor)):08x}"
 
 
 def names_like(pattern: str, names: Iterable[str], *, same_depth: bool = False) -> list[str]:

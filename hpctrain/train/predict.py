@@ -126,7 +126,7 @@ def _output(task: Task, batch: Batch) -> NDArray[Any] | None:
             f"predictions are a tensor with a row for each of {batch.num_samples} samples, the "
             f"model returned {what}; let it do so after eval()"
         )
-    found: NDArray[Any] = output.contiguous().cpu().numpy()
+    found: NDArray[Any] = output.contiguous().numpy(force=True)
     return found
 
 

@@ -154,6 +154,29 @@ def test_groups_are_messages(hvd):
 
 
 @MANY
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"op": "Adasum"}, {"compression": "fp16"}, {"compression": "int8"}, {"shard": "node"}],
+    ids=str,
+)
+def test_a_parameter_of_one_element_may_have_any_stride(hvd, options):
+    model = nn.Module()
+    model.weight = weight = nn.Parameter(torch.zeros(1, 2)[:, 0])
+    assert weight.is_contiguous()
+    assert weight.stride() == (2,)
+    named = {k: getattr(hvd, v) if k == "op" else v for k, v in options.items()}
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=0.1), **named)
+    for _ in range(2):
+        optimizer.zero_grad()
+        (weight.sum() * (1.0 + hvd.rank())).backward()
+        optimizer.step()
+    if "op" not in options:
+        mean = (1 + hvd.size()) / 2
+        assert weight.item() == pytest.approx(-0.2 * mean, rel=0.02)
+    hvd.check_replicas(model, optimizer)
+
+
+@MANY
 def test_a_process_set_averages_among_its_ranks_only(hvd):
     inside = hvd.rank() > 0
     some = hvd.add_process_set(range(1, hvd.size()))

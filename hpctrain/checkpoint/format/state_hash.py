@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm.communicator import Communicator
+from hpctrain.comm.tensor_arguments import host_bytes
 from hpctrain.core.errors import CheckpointError
-from hpctrain.core.libc import memory_at
 
 _PIECE_BYTES = 64 << 20
 """What is copied at once from a device, or from memory that is not contiguous."""
@@ -115,21 +115,17 @@ def _digest(path: str, value: Any) -> bytes:
     if isinstance(value, Tensor):
         found = hashlib.sha256(repr((path, str(value.dtype), tuple(value.shape))).encode())
         for piece in _pieces(value.detach()):
-            found.update(memory_at(piece.data_ptr(), piece.numel()))
+            found.update(piece)
         return found.digest()
     plain = value.hex() if isinstance(value, float) else value
     return hashlib.sha256(repr((path, type(value).__name__, plain)).encode()).digest()
 
 
-def _pieces(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the bytes of a tensor in the order of its elements, on the CPU."""
-    if tensor.numel() == 0:
-        return
-    if tensor.is_cpu and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
-        yield tensor.view(-1).view(torch.uint8)
-        return
-    if tensor.dim() > 1 and tensor.nbytes > _PIECE_BYTES:
+def _pieces(tensor: Tensor) -> Iterator[memoryview]:
+    """Yield the bytes of a tensor in the order of its elements."""
+    is_copied = not (tensor.is_cpu and tensor.is_contiguous())
+    if is_copied and tensor.dim() > 1 and tensor.nbytes > _PIECE_BYTES:
         for part in tensor:
             yield from _pieces(part)
-        return
-    yield tensor.cpu().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+    else:
+        yield host_bytes(tensor)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.checkpoint.refusal import damaged
-from hpctrain.comm.tensor_arguments import flat_of, name_of
+from hpctrain.comm.tensor_arguments import host_bytes, name_of
 from hpctrain.core.checksum import crc32
 from hpctrain.core.errors import CheckpointError
 from hpctrain.core.units import MIB
@@ -57,11 +57,6 @@ def check_storable(path: str, tensor: Tensor) -> None:
         )
 
 
-def bytes_of(tensor: Tensor) -> memoryview:
-    """Return the bytes of a tensor, in row-major order; a view where it lies so on the host."""
-    return memoryview(flat_of(tensor).cpu().view(torch.uint8).numpy().data)
-
-
 def write(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
     """Write a new file; return the crc32 of each block by name, when it is on disk.
 
@@ -98,7 +93,7 @@ def stored_as(dtype: str, shape: Sequence[int]) -> tuple[str, list[int]]:
 
 
 def _write_blocks(descriptor: int, tensor: Tensor) -> list[int]:
-    data, crcs = bytes_of(tensor), []
+    data, crcs = host_bytes(tensor), []
     for start in range(0, len(data), BLOCK_BYTES):
         block = data[start : start + BLOCK_BYTES]
         crcs.append(crc32(block))
