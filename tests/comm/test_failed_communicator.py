@@ -76,3 +76,23 @@ def test_a_member_that_has_given_up_does_not_count_as_present(world):
         world.Barrier()
         assert time.monotonic() - start < 60
         dist.barrier()
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_group_that_has_failed_can_be_destroyed_and_made_again(world):
+    with started():
+        ranks = range(dist.get_world_size())
+        group = dist.new_group(ranks, timeout=timedelta(seconds=0.5))
+        world.Barrier()
+        if dist.get_rank() == 0:
+            with pytest.raises(RankLostError):
+                dist.all_reduce(torch.ones(3), group=group)
+        world.Barrier()
+        if dist.get_rank() > 0:
+            with pytest.raises(RankLostError, match="failed on rank 0"):
+                dist.all_reduce(torch.ones(3), group=group)
+        world.Barrier()
+        dist.destroy_process_group(group)
+        again, out = dist.new_group(ranks), torch.ones(3)
+        dist.all_reduce(out, group=again)
+        assert out.tolist() == [dist.get_world_size()] * 3
