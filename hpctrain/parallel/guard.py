@@ -1,6 +1,7 @@
 """Comparison, before each forward and step, of what ranks that share a model must do alike."""
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -44,6 +45,8 @@ _RULES = {
     "it, its gradient and requires_grad on all of them",
     "pattern": "ranks of a pipeline must clear and clip gradients alike, but differ in {}; call "
     "zero_grad() and clip on all ranks, and set learning rates to scale single layers",
+    "taken": "ranks of a pipeline must step equally often, but differ in {}; call step() once for "
+    "each Pipeline.step() on all ranks",
     "stages": "ranks of a pipeline must change settings of the optimizer alike, but differ in {}; "
     "set the same on all ranks",
     "writes": "ranks must write to parameters alike, but differ in {}; write on all ranks, or to "
@@ -61,8 +64,7 @@ _RULES = {
 _FAULTS = ("", *_RULES)
 _HEAD = 4  # words before those of facts: a fault, ``is_new``, what one axis alone compares
 _SAME = ("trained", "settings", "gradients", "writes")
-"""Of ranks that have the same parameters, or parts of them; stages have others."""
-_UNTIL_AVERAGED = ("pattern", "gradients")
+"""Of ranks that have the same parameters, or parts of them. They come last, before flags."""
 
 Shared = Sequence[tuple[str, nn.Parameter | None]]
 """Each weight that several stages have: name and parameter, which is None on other ranks."""
@@ -86,6 +88,17 @@ class _Layout(NamedTuple):
     watched: Named
     """Those that the ranks of all axes but stages have, in whole or in part."""
 
+    def in_order(self) -> Iterator[_Axis]:
+        """Yield the axes but stages, so that every rank learns of every difference.
+
+        Values of replicas are compared along one axis alone, so what a later one has found goes
+        along the earlier ones once more.
+        """
+        first = [axis for axis in self.axes if axis.replicated]
+        yield from first
+        yield from first[:-1]
+        yield from (axis for axis in self.axes if not (axis.replicated or axis.is_stages))
+
 
 class Guard:
     """Compares what ranks do with a model, before each forward in training and each step.
@@ -102,15 +115,18 @@ class Guard:
         shared: Callable[[], Shared] = lambda: (),
     ) -> None:
         """Watch a model, and every optimizer of its parameters."""
-        self.replicas: list[tuple[Any, str]] = []
-        """Groups, with a type of device, that have the same plain parameters and average their
-        gradients before a step."""
+        self.replicas: list[tuple[Any, str, bool]] = []
+        """Groups that have the same plain parameters: their type of device, and whether each rank
+        has gradients of its own until they are averaged before a step."""
         self.num_flags = 0  # numbers that every ``compare`` takes the maximum of
+        self.do_all_step = True
+        """Whether each rank of a pipeline has parameters to step, and compares what it steps."""
         self._model, self._stages, self._shared = weakref.ref(model), stages, shared
         self._check_weights = Settings.from_env().check_weights
         self._numbers = weakref.WeakKeyDictionary[Optimizer, tuple[int, int]]()
         self._are_uniform: dict[int, bool] = {}  # of an optimizer: whether stages began alike
         self._num_steps, self._is_queued = 0, False
+        self._taken = Counter[int]()  # steps of each optimizer since the last forward
         self._devices: dict[Any, str] = {}  # of the groups of all parameters so far
         self.refresh()
         self._handles: list[Any] = [
@@ -161,32 +177,60 @@ class Guard:
         Returns:
             The maxima of ``flags``, of ``is_new`` over all ranks, and whether ``batch`` differs.
         """
-        self._num_steps += what >= STEP
         layout = self._now()
+        self._count(what)
         facts = self._facts(what, optimizer, layout)
-        names, fault, batch_differs = list(facts), 0, False
         words = [0, is_new, *pairs([None, *facts.values()])]
         words += [*flags, *[0] * (self.num_flags - len(flags))]
-        is_first, is_uniform = what >= STEP and what - STEP not in self._are_uniform, True
-        for axis in _in_order(layout.axes):
-            own = batch if axis.is_stages else self._checksum(axis, what)
-            hidden = _UNTIL_AVERAGED if axis.is_averaged and what < STEP else ()
-            words[0], words[2:4] = fault, pairs([own])
-            words = _most(words, axis, names, hidden)
-            found = [name for i, name in enumerate(names) if differ(words[_HEAD + 2 * i :][:2])]
-            if is_first and "stages" in found:
-                found.remove("stages")
-                is_uniform = False
-            if differ(words[2:4]):
-                batch_differs = axis.is_stages
-                found += ["contents"] * (not axis.is_stages and self._is_error(axis))
-            fault = max([words[0], *(_FAULTS.index(name.split()[0]) for name in found)])
-        if fault:
-            self._raise(_FAULTS[fault], what, optimizer)
-        if is_first:
-            self._are_uniform[what - STEP] = is_uniform
-        maxima = words[_HEAD + 2 * len(names) :]
+        for axis in layout.in_order():
+            own = self._checksum(axis, what)
+            words = self._exchanged(words, axis, [*facts], what, own)
+        stages = [axis for axis in layout.axes if axis.is_stages]
+        compares = what < STEP or (self.do_all_step and self._taken.total() == 1)
+        batch_differs = False
+        for axis in stages if compares or words[0] else ():
+            words = self._exchanged(words, axis, [*facts], what, batch)
+            batch_differs = differ(words[2:4])
+            if "tied 0" in facts and what >= STEP and _FAULTS[words[0]] != "what":
+                for other in layout.in_order():  # which do not compare what stages share
+                    words = self._exchanged(words, other, [*facts], what, None)
+        if words[0]:
+            self._raise(_FAULTS[words[0]], what, optimizer)
+        if what < STEP:
+            self._taken.clear()
+        elif stages and compares:
+            self._are_uniform.setdefault(what - STEP, True)
+        maxima = words[_HEAD + 2 * len(facts) :]
         return [*maxima[: len(flags)], words[1], int(batch_differs)]
+
+    def _count(self, what: int) -> None:
+        if what >= STEP:
+            self._num_steps += 1
+            self._taken[what - STEP] += 1
+
+    def _exchanged(
+        self, words: list[int], axis: _Axis, names: Sequence[str], what: int, own: int | None
+    ) -> list[int]:
+        """Return the words of all ranks of an axis, and what they differ in. Collective over it.
+
+        Other stages do not hear of ``_SAME`` and the flags, other ranks not of ``hidden`` facts.
+        """
+        hidden = [] if axis.is_stages else [name for name in names if name.startswith("tied")]
+        hidden += ["gradients"] * (axis.is_averaged and what < STEP)
+        kept = {_HEAD + 2 * names.index(name) + i for name in hidden for i in (0, 1)}
+        end = _HEAD + 2 * (len(names) - len(_SAME)) if axis.is_stages else len(words)
+        words[2:4] = pairs([own])
+        most = _most([NOTHING if i in kept else word for i, word in enumerate(words[:end])], axis)
+        words = [words[i] if i in kept else word for i, word in enumerate(most)] + words[end:]
+        found = [name for i, name in enumerate(names) if differ(words[_HEAD + 2 * i :][:2])]
+        if "stages" in found and not self._are_uniform.get(what - STEP):
+            found.remove("stages")
+            if axis.is_stages:
+                self._are_uniform[what - STEP] = False
+        if differ(words[2:4]) and not axis.is_stages and self._is_error(axis):
+            found.append("contents")
+        words[0] = max([words[0], *(_FAULTS.index(name.split()[0]) for name in found)])
+        return words
 
     def _facts(
         self, what: int, optimizer: Optimizer | None, layout: _Layout
@@ -196,7 +240,8 @@ class Guard:
         return {
             "what": what,
             "stages": settings if self._are_uniform.get(what - STEP, True) else None,
-            "pattern": self._pattern(layout),
+            "pattern": self._pattern(layout, what),
+            "taken": max(self._taken.values(), default=None) if what < STEP else None,
             **{f"tied {i}": self._of_shared(p, what) for i, (_, p) in enumerate(self._shared())},
             "trained": crc([p.requires_grad for _, p in layout.named]),
             "settings": settings,
@@ -204,9 +249,10 @@ class Guard:
             "writes": crc(writes_of(layout.watched)),
         }
 
-    def _pattern(self, layout: _Layout) -> int | None:
+    def _pattern(self, layout: _Layout, what: int) -> int | None:
         """Return the state of all gradients of this stage; None where they have several."""
-        if self._stages is None:
+        is_too_early = what < STEP and any(axis.is_averaged for axis in layout.axes)
+        if self._stages is None or is_too_early:
             return None
         states = {*states_of([p for _, p in layout.named if p.requires_grad])}
         return states.pop() if len(states) == 1 else None
@@ -242,12 +288,12 @@ class Guard:
 
     def _raise(self, fault: str, what: int, optimizer: Optimizer | None) -> None:
         """Raise on all ranks what the ranks of some axis differ in. Collective."""
-        layout, text = self._now(), ""
-        axes = [a for a in layout.axes if not (a.is_stages and fault in (*_SAME, "contents"))]
+        text, axes = "", self._layout.axes
         for axis in axes:
-            mine = self._texts(fault, what, optimizer, axis)
-            text = _difference(mine, axis) or text
-        for axis in layout.axes:
+            if axis.is_stages != (fault in (*_SAME, "contents")) or fault == "what":
+                mine = self._texts(fault, what, optimizer, axis)
+                text = _difference(mine, axis) or text
+        for axis in axes:
             text = next(filter(None, _gathered(text, axis)), "")
         raise MismatchError(_RULES[fault].format(text))
 
@@ -258,6 +304,8 @@ class Guard:
         if fault == "what":
             step = f"step() of optimizer {what - STEP}"
             return {"the call": ("forward", "evaluation", step)[min(what, STEP)]}
+        if fault == "taken":
+            return {"steps": str(max(self._taken.values()))} if self._taken else {}
         if fault == "contents":
             return self._sample(axis).by_name(self._num_steps)
         if fault == "tied":
@@ -304,7 +352,10 @@ class Guard:
                 if isinstance(placement, Replicate):
                     replicated.setdefault(group, []).append((name, p))
         axes = [_Axis(g, device, replicated.get(g, ())) for g, device in self._devices.items()]
-        axes += [_Axis(group, device, named, is_averaged=True) for group, device in self.replicas]
+        axes += [
+            _Axis(group, device, named, is_averaged=is_averaged)
+            for group, device, is_averaged in self.replicas
+        ]
         axes.sort(key=lambda axis: not axis.replicated)
         wanted = {*self._devices}
         watched = [
@@ -338,7 +389,10 @@ class Guard:
         if not hasattr(optimizer, "_gradients") and self._number_of(optimizer) is not None:
             self.before_step(optimizer)
 
-    def _before_forward(self, *_: object) -> None:
+    def _before_forward(self, module: nn.Module, _: object) -> None:
+        # Before FSDP gathers parameters, though fully_shard() may have come later.
+        hooks: Any = module._forward_pre_hooks  # noqa: SLF001
+        hooks.move_to_end(self._handles[1].id, last=False)
         # A backward that calculates forward again is one already compared.
         is_backward = torch._C._current_graph_task_id() != -1  # noqa: SLF001 - no public name
         if torch.is_grad_enabled() and not is_backward and self._model() is not None:
@@ -386,36 +440,11 @@ def release(model: nn.Module) -> int:
     return max((guard.num_flags for guard in guards), default=0)
 
 
-def _in_order(axes: Sequence[_Axis]) -> Iterator[_Axis]:
-    """Yield the axes along which words go so that every rank learns of every difference.
-
-    Checksums of replicas are compared along one axis alone, so what the second one has found goes
-    along the first one once more.
-    """
-    first = [axis for axis in axes if axis.replicated]
-    yield from first
-    yield from first[:-1]
-    yield from (axis for axis in axes if not axis.replicated)
-
-
-def _most(
-    words: Sequence[int], axis: _Axis, names: Sequence[str], hidden: Sequence[str]
-) -> list[int]:
-    """Return the maximum of each word over the ranks of an axis. Collective over it.
-
-    Stages send the first ones alone. Of facts that are ``hidden`` from other ranks nothing is
-    changed.
-    """
-    end = _HEAD + 2 * (len(names) - len(_SAME)) if axis.is_stages else len(words)
-    sent = torch.tensor(words[:end], dtype=torch.int64)
-    places = [_HEAD + 2 * names.index(fact) for fact in hidden]
-    for place in places:
-        sent[place : place + 2] = NOTHING
-    there = sent.to(axis.device)
+def _most(words: Sequence[int], axis: _Axis) -> list[int]:
+    """Return the maximum of each word over the ranks of an axis. Collective over it."""
+    there = torch.tensor(words, dtype=torch.int64, device=axis.device)
     dist.all_reduce(there, dist.ReduceOp.MAX, group=axis.group)
-    found = [*there.tolist(), *words[end:]]
-    for place in places:
-        found[place : place + 2] = words[place : place + 2]
+    found: list[int] = there.tolist()
     return found
 
 

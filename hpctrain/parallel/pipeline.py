@@ -149,7 +149,7 @@ class Pipeline:
             guard.num_flags = max(guard.num_flags, release(chain))
             chain._guard = guard  # type: ignore[assignment]  # noqa: SLF001
         groups = {one.process_group for one in wrapped if isinstance(one, DistributedDataParallel)}
-        guard.replicas = [(group, self._device.type) for group in groups]
+        guard.replicas = [(group, self._device.type, False) for group in groups]
         guard.refresh()
 
     def _shared_weights(self) -> list[tuple[str, nn.Parameter | None]]:
@@ -169,6 +169,7 @@ class Pipeline:
         named = self.model.named_parameters(remove_duplicate=False)
         found = gathered({name: p.requires_grad for name, p in named}, self._mesh)
         trained = {name: trains for of_rank in found for name, trains in of_rank.items()}
+        self._guard.do_all_step = all(any(of_rank.values()) for of_rank in found)
         for places in self._shared:
             if len({trained[name] for _, name in places}) > 1:
                 words = (f"{name} {('frozen', 'trained')[trained[name]]}" for _, name in places)

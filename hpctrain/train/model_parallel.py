@@ -151,7 +151,7 @@ class ModelParallel:
         guard = guard_of(self.model) if has_one else guarded(self.model)
         if not self.config.zero:
             group, device = self._averaging.get_group(), self._averaging.device_type
-            guard.replicas.append((group, device))
+            guard.replicas.append((group, device, True))
             guard.refresh()
         return guard
 
