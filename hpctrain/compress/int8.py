@@ -1,22 +1,38 @@
 """Gradients of 8 bits: blocks of values, each with a scale and a smallest value."""
 
+from enum import IntEnum
+
 import torch
 from torch import Tensor
 
 from hpctrain.compress.codec import require_count, require_flag
-from hpctrain.compress.quantized import Quantized
+from hpctrain.compress.quantized import Quantized, is_finite
 from hpctrain.compress.rail_codec import CodedShare
 
 _CHUNK = 1 << 18  # values that are worked on while they lie in the cache
 _HEAD = 8  # bytes of a block beside those of its values: its step and its smallest
-_LEAST_STEP, _LARGER = 1e-7, 2.0**64
+_LEAST_STEP = 1e-7
+_FACTORS = 2.0**64, 2.0**120
+"""Of blocks whose steps are smaller, and of those that are still too small times the first one."""
+_QUARTER = 0.25
+"""Of values of which the largest minus the smallest exceeds the range of float32."""
+
+
+class _Kind(IntEnum):
+    """The last byte of a packet."""
+
+    PLAIN = 0
+    NOT_FINITE = 1
+    QUARTERED = 2
+    """The blocks are of a quarter of the values."""
 
 
 class Int8Blocks:
     """The format of one byte per value, and eight per block.
 
     A value is rounded to the nearest of 256 between the smallest and the largest of its block.
-    Values of which one is not finite are NaN.
+    Values of which one is not finite are NaN. Steps below 1e-45 are 0: such a block is its
+    smallest value.
     """
 
     def __init__(self, unit: int) -> None:
@@ -28,24 +44,34 @@ class Int8Blocks:
         return 1 + numel + _HEAD * -(-numel // self.unit)
 
     def pack(self, share: CodedShare, piece: slice, values: Tensor) -> Tensor:
-        """Return whether something is not finite behind all blocks."""
+        """Return one of ``_Kind`` behind all blocks."""
         packet = torch.empty(self.num_bytes(share, piece), dtype=torch.uint8)
-        zeros, is_finite = torch.zeros(min(values.numel(), max(_CHUNK, self.unit))), True
+        kind = _Kind.PLAIN
         for chunk, packed in self._chunks(values, packet):
             part = chunk.float()
-            packed.copy_(_packed(part))
-            # 0 times what is not finite is NaN; a sum takes thrice as long, and may overflow.
-            is_finite &= not torch.dot(part.view(-1), zeros[: part.numel()])
-        packet[-1] = not is_finite
+            coded = _packed(part)
+            packed.copy_(coded)
+            if not is_finite(part):
+                kind = _Kind.NOT_FINITE
+            elif not kind and not _heads_of(coded)[:, 0].isfinite().all():
+                kind = _Kind.QUARTERED
+        if kind is _Kind.QUARTERED:
+            for chunk, packed in self._chunks(values, packet):
+                packed.copy_(_packed(chunk.float() * _QUARTER))
+        packet[-1] = kind
         return packet
 
     def unpack(self, share: CodedShare, piece: slice, packet: Tensor, out: Tensor) -> None:  # noqa: ARG002
         """Write the rounded values, or NaN."""
-        if packet[-1]:
+        kind = _Kind(int(packet[-1]))
+        if kind is _Kind.NOT_FINITE:
             out.fill_(torch.nan)
             return
         for chunk, packed in self._chunks(out, packet):
             chunk.copy_(torch.ops.quantized.embedding_bag_byte_unpack(packed))
+        if kind is _Kind.QUARTERED:
+            largest = torch.finfo(torch.float32).max * _QUARTER
+            out.clamp_(-largest, largest).div_(_QUARTER)
 
     def _chunks(self, values: Tensor, packet: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Return pieces of values in rows of a block, and the bytes of each row."""
@@ -62,11 +88,14 @@ class Int8Blocks:
 def _packed(blocks: Tensor) -> Tensor:
     """Return the bytes of rows. Torch adds 1e-8 to a range, so what is as small is made larger."""
     packed: Tensor = torch.ops.quantized.embedding_bag_byte_prepack(blocks)
-    step = _heads_of(packed)[:, 0]
-    if step.min() < _LEAST_STEP:
-        small = ((step > 0) & (step < _LEAST_STEP)).nonzero().squeeze(1)
-        again = torch.ops.quantized.embedding_bag_byte_prepack(blocks[small] * _LARGER)
-        again[:, -_HEAD:] = (_heads_of(again) / _LARGER).view(torch.uint8)
+    step, least = _heads_of(packed)[:, 0].clone(), _LEAST_STEP
+    for factor in _FACTORS:
+        if step.min() >= least:
+            break
+        small = ((step > 0) & (step < least)).nonzero().squeeze(1)
+        least = _LEAST_STEP / factor
+        again = torch.ops.quantized.embedding_bag_byte_prepack(blocks[small] * factor)
+        again[:, -_HEAD:] = (_heads_of(again) / factor).view(torch.uint8)
         packed[small] = again
     return packed
 

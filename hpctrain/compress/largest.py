@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from hpctrain.comm.norms import norms
 from hpctrain.compress.codec import require_count, require_flag
 from hpctrain.compress.rail_codec import CodedShare, Link, RailCodec, exchanged
 from hpctrain.core.errors import ConfigError
@@ -179,8 +180,8 @@ class DeepGradientCompression(Sparse):
         """Sum momenta up and send the largest sums; see ``RailCodec``."""
         momenta, sums = share.remembered("momentum"), share.remembered("sum")
         if self._clip_norm is not None:
-            norm = torch.linalg.vector_norm(values)
-            values.mul_((self._clip_norm * link.size**-0.5 / (norm + 1e-6)).clamp(max=1.0))
+            [norm] = norms([values]).tolist()
+            values.mul_(min(self._clip_norm * link.size**-0.5 / (norm + 1e-6), 1.0))
         momenta.mul_(self._momentum).add_(values)
         sums.add_(momenta)
         sent = self.send_largest(share, sums, values, link)

@@ -13,6 +13,7 @@ from hpctrain.compress.rail_codec import CodedShare, CodedTensor, Link, RailCode
 from hpctrain.core.keys import require
 
 _SEED = 0x9E3779B9
+_SMALLER = 2.0**-64  # of values whose products overflow
 
 
 class PowerSGD(RailCodec):
@@ -78,19 +79,32 @@ class PowerSGD(RailCodec):
         wanted = values
         if self.keeps_unsent:
             wanted = share.remembered("error").add_(values)
-        batches = [(places, _stacked(wanted, places)) for places in _alike(share.places)]
+        alike = _alike(share.places)
+        left, right = self._thin(share, wanted, alike, link)
+        # Products of large values overflow, in the sums of all ranks alike.
+        overflows = not all(thin.isfinite().all() for thin in right)
+        if overflows:
+            left, right = self._thin(share, wanted * _SMALLER, alike, link)
+        if self._warm_start:
+            share.memory["right"] = torch.cat([thin.reshape(-1) for thin in right])
+        for places, thin_left, thin_right in zip(alike, left, right, strict=True):
+            for place, *thin in zip(places, thin_left, thin_right, strict=True):
+                torch.mm(*thin, out=_matrix(values, place))
+        if overflows:
+            values.div_(_SMALLER)
+        if self.keeps_unsent:
+            wanted.sub_(values, alpha=1 / link.size)
+
+    def _thin(
+        self, share: CodedShare, wanted: Tensor, alike: Sequence[list[CodedTensor]], link: Link
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Return both thin matrices of the sums over the link, for each batch. Collective."""
+        batches = [(places, _stacked(wanted, places)) for places in alike]
         right = self._right(share, batches)
         left = [_times(each, thin) for (_, each), thin in zip(batches, right, strict=True)]
         left = [torch.linalg.qr(thin)[0] for thin in _summed(left, link)]
         right = [thin.mT @ each for (_, each), thin in zip(batches, left, strict=True)]
-        right = _summed(right, link)
-        if self._warm_start:
-            share.memory["right"] = torch.cat([thin.reshape(-1) for thin in right])
-        for (places, _), thin_left, thin_right in zip(batches, left, right, strict=True):
-            for place, *thin in zip(places, thin_left, thin_right, strict=True):
-                torch.mm(*thin, out=_matrix(values, place))
-        if self.keeps_unsent:
-            wanted.sub_(values, alpha=1 / link.size)
+        return left, _summed(right, link)
 
     def _right(
         self, share: CodedShare, batches: Sequence[tuple[Sequence[CodedTensor], Tensor]]
@@ -106,12 +120,18 @@ class PowerSGD(RailCodec):
             ]
         else:
             drawn = [
-                each.view(shape) for each, shape in zip(flat.split(sizes), shapes, strict=True)
+                _safe(each).view(shape)
+                for each, shape in zip(flat.split(sizes), shapes, strict=True)
             ]
         return [torch.linalg.qr(each.mT)[0].to(share.dtype) for each in drawn]
 
     def _width(self, rows: int, columns: int) -> int:
         return min(self._rank, rows, columns)
+
+
+def _safe(columns: Tensor) -> Tensor:
+    """Return columns of the same directions whose norms do not overflow."""
+    return columns * _SMALLER if columns.abs().max() > 1 / _SMALLER else columns
 
 
 def _shapes(share: CodedShare) -> list[tuple[int, int]]:

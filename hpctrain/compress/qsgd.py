@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hpctrain.comm.norms import row_norms
 from hpctrain.compress.codec import require_count
 from hpctrain.compress.elias import LARGEST, Reader, codes_of, packed
 from hpctrain.compress.rail_codec import CodedShare, Link, RailCodec, exchanged
@@ -62,8 +63,12 @@ class QSGD(RailCodec):
     def quantized(self, values: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Return the norm of each block, and signed levels of its values as int32."""
         blocks = _blocks_of(values, self._block)
-        norms = torch.linalg.vector_norm(blocks, dim=1)
-        exact = blocks.abs() * (self._levels / norms.where(norms > 0, 1.0))[:, None]
+        norms = row_norms(blocks)
+        # A norm may exceed the range of its dtype; every bound of the values is as unbiased.
+        largest = torch.finfo(blocks.dtype).max
+        norms = torch.where(norms.isinf(), norms, norms.clamp(max=largest)).to(blocks.dtype)
+        exact = (blocks.abs() / norms.where(norms > 0, 1.0)[:, None]).mul_(self._levels)
+        exact.clamp_(max=self._levels)  # a norm is rounded
         below = exact.floor()
         drawn = torch.rand(exact.shape, generator=generator, dtype=exact.dtype)
         levels = below + (drawn < exact - below)
@@ -71,7 +76,7 @@ class QSGD(RailCodec):
 
     def restored(self, norms: Tensor, levels: Tensor) -> Tensor:
         """Return the values that levels stand for, in rows of a block each."""
-        return levels.to(norms.dtype) * (norms / self._levels)[:, None]
+        return (levels.to(norms.dtype) / self._levels) * norms[:, None]
 
     def num_code_bits(self, levels: Tensor) -> int:
         """Return how many bits the codes of levels have, without norms and lengths."""

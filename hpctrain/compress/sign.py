@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hpctrain.compress.quantized import Quantized
+from hpctrain.compress.quantized import Quantized, is_finite
 from hpctrain.compress.rail_codec import CodedShare
 
 
@@ -25,7 +25,7 @@ class Signs:
     def pack(self, share: CodedShare, piece: slice, values: Tensor) -> Tensor:
         """Return whether something is not finite, then the bits."""
         packet = torch.empty(self.num_bytes(share, piece), dtype=torch.uint8)
-        packet[0] = not bool(values.sum().isfinite())
+        packet[0] = not is_finite(values)
         packet[1:] = _bits_of(values)
         return packet
 
@@ -80,9 +80,11 @@ class TwoValues:
         for first, rows, numel in _rows_in(share, piece):
             matrix = values[first : first + rows * numel].view(rows, numel)
             high = (matrix >= 0).sum(1)
-            above, below = matrix.clamp(min=0).sum(1), matrix.clamp(max=0).sum(1)
-            pair = (above / high.clamp(min=1), below / (numel - high).clamp(min=1))
-            means.append(torch.stack(pair, dim=1).float().view(-1))
+            counts = high.clamp(min=1), (numel - high).clamp(min=1)
+            pair = _parts(matrix, counts)
+            if not pair.isfinite().all():  # sums overflow before means do
+                pair = _parts(matrix.double(), counts)
+            means.append(pair.float().view(-1))
         bits = _bits_of(values)
         return torch.cat([*(each.view(torch.uint8) for each in means), bits])
 
@@ -96,8 +98,16 @@ class TwoValues:
         for first, rows, numel in spans:
             high, low = means[at : at + rows].unsqueeze(2).unbind(1)
             matrix = out[first : first + rows * numel].view(rows, numel)
-            matrix.mul_((high - low) / 2).add_((high + low) / 2)
+            high, low = high / 2, low / 2  # before the sum, which may overflow
+            matrix.mul_(high - low).add_(high + low)
             at += rows
+
+
+def _parts(matrix: Tensor, counts: tuple[Tensor, Tensor]) -> Tensor:
+    """Return for each row the sums of its values from zero on and of the others, by counts."""
+    sums = matrix.clamp(min=0).sum(1), matrix.clamp(max=0).sum(1)
+    pair = [total / count for total, count in zip(sums, counts, strict=True)]
+    return torch.stack(pair, dim=1)
 
 
 class OneBit(Quantized):

@@ -8,13 +8,13 @@ from weakref import proxy
 import torch
 from torch import Tensor
 
+from hpctrain.comm.norms import norms
 from hpctrain.core.errors import ConfigError
 from hpctrain.gradients.bucket_reducer import Reducer
 from hpctrain.gradients.gradient_bucket import GradientBucket
 from hpctrain.gradients.reduction import Reduction
 from hpctrain.gradients.sharded_step import ShardedStep
 from hpctrain.gradients.sparse_gradients import SparseSlot
-from hpctrain.optim.adaptive import norms
 from hpctrain.optim.noise_scale import NoiseScale
 
 
@@ -83,4 +83,4 @@ def _wait_for(gradient: Tensor) -> None:
 
 def _square(gradients: list[Tensor]) -> float:
     """Return the squared norm of all gradients of a bucket together."""
-    return float(norms([g.cpu() for g in gradients]).double().square().sum())
+    return float(norms([g.cpu() for g in gradients]).square().sum())

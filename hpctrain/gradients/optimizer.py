@@ -11,11 +11,12 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.nn.utils import clip_grad_value_
 from torch.optim import LBFGS, Optimizer
 
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.eager import eager
+from hpctrain.comm.norms import clip_grad_norm_
 from hpctrain.comm.serial import SerialNode
 from hpctrain.compress.by_name import Compressing, codec_for, compressor_for
 from hpctrain.compress.codec import Codec
@@ -194,7 +195,9 @@ class DistributedMethods(StepNotes):
         Raises:
             RuntimeError: the norm is not finite, and that was to be an error.
         """
-        return clip_grad_norm_(self._averaged(), max_norm, norm_type, error_if_nonfinite)
+        return clip_grad_norm_(
+            self._averaged(), max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
+        )
 
     def clip_grad_value_(self, clip_value: float) -> None:
         """Clip averaged elements, as ``torch.nn.utils.clip_grad_value_``; all ranks call it."""
@@ -292,7 +295,8 @@ class ShardedMethods(DistributedMethods):
             )
         if (factor := max_norm / (norm + 1e-6)) < 1.0 or math.isnan(factor):
             self._reducer.scale_by(factor)
-        return torch.tensor(norm, dtype=places_of(self)[0][1].dtype)  # type: ignore[arg-type]
+        found = torch.tensor(norm, dtype=places_of(self)[0][1].dtype)  # type: ignore[arg-type]
+        return found if found.isfinite() else torch.tensor(norm, dtype=torch.float64)
 
     def clip_grad_value_(self, clip_value: float) -> None:
         """Clip the averages in the step to come. Every rank calls it."""

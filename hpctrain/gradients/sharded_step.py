@@ -458,9 +458,8 @@ class ShardedStep(Reducer):
             torch.linalg.vector_norm(grad, order, dtype=torch.float64).item()
             for grad in reduction.gradients(self._changes)
         ]
-        own = max(norms, default=0.0) if is_max else sum(norm**order for norm in norms)
-        if math.isnan(sum(norms)):
-            own = math.nan
+        found = torch.tensor(norms or [0.0], dtype=torch.float64)
+        own = float(found.max() if is_max else found.pow(order).sum())  # which keep NaN
         return self._norm_of_all(own, order)
 
     def _norm_of_all(self, own: float, order: float) -> float:

@@ -11,6 +11,7 @@ from torch import Tensor
 from hpctrain.comm.agreement import by_rank, require_equal
 from hpctrain.comm.bucket import Bucket, TensorSpec, plan_buckets, slice_bounds
 from hpctrain.comm.communicator import FINISHED, Communicator, Work
+from hpctrain.comm.norms import norms
 from hpctrain.comm.threaded import start_on
 from hpctrain.compress.codec import Codec, settings_of
 from hpctrain.core.errors import NotFiniteError
@@ -111,7 +112,7 @@ class Averaging:
         for number in range(len(self._loads)):
             self._restore_mean(number)
             for _, tensor, place in self._pairs(number, found):
-                squared += float(torch.dist(tensor, place.to(tensor.device))) ** 2
+                squared += float(norms([tensor - place.to(tensor.device)])) ** 2
         if not math.isfinite(squared):
             self._require_finite(found)
         self._advance()

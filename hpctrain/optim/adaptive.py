@@ -1,7 +1,5 @@
 """What LARS and LAMB share: all tensors of a group in a few kernels, and ratios of their norms."""
 
-# ruff: noqa: SLF001 - torch's own optimizers are made of torch._foreach_*
-
 from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +13,9 @@ from hpctrain.core.errors import ConfigError
 from hpctrain.core.keys import require
 
 Tensors = list[Tensor]
+
+_LARGEST = 2.0**100
+"""Largest factor of tensors at once: float32 has 2**127."""
 
 
 class AdaptiveOptimizer(Optimizer):
@@ -91,15 +92,17 @@ class AdaptiveOptimizer(Optimizer):
         return [[*map(list, zip(*found, strict=True))] for found in rows.values()]
 
 
-def norms(tensors: Tensors) -> Tensor:
-    """Return the Euclidean norm of each tensor, in 32 bits at least."""
-    wide = torch.float32 if tensors[0].dtype.itemsize < 4 else None
-    return torch.stack(torch._foreach_norm(tensors, 2, wide))
-
-
 def ratios(weights: Tensor, other: Tensor, below: Tensor) -> Tensor:
     """Return ``weights / below`` of each tensor, 1 where weights or the other are 0."""
     return torch.where((weights > 0) & (other > 0), weights / below, 1.0)
+
+
+def multiply_(tensors: Tensors, factors: Tensor) -> None:
+    """Multiply each tensor by a factor of float64, which may exceed the range of the tensor."""
+    first = factors.clamp(1.0 / _LARGEST, _LARGEST)
+    torch._foreach_mul_(tensors, first.tolist())
+    if not torch.equal(first, factors):
+        torch._foreach_mul_(tensors, (factors / first).tolist())
 
 
 def _real(tensor: Tensor) -> Tensor:

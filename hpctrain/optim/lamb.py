@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch.optim.optimizer import ParamsT
 
+from hpctrain.comm.norms import norms
 from hpctrain.core.keys import require
-from hpctrain.optim.adaptive import AdaptiveOptimizer, Tensors, norms, ratios
+from hpctrain.optim.adaptive import AdaptiveOptimizer, Tensors, multiply_, ratios
 
 
 class LAMB(AdaptiveOptimizer):
@@ -91,21 +92,25 @@ class LAMB(AdaptiveOptimizer):
         torch._foreach_lerp_(first, grads, 1 - beta1)
         torch._foreach_mul_(second, beta2)
         torch._foreach_addcmul_(second, grads, grads, 1 - beta2)
+        # Infinity would stay, and these weights with it: squares overflow above 1e19.
+        torch._foreach_clamp_max_(second, torch.finfo(params[0].dtype).max)
 
         counts = [step.item() if group["bias_correction"] else math.inf for step in steps]
+        free = [1 - beta1**count for count in counts]
+        free_second = [math.sqrt(1 - beta2**count) for count in counts]
+        eps = group["eps"] or torch.finfo(params[0].dtype).tiny
         below = list(torch._foreach_sqrt(second))
-        torch._foreach_div_(below, [math.sqrt(1 - beta2**count) for count in counts])
-        torch._foreach_add_(below, group["eps"])
-        torch._foreach_mul_(below, [1 - beta1**count for count in counts])
+        torch._foreach_mul_(below, [a / b for a, b in zip(free, free_second, strict=True)])
+        torch._foreach_add_(below, [eps * each for each in free])
         moved = list(torch._foreach_div(first, below))
         torch._foreach_add_(moved, params, alpha=group["weight_decay"])
 
         lr = float(group["lr"])
-        factors = [lr] * len(params)
+        factors = torch.full((len(params),), lr, dtype=torch.float64)
         if group["adapt"]:
             of_weights, of_steps = norms(params), norms(moved)
             if group["phi"]:
                 of_weights = of_weights.clamp(*group["phi"])
-            factors = (ratios(of_weights, of_steps, of_steps) * lr).tolist()
-        torch._foreach_mul_(moved, factors)
+            factors = ratios(of_weights, of_steps, of_steps) * lr
+        multiply_(moved, factors)
         torch._foreach_sub_(params, moved)

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch.optim.optimizer import ParamsT
 
+from hpctrain.comm.norms import norms
 from hpctrain.core.keys import require
-from hpctrain.optim.adaptive import AdaptiveOptimizer, Tensors, norms, ratios
+from hpctrain.optim.adaptive import AdaptiveOptimizer, Tensors, multiply_, ratios
 
 
 class LARS(AdaptiveOptimizer):
@@ -92,15 +93,15 @@ class LARS(AdaptiveOptimizer):
         """Step on tensors of one device and dtype."""
         lr, momentum, decay = float(group["lr"]), group["momentum"], group["weight_decay"]
         inside, outside = (1.0, lr) if group["momentum_correction"] else (lr, 1.0)
-        factors = [inside] * len(params)
+        factors = torch.full((len(params),), inside, dtype=torch.float64)
         if group["adapt"]:
             of_weights, of_grads = norms(params), norms(grads)
             ratio = ratios(
                 group["trust_coefficient"] * of_weights, of_grads, of_grads + decay * of_weights
             )
-            factors = (ratio * inside).tolist()
+            factors = ratio * inside
         added = list(torch._foreach_add(grads, params, alpha=decay))
-        torch._foreach_mul_(added, factors)
+        multiply_(added, factors)
         if momentum:
             [buffers] = state
             torch._foreach_mul_(buffers, momentum)

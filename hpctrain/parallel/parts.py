@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from hpctrain.comm.agreement import require_equal_by
+from hpctrain.comm.norms import total_norm
 from hpctrain.comm.tensor_arguments import host_bytes
 from hpctrain.core.checksum import crc32
 from hpctrain.core.errors import ConfigError
@@ -88,7 +89,7 @@ def norm_of(gradients: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
     alike: dict[Any, list[Tensor]] = defaultdict(list)
     for gradient in gradients:
         alike[getattr(gradient, "device_mesh", None), gradient.dtype].append(gradient)
-    norms = [whole(nn.utils.get_total_norm(some, norm_type)) for some in alike.values()]
+    norms = [total_norm(some, norm_type, whole) for some in alike.values()]
     total: Tensor = torch.linalg.vector_norm(torch.stack(norms or [torch.zeros(())]), norm_type)
     return total
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from hpctrain.comm.norms import clip_grad_norm_, total_norm
 from hpctrain.core.errors import NotFiniteError
 from hpctrain.core.logs import logger
 from hpctrain.core.units import format_ranks
@@ -345,7 +346,7 @@ def clip(task: Task, max_norm: float) -> float:
         return task.parallel.clip(max_norm)
     if task.config.train.shard != "none":  # the average is in no rank's .grad
         return float(task.optimizer.clip_grad_norm_(max_norm))
-    return float(torch.nn.utils.clip_grad_norm_(task.model.parameters(), max_norm))
+    return float(clip_grad_norm_(task.model.parameters(), max_norm))
 
 
 def gradient_norm(task: Task) -> float:
@@ -354,4 +355,4 @@ def gradient_norm(task: Task) -> float:
         return clip(task, math.inf)
     gradients = [p.grad for p in task.model.parameters() if p.grad is not None]
     dense = [g.coalesce().values() if g.is_sparse else g for g in gradients]
-    return float(torch.nn.utils.get_total_norm(dense)) if dense else 0.0
+    return float(total_norm(dense)) if dense else 0.0

@@ -1,0 +1,80 @@
+"""Norms of finite values, finite over the whole range of their dtype.
+
+The square of a float32 overflows above 1.8e19 and is lost below 1e-19. Norms are calculated in
+float32 all the same, as float64 takes two to four times as long; those that may be wrong, which
+their value shows, are calculated again in float64.
+"""
+
+# ruff: noqa: SLF001 - torch's own norms are made of torch._foreach_*
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+_LEAST_SUM = 2.0**-100
+"""A sum of powers above it has lost none that matters."""
+
+
+def norms(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the Euclidean norm of each tensor, of one device and dtype, in float64 on the CPU."""
+    wide = torch.float32 if tensors[0].dtype.itemsize < 4 else None
+    found = torch.stack(torch._foreach_norm([*tensors], 2, wide)).to("cpu", torch.float64)
+    for index in _doubtful(found).nonzero().flatten().tolist():
+        found[index] = torch.linalg.vector_norm(tensors[index], dtype=torch.float64)
+    return found
+
+
+def row_norms(rows: Tensor) -> Tensor:
+    """Return the Euclidean norm of each row in float64."""
+    found: Tensor = torch.linalg.vector_norm(rows, dim=1).double()
+    doubtful = _doubtful(found)
+    if doubtful.any():
+        found[doubtful] = torch.linalg.vector_norm(rows[doubtful], dim=1, dtype=torch.float64)
+    return found
+
+
+def total_norm(
+    gradients: Sequence[Tensor],
+    order: float = 2.0,
+    whole: Callable[[Tensor], Tensor] = torch.clone,
+) -> Tensor:
+    """Return ``torch.nn.utils.get_total_norm``, in float64 where its dtype cannot hold it.
+
+    ``whole`` makes a plain tensor of the norm of tensors that are divided over ranks, the same on
+    all of them; then this is collective over them.
+    """
+    found = whole(get_total_norm(gradients, order))
+    if not gradients or not _doubtful(found, order):
+        return found
+    each = [whole(get_total_norm([gradient.double()], order)).cpu() for gradient in gradients]
+    exact: Tensor = torch.linalg.vector_norm(torch.stack(each), order)
+    rounded = exact.to(found)
+    return rounded if rounded.isfinite() or not exact.isfinite() else exact
+
+
+def clip_grad_norm_(
+    parameters: Iterable[Tensor],
+    max_norm: float,
+    order: float = 2.0,
+    *,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """Clip as ``torch.nn.utils.clip_grad_norm_`` by ``total_norm``; return the norm before."""
+    held = [parameter for parameter in parameters if parameter.grad is not None]
+    total = total_norm([p.grad for p in held if p.grad is not None], order)
+    if error_if_nonfinite and not total.isfinite():
+        raise RuntimeError(
+            f"the norm of order {order} of the averaged gradients must be finite to clip them, "
+            f"got {float(total)}; leave this step out on all ranks"
+        )
+    clip_grads_with_norm_(held, max_norm, total)
+    return total
+
+
+def _doubtful(found: Tensor, order: float = 2.0) -> Tensor:
+    """Return which norms of this order may have lost powers, or are not finite."""
+    least = _LEAST_SUM ** (1.0 / order) if 0.0 < order < math.inf else 0.0
+    return ~((found >= least) & found.isfinite())
