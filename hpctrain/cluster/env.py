@@ -11,6 +11,7 @@ Sources: the manuals of the launchers, and the environments recorded in this fil
 import os
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,8 +21,8 @@ class Launcher:
     """The variables of one launcher; of several names for a fact the first that is set counts."""
 
     name: str  # how the launcher is called in ``Topology.launcher`` and in messages
-    rank: str  # rank in the world
-    size: str  # ranks of the world
+    rank: str  # rank in the world; empty where only the size is known
+    size: str  # ranks of the world; empty where only the rank is known
     local_rank: str = ""  # rank on this node
     local_size: str = ""  # ranks on this node
     needs: str = field(default="", kw_only=True)
@@ -72,10 +73,21 @@ LAUNCHERS = (
     Launcher("a launcher of torch.distributed", *_TORCH, needs="MASTER_ADDR", by_mpi=False),
 )
 
+_NODEFILE = "PBS_NODEFILE"
+_IN_NODEFILE = f"{_NODEFILE}:lines"  # stands for the number of lines of that file
+
 JOBS = (
-    Launcher("Slurm", "SLURM_PROCID", "SLURM_NTASKS SLURM_JOB_NUM_NODES", needs="SLURM_JOB_ID"),
+    Launcher("PMIx", "PMIX_RANK", ""),
+    Launcher("Slurm", "", "SLURM_NTASKS SLURM_JOB_NUM_NODES SLURM_NNODES", needs="SLURM_JOB_ID"),
+    Launcher("PBS", "", _IN_NODEFILE, needs="PBS_JOBID"),
+    Launcher("LSF", "", "LSB_DJOB_NUMPROC", needs="LSB_JOBID"),
+    Launcher("SGE", "", "NSLOTS", needs="PE_HOSTFILE"),
 )
-"""What schedulers say of the ranks that a job is for, to the process that shall start them."""
+"""The variables that give the number of ranks of a job to a process that no launcher has started:
+a batch script, the shell of ``salloc``. Flux removes its own from such a process."""
+
+COUNTS_TASKS = ("PMIx", "Slurm")
+"""Of these, those that count tasks; the others count slots, which may be cores of one task."""
 
 _TASKS = re.compile(r"\d+(\(x\d+\))?(,\d+(\(x\d+\))?)*")
 
@@ -103,8 +115,14 @@ class Launched:
     local_size: int | None  # ranks on the node, where the launcher says it
     pmi: str
     """Process management interface of the step, such as ``pmix`` or ``none``; empty if unsaid."""
-    size_variable: str  # where ``size`` was read, for messages
+    source: str
+    """The variable that gave ``size``, or else the rank, and its value, for messages."""
     by_mpi: bool = True  # whether this launcher's ranks are connected by MPI
+
+    @property
+    def size_variable(self) -> str:
+        """The name of that variable."""
+        return self.source.partition("=")[0]
 
 
 WATCHED = "HPCTRAIN_WATCHED"
@@ -126,7 +144,8 @@ SPARED = {"OMPI_MCA_btl": "^ofi"}
 def launched(environ: Mapping[str, str] = os.environ) -> Launched | None:
     """Read what the launcher says, from the first of ``LAUNCHERS`` that applies.
 
-    None in a process that no known launcher started.
+    None in a process that no known launcher started. A torchrun of one process is none: srun may
+    have started several of them.
     """
     step = environ.get("SLURM_STEP_ID", "")
     if step.isdigit() and int(step) >= _NO_RANKS:
@@ -139,26 +158,37 @@ def unstarted(environ: Mapping[str, str] = os.environ) -> Launched | None:
 
     None outside of a job, in a rank, and where the job does not say it.
     """
-    return None if launched(environ) else _said(JOBS, environ)
+    if launched(environ):
+        return None
+    with suppress(KeyError, OSError):
+        hosts = Path(environ[_NODEFILE]).read_bytes().split()
+        environ = {**environ, _IN_NODEFILE: str(len(hosts))}
+    return _said(JOBS, environ)
 
 
 def _said(launchers: Sequence[Launcher], environ: Mapping[str, str]) -> Launched | None:
     for launcher in launchers:
         rank, size = _first(environ, launcher.rank), _first(environ, launcher.size)
         if (
-            rank is None
-            or size is None
+            (launcher.rank and rank is None)
+            or (launcher.size and size is None)
             or not all(name in environ for name in launcher.needs.split())
         ):
             continue
+        number = int(environ[rank]) if rank else 0
+        # PALS, below PMIx, says how many ranks the node has, and a PMIx launcher nothing.
+        num_ranks = max(int(environ[size]) if size else 1, number + 1)
+        if num_ranks == 1 and not launcher.by_mpi:
+            continue
+        source = size if size and int(environ[size]) == num_ranks else rank or ""
         return Launched(
             name=launcher.name,
-            rank=int(environ[rank]),
-            size=int(environ[size]),
+            rank=number,
+            size=num_ranks,
             local_rank=_number(environ, launcher.local_rank),
             local_size=_number(environ, launcher.local_size),
             pmi=environ.get(launcher.pmi, ""),
-            size_variable=size,
+            source=f"{source}={environ[source]}",
             by_mpi=launcher.by_mpi,
         )
     return None

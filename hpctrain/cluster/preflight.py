@@ -6,7 +6,7 @@ Pure: what was found goes in, an error, a warning or a number comes out.
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpctrain.cluster.env import Launched
+from hpctrain.cluster.env import COUNTS_TASKS, Launched
 from hpctrain.cluster.libraries import Family, distinct, mpirun_beside, owner, srun_type
 from hpctrain.cluster.topology import RankFacts, Topology
 from hpctrain.core.errors import LaunchError
@@ -54,31 +54,39 @@ def check_world(
     if not launched.by_mpi:
         raise LaunchError(
             f"all ranks of a launch form one world by MPI, but {launched.name} started "
-            f"{launched.size} ranks ({launched.size_variable}={launched.size}) that MPI knows "
+            f"{launched.size} ranks ({launched.source}) that MPI knows "
             f"nothing of: each would train alone; start them with `hpctrain launch -n "
             f"{launched.size} -- python ...`, or in a Slurm job with `srun python ...`; "
             f"{ALONE} lets each of them train alone"
         )
     raise LaunchError(
         f"all ranks of a launch form one world, but {_who(launched, starter)} started "
-        f"{launched.size} ranks ({launched.size_variable}={launched.size}) and MPI "
+        f"{launched.size} ranks ({launched.source}) and MPI "
         f"({library or 'library unknown'}) sees a world of size {size}; {_fix(launched, library)}"
     )
 
 
-def check_job(job: Launched | None, library: Path | None) -> None:
-    """Stop a process that would train alone in a job for several ranks.
+def check_job(job: Launched | None, library: Path | None, *, is_typed: bool = False) -> str | None:
+    """Stop a process that would train alone in a job for several ranks, or return a warning.
 
-    Raises ``LaunchError``: names the commands that start all ranks.
+    A warning where a person types into the process (``is_typed``), and where the job counts slots,
+    which may be the cores of one task.
+
+    Raises:
+        LaunchError: names the commands that start all ranks.
     """
     if job is None or job.size == 1:
-        return
-    interface = f" --mpi={srun_type(library)}" if library else ""
+        return None
+    by_srun = ""
+    if job.name == "Slurm":
+        by_srun = f"`srun{f' --mpi={srun_type(library)}' if library else ''} python ...` or "
+    found = f"this {job.name} job is for {job.size} ranks ({job.source})"
+    remedy = f"start it with {by_srun}`hpctrain launch -n {job.size} -- python ...`; {ALONE}"
+    if is_typed or job.name not in COUNTS_TASKS:
+        return f"this process trains alone, but {found}; {remedy} allows that without a warning"
     raise LaunchError(
-        f"all ranks of a job form one world, but this {job.name} job is for {job.size} ranks "
-        f"({job.size_variable}={job.size}) and no launcher has started this process: it would "
-        f"train alone; start it with `srun{interface} ...` or `hpctrain launch -n {job.size} -- "
-        f"...`; {ALONE} lets it train alone"
+        f"all ranks of a job form one world, but {found} and no launcher has started this "
+        f"process: it would train alone; {remedy} lets it train alone"
     )
 
 

@@ -21,6 +21,7 @@ from hpctrain.cluster.libraries import (
 )
 from hpctrain.core import config
 from hpctrain.core.errors import ConfigError, LaunchError
+from hpctrain.core.logs import logger
 from hpctrain.core.units import format_numbers
 
 if TYPE_CHECKING:
@@ -188,12 +189,12 @@ def _join(launched: env.Launched | None) -> "MPI.Intracomm | None":
         if not may_be_alone:
             preflight.check_world(launched, 1, ())
         return None
-    job = None if may_be_alone or process.is_interactive() else env.unstarted()
+    job, is_typed = None if may_be_alone else env.unstarted(), process.is_interactive()
     try:
         with sparing_ofi(), process.named(process.JOINING):
             from mpi4py import MPI  # noqa: PLC0415 - a world of one needs no MPI
     except (ImportError, RuntimeError) as error:
-        preflight.check_job(job, None)
+        _warn(preflight.check_job(job, None, is_typed=is_typed))
         if launched is None or launched.size == 1 or may_be_alone:
             return None
         raise LaunchError(
@@ -211,8 +212,13 @@ def _join(launched: env.Launched | None) -> "MPI.Intracomm | None":
     preflight.check_world(expected, size, loaded_libmpi(), starter())
     if size > 1:
         return MPI.COMM_WORLD
-    preflight.check_job(job, next(iter(loaded_libmpi()), None))
+    _warn(preflight.check_job(job, next(iter(loaded_libmpi()), None), is_typed=is_typed))
     return None
+
+
+def _warn(text: str | None) -> None:
+    if text:
+        logger.warning(text)
 
 
 @cache

@@ -15,14 +15,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
+from hpctrain.cluster import env, process
 from hpctrain.cluster.libraries import end_launch
 from hpctrain.comm.mpi_world import is_loss
-from hpctrain.core.errors import RankLostError
+from hpctrain.core.errors import LaunchError, RankLostError
 from hpctrain.core.units import format_ranks
 from hpctrain.core.user_error import folded, user_lines
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from hpctrain.comm.liveness import Gather, Liveness
     from hpctrain.comm.mpi_world import MpiComm
@@ -32,6 +33,7 @@ RANK_LOST = 87
 INTERRUPTED = 130
 
 ABORT_S = 2.0  # how long ``MPI_Abort`` may take before the process ends without it
+ROOT_SPEAKS_S = 5.0  # for rank 0 to print an error, and its launcher to end the other ranks
 STAGGER_S, LONGEST_STAGGER_S = 1.0, 1.5
 """What strikes all ranks at once is told in rank order: the first abort silences the others."""
 
@@ -49,6 +51,34 @@ def leave(
         return presence.farewell(compare)
     except BaseException as error:  # at exit Python would print it and go on
         hooks.end(error)
+
+
+@contextlib.contextmanager
+def printed_once() -> "Iterator[None]":
+    """Let a ``LaunchError`` from the block be printed in one line if nobody catches it.
+
+    Every process of a launch raises it, without a world in which ranks could agree, and a
+    traceback into ``init()`` says no more. Rank 0 prints it first, and most launchers end the
+    others then.
+    """
+    try:
+        yield
+    except LaunchError as error:
+        launched, own, previous = env.launched(), error, sys.excepthook
+
+        def hook(
+            kind: type[BaseException], value: BaseException, trace: TracebackType | None
+        ) -> None:
+            if value is not own:
+                previous(kind, value, trace)
+                return
+            if launched is not None and launched.rank:
+                time.sleep(ROOT_SPEAKS_S)
+            sys.stderr.write(f"hpctrain: {value}\n")
+
+        if not process.is_child():
+            sys.excepthook = hook
+        raise
 
 
 class FailureHooks:

@@ -26,7 +26,7 @@ from hpctrain.core.errors import ConfigError, NotInitializedError, ReplicaError
 from hpctrain.negotiation.stall import LastCall
 from hpctrain.negotiation.timeline import Timelines
 from hpctrain.runtime import arrival, lazy_dynamo, torch_backend
-from hpctrain.runtime.abort import FailureHooks, leave
+from hpctrain.runtime.abort import FailureHooks, leave, printed_once
 from hpctrain.runtime.last_check import compare
 from hpctrain.runtime.process_set_table import Controllers, ProcessSets, Wanted, beside
 from hpctrain.runtime.rebuild import Rebuild, Stage
@@ -230,7 +230,8 @@ def _join(
     global _world  # noqa: PLW0603 - the one place
     torch_backend.register()
     lazy_dynamo.install()
-    ranks = find_world(chosen, settings.timeout)
+    with printed_once():
+        ranks = find_world(chosen, settings.timeout)
     # From here on nobody fails alone.
     hooks = FailureHooks(ranks, settings.log_dir, recovers=settings.recover) if ranks else None
     try:
@@ -350,9 +351,8 @@ def _shut_down(*, raises: bool = False) -> None:
     if _world is None:
         return
     leaving, _world = _world, None
-    if not leaving.owner.is_here:
-        return
-    if leaving.before_finalize is None or not leaving.before_finalize.is_over:
+    is_over = leaving.before_finalize is not None and leaving.before_finalize.is_over
+    if leaving.owner.is_here and not is_over:
         _leave(leaving, raises=raises)
 
 

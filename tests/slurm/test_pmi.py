@@ -105,6 +105,9 @@ def test_a_batch_script_without_srun_stops_with_the_remedy(slurm, tmp_path, name
     assert f"srun --mpi={mpi.needs}" in job.output()
     assert alone.wait() == "COMPLETED", alone.output()
     assert alone.output() == "None\n"
+    shell = slurm.run(["salloc", *SHAPE, *line.split()], environ=mpi.environ, check=False)
+    assert shell.returncode, shell.stdout
+    assert "this Slurm job is for 4 ranks (SLURM_NTASKS=4)" in shell.stderr
 
 
 WRONG = [
