@@ -126,13 +126,15 @@ def _scale(axes: Any, figure: Figure, names: list[Any]) -> None:
 
 def _draw_points(axes: Any, series: Series, x: list[Any]) -> None:
     style: dict[str, Any] = {"color": _colour(series)}
+    width = 0.8 * series.width
     if series.kind == "marks":
         for place in x:
             axes.axvline(place, linestyle=":", linewidth=1.2, label=series.name, **style)
     elif series.kind in ("solid", "dashed", "dotted"):
-        axes.plot(x, series.y, linestyle=series.kind, linewidth=1.2, label=series.name, **style)
+        axes.plot(x, series.y, linestyle=series.kind, linewidth=width, label=series.name, **style)
     elif series.kind == "linked":
-        axes.plot(x, series.y, "o-", markersize=3.5, linewidth=1.2, label=series.name, **style)
+        style |= {"markersize": 3 * width, "linewidth": width, "label": series.name}
+        axes.plot(x, series.y, "o-", **style)
     elif series.kind == "faint":
         axes.plot(x, series.y, linewidth=0.8, alpha=0.3, **style)
     elif series.kind == "repeats":

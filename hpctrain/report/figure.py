@@ -52,6 +52,7 @@ class Series:
     y: list[float | None]  # None is a gap in a line
     below: list[float] | None = None  # how far an interval reaches from y
     above: list[float] | None = None
+    width: float = 1.5  # of a line: those of several runs differ, so that equal ones are seen
 
     @classmethod
     def of(cls, values: Iterable[tuple[Any, Estimate | float | None]], **how: Any) -> "Series":

@@ -17,6 +17,7 @@ function trace(series, place, all) {
   const common = { x: series.x.map(plain), y: series.y, name, legendgroup: name };
   const first = all.findIndex((other) => !UNNAMED.includes(other.kind) && other.name === series.name);
   common.showlegend = name !== "" && first === place;
+  const width = series.width;
   const line = { ...common, mode: "lines" };
   const points = { ...common, mode: "markers" };
   if (series.above) {
@@ -26,8 +27,8 @@ function trace(series, place, all) {
     bars: { ...common, type: "bar", marker: { color } },
     area: { ...line, stackgroup: "parts", line: { color, width: 0 }, fillcolor: color },
     faint: { ...line, line: { color, width: 1 }, opacity: 0.4, hoverinfo: "skip", showlegend: false },
-    linked: { ...common, mode: "lines+markers", line: { color, width: 1.5 }, marker: { color, size: 6 } },
-    solid: { ...line, line: { color, width: 1.5 }, opacity: 1 },
+    linked: { ...common, mode: "lines+markers", line: { color, width }, marker: { color, size: 4 * width } },
+    solid: { ...line, line: { color, width }, opacity: 1 },
     dashed: { ...line, line: { color, dash: "dash", width: 1.5 } },
     dotted: { ...line, line: { color, dash: "dot", width: 1.5 } },
     hollow: { ...points, marker: { color, size: 9, symbol: "circle-open" } },
