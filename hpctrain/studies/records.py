@@ -59,6 +59,12 @@ class PointRecord(Attempt):
         return self.status == "done" and bool(times) and all(0 < each < math.inf for each in times)
 
     @property
+    def core_hours(self) -> float | None:
+        """Core-hours for a million samples, with a core for each rank; None without samples."""
+        rate = self.samples_per_s
+        return None if rate is None else 1e6 * self.layout.ranks / rate / 3600
+
+    @property
     def is_disturbed(self) -> bool:
         """Whether other processes used much of the machine meanwhile."""
         return (self.other_cores or 0.0) > BUSY * (self.machine_cores or math.inf)

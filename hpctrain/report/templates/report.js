@@ -5,7 +5,7 @@ const { colours, figures } = JSON.parse(document.getElementById("figures").textC
 // Ticks of logarithmic axes: 1, 2 and 5 in each decade.
 const DIGITS = Array.from({ length: 60 }, (_, n) => [1, 2, 5][n % 3] * 10 ** (Math.floor(n / 3) - 9));
 
-const UNNAMED = ["repeats", "faint", "marks"]; // kinds that a legend leaves out
+const UNNAMED = ["faint", "marks"]; // kinds that a legend leaves out
 
 // Plotly reads tags and formulas in names; it shows their characters where they are escaped.
 const plain = (text) =>
@@ -33,7 +33,7 @@ function trace(series, place, all) {
     dotted: { ...line, line: { color, dash: "dot", width: 1.5 } },
     hollow: { ...points, marker: { color, size: 9, symbol: "circle-open" } },
     points: { ...points, marker: { color, size: 9 } },
-    repeats: { ...points, showlegend: false, opacity: 0.4, marker: { color, size: 4 } },
+    repeats: { ...points, opacity: 0.4, marker: { color, size: 4 } },
   }[series.kind];
 }
 
