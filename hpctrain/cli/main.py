@@ -19,7 +19,7 @@ from hpctrain.cli.examples import examples
 from hpctrain.cli.guide import guide
 from hpctrain.cli.horovod import horovod
 from hpctrain.cli.launch import CONTEXT_SETTINGS, launch
-from hpctrain.cli.options import flag
+from hpctrain.cli.options import flag, unwrap_help
 from hpctrain.cli.plan import plan
 from hpctrain.cli.results import compare, plot, report, runs
 from hpctrain.cli.shim import CONTEXT_SETTINGS as SHIM_SETTINGS
@@ -112,6 +112,7 @@ app.add_typer(horovod)
 app.command()(doctor)
 app.command()(guide)
 app.command()(examples)
+unwrap_help(app)
 
 
 @app.callback(invoke_without_command=True)

@@ -1,5 +1,6 @@
 """Arguments and options of commands: what a value is called, and what it means."""
 
+import inspect
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,6 +25,24 @@ def option(
 def flag(text: str, *names: str) -> Any:
     """Describe an option without a value."""
     return typer.Option(*names, help=text)
+
+
+def unwrap_help(app: typer.Typer) -> None:
+    """Join the lines of each paragraph of the help of all commands: typer keeps line breaks.
+
+    What is indented, such as examples, stays as it is.
+    """
+    for command in app.registered_commands:
+        text = inspect.getdoc(command.callback) or ""
+        paragraphs = [
+            each if "\n " in f"\n{each}" else each.replace("\n", " ")
+            for each in text.split("\n\n")
+        ]
+        if command.callback is not None:
+            command.callback.__doc__ = "\n\n".join(paragraphs)
+    for group in app.registered_groups:
+        if group.typer_instance is not None:
+            unwrap_help(group.typer_instance)
 
 
 AsJson = Annotated[bool, flag("Print JSON.", "--json")]

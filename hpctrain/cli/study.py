@@ -347,6 +347,11 @@ def _measure(found: "Study", attempts: "list[Attempt]") -> None:
             if record.is_done:
                 step = format_seconds(record.mean_step_s)
                 said = f"{step} a step, {record.samples_per_s or 0:.0f} samples/s"
+                if record.is_disturbed:
+                    said += (
+                        f"; disturbed: other processes used {record.other_cores:.1f} of "
+                        f"{record.machine_cores} cores"
+                    )
             del left[record.order]
             console.print(f"{record.text}  repeat {record.repeat}: {said}", soft_wrap=True)
 

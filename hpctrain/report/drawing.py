@@ -16,8 +16,10 @@ _WIDTH = 75  # characters of a warning
 _ROOM = 1.3  # of an axis with parts on top of each other: above them is the legend
 
 
-def draw_files(figures: list[Figure], folder: Path) -> list[Path]:
+def draw_files(figures: list[Figure], folder: Path, about: str = "") -> list[Path]:
     """Draw each figure into a PNG and an SVG in a folder, and return their paths.
+
+    ``about`` stands below each of them, so that a picture says what it is of.
 
     Raises ``ConfigError``: matplotlib is not installed. ``OSError``: the file system refuses.
     """
@@ -25,8 +27,9 @@ def draw_files(figures: list[Figure], folder: Path) -> list[Path]:
     with _canvases() as new_canvas:
         folder.mkdir(exist_ok=True)
         for figure in figures:
-            canvas = new_canvas(figsize=(7, 4.5), layout="constrained")
+            canvas = new_canvas(figsize=(7, 4.8), layout="constrained")
             _draw(canvas.subplots(), figure)
+            canvas.supxlabel(about, x=0.01, ha="left", fontsize=7, color="#5b646e")
             for ending in ("png", "svg"):
                 paths.append(folder / f"{figure.name}.{ending}")
                 canvas.savefig(paths[-1], dpi=120)
@@ -126,18 +129,22 @@ def _scale(axes: Any, figure: Figure, names: list[Any]) -> None:
 
 def _draw_points(axes: Any, series: Series, x: list[Any]) -> None:
     style: dict[str, Any] = {"color": _colour(series)}
+    if not series.x:  # a legend names what is drawn
+        return
+    width = 0.8 * series.width
     if series.kind == "marks":
         for place in x:
             axes.axvline(place, linestyle=":", linewidth=1.2, label=series.name, **style)
     elif series.kind in ("solid", "dashed", "dotted"):
-        axes.plot(x, series.y, linestyle=series.kind, linewidth=1.2, label=series.name, **style)
+        axes.plot(x, series.y, linestyle=series.kind, linewidth=width, label=series.name, **style)
     elif series.kind == "linked":
-        axes.plot(x, series.y, "o-", markersize=3.5, linewidth=1.2, label=series.name, **style)
+        style |= {"markersize": 3 * width, "linewidth": width, "label": series.name}
+        axes.plot(x, series.y, "o-", **style)
     elif series.kind == "faint":
         axes.plot(x, series.y, linewidth=0.8, alpha=0.3, **style)
     elif series.kind == "repeats":
-        axes.plot(x, series.y, "o", markersize=2.5, alpha=0.4, **style)
-    elif series.x and series.kind != "area":
+        axes.plot(x, series.y, "o", markersize=2.5, alpha=0.4, label=series.name, **style)
+    elif series.kind != "area":
         around = [series.below, series.above] if series.below else None
         face = {"markerfacecolor": "none"} if series.kind == "hollow" else {}
         style |= {"fmt": "o", "capsize": 3, "label": series.name, **face}

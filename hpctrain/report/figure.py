@@ -52,6 +52,7 @@ class Series:
     y: list[float | None]  # None is a gap in a line
     below: list[float] | None = None  # how far an interval reaches from y
     above: list[float] | None = None
+    width: float = 1.5  # of a line: those of several runs differ, so that equal ones are seen
 
     @classmethod
     def of(cls, values: Iterable[tuple[Any, Estimate | float | None]], **how: Any) -> "Series":
@@ -80,10 +81,10 @@ class Figure:
     warning: str = ""  # what a reader must not miss
 
 
-def shown(value: Any) -> str:
+def shown(value: Any, width: int = MAX_NAME) -> str:
     """Return a value as a short line without control characters, for labels of any kind."""
     text = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in str(value))
-    return text if len(text) <= MAX_NAME else f"{text[: MAX_NAME - 1]}\N{HORIZONTAL ELLIPSIS}"
+    return text if len(text) <= width else f"{text[: width - 1]}\N{HORIZONTAL ELLIPSIS}"
 
 
 def _value(found: Estimate | float) -> float:

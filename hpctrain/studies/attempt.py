@@ -11,6 +11,7 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 
+from hpctrain.cluster.load import LoadMeter
 from hpctrain.core.atomic import make_folder
 from hpctrain.core.config import variable_of
 from hpctrain.core.errors import DataError, HpctrainError
@@ -36,7 +37,7 @@ def carry_out(config: StudyConfig, attempt: Attempt, folder: StudyFolder) -> Poi
     """
     place, study = clear(folder, attempt), config.study
     make_folder(place / RECORDS)
-    begun, start = datetime.now(UTC), time.monotonic()
+    begun, start, meter = datetime.now(UTC), time.monotonic(), LoadMeter()
     try:
         _run(config, attempt, place)
         found = {"status": "done"} | measure(
@@ -44,6 +45,9 @@ def carry_out(config: StudyConfig, attempt: Attempt, folder: StudyFolder) -> Poi
         )
     except HpctrainError as error:
         found = {"status": "failed", "error": f"{error}{_last_lines(place / OUTPUT)}"}
+    if (seen := meter.read()) is not None:
+        found |= {"load": seen.load, "other_cores": seen.other_cores, "mhz": seen.mhz}
+        found["machine_cores"] = seen.cores
     return PointRecord(
         **asdict(attempt),
         oversubscribed=attempt.is_oversubscribed(study.cores, study.hosts),

@@ -87,7 +87,7 @@ def _interleaved(results: StudyResults) -> str:
 def _setup(results: StudyResults) -> str:
     if (found := results.environment) is None:
         return "there is no environment.json"
-    names = ("versions", "cpu", "cores", "host", "topology", "plan", "pinning", "commit")
+    names = ("versions", "cpu", "cores", "host", "topology", "plan", "pinning")
     missing = [name for name in names if not found.get(name)]
     missing += ["command"] * (not results.config.command.run)
     missing += ["changes beyond the commit"] * (found.get("commit") or "").endswith("+")
@@ -101,6 +101,18 @@ def _cores(results: StudyResults) -> str:
             return f"{results.label(record.point)} has more ranks than cores, and is not marked"
     fit = {each.ranks for each in results.summaries if each.efficiency}
     return "" if len(fit) > 1 else f"{len(fit)} sizes have a core for each rank"
+
+
+def _quiet(results: StudyResults) -> str:
+    disturbed = [record for record in results.done if record.is_disturbed]
+    if not disturbed:
+        return _lacking(lambda record: record.other_cores is None, "not recorded")(results)
+    worst = max(disturbed, key=lambda record: record.other_cores or 0.0)
+    used = f"other processes used {worst.other_cores:.1f} of {worst.machine_cores} cores"
+    return (
+        f"{used} in repeat {worst.repeat} of {results.label(worst.point)}, the worst of "
+        f"{len(disturbed)} repeats"
+    )
 
 
 def _target(results: StudyResults) -> str:
@@ -151,6 +163,7 @@ _FAULTS: dict[str, _Fault] = {
     "bound": lambda results: "" if results.bound else "no model of the machine",
     "parts": _unknown("compute_s", "communication_s", "idle_s"),
     "cores": _cores,
+    "quiet": _quiet,
     "target": _target,
     "input": _unknown("input_s"),
 }

@@ -1,6 +1,6 @@
 """Figures of a study."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,14 +10,19 @@ from hpctrain.studies.results import PointSummary, StudyResults, label_of
 LEVELS = {"node_bytes": "in nodes", "rail_bytes": "between nodes"}
 
 EFFICIENCY = "efficiency"
+SPEED_UP = "speed_up"
+_RATIOS = (EFFICIENCY, SPEED_UP)
 
 _Line = Callable[[PointSummary, float], float]
 """What a time of a step means at a point."""
 
 _INTERVALS = "with intervals, whose confidence is in the table."
-_LINES: dict[Kind, str] = {"dashed": "ideal", "dotted": "bound"}
+_LINES: dict[Kind, str] = {"dashed": "ideal", "dotted": "bound of the machine"}
+_MANY = "more ranks than cores"
 _ABOUT = {
     EFFICIENCY: "None where ranks outnumber cores.",
+    SPEED_UP: "None where ranks outnumber cores.",
+    "core-hours": "With a core for each rank.",
     "time-to-target": "Only where every repeat reached it.",
 }
 _NOTES = {
@@ -48,11 +53,13 @@ def _by_size(results: StudyResults) -> Iterator[Figure]:
     rows: list[tuple[str, str, str, str, _Line | None]] = [
         ("time", "Time of a step", "seconds", "mean_step_s", lambda _, seconds: seconds),
         ("throughput", "Throughput", "samples per second", "samples_per_s", _rate),
-        (EFFICIENCY, "Efficiency", "part of the ideal", EFFICIENCY, _share),
+        (SPEED_UP, "Speed-up", "speed-up over the smallest point", SPEED_UP, _speed_up),
+        (EFFICIENCY, "Parallel efficiency", "parallel efficiency", EFFICIENCY, _share),
+        ("core-hours", "Cost", "core-hours per million samples", "core_hours", _cost),
         ("time-to-target", target, "seconds", "time_to_target_s", None),
     ]
     for name, title, y_label, field, line in rows:
-        what = "Ratios of medians" if name == EFFICIENCY else "Medians"
+        what = "Ratios of medians" if name in _RATIOS else "Medians"
         yield Figure(
             name=name,
             title=title,
@@ -71,6 +78,15 @@ def _rate(summary: PointSummary, seconds: float) -> float:
 
 def _share(summary: PointSummary, seconds: float) -> float:
     return (summary.ideal_s or 0) / seconds
+
+
+def _speed_up(summary: PointSummary, seconds: float) -> float:
+    base = summary.base.ranks if summary.base else summary.ranks
+    return _share(summary, seconds) * summary.ranks / base
+
+
+def _cost(summary: PointSummary, seconds: float) -> float:
+    return 1e6 * summary.ranks / _rate(summary, seconds) / 3600
 
 
 def _by_point(results: StudyResults) -> list[Figure]:
@@ -143,19 +159,41 @@ def _series(results: StudyResults, field: str, line: _Line | None) -> list[Serie
         least: dict[Kind, list[tuple[Any, Any]]] = {"dashed": [], "dotted": []}
         for one in summaries:
             x = one.ranks if is_scaling else results.label(one.point)
-            y = one.efficiency if field == EFFICIENCY else one.median_of(field)
+            y = getattr(one, field) if field in _RATIOS else one.median_of(field)
             told["hollow" if one.oversubscribed else "points"].append((x, y))
-            if y and field != EFFICIENCY:
+            if y and field not in _RATIOS:
                 told["repeats"] += [(x, getattr(record, field)) for record in one.done]
             if line and one.step_s and is_scaling:
                 bound_s = results.bound(one.point) if results.bound else None
                 least["dashed"] += [(x, line(one, one.ideal_s))] if one.ideal_s else []
                 least["dotted"] += [(x, line(one, bound_s))] if bound_s else []
-        found += [Series.of(v, kind=kind, name=name, colour=colour) for kind, v in told.items()]
+        own = f"{name}: " if name else ""
+        names: dict[Kind, str] = {
+            "repeats": "each repeat",
+            "points": f"{own}{_measured(summaries, field)}",
+            "hollow": f"{own}{_MANY}",
+        }
+        found += [
+            Series.of(v, kind=kind, name=names[kind], colour=colour) for kind, v in told.items()
+        ]
         lines += [
             Series.of(v, kind=kind, name=_LINES[kind], colour=colour) for kind, v in least.items()
         ]
     return found + lines
+
+
+def _measured(summaries: Sequence[PointSummary], field: str) -> str:
+    """Return what the points and the bars around them are."""
+    kept = [each.efficiency if field in _RATIOS else each.median_of(field) for each in summaries]
+    confidences = {
+        round(100 * each.confidence, 1) for each in kept if each and each.low != each.high
+    }
+    what = "ratio of medians" if field in _RATIOS else "median"
+    if not confidences:
+        return what
+    least, most = min(confidences), max(confidences)
+    told = f"{least:g}" if least == most else f"{least:g} to {most:g}"
+    return f"{what}, bars: {told} % interval"
 
 
 def _bars(results: StudyResults, titles: Mapping[str, str]) -> list[Series]:

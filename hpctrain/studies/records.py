@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
+from hpctrain.cluster.load import BUSY
 from hpctrain.core.atomic import publishing
 from hpctrain.core.errors import DataError
 from hpctrain.core.records import read
@@ -46,12 +47,27 @@ class PointRecord(Attempt):
     time_to_target_s: float | None = None  # warm-up included; None where it was not reached
     steps_to_target: int | None = None
     wall_s: float | None = None  # of the whole attempt, its start and end included
+    load: float | None = None  # of the machine that started it, at its end
+    other_cores: float | None = None  # that other processes used there meanwhile, on average
+    machine_cores: int | None = None  # of that machine
+    mhz: float | None = None  # mean clock rate of its cores, at the end
 
     @property
     def is_done(self) -> bool:
         """Whether it measured something: steps that all have a duration."""
         times = [each or 0.0 for each in self.step_s]  # what was not finite is None in a file
         return self.status == "done" and bool(times) and all(0 < each < math.inf for each in times)
+
+    @property
+    def core_hours(self) -> float | None:
+        """Core-hours for a million samples, with a core for each rank; None without samples."""
+        rate = self.samples_per_s
+        return None if rate is None else 1e6 * self.layout.ranks / rate / 3600
+
+    @property
+    def is_disturbed(self) -> bool:
+        """Whether other processes used much of the machine meanwhile."""
+        return (self.other_cores or 0.0) > BUSY * (self.machine_cores or math.inf)
 
     @property
     def mean_step_s(self) -> float:

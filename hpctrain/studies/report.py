@@ -59,7 +59,7 @@ def write_report(results: StudyResults, directory: Path) -> list[Path]:
     """
     figures = figures_of(results)
     written = write_page(directory / "report.html", study_page(results, figures))
-    return [written, *draw_files(figures, directory / "plots")]
+    return [written, *draw_files(figures, directory / "plots", results.caption)]
 
 
 def study_page(results: StudyResults, figures: list[Figure]) -> str:

@@ -21,6 +21,7 @@ StepBound = Callable[[Point], float]
 """Seconds which a step at a point takes at least, by a model of the machine."""
 
 MAX_POINTS = 100  # of a curve
+MAX_CAPTION = 140  # characters of a line of a caption
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,16 @@ class PointSummary:
         if self.records is not self.base.records:
             return found
         return replace(found, low=1.0, high=1.0, confidence=1.0)  # by definition
+
+    @cached_property
+    def speed_up(self) -> Estimate | None:
+        """How much faster the work is done than at the base; None where oversubscribed."""
+        found = self.efficiency
+        if found is None or self.base is None:
+            return None
+        times = self.ranks / self.base.ranks
+        low, high = (None if each is None else each * times for each in (found.low, found.high))
+        return replace(found, value=found.value * times, low=low, high=high)
 
     @property
     def ideal_s(self) -> float | None:
@@ -174,6 +185,23 @@ class StudyResults:
             f"{shown(table.name)}: {table.mode} scaling{host}, {len(self.summaries)} points, "
             f"{len(self.done)} repeats measured, {len(self.failed)} failed"
         )
+
+    @cached_property
+    def caption(self) -> str:
+        """Machine, mode, batch and versions: what a figure that stands alone must say."""
+        table, about = self.config.study, self.environment or {}
+        batches = sorted({each.samples / len(each.step_s) for each in self.done})
+        whole = ", ".join(f"{each:g}" for each in batches[:4]) + ", ..." * (len(batches) > 4)
+        versions = about.get("versions") or {}
+        lines = (
+            f"{table.name}: {table.mode} scaling, {whole} samples in a step of all ranks",
+            (
+                f"{about.get('host') or 'unknown host'}, {about.get('cpu') or 'unknown processor'}, "
+                f"{table.cores or about.get('cores') or '?'} cores on each of {table.hosts} hosts, "
+                f"torch {versions.get('torch') or '?'}, {versions.get('mpi') or 'MPI not recorded'}"
+            ),
+        )
+        return "\n".join(shown(line, MAX_CAPTION) for line in lines)
 
     def beside(self, machine: Machine) -> "StudyResults":
         """Return these results with a bound: what a machine's links allow for the bytes moved.

@@ -149,8 +149,9 @@ def _curves(
         records = rows(run)
         x = _thin([record["step"] for record in records])
         y = [record.get(name) for record in records]
-        if len(runs) > 1:
-            colour = number
+        thick = 1.5
+        if len(runs) > 1:  # the first is the widest: runs that are equal show as an edge
+            colour, thick = number, 1.5 + 2.0 * (1 - number / (len(runs) - 1))
         own = label if len(runs) == 1 else f"{run.label} {label}".rstrip()
         width = smooth or max(1, len(y) // _AVERAGED)
         if width > 1:
@@ -158,7 +159,7 @@ def _curves(
         # A line needs points: a run of few records shows each of them.
         drawn: Kind = "linked" if len(y) < _FEW else kind
         y = _thin(_averaged(y, width))
-        found.append(Series(name=own, kind=drawn, colour=colour, x=x, y=y))
+        found.append(Series(name=own, kind=drawn, colour=colour, x=x, y=y, width=thick))
     return found
 
 

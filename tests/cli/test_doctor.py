@@ -45,7 +45,9 @@ def doctor(*words, before=(), environ=None):
 
 
 def wrong(found):
-    return {check for check, level in found if level in ("warning", "error")}
+    """What is wrong but for the load, which changes while tests run beside each other."""
+    faults = {check for check, level in found if level in ("warning", "error")}
+    return faults - {"load"}
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +62,7 @@ def test_a_healthy_machine_has_nothing_wrong_and_looking_at_it_takes_little(heal
     code, found, cpu_s = healthy
     assert cpu_s < CPU_S
     assert wrong(found) <= {"memory"}  # which may be true of the machine that runs the tests
-    assert code == bool(wrong(found))
+    assert code == bool(wrong(found) or ("load", "warning") in found)
 
 
 def test_faults_of_the_environment_are_named_together(healthy):

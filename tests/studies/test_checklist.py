@@ -57,7 +57,7 @@ def with_growing_batch():
 def test_a_complete_study_keeps_every_rule():
     results = generated.complete()
     assert broken(results) == set()
-    assert len(verdicts(results)) == 15
+    assert len(verdicts(results)) == 16
     assert not any(verdict.advice for verdict in verdicts(results))
 
 
@@ -77,6 +77,7 @@ REMOVED = {
     ),
     "interleaved": (in_a_row, "in a row"),
     "steps": (lambda: with_one(step_s=[0.1]), "not each step: repeat"),
+    "quiet": (lambda: with_records(other_cores=2.0), "other processes used 2.0 of 4 cores"),
     "setup": (lambda: with_environment(plan=None), "not recorded: plan"),
     "bytes": (lambda: with_records(rail_bytes=None), "no node_bytes, rail_bytes: repeat"),
     "warm_up": (lambda: with_records(warm_up_steps=0), "and 39 more"),
@@ -109,7 +110,7 @@ def test_what_is_removed_breaks_its_rule_with_reason_and_remedy(name):
         (with_one(**FAILED, error=None), "complete", "no reason: repeat"),
         (generated.complete(environment=None), "setup", "no environment.json"),
         (with_environment(commit="1a2d1ae+"), "setup", "changes beyond the commit"),
-        (with_environment(commit=None, versions={}), "setup", "not recorded: versions, commit"),
+        (with_environment(commit=None, versions={}), "setup", "not recorded: versions"),
         (with_records(time_to_target_s=None), "target", "not reached: repeat"),
         (of_points(lambda point: point["ranks"] in (1, 8)), "cores", "1 sizes have a core"),
     ],

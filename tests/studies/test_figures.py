@@ -3,9 +3,11 @@
 import json
 from dataclasses import replace
 
+import matplotlib.figure
 import pytest
 
 from hpctrain.cost.machine import Link, Machine
+from hpctrain.report import drawing
 from hpctrain.studies.figures import figures_of
 from tests.studies import generated
 
@@ -21,8 +23,8 @@ def series(figure, *kinds):
 def test_a_complete_study_has_every_figure():
     names = list(figures(generated.complete()))
     assert names == [
-        *("time", "throughput", "efficiency", "time-to-target", "breakdown", "bytes", "learning"),
-        "learned-by-bytes",
+        *("time", "throughput", "speed_up", "efficiency", "core-hours", "time-to-target"),
+        *("breakdown", "bytes", "learning", "learned-by-bytes"),
     ]
 
 
@@ -108,3 +110,47 @@ def test_learning_is_shown_as_ranks_told_it(tmp_path):
     assert curve.y == pytest.approx([0, 0.1, 0.2, 0.3, 0.4])
     (folder / "b.jsonl").write_text(json.dumps({"step": 5, "at": 12.0, "accuracy": 0.5}) + "\n")
     assert not series(figures(results)["learning"], "solid")  # no line goes through one point
+
+
+def test_speed_up_and_core_hours_follow_from_efficiency_and_rate():
+    results = generated.complete()
+    found = figures(results)
+    for place, summary in enumerate(results.summaries[:3]):
+        [one, *_] = series(found["speed_up"], "points")
+        assert one.y[place] == pytest.approx(summary.efficiency.value * summary.ranks)
+        [cost, *_] = series(found["core-hours"], "points")
+        rate = summary.samples_per_s.value
+        assert cost.y[place] == pytest.approx(1e6 * summary.ranks / rate / 3600, rel=0.02)
+    assert series(found["speed_up"], "dashed")[0].y == pytest.approx([1, 2, 4, 8])
+    assert len({*series(found["core-hours"], "dashed")[0].y}) <= 4
+
+
+def legend_of(figure):
+    canvas = matplotlib.figure.Figure()
+    axes = canvas.subplots()
+    drawing._draw(axes, figure)
+    legend = axes.get_legend()
+    return [text.get_text() for text in legend.get_texts()] if legend else []
+
+
+@pytest.mark.parametrize("bound", [None, generated.bound])
+def test_a_legend_names_all_that_is_drawn_and_nothing_else(bound):
+    asked = generated.config({"ranks": [1, 2, 4, 8]})
+    results = generated.complete(config=asked, records=generated.records(asked), bound=bound)
+    found = figures(results)
+    lines = ["ideal", *(["bound of the machine"] if bound else [])]
+    bars = "bars: 93.8 % interval"
+    told = ["each repeat", f"median, {bars}", "more ranks than cores", *lines]
+    assert sorted(legend_of(found["time"])) == sorted(told)
+    efficiency = legend_of(found["efficiency"])
+    assert {*efficiency} >= {"ideal"}
+    assert any(text.startswith("ratio of medians, bars: ") for text in efficiency)
+    assert "each repeat" not in efficiency
+    assert found["efficiency"].y_label == "parallel efficiency"
+
+
+def test_a_picture_says_machine_mode_and_batch():
+    caption = generated.complete().caption
+    for text in ("digits: strong scaling, 64 samples in a step of all ranks", "login1, AMD EPYC"):
+        assert text in caption
+    assert "4 cores on each of 1 hosts, torch 2.13.0, Open MPI 5.0.11" in caption

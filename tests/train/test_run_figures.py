@@ -101,6 +101,16 @@ def test_what_is_not_finite_is_told_and_marked_and_so_is_a_failure(tmp_path):
     assert figures(write_run(tmp_path / "b"))["loss"].warning == ""
 
 
+def test_the_curves_of_equal_runs_can_both_be_seen(tmp_path):
+    runs = [write_run(tmp_path / name) for name in ("a", "b", "c")]
+    for figure in figures(*runs).values():
+        for kind in ("solid", "linked"):
+            widths = [each.width for each in figure.series if each.kind == kind and each.x]
+            whole = [w for w in widths if widths.count(w) < len(widths)]
+            assert not widths or len(set(whole)) == 3
+            assert widths == sorted(widths, reverse=True) or figure.name == "loss"
+
+
 def test_runs_lie_over_each_other_in_colours_of_their_own(tmp_path):
     found = figures(
         write_run(tmp_path / "x/run"), write_run(tmp_path / "y/run", resumed=3), smooth=1

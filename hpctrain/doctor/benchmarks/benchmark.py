@@ -1,7 +1,7 @@
 """A benchmark: its request, checked before any rank meets another, and its lines."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +10,7 @@ from statistics import fmean, median
 import torch
 from rich.console import Console
 
+from hpctrain.cluster.load import LoadMeter, MachineLoad
 from hpctrain.comm.agreement import on_root
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.ops import Op, combination
@@ -146,7 +147,9 @@ def run(
         on_root(comm, lambda: _check_modelled(request, here, json.parent), ConfigError)
     console = make_console(shown=comm.rank == 0)
     _describe(console, here, request)
+    meter = LoadMeter()
     rows = _measure_all(comm, request, console)
+    _tell_load(console, here, comm.allgather_object(meter.read()))
     if json is not None and comm.rank == 0:
         points = list(_points(rows, request, here))
         write_points(json, points)
@@ -156,6 +159,16 @@ def run(
     if num_wrong:
         console.print(f"{num_wrong} wrong values: the results of this world cannot be trusted")
     return num_wrong == 0
+
+
+def _tell_load(console: Console, here: World, loads: Sequence[MachineLoad | None]) -> None:
+    """Print what other processes did on the host of rank 0; ``loads`` are by rank."""
+    hosts = {r: h for h, ranks in zip(here.topology.hosts, here.topology.nodes, strict=True)
+             for r in ranks}  # fmt: skip
+    first, *others = (load for rank, load in enumerate(loads) if hosts[rank] == hosts[0])
+    if first is not None:
+        found = first.without(filter(None, others))
+        console.print(f"# {found.describe()}{': the times are disturbed' * found.is_busy}")
 
 
 def _check_modelled(request: BenchmarkRequest, here: World, folder: Path) -> None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from hpctrain.cluster.env import Launched
+from hpctrain.cluster.load import MachineLoad
 from hpctrain.cluster.resources import Room
 from hpctrain.cluster.topology import Topology
 from hpctrain.core.config import Settings
@@ -121,6 +122,7 @@ class Facts:
     horovod: str | None = None  # version of the Horovod that is installed
     horovod_error: str = ""
     """What keeps it from being loaded and what to do; empty where nothing does, or none asks."""
+    load: MachineLoad | None = None  # of the machine; None in a rank, beside which others work
     num_gpus: int = 0  # NVIDIA devices that this process may open
     gpus: GpuFacts = GpuFacts()
     no_peers: tuple[tuple[int, int], ...] = ()

@@ -64,6 +64,16 @@ def _narrow(host: str, members: Sequence[int], ranks: Sequence[Facts]) -> list[F
     return [warning(what, _GIVE) if is_wrong else note(what, _GIVE)]
 
 
+def check_load(facts: Facts) -> Found:
+    """Find a machine that is busy with the work of others."""
+    if facts.load is None:  # a rank, beside which others work, or a system that does not tell
+        return ()
+    if facts.load.is_busy:
+        what = f"{facts.load.describe()}: measured times will be too long"
+        return warning(what, "top shows what runs; wait, or take nodes of your own")
+    return ok(facts.load.describe())
+
+
 def check_threads(ranks: Sequence[Facts]) -> Found:
     """Name variables that make more threads than a rank has cores, or fewer.
 

@@ -16,6 +16,7 @@ OF_PROCESS: tuple[tuple[str, Callable[[Facts], Found]], ...] = (
     ("job", job.check_job),
     ("GPUs", gpus.check_gpus),
     ("GPU links", gpus.check_gpu_links),
+    ("load", node.check_load),
     ("memory", node.check_room),
     ("node memory", node.check_ways),
     ("network cards", network.check_cards),

@@ -13,6 +13,7 @@ from pathlib import Path
 from hpctrain.cluster import resources
 from hpctrain.cluster.env import launched
 from hpctrain.cluster.libraries import MPI_WHEELS, family, libmpi_of
+from hpctrain.cluster.load import measured_for
 from hpctrain.cluster.resources import CLASSES, live_cards, rooms
 from hpctrain.core.errors import LaunchError
 from hpctrain.core.libc import read_memory
@@ -36,6 +37,7 @@ from hpctrain.launch.program import ask
 from hpctrain.launch.slurm import scheduler
 
 PACKAGES = ("hpctrain", "torch", "numpy", "mpi4py", "h5py")
+LOAD_S = 0.3  # in which the load of the machine is measured
 SRUN_TIMEOUT_S = 5.0
 SMI_TIMEOUT_S = 20.0  # a driver that was asleep takes its time
 _PAGE = 4096
@@ -74,6 +76,7 @@ def gather(
         horovod_error="" if lightly else _horovod_error(environ),
         num_gpus=num_gpus,
         gpus=gpus_of(environ) if num_gpus and not lightly else GpuFacts(),
+        load=None if lightly or launched(environ) else measured_for(LOAD_S),
         directories=tuple(try_directory(each, trial_s) for each in directories),
         host=socket.gethostname(),
         visible=named(environ),

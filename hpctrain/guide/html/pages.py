@@ -61,7 +61,7 @@ IN_SECONDS = {
 }
 ALONE = "hpctrain launch -n 2 -- python examples/tour/{name}"
 LIMIT_S = 600
-PROJECT = ("Changes <CHANGELOG>", "Contributing <CONTRIBUTING>", "Figures <perf/README>")
+PROJECT = ["Changes <CHANGELOG>", "Contributing <CONTRIBUTING>", "Figures <perf/README>"]
 
 GUIDE = re.compile(r"`hpctrain guide\s+([a-z-]+)`")
 EXAMPLE = re.compile(r"`(examples/[\w./-]+)`")

@@ -5,7 +5,7 @@ const { colours, figures } = JSON.parse(document.getElementById("figures").textC
 // Ticks of logarithmic axes: 1, 2 and 5 in each decade.
 const DIGITS = Array.from({ length: 60 }, (_, n) => [1, 2, 5][n % 3] * 10 ** (Math.floor(n / 3) - 9));
 
-const UNNAMED = ["repeats", "faint", "marks"]; // kinds that a legend leaves out
+const UNNAMED = ["faint", "marks"]; // kinds that a legend leaves out
 
 // Plotly reads tags and formulas in names; it shows their characters where they are escaped.
 const plain = (text) =>
@@ -17,6 +17,7 @@ function trace(series, place, all) {
   const common = { x: series.x.map(plain), y: series.y, name, legendgroup: name };
   const first = all.findIndex((other) => !UNNAMED.includes(other.kind) && other.name === series.name);
   common.showlegend = name !== "" && first === place;
+  const width = series.width;
   const line = { ...common, mode: "lines" };
   const points = { ...common, mode: "markers" };
   if (series.above) {
@@ -26,13 +27,13 @@ function trace(series, place, all) {
     bars: { ...common, type: "bar", marker: { color } },
     area: { ...line, stackgroup: "parts", line: { color, width: 0 }, fillcolor: color },
     faint: { ...line, line: { color, width: 1 }, opacity: 0.4, hoverinfo: "skip", showlegend: false },
-    linked: { ...common, mode: "lines+markers", line: { color, width: 1.5 }, marker: { color, size: 6 } },
-    solid: { ...line, line: { color, width: 1.5 }, opacity: 1 },
+    linked: { ...common, mode: "lines+markers", line: { color, width }, marker: { color, size: 4 * width } },
+    solid: { ...line, line: { color, width }, opacity: 1 },
     dashed: { ...line, line: { color, dash: "dash", width: 1.5 } },
     dotted: { ...line, line: { color, dash: "dot", width: 1.5 } },
     hollow: { ...points, marker: { color, size: 9, symbol: "circle-open" } },
     points: { ...points, marker: { color, size: 9 } },
-    repeats: { ...points, showlegend: false, opacity: 0.4, marker: { color, size: 4 } },
+    repeats: { ...points, opacity: 0.4, marker: { color, size: 4 } },
   }[series.kind];
 }
 

@@ -1,0 +1,106 @@
+"""How busy this machine is with the work of others: load, processor time, clock rates."""
+
+import os
+import re
+import resource
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
+
+PROC, CPU = Path("/proc"), Path("/sys/devices/system/cpu")
+
+BUSY = 0.1  # part of the cores that others may use before measured times count as disturbed
+
+_IDLE = (3, 4)  # columns of /proc/stat, after the name: idle, and waiting for a disk
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MachineLoad:
+    """What this machine did in a stretch of time, besides one program and its children."""
+
+    cores: int  # of the machine
+    load: float  # mean number of processes that ran or waited to, in the last minute
+    own_cores: float  # how many cores the program has used, on average
+    other_cores: float  # how many cores other processes have used, on average
+    mhz: float | None  # mean clock rate of the cores at the end; None where nobody tells
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether others have used so much that measured times are disturbed."""
+        return self.other_cores > BUSY * self.cores
+
+    def without(self, ranks: Iterable["MachineLoad"]) -> "MachineLoad":
+        """Return this load as it is beside other ranks on the machine, which are no others."""
+        used = sum(each.own_cores for each in ranks)
+        return replace(self, other_cores=max(self.other_cores - used, 0.0))
+
+    def describe(self) -> str:
+        """Return the facts in one line."""
+        clock = f", {self.mhz:.0f} MHz" if self.mhz else ""
+        return (
+            f"other processes use {self.other_cores:.1f} of {self.cores} cores, load "
+            f"{self.load:.1f}{clock}"
+        )
+
+
+class LoadMeter:
+    """Measures from its making on."""
+
+    def __init__(self, proc: Path = PROC, cpu: Path = CPU) -> None:
+        """Begin; ``proc`` and ``cpu`` are where the system tells of itself."""
+        self._proc, self._cpu = proc, cpu
+        self._since = time.monotonic(), _busy_s(proc), _own_s()
+
+    def read(self) -> MachineLoad | None:
+        """Return what happened since; None where the system does not tell."""
+        (start, busy_s, own_s), now_s = self._since, _busy_s(self._proc)
+        passed_s = time.monotonic() - start
+        if busy_s is None or now_s is None or passed_s <= 0:
+            return None
+        own = (_own_s() - own_s) / passed_s
+        return MachineLoad(
+            cores=os.cpu_count() or 1,
+            load=os.getloadavg()[0],
+            own_cores=own,
+            other_cores=max((now_s - busy_s) / passed_s - own, 0.0),
+            mhz=_mhz(self._proc, self._cpu),
+        )
+
+
+def measured_for(seconds: float) -> MachineLoad | None:
+    """Return the load of this machine over some time, in which this process only waits."""
+    meter = LoadMeter()
+    time.sleep(seconds)
+    return meter.read()
+
+
+def _busy_s(proc: Path) -> float | None:
+    """Return seconds that all cores have worked since the start of the machine."""
+    try:
+        words = (proc / "stat").read_text().partition("\n")[0].split()[1:9]
+        ticks = [int(word) for n, word in enumerate(words) if n not in _IDLE]
+    except (OSError, ValueError):
+        return None
+    return sum(ticks) / os.sysconf("SC_CLK_TCK")
+
+
+def _own_s() -> float:
+    """Return processor time of this process and of the children that it has waited for."""
+    used = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(each.ru_utime + each.ru_stime for each in used)
+
+
+def _mhz(proc: Path, cpu: Path) -> float | None:
+    try:
+        files = sorted(cpu.glob("cpu[0-9]*/cpufreq/scaling_cur_freq"))
+        rates = [int(file.read_text()) / 1000 for file in files]
+        if not rates:
+            text = (proc / "cpuinfo").read_text()
+            rates = [
+                float(each) for each in re.findall(r"^cpu MHz\s*:\s*([\d.]+)", text, re.MULTILINE)
+            ]
+    except (OSError, ValueError):
+        return None
+    return fmean(rates) if rates else None

@@ -1,0 +1,50 @@
+"""What other processes use of a machine is measured, and what the program itself uses is not."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from hpctrain.cluster.load import LoadMeter, MachineLoad
+
+TICKS = "cpu {user} 5 10 900 7 0 0 0 0 0\ncpu0 0 0 0 0 0 0 0 0 0 0\n"
+
+
+def test_ticks_of_all_cores_but_those_that_wait_count(tmp_path):
+    (tmp_path / "stat").write_text(TICKS.format(user=100))
+    (tmp_path / "cpuinfo").write_text("cpu MHz\t\t: 2000.0\ncpu MHz : 3000.5\n")
+    meter = LoadMeter(tmp_path, tmp_path / "none")
+    begun = time.monotonic()
+    time.sleep(0.05)
+    (tmp_path / "stat").write_text(TICKS.format(user=300).replace(" 900 ", " 999 "))
+    found = meter.read()
+    most = 2.0 / (time.monotonic() - begun)  # 200 ticks of a hundredth of a second
+    assert 0.5 * most < found.other_cores + found.own_cores <= 1.01 * 2.0 / 0.05
+    assert found.mhz == 2500.25
+    frequency = tmp_path / "cpu/cpu0/cpufreq"
+    frequency.mkdir(parents=True)
+    (frequency / "scaling_cur_freq").write_text("1800000\n")
+    assert LoadMeter(tmp_path, tmp_path / "cpu").read().mhz == 1800
+
+
+def test_where_the_system_does_not_tell_nothing_is_known(tmp_path):
+    assert LoadMeter(tmp_path, tmp_path).read() is None
+
+
+def test_work_of_a_child_that_has_ended_is_own_work():
+    meter = LoadMeter()
+    work = "import time\nend = time.process_time() + 0.2\nwhile time.process_time() < end: pass"
+    subprocess.run([sys.executable, "-c", work], check=True)
+    found = meter.read()
+    assert found.own_cores > 0
+    assert found.load >= 0
+
+
+def test_a_machine_is_busy_where_others_use_a_tenth_of_it_and_other_ranks_are_no_others():
+    quiet = MachineLoad(cores=16, load=3.0, own_cores=1.0, other_cores=1.5, mhz=None)
+    busy = MachineLoad(cores=16, load=3.0, own_cores=1.0, other_cores=4.6, mhz=2000.0)
+    assert not quiet.is_busy
+    assert busy.is_busy
+    assert busy.describe() == "other processes use 4.6 of 16 cores, load 3.0, 2000 MHz"
+    assert busy.without([quiet] * 3).other_cores == pytest.approx(1.6)
