@@ -1,5 +1,6 @@
 """The base of methods whose workers go by the values of parameter servers."""
 
+import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from hpctrain.async_sgd.layout import VALUES, ParameterLayout, Slots
 from hpctrain.async_sgd.requirements import Roles, Servers, require_positive, require_servable
 from hpctrain.async_sgd.server import (
     Answer,
+    Leave,
     OwnMessages,
     ParameterServer,
     Push,
@@ -30,7 +32,7 @@ from hpctrain.comm.eager import eager
 from hpctrain.core.errors import CommError, ConfigError
 from hpctrain.gradients.checked_steps import check_over
 from hpctrain.gradients.sample_count import check_count
-from hpctrain.gradients.step_check import Opening
+from hpctrain.gradients.step_check import Opening, StepCheck
 from hpctrain.runtime import recovery, world
 from hpctrain.runtime.process_sets import global_process_set
 from hpctrain.runtime.rebuild import Stage
@@ -142,6 +144,7 @@ class AsyncMethod(CommonBlock):
 
     def skip_step(self) -> None:
         """Take a step that counts for nothing, in the place of ``optimizer.step()``."""
+        self._require_open()
         self._step([None] * len(self._layout.parameters), weight=0.0)
 
     @eager
@@ -201,8 +204,10 @@ class AsyncMethod(CommonBlock):
         self.comm.barrier()
 
     def close(self) -> None:
-        """Remove the hooks. Not collective; the servers end with the world."""
-        if self._hooks.are_on and not self._is_settled:
+        """Remove the hooks. Not collective; servers end once all ranks have closed the method."""
+        if self._block is None and self._farewell is not None:
+            self._farewell()
+        elif self._hooks.are_on and not self._is_settled:
             self._send(Settle("close()"))
         self._hooks.remove()
 
@@ -220,8 +225,14 @@ class AsyncMethod(CommonBlock):
     def _leave_block(self, error: BaseException | None) -> None:
         self._is_settled |= error is not None  # the others hear of the error
         self.close()
+        if self._farewell is not None and self._farewell.detach():
+            self._messages.leave(self.servers, Leave(""))
 
     # -- what methods differ in -----------------------------------------------------------------
+
+    _farewell: "weakref.finalize[..., Any] | None" = None
+    """Lets servers know that this rank sends no more requests; None in a world of one."""
+    _check: StepCheck | None = None
 
     _steps_here = False
     """Whether the optimizer takes its step on this rank, too, before servers are asked."""
@@ -340,11 +351,35 @@ class AsyncMethod(CommonBlock):
         mates = next(ranks for ranks in here.topology.nodes if rank in ranks)
         self._slots = Slots(self.comm, self._layout, mates, self._num_slots + 1)
         presence, limit_s = here.presence, here.settings.timeout
-        self._messages: DirectMessages | OwnMessages = OwnMessages()
+        messages: DirectMessages | OwnMessages = OwnMessages()
+        self._forget_farewell()
         if here.ranks is not None and presence is not None:
-            self._messages = DirectMessages(here.ranks, presence.check, limit_s)
-            check_over(here.sets.communicator(global_process_set)).enter(self)
-        here.rebuild.register(Stage.HOLDERS, close=self._disconnect)
+            messages = DirectMessages(self.comm, here.ranks, mates, presence.check, limit_s)
+            self._farewell = weakref.finalize(
+                self, messages.leave, [*self.servers], Leave("close()")
+            )
+            self._farewell.atexit = False
+            self._check = check_over(here.sets.communicator(global_process_set))
+            self._member = self._check.enter(self)
+        self._messages, kept = messages, weakref.ref(self)
+
+        def disconnect() -> None:
+            if (method := kept()) is not None:
+                method._hooks.remove()  # noqa: SLF001 - of this class
+                method._forget_farewell()  # noqa: SLF001
+            messages.close()
+
+        here.rebuild.register(Stage.HOLDERS, close=disconnect)
+
+    def _forget_farewell(self) -> None:
+        if self._farewell is not None:
+            self._farewell.detach()
+
+    def __del__(self) -> None:
+        """Keep what is compared at the end of the world, see ``CheckedSteps``."""
+        if self._check is not None and self._check.is_asked:
+            has_values = not self._check.collection.is_running
+            self._check.keep(self._member, self.left(has_values=has_values))
 
     def _start_server(self, make_server: Callable[..., ParameterServer]) -> None:
         self._server: ParameterServer | None = None
@@ -371,8 +406,7 @@ class AsyncMethod(CommonBlock):
         here, left = world.current(), [r for r in range(self.comm.size) if r not in lost]
         now = {rank: number for number, rank in enumerate(left)}
         numbers = now if before is None else {r: now[n] for r, n in before.items() if n in now}
-        if self._server is not None:
-            self._server.stop()
+        self._messages.stop()
         self.comm, self._presence = here.comm, here.presence
         self.servers = [now[rank] for rank in self.servers]
         self.workers = [now[rank] for rank in self.workers if rank in now]
@@ -385,12 +419,6 @@ class AsyncMethod(CommonBlock):
             return
         if self._server is not None:
             self._server.move(self._messages, self._slots, self._roles, numbers)
-
-    def _disconnect(self) -> None:
-        self._hooks.remove()
-        if self._server is not None:
-            self._server.stop()
-        self._messages.close()
 
     def _load(self) -> None:
         """Let this rank's server have model and state as they are here, and nobody else."""
@@ -427,15 +455,16 @@ class AsyncMethod(CommonBlock):
         """Whose last step is compared when ranks take leave: see ``left``."""
         return self
 
-    def left(self) -> dict[str, str]:
+    def left(self, *, has_values: bool = True) -> dict[str, str]:
         """Return what ranks have that did not settle, and that must be alike; not collective."""
         if self._is_settled or not self.is_compared:
             return {}
         name = type(self).__name__
         how = f"{name}, whose block has not ended by `with` nor by settle() on all ranks"
         values = zip(self._names, self._layout.parameters, strict=True)
+        hashes = value_hashes(dict(values)) if has_values else {}
         return {f"the number of steps of {how}": str(self._clock)} | {
-            f"{one} of {how}": text for one, text in value_hashes(dict(values)).items()
+            f"{one} of {how}": text for one, text in hashes.items()
         }
 
     def stand_in(self, opening: Opening) -> None:
@@ -458,7 +487,7 @@ class AsyncMethod(CommonBlock):
         return [(p._version, p.data_ptr()) for p in self._layout.parameters]  # noqa: SLF001 - autograd's
 
     def _require_open(self) -> None:
-        if self._has_ended:
+        if self._has_ended or (self._farewell is not None and not self._farewell.alive):
             raise ConfigError(
                 f"the block of {type(self).__name__} has ended, and model and optimizer have all "
                 f"that servers had; save and load them as plain ones, or call settle(), "

@@ -1,7 +1,6 @@
 """Parameter servers: each keeps a part of the parameters, steps it and hands it out."""
 
 import math
-import threading
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -15,12 +14,10 @@ from torch.optim import Optimizer
 from hpctrain.async_sgd.layout import VALUES, ParameterLayout, Piece, Slots
 from hpctrain.async_sgd.requirements import Roles
 from hpctrain.comm.agreement import by_rank
-from hpctrain.comm.direct_messages import SERVING, DirectMessages, Message
+from hpctrain.comm.direct_messages import DirectMessages, Message
 from hpctrain.comm.hierarchical import scaled_when
-from hpctrain.comm.mpi_world import is_loss
 from hpctrain.comm.node.shared_memory import combine_to
 from hpctrain.comm.ops import Op, combination
-from hpctrain.comm.waiting import wait_until
 from hpctrain.core.errors import CommError, MismatchError
 from hpctrain.gradients.elementwise import PieceStep
 from hpctrain.gradients.rail_sums import weighted
@@ -64,6 +61,12 @@ class Settle(NamedTuple):
     where: str  # for messages
 
 
+class Leave(NamedTuple):
+    """The last request of a rank, which no server answers."""
+
+    where: str  # the rank leaves the values settled at, for messages; empty after an error
+
+
 class Answer(NamedTuple):
     """What a server answers."""
 
@@ -102,6 +105,7 @@ class ParameterServer(ABC):
         self._clocks: dict[int, float] = dict.fromkeys(roles.workers, 0)
         self._last_clock = 0  # that any worker has had
         self._settled: dict[int, str] = {}  # where ranks are that have
+        self._left: set[int] = set()  # ranks that send no more requests
         self._waiting: dict[int, int] = {}  # ranks that wait for values, and at what clocks
         self._number = roles.servers.index(roles.rank)
         self._pieces = list(layout.pieces(self._number))
@@ -110,24 +114,17 @@ class ParameterServer(ABC):
         self._sums = [torch.empty_like(part) for part in self._values]
         self._held = self._tensors_in(self._values)
         self._stepper = PieceStep(optimizer)
-        self._attributes = {k: v for k, v in vars(optimizer).items() if k not in {"state", "step"}}
+        # Hooks would keep the method alive as long as the server's thread runs.
+        self._attributes = {
+            name: value
+            for name, value in vars(optimizer).items()
+            if name not in {"state", "step"} and not name.endswith("_hooks")
+        }
         self._error: CommError | None = None
-        self._is_stopped = False
-        self._inbox: list[Message] = []
-        self._thread = threading.Thread(target=self._run, name="hpctrain-server", daemon=True)
 
     def start(self) -> None:
-        """Serve from now on."""
-        if isinstance(self._messages, OwnMessages):
-            self._messages.serve = self._serve
-        else:
-            self._thread.start()
-
-    def stop(self) -> None:
-        """Serve no more. Harmless the second time."""
-        self._is_stopped = True
-        if self._thread.is_alive():
-            self._thread.join()
+        """Serve until every rank has left."""
+        self._messages.serve(self._serve)
 
     def move(
         self,
@@ -145,9 +142,7 @@ class ParameterServer(ABC):
         self._clocks = renumbered(self._clocks, numbers)
         self._waiting.clear()
         self._settled.clear()
-        self._inbox.clear()
-        self._is_stopped = False
-        self._thread = threading.Thread(target=self._run, name="hpctrain-server", daemon=True)
+        self._left = {numbers[rank] for rank in self._left if rank in numbers}
         self._renumber(numbers)
         with torch.no_grad():
             self._after_clock()
@@ -180,47 +175,38 @@ class ParameterServer(ABC):
 
     # -- requests -----------------------------------------------------------------------------
 
-    def _run(self) -> None:
-        while not self._is_stopped:
-            try:
-                wait_until(self._has_work, lambda _: None, SERVING)
-                self._serve()
-            except Exception as error:
-                if not is_loss(error):
-                    raise
-                return  # who waits finds by itself that a rank is lost
-
-    def _has_work(self) -> bool:
-        self._inbox += self._messages.requests.receive()
-        return self._is_stopped or bool(self._inbox)
-
     @torch.no_grad()
-    def _serve(self) -> None:
-        """Do what requests ask; an error is told to all ranks, now and whenever one asks."""
-        self._has_work()
-        inbox, self._inbox = self._inbox, []
-        for source, request, tensors in inbox:
+    def _serve(self, requests: Sequence[Message]) -> bool:
+        """Carry out requests; return whether every rank has left.
+
+        An error is sent to all ranks, at once and in answer to each further request.
+        """
+        for source, request, tensors in requests:
             try:
                 if self._error is None:
                     self._do(source, request, tensors)
                     self._answer_waiting()
                     continue
-                asking: Sequence[int] = [source]
+                asking: Sequence[int] = [] if isinstance(request, Leave) else [source]
             except Exception as error:  # whatever it is, all ranks raise it
                 text = f"the parameter server on rank {self._roles.rank} has failed: {error!r}"
                 self._error = error if isinstance(error, MismatchError) else CommError(text)
                 asking = range(self._roles.size)
             for rank in asking:
                 self._messages.replies.send(rank, Answer(error=self._error))
+        self._left.update(one.source for one in requests if isinstance(one.content, Leave))
+        return len(self._left) == self._roles.size
 
-    def _do(self, source: int, request: Push | Read | Settle, tensors: Sequence[Tensor]) -> None:
-        if isinstance(request, Read):
+    def _do(
+        self, source: int, request: Push | Read | Settle | Leave, tensors: Sequence[Tensor]
+    ) -> None:
+        if isinstance(request, Leave):
+            if request.where:
+                self._note_settled(source, request.where)
+        elif isinstance(request, Read):
             self._waiting[source] = request.clock
         elif isinstance(request, Settle):
-            self._clocks.pop(source, None)
-            self._settled.setdefault(source, request.where)  # who has closed stays there
-            self._check_settled()
-            self._after_clock()
+            self._note_settled(source, request.where)
             if len(self._settled) == self._roles.size:
                 self._settle()
         else:
@@ -258,13 +244,17 @@ class ParameterServer(ABC):
         answer = Answer(clock, self._read(source, clock, out), has_values=True)
         self._messages.replies.send(source, answer, () if is_near else out)
 
-    def _check_settled(self) -> None:
+    def _note_settled(self, source: int, where: str) -> None:
+        """Let nobody wait for a rank; raise ``MismatchError`` if another has settled elsewhere."""
+        self._clocks.pop(source, None)
+        self._settled.setdefault(source, where)  # who has closed stays there
         if len({*self._settled.values()}) > 1:
             told = [self._settled.get(rank, "its steps") for rank in range(self._roles.size)]
             raise MismatchError(
                 f"all ranks come to the same settle(), finish() or end of the block, "
                 f"{by_rank(told)}; call them on every rank"
             )
+        self._after_clock()
 
     def _settle(self) -> None:
         """Tell all ranks the values in which all updates are, and begin anew at one clock."""
@@ -362,16 +352,21 @@ class OwnMessages:
     def __init__(self) -> None:
         """Begin with none."""
         self.requests, self.replies = OwnChannel(), OwnChannel()
-        self.serve: Callable[[], object] = lambda: None
+
+    def serve(self, work: Callable[[Sequence[Message]], bool]) -> None:
+        """Take the function that carries out requests."""
+        self._work = work
 
     def wait(self, done: Callable[[], object]) -> float:
         """Let the server work, and take its answers; return the seconds waited."""
-        self.serve()
+        self._work(self.requests.receive())
         done()
         return 0.0
 
-    def close(self) -> None:
-        """Hold nothing."""
+    def stop(self) -> None:
+        """No-op: there is no thread."""
+
+    close = stop
 
 
 def renumbered(values: Mapping[int, Any], numbers: Mapping[int, int]) -> dict[int, Any]:

@@ -31,7 +31,8 @@ from hpctrain.gradients.node_values import is_shared, require_no_masters
 from hpctrain.gradients.parameter_names import Grouping, Groups, named, names_of, places_of
 from hpctrain.gradients.reduction import Reduction
 from hpctrain.gradients.sample_count import SampleCount
-from hpctrain.gradients.sharded_step import ShardedReduction, ShardedStep
+from hpctrain.gradients.sharded_reduction import ShardedReduction
+from hpctrain.gradients.sharded_step import ShardedStep
 from hpctrain.gradients.step_notes import StepNotes
 from hpctrain.negotiation.request import Adasum, Average, ReduceOp, Sum
 from hpctrain.runtime import world
@@ -279,9 +280,10 @@ class ShardedMethods(DistributedMethods):
     def synchronize(self) -> None:
         """Let the ranks compare what they are about to step on; ``raised_flags`` are known then.
 
-        Gradients are averaged in ``step()`` all the same. Collective.
+        Gradients are averaged in ``step()`` all the same. Collective: all ranks call it, or those
+        alone that skip ``backward()`` in this step.
         """
-        self._reducer.open()
+        self._reducer.synchronize()
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False

@@ -8,19 +8,13 @@ step ends    one barrier; every rank sees all parameters, nothing was written ba
 
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from itertools import product
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hpctrain.comm.call_check import call_of
 from hpctrain.comm.eager import eager
-from hpctrain.comm.hierarchical import scaled_when
-from hpctrain.comm.node.shared_memory import combine_to
-from hpctrain.comm.ops import Op
 from hpctrain.core.checksum import crc32
 from hpctrain.core.errors import (
     CommError,
@@ -32,208 +26,10 @@ from hpctrain.core.errors import (
 from hpctrain.gradients.bucket_reducer import ParameterSource, Reducer
 from hpctrain.gradients.elementwise import PieceStep
 from hpctrain.gradients.gradient_bucket import Slot
-from hpctrain.gradients.node_bucket import Change, Chunk, NodeBucket, NodeTensor, by_group
-from hpctrain.gradients.node_values import NodeValues
-from hpctrain.gradients.parameter_names import NamedParameters
-from hpctrain.gradients.rail_sums import RailSums, weighted
-from hpctrain.gradients.reduction import Reduction
-from hpctrain.gradients.sparse_gradients import SparseSlot, writes_of
-from hpctrain.gradients.step_check import Announcement, Opening
-
-
-class ShardedReduction(Reduction):
-    """Buckets whose sums go into the optimizer's step, chunk by chunk, and nowhere else."""
-
-    _rails: RailSums | None = None  # between nodes, what sums there
-    _has_values = False  # whether the node has the parameters
-
-    def prepare(self, rule: PieceStep, master_dtype: torch.dtype | None) -> None:
-        """Make what the steps need beside the buckets. Collective."""
-        levels = self._comm.levels
-        assert levels is not None
-        self._node = levels.node
-        self.values = NodeValues(self._comm, levels.node, rule, master_dtype)
-        self._facts = self._comm.new_bucket(1, torch.float64)
-        if levels.num_rails:
-            self._rails = RailSums(self._comm, self.count, self._facts)
-        share = torch.tensor([1.0 / levels.node.local_size], dtype=torch.float64)
-        self.num_nodes = round(self._comm.allreduce(share).item())
-
-    def open(
-        self, changed: NamedParameters | None, told: Announcement, optimizer: Optimizer
-    ) -> None:
-        """Fill all buckets and let the ranks compare what they are about to do. Collective.
-
-        Afterwards the buckets of all ranks of the node are full, until ``close``; between nodes
-        the sums of all are there.
-        """
-        opening, rails = self._opened(changed, told), self._rails
-        if rails is not None and opening.is_early:
-            self._clocked(rails.finish)
-        if changed is not None:
-            self._has_values = False
-            self.build(changed)
-        is_void = opening.is_void or changed is not None
-        if is_void:
-            self._fill_all()
-        if not self._has_values:
-            self._lay_out_values()
-        if not self._has_values or opening.is_written:
-            self._has_values = False
-            self.values.adopt(optimizer)
-            self._has_values = True
-        self._weights = [float(peer.item()) for peer in self._facts.peers]
-        if rails is not None and (is_void or (opening.is_new and not opening.is_early)):
-            self._clocked(rails.finish)
-
-    def _opened(self, changed: NamedParameters | None, told: Announcement) -> Opening:
-        if changed is None and not told.own_changed:
-            try:
-                self._fill_all()
-            except CommError as error:  # it lies where another one belongs
-                told = replace(told, own_changed=str(error).partition(".grad ")[0])
-        if self._rails is not None:
-            told = self._rails.announced(told)
-        new_sparse = any(slot.found_sparse_dim is not None for slot in self._dense)
-        mine = self._announced(told, new_sparse=new_sparse, outdated=changed is not None)
-        self._clocked(self._run(self._open, mine).wait)
-        opening = self._opening
-        assert opening is not None
-        if opening.new_sparse:
-            raise ConfigError(
-                'shard="node" takes dense gradients, and a rank has a sparse one; make the layer '
-                "with sparse=False, or leave shard out"
-            )
-        return opening
-
-    def _fill_all(self) -> None:
-        """Fill what is not on its way already."""
-        first = self._rails.num_sent if self._rails is not None else 0
-        for bucket in self._buckets[first:]:
-            for slot in bucket.slots:
-                self.take(slot)
-            bucket.write_marks()
-        if not first:
-            self._facts.flat.fill_(self.count.factor)
-
-    def _lay_out_values(self) -> None:
-        self.values.lay_out(self._buckets)
-        if self._rails is not None:
-            self._rails.lay_out(self._buckets)
-
-    @property
-    def _sums(self) -> list[NodeTensor]:
-        """Between nodes, the sums of all buckets over all ranks."""
-        return [] if self._rails is None else self._rails.totals
-
-    def take(self, slot: Slot | SparseSlot) -> None:
-        """Put a gradient of this rank into its place."""
-        assert isinstance(slot, Slot)
-        self._check_place(slot)
-        with torch.no_grad():
-            slot.fill(1.0, keeps_result=True)
-
-    def ready(self, slot: Slot | SparseSlot) -> None:
-        """Let a gradient that has come to its place travel between nodes, if that can begin."""
-        if self._rails is not None and self._has_values and isinstance(slot, Slot):
-            self._rails.ready(slot, self.take)
-
-    def forget(self) -> None:
-        """Expect the gradients of another step; places that were filled count as empty."""
-        super().forget()
-        if self._rails is not None:
-            self._rails.expect()
-
-    def update(self, rule: PieceStep, changes: Sequence[Change]) -> list[list[bool]]:
-        """Step on the sums of all chunks of this rank, times the scale.
-
-        Returns for each bucket which parameters have a gradient on some rank.
-        """
-        present = self._present()
-        for bucket, are in zip(self.values.buckets, present, strict=True):
-            have_all = all(are)
-            for chunk in bucket.chunks:
-                pieces, groups = chunk.pieces, chunk.groups
-                if not have_all:
-                    pieces = [piece for piece in pieces if are[piece.number]]
-                    groups = by_group(pieces)
-                if pieces:
-                    self._sum(bucket, chunk)
-                    for change, piece in product(changes, pieces):
-                        change(piece.grad)
-                    rule.step(groups)
-                for piece in pieces:
-                    bucket.keep(piece, rule.state[piece.values])
-                    if bucket.has_masters:
-                        piece.rounded.copy_(piece.values)
-        return present
-
-    def gradients(self, changes: Sequence[Change]) -> Iterator[Tensor]:
-        """Yield averages of this rank's slice that are not empty, in memory used again."""
-        for bucket, are in zip(self.values.buckets, self._present(), strict=True):
-            for chunk in bucket.chunks:
-                pieces = [p for p in chunk.pieces if are[p.number] and p.grad.numel()]
-                if pieces:
-                    self._sum(bucket, chunk)
-                for piece in pieces:
-                    for change in changes:
-                        change(piece.grad)
-                    yield piece.grad
-
-    def _present(self) -> list[list[bool]]:
-        """Say for each bucket which parameters have a gradient on some rank."""
-        found = []
-        for number, bucket in enumerate(self.values.buckets):
-            rows = [self._sums[number].shared] if self._sums else bucket.peers
-            marks = [row[bucket.num_elements :].tolist() for row in rows]
-            found.append(
-                [any(one.real > 0 for one in column) for column in zip(*marks, strict=True)]
-            )
-        return found
-
-    def close(self, failure: BaseException | None) -> None:
-        """Return when all ranks of the node have stepped; all raise if one has not. Collective."""
-        call = call_of("end of a step" if failure is None else f"failed step: {failure!r:.300}")
-        self._clocked(self._run(self._node.meet, call).wait)
-        if failure is not None:  # on all ranks alike
-            raise failure
-        if self._rails is not None:
-            self._rails.learn()
-        self.exposed_seconds = self._waited_s
-
-    def norm_of_all(self, own: float, order: float) -> float:
-        """Return the norm of all slices; of this rank's its largest element or sum of powers."""
-        total = torch.tensor([own], dtype=torch.float64)
-        if math.isinf(order):
-            return self._comm.allreduce(total, op=Op.MAX).item()
-        powers = self._comm.allreduce(total).item() / self.num_nodes
-        return float(powers ** (1.0 / order))
-
-    def is_written(self, optimizer: Optimizer) -> bool:
-        """Say whether this rank's program has changed what the node shares. Not collective."""
-        step = self.steps.number or 0
-        if not self._has_values:
-            return False
-        if self.values.is_written(optimizer, step):
-            return True
-        return self.values.looks_at_all and self.values.has_hidden_stores(step)
-
-    @property
-    def is_stale(self) -> bool:
-        """Whether the program has written to parameters in a way that is found too late."""
-        values, step = self.values, self.steps.number or 0
-        return self._has_values and not values.looks_at_all and values.has_hidden_stores(step)
-
-    def _sum(self, bucket: NodeBucket, chunk: Chunk) -> None:
-        """Let ``chunk.total`` be the sum over all ranks, times the scale."""
-        if not self._sums:
-            for out, parts in chunk.blocks:
-                combine_to(out, weighted(parts, self._weights), bucket.how, self.count.scale)
-            return
-        _, late = scaled_when(self.count.scale, bucket.how)
-        number = self.values.buckets.index(bucket)
-        total = self._sums[number].shared[chunk.bounds].view(bucket.how.lane)
-        combine_to(chunk.total, (total,), bucket.how, late)
+from hpctrain.gradients.node_bucket import Change
+from hpctrain.gradients.sharded_reduction import ShardedReduction
+from hpctrain.gradients.sparse_gradients import writes_of
+from hpctrain.gradients.step_check import Announcement
 
 
 class ShardedStep(Reducer):
@@ -314,9 +110,24 @@ class ShardedStep(Reducer):
 
     # -- the step ---------------------------------------------------------------------------
 
-    @eager
+    def synchronize(self) -> None:
+        """Let the ranks compare what they are about to step on, before ``step()``. Collective.
+
+        Ranks that do not call this take part by their next ``open``.
+        """
+        self._open_once(synchronizes=True)
+
     def open(self) -> None:
         """Let the ranks compare what they are about to step on. Collective."""
+        while self._open_once():
+            pass  # only some ranks have called synchronize(), and come to this call next
+
+    @eager
+    def _open_once(self, *, synchronizes: bool = False) -> bool:
+        """Open the step; return whether a rank has done so in ``synchronize``. Collective.
+
+        That rank may still clip, so its settings are compared in a later opening.
+        """
         optimizer = self._optimizer()
         assert optimizer is not None
         self._check_owner()
@@ -326,7 +137,8 @@ class ShardedStep(Reducer):
         is_first_time = not self._own and any(slot.holds_result for slot in slots)
         told = Announcement(
             needs_all=True,
-            settings=crc32(settings.encode()),
+            synchronizes=synchronizes,
+            settings=None if synchronizes else crc32(settings.encode()),
             own_changed=self._changed_name or self._find_changed(),
             repeats=is_first_time,
             is_written=is_written,
@@ -335,13 +147,14 @@ class ShardedStep(Reducer):
             is_spoilt=self._is_spoilt,
         )
         changed = self._changed()
-        self.reduction.open(changed, told, optimizer)
+        opening = self.reduction.open(changed, told, optimizer)
         self.is_in_step, self._is_new = True, False
         if changed is not None:
             self._hook_anew()
         for parameter in self._own:
             self._note_own(parameter)
         self._note("gradients")
+        return opening.synchronizes
 
     @property
     def _weighs_anew(self) -> bool:

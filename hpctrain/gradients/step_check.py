@@ -44,6 +44,7 @@ _COUNTED = (
     "is_stale",
     "is_early",
     "is_void",
+    "synchronizes",
 )
 """Facts of which the message tells on how many ranks they are true."""
 _NUM_SUMS = 3  # ranks that have joined, weights, losses times weights
@@ -98,6 +99,7 @@ class Announcement:
     is_spoilt: bool = False  # whether a step has failed in the middle, so that nobody has a model
     is_early: bool = False  # whether sums between nodes have begun, which all ranks must end
     is_void: bool = False  # whether they have, and gradients are others since
+    synchronizes: bool = False  # whether this is ``synchronize()``, and a later call opens again
     flags: int = 0  # bits that all ranks shall see
 
 
@@ -125,6 +127,7 @@ class Opening:
     is_written: bool  # whether a program has changed parameters that the ranks of a node share
     is_early: bool  # whether any rank has begun with sums between nodes
     is_void: bool  # whether they are no longer the sums of what any rank has
+    synchronizes: bool  # whether any rank has called ``synchronize()``
     flags: int
 
 
@@ -335,6 +338,7 @@ def _read(sums: Sequence[float], size: int) -> tuple[Opening, str]:
         is_written=num["is_written"] > 0,
         is_early=num["is_early"] > 0,
         is_void=num["is_void"] > 0,
+        synchronizes=num["synchronizes"] > 0,
         flags=flags_of(sums[behind + len(_COUNTED) :]),
     )
     return opening, _broken(of, num, opening, size)

@@ -1,5 +1,7 @@
 """``shard="node"``: what is done to gradients, which stay each rank's own, parts nobody."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -18,6 +20,66 @@ def test_gradients_that_are_kept_count_as_they_did_or_all_ranks_raise(hvd):
             optimizer.step()
     with pytest.raises(MismatchError, match="counts other samples"):
         optimizer.step()
+
+
+@MANY
+@pytest.mark.parametrize("scales", [False, True])
+@pytest.mark.parametrize("clips", ["", "norm", "value"])
+def test_synchronize_stands_in_for_a_backward_that_a_rank_skips(hvd, scales, clips):
+    """In place of backward, once or twice, on one rank or all but one; or on all ranks."""
+
+    def train(shard):
+        model, optimizer = wrapped(hvd, shard=shard)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=scales)
+        scaler.scale(torch.ones(()))  # makes the scale on a rank without samples
+        for step in range(5):
+            lone = step % hvd.size()
+            has_samples = (hvd.rank() != lone) if step < 3 else (hvd.rank() == lone)
+            optimizer.zero_grad()
+            optimizer.set_num_samples(int(has_samples))
+            if has_samples:
+                loss = model(batch(hvd, step, torch.float64)).square().mean()
+                scaler.scale(loss).backward()
+            if not has_samples or step == 4:
+                optimizer.synchronize()
+            if not has_samples and step == 2:
+                optimizer.synchronize()
+            if clips:
+                scaler.unscale_(optimizer)
+            if clips == "norm":
+                optimizer.clip_grad_norm_(0.01)
+            elif clips == "value":
+                optimizer.clip_grad_value_(0.001)
+            with optimizer.skip_synchronize():
+                scaler.step(optimizer)
+            scaler.update()
+        return model
+
+    ordinary, sharded = train(None), train("node")
+    for one, other in zip(ordinary.parameters(), sharded.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-15)
+
+
+@MANY
+def test_a_gradient_of_no_samples_adds_nothing_though_it_is_not_a_number(hvd):
+    """The mean over no samples is NaN, and zero times that too."""
+    models = []
+    for shard in (None, "node"):
+        model, optimizer = wrapped(hvd, shard=shard)
+        for step in range(3):
+            optimizer.zero_grad()
+            is_empty = hvd.rank() == step % hvd.size()
+            optimizer.set_num_samples(0 if is_empty else 2)
+            loss = model(batch(hvd, step, torch.float64)).square().mean()
+            (loss * (math.nan if is_empty else 1.0)).backward()
+            assert not is_empty or shard is None or model[0].weight.grad.isnan().all()
+            if step == 2:
+                assert optimizer.clip_grad_norm_(0.01).isfinite()
+            optimizer.step()
+        assert all(p.isfinite().all() for p in model.parameters())
+        models.append(model)
+    for one, other in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-15)
 
 
 @MANY

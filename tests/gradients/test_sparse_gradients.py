@@ -87,3 +87,34 @@ def test_optimizers_for_sparse_gradients_step_on_every_rank(hvd, as_dense):
         table(torch.tensor(rows_of(hvd.rank(), step))).sum().backward()
         optimizer.step()
         assert torch.equal(hvd.broadcast(table.weight.detach(), 0), table.weight)
+
+
+@MANY
+@EITHER
+@pytest.mark.parametrize("is_sparse", [False, True])
+def test_a_gradient_that_is_kept_over_steps_is_reduced_once(hvd, is_sparse, as_dense):
+    """No backward, or one that reaches other parameters, leaves what was reduced as it is."""
+    for op, share, groups in (
+        (hvd.Sum, 1, None),
+        (hvd.Sum, 1, 1),
+        (hvd.Average, hvd.size(), None),
+    ):
+        model = make_table()
+        table, layer = model
+        table.sparse = is_sparse
+        before = table.weight.detach().clone()
+        optimizer = distributed(hvd, model, as_dense, op=op, groups=groups)
+        counts = torch.zeros(10, 3, dtype=torch.float64)
+        for row in (row for rank in range(hvd.size()) for row in rows_of(rank, 0)):
+            counts[row] += 1.0 / share
+        for step in range(3):
+            if step == 0:
+                table(torch.tensor(rows_of(hvd.rank(), 0))).sum().backward()
+            elif step == 1:
+                layer(torch.ones(1, 3, dtype=torch.float64)).sum().backward()
+            optimizer.step()
+            grad = table.weight.grad
+            assert grad.is_sparse is is_sparse
+            torch.testing.assert_close(grad.to_dense(), counts, rtol=1e-12, atol=1e-14)
+        moved = before - 3 * 0.1 * counts
+        torch.testing.assert_close(table.weight.detach(), moved, rtol=1e-12, atol=1e-14)

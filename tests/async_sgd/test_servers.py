@@ -1,0 +1,124 @@
+"""Serving threads: they sleep while no rank asks, and end with the method."""
+
+import gc
+import threading
+import time
+
+import pytest
+import torch
+
+from hpctrain.core.errors import ConfigError, ReplicaError
+from tests.gradients.training import LAST, MANY, ONE_NODE, TWO_NODES
+
+NUM_METHODS = 40
+
+
+def made(hvd, make="StaleSynchronous", **options):
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return model, optimizer, getattr(hvd, make)(model, optimizer, **options)
+
+
+def take_step(model, optimizer):
+    optimizer.zero_grad()
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+
+
+def num_serving():
+    return sum(thread.name == "hpctrain-server" for thread in threading.enumerate())
+
+
+def all_end(world):
+    """Return whether every serving thread of all ranks ends within some seconds. Collective."""
+    end = time.monotonic() + 20
+    while num_serving() and time.monotonic() < end:
+        time.sleep(0.01)
+    return not any(world.allgather(num_serving()))
+
+
+@pytest.mark.ranks(2)
+@ONE_NODE
+def test_methods_at_rest_take_next_to_no_processor_time(hvd):
+    """Polling once a millisecond, so many threads need most of a core."""
+    methods = [made(hvd) for _ in range(NUM_METHODS)]
+    assert num_serving() == NUM_METHODS
+    hvd.barrier()
+    before = time.process_time()
+    time.sleep(1)
+    assert time.process_time() - before < 0.1
+    for model, optimizer, method in methods[::10]:
+        take_step(model, optimizer)  # a bell wakes the thread
+        method.settle()
+    for _, _, method in methods:
+        method.close()
+
+
+@MANY
+@TWO_NODES
+@pytest.mark.parametrize("end", ["block", "close", "garbage", "error"])
+@pytest.mark.parametrize(
+    ("make", "servers"), [("StaleSynchronous", None), ("AsyncSGD", 1), ("Downpour", None)]
+)
+def test_serving_threads_end_with_the_method_on_all_ranks(hvd, world, make, end, servers):
+    gc.collect()
+    assert all_end(world)
+    model, optimizer, method = made(hvd, make, servers=servers)
+    assert sum(world.allgather(num_serving())) == (servers or world.size)
+    if end == "block":
+        with method:
+            if method.is_worker:
+                take_step(model, optimizer)
+        with pytest.raises(ConfigError, match="has ended"):
+            method.skip_step()
+    else:
+        if method.is_worker:
+            take_step(model, optimizer)
+        method.settle()
+        if end == "close":
+            method.close()
+            with pytest.raises(ConfigError, match="has ended"):
+                method.settle()
+        elif end == "error":
+            with pytest.raises(ZeroDivisionError), method:
+                _ = world.rank / 0
+    del model, optimizer, method
+    gc.collect()
+    assert all_end(world)
+
+
+@pytest.mark.ranks(3)
+@ONE_NODE
+@pytest.mark.parametrize("end", ["close", "garbage"])
+def test_a_rank_whose_method_has_ended_serves_the_others_on(hvd, world, end):
+    model, optimizer, method = made(hvd, staleness=1)
+    if world.rank == 1:
+        if end == "close":
+            method.close()
+        del model, optimizer, method
+        gc.collect()
+        world.barrier()
+        assert num_serving() == 1
+        world.barrier()
+    else:
+        world.barrier()
+        for _ in range(4):  # beyond the bound of a rank that takes no step
+            take_step(model, optimizer)
+        world.barrier()
+        del model, optimizer, method
+        gc.collect()
+    assert all_end(world)
+
+
+@MANY
+@LAST
+@ONE_NODE
+def test_what_a_method_has_left_is_compared_though_it_is_garbage(hvd, world):
+    model, optimizer, method = made(hvd)
+    for _ in range(2 if world.rank else 1):
+        take_step(model, optimizer)
+    del model, optimizer, method
+    gc.collect()
+    assert all_end(world)
+    with pytest.raises(ReplicaError, match="the number of steps of StaleSynchronous"):
+        hvd.shutdown()
