@@ -50,11 +50,12 @@ def check_count(num_samples: float, nominal: float) -> None:
     """Raise ``ConfigError`` unless the count is not negative, the nominal one positive."""
     try:
         is_valid = 0 <= num_samples < math.inf and 0 < nominal < math.inf
-    except TypeError:  # not a number
+        is_valid = is_valid and num_samples / nominal < math.inf
+    except (TypeError, OverflowError):  # not a number, or beyond float64
         is_valid = False
     if not is_valid:
         raise ConfigError(
-            f"a sample count is at least 0 and its nominal value above 0, "
+            f"a sample count must be at least 0, its nominal value positive and the ratio finite, "
             f"got num_samples={num_samples!r}, nominal={nominal!r}"
         )
 

@@ -136,3 +136,13 @@ def test_integers_are_refused_and_no_elements_are_no_work(comm):
     adasum_(comm, [torch.zeros(0)])
     with pytest.raises(CommError, match="Adasum needs floating point tensors, got int64"):
         adasum_(comm, [torch.zeros(3, dtype=torch.int64)])
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("size", [1e-45, 1e-40, 1e-20, 1e19, 1e30, 6e37])
+def test_values_of_any_size_are_combined_as_in_float64(world, comm, size):
+    vectors = [inputs(rank, torch.float64)[5].clamp(-1, 1) * size for rank in range(world.size)]
+    vectors = [vector.float() for vector in vectors]
+    [found] = [vectors[world.rank].clone()]
+    adasum_(comm, [found])
+    assert torch.allclose(found.double(), reference(vectors), rtol=1e-4, atol=4 * 2.0**-149)
