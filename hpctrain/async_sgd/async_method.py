@@ -1,6 +1,5 @@
 """The base of methods whose workers go by the values of parameter servers."""
 
-import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -10,12 +9,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hpctrain.async_sgd.connection import Farewell, connected
 from hpctrain.async_sgd.layout import VALUES, ParameterLayout, Slots
-from hpctrain.async_sgd.requirements import Roles, Servers, require_positive, require_servable
+from hpctrain.async_sgd.requirements import (
+    Roles,
+    Servers,
+    first_not_finite,
+    require_positive,
+    require_servable,
+)
 from hpctrain.async_sgd.server import (
     Answer,
     Leave,
-    OwnMessages,
     ParameterServer,
     Push,
     Read,
@@ -29,13 +34,12 @@ from hpctrain.collectives.parameters import broadcast_parameters
 from hpctrain.comm.agreement import agreed, require_equal
 from hpctrain.comm.common_block import CommonBlock
 from hpctrain.comm.eager import eager
-from hpctrain.core.errors import CommError, ConfigError
+from hpctrain.core.errors import ConfigError, HpctrainError
 from hpctrain.gradients.checked_steps import check_over
 from hpctrain.gradients.sample_count import check_count
 from hpctrain.gradients.step_check import Opening, StepCheck
 from hpctrain.runtime import recovery, world
 from hpctrain.runtime.process_sets import global_process_set
-from hpctrain.runtime.rebuild import Stage
 
 
 class AsyncMethod(CommonBlock):
@@ -90,7 +94,7 @@ class AsyncMethod(CommonBlock):
         self._clock, self._num_slots, self._is_settled = 0, num_slots, True
         self._has_ended = False  # the block, with values and state in model and optimizer
         self._known: list[tuple[int, int]] = []  # what parameters were when servers gave them
-        self._error: CommError | None = None  # of a server
+        self._error: HpctrainError | None = None  # of a server
         self._layout = ParameterLayout(optimizer, len(self.servers))
         names = {id(p): text for text, p in model.named_parameters()}
         self._names = [names[id(p)] for p in self._layout.parameters]
@@ -230,7 +234,7 @@ class AsyncMethod(CommonBlock):
 
     # -- what methods differ in -----------------------------------------------------------------
 
-    _farewell: "weakref.finalize[..., Any] | None" = None
+    _farewell: Farewell | None = None
     """Lets servers know that this rank sends no more requests; None in a world of one."""
     _check: StepCheck | None = None
 
@@ -282,8 +286,10 @@ class AsyncMethod(CommonBlock):
         has = bytes(grad is not None for grad in gradients)
         groups = self.server_optimizer.param_groups
         settings: Settings = [{k: v for k, v in g.items() if k != "params"} for g in groups]
+        wrong = first_not_finite(self._names, gradients) if weight else ""
         answers = self._ask(
-            Push(self._clock, slot, weight, has, settings, reads, self._is_counted), gradients
+            Push(self._clock, slot, weight, has, settings, reads, self._is_counted, wrong),
+            gradients,
         )
         self._clock += 1
         staleness = max(answer.staleness for answer in answers)
@@ -345,33 +351,19 @@ class AsyncMethod(CommonBlock):
 
     def _connect(self) -> None:
         """Make memory and messages. Collective."""
-        from hpctrain.comm.direct_messages import DirectMessages  # noqa: PLC0415 - needs MPI
-
         here, rank = world.current(), self.comm.rank
         mates = next(ranks for ranks in here.topology.nodes if rank in ranks)
         self._slots = Slots(self.comm, self._layout, mates, self._num_slots + 1)
-        presence, limit_s = here.presence, here.settings.timeout
-        messages: DirectMessages | OwnMessages = OwnMessages()
-        self._forget_farewell()
-        if here.ranks is not None and presence is not None:
-            messages = DirectMessages(self.comm, here.ranks, mates, presence.check, limit_s)
-            self._farewell = weakref.finalize(
-                self, messages.leave, [*self.servers], Leave("close()")
-            )
-            self._farewell.atexit = False
+        if self._farewell is not None:
+            self._farewell.detach()
+        self._messages, self._farewell = connected(self._let_go, self.comm, mates, self.servers)
+        if self._farewell is not None:
             self._check = check_over(here.sets.communicator(global_process_set))
             self._member = self._check.enter(self)
-        self._messages, kept = messages, weakref.ref(self)
 
-        def disconnect() -> None:
-            if (method := kept()) is not None:
-                method._hooks.remove()  # noqa: SLF001 - of this class
-                method._forget_farewell()  # noqa: SLF001
-            messages.close()
-
-        here.rebuild.register(Stage.HOLDERS, close=disconnect)
-
-    def _forget_farewell(self) -> None:
+    def _let_go(self) -> None:
+        """Remove the hooks at the end of the world."""
+        self._hooks.remove()
         if self._farewell is not None:
             self._farewell.detach()
 
@@ -459,8 +451,7 @@ class AsyncMethod(CommonBlock):
         """Return what ranks have that did not settle, and that must be alike; not collective."""
         if self._is_settled or not self.is_compared:
             return {}
-        name = type(self).__name__
-        how = f"{name}, whose block has not ended by `with` nor by settle() on all ranks"
+        how = f"{type(self).__name__}, whose block has not ended by `with` or settle() on all ranks"
         values = zip(self._names, self._layout.parameters, strict=True)
         hashes = value_hashes(dict(values)) if has_values else {}
         return {f"the number of steps of {how}": str(self._clock)} | {

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from hpctrain.async_sgd.requirements import require_hookable
+from hpctrain.async_sgd.requirements import first_not_finite, require_hookable
 from hpctrain.async_sgd.step_hooks import StepHooks
 from hpctrain.collectives.parameters import broadcast_parameters
 from hpctrain.comm.agreement import agreed, raise_if_any, require_equal
@@ -161,6 +161,11 @@ class Hogwild(CommonBlock):
             self._presence.check(())  # who waits for nobody learns here of one that died
         self._check_settings()
         self._check_parameters()
+        if wrong := first_not_finite(self._names.values(), [p.grad for p in self._names]):
+            raise NotFiniteError(
+                f"gradients must be finite, but that of {wrong} is not on rank {self._comm.rank}; "
+                f"go back to a checkpoint with a smaller learning rate, or leave such a step out"
+            )
         for group in self.optimizer.param_groups:
             for p in group["params"]:
                 if p.grad is not None and p in self._names:
@@ -213,6 +218,12 @@ class Hogwild(CommonBlock):
 
     def _check_parameters(self) -> None:
         trained = [p for g in self.optimizer.param_groups for p in g["params"] if p.requires_grad]
+        if frozen := [name for p, name in self._names.items() if not p.requires_grad]:
+            raise ConfigError(
+                f"all ranks of Hogwild must train the same parameters, but {frozen[0]} was frozen "
+                f"inside of the block; end the block before parameters are frozen, and begin "
+                f"another one"
+            )
         if num_others := sum(p not in self._names for p in trained):
             raise ConfigError(
                 f"Hogwild steps what lay in node memory at the start, trained parameters of the "

@@ -1,10 +1,10 @@
 """Requirements of methods that hook a plain optimizer: model, optimizer, servers and numbers."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hpctrain.async_sgd.step_hooks import require_unhooked
@@ -84,6 +84,16 @@ def require_servable(name: str, model: nn.Module, optimizer: Optimizer) -> None:
     for refusal, is_due in refusals.items():
         if is_due:
             raise ConfigError(refusal)
+
+
+def first_not_finite(names: Iterable[str], gradients: Iterable[Tensor | None]) -> str:
+    """Return the name of the first gradient that is NaN or infinite somewhere; empty for none."""
+    for name, grad in zip(names, gradients, strict=True):
+        values = grad._values() if grad is not None and grad.is_sparse else grad  # noqa: SLF001
+        if values is None or not values.numel() or values.abs().max().isfinite():
+            continue
+        return name
+    return ""
 
 
 def bound_of(most_ahead: int | None) -> float:

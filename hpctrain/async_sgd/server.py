@@ -18,7 +18,7 @@ from hpctrain.comm.direct_messages import DirectMessages, Message
 from hpctrain.comm.hierarchical import scaled_when
 from hpctrain.comm.node.shared_memory import combine_to
 from hpctrain.comm.ops import Op, combination
-from hpctrain.core.errors import CommError, MismatchError
+from hpctrain.core.errors import CommError, HpctrainError, MismatchError, NotFiniteError
 from hpctrain.gradients.elementwise import PieceStep
 from hpctrain.gradients.rail_sums import weighted
 
@@ -36,6 +36,7 @@ class Push(NamedTuple):
     settings: Settings
     reads: bool  # whether it wants values back
     is_counted: bool  # whether its weight is of a number of samples that was given
+    not_finite: str = ""  # name of a parameter whose gradient is NaN or infinite, if that counts
     is_near: bool = False  # whether it is of the server's node
     parts: Sequence[Tensor] = ()  # its gradient, at the server: what that has of each block
 
@@ -73,7 +74,7 @@ class Answer(NamedTuple):
     clock: int = 0  # of the worker
     staleness: int = 0  # of the values in clocks; of a gradient in updates of others
     has_values: bool = False  # in the slot of the worker, or with the message
-    error: CommError | None = None
+    error: HpctrainError | None = None
 
 
 class ParameterServer(ABC):
@@ -120,7 +121,7 @@ class ParameterServer(ABC):
             for name, value in vars(optimizer).items()
             if name not in {"state", "step"} and not name.endswith("_hooks")
         }
-        self._error: CommError | None = None
+        self._error: HpctrainError | None = None
 
     def start(self) -> None:
         """Serve until every rank has left."""
@@ -190,7 +191,9 @@ class ParameterServer(ABC):
                 asking: Sequence[int] = [] if isinstance(request, Leave) else [source]
             except Exception as error:  # whatever it is, all ranks raise it
                 text = f"the parameter server on rank {self._roles.rank} has failed: {error!r}"
-                self._error = error if isinstance(error, MismatchError) else CommError(text)
+                self._error = CommError(text)
+                if isinstance(error, MismatchError | NotFiniteError):
+                    self._error = error
                 asking = range(self._roles.size)
             for rank in asking:
                 self._messages.replies.send(rank, Answer(error=self._error))
@@ -210,6 +213,12 @@ class ParameterServer(ABC):
             if len(self._settled) == self._roles.size:
                 self._settle()
         else:
+            if request.not_finite:
+                raise NotFiniteError(
+                    f"gradients must be finite, but that of {request.not_finite} on rank {source} "
+                    f"is not; go back to a checkpoint with a smaller learning rate, or call "
+                    f"skip_step() in place of such a step"
+                )
             clock = request.clock + 1
             if self._clocks[source] == clock:  # asked again, in the world of those that are left
                 self._waiting[source] = clock
@@ -367,6 +376,9 @@ class OwnMessages:
         """No-op: there is no thread."""
 
     close = stop
+
+    def leave(self, ranks: Sequence[int], content: object) -> None:
+        """No-op: the server ends with its rank."""
 
 
 def renumbered(values: Mapping[int, Any], numbers: Mapping[int, int]) -> dict[int, Any]:
