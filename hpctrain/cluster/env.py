@@ -129,7 +129,10 @@ WATCHED = "HPCTRAIN_WATCHED"
 """Is set where the launcher wants to hear these; one that loses a node may return 0, too."""
 BEGUN = "hpctrain: all ranks have begun"
 ENDED = "hpctrain: all ranks have come to their end"
-"""What rank 0 of a world says once each, however many ranks it loses meanwhile."""
+"""Written once each by rank 0 of a world, however many ranks it loses meanwhile."""
+
+ENDING = "hpctrain: all ranks end with exit code "
+"""Written, with the code, by a rank that lets the launcher end all ranks."""
 
 TUNING = (
     *("OMPI_MCA_btl", "OMPI_MCA_pml", "OMPI_MCA_mtl", "OMPI_MCA_coll"),

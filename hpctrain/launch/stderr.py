@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import IO, TextIO
 
-from hpctrain.cluster.env import BEGUN, ENDED, STOPPED
+from hpctrain.cluster.env import BEGUN, ENDED, ENDING, STOPPED
 from hpctrain.cluster.start_watch import FAILED
 
 _RULE = re.compile(rb"\s*[-=]{60,}\s*")  # above and below what a launcher says
@@ -25,6 +25,8 @@ _NOISE = re.compile(
 _SILENT = re.compile(rb"exiting\s+improperly")  # of one that could say nothing
 _TOLD = re.compile(rb"\[rank \d+\] |Traceback \(most")  # by a rank, of its end
 _RECENT_S = 1.0  # words of a rank that are older are not about its end
+
+_CODE = re.compile(rb"%s(\d+)" % ENDING.encode())
 
 LOST = "a node is lost"  # is heard where a launcher says so
 _LOSSES = re.compile(rb"lost communication with a remote daemon|daemon failed to report back")
@@ -51,8 +53,8 @@ def fold(process: subprocess.Popen[bytes], heard: Counter[str]) -> None:
 
     Where no rank has said a word about its end, they are the only news, and stay; not where all
     have stopped as they were asked. A traceback of several ranks, as of a script that fails before
-    they know each other, comes once. What is ``heard`` counts ``BEGUN``, ``ENDED``, ``FAILED``
-    and ``LOST``.
+    they know each other, comes once. ``heard`` counts the lines ``BEGUN``, ``ENDED``, ``FAILED``
+    and ``LOST``; ``heard[ENDING]`` is the exit code that a rank has reported.
     """
     box: list[bytes] = []
     held = b""  # what may come before the words of a rank
@@ -69,6 +71,8 @@ def fold(process: subprocess.Popen[bytes], heard: Counter[str]) -> None:
             continue
         heard.update({said: text.count(said.encode()) for said in (BEGUN, ENDED, FAILED)})
         heard[LOST] += _LOSSES.search(text) is not None
+        if ENDING not in heard and (code := _CODE.search(text)):
+            heard[ENDING] = int(code[1])
         if text.strip() and not is_rule:
             has_told, spoke_at = has_told or bool(_TOLD.search(text)), time.monotonic()
         _write(sink, text)

@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 from types import FrameType
 from typing import IO, NamedTuple
 
-from hpctrain.cluster.env import ASKED, BEGUN, ENDED, STOPPED
+from hpctrain.cluster.env import ASKED, BEGUN, ENDED, ENDING, STOPPED
 from hpctrain.cluster.process import JOINING, name_of, stat
 from hpctrain.cluster.start_watch import FAILED
 from hpctrain.core.errors import LaunchError
@@ -66,7 +66,8 @@ def supervise(
     The exit code is that of mpirun, with these exceptions. A launch that a signal has ended
     returns 128 plus the number of the signal, as a shell does, unless the ranks stopped with a
     code of their own; one that took longer than ``timeout_s`` returns 124. A launch whose ranks
-    wait for another that will never begin returns 1. So does one that would return 0 after it has
+    wait for another that will never begin returns 1. Where ranks survive the loss of others, the
+    code is that of the rank that ends all. So does one that would return 0 after it has
     lost a node, or after its ranks have reported, see ``WATCHED``, that they have begun and not
     that they have ended.
 
@@ -100,6 +101,8 @@ def supervise(
         return End(128 + ending.first_signal, is_wanted=True)
     if heard[FAILED]:
         code = 1
+    elif heard[ENDING] and code not in (0, STOPPED):
+        code = heard[ENDING]
     elif code == 0 and (heard[LOST] or heard[BEGUN] > heard[ENDED]):
         why = "a node is lost" if heard[LOST] else "the ranks have not come to their end"
         say(f"{why}: the run has failed")

@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
 from hpctrain.cluster import env, process
+from hpctrain.cluster.env import ENDING
 from hpctrain.cluster.libraries import end_launch
 from hpctrain.comm.mpi_world import is_loss
 from hpctrain.core.errors import LaunchError, RankLostError
@@ -149,7 +150,8 @@ class FailureHooks:
             with contextlib.suppress(Exception):
                 say()
         try:
-            if self._recovers:  # MPI_Abort ends this rank alone then, and nobody hears of it
+            if self._recovers:  # MPI_Abort would end this rank alone
+                self._say(f"{ENDING}{code}")
                 end_launch()
             else:
                 self._world.Abort(code)

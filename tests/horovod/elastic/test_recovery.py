@@ -18,6 +18,7 @@ import torch
 
 import hpctrain
 from hpctrain.launch import mpiexec
+from hpctrain.runtime.abort import FAILED, RANK_LOST
 from tests.cluster.vcluster import VirtualCluster
 from tests.harness import preload
 from tests.horovod.elastic import recovering
@@ -164,16 +165,19 @@ def test_the_ranks_of_another_machine_may_be_lost(tmp_path):
 
 
 SHARDED = (
+    FAILED,
     "model.named_parameters())",
     'model.named_parameters(), shard="node")',
     "does not go on without lost ranks, got 2 in the next world",
 )
 RAISES = (
+    FAILED,
     "if not ms:",
     "if True:\n            raise ValueError('mine')\n        if not ms:",
     "mine",
 )
 EXITS = (  # MPI does not take it for dead
+    RANK_LOST,
     "if not ms:",
     "if True:\n            os._exit(3)\n        if not ms:",
     "",
@@ -181,9 +185,11 @@ EXITS = (  # MPI does not take it for dead
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "said"), [SHARDED, RAISES, EXITS], ids=["sharded", "an error", "an exit code"]
+    ("code", "old", "new", "said"),
+    [SHARDED, RAISES, EXITS],
+    ids=["sharded", "an error", "an exit code"],
 )
-def test_what_cannot_go_on_ends_all_ranks(tmp_path, monkeypatch, old, new, said):
+def test_what_cannot_go_on_ends_all_ranks(tmp_path, monkeypatch, code, old, new, said):
     monkeypatch.setenv("HPCTRAIN_TIMEOUT", "5")
     program = Path(recovering.__file__).read_text()
     assert old in program
@@ -191,6 +197,6 @@ def test_what_cannot_go_on_ends_all_ranks(tmp_path, monkeypatch, old, new, said)
     line = [sys.executable, "-m", "hpctrain", "launch", "-n", 3, "--recover"]
     kills = json.dumps([(1, 2, 0)])
     done = ended([*line, "--", sys.executable, tmp_path / "program.py", tmp_path, kills])
-    assert done.returncode not in (0, 124), done.stderr
+    assert done.returncode == code, done.stderr
     assert said in done.stderr
     assert not list(tmp_path.glob("*.json"))
