@@ -208,6 +208,10 @@ def _openmpi(
     if mpirun.flavour == "openmpi4" and in_container():
         # Reading a peer's memory is forbidden there: "Read -1, expected N, errno=1".
         line += ["--mca", "btl_vader_single_copy_mechanism", "none"]
+    if mpirun.flavour == "openmpi5" and DECLARED in declared and "OMPI_MCA_smsc" not in os.environ:
+        # Where ranks of one host copy from each other's memory, Open MPI 5.0 writes a message that
+        # is too long past the end of the buffer, and then reports MPI_ERR_TRUNCATE.
+        line += ["--mca", "smsc", "^cma"]
     if options.tag_output:
         line += ["--output", "tag"] if mpirun.flavour == "openmpi5" else ["--tag-output"]
     if mpirun.flavour == "openmpi5" and on_terminal():
