@@ -1,4 +1,4 @@
-"""Comparison, before each forward and step, of what ranks that share a model must do alike."""
+"""Comparison, before each forward and step, of the ranks that share a model."""
 
 import weakref
 from collections import Counter
@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from hpctrain.comm.agreement import differing
 from hpctrain.core import logs
 from hpctrain.core.config import Settings
-from hpctrain.core.errors import MismatchError
+from hpctrain.core.errors import MismatchError, ReplicaError
 from hpctrain.gradients.weight_sample import WeightSample
 from hpctrain.parallel.guard_facts import (
     NOTHING,
@@ -36,23 +36,23 @@ from hpctrain.parallel.guard_facts import (
 )
 
 FORWARD, EVALUATION, STEP = 0, 1, 2
-"""What a comparison precedes. From ``STEP`` on, the number of the optimizer is added."""
+"""Calls that a comparison precedes. The number of an optimizer is added to ``STEP``."""
 
 _RULES = {
     "contents": "ranks must hold the same values of replicated parameters, but differ in {}; "
     "write to them on all ranks, or load the model again",
-    "tied": "ranks must treat a weight that their stages share alike, but differ in {}; change "
+    "tied": "ranks must treat a weight that stages share identically, but differ in {}; change "
     "it, its gradient and requires_grad on all of them",
-    "pattern": "ranks of a pipeline must clear and clip gradients alike, but differ in {}; call "
-    "zero_grad() and clip on all ranks, and set learning rates to scale single layers",
-    "taken": "ranks of a pipeline must step equally often, but differ in {}; call step() once for "
-    "each Pipeline.step() on all ranks",
-    "stages": "ranks of a pipeline must change settings of the optimizer alike, but differ in {}; "
-    "set the same on all ranks",
-    "writes": "ranks must write to parameters alike, but differ in {}; write on all ranks, or to "
-    "to_local() what concerns the part of one rank",
-    "gradients": "ranks must treat gradients alike, but differ in {}; call zero_grad(), clip and "
-    "change .grad on all ranks",
+    "pattern": "ranks of a pipeline must clear and clip gradients together, but differ in {}; "
+    "call zero_grad() and clip on all ranks, and set learning rates to scale single layers",
+    "taken": "ranks of a pipeline must step equally often, but differ in {}; call step() once "
+    "for each Pipeline.step() on all ranks",
+    "stages": "ranks of a pipeline must change the optimizer's settings together, but differ in "
+    "{}; set the same on all ranks",
+    "writes": "ranks must write to parameters together, but differ in {}; write on all ranks, or "
+    "to to_local() what concerns the part of one rank",
+    "gradients": "ranks must treat gradients identically, but differ in {}; call zero_grad(), "
+    "clip and change .grad on all ranks",
     "settings": "ranks must step with the same settings of the optimizer, but differ in {}; set "
     "the same on all ranks",
     "trained": "ranks must train and freeze the same parameters, but differ in {}; set "
@@ -60,9 +60,9 @@ _RULES = {
     "what": "ranks must take the same steps, but differ in {}; call forward, backward and step() "
     "equally often on all ranks",
 }
-"""What ranks do alike; where they differ in several, the last one is reported."""
+"""Rules for all ranks. If several are broken, the last one is reported."""
 _FAULTS = ("", *_RULES)
-_HEAD = 4  # words before those of facts: a fault, ``is_new``, what one axis alone compares
+_HEAD = 4  # words before the facts: a fault, ``is_new``, a number of one axis alone
 _SAME = ("trained", "settings", "gradients", "writes")
 """Of ranks that have the same parameters, or parts of them. They come last, before flags."""
 
@@ -77,7 +77,7 @@ class _Axis(NamedTuple):
     device: str
     replicated: Named
     is_stages: bool = False
-    is_averaged: bool = False  # each replica has gradients of its own until a step
+    is_averaged: bool = False  # replicas have different gradients until a step
 
 
 class _Layout(NamedTuple):
@@ -86,13 +86,13 @@ class _Layout(NamedTuple):
     named: Named
     axes: Sequence[_Axis]
     watched: Named
-    """Those that the ranks of all axes but stages have, in whole or in part."""
+    """Parameters that the ranks of all axes but stages have, in whole or in part."""
 
     def in_order(self) -> Iterator[_Axis]:
         """Yield the axes but stages, so that every rank learns of every difference.
 
-        Values of replicas are compared along one axis alone, so what a later one has found goes
-        along the earlier ones once more.
+        Values of replicas are compared along one axis alone, so a difference along a later one
+        goes along the earlier ones once more.
         """
         first = [axis for axis in self.axes if axis.replicated]
         yield from first
@@ -103,8 +103,8 @@ class _Layout(NamedTuple):
 class Guard:
     """Compares what ranks do with a model, before each forward in training and each step.
 
-    The axes are those of the meshes of the parameters, which are DTensors, besides ``replicas``
-    and ``stages``. A comparison is an all-reduce of some 20 numbers along each axis.
+    The axes are the axes of the meshes of DTensors, ``replicas``, and ``stages``. A comparison is
+    an all-reduce of some 20 numbers along each axis.
     """
 
     def __init__(
@@ -116,15 +116,17 @@ class Guard:
     ) -> None:
         """Watch a model, and every optimizer of its parameters."""
         self.replicas: list[tuple[Any, str, bool]] = []
-        """Groups that have the same plain parameters: their type of device, and whether each rank
-        has gradients of its own until they are averaged before a step."""
+        """Groups that have the same plain parameters: their type of device, and whether their
+        gradients differ until they are averaged before a step."""
         self.num_flags = 0  # numbers that every ``compare`` takes the maximum of
         self.do_all_step = True
-        """Whether each rank of a pipeline has parameters to step, and compares what it steps."""
+        """Whether each rank of a pipeline has parameters to step, and compares before steps."""
         self._model, self._stages, self._shared = weakref.ref(model), stages, shared
         self._check_weights = Settings.from_env().check_weights
         self._numbers = weakref.WeakKeyDictionary[Optimizer, tuple[int, int]]()
-        self._are_uniform: dict[int, bool] = {}  # of an optimizer: whether stages began alike
+        self._are_uniform: dict[
+            int, bool
+        ] = {}  # of an optimizer: whether stages began with the same
         self._num_steps, self._is_queued = 0, False
         self._taken = Counter[int]()  # steps of each optimizer since the last forward
         self._devices: dict[Any, str] = {}  # of the groups of all parameters so far
@@ -146,7 +148,7 @@ class Guard:
             handle.remove()
 
     def refresh(self) -> None:
-        """Look for the parameters anew, as the model has other modules."""
+        """Find the parameters again: the model has other modules."""
         self._modules: list[tuple[str, nn.Module]] = []
         self._layout = _Layout((), (), ())
         self._samples: dict[Any, tuple[list[Tensor], WeightSample]] = {}
@@ -165,17 +167,21 @@ class Guard:
         batch: int | None = None,
         is_new: bool = False,
     ) -> list[int]:
-        """Raise ``MismatchError`` on all ranks unless they do the same. Collective.
+        """Raise on all ranks unless they do the same. Collective.
 
         Args:
             what: ``FORWARD``, ``EVALUATION``, or ``STEP`` and the number of the optimizer.
             optimizer: whose step this is.
-            flags: of which the maximum over all ranks but those of other stages is taken.
+            flags: numbers whose maximum over all ranks, except other stages, is returned.
             batch: a number that the ranks of a pipeline compare.
             is_new: whether the pipeline of this rank must learn shapes.
 
         Returns:
             The maxima of ``flags``, of ``is_new`` over all ranks, and whether ``batch`` differs.
+
+        Raises:
+            ReplicaError: replicated parameters have different values.
+            MismatchError: the ranks differ in something else.
         """
         layout = self._now()
         self._count(what)
@@ -211,7 +217,7 @@ class Guard:
     def _exchanged(
         self, words: list[int], axis: _Axis, names: Sequence[str], what: int, own: int | None
     ) -> list[int]:
-        """Return the words of all ranks of an axis, and what they differ in. Collective over it.
+        """Return the words of all ranks of an axis, with the fault. Collective over it.
 
         Other stages do not hear of ``_SAME`` and the flags, other ranks not of ``hidden`` facts.
         """
@@ -235,7 +241,7 @@ class Guard:
     def _facts(
         self, what: int, optimizer: Optimizer | None, layout: _Layout
     ) -> dict[str, int | None]:
-        """Return the numbers that must be equal, None for any; those of ``_SAME`` come last."""
+        """Return the numbers that must be equal, None for any; ``_SAME`` come last."""
         settings = crc(settings_of(optimizer)) if optimizer else None
         return {
             "what": what,
@@ -295,7 +301,8 @@ class Guard:
                 text = _difference(mine, axis) or text
         for axis in axes:
             text = next(filter(None, _gathered(text, axis)), "")
-        raise MismatchError(_RULES[fault].format(text))
+        kind = ReplicaError if fault == "contents" else MismatchError
+        raise kind(_RULES[fault].format(text))
 
     def _texts(
         self, fault: str, what: int, optimizer: Optimizer | None, axis: _Axis
@@ -319,7 +326,7 @@ class Guard:
         return texts(fault, self._layout.named if is_all else self._layout.watched, optimizer)
 
     def _now(self) -> _Layout:
-        """Return the parameters as they are; FSDP has others inside forward than at a step."""
+        """Return the current parameters; FSDP replaces them during forward."""
         model = self._model()
         assert model is not None
         if not self._modules:
@@ -390,12 +397,14 @@ class Guard:
             self.before_step(optimizer)
 
     def _before_forward(self, module: nn.Module, _: object) -> None:
+        if self._model() is None:
+            return
         # Before FSDP gathers parameters, though fully_shard() may have come later.
         hooks: Any = module._forward_pre_hooks  # noqa: SLF001
         hooks.move_to_end(self._handles[1].id, last=False)
-        # A backward that calculates forward again is one already compared.
+        # Recomputation during backward belongs to a forward that was compared.
         is_backward = torch._C._current_graph_task_id() != -1  # noqa: SLF001 - no public name
-        if torch.is_grad_enabled() and not is_backward and self._model() is not None:
+        if torch.is_grad_enabled() and not is_backward:
             self.compare(FORWARD)
 
     def _after_forward(self, _: nn.Module, __: object, output: object) -> None:
@@ -419,7 +428,7 @@ def _closed() -> Guard:
 
 
 def guarded(model: nn.Module, **options: Any) -> Guard:
-    """Return a new guard of a model, in place of those of the model and its modules."""
+    """Return a new guard of a model, in place of the guards of its modules."""
     release(model)
     guard = Guard(model, **options)
     model._guard = guard  # type: ignore[assignment]  # noqa: SLF001

@@ -20,18 +20,18 @@ _NONE, _SET, _LEFT, _CHANGED = range(4)
 
 
 def pairs(values: Sequence[int | None]) -> list[int]:
-    """Return numbers whose maximum over ranks tells whether the values are equal."""
+    """Return numbers whose maxima over ranks show whether the values are equal."""
     return [n for v in values for n in ((NOTHING, NOTHING) if v is None else (v, -v))]
 
 
 def differ(words: Sequence[int]) -> bool:
-    """Return whether the maxima of a pair are those of values that differ."""
+    """Return whether the maxima of a pair come from values that differ."""
     most, least = words
     return most not in (NOTHING, -least)
 
 
 def crc(what: object) -> int:
-    """Return a checksum of what prints alike."""
+    """Return a checksum of a value's representation."""
     return crc32(repr(what).encode())
 
 
@@ -57,7 +57,7 @@ def settings_of(optimizer: Optimizer) -> dict[str, str]:
 
 
 def mark(parameters: Sequence[nn.Parameter]) -> None:
-    """Note that backward has left the gradients as they are now."""
+    """Record the present gradients as the result of backward."""
     held = [p.grad for p in parameters if p.grad is not None]
     sizes = _sizes(held)
     for gradient in held:
@@ -90,7 +90,7 @@ def states_of(parameters: Sequence[nn.Parameter]) -> list[int]:
 
 
 def _version(tensor: Tensor) -> int:
-    """Return what counts the writes to a tensor; of a part by operations on the whole alone."""
+    """Return what counts the writes to a tensor; of a divided one only DTensor operations."""
     here = 0 if is_divided(tensor) or tensor is part(tensor) else part(tensor)._version  # noqa: SLF001
     return tensor._version + here  # noqa: SLF001
 

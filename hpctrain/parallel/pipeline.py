@@ -114,11 +114,10 @@ class Pipeline:
         self._wrap = wrap or (lambda stage: stage)
         self._device = next(model.parameters()).device
         self._shared, self._groups = shared_between(chain), dict[tuple[int, ...], Any]()
-        mine = [number for stage in self._mine() for number in self.split[stage]]
         release(model)
         self.model = Chain([])
         self._guard = guarded(self.model, stages=mesh, shared=self._shared_weights)
-        self._place({number: chain[number] for number in mine})
+        self._place({n: chain[n] for stage in self._mine() for n in self.split[stage]})
 
     def _mine(self) -> list[int]:
         """Return the stages of this rank."""

@@ -3,6 +3,7 @@
 What all ranks do together trains as one process that does the same.
 """
 
+import copy
 import os
 import random
 from contextlib import nullcontext
@@ -52,7 +53,7 @@ class Program:
     def __init__(self, layout):
         self.layout = layout
         self.pipeline = None
-        self.model = made(tied="pp" in layout)
+        self.model = made(tied="pp" in layout and "untied" not in layout)
         self.replicated = "0.weight" if "pp" in layout else "1.norm.weight"
         size = dist.get_world_size()
         if "tp" in layout:
@@ -245,3 +246,55 @@ def values(program):
     if "0.weight" in found:
         found["3.weight"] = found["0.weight"]  # which are tied in a pipeline
     return found if program.pipeline else {n: v for n, v in found.items() if n != "3.weight"}
+
+
+@pytest.mark.ranks(2)
+def test_stages_may_have_settings_optimizers_and_frozen_layers_of_their_own():
+    rank, (batch, *_) = dist.get_rank(), batches()
+    program = Program("pp untied")
+    program.optimizer.param_groups[0]["lr"] = 0.1 / (1 + rank)  # from the first step on
+    named = dict(program.model.named_parameters())
+    first = named.pop("1.norm.weight", None)
+    if first is not None:
+        program.optimizer.param_groups[0]["params"] = [*named.values()]
+        alone = torch.optim.SGD([first], lr=0.5)
+    for _ in range(2):
+        program.step(*batch, "")
+        program.optimizer.param_groups[0]["lr"] /= 1 + rank
+        if first is not None:
+            alone.step()
+    with pytest.raises(MismatchError, match="clear and clip gradients together, but"):
+        program.step(*batch, "clip values" if rank else "")
+
+    program = Program("pp untied")
+    for name, parameter in program.model.named_parameters():
+        parameter.requires_grad_(name.startswith("2."))  # nothing of the first stage
+    for _ in range(2):
+        program.optimizer.zero_grad()
+        program.backward(*batch)
+        if rank:
+            program.optimizer.step()
+
+
+@pytest.mark.ranks(2)
+def test_a_copy_of_a_model_compares_nothing():
+    program = Program("tp")
+    averaged = copy.deepcopy(program.model)
+    (batch, *_) = batches()
+    if dist.get_rank():
+        averaged[1].norm.weight.requires_grad_(False)
+    with loss_parallel():
+        loss_of(averaged(batch[0]), batch[1]).backward()
+    program.step(*batch, "")
+
+
+@pytest.mark.ranks(2)
+def test_replicas_of_processors_that_round_differently_are_a_warning(monkeypatch, caplog):
+    monkeypatch.setenv("HPCTRAIN_CHECK_WEIGHTS", "warn")
+    with caplog.at_level("WARNING", logger="hpctrain"):
+        trained(Program("tp"), "write", is_actor=dist.get_rank() == 1)
+    assert ("the same values of replicated parameters" in caplog.text) == (dist.get_rank() == 0)
+    monkeypatch.setenv("HPCTRAIN_CHECK_WEIGHTS", "off")
+    caplog.clear()
+    trained(Program("tp"), "write", is_actor=dist.get_rank() == 1)
+    assert not caplog.text

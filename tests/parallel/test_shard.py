@@ -282,6 +282,32 @@ def test_torch_clips_elements_of_shards_as_those_of_one_process(stage):
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("clears", ["optimizer", "model"])
+def test_gradients_that_were_cleared_hold_no_step_back(clears):
+    first, second = batches(2)
+    found = []
+    for has_cleared in (False, True):
+        model = transformer()
+        optimizer = shard(model, adamw(model.parameters()), stage=1)
+        if has_cleared:
+            with optimizer.no_sync():
+                local_loss(model, *first).backward()
+            with pytest.raises(ConfigError, match="outside of no_sync"):
+                optimizer.step()
+            with optimizer.no_sync():
+                local_loss(model, *first).backward()
+            (model if clears == "model" else optimizer).zero_grad()
+            optimizer.step()  # there is nothing to step by
+            assert not optimizer.state
+        optimizer.zero_grad()
+        local_loss(model, *second).backward()
+        optimizer.step()
+        found.append([p.full_tensor() for p in model.parameters()])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.ranks(2)
 def test_an_evaluation_between_backward_and_step_leaves_no_old_weights():
     (batch,) = batches(1)
     found = []

@@ -124,8 +124,16 @@ def test_a_run_goes_on_in_many_layouts(job):
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("layout", ["tp=2", "pp=2"])
-def test_replicas_that_part_are_an_error_on_all_ranks(job, layout):
+@pytest.mark.parametrize(
+    ("layout", "compared", "told"),
+    [
+        ("pp=2", "error", "ranks must hold the same values of replicated parameters"),
+        ("tp=2", "off", "have parted"),  # as is seen before a test
+        ("pp=2", "off", "have parted"),
+    ],
+)
+def test_replicas_that_part_are_an_error_on_all_ranks(job, layout, compared, told, monkeypatch):
+    monkeypatch.setenv("HPCTRAIN_CHECK_WEIGHTS", compared)
     one = job(layout)
     task = one.built()
 
@@ -134,7 +142,7 @@ def test_replicas_that_part_are_an_error_on_all_ranks(job, layout):
             with torch.no_grad():
                 local(next(task.model.parameters())).view(-1)[0] += 1e-9
 
-    with pytest.raises(ReplicaError, match="have parted"):
+    with pytest.raises(ReplicaError, match=told):
         one.part(task=task, at={2: part})
 
 
