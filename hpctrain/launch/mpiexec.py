@@ -14,6 +14,7 @@ from hpctrain.cluster.env import SPARED, WATCHED
 from hpctrain.cluster.libraries import may_spare_ofi
 from hpctrain.core.errors import LaunchError
 from hpctrain.launch.mpirun import Mpirun, find_mpirun
+from hpctrain.launch.program import with_home
 
 DECLARED = "HPCTRAIN_RANKS_PER_NODE"
 RECOVER, SPARES = "HPCTRAIN_RECOVER", "HPCTRAIN_SPARES"
@@ -159,7 +160,7 @@ def environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     our output goes to a file or a pipe, ``TERM=dumb`` keeps colours and progress bars out of it.
     """
     inside = any(name in environ for name in INSIDE)
-    kept = {k: v for k, v in environ.items() if not (inside and marks_rank(k))}
+    kept = {k: v for k, v in with_home(environ).items() if not (inside and marks_rank(k))}
     if on_terminal():
         kept.setdefault("COLUMNS", str(shutil.get_terminal_size().columns))
     else:

@@ -10,7 +10,7 @@ from typing import Literal
 
 from hpctrain.cluster.libraries import mpirun_beside
 from hpctrain.core.errors import LaunchError
-from hpctrain.launch.program import ask
+from hpctrain.launch.program import ask, with_home
 
 Flavour = Literal["openmpi5", "openmpi4", "mpich", "intel"]
 
@@ -65,12 +65,22 @@ def find_mpirun(path: str | Path | None = None) -> Mpirun:
 def identify(path: Path) -> Mpirun:
     """Ask an ``mpirun`` whose it is."""
     try:
-        done = ask([path, "--version"], timeout_s=VERSION_TIMEOUT_S)
+        done = ask([path, "--version"], with_home(), timeout_s=VERSION_TIMEOUT_S)
     except OSError as error:
-        raise LaunchError(f"{path} --version failed: {error}; choose another mpirun") from None
+        missing = isinstance(error, FileNotFoundError) and path.exists()
+        raise LaunchError(
+            f"mpirun must be a program that starts, but `{path} --version` failed: "
+            f"{'its interpreter is missing' if missing else error.strerror or error}; repair it, "
+            "or name another with --mpirun"
+        ) from None
     flavour, version = parse_version(done.stdout + done.stderr) or (None, "")
     if flavour is None:
         first = (done.stdout + done.stderr).strip().partition("\n")[0]
+        if done.returncode:
+            raise LaunchError(
+                f"mpirun must be a program that starts, but `{path} --version` ended with code "
+                f"{done.returncode} and said {first!r}; repair it, or name another with --mpirun"
+            )
         raise LaunchError(
             "mpirun must be Open MPI's (4 or newer), MPICH's or Intel's, "
             f"{path} says {first!r}; name another with --mpirun"

@@ -1,5 +1,6 @@
 """Programs: commands as users write them, and commands run for what they print."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -34,6 +35,12 @@ def resolve(argv: Sequence[str]) -> list[str]:
             f"{first!r}; see `which {first}`"
         )
     return [program, *rest]
+
+
+def with_home(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Copy an environment, with ``HOME``, without which Open MPI's programs do not start."""
+    home = os.path.expanduser("~")  # noqa: PTH111 - Path.home() raises where nobody knows it
+    return {"HOME": home if home != "~" else "/", **environ}
 
 
 def ask(

@@ -79,6 +79,8 @@ def fold(process: subprocess.Popen[bytes], heard: Counter[str]) -> None:
     has_spoken = time.monotonic() - spoke_at < _RECENT_S and not _SILENT.search(held)
     is_known = has_told or has_spoken or process.wait() == STOPPED
     _write(sink, b"".join(box) + (b"" if is_known else held))
+    if process.stderr is not None:
+        process.stderr.close()
 
 
 def _once(lines: Iterable[bytes]) -> Iterator[bytes]:

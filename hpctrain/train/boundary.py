@@ -44,10 +44,15 @@ class Boundary:
         self._metrics, self._facts, self._lease = metrics, facts, lease
         self._not_before = float("-inf")
 
+    @property
+    def is_asked_to_stop(self) -> bool:
+        """Whether this rank was asked to stop, or has lost the run directory."""
+        is_lost = self._lease is not None and self._lease.is_lost
+        return bool(self._requests.reason) or is_lost
+
     def wishes(self, step: int) -> int:
         """Return the bits of this rank for the end of ``step``; not collective."""
-        is_lost = self._lease is not None and self._lease.is_lost
-        wishes = STOP if self._requests.reason or is_lost else 0
+        wishes = STOP if self.is_asked_to_stop else 0
         may_save = self._comm.rank == 0 and time.monotonic() >= self._not_before
         return wishes | (SAVE if may_save and self._manager.due(step) else 0)
 

@@ -1,12 +1,14 @@
 """Evaluation of the model, exactly, on any number of ranks."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from time import monotonic
 
 import torch
 from torch import Tensor
 
 from hpctrain.comm.agreement import agreed
 from hpctrain.comm.communicator import Communicator
+from hpctrain.comm.ops import Op
 from hpctrain.comm.tensor_arguments import on_host
 from hpctrain.core.errors import DataError
 from hpctrain.core.user_error import noted
@@ -15,15 +17,43 @@ from hpctrain.train.scores import Metric, Scores
 from hpctrain.train.stateful import widened
 from hpctrain.train.task import Task
 
+LOOK_S = 1.0  # between two questions whether a pass should end
+
+
+class StopPoll:
+    """Asks all ranks whether a pass over the test set should end, about every ``LOOK_S`` seconds.
+
+    The ranks agree on how many batches that is, so they ask before the same ones.
+    """
+
+    def __init__(self, comm: Communicator, is_asked: Callable[[], bool]) -> None:
+        """``is_asked`` returns whether this rank was asked to stop."""
+        self._comm, self._is_asked = comm, is_asked
+        self._num_batches, self._every, self._since = -1, 1, monotonic()
+        self.is_over = False  # whether a rank was asked; the same on every rank
+
+    def ask(self) -> bool:
+        """Return ``is_over``, before a batch but the first. Collective every few batches."""
+        self._num_batches += 1
+        if self._num_batches >= max(1, self._every):
+            batch_s = (monotonic() - self._since) / self._num_batches
+            told = torch.tensor([float(self._is_asked()), batch_s], dtype=torch.float64)
+            self._comm.allreduce_(told, op=Op.MAX).wait()
+            asked, batch_s = told.tolist()
+            self.is_over, self._every = asked > 0, int(LOOK_S / max(batch_s, 1e-6))
+            self._num_batches, self._since = 0, monotonic()
+        return self.is_over
+
 
 @torch.no_grad()
-def evaluate(task: Task) -> Scores:
+def evaluate(task: Task, poll: StopPoll | None = None) -> Scores:
     """Test the model: every rank its slice, then one sum over all ranks.
 
-    Collective. Each sample counts once whatever the number of ranks; sums are float64, so counts
-    of right answers are exact. Buffers such as running means become those of rank 0 first: every
-    rank must test the model that rank 0 saves. With reproducible steps all bits are the same on
-    any number of ranks.
+    Collective. If ``poll`` is over the pass has ended early, and its scores, of the samples up to
+    there, are to be thrown away. Each sample counts once whatever the number of ranks; sums are
+    float64, so counts of right answers are exact. Buffers such as running means become those of
+    rank 0 first: every rank must test the model that rank 0 saves. With reproducible steps all
+    bits are the same on any number of ranks.
     """
     if task.parallel is not None:
         task.parallel.share_buffers()
@@ -34,7 +64,7 @@ def evaluate(task: Task) -> Scores:
     means = [metric for metric in task.metrics if metric.values is not None]
     rows, counts = list[list[float]](), dict[str, Tensor]()
     refusal: DataError | None = None
-    for inputs, labels, found in _parts(task):
+    for inputs, labels, found in _parts(task, poll):
         if refusal is not None:
             continue  # the ranks read on together
         try:
@@ -93,13 +123,16 @@ def _score(metric: Metric, counts: Tensor | None, comm: Communicator) -> float:
     return metric.score(counts)
 
 
-def _parts(task: Task) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
+def _parts(task: Task, poll: StopPoll | None) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
     """Yield what this rank judges at once: its part of a batch, or a micro-shard.
 
     With the output, where ranks have calculated it together: that of a replica goes to one rank.
     """
     loader = task.test
     for batch in loader:
+        if poll is not None and poll.ask():
+            loader.set_epoch(loader.epoch)
+            return
         values = task.split(batch)
         if task.steps is not None:
             assert loader.micro_shards is not None

@@ -21,11 +21,18 @@ from hpctrain.optim.noise_scale import Measured
 from hpctrain.runtime import world
 from hpctrain.train.boundary import SAVE, STOP, Boundary
 from hpctrain.train.console import Progress
-from hpctrain.train.evaluate import evaluate
+from hpctrain.train.evaluate import StopPoll, evaluate
 from hpctrain.train.finite import StepGuard, clip, gradient_norm
 from hpctrain.train.metrics import Metrics
 from hpctrain.train.profiler import Profiler
-from hpctrain.train.run_state import RunState, check_replicas, heals, mean_sums
+from hpctrain.train.run_state import (
+    RunState,
+    check_replicas,
+    heals,
+    mean_sums,
+    random_states,
+    set_random_states,
+)
 from hpctrain.train.savings_meter import SavingsMeter
 from hpctrain.train.scores import LOSS, Scores
 from hpctrain.train.stragglers import Stragglers
@@ -85,6 +92,8 @@ class TrainingLoop:
 
     def _train(self) -> Outcome | Stopped:
         state, loader, boundary = self._state, self._task.train, self._boundary
+        if state.owes_test and (stopped := self._finish_epoch(loader.epoch)):
+            return stopped
         while loader.epoch < self._task.config.train.epochs and not state.has_lost_patience:
             epoch, wishes = loader.epoch + 1, 0
             for batch in state.tally.inputs(loader):
@@ -94,7 +103,10 @@ class TrainingLoop:
                 if wishes & SAVE and loader.consumed < self._task.num_train_samples:
                     self._save()
             # The loader is at the start of the next epoch now.
-            self._end_epoch(epoch, wants_save=bool(wishes & SAVE))
+            if self._task.observer is not None:
+                self._task.observer.observe(state.epoch_tally.take(self._task.comm).loss)
+            if stopped := self._finish_epoch(epoch, wants_save=bool(wishes & SAVE)):
+                return stopped
         assert state.scores is not None
         boundary.finish(state, score=self._score())
         num_samples = state.epochs_done * self._task.num_train_samples
@@ -106,29 +118,40 @@ class TrainingLoop:
             best=state.best.facts,
         )
 
-    def _end_epoch(self, epoch: int, *, wants_save: bool) -> None:
-        """Test where that is due, and let a run end with one model. Collective."""
+    def _finish_epoch(self, epoch: int, *, wants_save: bool = False) -> Stopped | None:
+        """Test where that is due, and let a run end with one model. Collective.
+
+        A stop in the middle of the test is saved as a test that the resumed run begins with.
+        """
         state, task = self._state, self._task
         is_last = epoch == task.config.train.epochs
-        if task.observer is not None:
-            task.observer.observe(state.epoch_tally.take(task.comm).loss)
         is_tested = is_last or epoch % task.config.test.every_epochs == 0
         may_be_last = is_last or (is_tested and task.config.test.patience > 0)
         if task.sync is not None and may_be_last:
             task.sync.finish()
         if is_tested:
-            self._test(epoch)
+            state.owes_test = not self._test(epoch)
+            if state.owes_test:
+                return Stopped(reason=self._boundary.stop(state), step=state.step)
         self._progress.epoch_ended(epoch, state.scores if is_tested else None)
         if wants_save or (is_tested and task.config.keep_best):
             self._save(self._score() if is_tested else None)
         self._resume_clock()
+        return None
 
-    def _test(self, epoch: int) -> None:
+    def _test(self, epoch: int) -> bool:
+        """Test the model; return False if a stop has ended the test. Collective."""
         state, task = self._state, self._task
         if task.config.train.check_replicas != "never":
             check_replicas(task)
+        poll = StopPoll(task.comm, lambda: self._boundary.is_asked_to_stop)
+        random = random_states(task.device)
         with task.averaged():
-            state.scores = evaluate(task)
+            scores = evaluate(task, poll)
+        if poll.is_over:
+            set_random_states(random, task.device)
+            return False
+        state.scores = scores
         self._metrics.write("test", epoch=epoch, step=state.step, **asdict(state.scores))
         others = {name: value for name, value in state.scores.metrics.items() if name != LOSS}
         figures_of_test: dict[str, Any] = {"test_loss": state.scores.loss, **others}
@@ -136,6 +159,7 @@ class TrainingLoop:
         self._guard.check_test(state.scores, state.step, epoch)
         place = {"step": state.step, "epoch": epoch, "metric": state.scores.metric}
         state.best.see(self._score(), **place)
+        return True
 
     def _save(self, score: float | None = None) -> None:
         """Write a checkpoint while training goes on. Collective."""

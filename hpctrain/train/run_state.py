@@ -37,6 +37,7 @@ class RunState:
     step: int = 0  # steps that are done, of all epochs
     training_s: float = 0.0  # duration of the steps that were recorded, without tests
     scores: Scores | None = None  # of the last test
+    owes_test: bool = False  # whether a stop has ended the test of the last epoch
     best: BestTest = field(default_factory=BestTest)  # of all tests
     num_records: int = 0  # lines of ``metrics.jsonl`` when the state was saved
     num_skipped: int = 0  # steps that were left out, as far as they were recorded
@@ -96,6 +97,7 @@ class RunState:
             "num_skipped": self.num_skipped,
             "training_s": self.training_s,
             "scores": None if self.scores is None else asdict(self.scores),
+            "owes_test": self.owes_test,
             "num_records": self.num_records,
         }
 
@@ -136,6 +138,7 @@ class RunState:
         self.num_records = shared["num_records"]
         self.scores = Scores(**shared["scores"]) if shared["scores"] else None
         self.num_skipped = shared.get("num_skipped", 0)
+        self.owes_test = shared.get("owes_test", False)
         for name, part in self._parts.items():
             if shared.get(name):  # else it begins anew: older checkpoints do not have them all
                 part.load_state_dict(shared[name])

@@ -5,6 +5,7 @@ import pytest
 
 from hpctrain.core.errors import LaunchError
 from hpctrain.launch.mpirun import Mpirun, find_mpirun, identify, parse_version
+from tests.processes import ended
 
 OPENMPI5 = "mpirun (Open MPI) 5.0.11\n\nReport bugs to https://www.open-mpi.org/community/help/\n"
 OPENMPI4 = "mpirun.openmpi (OpenRTE) 4.1.4\n\nReport bugs to http://www.open-mpi.org/\n"
@@ -87,3 +88,44 @@ def test_a_wheel_is_told_by_its_record(tmp_path):
 
 def test_this_environment_has_an_mpirun():
     assert find_mpirun().path.is_relative_to(Path(sys.executable).parent)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "#!/bin/sh\necho libprrte.so.3 is missing >&2; exit 127",
+            "code 127 and said 'libprrte.so.3",
+        ),
+        ("#!/bin/sh\nkill -11 $$", "ended with code -11"),
+        ("#!/nowhere/sh", "its interpreter is missing"),
+        ("no program", "Exec format error"),
+    ],
+)
+def test_a_broken_mpirun_is_told_from_one_of_another_house(text, said, tmp_path):
+    broken = tmp_path / "mpirun"
+    broken.write_text(f"{text}\n")
+    broken.chmod(0o755)
+    with pytest.raises(LaunchError, match="must be a program that starts") as raised:
+        identify(broken)
+    assert said in str(raised.value)
+    assert "--mpirun" in str(raised.value)
+
+
+@pytest.mark.launches
+def test_ranks_start_without_a_home(monkeypatch):
+    monkeypatch.delenv("HOME")
+    line = [
+        sys.executable,
+        "-m",
+        "hpctrain",
+        "launch",
+        "-n",
+        "2",
+        "--",
+        "sh",
+        "-c",
+        "echo in $HOME",
+    ]
+    done = ended(line)
+    assert (done.returncode, done.stdout.count("in /")) == (0, 2), done.stderr

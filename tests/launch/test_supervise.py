@@ -17,6 +17,7 @@ from hpctrain.launch.stderr import merged
 from hpctrain.launch.supervise import TIMED_OUT, descendants, supervise
 from tests.harness.pace import scaled
 from tests.launch.started import line, ranks_are_gone, start, wait_for
+from tests.processes import ended
 
 pytestmark = [pytest.mark.launches, pytest.mark.limit(60)]
 
@@ -109,6 +110,16 @@ def test_an_ignored_signal_stays_ignored(tmp_path):
         assert process.wait(timeout=15) == 0
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_a_launch_leaves_no_file_open():
+    program = (
+        "import gc; from hpctrain.launch.supervise import supervise\n"
+        "for _ in range(2): assert supervise(['sh', '-c', 'echo here >&2']).code == 0\n"
+        "gc.collect()"
+    )
+    done = ended([sys.executable, "-X", "dev", "-c", program])
+    assert (done.returncode, done.stderr) == (0, "here\nhere\n")
 
 
 def test_a_program_that_is_not_there_is_named():

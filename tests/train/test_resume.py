@@ -1,6 +1,8 @@
 """A run that was stopped and goes on is the run that was never stopped, bit for bit."""
 
+import os
 import random
+import signal
 from contextlib import suppress
 from pathlib import Path
 
@@ -54,6 +56,9 @@ HALF = [
 WINDOW = ["data.order=window", "checkpoint.keep_best=1", "checkpoint.background=false"]
 
 
+AFTER = (2, 2, 1, 4, 6)  # steps of a part before it is asked to stop
+
+
 @pytest.mark.limit(120)
 @pytest.mark.parametrize(
     "overrides",
@@ -68,9 +73,9 @@ def test_a_run_stopped_in_every_way_ends_with_the_same_bits(here, configure, sha
     whole = Job(here, configure, shared / "whole", *overrides)
     assert isinstance(whole.part(), Outcome)
     parts = Job(here, configure, shared / "parts", *overrides)
-    done = []
-    # Stops after 3 steps, at the end of an epoch, after one step, and in the middle again.
-    for number, (way, after) in enumerate(zip(WAYS, (2, 2, 1, 4, 5), strict=True)):
+    done, asked = [], 0
+    # Stops after 3 steps, at the end of an epoch, after one step, and in the middle of tests.
+    for number, (way, after) in enumerate(zip(WAYS, AFTER, strict=True)):
         is_signal = way.startswith("SIG")
         stopped = parts.part(stop=way, after=after, on_rank=number % here.comm.size * is_signal)
         assert isinstance(stopped, Stopped)
@@ -78,8 +83,50 @@ def test_a_run_stopped_in_every_way_ends_with_the_same_bits(here, configure, sha
         done.append(stopped.step)
     here.comm.barrier()
     num_skipped = read(whole.directory.metrics)[-1].get("skipped", 0)  # by fp16, at the start
-    assert done == [step + num_skipped for step in (3, 6, 8, 13, 19)]
+    for after, step in zip(AFTER, done, strict=True):
+        asked += after + num_skipped
+        # After the last step of an epoch the test ends early, else one more step is taken.
+        assert step == asked + bool(asked % 6)
+        asked, num_skipped = step, 0
     assert isinstance(parts.part(), Outcome)
+    assert_same_run(whole, parts)
+    assert_same_checkpoint(whole, parts)
+
+
+def draw(module, *_):
+    """Draw a random number in a test, as a model with random layers of its own may."""
+    if not module.training:
+        torch.rand(1)
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("overrides", [SINGLE, [*FIXED, "test.every_epochs=2", "train.ema=0.9"]])
+def test_a_stop_in_the_middle_of_a_test_is_made_up_for(
+    here, configure, shared, overrides, monkeypatch
+):
+    monkeypatch.setattr("hpctrain.train.evaluate.LOOK_S", 0.0)  # asks before each batch
+    whole = Job(here, configure, shared / "whole", *overrides)
+    task = whole.built()
+    task.model.register_forward_pre_hook(draw)
+    whole.part(task=task)
+    parts = Job(here, configure, shared / "parts", *overrides)
+    every = 2 if "test.every_epochs=2" in overrides else 1
+    for number, epoch in enumerate((every, 4)):  # in the first test, and in the last one
+        task, who = parts.built(), number % here.comm.size
+
+        def ask(module, *_, task=task, place=(epoch, who)):
+            if not module.training and (task.train.epoch, here.comm.rank) == place:
+                os.kill(os.getpid(), signal.SIGUSR1)
+
+        task.model.register_forward_pre_hook(ask)
+        task.model.register_forward_pre_hook(draw)
+        stopped = parts.part(task=task)
+        assert (stopped.step, stopped.reason) == (6 * epoch, "SIGUSR1")
+        tests = [r["epoch"] for r in read(parts.directory.metrics) if r["event"] == "test"]
+        assert tests == [*range(every, epoch, every)]
+    task = parts.built()
+    task.model.register_forward_pre_hook(draw)
+    assert isinstance(parts.part(task=task), Outcome)
     assert_same_run(whole, parts)
     assert_same_checkpoint(whole, parts)
 
