@@ -66,10 +66,9 @@ def supervise(
     The exit code is that of mpirun, with these exceptions. A launch that a signal has ended
     returns 128 plus the number of the signal, as a shell does, unless the ranks stopped with a
     code of their own; one that took longer than ``timeout_s`` returns 124. A launch whose ranks
-    wait for another that will never begin returns 1. Where ranks survive the loss of others, the
-    code is that of the rank that ends all. So does one that would return 0 after it has
+    wait for another that will never begin returns 1. So does one that would return 0 after it has
     lost a node, or after its ranks have reported, see ``WATCHED``, that they have begun and not
-    that they have ended.
+    that they have ended. A rank of a world that recovers, and that ends all, reports its code.
 
     Raises:
         LaunchError: the program cannot be started.
