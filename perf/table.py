@@ -285,7 +285,7 @@ def main() -> None:
     """Print the table, or compare with other results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, nargs="?", default=RESULTS, help="of the results")
-    parser.add_argument("--markdown", action="store_true", help="print it as perf/README.md has it")
+    parser.add_argument("--markdown", action="store_true", help="print it for perf/README.md")
     parser.add_argument("--against", type=Path, metavar="OLD", help="other results")
     options = parser.parse_args()
     ratios, about = read(options.folder)

@@ -1,12 +1,19 @@
 """The documents are true: links resolve, code compiles, the changelog has its shape."""
 
+import contextlib
+import itertools
 import re
+import shlex
 from configparser import ConfigParser
 from pathlib import Path
 
 import pytest
+from click import Group
+from click.exceptions import Exit
+from typer.main import get_command
 
 import hpctrain
+from hpctrain.cli.main import app
 from hpctrain.core.config import Settings
 from tests.matrix import ROWS
 
@@ -97,3 +104,83 @@ def test_the_table_of_versions_has_the_rows_of_the_matrix_and_the_torch_that_is_
     numbers = [tuple(map(int, each.split(".")[:2])) for each in tested]
     assert min(numbers) == tuple(map(int, low.split(".")))
     assert max(numbers) < tuple(map(int, high.split(".")))
+
+
+# -- commands ------------------------------------------------------------------------------------
+
+MANUAL = ["README.md", *(d for d in DOCUMENTS if d.startswith("hpctrain/guide/"))]
+SHELL = re.compile(r"^```(?:sh|bash)?\n(.*?)^```|((?:^ {4}.*\n)+)", re.MULTILINE | re.DOTALL)
+OTHER = re.compile(r"^```(?!sh\n|bash\n)\w+\n.*?^```", re.MULTILINE | re.DOTALL)
+OF_READERS = {
+    *("train.py", "script.py", "my.toml", "horovod_script.py", "digits.toml", "machine.toml"),
+    *("cluster.toml", "model.toml"),
+}
+"""Files that a reader has: of a script, a configuration or a machine of their own."""
+
+
+def commands_of(document: str) -> list[list[str]]:
+    """Return the words of each command of the manual that starts hpctrain or Python, in order."""
+    text = re.sub(
+        r"^```(?!sh\n|bash\n|\n)\w+\n.*?^```",
+        "",
+        text_of(document),
+        flags=re.MULTILINE | re.DOTALL,
+    )
+    lines = []
+    for fenced, indented in SHELL.findall(text):
+        lines += (fenced or indented).replace("\\\n", " ").splitlines()
+    found = []
+    for line in (line.strip() for line in lines):
+        if re.match(r"([A-Z_]+=\S+ )*(hpctrain|python|mpirun|srun) ", line):
+            try:
+                words = shlex.split(line, comments=True)
+            except ValueError:  # prose that begins with the name of a program
+                continue
+            found.append([word for word in words if not re.match(r"[A-Z_]+=", word)])
+    return found
+
+
+def parsed(words: list[str]) -> None:
+    """Let the command line read the words of a command and of what it launches; run nothing."""
+    words = list(itertools.takewhile(lambda word: word not in ("|", "||", "&&", ">", "<"), words))
+    command, context = get_command(app), None
+    if words[0] != "hpctrain":
+        return
+    rest = words[1:]
+    while isinstance(command, Group):
+        name = rest.pop(0)
+        if name.startswith("-"):
+            return
+        assert name in command.commands, f"hpctrain has no command {name}: {words}"
+        command = command.commands[name]
+        if not rest and isinstance(command, Group):
+            return
+    if command.name == "launch":
+        inner = next((n for n, word in enumerate(rest) if word == "hpctrain"), None)
+        if inner is not None:
+            parsed(rest[inner:])
+    with contextlib.suppress(Exit):
+        context = command.make_context(command.name, rest)
+    assert context is None or context.command is command
+
+
+@pytest.mark.parametrize("document", MANUAL)
+def test_commands_parse_and_their_files_are_there_or_are_made_before(document):
+    text = text_of(document)
+    made = {*re.findall(r"^# (\w+\.(?:py|toml))", text, re.MULTILINE)} | OF_READERS
+    has_examples = False
+    for words in commands_of(document):
+        line = " ".join(words)
+        parsed(words)
+        has_examples |= words[:2] == ["hpctrain", "examples"]
+        for word in words:
+            if word.startswith("examples/"):
+                assert has_examples, f"no `hpctrain examples` before: {line}"
+                assert (ROOT / word).exists(), line
+            elif word.startswith("perf/"):
+                assert "In a clone of the repository" in text, line
+                assert (ROOT / word).exists(), line
+            elif re.fullmatch(r"[\w./-]+\.(py|toml)", word) and word not in made:
+                is_made = "init" in line or word in re.findall(r"--out (\S+)", line)
+                assert is_made, f"{word} is nowhere made: {line}"
+                made.add(word)

@@ -193,15 +193,17 @@ class StudyResults:
         batches = sorted({each.samples / len(each.step_s) for each in self.done})
         whole = ", ".join(f"{each:g}" for each in batches[:4]) + ", ..." * (len(batches) > 4)
         versions = about.get("versions") or {}
-        lines = (
-            f"{table.name}: {table.mode} scaling, {whole} samples in a step of all ranks",
-            (
-                f"{about.get('host') or 'unknown host'}, {about.get('cpu') or 'unknown processor'}, "
-                f"{table.cores or about.get('cores') or '?'} cores on each of {table.hosts} hosts, "
-                f"torch {versions.get('torch') or '?'}, {versions.get('mpi') or 'MPI not recorded'}"
-            ),
+        what = f"{table.name}: {table.mode} scaling, {whole} samples in a step of all ranks"
+        where = ", ".join(
+            [
+                str(about.get("host") or "unknown host"),
+                str(about.get("cpu") or "unknown processor"),
+                f"{table.cores or about.get('cores') or '?'} cores on each of {table.hosts} hosts",
+                f"torch {versions.get('torch') or '?'}",
+                str(versions.get("mpi") or "MPI not recorded"),
+            ]
         )
-        return "\n".join(shown(line, MAX_CAPTION) for line in lines)
+        return "\n".join(shown(line, MAX_CAPTION) for line in (what, where))
 
     def beside(self, machine: Machine) -> "StudyResults":
         """Return these results with a bound: what a machine's links allow for the bytes moved.

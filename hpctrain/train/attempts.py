@@ -3,7 +3,7 @@
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from hpctrain.runtime import world
 from hpctrain.runtime.stopping import StopRequests
 from hpctrain.train.boundary import Boundary
 from hpctrain.train.console import Progress
+from hpctrain.train.evaluate import evaluate
 from hpctrain.train.loggers import Loggers
 from hpctrain.train.loop import Outcome, Stopped, TrainingLoop, hash_of, left_out
 from hpctrain.train.metrics import Metrics
@@ -254,6 +255,8 @@ class RunInDirectory:
         if isinstance(outcome, Stopped):
             metrics.write("stopped", step=outcome.step, reason=outcome.reason)
             return outcome
+        if task.held_out is not None:
+            outcome = replace(outcome, scores=evaluate(replace(task, test=task.held_out)))
         metrics.write(
             "finished",
             step=state.step,

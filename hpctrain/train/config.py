@@ -67,6 +67,10 @@ class DataConfig:
     split: str = ""
     """File of hpctrain data split --by-label: each rank learns from its part of the training data,
     or from several; when empty, all ranks share all samples."""
+    validation: Annotated[float, Rule(least=0, below=1)] = 0.0
+    """Part of the training samples, chosen by the seed, that is held out for validation: tests
+    during training, test.patience and checkpoint.keep_best use it, and the test set is used once,
+    at the end. 0 uses the test set for all of them."""
     stage: str = ""
     """Folder on each node to copy the training data to, or auto; when empty, none is copied."""
     on_corrupt: Literal["raise", "skip"] = "raise"
@@ -84,6 +88,14 @@ class DataConfig:
             "unless told: set data.test_transform to a function without a generator, or to none",
             self.random,
         )
+        for name in ("split", "stage"):
+            require(
+                not (self.validation and getattr(self, name)),
+                f"data.validation must be 0 with data.{name}, which takes a data set as it was "
+                f"packed: hold samples out by hpctrain data split, and return that set as the "
+                f"second one",
+                self.validation,
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

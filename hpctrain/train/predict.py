@@ -62,7 +62,7 @@ def load_task(
             sync=SyncConfig(),
             parallel=ParallelConfig(),
             model=replace(config.model, init_from=str(absolute(checkpoint)), init_strict=True),
-            data=replace(config.data, stage="", on_corrupt="raise"),
+            data=replace(config.data, stage="", on_corrupt="raise", validation=0.0),
             train=replace(config.train, reproducible=False, ema=0.0),
         )
     task = build(config, comm)

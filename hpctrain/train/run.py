@@ -329,6 +329,7 @@ def _introduce(console: Console, here: world.World, task: Task) -> None:
         (config.name, f"in {config.directory}"),
         ("model", f"{config.model.target}, {task.num_parameters} parameters, {rate}"),
         ("data", f"{config.data.target}, {data} {task.num_steps} steps, {epochs}"),
+        *([("validation", _held_out(task))] if task.held_out else []),
         *([("reproducible", task.steps.describe())] if task.steps else []),
         *([("layout", task.layout)] if task.layout else []),
         *([("sync", describe(config.sync))] if task.sync else []),
@@ -340,6 +341,12 @@ def _introduce(console: Console, here: world.World, task: Task) -> None:
     for row in rows:
         grid.add_row(*row)
     console.print(grid)
+
+
+def _held_out(task: Task) -> str:
+    assert task.held_out is not None
+    num, num_test = len(task.test.dataset), len(task.held_out.dataset)
+    return f"{num} samples held out of the training data; {num_test} for the test at the end"
 
 
 def _describe(console: Console, here: world.World) -> None:

@@ -1,7 +1,7 @@
 """The task that a configuration names, built: all that one rank needs to train."""
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,7 @@ from hpctrain.data.loader import Loader
 from hpctrain.data.reader import ShardedDataset
 from hpctrain.data.samples import Batch, Ragged
 from hpctrain.data.staging import stage
+from hpctrain.data.subset import Subset
 from hpctrain.data.transform import PerSample, Transform
 from hpctrain.gradients.noise_watch import watch_noise
 from hpctrain.gradients.reproducible import Reproducible
@@ -76,7 +77,9 @@ class Task:
     """The torch optimizer; ``DistributedOptimizer`` has it unless there are ``steps`` or
     ``sync``."""
     train: Loader
-    test: Loader
+    test: Loader  # of the tests during training
+    held_out: Loader | None = None
+    """Of the test after training, where samples are held out for those during training."""
     peaks: Sequence[float]  # learning rates of the optimizer's groups at the peak of the schedule
     schedule: Callable[[int], float]  # factor of the learning rate at each step
     steps: Reproducible | None = None
@@ -255,7 +258,7 @@ def build(config: RunConfig, comm: Communicator, *, is_new: bool = True) -> Task
     with agreed(comm):
         with noted(f'data.target = "{config.data.target}"'):
             data = make_data(comm, **config.data.args)
-        train, test = _loaders(config, data, comm, device)
+        train, *tests = _loaders(config, data, comm, device)
         schedule = make_schedule(config, len(train))
     if config.data.stage:
         stage_for(train, config.data.stage, comm, world.current().topology)
@@ -270,7 +273,7 @@ def build(config: RunConfig, comm: Communicator, *, is_new: bool = True) -> Task
     parallel = divided(config, model, optimizer, loss, precision, comm)
     if parallel is not None:
         model, optimizer = parallel.model, parallel.optimizer
-        parallel.share_out(train, test)
+        parallel.share_out(train, *tests)
     elif steps is None and sync is None:
         optimizer = distributed(config, model, optimizer)
     # From here on ranks draw different random numbers: dropout must differ, but in a tp group.
@@ -285,7 +288,7 @@ def build(config: RunConfig, comm: Communicator, *, is_new: bool = True) -> Task
         ema=Ema(model, config.train.ema) if config.train.ema else None,
         optimizer=optimizer,
         train=train,
-        test=test,
+        **dict(zip(("test", "held_out"), tests, strict=False)),
         peaks=[group["lr"] for group in optimizer.param_groups],
         schedule=schedule,
         tables=tables,
@@ -353,7 +356,8 @@ def _noise(config: RunConfig, comm: Communicator, optimizer: Any) -> NoiseScale:
 
 def _loaders(
     config: RunConfig, data: object, comm: Communicator, device: torch.device
-) -> tuple[Loader, Loader]:
+) -> Iterator[Loader]:
+    """Yield the loaders of training, of tests during it, and of the last test if it differs."""
     if not (isinstance(data, tuple) and len(data) == 2 and all(map(_has_samples, data))):
         raise ConfigError(
             f"data.target returns two data sets (train, test), such as ShardedDataset.open makes "
@@ -361,7 +365,10 @@ def _loaders(
             f"or hpctrain data pack (see hpctrain guide train), or train a script of your own on "
             f"hpctrain.shard(dataset)"
         )
-    train, test = data
+    train, *tests = data
+    if config.data.validation:
+        train, validation = _divided(train, config.data.validation, config.seed)
+        tests.insert(0, validation)
     _check_batch(config, len(train), comm)
     transforms = [_transform(config.data, name) for name in _transforms(config.data)]
     for dataset, transform in zip(data, transforms, strict=True):
@@ -378,18 +385,29 @@ def _loaders(
         "micro_shards": micro_shards,
         "pin_memory": device != CPU,
     }
-    return (
-        Loader(
-            train,
-            order=config.data.order,
-            transform=transforms[0],
-            split=config.data.split or None,
-            workers=config.data.workers,
-            worker_timeout_s=config.data.worker_timeout_s,
-            **shared | _alone(config, comm),
-        ),
-        Loader(test, order="sequential", transform=transforms[1], **shared),
+    yield Loader(
+        train,
+        order=config.data.order,
+        transform=transforms[0],
+        split=config.data.split or None,
+        workers=config.data.workers,
+        worker_timeout_s=config.data.worker_timeout_s,
+        **shared | _alone(config, comm),
     )
+    for test in tests:
+        yield Loader(test, order="sequential", transform=transforms[1], **shared)
+
+
+def _divided(dataset: Any, part: float, seed: int) -> tuple[Subset, Subset]:
+    """Return the samples to train on and those held out; the same on every rank."""
+    num_held = round(part * len(dataset))
+    if not 0 < num_held < len(dataset):
+        raise ConfigError(
+            f"data.validation must leave samples on both sides, but {part:g} of {len(dataset)} "
+            f"training samples is {num_held}; use another part"
+        )
+    order = np.random.default_rng(seed).permutation(len(dataset))
+    return Subset(dataset, np.sort(order[num_held:])), Subset(dataset, np.sort(order[:num_held]))
 
 
 def _alone(config: RunConfig, comm: Communicator) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from hpctrain.cluster.load import LoadMeter, MachineLoad
+from hpctrain.cluster.load import LoadMeter, MachineLoad, _own_s
 
 TICKS = "cpu {user} 5 10 900 7 0 0 0 0 0\ncpu0 0 0 0 0 0 0 0 0 0 0\n"
 
@@ -32,13 +32,15 @@ def test_where_the_system_does_not_tell_nothing_is_known(tmp_path):
     assert LoadMeter(tmp_path, tmp_path).read() is None
 
 
-def test_work_of_a_child_that_has_ended_is_own_work():
-    meter = LoadMeter()
+def test_work_of_a_child_that_has_ended_is_own_work_and_not_of_others(tmp_path):
+    (tmp_path / "stat").write_text(TICKS.format(user=100))
+    meter, before_s = LoadMeter(tmp_path, tmp_path), _own_s()
     work = "import time\nend = time.process_time() + 0.2\nwhile time.process_time() < end: pass"
     subprocess.run([sys.executable, "-c", work], check=True)
-    found = meter.read()
-    assert found.own_cores > 0
-    assert found.load >= 0
+    (tmp_path / "stat").write_text(TICKS.format(user=1100))  # ten seconds of all processes
+    own_s, found = _own_s() - before_s, meter.read()
+    assert own_s > 0.2
+    assert found.other_cores / found.own_cores == pytest.approx((10 - own_s) / own_s, rel=0.01)
 
 
 def test_a_machine_is_busy_where_others_use_a_tenth_of_it_and_other_ranks_are_no_others():

@@ -1,0 +1,66 @@
+"""Held-out samples of the training data judge a run while it trains; the test set does once."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from hpctrain.core.errors import ConfigError, MismatchError
+from hpctrain.core.records import read
+from hpctrain.train.evaluate import evaluate
+from hpctrain.train.task import build
+from tests.train.job import Job, assert_same_run
+from tests.train.problem import NUM_SAMPLES
+
+HELD = ["data.validation=0.3"]
+NUM_HELD = round(0.3 * NUM_SAMPLES)
+
+SIZES = pytest.mark.ranks(1, 2, 3)
+
+
+def values_of(loader):
+    dataset = loader.dataset
+    return set(dataset.take(np.arange(len(dataset)))["x"][:, 0].tolist())
+
+
+@SIZES
+def test_no_sample_is_trained_on_and_judged_by(here, configure):
+    task = build(configure(*HELD, "train.global_batch=9"), here.comm)
+    train, held = values_of(task.train), values_of(task.test)
+    assert (len(train), len(held)) == (NUM_SAMPLES - NUM_HELD, NUM_HELD)
+    assert not train & held
+    assert train | held == values_of(task.held_out)  # here the test set has the same samples
+    assert here.comm.allgather_object(held) == [held] * here.comm.size
+    other = build(configure(*HELD, "train.global_batch=9", "seed=1"), here.comm)
+    assert values_of(other.test) != held
+
+
+@SIZES
+def test_tests_use_the_samples_held_out_and_the_last_one_the_test_set(here, configure, shared):
+    job = Job(here, configure, shared / "run", *HELD, "train.epochs=2")
+    task = job.built()
+    job.part(task=task)
+    here.comm.barrier()
+    records = read(job.directory.metrics)
+    tests = [record for record in records if record["event"] == "test"]
+    assert [record["num_samples"] for record in tests] == [NUM_HELD] * 2
+    assert records[-1]["num_samples"] == NUM_SAMPLES
+    assert records[-1]["metric"] == evaluate(replace(task, test=task.held_out)).metric
+    assert tests[-1]["metric"] == evaluate(task).metric
+
+
+@pytest.mark.ranks(2)
+def test_a_run_that_goes_on_holds_out_the_same_samples(here, configure, shared):
+    whole, parts = (Job(here, configure, shared / name, *HELD) for name in ("a", "b"))
+    whole.part()
+    parts.part(stop="SIGUSR1", after=4)
+    parts.part()
+    assert_same_run(whole, parts)
+
+
+def test_what_holds_out_no_or_all_samples_is_refused(here, configure):
+    for part in ("0.001", "0.999"):
+        with pytest.raises(MismatchError, match=r"data.validation must leave samples on both"):
+            build(configure(f"data.validation={part}"), here.comm)
+    with pytest.raises(ConfigError, match=r"data.validation must be 0 with data.stage"):
+        configure(*HELD, "data.stage=auto")
