@@ -451,7 +451,7 @@ class AsyncMethod(CommonBlock):
         """Return what ranks have that did not settle, and that must be alike; not collective."""
         if self._is_settled or not self.is_compared:
             return {}
-        how = f"{type(self).__name__}, whose block has not ended by `with` or settle() on all ranks"
+        how = f"{type(self).__name__}, whose block has not ended, by `with` or settle(), on all"
         values = zip(self._names, self._layout.parameters, strict=True)
         hashes = value_hashes(dict(values)) if has_values else {}
         return {f"the number of steps of {how}": str(self._clock)} | {

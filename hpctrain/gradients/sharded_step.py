@@ -134,13 +134,18 @@ class ShardedStep(Reducer):
         settings = f"{self._rule.read(optimizer)}; {self.master_dtype}; {self._changes}"
         slots = self.reduction.slot_of.values()
         is_written = not self._is_spoilt and self.reduction.is_written(optimizer)
-        is_first_time = not self._own and any(slot.holds_result for slot in slots)
+        repeats = not self._own and any(
+            # Zeros that zero_grad() has written are gradients of no step.
+            slot.holds_result and (_version_of(slot) == slot.version or slot.has_values)
+            for slot in slots
+            if isinstance(slot, Slot)
+        )
         told = Announcement(
             needs_all=True,
             synchronizes=synchronizes,
             settings=None if synchronizes else crc32(settings.encode()),
             own_changed=self._changed_name or self._find_changed(),
-            repeats=is_first_time,
+            repeats=repeats,
             is_written=is_written,
             is_stale=not self._is_spoilt and not is_written and self.reduction.is_stale,
             is_new=self._is_new,
@@ -210,7 +215,8 @@ class ShardedStep(Reducer):
         for slot in self.reduction.slot_of.values():
             grad = slot.parameter.grad
             slot.is_result = grad is not None
-            if grad is not None:
+            if grad is not None and isinstance(slot, Slot):
+                slot.version = _version_of(slot)
                 self._hidden.append((slot.parameter, grad))
                 slot.parameter.grad = None
         return True
@@ -301,6 +307,11 @@ class ShardedStep(Reducer):
         if factor != 1.0:
             self.scale_by(factor)
         return self._overflowed
+
+
+def _version_of(slot: Slot) -> int:
+    grad = slot.parameter.grad
+    return -1 if grad is None else grad._version  # noqa: SLF001 - autograd's
 
 
 def same(one: Tensor, other: Tensor) -> bool:

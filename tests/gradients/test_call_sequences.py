@@ -1,0 +1,244 @@
+"""Public calls in any order, some of them interrupted, train as one plain process does."""
+
+import copy
+import os
+import random
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from tests.gradients.training import ONE_NODE, OVERLAPS
+
+pytestmark = ONE_NODE
+NUM_SEQUENCES = int(os.environ.get("HPCTRAIN_TEST_SEQUENCES", "1"))
+"""Of each kind and way to send gradients."""
+NUM_CALLS = 40
+KINDS = {
+    "average": {},
+    "two passes": {"backward_passes_per_step": 2},
+    "sum": {"op": "Sum"},
+    "groups": {"groups": 2},
+    "sparse": {},
+    "sparse sum": {"op": "Sum"},
+    "sparse as dense": {"sparse_as_dense": True},
+    "adasum": {"op": "Adasum"},
+    "node": {"shard": "node"},
+}
+
+
+class Model(nn.Module):
+    """Rows, and layers of which some losses reach one part alone."""
+
+    def __init__(self, is_sparse):
+        super().__init__()
+        self.table = nn.Embedding(7, 4, sparse=is_sparse)
+        self.first, self.second = nn.Linear(4, 5), nn.Linear(5, 1)
+        self.breaks = False
+
+    def forward(self, rows, part):
+        hidden = self.table(rows)
+        if part == "rows":
+            return hidden.square().sum(1)
+        hidden = self.first(hidden if part == "all" else hidden.detach())
+        if self.breaks:  # in the middle of backward: one layer has its gradients then
+            hidden.register_hook(_break)
+        return self.second(hidden.tanh()).square()
+
+
+def _break(_):
+    raise InterruptedError
+
+
+class Sequence:
+    """Calls drawn from a seed, alike on all ranks; carried out here and by a plain model."""
+
+    def __init__(self, hvd, kind, seed):
+        self.hvd, self.kind, self.draw = hvd, kind, random.Random(f"{kind} {seed}")
+        options = dict(KINDS[kind])
+        options["op"] = getattr(hvd, options.get("op", "Average"))
+        self.passes = options.get("backward_passes_per_step", 1)
+        self.sums, self.is_alike = options["op"] is hvd.Sum, kind == "adasum"
+        torch.manual_seed(3)
+        self.model = Model(kind.startswith("sparse")).double()
+        self.plain = copy.deepcopy(self.model)
+        make = lambda m: torch.optim.SGD(m.parameters(), lr=0.05)  # noqa: E731
+        if not kind.startswith("sparse"):
+            make = lambda m: torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.5)  # noqa: E731
+        self.optimizer = hvd.DistributedOptimizer(
+            make(self.model), self.model.named_parameters(), **options
+        )
+        self.alone = make(self.plain)
+        self.has_backward, self.is_clear, self.saved = False, True, None
+        self.story = []
+
+    def run(self):
+        for _ in range(NUM_CALLS):
+            name = self.draw.choice(self.possible())
+            self.story.append(name)
+            getattr(self, name)()
+            self.compare()
+        self.zero()
+        self.step()
+        self.compare()
+
+    def possible(self):
+        """Names of the calls that are allowed at this point."""
+        calls = ["zero", "save", "thaw", "freeze", "load", "interrupted"]
+        if self.has_backward:
+            return [*["step"] * 3, "clip_value", "clip_norm", "synchronized_step", "zero"]
+        return [*calls, *["backward"] * 8, *(["step"] if self.kind != "node" else [])]
+
+    # -- calls ----------------------------------------------------------------------------------
+
+    def backward(self):
+        for _ in range(self.passes):
+            # With several passes each has to reach a trained parameter, or it does not count.
+            parts = ["all", "all", "layers", "rows"] if self.passes == 1 else ["all"]
+            self._backward(self.draw.choice(parts))
+
+    def _backward(self, part):
+        """Some ranks may have no samples, in a backward of NaN or none at all."""
+        size, is_weighted = self.hvd.size(), not (self.sums or self.is_alike)
+        counts = [self.draw.randrange(3) for _ in range(size)] if self.passes == 1 else [2] * size
+        counts[self.draw.randrange(size)] = 2
+        rows = [[self.draw.randrange(7) for _ in range(2)] for _ in range(size)]
+        how = [self.draw.choice(["none", "nan"]) for _ in range(size)]
+        if not is_weighted:
+            counts = [2] * size
+        if self.is_alike:
+            rows = [rows[0]] * size
+        if any(p.requires_grad for p in self.reached(part)):
+            own = torch.tensor(rows[self.hvd.rank()])
+            if is_weighted:
+                self.optimizer.set_num_samples(counts[self.hvd.rank()], nominal=2)
+            if counts[self.hvd.rank()]:
+                self.model(own, part).mean().backward()
+            elif how[self.hvd.rank()] == "nan" or not self.is_clear:
+                (self.model(own, part).mean() * float("nan")).backward()
+            else:
+                self.optimizer.synchronize()
+            losses = [self.plain(torch.tensor(each), part).mean() for each in rows]
+            total = 1 if self.sums else size if self.is_alike else sum(counts)
+            weights = [1] * size if self.sums or self.is_alike else counts
+            sum(w / total * loss for w, loss in zip(weights, losses, strict=True)).backward()
+            lone = [not n and one == "none" for n, one in zip(counts, how, strict=True)]
+            is_waiting = self.kind == "node" and self.is_clear and any(lone)
+            self.has_backward, self.is_clear = True, False
+            if is_waiting:  # in synchronize(), for the step of the others
+                self.step()
+
+    def reached(self, part):
+        layers = [*self.model.first.parameters(), *self.model.second.parameters()]
+        rows = [*self.model.table.parameters()]
+        return {"all": [*rows, *layers], "layers": layers, "rows": rows}[part]
+
+    def interrupted(self):
+        """Let backward raise on all ranks; forget what it has left."""
+        rows, part = torch.tensor([self.draw.randrange(7)]), self.draw.choice(["all", "layers"])
+        if any(p.requires_grad for p in self.model.second.parameters()) and any(
+            p.requires_grad for p in self.model.first.parameters()
+        ):
+            self.model.breaks = True
+            with pytest.raises(InterruptedError):
+                self.model(rows, part).mean().backward()
+            self.model.breaks = False
+            self.optimizer.load_state_dict(self.optimizer.state_dict())
+        self.zero(is_none=True)
+
+    def zero(self, *, is_none=None):
+        is_none = self.draw.random() < 0.7 if is_none is None else is_none
+        self.optimizer.zero_grad(set_to_none=is_none)
+        self.alone.zero_grad(set_to_none=is_none)
+        self.has_backward, self.is_clear = False, True
+
+    def step(self):
+        self.optimizer.step()
+        self.alone.step()
+        self.has_backward = False
+        if self.kind == "node":  # where gradients that were clipped must not be kept
+            self.zero()
+
+    def synchronized_step(self):
+        if self.kind == "adasum":
+            self.step()
+            return
+        self.optimizer.synchronize()
+        with self.optimizer.skip_synchronize():
+            self.optimizer.step()
+        self.alone.step()
+        self.has_backward = False
+        if self.kind == "node":
+            self.zero()
+
+    def clip_value(self):
+        if self.kind.startswith("sparse"):
+            return
+        bound = self.draw.choice([0.01, 1.0])
+        self.optimizer.clip_grad_value_(bound)
+        nn.utils.clip_grad_value_(self.plain.parameters(), bound)
+
+    def clip_norm(self):
+        if self.kind.startswith("sparse"):
+            return
+        bound = self.draw.choice([0.05, 10.0])
+        found = self.optimizer.clip_grad_norm_(bound)
+        torch.testing.assert_close(found, nn.utils.clip_grad_norm_(self.plain.parameters(), bound))
+
+    def freeze(self):
+        self._require_grad(is_trained=False)
+
+    def thaw(self):
+        self._require_grad(is_trained=True)
+
+    def _require_grad(self, *, is_trained):
+        self.zero()
+        name = self.draw.choice(["table", "first", "second"])
+        for model in (self.model, self.plain):
+            getattr(model, name).requires_grad_(is_trained)
+
+    def save(self):
+        self.saved = [
+            copy.deepcopy(one.state_dict())
+            for one in (self.model, self.optimizer, self.plain, self.alone)
+        ]
+
+    def load(self):
+        """Go back to what was saved; gradients stay."""
+        if self.saved:
+            for one, state in zip(
+                (self.model, self.optimizer, self.plain, self.alone), self.saved, strict=True
+            ):
+                one.load_state_dict(copy.deepcopy(state))
+        if self.kind == "node":
+            self.zero()
+
+    # -- laws -----------------------------------------------------------------------------------
+
+    def compare(self):
+        for (name, p), q in zip(
+            self.model.named_parameters(), self.plain.parameters(), strict=True
+        ):
+            text = f"{self.kind}: {name} after {self.story}"
+            close = {"rtol": 1e-9, "atol": 1e-12, "msg": lambda m, t=text: f"{t}: {m}"}
+            torch.testing.assert_close(p.detach(), q.detach(), **close)
+            if self.kind == "node":
+                continue  # gradients are each rank's own
+            assert (p.grad is None) == (q.grad is None), text
+            if p.grad is not None:
+                torch.testing.assert_close(p.grad.to_dense(), q.grad.to_dense(), **close)
+
+
+@pytest.mark.ranks(1, 2, 3)
+@OVERLAPS
+@pytest.mark.sweep
+@pytest.mark.parametrize("kind", KINDS)
+def test_calls_in_any_order_train_as_one_process_does(hvd, kind):
+    warnings.simplefilter("ignore")
+    for seed in range(NUM_SEQUENCES):
+        sequence = Sequence(hvd, kind, seed)
+        sequence.run()
+        alike = hvd.allgather_object([p.detach() for p in sequence.model.parameters()])
+        for other in alike[1:]:
+            assert all(map(torch.equal, alike[0], other))
