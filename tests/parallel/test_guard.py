@@ -155,6 +155,10 @@ class Whole(Program):
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
 
 
+OF_STAGES = (
+    *("keep gradients", "leave a step out", "step twice", "another rate"),
+    *("clip values", "scale gradients", "clear gradients"),
+)
 OF_TWO = ("tp", "tp sequence", "zero1", "zero2", "zero3", "pp")
 OF_FOUR = ("tp fsdp", "zero3 replicas", "pp tp", "pp fsdp", "pp ddp")
 
@@ -197,6 +201,12 @@ def require_the_same_as_one_process(layout, action):
 @pytest.mark.parametrize("layout", OF_TWO)
 def test_what_one_rank_does_alone_is_an_error_on_all(layout, action):
     require_an_error(layout, action, who=1)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("action", OF_STAGES)
+def test_what_one_stage_does_alone_with_all_its_layers_is_an_error_on_all(action):
+    require_an_error("pp untied", action, who=1)
 
 
 @pytest.mark.ranks(4)
