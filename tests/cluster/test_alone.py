@@ -1,7 +1,7 @@
 """A process that MPI takes for a world of one, in the environments of real jobs.
 
-Recorded under Slurm 22.05, Open MPI 4.1 and 5.0, MPICH 5.0 and torchrun, those of other systems
-from their manuals; cut to the variables that count ranks.
+Those of Slurm were recorded under version 22.05, the others follow the manuals; cut to the
+variables that count ranks.
 """
 
 import pytest
