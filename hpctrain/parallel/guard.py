@@ -327,9 +327,16 @@ class Guard:
 
     def _now(self) -> _Layout:
         """Return the current parameters; FSDP replaces them during forward."""
+        named, before = self._named(), self._layout.named
+        if len(named) != len(before) or any(
+            p is not q for (_, p), (_, q) in zip(named, before, strict=True)
+        ):
+            self._layout = self._laid_out(named)
+        return self._layout
+
+    def _named(self) -> Named:
         model = self._model()
-        assert model is not None
-        if not self._modules:
+        if not self._modules and model is not None:
             self._modules = [(f"{name}." * bool(name), one) for name, one in model.named_modules()]
         held = (
             (prefix + name, p)
@@ -337,12 +344,7 @@ class Guard:
             for name, p in module._parameters.items()  # noqa: SLF001 - quicker than named_parameters()
             if p is not None
         )
-        named = list({id(p): (name, p) for name, p in held}.values())
-        if len(named) != len(self._layout.named) or any(
-            p is not before for (_, p), (_, before) in zip(named, self._layout.named, strict=True)
-        ):
-            self._layout = self._laid_out(named)
-        return self._layout
+        return list({id(p): (name, p) for name, p in held}.values())
 
     def _laid_out(self, named: Named) -> _Layout:
         """Find the axes: those with replicas first, so that all ranks learn of differences."""
@@ -377,8 +379,8 @@ class Guard:
         """Return which optimizer of this model it is, in the order of their first steps."""
         count = sum(len(group["params"]) for group in optimizer.param_groups)
         number, before = self._numbers.get(optimizer, (-1, -1))
-        if number < 0 and count != before and self._model() is not None:
-            mine = {id(p) for _, p in self._now().named}
+        if number < 0 and count != before:
+            mine = {id(p) for _, p in self._named()}
             is_mine = any(
                 id(p) in mine for group in optimizer.param_groups for p in group["params"]
             )

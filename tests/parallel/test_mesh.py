@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 import hpctrain
 from hpctrain import ConfigError, MismatchError, TopologyError
-from hpctrain.parallel import build_mesh, placement
+from hpctrain.parallel import build_mesh, placement, tensor_parallel
 from hpctrain.parallel.mesh import packed
 from tests.parallel.conftest import started
 
@@ -103,3 +103,17 @@ def test_a_mesh_starts_what_it_needs():
     assert mesh["tp"].get_local_rank() == hpctrain.rank()
     dist.destroy_process_group()
     hpctrain.shutdown()
+
+
+@pytest.mark.ranks(2)
+def test_a_divided_model_whose_groups_are_gone_does_not_concern_other_optimizers():
+    other = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    with started():
+        model = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Linear(4, 2))
+        tensor_parallel(model, build_mesh(tp=2)["tp"], {"0": "column", "1": "row"})
+        if dist.get_rank():
+            optimizer.step()  # nor does it wait for other ranks
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]})
+    optimizer.step()
+    assert len(list(model.parameters())) == 4
