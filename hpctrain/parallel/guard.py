@@ -2,8 +2,8 @@
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,16 +15,18 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
-from hpctrain.comm.agreement import differing
 from hpctrain.core import logs
 from hpctrain.core.config import Settings
 from hpctrain.core.errors import MismatchError, ReplicaError
 from hpctrain.gradients.weight_sample import WeightSample
+from hpctrain.parallel.guard_axes import Axis, Layout, difference, gathered, maxima
 from hpctrain.parallel.guard_facts import (
     NOTHING,
     Named,
+    bounds_of,
     crc,
     differ,
+    is_clamp,
     mark,
     pairs,
     part,
@@ -68,36 +70,6 @@ _SAME = ("trained", "settings", "gradients", "writes")
 
 Shared = Sequence[tuple[str, nn.Parameter | None]]
 """Each weight that several stages have: name and parameter, which is None on other ranks."""
-
-
-class _Axis(NamedTuple):
-    """Ranks that compare, and the parameters of which each has a replica."""
-
-    group: Any
-    device: str
-    replicated: Named
-    is_stages: bool = False
-    is_averaged: bool = False  # replicas have different gradients until a step
-
-
-class _Layout(NamedTuple):
-    """Parameters, in the form in which a comparison finds them, and the axes."""
-
-    named: Named
-    axes: Sequence[_Axis]
-    watched: Named
-    """Parameters that the ranks of all axes but stages have, in whole or in part."""
-
-    def in_order(self) -> Iterator[_Axis]:
-        """Yield the axes but stages, so that every rank learns of every difference.
-
-        Values of replicas are compared along one axis alone, so a difference along a later one
-        goes along the earlier ones once more.
-        """
-        first = [axis for axis in self.axes if axis.replicated]
-        yield from first
-        yield from first[:-1]
-        yield from (axis for axis in self.axes if not (axis.replicated or axis.is_stages))
 
 
 class Guard:
@@ -150,7 +122,7 @@ class Guard:
     def refresh(self) -> None:
         """Find the parameters again: the model has other modules."""
         self._modules: list[tuple[str, nn.Module]] = []
-        self._layout = _Layout((), (), ())
+        self._layout = Layout((), (), ())
         self._samples: dict[Any, tuple[list[Tensor], WeightSample]] = {}
 
     def mark(self) -> None:
@@ -186,28 +158,58 @@ class Guard:
         layout = self._now()
         self._count(what)
         facts = self._facts(what, optimizer, layout)
-        words = [0, is_new, *pairs([None, *facts.values()])]
-        words += [*flags, *[0] * (self.num_flags - len(flags))]
+        tail = [*flags, *[0] * (self.num_flags - len(flags))]
+        compares = what < STEP or (self.do_all_step and self._taken.total() == 1)
+        words, batch_differs = self._compared(facts, what, [is_new, *tail], batch, compares)
+        if _FAULTS[words[0]] == "gradients" and self._is_clamp():
+            facts["gradients"] = None
+            words, batch_differs = self._compared(facts, what, [is_new, *tail], batch, compares)
+        if words[0]:
+            self._raise(_FAULTS[words[0]], what, optimizer)
+        if what < STEP:
+            self._taken.clear()
+        elif self._stages is not None and compares:
+            self._are_uniform.setdefault(what - STEP, True)
+        found = words[_HEAD + 2 * len(facts) :]
+        return [*found[: len(flags)], words[1], int(batch_differs)]
+
+    def _compared(
+        self,
+        facts: Mapping[str, int | None],
+        what: int,
+        flags: Sequence[int],
+        batch: int | None,
+        compares: bool,  # noqa: FBT001 - of the stages
+    ) -> tuple[list[int], bool]:
+        """Return the words of all ranks and whether ``batch`` differs. Collective."""
+        layout = self._layout
+        words = [0, flags[0], *pairs([None, *facts.values()]), *flags[1:]]
         for axis in layout.in_order():
             own = self._checksum(axis, what)
             words = self._exchanged(words, axis, [*facts], what, own)
-        stages = [axis for axis in layout.axes if axis.is_stages]
-        compares = what < STEP or (self.do_all_step and self._taken.total() == 1)
         batch_differs = False
-        for axis in stages if compares or words[0] else ():
+        for axis in layout.stages if compares or words[0] else ():
             words = self._exchanged(words, axis, [*facts], what, batch)
             batch_differs = differ(words[2:4])
             if "tied 0" in facts and what >= STEP and _FAULTS[words[0]] != "what":
                 for other in layout.in_order():  # which do not compare what stages share
                     words = self._exchanged(words, other, [*facts], what, None)
-        if words[0]:
-            self._raise(_FAULTS[words[0]], what, optimizer)
-        if what < STEP:
-            self._taken.clear()
-        elif stages and compares:
-            self._are_uniform.setdefault(what - STEP, True)
-        maxima = words[_HEAD + 2 * len(facts) :]
-        return [*maxima[: len(flags)], words[1], int(batch_differs)]
+        return words, batch_differs
+
+    def _is_clamp(self) -> bool:
+        """Return whether gradients differ as after clip_grad_value_() on all ranks. Collective.
+
+        It may change the largest element of the part of one rank and of no other.
+        """
+        layout = self._layout
+        bounds = bounds_of([p for _, p in layout.watched])
+        for axis in layout.in_order():
+            bounds = bounds.to(axis.device)
+            dist.all_reduce(bounds, dist.ReduceOp.MAX, group=axis.group)
+        words = [int(not is_clamp(bounds))]
+        for axis in (*layout.in_order(), *layout.stages):
+            words = maxima(words, axis)
+        return not words[0]
 
     def _count(self, what: int) -> None:
         if what >= STEP:
@@ -215,7 +217,7 @@ class Guard:
             self._taken[what - STEP] += 1
 
     def _exchanged(
-        self, words: list[int], axis: _Axis, names: Sequence[str], what: int, own: int | None
+        self, words: list[int], axis: Axis, names: Sequence[str], what: int, own: int | None
     ) -> list[int]:
         """Return the words of all ranks of an axis, with the fault. Collective over it.
 
@@ -226,7 +228,7 @@ class Guard:
         kept = {_HEAD + 2 * names.index(name) + i for name in hidden for i in (0, 1)}
         end = _HEAD + 2 * (len(names) - len(_SAME)) if axis.is_stages else len(words)
         words[2:4] = pairs([own])
-        most = _most([NOTHING if i in kept else word for i, word in enumerate(words[:end])], axis)
+        most = maxima([NOTHING if i in kept else word for i, word in enumerate(words[:end])], axis)
         words = [words[i] if i in kept else word for i, word in enumerate(most)] + words[end:]
         found = [name for i, name in enumerate(names) if differ(words[_HEAD + 2 * i :][:2])]
         if "stages" in found and not self._are_uniform.get(what - STEP):
@@ -239,7 +241,7 @@ class Guard:
         return words
 
     def _facts(
-        self, what: int, optimizer: Optimizer | None, layout: _Layout
+        self, what: int, optimizer: Optimizer | None, layout: Layout
     ) -> dict[str, int | None]:
         """Return the numbers that must be equal, None for any; ``_SAME`` come last."""
         settings = crc(settings_of(optimizer)) if optimizer else None
@@ -255,7 +257,7 @@ class Guard:
             "writes": crc(writes_of(layout.watched)),
         }
 
-    def _pattern(self, layout: _Layout, what: int) -> int | None:
+    def _pattern(self, layout: Layout, what: int) -> int | None:
         """Return the state of all gradients of this stage; None where they have several."""
         is_too_early = what < STEP and any(axis.is_averaged for axis in layout.axes)
         if self._stages is None or is_too_early:
@@ -268,13 +270,13 @@ class Guard:
             return None
         return crc(shared_texts(parameter, self._num_steps))
 
-    def _checksum(self, axis: _Axis, what: int) -> int | None:
+    def _checksum(self, axis: Axis, what: int) -> int | None:
         """Return a checksum of some of what the ranks of an axis have replicas of."""
         if what < STEP or not axis.replicated or self._check_weights == "off":
             return None
         return self._sample(axis).checksum(self._num_steps)
 
-    def _sample(self, axis: _Axis) -> WeightSample:
+    def _sample(self, axis: Axis) -> WeightSample:
         held = [part(p) for _, p in axis.replicated]
         before, sample = self._samples.get(axis.group, ([], WeightSample(())))
         if [*map(id, held)] != [*map(id, before)]:
@@ -283,11 +285,11 @@ class Guard:
             self._samples[axis.group] = held, sample
         return sample
 
-    def _is_error(self, axis: _Axis) -> bool:
+    def _is_error(self, axis: Axis) -> bool:
         """Return whether replicas that differ are an error, or warn. Collective over the axis."""
         if self._check_weights == "error":
             return True
-        found = _difference(self._sample(axis).by_name(self._num_steps), axis)
+        found = difference(self._sample(axis).by_name(self._num_steps), axis)
         if dist.get_rank(axis.group) == 0:
             logs.warn_merged([[_RULES["contents"].format(found)]])
         return False
@@ -298,14 +300,14 @@ class Guard:
         for axis in axes:
             if axis.is_stages != (fault in (*_SAME, "contents")) or fault == "what":
                 mine = self._texts(fault, what, optimizer, axis)
-                text = _difference(mine, axis) or text
+                text = difference(mine, axis) or text
         for axis in axes:
-            text = next(filter(None, _gathered(text, axis)), "")
+            text = next(filter(None, gathered(text, axis)), "")
         kind = ReplicaError if fault == "contents" else MismatchError
         raise kind(_RULES[fault].format(text))
 
     def _texts(
-        self, fault: str, what: int, optimizer: Optimizer | None, axis: _Axis
+        self, fault: str, what: int, optimizer: Optimizer | None, axis: Axis
     ) -> Mapping[str, str]:
         """Return what this rank has of a fact, by name."""
         if fault == "what":
@@ -325,7 +327,7 @@ class Guard:
         is_all = fault in ("trained", "pattern")
         return texts(fault, self._layout.named if is_all else self._layout.watched, optimizer)
 
-    def _now(self) -> _Layout:
+    def _now(self) -> Layout:
         """Return the current parameters; FSDP replaces them during forward."""
         named, before = self._named(), self._layout.named
         if len(named) != len(before) or any(
@@ -346,7 +348,7 @@ class Guard:
         )
         return list({id(p): (name, p) for name, p in held}.values())
 
-    def _laid_out(self, named: Named) -> _Layout:
+    def _laid_out(self, named: Named) -> Layout:
         """Find the axes: those with replicas first, so that all ranks learn of differences."""
         replicated: dict[Any, list[tuple[str, nn.Parameter]]] = {}
         groups_of: dict[str, set[Any]] = {}
@@ -360,9 +362,9 @@ class Guard:
                 self._devices.setdefault(group, p.device_mesh.device_type)
                 if isinstance(placement, Replicate):
                     replicated.setdefault(group, []).append((name, p))
-        axes = [_Axis(g, device, replicated.get(g, ())) for g, device in self._devices.items()]
+        axes = [Axis(g, device, replicated.get(g, ())) for g, device in self._devices.items()]
         axes += [
-            _Axis(group, device, named, is_averaged=is_averaged)
+            Axis(group, device, named, is_averaged=is_averaged)
             for group, device, is_averaged in self.replicas
         ]
         axes.sort(key=lambda axis: not axis.replicated)
@@ -372,8 +374,8 @@ class Guard:
         ]
         if self._stages is not None:
             group, device = self._stages.get_group(), self._stages.device_type
-            axes.append(_Axis(group, device, (), is_stages=True))
-        return _Layout(named, [a for a in axes if dist.get_world_size(a.group) > 1], watched)
+            axes.append(Axis(group, device, (), is_stages=True))
+        return Layout(named, [a for a in axes if dist.get_world_size(a.group) > 1], watched)
 
     def _number_of(self, optimizer: Optimizer) -> int | None:
         """Return which optimizer of this model it is, in the order of their first steps."""
@@ -399,7 +401,7 @@ class Guard:
             self.before_step(optimizer)
 
     def _before_forward(self, module: nn.Module, _: object) -> None:
-        if self._model() is None:
+        if self._model() is not module:  # a copy
             return
         # Before FSDP gathers parameters, though fully_shard() may have come later.
         hooks: Any = module._forward_pre_hooks  # noqa: SLF001
@@ -409,10 +411,10 @@ class Guard:
         if torch.is_grad_enabled() and not is_backward:
             self.compare(FORWARD)
 
-    def _after_forward(self, _: nn.Module, __: object, output: object) -> None:
+    def _after_forward(self, module: nn.Module, _: object, output: object) -> None:
         """Let the backward of what forward returns mark the gradients that it leaves."""
         for leaf in tree_leaves(output):
-            if self._model() is not None and isinstance(leaf, Tensor) and leaf.requires_grad:
+            if self._model() is module and isinstance(leaf, Tensor) and leaf.requires_grad:
                 leaf.register_hook(self._queue)
                 return
 
@@ -449,27 +451,3 @@ def release(model: nn.Module) -> int:
     for guard in guards:
         guard.close()
     return max((guard.num_flags for guard in guards), default=0)
-
-
-def _most(words: Sequence[int], axis: _Axis) -> list[int]:
-    """Return the maximum of each word over the ranks of an axis. Collective over it."""
-    there = torch.tensor(words, dtype=torch.int64, device=axis.device)
-    dist.all_reduce(there, dist.ReduceOp.MAX, group=axis.group)
-    found: list[int] = there.tolist()
-    return found
-
-
-def _gathered(one: object, axis: _Axis) -> list[Any]:
-    """Return the objects of the ranks of an axis. Collective over it."""
-    found: list[Any] = [None] * dist.get_world_size(axis.group)
-    dist.all_gather_object(found, one, group=axis.group)
-    return found
-
-
-def _difference(mine: Mapping[str, str], axis: _Axis) -> str:
-    """Return the first name of which ranks have different texts, with ranks and texts."""
-    of_ranks: list[Mapping[str, str]] = [{} for _ in range(dist.get_world_size())]
-    ranks = dist.get_process_group_ranks(axis.group)
-    for rank, found in zip(ranks, _gathered(mine, axis), strict=True):
-        of_ranks[rank] = found
-    return next((f"{name} ({seen})" for name, seen in differing(of_ranks).items()), "")

@@ -89,6 +89,38 @@ def states_of(parameters: Sequence[nn.Parameter]) -> list[int]:
     return found
 
 
+def bounds_of(parameters: Sequence[nn.Parameter]) -> Tensor:
+    """Return numbers whose maxima over ranks ``is_clamp`` judges: four rows.
+
+    The negative of the largest element of gradients that changed without a count of writes; the
+    largest element of those that did not; the state of all others, and its negative.
+    """
+    states = states_of(parameters)
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    now = _sizes(gradients)
+    rows = torch.full((4, len(parameters)), -torch.inf, dtype=torch.float64)
+    for number, (p, state) in enumerate(zip(parameters, states, strict=True)):
+        version, size = getattr(p.grad, "_left", (None, None))
+        if p.grad is not None and size is not None and version == _version(p.grad):
+            is_changed = state == _CHANGED
+            rows[int(not is_changed), number] = now[p.grad].cpu() * (-1 if is_changed else 1)
+        else:
+            rows[2:, number] = torch.tensor([state, -state])
+    return rows
+
+
+def is_clamp(bounds: Tensor) -> bool:
+    """Return whether no unchanged gradient is above one that changed on another rank.
+
+    So it is after ``clip_grad_value_`` on all ranks, and where it would have changed no other.
+    """
+    least_changed, most_unchanged = -bounds[0], bounds[1]
+    is_counted = bounds[2] > -torch.inf
+    is_bounded = ~is_counted & (most_unchanged <= least_changed)
+    by_count = is_counted & (bounds[:2] == -torch.inf).all(0) & (bounds[2] == -bounds[3])
+    return bool((is_bounded | by_count).all())
+
+
 def _version(tensor: Tensor) -> int:
     """Return what counts the writes to a tensor; of a divided one only DTensor operations."""
     here = 0 if is_divided(tensor) or tensor is part(tensor) else part(tensor)._version  # noqa: SLF001

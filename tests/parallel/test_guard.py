@@ -224,6 +224,29 @@ def test_what_all_ranks_do_trains_as_one_process_that_does_it(layout, action):
     require_the_same_as_one_process(layout, action)
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("layout", ["tp", "zero1", "zero2", "zero3"])
+def test_a_clip_that_changes_the_part_of_one_rank_alone_is_that_of_one_process(layout):
+    programs = Program(layout), Whole(layout)
+    is_changed = []
+    for batch in batches():
+        for program in programs:
+            program.optimizer.zero_grad()
+            program.backward(*batch)
+            gradients = [p.grad for p in program.model.parameters() if p.grad is not None]
+            parts = [getattr(one, "_local_tensor", one) for one in gradients]
+            before = [part.clone() for part in parts]
+            nn.utils.clip_grad_value_(program.model.parameters(), 0.03)
+            is_changed.append([not torch.equal(*two) for two in zip(before, parts, strict=True)])
+            program.optimizer.step()
+    for name, parameter in programs[0].model.named_parameters():
+        expected = dict(programs[1].model.named_parameters())[name].detach()
+        torch.testing.assert_close(whole(parameter.detach()), expected, rtol=1e-12, atol=1e-12)
+    of_ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, is_changed)
+    assert of_ranks[0] != of_ranks[1]  # else the test shows nothing
+
+
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_random_actions_of_one_rank_are_an_error_on_all_or_leave_replicas_equal(seed):

@@ -1,0 +1,69 @@
+"""Axes: the groups of ranks along which a guard compares, and what is exchanged along them."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from hpctrain.comm.agreement import differing
+from hpctrain.parallel.guard_facts import Named
+
+
+class Axis(NamedTuple):
+    """Ranks that compare, and the parameters of which each has a replica."""
+
+    group: Any
+    device: str
+    replicated: Named
+    is_stages: bool = False
+    is_averaged: bool = False  # replicas have different gradients until a step
+
+
+class Layout(NamedTuple):
+    """Parameters, in the form in which a comparison finds them, and the axes."""
+
+    named: Named
+    axes: Sequence[Axis]
+    watched: Named
+    """Parameters that the ranks of all axes but stages have, in whole or in part."""
+
+    @property
+    def stages(self) -> list[Axis]:
+        """The axis of the stages, if there are any."""
+        return [axis for axis in self.axes if axis.is_stages]
+
+    def in_order(self) -> Iterator[Axis]:
+        """Yield the axes but stages, so that every rank learns of every difference.
+
+        Values of replicas are compared along one axis alone, so a difference along a later one
+        goes along the earlier ones once more.
+        """
+        first = [axis for axis in self.axes if axis.replicated]
+        yield from first
+        yield from first[:-1]
+        yield from (axis for axis in self.axes if not (axis.replicated or axis.is_stages))
+
+
+def maxima(words: Sequence[int], axis: Axis) -> list[int]:
+    """Return the maximum of each word over the ranks of an axis. Collective over it."""
+    there = torch.tensor(words, dtype=torch.int64, device=axis.device)
+    dist.all_reduce(there, dist.ReduceOp.MAX, group=axis.group)
+    found: list[int] = there.tolist()
+    return found
+
+
+def gathered(one: object, axis: Axis) -> list[Any]:
+    """Return the objects of the ranks of an axis. Collective over it."""
+    found: list[Any] = [None] * dist.get_world_size(axis.group)
+    dist.all_gather_object(found, one, group=axis.group)
+    return found
+
+
+def difference(mine: Mapping[str, str], axis: Axis) -> str:
+    """Return the first name of which ranks have different texts, with ranks and texts."""
+    of_ranks: list[Mapping[str, str]] = [{} for _ in range(dist.get_world_size())]
+    ranks = dist.get_process_group_ranks(axis.group)
+    for rank, found in zip(ranks, gathered(mine, axis), strict=True):
+        of_ranks[rank] = found
+    return next((f"{name} ({seen})" for name, seen in differing(of_ranks).items()), "")
