@@ -33,23 +33,34 @@ def broadcast_parameters(
         process_set: who takes part.
 
     Raises:
-        ConfigError: an entry is not a dense tensor, or a rank is not in the set.
+        ConfigError: an entry is not a dense tensor whose elements have memory of their own; or a
+            rank is not in the set.
         MismatchError: the ranks do not have the same tensors; on every rank.
     """
     named = _named(params)
-    for name, tensor in named:
-        if not isinstance(tensor, Tensor):
-            raise ConfigError(
-                f"broadcast_parameters takes tensors, {name} is a {type(tensor).__name__}; "
-                f"send it by broadcast_object"
-            )
-        if tensor.layout is not torch.strided:
-            raise ConfigError(f"broadcast_parameters takes dense tensors, {name} is sparse")
-    lines = [f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in named]
+    faults = [_fault_of(tensor) for _, tensor in named]
+    lines = [
+        f"{name} is {fault}" if fault else f"{name} {tuple(tensor.shape)} {tensor.dtype}"
+        for (name, tensor), fault in zip(named, faults, strict=True)
+    ]
     gather = partial(allgather_object, name="parameters.lines", process_set=process_set)
     require_equal_by(gather, lines, "parameters")
+    for (name, _), fault in zip(named, faults, strict=True):
+        if fault:
+            raise ConfigError(f"broadcast_parameters takes dense tensors, but {name} is {fault}")
     tensors = [tensor for _, tensor in named]
     broadcast_tensors_(tensors, root_rank, "parameters", process_set)
+
+
+def _fault_of(value: object) -> str:
+    """Return why a value cannot be replaced in place, with the remedy; empty if it can be."""
+    if not isinstance(value, Tensor):
+        return f"a {type(value).__name__}; use broadcast_object"
+    if value.layout is not torch.strided:
+        return "sparse; call to_dense() first"
+    if any(step == 0 and size > 1 for step, size in zip(value.stride(), value.shape, strict=True)):
+        return "expanded, so that elements share memory; call clone() first"
+    return ""
 
 
 def _named(params: object) -> list[tuple[str, Any]]:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from hpctrain.core.errors import CommError, ConfigError
+from hpctrain.core.errors import CommError, ConfigError, MismatchError
 
 SIZES = pytest.mark.ranks(1, 2, 3, 4)
 
@@ -54,12 +54,23 @@ def test_a_mapping_goes_by_names_and_any_layout_and_dtype(hvd):
 
 @SIZES
 def test_what_is_no_dense_tensor_is_refused(hvd):
-    with pytest.raises(ConfigError, match="epoch is a int; send it by broadcast_object"):
+    with pytest.raises(ConfigError, match="epoch is a int; use broadcast_object"):
         hvd.broadcast_parameters({"epoch": 3})
     with pytest.raises(ConfigError, match="got a int"):
         hvd.broadcast_parameters(3)
     with pytest.raises(ConfigError, match="weight is sparse"):
         hvd.broadcast_parameters([("weight", torch.eye(2).to_sparse())])
+
+
+@pytest.mark.ranks(2, 3)
+def test_what_one_rank_cannot_replace_is_an_error_on_all_and_the_world_goes_on(hvd):
+    expanded = torch.zeros(()).expand(4)
+    for odd in (expanded, torch.eye(4)[0].to_sparse(), "text"):
+        with pytest.raises(MismatchError, match="q is"):
+            hvd.broadcast_parameters({"q": odd if hvd.rank() == 1 else torch.zeros(4)})
+    with pytest.raises(ConfigError, match=r"q is expanded, .* clone\(\)"):
+        hvd.broadcast_parameters({"q": expanded})
+    assert hvd.allreduce(torch.ones(1)).item() == 1
 
 
 @pytest.mark.ranks(2, 3, 4)
