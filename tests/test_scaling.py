@@ -24,6 +24,9 @@ ALLOWED = {
     "compress/rail_codec.py": "a bucket without node memory, by the scale it is given",
     "compress/largest.py": "momenta, and what is clipped before they are summed up",
     "compress/sign.py": "signs, by the means of their row",
+    "compress/int8.py": "packets, by the factor that keeps large values finite",
+    "compress/power_sgd.py": "matrices, by the factor that keeps products finite",
+    "compress/qsgd.py": "levels of a block, by their number",
     # Replicas, not gradients; the weight is decided in local_sgd/rounds.py:
     "local_sgd/averaging.py": "a replica, by its rank's weight; momentum of the outer step",
     "local_sgd/federated.py": "the distance from the model of the round, by the proximal term",

@@ -122,8 +122,9 @@ def require_same(comm: Communicator, found: Mapping[str, int | None]) -> None:
     shown = "; ".join(f"{', '.join(names)} ({groups})" for groups, names in names_of.items())
     raise CheckpointError(
         f"tensors that ranks share must be equal on all of them, but {len(differ)} of "
-        f"{len(found)} differ: {shown}; call hvd.broadcast_parameters() on them before the save, "
-        f"pass the tensors of one rank as private=, or write those of one rank: source_rank=0"
+        f"{len(found)} differ: {shown}; pass source_rank=0 to write those of rank 0, call "
+        f"hvd.broadcast_parameters() on them before the save, or take them out of the state and "
+        f"pass each rank's own as private="
     )
 
 

@@ -31,14 +31,15 @@ def folded(error: BaseException, log: Path | None) -> str:
     is none.
     """
     lines, told = user_lines(error), "\n".join(map(str, getattr(error, "__notes__", ())))
-    notes = [line[:_WIDTH] for line in told.splitlines() if line.strip()]
+    notes = [_cut(line) for line in told.splitlines() if line.strip()]
     frames = _frames(error)
     is_told = isinstance(error, HpctrainError | SyntaxError) or bool(notes)
     is_fault = bool(frames) and frames[-1][0].f_code.co_filename.startswith(_OURS)
     if not is_told and (is_fault or not lines):
         return ""
     said = "".join(traceback.format_exception_only(error)).rstrip().splitlines()
-    said = [line[:_WIDTH] for line in said if line.strip()]
+    is_ours = isinstance(error, HpctrainError)  # its last words are the remedy
+    said = [line if is_ours else _cut(line) for line in said if line.strip()]
     last = (
         f"the whole traceback: {_short(str(log))}"
         if log
@@ -47,6 +48,10 @@ def folded(error: BaseException, log: Path | None) -> str:
     left = MAX_LINES - len(lines) - 1
     del said[len(said) - len(notes) :], notes[left - 1 :]
     return "\n".join([*lines, *said[: left - len(notes)], *notes, last])
+
+
+def _cut(line: str) -> str:
+    return line if len(line) <= _WIDTH else f"{line[:_WIDTH]}…"
 
 
 @contextmanager

@@ -246,9 +246,9 @@ class RunInDirectory:
     def _train(self, metrics: Metrics, boundary: Boundary) -> Outcome | Stopped:
         """Train, and write the last record."""
         task, state = self._task, self._state
-        epochs = task.config.train.epochs
+        epochs, metric = task.config.train.epochs, f"{task.tested} {task.metric_name}"
         with (
-            Progress(self._console, task.num_steps, epochs, task.metric_name) as progress,
+            Progress(self._console, task.num_steps, epochs, metric) as progress,
             Profiler(task.config.log, self._directory.profile, self._comm.rank) as profiler,
         ):
             outcome = TrainingLoop(state, metrics, progress, boundary, profiler).train()

@@ -101,7 +101,7 @@ class Progress(Bar):
         if self._of_epoch:  # none where a run goes on after the last step of an epoch
             line += f"  {_describe(self._of_epoch)}{self._rounds}"
         if scores is not None:
-            line += f"  test {self._metric} {scores.metric:.4f}"
+            line += f"  {self._metric} {scores.metric:.4f}"
         self._console.print(line, soft_wrap=True)
         self._of_epoch = None
 

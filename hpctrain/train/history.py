@@ -85,6 +85,16 @@ class RunHistory:
         return {name: value for name, value in found.items() if name != LOSS}
 
     @property
+    def tested(self) -> str:
+        """Name of the samples of the tests during training: ``validation`` or ``test``."""
+        return "validation" if self.configuration.get("data.validation") else "test"
+
+    @property
+    def test(self) -> Record:
+        """The last result on the test set; an empty record if there is none."""
+        return self.last("finished" if self.tested == "validation" else "test")
+
+    @property
     def resumes(self) -> list[int]:
         """The steps after which a part of the run went on."""
         return [record["step"] for record in self.of("resumed")]
@@ -148,7 +158,9 @@ class RunHistory:
         told += [f"learning rate {rate:g}"] if rate is not None else []
         told.append(f"{self.view.step} of {begun.get('num_steps', '?')} steps")
         metrics = {LOSS: test["loss"]} | self.metrics_of(test) if test else {}
-        told += [f"test {name} {number(value)}" for name, value in metrics.items()]
+        told += [f"{self.tested} {name} {number(value)}" for name, value in metrics.items()]
+        if self.tested != "test" and self.test:
+            told += [f"test {n} {number(v)}" for n, v in self.metrics_of(self.test).items()]
         if resumes := self.resumes:
             told.append(f"resumed after step {', '.join(map(str, resumes[-3:]))}")
         return f"{self.state}: {', '.join(told)}"

@@ -148,6 +148,8 @@ class _Run:
             comm, lambda: not how.dry_run and goes_on(config, directory, asked=how.resume)
         )
         config = settled(config, directory if continues else None, comm)
+        # A smaller world, after a loss before the first checkpoint, has the same micro-shards.
+        self._loaded = replace(self._loaded, config=config)
         text = render(config)
         comm.agree(
             comm.broadcast_object(text) == text,
@@ -271,7 +273,7 @@ class _Run:
         if task.config.keep_best and best and best["step"] != outcome.step:
             folder = RunDirectory(task.config.directory).checkpoints  # as the user calls it
             path = CheckpointDirectory(folder).path(best["step"])
-            yield f"best test {task.metric_name} {best['metric']:.4f}, in {path}"
+            yield f"best {task.tested} {task.metric_name} {best['metric']:.4f}, in {path}"
         yield from outcome.scores.lines(task.metric_name)
 
 

@@ -1,7 +1,7 @@
 """Pages and tables of runs: their figures, how they differ, where they ran."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -83,19 +83,32 @@ def overview(runs: Sequence[RunHistory]) -> RenderableType:
     heads = ("run", "state", "step", "loss", "metric", "ranks", "started")
     rows: list[list[Cell]] = []
     for run in runs:
-        test, begun = run.last("test"), run.view.begun
+        test, begun = run.test or run.last("test"), run.view.begun
         step = f"{run.view.step} of {begun.get('num_steps', '?')}"
         loss = number(run.last("step")["loss"]) if run.last("step") else NOTHING
         metric = f"{run.metric_name} {number(test.get('metric'))}" if test else NOTHING
+        metric = metric if run.test or not test else f"validation {metric}"
         started = str(run.environment.get("started", NOTHING)).partition("+")[0].replace("T", " ")
         ranks = str(begun.get("world_size", NOTHING))
         rows.append([run.label, run.state, step, loss, metric, ranks, started])
     return text_table(heads, rows)
 
 
+def _validation(runs: Sequence[RunHistory]) -> Iterator[list[Cell]]:
+    """Yield the rows of results on held-out training samples."""
+    found: list[dict[str, float | None]] = [
+        run.metrics_of(run.last("test")) if run.tested == "validation" else {} for run in runs
+    ]
+    for name in dict.fromkeys(name for each in found for name in each):
+        yield [
+            f"validation {name}",
+            *(value_cell(each.get(name), "{:.4f}".format) for each in found),
+        ]
+
+
 def _results(runs: Sequence[RunHistory]) -> list[list[Cell]]:
     """Return what runs have come to, a row for each thing and a column for each run."""
-    tests = [run.last("test") for run in runs]
+    tests = [run.test for run in runs]
     metrics = [run.metrics_of(test) if test else {} for run, test in zip(runs, tests, strict=True)]
     rows: list[list[Cell]] = [
         ["state", *(run.state for run in runs)],
@@ -111,6 +124,7 @@ def _results(runs: Sequence[RunHistory]) -> list[list[Cell]]:
             [f"test {name}", *(value_cell(each.get(name), "{:.4f}".format) for each in metrics)]
             for name in dict.fromkeys(name for each in metrics for name in each)
         ),
+        *_validation(runs),
         ["samples/s", *(value_cell(run.samples_per_s, "{:.4g}".format) for run in runs)],
         ["training", *(value_cell(run.training_s, format_seconds) for run in runs)],
     ]

@@ -145,6 +145,11 @@ class Task:
         return self.metrics[0].name
 
     @property
+    def tested(self) -> str:
+        """Name of the samples of the tests during training."""
+        return "test" if self.held_out is None else "validation"
+
+    @property
     def targets(self) -> tuple[str, str]:
         """Whose errors those of a step are: the keys of model and loss, with their values."""
         config = self.config

@@ -92,7 +92,7 @@ def test_options_of_horovodrun_are_ours(tmp_path):
 @pytest.mark.parametrize(
     ("words", "variable"),
     [
-        ("--timeline-filename t.json", "HPCTRAIN_TIMELINE=t.json"),
+        ("--timeline-filename t.json", f"HPCTRAIN_TIMELINE={Path.cwd()}/t.json"),
         ("--timeline-mark-cycles", "HPCTRAIN_TIMELINE_MARK_CYCLES=True"),
         ("--no-timeline-mark-cycles", "HPCTRAIN_TIMELINE_MARK_CYCLES=False"),
         ("--fusion-threshold-mb 32", "HPCTRAIN_FUSION_BYTES=33554432"),

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.verdict import reason_of
+from tests.harness.journal import reason_of
 
 GRACE_S = 2.0
 """For the other ranks' verdicts and stacks, before the first rank to end takes them along."""

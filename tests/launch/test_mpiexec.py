@@ -193,12 +193,13 @@ def test_ranks_and_places_that_do_not_fit_are_an_error(how, text):
 
 
 def test_the_environment_of_a_launch_forgets_the_outer_one_and_nothing_else():
-    user = {"PATH": "/bin", "OMPI_MCA_btl": "tcp,self", "TERM": "dumb"}
+    user = {"HOME": "/h", "PATH": "/bin", "OMPI_MCA_btl": "tcp,self", "TERM": "dumb"}
     assert environment(user) == user
-    inside = {"OMPI_COMM_WORLD_RANK": "1", "PMIX_RANK": "1", "OMPI_MCA_x": "1"}
-    assert environment(inside) == {"TERM": "dumb"}
-    assert environment(inside | dict.fromkeys(mpiexec.OF_TORCH, "1")) == {"TERM": "dumb"}
-    assert environment({"RANK": "1", "TERM": "dumb"}) == {"RANK": "1", "TERM": "dumb"}
+    kept = {"HOME": "/h", "TERM": "dumb"}
+    inside = kept | {"OMPI_COMM_WORLD_RANK": "1", "PMIX_RANK": "1", "OMPI_MCA_x": "1"}
+    assert environment(inside) == kept
+    assert environment(inside | dict.fromkeys(mpiexec.OF_TORCH, "1")) == kept
+    assert environment(kept | {"RANK": "1"}) == kept | {"RANK": "1"}
 
 
 def test_ranks_of_torch_meet_at_the_first_host_or_where_the_user_says(monkeypatch):

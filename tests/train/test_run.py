@@ -176,7 +176,7 @@ def test_an_error_before_anything_is_built_is_recorded_too(folder):
         {
             "event": "failed",
             "step": 0,
-            "reason": "rank 0: TypeError: model() got an unexpected keyword argument 'width'",
+            "reason": "rank 0: ValueError: no model",
         }
     ]
 

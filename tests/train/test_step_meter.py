@@ -87,7 +87,7 @@ ROUNDS = {"rounds": 7, "drift": 0.01234, "bytes_saved": 3 << 20}
 def shown(*intervals, scores=SCORES, terminal=False, quiet=False, sync=None):
     file = io.StringIO()
     console = Console(file=file, force_terminal=terminal, width=80, quiet=quiet)
-    with Progress(console, num_steps=4, num_epochs=2, metric="accuracy") as progress:
+    with Progress(console, num_steps=4, num_epochs=2, metric="test accuracy") as progress:
         for step, interval in enumerate(intervals, 2):
             progress.advance(step, interval, sync)
         progress.epoch_ended(1, scores)
