@@ -85,7 +85,8 @@ class Sequence:
 
     def possible(self):
         """Names of the calls that are allowed at this point."""
-        calls = ["zero", "save", "thaw", "freeze", "load", "interrupted"]
+        calls = ["zero", "save", "thaw", "freeze", "load", "interrupted", "by_hand"]
+        calls += ["pass_left_over"] * 4 * (self.passes > 1)
         if self.has_backward:
             return [*["step"] * 3, "clip_value", "clip_norm", "synchronized_step", "zero"]
         return [*calls, *["backward"] * 8, *(["step"] if self.kind != "node" else [])]
@@ -97,6 +98,30 @@ class Sequence:
             # With several passes each has to reach a trained parameter, or it does not count.
             parts = ["all", "all", "layers", "rows"] if self.passes == 1 else ["all"]
             self._backward(self.draw.choice(parts))
+
+    def pass_left_over(self):
+        """Take one pass of two; forget it, go back to a state, or step by it."""
+        self.zero(is_none=True)
+        what = self.draw.choice(["zero", "load", "step"])
+        self._backward("all")
+        if what == "load":
+            self.optimizer.load_state_dict(self.optimizer.state_dict())
+            self.alone.load_state_dict(self.alone.state_dict())
+        if what == "step":
+            self.step()
+        self.zero(is_none=True)
+
+    def by_hand(self):
+        """Set gradients, alike on all ranks, in a step without backward."""
+        self.zero(is_none=True)
+        share = self.hvd.size() if self.sums else 1
+        for p, q in zip(self.model.parameters(), self.plain.parameters(), strict=True):
+            if p.requires_grad:
+                p.grad, q.grad = torch.full_like(p, 0.1), torch.full_like(q, 0.1 * share)
+        if not (self.sums or self.is_alike):
+            self.optimizer.set_num_samples(2, nominal=2)
+        self.step()
+        self.zero(is_none=True)
 
     def _backward(self, part):
         """Some ranks may have no samples, in a backward of NaN or none at all."""
@@ -136,6 +161,7 @@ class Sequence:
 
     def interrupted(self):
         """Let backward raise on all ranks; forget what it has left."""
+        self.zero(is_none=True)
         rows, part = torch.tensor([self.draw.randrange(7)]), self.draw.choice(["all", "layers"])
         if any(p.requires_grad for p in self.model.second.parameters()) and any(
             p.requires_grad for p in self.model.first.parameters()
@@ -145,6 +171,9 @@ class Sequence:
                 self.model(rows, part).mean().backward()
             self.model.breaks = False
             self.optimizer.load_state_dict(self.optimizer.state_dict())
+            self.model.zero_grad()
+        if self.draw.random() < 0.5:
+            self.step()  # nothing
         self.zero(is_none=True)
 
     def zero(self, *, is_none=None):

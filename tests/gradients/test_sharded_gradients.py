@@ -83,6 +83,21 @@ def test_a_gradient_of_no_samples_adds_nothing_though_it_is_not_a_number(hvd):
 
 
 @MANY
+def test_a_change_between_two_backwards_is_forgotten_with_the_gradients(hvd):
+    model, optimizer = wrapped(hvd, shard="node")
+    backward(hvd, model, 0)
+    model[0].weight.grad.mul_(2.0)
+    backward(hvd, model, 1)
+    optimizer.zero_grad()
+    backward(hvd, model, 2)
+    optimizer.step()
+    known, plain = wrapped(hvd)
+    backward(hvd, known, 2)
+    plain.step()
+    assert_same_bits(known, model)
+
+
+@MANY
 def test_gradients_that_were_clipped_and_then_moved_are_an_error_on_all_ranks(hvd):
     model, optimizer = wrapped(hvd, shard="node")
     backward(hvd, model, 0)

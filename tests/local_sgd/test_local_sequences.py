@@ -118,7 +118,8 @@ class Sequence:
 
     def own_step(self, what, rows):
         self.optimizer.zero_grad()
-        self.method.set_num_samples(len(rows) if what == "samples" else 0, nominal=2)
+        # Samples of a step that is skipped later do not count.
+        self.method.set_num_samples(0 if what == "none" else len(rows), nominal=2)
         if what == "samples":
             loss_of(self.model, rows).backward()
             self.optimizer.step()
@@ -138,6 +139,7 @@ class Sequence:
     def load(self):
         """Go back, into the same objects; in the middle of a round too."""
         if self.saved:
+            self.method.set_num_samples(5, nominal=2)  # of a step that is never taken
             own, self.known = copy.deepcopy(self.saved)
             for one, state in zip((self.model, self.optimizer, self.method), own, strict=True):
                 one.load_state_dict(state)
