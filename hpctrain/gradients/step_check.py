@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 
 from hpctrain.comm.agreement import by_rank, differing
-from hpctrain.comm.communicator import Communicator
+from hpctrain.comm.communicator import Communicator, Owner
 from hpctrain.comm.threaded import start_on
 from hpctrain.core import logs
 from hpctrain.core.errors import MismatchError
@@ -163,7 +163,7 @@ class StepCheck:
 
     def __init__(self, comm: Communicator, *, is_asked: bool = False) -> None:
         """Make the message. Collective."""
-        self.is_asked = is_asked  # whether there is something to ``hand_over`` at the end
+        self._is_asked, self._owner = is_asked, Owner()
         self._message = comm.new_bucket(_NUM_WORDS, torch.float64)
         self._members: list[weakref.ref[Member]] = []
         self._were_equal: set[int] = set()
@@ -174,6 +174,11 @@ class StepCheck:
         self.collection = _Collection()
         gc.callbacks.append(self.collection.note)
         weakref.finalize(self, gc.callbacks.remove, self.collection.note)
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether there is something to ``hand_over`` at the end; not in a forked child."""
+        return self._is_asked and self._owner.is_here
 
     def enter(self, member: Member) -> int:
         """Return the number of one more optimizer; all ranks enter theirs in the same order."""
@@ -242,7 +247,7 @@ class StepCheck:
         These are the number of steps, and hashes of all its weights but those to which somebody
         has written since: ranks may do so for a purpose, such as to test with averaged weights.
         """
-        self.is_asked = False
+        self._is_asked = False
         living = ((number, member()) for number, member in enumerate(self._members))
         found = {number: one.steps.left() for number, one in living if one is not None}
         return self._kept | found

@@ -13,7 +13,7 @@ from rich.table import Column, Table
 
 from hpctrain.checkpoint.checkpoint_directory import CheckpointDirectory
 from hpctrain.cluster.env import STOPPED
-from hpctrain.comm.agreement import on_root
+from hpctrain.comm.agreement import agreed, on_root
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.plan.plan import Plan
 from hpctrain.compress.auto import Auto
@@ -28,7 +28,7 @@ from hpctrain.core.errors import (
 from hpctrain.core.keys import render, seconds
 from hpctrain.core.logs import logger
 from hpctrain.core.paths import absolute
-from hpctrain.core.target import make_importable
+from hpctrain.core.target import make_importable, resolve
 from hpctrain.core.units import format_seconds
 from hpctrain.data.loader import Loader
 from hpctrain.data.samples import Batch
@@ -194,6 +194,9 @@ class _Run:
         on_root(self._comm, lambda: check_loggers(config.log.to))
         shelf = CheckpointDirectory(directory.checkpoints)
         has_weights = on_root(self._comm, lambda: continues and bool(shelf.steps()))
+        # An import may draw random numbers, and happens once: not between the seed and the model.
+        with agreed(self._comm):
+            resolve(config.model.target, "model.target")
         task = build(config, self._comm, is_new=not has_weights)
         if self._how.look:
             task.split(next(iter(task.train)))

@@ -252,7 +252,6 @@ def build(config: RunConfig, comm: Communicator, *, is_new: bool = True) -> Task
     ``is_new``. Raises ``MismatchError``: a name is wrong, or cannot be read; on all ranks.
     """
     with agreed(comm):
-        resolve(config.model.target, "model.target")  # an import may draw random numbers, once
         seed_all(config.seed)
         device, why = choose_device(config.train, world.current().topology.devices)
         model = make_model(config.model).to(device)

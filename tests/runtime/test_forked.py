@@ -24,6 +24,11 @@ hvd.init()
 assert not hvd.should_stop()
 size = hvd.size()
 total = torch.full((4,), float(hvd.rank()))
+model = torch.nn.Linear(2, 1)  # a child drops both when it ends
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+model(torch.ones(3, 2) + hvd.rank()).mean().backward()
+optimizer.step()
 
 def calculate():
     return (torch.ones(8, 8) @ torch.ones(8, 8)).sum().item() == 512
