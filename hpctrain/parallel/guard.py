@@ -101,7 +101,8 @@ class Guard:
         ] = {}  # of an optimizer: whether stages began with the same
         self._num_steps, self._is_queued = 0, False
         self._taken = Counter[int]()  # steps of each optimizer since the last forward
-        self._devices: dict[Any, str] = {}  # of the groups of all parameters so far
+        self._groups: dict[tuple[int, ...], tuple[Any, str]] = {}
+        """Group and type of device of all DTensors so far, by ranks."""
         self.refresh()
         self._handles: list[Any] = [
             register_optimizer_step_pre_hook(self._before_step),
@@ -358,17 +359,18 @@ class Guard:
                 continue
             for dim, placement in enumerate(p.placements):
                 group = p.device_mesh.get_group(dim)
-                groups_of[name].add(group)
-                self._devices.setdefault(group, p.device_mesh.device_type)
+                ranks = tuple(dist.get_process_group_ranks(group))
+                groups_of[name].add(ranks)
+                self._groups.setdefault(ranks, (group, p.device_mesh.device_type))
                 if isinstance(placement, Replicate):
-                    replicated.setdefault(group, []).append((name, p))
-        axes = [Axis(g, device, replicated.get(g, ())) for g, device in self._devices.items()]
+                    replicated.setdefault(ranks, []).append((name, p))
+        axes = [Axis(*group, replicated.get(ranks, ())) for ranks, group in self._groups.items()]
         axes += [
             Axis(group, device, named, is_averaged=is_averaged)
             for group, device, is_averaged in self.replicas
         ]
         axes.sort(key=lambda axis: not axis.replicated)
-        wanted = {*self._devices}
+        wanted = {*self._groups}
         watched = [
             (n, p) for n, p in named if groups_of[n] == wanted and (wanted or self.replicas)
         ]

@@ -55,7 +55,7 @@ def build_mesh(
     world.init()
     if not dist.is_initialized():
         dist.init_process_group("hpctrain")
-        _forget_earlier_meshes()
+    _forget_earlier_meshes()
     here = world.current()
     with agreed(here.comm, TopologyError):
         sizes = _checked(here.topology, dp=dp, pp=pp, cp=cp, tp=tp)

@@ -117,3 +117,17 @@ def test_a_divided_model_whose_groups_are_gone_does_not_concern_other_optimizers
     optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]})
     optimizer.step()
     assert len(list(model.parameters())) == 4
+
+
+@pytest.mark.ranks(4)
+def test_parameters_are_on_the_mesh_of_the_present_world_whoever_has_started_it():
+    for number in range(2):
+        with started():
+            for _ in range(number):  # groups get other names than in the world before
+                dist.new_group([0])
+            model = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Linear(4, 2))
+            rows = build_mesh(tp=2)["tp"]
+            tensor_parallel(model, rows, {"0": "column", "1": "row"})
+            groups = [parameter.device_mesh.get_group() for parameter in model.parameters()]
+            assert groups == [rows.get_group()] * 4
+            model(torch.ones(1, 2)).sum().backward()
