@@ -128,7 +128,7 @@ def test_a_run_tells_each_point_and_ends_with_1_where_some_have_failed():
     )
     result = run("run", "study.toml", "--out", "here")
     assert result.exit_code == 1
-    assert result.stdout.count("depth=1  repeat 2: 2.00 s a step, 4 samples/s\n") == 1
+    assert result.stdout.count("depth=1  repeat 2: 2.00 s a step, 4 samples/s") == 1
     assert result.stdout.count("failed: it ended with exit code 7") == 3
     assert "3 of 6 measured, 3 failed; `hpctrain study report here`" in result.stdout
     assert "--retry-failed measures again" in result.stdout
