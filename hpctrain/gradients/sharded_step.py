@@ -105,7 +105,7 @@ class ShardedStep(Reducer):
             if self._is_changed(slot.parameter):
                 self._changed_name = slot.name
             self._note_own(slot.parameter)
-        elif self._weighs_anew and slot.has_values:  # it was kept from the step before
+        elif self._weighs_anew and slot.holds_result and slot.has_values:  # of the step before
             self._changed_name = slot.name
 
     # -- the step ---------------------------------------------------------------------------
@@ -168,7 +168,7 @@ class ShardedStep(Reducer):
 
     def _find_changed(self) -> str:
         for each in self.reduction.slot_of.values() if self._weighs_anew else ():
-            if each.parameter not in self._own and each.has_values:
+            if each.parameter not in self._own and each.holds_result and each.has_values:
                 return each.name
         for parameter in self._own:
             if self._is_changed(parameter):

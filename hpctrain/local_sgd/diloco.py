@@ -140,6 +140,7 @@ class DiLoCo(LocalMethod):
         return steps
 
     def _after_step(self) -> None:
+        self.rounds.agrees = False  # a rank alone has an outer model, too
         steps, step_in_round = self._steps, self.rounds.step_in_round
         agrees = len(self._fragments) == 1 and not self._keep and not self._delay
         for number, fragment in enumerate(self._fragments):

@@ -102,6 +102,7 @@ class LocalSGD(LocalMethod):
         return {**super().facts, "steps": self._pace.steps_of(self.rounds.number)}
 
     def _after_step(self) -> None:
+        self.rounds.agrees = False  # a rank alone is in a round, too
         if self.rounds.step_in_round >= self._pace.steps_of(self.rounds.number):
             self._end_round()
 

@@ -173,3 +173,26 @@ def _break(_):
 def test_calls_in_any_order_do_what_replicas_in_one_process_do(hvd_nodes, name):
     for seed in range(NUM_SEQUENCES):
         Sequence(hvd_nodes, name, seed).run()
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_shared_state_begins_a_round_without_what_was_counted_before(hvd_nodes, name):
+    """Samples count anew, and the outer model of ``DiLoCo`` is that of the state."""
+    sequence = Sequence(hvd_nodes, name, 0)
+    model, method, rank = sequence.model, sequence.method, hvd_nodes.rank()
+    sequence.own_step("samples", [0.1] * (1 + rank))
+    shared = copy.deepcopy(method.shared_state())
+    outer = [p.detach().clone() for p in sequence.known.outer.parameters()]
+    sequence.own_step("samples", [0.7] * (1 + 4 * rank))
+    hvd_nodes.broadcast_parameters(model.state_dict())
+    method.set_num_samples(3 * rank, nominal=2)  # of a step that is never taken
+    method.load_shared_state(shared)
+    with method.averaged():
+        sequence.compare(outer if name == "DiLoCo" else [p.detach() for p in model.parameters()])
+    sequence.own_step("samples", [0.2 + rank])  # one sample on each rank
+    means = [hvd_nodes.allreduce(p.detach(), op=hvd_nodes.Average) for p in model.parameters()]
+    if name != "DiLoCo":
+        with method.averaged():
+            sequence.compare(means)
+    method.close()
