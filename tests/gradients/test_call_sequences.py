@@ -286,9 +286,9 @@ def test_calls_in_any_order_train_as_one_process_does(hvd, kind):
 @OVERLAPS
 @pytest.mark.parametrize("op", ["Average", "Sum"])
 @pytest.mark.parametrize("clears", ["model", "optimizer"])
-@pytest.mark.parametrize("what", ["raises", "replaced"])
+@pytest.mark.parametrize("what", ["raises", "replaced", "loads"])
 def test_passes_begin_anew_after_gradients_are_cleared(hvd, op, clears, what):
-    """One pass of two is over when the second raises, or had followed a replaced sum."""
+    """One pass of two does not count if the second raises, a sum was replaced, or state loaded."""
     if what == "replaced" and clears == "model":
         pytest.skip("the optimizer has to know that the replaced sum is gone")
     model = Model(is_sparse=False).double()
@@ -311,6 +311,8 @@ def test_passes_begin_anew_after_gradients_are_cleared(hvd, op, clears, what):
         with pytest.raises(InterruptedError):
             model(rows, "all").sum().backward()
         model.breaks = False
+    if what == "loads":
+        optimizer.load_state_dict(optimizer.state_dict())
     {"model": model, "optimizer": optimizer}[clears].zero_grad()
     plain = copy.deepcopy(model)
     for _ in range(2):

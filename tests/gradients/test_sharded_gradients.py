@@ -83,6 +83,22 @@ def test_a_gradient_of_no_samples_adds_nothing_though_it_is_not_a_number(hvd):
 
 
 @MANY
+def test_gradients_set_by_hand_after_a_clipped_step_are_averaged(hvd):
+    models = []
+    for shard in (None, "node"):
+        model, optimizer = wrapped(hvd, shard=shard)
+        backward(hvd, model, 0)
+        optimizer.clip_grad_value_(1e-3)
+        optimizer.step()
+        optimizer.zero_grad()
+        for p in model.parameters():
+            p.grad = torch.full_like(p, 1.0 + hvd.rank())
+        optimizer.step()
+        models.append(model)
+    assert_same_bits(*models)
+
+
+@MANY
 def test_a_change_between_two_backwards_is_forgotten_with_the_gradients(hvd):
     model, optimizer = wrapped(hvd, shard="node")
     backward(hvd, model, 0)
