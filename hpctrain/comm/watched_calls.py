@@ -97,7 +97,8 @@ class WatchedCalls:
         for part in parts:
             for piece in _pieces(part):
                 self.run(self._comm.Ibcast, [piece, MPI.BYTE], root)
-        return value if mine else _loaded(parts)
+        result: T = _loaded(parts)  # a copy on the root, too
+        return result
 
     def allgather(self, value: T) -> list[T]:
         """Return the objects of all ranks, by rank."""
