@@ -219,7 +219,7 @@ def test_what_a_method_does_not_take_is_refused_on_all_ranks(here, configure, ov
 
 @pytest.mark.ranks(3)
 def test_each_rank_must_have_a_sample_for_steps_of_its_own(here, configure):
-    with pytest.raises(MismatchError, match=r"each of 3 ranks a sample, .* got 2 of 53 samples"):
+    with pytest.raises(MismatchError, match=r"each of 3 ranks a sample .* got 2;"):
         build(configure("train.global_batch=2", "sync.method=diloco"), here.comm)
 
 
