@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hpctrain.core.errors import CheckpointError, MismatchError, ReplicaError
+from hpctrain.core.errors import MismatchError, ReplicaError
 from hpctrain.core.records import read
 from hpctrain.train.loop import Outcome
 from tests.train.job import Job
@@ -30,7 +30,7 @@ def test_a_change_of_one_weight_on_one_rank_ends_all_ranks(here, configure, shar
     parting = ["model.target=tests.train.problem:Parting", f"train.check_replicas={every}"]
     job = Job(here, configure, shared / "run", *SHORT, *parting)
     if step is None:  # its checkpoint is compared all the same
-        with pytest.raises(CheckpointError, match=r"network\.4\.weight \(ranks 0-1 differs"):
+        with pytest.raises(MismatchError, match=r"network\.4\.weight \(ranks 0-1 differs"):
             job.part()
         return
     last = here.comm.size - 1
