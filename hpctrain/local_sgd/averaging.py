@@ -393,7 +393,8 @@ class AnchoredAveraging(Averaging):
         return found
 
     def _put(self, anchors: Mapping[str, Tensor], momenta: Mapping[str, Tensor]) -> None:
-        """Let each rank write its slices. Collective over the node."""
+        """Write this rank's slices. Collective over the node."""
+        self._node.barrier()  # another rank may still read the slice that is overwritten now
         for vectors, tensors in ((self._anchors, anchors), (self._momenta, momenta)):
             for load, vector in zip(self._loads, vectors, strict=bool(vectors)):
                 flat = torch.zeros_like(load.bucket.flat)

@@ -6,10 +6,13 @@ The reference has all replicas on every rank, and takes their means and outer st
 import copy
 import os
 import random
+import time
 
 import pytest
 import torch
 from torch import nn
+
+from hpctrain.local_sgd.averaging import NodeVector
 
 NUM_SEQUENCES = int(os.environ.get("HPCTRAIN_TEST_SEQUENCES", "2"))
 NUM_CALLS = 40
@@ -173,6 +176,29 @@ def _break(_):
 def test_calls_in_any_order_do_what_replicas_in_one_process_do(hvd_nodes, name):
     for seed in range(NUM_SEQUENCES):
         Sequence(hvd_nodes, name, seed).run()
+
+
+@pytest.mark.ranks(3, 4)
+def test_a_state_can_be_loaded_while_a_rank_still_reads_the_outer_model(hvd_nodes, monkeypatch):
+    """Ranks of a node share the outer model, so a load must wait for the slowest reader."""
+    sequence = Sequence(hvd_nodes, "DiLoCo", 0)
+    sequence.save()
+    read = NodeVector.read
+
+    def read_late(vector, out):
+        time.sleep(0.1)
+        read(vector, out)
+
+    if hvd_nodes.rank() == 0:
+        monkeypatch.setattr(NodeVector, "read", read_late)
+    for _ in range(STEPS):
+        sequence.own_step("samples", [0.1])
+    after_round = [p.detach().clone() for p in sequence.model.parameters()]
+    sequence.method.load_state_dict(sequence.saved[0][2])
+    for values in hvd_nodes.allgather_object(after_round):
+        for one, other in zip(after_round, values, strict=True):
+            assert torch.equal(one, other)
+    sequence.method.close()
 
 
 @pytest.mark.ranks(2, 3)
