@@ -13,10 +13,10 @@ from hpctrain.collectives.parameters import broadcast_parameters
 from hpctrain.comm.agreement import require_equal
 from hpctrain.comm.common_block import CommonBlock
 from hpctrain.comm.communicator import Communicator
-from hpctrain.comm.eager import eager
 from hpctrain.compress.by_name import Compressing, codec_for
 from hpctrain.compress.codec import Identity
 from hpctrain.core.errors import ConfigError
+from hpctrain.core.torch_compat import dynamo_disable
 from hpctrain.gradients.bucket_reducer import Reducer
 from hpctrain.gradients.checked_steps import CheckedSteps
 from hpctrain.gradients.optimizer import METHOD_MARK, require_plain
@@ -164,7 +164,7 @@ class LocalMethod(CommonBlock, StateFields):
                 reducer.steps.skip()
         self._end_step(is_skipped=True)
 
-    @eager
+    @dynamo_disable
     def synchronize(self) -> None:
         """Average the gradients of a synchronous step, if ``backward()`` has not. Collective.
 
@@ -425,7 +425,7 @@ class LocalMethod(CommonBlock, StateFields):
         """Whether the present step is one of a round."""
         return True
 
-    @eager
+    @dynamo_disable
     def _begin_step(self, args: Sequence[Any], options: Mapping[str, Any]) -> None:
         self._average_gradients()
         is_partial = self.rounds.draw.is_partial
@@ -440,7 +440,7 @@ class LocalMethod(CommonBlock, StateFields):
         counts = self.rounds.counts and self._samples[0].counts_step
         self._gradients.replace(counts=counts or not is_partial)
 
-    @eager
+    @dynamo_disable
     def _end_step(self, *, is_skipped: bool = False) -> None:
         self._gradients.put_back()
         synchronous = self.is_synchronous

@@ -10,17 +10,15 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from hpctrain.comm.communicator import Communicator, Owner
 from hpctrain.comm.process_group.work import Operation, OperationQueue, Several
 from hpctrain.comm.waiting import InStepError, Limit, Watch
 from hpctrain.core.errors import CommError, RankLostError
+from hpctrain.core.torch_compat import HashStore, PrefixStore, Store
 from hpctrain.core.units import format_ranks
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
-
     from hpctrain.comm.mpi import MpiCommunicator
     from hpctrain.comm.rail.rail import MpiWire
 
@@ -95,7 +93,7 @@ class OrderedGroup(Base):  # type: ignore[misc]
         name: str,
         ranks: Sequence[int],
         limit: Limit,
-        store: "Store",
+        store: Store,
         has_thread: bool,
     ) -> None:
         """Take a communicator, which ``shutdown`` closes. Collective over its ranks.
@@ -226,7 +224,7 @@ class OrderedGroup(Base):  # type: ignore[misc]
         """Take what the user says of the group."""
         self._description = description
 
-    def get_group_store(self) -> "Store":
+    def get_group_store(self) -> Store:
         """Return the store of the group."""
         return self._store
 

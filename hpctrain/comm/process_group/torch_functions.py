@@ -12,16 +12,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import _register_work, _resolve_process_group
 from torch.distributed import distributed_c10d
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
-from hpctrain.comm.eager import eager
 from hpctrain.comm.process_group.group import HpctrainGroup
 from hpctrain.comm.process_group.ordered import OrderedGroup
 from hpctrain.comm.process_group.work import Message, Operation, Several
 from hpctrain.core.errors import CommError
+from hpctrain.core.torch_compat import dynamo_disable, register_work, resolve_group
 
 
 def adapt() -> None:
@@ -74,7 +73,7 @@ def _keep_dynamo_out() -> None:
         for found in vars(owner).values():
             function = found.fget if isinstance(found, property) else found
             if inspect.isfunction(function):
-                eager(function)
+                dynamo_disable(function)
 
 
 def _replace(name: str, ours: Callable[..., Any]) -> None:
@@ -130,8 +129,8 @@ _FUNCTIONAL = torch.library.Library("_c10d_functional", "IMPL")
 
 def _gather_into(given: Tensor, _: int, group: Any, *, out: Tensor) -> Tensor:
     if not isinstance(group, dist.ProcessGroup):
-        group = _resolve_process_group(group)
-    _register_work(out, group.all_gather_single(out, given))
+        group = resolve_group(group)
+    register_work(out, group.all_gather_single(out, given))
     return out
 
 
