@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch._C import _distributed_c10d as _c10d
 from torch.autograd import Variable, graph
+from torch.distributed import distributed_c10d
 
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.logs import logger
@@ -148,6 +149,12 @@ def rendezvous_handlers() -> dict[str, Any]:
     """Return torch's functions that find the ranks of a group, by the scheme of their URL."""
     handlers: dict[str, Any] = sys.modules["torch.distributed.rendezvous"]._rendezvous_handlers
     return handlers
+
+
+def leave_unrecorded(backend: str) -> None:
+    """Let torch's flight recorder, which reads groups of C++ (2.15), leave out a backend."""
+    left_out: set[str] = getattr(distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
+    left_out.add(backend)
 
 
 def forget_earlier_meshes() -> None:

@@ -42,7 +42,7 @@ class RefusedError(InStepError, ValueError):
 
 
 _LISTS = (list, tuple)
-_OLDER_NAMES = {
+OLDER_NAMES = {
     "all_gather_single": "_allgather_base",
     "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
     "reduce_scatter_single": "_reduce_scatter_base",
@@ -63,7 +63,7 @@ def on_cpu(method: Method) -> Method:
         if isinstance(first, Tensor):
             if not first.is_cpu:
                 other, name = self.group_of(first.device), method.__name__
-                name = name if hasattr(other, name) else _OLDER_NAMES[name]
+                name = name if hasattr(other, name) else OLDER_NAMES[name]
                 return getattr(other, name)(given, *args, **options)
             if first.is_quantized:
                 raise CommError(
@@ -128,7 +128,7 @@ class OrderedGroup(Base):  # type: ignore[misc]
         self._owner.check()
         self._num_started = number = self._num_started + 1
         operation = Operation(self._guard, function, result, name, number)
-        if opts is not None and opts.asyncOp is False:
+        if getattr(opts, "asyncOp", None) is False:  # unknown before torch 2.7
             if self.queue.begin():
                 try:
                     self._guard(operation)

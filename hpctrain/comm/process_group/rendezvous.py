@@ -14,7 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from hpctrain.core.torch_compat import HashStore, Store, TCPStore, rendezvous_handlers
+from hpctrain.core.torch_compat import (
+    HashStore,
+    Store,
+    TCPStore,
+    leave_unrecorded,
+    rendezvous_handlers,
+)
 
 if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator
@@ -36,6 +42,7 @@ def register(create: Create, find_ranks: FindRanks) -> None:
     if not dist.is_available() or NAME in dist.Backend.backend_list:
         return
     dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu"])
+    leave_unrecorded(NAME)
     handlers = rendezvous_handlers()
     of_torch = handlers["env"]
 
