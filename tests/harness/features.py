@@ -113,9 +113,9 @@ def _compiler() -> str:
 
 def _no_accelerator() -> str:
     """A machine whose torch calculates on the CPU alone."""
-    import torch  # noqa: PLC0415 - the harness starts without it
+    from hpctrain.core.torch_compat import accelerator  # noqa: PLC0415 - loads torch
 
-    here = torch.accelerator.current_accelerator()
+    here = accelerator()
     return "" if here is None else f"there is an accelerator: {here.type}"
 
 

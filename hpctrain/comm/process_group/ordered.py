@@ -245,7 +245,13 @@ class OrderedGroup(Base):  # type: ignore[misc]
         return [torch.device("cpu")] + [torch.device("cuda")] * cuda
 
     def _get_backend(self, device: torch.device) -> Any:
-        return self if device.type == "cpu" else self.group_of(device)._get_backend(device)  # noqa: SLF001
+        if device.type == "cpu":
+            return self
+        if device.type not in {one.type for one in self._device_types}:  # torch 2.6 asks
+            raise GroupError(
+                f"a group of backend hpctrain on this host has no backend for {device}"
+            )
+        return self.group_of(device)._get_backend(device)  # noqa: SLF001
 
     def group_of(self, device: torch.device) -> Any:
         """Return the same ranks with the backend for tensors of another device.
