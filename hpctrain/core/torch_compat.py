@@ -8,14 +8,17 @@ import importlib
 import sys
 from collections.abc import Callable
 from functools import partial
+from inspect import signature
 from types import CodeType
 from typing import Any, TypeAlias, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C import _distributed_c10d as _c10d
 from torch.autograd import Variable, graph
 from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
 
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.logs import logger
@@ -171,6 +174,31 @@ def forget_earlier_meshes() -> None:
     for each in vars(planned).values():
         if hasattr(each, "cache_clear"):
             each.cache_clear()
+
+
+def unflattened(axis: DeviceMesh, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """Return one axis of a mesh as several axes. Collective over its ranks."""
+    if hasattr(axis, "_unflatten"):  # 2.10
+        return axis._unflatten(0, sizes, names)
+    ranks = axis.mesh.view(sizes)
+    here = (ranks == dist.get_rank()).nonzero()[0].tolist()
+    lines = [
+        ranks[tuple(slice(None) if at == dim else here[at] for at in range(len(here)))]
+        for dim in range(len(here))
+    ]
+    groups = [dist.new_group(line.tolist(), use_local_synchronization=True) for line in lines]
+    return DeviceMesh.from_group(groups, axis.device_type, ranks, mesh_dim_names=names)
+
+
+has_cpu_streams = hasattr(torch.cpu.Stream, "record_event")  # 2.7
+"""Whether FSDP2 works with tensors on CPUs."""
+can_pipeline = has_cpu_streams
+"""Whether schedules of pipelines leave the scale of gradients to the caller."""
+
+
+def without_outputs(run: Callable[..., Any]) -> dict[str, bool]:
+    """Return the option by which a schedule of a pipeline keeps no outputs, new in 2.10."""
+    return {"return_outputs": False} if "return_outputs" in signature(run).parameters else {}
 
 
 def average_unused_parameters(model: Any) -> None:

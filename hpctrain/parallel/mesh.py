@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from hpctrain.cluster.topology import Topology
 from hpctrain.comm.agreement import agreed, raise_if_any, require_equal
 from hpctrain.core.errors import ConfigError, TopologyError
-from hpctrain.core.torch_compat import forget_earlier_meshes
+from hpctrain.core.torch_compat import forget_earlier_meshes, unflattened
 from hpctrain.core.units import format_numbers
 from hpctrain.runtime import world
 
@@ -121,7 +121,7 @@ def hybrid_mesh(mesh: DeviceMesh | None = None) -> DeviceMesh:
         )
     raise_if_any(world.current().comm.allgather_object(refusal), TopologyError)
     parts = {"replicate": len(runs), "shard": runs[0]}
-    return axis._unflatten(0, tuple(parts.values()), tuple(parts))  # noqa: SLF001 - no other name
+    return unflattened(axis, tuple(parts.values()), tuple(parts))
 
 
 def require_one_axis(mesh: DeviceMesh, axis: str) -> None:

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from hpctrain.comm.agreement import raise_if_any
 from hpctrain.core.errors import ConfigError
+from hpctrain.core.torch_compat import can_pipeline, require, without_outputs
 from hpctrain.core.units import format_seconds
 from hpctrain.parallel.guard import EVALUATION, FORWARD, guarded, release
 from hpctrain.parallel.mesh import require_one_axis
@@ -96,6 +97,7 @@ class Pipeline:
                 in two.
             MismatchError: the ranks ask for different pipelines; on every rank of the axis.
         """
+        require("a pipeline", can_pipeline, "2.7")
         require_one_axis(mesh, "pp")
         self._mesh, self._group, self._size = mesh, mesh.get_group(), mesh.size()
         asked = f"{schedule=}, {num_microbatches=}, {stages_per_rank=}, layers={[*layers]}"
@@ -249,10 +251,12 @@ class Pipeline:
         for chain in self._chains:
             chain.seconds = [[] for _ in chain.layers]
         losses: list[Tensor] = []
-        inputs = (given,) if self._stages[0].is_first else ()
+        # Torch before 2.13 compares strides with those of a copy.
+        inputs = (given.contiguous(),) if self._stages[0].is_first else ()
         told = target if self._stages[-1].is_last else None
         start = time.perf_counter()
-        getattr(self._schedule, what)(*inputs, target=told, losses=losses, return_outputs=False)
+        run = getattr(self._schedule, what)
+        run(*inputs, target=told, losses=losses, **without_outputs(run))
         self._seconds = time.perf_counter() - start
         mean = torch.zeros((), dtype=torch.float64)
         if losses:
