@@ -1,6 +1,5 @@
 """A stage of a pipeline, and torch's schedules by which stages work."""
 
-import statistics
 import time
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -42,11 +41,6 @@ class Stage(PipelineStage):
     def busy_s(self) -> float:
         """Of all micro-batches."""
         return sum(map(sum, self.seconds.values()))
-
-    @property
-    def usual_s(self) -> float:
-        """Of a micro-batch."""
-        return sum(map(statistics.median, self.seconds.values()))
 
     @contextmanager
     def _busy(self, what: str) -> Any:
