@@ -16,7 +16,7 @@ import sys
 import time
 from configparser import ConfigParser
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -166,7 +166,7 @@ def main() -> None:
     known = {row.name: row for row in ROWS}
     if unknown := set(arguments.rows) - known.keys():
         parser.error(f"rows are {', '.join(known)}; got {', '.join(sorted(unknown))}")
-    today = datetime.now(UTC).date().isoformat()
+    today = datetime.now(timezone.utc).date().isoformat()
     for name in arguments.rows or known:
         what, how = tested(known[name])
         line = f"| `{name}` | {what} | {how} | {today} |"

@@ -8,7 +8,7 @@ from functools import partial
 from itertools import chain
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import torch
 
@@ -16,6 +16,7 @@ from hpctrain.comm.agreement import by_rank
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.ops import Op
 from hpctrain.core.errors import CorruptError, DataError
+from hpctrain.core.python_compat import Self, add_note
 from hpctrain.core.user_error import user_lines
 from hpctrain.data.order.ordering import Ordering, OrderName
 from hpctrain.data.order.window import WindowShape
@@ -433,7 +434,7 @@ def _failures(error: Exception | None, comm: Communicator | None) -> dict[int, E
     for rank, found in enumerate(comm.allgather_object(told)):
         if found is not None:
             result[rank], frames = found
-            result[rank].add_note("\n".join([f"(raised on rank {rank})", *frames]))
+            add_note(result[rank], "\n".join([f"(raised on rank {rank})", *frames]))
     if error is not None:
         result[comm.rank] = error  # with its traceback
     return result
