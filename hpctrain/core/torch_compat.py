@@ -6,7 +6,7 @@ the first version of torch that has the name.
 
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from inspect import signature
 from types import CodeType
@@ -111,6 +111,15 @@ foreach_norm: Callable[..., Any] = torch._foreach_norm
 foreach_sqrt: Callable[..., Any] = torch._foreach_sqrt
 foreach_sub_: Callable[..., Any] = torch._foreach_sub_
 unscale_: Callable[..., Any] = torch._amp_foreach_non_finite_check_and_unscale_
+
+
+def first_state_of_adagrad(parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state that the constructor of Adagrad makes (before 2.13), {} if a step does."""
+    names = signature(torch.optim.Adagrad).parameters.keys() & group.keys() - {"params"}
+    made = torch.optim.Adagrad([parameter], **{name: group[name] for name in names})
+    state: dict[str, Any] = made.state[parameter]
+    return state
+
 
 FLOAT8_SCALE: torch.dtype | None = getattr(torch, "float8_e8m0fnu", None)  # 2.7
 """The type of powers of two by which blocks of 8-bit numbers are scaled."""
