@@ -33,6 +33,7 @@ LIMIT_S = 1500
 PYTHON, TORCH = "3.11", "2.13.0"  # of .venv
 SMOKE = ("collectives", "runtime", "process_group/test_collectives.py")
 CORE = ("collectives", "gradients", "local_sgd", "checkpoint", "process_group", "parallel")
+OF_2_6 = tuple(f"parallel/test_{name}.py" for name in ("mesh", "tensor", "context", "alike"))
 ALONE = ("core", "compress", "optim", "gradients/test_optimizer.py")  # on one rank
 
 
@@ -67,9 +68,10 @@ def lowest() -> tuple[str, ...]:
 
 DEBIAN = next(map(str, Path("/usr/lib").glob("*-linux-gnu/libmpi.so.40")), "")
 ROWS = (
+    Row("torch-2.6.0", torch="2.6.0", tests=(*CORE[:-1], *OF_2_6)),
     *(
         Row(f"torch-{version}", torch=version, tests=CORE)
-        for version in ("2.6.0", "2.9.1", "2.11.0", "2.14.1", "2.15.0")
+        for version in ("2.9.1", "2.11.0", "2.14.1", "2.15.0")
     ),
     *(
         Row(f"python-{version}", python=version, tests=CORE)

@@ -81,8 +81,8 @@ class Pipeline:
                 in two.
             MismatchError: the ranks ask for different pipelines; on every rank of the axis.
         """
-        require("a pipeline", can_pipeline, "2.7")
         require_one_axis(mesh, "pp")
+        require("a pipeline", can_pipeline, "2.7")
         self._mesh, self._group, self._size = mesh, mesh.get_group(), mesh.size()
         asked = f"{schedule=}, {num_microbatches=}, {stages_per_rank=}, layers={[*layers]}"
         first = f"sample {None if sample is None else (tuple(sample.shape), sample.dtype)}"

@@ -248,6 +248,7 @@ def test_arguments_are_checked(hvd):
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.requires("torch-2.7")
 @pytest.mark.limit(180)
 @pytest.mark.parametrize("local", [False, pytest.param(True, marks=pytest.mark.conformance)])
 def test_a_compiled_step_is_the_plain_one(hvd, local):

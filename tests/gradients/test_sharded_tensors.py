@@ -134,7 +134,7 @@ def test_passes_and_clipped_gradients_have_the_same_bits(hvd):
 def test_a_checkpoint_goes_on_with_other_owners_and_on_every_way(hvd, world, tmp_path):
     folder = world.bcast(tmp_path)
     fewer = hvd.add_process_set(range(1, hvd.size()))
-    for kind, settings in (KINDS[0], KINDS[3]):
+    for kind, settings in (KINDS[0], KINDS[2]):
         manager = Manager(folder / kind.__name__, current().comm, every=1)
         model, made, schedules = optimizers(hvd, kind, settings, torch.float32, shard="node")
         take_steps(hvd, model, made, schedules, range(2))

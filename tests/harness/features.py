@@ -126,6 +126,13 @@ def _mcpu() -> str:
     return "" if found else "no simulated accelerator: MCPU_SITE names a folder with torch_mcpu"
 
 
+def _torch_2_7() -> str:
+    """FSDP2 on CPUs, the types of 8 bits, steps that are compiled."""
+    from hpctrain.core.torch_compat import VERSION  # noqa: PLC0415 - loads torch
+
+    return "" if VERSION >= (2, 7) else f"no torch 2.7: {VERSION}"
+
+
 LMOD = Path("/usr/share/lmod/lmod/init/bash")
 
 FEATURES: dict[str, Callable[[], str]] = {
@@ -156,6 +163,7 @@ FEATURES: dict[str, Callable[[], str]] = {
     "slurm": _slurm,
     "sphinx": _module("myst_parser"),
     "tensorboard": _module("tensorboard"),
+    "torch-2.7": _torch_2_7,
     "trainers": _trainers,
     "transformers": _module("transformers"),
     "triton": _module("triton"),
