@@ -16,9 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C import _distributed_c10d as _c10d
+from torch.amp import GradScaler
 from torch.autograd import Variable, graph
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.logs import logger
@@ -112,6 +114,13 @@ foreach_sqrt: Callable[..., Any] = torch._foreach_sqrt
 foreach_sub_: Callable[..., Any] = torch._foreach_sub_
 unscale_: Callable[..., Any] = torch._amp_foreach_non_finite_check_and_unscale_
 
+unscale_grads: Callable[..., dict[torch.device, Tensor]] = GradScaler._unscale_grads_
+
+
+def replace_unscale_grads(function: Callable[..., dict[torch.device, Tensor]]) -> None:
+    """Let every ``GradScaler`` unscale the gradients of an optimizer by a function."""
+    GradScaler._unscale_grads_ = function  # type: ignore[method-assign]
+
 
 def first_state_of_adagrad(parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the state that the constructor of Adagrad makes (before 2.13), {} if a step does."""
@@ -155,6 +164,14 @@ PrefixStore: TypeAlias = _c10d.PrefixStore
 TCPStore: TypeAlias = _c10d.TCPStore
 register_work = _c10d._register_work
 resolve_group = _c10d._resolve_process_group
+functional: Any = torch.ops._c10d_functional
+"""The operations of functional collectives."""
+
+
+def replace_builtin_hooks(changed: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Change the function by which DistributedDataParallel takes a hook that torch has in C++."""
+    of_torch = DistributedDataParallel._register_builtin_comm_hook
+    DistributedDataParallel._register_builtin_comm_hook = changed(of_torch)  # type: ignore[method-assign]
 
 
 def rendezvous_handlers() -> dict[str, Any]:
