@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from hpctrain.core.errors import ConfigError
+from hpctrain.core.torch_compat import VERSION
 from tests.gradients.training import (
     EVERY_SIZE,
     MANY,
@@ -269,7 +270,8 @@ def test_a_compiled_step_is_the_plain_one(hvd, local):
         return loss.detach() if local else hvd.allreduce(loss.detach(), name=f"loss {index}")
 
     compiled = torch.compile(train, backend="eager")
+    most = 0.0 if VERSION >= (2, 13) else 1e-12  # older compilers change the order of sums
     for _ in range(4):
-        assert torch.equal(compiled(0), train(1))
-    assert largest_difference(*models) == 0
+        torch.testing.assert_close(compiled(0), train(1), rtol=most, atol=0.0)
+    assert largest_difference(*models) <= most
     assert not local or [method.facts["rounds"] for method in wrapped] == [2, 2]
