@@ -23,6 +23,7 @@ from hpctrain.comm.threaded import ThreadedCommunicator
 from hpctrain.core import config, logs
 from hpctrain.core.config import Settings
 from hpctrain.core.errors import ConfigError, NotInitializedError, ReplicaError
+from hpctrain.core.torch_compat import warn_if_untested
 from hpctrain.negotiation.stall import LastCall
 from hpctrain.negotiation.timeline import Timelines
 from hpctrain.runtime import arrival, lazy_dynamo, torch_backend
@@ -136,6 +137,7 @@ def init(
             if engine not in config.ENGINES:
                 raise ConfigError(f"engine is one of {', '.join(config.ENGINES)}, got {engine!r}")
             settings = replace(settings, engine=engine)
+        warn_if_untested()
         join(settings, chosen)
         _refuse_operations()
     if isinstance(process_sets, str):

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 
 import hpctrain
+from hpctrain.core import torch_compat
+from hpctrain.core.errors import ConfigError
 
 PACKAGE = Path(hpctrain.__file__).parent
 COMPAT = PACKAGE / "core/torch_compat.py"
@@ -94,6 +96,23 @@ def test_each_form_of_a_private_name_is_found(tmp_path, text):
     path = tmp_path / "one.py"
     path.write_text(text if "import" in text else f"import torch\n{text}")
     assert any(PRIVATE.search(name) for name, _ in names_of(path))
+
+
+@pytest.mark.parametrize(("version", "warns"), [((2, 5), True), ((2, 13), False), ((9, 0), True)])
+def test_an_untested_torch_gives_one_line_that_names_the_range(
+    caplog, monkeypatch, version, warns
+):
+    monkeypatch.setattr(torch_compat, "VERSION", version)
+    hpctrain.init()
+    hpctrain.shutdown()
+    found = [r.message for r in caplog.records if "was tested with torch 2.6 to 2.15" in r.message]
+    assert len(found) == warns
+
+
+def test_a_feature_of_a_newer_torch_names_the_version_found_and_the_version_needed():
+    torch_compat.require("a feature", True, "2.7")
+    with pytest.raises(ConfigError, match=r"a feature needs torch 99.1 or later, got \d.*; use"):
+        torch_compat.require("a feature", False, "99.1")
 
 
 if __name__ == "__main__":
