@@ -88,8 +88,7 @@ class Pipeline:
         first = f"sample {None if sample is None else (tuple(sample.shape), sample.dtype)}"
         require_alike(mesh, [asked, first, *form_of(model)], "a pipeline", SAME)
         self._make, per_rank = checked(schedule, stages_per_rank, model)
-        chain = layers_of(model, layers)
-        total = per_rank * self._size
+        chain, total = layers_of(model, layers), per_rank * self._size
         check_microbatches(num_microbatches, self._size, schedule)
         self._halves = schedule in TWO_HALVES
         self._rank_of = [rank_of_stage(stage, self._size, schedule) for stage in range(total)]

@@ -119,10 +119,8 @@ def init(
             what ``HPCTRAIN_ENGINE`` says. Rank 0 decides for all.
 
     Raises:
-        ConfigError: a setting or an argument is not valid, or a process set is there twice; in
-            that last case the world is there all the same.
-        LaunchError: the launcher, the MPI library and the world do not fit together, or some
-            rank has no Horovod and the engine is that.
+        ConfigError: a setting or an argument is not valid, or a process set is given twice.
+        LaunchError: launcher, MPI library and world do not match, or a rank has no Horovod.
         NodeMemoryError: shared memory was forced and cannot be had.
         MismatchError: the ranks give different process sets; on every rank.
     """
