@@ -128,19 +128,38 @@ class OrderedGroup(Base):  # type: ignore[misc]
         self._owner.check()
         self._num_started = number = self._num_started + 1
         operation = Operation(self._guard, function, result, name, number)
-        if getattr(opts, "asyncOp", None) is False:  # unknown before torch 2.7
-            if self.queue.begin():
-                try:
-                    self._guard(operation)
-                finally:
-                    self.queue.end()
-            else:
-                self.queue.run(operation)
+        is_sync = getattr(opts, "asyncOp", None) is False  # unknown before torch 2.7
+        if is_sync and self.queue.begin():
+            try:
+                self._guard(operation)
+            finally:
+                self.queue.end()
         else:
-            self.queue.start(operation)
+            try:
+                self.queue.start(operation)
+                if is_sync:
+                    operation.wait()
+            except BaseException as error:
+                if error is not operation.error:
+                    self._break_off()
+                raise
         if self._coalesced is not None:
             self._coalesced.append(operation)
         return operation
+
+    def _break_off(self) -> None:
+        """Fail the group after an exception has ended the wait for an operation of its queue.
+
+        Returns when the queue's thread writes to no memory of the caller any more.
+        """
+        if self._watch is None:
+            return
+        before, self._limit.broken_off = self._limit.broken_off, "the call was interrupted"
+        try:
+            self.queue.drain(self._guard)
+            self._watch.fail()
+        finally:
+            self._limit.broken_off = before
 
     def _guard(self, operation: Operation) -> None:
         """Call the function of an operation; an error says which it is, and who is missing."""

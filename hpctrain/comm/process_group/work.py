@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
@@ -206,10 +207,12 @@ class OperationQueue:
         """Let others be carried out again."""
         self._turn.release()
 
-    def run(self, operation: Operation) -> None:
-        """Carry out one whose caller waits for it."""
-        self.start(operation)
-        operation.wait()
+    def drain(self, guard: "Callable[[Operation], object]") -> None:
+        """Return when the operations that were started before are complete."""
+        last = Operation(guard, lambda: None, None, "drain", 0)
+        self.start(last)
+        with suppress(CommError):
+            last.wait()
 
     def start(self, operation: Operation) -> None:
         """Carry out one when its turn comes; on the thread itself at once."""
