@@ -180,10 +180,16 @@ def rendezvous_handlers() -> dict[str, Any]:
     return handlers
 
 
-def leave_unrecorded(backend: str) -> None:
-    """Let torch's flight recorder, which reads groups of C++ (2.15), leave out a backend."""
-    left_out: set[str] = getattr(distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
-    left_out.add(backend)
+def leave_unrecorded(kind: type) -> None:
+    """Let the flight recorder of torch 2.15, which reads groups of C++, leave out a kind."""
+    name = "_maybe_attach_flight_recorder"
+    attach = getattr(distributed_c10d, name, None)
+
+    def attach_to_others(group: Any, *arguments: Any) -> None:
+        if attach is not None and not isinstance(group, kind):
+            attach(group, *arguments)
+
+    setattr(distributed_c10d, name, attach_to_others)
 
 
 def forget_earlier_meshes() -> None:

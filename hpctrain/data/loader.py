@@ -49,8 +49,14 @@ _CHOICES = {
 }
 
 
-@dataclass(slots=True, weakref_slot=True)
-class Loader:
+class _Referable:
+    """Gives weak references to a class with slots, as ``weakref_slot`` does since Python 3.11."""
+
+    __slots__ = ("__weakref__",)
+
+
+@dataclass(slots=True)
+class Loader(_Referable):
     """Iterates over the batches of an epoch, read ahead by threads.
 
     All samples of an epoch lie on one line. The samples of step ``k`` are the same set for any

@@ -71,7 +71,7 @@ SCALARS = (
     | st.floats(allow_nan=False)
     | TEXTS
     | st.dates()
-    | st.just(datetime.datetime(2024, 2, 29, 12, 30, tzinfo=datetime.UTC))
+    | st.just(datetime.datetime(2024, 2, 29, 12, 30, tzinfo=datetime.timezone.utc))
 )
 VALUES = st.recursive(
     SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3)

@@ -18,7 +18,6 @@ from hpctrain.core.torch_compat import (
     HashStore,
     Store,
     TCPStore,
-    leave_unrecorded,
     rendezvous_handlers,
 )
 
@@ -42,7 +41,6 @@ def register(create: Create, find_ranks: FindRanks) -> None:
     if not dist.is_available() or NAME in dist.Backend.backend_list:
         return
     dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu"])
-    leave_unrecorded(NAME)
     handlers = rendezvous_handlers()
     of_torch = handlers["env"]
 
