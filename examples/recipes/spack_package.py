@@ -13,7 +13,13 @@ Checked by a test: what it depends on is what hpctrain asks for. Not built: the 
 tests has no Spack.
 """
 
-from spack.package import PythonPackage, depends_on, license, version  # noqa: A004 - Spack's name
+from spack.package import (
+    PythonPackage,
+    depends_on,
+    license,  # noqa: A004 - the name that Spack gives
+    version,
+    when,
+)
 
 
 class PyHpctrain(PythonPackage):
