@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from hpctrain import ConfigError
 from hpctrain.core.libc import trim_heap
+from hpctrain.core.torch_compat import VERSION
 from hpctrain.parallel import offload, shard
 from tests.full_disk import largest_file
 from tests.parallel.conftest import started
@@ -91,7 +92,10 @@ def test_live_storages_at_their_most_are_those_of_the_formula(stage, num_passes)
                     model(torch.ones(1, width)).sum().backward()
                 live.look()
             optimizer.step()
-    assert live.most == pytest.approx(num * FORMULAS[stage, num_passes](size), rel=0.05)
+    # FSDP2 of torch 2.15 keeps 2 bytes more per parameter inside no_sync().
+    more = 2 if VERSION >= (2, 15) and num_passes > 1 == stage else 0
+    expected = num * (FORMULAS[stage, num_passes](size) + more)
+    assert live.most == pytest.approx(expected, rel=0.05)
 
 
 def anonymous_bytes():
