@@ -29,9 +29,10 @@ class MemberMeeting:
         self._heard: defaultdict[tuple[Members, int], dict[int, int]] = defaultdict(dict)
         """By other member: its last attempt, for which it may still wait."""
 
-    def meet(self, wire: "MpiWire", watch: "Watch", members: Sequence[int], tag: int) -> None:
+    def meet(self, wire: "MpiWire", watch: "Watch", members: Sequence[int], tag: int) -> int:
         """Return when all ``members`` are here; ``wire`` and ``tag`` are of this meeting alone.
 
+        Returns the attempt of the first member, which no later meeting of ``tag`` has.
         ``RankLostError`` if a wait of ``watch`` fails; the meeting can then be tried again.
         """
         key = tuple(members), tag
@@ -39,8 +40,8 @@ class MemberMeeting:
         by_messages = _Messages(wire, watch, tag)
         if wire.rank == members[0]:
             self._collect(by_messages, members[1:], self._heard[key], self._num_attempts[key])
-        else:
-            self._come(by_messages, members[0], self._num_attempts[key])
+            return self._num_attempts[key]
+        return self._come(by_messages, members[0], self._num_attempts[key])
 
     def _collect(
         self, messages: "_Messages", others: Sequence[int], heard: dict[int, int], attempt: int
@@ -58,7 +59,7 @@ class MemberMeeting:
         for other in others:
             messages.send(other, [heard.pop(other), attempt])
 
-    def _come(self, messages: "_Messages", first: int, attempt: int) -> None:
+    def _come(self, messages: "_Messages", first: int, attempt: int) -> int:
         messages.send(first, [attempt, 0])
         answered: _Message = []
         while True:
@@ -66,7 +67,7 @@ class MemberMeeting:
             if message[0] != attempt:
                 continue
             if message == answered:
-                return
+                return message[1]
             answered = message
             messages.send(first, answered)
 

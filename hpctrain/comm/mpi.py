@@ -1,5 +1,6 @@
 """Flat MPI: calls of the library over all ranks, and messages where it cannot do what is asked."""
 
+import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
@@ -45,6 +46,8 @@ MakeGroup = Callable[[MPI.Intracomm, Sequence[int], Limit | None], Communicator]
 It is told what numbers they have in the communicator whose group they are, and how long they may
 wait for each other, None for as long as the ranks of that one."""
 
+NUM_TAGS = 32767  # what MPI promises at least
+
 _count = count()
 _GATHER_BYTES = 1 << 20
 """From here on, tensors are not packed into one buffer for the library to gather them."""
@@ -89,6 +92,9 @@ class MpiCommunicator(Communicator):
         self._wires: list[MPI.Intracomm] = []
         self._before_close: list[Callable[[], object]] = []
         self._owner = Owner()
+        self._has_left_messages = False
+        """Whether a group was begun and not made: what was sent for it may arrive later, and would
+        be received by the communicator to which MPI gives the same number."""
 
     # -- reductions -------------------------------------------------------------------------
 
@@ -229,20 +235,26 @@ class MpiCommunicator(Communicator):
         return None if members is None else self._make_group(members, ranks, None)
 
     def group_by_members(
-        self, ranks: Sequence[int], *, tag: int, limit: Limit | None = None
+        self, ranks: Sequence[int], *, purpose: str, limit: Limit | None = None
     ) -> Communicator:
         """Make a group as ``group`` does; its ranks alone call this.
 
-        Groups that have ranks in common and are made at the same time need different tags.
+        Groups of the same ranks that are made at the same time, or one after an error of another
+        which some ranks still wait for, need different purposes.
         """
         check_group(ranks, self.size)
         watch = self._watch.of_group([self._world_ranks[rank] for rank in ranks], limit)
         wire = MpiWire(self._comm, watch=watch, world_ranks=self._world_ranks)
-        self._meeting.meet(wire, watch, ranks, tag)
+        tag = zlib.crc32(f"{purpose} {ranks}".encode()) % NUM_TAGS
+        had_left = self._has_left_messages
+        self._has_left_messages = True
+        attempt = self._meeting.meet(wire, watch, ranks, tag)
         ours = self._comm.Get_group()
         chosen = ours.Incl(list(ranks))
-        create = partial(self._comm.Create_group, chosen, tag)
+        # Not the tag alone: the call of an attempt that was given up may still be in progress.
+        create = partial(self._comm.Create_group, chosen, (tag + attempt) % NUM_TAGS)
         members = WatchedCalls(self._comm, watch).block(create)
+        self._has_left_messages = had_left
         chosen.Free()
         ours.Free()
         return self._make_group(members, ranks, limit)
@@ -282,7 +294,8 @@ class MpiCommunicator(Communicator):
         while self._wires:
             self._watch.free(self._wires.pop())
         if self.is_open:
-            self._watch.free(self._comm)
+            if not self._has_left_messages:
+                self._watch.free(self._comm)
             self._comm = MPI.Intracomm()
 
     @property
@@ -359,6 +372,6 @@ def _new_number(rank: int) -> int:
 
 def _users(tag: int) -> int:
     """Keep messages of the user apart from those of collectives, which have tag 0."""
-    if not 0 <= tag < 32767:  # what MPI promises at least
+    if not 0 <= tag < NUM_TAGS:
         raise CommError(f"tag must be from 0 to 32766, got {tag}")
     return tag + 1

@@ -22,6 +22,14 @@ T = TypeVar("T")
 MESSAGE_BYTES = 1 << 30  # largest message: counts of MPI-3 are 32-bit
 
 
+_abandoned: list[threading.Thread] = []
+
+
+def is_blocked() -> bool:
+    """Return True if a call that was given up is still in progress in the library."""
+    return any(thread.is_alive() for thread in _abandoned)
+
+
 class WatchedCalls:
     """Collectives of ``comm``, of Python objects and of buffers; all ranks make the same calls."""
 
@@ -57,7 +65,11 @@ class WatchedCalls:
 
         thread = threading.Thread(target=run, name="hpctrain-mpi", daemon=True)
         thread.start()
-        self._watch.wait(lambda: not thread.is_alive())
+        try:
+            self._watch.wait(lambda: not thread.is_alive())
+        except BaseException:
+            _abandoned.append(thread)
+            raise
         if errors:
             raise errors[0]
         return found[0]

@@ -1,5 +1,6 @@
 """One rank fails: it says why, under its rank, and all ranks end at once."""
 
+import atexit
 import contextlib
 import faulthandler
 import io
@@ -108,6 +109,7 @@ class FailureHooks:
         if self._log is not None:
             self._log.parent.mkdir(parents=True, exist_ok=True)
         self.install()
+        atexit.register(self.end_blocked)  # before the leave is registered, which comes first
 
     def install(self) -> None:
         """Take the place of the hooks that are there, as at first; after ``uninstall``."""
@@ -139,6 +141,24 @@ class FailureHooks:
             own = folded(error, self._log)
         self._say(summary or (f"{where}{own}" if own else details))
         self.abort(code)
+
+    def end_blocked(self) -> None:
+        """End all ranks if a thread is still inside a call of MPI that was given up.
+
+        Called at exit, after the ranks have taken leave: ``MPI_Finalize`` would free what that
+        thread uses.
+        """
+        from hpctrain.comm.watched_calls import is_blocked  # noqa: PLC0415 - loaded with the world
+
+        if os.getpid() == self._owner and is_blocked():
+            rank = f"rank {self._rank}"
+            self.end(
+                RankLostError(
+                    f"all ranks must complete each call, but {rank} is still inside a call of MPI "
+                    f"that it has given up, so that MPI cannot end; the error of that call on "
+                    f"{rank} gives the reason"
+                )
+            )
 
     def abort(self, code: int) -> NoReturn:
         """End all ranks with exit code ``code``, this one within two seconds, come what may."""

@@ -6,7 +6,6 @@ is made.
 
 import math
 import weakref
-import zlib
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -21,8 +20,6 @@ if TYPE_CHECKING:
     from hpctrain.comm.process_group.group import HpctrainGroup
     from hpctrain.comm.waiting import Limit
     from hpctrain.core.torch_compat import Store
-
-_NUM_TAGS = 32767  # what MPI promises at least
 
 
 def register() -> None:
@@ -52,7 +49,8 @@ def _find_ranks(timeout: timedelta) -> "tuple[Store, int, int]":
         await_world(_limit_of(timeout).timeout_s)
         world.init()
     here = world.current()
-    comm = _communicator(here.comm, list(range(here.topology.size)), _limit_of(timeout))
+    ranks = list(range(here.topology.size))
+    comm = _communicator(here.comm, ranks, _limit_of(timeout), "a store")
     store = rendezvous.store_of(comm, timeout)
     comm.close()
     return store, here.topology.rank, here.topology.size
@@ -82,6 +80,7 @@ def _create(options: Any, _: object = None) -> "HpctrainGroup":
     world.init()
     here = world.current()
     topology, ranks = here.topology, list(options.global_ranks_in_group)
+    purpose = "a group" if ranks else "the world"
     if not ranks:
         ranks = list(range(topology.size))
         told, found = (options.group_rank, options.group_size), (topology.rank, topology.size)
@@ -93,7 +92,7 @@ def _create(options: Any, _: object = None) -> "HpctrainGroup":
             )
     limit = _limit_of(options.timeout)
     group = HpctrainGroup(
-        _communicator(here.comm, ranks, limit),
+        _communicator(here.comm, ranks, limit, purpose),
         name=options.group_id,
         ranks=ranks,
         limit=limit,
@@ -111,17 +110,16 @@ def _shut_down(kept: "weakref.ref[HpctrainGroup]") -> None:
         group.shutdown()
 
 
-def _communicator(comm: Any, ranks: list[int], limit: "Limit") -> "Communicator":
+def _communicator(comm: Any, ranks: list[int], limit: "Limit", purpose: str) -> "Communicator":
     from hpctrain.comm.process_group.ordered import GroupRankLostError  # noqa: PLC0415
     from hpctrain.comm.serial import SerialCommunicator  # noqa: PLC0415
     from hpctrain.core.errors import RankLostError  # noqa: PLC0415
 
     if len(ranks) == 1:
         return SerialCommunicator()
-    # Not of its name, which ranks count by the groups that each of them is in.
-    tag = zlib.crc32(repr(ranks).encode()) % _NUM_TAGS
+    # The purpose is not the name, which ranks count by the groups that each of them is in.
     try:
-        made: Communicator = comm.group_by_members(ranks, tag=tag, limit=limit)
+        made: Communicator = comm.group_by_members(ranks, purpose=purpose, limit=limit)
     except RankLostError as error:
         text = f"a group of ranks {ranks} was not made on rank {comm.rank}: {error}"
         raise GroupRankLostError(text) from error

@@ -79,6 +79,28 @@ def test_a_member_that_has_given_up_does_not_count_as_present(world):
 
 
 @pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("per_node", [None, 1])
+def test_a_rank_that_makes_a_new_world_does_not_meet_ranks_that_make_a_group(world, per_node):
+    with started(per_node), failing.Signal(failing.AlarmError) as alarm:
+        size, is_last = dist.get_world_size(), dist.get_rank() == dist.get_world_size() - 1
+        dist.new_group(range(size))  # what torch imports for the first one takes seconds
+        world.Barrier()
+        if is_last:
+            with pytest.raises(failing.AlarmError):
+                alarm.during(0.1, lambda: dist.new_group(range(size)))
+        else:
+            time.sleep(0.3)
+            with pytest.raises(RankLostError, match=r"was not made.*waited"):
+                dist.new_group(range(size), timeout=timedelta(seconds=0.5))
+        dist.destroy_process_group()
+        dist.init_process_group("hpctrain")
+        out = torch.ones(3)
+        dist.all_reduce(out)
+        assert out.tolist() == [size] * 3
+        dist.new_group(range(size))
+
+
+@pytest.mark.ranks(2, 3)
 def test_a_group_that_has_failed_can_be_destroyed_and_made_again(world):
     with started():
         ranks = range(dist.get_world_size())

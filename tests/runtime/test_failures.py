@@ -302,3 +302,26 @@ def test_a_rank_that_ends_while_chunks_travel_between_nodes_ends_all(
     assert_ended(outcome)
     if "exit" in end:  # the launcher may end the third before it has looked
         assert sum("RankLostError" in log for log in outcome.logs.values()) >= 1
+
+
+def test_a_program_that_has_given_up_a_call_of_mpi_ends_without_mpi_finalize(
+    tmp_path: Path,
+) -> None:
+    outcome = run_ranks(
+        tmp_path,
+        """
+        from mpi4py import MPI
+        from hpctrain.comm.waiting import Watch
+        from hpctrain.comm.watched_calls import WatchedCalls
+        from hpctrain.core.errors import RankLostError
+        comm = MPI.COMM_WORLD.Dup()
+        if rank == 0:
+            try:
+                WatchedCalls(comm, Watch(timeout_s=0.2)).block(lambda: comm.Split(0, 0))
+            except RankLostError:
+                now()
+        """,
+    )
+    assert outcome.code == RANK_LOST, outcome.err
+    assert "rank 0 is still inside a call of MPI that it has given up" in outcome.err
+    assert_ended(outcome)
