@@ -1,0 +1,217 @@
+"""Ranks of ``hpctrain train`` are killed from outside at random moments of the run.
+
+``HPCTRAIN_TEST_KILLS=100`` carries out 100 kills, and prints the seed and the moments of each run;
+``HPCTRAIN_TEST_SEED=17`` begins with the run of that seed.
+"""
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from hpctrain.core.records import read
+from hpctrain.launch import mpiexec
+from tests.harness import preload
+from tests.harness.pace import scaled
+from tests.processes import is_alive, wait_until
+from tests.train.starting import ROOT
+
+KILLS = int(os.environ.get("HPCTRAIN_TEST_KILLS", "2"))
+SEED = int(os.environ.get("HPCTRAIN_TEST_SEED", "0"))
+LIMIT_S = 120
+EVERY = 10  # steps between checkpoints
+
+pytestmark = [
+    pytest.mark.conformance,
+    pytest.mark.launches,
+    pytest.mark.requires("recovery"),
+    pytest.mark.limit(120 + 20 * KILLS),
+]
+
+CONFIG = """
+name = "mortal"
+[model]
+target = "tests.train.mortal:model"
+[data]
+target = "tests.train.mortal:data"
+args = { folder = "DATA" }
+[optimizer]
+name = "SGD"
+lr = 0.05
+args = { momentum = 0.9 }
+[train]
+epochs = 8
+global_batch = 64
+[checkpoint]
+every = 10
+[log]
+every_steps = 1
+plots = false
+"""
+REPRODUCIBLE = "\n[train]\nreproducible = true\nmicro_shards = 4\n"
+
+
+class Run:
+    """One run of four or three ranks in a folder, some of which are killed."""
+
+    def __init__(self, folder: Path, *, num_ranks: int, reproducible: bool) -> None:
+        self.folder, self.num_ranks, self.killed = folder, num_ranks, list[int]()
+        folder.mkdir()
+        config = CONFIG.replace("DATA", str(folder.parent / "digits"))
+        if reproducible:
+            config = config.replace("\n[train]\n", REPRODUCIBLE)
+        (folder / "mortal.toml").write_text(config)
+
+    def carry_out(self, kills: list[tuple[int, float]]) -> "Run":
+        """Run to the end; kill each rank so many seconds after the kill, or start, before it."""
+        line = [*preload.python(), "-m", "hpctrain"]
+        launch = [*line, "launch", "-n", str(self.num_ranks), "--recover"]
+        train = [*line, "train", "mortal.toml", "--set", "output_dir=run"]
+        paths = {"PYTHONPATH": str(ROOT), "NOTES": str(self.folder)}
+        with (self.folder / "said").open("wb") as said:
+            process = subprocess.Popen(
+                [*launch, *train],
+                env=mpiexec.environment() | paths,
+                cwd=self.folder,
+                stdin=subprocess.DEVNULL,
+                stdout=said,
+                stderr=said,
+            )
+        with process:
+            try:
+                assert wait_until(self._has_begun, LIMIT_S) or process.poll() is not None
+                begun = time.monotonic()
+                for rank, delay_s in kills:
+                    time.sleep(delay_s)
+                    self._kill(rank)
+                self.code = process.wait(scaled(LIMIT_S))
+                self.seconds = time.monotonic() - begun
+            finally:
+                process.terminate()
+        self.said = (self.folder / "said").read_text()
+        return self
+
+    def _has_begun(self) -> bool:
+        files = [self.folder / f"pid-{rank}" for rank in range(self.num_ranks)]
+        return all(file.exists() and file.read_text() for file in files)
+
+    def _kill(self, rank: int) -> None:
+        """Kill a rank that trains, unless the run has finished."""
+        pid = int((self.folder / f"pid-{rank}").read_text())
+        if is_alive(pid) and not self.is_finished():
+            os.kill(pid, signal.SIGKILL)
+            self.killed.append(rank)
+
+    def records(self) -> list[dict]:
+        file = self.folder / "run" / "metrics.jsonl"
+        return read(file) if file.exists() else []
+
+    def is_finished(self) -> bool:
+        return any(record["event"] == "finished" for record in self.records())
+
+    def ends(self) -> dict[int, str]:
+        """The hash of the parameters on each rank that came to its end."""
+        return {int(f.name[4:]): f.read_text() for f in self.folder.glob("end-*")}
+
+    def parts(self) -> list[list[Counter]]:
+        """The samples of each step, of each world that trained, the largest one first.
+
+        A step that some rank has not finished is the last one, and may lack samples.
+        """
+        worlds: dict[int, list[list[Counter]]] = {}
+        for file in self.folder.glob("samples-*"):
+            size, *lines = file.read_text().split("\n")[:-1] or ("0",)
+            steps = [Counter()]
+            for line in lines:
+                if line:
+                    steps[-1].update(line.split())
+                else:
+                    steps.append(Counter())
+            worlds.setdefault(int(size), []).append(steps)
+        worlds.pop(0, None)  # networks that never trained
+        return [merged(worlds[size]) for size in sorted(worlds, reverse=True)]
+
+
+def merged(ranks: list[list[Counter]]) -> list[Counter]:
+    """Return the steps of all ranks that every one has finished, and what follows, if anything."""
+    finished = min(len(steps) for steps in ranks) - 1
+    whole = [sum((steps[n] for steps in ranks), Counter()) for n in range(finished)]
+    return [*whole, sum((step for steps in ranks for step in steps[finished:]), Counter())]
+
+
+def drawn(seed: int, seconds: float) -> tuple[int, bool, list[tuple[int, float]]]:
+    """Draw the ranks of a run, whether it is reproducible, and its kills."""
+    rng = random.Random(seed)
+    num_ranks = rng.choice((3, 4, 4))
+    victims = rng.sample(range(num_ranks), rng.choice((1, 2, 2, num_ranks - 1)))
+    delays = [rng.uniform(0, seconds)]
+    # The next ones at once, in the recovery from the first, or in the training after that.
+    delays += [rng.choice((0.0, rng.uniform(0, 1), rng.uniform(0, seconds))) for _ in victims[1:]]
+    return num_ranks, rng.random() < 0.5, list(zip(victims, delays, strict=True))
+
+
+def check(run: Run, reference: list[Counter], hash_of_whole: str | None) -> tuple[int, int]:
+    """State what the guide promises; return the steps and samples that were taken again."""
+    assert run.code == 0, run.said
+    ends = run.ends()
+    assert sorted({*range(run.num_ranks)} - {*run.killed}) == sorted(ends), run.said
+    assert len({*ends.values()}) == 1, "the replicas differ"
+    records = run.records()
+    assert records[-1]["event"] == "finished"
+    assert hash_of_whole in (None, records[-1]["state_hash"])
+    steps = [record["step"] for record in records if record["event"] == "step"]
+    assert steps == [*range(1, len(reference) + 1)]
+    reached = again = num_samples = 0
+    for part in run.parts():
+        *whole, rest = part
+        if not whole:  # a world that finished no step
+            num_samples += rest.total()
+            continue
+        start = reference.index(whole[0])
+        assert start % EVERY == 0
+        assert start <= reached <= start + 2 * EVERY, "more is repeated than since a checkpoint"
+        assert whole == reference[start : start + len(whole)], "samples are lost or repeated"
+        following = reference[start + len(whole) : start + len(whole) + 2]
+        assert rest <= sum(following, Counter())
+        again += max(0, reached - start)
+        num_samples += sum(step.total() for step in whole) + rest.total()
+        reached = start + len(whole)
+    assert reached == len(reference)
+    return again, num_samples - sum(step.total() for step in reference)
+
+
+def test_no_sample_is_lost_wherever_ranks_are_killed(tmp_path):
+    """The run continues from its last checkpoint: all ranks have the same state at the end.
+
+    Each step after it is taken with the samples of an undisturbed run, in a reproducible run with
+    the same bits.
+    """
+    whole = Run(tmp_path / "plain", num_ranks=4, reproducible=False).carry_out([])
+    same = Run(tmp_path / "same", num_ranks=4, reproducible=True).carry_out([])
+    (*reference, rest), hash_of_whole = whole.parts()[0], same.records()[-1]["state_hash"]
+    assert not rest
+    assert same.parts()[0][:-1] == reference
+    num_kills = 0
+    for seed in count(SEED):
+        num_ranks, reproducible, kills = drawn(seed, min(whole.seconds, same.seconds))
+        folder = tmp_path / f"seed-{seed}"
+        run = Run(folder, num_ranks=num_ranks, reproducible=reproducible).carry_out(kills)
+        again, more = check(run, reference, hash_of_whole if reproducible else None)
+        num_kills += len(run.killed)
+        moments = ", ".join(f"rank {rank} after {delay_s:.3f} s" for rank, delay_s in kills)
+        sys.__stderr__.write(
+            f"{num_kills} of {KILLS} kills: seed {seed}, {num_ranks} ranks, "
+            f"{'reproducible, ' if reproducible else ''}{moments}: killed {run.killed}, "
+            f"{again} steps and {more} samples taken again\n"
+        )
+        shutil.rmtree(folder)
+        if num_kills >= KILLS:
+            break
