@@ -30,7 +30,7 @@ from hpctrain.gradients.loss_scale import unscale_averages, unscale_own
 from hpctrain.gradients.node_values import is_shared, require_no_masters
 from hpctrain.gradients.parameter_names import Grouping, Groups, named, names_of, places_of
 from hpctrain.gradients.reduction import Reduction
-from hpctrain.gradients.sample_count import SampleCount
+from hpctrain.gradients.sample_count import SampleCount, check_count
 from hpctrain.gradients.sharded_reduction import ShardedReduction
 from hpctrain.gradients.sharded_step import ShardedStep
 from hpctrain.gradients.step_notes import StepNotes
@@ -161,6 +161,9 @@ class DistributedMethods(StepNotes):
         """
         if self._reducer:
             self._reducer.set_num_samples(num_samples, nominal)
+        else:  # one rank refuses what several refuse
+            groups = cast("Optimizer", self).param_groups
+            check_count(num_samples, nominal, (p for group in groups for p in group["params"]))
 
     def synchronize(self) -> None:
         """Average the gradients now, if ``backward()`` has not done so already. Collective.
