@@ -179,10 +179,10 @@ conformance: .venv/stamp ## run the long tests; with HOROVOD_SRC=DIR and TORCH_S
 	  python -m tests.conformance.suite $(HOROVOD_SRC) || code=$$?; \
 	  python -m tests.conformance.torch_suite $(TORCH_SRC) || code=$$?; exit $$code
 
-# By hand, once per release: other MPIs, the oldest packages, and what torch and Python can be had.
-.PHONY: matrix
-matrix: .venv/stamp ## test other versions of MPI, torch, Python; the table: hpctrain guide versions
-	python tests/matrix.py --guide
+# Run before a release. Each torch and each Python needs up to 7 GB of disk, one at a time.
+.PHONY: versions
+versions: .venv/stamp ## test other versions of torch, Python, MPI; table in hpctrain guide versions
+	python tests/versions.py --guide
 
 # --- everything else ----------------------------------------------------------------------------
 

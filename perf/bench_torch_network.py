@@ -36,6 +36,10 @@ ROUNDS = 5
 
 Call = Callable[[], object]
 
+# Their names before torch 2.13.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 def ways(num_bytes: int, groups: Mapping[str, dist.ProcessGroup]) -> dict[str, dict[str, Call]]:
     """Make the calls of each operation, by who carries it out."""
@@ -52,10 +56,8 @@ def ways(num_bytes: int, groups: Mapping[str, dist.ProcessGroup]) -> dict[str, d
     }
     for name, group in groups.items():
         calls["all_reduce"][name] = partial(dist.all_reduce, whole, group=group)
-        calls["all_gather"][name] = partial(dist.all_gather_single, whole, part, group=group)
-        calls["reduce_scatter"][name] = partial(
-            dist.reduce_scatter_single, part, whole, group=group
-        )
+        calls["all_gather"][name] = partial(all_gather_single, whole, part, group=group)
+        calls["reduce_scatter"][name] = partial(reduce_scatter_single, part, whole, group=group)
     return calls
 
 

@@ -6,8 +6,9 @@ import sys
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
+from hpctrain.core.python_compat import Self
 from tests.harness.journal import Journal
 
 SLOWEST = 20

@@ -13,7 +13,13 @@ Checked by a test: what it depends on is what hpctrain asks for. Not built: the 
 tests has no Spack.
 """
 
-from spack.package import PythonPackage, depends_on, license, version  # noqa: A004 - Spack's name
+from spack.package import (
+    PythonPackage,
+    depends_on,
+    license,  # noqa: A004 - the name that Spack gives
+    version,
+    when,
+)
 
 
 class PyHpctrain(PythonPackage):
@@ -25,15 +31,18 @@ class PyHpctrain(PythonPackage):
 
     version("0.1.0")
 
-    depends_on("python@3.11:3.11", type=("build", "run"))
+    depends_on("python@3.10:3.13", type=("build", "run"))
     depends_on("py-setuptools@77:", type="build")
     depends_on("py-cloudpickle@3.0:", type=("build", "run"))
-    depends_on("py-h5py@3.12:3", type=("build", "run"))
+    depends_on("py-h5py@3.10:3", type=("build", "run"))
     depends_on("py-mpi4py@4.1:4", type=("build", "run"))
-    depends_on("py-numpy@2.0:2", type=("build", "run"))
+    depends_on("py-numpy@1.26:2", type=("build", "run"))
     depends_on("py-rich@14.0:", type=("build", "run"))
     depends_on("py-safetensors@0.6:", type=("build", "run"))
-    depends_on("py-torch@2.13", type=("build", "run"))
+    depends_on("py-torch@2.6:", type=("build", "run"))
     depends_on("py-tree-sitter@0.25:", type=("build", "run"))
     depends_on("py-tree-sitter-bash@0.25:", type=("build", "run"))
     depends_on("py-typer@0.20:", type=("build", "run"))
+    with when("^python@:3.10"):
+        depends_on("py-tomli@2.0:", type=("build", "run"))
+        depends_on("py-typing-extensions@4.10:", type=("build", "run"))

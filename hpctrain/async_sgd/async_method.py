@@ -33,8 +33,8 @@ from hpctrain.checkpoint.format.state_hash import value_hashes
 from hpctrain.collectives.parameters import broadcast_parameters
 from hpctrain.comm.agreement import agreed, require_equal
 from hpctrain.comm.common_block import CommonBlock
-from hpctrain.comm.eager import eager
 from hpctrain.core.errors import ConfigError, HpctrainError
+from hpctrain.core.torch_compat import dynamo_disable
 from hpctrain.gradients.checked_steps import check_over
 from hpctrain.gradients.sample_count import check_count
 from hpctrain.gradients.step_check import Opening, StepCheck
@@ -143,7 +143,7 @@ class AsyncMethod(CommonBlock):
         Raises:
             ConfigError: they are not valid.
         """
-        check_count(num_samples, nominal)
+        check_count(num_samples, nominal, self._layout.parameters)
         self._samples, self._is_counted = (num_samples, nominal), True
 
     def skip_step(self) -> None:
@@ -151,7 +151,7 @@ class AsyncMethod(CommonBlock):
         self._require_open()
         self._step([None] * len(self._layout.parameters), weight=0.0)
 
-    @eager
+    @dynamo_disable
     def settle(self, where: str = "settle()") -> None:
         """Give all ranks the values in which every update is. Collective.
 

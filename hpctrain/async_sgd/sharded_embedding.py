@@ -42,11 +42,11 @@ from hpctrain.async_sgd.sharded_embedding_rows import (
 from hpctrain.async_sgd.sharded_embedding_rules import learning_rate, make_rule
 from hpctrain.checkpoint.format.shard import Shard
 from hpctrain.comm.agreement import agreed, require_equal
-from hpctrain.comm.eager import eager
 from hpctrain.comm.threaded import start_on
 from hpctrain.core.errors import CheckpointError, ConfigError, NotInitializedError
 from hpctrain.core.logs import logger
 from hpctrain.core.paths import absolute
+from hpctrain.core.torch_compat import dynamo_disable
 from hpctrain.gradients.sample_count import check_count
 from hpctrain.runtime import world
 from hpctrain.runtime.rebuild import Stage
@@ -181,7 +181,7 @@ class ShardedEmbedding(nn.Module):
 
     # -- lookups ------------------------------------------------------------------------------
 
-    @eager
+    @dynamo_disable
     def forward(self, ids: Tensor, offsets: Tensor | None = None) -> Tensor:
         """Return rows, or sums or means of bags of rows. Collective.
 
@@ -318,7 +318,7 @@ class ShardedEmbedding(nn.Module):
         return count.weight, count.average, flags & ~IS_COUNTED | IS_COUNTED * count.is_set
 
     @torch.no_grad()
-    @eager
+    @dynamo_disable
     def step(self) -> None:
         """Average the gradients that backward has kept, and step their rows. Collective.
 

@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hpctrain.comm.eager import eager
 from hpctrain.core.errors import ConfigError
+from hpctrain.core.torch_compat import dynamo_disable
 from hpctrain.gradients.optimizer import METHOD_MARK, require_plain
 
 _MARK = "_async_method"  # that of a parameter; copies of it, which carry it along, do not count
@@ -61,7 +61,7 @@ class StepHooks:
         while self._handles:
             self._handles.pop().remove()
 
-    @eager
+    @dynamo_disable
     def _on_step(self, _: Optimizer, args: Sequence[Any], kwargs: Any) -> None:
         require_plain(self._name, self._optimizer)
         if kwargs.get("closure") or len(args) > 1:
@@ -75,7 +75,7 @@ class StepHooks:
             for p in self._parameters:
                 p.grad = None
 
-    @eager
+    @dynamo_disable
     def _behind_step(self) -> None:
         self._after()
         for p, grad in zip(self._parameters, self._hidden, strict=bool(self._hidden)):

@@ -1,7 +1,7 @@
 """Checkpoints as people see them: which there are, what one holds, which are whole."""
 
 from collections.abc import Iterator, Mapping
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +71,7 @@ def describe(directory: Path | str, *, num_largest: int = 10) -> dict[str, Any]:
     records = [*told.tensors.values(), *private]
     parts = [part for record in told.tensors.values() for part in record.parts]
     files = sorted({manifest.file_name(part.rank) for each in records for part in each.parts})
-    written = datetime.fromtimestamp((directory / manifest.NAME).stat().st_mtime, UTC)
+    written = datetime.fromtimestamp((directory / manifest.NAME).stat().st_mtime, timezone.utc)
     return {
         "directory": str(directory),
         "step": told.step,

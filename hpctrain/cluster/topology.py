@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Self
 
 from hpctrain.core.errors import TopologyError
+from hpctrain.core.python_compat import Self
 from hpctrain.core.units import format_numbers
 
 SHOWN = 8  # nodes named in ``describe``; a thousand would drown the rest

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpctrain.comm.eager import eager
 from hpctrain.comm.ops import Op, combination
 from hpctrain.comm.tensor_arguments import name_of
 from hpctrain.compress.codec import Compressor
 from hpctrain.compress.half import Compression
 from hpctrain.core.errors import CommError, ConfigError
+from hpctrain.core.torch_compat import dynamo_disable
 from hpctrain.negotiation.controller import Controller
 from hpctrain.negotiation.pending_table import NUM_SLOTS
 from hpctrain.negotiation.request import Handle, Kind, ReduceOp, Request, Result, Signature
@@ -113,7 +113,7 @@ def check_group(tensors: Iterable[Tensor]) -> list[Tensor]:
     return group
 
 
-@eager
+@dynamo_disable
 def reduction(  # noqa: PLR0913 - what users give
     kind: Kind,
     tensors: Sequence[Tensor],

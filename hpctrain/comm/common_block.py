@@ -1,9 +1,9 @@
 """A block of the program that all ranks leave together, by ``with``."""
 
 from types import TracebackType
-from typing import Self
 
 from hpctrain.comm.liveness import Block, Liveness
+from hpctrain.core.python_compat import Self
 
 
 class CommonBlock:

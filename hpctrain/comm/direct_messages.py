@@ -19,7 +19,7 @@ from torch import Tensor
 from hpctrain.comm import requests
 from hpctrain.comm.communicator import Communicator, Owner
 from hpctrain.comm.mpi_world import is_loss
-from hpctrain.comm.node.segments import LINE_BYTES, Semaphore
+from hpctrain.comm.node.segments import LINE_BYTES, Fence, Semaphore, fence_of
 from hpctrain.comm.rail.rail import bytes_of
 from hpctrain.comm.requests import MpiRequest
 from hpctrain.comm.waiting import BY_MPI, Pace, Watch, wait_until
@@ -58,13 +58,19 @@ class Channel:
     """Messages of one kind. One thread of a rank sends them, one thread receives them."""
 
     def __init__(
-        self, comm: MPI.Intracomm, tag: int, bells: Mapping[int, Semaphore] | None = None
+        self,
+        comm: MPI.Intracomm,
+        tag: int,
+        *,
+        fence: Fence,
+        bells: Mapping[int, Semaphore] | None = None,
     ) -> None:
-        """Take a communicator of which nobody else uses this tag and the next one.
+        """Take a communicator of which no other code uses this tag and the next one.
 
-        ``bells`` are those of the ranks of this node, rung after each message to them.
+        ``bells`` are those of the ranks of this node, rung after each message to them. A message
+        may announce data in node memory, which ``fence`` orders before the message on arm64.
         """
-        self._comm, self._tag, self._bells = comm, tag, bells or {}
+        self._comm, self._tag, self._bells, self._fence = comm, tag, bells or {}, fence
         self._leaving: list[MpiRequest] = []
         self._arriving: defaultdict[int, deque[_Arriving]] = defaultdict(deque)
 
@@ -73,6 +79,8 @@ class Channel:
         self.prune()
         shapes = [(tensor.numel(), tensor.dtype) for tensor in tensors]
         packed = pickle.dumps((content, shapes))
+        if self._fence:
+            self._fence()
         self._send([packed, MPI.BYTE], to, self._tag)
         for tensor in tensors:
             if tensor.numel():
@@ -97,6 +105,8 @@ class Channel:
             while queue and self._is_whole(queue[0]):
                 one = queue.popleft()
                 came.append(Message(one.source, one.content, one.tensors))
+        if came and self._fence:
+            self._fence()
         return came
 
     @property
@@ -144,15 +154,17 @@ class DirectMessages:
         ``mates`` are the ranks of this node. ``look`` raises where a rank is lost; no wait may
         last longer than ``timeout_s``.
         """
-        self._memory = comm.new_bucket(LINE_BYTES // 8, torch.int64)
+        self._memory = comm.new_bucket(2 * LINE_BYTES // 8, torch.int64)
         near = mates if self._memory.peers else [comm.rank]
         places = self._memory.peers or (self._memory.flat,)
         self._bells = {
             rank: Semaphore(memory_at(place.data_ptr(), LINE_BYTES))
             for rank, place in zip(near, places, strict=True)
         }
-        self._bell = self._bells[comm.rank]
+        own = memory_at(self._memory.flat.data_ptr(), 2 * LINE_BYTES)
+        self._bell, spare = self._bells[comm.rank], Semaphore(own, LINE_BYTES)
         self._bell.initialise()
+        spare.initialise()
         comm.barrier()  # no rank rings a bell before it is there
         self._has_far = len(near) < comm.size
         self._num_due = 0  # requests whose bell was rung and which have not come whole
@@ -161,8 +173,8 @@ class DirectMessages:
         self._owner = Owner()
         self._watch = Watch(lambda _: look(), rank=ranks.rank, timeout_s=timeout_s)
         self._comm = WatchedCalls(ranks, self._watch).duplicate()
-        self.requests = Channel(self._comm, 0, self._bells)
-        self.replies = Channel(self._comm, 2)
+        self.requests = Channel(self._comm, 0, fence=fence_of(spare), bells=self._bells)
+        self.replies = Channel(self._comm, 2, fence=fence_of(spare))
 
     def wait(self, done: Callable[[], object]) -> float:
         """Sleep until it is done; return the seconds. ``RankLostError`` as all waits."""

@@ -5,14 +5,14 @@ float32 all the same, as float64 takes two to four times as long; those that may
 their value shows, are calculated again in float64.
 """
 
-# ruff: noqa: SLF001 - torch's own norms are made of torch._foreach_*
-
 import math
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from hpctrain.core.torch_compat import foreach_norm
 
 _LEAST_SUM = 2.0**-100
 """A sum of powers above it has lost none that matters."""
@@ -21,7 +21,7 @@ _LEAST_SUM = 2.0**-100
 def norms(tensors: Sequence[Tensor]) -> Tensor:
     """Return the Euclidean norm of each tensor, of one device and dtype, in float64 on the CPU."""
     wide = torch.float32 if tensors[0].dtype.itemsize < 4 else None
-    found = torch.stack(torch._foreach_norm([*tensors], 2, wide)).to("cpu", torch.float64)
+    found = torch.stack(foreach_norm([*tensors], 2, wide)).to("cpu", torch.float64)
     for index in _doubtful(found).nonzero().flatten().tolist():
         found[index] = torch.linalg.vector_norm(tensors[index], dtype=torch.float64)
     return found

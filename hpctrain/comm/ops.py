@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hpctrain.comm.tensor_arguments import name_of
 from hpctrain.core.errors import CommError
+from hpctrain.core.torch_compat import FLOAT8
 
 
 class Op(enum.Enum):
@@ -47,19 +48,12 @@ _SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 _UNSIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 _FLOATS = (torch.float32, torch.float64)
 _HALVES = (torch.float16, torch.bfloat16)
-_EIGHTHS = (
-    torch.float8_e4m3fn,
-    torch.float8_e4m3fnuz,
-    torch.float8_e5m2,
-    torch.float8_e5m2fnuz,
-    torch.float8_e8m0fnu,
-)
 _COMPLEX = {
     torch.complex32: torch.float16,
     torch.complex64: torch.float32,
     torch.complex128: torch.float64,
 }
-_WIDE = {torch.complex32: torch.complex64} | dict.fromkeys(_HALVES + _EIGHTHS, torch.float32)
+_WIDE = {torch.complex32: torch.complex64} | dict.fromkeys(_HALVES + FLOAT8, torch.float32)
 _SCALE_ELEMENTS = 1 << 16  # a piece that is scaled and rounded while it lies in the cache
 
 
@@ -116,7 +110,7 @@ def combination(dtype: torch.dtype, op: Op) -> Combination:
 
 def scale_(values: Tensor, factor: float) -> None:
     """Multiply floating point or complex ``values`` by ``factor``, rounding once."""
-    if values.dtype in _EIGHTHS:  # torch does not multiply them
+    if values.dtype in FLOAT8:  # torch does not multiply them
         values.copy_(values.to(torch.float32).mul_(factor))
     else:
         values.mul_(factor)
@@ -139,7 +133,7 @@ def _functions(dtype: torch.dtype) -> dict[Op, _Function]:
         return _ARITHMETIC | _ORDER | _BITWISE
     if dtype in _UNSIGNED:
         return _ARITHMETIC | _UNSIGNED_ORDER | _BITWISE
-    if dtype in _FLOATS + _HALVES + _EIGHTHS:
+    if dtype in _FLOATS + _HALVES + FLOAT8:
         return _ARITHMETIC | _ORDER
     if dtype in _COMPLEX:
         return _ARITHMETIC

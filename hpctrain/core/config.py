@@ -5,11 +5,12 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, Self, get_type_hints
+from typing import Annotated, Any, NamedTuple, get_type_hints
 
 from hpctrain.core import horovod_variables
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.paths import from_environment
+from hpctrain.core.python_compat import Self
 from hpctrain.core.target import hint
 from hpctrain.core.units import MIB, parse_bytes, parse_seconds
 

@@ -24,7 +24,7 @@ def setup(rank: int, size: int, log_dir: Path | None = None, *, level: str = "wa
     itself: then its own handlers alone print them. With ``log_dir`` this rank also writes
     ``log_dir/rank-N.log``.
     """
-    threshold = logging.getLevelNamesMapping()[level.upper()]
+    threshold = logging.getLevelName(level.upper())
     for old in [h for h in logger.handlers if isinstance(h, (_Console, _RankFile))]:
         logger.removeHandler(old)
         old.close()

@@ -9,11 +9,12 @@ import platform
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from hpctrain.core.atomic import make_folder, refusal, sync
 from hpctrain.core.config import records_folder
 from hpctrain.core.errors import ConfigError
+from hpctrain.core.python_compat import Self
 
 _FLUSH_S = 1.0  # of steps a kill may cost so much; the study does such a repeat again
 

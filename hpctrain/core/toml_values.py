@@ -1,7 +1,6 @@
 """Values of a configuration from several sources, each checked by its key."""
 
 import difflib
-import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any, Generic, TypeVar
 
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.keys import Key, keys_of, tables_of
+from hpctrain.core.python_compat import tomllib
 
 C = TypeVar("C")
 

@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Any
 
 from hpctrain.core.errors import HpctrainError
+from hpctrain.core.python_compat import add_note
 
 MAX_LINES = 12  # on the terminal; all is in the log file of the rank
 
@@ -65,7 +66,7 @@ def noted(whose: str, *values: Any) -> Iterator[None]:
         given = ""
         with suppress(Exception):  # whatever a user's object does when it is looked at
             given = " and ".join(map(described, values))
-        error.add_note(f"{whose} was given {given}" if given else whose)
+        add_note(error, f"{whose} was given {given}" if given else whose)
         raise
 
 

@@ -70,7 +70,7 @@ class Transformer:
             parameters = layers * (12 * hidden + 13) * hidden + (words + tokens) * hidden
         Rule(above=0, below=math.inf).check("parameters", parameters)
         if not hidden:
-            found = math.cbrt(128 / 12 * parameters)
+            found = (128 / 12 * parameters) ** (1 / 3)
             if layers:  # 12 layers h^2 + vocabulary h = parameters
                 found = 2 * parameters / (words + math.sqrt(words**2 + 48 * layers * parameters))
             unit = 2 ** max(0, math.frexp(found)[1] - 3)  # one that many ranks divide

@@ -8,7 +8,7 @@ from functools import partial
 from itertools import chain
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import torch
 
@@ -16,6 +16,7 @@ from hpctrain.comm.agreement import by_rank
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.ops import Op
 from hpctrain.core.errors import CorruptError, DataError
+from hpctrain.core.python_compat import Self, add_note
 from hpctrain.core.user_error import user_lines
 from hpctrain.data.order.ordering import Ordering, OrderName
 from hpctrain.data.order.window import WindowShape
@@ -48,8 +49,14 @@ _CHOICES = {
 }
 
 
-@dataclass(slots=True, weakref_slot=True)
-class Loader:
+class _Referable:
+    """Gives weak references to a class with slots, as ``weakref_slot`` does since Python 3.11."""
+
+    __slots__ = ("__weakref__",)
+
+
+@dataclass(slots=True)
+class Loader(_Referable):
     """Iterates over the batches of an epoch, read ahead by threads.
 
     All samples of an epoch lie on one line. The samples of step ``k`` are the same set for any
@@ -433,7 +440,7 @@ def _failures(error: Exception | None, comm: Communicator | None) -> dict[int, E
     for rank, found in enumerate(comm.allgather_object(told)):
         if found is not None:
             result[rank], frames = found
-            result[rank].add_note("\n".join([f"(raised on rank {rank})", *frames]))
+            add_note(result[rank], "\n".join([f"(raised on rank {rank})", *frames]))
     if error is not None:
         result[comm.rank] = error  # with its traceback
     return result

@@ -7,13 +7,14 @@ import tempfile
 import weakref
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 from hpctrain.cluster.resources import available_bytes
 from hpctrain.core import config
 from hpctrain.core.config import Settings
 from hpctrain.core.libc import file_system_magic
 from hpctrain.core.paths import absolute
+from hpctrain.core.python_compat import Self
 
 MEMORY = Path("/dev/shm")  # noqa: S108 - the memory of the node, as a folder
 PREFIX = "hpctrain-"

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from hpctrain.core.errors import DataError
+from hpctrain.core.python_compat import Self
 from hpctrain.data.format.layout import Field
 
 

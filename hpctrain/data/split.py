@@ -3,7 +3,7 @@
 import zipfile
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +12,7 @@ from hpctrain.core.atomic import publishing, reason_of
 from hpctrain.core.checksum import crc32
 from hpctrain.core.errors import DataError
 from hpctrain.core.paths import absolute
+from hpctrain.core.python_compat import Self
 from hpctrain.data.order.order import Order
 from hpctrain.data.samples import Indices, Samples
 from hpctrain.data.steps import Cut, StepPart, Steps

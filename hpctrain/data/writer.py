@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -16,6 +16,7 @@ from hpctrain.comm.serial import SerialCommunicator
 from hpctrain.core.atomic import make_folder
 from hpctrain.core.errors import DataError
 from hpctrain.core.paths import absolute
+from hpctrain.core.python_compat import Self
 from hpctrain.data.format.columns import Samples, checked_rows, count
 from hpctrain.data.format.hdf5_values import load_filters, rows_per_chunk
 from hpctrain.data.format.layout import MANIFEST, Field, Manifest, shard_part

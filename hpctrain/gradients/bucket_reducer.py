@@ -12,17 +12,22 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import torch
-from torch.autograd import Variable
-from torch.autograd.graph import _engine_run_backward
 from torch.nn import Parameter
 
 from hpctrain.comm.device import require_no_capture
-from hpctrain.comm.eager import eager
 from hpctrain.core.errors import CommError, ConfigError, MismatchError
+from hpctrain.core.torch_compat import (
+    BACKWARD,
+    call_after_backward,
+    dynamo_disable,
+    graph_task_id,
+    is_multithreading_enabled,
+)
 from hpctrain.gradients.checked_steps import CheckedSteps
 from hpctrain.gradients.gradient_bucket import Slot
 from hpctrain.gradients.parameter_names import NamedParameters
 from hpctrain.gradients.reduction import Reduction
+from hpctrain.gradients.sample_count import check_count
 from hpctrain.gradients.sparse_gradients import SparseSlot, writes_of
 from hpctrain.gradients.step_check import Announcement, Opening
 
@@ -115,6 +120,7 @@ class Reducer:
         if not self.reduction.count.average:
             raise ConfigError("sample counts weight an average; this optimizer has op=Sum")
         before = self.reduction.count.weight
+        check_count(num_samples, nominal, self.reduction.slot_of)
         self.reduction.count.set(num_samples, nominal)
         if self._passes_done and self.reduction.count.weight != before:
             raise ConfigError(
@@ -122,7 +128,7 @@ class Reducer:
                 f"num_samples={num_samples} after pass {self._passes_done}; set it before them"
             )
 
-    @eager
+    @dynamo_disable
     def finish(self, *, is_skipped: bool = False) -> bool:
         """Reduce now what ``backward()`` has not reduced in this step. Collective.
 
@@ -162,7 +168,7 @@ class Reducer:
             count.weight = weight
         return is_due
 
-    @eager
+    @dynamo_disable
     def new_step(self) -> None:
         """Expect the gradients of another step."""
         self.reduction.is_finite = None
@@ -172,14 +178,14 @@ class Reducer:
         if self._graph_tasks:  # a backward has raised
             self._break_off()
 
-    @eager
+    @dynamo_disable
     def end_step(self) -> None:
         """Count a step that was taken, and expect another."""
         self.steps.end()
         self.new_step()
         self._was_reduced = False
 
-    @eager
+    @dynamo_disable
     def start_again(self) -> None:
         """Forget what a backward that raised has left: parameters and state were replaced.
 
@@ -270,7 +276,7 @@ class Reducer:
         """Take one gradient; autograd calls this as soon as it is accumulated."""
         if not self.is_on or self._superseded:
             return
-        task = torch._C._current_graph_task_id()  # noqa: SLF001
+        task = graph_task_id()
         if task not in self._graph_tasks:
             require_no_capture(parameter.device)
             self._enter_graph_task(task, _is_outermost_backward(parameter))
@@ -310,9 +316,9 @@ class Reducer:
         self._graph_tasks.add(task)
         self._has_outer_end |= outermost
         end = self._on_backward_end if outermost else self._on_nested_end
-        Variable._execution_engine.queue_callback(end)  # noqa: SLF001
+        call_after_backward(end)
 
-    @eager
+    @dynamo_disable
     def _on_nested_end(self) -> None:
         """A backward inside backward (reentrant checkpointing) is over.
 
@@ -332,7 +338,7 @@ class Reducer:
             if slot.parameter.requires_grad
         )
 
-    @eager
+    @dynamo_disable
     def _on_backward_end(self) -> None:
         self._passes_done += 1
         if self._passes_done >= self._num_passes:
@@ -435,7 +441,7 @@ class _Hook:
         """Take a method of the reducer, and what it is told; None for what autograd gives."""
         self.reducer, self.tell, self.about = weakref.ref(reducer), tell, about
 
-    @eager
+    @dynamo_disable
     def __call__(self, given: torch.Tensor) -> None:
         if (reducer := self.reducer()) is not None:
             self.tell(reducer, given if self.about is None else self.about)
@@ -475,10 +481,10 @@ def _is_outermost_backward(parameter: torch.Tensor) -> bool:
     All of them enter the engine through one Python function, so its frames are counted. Gradients
     of an accelerator are made by a thread of the engine, in which there is no frame of the first.
     """
-    is_in_thread = not parameter.is_cpu and torch._C._is_multithreading_enabled()  # noqa: SLF001
+    is_in_thread = not parameter.is_cpu and is_multithreading_enabled()
     frame: FrameType | None = sys._getframe()  # noqa: SLF001
     depth = 0
     while frame is not None:
-        depth += frame.f_code is _engine_run_backward.__code__
+        depth += frame.f_code is BACKWARD
         frame = frame.f_back
     return depth <= (0 if is_in_thread else 1)

@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import Adagrad, Optimizer
 
 from hpctrain.core.errors import ConfigError
+from hpctrain.core.torch_compat import first_state_of_adagrad
 
 _OF_TORCH = {
     "elementwise": (
@@ -92,6 +93,11 @@ class PieceStep:
             {**self._settings[group], "params": own} for group, own in pieces.items()
         ]
         self._of.state = self.state
+        if isinstance(self._of, Adagrad):
+            for group in self._of.param_groups:
+                for piece in group["params"]:
+                    if piece not in self.state:
+                        self.state[piece] |= first_state_of_adagrad(piece, group)
         self._step(self._of)
 
     def parts(self, group: int, dtype: torch.dtype, shape: tuple[int, ...]) -> dict[str, Part]:

@@ -7,6 +7,7 @@ from torch.nn import Parameter
 from hpctrain.comm.bucket import BucketPlan
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.place import Way, new_place
+from hpctrain.core.torch_compat import foreach_copy_
 from hpctrain.gradients.parameter_names import NamedParameters
 from hpctrain.gradients.sparse_gradients import GradientState, as_sparse
 
@@ -190,7 +191,7 @@ class GradientBucket:
             slot.fill(weight, keeps_result=keeps_result, copies=copies)
         if copies:
             places, gradients = map(list, zip(*copies, strict=True))
-            torch._foreach_copy_(places, gradients)
+            foreach_copy_(places, gradients)
 
     def write_marks(self) -> None:
         """Say which parameters have a gradient on this rank."""

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.amp import GradScaler
 
-_OF_TORCH = GradScaler._unscale_grads_
+from hpctrain.core.torch_compat import replace_unscale_grads, unscale_grads
 
 
 def unscale_averages(kind: type[Any]) -> None:
@@ -17,16 +17,16 @@ def unscale_averages(kind: type[Any]) -> None:
     be multiplied by, and returns whether some are not finite. Others are as they were.
     """
 
-    @wraps(_OF_TORCH)
+    @wraps(unscale_grads)
     def unscale(
         scaler: GradScaler, optimizer: Any, inverse: Tensor, found_inf: Tensor, allow_fp16: Any
     ) -> dict[torch.device, Tensor]:
         if not isinstance(optimizer, kind):
-            return _OF_TORCH(scaler, optimizer, inverse, found_inf, allow_fp16)
+            return unscale_grads(scaler, optimizer, inverse, found_inf, allow_fp16)
         found_inf.fill_(optimizer._unscale(inverse.item(), allows_fp16=allow_fp16))  # noqa: SLF001
         return {found_inf.device: found_inf}
 
-    GradScaler._unscale_grads_ = unscale  # type: ignore[method-assign,assignment]
+    replace_unscale_grads(unscale)
 
 
 def unscale_own(stepping: Any) -> None:

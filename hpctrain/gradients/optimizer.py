@@ -15,7 +15,6 @@ from torch.nn.utils import clip_grad_value_
 from torch.optim import LBFGS, Optimizer
 
 from hpctrain.comm.communicator import Communicator
-from hpctrain.comm.eager import eager
 from hpctrain.comm.norms import clip_grad_norm_
 from hpctrain.comm.serial import SerialNode
 from hpctrain.compress.by_name import Compressing, codec_for, compressor_for
@@ -23,6 +22,7 @@ from hpctrain.compress.codec import Codec
 from hpctrain.compress.half import Compression
 from hpctrain.compress.savings import Savings
 from hpctrain.core.errors import ConfigError
+from hpctrain.core.torch_compat import dynamo_disable
 from hpctrain.gradients.adasum_step import AdasumStep
 from hpctrain.gradients.bucket_reducer import ParameterSource, Reducer
 from hpctrain.gradients.checked_steps import steps_over
@@ -341,7 +341,7 @@ def require_plain(method: str, optimizer: object) -> None:
         )
 
 
-@eager
+@dynamo_disable
 def before_step(
     stepping: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -373,14 +373,14 @@ def before_step(
     return args[:1], kwargs | {"closure": averaging}
 
 
-@eager
+@dynamo_disable
 def after_step(stepped: Any, *_: object) -> None:
     """Expect the next step, or combine those of all ranks: torch calls this behind ``step()``."""
     stepped._was_synchronized = False  # noqa: SLF001
     stepped._exchange.end_step()  # noqa: SLF001
 
 
-@eager
+@dynamo_disable
 def begin_step(stepping: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Keep the parameters: torch calls this at the start of ``step()``."""
     unscale_own(stepping)

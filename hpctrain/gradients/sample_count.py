@@ -1,7 +1,10 @@
 """Sample counts of ranks: the only place that decides a factor of a gradient."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
 
 from hpctrain.core.errors import ConfigError
 
@@ -46,8 +49,11 @@ class SampleCount:
         return self._predivide / (self.total_weight or 1.0)  # no samples: gradients are zeros
 
 
-def check_count(num_samples: float, nominal: float) -> None:
-    """Raise ``ConfigError`` unless the count is not negative, the nominal one positive."""
+def check_count(num_samples: float, nominal: float, parameters: Iterable[Tensor] = ()) -> None:
+    """Raise ``ConfigError`` unless the count is not negative, the nominal one positive.
+
+    Parameters of float16 need a nominal count: ``num_samples`` times a gradient may overflow.
+    """
     try:
         is_valid = 0 <= num_samples < math.inf and 0 < nominal < math.inf
         is_valid = is_valid and num_samples / nominal < math.inf
@@ -57,6 +63,12 @@ def check_count(num_samples: float, nominal: float) -> None:
         raise ConfigError(
             f"a sample count must be at least 0, its nominal value positive and the ratio finite, "
             f"got num_samples={num_samples!r}, nominal={nominal!r}"
+        )
+    if nominal == 1 < num_samples and any(p.dtype is torch.float16 for p in parameters):
+        raise ConfigError(
+            f"float16 parameters need the usual sample count, since num_samples / nominal "
+            f"multiplies their gradients, got {num_samples=}, nominal=1; call "
+            f"set_num_samples({num_samples:g}, nominal=N) with the same N on every rank"
         )
 
 

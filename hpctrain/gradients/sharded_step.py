@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hpctrain.comm.eager import eager
 from hpctrain.core.checksum import crc32
 from hpctrain.core.errors import (
     CommError,
@@ -23,6 +22,7 @@ from hpctrain.core.errors import (
     MismatchError,
     RankLostError,
 )
+from hpctrain.core.torch_compat import dynamo_disable, unscale_
 from hpctrain.gradients.bucket_reducer import ParameterSource, Reducer
 from hpctrain.gradients.elementwise import PieceStep
 from hpctrain.gradients.gradient_bucket import Slot
@@ -122,7 +122,7 @@ class ShardedStep(Reducer):
         while self._open_once():
             pass  # only some ranks have called synchronize(), and come to this call next
 
-    @eager
+    @dynamo_disable
     def _open_once(self, *, synchronizes: bool = False) -> bool:
         """Open the step; return whether a rank has done so in ``synchronize``. Collective.
 
@@ -186,7 +186,7 @@ class ShardedStep(Reducer):
         was_moved = is_elsewhere and grad._version == self._own[parameter][0]  # noqa: SLF001
         return not (was_moved and same(grad, place)) and bool(grad.any())
 
-    @eager
+    @dynamo_disable
     @torch.no_grad()
     def finish(self, *, is_skipped: bool = False) -> bool:  # noqa: ARG002 - of others
         """Average and step; the optimizer finds no gradients then. Collective."""
@@ -235,7 +235,7 @@ class ShardedStep(Reducer):
                 "share are not to be trusted; start again from a checkpoint"
             )
 
-    @eager
+    @dynamo_disable
     def end_step(self) -> None:
         """Give the gradients back, and expect another step."""
         for parameter, grad in self._hidden:
@@ -247,7 +247,7 @@ class ShardedStep(Reducer):
         self.steps.end()
         self.new_step()
 
-    @eager
+    @dynamo_disable
     def new_step(self) -> None:
         """Expect the gradients of another step; one that was begun counts as taken."""
         if self.is_in_step:
@@ -302,7 +302,7 @@ class ShardedStep(Reducer):
             raise ValueError("Attempting to unscale FP16 gradients.")  # as torch says it
         one, found = torch.ones(()), torch.zeros(())
         for grad in self.reduction.gradients(self._changes):
-            torch._amp_foreach_non_finite_check_and_unscale_([grad], found, one)
+            unscale_([grad], found, one)
         self._overflowed = self._norm_of_all(found.item(), math.inf) > 0
         if factor != 1.0:
             self.scale_by(factor)

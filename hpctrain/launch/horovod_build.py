@@ -218,8 +218,7 @@ def _torch() -> str:
         return metadata.version("torch")
     except metadata.PackageNotFoundError:
         raise LaunchError(
-            "Horovod is built against the installed torch, there is none; "
-            "pip install 'torch>=2.13,<2.14'"
+            "Horovod is built against the installed torch, there is none; pip install torch"
         ) from None
 
 

@@ -10,17 +10,18 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from pathlib import Path
 from platform import node
 from secrets import token_hex
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 from hpctrain.cluster.env import job_id
 from hpctrain.cluster.process import birth, identity
 from hpctrain.core.atomic import PART, publishing, sync
 from hpctrain.core.errors import CheckpointError, ConfigError
 from hpctrain.core.logs import logger
+from hpctrain.core.python_compat import Self
 from hpctrain.launch.slurm.scheduler import restart_count
 
 NAME = "lease.json"
@@ -89,7 +90,7 @@ class Holder:
             pid=me.pid,
             born=birth(me.pid),
             namespace=me.namespace,
-            since=datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
+            since=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC"),
             token=token_hex(8),
         )
 

@@ -13,16 +13,16 @@ from hpctrain.collectives.parameters import broadcast_parameters
 from hpctrain.comm.agreement import require_equal
 from hpctrain.comm.common_block import CommonBlock
 from hpctrain.comm.communicator import Communicator
-from hpctrain.comm.eager import eager
 from hpctrain.compress.by_name import Compressing, codec_for
 from hpctrain.compress.codec import Identity
 from hpctrain.core.errors import ConfigError
+from hpctrain.core.torch_compat import dynamo_disable
 from hpctrain.gradients.bucket_reducer import Reducer
 from hpctrain.gradients.checked_steps import CheckedSteps
 from hpctrain.gradients.optimizer import METHOD_MARK, require_plain
 from hpctrain.gradients.parameter_names import Grouping, named, names_of
 from hpctrain.gradients.reduction import Reduction
-from hpctrain.gradients.sample_count import NUM_FLAGS, SampleCount
+from hpctrain.gradients.sample_count import NUM_FLAGS, SampleCount, check_count
 from hpctrain.gradients.step_check import SKIPPED, StepCheck
 from hpctrain.local_sgd.federated import Federated, LocalGradients
 from hpctrain.local_sgd.replica import Exchange, Replica
@@ -126,6 +126,7 @@ class LocalMethod(CommonBlock, StateFields):
             ConfigError: the count is not valid, or the block has ended.
         """
         self._require_open()
+        check_count(num_samples, nominal, (p for _, p in self.replica.parameters()))
         for samples in self._samples:
             samples.add(num_samples, nominal)
         for reducer in self._reducers:
@@ -164,7 +165,7 @@ class LocalMethod(CommonBlock, StateFields):
                 reducer.steps.skip()
         self._end_step(is_skipped=True)
 
-    @eager
+    @dynamo_disable
     def synchronize(self) -> None:
         """Average the gradients of a synchronous step, if ``backward()`` has not. Collective.
 
@@ -425,7 +426,7 @@ class LocalMethod(CommonBlock, StateFields):
         """Whether the present step is one of a round."""
         return True
 
-    @eager
+    @dynamo_disable
     def _begin_step(self, args: Sequence[Any], options: Mapping[str, Any]) -> None:
         self._average_gradients()
         is_partial = self.rounds.draw.is_partial
@@ -440,7 +441,7 @@ class LocalMethod(CommonBlock, StateFields):
         counts = self.rounds.counts and self._samples[0].counts_step
         self._gradients.replace(counts=counts or not is_partial)
 
-    @eager
+    @dynamo_disable
     def _end_step(self, *, is_skipped: bool = False) -> None:
         self._gradients.put_back()
         synchronous = self.is_synchronous

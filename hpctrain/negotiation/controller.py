@@ -10,11 +10,11 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from hpctrain.comm.communicator import Owner
-from hpctrain.comm.eager import eager
 from hpctrain.comm.mpi_library import calls_from_threads
 from hpctrain.comm.mpi_world import is_loss
 from hpctrain.core.errors import CommError, HorovodInternalError, RankLostError
 from hpctrain.core.libc import Timer
+from hpctrain.core.torch_compat import dynamo_disable
 from hpctrain.core.units import MIB
 from hpctrain.negotiation.pending_table import NUM_SLOTS
 from hpctrain.negotiation.progress_engine import CLOSE, JOIN, BreakOff, ProgressEngine
@@ -100,7 +100,7 @@ class Controller:
             )
             self._thread.start()
 
-    @eager
+    @dynamo_disable
     def submit(
         self, request: Request, take: Take | None = None, *, is_awaited: bool = False
     ) -> Handle:
@@ -115,7 +115,7 @@ class Controller:
         self._enter(handle, is_awaited=is_awaited)
         return handle
 
-    @eager
+    @dynamo_disable
     def submit_tensor(
         self,
         name: str,
@@ -144,7 +144,7 @@ class Controller:
         assert request.name is not None
         self._repeated[name] = Repeated(request.name, request.signature)
 
-    @eager
+    @dynamo_disable
     def run(self, request: Request) -> Result:
         """Start an operation and wait for its result."""
         try:
@@ -208,7 +208,7 @@ class Controller:
         self._end_driving()
         self._post.close()
 
-    @eager
+    @dynamo_disable
     def finish(self, handle: Handle, timeout_s: float | None = None) -> None:
         """Return when an operation is done; drive until then, unless another thread does.
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from hpctrain.comm.agreement import agreed
 from hpctrain.comm.bucket import Bucket
 from hpctrain.core.errors import CommError, NodeMemoryError, RankLostError
+from hpctrain.core.torch_compat import foreach_copy_
 from hpctrain.core.units import KIB, MIB
 from hpctrain.negotiation.reducing import Recipe, multiply_, recipe, reduce_, reduce_scatter
 from hpctrain.negotiation.request import Kind, ReduceOp, Request, Result
@@ -316,11 +317,11 @@ class Executor:
         if layout.is_flat:
             torch.cat(given, out=layout.flat)  # in half the time
         else:
-            torch._foreach_copy_(layout.views, given)
+            foreach_copy_(layout.views, given)
         phases.enter("MPI_ALLREDUCE")
         reduce_(self._comm, layout.whole, how)
         phases.enter("MEMCPY_OUT_FUSION_BUFFER")
-        torch._foreach_copy_(taken, layout.views)
+        foreach_copy_(taken, layout.views)
 
     def _adasum(
         self, given: list[Tensor], taken: list[Tensor], how: Recipe, phases: Phases

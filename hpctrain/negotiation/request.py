@@ -3,10 +3,12 @@
 import enum
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from hpctrain.core.python_compat import Self
 
 if TYPE_CHECKING:
     from hpctrain.negotiation.controller import Controller

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.keys import require
+from hpctrain.core.torch_compat import foreach_mul_
 
 Tensors = list[Tensor]
 
@@ -100,9 +101,9 @@ def ratios(weights: Tensor, other: Tensor, below: Tensor) -> Tensor:
 def multiply_(tensors: Tensors, factors: Tensor) -> None:
     """Multiply each tensor by a factor of float64, which may exceed the range of the tensor."""
     first = factors.clamp(1.0 / _LARGEST, _LARGEST)
-    torch._foreach_mul_(tensors, first.tolist())
+    foreach_mul_(tensors, first.tolist())
     if not torch.equal(first, factors):
-        torch._foreach_mul_(tensors, (factors / first).tolist())
+        foreach_mul_(tensors, (factors / first).tolist())
 
 
 def _real(tensor: Tensor) -> Tensor:

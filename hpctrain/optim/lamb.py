@@ -1,7 +1,5 @@
 """LAMB: Adam whose step for each tensor is as long as its weights, times the rate."""
 
-# ruff: noqa: SLF001 - torch's own optimizers are made of torch._foreach_*
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,6 +9,16 @@ from torch.optim.optimizer import ParamsT
 
 from hpctrain.comm.norms import norms
 from hpctrain.core.keys import require
+from hpctrain.core.torch_compat import (
+    foreach_add_,
+    foreach_addcmul_,
+    foreach_clamp_max_,
+    foreach_div,
+    foreach_lerp_,
+    foreach_mul_,
+    foreach_sqrt,
+    foreach_sub_,
+)
 from hpctrain.optim.adaptive import AdaptiveOptimizer, Tensors, multiply_, ratios
 
 
@@ -88,22 +96,22 @@ class LAMB(AdaptiveOptimizer):
         """Step on tensors of one device and dtype."""
         steps, first, second = state
         beta1, beta2 = group["betas"]
-        torch._foreach_add_(steps, 1.0)
-        torch._foreach_lerp_(first, grads, 1 - beta1)
-        torch._foreach_mul_(second, beta2)
-        torch._foreach_addcmul_(second, grads, grads, 1 - beta2)
+        foreach_add_(steps, 1.0)
+        foreach_lerp_(first, grads, 1 - beta1)
+        foreach_mul_(second, beta2)
+        foreach_addcmul_(second, grads, grads, 1 - beta2)
         # Infinity would stay, and these weights with it: squares overflow above 1e19.
-        torch._foreach_clamp_max_(second, torch.finfo(params[0].dtype).max)
+        foreach_clamp_max_(second, torch.finfo(params[0].dtype).max)
 
         counts = [step.item() if group["bias_correction"] else math.inf for step in steps]
         free = [1 - beta1**count for count in counts]
         free_second = [math.sqrt(1 - beta2**count) for count in counts]
         eps = group["eps"] or torch.finfo(params[0].dtype).tiny
-        below = list(torch._foreach_sqrt(second))
-        torch._foreach_mul_(below, [a / b for a, b in zip(free, free_second, strict=True)])
-        torch._foreach_add_(below, [eps * each for each in free])
-        moved = list(torch._foreach_div(first, below))
-        torch._foreach_add_(moved, params, alpha=group["weight_decay"])
+        below = list(foreach_sqrt(second))
+        foreach_mul_(below, [a / b for a, b in zip(free, free_second, strict=True)])
+        foreach_add_(below, [eps * each for each in free])
+        moved = list(foreach_div(first, below))
+        foreach_add_(moved, params, alpha=group["weight_decay"])
 
         lr = float(group["lr"])
         factors = torch.full((len(params),), lr, dtype=torch.float64)
@@ -113,4 +121,4 @@ class LAMB(AdaptiveOptimizer):
                 of_weights = of_weights.clamp(*group["phi"])
             factors = ratios(of_weights, of_steps, of_steps) * lr
         multiply_(moved, factors)
-        torch._foreach_sub_(params, moved)
+        foreach_sub_(params, moved)

@@ -1,7 +1,5 @@
 """LARS: momentum SGD whose rate for each tensor follows the norms of weights and gradient."""
 
-# ruff: noqa: SLF001 - torch's own optimizers are made of torch._foreach_*
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,6 +8,7 @@ from torch.optim.optimizer import ParamsT
 
 from hpctrain.comm.norms import norms
 from hpctrain.core.keys import require
+from hpctrain.core.torch_compat import foreach_add, foreach_add_, foreach_mul_, foreach_sub_
 from hpctrain.optim.adaptive import AdaptiveOptimizer, Tensors, multiply_, ratios
 
 
@@ -100,14 +99,14 @@ class LARS(AdaptiveOptimizer):
                 group["trust_coefficient"] * of_weights, of_grads, of_grads + decay * of_weights
             )
             factors = ratio * inside
-        added = list(torch._foreach_add(grads, params, alpha=decay))
+        added = list(foreach_add(grads, params, alpha=decay))
         multiply_(added, factors)
         if momentum:
             [buffers] = state
-            torch._foreach_mul_(buffers, momentum)
-            torch._foreach_add_(buffers, added)
+            foreach_mul_(buffers, momentum)
+            foreach_add_(buffers, added)
             if group["nesterov"]:
-                torch._foreach_add_(added, buffers, alpha=momentum)
+                foreach_add_(added, buffers, alpha=momentum)
             else:
                 added = buffers
-        torch._foreach_sub_(params, added, alpha=outside)
+        foreach_sub_(params, added, alpha=outside)

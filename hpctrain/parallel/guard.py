@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.variable import Variable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
@@ -18,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from hpctrain.core import logs
 from hpctrain.core.config import Settings
 from hpctrain.core.errors import MismatchError, ReplicaError
+from hpctrain.core.torch_compat import call_after_backward, graph_task_id
 from hpctrain.gradients.weight_sample import WeightSample
 from hpctrain.parallel.guard_axes import Axis, Layout, difference, gathered, maxima
 from hpctrain.parallel.guard_facts import (
@@ -409,7 +409,7 @@ class Guard:
         hooks: Any = module._forward_pre_hooks  # noqa: SLF001
         hooks.move_to_end(self._handles[1].id, last=False)
         # Recomputation during backward belongs to a forward that was compared.
-        is_backward = torch._C._current_graph_task_id() != -1  # noqa: SLF001 - no public name
+        is_backward = graph_task_id() != -1
         if torch.is_grad_enabled() and not is_backward:
             self.compare(FORWARD)
 
@@ -423,8 +423,7 @@ class Guard:
     def _queue(self, _: Tensor) -> None:
         if not self._is_queued:  # behind what FSDP queues itself
             self._is_queued = True
-            later = Variable._execution_engine.queue_callback  # noqa: SLF001 - no public name
-            later(lambda: later(self.mark))
+            call_after_backward(lambda: call_after_backward(self.mark))
 
 
 def _closed() -> Guard:

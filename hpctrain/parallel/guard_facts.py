@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from hpctrain.core.checksum import crc32
+from hpctrain.core.torch_compat import foreach_norm
 from hpctrain.gradients.weight_sample import WeightSample
 
 Named = Sequence[tuple[str, nn.Parameter]]
@@ -138,7 +139,7 @@ def _sizes(gradients: Sequence[Tensor]) -> dict[Tensor, Tensor]:
             kinds[gradient.dtype, part(gradient).device].append(gradient)
     found: dict[Tensor, Tensor] = {}
     for some in kinds.values():
-        sizes = torch._foreach_norm([part(one) for one in some], torch.inf)  # noqa: SLF001
+        sizes = foreach_norm([part(one) for one in some], torch.inf)
         found.update(zip(some, (size.double() for size in sizes), strict=True))
     return found
 

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from hpctrain.cluster.topology import Topology
 from hpctrain.comm.agreement import agreed, raise_if_any, require_equal
 from hpctrain.core.errors import ConfigError, TopologyError
+from hpctrain.core.torch_compat import forget_earlier_meshes, unflattened
 from hpctrain.core.units import format_numbers
 from hpctrain.runtime import world
 
@@ -55,7 +56,7 @@ def build_mesh(
     world.init()
     if not dist.is_initialized():
         dist.init_process_group("hpctrain")
-    _forget_earlier_meshes()
+    forget_earlier_meshes()
     here = world.current()
     with agreed(here.comm, TopologyError):
         sizes = _checked(here.topology, dp=dp, pp=pp, cp=cp, tp=tp)
@@ -80,19 +81,6 @@ def _use(device: str) -> None:
             f"a mesh is of a type of device that every rank has, got {device!r}: "
             f"{str(error).splitlines()[0]}"
         ) from None
-
-
-def _forget_earlier_meshes() -> None:
-    """Drop what torch has planned for meshes of the same ranks whose groups are gone."""
-    planned = sys.modules.get("torch.distributed.tensor._redistribute")
-    if planned is None:  # nothing: it takes a second to load
-        return
-    from torch.distributed.tensor import debug  # noqa: PLC0415
-
-    debug._clear_sharding_prop_cache()  # noqa: SLF001 - there is no public name
-    for each in vars(planned).values():
-        if hasattr(each, "cache_clear"):
-            each.cache_clear()
 
 
 def gradient_mesh(mesh: DeviceMesh) -> DeviceMesh:
@@ -133,7 +121,7 @@ def hybrid_mesh(mesh: DeviceMesh | None = None) -> DeviceMesh:
         )
     raise_if_any(world.current().comm.allgather_object(refusal), TopologyError)
     parts = {"replicate": len(runs), "shard": runs[0]}
-    return axis._unflatten(0, tuple(parts.values()), tuple(parts))  # noqa: SLF001 - no other name
+    return unflattened(axis, tuple(parts.values()), tuple(parts))
 
 
 def require_one_axis(mesh: DeviceMesh, axis: str) -> None:

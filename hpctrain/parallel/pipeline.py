@@ -4,7 +4,7 @@ import socket
 import statistics
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,27 +12,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
-from hpctrain.comm.agreement import raise_if_any
 from hpctrain.core.errors import ConfigError
-from hpctrain.core.units import format_seconds
+from hpctrain.core.torch_compat import can_pipeline, require, without_outputs
 from hpctrain.parallel.guard import EVALUATION, FORWARD, guarded, release
 from hpctrain.parallel.mesh import require_one_axis
 from hpctrain.parallel.parts import digest, form_of, gathered, local, norm_of, require_alike, whole
-from hpctrain.parallel.rebalance import (
-    Layers,
-    against_others,
-    exchanged,
-    moved_words,
-    packed_layers,
-    refusal_of,
-    slowest_of,
-    speeds,
-    take_in,
-    timed,
-    unpacked,
-)
 from hpctrain.parallel.split import Chain, cut, layers_of, seconds_of, shared_between
 from hpctrain.parallel.stage import (
     TWO_HALVES,
@@ -97,13 +82,13 @@ class Pipeline:
             MismatchError: the ranks ask for different pipelines; on every rank of the axis.
         """
         require_one_axis(mesh, "pp")
+        require("a pipeline", can_pipeline, "2.7")
         self._mesh, self._group, self._size = mesh, mesh.get_group(), mesh.size()
         asked = f"{schedule=}, {num_microbatches=}, {stages_per_rank=}, layers={[*layers]}"
         first = f"sample {None if sample is None else (tuple(sample.shape), sample.dtype)}"
         require_alike(mesh, [asked, first, *form_of(model)], "a pipeline", SAME)
         self._make, per_rank = checked(schedule, stages_per_rank, model)
-        chain = layers_of(model, layers)
-        total = per_rank * self._size
+        chain, total = layers_of(model, layers), per_rank * self._size
         check_microbatches(num_microbatches, self._size, schedule)
         self._halves = schedule in TWO_HALVES
         self._rank_of = [rank_of_stage(stage, self._size, schedule) for stage in range(total)]
@@ -124,9 +109,9 @@ class Pipeline:
         number = self._mesh.get_local_rank()
         return [stage for stage, rank in enumerate(self._rank_of) if rank == number]
 
-    def _place(self, layers: Layers) -> None:
+    def _place(self, layers: Mapping[int, tuple[str, nn.Module]]) -> None:
         """Make the stages of this rank from its layers. Collective over all ranks."""
-        self._layers, total, mine = layers, len(self._rank_of), self._mine()
+        total, mine = len(self._rank_of), self._mine()
         self.model.fill([layers[number] for number in sorted(layers)])
         self._tie()
         self._chains = [Chain([layers[number] for number in self.split[stage]]) for stage in mine]
@@ -138,7 +123,7 @@ class Pipeline:
         self._watch(wrapped)
         for stage_of_rank in self._stages:
             stage_of_rank.halves = self._halves
-        self._seconds, self._measured = 0.0, dict[int, float]()
+        self._seconds = 0.0
         self._learnt: object = None
 
     def _watch(self, wrapped: Sequence[nn.Module]) -> None:
@@ -229,7 +214,6 @@ class Pipeline:
         self._check_batch(given, target, FORWARD)
         kept = self._take_tied_gradients()
         loss = self._run("step", given, target)
-        self._measured = self._seconds_of_layers()
         self._sum_tied_gradients(kept)
         self._guard.mark()
         return loss
@@ -246,13 +230,13 @@ class Pipeline:
     def _run(self, what: str, given: Tensor, target: Tensor) -> Tensor:
         for stage in self._stages:
             stage.reset()
-        for chain in self._chains:
-            chain.seconds = [[] for _ in chain.layers]
         losses: list[Tensor] = []
-        inputs = (given,) if self._stages[0].is_first else ()
+        # Torch before 2.13 compares strides with those of a copy.
+        inputs = (given.contiguous(),) if self._stages[0].is_first else ()
         told = target if self._stages[-1].is_last else None
         start = time.perf_counter()
-        getattr(self._schedule, what)(*inputs, target=told, losses=losses, return_outputs=False)
+        run = getattr(self._schedule, what)
+        run(*inputs, target=told, losses=losses, **without_outputs(run))
         self._seconds = time.perf_counter() - start
         mean = torch.zeros((), dtype=torch.float64)
         if losses:
@@ -348,84 +332,8 @@ class Pipeline:
         ideal = (self._size - 1) / (self._num_microbatches + self._size - 1)
         return (
             f"bubble {bubble:.3f}, (P - 1) / (M + P - 1) is {ideal:.3f}; "
-            f"{against_others(busy, [place for _, _, place in found])}"
+            f"{_against_others(busy, [place for _, _, place in found])}"
         )
-
-    def _seconds_of_layers(self) -> dict[int, float]:
-        """Share the time of each stage for a micro-batch among its layers, as forward took."""
-        found: dict[int, float] = {}
-        for stage, chain in zip(self._stages, self._chains, strict=True):
-            forward = [statistics.median(times) for times in chain.seconds]
-            factor, layers = stage.usual_s / sum(forward), self.split[stage.stage_index]
-            found |= dict(zip(layers, (f * factor for f in forward), strict=True))
-        return found
-
-    def rebalance(self, optimizer: Optimizer, *, least_gain: float = 0.05) -> str:
-        """Move layers from slow ranks to fast ones. Collective over all ranks.
-
-        By the times of the last ``step``. Layers that print alike tell how slow each rank is, so
-        a slow host is known from a dear layer. What moves takes parameters, buffers, gradients
-        and the optimizer's state along, unchanged; all training goes on as it would have. Call it
-        between two steps; ``pipeline.model`` and ``optimizer`` stay the same objects.
-
-        Args:
-            optimizer: of ``pipeline.model`` alone, with the same groups on all ranks.
-            least_gain: which part of the slowest stage's time must be won, else nothing moves.
-
-        Returns:
-            The slowest rank, its host and its time against the others', and what has moved, on
-            every rank.
-
-        Raises:
-            ConfigError: there was no step yet, parameters are divided (tensor parallel, FSDP), or
-                a layer cannot be pickled; on every rank, and nothing has moved.
-            MismatchError: the ranks have other optimizers.
-        """
-        refusal = refusal_of(self.model, optimizer)
-        if not self._measured:
-            refusal = "rebalance goes by the times of a step, got none; call step before it"
-        raise_if_any(gathered(refusal), ConfigError)
-        told = f"{type(optimizer).__name__} with {len(optimizer.param_groups)} groups"
-        require_alike(None, [told], "the optimizer", "make the same on all ranks")
-        everybody = gathered((self._mesh.get_local_rank(), timed(self._layers, self._measured)))
-        found = [
-            slowest_of([one for rank, one in everybody if rank == place])
-            for place in range(self._size)
-        ]
-        slowness, costs = speeds([one.layers for one in found])
-        factors = [slowness[rank] for rank in self._rank_of]
-        split = cut(costs, len(self._rank_of), factors)
-        now, then = (
-            max(f * sum(costs[i] for i in part) for f, part in zip(factors, each, strict=True))
-            for each in (self.split, split)
-        )
-        busy = [sum(seconds for _, seconds in one.layers.values()) for one in found]
-        slow = against_others(busy, [(one.rank, one.host) for one in found])
-        if then > (1 - least_gain) * now:
-            return f"{slow}; no other cut wins {least_gain:.0%} of the slowest stage's time"
-        words = self._move(split, optimizer)
-        return f"{slow}; {words}: the slowest stage, {format_seconds(now)}, {format_seconds(then)}"
-
-    def _move(self, split: list[range], optimizer: Optimizer) -> str:
-        """Cut so from now on; say what has moved. Collective over all ranks."""
-        before, after = self._ranks_of_layers(self.split), self._ranks_of_layers(split)
-        moves: dict[tuple[int, int], list[int]] = {}
-        for number, source in before.items():
-            if after[number] != source:
-                moves.setdefault((source, after[number]), []).append(number)
-        mine = self._mesh.get_local_rank()
-        going = {move: numbers for move, numbers in moves.items() if move[0] == mine}
-        packed, refusal = packed_layers(self._layers, going, optimizer)
-        raise_if_any(gathered(refusal), ConfigError)
-        taken = exchanged(packed, moves, self._group)
-        layers = {number: one for number, one in self._layers.items() if after[number] == mine}
-        came = unpacked(taken, self._mesh, self._device)
-        take_in(layers, came, optimizer, self._shared)
-        self.split = split
-        self._stages, self._schedule = [], None  # before others wrap the same parameters
-        self._place(layers)
-        self._guard.mark()
-        return moved_words(moves)
 
 
 def _agreed_costs(layers: Sequence[nn.Module], sample: Tensor | None) -> list[float]:
@@ -434,3 +342,14 @@ def _agreed_costs(layers: Sequence[nn.Module], sample: Tensor | None) -> list[fl
         return [1.0 + sum(p.numel() for p in layer.parameters()) for layer in layers]
     found = gathered(seconds_of(layers, sample))
     return [statistics.mean(times) for times in zip(*found, strict=True)]
+
+
+def _against_others(busy: Sequence[float], places: Sequence[tuple[int, str]]) -> str:
+    """Name the slowest rank of a pipeline, and its time against the others'. Pure."""
+    slowest = busy.index(max(busy))
+    others = [seconds for rank, seconds in enumerate(busy) if rank != slowest] or [max(busy)]
+    ratio, (rank, host) = max(busy) / max(statistics.median(others), 1e-9), places[slowest]
+    return (
+        f"rank {slowest} of the pipeline is slowest, {ratio:.2f} times the median of the others "
+        f"(rank {rank}, on {host})"
+    )

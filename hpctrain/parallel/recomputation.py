@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -12,6 +11,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from hpctrain.core.torch_compat import Operator
 from hpctrain.parallel.split import matching
 
 DEAR = ("mm", "addmm", "convolution")
@@ -77,5 +77,5 @@ def _policy(
 ) -> CheckpointPolicy:
     name = operator.name().partition(".")[0].removeprefix("aten::")
     fused = name.startswith("_scaled_dot_product") and "backward" not in name
-    keep = isinstance(operator, torch._ops.OpOverload) and (name in DEAR or fused)  # noqa: SLF001
+    keep = isinstance(operator, Operator) and (name in DEAR or fused)
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE

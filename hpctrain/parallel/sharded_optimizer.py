@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from hpctrain.core.errors import ConfigError
+from hpctrain.core.torch_compat import average_unused_parameters
 from hpctrain.parallel.guard import guard_of
 from hpctrain.parallel.offload import FileState
 from hpctrain.parallel.parts import clip_grad_norm_, local, places_of
@@ -64,7 +65,7 @@ class Gradients:
         self._used: set[str] = set()
         self._sharded = dict(model.named_parameters())
         self._whole: dict[str, Tensor] = {}
-        self.model.set_reduce_scatter_unused_params(True)
+        average_unused_parameters(model)
         places = places_of(model)
         for unit in self._units():
             unit.unshard()

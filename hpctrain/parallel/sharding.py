@@ -20,6 +20,7 @@ from torch.optim import Optimizer, Rprop
 
 from hpctrain.comm.agreement import raise_if_any
 from hpctrain.core.errors import ConfigError
+from hpctrain.core.torch_compat import has_cpu_streams, require
 from hpctrain.gradients.elementwise import is_known_as
 from hpctrain.parallel.guard import guarded
 from hpctrain.parallel.mesh import build_mesh
@@ -84,6 +85,7 @@ def shard(  # noqa: PLR0913 - each is one choice
     Differs: in stages 1 and 2 parameters go while gradients come, which add up in float32.
     """
     mesh = build_mesh()["dp"] if mesh is None else mesh
+    require("shard() on CPUs", mesh.device_type != "cpu" or has_cpu_streams, "2.7")
     names = {parameter: name for name, parameter in model.named_parameters()}
     chosen = _Choice(stage, mesh, layers, compute_dtype, offload)
     units, file = _checked(model, optimizer, names, chosen)
@@ -144,8 +146,9 @@ def _distribute(model: nn.Module, units: Sequence[nn.Module], chosen: _Choice) -
         options["offload_policy"] = CPUOffloadPolicy()
     for unit in reversed(units):
         fully_shard(unit, reshard_after_forward=stage == 3, **options)
-    # None: what is left of the model stays whole, as backward begins with it.
-    fully_shard(model, reshard_after_forward=None if stage == 3 else False, **options)
+    # By default the rest of the model stays whole after forward, as backward begins with it.
+    rest: dict[str, Any] = {} if stage == 3 else {"reshard_after_forward": False}
+    fully_shard(model, **options, **rest)
     if mesh.device_type == "cpu":  # a stream does so elsewhere
         _gather_ahead(model, units)
 

@@ -25,8 +25,6 @@ class Chain(nn.Module):
         self._modules.clear()
         self.layers = [layer for _, layer in layers]  # a list registers nothing
         self._names = [name for name, _ in layers]
-        self.seconds: list[list[float]] = [[] for _ in layers]
-        """Of each forward of each layer since somebody cleared the lists."""
         for name, layer in layers:
             *path, last = name.split(".")
             place: nn.Module = self
@@ -38,10 +36,8 @@ class Chain(nn.Module):
 
     def forward(self, given: Tensor) -> Tensor:
         """Call one layer after the other."""
-        for name, layer, seconds in zip(self._names, self.layers, self.seconds, strict=True):
-            start = time.perf_counter()
+        for name, layer in zip(self._names, self.layers, strict=True):
             given = layer(given)
-            seconds.append(time.perf_counter() - start)
             if not isinstance(given, Tensor):
                 raise ConfigError(
                     f"a layer of a pipeline returns a tensor, got {type(given).__name__} of "
@@ -119,15 +115,12 @@ def left_as_they_are(modules: Sequence[nn.Module], device: torch.device) -> Iter
             buffers.update(own)
 
 
-def cut(
-    costs: Sequence[float], num_stages: int, slowness: Sequence[float] | None = None
-) -> list[range]:
+def cut(costs: Sequence[float], num_stages: int) -> list[range]:
     """Cut layers into stages so that the dearest stage costs as little as can be. Pure.
 
     Args:
         costs: of each layer.
         num_stages: each of at least one layer.
-        slowness: how many times as long the rank of each stage takes for a layer; else all alike.
 
     Returns:
         The layers of each stage.
@@ -140,16 +133,15 @@ def cut(
             f"every stage of a pipeline has a layer, got {len(costs)} layers for {num_stages} "
             f"stages; take fewer stages"
         )
-    factors, ends = slowness or [1.0] * num_stages, [0.0, *accumulate(costs)]
+    ends = [0.0, *accumulate(costs)]
     # For each number of first layers: the least cost of the dearest stage, and the cuts for it.
     best: dict[int, tuple[float, tuple[int, ...]]]
-    best = {n: (factors[0] * ends[n], (0, n)) for n in range(1, len(ends))}
+    best = {n: (ends[n], (0, n)) for n in range(1, len(ends))}
     for stage in range(2, num_stages + 1):
-        factor = factors[stage - 1]
         best = {
             number: min(
                 (
-                    max(best[before][0], factor * (ends[number] - ends[before])),
+                    max(best[before][0], ends[number] - ends[before]),
                     (*best[before][1], number),
                 )
                 for before in range(stage - 1, number)

@@ -1,6 +1,5 @@
 """A stage of a pipeline, and torch's schedules by which stages work."""
 
-import statistics
 import time
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -43,11 +42,6 @@ class Stage(PipelineStage):
         """Of all micro-batches."""
         return sum(map(sum, self.seconds.values()))
 
-    @property
-    def usual_s(self) -> float:
-        """Of a micro-batch."""
-        return sum(map(statistics.median, self.seconds.values()))
-
     @contextmanager
     def _busy(self, what: str) -> Any:
         start = time.perf_counter()
@@ -56,12 +50,17 @@ class Stage(PipelineStage):
         finally:
             self.seconds.setdefault(what, []).append(time.perf_counter() - start)
 
-    def _compute_outputs(self, *args: Any, **options: Any) -> Any:
-        # By which torch learns shapes. DDP would take it for a forward whose gradients it sums.
+    def _prepare_forward_infra(self, *args: Any, **options: Any) -> Any:
+        # Torch before 2.13 learns shapes once. It learns them by a forward pass, for which DDP
+        # would average gradients.
+        self.inputs_meta = self._outputs_meta = None
         inner = self.submod
         quiet = inner.no_sync() if isinstance(inner, DistributedDataParallel) else nullcontext()
         with quiet, left_as_they_are([inner], self.device):
-            return self._divisible(super()._compute_outputs(*args, **options))
+            return super()._prepare_forward_infra(*args, **options)
+
+    def _compute_outputs(self, *args: Any, **options: Any) -> Any:
+        return self._divisible(super()._compute_outputs(*args, **options))
 
     def forward_maybe_with_nosync(self, *args: Any, **options: Any) -> Any:
         """Return outputs as torch needs them."""
@@ -76,6 +75,10 @@ class Stage(PipelineStage):
         if self.halves and torch.is_grad_enabled() and out.is_floating_point():
             return (out.clone() if out._is_view() else out).requires_grad_()  # noqa: SLF001 - no other name
         return out
+
+    def _get_init_p2p_neighbors_ops(self) -> list[Any]:
+        """Return no messages: torch before 2.13 sends 8 bytes where it receives 4, for NCCL."""
+        return []
 
     # Torch hands gradients from stage to stage of a rank also where there are none, without these.
     def get_local_bwd_output(self, mb_index: int) -> Any:

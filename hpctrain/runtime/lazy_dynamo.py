@@ -15,16 +15,14 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-import torch
-
-NAME = "torch._dynamo"
+from hpctrain.core.torch_compat import DYNAMO, set_dynamo
 
 
 class StandIn(ModuleType):
     """What lies in ``sys.modules`` until more of the package is needed."""
 
     def __init__(self) -> None:
-        super().__init__(NAME)
+        super().__init__(DYNAMO)
         self.__dict__.update(__path__=[], undecided=[], lock=threading.RLock())
 
     def graph_break(self, msg: str = "") -> None:
@@ -53,7 +51,7 @@ class Finder:
 
     def find_spec(self, name: str, *_path_and_target: object) -> ModuleSpec | None:
         """Return nothing, unless the stand-in was taken for the package of this module."""
-        if not name.startswith(f"{NAME}.") or sys.modules.get(NAME) is not self.stand_in:
+        if not name.startswith(f"{DYNAMO}.") or sys.modules.get(DYNAMO) is not self.stand_in:
             return None
         load(self.stand_in)
         if name not in sys.modules:
@@ -73,17 +71,17 @@ class Finder:
 def load(stand_in: StandIn) -> ModuleType:
     """Put the package in the place of its stand-in; it decides anew on what was handed back."""
     with stand_in.lock:
-        if sys.modules.get(NAME) is stand_in:
-            del sys.modules[NAME], torch._dynamo  # noqa: SLF001 - the package is private
-            importlib.import_module(NAME)
+        if sys.modules.get(DYNAMO) is stand_in:
+            set_dynamo(None)
+            importlib.import_module(DYNAMO)
             for function in stand_in.undecided:
                 function.__dict__.pop("__dynamo_disable", None)
-        return sys.modules[NAME]
+        return sys.modules[DYNAMO]
 
 
 def install() -> None:
     """Put the stand-in there, unless the package has been loaded already."""
-    if NAME not in sys.modules:
+    if DYNAMO not in sys.modules:
         stand_in = StandIn()
-        sys.modules[NAME] = torch._dynamo = stand_in  # noqa: SLF001
+        set_dynamo(stand_in)
         sys.meta_path.insert(0, Finder(stand_in))

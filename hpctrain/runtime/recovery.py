@@ -11,7 +11,7 @@ communication capability: design and rationale".
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Generic, NamedTuple, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 from hpctrain.comm.mpi_world import is_loss, is_of_mpi
 from hpctrain.core.errors import CommError, RankLostError
@@ -35,15 +35,15 @@ def is_on() -> bool:
     return here.settings.recover and here.ranks is not None
 
 
-class Attempt(NamedTuple, Generic[T]):
+class Attempt(NamedTuple):
     """How something that all ranks do together has ended."""
 
-    result: T | None  # None where ranks were lost
+    result: Any  # of the function; None where ranks were lost
     lost: list[int]  # their numbers, in the world before
     error: Exception | None  # that this rank has met then
 
 
-def attempt(function: Callable[[], T], *, moves: bool = True) -> Attempt[T]:
+def attempt(function: Callable[[], T], *, moves: bool = True) -> Attempt:
     """Call a function on all ranks; shrink the world if ranks are lost meanwhile, see ``_shrink``.
 
     Collective over those that are left. Any other error passes through, and ends all ranks.

@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from hpctrain.cluster.env import STOPPED, STOPPING, asked_by, run_directory
 from hpctrain.comm.agreement import raise_if_any
 from hpctrain.core.errors import CommError, LaunchError
 from hpctrain.core.logs import logger
+from hpctrain.core.python_compat import Self
 from hpctrain.core.units import format_seconds
 from hpctrain.launch.slurm.scheduler import job_end
 

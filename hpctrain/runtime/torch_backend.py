@@ -11,23 +11,32 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 
-from hpctrain.comm.process_group import rendezvous
+from hpctrain.core.logs import logger
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
-
     from hpctrain.comm.communicator import Communicator
     from hpctrain.comm.process_group.group import HpctrainGroup
     from hpctrain.comm.waiting import Limit
+    from hpctrain.core.torch_compat import Store
 
 _NUM_TAGS = 32767  # what MPI promises at least
 
 
 def register() -> None:
-    """Let ``torch.distributed.init_process_group("hpctrain")`` work; harmless the second time."""
-    rendezvous.register(_create, _find_ranks)
+    """Register the backend ``hpctrain`` of torch.distributed. A second call has no effect.
+
+    ``import torch`` calls this function in every program, so a torch without the names that the
+    backend needs gives a warning instead of an error.
+    """
+    try:
+        from hpctrain.comm.process_group import rendezvous  # noqa: PLC0415
+    except (ImportError, AttributeError) as error:
+        logger.warning(f"torch {torch.__version__} has no backend hpctrain: {error}")
+    else:
+        rendezvous.register(_create, _find_ranks)
 
 
 def _find_ranks(timeout: timedelta) -> "tuple[Store, int, int]":
@@ -36,6 +45,7 @@ def _find_ranks(timeout: timedelta) -> "tuple[Store, int, int]":
     ``RankLostError`` if a rank does not come within ``timeout``.
     """
     from hpctrain.comm.mpi_world import await_world  # noqa: PLC0415
+    from hpctrain.comm.process_group import rendezvous  # noqa: PLC0415
     from hpctrain.runtime import world  # noqa: PLC0415
 
     if not world.is_initialized():

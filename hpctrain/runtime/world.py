@@ -23,6 +23,7 @@ from hpctrain.comm.threaded import ThreadedCommunicator
 from hpctrain.core import config, logs
 from hpctrain.core.config import Settings
 from hpctrain.core.errors import ConfigError, NotInitializedError, ReplicaError
+from hpctrain.core.torch_compat import warn_if_untested
 from hpctrain.negotiation.stall import LastCall
 from hpctrain.negotiation.timeline import Timelines
 from hpctrain.runtime import arrival, lazy_dynamo, torch_backend
@@ -118,10 +119,8 @@ def init(
             what ``HPCTRAIN_ENGINE`` says. Rank 0 decides for all.
 
     Raises:
-        ConfigError: a setting or an argument is not valid, or a process set is there twice; in
-            that last case the world is there all the same.
-        LaunchError: the launcher, the MPI library and the world do not fit together, or some
-            rank has no Horovod and the engine is that.
+        ConfigError: a setting or an argument is not valid, or a process set is given twice.
+        LaunchError: launcher, MPI library and world do not match, or a rank has no Horovod.
         NodeMemoryError: shared memory was forced and cannot be had.
         MismatchError: the ranks give different process sets; on every rank.
     """
@@ -136,6 +135,7 @@ def init(
             if engine not in config.ENGINES:
                 raise ConfigError(f"engine is one of {', '.join(config.ENGINES)}, got {engine!r}")
             settings = replace(settings, engine=engine)
+        warn_if_untested()
         join(settings, chosen)
         _refuse_operations()
     if isinstance(process_sets, str):

@@ -8,7 +8,7 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from pathlib import Path
 
 from hpctrain.cluster.load import LoadMeter
@@ -37,7 +37,7 @@ def carry_out(config: StudyConfig, attempt: Attempt, folder: StudyFolder) -> Poi
     """
     place, study = clear(folder, attempt), config.study
     make_folder(place / RECORDS)
-    begun, start, meter = datetime.now(UTC), time.monotonic(), LoadMeter()
+    begun, start, meter = datetime.now(timezone.utc), time.monotonic(), LoadMeter()
     try:
         _run(config, attempt, place)
         found = {"status": "done"} | measure(

@@ -4,12 +4,12 @@ Sources: Hoefler and Belli, Scientific Benchmarking of Parallel Computing System
 rules, numbered as there); Bailey, Twelve Ways to Fool the Masses, 1991; rules of MLPerf HPC.
 """
 
-import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import resources
 from itertools import pairwise
 
+from hpctrain.core.python_compat import tomllib
 from hpctrain.studies.points import attempts_of
 from hpctrain.studies.records import PointRecord
 from hpctrain.studies.results import StudyResults

@@ -2,13 +2,14 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Self
+from typing import Any
 
 import torch
 
 from hpctrain.async_sgd.async_method import AsyncMethod
 from hpctrain.comm.ops import Op
 from hpctrain.core.errors import MismatchError
+from hpctrain.core.python_compat import Self
 
 MEETING_STEPS = 16
 """A stop, or a checkpoint by the clock, is known to all ranks after at most so many steps."""

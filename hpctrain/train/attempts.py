@@ -1,6 +1,5 @@
 """A run in its directory: its first part, and those that go on from a checkpoint."""
 
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
@@ -24,6 +23,7 @@ from hpctrain.core.errors import (
     ReplicaError,
 )
 from hpctrain.core.logs import logger
+from hpctrain.core.python_compat import tomllib
 from hpctrain.core.records import read
 from hpctrain.launch.lease import Lease
 from hpctrain.launch.slurm.scheduler import restart_count

@@ -3,13 +3,14 @@
 import shutil
 import sys
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, ProgressColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
 from rich.table import Table
 
+from hpctrain.core.python_compat import Self
 from hpctrain.core.units import format_bytes
 
 if TYPE_CHECKING:

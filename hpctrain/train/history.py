@@ -1,7 +1,6 @@
 """The history of a run over all its parts, from its files; needs neither MPI nor torch."""
 
 import json
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,6 +10,7 @@ from typing import Any
 
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.logs import logger
+from hpctrain.core.python_compat import tomllib
 from hpctrain.core.records import read
 from hpctrain.core.toml_values import flat
 from hpctrain.core.units import format_bytes, format_seconds

@@ -1,6 +1,5 @@
 """A configuration from its four sources: arguments, environment, file, defaults."""
 
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.keys import dumps, keys_of, tables_of, value_of
 from hpctrain.core.paths import absolute
+from hpctrain.core.python_compat import tomllib
 from hpctrain.core.toml_values import TomlValues, read_toml, unknown_key
 from hpctrain.train.config import RunConfig
 

@@ -7,11 +7,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from hpctrain.core.atomic import PART, publishing, refusal
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.logs import logger
+from hpctrain.core.python_compat import Self
 from hpctrain.core.records import Records, finite, read, record_of
 
 if TYPE_CHECKING:

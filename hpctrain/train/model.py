@@ -21,6 +21,7 @@ from hpctrain.comm.communicator import Communicator
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.logs import logger
 from hpctrain.core.target import call, check_arguments, member, resolve
+from hpctrain.core.torch_compat import accelerator
 from hpctrain.core.user_error import noted
 from hpctrain.gradients.elementwise import can_shard
 from hpctrain.optim.groups import EXEMPTIONS, matched, parameter_groups
@@ -197,7 +198,7 @@ def choose_device(config: TrainingConfig, num_devices: int) -> tuple[torch.devic
     Not collective. Nothing is said where there is no choice. Raises ``ConfigError``: this rank has
     no such device.
     """
-    here = torch.accelerator.current_accelerator(check_available=True)
+    here = accelerator()
     kind, cpu = here.type if here is not None else "", torch.device("cpu")
     if config.device not in {"auto", "cpu", kind}:
         raise ConfigError(

@@ -1,13 +1,13 @@
 """Chrome traces of chosen steps, for chrome://tracing and Perfetto."""
 
 from pathlib import Path
-from typing import Self
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from hpctrain.core.atomic import make_folder, publishing
 from hpctrain.core.logs import logger
+from hpctrain.core.python_compat import Self
 from hpctrain.train.config import LogConfig
 
 

@@ -101,6 +101,7 @@ class _Run:
         if not recovers:
             return self._take_part()
         while True:
+            code: int | None
             code, _, error = recovery.attempt(self._take_up, moves=False)
             if code is not None:
                 return code

@@ -6,7 +6,7 @@ import platform
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -148,5 +148,5 @@ def environment(mpi: str | None = None) -> dict[str, Any]:
         "job": {"id": job_id(), "restarts": restart_count(), **job_facts()} if job_id() else {},
         "command": sys.argv,
         "working_directory": str(Path.cwd()),
-        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }

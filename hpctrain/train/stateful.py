@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
+from hpctrain.core.torch_compat import foreach_lerp_
 from hpctrain.optim.loss_spikes import LossSpikes
 from hpctrain.train.config import TrainingConfig
 
@@ -83,7 +84,7 @@ class Ema:
     def update(self) -> None:
         """Take in the weights after a step."""
         if self._averages:
-            torch._foreach_lerp_(self._averages, self._parameters, 1 - self._decay)
+            foreach_lerp_(self._averages, self._parameters, 1 - self._decay)
         else:
             self._averages = [parameter.detach().clone() for parameter in self._parameters]
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from hpctrain.comm.node import segments
 from hpctrain.core.errors import (
     CommError,
     ConfigError,
@@ -77,6 +78,22 @@ def test_without_staleness_it_is_the_distributed_optimizer_to_the_bit(hvd, name,
         for key, value in optimizer.state[one].items():
             expected = torch.as_tensor(reference.state[other][key])
             assert torch.equal(torch.as_tensor(value), expected), key
+
+
+@MANY
+@ONE_NODE
+def test_a_processor_that_reorders_stores_has_a_fence_at_each_end_of_a_message(hvd, monkeypatch):
+    """Gradients are in node memory when the message that announces them arrives."""
+    monkeypatch.setattr(segments, "STORES_IN_ORDER", False)  # as on arm64
+    calls, post = [], segments.Semaphore.post
+    monkeypatch.setattr(segments.Semaphore, "post", lambda own: (calls.append(own), post(own)))
+    model = make_model(torch.float32)
+    optimizer = sgd(model)
+    with hvd.StaleSynchronous(model, optimizer, 0) as method:
+        fences = {one._fence for one in (method._messages.requests, method._messages.replies)}
+        assert None not in fences
+        train(hvd, model, optimizer, 0, 3)
+    assert len(calls) >= 2 * 3
 
 
 class Ages(nn.Module):

@@ -61,6 +61,7 @@ def test_it_was_not_written_again():
     assert digests == ["f5cda71df2529752", "132b88438ad79272", "afabfc8e20897854"]
 
 
+@pytest.mark.requires("torch-2.7")
 @pytest.mark.ranks(1, 2, 3)
 def test_it_is_loaded_bit_for_bit(world):
     comm = MpiCommunicator(world)

@@ -116,11 +116,13 @@ class Calls:
         """Take the ranks; nothing is called yet."""
         self.program, self.rank, self.size, self.comm = program, rank, program.size, comm
         self.kept: list[torch.Tensor] = []
+        self.own: list[torch.Tensor] = []  # of kept, those that no later call uses
 
     def mine(self, number: int, numel: int) -> torch.Tensor:
         """Return this rank's argument, to be overwritten once the call has failed."""
         made = given(number, self.rank, numel)
         self.kept.append(made)
+        self.own.append(made)
         return made
 
     # -- a communicator ---------------------------------------------------------------------
@@ -197,6 +199,13 @@ class Calls:
         for work in works:
             work.wait()
         return x + y, 2 * total(number, self.size, numel)
+
+    def dist_behind_another(self, number, numel, root):
+        y, x = given(number, self.rank, numel), self.mine(number, numel)
+        work = dist.all_reduce(y, async_op=True)
+        dist.broadcast(x, root)
+        work.wait()
+        return x + y, given(number, root, numel) + total(number, self.size, numel)
 
     def dist_reduce_scatter(self, number, numel, _root):
         x = self.mine(number, numel * self.size)
@@ -355,6 +364,7 @@ def run(program: Program, world: MPI.Intracomm) -> tuple[int, int, str]:
     """
     succeeded = failed = 0
     wrong = ""
+    overwritten: list[torch.Tensor] = []
     is_culprit, is_late = world.rank == program.culprit, program.way == "late"
     kind = Interrupt if program.way.startswith("interrupt") else AlarmError
     with calls_of(program, world) as calls, Signal(kind) as alarm:
@@ -377,11 +387,14 @@ def run(program: Program, world: MPI.Intracomm) -> tuple[int, int, str]:
                 if program.changes_memory:
                     for one in calls.kept:
                         one.fill_(-1e6)
+                    overwritten = list(calls.own)
                 continue
             succeeded += 1
             is_same = found == expected
             if not (is_same.all() if isinstance(is_same, torch.Tensor) else is_same):
                 wrong += f"rank {world.rank}, call {number}, {name}: {found} is not {expected}; "
+        if any((one != -1e6).any() for one in overwritten):
+            wrong += f"rank {world.rank} wrote to memory of a call that had failed; "
     return succeeded, failed, wrong
 
 

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.comm.control_channel import ring
 from hpctrain.comm.control_channel.mailbox import FAN_OUT, Tree, tree_of
-from hpctrain.comm.control_channel.ring import HEAD_BYTES, RING_BYTES, Inlet, Outlet, fence_of
-from hpctrain.comm.node.segments import Semaphore
+from hpctrain.comm.control_channel.ring import HEAD_BYTES, RING_BYTES, Inlet, Outlet
+from hpctrain.comm.node import segments
+from hpctrain.comm.node.segments import Semaphore, fence_of
 from hpctrain.core.errors import RankLostError
 from tests.comm.conftest import PATHS, connected
 
@@ -209,7 +209,7 @@ def message(number: int, num_bytes: int) -> bytes:
 @given(st.lists(st.one_of(SIZES.map(lambda size: ("send", size)), st.just(("receive", 0)))))
 def test_messages_of_any_size_arrive_in_order(in_order, steps):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ring, "STORES_IN_ORDER", in_order)
+        patch.setattr(segments, "STORES_IN_ORDER", in_order)
         pair = Pair()
     sent, received = [], []
     for what, size in steps:

@@ -96,3 +96,31 @@ def test_a_group_that_has_failed_can_be_destroyed_and_made_again(world):
         again, out = dist.new_group(ranks), torch.ones(3)
         dist.all_reduce(out, group=again)
         assert out.tolist() == [dist.get_world_size()] * 3
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("per_node", [None, 1])
+def test_an_interrupted_call_behind_a_pending_one_fails_both_on_all_ranks(world, per_node):
+    with started(per_node), failing.Signal(failing.AlarmError) as alarm:
+        pending, x = torch.ones(3), torch.full((4,), float(world.rank))
+        world.Barrier()
+        if world.rank == 1:
+            work = dist.all_reduce(pending, async_op=True)
+            with pytest.raises(failing.AlarmError):
+                alarm.during(0.1, lambda: dist.broadcast(x, src=0))
+            seen = pending.tolist(), x.tolist()
+            world.Barrier()
+            with pytest.raises(CommError, match="was interrupted"):
+                work.wait()
+        else:
+            world.Barrier()
+            work = dist.all_reduce(pending, async_op=True)
+            with pytest.raises(CommError):
+                work.wait()
+            with pytest.raises(CommError, match="failed on rank 1"):
+                dist.broadcast(x, src=0)
+        with pytest.raises(CommError, match="no longer in step"):
+            dist.all_reduce(torch.ones(2))
+        world.Barrier()
+        if world.rank == 1:
+            assert (pending.tolist(), x.tolist()) == seen

@@ -67,7 +67,7 @@ def reduce_in_parts(comm, num_bytes):
 
 
 def receive_half_a_message(comm, _):
-    channel = Channel(comm, 0)
+    channel = Channel(comm, 0, fence=None)
     while not requests.pending(comm):
         channel.receive()
 

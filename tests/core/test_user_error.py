@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from hpctrain.core.errors import ConfigError
+from hpctrain.core.python_compat import add_note
 from hpctrain.core.units import parse_seconds
 from hpctrain.core.user_error import MAX_LINES, folded, noted
 
@@ -37,7 +38,7 @@ def test_a_frame_without_source_is_no_line_and_notes_are_told_within_twelve_line
             try:
                 deep(0, x)
             except ValueError as error:
-                error.add_note("\n".join(map(str, range(40))))
+                add_note(error, "\n".join(map(str, range(40))))
                 raise
 
     lines = told(launched).splitlines()

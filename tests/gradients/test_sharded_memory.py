@@ -241,7 +241,8 @@ def test_copies_and_children_are_private(hvd, world):
         backward(hvd, model, step)
         optimizer.step()
     assert_one_model(world, model)
-    with warnings.catch_warnings(action="error"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         for p in model.parameters():  # when it is sent to a worker that is started anew
             warn_if_has_hooks(p)
     world.barrier()

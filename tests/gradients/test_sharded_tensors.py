@@ -69,11 +69,12 @@ class Counting(Ratio):
             self.state[p]["steps"] = self.state[p].get("steps", 0) + 1
 
 
+MUON = getattr(torch.optim, "Muon", None)  # since torch 2.9
 KINDS = [
     (torch.optim.Adafactor, {"lr": 0.1}),
     (torch.optim.Adafactor, {"lr": 0.1, "foreach": True, "weight_decay": 0.1, "maximize": True}),
-    (torch.optim.Muon, {"lr": 0.1}),
     (Ratio, {"lr": 0.1}),
+    *([(MUON, {"lr": 0.1})] if MUON else []),
 ]
 
 
@@ -83,7 +84,7 @@ def optimizers(hvd, kind, settings, dtype, **options):
     matrices = [p for p in model.parameters() if p.ndim == 2]
     others = [p for p in model.parameters() if p.ndim != 2]
     two = lambda of: [{"params": of[:1], "lr": 0.05}, {"params": of[1:]}]  # noqa: E731
-    if kind is torch.optim.Muon:
+    if kind is MUON:
         plain = [kind(two(matrices), **settings), torch.optim.AdamW(others, lr=0.01)]
     else:
         plain = [kind(two(matrices + others), **settings)]
@@ -133,7 +134,7 @@ def test_passes_and_clipped_gradients_have_the_same_bits(hvd):
 def test_a_checkpoint_goes_on_with_other_owners_and_on_every_way(hvd, world, tmp_path):
     folder = world.bcast(tmp_path)
     fewer = hvd.add_process_set(range(1, hvd.size()))
-    for kind, settings in (KINDS[0], KINDS[3]):
+    for kind, settings in (KINDS[0], KINDS[2]):
         manager = Manager(folder / kind.__name__, current().comm, every=1)
         model, made, schedules = optimizers(hvd, kind, settings, torch.float32, shard="node")
         take_steps(hvd, model, made, schedules, range(2))
@@ -159,9 +160,7 @@ def test_a_node_has_tensors_and_their_state_once(hvd, world):
     before = bytes_of_tensors(world)
     model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(16)))
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.Muon(model.parameters(), ns_steps=1), shard="node"
-    )
+    optimizer = hvd.DistributedOptimizer(torch.optim.Adafactor(model.parameters()), shard="node")
     for _ in range(2):
         optimizer.zero_grad()
         model(torch.ones(2, 512)).square().mean().backward()

@@ -113,9 +113,9 @@ def _compiler() -> str:
 
 def _no_accelerator() -> str:
     """A machine whose torch calculates on the CPU alone."""
-    import torch  # noqa: PLC0415 - the harness starts without it
+    from hpctrain.core.torch_compat import accelerator  # noqa: PLC0415 - loads torch
 
-    here = torch.accelerator.current_accelerator()
+    here = accelerator()
     return "" if here is None else f"there is an accelerator: {here.type}"
 
 
@@ -124,6 +124,13 @@ def _mcpu() -> str:
     folder = os.environ.get("MCPU_SITE", "")
     found = folder and (Path(folder) / "torch_mcpu").is_dir()
     return "" if found else "no simulated accelerator: MCPU_SITE names a folder with torch_mcpu"
+
+
+def _torch_2_7() -> str:
+    """FSDP2 on CPUs, the types of 8 bits, steps that are compiled."""
+    from hpctrain.core.torch_compat import VERSION  # noqa: PLC0415 - loads torch
+
+    return "" if VERSION >= (2, 7) else f"no torch 2.7: {VERSION}"
 
 
 LMOD = Path("/usr/share/lmod/lmod/init/bash")
@@ -156,6 +163,7 @@ FEATURES: dict[str, Callable[[], str]] = {
     "slurm": _slurm,
     "sphinx": _module("myst_parser"),
     "tensorboard": _module("tensorboard"),
+    "torch-2.7": _torch_2_7,
     "trainers": _trainers,
     "transformers": _module("transformers"),
     "triton": _module("triton"),

@@ -17,9 +17,11 @@ import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import pytest
+
+from hpctrain.core.python_compat import Self
 
 
 @dataclass

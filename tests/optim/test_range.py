@@ -69,6 +69,7 @@ def optimizers_of(kind):
 
 
 @pytest.mark.ranks(2, 3)
+@pytest.mark.requires("torch-2.7")
 @pytest.mark.parametrize("kind", ["averaging", "parallel"])
 def test_every_optimizer_clips_gradients_of_any_size(kind, gloo):  # noqa: ARG001
     hpctrain.init()

@@ -112,7 +112,6 @@ class Layout(NamedTuple):
     schedule: str
     zero: int
     recomputed: str
-    moves: bool
 
 
 def drawn_layout(rng, model, size):
@@ -129,8 +128,7 @@ def drawn_layout(rng, model, size):
     selective = ["selective"] if pp == 1 or not schedule.startswith("z") else []
     recomputed = rng.choice(["", "full", *selective])
     vocabulary = sequence or rng.random() < 0.6
-    moves = tp == 1 < pp and not zero and rng.random() < 0.5
-    return Layout(tp, pp, dp, sequence, vocabulary, schedule, zero, recomputed, moves)
+    return Layout(tp, pp, dp, sequence, vocabulary, schedule, zero, recomputed)
 
 
 def drawn_trained(rng, model, *, may_change):
@@ -237,5 +235,3 @@ def test_a_random_model_in_a_random_layout_trains_as_one_process_does(seed):
         for name, parameter in mine.named_parameters():
             expected = one.get_parameter(name).detach()
             torch.testing.assert_close(whole(parameter.detach()), expected, **exact)
-        if layout.moves:
-            pipeline.rebalance(optimizer, least_gain=-9)

@@ -14,26 +14,26 @@ from hpctrain.parallel.split import cut
 from tests.parallel.conftest import started
 
 
-def dearest(costs, stages, slowness):
-    return max(f * sum(costs[i] for i in part) for f, part in zip(slowness, stages, strict=True))
+def dearest(costs, stages):
+    return max(sum(costs[i] for i in part) for part in stages)
 
 
-def least(costs, slowness):
-    """What the dearest stage costs by the best of all cuts."""
-    inner = itertools.combinations(range(1, len(costs)), len(slowness) - 1)
-    every = ([*itertools.starmap(range, itertools.pairwise((0, *e, len(costs))))] for e in inner)
-    return min(dearest(costs, stages, slowness) for stages in every)
+def least(costs, num):
+    """Return the cost of the dearest stage of the best cut, by trying all."""
+    inner = itertools.combinations(range(1, len(costs)), num - 1)
+    every = (
+        [range(a, b) for a, b in itertools.pairwise((0, *cuts, len(costs)))] for cuts in inner
+    )
+    return min(dearest(costs, stages) for stages in every)
 
 
 def test_no_other_cut_has_a_cheaper_dearest_stage():
     random = np.random.default_rng(0)
     for _ in range(50):
         costs, num = random.random(int(random.integers(4, 9))).tolist(), int(random.integers(2, 5))
-        slow = random.uniform(1, 3, num).tolist()
-        for slowness, found in (([1.0] * num, cut(costs, num)), (slow, cut(costs, num, slow))):
-            assert [i for stage in found for i in stage] == list(range(len(costs)))
-            best = least(costs, slowness)
-            assert dearest(costs, found, slowness) == pytest.approx(best, rel=1e-12)
+        found = cut(costs, num)
+        assert [i for stage in found for i in stage] == list(range(len(costs)))
+        assert dearest(costs, found) == pytest.approx(least(costs, num), rel=1e-12)
     with pytest.raises(ConfigError, match="got 2 layers for 3 stages"):
         cut([1.0, 1.0], 3)
 

@@ -15,6 +15,10 @@ import hpctrain
 for name in ("MASTER_ADDR", "MASTER_PORT"):
     os.environ.pop(name, None)
 
+# Their names before torch 2.13.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 @contextmanager
 def started(per_node: int | None = None, **options: object) -> Generator[None]:

@@ -6,6 +6,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 import hpctrain
 from hpctrain.core.errors import CommError, RankLostError
@@ -96,6 +97,18 @@ def test_callbacks_of_futures_may_communicate():
         assert tensor.eq(2 * size**2).all()
     work.wait()
     assert later.eq(size).all()
+
+
+def test_an_error_in_backward_of_ddp_is_raised_by_backward():
+    """DDP is C++ code, which takes an error that a future holds as its value for tensors."""
+    with started():
+        wrapped = DistributedDataParallel(torch.nn.Linear(3, 1))
+        dist.group.WORLD.abort()
+        with pytest.raises(RuntimeError, match=r"GroupError: all_reduce, number .* was aborted"):
+            wrapped(torch.ones(2, 3)).sum().backward()
+        future = dist.all_reduce(torch.ones(1), async_op=True).get_future()
+        with pytest.raises(RuntimeError, match="was aborted"):
+            future.then(lambda inner: inner.value()[0]).wait()
 
 
 @pytest.mark.usefixtures("ours")

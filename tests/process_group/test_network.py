@@ -34,8 +34,8 @@ rank, size = dist.get_rank(), dist.get_world_size()
 whole, part = torch.ones({NUMEL}), torch.ones({NUMEL} // size)
 calls = dict(
     all_reduce=lambda: dist.all_reduce(whole),
-    all_gather=lambda: dist.all_gather_single(whole, part),
-    reduce_scatter=lambda: dist.reduce_scatter_single(part, whole),
+    all_gather=lambda: all_gather_single(whole, part),
+    reduce_scatter=lambda: reduce_scatter_single(part, whole),
     broadcast=lambda: dist.broadcast(whole, 0),
 )
 found = dict()

@@ -2,7 +2,6 @@
 
 import datetime
 import re
-import tomllib
 from dataclasses import replace
 from importlib import resources
 
@@ -11,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.core.keys import TYPE_NAMES, dumps, keys_of, render, tables_of, value_of
+from hpctrain.core.python_compat import tomllib
 from hpctrain.train.config import ModelConfig, RunConfig
 from hpctrain.train.load import load
 
@@ -71,7 +71,7 @@ SCALARS = (
     | st.floats(allow_nan=False)
     | TEXTS
     | st.dates()
-    | st.just(datetime.datetime(2024, 2, 29, 12, 30, tzinfo=datetime.UTC))
+    | st.just(datetime.datetime(2024, 2, 29, 12, 30, tzinfo=datetime.timezone.utc))
 )
 VALUES = st.recursive(
     SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3)

@@ -12,8 +12,7 @@ that died is found by those that wait.
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from hpctrain.comm.control_channel.ring import Fence
-from hpctrain.comm.node.segments import LINE_BYTES
+from hpctrain.comm.node.segments import LINE_BYTES, Fence
 
 if TYPE_CHECKING:
     from hpctrain.comm.control_channel.mailbox import Tree

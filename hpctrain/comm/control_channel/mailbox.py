@@ -13,13 +13,11 @@ from hpctrain.comm.control_channel.commit import WORDS, TwoPhaseCommit
 from hpctrain.comm.control_channel.ring import (
     HEAD_BYTES,
     RING_BYTES,
-    Fence,
     Inlet,
     Outlet,
-    fence_of,
 )
 from hpctrain.comm.control_channel.votes import Votes
-from hpctrain.comm.node.segments import LINE_BYTES, Semaphore
+from hpctrain.comm.node.segments import LINE_BYTES, Fence, Semaphore, fence_of
 from hpctrain.comm.waiting import BY_MPI, Pace, Watch, wait_until
 from hpctrain.core.libc import Segment
 

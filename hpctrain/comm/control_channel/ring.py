@@ -4,39 +4,15 @@ The counters of bytes written and read are each stored by one side only. Message
 each behind its length, so that one that is larger than the ring flows through it.
 """
 
-import platform
 from collections import deque
-from collections.abc import Callable
 
-from hpctrain.comm.node.segments import LINE_BYTES, Semaphore
+from hpctrain.comm.node.segments import LINE_BYTES, Fence, Semaphore
 
 RING_BYTES = 1 << 14  # room of one direction between two ranks
 HEAD_BYTES = 2 * LINE_BYTES
 """Before it: a line that the writer stores to and one that the reader stores to."""
 _WRITTEN, _STUCK, _READ = 0, 1, LINE_BYTES // 8
 _LENGTH_BYTES = 8
-
-STORES_IN_ORDER = platform.machine().lower() in ("x86_64", "amd64", "i686")
-"""Whether all processors see the stores of one in order, and load in order."""
-
-
-Fence = Callable[[], object] | None  # None where the processor needs none
-
-
-def fence_of(semaphore: Semaphore) -> Fence:
-    """Return what keeps loads and stores before it apart from those after it; None for no need.
-
-    A post releases, taking it again acquires: together nothing passes them. Nobody else uses the
-    semaphore.
-    """
-    if STORES_IN_ORDER:
-        return None
-
-    def fence() -> None:
-        semaphore.post()
-        semaphore.try_wait()
-
-    return fence
 
 
 class Outlet:

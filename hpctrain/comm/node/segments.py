@@ -7,9 +7,10 @@ that map each other's buckets, the usual limit of 1024 open files would be reach
 import ctypes
 import mmap
 import os
+import platform
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -199,3 +200,25 @@ class Semaphore:
         nanoseconds, one_second = time.time_ns() + int(timeout_s * 1e9), 1_000_000_000
         deadline = _Timespec(*divmod(nanoseconds, one_second))
         return bool(_TIMED_WAIT(self._address, ctypes.byref(deadline)) == 0)
+
+
+STORES_IN_ORDER = platform.machine().lower() in ("x86_64", "amd64", "i686")
+"""Whether all processors see the stores of one in order, and load in order."""
+
+Fence = Callable[[], object] | None  # None where the processor needs none
+
+
+def fence_of(semaphore: Semaphore) -> Fence:
+    """Return a function that orders memory accesses; None where the processor does so itself.
+
+    Loads and stores before its call stay before those after it: a post of the semaphore releases,
+    taking it again acquires. No other code may use the semaphore.
+    """
+    if STORES_IN_ORDER:
+        return None
+
+    def fence() -> None:
+        semaphore.post()
+        semaphore.try_wait()
+
+    return fence

@@ -5,10 +5,11 @@ import statistics
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Self
+from typing import Any
 
 from hpctrain.core.config import ENGINES
 from hpctrain.core.errors import ConfigError
+from hpctrain.core.python_compat import Self
 from hpctrain.core.units import MIB, format_bytes, format_seconds
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from hpctrain import __version__
 from hpctrain.cluster import env
@@ -29,6 +29,7 @@ from hpctrain.core import config
 from hpctrain.core.atomic import reason_of, sync
 from hpctrain.core.config import Settings
 from hpctrain.core.errors import ConfigError
+from hpctrain.core.python_compat import Self
 
 if TYPE_CHECKING:
     from mpi4py import MPI

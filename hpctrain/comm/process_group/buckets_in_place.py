@@ -10,19 +10,18 @@ import weakref
 
 import torch
 from torch import Tensor
-from torch.autograd import graph
 
 from hpctrain.comm.bucket import Bucket
 from hpctrain.comm.communicator import Communicator, Work
 from hpctrain.comm.ops import Op
 from hpctrain.core.errors import NodeMemoryError
+from hpctrain.core.torch_compat import BACKWARD, can_move_storage, move_storage
 from hpctrain.core.units import MIB
 
 LARGE_BYTES = MIB
 """From here on the ranks ask each other where the tensor lies: a meeting more."""
 
 _MOVABLE = -1  # what a rank tells of a tensor that it would move; buckets count from 1
-_BACKWARD = graph._engine_run_backward.__code__  # noqa: SLF001 - the frame below C++ code
 
 
 class BucketsInPlace:
@@ -39,9 +38,10 @@ class BucketsInPlace:
 
     @staticmethod
     def of(comm: Communicator) -> "BucketsInPlace | None":
-        """Return them where the ranks of ``comm`` share a node, else None."""
+        """Return them where the ranks of ``comm`` share a node and torch can, else None."""
         levels = comm.levels
-        return BucketsInPlace(comm) if levels is not None and levels.num_rails == 0 else None
+        is_one_node = levels is not None and levels.num_rails == 0
+        return BucketsInPlace(comm) if is_one_node and can_move_storage else None
 
     def offer(self, tensor: Tensor) -> None:
         """Let a tensor be moved if DDP has called the method of the group that calls this.
@@ -50,7 +50,7 @@ class BucketsInPlace:
         other means, such as an array of numpy, that would not follow.
         """
         caller = sys._getframe(3)  # noqa: SLF001 - behind this, the method and ``on_cpu``
-        is_ddp = caller.f_code is _BACKWARD and tensor.is_contiguous()
+        is_ddp = caller.f_code is BACKWARD and tensor.is_contiguous()
         if is_ddp and tensor.nbytes == tensor.untyped_storage().nbytes():
             self._offered.add(tensor.data_ptr())
 
@@ -88,5 +88,5 @@ class BucketsInPlace:
         self._known[address] = bucket
         # The storage alone refers to this array from here on.
         weakref.finalize(memory, self._known.pop, address, None).atexit = False
-        tensor.untyped_storage()._swap_data_ptr_(other.untyped_storage())  # type: ignore[attr-defined]
+        move_storage(tensor, other)
         return bucket

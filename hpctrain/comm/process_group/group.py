@@ -8,6 +8,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -279,8 +280,7 @@ class HpctrainGroup(OrderedGroup):
         wait_all_ranks: bool = False,  # noqa: FBT001, FBT002 - as torch has it
     ) -> None:
         """Return when all ranks are here, else say which are not, also in the words of gloo."""
-        limit, options = self._limit, dist.BarrierOptions()
-        before, options.asyncOp = (limit.timeout_s, limit.name), False
+        limit, before = self._limit, (self._limit.timeout_s, self._limit.name)
         if timeout is not None:
             told = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
             limit.timeout_s, limit.name = told, "timeout"
@@ -290,7 +290,7 @@ class HpctrainGroup(OrderedGroup):
             self.comm.barrier()
 
         try:
-            self._start("monitored_barrier", meet, [], options).wait()
+            self._start("monitored_barrier", meet, [], SimpleNamespace(asyncOp=False)).wait()
         except GroupRankLostError as error:
             missing, me = self._missing(), self._ranks[self.comm.rank]
             named = missing if wait_all_ranks else missing[:1]

@@ -10,17 +10,15 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from hpctrain.comm.communicator import Communicator, Owner
 from hpctrain.comm.process_group.work import Operation, OperationQueue, Several
 from hpctrain.comm.waiting import InStepError, Limit, Watch
 from hpctrain.core.errors import CommError, RankLostError
+from hpctrain.core.torch_compat import HashStore, PrefixStore, Store
 from hpctrain.core.units import format_ranks
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
-
     from hpctrain.comm.mpi import MpiCommunicator
     from hpctrain.comm.rail.rail import MpiWire
 
@@ -44,7 +42,7 @@ class RefusedError(InStepError, ValueError):
 
 
 _LISTS = (list, tuple)
-_OLDER_NAMES = {
+OLDER_NAMES = {
     "all_gather_single": "_allgather_base",
     "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
     "reduce_scatter_single": "_reduce_scatter_base",
@@ -65,7 +63,7 @@ def on_cpu(method: Method) -> Method:
         if isinstance(first, Tensor):
             if not first.is_cpu:
                 other, name = self.group_of(first.device), method.__name__
-                name = name if hasattr(other, name) else _OLDER_NAMES[name]
+                name = name if hasattr(other, name) else OLDER_NAMES[name]
                 return getattr(other, name)(given, *args, **options)
             if first.is_quantized:
                 raise CommError(
@@ -95,7 +93,7 @@ class OrderedGroup(Base):  # type: ignore[misc]
         name: str,
         ranks: Sequence[int],
         limit: Limit,
-        store: "Store",
+        store: Store,
         has_thread: bool,
     ) -> None:
         """Take a communicator, which ``shutdown`` closes. Collective over its ranks.
@@ -130,19 +128,38 @@ class OrderedGroup(Base):  # type: ignore[misc]
         self._owner.check()
         self._num_started = number = self._num_started + 1
         operation = Operation(self._guard, function, result, name, number)
-        if opts is not None and opts.asyncOp is False:
-            if self.queue.begin():
-                try:
-                    self._guard(operation)
-                finally:
-                    self.queue.end()
-            else:
-                self.queue.run(operation)
+        is_sync = getattr(opts, "asyncOp", None) is False  # unknown before torch 2.7
+        if is_sync and self.queue.begin():
+            try:
+                self._guard(operation)
+            finally:
+                self.queue.end()
         else:
-            self.queue.start(operation)
+            try:
+                self.queue.start(operation)
+                if is_sync:
+                    operation.wait()
+            except BaseException as error:
+                if error is not operation.error:
+                    self._break_off()
+                raise
         if self._coalesced is not None:
             self._coalesced.append(operation)
         return operation
+
+    def _break_off(self) -> None:
+        """Fail the group after an exception has ended the wait for an operation of its queue.
+
+        Returns when the queue's thread writes to no memory of the caller any more.
+        """
+        if self._watch is None:
+            return
+        before, self._limit.broken_off = self._limit.broken_off, "the call was interrupted"
+        try:
+            self.queue.drain(self._guard)
+            self._watch.fail()
+        finally:
+            self._limit.broken_off = before
 
     def _guard(self, operation: Operation) -> None:
         """Call the function of an operation; an error says which it is, and who is missing."""
@@ -226,7 +243,7 @@ class OrderedGroup(Base):  # type: ignore[misc]
         """Take what the user says of the group."""
         self._description = description
 
-    def get_group_store(self) -> "Store":
+    def get_group_store(self) -> Store:
         """Return the store of the group."""
         return self._store
 
@@ -247,7 +264,13 @@ class OrderedGroup(Base):  # type: ignore[misc]
         return [torch.device("cpu")] + [torch.device("cuda")] * cuda
 
     def _get_backend(self, device: torch.device) -> Any:
-        return self if device.type == "cpu" else self.group_of(device)._get_backend(device)  # noqa: SLF001
+        if device.type == "cpu":
+            return self
+        if device.type not in {one.type for one in self._device_types}:  # torch 2.6 asks
+            raise GroupError(
+                f"a group of backend hpctrain on this host has no backend for {device}"
+            )
+        return self.group_of(device)._get_backend(device)  # noqa: SLF001
 
     def group_of(self, device: torch.device) -> Any:
         """Return the same ranks with the backend for tensors of another device.

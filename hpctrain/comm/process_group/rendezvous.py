@@ -13,12 +13,15 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, TCPStore
-from torch.distributed.rendezvous import _rendezvous_handlers as handlers
+
+from hpctrain.core.torch_compat import (
+    HashStore,
+    Store,
+    TCPStore,
+    rendezvous_handlers,
+)
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
-
     from hpctrain.comm.communicator import Communicator
 
 NAME = "hpctrain"
@@ -38,6 +41,7 @@ def register(create: Create, find_ranks: FindRanks) -> None:
     if not dist.is_available() or NAME in dist.Backend.backend_list:
         return
     dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu"])
+    handlers = rendezvous_handlers()
     of_torch = handlers["env"]
 
     def meet(
@@ -56,7 +60,7 @@ CONNECT_S = 3.0
 _SIOCGIFADDR = 0x8915
 
 
-def store_of(comm: "Communicator", timeout: timedelta) -> "Store":
+def store_of(comm: "Communicator", timeout: timedelta) -> Store:
     """Make a store that all ranks reach: rank 0 serves it, on a port that was free. Collective.
 
     Raises ``MismatchError``, on every rank, if one reaches no address of rank 0.

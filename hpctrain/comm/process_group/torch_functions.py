@@ -12,16 +12,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import _register_work, _resolve_process_group
 from torch.distributed import distributed_c10d
 from torch.distributed.algorithms.join import Join
-from torch.nn.parallel import DistributedDataParallel
 
-from hpctrain.comm.eager import eager
 from hpctrain.comm.process_group.group import HpctrainGroup
 from hpctrain.comm.process_group.ordered import OrderedGroup
 from hpctrain.comm.process_group.work import Message, Operation, Several
 from hpctrain.core.errors import CommError
+from hpctrain.core.torch_compat import (
+    dynamo_disable,
+    functional,
+    leave_unrecorded,
+    register_work,
+    replace_builtin_hooks,
+    resolve_group,
+)
 
 
 def adapt() -> None:
@@ -32,11 +37,17 @@ def adapt() -> None:
     if getattr(dist.monitored_barrier, "_knows_hpctrain", False):
         return
     _keep_dynamo_out()
+    leave_unrecorded(HpctrainGroup)
     _replace("monitored_barrier", _monitored_barrier)
     _replace("split_group", _split_group)
     _FUNCTIONAL.impl("all_gather_into_tensor_out", _gather_into, "CPU")
     _FUNCTIONAL.impl("batch_p2p_ops", _send_and_receive, "CPU")
-    of_torch = DistributedDataParallel._register_builtin_comm_hook  # noqa: SLF001
+    replace_builtin_hooks(_refusing)
+    Join.notify_join_context = staticmethod(_keep_work(Join.notify_join_context))  # type: ignore[method-assign, assignment]
+
+
+def _refusing(of_torch: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a function of DDP refuse the hooks that torch has in C++."""
 
     @functools.wraps(of_torch)
     def register(self: Any, comm_hook_type: Any) -> Any:
@@ -46,10 +57,9 @@ def adapt() -> None:
                 f"{comm_hook_type}; use the same of torch.distributed.algorithms.ddp_comm_hooks: "
                 f"register_comm_hook(None, default_hooks.fp16_compress_hook)"
             )
-        return of_torch(self, comm_hook_type)  # type: ignore[no-untyped-call]
+        return of_torch(self, comm_hook_type)
 
-    DistributedDataParallel._register_builtin_comm_hook = register  # type: ignore[method-assign]  # noqa: SLF001
-    Join.notify_join_context = staticmethod(_keep_work(Join.notify_join_context))  # type: ignore[method-assign, assignment]
+    return register
 
 
 def _keep_work(notify: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -74,7 +84,7 @@ def _keep_dynamo_out() -> None:
         for found in vars(owner).values():
             function = found.fget if isinstance(found, property) else found
             if inspect.isfunction(function):
-                eager(function)
+                dynamo_disable(function)
 
 
 def _replace(name: str, ours: Callable[..., Any]) -> None:
@@ -130,13 +140,13 @@ _FUNCTIONAL = torch.library.Library("_c10d_functional", "IMPL")
 
 def _gather_into(given: Tensor, _: int, group: Any, *, out: Tensor) -> Tensor:
     if not isinstance(group, dist.ProcessGroup):
-        group = _resolve_process_group(group)
-    _register_work(out, group.all_gather_single(out, given))
+        group = resolve_group(group)
+    register_work(out, group.all_gather_single(out, given))
     return out
 
 
 def _send_and_receive(
     kinds: list[str], peers: list[int], tags: list[int], tensors: list[Tensor], name: str
 ) -> list[Tensor]:
-    of_torch, each = torch.ops._c10d_functional, zip(kinds, tensors, peers, tags, strict=True)  # noqa: SLF001
-    return [getattr(of_torch, kind)(tensor, peer, tag, name) for kind, tensor, peer, tag in each]
+    each = zip(kinds, tensors, peers, tags, strict=True)
+    return [getattr(functional, kind)(tensor, peer, tag, name) for kind, tensor, peer, tag in each]

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
@@ -35,6 +36,7 @@ class Operation(Base):  # type: ignore[misc]
     queue: "OperationQueue | None" = None  # where it waits for its turn, if it does
     is_told = False  # whether the others can see that this rank waits in it
     _over: threading.Event | None = None
+    _end: "Future[None] | None" = None  # completes with the operation, and ``_future`` after it
     _future: "Future[Any] | None" = None
     _inference: bool | None = None
 
@@ -73,11 +75,11 @@ class Operation(Base):  # type: ignore[misc]
         if self._over is None and self._future is None:  # nobody can have seen it
             return
         with _completing:
-            self.queue, over, future = None, self._over, self._future
+            self.queue, over, end = None, self._over, self._end
         if over is not None:
             over.set()
-        if future is not None:
-            self._settle(future)
+        if end is not None:
+            end.set_result(None)
 
     def will_wait(self, queue: "OperationQueue") -> None:
         """Say that it is carried out later, by a queue."""
@@ -111,16 +113,20 @@ class Operation(Base):  # type: ignore[misc]
         return self.error
 
     def get_future(self) -> Future[Any]:
-        """Return a future of the tensors that the operation writes."""
+        """Return a future of the tensors that the operation writes.
+
+        An error of the operation is a ``RuntimeError`` with its text where a future is read:
+        ``set_exception`` would store the error as a value, which C++ code such as
+        DistributedDataParallel takes for tensors.
+        """
         with _completing:
-            future, is_over = self._future, self.queue is None
-            if future is None:
-                future = self._future = Future()
-                if not is_over:
-                    return future
-            else:
-                return future
-        self._settle(future)
+            is_new, is_over = self._future is None, self.queue is None
+            if self._end is None or self._future is None:
+                self._end = Future()
+                self._future = self._end.then(self._outcome)
+            future, end = self._future, self._end
+        if is_new and is_over:
+            end.set_result(None)
         return future
 
     def result(self) -> Any:
@@ -131,13 +137,10 @@ class Operation(Base):  # type: ignore[misc]
         """Do what ``wait`` does."""
         self.wait()
 
-    def _settle(self, future: Future[Any]) -> None:
-        if self.error is None:
-            future.set_result(self._result)
-        elif isinstance(self.error, Exception):
-            future.set_exception(self.error)
-        else:  # a future takes nothing else
-            future.set_exception(RuntimeError(f"{self.name} was broken off: {self.error!r}"))
+    def _outcome(self, _: Future[None]) -> Any:
+        if self.error is not None:
+            raise self.error
+        return self._result
 
 
 class Several(Base):  # type: ignore[misc]
@@ -204,10 +207,12 @@ class OperationQueue:
         """Let others be carried out again."""
         self._turn.release()
 
-    def run(self, operation: Operation) -> None:
-        """Carry out one whose caller waits for it."""
-        self.start(operation)
-        operation.wait()
+    def drain(self, guard: "Callable[[Operation], object]") -> None:
+        """Return when the operations that were started before are complete."""
+        last = Operation(guard, lambda: None, None, "drain", 0)
+        self.start(last)
+        with suppress(CommError):
+            last.wait()
 
     def start(self, operation: Operation) -> None:
         """Carry out one when its turn comes; on the thread itself at once."""

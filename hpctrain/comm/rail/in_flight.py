@@ -8,13 +8,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from hpctrain.comm.ops import Combination
 from hpctrain.comm.rail.algorithms import allreduce_steps, schedule_name
 from hpctrain.comm.waiting import BY_MPI, Pace, Watch
+from hpctrain.core.python_compat import Self
 
 if TYPE_CHECKING:
     from hpctrain.comm.rail.rail import Rail

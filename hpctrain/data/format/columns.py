@@ -9,13 +9,14 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import h5py
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from hpctrain.core.errors import DataError
+from hpctrain.core.python_compat import Self
 from hpctrain.core.units import MIB
 from hpctrain.data.format.hdf5_values import filters, rows_per_chunk
 from hpctrain.data.format.layout import Field

@@ -15,13 +15,14 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
 from hpctrain.core.atomic import PART, publishing, reason_of
 from hpctrain.core.checksum import crc32
 from hpctrain.core.errors import DataError
+from hpctrain.core.python_compat import Self
 
 FORMAT = "hpctrain-h5"
 VERSION = 1

@@ -5,11 +5,12 @@ import os
 from collections.abc import Sequence
 from contextlib import suppress
 from math import gcd, lcm
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from hpctrain.core.python_compat import Self
 from hpctrain.core.units import KIB
 from hpctrain.data.format.layout import Manifest
 from hpctrain.data.io.mapped import HUGE_BYTES, Space

@@ -2,9 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from hpctrain.core.errors import DataError
+from hpctrain.core.python_compat import Self
 from hpctrain.core.units import GIB
 from hpctrain.data.mixture import Mixture
 from hpctrain.data.order.order import Order, Sequential, global_order

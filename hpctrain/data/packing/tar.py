@@ -5,9 +5,10 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
-from typing import Any, Self
+from typing import Any
 
 from hpctrain.core.errors import DataError
+from hpctrain.core.python_compat import Self
 from hpctrain.core.units import GIB, MIB, format_bytes
 from hpctrain.data.packing.files import (
     IMAGE_ENDINGS,

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from hpctrain.core.errors import DataError
+from hpctrain.core.python_compat import add_note
 from hpctrain.data.samples import file_of
 from hpctrain.data.transform import (
     OnSample,
@@ -187,7 +188,7 @@ def _some(names: Iterable[object]) -> str:
 
 def _remote(error: Exception, frames: str, whole: str) -> Exception:
     """Return an error with the user's frames in a note, and the whole traceback as its cause."""
-    error.add_note(f"(in a decode worker)\n{frames}".rstrip())
+    add_note(error, f"(in a decode worker)\n{frames}".rstrip())
     error.__cause__ = RuntimeError(f"in a decode worker:\n{whole}")
     return error
 

@@ -15,6 +15,7 @@ from hpctrain.comm.agreement import on_root
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.ops import Op, combination
 from hpctrain.core.errors import CommError, ConfigError
+from hpctrain.core.torch_compat import FLOAT8_SCALE
 from hpctrain.cost.collectives import ON_A_NODE
 from hpctrain.cost.fitting import Point, write_points
 from hpctrain.cost.schedules import SCHEDULES
@@ -24,7 +25,7 @@ from hpctrain.runtime.world import World
 
 FACTOR = 4  # from one size to the next
 
-UNCHECKABLE = (torch.float8_e8m0fnu,)
+UNCHECKABLE = (FLOAT8_SCALE,)
 """Holds powers of two alone, so that sums of it are never exact."""
 
 

@@ -4,10 +4,10 @@ import re
 import shlex
 from dataclasses import dataclass
 from importlib import resources
-from importlib.resources.abc import Traversable
 
 from hpctrain.cluster.env import STOPPING
 from hpctrain.core.errors import ConfigError
+from hpctrain.core.python_compat import Traversable
 from hpctrain.launch.slurm.scheduler import time_limit_s
 
 SUFFIX = ".sbatch"

@@ -13,8 +13,8 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Self
 
+from hpctrain.core.python_compat import Self
 from hpctrain.launch import mpiexec
 from tests.cluster.slurm.job import Job
 from tests.cluster.slurm.settings import Settings

@@ -9,8 +9,9 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
+from hpctrain.core.python_compat import Self
 from hpctrain.launch import mpiexec
 from hpctrain.launch.mpiexec import guarded
 from tests.cluster.vcluster.check import obstacle

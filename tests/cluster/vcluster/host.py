@@ -10,8 +10,8 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Self
 
+from hpctrain.core.python_compat import Self
 from tests.cluster.vcluster import cable
 from tests.processes import ended
 

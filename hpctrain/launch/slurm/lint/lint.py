@@ -5,7 +5,6 @@ A rule knows when to be silent: a value that only a run would tell is no fault.
 
 import os
 import re
-import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
@@ -14,6 +13,7 @@ from typing import Any
 
 from hpctrain.core.errors import ConfigError, LaunchError
 from hpctrain.core.finding import Finding, Level
+from hpctrain.core.python_compat import tomllib
 from hpctrain.core.units import format_seconds, parse_seconds
 from hpctrain.launch.pmi import needed_pmi
 from hpctrain.launch.slurm.lint import surroundings

@@ -1,0 +1,256 @@
+"""Names of torch that are private or that some supported version lacks, resolved at import.
+
+Every other module takes such a name from here and asks nothing about versions. Each fallback names
+the first version of torch that has the name.
+"""
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
+from inspect import signature
+from types import CodeType
+from typing import Any, TypeAlias, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C import _distributed_c10d as _c10d
+from torch.amp import GradScaler
+from torch.autograd import Variable, graph
+from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+
+from hpctrain.core.errors import ConfigError
+from hpctrain.core.logs import logger
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
+"""Major and minor version of the torch in use."""
+TESTED = ((2, 6), (2, 15))
+"""The oldest and the newest version that the tests ran with."""
+
+
+def warn_if_untested() -> None:
+    """Log one line if the tests did not run with this version of torch."""
+    oldest, newest = (".".join(map(str, version)) for version in TESTED)
+    if not TESTED[0] <= VERSION <= TESTED[1]:
+        logger.warning(
+            f"hpctrain was tested with torch {oldest} to {newest}, got {torch.__version__}; "
+            f"compare a short run with a tested version before a long one"
+        )
+
+
+def require(feature: str, is_there: object, version: str) -> None:
+    """Raise ``ConfigError`` unless this torch has what a feature needs, new in ``version``."""
+    if not is_there:
+        raise ConfigError(
+            f"{feature} needs torch {version} or later, got {torch.__version__}; use that version "
+            f"or do without {feature}"
+        )
+
+
+# -- the compiler ------------------------------------------------------------------------------
+
+_frames: Any = torch._C._dynamo.eval_frame
+
+
+def dynamo_disable(function: F) -> F:
+    """Let ``torch.compile`` run a function, and the functions that it calls, as they are.
+
+    Apply it directly to the function, below other decorators. ``torch.compiler.disable`` wraps
+    the function and imports the compiler: a second of processor time on every rank.
+    """
+    if hasattr(_frames, "set_code_exec_strategy"):  # 2.7
+        skip = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.SKIP)
+        _frames.set_code_exec_strategy(function.__code__, skip)
+    else:
+        _frames.skip_code(function.__code__)
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return function
+
+
+DYNAMO = "torch._dynamo"
+
+
+def set_dynamo(module: Any) -> None:
+    """Let a module be ``torch._dynamo``; None removes the module that is there."""
+    if module is None:
+        del sys.modules[DYNAMO], torch._dynamo
+    else:
+        sys.modules[DYNAMO] = torch._dynamo = module
+
+
+Operator: type = torch._ops.OpOverload
+
+# -- autograd ----------------------------------------------------------------------------------
+
+graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
+"""Return the number of the backward pass that this thread carries out, -1 outside of one."""
+is_multithreading_enabled: Callable[[], bool] = torch._C._is_multithreading_enabled
+BACKWARD: CodeType = graph._engine_run_backward.__code__
+"""Code of the frame below which autograd's C++ code runs."""
+
+
+def call_after_backward(function: Callable[[], None]) -> None:
+    """Call a function at the end of the backward pass that this thread carries out."""
+    Variable._execution_engine.queue_callback(function)
+
+
+# -- tensors -----------------------------------------------------------------------------------
+
+foreach_add: Callable[..., Any] = torch._foreach_add
+foreach_add_: Callable[..., Any] = torch._foreach_add_
+foreach_addcmul_: Callable[..., Any] = torch._foreach_addcmul_
+foreach_clamp_max_: Callable[..., Any] = torch._foreach_clamp_max_
+foreach_copy_: Callable[..., Any] = torch._foreach_copy_
+foreach_div: Callable[..., Any] = torch._foreach_div
+foreach_lerp_: Callable[..., Any] = torch._foreach_lerp_
+foreach_mul_: Callable[..., Any] = torch._foreach_mul_
+foreach_norm: Callable[..., Any] = torch._foreach_norm
+foreach_sqrt: Callable[..., Any] = torch._foreach_sqrt
+foreach_sub_: Callable[..., Any] = torch._foreach_sub_
+unscale_: Callable[..., Any] = torch._amp_foreach_non_finite_check_and_unscale_
+
+unscale_grads: Callable[..., dict[torch.device, Tensor]] = GradScaler._unscale_grads_
+
+
+def replace_unscale_grads(function: Callable[..., dict[torch.device, Tensor]]) -> None:
+    """Let every ``GradScaler`` unscale the gradients of an optimizer by a function."""
+    GradScaler._unscale_grads_ = function  # type: ignore[method-assign]
+
+
+def first_state_of_adagrad(parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state that the constructor of Adagrad makes (before 2.13), {} if a step does."""
+    names = signature(torch.optim.Adagrad).parameters.keys() & group.keys() - {"params"}
+    made = torch.optim.Adagrad([parameter], **{name: group[name] for name in names})
+    state: dict[str, Any] = made.state[parameter]
+    return state
+
+
+FLOAT8_SCALE: torch.dtype | None = getattr(torch, "float8_e8m0fnu", None)  # 2.7
+"""The type of powers of two by which blocks of 8-bit numbers are scaled."""
+FLOAT8: tuple[torch.dtype, ...] = (
+    torch.float8_e4m3fn,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2,
+    torch.float8_e5m2fnuz,
+    *filter(None, [FLOAT8_SCALE]),
+)
+
+can_move_storage = hasattr(torch.UntypedStorage, "_swap_data_ptr_")  # 2.13
+
+
+def move_storage(tensor: Tensor, other: Tensor) -> None:
+    """Exchange the memory of the storages of two tensors, if ``can_move_storage``."""
+    tensor.untyped_storage()._swap_data_ptr_(other.untyped_storage())  # type: ignore[attr-defined]
+
+
+def accelerator() -> torch.device | None:
+    """Return the kind of accelerator that this process can use, None without one."""
+    kinds = torch.accelerator
+    if not kinds.is_available():  # 2.6 knows no check_available
+        return None
+    return kinds.current_accelerator()
+
+
+# -- torch.distributed -------------------------------------------------------------------------
+
+Store: TypeAlias = _c10d.Store
+HashStore: TypeAlias = _c10d.HashStore
+PrefixStore: TypeAlias = _c10d.PrefixStore
+TCPStore: TypeAlias = _c10d.TCPStore
+register_work = _c10d._register_work
+resolve_group = _c10d._resolve_process_group
+functional: Any = torch.ops._c10d_functional
+"""The operations of functional collectives."""
+
+
+def replace_builtin_hooks(changed: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Change the function by which DistributedDataParallel takes a hook that torch has in C++."""
+    of_torch = DistributedDataParallel._register_builtin_comm_hook
+    DistributedDataParallel._register_builtin_comm_hook = changed(of_torch)  # type: ignore[method-assign]
+
+
+def rendezvous_handlers() -> dict[str, Any]:
+    """Return torch's functions that find the ranks of a group, by the scheme of their URL."""
+    handlers: dict[str, Any] = sys.modules["torch.distributed.rendezvous"]._rendezvous_handlers
+    return handlers
+
+
+def leave_unrecorded(kind: type) -> None:
+    """Let the flight recorder of torch 2.15, which reads groups of C++, leave out a kind."""
+    name = "_maybe_attach_flight_recorder"
+    attach = getattr(distributed_c10d, name, None)
+
+    def attach_to_others(group: Any, *arguments: Any) -> None:
+        if attach is not None and not isinstance(group, kind):
+            attach(group, *arguments)
+
+    setattr(distributed_c10d, name, attach_to_others)
+
+
+def forget_earlier_meshes() -> None:
+    """Drop what DTensor has planned for meshes of the same ranks whose groups are gone."""
+    planned = sys.modules.get("torch.distributed.tensor._redistribute")
+    if planned is None:  # nothing: it takes a second to load
+        return
+    debug = importlib.import_module("torch.distributed.tensor.debug")
+    if hasattr(debug, "_clear_sharding_prop_cache"):  # 2.10
+        debug._clear_sharding_prop_cache()
+    else:
+        dispatcher = importlib.import_module("torch.distributed.tensor").DTensor._op_dispatcher
+        dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
+    for each in vars(planned).values():
+        if hasattr(each, "cache_clear"):
+            each.cache_clear()
+
+
+def unflattened(axis: DeviceMesh, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """Return one axis of a mesh as several axes. Collective over its ranks."""
+    if hasattr(axis, "_unflatten"):  # 2.10
+        return axis._unflatten(0, sizes, names)
+    ranks = axis.mesh.view(sizes)
+    here = (ranks == dist.get_rank()).nonzero()[0].tolist()
+    lines = [
+        ranks[tuple(slice(None) if at == dim else here[at] for at in range(len(here)))]
+        for dim in range(len(here))
+    ]
+    groups = [dist.new_group(line.tolist(), use_local_synchronization=True) for line in lines]
+    return DeviceMesh.from_group(groups, axis.device_type, ranks, mesh_dim_names=names)
+
+
+has_cpu_streams = hasattr(torch.cpu.Stream, "record_event")  # 2.7
+"""Whether FSDP2 works with tensors on CPUs."""
+can_pipeline = has_cpu_streams
+"""Whether schedules of pipelines leave the scale of gradients to the caller."""
+
+
+def without_outputs(run: Callable[..., Any]) -> dict[str, bool]:
+    """Return the option by which a schedule of a pipeline keeps no outputs, new in 2.10."""
+    return {"return_outputs": False} if "return_outputs" in signature(run).parameters else {}
+
+
+def average_unused_parameters(model: Any) -> None:
+    """Let FSDP2 average zeros for parameters that had no gradient on this rank."""
+    if hasattr(model, "set_reduce_scatter_unused_params"):  # 2.13
+        model.set_reduce_scatter_unused_params(True)
+        return
+    for module in model.modules():
+        state = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
+        group = state._fsdp_param_group if state else None
+        for parameter in group.fsdp_params if group else ():
+            accumulate = parameter.accumulate_unsharded_grad_if_needed
+            filled = partial(_fill_in_zeros, group, parameter, accumulate)
+            parameter.accumulate_unsharded_grad_if_needed = filled
+
+
+def _fill_in_zeros(group: Any, parameter: Any, accumulate: Callable[[], None]) -> None:
+    accumulate()
+    whole: nn.Parameter | None = getattr(parameter, "_unsharded_param", None)
+    if whole is None or not group.reduce_grads or not whole.requires_grad:
+        return
+    if whole.grad is None and parameter.unsharded_accumulated_grad is None:
+        whole.grad = torch.zeros_like(whole)
