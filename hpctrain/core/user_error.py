@@ -105,7 +105,7 @@ def layer_of(error: BaseException) -> str:
     line of its forward.
     """
     frames = [each for each, _ in _frames(error) if each.f_code.co_name == "forward"]
-    layers = [(each, each.f_locals.get("self")) for each in frames]
+    layers: list[tuple[FrameType, Any]] = [(each, each.f_locals.get("self")) for each in frames]
     found = [(each, layer) for each, layer in layers if hasattr(layer, "named_modules")]
     if not found or _is_user(found[-1][0]):
         return ""

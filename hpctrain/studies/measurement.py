@@ -144,7 +144,7 @@ def _metric(
 
 
 def begin_of(lines: _Lines) -> float:
-    """Return when the first step of a rank began, by its clock, or ended where it has no length."""
+    """Return when the first step of a rank began, or ended where it has no length."""
     first: float = lines[0]["at"] - (lines[0].get("seconds") or 0.0)
     return first
 

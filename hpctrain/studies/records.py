@@ -87,8 +87,9 @@ class PointRecord(Attempt):
 
 
 Environment = Mapping[str, Any]
-"""Where a study ran: versions, mpi (the library of the ranks), cpu, cores and name of the host, commit ("+" if changed), topology
-and plan of each point, slurm_job, and pinning: cores that it may use, and what binds ranks."""
+"""Where a study ran: versions, mpi (the library of the ranks), cpu, cores and name of the host,
+commit ("+" if changed), topology and plan of each point, slurm_job, and pinning: cores that it may
+use, and what binds ranks."""
 
 
 class StudyFolder:

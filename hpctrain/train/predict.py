@@ -41,8 +41,9 @@ def load_task(
 
     Collective. ``which`` is last, best or a number of steps; averaged weights come first, as in
     the run's own tests. The samples of ``split`` (test, validation, or train, with those of
-    validation) come in their order, as in a test. Returns the checkpoint too. Raises ``MismatchError``: there is no such run or checkpoint, or the
-    configuration does not fit it; on all ranks.
+    validation) come in their order, as in a test. Returns the checkpoint too. Raises
+    ``MismatchError``: there is no such run or checkpoint, or the configuration does not fit it; on
+    all ranks.
     """
     directory = RunDirectory(path)
 

@@ -103,7 +103,10 @@ def test_learning_is_shown_as_ranks_told_it(tmp_path):
     folder.mkdir(parents=True)
     assert {x for each in ends for x in each.x} == {each.elapsed_s for each in results.done}
     (folder / "a.jsonl").write_text(json.dumps({"step": 0, "at": 7, "samples": 1}) + "\n")
-    lines = [{"step": step, "at": 7.0 + step, "seconds": 0.5, "accuracy": 0.1 * step} for step in range(5)]
+    lines = [
+        {"step": step, "at": 7.0 + step, "seconds": 0.5, "accuracy": 0.1 * step}
+        for step in range(5)
+    ]
     lines.append({"step": 5, "at": 12.5, "accuracy": float("nan")})
     (folder / "b.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     [curve] = series(figures(results)["learning"], "solid")

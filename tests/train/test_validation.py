@@ -59,7 +59,11 @@ def test_a_finished_run_is_tested_again_on_the_samples_held_out(here, configure,
     task, _ = load_task(path, here.comm, split="validation", **how)
     [*_, last] = [one for one in read(job.directory.metrics) if one["event"] == "test"]
     again = evaluate(task)
-    assert (again.num_samples, again.loss, again.metric) == (NUM_HELD, last["loss"], last["metric"])
+    assert (again.num_samples, again.loss, again.metric) == (
+        NUM_HELD,
+        last["loss"],
+        last["metric"],
+    )
     assert predict(task, shared / "out.h5", {})[0] == NUM_HELD
     how["overrides"] = ["data.validation=0"]
     with pytest.raises(MismatchError, match=r"data.validation = 0; use --split test or train"):

@@ -152,9 +152,9 @@ def run(
 def no_answer(said: str) -> LaunchError:
     """Return the error that a command of Slurm found no controller; ``said`` is its output."""
     return LaunchError(
-        f"{NO_ANSWER}; it says: {_words(said)}; try `scontrol ping` on a login node of the "
-        f"cluster; where Slurm is installed but has no controller, `hpctrain launch -n RANKS` "
-        f"starts the ranks here"
+        f"{NO_ANSWER}; it says: {_words(said)}; its commands are installed here, but reach no "
+        f"controller: use a login node of the cluster, or set SLURM_CONF to its slurm.conf; "
+        f"without a cluster, `hpctrain launch -n RANKS -- COMMAND` starts the ranks here"
     )
 
 
