@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from hpctrain.checkpoint import loading, saving
 from hpctrain.checkpoint.background import Beside, Snapshot
 from hpctrain.checkpoint.checkpoint_directory import SCORE, CheckpointDirectory
-from hpctrain.checkpoint.refusal import explained, mismatches
+from hpctrain.checkpoint.refusal import explained, mismatches, of_save
 from hpctrain.checkpoint.schedule import Schedule
 from hpctrain.comm.agreement import agreed, on_root, require_equal
 from hpctrain.comm.communicator import Communicator
@@ -60,8 +60,9 @@ class Manager:
     communicator of its own, and removes what need not stay. One save is in work at a time: the
     next one waits for it.
 
-    A save that fails leaves the checkpoints before it. Its error is raised on every rank by the
-    next ``save``, ``wait`` or ``close``; training may go on, and save again.
+    A save that fails leaves the checkpoints before it. The next ``save``, ``wait`` or ``close``
+    raises its error on every rank, which names the step of the failed save; training may continue,
+    and save again.
     """
 
     def __init__(  # noqa: PLR0913 - the keys of a table of a run's configuration
@@ -297,9 +298,10 @@ class Manager:
             return taken
 
         step = contents["step"]
-        saved = saving.write(self._shelf.path(step), take, comm, guard=self._guard, **contents)
-        tidy = partial(self._tidy, step, damaged=damaged - {step})
-        on_root(comm, explained(f"tidy {self._shelf.root}")(tidy), CheckpointError)
+        with of_save(step):
+            saved = saving.write(self._shelf.path(step), take, comm, guard=self._guard, **contents)
+            tidy = partial(self._tidy, step, damaged=damaged - {step})
+            on_root(comm, explained(f"tidy {self._shelf.root}")(tidy), CheckpointError)
         seconds = time.monotonic() - began
         mine = seconds if stall_s is None else stall_s, saved.seconds, saved.compare_s
         stalls_s, writes_s, compares_s = zip(*comm.allgather_object(mine), strict=True)

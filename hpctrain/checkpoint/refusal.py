@@ -20,6 +20,15 @@ def explained(what: str) -> Iterator[None]:
 
 
 @contextmanager
+def of_save(step: int) -> Iterator[None]:
+    """Name the step in a CheckpointError of the block, which may be raised by a later call."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointError(f"the save of step {step} failed: {error}") from error
+
+
+@contextmanager
 def mismatches() -> Iterator[None]:
     """Raise a MismatchError of the block, which is one of all ranks, as a CheckpointError."""
     try:

@@ -35,8 +35,8 @@ def doctor(
     srun, mpirun or hpctrain launch, it also lets the ranks find each other
     and measures what is between them; rank 0 prints.
 
-    The exit code is 0 if nothing is wrong (a note is no fault), 1 if
-    something is, 2 for a mistake in the command.
+    The exit code is 1 if there is a warning or an error, 2 for a mistake
+    in the command, else 0, also with notes.
 
     For instance:
 

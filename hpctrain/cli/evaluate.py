@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 Which = Annotated[
     str, option("WHICH", "last, best (of those that are kept), or its step.", "--checkpoint")
 ]
-Split = Annotated[str, option("test|train", "Which data set of data.target is taken.")]
+Split = Annotated[
+    str, option("test|train|validation", "Samples: validation is what data.validation holds out.")
+]
 Overrides = Annotated[
     list[str] | None, option("KEY=VALUE", "Replace a value of the run's configuration.", "--set")
 ]
@@ -88,8 +90,8 @@ def predict(
 def _built(
     run: Path, checkpoint: str, split: str, overrides: list[str] | None
 ) -> "tuple[Task, Path]":
-    if split not in {"test", "train"}:
-        raise ConfigError(f"--split is test or train, got {split!r}")
+    if split not in {"test", "train", "validation"}:
+        raise ConfigError(f"--split must be test, train or validation, got {split!r}")
     from hpctrain.cli.shared_work import joined  # noqa: PLC0415
     from hpctrain.train.predict import load_task  # noqa: PLC0415
 

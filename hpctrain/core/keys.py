@@ -8,6 +8,7 @@ import functools
 import inspect
 import json
 import math
+import operator
 import re
 import textwrap
 from collections.abc import Iterator, Mapping
@@ -57,12 +58,18 @@ class Rule:
                 raise ConfigError(f"{name}: {error}") from None
         if self.names:
             require(value in self.names, f"{name} is one of {', '.join(self.names)}", value)
-        if self.least is not None:
-            require(value >= self.least, f"{name} must be at least {self.least}", value)
-        if self.above is not None:
-            require(value > self.above, f"{name} must be above {self.above}", value)
-        if self.below is not None:
-            require(value < self.below, f"{name} must be below {self.below}", value)
+        bounds = (
+            ("at least", self.least, operator.ge),
+            ("above", self.above, operator.gt),
+            ("below", self.below, operator.lt),
+        )
+        named = [f"{word} {bound}" for word, bound, _ in bounds if bound is not None]
+        for word, bound, holds in bounds:
+            if bound is not None and not holds(value, bound):
+                raise ConfigError(
+                    f"{name} must be {word} {bound}, got {value!r}; set it to a value "
+                    f"{' and '.join(named)}, or omit it for its default"
+                )
         if self.each is not None:
             rule = f"{name} is a list, each of it {TYPE_NAMES[self.each]}"
             require(all(type(item) is self.each for item in value), rule, value)

@@ -98,6 +98,22 @@ def user_lines(error: BaseException) -> list[str]:
     return lines
 
 
+def layer_of(error: BaseException) -> str:
+    """Return name and form of the innermost layer in whose forward an error was raised.
+
+    Empty where it was raised in none that torch or a library defines: else ``user_lines`` has the
+    line of its forward.
+    """
+    frames = [each for each, _ in _frames(error) if each.f_code.co_name == "forward"]
+    layers: list[tuple[FrameType, Any]] = [(each, each.f_locals.get("self")) for each in frames]
+    found = [(each, layer) for each, layer in layers if hasattr(layer, "named_modules")]
+    if not found or _is_user(found[-1][0]):
+        return ""
+    whole, layer = found[0][1], found[-1][1]
+    name = next((name for name, each in whole.named_modules() if each is layer), "")
+    return f"layer {name or 'of the model'}, {_cut(str(layer).partition(chr(10))[0])}"
+
+
 def _is_user(frame: FrameType) -> bool:
     """Say whether a frame is the user's own; text that libraries execute is not, ``-c`` is."""
     file = frame.f_code.co_filename

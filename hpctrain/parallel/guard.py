@@ -68,6 +68,10 @@ _HEAD = 4  # words before the facts: a fault, ``is_new``, a number of one axis a
 _SAME = ("trained", "settings", "gradients", "writes")
 """Of ranks that have the same parameters, or parts of them. They come last, before flags."""
 
+_UNKNOWN = Layout(
+    (), (), ()
+)  # not equal to that of a stage without parameters, which compares too
+
 Shared = Sequence[tuple[str, nn.Parameter | None]]
 """Each weight that several stages have: name and parameter, which is None on other ranks."""
 
@@ -123,7 +127,7 @@ class Guard:
     def refresh(self) -> None:
         """Find the parameters again: the model has other modules."""
         self._modules: list[tuple[str, nn.Module]] = []
-        self._layout = Layout((), (), ())
+        self._layout = _UNKNOWN
         self._samples: dict[Any, tuple[list[Tensor], WeightSample]] = {}
 
     def mark(self) -> None:
@@ -331,9 +335,8 @@ class Guard:
     def _now(self) -> Layout:
         """Return the current parameters; FSDP replaces them during forward."""
         named, before = self._named(), self._layout.named
-        if len(named) != len(before) or any(
-            p is not q for (_, p), (_, q) in zip(named, before, strict=True)
-        ):
+        is_known = self._layout is not _UNKNOWN and len(named) == len(before)
+        if not is_known or any(p is not q for (_, p), (_, q) in zip(named, before, strict=True)):
             self._layout = self._laid_out(named)
         return self._layout
 

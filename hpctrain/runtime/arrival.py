@@ -8,6 +8,7 @@ import torch
 
 from hpctrain.cluster.topology import Topology
 from hpctrain.comm.factory import Connection
+from hpctrain.comm.mpi_library import version
 from hpctrain.comm.plan.planning import StoredPlan
 from hpctrain.core import config, logs
 
@@ -44,7 +45,8 @@ def report(found: Connection) -> None:
 
 def tell_study(folder: Path, found: Connection) -> None:
     """Let a scaling study know how the ranks of this point communicate."""
-    topology = {"topology": dict(found.topology.describe())}
+    mpi = version() if found.topology.size > 1 else None  # one rank loads no MPI
+    topology = {"mpi": mpi, "topology": dict(found.topology.describe())}
     facts = {**topology, **StoredPlan.of(found.topology, found.plan).as_dict()}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "plan.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")

@@ -12,7 +12,7 @@ from itertools import pairwise
 from hpctrain.core.python_compat import tomllib
 from hpctrain.studies.points import attempts_of
 from hpctrain.studies.records import PointRecord
-from hpctrain.studies.results import StudyResults
+from hpctrain.studies.results import StudyResults, shown_batch
 
 MIN_REPEATS = 5
 
@@ -62,12 +62,12 @@ def _batch(results: StudyResults) -> str:
     batches: dict[str, set[float]] = {}
     for record in results.done:
         share = 1 if mode == "strong" else record.layout.ranks
-        batch = record.samples / len(record.step_s) / share
-        batches.setdefault(results.curve(record.point), set()).add(round(batch, 6))
+        batches.setdefault(results.curve(record.point), set()).add(round(record.batch / share, 6))
     for found in batches.values():
         if max(found) > 1.05 * min(found):  # a last batch may be short
             whose = "all ranks" if mode == "strong" else "a rank"
-            return f"{whose} took {min(found):g} samples in a step, and {max(found):g}"
+            least, most = (shown_batch(each(found)) for each in (min, max))
+            return f"{whose} took {least} samples in a step, and {most}"
     return _nothing(results)
 
 

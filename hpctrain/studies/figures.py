@@ -23,7 +23,7 @@ _ABOUT = {
     EFFICIENCY: "None where ranks outnumber cores.",
     SPEED_UP: "None where ranks outnumber cores.",
     "core-hours": "With a core for each rank.",
-    "time-to-target": "Only where every repeat reached it.",
+    "time-to-target": "From the begin of the first step. Only where every repeat reached it.",
 }
 _NOTES = {
     "repeats": "Small dots are the repeats.",
@@ -72,8 +72,7 @@ def _by_size(results: StudyResults) -> Iterator[Figure]:
 
 
 def _rate(summary: PointSummary, seconds: float) -> float:
-    first = summary.done[0]
-    return first.samples / len(first.step_s) / seconds
+    return summary.done[0].batch / seconds
 
 
 def _share(summary: PointSummary, seconds: float) -> float:
@@ -97,9 +96,10 @@ def _by_point(results: StudyResults) -> list[Figure]:
     for colour, summary in enumerate(results.summaries):
         for record in summary.done:
             curve = results.learning_curve(record, name or "loss")
-            end = (record.seconds, record.metric if name else record.loss)
+            end = (record.elapsed_s, record.metric if name else record.loss)
             kind, label = "solid" if curve[1:] else "points", results.label(summary.point)
-            learned.append(Series.of(curve or [end], kind=kind, name=label, colour=colour))
+            ended = [end] if record.elapsed_s else []
+            learned.append(Series.of(curve or ended, kind=kind, name=label, colour=colour))
             crossed = (record.rail_bytes or 0) * (record.num_steps + record.warm_up_steps)
             ends = [(crossed, end[1])] if crossed else []
             sent.append(Series.of(ends, kind="points", name=label, colour=colour))
@@ -122,7 +122,7 @@ def _by_point(results: StudyResults) -> list[Figure]:
         Figure(
             name="learning",
             title="What was learned",
-            x_label="seconds",
+            x_label="seconds from the begin of the first step",
             note="A line for each repeat, by one rank; a point where only its end is known.",
             series=learned,
             **how,

@@ -77,6 +77,7 @@ def measure(
         "step_s": step_s.tolist(),
         "samples": round(samples[dropped:].sum()),
         "seconds": math.fsum(step_s),
+        "elapsed_s": max(each[-1]["at"] - begin_of(each) for each in lines),
         **_means(known),
         **{name: float(known[name].sum(axis=1).mean()) for name in _BYTES if name in known},
         "loss": None if np.isnan(losses[-1]) else float(losses[-1]),
@@ -142,6 +143,12 @@ def _metric(
     return told[-1] if told else (None, None)
 
 
+def begin_of(lines: _Lines) -> float:
+    """Return when the first step of a rank began, or ended where it has no length."""
+    first: float = lines[0]["at"] - (lines[0].get("seconds") or 0.0)
+    return first
+
+
 def _reached(
     lines: Sequence[_Lines],
     steps: Sequence[int],
@@ -160,7 +167,7 @@ def _reached(
         if told:
             step, what = min(told), "samples" if name == "loss" else name
             times = [
-                line["at"] - (rank[0]["at"] - (rank[0].get("seconds") or 0.0))
+                line["at"] - begin_of(rank)
                 for rank in lines
                 for line in rank
                 if line["step"] == step and what in line

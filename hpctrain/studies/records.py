@@ -41,6 +41,7 @@ class PointRecord(Attempt):
     idle_s: list[float] | None = None  # wait for slower ranks, mean over ranks
     node_bytes: float | None = None  # moved in the memory of nodes, over all ranks
     rail_bytes: float | None = None  # sent by messages, over all ranks
+    elapsed_s: float | None = None  # from the begin of the first step to the end, warm-up included
     loss: float | None = None  # the last
     metric: float | None = None  # of the last test
     metric_name: str | None = None
@@ -75,14 +76,20 @@ class PointRecord(Attempt):
         return fmean(self.step_s)
 
     @property
+    def batch(self) -> float:
+        """Samples of a step of all ranks: the mean, as a last batch may be short."""
+        return self.samples / len(self.step_s)
+
+    @property
     def samples_per_s(self) -> float | None:
         """Throughput of all ranks: the harmonic mean of its steps; None where none was told."""
         return self.samples / self.seconds if self.samples and self.seconds else None
 
 
 Environment = Mapping[str, Any]
-"""Where a study ran: versions, cpu, cores and name of the host, commit ("+" if changed), topology
-and plan of each point, slurm_job, and pinning: cores that it may use, and what binds ranks."""
+"""Where a study ran: versions, mpi (the library of the ranks), cpu, cores and name of the host,
+commit ("+" if changed), topology and plan of each point, slurm_job, and pinning: cores that it may
+use, and what binds ranks."""
 
 
 class StudyFolder:

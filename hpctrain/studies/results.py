@@ -12,6 +12,7 @@ from hpctrain.cost.machine import Machine
 from hpctrain.cost.step import least_step_s
 from hpctrain.report.figure import Estimate, shown
 from hpctrain.studies.attempt import RECORDS
+from hpctrain.studies.measurement import begin_of
 from hpctrain.studies.points import Placement, Point
 from hpctrain.studies.records import Environment, PointRecord, StudyFolder
 from hpctrain.studies.statistics import median, ratio
@@ -190,8 +191,8 @@ class StudyResults:
     def caption(self) -> str:
         """Machine, mode, batch and versions: what a figure that stands alone must say."""
         table, about = self.config.study, self.environment or {}
-        batches = sorted({each.samples / len(each.step_s) for each in self.done})
-        whole = ", ".join(f"{each:g}" for each in batches[:4]) + ", ..." * (len(batches) > 4)
+        batches = sorted({each.batch for each in self.done})
+        whole = ", ".join(map(shown_batch, batches[:4])) + ", ..." * (len(batches) > 4)
         versions = about.get("versions") or {}
         what = f"{table.name}: {table.mode} scaling, {whole} samples in a step of all ranks"
         where = ", ".join(
@@ -200,7 +201,7 @@ class StudyResults:
                 str(about.get("cpu") or "unknown processor"),
                 f"{table.cores or about.get('cores') or '?'} cores on each of {table.hosts} hosts",
                 f"torch {versions.get('torch') or '?'}",
-                str(versions.get("mpi") or "MPI not recorded"),
+                str(about.get("mpi") or "no MPI library recorded"),
             ]
         )
         return "\n".join(shown(line, MAX_CAPTION) for line in (what, where))
@@ -224,10 +225,13 @@ class StudyResults:
         return replace(self, bound=least_s)
 
     def learning_curve(self, record: PointRecord, name: str) -> list[tuple[float, float]]:
-        """Return seconds and value of what one of its ranks told; empty where that is gone."""
+        """Return seconds and value of what one of its ranks told; empty where that is gone.
+
+        Seconds count from the begin of the first step, as in ``time_to_target_s``.
+        """
         for path in sorted((self.directory / record.folder / RECORDS).glob("*.jsonl")):
             lines = read(path, key="at")
-            told = [(each["at"] - lines[0]["at"], each[name]) for each in lines if name in each]
+            told = [(each["at"] - begin_of(lines), each[name]) for each in lines if name in each]
             if told:
                 return told[:: len(told) // MAX_POINTS + 1]
         return []
@@ -248,6 +252,11 @@ class StudyResults:
         points = [record.point for record in self.records]
         names = dict.fromkeys(name for point in points for name in point)
         return [name for name in names if len({repr(p.get(name)) for p in points}) > 1]
+
+
+def shown_batch(batch: float) -> str:
+    """Return samples of a step: an integer, or the mean of steps that differ."""
+    return f"{batch:g}" if batch == int(batch) else f"on average {batch:.1f}"
 
 
 def label_of(point: Point) -> str:

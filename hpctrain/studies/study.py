@@ -148,10 +148,11 @@ class Study:
         path = folder.attempts / attempt.name / RECORDS / "plan.json"
         with suppress(FileNotFoundError, ValueError):
             plan = json.loads(path.read_text(encoding="utf-8"))
+            mpi = plan.pop("mpi", None) or (before or {}).get("mpi")
             told = {"topology": plan.pop("topology", None), "plan": plan}
             if before and attempt.text not in before["plan"]:
                 kept = {n: {**before[n], attempt.text: value} for n, value in told.items()}
-                folder.write(folder.environment, {**before, **kept})
+                folder.write(folder.environment, {**before, **kept, "mpi": mpi})
 
     @contextmanager
     def _explained(self) -> Iterator[None]:

@@ -40,9 +40,10 @@ def load_task(
     """Build what the run in a directory trains, with the weights of one of its checkpoints.
 
     Collective. ``which`` is last, best or a number of steps; averaged weights come first, as in
-    the run's own tests. The samples of ``split`` come in their order, as in a test. Returns the
-    checkpoint too. Raises ``MismatchError``: there is no such run or checkpoint, or the
-    configuration does not fit it; on all ranks.
+    the run's own tests. The samples of ``split`` (test, validation, or train, with those of
+    validation) come in their order, as in a test. Returns the checkpoint too. Raises
+    ``MismatchError``: there is no such run or checkpoint, or the configuration does not fit it; on
+    all ranks.
     """
     directory = RunDirectory(path)
 
@@ -54,6 +55,11 @@ def load_task(
     checkpoint = on_root(comm, find)
     with agreed(comm):
         config = load(directory.config, overrides).config
+        if split == "validation" and not config.data.validation:
+            raise ConfigError(
+                "--split validation must have samples that data.validation holds out, but the run "
+                "has data.validation = 0; use --split test or train"
+            )
         begun = (r["modules"] for r in read(directory.metrics) if "modules" in r)
         make_importable(Path(next(begun, "")).resolve())
         # Nothing is learnt: all ranks have one model, and its tests may be rounded apart.
@@ -62,7 +68,12 @@ def load_task(
             sync=SyncConfig(),
             parallel=ParallelConfig(),
             model=replace(config.model, init_from=str(absolute(checkpoint)), init_strict=True),
-            data=replace(config.data, stage="", on_corrupt="raise", validation=0.0),
+            data=replace(
+                config.data,
+                stage="",
+                on_corrupt="raise",
+                validation=config.data.validation if split == "validation" else 0.0,
+            ),
             train=replace(config.train, reproducible=False, ema=0.0),
         )
     task = build(config, comm)

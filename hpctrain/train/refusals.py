@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hpctrain.core.errors import DataError, HpctrainError
 from hpctrain.core.logs import logger
-from hpctrain.core.user_error import described, noted, user_lines
+from hpctrain.core.user_error import described, layer_of, noted, user_lines
 
 _REFUSALS = (RuntimeError, TypeError, ValueError, IndexError, AttributeError)
 
@@ -31,7 +31,9 @@ def told_of(whose: str, *values: object) -> Iterator[None]:
         given, said = " and ".join(map(described, values)), f"{type(error).__name__}: {error}"
         remedy = _remedy(said, [each.dtype for each in values if isinstance(each, Tensor)])
         text = f"model, loss and data must fit together, but {whose} refuses {given}: {said}"
-        lines = [f"{text}{remedy}", *(f"  {line}" for line in user_lines(error))]
+        layer = layer_of(error)
+        where = [f"in {layer}"] * bool(layer) + user_lines(error)
+        lines = [f"{text}{remedy}", *(f"  {line}" for line in where)]
         raise DataError("\n".join(lines)) from error
 
 

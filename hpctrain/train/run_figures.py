@@ -24,7 +24,6 @@ _HIGH = 2.0  # times as high as nearly all others is what a figure cuts off
 
 _Style = tuple[str, int, Kind]  # name and colour where there is one run
 _TRAINING: _Style = ("training", 2, "solid")
-_TEST: _Style = ("test", 5, "linked")
 _GREY, _RED = 7, 1
 _TIMES = {name: PARTS[name] for name in TIMES}
 
@@ -83,7 +82,7 @@ def _losses(runs: Sequence[RunHistory], smooth: int) -> Figure:
     steps: Rows = lambda run: run.of("step")  # noqa: E731
     tests: Rows = lambda run: run.of("test")  # noqa: E731
     series = _curves(runs, steps, LOSS, _TRAINING, smooth)
-    series += _curves(runs, tests, LOSS, _TEST)
+    series += _curves(runs, tests, LOSS, _tests(runs))
     values = [y for each in series for y in each.y if y is not None and y > 0]
     is_wide = bool(values) and max(values) > 10 * min(values)
     return Figure(
@@ -91,26 +90,36 @@ def _losses(runs: Sequence[RunHistory], smooth: int) -> Figure:
         title="Loss",
         x_label="step",
         y_label=LOSS,
-        note="Pale as recorded, full averaged over records; dots are tests.",
+        note=f"Pale as recorded, full averaged over records; dots: {_splits(runs)} samples.",
         series=[*series, *_marks(runs)],
         scale="log" if is_wide else "zoom",
         warning="; ".join(told(runs, "warning")),
     )
 
 
+def _splits(runs: Sequence[RunHistory]) -> str:
+    """Return which samples the tests during training were of."""
+    return " or ".join(dict.fromkeys(run.tested for run in runs))
+
+
+def _tests(runs: Sequence[RunHistory]) -> _Style:
+    return _splits(runs), 5, "linked"
+
+
 def _metrics(runs: Sequence[RunHistory]) -> Iterator[Figure]:
     """Yield a figure for each metric that a run has."""
     tests = {run.label: [t | run.metrics_of(t) for t in run.of("test")] for run in runs}
+    splits = _splits(runs)
     found = (run.metrics_of(test) for run in runs for test in run.of("test"))
     for number, name in enumerate(dict.fromkeys(name for metrics in found for name in metrics)):
         rows: Rows = lambda run: tests[run.label]  # noqa: E731
-        series = _curves(runs, rows, name, _TEST)
+        series = _curves(runs, rows, name, _tests(runs))
         yield Figure(
             name=f"metric-{number}",
-            title=f"Test {name}",
+            title=f"{splits.capitalize()} {name}",
             x_label="step",
             y_label=name,
-            note="Of all test samples.",
+            note=f"Of all {splits} samples.",
             series=[*series, *_marks(runs)],
             scale="zoom",
         )

@@ -136,7 +136,7 @@ def test_the_next_save_tells_of_a_failure_and_is_still_due(comm, root):
     with managed(root, comm, every=10) as manager:
         with largest_file(1000):
             manager.save(state(10, numel=100_000), 10)
-            with pytest.raises(CheckpointError, match="step-00000010"):
+            with pytest.raises(CheckpointError, match=r"save of step 10 failed: .*step-00000010"):
                 manager.save(state(20, numel=100_000), 20)
         assert manager.latest() is None
         assert manager.due(21)
@@ -144,6 +144,16 @@ def test_the_next_save_tells_of_a_failure_and_is_still_due(comm, root):
         manager.wait()
         assert not manager.due(22)
         assert loaded_value(manager) == 21
+
+
+@pytest.mark.ranks(2, 3)
+def test_the_error_of_a_save_names_its_step_whatever_call_raises_it(comm, root):
+    with managed(root, comm) as manager:
+        manager.save(state(7), 7, wait=True)
+        manager.save({"w": torch.full((3,), float(comm.rank))}, 10)
+        assert loaded_value(manager) == 7
+        with pytest.raises(CheckpointError, match=r"^the save of step 10 failed: tensors that"):
+            manager.save(state(20), 20)
 
 
 @pytest.mark.ranks(1, 2)

@@ -245,6 +245,10 @@ def test_a_dry_run_without_slurm_prints_the_script_and_ends_well(monkeypatch, tm
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
     result = run("my.toml", "--dry-run")
     assert (result.exit_code, "note: Slurm has not checked" in result.stderr) == (0, True)
+    result = run("my.toml")
+    assert result.exit_code == 1
+    assert "says: contact slurm controller; its commands are installed here" in result.stderr
+    assert "or set SLURM_CONF to its slurm.conf; without a cluster, `hpctrain l" in result.stderr
     Path("bin/sbatch").write_text(SBATCH)
     Path("refuse").touch()
     assert run("my.toml", "--dry-run").exit_code == 1

@@ -1,12 +1,15 @@
 """The stages of a pipeline train as one process does, by every schedule."""
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import loss_parallel
 
-from hpctrain import ConfigError
+from hpctrain import ConfigError, MismatchError
 from hpctrain.parallel import Pipeline, build_mesh, tensor_parallel
 from hpctrain.parallel.stage import SCHEDULES
 from tests.parallel.training import CLIP, LENGTH, adamw, batches, check, lm, loss_of, transformer
@@ -86,3 +89,29 @@ def test_stages_may_be_divided_further(inner):
     sample = torch.zeros(2, LENGTH, dtype=torch.long)
     options = {"loss": loss_of, "num_microbatches": 2, "sample": sample, "wrap": wrap}
     trained(Pipeline(model, mesh["pp"], lm.LAYERS, **options), mesh["dp"], **shape)
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.usefixtures("nodes")
+@pytest.mark.parametrize("place", ["first", "last"])
+def test_stages_without_parameters_compare_and_train_as_the_others(place):
+    size = dist.get_world_size()
+    torch.manual_seed(0)
+    layers = [nn.Tanh() for _ in range(size - 1)]
+    layers.insert(0 if place == "first" else size, nn.Linear(4, 4))
+    one = nn.Sequential(*layers).double()
+    mesh, loss = build_mesh(pp=size), nn.functional.mse_loss
+    pipeline = Pipeline(
+        copy.deepcopy(one), mesh["pp"], ["*"], loss=loss, num_microbatches=size, schedule="gpipe"
+    )
+    mine = dict(pipeline.model.named_parameters())
+    assert len(mine) == 2 * (dist.get_rank() == (0 if place == "first" else size - 1))
+    for _ in range(2):
+        given, target = torch.randn(2, 2 * size, 4, dtype=torch.float64)
+        expected = loss(one(given), target)
+        torch.testing.assert_close(pipeline.step(given, target), expected.detach())
+        expected.backward()
+    for name, parameter in mine.items():
+        torch.testing.assert_close(parameter.grad, one.get_parameter(name).grad)
+    with pytest.raises(MismatchError, match="a batch of a pipeline"):
+        pipeline.step(given + dist.get_rank(), target)

@@ -42,7 +42,8 @@ def config(factors=None, **changes):
 
 def environment(**changes):
     return {
-        "versions": {"python": "3.11.2", "torch": "2.13.0", "mpi": "Open MPI 5.0.11"},
+        "versions": {"python": "3.11.2", "torch": "2.13.0"},
+        "mpi": "Open MPI 5.0.11",
         "cpu": "AMD EPYC 7763",
         "cores": 4,
         "host": "login1",
@@ -73,6 +74,7 @@ def record(point, repeat, order, **changes):
         started="2026-11-25T02:14:44Z",
         folder=f"attempts/{order}",
         num_steps=NUM_STEPS,
+        elapsed_s=1.2 * seconds,
         warm_up_steps=5,
         step_s=steps.tolist(),
         samples=BATCH * NUM_STEPS,

@@ -101,12 +101,16 @@ def test_learning_is_shown_as_ranks_told_it(tmp_path):
     assert sum(len(each.x) for each in ends) == len(results.done)
     folder = tmp_path / results.done[0].folder / "records"
     folder.mkdir(parents=True)
+    assert {x for each in ends for x in each.x} == {each.elapsed_s for each in results.done}
     (folder / "a.jsonl").write_text(json.dumps({"step": 0, "at": 7, "samples": 1}) + "\n")
-    lines = [{"step": step, "at": 7.0 + step, "accuracy": 0.1 * step} for step in range(5)]
+    lines = [
+        {"step": step, "at": 7.0 + step, "seconds": 0.5, "accuracy": 0.1 * step}
+        for step in range(5)
+    ]
     lines.append({"step": 5, "at": 12.5, "accuracy": float("nan")})
     (folder / "b.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     [curve] = series(figures(results)["learning"], "solid")
-    assert curve.x == [0, 1, 2, 3, 4]
+    assert curve.x == [0.5, 1.5, 2.5, 3.5, 4.5]  # from the begin of the first step
     assert curve.y == pytest.approx([0, 0.1, 0.2, 0.3, 0.4])
     (folder / "b.jsonl").write_text(json.dumps({"step": 5, "at": 12.0, "accuracy": 0.5}) + "\n")
     assert not series(figures(results)["learning"], "solid")  # no line goes through one point
@@ -154,3 +158,12 @@ def test_a_picture_says_machine_mode_and_batch():
     for text in ("digits: strong scaling, 64 samples in a step of all ranks", "login1, AMD EPYC"):
         assert text in caption
     assert "4 cores on each of 1 hosts, torch 2.13.0, Open MPI 5.0.11" in caption
+
+
+def test_samples_of_a_step_are_an_integer_or_a_mean():
+    records = [replace(each, samples=each.samples - 5) for each in generated.records()]
+    caption = generated.complete(records=records).caption
+    mean = records[0].samples / records[0].num_steps
+    assert f", on average {mean:.1f} samples in a step" in caption
+    about = generated.environment(mpi=None)
+    assert "no MPI library recorded" in generated.complete(environment=about).caption

@@ -42,7 +42,11 @@ def measured(folder, text, num_points=2):
     records = sorted(study.read_points(), key=lambda record: record.point["ranks"])
     assert len(records) == num_points
     assert not any("torch" in line for line in done.stderr.splitlines())
-    assert len(study.read_environment()["plan"]) == num_points
+    environment = study.read_environment()
+    assert len(environment["plan"]) == num_points
+    assert "MPI" in environment["mpi"]  # the library, by a point of several ranks
+    for record in records:
+        assert record.elapsed_s > record.seconds  # warm-up included
     return study, records
 
 

@@ -88,6 +88,7 @@ def test_a_free_table_takes_any_key_and_keeps_its_others(file):
         ("name=", "name is a plain word"),
         ("seed=-1", "seed must be at least 0"),
         ("train.ema=1", "train.ema must be below 1, got 1.0"),
+        ("data.validation=1.5", "got 1.5; set it to a value at least 0 and below 1, or omit it"),
         ("train.ema=0.9 sync.method=diloco", "train.ema is 0 for a local sync.method"),
         ("train.precision=fp16 train.reproducible=true", "set bf16, which needs no scale"),
         ("train.accumulate=2 train.reproducible=true", "set train.micro_shards, got 2"),

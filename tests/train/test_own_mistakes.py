@@ -97,6 +97,9 @@ def one_label(fields):
 def arrays(fields):
     return {name: values.numpy() for name, values in fields.items()}
 
+def layers():
+    return torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Sequential(torch.nn.Linear(5, 3)))
+
 def indexed(output, label):
     return output.gather(1, label)
 
@@ -144,7 +147,17 @@ MISTAKES = {
     ),
     "field": ("data.input=z", 'data.input = "z" is no field of the data; there are x, y'),
     "label": ("data.args.fault=label", f"{LOSS} float32 (16, 3) and int32 (16,)", "WHAT:i8"),
-    "shapes": ("model.args.features=5", "16x6 and 5x3", f"{MODEL} float32 (16, 6)", FORWARD),
+    "shapes": (
+        "model.args.features=5",
+        "16x6 and 5x3",
+        f"{MODEL} float32 (16, 6)",
+        "in layer linear, Linear(in_features=5, out_features=3, bias=True)",
+        FORWARD,
+    ),
+    "shapes of layers": (
+        "model.target=mine:layers",
+        "in layer 1.0, Linear(in_features=5, out_features=3, bias=True)",
+    ),
     "typo": ("model.target=mine:modle", "mine has no modle; did you mean model?"),
     "import": ("model.target=broken:model", 'model.target = "broken:model"', "no_such_package"),
     "transform": (

@@ -61,6 +61,16 @@ def test_a_run_has_its_curves_its_times_its_ranks_and_its_drift(tmp_path):
     assert found["metric-0"].title == "Test accuracy"
 
 
+def test_figures_name_the_samples_of_the_tests_during_training(tmp_path):
+    held = write_run(tmp_path / "a", settings="[data]\nvalidation = 0.2\n")
+    other = write_run(tmp_path / "b")
+    found = figures(held)
+    assert found["metric-0"].title == "Validation accuracy"
+    assert found["metric-0"].note == "Of all validation samples."
+    assert [each.name for each in found["loss"].series] == ["training", "validation"]
+    assert figures(held, other)["metric-0"].title == "Validation or test accuracy"
+
+
 def test_every_metric_of_a_test_has_a_figure(tmp_path):
     path = write_run(tmp_path / "a")
     with Metrics(path / "metrics.jsonl") as metrics:

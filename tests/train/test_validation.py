@@ -8,6 +8,7 @@ import pytest
 from hpctrain.core.errors import ConfigError, MismatchError
 from hpctrain.core.records import read
 from hpctrain.train.evaluate import evaluate
+from hpctrain.train.predict import load_task, predict
 from hpctrain.train.task import build
 from tests.train.job import Job, assert_same_run
 from tests.train.problem import NUM_SAMPLES
@@ -47,6 +48,26 @@ def test_tests_use_the_samples_held_out_and_the_last_one_the_test_set(here, conf
     assert records[-1]["num_samples"] == NUM_SAMPLES
     assert records[-1]["metric"] == evaluate(replace(task, test=task.held_out)).metric
     assert tests[-1]["metric"] == evaluate(task).metric
+
+
+@SIZES
+def test_a_finished_run_is_tested_again_on_the_samples_held_out(here, configure, shared):
+    job = Job(here, configure, shared / "run", *HELD, "train.epochs=2")
+    job.part()
+    here.comm.barrier()
+    path, how = job.directory.path, {"overrides": [], "which": "last"}
+    task, _ = load_task(path, here.comm, split="validation", **how)
+    [*_, last] = [one for one in read(job.directory.metrics) if one["event"] == "test"]
+    again = evaluate(task)
+    assert (again.num_samples, again.loss, again.metric) == (
+        NUM_HELD,
+        last["loss"],
+        last["metric"],
+    )
+    assert predict(task, shared / "out.h5", {})[0] == NUM_HELD
+    how["overrides"] = ["data.validation=0"]
+    with pytest.raises(MismatchError, match=r"data.validation = 0; use --split test or train"):
+        load_task(path, here.comm, split="validation", **how)
 
 
 @pytest.mark.ranks(2)

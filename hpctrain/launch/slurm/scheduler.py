@@ -77,8 +77,7 @@ def job_end(environ: Mapping[str, str] = os.environ) -> float | None:
     asked = time.time()  # before the answer: rather stop early
     done = run(["squeue", "-h", "-j", job, "-t", "running", "-o", "%A %L"], environ)
     if done.returncode:
-        said = done.stderr.strip().partition("\n")[0]
-        raise LaunchError(f"{NO_ANSWER}: squeue: {said}")
+        raise no_answer(done.stderr)
     # The first number of an array names all its tasks, each of which has a line.
     lines = dict(line.split(maxsplit=1) for line in done.stdout.splitlines() if " " in line)
     seconds = time_limit_s(lines.get(job, ""))
@@ -147,7 +146,16 @@ def run(
     try:
         return ask([program, *line[1:]], environ, text=text, timeout_s=timeout_s or ANSWER_S)
     except OSError as error:
-        raise LaunchError(f"{NO_ANSWER}: {error}") from None
+        raise no_answer(str(error)) from None
+
+
+def no_answer(said: str) -> LaunchError:
+    """Return the error that a command of Slurm found no controller; ``said`` is its output."""
+    return LaunchError(
+        f"{NO_ANSWER}; it says: {_words(said)}; its commands are installed here, but reach no "
+        f"controller: use a login node of the cluster, or set SLURM_CONF to its slurm.conf; "
+        f"without a cluster, `hpctrain launch -n RANKS -- COMMAND` starts the ranks here"
+    )
 
 
 def find_sbatch(environ: Mapping[str, str] = os.environ) -> str:
@@ -177,7 +185,7 @@ def try_out(script: str, environ: Mapping[str, str] = os.environ) -> str:
     done = run([find_sbatch(environ), "--test-only"], environ, text=script, timeout_s=SUBMIT_S)
     said = _words(done.stderr)
     if re.search("configuration source|contact slurm controller", said, re.IGNORECASE):
-        raise LaunchError(f"{NO_ANSWER}; it says: {said}")
+        raise no_answer(done.stderr)
     if done.returncode:
         raise RefusedJobError(f"Slurm would not take this job; it says: {said}")
     return re.sub(r"Job \d+ to start", "the job would start", said)
@@ -232,7 +240,7 @@ def in_queue(jobs: Iterable[int], environ: Mapping[str, str] = os.environ) -> di
         timeout_s=SUBMIT_S,
     )
     if done.returncode:
-        raise LaunchError(f"{NO_ANSWER}; it says: {_words(done.stderr)}")
+        raise no_answer(done.stderr)
     found: dict[int, str] = {}
     for line in done.stdout.splitlines():
         number, whole, state, queued, start, why = (line.split(maxsplit=5) + [""] * 6)[:6]
