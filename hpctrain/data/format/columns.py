@@ -253,4 +253,6 @@ class ChunkedColumn(Column):
 
 def _contiguous(file: h5py.File, name: str, field: Field, num_rows: int) -> Any:
     shape = (num_rows, *field.shape)
-    return file.create_dataset(f"data/{name}", shape, field.dtype, fill_time="never")
+    how = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    how.set_fill_time(h5py.h5d.FILL_TIME_NEVER)  # the argument fill_time needs h5py 3.12
+    return file.create_dataset(f"data/{name}", shape, field.dtype, dcpl=how)
