@@ -184,9 +184,11 @@ def leave_unrecorded(kind: type) -> None:
     """Let the flight recorder of torch 2.15, which reads groups of C++, leave out a kind."""
     name = "_maybe_attach_flight_recorder"
     attach = getattr(distributed_c10d, name, None)
+    if attach is None:
+        return
 
     def attach_to_others(group: Any, *arguments: Any) -> None:
-        if attach is not None and not isinstance(group, kind):
+        if not isinstance(group, kind):
             attach(group, *arguments)
 
     setattr(distributed_c10d, name, attach_to_others)

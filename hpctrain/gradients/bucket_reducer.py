@@ -27,7 +27,6 @@ from hpctrain.gradients.checked_steps import CheckedSteps
 from hpctrain.gradients.gradient_bucket import Slot
 from hpctrain.gradients.parameter_names import NamedParameters
 from hpctrain.gradients.reduction import Reduction
-from hpctrain.gradients.sample_count import check_count
 from hpctrain.gradients.sparse_gradients import SparseSlot, writes_of
 from hpctrain.gradients.step_check import Announcement, Opening
 
@@ -120,8 +119,7 @@ class Reducer:
         if not self.reduction.count.average:
             raise ConfigError("sample counts weight an average; this optimizer has op=Sum")
         before = self.reduction.count.weight
-        check_count(num_samples, nominal, self.reduction.slot_of)
-        self.reduction.count.set(num_samples, nominal)
+        self.reduction.count.set(num_samples, nominal, self.reduction.slot_of)
         if self._passes_done and self.reduction.count.weight != before:
             raise ConfigError(
                 f"all {self._num_passes} backward passes of a step count alike, got "

@@ -30,9 +30,9 @@ class SampleCount:
         self.total_weight = 1.0  # the sum over all ranks, of the opening message
         self._predivide = predivide
 
-    def set(self, num_samples: float, nominal: float) -> None:
+    def set(self, num_samples: float, nominal: float, parameters: Iterable[Tensor] = ()) -> None:
         """Let this rank's gradient count as the mean over ``num_samples``; see ``check_count``."""
-        check_count(num_samples, nominal)
+        check_count(num_samples, nominal, parameters)
         self.weight, self.nominal = num_samples / nominal, nominal
         self.is_set = True
 

@@ -68,9 +68,8 @@ _HEAD = 4  # words before the facts: a fault, ``is_new``, a number of one axis a
 _SAME = ("trained", "settings", "gradients", "writes")
 """Of ranks that have the same parameters, or parts of them. They come last, before flags."""
 
-_UNKNOWN = Layout(
-    (), (), ()
-)  # not equal to that of a stage without parameters, which compares too
+# An object of its own: a stage without parameters has an equal layout, and compares, too.
+_UNKNOWN = Layout((), (), ())
 
 Shared = Sequence[tuple[str, nn.Parameter | None]]
 """Each weight that several stages have: name and parameter, which is None on other ranks."""
