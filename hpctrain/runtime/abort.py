@@ -148,9 +148,9 @@ class FailureHooks:
         Called at exit, after the ranks have taken leave: ``MPI_Finalize`` would free what that
         thread uses.
         """
-        from hpctrain.comm.watched_calls import is_blocked  # noqa: PLC0415 - loaded with the world
-
-        if os.getpid() == self._owner and is_blocked():
+        # Not imported here: the interpreter shuts down, and a process without the module made no call.
+        calls = sys.modules.get("hpctrain.comm.watched_calls")
+        if os.getpid() == self._owner and calls is not None and calls.is_blocked():
             rank = f"rank {self._rank}"
             self.end(
                 RankLostError(

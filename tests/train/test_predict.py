@@ -192,7 +192,7 @@ def test_a_run_names_its_best_checkpoint_and_commands_take_it(tmp_path, monkeypa
         assert told[-2:] == [others, last]
         for words, message in (
             (["evaluate", "runs/none"], "runs/none holds no run"),
-            (["evaluate", "runs/small", "--split", "all"], "--split is test or train, got 'all'"),
+            (["evaluate", "runs/small", "--split", "all"], "test, train or validation, got 'all'"),
             (["predict", "runs/small", "--output", "small.toml"], "is there already"),
         ):
             assert message in str(runner.invoke(app, words).exception)
