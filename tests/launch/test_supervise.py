@@ -11,6 +11,7 @@ import time
 
 import pytest
 
+from hpctrain.cluster.env import RANK_LOST
 from hpctrain.core.errors import LaunchError
 from hpctrain.launch import mpiexec
 from hpctrain.launch.stderr import merged
@@ -300,6 +301,7 @@ def test_what_is_typed_on_a_terminal_reaches_rank_0(tmp_path):
 
 BOX = f"{'-' * 74}\nMPI_ABORT was invoked on rank 0 in communicator\n{'-' * 74}\n"
 SILENT = f"{'-' * 74}\nprterun has exited due to process rank 0 exiting\nimproperly.\n{'-' * 74}\n"
+DIED = f"{BOX}YOUR APPLICATION TERMINATED WITH THE EXIT STRING: {{}}\n"
 OTHER = f"{'-' * 74}\nprterun noticed that process rank 0 exited on signal 11\n{'-' * 74}\n"
 
 
@@ -323,6 +325,22 @@ def test_what_mpirun_says_of_a_rank_is_left_out_where_the_rank_has_said_it(
     program = f"import sys; sys.stderr.write({said!r}); sys.exit({code})"
     assert supervise([sys.executable, "-c", program]).code == code
     assert capfd.readouterr().err == kept
+
+
+@pytest.mark.parametrize(
+    ("said", "code", "expected"),
+    [
+        (DIED.format("Killed (signal 9)"), 9, RANK_LOST),  # of Hydra
+        (DIED.format("Segmentation fault (signal 11)"), 11, 139),
+        (f"{'=' * 74}\n=   BAD TERMINATION\n=   KILLED BY SIGNAL: 9\n{'=' * 74}\n", 9, RANK_LOST),
+        ("signal 9\n", 9, 9),  # the program's own code
+        ("", 137, RANK_LOST),
+        ("", 139, 139),
+    ],
+)
+def test_a_signal_that_ends_a_rank_gives_the_same_code_by_every_launcher(said, code, expected):
+    program = f"import sys; sys.stderr.write({said!r}); sys.exit({code})"
+    assert supervise([sys.executable, "-c", program]).code == expected
 
 
 def test_words_of_long_ago_are_not_taken_for_what_a_rank_says_of_its_end(capfd):
