@@ -82,8 +82,8 @@ class RunDirectory:
     def create(self, config: str, environment: dict[str, Any], plan: dict[str, Any]) -> None:
         """Make the folders and write what is known before the first step; not collective.
 
-        A run that was here without a checkpoint or a test is replaced. Raises ``ConfigError``: the folder
-        is used, or cannot be written.
+        A run that was here without a checkpoint or a test is replaced. Raises ``ConfigError``:
+        the folder is used, or cannot be written.
         """
         self.check_unused()
         self.make_log_folder()
