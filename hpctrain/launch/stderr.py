@@ -23,8 +23,13 @@ _NOISE = re.compile(
 )
 """What launchers say of a rank that has ended all others."""
 _SILENT = re.compile(rb"exiting\s+improperly")  # of one that could say nothing
-_TOLD = re.compile(rb"\[rank \d+\] |Traceback \(most")  # by a rank, of its end
-_RECENT_S = 1.0  # words of a rank that are older are not about its end
+_TOLD = re.compile(
+    rb"\[rank \d+\] |Traceback \(most|"
+    rb"^hpctrain: (?!all ranks have )(?!.* \[(all \d+ ranks|ranks? \d[^]]*)\]$)",
+    re.MULTILINE,
+)
+"""By ranks, of their end: a traceback, or an error of all. Merged warnings end with the ranks."""
+_RECENT_S = 1.0  # other words of a rank that are older are not about its end
 
 _CODE = re.compile(rb"%s(\d+)" % ENDING.encode())
 

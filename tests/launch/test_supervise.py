@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from hpctrain.cluster.env import RANK_LOST
+from hpctrain.cluster.env import BEGUN, ENDED, RANK_LOST
 from hpctrain.core.errors import LaunchError
 from hpctrain.launch import mpiexec
 from hpctrain.launch.stderr import merged
@@ -343,11 +343,24 @@ def test_a_signal_that_ends_a_rank_gives_the_same_code_by_every_launcher(said, c
     assert supervise([sys.executable, "-c", program]).code == expected
 
 
-def test_words_of_long_ago_are_not_taken_for_what_a_rank_says_of_its_end(capfd):
+@pytest.mark.parametrize(
+    ("said", "is_error"),
+    [
+        ("a note\n", False),
+        (f"{BEGUN}\n{ENDED}\n", False),
+        ("hpctrain: 4 ranks take turns on 2 cores [all 4 ranks]\n", False),
+        ("hpctrain: the clock is wrong [ranks 0-2, 5 of 8]\n", False),
+        ("hpctrain: runs/a already contains the results of a run; remove it\n", True),
+        ("hpctrain: task.py:3 in model: f()\nKeyError: 'width'\n", True),
+    ],
+)
+def test_of_words_of_long_ago_only_an_error_is_taken_for_the_reason_of_the_end(
+    said, is_error, capfd
+):
     say = "import sys, time; write = sys.stderr.write; "
-    program = f"{say}write('a note\\n'); time.sleep(1.5); write({BOX!r})"
+    program = f"{say}write({said!r}); time.sleep(1.5); write({BOX!r})"
     assert supervise([sys.executable, "-c", program]).code == 0
-    assert capfd.readouterr().err == f"a note\n{BOX}"
+    assert capfd.readouterr().err == (said if is_error else f"{said}{BOX}")
 
 
 BEGIN = b"Traceback (most recent call last):\n"
