@@ -222,6 +222,7 @@ def asked_by() -> str:
 
 
 STOPPED = 85  # exit code of a run that has saved its state and wants to go on
+RANK_LOST = 87  # exit code of all ranks after one of them was lost
 
 STOPPING = "stopping"  # file in the folder of a run whose ranks have agreed to stop
 

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
 from hpctrain.cluster import env, process
-from hpctrain.cluster.env import ENDING
+from hpctrain.cluster.env import ENDING, RANK_LOST
 from hpctrain.cluster.libraries import end_launch
 from hpctrain.comm.mpi_world import is_loss
 from hpctrain.core.errors import LaunchError, RankLostError
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from hpctrain.comm.mpi_world import MpiComm
 
 FAILED = 1
-RANK_LOST = 87
 INTERRUPTED = 130
 
 ABORT_S = 2.0  # how long ``MPI_Abort`` may take before the process ends without it
