@@ -143,6 +143,9 @@ TUNING = (
 SPARED = {"OMPI_MCA_btl": "^ofi"}
 """What ranks of Open MPI are told by us, see ``libraries.may_spare_ofi``."""
 
+COPIES_OFF = {"OMPI_MCA_btl_vader_single_copy_mechanism": "none", "MPIR_CVAR_CH4_CMA_ENABLE": "0"}
+"""Settings of Open MPI 4 and MPICH 5 for ranks that may not read each other's memory."""
+
 
 def launched(environ: Mapping[str, str] = os.environ) -> Launched | None:
     """Read what the launcher says, from the first of ``LAUNCHERS`` that applies.
