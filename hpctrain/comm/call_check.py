@@ -1,6 +1,7 @@
 """The ranks meet before they do something, and see that all are about to do the same."""
 
 import hashlib
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -12,7 +13,7 @@ from hpctrain.comm import requests
 from hpctrain.comm.agreement import by_rank
 from hpctrain.comm.ops import Op
 from hpctrain.comm.tensor_arguments import name_of
-from hpctrain.comm.waiting import Watch, wait_request
+from hpctrain.comm.waiting import Watch, different_calls, wait_request
 from hpctrain.core.errors import MismatchError
 
 _TEXT = "S400"  # what ranks tell each other of their calls
@@ -55,7 +56,7 @@ def meet(comm: MPI.Intracomm, call: Call, watch: Watch) -> None:
     on every rank, if another is about to do something else.
     """
     watch.require_in_step()
-    watch.begin(call.text)
+    watch.begin(call, is_compared=True)
     extremes = np.array([call.number, -call.number], np.int64)
     request = requests.start(comm, comm.Iallreduce, MPI.IN_PLACE, extremes, MPI.MAX)
     wait_request(request, watch)
@@ -64,16 +65,18 @@ def meet(comm: MPI.Intracomm, call: Call, watch: Watch) -> None:
         raise disagreement(comm, call, watch)
 
 
-def disagreement(comm: MPI.Intracomm, call: Call, watch: Watch) -> MismatchError:
+def disagreement(
+    comm: MPI.Intracomm, call: Call, watch: Watch, ranks: Sequence[int] = ()
+) -> MismatchError:
     """Return the error for ranks that are about to make different calls. Collective.
 
+    ``ranks`` are the numbers by which the error names the ranks of ``comm``, by default their own.
     ``RankLostError`` where another does not come here, since a wait of it has failed.
     """
     mine, found = np.array([call.text.encode()], _TEXT), np.empty(comm.size, _TEXT)
     texts = mine.view(np.uint8), found.view(np.uint8)
     wait_request(requests.start(comm, comm.Iallgather, *texts), watch)
     calls = [text.decode(errors="replace") for text in found.tolist()]
-    return MismatchError(
-        f"ranks must make the same calls in the same order, got {by_rank(calls)}; let every rank "
-        f"take the same way through the program, with tensors of the same shape and dtype"
-    )
+    named = dict(zip(ranks or range(comm.size), calls, strict=True))
+    texts_by_rank = by_rank([named.get(rank) for rank in range(max(named) + 1)])
+    return different_calls(texts_by_rank)

@@ -9,6 +9,7 @@ from weakref import WeakValueDictionary
 from hpctrain.core.units import format_ranks
 
 NUM_CALLS = 256
+TEXT_CHARS = 160  # of a collective that ranks report to each other
 LATE_S = 1.0  # a wait that has lasted less is none to ask about
 
 _SHIFT_S = time.monotonic() - time.perf_counter()
@@ -34,6 +35,10 @@ class CallStream:
         self.text = text
         self.number = number = self.number + 1
         self._calls.append((self, number, text, time.perf_counter()))
+
+    def recent(self) -> dict[int, tuple[str, float]]:
+        """Return the texts of the last collectives, cut, and when each began, by number."""
+        return {n: (text[:TEXT_CHARS], s) for of, n, text, s in list(self._calls) if of is self}
 
     def name_of(self, number: int, text: str) -> str:
         """Return what all ranks call a collective."""

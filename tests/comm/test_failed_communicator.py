@@ -7,8 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hpctrain.comm import waiting
 from hpctrain.core.config import Settings
-from hpctrain.core.errors import CommError, RankLostError
+from hpctrain.core.errors import CommError, MismatchError, RankLostError
 from tests.comm import failing
 from tests.comm.conftest import connected
 from tests.process_group.conftest import started
@@ -146,3 +147,52 @@ def test_an_interrupted_call_behind_a_pending_one_fails_both_on_all_ranks(world,
         world.Barrier()
         if world.rank == 1:
             assert (pending.tolist(), x.tolist()) == seen
+
+
+CALLS = {
+    "sum": lambda: dist.all_reduce(torch.ones(10)),
+    "max": lambda: dist.all_reduce(torch.ones(10), op=dist.ReduceOp.MAX),
+    "sum of as many bytes": lambda: dist.all_reduce(torch.ones(5, dtype=torch.float64)),
+    "barrier": dist.barrier,
+    "scatter": lambda: dist.scatter(torch.ones(2), *_parts([torch.ones(2)])),
+    "gather": lambda: dist.gather(torch.ones(2), *_parts([torch.zeros(2)])),
+}
+
+
+def _parts(one):
+    return (one * dist.get_world_size() if dist.get_rank() == 0 else None), 0
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize(
+    ("one", "other", "by_node"),
+    [
+        *(("sum", "max", True), ("sum", "sum of as many bytes", True), ("sum", "barrier", True)),
+        *(("sum", "barrier", False), ("scatter", "gather", False), ("max", "gather", False)),
+    ],
+)
+def test_different_calls_between_nodes_are_an_error_on_all_ranks_that_names_both(
+    world, monkeypatch, one, other, by_node
+):
+    monkeypatch.setattr(waiting, "COMPARE_S", 0.2)
+    per_node = 1 if world.size == 2 else 2
+    is_other = world.rank // per_node == 1 if by_node else world.rank == world.size - 1
+    texts = {"gather": "gather of", "scatter": "scatter of", "barrier": "barrier", "max": "max of"}
+    with started(per_node):
+        with pytest.raises(CommError, match="same calls in the same order") as caught:
+            CALLS[other if is_other else one]()
+        for name in (one, other):
+            assert texts.get(name, "sum of") in str(caught.value)
+
+
+@pytest.mark.ranks(3, 4)
+def test_calls_that_all_ranks_compare_leave_them_in_step_however_late_a_rank_comes(
+    world, monkeypatch
+):
+    monkeypatch.setattr(waiting, "COMPARE_S", 0.1)
+    with connected(Settings(probe="off", ranks_per_node=2)) as made:
+        if world.rank == world.size - 1:
+            time.sleep(0.6)
+        with pytest.raises(MismatchError, match="rank 1: broadcast of 1"):
+            made.comm.broadcast_(torch.ones(1 if world.rank == 1 else 2), 0)
+        made.comm.barrier()

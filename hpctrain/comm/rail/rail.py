@@ -4,7 +4,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
+from typing import cast
 
 import torch
 from mpi4py import MPI
@@ -15,7 +16,7 @@ from hpctrain.comm.communicator import FINISHED, Traffic, Work
 from hpctrain.comm.ops import Combination, Op, combination, scale_
 from hpctrain.comm.plan.plan import SizeTable
 from hpctrain.comm.rail.algorithms import ALGORITHMS
-from hpctrain.comm.rail.in_flight import InFlight
+from hpctrain.comm.rail.in_flight import DEPTH, InFlight
 from hpctrain.comm.rail.wire import Wire
 from hpctrain.comm.requests import MpiRequest
 from hpctrain.comm.tensor_arguments import check_scale, flattened
@@ -24,7 +25,6 @@ from hpctrain.core.errors import CommError
 from hpctrain.core.units import format_bytes
 
 CHUNK_ELEMENTS = 1 << 26  # largest message in elements: counts of MPI-3 are 32-bit
-
 
 _MPI_TYPE = {
     torch.float32: MPI.FLOAT,
@@ -177,10 +177,30 @@ class MpiWire(Wire):
         ]
 
 
+class RailWire(MpiWire):
+    """A wire whose messages have the collective in their tag, so that those of others differ."""
+
+    def _start(
+        self, call: Callable[..., MPI.Request], tensor: Tensor, partner: int, tag: int
+    ) -> list[MpiRequest]:
+        tags_per_call = DEPTH + 1
+        tag += self._watch.call_number % (_largest_tag() // tags_per_call) * tags_per_call
+        return super()._start(call, tensor, partner, tag)
+
+
+@cache
+def _largest_tag() -> int:
+    return cast("int", MPI.COMM_WORLD.Get_attr(MPI.TAG_UB))
+
+
 class Rail:
     """One rank of each node; every method but the counters is collective over them.
 
     It is what a codec needs of a communicator to reduce what it has made of a slice.
+
+    Messages of different collectives do not match, so ranks in different ones wait, and compare
+    them. Not found are two sums by the MPI library, algorithm ``library``, that differ in number
+    of elements, dtype or scale: the library matches them.
     """
 
     def __init__(
@@ -201,7 +221,7 @@ class Rail:
         self.rank: int = comm.rank
         self.size: int = comm.size
         watch = watch or Watch()
-        self.wire = MpiWire(comm, watch=watch, world_ranks=world_ranks, name=name)
+        self.wire = RailWire(comm, watch=watch, world_ranks=world_ranks, name=name)
         watch.on_fail.append(self.wire.withdraw_receives)
         self._comm = comm
         self.table = table  # algorithms by bytes of the part; the same on all ranks
