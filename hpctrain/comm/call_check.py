@@ -1,9 +1,8 @@
 """The ranks meet before they do something, and see that all are about to do the same."""
 
 import hashlib
-from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -14,9 +13,11 @@ from hpctrain.comm.agreement import by_rank
 from hpctrain.comm.ops import Op
 from hpctrain.comm.tensor_arguments import name_of
 from hpctrain.comm.waiting import Watch, different_calls, wait_request
+from hpctrain.comm.watched_calls import WatchedCalls
 from hpctrain.core.errors import MismatchError
 
-_TEXT = "S400"  # what ranks tell each other of their calls
+TAGS_PER_CALL = 16
+"""Tags of messages of one collective on a rail: of reductions in flight at the same time."""
 
 
 class Call(NamedTuple):
@@ -24,13 +25,15 @@ class Call(NamedTuple):
 
     text: str
     number: int  # by which ranks compare it, from 0 to 2^62
+    tag: int  # first one of its messages on a rail: those of different calls do not match
 
 
 @lru_cache(maxsize=1024)
 def call_of(text: str) -> Call:
     """Return the call that is described so."""
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-    return Call(text, int.from_bytes(digest, "big") >> 2)
+    number, largest = int.from_bytes(digest, "big") >> 2, MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
+    return Call(text, number, number % (cast("int", largest) // TAGS_PER_CALL) * TAGS_PER_CALL)
 
 
 @lru_cache(maxsize=1024)
@@ -65,18 +68,10 @@ def meet(comm: MPI.Intracomm, call: Call, watch: Watch) -> None:
         raise disagreement(comm, call, watch)
 
 
-def disagreement(
-    comm: MPI.Intracomm, call: Call, watch: Watch, ranks: Sequence[int] = ()
-) -> MismatchError:
+def disagreement(comm: MPI.Intracomm, call: Call, watch: Watch) -> MismatchError:
     """Return the error for ranks that are about to make different calls. Collective.
 
-    ``ranks`` are the numbers by which the error names the ranks of ``comm``, by default their own.
     ``RankLostError`` where another does not come here, since a wait of it has failed.
     """
-    mine, found = np.array([call.text.encode()], _TEXT), np.empty(comm.size, _TEXT)
-    texts = mine.view(np.uint8), found.view(np.uint8)
-    wait_request(requests.start(comm, comm.Iallgather, *texts), watch)
-    calls = [text.decode(errors="replace") for text in found.tolist()]
-    named = dict(zip(ranks or range(comm.size), calls, strict=True))
-    texts_by_rank = by_rank([named.get(rank) for rank in range(max(named) + 1)])
-    return different_calls(texts_by_rank)
+    texts = dict(WatchedCalls(comm, watch).allgather((watch.rank, call.text)))
+    return different_calls(by_rank([texts.get(rank) for rank in range(max(texts) + 1)]))

@@ -1,5 +1,6 @@
 """Liveness of ranks: those that died or left are found by those that wait for them."""
 
+import math
 import os
 import threading
 import time
@@ -79,23 +80,22 @@ class Liveness:
         self._broken: dict[int, tuple[float, str]] = {}
         """When this rank heard that another has left a block by an error, and which."""
         self._ending: tuple[int, float] | None = None
-        """Block at whose end this rank waits, and since when; None once the others know."""
+        """Block at whose end this rank waits, and since when, infinite once the others know."""
         self._ends: dict[int, tuple[float, int, int]] = {}
         """By block: when this rank heard that another waits at its end, which, after how many
         steps."""
         self._ended: dict[int, int] = {}  # steps after which all have come to the end of a block
         self._failed: dict[int, tuple[int, str]] = {}
-        """A rank on which each communicator has failed, by number, as far as this rank knows; the
-        text of its error if all ranks raise that."""
-        self._is_at_end = False  # whether this rank waits at the end of a block
-        self._broke_off_s = float("-inf")  # when this rank has left a block by an error
+        """A rank on which each communicator has failed, by number, as far as this rank knows, and
+        the text of its error if all ranks raise that."""
+        self._broke_off_s = -math.inf  # when this rank has left a block by an error
         self._calls: defaultdict[int, dict[int, tuple[int, str]]] = defaultdict(dict)
         """By communicator and rank: the last collective in which the rank has waited."""
         self._reports: dict[int, tuple[bytes, requests.MpiRequest]] = {}
         """By rank: the last report to it, at most one of which is in flight."""
         self._reporting = threading.Lock()
         self._open = True
-        self._end_s = float("inf")  # when all ranks had come to the end, as time.monotonic() says
+        self._end_s = math.inf  # when all ranks had come to the end, as time.monotonic() says
 
     def check(self, partners: Collection[int] | None = None) -> None:
         """Return if nobody is missed; cheap enough for every turn of a waiting loop.
@@ -163,12 +163,12 @@ class Liveness:
 
         Not collective. What has come to its end may go on, and end again after more steps.
         """
-        self._ending, self._is_at_end = (number, time.monotonic()), True
+        self._ending = number, time.monotonic()
         try:
             yield
             self._ended[number] = self._blocks[number].count_steps()
         finally:
-            self._ending, self._is_at_end = None, False
+            self._ending = None
 
     def leave(self, number: int, error: BaseException | None) -> None:
         """Leave a block; with an error, the ranks that stay in it will know. Not collective.
@@ -211,10 +211,10 @@ class Liveness:
     ) -> Mapping[int, tuple[int, str]]:
         """Report the collective in which this rank waits, see ``Notices``. Not collective.
 
-        Ranks that left a block, or wait at its end, are apart for a reason that the others raise.
+        Where a rank has left a block, or waits at its end, the others raise that.
         """
         has_left = self._broke_off_s > since_s or self._broken.keys() & self._blocks.keys()
-        if has_left or self._is_at_end or not self._open or not self._owner.is_here:
+        if has_left or self._ending is not None or not self._open or not self._owner.is_here:
             return {}
         message = f"{number} {call[0]} {call[1]}".encode()
         with self._reporting, suppress(MPI.Exception):  # of a rank that has died
@@ -331,7 +331,8 @@ class Liveness:
     def _tell_of_end(self) -> None:
         if self._ending is None or time.monotonic() - self._ending[1] < BREAK_S:
             return
-        number, self._ending = self._ending[0], None
+        number = self._ending[0]
+        self._ending = number, math.inf
         text = f"{number} {self._blocks[number].count_steps()}".encode()
         self._send(text, _AT_END)
 

@@ -133,18 +133,14 @@ class Notices(Protocol):
         """
 
     def failure(self, number: int) -> "tuple[int, str] | None":
-        """Return a rank of the world on which a communicator has failed, and the reason.
-
-        None if no failure is known.
-        """
+        """Return a rank of the world on which a communicator has failed, and why; else None."""
 
     def exchange_calls(
         self, number: int, ranks: Sequence[int] | None, call: tuple[int, str], since_s: float
     ) -> Mapping[int, tuple[int, str]]:
-        """Report the collective in which this rank waits; return the last report of each rank.
+        """Report the call, with its number, in which this rank waits; return those of the others.
 
-        A collective is its number within the communicator ``number``, and its text. Empty where
-        ranks diverge for another reason, or may since ``since_s``, by ``time.perf_counter()``.
+        Empty if ranks may have diverged since ``since_s`` for a reason that they report otherwise.
         """
 
 
@@ -198,8 +194,8 @@ class Watch:
         self.recorder = recorder or FlightRecorder()
         self.calls: CallStream | None = None
         """Of the communicator whose waits these are."""
-        self.call_number = 0  # of the last one, by which ranks compare it
-        self._num_compared = 0  # collectives up to the last that all ranks compare themselves
+        self.call_tag = 0  # of messages of the last one on a rail
+        self._num_compared = 0  # collectives up to the last one in which all ranks compare it
         self.sign = memoryview(array("q", [0]))
         """One number: 0, or 1 + the rank of the world on which this communicator has failed. Ranks
         that share memory share the number, see ``SharedMemory``."""
@@ -232,7 +228,7 @@ class Watch:
 
     def begin(self, call: "Call", *, is_compared: bool = False) -> None:
         """Note that this rank comes to its next collective, which all ranks may compare there."""
-        self.call_number = call.number
+        self.call_tag = call.tag
         if self.calls is not None:
             self.calls.begin(call.text)
             if is_compared:
@@ -273,8 +269,8 @@ class Watch:
         """Record that this rank is no longer in step with the others, and report that to them.
 
         Whatever the others read of this rank afterwards, they see the report first. Not reported
-        is the loss of a rank, which all ranks find by themselves. The others raise an ``error``
-        that is a ``MismatchError``, too.
+        is the loss of a rank, which all ranks find by themselves. If ``error`` is a
+        ``MismatchError``, the others raise it, too.
         """
         for function in self.on_fail:
             function()
@@ -330,17 +326,13 @@ class Watch:
         """Raise ``CommError`` if a rank has failed, also one of another node. Not collective.
 
         To be called after messages of others were received: what a failed rank has sent may have
-        changed since it failed. ``MismatchError`` where that is the reason.
+        changed since it failed.
         """
         if self._notices is not None and self.number is not None:
             found = self._notices.failure(self.number)
-            if found is not None:
-                rank, reason = found
-                if not self.sign[0]:
-                    self.sign[0] = 1 + rank
-                    self._notices.report_failure(self.number, self._ranks, reason, is_own=False)
-                if reason:
-                    raise MismatchError(reason)
+            if found is not None and not self.sign[0]:
+                self.sign[0] = 1 + found[0]
+                self._notices.report_failure(self.number, self._ranks, found[1], is_own=False)
         if self.sign[0]:
             raise self._failure()
 
@@ -355,6 +347,12 @@ class Watch:
                 f"all ranks must complete each call of a communicator, but a call of this one has "
                 f"failed on {self._name(rank)} before, so that its ranks are {remedy}"
             )
+        if self._notices is not None and self.number is not None:
+            # A rank of this node is seen to have failed before its report arrives.
+            report = partial(self._notices.failure, self.number)
+            wait_until(report, lambda _: None, BY_MPI, timeout_s=LOOK_S)
+            if (found := report()) and found[1]:
+                return MismatchError(found[1])
         return RankLostError(
             f"all ranks must complete each call of a communicator, but a call of this one has "
             f"failed on {self._name(rank)}, so that {self._name(self.rank)} and that rank are "
@@ -366,37 +364,35 @@ class Watch:
         self.look(waited_s, partner, over)
         try:
             self.confirm()
-        except MismatchError:
-            raise
-        except CommError:
+        except CommError as error:
             now = time.perf_counter()
             self._failure_seen_s = self._failure_seen_s or now
-            if now - self._failure_seen_s > FAILED_S:
+            if now - self._failure_seen_s > FAILED_S or isinstance(error, MismatchError):
                 raise
         else:
-            if waited_s > COMPARE_S:
-                self._compare_calls()
+            if waited_s > COMPARE_S and self.calls is not None:
+                self._compare_calls(self.calls)
 
-    def _compare_calls(self) -> None:
+    def _compare_calls(self, calls: CallStream) -> None:
         """Raise ``MismatchError`` if another rank is, or was, in a different call in place of one.
 
         Ranks of one node compare each call before they begin it. Between nodes that would be one
         more message for a reduction, so ranks that wait report their call to each other.
         """
-        if self._notices is None or self.number is None or self.calls is None:
+        mine = calls.recent()  # one look: another thread may begin a call meanwhile
+        if self._notices is None or self.number is None or not mine:
             return
-        calls = self.calls.recent()  # one look: a call may begin on another thread meanwhile
-        if not calls:
-            return
-        last = max(calls)
-        mine, since_s = (last, calls[last][0]), calls.get(last - 1, calls[last])[1]
-        found = self._notices.exchange_calls(self.number, self._ranks, mine, since_s)
+        last = max(mine)
+        since_s = mine.get(last - 1, mine[last])[1]
+        found = self._notices.exchange_calls(
+            self.number, self._ranks, (last, mine[last][0]), since_s
+        )
         for rank, (number, text) in found.items():
-            own = calls.get(number, (text,))[0]
+            own = mine.get(number, (text,))[0]
             if own != text and number > self._num_compared:
                 raise different_calls(
                     f"{own} on {self._name(self.rank)} and {text} on {self._name(rank)} as call "
-                    f"{number} of {self.calls.name}"
+                    f"{number} of {calls.name}"
                 )
 
     def look(self, waited_s: float, partner: int | None = None, over: str = "") -> None:

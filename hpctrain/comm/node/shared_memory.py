@@ -24,7 +24,7 @@ from hpctrain.comm.node.segments import LINE_BYTES, Region, Semaphore, map_in_a_
 from hpctrain.comm.ops import Combination, scale_
 from hpctrain.comm.waiting import IN_NODE, Watch
 from hpctrain.comm.watched_calls import WatchedCalls
-from hpctrain.core.errors import CommError, MismatchError, NodeMemoryError
+from hpctrain.core.errors import CommError, NodeMemoryError
 from hpctrain.core.libc import Segment
 
 if TYPE_CHECKING:
@@ -133,15 +133,10 @@ class SharedMemory:
         calls = self._calls[turn::_CELLS].tolist()
         self.turn = 1 - turn
         if calls.count(call.number) != self.local_size:
-            raise self._disagreement(call)
-
-    def _disagreement(self, call: Call) -> MismatchError:
-        watch = self._watch
-        if watch.number is None:  # no other nodes
-            return disagreement(self._node, call, watch)
-        error = disagreement(self._node, call, watch, self._watched.allgather(watch.rank))
-        watch.fail(error)  # ranks of other nodes are in the call, so that nobody is in step
-        return error
+            error = disagreement(self._node, call, self._watch)
+            if self._watch.number is not None:  # ranks of other nodes are in the call
+                self._watch.fail(error)
+            raise error
 
     def compare(self, call: Call, number: int) -> bool:
         """Meet for ``call``, and say whether all ranks of the node tell the same number."""

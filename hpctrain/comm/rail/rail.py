@@ -4,8 +4,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cache, partial
-from typing import cast
+from functools import partial
 
 import torch
 from mpi4py import MPI
@@ -16,7 +15,7 @@ from hpctrain.comm.communicator import FINISHED, Traffic, Work
 from hpctrain.comm.ops import Combination, Op, combination, scale_
 from hpctrain.comm.plan.plan import SizeTable
 from hpctrain.comm.rail.algorithms import ALGORITHMS
-from hpctrain.comm.rail.in_flight import DEPTH, InFlight
+from hpctrain.comm.rail.in_flight import InFlight
 from hpctrain.comm.rail.wire import Wire
 from hpctrain.comm.requests import MpiRequest
 from hpctrain.comm.tensor_arguments import check_scale, flattened
@@ -25,6 +24,7 @@ from hpctrain.core.errors import CommError
 from hpctrain.core.units import format_bytes
 
 CHUNK_ELEMENTS = 1 << 26  # largest message in elements: counts of MPI-3 are 32-bit
+
 
 _MPI_TYPE = {
     torch.float32: MPI.FLOAT,
@@ -86,7 +86,8 @@ class MpiWire(Wire):
         """Take the ranks and how they are called.
 
         ``world_ranks`` are the world's numbers of the ranks, empty where they are the same;
-        ``name``, such as ``rail 0``, is for messages.
+        ``name``, such as ``rail 0``, is for messages, and makes this a wire of collectives, each
+        of which has tags that no other one has.
         """
         self.rank: int = comm.rank
         self.size: int = comm.size
@@ -171,36 +172,19 @@ class MpiWire(Wire):
     def _start(
         self, call: Callable[..., MPI.Request], tensor: Tensor, partner: int, tag: int
     ) -> list[MpiRequest]:
+        tag += self._watch.call_tag if self._name else 0
         return [
             requests.start(self._comm, call, bytes_of(part), partner, tag, memory=part)
             for part in tensor.split(CHUNK_ELEMENTS)
         ]
 
 
-class RailWire(MpiWire):
-    """A wire whose messages have the collective in their tag, so that those of others differ."""
-
-    def _start(
-        self, call: Callable[..., MPI.Request], tensor: Tensor, partner: int, tag: int
-    ) -> list[MpiRequest]:
-        tags_per_call = DEPTH + 1
-        tag += self._watch.call_number % (_largest_tag() // tags_per_call) * tags_per_call
-        return super()._start(call, tensor, partner, tag)
-
-
-@cache
-def _largest_tag() -> int:
-    return cast("int", MPI.COMM_WORLD.Get_attr(MPI.TAG_UB))
-
-
 class Rail:
     """One rank of each node; every method but the counters is collective over them.
 
-    It is what a codec needs of a communicator to reduce what it has made of a slice.
-
-    Messages of different collectives do not match, so ranks in different ones wait, and compare
-    them. Not found are two sums by the MPI library, algorithm ``library``, that differ in number
-    of elements, dtype or scale: the library matches them.
+    It is what a codec needs of a communicator to reduce what it has made of a slice. Messages of
+    different collectives do not match, so that their ranks wait, and compare them. Not found are
+    sums by the MPI library, which has no tags, of different sizes, dtypes or scales.
     """
 
     def __init__(
@@ -221,7 +205,7 @@ class Rail:
         self.rank: int = comm.rank
         self.size: int = comm.size
         watch = watch or Watch()
-        self.wire = RailWire(comm, watch=watch, world_ranks=world_ranks, name=name)
+        self.wire = MpiWire(comm, watch=watch, world_ranks=world_ranks, name=name)
         watch.on_fail.append(self.wire.withdraw_receives)
         self._comm = comm
         self.table = table  # algorithms by bytes of the part; the same on all ranks
