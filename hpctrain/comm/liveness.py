@@ -211,10 +211,11 @@ class Liveness:
     ) -> Mapping[int, tuple[int, str]]:
         """Report the collective in which this rank waits, see ``Notices``. Not collective.
 
-        Where a rank has left a block, or waits at its end, the others raise that.
+        A rank that has left a block, or waits at its end, makes other calls for that reason, which
+        the others raise.
         """
-        has_left = self._broke_off_s > since_s or self._broken.keys() & self._blocks.keys()
-        if has_left or self._ending is not None or not self._open or not self._owner.is_here:
+        is_apart = self._broke_off_s > since_s or self._ending is not None
+        if is_apart or not self._open or not self._owner.is_here:
             return {}
         message = f"{number} {call[0]} {call[1]}".encode()
         with self._reporting, suppress(MPI.Exception):  # of a rank that has died

@@ -383,7 +383,7 @@ class Watch:
         if self._notices is None or self.number is None or not mine:
             return
         last = max(mine)
-        since_s = mine.get(last - 1, mine[last])[1]
+        since_s = mine.get(last - 1, ("", -math.inf))[1]
         found = self._notices.exchange_calls(
             self.number, self._ranks, (last, mine[last][0]), since_s
         )

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hpctrain.comm import waiting
+from hpctrain.comm import liveness, waiting
 from hpctrain.core.config import Settings
 from hpctrain.core.errors import CommError, MismatchError, RankLostError
 from tests.comm import failing
@@ -213,3 +213,23 @@ def test_calls_that_all_ranks_compare_leave_them_in_step_however_late_a_rank_com
         total = torch.ones(3)
         made.comm.allreduce_(total)
         assert total.tolist() == [world.size] * 3
+
+
+@pytest.mark.ranks(2, 3)
+def test_an_error_that_led_a_rank_out_of_a_block_comes_before_the_different_calls_after_it(
+    world, monkeypatch
+):
+    monkeypatch.setattr(waiting, "COMPARE_S", 0.2)
+    monkeypatch.setattr(liveness, "BREAK_S", 0.6)
+    with connected(Settings(probe="off", ranks_per_node=1)) as made:
+        comm, presence = made.comm, made.presence
+        number, has_left = presence.enter(liveness.Block("a test", lambda: 0)), world.rank == 1
+        comm.barrier()
+        if has_left:
+            time.sleep(0.5)  # the others have reported their call
+            presence.leave(number, ZeroDivisionError("no samples"))
+        reason = "RankLostError" if has_left else "ZeroDivisionError: no samples"
+        with pytest.raises(RankLostError, match=f"left a block of a test by {reason}") as caught:
+            comm.allreduce_(torch.ones(1 + has_left))
+        if not has_left:
+            presence.leave(number, caught.value)

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from hpctrain.comm import waiting
 from hpctrain.core.errors import CommError, ConfigError, MismatchError, RankLostError
 from hpctrain.local_sgd.rounds import SyncInterval
 from tests.gradients.training import make_model, sgd
@@ -298,10 +297,7 @@ def test_stop_anywhere_and_go_on_bitwise_and_have_one_model_after_the_block(
 
 @FEW
 @pytest.mark.usefixtures("last")
-def test_who_leaves_a_block_by_an_error_does_not_leave_the_others_waiting(
-    world, hvd_nodes, monkeypatch
-):
-    monkeypatch.setattr(waiting, "COMPARE_S", 0.2)
+def test_who_leaves_a_block_by_an_error_does_not_leave_the_others_waiting(world, hvd_nodes):
     start = time.monotonic()
 
     def fail() -> None:
@@ -309,7 +305,6 @@ def test_who_leaves_a_block_by_an_error_does_not_leave_the_others_waiting(
         with run.method:
             run.to(2)
             if world.rank == 1:
-                time.sleep(0.6)  # the others have reported in which call they wait
                 raise ZeroDivisionError("no samples")
             run.to(4)
 
