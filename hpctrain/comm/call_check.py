@@ -2,7 +2,7 @@
 
 import hashlib
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -12,10 +12,12 @@ from hpctrain.comm import requests
 from hpctrain.comm.agreement import by_rank
 from hpctrain.comm.ops import Op
 from hpctrain.comm.tensor_arguments import name_of
-from hpctrain.comm.waiting import Watch, wait_request
+from hpctrain.comm.waiting import Watch, different_calls, wait_request
+from hpctrain.comm.watched_calls import WatchedCalls
 from hpctrain.core.errors import MismatchError
 
-_TEXT = "S400"  # what ranks tell each other of their calls
+TAGS_PER_CALL = 16
+"""Tags of messages of one collective on a rail: of reductions in flight at the same time."""
 
 
 class Call(NamedTuple):
@@ -23,13 +25,15 @@ class Call(NamedTuple):
 
     text: str
     number: int  # by which ranks compare it, from 0 to 2^62
+    tag: int  # first one of its messages on a rail: those of different calls do not match
 
 
 @lru_cache(maxsize=1024)
 def call_of(text: str) -> Call:
     """Return the call that is described so."""
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-    return Call(text, int.from_bytes(digest, "big") >> 2)
+    number, largest = int.from_bytes(digest, "big") >> 2, MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
+    return Call(text, number, number % (cast("int", largest) // TAGS_PER_CALL) * TAGS_PER_CALL)
 
 
 @lru_cache(maxsize=1024)
@@ -55,7 +59,7 @@ def meet(comm: MPI.Intracomm, call: Call, watch: Watch) -> None:
     on every rank, if another is about to do something else.
     """
     watch.require_in_step()
-    watch.begin(call.text)
+    watch.begin(call, is_compared=True)
     extremes = np.array([call.number, -call.number], np.int64)
     request = requests.start(comm, comm.Iallreduce, MPI.IN_PLACE, extremes, MPI.MAX)
     wait_request(request, watch)
@@ -69,11 +73,5 @@ def disagreement(comm: MPI.Intracomm, call: Call, watch: Watch) -> MismatchError
 
     ``RankLostError`` where another does not come here, since a wait of it has failed.
     """
-    mine, found = np.array([call.text.encode()], _TEXT), np.empty(comm.size, _TEXT)
-    texts = mine.view(np.uint8), found.view(np.uint8)
-    wait_request(requests.start(comm, comm.Iallgather, *texts), watch)
-    calls = [text.decode(errors="replace") for text in found.tolist()]
-    return MismatchError(
-        f"ranks must make the same calls in the same order, got {by_rank(calls)}; let every rank "
-        f"take the same way through the program, with tensors of the same shape and dtype"
-    )
+    texts = dict(WatchedCalls(comm, watch).allgather((watch.rank, call.text)))
+    return different_calls(by_rank([texts.get(rank) for rank in range(max(texts) + 1)]))

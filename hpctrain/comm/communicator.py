@@ -150,11 +150,12 @@ class Communicator(Protocol):
             MismatchError: the ranks give different dtypes.
         """
 
-    def alltoall(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def alltoall(self, tensors: Sequence[Tensor], call: str = "") -> list[Tensor]:
         """Send ``tensors[r]`` to rank r; return what the ranks have sent here, by rank.
 
         Args:
             tensors: one for each rank, all of one dtype, the same on every rank; any shapes.
+            call: what the ranks compare before; by default that this is an alltoall of the dtype.
 
         Returns:
             New contiguous tensors in the shapes of their senders.

@@ -9,6 +9,7 @@ from weakref import WeakValueDictionary
 from hpctrain.core.units import format_ranks
 
 NUM_CALLS = 256
+TEXT_CHARS = 200  # of a collective that ranks report to each other
 LATE_S = 1.0  # a wait that has lasted less is none to ask about
 
 _SHIFT_S = time.monotonic() - time.perf_counter()
@@ -34,6 +35,10 @@ class CallStream:
         self.text = text
         self.number = number = self.number + 1
         self._calls.append((self, number, text, time.perf_counter()))
+
+    def recent(self) -> dict[int, tuple[str, float]]:
+        """Return the texts of the last collectives, cut, and when each began, by number."""
+        return {n: (text[:TEXT_CHARS], s) for of, n, text, s in list(self._calls) if of is self}
 
     def name_of(self, number: int, text: str) -> str:
         """Return what all ranks call a collective."""
@@ -67,16 +72,10 @@ class FlightRecorder:
         return found
 
     def lacks(self, name: str) -> bool:
-        """Say whether this process takes part in a collective and has not come to it.
-
-        Nor has it where it is in another one in its place: between nodes each may wait for ever.
-        """
+        """Return True if this process takes part in a collective and has not come to it."""
         match = _NAME.match(name)
         stream = None if match is None else self._streams.get(match[2])
-        if match is None or stream is None:
-            return False
-        here, number = stream.number, int(match[1])
-        return here < number or (here == number and stream.name_of(here, stream.text) != name)
+        return match is not None and stream is not None and stream.number < int(match[1])
 
     def calls(self) -> list[tuple[str, float]]:
         """Return the last collectives, the oldest first, and how many seconds ago each began."""

@@ -1,8 +1,11 @@
 """Liveness of ranks: those that died or left are found by those that wait for them."""
 
+import math
 import os
+import threading
 import time
 from array import array
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import accumulate
@@ -33,9 +36,9 @@ CLOSE_S = 30.0
 BREAK_S = 2.0
 """How long the others wait for the program to end after an error has led a rank out of a block."""
 
-_LEFT, _BROKE_OFF, _AT_END, _FAILED = 1, 2, 3, 4
+_LEFT, _BROKE_OFF, _AT_END, _FAILED, _CALL = 1, 2, 3, 4, 5
 _WORLD = 0  # number of the block that every rank is always in
-_REASON_BYTES = 400
+_REASON_BYTES = 1000
 Gather = Callable[[bytes], list[bytes]]
 """Returns what all ranks give, by rank. Collective."""
 
@@ -77,16 +80,22 @@ class Liveness:
         self._broken: dict[int, tuple[float, str]] = {}
         """When this rank heard that another has left a block by an error, and which."""
         self._ending: tuple[int, float] | None = None
-        """Block at whose end this rank waits, and since when; None once the others know."""
+        """Block at whose end this rank waits, and since when, infinite once the others know."""
         self._ends: dict[int, tuple[float, int, int]] = {}
         """By block: when this rank heard that another waits at its end, which, after how many
         steps."""
         self._ended: dict[int, int] = {}  # steps after which all have come to the end of a block
-        self._failed: dict[int, int] = {}
-        """A rank on which each communicator has failed, by number, as far as this rank knows."""
-        self._told: list[requests.MpiRequest] = []
+        self._failed: dict[int, tuple[int, str]] = {}
+        """A rank on which each communicator has failed, by number, as far as this rank knows, and
+        the text of its error if all ranks raise that."""
+        self._broke_off_s = -math.inf  # when this rank has left a block by an error
+        self._calls: defaultdict[int, dict[int, tuple[int, str]]] = defaultdict(dict)
+        """By communicator and rank: the last collective in which the rank has waited."""
+        self._reports: dict[int, tuple[bytes, requests.MpiRequest]] = {}
+        """By rank: the last report to it, at most one of which is in flight."""
+        self._reporting = threading.Lock()
         self._open = True
-        self._end_s = float("inf")  # when all ranks had come to the end, as time.monotonic() says
+        self._end_s = math.inf  # when all ranks had come to the end, as time.monotonic() says
 
     def check(self, partners: Collection[int] | None = None) -> None:
         """Return if nobody is missed; cheap enough for every turn of a waiting loop.
@@ -169,13 +178,14 @@ class Liveness:
         name = self._blocks.pop(number).name
         if error is None or not self._open or not self._owner.is_here:
             return
+        self._broke_off_s = time.perf_counter()
         reason = f"rank {self.rank} has left a block of {name} by {type(error).__name__}: {error}"
         block = _WORLD if isinstance(error, RankLostError) else number
         text = f"{block} {reason}".encode()[:_REASON_BYTES]
-        self._told += self._send(text, _BROKE_OFF)
+        self._send(text, _BROKE_OFF)
 
     def report_failure(
-        self, number: int, ranks: Sequence[int] | None, *, is_own: bool = True
+        self, number: int, ranks: Sequence[int] | None, reason: str, *, is_own: bool = True
     ) -> None:
         """Report that a communicator has failed, see ``Notices``. Not collective.
 
@@ -184,9 +194,9 @@ class Liveness:
         members = ranks or range(self._control.size if self._open else 0)
         if self._open and self._owner.is_here and (is_own or len(members) > NEAR_SIZE):
             with suppress(MPI.Exception):  # of a rank that has died
-                self._told += self._send(array("q", [number]), _FAILED, members)
+                self._send(f"{number} {reason}".encode()[:_REASON_BYTES], _FAILED, members)
 
-    def failed_rank(self, number: int) -> int | None:
+    def failure(self, number: int) -> tuple[int, str] | None:
         """Return a rank on which a communicator has failed, see ``Notices``. Not collective."""
         if self._open:
             try:
@@ -195,6 +205,25 @@ class Liveness:
                 if not is_loss(error):
                     raise
         return self._failed.get(number)
+
+    def exchange_calls(
+        self, number: int, ranks: Sequence[int] | None, call: tuple[int, str], since_s: float
+    ) -> Mapping[int, tuple[int, str]]:
+        """Report the collective in which this rank waits, see ``Notices``. Not collective.
+
+        A rank that has left a block, or waits at its end, makes other calls for that reason, which
+        the others raise.
+        """
+        is_apart = self._broke_off_s > since_s or self._ending is not None
+        if is_apart or not self._open or not self._owner.is_here:
+            return {}
+        message = f"{number} {call[0]} {call[1]}".encode()
+        with self._reporting, suppress(MPI.Exception):  # of a rank that has died
+            for rank in self._to_tell(ranks or ()):
+                last, request = self._reports.get(rank, (b"", None))
+                if last != message and (request is None or request.Test()):
+                    self._reports[rank] = message, self._start(message, _CALL, rank)
+        return dict(self._calls[number])
 
     def farewell(self, compare: Callable[[Gather], str] = lambda _: "") -> str:
         """Return when every rank of the world has come here; ranks with work left may take long.
@@ -213,17 +242,18 @@ class Liveness:
         if not self._open or not self._owner.is_here:
             return ""
         self._open = False
-        notices, has_announced = self._told, False
+        has_announced = False
 
         def announce(waited_s: float) -> None:
             nonlocal has_announced
             if waited_s > GRACE_S and not has_announced:
                 has_announced = True
-                notices.extend(self._send(b"", _LEFT))
+                self._send(b"", _LEFT)
             self._raise_if_dead()
 
         control = self._control
         self._wait_until(requests.start(control, control.Ibarrier).Test, announce)
+        notices = requests.pending(control)
         self._wait_until(
             lambda: all(notice.Test() for notice in notices), lambda _: self._raise_if_dead()
         )
@@ -258,14 +288,12 @@ class Liveness:
 
         wait_until(done_and_heard, look, _FAREWELL)
 
-    def _send(
-        self, message: object, tag: int, members: Sequence[int] = ()
-    ) -> list[requests.MpiRequest]:
-        control = self._control
-        return [
-            requests.start(control, control.Issend, message, rank, tag)
-            for rank in self._to_tell(members)
-        ]
+    def _send(self, message: bytes, tag: int, members: Sequence[int] = ()) -> None:
+        for rank in self._to_tell(members):
+            self._start(message, tag, rank)
+
+    def _start(self, message: bytes, tag: int, rank: int) -> requests.MpiRequest:
+        return requests.start(self._control, self._control.Issend, message, rank, tag)
 
     def _to_tell(self, members: Sequence[int]) -> list[int]:
         """Return the ranks that hear something from this one, of ``members`` or of all."""
@@ -278,13 +306,18 @@ class Liveness:
         return sorted(found - {self.rank})
 
     def _hear_of_failures(self) -> None:
-        status, number = MPI.Status(), array("q", [0])
         while notice := self._control.Improbe(tag=_FAILED):
-            notice.Recv(number, status)
-            self._failed.setdefault(number[0], status.Get_source())
+            rank, text = _receive(notice)
+            number, reason = text.split(" ", 1)
+            self._failed.setdefault(int(number), (rank, reason))
 
     def _hear(self) -> None:
-        # A matched probe: two threads of this rank may wait, and look, at the same time.
+        # A matched probe: two threads of this rank may wait, and look, at the same time. Calls
+        # come first: notices that a rank has sent before its call are then received as well.
+        while notice := self._control.Improbe(tag=_CALL):
+            rank, text = _receive(notice)
+            of, number, call = text.split(" ", 2)
+            self._calls[int(of)][rank] = int(number), call
         while notice := self._control.Improbe(tag=_LEFT):
             self._left.add(_receive(notice)[0])
         while notice := self._control.Improbe(tag=_BROKE_OFF):
@@ -299,9 +332,10 @@ class Liveness:
     def _tell_of_end(self) -> None:
         if self._ending is None or time.monotonic() - self._ending[1] < BREAK_S:
             return
-        number, self._ending = self._ending[0], None
+        number = self._ending[0]
+        self._ending = number, math.inf
         text = f"{number} {self._blocks[number].count_steps()}".encode()
-        self._told += self._send(text, _AT_END)
+        self._send(text, _AT_END)
 
     def _raise_if_ahead(self) -> None:
         for number, (since, rank, steps) in list(self._ends.items()):

@@ -148,12 +148,12 @@ class MpiCommunicator(Communicator):
         return [part.view(shape) for part, shape in zip(gathered, shapes, strict=True)]
 
     @in_step
-    def alltoall(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def alltoall(self, tensors: Sequence[Tensor], call: str = "") -> list[Tensor]:
         """Tell the shapes, then exchange by messages."""
         for tensor in tensors:
             check_tensor(tensor)
         check_alltoall(tensors, self.size)
-        self.meet(f"alltoall of {name_of(tensors[0].dtype)}")
+        self.meet(call or f"alltoall of {name_of(tensors[0].dtype)}")
         shapes: list[torch.Size] = self._calls.alltoall([tensor.shape for tensor in tensors])
         given = [flat_of(tensor) for tensor in tensors]
         received = self._exchange_flat(given, [shape.numel() for shape in shapes])

@@ -16,6 +16,7 @@ from hpctrain.core.errors import CommError, MismatchError, NodeMemoryError, Rank
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+    from hpctrain.comm.call_check import Call
     from hpctrain.comm.requests import MpiRequest
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -24,6 +25,8 @@ SPIN_S = 50e-6  # peers that do the same work arrive within this time; sleeping 
 LOOK_S = 0.1  # between two looks at the others
 NAP_SHARE = 0.02
 """Naps are this share of the time waited so far: so late, at most, is the end noticed."""
+COMPARE_S = 1.0
+"""Ranks of several nodes that wait so long in a collective compare which one that is."""
 FAILED_S = 2.0
 """A wait ends so long after another rank of the communicator has failed: an error that no rank
 catches ends the program meanwhile, and its message is the useful one."""
@@ -121,15 +124,24 @@ class Notices(Protocol):
     """Reports of ranks that a communicator has failed; for ranks that share no memory."""
 
     def report_failure(
-        self, number: int, ranks: Sequence[int] | None, *, is_own: bool = True
+        self, number: int, ranks: Sequence[int] | None, reason: str, *, is_own: bool = True
     ) -> None:
         """Report that the communicator ``number`` has failed, on this rank unless not ``is_own``.
 
-        ``ranks`` are those of the communicator in the world, None for all.
+        ``ranks`` are those of the communicator in the world, None for all. ``reason`` is the text
+        of a ``MismatchError`` that all of them should raise, empty for another error.
         """
 
-    def failed_rank(self, number: int) -> int | None:
-        """Return a rank of the world on which a communicator has failed, None if none is known."""
+    def failure(self, number: int) -> "tuple[int, str] | None":
+        """Return a rank of the world on which a communicator has failed, and why; else None."""
+
+    def exchange_calls(
+        self, number: int, ranks: Sequence[int] | None, call: tuple[int, str], since_s: float
+    ) -> Mapping[int, tuple[int, str]]:
+        """Report the call, with its number, in which this rank waits; return those of the others.
+
+        Empty if ranks may have diverged since ``since_s`` for a reason that they report otherwise.
+        """
 
 
 class Limit:
@@ -174,7 +186,7 @@ class Watch:
         self.waited_s = 0.0  # seconds that this process has waited so far
         self._find_lost = find_lost
         self._hosts = hosts or {}
-        self._rank = rank
+        self.rank = rank
         self._limit = limit or Limit(timeout_s)
         self._ranks = ranks
         """Those that are waited for where nobody says more; None for all of the world."""
@@ -182,6 +194,8 @@ class Watch:
         self.recorder = recorder or FlightRecorder()
         self.calls: CallStream | None = None
         """Of the communicator whose waits these are."""
+        self.call_tag = 0  # of messages of the last one on a rail
+        self._num_compared = 0  # collectives up to the last one in which all ranks compare it
         self.sign = memoryview(array("q", [0]))
         """One number: 0, or 1 + the rank of the world on which this communicator has failed. Ranks
         that share memory share the number, see ``SharedMemory``."""
@@ -201,7 +215,7 @@ class Watch:
         return Watch(
             self._find_lost,
             hosts=self._hosts,
-            rank=self._rank,
+            rank=self.rank,
             ranks=ranks,
             limit=limit or self._limit,
             recorder=self.recorder,
@@ -212,10 +226,13 @@ class Watch:
         """Let collectives be recorded, of a communicator of these ranks. Collective over them."""
         self.calls = self.calls or self.recorder.new_stream(ranks)
 
-    def begin(self, call: str) -> None:
-        """Note that this rank comes to its next collective."""
+    def begin(self, call: "Call", *, is_compared: bool = False) -> None:
+        """Note that this rank comes to its next collective, which all ranks may compare there."""
+        self.call_tag = call.tag
         if self.calls is not None:
-            self.calls.begin(call)
+            self.calls.begin(call.text)
+            if is_compared:
+                self._num_compared = self.calls.number
 
     def wait(
         self,
@@ -240,27 +257,29 @@ class Watch:
             self.calls.waits_since_s = start
         try:
             wait_until(done, partial(self.look_in_step, partner, over), pace, nap=nap)
-        except BaseException:  # the others may continue with what this rank has given
-            self.fail()
+        except BaseException as error:  # the others may continue with what this rank has given
+            self.fail(error)
             raise
         finally:
             if self.calls is not None:
                 self.calls.waits_since_s = None
         self.waited_s += time.perf_counter() - start
 
-    def fail(self) -> None:
+    def fail(self, error: BaseException | None = None) -> None:
         """Record that this rank is no longer in step with the others, and report that to them.
 
         Whatever the others read of this rank afterwards, they see the report first. Not reported
-        is the loss of a rank, which all ranks find by themselves.
+        is the loss of a rank, which all ranks find by themselves. If ``error`` is a
+        ``MismatchError``, the others raise it, too.
         """
         for function in self.on_fail:
             function()
         if self.sign[0]:
             return
-        self.sign[0] = 1 + self._rank
+        self.sign[0] = 1 + self.rank
         if self._notices is not None and self.number is not None and not self._has_lost:
-            self._notices.report_failure(self.number, self._ranks)
+            reason = str(error) if isinstance(error, MismatchError) else ""
+            self._notices.report_failure(self.number, self._ranks, reason)
 
     def free(self, comm: "MPI.Intracomm") -> None:
         """Free a communicator of MPI, but not after a failure; every rank calls this.
@@ -310,10 +329,10 @@ class Watch:
         changed since it failed.
         """
         if self._notices is not None and self.number is not None:
-            found = self._notices.failed_rank(self.number)
+            found = self._notices.failure(self.number)
             if found is not None and not self.sign[0]:
-                self.sign[0] = 1 + found
-                self._notices.report_failure(self.number, self._ranks, is_own=False)
+                self.sign[0] = 1 + found[0]
+                self._notices.report_failure(self.number, self._ranks, found[1], is_own=False)
         if self.sign[0]:
             raise self._failure()
 
@@ -323,14 +342,20 @@ class Watch:
             "no longer in step; end the program, or make a new world by shutdown() and init() on "
             "every rank"
         )
-        if rank == self._rank:
+        if rank == self.rank:
             return CommError(
                 f"all ranks must complete each call of a communicator, but a call of this one has "
                 f"failed on {self._name(rank)} before, so that its ranks are {remedy}"
             )
+        if self._notices is not None and self.number is not None:
+            # A rank of this node is seen to have failed before its report arrives.
+            report = partial(self._notices.failure, self.number)
+            wait_until(report, lambda _: None, BY_MPI, timeout_s=LOOK_S)
+            if (found := report()) and found[1]:
+                return MismatchError(found[1])
         return RankLostError(
             f"all ranks must complete each call of a communicator, but a call of this one has "
-            f"failed on {self._name(rank)}, so that {self._name(self._rank)} and that rank are "
+            f"failed on {self._name(rank)}, so that {self._name(self.rank)} and that rank are "
             f"{remedy}; the error of rank {rank} gives the reason"
         )
 
@@ -339,11 +364,36 @@ class Watch:
         self.look(waited_s, partner, over)
         try:
             self.confirm()
-        except CommError:
+        except CommError as error:
             now = time.perf_counter()
             self._failure_seen_s = self._failure_seen_s or now
-            if now - self._failure_seen_s > FAILED_S:
+            if now - self._failure_seen_s > FAILED_S or isinstance(error, MismatchError):
                 raise
+        else:
+            if waited_s > COMPARE_S and self.calls is not None:
+                self._compare_calls(self.calls)
+
+    def _compare_calls(self, calls: CallStream) -> None:
+        """Raise ``MismatchError`` if another rank is, or was, in a different call in place of one.
+
+        Ranks of one node compare each call before they begin it. Between nodes that would be one
+        more message for a reduction, so ranks that wait report their call to each other.
+        """
+        mine = calls.recent()  # one look: another thread may begin a call meanwhile
+        if self._notices is None or self.number is None or not mine:
+            return
+        last = max(mine)
+        since_s = mine.get(last - 1, ("", -math.inf))[1]
+        found = self._notices.exchange_calls(
+            self.number, self._ranks, (last, mine[last][0]), since_s
+        )
+        for rank, (number, text) in found.items():
+            own = mine.get(number, (text,))[0]
+            if own != text and number > self._num_compared:
+                raise different_calls(
+                    f"{own} on {self._name(self.rank)} and {text} on {self._name(rank)} as call "
+                    f"{number} of {calls.name}"
+                )
 
     def look(self, waited_s: float, partner: int | None = None, over: str = "") -> None:
         """Return if there is reason to wait on; cheap enough for every turn of a waiting loop.
@@ -375,12 +425,20 @@ class Watch:
             )
 
     def _who(self, waited_s: float, partner: int | None, over: str) -> str:
-        me = self._name(self._rank)
+        me = self._name(self.rank)
         whom = "the other ranks" if partner is None else self._name(partner)
         return f"{me} has waited {waited_s:.0f} s for {whom}{' over ' if over else ''}{over}"
 
     def _name(self, rank: int) -> str:
         return f"rank {rank} on {self._hosts[rank]}" if rank in self._hosts else f"rank {rank}"
+
+
+def different_calls(found: str) -> MismatchError:
+    """Return the error for ranks that make the calls that are ``found``."""
+    return MismatchError(
+        f"ranks must make the same calls in the same order, got {found}; let every rank take the "
+        f"same path through the program, with tensors of the same shape and dtype"
+    )
 
 
 def in_step(method: Method) -> Method:

@@ -7,8 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hpctrain.comm import liveness, waiting
 from hpctrain.core.config import Settings
-from hpctrain.core.errors import CommError, RankLostError
+from hpctrain.core.errors import CommError, MismatchError, RankLostError
 from tests.comm import failing
 from tests.comm.conftest import connected
 from tests.process_group.conftest import started
@@ -146,3 +147,89 @@ def test_an_interrupted_call_behind_a_pending_one_fails_both_on_all_ranks(world,
         world.Barrier()
         if world.rank == 1:
             assert (pending.tolist(), x.tolist()) == seen
+
+
+CALLS = {
+    "sum of": lambda: dist.all_reduce(torch.ones(10)),
+    "max of": lambda: dist.all_reduce(torch.ones(10), op=dist.ReduceOp.MAX),
+    "sum of 5 float64": lambda: dist.all_reduce(torch.ones(5, dtype=torch.float64)),
+    "barrier": dist.barrier,
+    "scatter of": lambda: dist.scatter(torch.ones(2), *_parts(torch.ones(2))),
+    "gather of": lambda: dist.gather(torch.ones(2), *_parts(torch.zeros(2))),
+}
+
+
+def _parts(one):
+    return ([one] * dist.get_world_size() if dist.get_rank() == 0 else None), 0
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize(
+    ("one", "other", "by_node"),
+    [
+        *(("sum of", other, True) for other in ("max of", "sum of 5 float64", "barrier")),
+        *(("sum of", other, False) for other in ("max of", "barrier")),
+        *(("scatter of", "gather of", False), ("max of", "gather of", False)),
+    ],
+)
+def test_different_calls_between_nodes_are_an_error_on_all_ranks_that_names_both(
+    world, monkeypatch, one, other, by_node
+):
+    monkeypatch.setattr(waiting, "COMPARE_S", 0.2)
+    per_node = 1 if world.size == 2 else 2
+    is_other = world.rank // per_node == 1 if by_node else world.rank == world.size - 1
+    with started(per_node):
+        with pytest.raises(CommError, match="same calls in the same order") as caught:
+            CALLS[other if is_other else one]()
+        assert one in str(caught.value)
+        assert other in str(caught.value)
+
+
+@pytest.mark.ranks(3, 4)
+@pytest.mark.parametrize("per_node", [1, 2])
+def test_a_rank_that_comes_after_different_calls_were_found_raises_that_error(
+    world, monkeypatch, per_node
+):
+    monkeypatch.setattr(waiting, "COMPARE_S", 0.2)
+    with connected(Settings(probe="off", ranks_per_node=per_node)) as made:
+        is_late = world.rank == world.size - 1
+        time.sleep(0.8 if is_late else 0)
+        with pytest.raises(MismatchError, match=r"sum of 1 f.*on rank 0|rank 0: sum of 1 f"):
+            made.comm.allreduce_(torch.ones(1 if world.rank == 0 or is_late else 2))
+
+
+@pytest.mark.ranks(3, 4)
+@pytest.mark.parametrize("per_node", [1, 2])
+def test_calls_that_all_ranks_compare_leave_them_in_step_however_late_a_rank_comes(
+    world, monkeypatch, per_node
+):
+    monkeypatch.setattr(waiting, "COMPARE_S", 0.1)
+    with connected(Settings(probe="off", ranks_per_node=per_node)) as made:
+        is_last = world.rank == world.size - 1
+        time.sleep(0.4 if is_last else 0)
+        with pytest.raises(MismatchError, match="rank 1: broadcast of 1"):
+            made.comm.broadcast_(torch.ones(1 if world.rank == 1 else 2), 0)
+        time.sleep(0.4 if is_last else 0)
+        total = torch.ones(3)
+        made.comm.allreduce_(total)
+        assert total.tolist() == [world.size] * 3
+
+
+@pytest.mark.ranks(2, 3)
+def test_an_error_that_led_a_rank_out_of_a_block_comes_before_the_different_calls_after_it(
+    world, monkeypatch
+):
+    monkeypatch.setattr(waiting, "COMPARE_S", 0.2)
+    monkeypatch.setattr(liveness, "BREAK_S", 0.6)
+    with connected(Settings(probe="off", ranks_per_node=1)) as made:
+        comm, presence = made.comm, made.presence
+        number, has_left = presence.enter(liveness.Block("a test", lambda: 0)), world.rank == 1
+        comm.barrier()
+        if has_left:
+            time.sleep(0.5)  # the others have reported their call
+            presence.leave(number, ZeroDivisionError("no samples"))
+        reason = "RankLostError" if has_left else "ZeroDivisionError: no samples"
+        with pytest.raises(RankLostError, match=f"left a block of a test by {reason}") as caught:
+            comm.allreduce_(torch.ones(1 + has_left))
+        if not has_left:
+            presence.leave(number, caught.value)

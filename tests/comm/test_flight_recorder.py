@@ -56,11 +56,6 @@ def test_who_has_not_come_to_a_collective_lacks_it_if_it_takes_part():
     assert [recorder.lacks(name) for recorder in (ahead, behind, outside)] == [False, True, False]
     streams[1].begin("sum of 3")
     assert not behind.lacks(name)
-    streams[1].begin("sum of 5")
-    streams[0].begin("lookup")  # each waits for the other in something else
-    assert ahead.lacks(behind.last()[0])
-    assert behind.lacks(ahead.last()[0])
-    assert not ahead.lacks(ahead.last()[0])
 
 
 def test_only_waits_that_last_are_asked_about():

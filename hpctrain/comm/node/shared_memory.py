@@ -119,7 +119,7 @@ class SharedMemory:
         """
         self._owner.check()
         self.require_usable()
-        self._watch.begin(call.text)
+        self._watch.begin(call)
 
     def await_others(self, call: Call) -> None:
         """Return when all ranks of the node have begun the same ``call``.
@@ -133,7 +133,10 @@ class SharedMemory:
         calls = self._calls[turn::_CELLS].tolist()
         self.turn = 1 - turn
         if calls.count(call.number) != self.local_size:
-            raise disagreement(self._node, call, self._watch)
+            error = disagreement(self._node, call, self._watch)
+            if self._watch.number is not None:  # ranks of other nodes are in the call
+                self._watch.fail(error)
+            raise error
 
     def compare(self, call: Call, number: int) -> bool:
         """Meet for ``call``, and say whether all ranks of the node tell the same number."""

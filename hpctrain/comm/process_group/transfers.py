@@ -8,6 +8,7 @@ from torch import Tensor
 
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.ops import Op
+from hpctrain.comm.tensor_arguments import name_of
 
 if TYPE_CHECKING:
     from hpctrain.comm.process_group.memory_transfers import NodeExchange
@@ -45,13 +46,15 @@ class Transfers:
     def gather(self, outs: Sequence[Tensor] | None, mine: Tensor, root: int) -> None:
         """Write what every rank has into ``outs`` of rank ``root``."""
         given = [mine if rank == root else mine[:0] for rank in range(self.size)]
-        received = self.comm.alltoall(given)
+        call = f"gather of {mine.numel()} {name_of(mine.dtype)} on {root}"
+        received = self.comm.alltoall(given, call)
         if outs is not None:
             _fill(outs, received)
 
     def scatter(self, out: Tensor, parts: Sequence[Tensor] | None, root: int) -> None:
         """Write this rank's part of those of rank ``root`` into ``out``."""
-        _fill([out], [self.comm.alltoall(parts or [out[:0]] * self.size)[root]])
+        call = f"scatter of {out.numel()} {name_of(out.dtype)} from {root}"
+        _fill([out], [self.comm.alltoall(parts or [out[:0]] * self.size, call)[root]])
 
     def all_to_all(self, outs: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
         """Write what every rank has for this one into ``outs``."""

@@ -86,7 +86,8 @@ class MpiWire(Wire):
         """Take the ranks and how they are called.
 
         ``world_ranks`` are the world's numbers of the ranks, empty where they are the same;
-        ``name``, such as ``rail 0``, is for messages.
+        ``name``, such as ``rail 0``, is for messages, and makes this a wire of collectives, each
+        of which has tags that no other one has.
         """
         self.rank: int = comm.rank
         self.size: int = comm.size
@@ -171,6 +172,7 @@ class MpiWire(Wire):
     def _start(
         self, call: Callable[..., MPI.Request], tensor: Tensor, partner: int, tag: int
     ) -> list[MpiRequest]:
+        tag += self._watch.call_tag if self._name else 0
         return [
             requests.start(self._comm, call, bytes_of(part), partner, tag, memory=part)
             for part in tensor.split(CHUNK_ELEMENTS)
@@ -180,7 +182,9 @@ class MpiWire(Wire):
 class Rail:
     """One rank of each node; every method but the counters is collective over them.
 
-    It is what a codec needs of a communicator to reduce what it has made of a slice.
+    It is what a codec needs of a communicator to reduce what it has made of a slice. Messages of
+    different collectives do not match, so that their ranks wait, and compare them. Not found are
+    sums by the MPI library, which has no tags, of different sizes, dtypes or scales.
     """
 
     def __init__(
