@@ -119,7 +119,7 @@ class Reducer:
         if not self.reduction.count.average:
             raise ConfigError("sample counts weight an average; this optimizer has op=Sum")
         before = self.reduction.count.weight
-        self.reduction.count.set(num_samples, nominal, self.reduction.slot_of)
+        self.reduction.count.set(num_samples, nominal)
         if self._passes_done and self.reduction.count.weight != before:
             raise ConfigError(
                 f"all {self._num_passes} backward passes of a step count alike, got "

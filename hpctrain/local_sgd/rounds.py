@@ -14,7 +14,14 @@ import torch
 
 from hpctrain.comm.communicator import Communicator
 from hpctrain.core.errors import ConfigError, MismatchError
-from hpctrain.gradients.sample_count import NUM_FLAGS, bits_of, check_count, flags_of
+from hpctrain.gradients.sample_count import (
+    NUM_FLAGS,
+    bits_of,
+    check_count,
+    exponent_of_peaks,
+    flags_of,
+    peak_of,
+)
 
 Fields = Mapping[str, str | tuple[str, ...]]
 """From a name in a state to an attribute, or to several in a row; dots lead into parts, and ``[]``
@@ -87,7 +94,7 @@ def _put(owner: object, path: str, method: str, state: Any) -> None:
         setattr(holder, name, deepcopy(state))
 
 
-_NUM_SUMS = 14  # of what ranks report when they meet
+_NUM_SUMS = 15  # of what ranks report when they meet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -306,11 +313,16 @@ class Rounds:
     def _report(
         self, samples: SampleSums | None, **more: float
     ) -> tuple[float, dict[str, float], int]:
-        """Return this rank's weight, sums of what ranks report, and their flags. Collective."""
+        """Return this rank's weight, sums of what ranks report, and their flags. Collective.
+
+        All weights are divided by a power of two, so that none is above 1: a product of 16 bits
+        could overflow.
+        """
         takes_part = bool(samples and self.counts)
         weight = samples.weight if samples and takes_part else 0.0
         own: dict[str, float] = {
             "weight": weight,
+            "peak": peak_of(weight),
             "has_count": bool(samples and samples.is_counted and takes_part),
             "takes_part": takes_part,
             **_told(samples if samples and takes_part else SampleSums()),
@@ -337,7 +349,9 @@ class Rounds:
                 f"on every rank, set_num_samples(0) before skip_step()"
             )
         _require_same_counting(total, own)
-        return weight, total, flags_of(values[:NUM_FLAGS])
+        top = 2.0 ** exponent_of_peaks(total["peak"])
+        total["weight"] /= top
+        return weight / top, total, flags_of(values[:NUM_FLAGS])
 
     def close(self, *, agrees: bool) -> None:
         """Begin the next round, after one that has made all ranks agree, or has not."""
