@@ -94,6 +94,12 @@ class Reducer:
         self._num_passes = passes
         self._passes_done = 0
 
+    def switch(self, *, is_on: bool) -> None:
+        """Reduce gradients from the next step on, or stop. Collective where that is a change."""
+        if self.is_on and not is_on:
+            self.reduction.confirm()
+        self.is_on = is_on
+
     @property
     def steps(self) -> CheckedSteps:
         """What is compared before a step, with the flags of the ranks."""

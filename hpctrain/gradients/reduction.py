@@ -208,6 +208,10 @@ class Reduction:
         self.is_finite = all(self._finite) if has_all and self.looks else None
         self.forget()
 
+    def confirm(self) -> None:
+        """Raise ``MismatchError`` on all ranks unless all have taken the same steps. Collective."""
+        self.steps.confirm(self._comm)
+
     def require_equal_loss(self, loss: object) -> None:
         """Raise ``MismatchError`` on all ranks if their closures return other losses. Collective.
 

@@ -14,6 +14,7 @@ import torch
 
 from hpctrain.comm.communicator import Communicator
 from hpctrain.core.errors import ConfigError, MismatchError
+from hpctrain.gradients.bucket_reducer import Reducer
 from hpctrain.gradients.sample_count import (
     NUM_FLAGS,
     bits_of,
@@ -231,6 +232,7 @@ class Rounds:
         self.within_s = float("inf")  # time between two meetings at most, about
         self.must_meet = False  # whether the next step ends in a meeting; the same on every rank
         self.agrees = True  # whether all ranks have the same parameters
+        self.reducers: Sequence[Reducer] = ()  # of gradients, over these ranks or a part of them
         self._comm = comm
         self._message = comm.new_bucket(_NUM_SUMS + NUM_FLAGS, torch.float64)
         self._last_meeting, self._steps_between = 0, 1
@@ -310,6 +312,16 @@ class Rounds:
             return Share(1.0, 1.0 / self._comm.size)
         return Share(weight, 1.0 / total["weight"])
 
+    def confirm(self) -> None:
+        """Raise ``MismatchError`` on all ranks that have averaged other gradients. Collective.
+
+        A rank that averages again, as its gradients were changed after ``backward()``, would wait
+        for ranks of its node that wait for it in a call of all ranks.
+        """
+        for reducer in self.reducers:
+            if reducer.is_on:
+                reducer.reduction.confirm()
+
     def _report(
         self, samples: SampleSums | None, **more: float
     ) -> tuple[float, dict[str, float], int]:
@@ -318,6 +330,7 @@ class Rounds:
         All weights are divided by a power of two, so that none is above 1: a product of 16 bits
         could overflow.
         """
+        self.confirm()
         takes_part = bool(samples and self.counts)
         weight = samples.weight if samples and takes_part else 0.0
         own: dict[str, float] = {
