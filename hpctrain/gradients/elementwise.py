@@ -68,6 +68,10 @@ class PieceStep:
         """By piece, as the step leaves it."""
         self._of = kind.__new__(kind)
         self._step = inspect.unwrap(kind.step)  # hooks are those of the whole step
+        # Before torch 2.13 the constructor of Adagrad makes the state, not its first step.
+        self._has_early_state = isinstance(self._of, Adagrad) and bool(
+            first_state_of_adagrad(torch.zeros(()), {})
+        )
         self.kinds: list[tuple[object, ...]] = []
         """Of each group what decides which state a step leaves, such as a momentum or none."""
         self._settings: list[dict[str, Any]] = []
@@ -93,7 +97,7 @@ class PieceStep:
             {**self._settings[group], "params": own} for group, own in pieces.items()
         ]
         self._of.state = self.state
-        if isinstance(self._of, Adagrad):
+        if self._has_early_state:
             for group in self._of.param_groups:
                 for piece in group["params"]:
                     if piece not in self.state:

@@ -209,7 +209,7 @@ class Reduction:
         self.forget()
 
     def confirm(self) -> None:
-        """Raise ``MismatchError`` on all ranks unless all have taken the same steps. Collective."""
+        """Raise ``MismatchError`` on all ranks that have taken other steps. Collective."""
         self.steps.confirm(self._comm)
 
     def require_equal_loss(self, loss: object) -> None:

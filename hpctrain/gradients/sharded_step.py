@@ -157,6 +157,8 @@ class ShardedStep(Reducer):
         self.is_in_step, self._is_new = True, False
         if changed is not None:
             self._hook_anew()
+            for slot in self.reduction.slot_of.values():  # zeros are gradients of no step
+                slot.is_result = slot.is_result and slot.has_values
         for parameter in self._own:
             self._note_own(parameter)
         self._note("gradients")

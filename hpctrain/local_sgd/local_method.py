@@ -21,7 +21,7 @@ from hpctrain.gradients.checked_steps import CheckedSteps
 from hpctrain.gradients.optimizer import METHOD_MARK, require_plain
 from hpctrain.gradients.parameter_names import Grouping, named, names_of
 from hpctrain.gradients.reduction import Reduction
-from hpctrain.gradients.sample_count import NUM_FLAGS, SampleCount
+from hpctrain.gradients.sample_count import NUM_FLAGS, SampleCount, check_count
 from hpctrain.gradients.step_check import StepCheck
 from hpctrain.local_sgd.federated import Federated, LocalGradients
 from hpctrain.local_sgd.replica import Exchange, Replica
@@ -126,6 +126,7 @@ class LocalMethod(CommonBlock, StateFields):
             ConfigError: the count is not valid, or the block has ended.
         """
         self._require_open()
+        check_count(num_samples, nominal)
         for samples in self._samples:
             samples.add(num_samples, nominal)
         for reducer in self._reducers:

@@ -8,21 +8,22 @@ from dataclasses import dataclass
 from functools import reduce
 from hashlib import sha256
 from operator import attrgetter
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 
 from hpctrain.comm.communicator import Communicator
 from hpctrain.core.errors import ConfigError, MismatchError
-from hpctrain.gradients.bucket_reducer import Reducer
 from hpctrain.gradients.sample_count import (
     NUM_FLAGS,
     bits_of,
-    check_count,
     exponent_of_peaks,
     flags_of,
     peak_of,
 )
+
+if TYPE_CHECKING:
+    from hpctrain.gradients.bucket_reducer import Reducer
 
 Fields = Mapping[str, str | tuple[str, ...]]
 """From a name in a state to an attribute, or to several in a row; dots lead into parts, and ``[]``
@@ -142,8 +143,7 @@ class SampleSums:
         return not self.is_counted or any(number for number, _ in self._of_step)
 
     def add(self, num_samples: float, nominal: float) -> None:
-        """Add the samples of a step; ``ConfigError`` if the numbers cannot be."""
-        check_count(num_samples, nominal)
+        """Add the samples of a step, see ``check_count``."""
         self._of_step.append((num_samples, nominal))
         self.is_counted, self.nominal = True, nominal
 
@@ -232,7 +232,7 @@ class Rounds:
         self.within_s = float("inf")  # time between two meetings at most, about
         self.must_meet = False  # whether the next step ends in a meeting; the same on every rank
         self.agrees = True  # whether all ranks have the same parameters
-        self.reducers: Sequence[Reducer] = ()  # of gradients, over these ranks or a part of them
+        self.reducers: Sequence[Reducer] = ()  # of gradients, over these ranks or fewer
         self._comm = comm
         self._message = comm.new_bucket(_NUM_SUMS + NUM_FLAGS, torch.float64)
         self._last_meeting, self._steps_between = 0, 1

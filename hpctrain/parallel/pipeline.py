@@ -5,6 +5,7 @@ import statistics
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -165,7 +166,9 @@ class Pipeline:
         # Not by torch, which would divide what earlier batches have left, too.
         num, loss = self._num_microbatches, self._loss
         share = lambda out, target: loss(out, target) / num  # noqa: E731
-        self._schedule = self._make(given, num, loss_fn=share, scale_grads=False)
+        schedule = self._make(given, num, loss_fn=share, scale_grads=False)
+        runs = {"step": schedule.step, "eval": schedule.eval}
+        self._runs = {what: partial(run, **without_outputs(run)) for what, run in runs.items()}
 
     def _tie(self) -> None:
         """Find the weights that stages of several ranks have. Collective over them."""
@@ -235,8 +238,7 @@ class Pipeline:
         inputs = (given.contiguous(),) if self._stages[0].is_first else ()
         told = target if self._stages[-1].is_last else None
         start = time.perf_counter()
-        run = getattr(self._schedule, what)
-        run(*inputs, target=told, losses=losses, **without_outputs(run))
+        self._runs[what](*inputs, target=told, losses=losses)
         self._seconds = time.perf_counter() - start
         mean = torch.zeros((), dtype=torch.float64)
         if losses:
