@@ -143,7 +143,7 @@ class AsyncMethod(CommonBlock):
         Raises:
             ConfigError: they are not valid.
         """
-        check_count(num_samples, nominal, self._layout.parameters)
+        check_count(num_samples, nominal)
         self._samples, self._is_counted = (num_samples, nominal), True
 
     def skip_step(self) -> None:

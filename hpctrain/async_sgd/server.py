@@ -21,6 +21,7 @@ from hpctrain.comm.ops import Op, combination
 from hpctrain.core.errors import CommError, HpctrainError, MismatchError, NotFiniteError
 from hpctrain.gradients.elementwise import PieceStep
 from hpctrain.gradients.rail_sums import weighted
+from hpctrain.gradients.sample_count import exponent_of
 
 Settings = list[dict[str, Any]]
 """Of each group of an optimizer all but its parameters."""
@@ -319,7 +320,8 @@ class ParameterServer(ABC):
         if len(pushes) == 1 and pushes[0].weight and not num_missing:
             return pushes[0].parts  # with the bits of a plain loop
         nodes = [n for near in (True, False) if (n := [p for p in pushes if p.is_near is near])]
-        total = sum(sum(one.weight for one in node) for node in nodes)
+        top = 2.0 ** exponent_of(max(one.weight for one in pushes))  # no product overflows
+        total = sum(sum(one.weight for one in node) for node in nodes) / top
         total += num_missing * total / len(pushes)
         scale = None if total == 1.0 else 1.0 / (total or 1.0)
         for block, out in enumerate(self._sums):
@@ -327,7 +329,7 @@ class ParameterServer(ABC):
             early, late = scaled_when(scale, how) if len(nodes) > 1 else (scale, None)
             sums = [out, *(torch.empty_like(out) for _ in nodes[1:])]
             for into, node in zip(sums, nodes, strict=True):
-                parts = weighted([p.parts[block] for p in node], [p.weight for p in node])
+                parts = weighted([p.parts[block] for p in node], [p.weight / top for p in node])
                 combine_to(into, parts, how, early)
             if len(nodes) > 1:
                 combine_to(out, sums, how, late)

@@ -78,7 +78,8 @@ def launch(  # noqa: PLR0913 - a command's options
 
     One rank's death ends all ranks; under --recover those that are left go on from the last
     commit of hpctrain.elastic, or checkpoint of hpctrain train. The exit code is the command's,
-    124 after --timeout; 85 is a run that has stopped and wants to go on.
+    124 after --timeout, 87 after a rank was killed; 85 is a run that has stopped and wants to
+    continue.
 
     Under --recover --spares K so many more ranks wait, and take the place of those that die, in
     elastic.run and hpctrain train: they keep their size.

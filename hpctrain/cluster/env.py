@@ -143,6 +143,9 @@ TUNING = (
 SPARED = {"OMPI_MCA_btl": "^ofi"}
 """What ranks of Open MPI are told by us, see ``libraries.may_spare_ofi``."""
 
+COPIES_OFF = {"OMPI_MCA_btl_vader_single_copy_mechanism": "none", "MPIR_CVAR_CH4_CMA_ENABLE": "0"}
+"""Settings of Open MPI 4 and MPICH 5 for ranks that may not read each other's memory."""
+
 
 def launched(environ: Mapping[str, str] = os.environ) -> Launched | None:
     """Read what the launcher says, from the first of ``LAUNCHERS`` that applies.
@@ -222,6 +225,7 @@ def asked_by() -> str:
 
 
 STOPPED = 85  # exit code of a run that has saved its state and wants to go on
+RANK_LOST = 87  # exit code of all ranks after one of them was lost
 
 STOPPING = "stopping"  # file in the folder of a run whose ranks have agreed to stop
 

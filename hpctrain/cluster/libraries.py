@@ -10,14 +10,16 @@ import re
 import signal
 import site
 import sys
+from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
-from hpctrain.cluster.env import SPARED, Launched
+from hpctrain.cluster.env import COPIES_OFF, SPARED, Launched
 from hpctrain.cluster.process import stat
 from hpctrain.cluster.resources import CLASSES
+from hpctrain.core.libc import read_memory
 
 Family = Literal["openmpi", "mpich", "abi"]
 
@@ -182,15 +184,35 @@ def may_spare_ofi(environ: Mapping[str, str] = os.environ) -> bool:
     return not any(map(_chooses_btl, files))
 
 
+def copy_error() -> str:
+    """Return why the kernel refuses ``process_vm_readv``; empty where it permits the call."""
+    source = array("b", b"0123456")
+    try:
+        read_memory(os.getpid(), *source.buffer_info())
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+def copies_off(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return settings that keep MPI from ``process_vm_readv`` if the kernel refuses that call.
+
+    MPICH 5 fails at the first message of some KB, and Open MPI 4 prints a line per message. Open
+    MPI 5 and Intel MPI detect the refusal. Variables that the user has set are left out.
+    """
+    wanted = COPIES_OFF if copy_error() else {}
+    return {name: value for name, value in wanted.items() if name not in environ}
+
+
 @contextmanager
-def sparing_ofi() -> Iterator[None]:
-    """Let Open MPI start without what ``may_spare_ofi`` names, if it starts here."""
-    spared = SPARED if may_spare_ofi() else {}
-    os.environ.update(spared)
+def settings_of_mpi() -> Iterator[None]:
+    """Let MPI start inside the block with the settings that this host needs."""
+    settings = copies_off() | (SPARED if may_spare_ofi() else {})
+    os.environ.update(settings)
     try:
         yield
     finally:
-        for name in spared:  # a launch from here is another one's affair
+        for name in settings:  # a launch from here has its own
             del os.environ[name]
 
 

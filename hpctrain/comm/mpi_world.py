@@ -16,7 +16,7 @@ from hpctrain.cluster.libraries import (
     expected_libmpi,
     loaded_libmpi,
     mismatch,
-    sparing_ofi,
+    settings_of_mpi,
     starter,
 )
 from hpctrain.core import config
@@ -191,7 +191,7 @@ def _join(launched: env.Launched | None) -> "MPI.Intracomm | None":
         return None
     job, is_typed = None if may_be_alone else env.unstarted(), process.is_interactive()
     try:
-        with sparing_ofi(), process.named(process.JOINING):
+        with settings_of_mpi(), process.named(process.JOINING):
             from mpi4py import MPI  # noqa: PLC0415 - a world of one needs no MPI
     except (ImportError, RuntimeError) as error:
         _warn(preflight.check_job(job, None, is_typed=is_typed))

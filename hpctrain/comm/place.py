@@ -24,6 +24,7 @@ from hpctrain.comm.device import Device, Makers, device_of
 from hpctrain.comm.nccl.nccl_bucket import NcclBucket
 from hpctrain.comm.nccl.nccl_communicator import nccl_over
 from hpctrain.comm.node.peer_bucket import PeerBucket
+from hpctrain.comm.ops import scale_
 from hpctrain.core import config, logs
 from hpctrain.core.errors import CommError, MismatchError
 
@@ -47,6 +48,9 @@ class BucketPlace(Protocol):
     def depart(self) -> None:
         """Start, behind all that the caller's stream has to do. Not collective."""
 
+    def weigh(self, factor: float) -> None:
+        """Multiply the elements of this rank that are about to be summed. Not collective."""
+
     def reduce(self, sum_on_host: Callable[[], object], scale: float | None) -> None:
         """Sum over the ranks, times ``scale``; the host sums what it has. Collective."""
 
@@ -64,6 +68,10 @@ class OnHost:
 
     def depart(self) -> None:
         """Be there."""
+
+    def weigh(self, factor: float) -> None:
+        """Multiply in place."""
+        scale_(self.travels, factor)
 
     def reduce(self, sum_on_host: Callable[[], object], scale: float | None) -> None:  # noqa: ARG002
         """Let the host sum."""
@@ -191,6 +199,11 @@ class StagedBucket:
         with device.on(device.down):
             self.travels.copy_(self.flat, non_blocking=True)
         self._on_host.record(device.down)
+
+    def weigh(self, factor: float) -> None:
+        """Multiply what has departed."""
+        self._on_host.synchronize()
+        scale_(self.travels, factor)
 
     def reduce(self, sum_on_host: Callable[[], object], scale: float | None) -> None:  # noqa: ARG002
         """Let the host sum what has departed, and start for the device. Collective."""

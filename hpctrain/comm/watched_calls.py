@@ -80,7 +80,7 @@ class WatchedCalls:
             self.run(self._comm.Ibarrier)
 
     def duplicate(self) -> MPI.Intracomm:
-        """Return a duplicate of the communicator."""
+        """Return a duplicate of the communicator, which all ranks have then."""
         made: list[MPI.Intracomm] = []
 
         def start() -> MPI.Request:
@@ -89,13 +89,21 @@ class WatchedCalls:
             return request
 
         wait_request(requests.start(self._comm, start), self._watch)
-        return made[0]
+        return self._had_by_all(made[0])
 
     def split(self, color: int, key: int = 0) -> MPI.Intracomm | None:
         """Return a communicator of the ranks of one ``color``, None for ``MPI.UNDEFINED``."""
         self.barrier()  # asleep: the library keeps a core busy
         made = self.block(lambda: self._comm.Split(color, key))
-        return None if made == MPI.COMM_NULL else cast("MPI.Intracomm", made)
+        return None if made == MPI.COMM_NULL else self._had_by_all(cast("MPI.Intracomm", made))
+
+    def _had_by_all(self, made: MPI.Intracomm) -> MPI.Intracomm:
+        """Return a communicator once all of its ranks have it.
+
+        Open MPI crashes on a rank that has not, when another one revokes it after a death.
+        """
+        WatchedCalls(made, self._watch).barrier()
+        return made
 
     def bcast(self, value: T, root: int = 0) -> T:
         """Return the object of ``root``."""

@@ -7,7 +7,7 @@ the first version of torch that has the name.
 import importlib
 import sys
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cache, partial
 from inspect import signature
 from types import CodeType
 from typing import Any, TypeAlias, TypeVar
@@ -33,8 +33,9 @@ TESTED = ((2, 6), (2, 15))
 """The oldest and the newest version that the tests ran with."""
 
 
+@cache
 def warn_if_untested() -> None:
-    """Log one line if the tests did not run with this version of torch."""
+    """Log one line, once per process, if the tests did not run with this version of torch."""
     oldest, newest = (".".join(map(str, version)) for version in TESTED)
     if not TESTED[0] <= VERSION <= TESTED[1]:
         logger.warning(

@@ -94,6 +94,12 @@ class Reducer:
         self._num_passes = passes
         self._passes_done = 0
 
+    def switch(self, *, is_on: bool) -> None:
+        """Reduce gradients from the next step on, or stop. Collective where that is a change."""
+        if self.is_on and not is_on:
+            self.reduction.confirm()
+        self.is_on = is_on
+
     @property
     def steps(self) -> CheckedSteps:
         """What is compared before a step, with the flags of the ranks."""
@@ -119,7 +125,7 @@ class Reducer:
         if not self.reduction.count.average:
             raise ConfigError("sample counts weight an average; this optimizer has op=Sum")
         before = self.reduction.count.weight
-        self.reduction.count.set(num_samples, nominal, self.reduction.slot_of)
+        self.reduction.count.set(num_samples, nominal)
         if self._passes_done and self.reduction.count.weight != before:
             raise ConfigError(
                 f"all {self._num_passes} backward passes of a step count alike, got "

@@ -9,6 +9,7 @@ from torch.nn import Parameter
 
 from hpctrain.checkpoint.format.state_hash import value_hashes
 from hpctrain.comm.communicator import Communicator
+from hpctrain.comm.threaded import start_on
 from hpctrain.core.checksum import crc32
 from hpctrain.core.units import KIB
 from hpctrain.gradients.sample_count import NUM_FLAGS
@@ -36,7 +37,6 @@ class CheckedSteps:
         """
         self.number: int | None = 0
         """Steps that were taken; None after state was loaded, until the next one tells."""
-        self.num_skipped = 0  # steps of all ranks together that this one has not taken
         self.skipped = 0  # checksum of their numbers
         self.flags = 0  # bits of this rank
         self.raised_flags = 0  # bits that any rank had in the last message; the same on every rank
@@ -70,7 +70,6 @@ class CheckedSteps:
 
     def skip(self) -> None:
         """Note that this rank does not take a step whose gradients it has averaged."""
-        self.num_skipped += 1
         self.skipped = crc32(f"{self.skipped} {self.number}".encode())
 
     def end(self, *, is_own: bool = True) -> None:
@@ -137,6 +136,20 @@ class CheckedSteps:
         except BaseException:
             self.number = None
             raise
+
+    def confirm(self, comm: Communicator) -> None:
+        """Raise ``MismatchError`` on all ranks unless all have taken the same steps. Collective.
+
+        A rank whose gradients were changed after ``backward()`` averages them again while the
+        other ranks finish the step; its message is received here.
+        """
+        mine = Announcement(
+            member=self._member,
+            step=self.number,
+            skipped=self.skipped,
+            may_skip_alone=self._may_skip_alone,
+        )
+        start_on(comm, self.open, comm, mine).wait()
 
     def take(self, opening: Opening) -> None:
         """Take over what all ranks have in common."""

@@ -74,12 +74,12 @@ class Slot(GradientState):
                 self.view.copy_(dense)
             else:
                 copies.append((self.view, dense))
-        self._show()
+        self.show()
 
     def settle(self) -> None:
         """After the sum: give the parameter its gradient, also if only other ranks had one."""
         if not self.is_present and self.mark.item() > 0:
-            self._show()
+            self.show()
         if self.sparse_dim is not None and self.parameter.grad is not None:
             self.parameter.grad = self._sparse_grad = as_sparse(self.view, self.sparse_dim)
         self.is_result = self.parameter.grad is not None
@@ -101,7 +101,7 @@ class Slot(GradientState):
             self.sparse_dim = grad.sparse_dim()
         if self.sparse_dim is None:
             self.view.copy_(grad.detach())
-            self._show()
+            self.show()
         else:
             self.parameter.grad = self._sparse_grad = as_sparse(grad, self.sparse_dim)
 
@@ -124,7 +124,8 @@ class Slot(GradientState):
             and not (grad.is_conj() or grad.is_neg())
         )
 
-    def _show(self) -> None:
+    def show(self) -> None:
+        """Let ``.grad`` be this place."""
         if self._shown.data_ptr() != self._address:  # a program has moved the storage
             self._shown = _of_its_own(self.view)
         self.parameter.grad = self._shown.detach()

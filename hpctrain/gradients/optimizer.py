@@ -152,8 +152,7 @@ class DistributedMethods(StepNotes):
         Args:
             num_samples: of this rank in each pass of this step; 0 where it has none and skips
                 backward.
-            nominal: the usual count, the same on every rank; float16 gradients need it, since
-                they are multiplied by ``num_samples / nominal``.
+            nominal: the usual count, the same on every rank.
 
         Raises:
             ConfigError: the count is not valid, changes between the passes of a step, or the
@@ -162,8 +161,7 @@ class DistributedMethods(StepNotes):
         if self._reducer:
             self._reducer.set_num_samples(num_samples, nominal)
         else:  # one rank refuses what several refuse
-            groups = cast("Optimizer", self).param_groups
-            check_count(num_samples, nominal, (p for group in groups for p in group["params"]))
+            check_count(num_samples, nominal)
 
     def synchronize(self) -> None:
         """Average the gradients now, if ``backward()`` has not done so already. Collective.

@@ -39,9 +39,9 @@ class RailSums:
     when it likes; in the step all ranks bring to its end what any of them has begun.
     """
 
-    def __init__(self, comm: Communicator, count: SampleCount, factors: Bucket) -> None:
+    def __init__(self, comm: Communicator, count: SampleCount, weights: Bucket) -> None:
         """Take what ranks weigh their gradients by, here and as others see it. Collective."""
-        self._count, self._factors = count, factors
+        self._count, self._weights = count, weights
         self._comm, self._is_beside = comm, False
         if isinstance(comm, ThreadedCommunicator) and all(
             comm.allgather_object(calls_from_threads())
@@ -57,7 +57,7 @@ class RailSums:
         self._due: dict[Slot, int] = {}  # how often each gradient has come in the step before
         self._num_late = 0  # steps to come in which this rank begins nothing early
         self._missing: list[int] = []  # gradients of each bucket that are not final yet
-        self._factor: float | None = None  # of what was summed last
+        self._weight: float | None = None  # of what was summed last
         self._reset()
 
     @property
@@ -65,7 +65,7 @@ class RailSums:
         """Whether what is on its way is no longer the sum of what this rank has."""
         return self.num_sent > 0 and (
             self._came_again
-            or self._factor != self._count.factor
+            or self._weight != self._count.weight
             or any(_state(slot) != state for slot, state in self._sent)
         )
 
@@ -75,7 +75,7 @@ class RailSums:
             told,
             is_early=self.num_sent > 0,
             is_void=self.is_void,
-            is_new=told.is_new or self._factor != self._count.factor,
+            is_new=told.is_new or self._weight != self._count.weight,
         )
 
     def lay_out(self, gradients: Sequence[GradientBucket]) -> None:
@@ -157,21 +157,24 @@ class RailSums:
         gradients = self._gradients[self.num_sent]
         gradients.write_marks()
         if not self.num_sent:
-            self._factor = self._count.factor
-            self._factors.flat.fill_(self._factor)
+            self._weight = self._count.weight
+            self._weights.flat.fill_(self._weight)
         self._sent += [(slot, _state(slot)) for slot in gradients.slots]
-        self._works.append(start_on(self._comm, self._sum, self.num_sent, self._count.scale))
+        self._works.append(start_on(self._comm, self._sum, self.num_sent))
         self.num_sent += 1
 
     @torch.no_grad()
-    def _sum(self, number: int, scale: float | None) -> None:
+    def _sum(self, number: int) -> None:
         """Sum a bucket inside the node and over the rails. Collective."""
         gradients, total = self._gradients[number], self.totals[number].shared
         bucket, node, levels = gradients.bucket, self._node, self._levels
         how = combination(total.dtype, Op.SUM)
-        early, _ = scaled_when(scale, how)
+        count = self._count
+        # Sums of wider types may begin before the largest weight of the step is known.
+        exponent = count.exponent if _is_scaled_first(bucket) else 0
+        early, _ = scaled_when(count.scale_of(exponent), how)
         node.meet(call_of(f"sum of bucket {number} of {len(self._gradients)} between nodes"))
-        factors = [float(peer.item()) for peer in self._factors.peers]
+        factors = [count.factor_of(float(peer.item()), exponent) for peer in self._weights.peers]
         for out, parts in self._chunks[number]:
             combine_to(out, weighted(parts, factors), how, early)
         if node.local_rank == 0:

@@ -208,6 +208,10 @@ class Reduction:
         self.is_finite = all(self._finite) if has_all and self.looks else None
         self.forget()
 
+    def confirm(self) -> None:
+        """Raise ``MismatchError`` on all ranks unless all have taken the same steps. Collective."""
+        self.steps.confirm(self._comm)
+
     def require_equal_loss(self, loss: object) -> None:
         """Raise ``MismatchError`` on all ranks if their closures return other losses. Collective.
 
@@ -403,18 +407,21 @@ class Reduction:
 
     def _take(self, opening: Opening) -> None:
         self._opening = opening
-        self.count.total_weight = opening.total_weight
+        self.count.total_weight, self.count.exponent = opening.total_weight, opening.exponent
         self.steps.take(opening)
 
     def _reduce(self, what: GradientBucket | SparseSlot) -> None:
         if self._is_refused:
             return
+        count = self.count
         with torch.no_grad(), self.around(what):
             if isinstance(what, SparseSlot):
-                what.reduce(self._comm, self.count.scale)
+                what.reduce(self._comm, count.rest, count.scale)
             else:
                 what.write_marks()
-                what.place.reduce(partial(self._sum_on_host, what.bucket), self.count.scale)
+                if count.rest != 1.0:
+                    what.place.weigh(count.rest)
+                what.place.reduce(partial(self._sum_on_host, what.bucket), count.scale)
 
     def _sum_on_host(self, bucket: Bucket) -> None:
         def reduce() -> None:

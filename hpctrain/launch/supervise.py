@@ -14,13 +14,13 @@ from tempfile import TemporaryDirectory
 from types import FrameType
 from typing import IO, NamedTuple
 
-from hpctrain.cluster.env import ASKED, BEGUN, ENDED, ENDING, STOPPED
+from hpctrain.cluster.env import ASKED, BEGUN, ENDED, ENDING, RANK_LOST, STOPPED
 from hpctrain.cluster.process import JOINING, name_of, stat
 from hpctrain.cluster.start_watch import FAILED
 from hpctrain.core.errors import LaunchError
 from hpctrain.core.units import format_ranks
 from hpctrain.launch.mpiexec import is_guard
-from hpctrain.launch.stderr import LOST, fold, say
+from hpctrain.launch.stderr import KILLED, LOST, fold, say
 
 FOLDER = "PRTE_MCA_prte_local_tmpdir_base"
 """Tells mpirun of Open MPI 5 where to keep them; others do not look at it."""
@@ -65,10 +65,11 @@ def supervise(
 
     The exit code is that of mpirun, with these exceptions. A launch that a signal has ended
     returns 128 plus the number of the signal, as a shell does, unless the ranks stopped with a
-    code of their own; one that took longer than ``timeout_s`` returns 124. A launch whose ranks
-    wait for another that will never begin returns 1. So does one that would return 0 after it has
-    lost a node, or after its ranks have reported, see ``WATCHED``, that they have begun and not
-    that they have ended. A rank of a world that recovers, and that ends all, reports its code.
+    code of their own; one that took longer than ``timeout_s`` returns 124. A launch that has lost
+    a rank returns 87: SIGKILL has ended the rank, its node is lost, or the others wait for it in
+    ``MPI_Init``. So does one that would return 0 after its ranks have reported, see ``WATCHED``,
+    that they have begun and not that they have ended. Another signal that ends a rank gives 128
+    plus its number. A rank of a world that recovers, and that ends all, reports its code.
 
     Raises:
         LaunchError: the program cannot be started.
@@ -98,14 +99,16 @@ def supervise(
         if ending.first_signal == signal.SIGINT:
             raise KeyboardInterrupt
         return End(128 + ending.first_signal, is_wanted=True)
-    if heard[FAILED]:
-        code = 1
-    elif heard[ENDING] and code not in (0, STOPPED):
+    if code == heard[KILLED] != 0:
+        code += 128  # as Open MPI and shells write it
+    if heard[ENDING] and code not in (0, STOPPED):
         code = heard[ENDING]
+    elif heard[FAILED] or code in (-signal.SIGKILL, 128 + signal.SIGKILL):
+        code = RANK_LOST  # as the other ranks report it where they find that first
     elif code == 0 and (heard[LOST] or heard[BEGUN] > heard[ENDED]):
         why = "a node is lost" if heard[LOST] else "the ranks have not come to their end"
         say(f"{why}: the run has failed")
-        code = 1
+        code = RANK_LOST
     return End(code if code >= 0 else 128 - code, is_wanted=ending.first_signal is not None)
 
 

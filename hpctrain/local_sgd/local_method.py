@@ -10,7 +10,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hpctrain.collectives.parameters import broadcast_parameters
-from hpctrain.comm.agreement import require_equal
 from hpctrain.comm.common_block import CommonBlock
 from hpctrain.comm.communicator import Communicator
 from hpctrain.compress.by_name import Compressing, codec_for
@@ -22,8 +21,8 @@ from hpctrain.gradients.checked_steps import CheckedSteps
 from hpctrain.gradients.optimizer import METHOD_MARK, require_plain
 from hpctrain.gradients.parameter_names import Grouping, named, names_of
 from hpctrain.gradients.reduction import Reduction
-from hpctrain.gradients.sample_count import NUM_FLAGS, SampleCount, check_count
-from hpctrain.gradients.step_check import SKIPPED, StepCheck
+from hpctrain.gradients.sample_count import NUM_FLAGS, SampleCount
+from hpctrain.gradients.step_check import StepCheck
 from hpctrain.local_sgd.federated import Federated, LocalGradients
 from hpctrain.local_sgd.replica import Exchange, Replica
 from hpctrain.local_sgd.rounds import Fields, Rounds, SampleSums, Share, StateFields
@@ -94,6 +93,7 @@ class LocalMethod(CommonBlock, StateFields):
         self._names, self._reducers = names_of(optimizer, None), list[Reducer]()
         self.rounds = Rounds(self._comm)  # counts steps and rounds
         self.rounds.draw = federated.draw(self._comm, type(self).__name__)
+        self.rounds.reducers = self._reducers
         self._federated = federated
         self._gradients = LocalGradients(model, optimizer, federated.proximal)
         self.replica = Replica(self._comm, model, optimizer)
@@ -126,7 +126,6 @@ class LocalMethod(CommonBlock, StateFields):
             ConfigError: the count is not valid, or the block has ended.
         """
         self._require_open()
-        check_count(num_samples, nominal, (p for _, p in self.replica.parameters()))
         for samples in self._samples:
             samples.add(num_samples, nominal)
         for reducer in self._reducers:
@@ -197,9 +196,6 @@ class LocalMethod(CommonBlock, StateFields):
         self._gradients.begin_round()
         if self.rounds.agrees:
             self.rounds.meet()
-            together = [r.steps for r in self._reducers if self._is_of_all(r)]
-            skipped = [f"{steps.num_skipped} skipped" for steps in together]
-            require_equal(self._comm, skipped, "steps", SKIPPED)
             self.replica.average_buffers()  # of synchronous steps
         else:
             self._end_round()

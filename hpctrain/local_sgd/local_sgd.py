@@ -251,7 +251,7 @@ class PostLocalSGD(LocalSGD):
         self._is_local = is_local
         self.replica.all_agree()
         if self._reducer is not None:
-            self._reducer.is_on = not is_local
+            self._reducer.switch(is_on=not is_local)
 
     def _has_ended(self) -> bool:
         """Say whether the synchronous steps are over: the same on every rank.

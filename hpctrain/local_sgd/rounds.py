@@ -14,7 +14,15 @@ import torch
 
 from hpctrain.comm.communicator import Communicator
 from hpctrain.core.errors import ConfigError, MismatchError
-from hpctrain.gradients.sample_count import NUM_FLAGS, bits_of, check_count, flags_of
+from hpctrain.gradients.bucket_reducer import Reducer
+from hpctrain.gradients.sample_count import (
+    NUM_FLAGS,
+    bits_of,
+    check_count,
+    exponent_of_peaks,
+    flags_of,
+    peak_of,
+)
 
 Fields = Mapping[str, str | tuple[str, ...]]
 """From a name in a state to an attribute, or to several in a row; dots lead into parts, and ``[]``
@@ -87,7 +95,7 @@ def _put(owner: object, path: str, method: str, state: Any) -> None:
         setattr(holder, name, deepcopy(state))
 
 
-_NUM_SUMS = 14  # of what ranks report when they meet
+_NUM_SUMS = 15  # of what ranks report when they meet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,6 +232,7 @@ class Rounds:
         self.within_s = float("inf")  # time between two meetings at most, about
         self.must_meet = False  # whether the next step ends in a meeting; the same on every rank
         self.agrees = True  # whether all ranks have the same parameters
+        self.reducers: Sequence[Reducer] = ()  # of gradients, over these ranks or a part of them
         self._comm = comm
         self._message = comm.new_bucket(_NUM_SUMS + NUM_FLAGS, torch.float64)
         self._last_meeting, self._steps_between = 0, 1
@@ -303,14 +312,30 @@ class Rounds:
             return Share(1.0, 1.0 / self._comm.size)
         return Share(weight, 1.0 / total["weight"])
 
+    def confirm(self) -> None:
+        """Raise ``MismatchError`` on all ranks that have averaged other gradients. Collective.
+
+        A rank that averages again, as its gradients were changed after ``backward()``, would wait
+        for ranks of its node that wait for it in a call of all ranks.
+        """
+        for reducer in self.reducers:
+            if reducer.is_on:
+                reducer.reduction.confirm()
+
     def _report(
         self, samples: SampleSums | None, **more: float
     ) -> tuple[float, dict[str, float], int]:
-        """Return this rank's weight, sums of what ranks report, and their flags. Collective."""
+        """Return this rank's weight, sums of what ranks report, and their flags. Collective.
+
+        All weights are divided by a power of two, so that none is above 1: a product of 16 bits
+        could overflow.
+        """
+        self.confirm()
         takes_part = bool(samples and self.counts)
         weight = samples.weight if samples and takes_part else 0.0
         own: dict[str, float] = {
             "weight": weight,
+            "peak": peak_of(weight),
             "has_count": bool(samples and samples.is_counted and takes_part),
             "takes_part": takes_part,
             **_told(samples if samples and takes_part else SampleSums()),
@@ -337,7 +362,9 @@ class Rounds:
                 f"on every rank, set_num_samples(0) before skip_step()"
             )
         _require_same_counting(total, own)
-        return weight, total, flags_of(values[:NUM_FLAGS])
+        top = 2.0 ** exponent_of_peaks(total["peak"])
+        total["weight"] /= top
+        return weight / top, total, flags_of(values[:NUM_FLAGS])
 
     def close(self, *, agrees: bool) -> None:
         """Begin the next round, after one that has made all ranks agree, or has not."""

@@ -102,6 +102,7 @@ class StagedSGD(LocalMethod):
 
     def observe(self, loss: float) -> None:
         """Tell the training loss of an epoch, say; the mean over ranks decides. Collective."""
+        self.rounds.confirm()
         mean = torch.tensor(loss, dtype=torch.float64)
         self._comm.allreduce_(mean, scale=1.0 / self._comm.size).wait()
         if not self._is_cycling:
@@ -173,4 +174,4 @@ class StagedSGD(LocalMethod):
             (self._on_node, self._is_cycling),
         ):
             if reducer is not None:
-                reducer.is_on = is_on
+                reducer.switch(is_on=is_on)

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
 from hpctrain.cluster import env, process
-from hpctrain.cluster.env import ENDING
+from hpctrain.cluster.env import ENDING, RANK_LOST
 from hpctrain.cluster.libraries import end_launch
 from hpctrain.comm.mpi_world import is_loss
 from hpctrain.core.errors import LaunchError, RankLostError
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from hpctrain.comm.mpi_world import MpiComm
 
 FAILED = 1
-RANK_LOST = 87
 INTERRUPTED = 130
 
 ABORT_S = 2.0  # how long ``MPI_Abort`` may take before the process ends without it
@@ -148,7 +147,7 @@ class FailureHooks:
         Called at exit, after the ranks have taken leave: ``MPI_Finalize`` would free what that
         thread uses.
         """
-        # Not imported here: the interpreter shuts down, and a process without the module made no call.
+        # Not imported here: the interpreter shuts down, and without the module there was no call.
         calls = sys.modules.get("hpctrain.comm.watched_calls")
         if os.getpid() == self._owner and calls is not None and calls.is_blocked():
             rank = f"rank {self._rank}"

@@ -135,7 +135,6 @@ def init(
             if engine not in config.ENGINES:
                 raise ConfigError(f"engine is one of {', '.join(config.ENGINES)}, got {engine!r}")
             settings = replace(settings, engine=engine)
-        warn_if_untested()
         join(settings, chosen)
         _refuse_operations()
     if isinstance(process_sets, str):
@@ -307,6 +306,8 @@ def _begin(made: World, found: Connection) -> None:
     settings, hooks, rank = made.settings, made.hooks, made.topology.rank
     logs.setup(rank, made.topology.size, settings.log_dir, level=settings.log_level)
     arrival.report(found)
+    if rank == 0:
+        warn_if_untested()
     if made.is_first and WATCHED in os.environ and rank == 0:
         sys.stderr.write(f"{BEGUN}\n")
     if settings.records is not None and rank == 0:

@@ -1,6 +1,7 @@
 """Evaluation of the model, exactly, on any number of ranks."""
 
 from collections.abc import Callable, Iterator
+from math import nan
 from time import monotonic
 
 import torch
@@ -29,19 +30,20 @@ class StopPoll:
     def __init__(self, comm: Communicator, is_asked: Callable[[], bool]) -> None:
         """``is_asked`` returns whether this rank was asked to stop."""
         self._comm, self._is_asked = comm, is_asked
-        self._num_batches, self._every, self._since = -1, 1, monotonic()
+        self._num_batches, self._every, self._since = 0, 0, monotonic()
         self.is_over = False  # whether a rank was asked; the same on every rank
 
     def ask(self) -> bool:
-        """Return ``is_over``, before a batch but the first. Collective every few batches."""
-        self._num_batches += 1
-        if self._num_batches >= max(1, self._every):
-            batch_s = (monotonic() - self._since) / self._num_batches
+        """Return ``is_over``; called before each batch. Collective every few batches."""
+        if self._num_batches >= self._every:
+            is_first = not self._num_batches  # no batch is measured: ask before the next one
+            batch_s = LOOK_S if is_first else (monotonic() - self._since) / self._num_batches
             told = torch.tensor([float(self._is_asked()), batch_s], dtype=torch.float64)
             self._comm.allreduce_(told, op=Op.MAX).wait()
             asked, batch_s = told.tolist()
-            self.is_over, self._every = asked > 0, int(LOOK_S / max(batch_s, 1e-6))
+            self.is_over, self._every = asked > 0, max(1, int(LOOK_S / max(batch_s, 1e-6)))
             self._num_batches, self._since = 0, monotonic()
+        self._num_batches += 1
         return self.is_over
 
 
@@ -49,11 +51,10 @@ class StopPoll:
 def evaluate(task: Task, poll: StopPoll | None = None) -> Scores:
     """Test the model: every rank its slice, then one sum over all ranks.
 
-    Collective. If ``poll`` is over the pass has ended early, and its scores, of the samples up to
-    there, are to be thrown away. Each sample counts once whatever the number of ranks; sums are
-    float64, so counts of right answers are exact. Buffers such as running means become those of
-    rank 0 first: every rank must test the model that rank 0 saves. With reproducible steps all
-    bits are the same on any number of ranks.
+    Collective. If ``poll`` is over the pass has ended early, and its scores are NaN. Each sample
+    counts once whatever the number of ranks; sums are float64, so counts of right answers are
+    exact. Buffers such as running means become those of rank 0 first: every rank must test the
+    model that rank 0 saves. With reproducible steps all bits are the same on any number of ranks.
     """
     if task.parallel is not None:
         task.parallel.share_buffers()
@@ -79,6 +80,8 @@ def evaluate(task: Task, poll: StopPoll | None = None) -> Scores:
         if refusal is not None:
             raise refusal
     task.model.train()
+    if poll is not None and poll.is_over:
+        return Scores(loss=nan, metric=nan, num_samples=0)
     if task.steps is not None:
         rows = [row for each in task.comm.allgather_object(rows) for row in each]
     # Rounded once at the end, so that the order of the terms does not count.

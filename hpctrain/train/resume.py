@@ -43,7 +43,7 @@ _NOT_MATHEMATICS = (
 def goes_on(config: RunConfig, directory: RunDirectory, *, asked: bool) -> bool:
     """Return True if this job continues the run in the directory; ``asked`` is ``--resume``.
 
-    A run without a finished step begins again, whatever its configuration was.
+    A run without a checkpoint or a test begins again, whatever its configuration was.
     """
     if asked and not directory.has_begun():
         raise ConfigError(

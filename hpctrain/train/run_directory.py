@@ -45,10 +45,14 @@ class RunDirectory:
         return self.config.exists() or self.metrics.exists()
 
     def is_used(self) -> bool:
-        """Return True if a run has finished a step here: another one must not replace it."""
+        """Return True if a run has a checkpoint or a test here: another one must not replace it.
+
+        Steps alone do not count: the run begins again without them.
+        """
         if next(self.checkpoints.glob("step-*"), None):
             return True
-        return self.metrics.exists() and any(r.get("step", 0) for r in read(self.metrics))
+        records = read(self.metrics) if self.metrics.exists() else []
+        return any(record["event"] in ("test", "finished") for record in records)
 
     def check_unused(self) -> None:
         """Raise a ``ConfigError`` if a run is here that must not be replaced, or is at work."""
@@ -78,8 +82,8 @@ class RunDirectory:
     def create(self, config: str, environment: dict[str, Any], plan: dict[str, Any]) -> None:
         """Make the folders and write what is known before the first step; not collective.
 
-        A run that was here without a finished step is replaced. Raises ``ConfigError``: the folder
-        is used, or cannot be written.
+        A run that was here without a checkpoint or a test is replaced. Raises ``ConfigError``:
+        the folder is used, or cannot be written.
         """
         self.check_unused()
         self.make_log_folder()

@@ -85,11 +85,10 @@ class Program:
         else:
             method = hvd.DistributedOptimizer(optimizer, model.named_parameters())
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-        nominal = 7 if any(p.dtype is torch.float16 for p in model) else self.nominal
         with method if ours else nullcontext():
             for step, (num_samples, gradients) in enumerate(self.steps(hvd.rank())):
                 if num_samples is not None:
-                    method.set_num_samples(num_samples, nominal)
+                    method.set_num_samples(num_samples, self.nominal)
                 optimizer.zero_grad()
                 pairs = zip(model, gradients, strict=True)
                 if terms := [

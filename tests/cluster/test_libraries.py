@@ -21,7 +21,7 @@ from hpctrain.cluster.libraries import (
     may_spare_ofi,
     mismatch,
     mpirun_beside,
-    sparing_ofi,
+    settings_of_mpi,
 )
 from hpctrain.cluster.preflight import (
     accelerator_warning,
@@ -206,7 +206,7 @@ def test_a_file_of_open_mpi_that_names_btls_stays_in_force(no_cards, file):
 @pytest.mark.usefixtures("no_cards")
 def test_what_open_mpi_is_told_at_its_start_is_in_no_environment_afterwards():
     before = dict(os.environ)
-    with sparing_ofi():
+    with settings_of_mpi():
         assert {**os.environ}.items() - before.items() == {("OMPI_MCA_btl", "^ofi")}
     assert dict(os.environ) == before
 

@@ -172,7 +172,9 @@ def test_a_receive_is_withdrawn_before_its_communicator_is_freed(world):
 def test_messages_that_nobody_waits_for_are_forgotten_once_they_have_left(world):
     wire, num_messages = MpiWire(world), 1000
     most = 0
-    for _ in range(num_messages):
+    for number in range(num_messages):
+        if number % 100 == 0:
+            world.Barrier()  # else a receiver on a busy core is late with most of them
         if world.rank == 0:
             wire.start_send(torch.ones(SMALL), 1)
             most = max(most, len(requests.pending(world)))

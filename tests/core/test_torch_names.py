@@ -8,13 +8,16 @@ there, record it: ``python -m tests.core.test_torch_names``.
 import ast
 import importlib
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 import hpctrain
 from hpctrain.core import torch_compat
+from hpctrain.core.config import Settings
 from hpctrain.core.errors import ConfigError
+from hpctrain.runtime.world import join
 
 PACKAGE = Path(hpctrain.__file__).parent
 COMPAT = PACKAGE / "core/torch_compat.py"
@@ -98,15 +101,19 @@ def test_each_form_of_a_private_name_is_found(tmp_path, text):
     assert any(PRIVATE.search(name) for name, _ in names_of(path))
 
 
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("start", [hpctrain.init, partial(join, Settings.from_env())])
 @pytest.mark.parametrize(("version", "warns"), [((2, 5), True), ((2, 13), False), ((9, 0), True)])
-def test_an_untested_torch_gives_one_line_that_names_the_range(
-    caplog, monkeypatch, version, warns
+def test_an_untested_torch_gives_one_line_of_rank_0_that_names_the_range(
+    world, caplog, monkeypatch, start, version, warns
 ):
     monkeypatch.setattr(torch_compat, "VERSION", version)
-    hpctrain.init()
-    hpctrain.shutdown()
+    torch_compat.warn_if_untested.cache_clear()
+    for _ in range(2):
+        start()
+        hpctrain.shutdown()
     found = [r.message for r in caplog.records if "was tested with torch 2.6 to 2.15" in r.message]
-    assert len(found) == warns
+    assert len(found) == (warns and world.rank == 0)
 
 
 def test_a_feature_of_a_newer_torch_names_the_version_found_and_the_version_needed():

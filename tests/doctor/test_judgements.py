@@ -221,7 +221,7 @@ TABLE = {
     ],
     network.check_copies: [
         ({}, {}, "ok", ""),
-        ({}, {"network": {"copy_error": "no"}}, "warning", "single_copy_mechanism=none"),
+        ({}, {"network": {"copy_error": "no"}}, "warning", "MPIR_CVAR_CH4_CMA_ENABLE=0"),
     ],
     environment.check_settings: [
         ({"HPCTRAIN_TIMEOUT": "soon"}, {}, "error", "HPCTRAIN_TIMEOUT: a number of seconds"),

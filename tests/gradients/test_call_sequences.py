@@ -16,6 +16,7 @@ pytestmark = ONE_NODE
 NUM_SEQUENCES = int(os.environ.get("HPCTRAIN_TEST_SEQUENCES", "1"))
 """Of each kind and way to send gradients."""
 NUM_CALLS = 40
+FOUND = {"node": (17,)}  # seeds that have failed
 KINDS = {
     "average": {},
     "two passes": {"backward_passes_per_step": 2},
@@ -275,7 +276,7 @@ class Sequence:
 @pytest.mark.parametrize("kind", KINDS)
 def test_calls_in_any_order_train_as_one_process_does(hvd, kind):
     warnings.simplefilter("ignore")
-    for seed in range(NUM_SEQUENCES):
+    for seed in (*range(NUM_SEQUENCES), *FOUND.get(kind, ())):
         sequence = Sequence(hvd, kind, seed)
         sequence.run()
         alike = hvd.allgather_object([p.detach() for p in sequence.model.parameters()])

@@ -275,28 +275,3 @@ def test_a_compiled_step_is_the_plain_one(hvd, local):
         torch.testing.assert_close(compiled(0), train(1), rtol=most, atol=0.0)
     assert largest_difference(*models) <= most
     assert not local or [method.facts["rounds"] for method in wrapped] == [2, 2]
-
-
-@pytest.mark.ranks(1, 2, 3)
-@pytest.mark.parametrize("make", ["DistributedOptimizer", "node", "LocalSGD", "StaleSynchronous"])
-def test_float16_needs_a_usual_sample_count(hvd, make):
-    """A gradient of 1,000 times 128 samples is beyond float16."""
-    model = nn.Linear(2, 1, bias=False).half()
-    hvd.broadcast_parameters(model.state_dict())
-    plain = torch.optim.SGD(model.parameters(), lr=1.0)
-    if make in ("DistributedOptimizer", "node"):
-        counted = hvd.DistributedOptimizer(plain, shard="node" if make == "node" else None)
-    else:
-        counted = getattr(hvd, make)(model, plain, 2)
-    with pytest.raises(ConfigError, match=r"got num_samples=128, nominal=1; call set_num_samples"):
-        counted.set_num_samples(128)
-    counted.set_num_samples(64 + 64 * hvd.rank(), nominal=64)
-    before = model.weight.detach().clone()
-    if make == "DistributedOptimizer":
-        (1000 * model(torch.ones(1, 2).half())).sum().backward()
-        counted.step()
-        assert torch.equal(
-            before - model.weight, torch.full_like(before, 1000).add(before - before)
-        )
-    else:
-        getattr(counted, "close", int)()

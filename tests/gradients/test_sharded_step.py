@@ -483,3 +483,27 @@ def test_a_rank_alone_on_its_node_and_process_sets_work(hvd):
     for options in ({}, {"process_set": some}):
         ordinary, sharded = (train(hvd, 2, shard=s, **options)[0] for s in (None, "node"))
         assert_same_bits(ordinary, sharded)
+
+
+@MANY
+def test_a_layer_frozen_with_zeros_as_gradients_is_one_on_all_ranks(hvd):
+    """Momentum moves it as in one process, though one rank had no samples and so no gradient."""
+    sgd = {"lr": 0.1, "momentum": 0.9}
+    model, optimizer = wrapped(hvd, settings=sgd, shard="node")
+    plain = make_model(torch.float64)
+    alone = torch.optim.SGD(plain.parameters(), **sgd)
+    counts = [0, *[1] * (hvd.size() - 1)]
+    for step in range(3):
+        if step == 1:
+            for each in (model, plain):
+                each[0].requires_grad_(requires_grad=False)
+        optimizer.set_num_samples(counts[hvd.rank()])
+        if counts[hvd.rank()]:
+            backward(hvd, model, step)
+        for rank in range(1, hvd.size()):
+            (plain(batch(hvd, step, torch.float64, rank)).square().mean() / sum(counts)).backward()
+        for each in (optimizer, alone):
+            each.step()
+            each.zero_grad(set_to_none=False)
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.detach(), q.detach(), rtol=1e-9, atol=1e-12)

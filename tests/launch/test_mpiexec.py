@@ -158,11 +158,14 @@ def test_root_is_allowed_when_it_is_root(uid, allowed, monkeypatch):
         assert ("--allow-run-as-root" in line(mpirun)) == allowed
 
 
-@pytest.mark.parametrize("contained", [True, False])
-def test_open_mpi_4_reads_no_foreign_memory_in_a_container(contained, monkeypatch):
-    monkeypatch.setattr(mpiexec, "in_container", lambda: contained)
-    assert ("btl_vader_single_copy_mechanism none" in line(OPENMPI4)) == contained
-    assert "vader" not in line(OPENMPI5)
+def test_ranks_that_may_not_read_each_others_memory_are_given_settings(monkeypatch):
+    for settings in ({}, {"A": "1"}):
+        monkeypatch.setattr(mpiexec, "copies_off", lambda settings=settings: settings)
+        for mpirun in ALL:
+            assert ("A=1" in line(mpirun) or "A 1" in line(mpirun)) == bool(settings)
+        mine = line(MPICH, options=Options(variables={"A": "2"}))
+        assert "-genv A 2" in mine
+        assert "A 1" not in mine
 
 
 @given(st.integers(1, 64), st.integers(1, 64))

@@ -11,6 +11,7 @@ import time
 
 import pytest
 
+from hpctrain.cluster.env import BEGUN, ENDED, RANK_LOST
 from hpctrain.core.errors import LaunchError
 from hpctrain.launch import mpiexec
 from hpctrain.launch.stderr import merged
@@ -300,6 +301,7 @@ def test_what_is_typed_on_a_terminal_reaches_rank_0(tmp_path):
 
 BOX = f"{'-' * 74}\nMPI_ABORT was invoked on rank 0 in communicator\n{'-' * 74}\n"
 SILENT = f"{'-' * 74}\nprterun has exited due to process rank 0 exiting\nimproperly.\n{'-' * 74}\n"
+DIED = f"{BOX}YOUR APPLICATION TERMINATED WITH THE EXIT STRING: {{}}\n"
 OTHER = f"{'-' * 74}\nprterun noticed that process rank 0 exited on signal 11\n{'-' * 74}\n"
 
 
@@ -325,11 +327,40 @@ def test_what_mpirun_says_of_a_rank_is_left_out_where_the_rank_has_said_it(
     assert capfd.readouterr().err == kept
 
 
-def test_words_of_long_ago_are_not_taken_for_what_a_rank_says_of_its_end(capfd):
+@pytest.mark.parametrize(
+    ("said", "code", "expected"),
+    [
+        (DIED.format("Killed (signal 9)"), 9, RANK_LOST),  # of Hydra
+        (DIED.format("Segmentation fault (signal 11)"), 11, 139),
+        (f"{'=' * 74}\n=   BAD TERMINATION\n=   KILLED BY SIGNAL: 9\n{'=' * 74}\n", 9, RANK_LOST),
+        ("signal 9\n", 9, 9),  # the program's own code
+        ("", 137, RANK_LOST),
+        ("", 139, 139),
+    ],
+)
+def test_a_signal_that_ends_a_rank_gives_the_same_code_by_every_launcher(said, code, expected):
+    program = f"import sys; sys.stderr.write({said!r}); sys.exit({code})"
+    assert supervise([sys.executable, "-c", program]).code == expected
+
+
+@pytest.mark.parametrize(
+    ("said", "is_error"),
+    [
+        ("a note\n", False),
+        (f"{BEGUN}\n{ENDED}\n", False),
+        ("hpctrain: 4 ranks take turns on 2 cores [all 4 ranks]\n", False),
+        ("hpctrain: the clock is wrong [ranks 0-2, 5 of 8]\n", False),
+        ("hpctrain: runs/a already contains the results of a run; remove it\n", True),
+        ("hpctrain: task.py:3 in model: f()\nKeyError: 'width'\n", True),
+    ],
+)
+def test_of_words_of_long_ago_only_an_error_is_taken_for_the_reason_of_the_end(
+    said, is_error, capfd
+):
     say = "import sys, time; write = sys.stderr.write; "
-    program = f"{say}write('a note\\n'); time.sleep(1.5); write({BOX!r})"
+    program = f"{say}write({said!r}); time.sleep(1.5); write({BOX!r})"
     assert supervise([sys.executable, "-c", program]).code == 0
-    assert capfd.readouterr().err == f"a note\n{BOX}"
+    assert capfd.readouterr().err == (said if is_error else f"{said}{BOX}")
 
 
 BEGIN = b"Traceback (most recent call last):\n"

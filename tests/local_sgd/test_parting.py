@@ -31,6 +31,12 @@ def hvd_anywhere(request, worlds):
     yield from in_world(request, worlds, request.param)
 
 
+@pytest.fixture(params=(None, 2), ids=("one node", "nodes of two"))
+def hvd_by_node(request, worlds):
+    """Be in a world of one node, or of nodes of two ranks."""
+    yield from in_world(request, worlds, request.param)
+
+
 def train_and_change_gradients(hvd, run: Run, steps: dict[int, int]) -> None:
     """Train ten steps; a rank halves its average, in a tensor of its own, in one of them."""
     with run.method:
@@ -50,6 +56,29 @@ def test_gradients_that_ranks_change_in_other_steps_never_meet_those_of_the_next
     run = Run(hvd, name, **SYNCHRONOUS[name])
     with pytest.raises(CommError, match=r"same steps|has left"):
         train_and_change_gradients(hvd, run, {0: 5, 1: 3})
+
+
+STAGES = {"warmup_steps": 3, "cooldown_start": 9, "steps": 3}
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.usefixtures("last")
+@pytest.mark.parametrize(
+    ("name", "options", "step"),
+    [  # a step after which all ranks meet, or which ends a phase, or the last one
+        ("HierarchicalLocalSGD", {"steps": 3}, 2),
+        ("HierarchicalLocalSGD", {"steps": 3}, 9),
+        ("PostLocalSGD", {"start": 3}, 2),
+        ("StagedSGD", STAGES, 2),
+        ("StagedSGD", STAGES, 9),
+    ],
+)
+def test_gradients_that_one_rank_changes_before_all_ranks_meet_are_an_error(
+    hvd_by_node, name, options, step
+):
+    run = Run(hvd_by_node, name, **options)
+    with pytest.raises(CommError, match=r"take the same steps|left the program|has left"):
+        train_and_change_gradients(hvd_by_node, run, {1: step})
 
 
 @FEW

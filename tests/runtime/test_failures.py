@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 import hpctrain
+from hpctrain.cluster.env import RANK_LOST
 from hpctrain.launch.mpirun import find_mpirun
-from hpctrain.runtime.abort import INTERRUPTED, RANK_LOST
+from hpctrain.runtime.abort import INTERRUPTED
 from tests.runtime.victims import Outcome, run_ranks
 
 pytestmark = [pytest.mark.launches, pytest.mark.limit(150)]

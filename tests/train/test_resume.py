@@ -94,6 +94,34 @@ def test_a_run_stopped_in_every_way_ends_with_the_same_bits(here, configure, sha
     assert_same_checkpoint(whole, parts)
 
 
+@pytest.mark.ranks(1, 3)
+def test_a_stop_between_training_and_test_ends_the_test_before_its_first_batch(
+    here, configure, shared
+):
+    job, num_tested = Job(here, configure, shared / "run", *SINGLE), 0
+    task = job.built()
+    begin = task.model.eval
+
+    def count(module, *_):
+        nonlocal num_tested
+        num_tested += not module.training
+
+    def ask():
+        if here.comm.rank == here.comm.size - 1:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return begin()
+
+    task.model.eval = ask
+    task.model.register_forward_pre_hook(count)
+    stopped = job.part(task=task)
+    assert (stopped.step, stopped.reason, num_tested) == (6, "SIGUSR1", 0)
+    assert isinstance(job.part(), Outcome)
+    tests = [
+        record["epoch"] for record in read(job.directory.metrics) if record["event"] == "test"
+    ]
+    assert tests == [1, 2, 3, 4]
+
+
 def draw(module, *_):
     """Draw a random number in a test, as a model with random layers of its own may."""
     if not module.training:

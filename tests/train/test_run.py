@@ -30,13 +30,14 @@ from tests.train import problem
 class Model(type(problem.model())):
     def forward(self, x):
         import hpctrain
-        if self.broken and hpctrain.rank() == 1:
+        self.broken -= self.training
+        if not self.broken and hpctrain.rank() == 1:
             raise ValueError("no luck on this rank")
         if self.killed and hpctrain.rank() == 1:
             os.kill(os.getpid(), 9)
         return super().forward(x)
 
-def model(broken=False, killed=False):
+def model(broken=-1, killed=False):
     model = Model(*problem.model())
     model.broken, model.killed = broken, killed
     return model
@@ -94,7 +95,7 @@ def test_a_dry_run_and_a_place_that_is_used_or_cannot_be_written(folder, monkeyp
         with pytest.raises(ConfigError, match=r"the run directory .*/file/out cannot be written"):
             run(load(Path("small.toml"), ["output_dir=file/out"]), {}, How())
         RunDirectory(Path("used")).create("", {}, {})
-        Path("used", "metrics.jsonl").write_text('{"event": "step", "step": 1}\n')
+        Path("used", "metrics.jsonl").write_text('{"event": "test", "step": 1}\n')
         with pytest.raises(MismatchError, match="used already contains the results of a run"):
             run(load(Path("small.toml"), ["output_dir=used"]), {}, How())
         other = asdict(replace(Holder.here(), pid=1))
@@ -151,14 +152,14 @@ def test_an_error_of_all_ranks_is_told_once_and_has_its_code(folder):
 
 
 def test_an_error_of_one_rank_ends_all_is_recorded_and_the_corrected_command_trains(folder):
-    done = train(folder, "--set", "model.args.broken=true", num_ranks=2)
+    done = train(folder, "--set", "model.args.broken=3", num_ranks=2)
     assert done.returncode not in (0, 2)
     assert "ValueError: no luck on this rank" in done.stderr
     log = folder / "runs/small/log/rank-1.log"
     assert "ValueError: no luck on this rank" in log.read_text()
     told = CliRunner().invoke(app, ["status", str(folder / "runs/small")])
     assert told.exit_code == 1
-    assert "failed before its first step: rank 1: " in told.output
+    assert "failed after step 2: rank 1: " in told.output
     assert told.output.endswith("no luck on this rank\n")
     table = CliRunner().invoke(app, ["runs", str(folder / "runs")]).output.split()
     assert "failed" in table

@@ -75,15 +75,19 @@ def test_the_environment_tells_the_commit_and_whether_files_differ_from_it(tmp_p
     assert project(tmp_path) == clean
 
 
-@pytest.mark.parametrize("trace", ["step", "failed", "checkpoint"])
-def test_a_directory_with_a_finished_step_is_refused_and_left_as_it_is(tmp_path, trace):
+@pytest.mark.parametrize("trace", ["test", "finished", "checkpoint"])
+def test_a_directory_with_results_is_refused_and_left_as_it_is(tmp_path, trace):
     directory = RunDirectory(tmp_path / "a")
     directory.make_log_folder()
     (directory.logs / "rank-0.log").touch()
     directory.create("seed = 0\n", {}, {})
-    directory.metrics.write_text('{"event": "failed", "step": 0, "reason": "no luck"}\n')
-    directory.create("seed = 1\n", {}, {})  # logs, or a run without a step, may be replaced
-    assert not directory.metrics.exists()
+    for step in (0, 3):  # logs, or a run without results, may be replaced
+        with Metrics(directory.metrics) as metrics:
+            metrics.write("started")
+            metrics.write("step", step=step)
+            metrics.write("failed", step=step, reason="no luck")
+        directory.create("seed = 1\n", {}, {})
+        assert not directory.metrics.exists()
     if trace == "checkpoint":
         (directory.checkpoints / "step-00000001").mkdir()
     else:

@@ -37,6 +37,12 @@ class NcclBucket:
         """Let the sum come behind all that the caller's stream has to do."""
         self._full.record(self._device.current_stream())
 
+    def weigh(self, factor: float) -> None:
+        """Multiply the bucket of this rank."""
+        self._nccl.stream.wait_event(self._full)
+        with self._device.on(self._nccl.stream):
+            scale_(self.flat, factor)
+
     def reduce(self, meet: Callable[[], object], scale: float | None) -> None:
         """Sum, times ``scale``; all ranks ``meet`` before. Collective."""
         stream = self._nccl.stream

@@ -56,6 +56,14 @@ class PeerBucket:
         """Let the sum come behind all that the caller's stream has to do."""
         self._full.record(self._device.current_stream())
 
+    def weigh(self, factor: float) -> None:
+        """Multiply the bucket of this rank before the ranks ``meet``."""
+        up = self._device.up
+        up.wait_event(self._full)
+        with self._device.on(up):
+            scale_(self.flat, factor)
+        self._full.record(up)
+
     def reduce(self, meet: Callable[[], object], scale: float | None) -> None:
         """Sum, times ``scale``; all ranks ``meet`` before. Collective."""
         up, on = self._device.up, self._device.on

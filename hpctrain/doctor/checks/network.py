@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median
 
+from hpctrain.cluster.env import COPIES_OFF
 from hpctrain.core.finding import Finding
 from hpctrain.core.units import format_bytes, format_seconds
 from hpctrain.doctor.checks.check import Found, few, listed, note, ok, plural, warning
@@ -60,10 +61,10 @@ def check_copies(facts: Facts) -> Found:
     if not facts.network.copy_error:
         return ok("ranks of a node may read each other's memory")
     return warning(
-        f"process_vm_readv is refused ({facts.network.copy_error}): Open MPI may end with "
-        '"Read -1, expected N, errno=1"',
-        "export OMPI_MCA_btl_vader_single_copy_mechanism=none (Open MPI 4), "
-        "OMPI_MCA_smsc=^cma (Open MPI 5), or docker run --cap-add=SYS_PTRACE",
+        f"process_vm_readv is refused ({facts.network.copy_error}): messages between ranks of a "
+        "node are copied twice; MPI programs without hpctrain may fail",
+        "docker run --cap-add=SYS_PTRACE, or for programs without hpctrain "
+        + " and ".join(f"export {name}={value}" for name, value in COPIES_OFF.items()),
     )
 
 

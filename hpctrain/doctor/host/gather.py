@@ -6,17 +6,15 @@ import re
 import shutil
 import socket
 import sys
-from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from hpctrain.cluster import resources
 from hpctrain.cluster.env import launched
-from hpctrain.cluster.libraries import MPI_WHEELS, family, libmpi_of
+from hpctrain.cluster.libraries import MPI_WHEELS, copy_error, family, libmpi_of
 from hpctrain.cluster.load import measured_for
 from hpctrain.cluster.resources import CLASSES, live_cards, rooms
 from hpctrain.core.errors import LaunchError
-from hpctrain.core.libc import read_memory
 from hpctrain.core.provenance import version_of
 from hpctrain.doctor.checks.facts import (
     Card,
@@ -196,23 +194,13 @@ def _network() -> NetworkFacts:
             if folder.exists()
             for card in sorted(folder.iterdir())
         ),
-        copy_error=_copy_error(),
+        copy_error=copy_error(),
     )
 
 
 def _speaks_ethernet(card: Path) -> bool:
     layers = [file.read_text().strip() for file in card.glob("ports/*/link_layer")]
     return bool(layers) and all(layer == "Ethernet" for layer in layers)
-
-
-def _copy_error() -> str:
-    """Copy some bytes of this process as ranks copy from each other; say what refused it."""
-    source = array("b", b"0123456")
-    try:
-        read_memory(os.getpid(), *source.buffer_info())
-    except OSError as error:
-        return error.strerror or str(error)
-    return ""
 
 
 _VERSIONED = re.compile(r"\.so\.\d")

@@ -17,8 +17,9 @@ import pytest
 import torch
 
 import hpctrain
+from hpctrain.cluster.env import RANK_LOST
 from hpctrain.launch import mpiexec
-from hpctrain.runtime.abort import FAILED, RANK_LOST
+from hpctrain.runtime.abort import FAILED
 from tests.cluster.vcluster import VirtualCluster
 from tests.harness import preload
 from tests.horovod.elastic import recovering
@@ -37,7 +38,7 @@ def test_a_launcher_that_says_0_is_not_believed_where_no_rank_has_come_to_its_en
     line = [sys.executable, "-m", "hpctrain", "launch", "-n", 2, "--recover", "--"]
     gone = "import os, hpctrain; hpctrain.init(); hpctrain.barrier(); os._exit(0)"
     done = ended([*line, sys.executable, "-c", gone], timeout=100)
-    assert done.returncode == 1, done.stderr
+    assert done.returncode == RANK_LOST, done.stderr
     assert "the ranks have not come to their end: the run has failed" in done.stderr
     assert ended([*line, sys.executable, "-c", "pass"], timeout=100).returncode == 0
 
@@ -47,7 +48,7 @@ def test_where_a_rank_dies_before_mpi_has_begun_all_end():
     dies = "import os, signal; os.environ['RANK'] == '2' and os.kill(os.getpid(), signal.SIGKILL)"
     program = [sys.executable, "-c", f"{dies}; import hpctrain; hpctrain.init()"]
     done = ended([*line, *program], timeout=140)
-    assert done.returncode, done.stderr
+    assert done.returncode == RANK_LOST, done.stderr
     by_ranks, by_launcher = "died before all had begun, 2 of 3", "rank 2 ended before MPI_Init"
     assert len(re.findall(f"{by_ranks}|{by_launcher}", done.stderr)) == 1, done.stderr
 

@@ -1,0 +1,207 @@
+"""What every way of combining the ranks' work in a training step guarantees.
+
+Each law runs through ``train_step`` for all of them, and compares with one process.
+"""
+
+import copy
+import dataclasses
+import math
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.functional import cross_entropy
+
+import hpctrain
+from hpctrain.checkpoint.format.state_hash import state_hash
+from hpctrain.data.loader import Loader
+from hpctrain.runtime.world import current
+from hpctrain.train import task
+from hpctrain.train.finite import StepGuard
+from hpctrain.train.loop import train_step
+from hpctrain.train.metrics import Metrics
+from hpctrain.train.run_state import RunState
+from tests.comm.test_adasum import reference
+from tests.train import problem
+
+pytestmark = pytest.mark.ranks(1, 2, 3, 4)
+
+RATE = 0.5
+BATCH, EPOCH_STEPS = 13, 5  # the last batch has 1 sample: all ranks but one have none
+MOST_NORM = 0.05  # below the norm of every step
+EXCHANGES = {
+    "averaged": (),
+    "adasum": (),
+    "node-sharded": ("train.shard=node",),
+    "local": ("sync.method=local_sgd", "sync.steps=1"),
+    "asynchronous": ("sync.method=ssp", "sync.staleness=0"),
+    "reproducible": ("train.reproducible=true",),
+    "model-parallel": ("parallel.roles={'1' = 'column', '4' = 'row'}",),
+}
+ALONE = ("local", "asynchronous")  # a rank leaves out its own step
+OWN = ("adasum", *ALONE)  # a rank clips its own gradient
+
+
+class Run:
+    """Steps of a run by one exchange, on all ranks."""
+
+    def __init__(self, here, configure, exchange: str, *overrides: str) -> None:
+        self.exchange, self.comm = exchange, here.comm
+        settings = [f"train.global_batch={BATCH}", "model.args.width=12", f"optimizer.lr={RATE}"]
+        if exchange == "model-parallel":
+            settings.append(f"parallel.tp={here.comm.size}")
+        self.config = configure(*settings, *EXCHANGES[exchange], *overrides)
+        with pytest.MonkeyPatch.context() as patched:
+            if exchange == "adasum":
+                patched.setattr(task, "distributed", lambda *given: given[-1])
+            self.task = task.build(self.config, here.comm)
+        if exchange == "adasum":
+            named = self.task.model.named_parameters()
+            optimizer = self.task.optimizer
+            optimizer = hpctrain.DistributedOptimizer(optimizer, named, op=hpctrain.Adasum)
+            optimizer.set_num_samples = lambda *_, **__: None  # each rank counts the same
+            self.task = dataclasses.replace(self.task, optimizer=optimizer)
+        self.state = RunState(task=self.task)
+        self.guard = StepGuard(self.task, Metrics(None), self.state.guard)
+
+    def steps(self, number: int, flags: int = 0) -> list[tuple]:
+        """Take so many steps of an epoch that begins; return what ``train_step`` did."""
+        found = []
+        for _, batch in zip(range(number), self.task.train, strict=False):
+            self.state.step += 1
+            self.guard.begin(self.state.step, RATE, flags)
+            if self.task.sync is not None:
+                self.task.sync.rounds.must_meet = True
+            found.append(train_step(self.task, batch, self.guard))
+        return found
+
+    def weights(self) -> list[torch.Tensor]:
+        """Return all parameters, whole. Collective."""
+        with self.task.averaged():
+            values = [p.detach() for p in self.task.model.parameters()]
+            return [v.full_tensor() if isinstance(v, DTensor) else v.clone() for v in values]
+
+
+@pytest.fixture(scope="module")
+def here():
+    """Join the world once: torch keeps what it knows of a mesh."""
+    hpctrain.init(ranks_per_node=2)
+    yield current()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    hpctrain.shutdown()
+
+
+@pytest.fixture(params=EXCHANGES)
+def run(request, here, configure):
+    made = []
+
+    def make(*overrides: str) -> Run:
+        made.append(Run(here, configure, request.param, *overrides))
+        return made[-1]
+
+    yield make
+    for each in made:
+        if hasattr(each.task.sync, "close"):
+            each.task.sync.close()
+
+
+def gradients(model: nn.Module, batch) -> list[torch.Tensor]:
+    model.zero_grad()
+    if len(batch.y):
+        cross_entropy(model(batch.x), batch.y).backward()
+    return [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+
+def alone(run: Run, num_steps: int, *, clips: bool = False) -> tuple[list[torch.Tensor], list]:
+    """Train one process by a plain loop; return the parameters and the loss of each batch."""
+    torch.manual_seed(run.config.seed)
+    model, losses = problem.model(12), []
+    size = run.comm.size if run.exchange == "adasum" else 1
+    how = {"global_batch": BATCH, "order": run.config.data.order, "seed": run.config.seed}
+    loaders = [Loader(run.task.train.dataset, **how, rank=r, size=size) for r in range(size)]
+    whole = Loader(run.task.train.dataset, **how)
+    for _, batch, *parts in zip(range(num_steps), whole, *loaders, strict=False):
+        with torch.no_grad():
+            losses.append(cross_entropy(model(batch.x), batch.y).item())
+        found = [
+            reference([*each]) for each in zip(*(gradients(model, p) for p in parts), strict=True)
+        ]
+        norm = math.sqrt(sum(gradient.square().sum().item() for gradient in found))
+        assert norm > MOST_NORM
+        with torch.no_grad():
+            factor = RATE * (MOST_NORM / (norm + 1e-6) if clips else 1)
+            torch._foreach_sub_([*model.parameters()], found, alpha=factor)
+    return [p.detach() for p in model.parameters()], losses
+
+
+def assert_equal_on_all(run: Run) -> list[torch.Tensor]:
+    """Find the same weights on every rank; return them. Collective."""
+    found = run.weights()
+    assert len(set(run.comm.allgather_object(state_hash({"weights": found})))) == 1
+    return found
+
+
+def test_steps_are_those_of_one_process_also_where_ranks_have_no_samples(run):
+    made = run()
+    found = made.steps(EPOCH_STEPS)
+    expected, losses = alone(made, EPOCH_STEPS)
+    torch.testing.assert_close(assert_equal_on_all(made), expected, rtol=1e-10, atol=1e-12)
+    for (*_, is_taken), step in zip(found, range(EPOCH_STEPS), strict=True):
+        sums = made.comm.allgather_object(found[step][:2])
+        assert is_taken
+        assert sum(number for _, number in sums) == (BATCH if step < EPOCH_STEPS - 1 else 1)
+        mean = sum(loss * number for loss, number in sums) / sum(number for _, number in sums)
+        assert mean == pytest.approx(losses[step], rel=1e-10)
+
+
+def test_flags_of_any_rank_reach_all_ranks_in_the_step_that_they_are_raised_for(run):
+    made = run()
+    made.steps(1, 1 << made.comm.rank % 2)
+    assert made.task.exchange.raised_flags == (0b11 if made.comm.size > 1 else 0b01)
+    made.steps(1)
+    assert made.task.exchange.raised_flags == 0
+
+
+@pytest.mark.parametrize("run", [name for name in EXCHANGES if name not in OWN], indirect=True)
+def test_the_combined_gradient_is_clipped(run):
+    made = run(f"train.clip_norm={MOST_NORM}")
+    made.steps(3)
+    expected, _ = alone(made, 3, clips=True)
+    torch.testing.assert_close(assert_equal_on_all(made), expected, rtol=1e-9, atol=1e-12)
+
+
+FLAWS = {"loss": lambda output: output * torch.nan, "gradient": problem.Flawed.apply}
+
+
+@pytest.mark.parametrize("where", FLAWS)
+@pytest.mark.parametrize("run", [name for name in EXCHANGES if name != "adasum"], indirect=True)
+def test_a_step_that_is_not_taken_leaves_no_trace(run, where, monkeypatch):
+    made = run("train.on_non_finite=skip")
+    made.steps(2)
+    before = copy.deepcopy(made.task.optimizer.state_dict()), made.weights()
+    if made.comm.rank == made.comm.size - 1 or made.exchange in ALONE:
+        network = made.task.model.forward
+        spoil = FLAWS[where]
+        monkeypatch.setattr(made.task.model, "forward", lambda x: spoil(network(x)))
+    taken = [is_taken for *_, is_taken in made.steps(1)]
+    monkeypatch.undo()
+    assert taken == [False]
+    # The mean of three equal replicas is rounded.
+    torch.testing.assert_close(made.weights(), before[1], rtol=1e-15, atol=0)
+    assert state_hash(made.task.optimizer.state_dict()) == state_hash(before[0])
+
+
+def test_a_state_goes_on_to_the_same_bits(run):
+    made = run("optimizer.args.momentum=0.5")
+    made.steps(2)
+    with getattr(made.task.sync, "settled", nullcontext)():  # what servers have
+        kept = copy.deepcopy((made.state.shared(), made.state.own()))
+    made.steps(2)
+    first = made.weights()
+    made.state.restore(*kept)
+    made.steps(2)
+    assert state_hash({"weights": made.weights()}) == state_hash({"weights": first})
