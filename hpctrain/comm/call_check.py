@@ -25,7 +25,7 @@ class Call(NamedTuple):
 
     text: str
     number: int  # by which ranks compare it, from 0 to 2^62
-    tag: int  # first one of its messages on a rail: those of different calls do not match
+    tag: int  # first one of its messages on a rail, which match no messages of other calls
 
 
 @lru_cache(maxsize=1024)

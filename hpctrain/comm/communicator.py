@@ -155,7 +155,7 @@ class Communicator(Protocol):
 
         Args:
             tensors: one for each rank, all of one dtype, the same on every rank; any shapes.
-            call: what the ranks compare before; by default that this is an alltoall of the dtype.
+            call: text that the ranks compare first, by default that of an alltoall of the dtype.
 
         Returns:
             New contiguous tensors in the shapes of their senders.

@@ -211,8 +211,7 @@ class Liveness:
     ) -> Mapping[int, tuple[int, str]]:
         """Report the collective in which this rank waits, see ``Notices``. Not collective.
 
-        A rank that has left a block, or waits at its end, makes other calls for that reason, which
-        the others raise.
+        Not for a rank that has left a block, or waits at its end: the others raise that instead.
         """
         is_apart = self._broke_off_s > since_s or self._ending is not None
         if is_apart or not self._open or not self._owner.is_here:
@@ -312,8 +311,7 @@ class Liveness:
             self._failed.setdefault(int(number), (rank, reason))
 
     def _hear(self) -> None:
-        # A matched probe: two threads of this rank may wait, and look, at the same time. Calls
-        # come first: notices that a rank has sent before its call are then received as well.
+        # A matched probe: two threads of this rank may wait, and look, at the same time.
         while notice := self._control.Improbe(tag=_CALL):
             rank, text = _receive(notice)
             of, number, call = text.split(" ", 2)

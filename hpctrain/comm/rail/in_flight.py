@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from hpctrain.comm.rail.rail import Rail
 
 DEPTH = 8
-"""So many parts are under way at once, and one that is waited for; less than ``TAGS_PER_CALL``."""
+"""Parts in flight at once in addition to one that is waited for; less than ``TAGS_PER_CALL``."""
 
 
 @dataclass(slots=True, eq=False)
