@@ -30,7 +30,7 @@ from hpctrain.core.libc import memory_at
 _SERVING = BY_MPI._replace(spin_s=0.0, yield_s=0.0, shortest_s=100e-6, longest_s=0.5)
 """Pace of a serving thread while a request can come that rings no bell. The thread only naps: it
 must not take the core from the training."""
-_AT_REST = Pace(0.0, 0.0, shortest_s=60.0, longest_s=60.0)
+_AT_REST = Pace(0.0, 0.0, shortest_s=10.0, longest_s=10.0)
 """Pace of a serving thread whose bell is rung for every request: each wake-up takes time."""
 _ASKING = BY_MPI._replace(yield_s=200e-6, shortest_s=50e-6, longest_s=1e-3)
 """Of who waits for servers, which nap: no sooner than they can answer."""
