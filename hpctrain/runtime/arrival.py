@@ -11,6 +11,7 @@ from hpctrain.comm.factory import Connection
 from hpctrain.comm.mpi_library import version
 from hpctrain.comm.plan.planning import StoredPlan
 from hpctrain.core import config, logs
+from hpctrain.core.torch_compat import warn_if_untested
 
 
 def take_place(found: Connection) -> None:
@@ -36,11 +37,12 @@ def tell_place(here: Topology) -> None:
 
 
 def report(found: Connection) -> None:
-    """Let rank 0 tell what it runs by, and what all warn of. Collective."""
+    """Log on rank 0 the plan and the warnings of all ranks. Collective."""
     logs.logger.debug("plan by %s: %s", found.plan_origin, found.plan)
     notes = found.comm.gather_object([*config.remarks(engine=found.plan.engine), *found.notes])
     if notes is not None:
         logs.warn_merged(notes)
+        warn_if_untested()
 
 
 def tell_study(folder: Path, found: Connection) -> None:

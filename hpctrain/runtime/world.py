@@ -23,7 +23,6 @@ from hpctrain.comm.threaded import ThreadedCommunicator
 from hpctrain.core import config, logs
 from hpctrain.core.config import Settings
 from hpctrain.core.errors import ConfigError, NotInitializedError, ReplicaError
-from hpctrain.core.torch_compat import warn_if_untested
 from hpctrain.negotiation.stall import LastCall
 from hpctrain.negotiation.timeline import Timelines
 from hpctrain.runtime import arrival, lazy_dynamo, torch_backend
@@ -306,8 +305,6 @@ def _begin(made: World, found: Connection) -> None:
     settings, hooks, rank = made.settings, made.hooks, made.topology.rank
     logs.setup(rank, made.topology.size, settings.log_dir, level=settings.log_level)
     arrival.report(found)
-    if rank == 0:
-        warn_if_untested()
     if made.is_first and WATCHED in os.environ and rank == 0:
         sys.stderr.write(f"{BEGUN}\n")
     if settings.records is not None and rank == 0:
