@@ -194,6 +194,12 @@ def copy_error() -> str:
     return ""
 
 
+def missing_home(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return ``HOME`` if it is not set, since Open MPI does not start without it."""
+    home = os.path.expanduser("~")  # noqa: PTH111 - Path.home() raises where nobody knows it
+    return {} if "HOME" in environ else {"HOME": home if home != "~" else "/"}
+
+
 def copies_off(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return settings that keep MPI from ``process_vm_readv`` if the kernel refuses that call.
 
@@ -207,7 +213,7 @@ def copies_off(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
 @contextmanager
 def settings_of_mpi() -> Iterator[None]:
     """Let MPI start inside the block with the settings that this host needs."""
-    settings = copies_off() | (SPARED if may_spare_ofi() else {})
+    settings = missing_home() | copies_off() | (SPARED if may_spare_ofi() else {})
     os.environ.update(settings)
     try:
         yield

@@ -126,7 +126,8 @@ class Liveness:
             raise RankLostError(
                 f"{format_ranks(left)} left the program while rank {self.rank} waits for "
                 f"{'it' if len(left) == 1 else 'them'}; every rank must make the same calls: look "
-                f"for a sys.exit, return or break there, and for a rank with fewer batches"
+                f"for a call under `if rank == 0`, for sys.exit, return or break, and for a rank "
+                f"with fewer batches"
             )
 
     @property

@@ -57,7 +57,10 @@ def member(
     """Return what is called ``name`` in a module; arguments and errors as those of ``resolve``."""
     if not hasattr(module, name):
         public = [each for each in vars(module) if not each.startswith("_")]
-        raise error_type(f"{where}: {module.__name__} has no {name}{hint(name, public)}")
+        raise error_type(
+            f"{where}: {module.__name__} has no {name}"
+            f"{hint(name, public) or '; name one of its functions or classes'}"
+        )
     return getattr(module, name)
 
 

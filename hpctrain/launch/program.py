@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from hpctrain.cluster.libraries import missing_home
 from hpctrain.core.errors import LaunchError
 
 Said = subprocess.CompletedProcess[str]  # what a program has written, and its exit code
@@ -31,16 +32,15 @@ def resolve(argv: Sequence[str]) -> list[str]:
     program = shutil.which(first)
     if program is None:
         raise LaunchError(
-            f"a command is `python x.py`, `hpctrain ...`, a script or a program, there is no "
-            f"{first!r}; see `which {first}`"
+            f"the command must be `python FILE.py`, `hpctrain ...`, a script or a program on "
+            f"PATH, got {first!r}; check the spelling, or give the path of the program"
         )
     return [program, *rest]
 
 
 def with_home(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Copy an environment, with ``HOME``, without which Open MPI's programs do not start."""
-    home = os.path.expanduser("~")  # noqa: PTH111 - Path.home() raises where nobody knows it
-    return {"HOME": home if home != "~" else "/", **environ}
+    return {**missing_home(environ), **environ}
 
 
 def ask(

@@ -99,6 +99,12 @@ def supervise(
         if ending.first_signal == signal.SIGINT:
             raise KeyboardInterrupt
         return End(128 + ending.first_signal, is_wanted=True)
+    code = _final(code, heard)
+    return End(code if code >= 0 else 128 - code, is_wanted=ending.first_signal is not None)
+
+
+def _final(code: int, heard: Counter[str]) -> int:
+    """Return the exit code of a launch that nothing from outside has ended."""
     if code == heard[KILLED] != 0:
         code += 128  # as Open MPI and shells write it
     if heard[ENDING] and code not in (0, STOPPED):
@@ -109,7 +115,7 @@ def supervise(
         why = "a node is lost" if heard[LOST] else "the ranks have not come to their end"
         say(f"{why}: the run has failed")
         code = RANK_LOST
-    return End(code if code >= 0 else 128 - code, is_wanted=ending.first_signal is not None)
+    return code
 
 
 @contextlib.contextmanager

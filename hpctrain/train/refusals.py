@@ -38,7 +38,7 @@ def told_of(whose: str, *values: object) -> Iterator[None]:
 
 
 def _remedy(said: str, dtypes: list[torch.dtype]) -> str:
-    """Return how to give a field another type of numbers; empty for other refusals.
+    """Return how to give a field another type of numbers, or another shape.
 
     ``dtypes`` are those of the inputs of a model, or of its output and the labels.
     """
@@ -48,7 +48,8 @@ def _remedy(said: str, dtypes: list[torch.dtype]) -> str:
     elif "Long" in said:
         goal = "i8"
     else:
-        return ""
+        shapes = "shape" in said or "size" in said
+        return "; change the model, or the shape of the samples in data.transform" * shapes
     return (
         f"; pack the data again with --field NAME=WHAT:{goal}, which stores that type of numbers, "
         f"or convert the field in data.transform"

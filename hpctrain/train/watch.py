@@ -126,8 +126,9 @@ class RunWatch:
         if "" not in self._last and life in ("none", "dead"):
             raise ConfigError(
                 f"{path} holds no run that has begun to train, and no job is at work there; give "
-                f"the output_dir of a run, by default runs/NAME; what a job that failed early "
-                f"has said is in {self._directory.logs}"
+                f"the output_dir of a run, by default runs/NAME"
+                + f"; {self._directory.logs} has the output of a job that failed early"
+                * self._directory.logs.is_dir()
             )
         return RunView(
             status=by_record(path, self._last.get("", {})),

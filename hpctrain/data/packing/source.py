@@ -283,7 +283,10 @@ def chosen(available: Sequence[str], wanted: Mapping[str, str], where: str) -> d
     """Return what each field holds: what is wanted, or all there is, by its own name."""
     for name in wanted.values():
         if name not in available:
-            raise DataError(f"{where} has {', '.join(available) or 'nothing'}, but no {name!r}")
+            raise DataError(
+                f"--field takes NAME=ARRAY or NAME=ARRAY:TYPE with an array of {where} "
+                f"({', '.join(available) or 'none'}) and a type such as f4, f8 or i8, got {name!r}"
+            )
     if wanted:
         return dict(wanted)
     found: dict[str, str] = {}
