@@ -99,22 +99,22 @@ def supervise(
         if ending.first_signal == signal.SIGINT:
             raise KeyboardInterrupt
         return End(128 + ending.first_signal, is_wanted=True)
-    code = _final(code, heard)
+    code = _meant(code, heard)
     return End(code if code >= 0 else 128 - code, is_wanted=ending.first_signal is not None)
 
 
-def _final(code: int, heard: Counter[str]) -> int:
-    """Return the exit code of a launch that nothing from outside has ended."""
+def _meant(code: int, heard: Counter[str]) -> int:
+    """Return the exit code of a launch whose mpirun has ended with ``code``; see ``supervise``."""
     if code == heard[KILLED] != 0:
         code += 128  # as Open MPI and shells write it
     if heard[ENDING] and code not in (0, STOPPED):
-        code = heard[ENDING]
-    elif heard[FAILED] or code in (-signal.SIGKILL, 128 + signal.SIGKILL):
-        code = RANK_LOST  # as the other ranks report it where they find that first
-    elif code == 0 and (heard[LOST] or heard[BEGUN] > heard[ENDED]):
+        return heard[ENDING]
+    if heard[FAILED] or code in (-signal.SIGKILL, 128 + signal.SIGKILL):
+        return RANK_LOST  # as the other ranks report it where they find that first
+    if code == 0 and (heard[LOST] or heard[BEGUN] > heard[ENDED]):
         why = "a node is lost" if heard[LOST] else "the ranks have not come to their end"
         say(f"{why}: the run has failed")
-        code = RANK_LOST
+        return RANK_LOST
     return code
 
 

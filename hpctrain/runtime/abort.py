@@ -147,7 +147,7 @@ class FailureHooks:
         Called at exit, after the ranks have taken leave: ``MPI_Finalize`` would free what that
         thread uses.
         """
-        # Not imported here: the interpreter shuts down, and without the module there was no call.
+        # Not imported here: the interpreter shuts down. Without the module no call was made.
         calls = sys.modules.get("hpctrain.comm.watched_calls")
         if os.getpid() == self._owner and calls is not None and calls.is_blocked():
             rank = f"rank {self._rank}"
