@@ -1,6 +1,7 @@
 """``import hpctrain`` is cheap and needs nothing: no torch, no MPI, no compiler."""
 
 import json
+import os
 import sys
 
 import pytest
@@ -57,3 +58,10 @@ for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
     importlib.import_module(module.name)
 """
     run(code)
+
+
+def test_mpi_starts_without_home_when_a_module_loads_it():
+    environ = {name: value for name, value in os.environ.items() if name != "HOME"}
+    line = [sys.executable, "-c", "import hpctrain.train.run; print('loaded')"]
+    done = ended(line, timeout=60, env=environ)
+    assert done.stdout == "loaded\n", done.stderr

@@ -3,14 +3,13 @@
 from collections.abc import Sequence
 from functools import partial
 
-from mpi4py import MPI
-
 from hpctrain.cluster.topology import Topology
 from hpctrain.comm import requests
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.hierarchical import HierarchicalCommunicator
 from hpctrain.comm.liveness import use
 from hpctrain.comm.mpi import MpiCommunicator
+from hpctrain.comm.mpi_start import MPI
 from hpctrain.comm.node.shared_memory import SharedMemory
 from hpctrain.comm.plan.choice import plan_for_group
 from hpctrain.comm.plan.plan import Plan

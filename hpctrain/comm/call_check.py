@@ -6,10 +6,10 @@ from typing import NamedTuple, cast
 
 import numpy as np
 import torch
-from mpi4py import MPI
 
 from hpctrain.comm import requests
 from hpctrain.comm.agreement import by_rank
+from hpctrain.comm.mpi_start import MPI
 from hpctrain.comm.ops import Op
 from hpctrain.comm.tensor_arguments import name_of
 from hpctrain.comm.waiting import Watch, different_calls, wait_request

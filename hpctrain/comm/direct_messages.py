@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from mpi4py import MPI
 from torch import Tensor
 
 from hpctrain.comm import requests
 from hpctrain.comm.communicator import Communicator, Owner
+from hpctrain.comm.mpi_start import MPI
 from hpctrain.comm.mpi_world import is_loss
 from hpctrain.comm.node.segments import LINE_BYTES, Fence, Semaphore, fence_of
 from hpctrain.comm.rail.rail import bytes_of

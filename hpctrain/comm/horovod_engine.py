@@ -12,7 +12,6 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
-from mpi4py import MPI
 from torch import Tensor
 
 from hpctrain.cluster.libraries import family, loaded_libmpi
@@ -21,6 +20,7 @@ from hpctrain.comm import requests
 from hpctrain.comm.agreement import raise_if_any
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.mpi import MpiCommunicator
+from hpctrain.comm.mpi_start import MPI
 from hpctrain.comm.ops import Combination, Op
 from hpctrain.comm.plan.choice import has_equal_nodes
 from hpctrain.comm.plan.plan import Plan

@@ -12,11 +12,10 @@ from itertools import accumulate
 from typing import NamedTuple, cast
 from weakref import ref
 
-from mpi4py import MPI
-
 from hpctrain.cluster.process import STOPPED, birth, stat
 from hpctrain.comm import requests
 from hpctrain.comm.communicator import Owner
+from hpctrain.comm.mpi_start import MPI
 from hpctrain.comm.mpi_world import is_loss
 from hpctrain.comm.waiting import Pace, wait_until
 from hpctrain.core.errors import CommError, RankLostError

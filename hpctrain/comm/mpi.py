@@ -7,7 +7,6 @@ from itertools import count
 from typing import TypeVar
 
 import torch
-from mpi4py import MPI
 from torch import Tensor
 
 from hpctrain.comm.bucket import Bucket
@@ -16,6 +15,7 @@ from hpctrain.comm.communicator import FINISHED, GATHER, Communicator, Owner, Tr
 from hpctrain.comm.control_channel import mailbox
 from hpctrain.comm.liveness import use
 from hpctrain.comm.member_meeting import MemberMeeting
+from hpctrain.comm.mpi_start import MPI
 from hpctrain.comm.ops import Combination, Op, combination, finish
 from hpctrain.comm.rail.algorithms import (
     allreduce_by_messages_,

@@ -28,7 +28,7 @@ LEVELS = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
 
 def version() -> str:
     """Return the library's version, such as ``Open MPI v5.0.11``; loads MPI. Not collective."""
-    from mpi4py import MPI  # noqa: PLC0415 - a world of one needs no MPI
+    from hpctrain.comm.mpi_start import MPI  # noqa: PLC0415 - a world of one needs no MPI
 
     line = MPI.Get_library_version().strip("\0 \n").splitlines()[0]
     return " ".join(line.partition(",")[0].split())
@@ -36,7 +36,7 @@ def version() -> str:
 
 def thread_level() -> str:
     """Return the thread level that was granted, one of ``LEVELS``. Not collective."""
-    from mpi4py import MPI  # noqa: PLC0415 - a world of one needs no MPI
+    from hpctrain.comm.mpi_start import MPI  # noqa: PLC0415 - a world of one needs no MPI
 
     granted = MPI.Query_thread()
     return next(level for level in LEVELS if getattr(MPI, f"THREAD_{level}") == granted)
@@ -49,7 +49,7 @@ def calls_from_threads() -> bool:
     """
     if "mpi4py.MPI" not in sys.modules:
         return True
-    from mpi4py import MPI  # noqa: PLC0415 - a world of one needs no MPI
+    from hpctrain.comm.mpi_start import MPI  # noqa: PLC0415 - a world of one needs no MPI
 
     return MPI.Query_thread() == MPI.THREAD_MULTIPLE
 
@@ -62,7 +62,7 @@ class BeforeFinalize:
 
     def __init__(self, function: Callable[[], object]) -> None:
         """Take the function; after ``close`` it is not called any more."""
-        from mpi4py import MPI  # noqa: PLC0415 - a world of one needs no MPI
+        from hpctrain.comm.mpi_start import MPI  # noqa: PLC0415 - a world of one needs no MPI
 
         self._function: Callable[[], object] | None = function
         self.is_over = False  # whether the function was called
@@ -71,7 +71,7 @@ class BeforeFinalize:
 
     def close(self) -> None:
         """Forget the function. Harmless the second time, and after ``MPI_Finalize``."""
-        from mpi4py import MPI  # noqa: PLC0415 - a world of one needs no MPI
+        from hpctrain.comm.mpi_start import MPI  # noqa: PLC0415 - a world of one needs no MPI
 
         self._function = None
         if self._key is not None and not MPI.Is_finalized():
@@ -100,7 +100,7 @@ class LibraryAllreduce:
         It is 1-D and contiguous, with fewer than 2^31 elements, of a dtype that the library
         reduces.
         """
-        from mpi4py import MPI  # noqa: PLC0415 - a world of one needs no MPI
+        from hpctrain.comm.mpi_start import MPI  # noqa: PLC0415 - a world of one needs no MPI
 
         require_type(flat.dtype)
         self._flat = flat

@@ -16,7 +16,6 @@ from hpctrain.cluster.libraries import (
     expected_libmpi,
     loaded_libmpi,
     mismatch,
-    settings_of_mpi,
     starter,
 )
 from hpctrain.core import config
@@ -117,7 +116,7 @@ def is_of_mpi(error: BaseException) -> "TypeGuard[MPI.Exception]":
     """Say whether MPI has raised an error."""
     if "mpi4py.MPI" not in sys.modules:
         return False
-    from mpi4py import MPI  # noqa: PLC0415 - a world of one needs no MPI
+    from hpctrain.comm.mpi_start import MPI  # noqa: PLC0415 - a world of one needs no MPI
 
     return isinstance(error, MPI.Exception)
 
@@ -126,7 +125,7 @@ def is_loss(error: BaseException) -> bool:
     """Say whether MPI has found that a rank died, or that others wait no more for that reason."""
     if not is_of_mpi(error):
         return False
-    from mpi4py import MPI  # noqa: PLC0415 - a world of one needs no MPI
+    from hpctrain.comm.mpi_start import MPI  # noqa: PLC0415 - a world of one needs no MPI
 
     signs = (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED)
     return error.Get_error_class() in signs
@@ -191,8 +190,8 @@ def _join(launched: env.Launched | None) -> "MPI.Intracomm | None":
         return None
     job, is_typed = None if may_be_alone else env.unstarted(), process.is_interactive()
     try:
-        with settings_of_mpi(), process.named(process.JOINING):
-            from mpi4py import MPI  # noqa: PLC0415 - a world of one needs no MPI
+        with process.named(process.JOINING):
+            from hpctrain.comm.mpi_start import MPI  # noqa: PLC0415 - a world of one needs no MPI
     except (ImportError, RuntimeError) as error:
         _warn(preflight.check_job(job, None, is_typed=is_typed))
         if launched is None or launched.size == 1 or may_be_alone:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 
-from mpi4py import MPI
+from hpctrain.comm.mpi_start import MPI
 
 _SWEEP = 128
 """Whenever so many are pending, those that nobody waits for are tested."""

@@ -15,11 +15,10 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import cast
 
-from mpi4py import MPI
-
 from hpctrain.cluster import process
 from hpctrain.comm import requests
 from hpctrain.comm.liveness import remake, revoke, shrink
+from hpctrain.comm.mpi_start import MPI
 from hpctrain.comm.mpi_world import is_loss
 from hpctrain.core.errors import ConfigError, RankLostError
 from hpctrain.core.logs import logger

@@ -11,10 +11,9 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, TypeVar, cast
 
-from mpi4py import MPI
-
 from hpctrain.comm import requests
 from hpctrain.comm.mpi_library import calls_from_threads
+from hpctrain.comm.mpi_start import MPI
 from hpctrain.comm.waiting import Watch, wait_request
 
 T = TypeVar("T")

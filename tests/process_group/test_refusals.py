@@ -16,6 +16,8 @@ from tests.process_group.conftest import NODES, all_gather_single, reduce_scatte
 pytestmark = pytest.mark.ranks(2, 3)
 
 SOON = timedelta(seconds=1.5)
+AVG = dist.ReduceOp.AVG
+ONE = torch.ones(1)
 
 
 def lists(*numels):
@@ -117,3 +119,23 @@ def test_a_group_whose_members_do_not_all_come_is_an_error_on_the_others():
                 with pytest.raises(RankLostError, match=r"was not made on rank.*timeout=1.5"):
                     dist.new_group(range(size), timeout=SOON)
         dist.barrier()
+
+
+@pytest.mark.parametrize("per_node", NODES)
+@pytest.mark.parametrize(
+    ("call", "reason"),
+    [
+        (lambda: dist.all_reduce(torch.ones(3) > 0, AVG), "average needs numbers, got bool"),
+        (lambda: dist.broadcast(ONE.expand(3), 0), r"share memory.*\(3,\) from expand"),
+        (lambda: dist.reduce_scatter_tensor(ONE.expand(2), torch.ones(6)), "share memory"),
+        (lambda: dist.all_gather_into_tensor(torch.ones(8), torch.ones(3)), "all_gather.* 8 and"),
+    ],
+    ids=["bool", "expanded", "expanded part", "size"],
+)
+def test_what_a_rank_refuses_names_the_call_and_leaves_the_group_in_use(per_node, call, reason):
+    with started(per_node):
+        with pytest.raises(RuntimeError, match=rf"(?s)number 1 of group 0 of ranks.*{reason}"):
+            call()
+        last = torch.ones(3)
+        dist.all_reduce(last)
+        assert last.tolist() == [dist.get_world_size()] * 3

@@ -3,9 +3,8 @@
 from collections import defaultdict, deque
 from collections.abc import Container
 
-from mpi4py import MPI
-
 from hpctrain.comm import requests
+from hpctrain.comm.mpi_start import MPI
 from hpctrain.comm.waiting import BY_MPI, Watch, wait_until
 
 _MAIL, _VOTE = 0, 1  # tags

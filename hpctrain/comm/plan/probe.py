@@ -13,10 +13,10 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from mpi4py import MPI
 
 from hpctrain.comm import requests
 from hpctrain.comm.hierarchical import HierarchicalCommunicator
+from hpctrain.comm.mpi_start import MPI
 from hpctrain.comm.ops import Op, combination
 from hpctrain.comm.plan.choice import (
     BATCHING_SIZES,

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hpctrain.comm.communicator import Communicator, Owner
+from hpctrain.comm.process_group.reductions import GroupReduction
 from hpctrain.comm.process_group.work import Operation, OperationQueue, Several
 from hpctrain.comm.waiting import InStepError, Limit, Watch
 from hpctrain.core.errors import CommError, RankLostError
@@ -37,7 +38,7 @@ class GroupRankLostError(dist.DistBackendError, RankLostError):
     """A rank died, left or came too late for an operation of a group of torch.distributed."""
 
 
-class RefusedError(InStepError, ValueError):
+class RefusedError(InStepError, GroupError, ValueError):
     """Arguments of a call that a rank has refused; the others raise an error, too."""
 
 
@@ -66,13 +67,32 @@ def on_cpu(method: Method) -> Method:
                 name = name if hasattr(other, name) else OLDER_NAMES[name]
                 return getattr(other, name)(given, *args, **options)
             if first.is_quantized:
-                raise CommError(
+                raise GroupError(
                     f"quantized tensors are not communicated, got {first.dtype}; send int_repr() "
                     f"and the scale"
                 )
         return method(self, given, *args, **options)
 
     return cast("Method", call)
+
+
+def _refusal(name: str, result: Any, how: GroupReduction | None) -> str:
+    """Return why an operation cannot write ``result``, tensors in nested lists; mostly empty."""
+    if type(result) in _LISTS:
+        return next(filter(None, (_refusal(name, each, how) for each in result)), "")
+    if how is not None and how.averages and result.dtype is torch.bool:
+        return (
+            "an average needs numbers, got bool; convert the tensor, or take ReduceOp.MIN (true "
+            "on all ranks) or MAX (true on any)"
+        )
+    if result.layout is not torch.strided or result.is_contiguous() or name == "gather":
+        return ""  # the result of gather is what the rank gives
+    if any(s == 0 < n - 1 for s, n in zip(result.stride(), result.shape, strict=True)):
+        return (
+            f"elements of a tensor that receives values must not share memory, got a tensor of "
+            f"shape {tuple(result.shape)} from expand(); call contiguous() first"
+        )
+    return ""
 
 
 TELL_S = 1.0  # after so long a rank that waits says so in the store, for the messages of others
@@ -123,9 +143,16 @@ class OrderedGroup(Base):  # type: ignore[misc]
     # -- how they are carried out -----------------------------------------------------------
 
     def _start(
-        self, name: str, function: Callable[[], object], result: Any, opts: Any
+        self,
+        name: str,
+        function: Callable[[], object],
+        result: Any,
+        opts: Any,
+        how: GroupReduction | None = None,
     ) -> dist.Work:
         self._owner.check()
+        if reason := _refusal(name, result, how):
+            function = functools.partial(self._refuse, reason)
         self._num_started = number = self._num_started + 1
         operation = Operation(self._guard, function, result, name, number)
         is_sync = getattr(opts, "asyncOp", None) is False  # unknown before torch 2.7
@@ -170,6 +197,9 @@ class OrderedGroup(Base):  # type: ignore[misc]
                 operation.function()
             else:
                 self._watch.keep_in_step(operation.function)
+        except RefusedError as error:
+            what = f"{operation.name}, number {operation.number}"
+            raise RefusedError(*self._named(what, error).args) from error
         except CommError as error:
             lost = self._missing() if isinstance(error, RankLostError) else []
             missing = f"; {format_ranks(lost)} did not come to {operation.name}" if lost else ""
@@ -278,7 +308,7 @@ class OrderedGroup(Base):  # type: ignore[misc]
         On CUDA that is NCCL, whose ranks find each other by the store of this group.
         """
         if device.type != "cuda" or not dist.is_nccl_available():
-            raise CommError(
+            raise GroupError(
                 f"the backend hpctrain moves tensors on the CPU, and by NCCL, where torch has it, "
                 f"tensors on CUDA, got one on {device}; move it first"
             )

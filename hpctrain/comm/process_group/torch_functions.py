@@ -22,6 +22,7 @@ from hpctrain.core.errors import CommError
 from hpctrain.core.torch_compat import (
     dynamo_disable,
     functional,
+    leave_out_first_messages,
     leave_unrecorded,
     register_work,
     replace_builtin_hooks,
@@ -38,6 +39,7 @@ def adapt() -> None:
         return
     _keep_dynamo_out()
     leave_unrecorded(HpctrainGroup)
+    leave_out_first_messages(HpctrainGroup)
     _replace("monitored_barrier", _monitored_barrier)
     _replace("split_group", _split_group)
     _FUNCTIONAL.impl("all_gather_into_tensor_out", _gather_into, "CPU")

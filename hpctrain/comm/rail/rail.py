@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from mpi4py import MPI
 from torch import Tensor
 
 from hpctrain.comm import requests
 from hpctrain.comm.communicator import FINISHED, Traffic, Work
+from hpctrain.comm.mpi_start import MPI
 from hpctrain.comm.ops import Combination, Op, combination, scale_
 from hpctrain.comm.plan.plan import SizeTable
 from hpctrain.comm.rail.algorithms import ALGORITHMS
