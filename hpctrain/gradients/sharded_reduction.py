@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import product
 
 import torch
@@ -181,7 +182,7 @@ class ShardedReduction(Reduction):
     def close(self, failure: BaseException | None) -> None:
         """Return when all ranks of the node have stepped; all raise if one has not. Collective."""
         call = call_of("end of a step" if failure is None else f"failed step: {failure!r:.300}")
-        self._clocked(self._run(self._node.meet, call).wait)
+        self._clocked(self._run(partial(self._node.meet, of_node=True), call).wait)
         if failure is not None:  # on all ranks alike
             raise failure
         if self._rails is not None:

@@ -1,6 +1,7 @@
 """What mpirun and its ranks write to stderr: each thing once."""
 
 import contextlib
+import errno
 import math
 import os
 import re
@@ -10,6 +11,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import IO, TextIO
 
 from hpctrain.cluster.env import BEGUN, ENDED, ENDING, STOPPED
@@ -173,7 +175,7 @@ def _lines(source: IO[bytes]) -> Iterator[bytes]:
 
 def _write(sink: TextIO, text: bytes) -> None:
     text = text.replace(b"\0", b"")
-    with contextlib.suppress(OSError, ValueError):
+    try:
         sink.flush()
         raw = getattr(sink, "buffer", None)
         if raw is None:  # such as that of a notebook
@@ -181,3 +183,9 @@ def _write(sink: TextIO, text: bytes) -> None:
         else:
             raw.write(text)
         sink.flush()
+    except (OSError, ValueError) as error:
+        if getattr(error, "errno", None) not in (errno.EIO, errno.EPIPE):
+            return
+        # The terminal is gone: what is left in the buffer would make Python exit with code 120.
+        with contextlib.suppress(OSError), Path(os.devnull).open("wb") as nowhere:
+            os.dup2(nowhere.fileno(), sink.fileno())

@@ -109,7 +109,7 @@ def _meant(code: int, heard: Counter[str]) -> int:
         code += 128  # as Open MPI and shells write it
     if heard[ENDING] and code not in (0, STOPPED):
         return heard[ENDING]
-    if heard[FAILED] or code in (-signal.SIGKILL, 128 + signal.SIGKILL):
+    if heard[FAILED] or code == 128 + signal.SIGKILL:
         return RANK_LOST  # as the other ranks report it where they find that first
     if code == 0 and (heard[LOST] or heard[BEGUN] > heard[ENDED]):
         why = "a node is lost" if heard[LOST] else "the ranks have not come to their end"

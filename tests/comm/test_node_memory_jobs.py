@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from hpctrain.cluster.env import RANK_LOST
 from tests.processes import AS_ROOT, ended
 
 pytestmark = [
@@ -83,6 +84,6 @@ def test_a_killed_job_leaves_nothing_behind(tmp_path):
     before, after = "mount -t tmpfs tmpfs /dev/shm", "; code=$?; ls -A /dev/shm; exit $code"
     said, done = launch(script, before=before, after=after, TMPDIR=str(folder))
     assert said == [["memfd", ""]], done
-    assert done.returncode == 137
+    assert done.returncode == RANK_LOST
     assert done.stdout.splitlines() == ["<memfd|>"]
     assert not list(folder.iterdir())

@@ -251,6 +251,7 @@ def on_a_terminal(tmp_path, code, **how):
     pid, terminal = pty.fork()
     if pid == 0:
         with contextlib.suppress(BaseException):
+            os.environ.pop("PYTHONUNBUFFERED", None)  # as for most users
             os.execv(sys.executable, [sys.executable, "-c", program])
         os._exit(1)
     return pid, terminal

@@ -117,7 +117,7 @@ def test_a_point_that_fails_is_recorded_with_its_last_words_and_others_follow(tm
     ("command", "said"),
     [
         ("true {ranks}", r"of \d ranks 0 did"),
-        ("nowhere {ranks}", "there is no 'nowhere'"),
+        ("nowhere {ranks}", "got 'nowhere'"),
         ("sh -c 'sleep 600 & sleep 600; {ranks}'", "it took longer than study.timeout = 1s"),
     ],
 )

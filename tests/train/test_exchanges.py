@@ -88,6 +88,8 @@ class Run:
 @pytest.fixture(scope="module")
 def here():
     """Join the world once: torch keeps what it knows of a mesh."""
+    if dist.is_initialized():  # by a test before, in a world that has ended
+        dist.destroy_process_group()
     hpctrain.init(ranks_per_node=2)
     yield current()
     if dist.is_initialized():

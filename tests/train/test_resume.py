@@ -248,7 +248,7 @@ def test_force_is_for_jobs_and_changed_for_configurations(tmp_path, monkeypatch,
     before, after = (load_config(Path("small.toml"), [f"train.epochs={n}"]) for n in (3, 1))
     directory = RunDirectory(before.config.directory)
     directory.create(render(before.config), {}, {})
-    directory.metrics.write_text('{"event": "step", "step": 1}\n')
+    directory.metrics.write_text('{"event": "test", "step": 1}\n')
     lease = Lease(directory.path)
     assert lease.attempt() == ""
     try:

@@ -103,13 +103,13 @@ class SharedMemory:
         self.require_usable()
         self._pass_barrier()
 
-    def meet(self, call: Call) -> None:
+    def meet(self, call: Call, *, of_node: bool = False) -> None:
         """Return when all ranks of the node are about to make the same ``call``.
 
         As ``begin`` and ``await_others`` together.
         """
         self.begin(call)
-        self.await_others(call)
+        self.await_others(call, of_node=of_node)
 
     def begin(self, call: Call) -> None:
         """Begin a ``call``, before this rank writes into node memory for it. Not collective.
@@ -121,11 +121,12 @@ class SharedMemory:
         self.require_usable()
         self._watch.begin(call)
 
-    def await_others(self, call: Call) -> None:
+    def await_others(self, call: Call, *, of_node: bool = False) -> None:
         """Return when all ranks of the node have begun the same ``call``.
 
         ``MismatchError``, on every rank, if another has begun a different one; ``CommError`` if
-        the communicator has failed on a rank.
+        the communicator has failed on a rank. A difference fails the communicator for the ranks of
+        other nodes, unless the call is ``of_node``, which they do not wait for.
         """
         turn = self.turn
         self._calls[self.local_rank * _CELLS + turn] = call.number
@@ -134,7 +135,7 @@ class SharedMemory:
         self.turn = 1 - turn
         if calls.count(call.number) != self.local_size:
             error = disagreement(self._node, call, self._watch)
-            if self._watch.number is not None:  # ranks of other nodes are in the call
+            if self._watch.number is not None and not of_node:
                 self._watch.fail(error)
             raise error
 

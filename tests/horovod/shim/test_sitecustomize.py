@@ -62,7 +62,7 @@ def test_a_program_ends_as_it_does_under_python(code, ending, said, tmp_path):
 
 def test_a_sitecustomize_of_the_site_follows_and_another_python_is_left_alone(tmp_path):
     (tmp_path / "site").mkdir()
-    (tmp_path / "site/sitecustomize.py").write_text("print('the site is here')")
+    (tmp_path / "site/sitecustomize.py").write_text("print('the site is here', flush=True)")
     (tmp_path / "other").symlink_to(sys.executable)
     (tmp_path / "script.py").write_text(
         "import hpctrain.horovod.shim as shim, subprocess, sys\n"
