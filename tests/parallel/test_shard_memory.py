@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from hpctrain import ConfigError
 from hpctrain.core.libc import trim_heap
 from hpctrain.core.torch_compat import VERSION
-from hpctrain.parallel import offload, shard
+from hpctrain.parallel import build_mesh, offload, shard
 from tests.full_disk import largest_file
 from tests.parallel.conftest import started
 
@@ -156,10 +156,10 @@ def test_a_disk_without_room_is_an_error_on_all_ranks_that_changes_nothing(tmp_p
     model = nn.Sequential(nn.Linear(50, 50), nn.Linear(50, 50))
     optimizer = torch.optim.AdamW(model.parameters())
     is_full = dist.get_rank() == 1
-    shard(made := nn.Linear(2, 2), torch.optim.AdamW(made.parameters()), stage=3)  # makes groups
+    mesh = build_mesh()["dp"]  # whose groups take node memory, a file too
     room = largest_file(1000) if is_full else nullcontext()
     with room, pytest.raises(ConfigError, match=r"rank 1: offload needs .* free space there"):
-        shard(model, optimizer, stage=3, offload=str(tmp_path))
+        shard(model, optimizer, stage=3, mesh=mesh, offload=str(tmp_path))
     assert [*model.parameters()] == optimizer.param_groups[0]["params"]
     model(torch.ones(1, 50)).sum().backward()
     optimizer.step()
