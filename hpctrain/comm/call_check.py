@@ -2,13 +2,14 @@
 
 import hashlib
 from functools import lru_cache
-from typing import NamedTuple, cast
+from typing import cast
 
 import numpy as np
 import torch
 
 from hpctrain.comm import requests
 from hpctrain.comm.agreement import by_rank
+from hpctrain.comm.flight_recorder import Call
 from hpctrain.comm.mpi_start import MPI
 from hpctrain.comm.ops import Op
 from hpctrain.comm.tensor_arguments import name_of
@@ -18,14 +19,6 @@ from hpctrain.core.errors import MismatchError
 
 TAGS_PER_CALL = 16
 """Tags of messages of one collective on a rail: of reductions in flight at the same time."""
-
-
-class Call(NamedTuple):
-    """What a rank is about to do."""
-
-    text: str
-    number: int  # by which ranks compare it, from 0 to 2^62
-    tag: int  # first one of its messages on a rail, which match no messages of other calls
 
 
 @lru_cache(maxsize=1024)

@@ -4,6 +4,7 @@ import re
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
+from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 from hpctrain.core.units import format_ranks
@@ -15,6 +16,14 @@ LATE_S = 1.0  # a wait that has lasted less is none to ask about
 _SHIFT_S = time.monotonic() - time.perf_counter()
 """Between the two clocks; measured once, so that a wait keeps its beginning."""
 _NAME = re.compile(r"collective (\d+) of ([^:]+): ")
+
+
+class Call(NamedTuple):
+    """What a rank is about to do."""
+
+    text: str
+    number: int  # by which ranks compare it, from 0 to 2^62
+    tag: int  # first one of its messages on a rail, which match no messages of other calls
 
 
 class CallStream:

@@ -9,14 +9,13 @@ from contextlib import suppress
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, cast
 
-from hpctrain.comm.flight_recorder import CallStream, FlightRecorder
+from hpctrain.comm.flight_recorder import Call, CallStream, FlightRecorder
 from hpctrain.comm.node.segments import yield_core
 from hpctrain.core.errors import CommError, MismatchError, NodeMemoryError, RankLostError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from hpctrain.comm.call_check import Call
     from hpctrain.comm.requests import MpiRequest
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -226,7 +225,7 @@ class Watch:
         """Let collectives be recorded, of a communicator of these ranks. Collective over them."""
         self.calls = self.calls or self.recorder.new_stream(ranks)
 
-    def begin(self, call: "Call", *, is_compared: bool = False) -> None:
+    def begin(self, call: Call, *, is_compared: bool = False) -> None:
         """Note that this rank comes to its next collective, which all ranks may compare there."""
         self.call_tag = call.tag
         if self.calls is not None:

@@ -413,14 +413,14 @@ class Reduction:
     def _reduce(self, what: GradientBucket | SparseSlot) -> None:
         if self._is_refused:
             return
-        count = self.count
+        count, rest = self.count, self.count.rest
         with torch.no_grad(), self.around(what):
             if isinstance(what, SparseSlot):
-                what.reduce(self._comm, count.rest, count.scale)
+                what.reduce(self._comm, rest, count.scale)
             else:
                 what.write_marks()
-                if count.rest != 1.0:
-                    what.place.weigh(count.rest)
+                if rest != 1.0:
+                    what.place.weigh(rest)
                 what.place.reduce(partial(self._sum_on_host, what.bucket), count.scale)
 
     def _sum_on_host(self, bucket: Bucket) -> None:

@@ -38,7 +38,7 @@ def told_of(whose: str, *values: object) -> Iterator[None]:
 
 
 def _remedy(said: str, dtypes: list[torch.dtype]) -> str:
-    """Return how to give a field another type of numbers, or another shape.
+    """Return how to give a field another type of numbers, or another shape; empty for others.
 
     ``dtypes`` are those of the inputs of a model, or of its output and the labels.
     """

@@ -4,11 +4,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 
+import hpctrain
 from hpctrain.data.loader import Loader
 from hpctrain.data.reader import ShardedDataset
 from hpctrain.data.writer import write_arrays
+from hpctrain.runtime.world import current
 from tests.parallel.training import lm, loss_of, transformer
 
 STEPS, BATCH, LENGTH, CLIP = 5, 8, 16, 0.1
@@ -34,6 +37,17 @@ SETTINGS = (
     f"train.clip_value={CLIP_VALUE}",
     "log.every_steps=1",
 )
+
+
+def joined():
+    """Join the world for all tests of a module: torch keeps what it knows of a mesh."""
+    if dist.is_initialized():  # by a test before, in a world that has ended
+        dist.destroy_process_group()
+    hpctrain.init(ranks_per_node=2)
+    yield current()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    hpctrain.shutdown()
 
 
 def model(**shape) -> nn.Module:

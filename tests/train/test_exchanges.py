@@ -10,7 +10,6 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
@@ -18,14 +17,13 @@ from torch.nn.functional import cross_entropy
 import hpctrain
 from hpctrain.checkpoint.format.state_hash import state_hash
 from hpctrain.data.loader import Loader
-from hpctrain.runtime.world import current
 from hpctrain.train import task
 from hpctrain.train.finite import StepGuard
 from hpctrain.train.loop import train_step
 from hpctrain.train.metrics import Metrics
 from hpctrain.train.run_state import RunState
 from tests.comm.test_adasum import reference
-from tests.train import problem
+from tests.train import divided, problem
 
 pytestmark = pytest.mark.ranks(1, 2, 3, 4)
 
@@ -85,16 +83,7 @@ class Run:
             return [v.full_tensor() if isinstance(v, DTensor) else v.clone() for v in values]
 
 
-@pytest.fixture(scope="module")
-def here():
-    """Join the world once: torch keeps what it knows of a mesh."""
-    if dist.is_initialized():  # by a test before, in a world that has ended
-        dist.destroy_process_group()
-    hpctrain.init(ranks_per_node=2)
-    yield current()
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    hpctrain.shutdown()
+here = pytest.fixture(scope="module")(divided.joined)
 
 
 @pytest.fixture(params=EXCHANGES)

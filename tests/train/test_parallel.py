@@ -2,10 +2,8 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import hpctrain
 from hpctrain import ConfigError
 from hpctrain.checkpoint.export import newest_state
 from hpctrain.core.errors import MismatchError, NotFiniteError, ReplicaError, TopologyError
@@ -41,14 +39,7 @@ OTHERS = (
 )
 
 
-@pytest.fixture(scope="module")
-def here():
-    """Join the world, once: torch keeps what it knows of a mesh, and of its groups."""
-    hpctrain.init(ranks_per_node=2)
-    yield current()
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    hpctrain.shutdown()
+here = pytest.fixture(scope="module")(divided.joined)
 
 
 @pytest.fixture

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm.bucket import Bucket, chunks_of
-from hpctrain.comm.call_check import Call, bucket_call, disagreement, tensor_call
+from hpctrain.comm.call_check import bucket_call, disagreement, tensor_call
 from hpctrain.comm.communicator import Owner
+from hpctrain.comm.flight_recorder import Call
 from hpctrain.comm.node import node_memory
 from hpctrain.comm.node.segments import LINE_BYTES, Region, Semaphore, map_in_a_row
 from hpctrain.comm.ops import Combination, scale_

@@ -57,7 +57,7 @@ class HpctrainGroup(OrderedGroup):
                 else:
                     allreduce(comm, tensor, how)
 
-        return self._start("all_reduce", reduce, given, opts, how)
+        return self._start("all_reduce", reduce, given, opts, averages=how.averages)
 
     @on_cpu
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> dist.Work:
@@ -76,7 +76,7 @@ class HpctrainGroup(OrderedGroup):
             for tensor, part in zip(given, parts, strict=True):
                 tensor.data.copy_(part.view(tensor.shape))
 
-        return self._start("all_reduce of several", reduce, given, opts, how)
+        return self._start("all_reduce of several", reduce, given, opts, averages=how.averages)
 
     @on_cpu
     def reduce(self, tensors: Any, opts: Any) -> dist.Work:
@@ -89,7 +89,7 @@ class HpctrainGroup(OrderedGroup):
                 mine = tensor if self.comm.rank == root else tensor.detach().clone()
                 allreduce(self.comm, mine, how)
 
-        return self._start("reduce", reduce, given, opts, how)
+        return self._start("reduce", reduce, given, opts, averages=how.averages)
 
     @on_cpu
     def reduce_scatter(self, outs: Any, parts: Any, opts: Any = None) -> dist.Work:
@@ -102,7 +102,9 @@ class HpctrainGroup(OrderedGroup):
                 self._check_parts("reduce_scatter", of_ranks, out)
                 self._reduce_scatter(out, [_flat_of(part) for part in of_ranks], how)
 
-        return self._start("reduce_scatter", reduce, [out for out, _ in pairs], opts, how)
+        return self._start(
+            "reduce_scatter", reduce, [out for out, _ in pairs], opts, averages=how.averages
+        )
 
     @on_cpu
     def reduce_scatter_single(self, out: Tensor, given: Tensor, opts: Any = None) -> dist.Work:
@@ -126,7 +128,7 @@ class HpctrainGroup(OrderedGroup):
                 self._check_whole(name, whole, out)
                 self._reduce_scatter(out, _flat_of(whole).view(self.comm.size, -1).unbind(), how)
 
-        return self._start(name, reduce, list(outs), opts, how)
+        return self._start(name, reduce, list(outs), opts, averages=how.averages)
 
     def _reduce_scatter(self, out: Tensor, parts: Sequence[Tensor], how: GroupReduction) -> None:
         values = _flat_of(out)

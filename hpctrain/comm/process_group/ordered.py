@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hpctrain.comm.communicator import Communicator, Owner
-from hpctrain.comm.process_group.reductions import GroupReduction
 from hpctrain.comm.process_group.work import Operation, OperationQueue, Several
 from hpctrain.comm.waiting import InStepError, Limit, Watch
 from hpctrain.core.errors import CommError, RankLostError
@@ -76,11 +75,14 @@ def on_cpu(method: Method) -> Method:
     return cast("Method", call)
 
 
-def _refusal(name: str, result: Any, how: GroupReduction | None) -> str:
+def _refusal(name: str, result: Any, *, averages: bool) -> str:
     """Return why an operation cannot write ``result``, tensors in nested lists; mostly empty."""
     if type(result) in _LISTS:
-        return next(filter(None, (_refusal(name, each, how) for each in result)), "")
-    if how is not None and how.averages and result.dtype is torch.bool:
+        for each in result:
+            if reason := _refusal(name, each, averages=averages):
+                return reason
+        return ""
+    if averages and result.dtype is torch.bool:
         return (
             "an average needs numbers, got bool; convert the tensor, or take ReduceOp.MIN (true "
             "on all ranks) or MAX (true on any)"
@@ -148,10 +150,11 @@ class OrderedGroup(Base):  # type: ignore[misc]
         function: Callable[[], object],
         result: Any,
         opts: Any,
-        how: GroupReduction | None = None,
+        *,
+        averages: bool = False,
     ) -> dist.Work:
         self._owner.check()
-        if reason := _refusal(name, result, how):
+        if reason := _refusal(name, result, averages=averages):
             function = functools.partial(self._refuse, reason)
         self._num_started = number = self._num_started + 1
         operation = Operation(self._guard, function, result, name, number)
@@ -197,9 +200,6 @@ class OrderedGroup(Base):  # type: ignore[misc]
                 operation.function()
             else:
                 self._watch.keep_in_step(operation.function)
-        except RefusedError as error:
-            what = f"{operation.name}, number {operation.number}"
-            raise RefusedError(*self._named(what, error).args) from error
         except CommError as error:
             lost = self._missing() if isinstance(error, RankLostError) else []
             missing = f"; {format_ranks(lost)} did not come to {operation.name}" if lost else ""
@@ -208,7 +208,11 @@ class OrderedGroup(Base):  # type: ignore[misc]
 
     def _named(self, what: str, error: CommError, missing: str = "") -> CommError:
         """Return the error with ``what`` has failed."""
-        kind = GroupRankLostError if isinstance(error, RankLostError) else GroupError
+        kind: type[CommError] = GroupError
+        if isinstance(error, RefusedError):
+            kind = RefusedError
+        elif isinstance(error, RankLostError):
+            kind = GroupRankLostError
         return kind(
             f"{what} of group {self._name} of ranks {self._ranks}, failed on rank "
             f"{self._ranks[self.comm.rank]}: {error}{missing}"
