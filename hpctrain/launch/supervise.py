@@ -109,7 +109,8 @@ def _meant(code: int, heard: Counter[str]) -> int:
         code += 128  # as Open MPI and shells write it
     if heard[ENDING] and code not in (0, STOPPED):
         return heard[ENDING]
-    if heard[FAILED] or code == 128 + signal.SIGKILL:
+    has_hung = heard[LOST] and code == -signal.SIGKILL  # mpirun, after it has lost a node
+    if heard[FAILED] or has_hung or code == 128 + signal.SIGKILL:
         return RANK_LOST  # as the other ranks report it where they find that first
     if code == 0 and (heard[LOST] or heard[BEGUN] > heard[ENDED]):
         why = "a node is lost" if heard[LOST] else "the ranks have not come to their end"
@@ -204,6 +205,7 @@ class _Ending:
                     f"{gone} ended before MPI_Init, where the others wait for it: all are killed; "
                     f"start every rank in the same way, and end none with 0 before"
                 )
+                self.heard[FAILED] += 1
                 self.kill()
 
     @contextlib.contextmanager
