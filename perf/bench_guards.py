@@ -44,7 +44,7 @@ from hpctrain.train.finite import StepGuard
 from hpctrain.train.load import load
 from hpctrain.train.loop import train_step
 from hpctrain.train.metrics import Metrics
-from hpctrain.train.run_state import RunState, check_replicas
+from hpctrain.train.run_state import RunState
 from hpctrain.train.task import build
 
 STEPS, CHECK_EVERY, NUM_CHECKS = 10, 1000, 7
@@ -187,7 +187,7 @@ def main() -> None:
         for variant in (bare, other) * 3:
             variant.step()
         pairs = measured(bare, other, options.blocks, options.seconds)
-        checks = [cpu_seconds(lambda: check_replicas(other.task)) for _ in range(NUM_CHECKS)]
+        checks = [cpu_seconds(other.task.exchange.check_replicas) for _ in range(NUM_CHECKS)]
         check_s = MPI.COMM_WORLD.allreduce(median(checks))
     blocks = kept(options.json)
     blocks[options.of] = [*blocks.get(options.of, []), *pairs]

@@ -1,142 +1,187 @@
-"""An asynchronous method in ``hpctrain train``: when ranks meet, what they tell each other."""
+"""Exchange of asynchronous methods: each rank exchanges with servers at its own pace."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 
 from hpctrain.async_sgd.async_method import AsyncMethod
+from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.ops import Op
 from hpctrain.core.errors import MismatchError
-from hpctrain.core.python_compat import Self
+from hpctrain.train.config import RunConfig
+from hpctrain.train.local_exchange import OwnStepsExchange
+from hpctrain.train.stateful import Precision
+from hpctrain.train.step_exchange import Figures
 
 MEETING_STEPS = 16
-"""A stop, or a checkpoint by the clock, is known to all ranks after at most so many steps."""
+"""All ranks know of a stop, or of a checkpoint by the clock, after at most so many steps."""
 
 
-class AsyncExchange:
-    """What the training loop asks of a method, as it asks local methods.
+class AsyncExchange(OwnStepsExchange):
+    """Sends the updates of each rank to servers, by a method of ``[sync]`` such as ``ssp``.
 
-    Every ``MEETING_STEPS`` steps, and wherever the loop says so, ranks come to the same step and
-    compare their wishes.
+    Every ``MEETING_STEPS`` steps, and where the training loop requires it, the ranks wait for each
+    other and compare their flags.
+
+    Args:
+        config: of the run.
+        comm: all ranks.
+        model: of this rank.
+        method: without dedicated servers.
+        precision: scales the loss.
     """
 
+    method: AsyncMethod
+    raised_flags = 0  # bits that any rank had at the last meeting
+    gradient_flags = 0  # bits of this rank, whose gradient is its own
     is_synchronous = False
     leads_step = True  # each rank counts its own steps
-    takes_part = True
+    replicas_agree = False
 
-    def __init__(self, method: AsyncMethod) -> None:
-        """Take a method without dedicated servers. Not collective."""
-        self.method, self._comm = method, method.comm
-        method.is_compared = False  # a run settles at its end, and says by itself how it ends
-        self.set_num_samples, self.finish = method.set_num_samples, method.finish
-        self.rounds = self  # which steps are met in; this object knows
-        self.must_meet = self.agrees = False
-        self.step = self.step_in_round = 0
-        self.raised_flags = 0  # bits that any rank had at the last meeting
-        self.gradient_flags = 0  # bits of this rank, whose gradient is its own
-        self.facts: dict[str, Any] = {"staleness": 0.0, "staleness_most": 0}
-        """Figures for people and records, the same on every rank: of the last meeting."""
+    def __init__(
+        self,
+        config: RunConfig,
+        comm: Communicator,
+        model: nn.Module,
+        method: AsyncMethod,
+        precision: Precision,
+    ) -> None:
+        super().__init__(config, comm, model, method.optimizer, method, precision)
+        method.is_compared = False  # a run settles and compares at its end
+        self._must_meet = False
+        self._step = self._step_since_meeting = 0
+        self._figures: Figures = {"staleness": 0.0, "staleness_most": 0}
         self._counted = (0, 0)
         self._hook = method.optimizer.register_step_post_hook(lambda *_: self._end_step())
 
-    # -- for the training loop ------------------------------------------------------------------
+    def begin(self, rate: float, *, must_agree: bool) -> None:
+        """Set the learning rates of a step, and whether the ranks meet after it. Local."""
+        super().begin(rate, must_agree=must_agree)
+        self._must_meet = must_agree
 
     @property
     def communication_seconds(self) -> float:
         """Time in which the last step waited for servers, in seconds."""
         return self.method.waited_s
 
-    def synchronize(self, *_: object) -> None:
-        """Do nothing: there is no common gradient, passes add up in it, no meeting has a time."""
-
-    set_backward_passes_per_step = resume_clock = synchronize
-
     def raise_flags(self, flags: int) -> None:
-        """Let every rank see these bits at the next meeting."""
+        """Send these bits to all ranks at the next meeting. Local."""
         self.gradient_flags = flags
 
-    def skip_step(self) -> None:
-        """Count a step that this rank does not take."""
-        self.method.skip_step()
+    def _synchronize(self) -> None:
+        """Do nothing: ranks have no common gradient."""
+
+    def _set_num_passes(self, num_passes: int) -> None:
+        """Do nothing: all passes add up in this rank's gradient."""
+
+    def skip(self, flags: int) -> None:
+        """Leave out this rank's own step. Collective where the ranks meet after it."""
+        super().skip(flags)
         self._end_step()
+
+    @property
+    def is_between_rounds(self) -> bool:
+        """Whether the ranks have met after the last step."""
+        return self._step_since_meeting == 0
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Do what ``finish`` does; ranks go on from there. Collective."""
+        """Let all ranks have the model of the servers, also after the block. Collective."""
         self.finish()
         yield
 
     @contextmanager
-    def settled(self) -> Iterator[Self]:
-        """Let model and optimizer be those of the servers inside. Collective."""
+    def settled(self) -> Iterator[None]:
+        """Give model and optimizer the state of the servers inside the block. Collective."""
+        if self.replicas_agree:
+            yield
+            return
         with self.method.settled(shows_all=False):
-            self.agrees = True
+            self.replicas_agree = True
             try:
-                yield self
+                yield
             finally:
-                self.agrees = False
-
-    def close(self) -> None:
-        """Remove the hooks. Not collective."""
-        self._hook.remove()
-        self.method.close()
-
-    # -- states ---------------------------------------------------------------------------------
+                self.replicas_agree = False
 
     @property
-    def has_own_optimizer(self) -> bool:
-        """Whether each rank's optimizer has a state of its own, apart from that of the servers."""
+    def states_agree(self) -> bool:
+        """Whether model and optimizer have the state of the servers now."""
+        return self.comm.size == 1 or self.replicas_agree
+
+    def close(self) -> None:
+        """Remove the hooks. Local."""
+        self._hook.remove()
+        super().close()
+
+    @property
+    def _has_own_optimizer(self) -> bool:
+        """Whether each rank's optimizer has a state apart from that of the servers."""
         return self.method.server_optimizer is not self.method.optimizer
 
-    def shared_state(self) -> dict[str, Any]:
-        """Return what is the same on every rank; inside of ``settled``."""
-        server = self.method.server_optimizer.state_dict() if self.has_own_optimizer else None
-        return {"step": self.step, "server": server}
+    def _shared_optimizer(self) -> dict[str, Any]:
+        state = super()._shared_optimizer()
+        is_own = self._has_own_optimizer and self.comm.size > 1
+        return {**state, "state": {}} if is_own else state
 
-    def own_state(self) -> dict[str, Any]:
-        """Return what each rank has for itself: the state of a replica's optimizer."""
-        has_own = self.has_own_optimizer
-        return {"optimizer": self.method.optimizer.state_dict() if has_own else None}
+    def _method_shared_state(self) -> dict[str, Any]:
+        server = self.method.server_optimizer.state_dict() if self._has_own_optimizer else None
+        return {"step": self._step, "server": server}
 
-    def load_shared_state(self, state: Mapping[str, Any]) -> None:
-        """Let servers take over what model and optimizer were loaded with. Collective."""
-        self.step = state["step"]
-        if state.get("server"):
-            self.method.server_optimizer.load_state_dict(state["server"])
+    def _method_own_state(self) -> dict[str, Any]:
+        return {"optimizer": self.optimizer.state_dict() if self._has_own_optimizer else None}
+
+    def _restore_method(self, shared: Mapping[str, Any], own: Mapping[str, Any] | None) -> None:
+        self._step = shared["step"]
+        if shared.get("server"):
+            self.method.server_optimizer.load_state_dict(shared["server"])
         self.method.reload()
+        if own is not None and own.get("optimizer"):
+            self.optimizer.load_state_dict(own["optimizer"])
 
-    def load_own_state(self, state: Mapping[str, Any]) -> None:
-        """Go on with the state of this rank's replica."""
-        if state.get("optimizer"):
-            self.method.optimizer.load_state_dict(state["optimizer"])
+    @property
+    def facts(self) -> Figures:
+        """Entries of the first record of a run."""
+        sync = self.config.sync
+        return {"sync": {"method": sync.method, "staleness": sync.staleness}}
+
+    @property
+    def figures(self) -> Figures:
+        """Staleness of updates as of the last meeting; the same on every rank."""
+        return self._figures
+
+    def describe(self) -> list[tuple[str, str]]:
+        """Return a row about the method."""
+        sync = self.config.sync
+        return [("sync", f"{sync.method}, staleness {sync.staleness}")]
 
     def _end_step(self) -> None:
-        self.step += 1
-        self.step_in_round += 1
+        self._step += 1
+        self._step_since_meeting += 1
         self.raised_flags = 0
-        if self.must_meet or self.step % MEETING_STEPS == 0:
+        if self._must_meet or self._step % MEETING_STEPS == 0:
             self._meet()
 
     def _meet(self) -> None:
-        """Let all ranks come to this step, and compare. Collective."""
+        """Wait for all ranks at this step, and combine flags and figures. Collective."""
         histogram = self.method.staleness_histogram
-        told = sum(histogram.values()), sum(s * n for s, n in histogram.items())
-        since = [now - before for now, before in zip(told, self._counted, strict=True)]
+        counted = sum(histogram.values()), sum(s * n for s, n in histogram.items())
+        since = [now - before for now, before in zip(counted, self._counted, strict=True)]
         bits = [self.gradient_flags >> bit & 1 for bit in range(4)]
-        flat = torch.tensor([*since, *bits, max(histogram, default=0), self.step, -self.step])
+        flat = torch.tensor([*since, *bits, max(histogram, default=0), self._step, -self._step])
         sums = flat.double()
-        self._comm.allreduce_(sums).wait()
-        self._comm.allreduce_(flat, op=Op.MAX).wait()
+        self.comm.allreduce_(sums).wait()
+        self.comm.allreduce_(flat, op=Op.MAX).wait()
         most, least = int(flat[-2]), -int(flat[-1])
         if most != least:
             raise MismatchError(
-                f"ranks compare their wishes after the same step, this one has taken {self.step} "
-                f"and others from {least} to {most}; take equally many steps on every rank"
+                f"all ranks must take the same number of steps, but this rank has taken "
+                f"{self._step} and others {least} to {most}; give each rank as many batches"
             )
-        self._counted = told
+        self._counted = counted
         self.raised_flags = sum(1 << bit for bit in range(4) if sums[2 + bit])
         mean = float(sums[1] / sums[0]) if sums[0] else 0.0
-        self.facts = {"staleness": mean, "staleness_most": int(flat[6])}
-        self.must_meet, self.step_in_round = False, 0
+        self._figures = {"staleness": mean, "staleness_most": int(flat[6])}
+        self._must_meet, self._step_since_meeting = False, 0

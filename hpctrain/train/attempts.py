@@ -8,8 +8,6 @@ from typing import Any
 
 from rich.console import Console
 
-from hpctrain.checkpoint.format.manifest import CheckpointManifest
-from hpctrain.checkpoint.format.shard import Shard
 from hpctrain.checkpoint.manager import Manager
 from hpctrain.cluster.env import job_id
 from hpctrain.comm.agreement import agreed, on_root
@@ -33,13 +31,12 @@ from hpctrain.train.boundary import Boundary
 from hpctrain.train.console import Progress
 from hpctrain.train.evaluate import evaluate
 from hpctrain.train.loggers import Loggers
-from hpctrain.train.loop import Outcome, Stopped, TrainingLoop, hash_of, left_out
+from hpctrain.train.loop import Outcome, Stopped, TrainingLoop, left_out
 from hpctrain.train.metrics import Metrics
 from hpctrain.train.profiler import Profiler
 from hpctrain.train.resume import given_arguments
 from hpctrain.train.run_directory import RunDirectory, environment
 from hpctrain.train.run_state import RunState
-from hpctrain.train.sync_method import figures, summary
 from hpctrain.train.task import Task
 
 KILLED = "killed"
@@ -157,8 +154,7 @@ class RunInDirectory:
                 outcome = self._train(metrics, boundary)
             self._close(manager)
             boundary.check_lease()  # else the last record may have been left out
-            if self._task.sync is not None:
-                self._task.sync.close()
+            self._task.exchange.close()
             metrics.sync()
         comm.barrier()  # a launcher may kill rank 0 when another ends: it shall have said all
         return outcome
@@ -201,12 +197,12 @@ class RunInDirectory:
             self._lease.check()
 
     def _load(self, manager: Manager) -> None:
-        loaded = manager.load_latest(into=self._parts(manager))
+        loaded = manager.load_latest(into=self._task.exchange.wanted(manager.latest))
         if loaded is None:
             self._console.print("there is no checkpoint yet: the run begins again")
             return
         ranks, comm = len(loaded.private), self._comm
-        layouts = [loaded.state.get("layout"), self._task.layout]
+        layouts = [loaded.state.get("layout"), self._task.exchange.layout]
         is_same = ranks == comm.size and layouts[0] == layouts[1]
         own = loaded.private.get(comm.rank) if is_same else None
         if loaded.step > self._task.num_steps:
@@ -227,21 +223,12 @@ class RunInDirectory:
             self._console.print(f"the checkpoint is of {before}, this run has {now}")
         if ranks != comm.size:
             differ = "other random numbers, and sums that are rounded in another order"
-            if self._task.sync:
+            if self._task.exchange.takes_own_steps:
                 differ = "each goes on from the mean of the replicas, with other random numbers"
             self._console.print(
                 f"the checkpoint is of {ranks} ranks, this run has {comm.size}: "
-                f"{'the same bits' if self._task.steps else differ}"
+                f"{'the same bits' if self._task.exchange.is_reproducible else differ}"
             )
-
-    def _parts(self, manager: Manager) -> Mapping[str, Shard] | None:
-        """Return what this rank wants of the newest checkpoint; None for all. Collective."""
-        parallel, tables = self._task.parallel, self._task.tables
-        if tables:
-            return None if manager.latest() is None else tables.wanted()
-        if parallel is None or (newest := manager.latest()) is None:
-            return None
-        return parallel.state.wanted(CheckpointManifest.read(newest).tensors)
 
     def _train(self, metrics: Metrics, boundary: Boundary) -> Outcome | Stopped:
         """Train, and write the last record."""
@@ -266,9 +253,9 @@ class RunInDirectory:
             training_s=outcome.training_s,
             samples_per_s=outcome.num_samples / outcome.training_s,
             best=outcome.best,
-            **(figures(task.sync) if task.sync is not None else {}),
+            **task.exchange.figures,
             **({"skipped": state.num_skipped} if state.num_skipped else {}),
-            state_hash=hash_of(task),
+            state_hash=task.exchange.hash(),
         )
         if state.num_skipped:
             self._console.print(left_out(state.num_skipped))
@@ -306,11 +293,9 @@ class RunInDirectory:
             "nodes": here.topology.num_nodes,
             "path": here.plan.node_memory,
             "rails": here.plan.num_rails,
-            "parameters": self._task.num_parameters,
+            "parameters": self._task.exchange.num_parameters,
             **({"device": self._task.device_reason} if self._task.device_reason else {}),
-            **({"reproducible": self._task.steps.facts} if self._task.steps else {}),
-            **({"layout": self._task.layout} if self._task.layout else {}),
-            **({"sync": summary(self._task.config.sync)} if self._task.sync else {}),
+            **self._task.exchange.facts,
         }
 
 

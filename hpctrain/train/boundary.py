@@ -11,7 +11,6 @@ from hpctrain.core.errors import CheckpointError
 from hpctrain.core.logs import logger
 from hpctrain.launch.lease import Lease
 from hpctrain.runtime.stopping import StopRequests
-from hpctrain.train.async_exchange import AsyncExchange
 from hpctrain.train.metrics import Metrics
 from hpctrain.train.run_state import RunState, require_finite_weights
 
@@ -103,11 +102,10 @@ class Boundary:
         self._comm.agree(not lost, self._lease.loss() if self._lease is not None else "")
 
     def _write(self, state: RunState, *, wait: bool, score: float | None) -> None:
-        sync = state.task.sync
-        if isinstance(sync, AsyncExchange) and not sync.agrees:
-            with sync.settled():  # what the servers have
-                self._write(state, wait=wait, score=score)
-            return
+        with state.task.exchange.settled():
+            self._write_settled(state, wait=wait, score=score)
+
+    def _write_settled(self, state: RunState, *, wait: bool, score: float | None) -> None:
         self.check_lease()
         require_finite_weights(state.task)
         self._metrics.sync()

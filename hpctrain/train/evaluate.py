@@ -10,10 +10,8 @@ from torch import Tensor
 from hpctrain.comm.agreement import agreed
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.ops import Op
-from hpctrain.comm.tensor_arguments import on_host
 from hpctrain.core.errors import DataError
 from hpctrain.core.user_error import noted
-from hpctrain.gradients.fixed_tree import aligned_parts, exact_sum
 from hpctrain.train.scores import Metric, Scores
 from hpctrain.train.stateful import widened
 from hpctrain.train.task import Task
@@ -56,11 +54,7 @@ def evaluate(task: Task, poll: StopPoll | None = None) -> Scores:
     exact. Buffers such as running means become those of rank 0 first: every rank must test the
     model that rank 0 saves. With reproducible steps all bits are the same on any number of ranks.
     """
-    if task.parallel is not None:
-        task.parallel.share_buffers()
-    for buffer in task.model.buffers() if task.parallel is None else ():
-        with on_host(buffer) as values:
-            task.comm.broadcast_(values).wait()
+    task.exchange.share_buffers()
     task.model.eval()
     means = [metric for metric in task.metrics if metric.values is not None]
     rows, counts = list[list[float]](), dict[str, Tensor]()
@@ -82,14 +76,7 @@ def evaluate(task: Task, poll: StopPoll | None = None) -> Scores:
     task.model.train()
     if poll is not None and poll.is_over:
         return Scores(loss=nan, metric=nan, num_samples=0)
-    if task.steps is not None:
-        rows = [row for each in task.comm.allgather_object(rows) for row in each]
-    # Rounded once at the end, so that the order of the terms does not count.
-    columns = zip(*rows, strict=True) if rows else [()] * (2 + len(means))
-    sums = torch.tensor([exact_sum(column) for column in columns], dtype=torch.float64)
-    if task.steps is None:
-        task.comm.allreduce_(sums).wait()
-    num_samples, *totals = sums.tolist()
+    num_samples, *totals = task.exchange.sum_rows(rows, 2 + len(means))
     names = ["loss", *(metric.name for metric in means)]
     found_means = {n: total / num_samples for n, total in zip(names, totals, strict=True)}
     metrics = {
@@ -136,16 +123,4 @@ def _parts(task: Task, poll: StopPoll | None) -> Iterator[tuple[Tensor, Tensor, 
         if poll is not None and poll.ask():
             loader.set_epoch(loader.epoch)
             return
-        values = task.split(batch)
-        if task.steps is not None:
-            assert loader.micro_shards is not None
-            parts = aligned_parts(values, loader.step_samples, loader.micro_shards, task.steps.own)
-            yield from ((*part, None) for part in parts)
-        elif task.parallel is not None:
-            output = task.parallel.output(*values)
-            if output is not None:
-                yield *values, output
-        elif batch.num_samples:
-            yield *values, None
-        else:
-            task.tables.look_up_nothing(task.model, values[0])
+        yield from task.exchange.test_parts(task.split(batch), loader)

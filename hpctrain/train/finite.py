@@ -8,12 +8,10 @@ from typing import Any
 
 import torch
 
-from hpctrain.comm.norms import clip_grad_norm_, total_norm
 from hpctrain.core.errors import NotFiniteError
 from hpctrain.core.logs import logger
 from hpctrain.core.units import format_ranks
 from hpctrain.gradients.reproducible import StepValues
-from hpctrain.gradients.step_notes import StepNotes
 from hpctrain.train.boundary import NOT_FINITE
 from hpctrain.train.metrics import Metrics
 from hpctrain.train.run_state import require_finite_weights, unfinite_weights
@@ -83,7 +81,7 @@ class StepGuard:
         self.num_left_out = 1  # steps, where this one is; more where some are taken back
         self._flags, self._lr, self._step = 0, 0.0, 0
         self._looks = self._mode in ("skip", "rollback")  # at gradients, whatever the loss
-        if self._looks and isinstance(task.exchange, StepNotes):
+        if self._looks:
             task.exchange.look_at_sums()
         self._buffers: StepValues | None = None
         self._finding: NotFiniteFinding | None = None
@@ -111,7 +109,7 @@ class StepGuard:
         if self._mode != "ignore" and not math.isfinite(loss):
             self._task.exchange.raise_flags(self._flags | NOT_FINITE)
         if self._on_spike != "none":
-            self._task.exchange.tell_loss(loss)
+            self._task.exchange.report_loss(loss)
 
     def may_step(self, loss: float, norm: float | None) -> bool:
         """Say whether the step is taken; if not, note what this rank has seen.
@@ -121,12 +119,14 @@ class StepGuard:
         """
         self.is_first = self._is_spike = False
         looks = self._mode != "ignore"
-        flagged = looks and (self._task.step_flags & NOT_FINITE or not math.isfinite(loss))
-        if norm is None and (flagged or (self._looks and not self._sums_are_finite)):
-            norm = gradient_norm(self._task)
+        flagged = looks and (
+            self._task.exchange.gradient_flags & NOT_FINITE or not math.isfinite(loss)
+        )
+        if norm is None and (flagged or (self._looks and not self._task.exchange.sums_are_finite)):
+            norm = self._task.exchange.gradient_norm()
         noted = partial(
             self._note,
-            loss if self._task.steps is None else self._task.steps.own_loss,
+            self._task.exchange.own_loss(loss),
             self._task.train.place,
             step=self._step,
             epoch=self._task.train.epoch + 1,
@@ -140,18 +140,13 @@ class StepGuard:
             self._finding = self._taken() if is_older and self._taken else noted(norm=norm)
         return False
 
-    @property
-    def _sums_are_finite(self) -> bool:
-        """Whether it is known that they are, without a look at them."""
-        return getattr(self._task.exchange, "sums_are_finite", None) is True
-
     def _sees(self, loss: float) -> bool:
         """Say whether a step that is finite is taken by its loss. Collective where it is a spike.
 
         ``loss`` is of all samples with reproducible steps, else of this rank.
         """
-        memory, exchange = self._memory, self._task.exchange
-        self._mean = loss if self._task.steps is not None else exchange.mean_loss
+        memory = self._memory
+        self._mean = self._task.exchange.mean_loss(loss)
         self._limit = memory.spikes.limit
         self._is_spike = math.isfinite(self._mean) and memory.spikes.is_spike(self._mean)
         if not self._is_spike or self._on_spike == "lower_rate":
@@ -193,13 +188,10 @@ class StepGuard:
         """
         task = self._task
         does = self._on_spike if self._is_spike else self._mode
-        all_know = task.sync is None or task.sync.is_synchronous
+        all_know = task.exchange.is_synchronous
         if self._buffers is not None:
             self._buffers.put_back()  # before a round ends, which averages them
-        if task.sync is not None:
-            task.exchange.raise_flags(self._flags | NOT_FINITE)
-            task.sync.skip_step()
-        task.optimizer.zero_grad()
+        task.exchange.skip(self._flags | NOT_FINITE)
         if does == "stop":
             if all_know:
                 self._stop()
@@ -338,21 +330,3 @@ def _told(shown: Mapping[int, NotFiniteFinding]) -> str:
         'train.on_non_finite = "skip", which leaves such steps out',
     )
     return "\n".join((cause, *_lines_of(shown), *ways_out))
-
-
-def clip(task: Task, max_norm: float) -> float:
-    """Clip the averaged gradient; return its norm before that. Collective with ``train.shard``."""
-    if task.parallel is not None:
-        return task.parallel.clip(max_norm)
-    if task.config.train.shard != "none":  # the average is in no rank's .grad
-        return float(task.optimizer.clip_grad_norm_(max_norm))
-    return float(clip_grad_norm_(task.model.parameters(), max_norm))
-
-
-def gradient_norm(task: Task) -> float:
-    """Return the norm of all gradients of this rank, of all ranks' with ``train.shard``."""
-    if task.parallel is not None or task.config.train.shard != "none":
-        return clip(task, math.inf)
-    gradients = [p.grad for p in task.model.parameters() if p.grad is not None]
-    dense = [g.coalesce().values() if g.is_sparse else g for g in gradients]
-    return float(total_norm(dense)) if dense else 0.0

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from inspect import Parameter, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import safetensors
 import torch
@@ -16,8 +16,6 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer, lr_scheduler
 
 from hpctrain.checkpoint.export import newest_state
-from hpctrain.comm.agreement import agreed
-from hpctrain.comm.communicator import Communicator
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.logs import logger
 from hpctrain.core.target import call, check_arguments, member, resolve
@@ -32,10 +30,6 @@ from hpctrain.parallel.recomputation import recompute
 from hpctrain.parallel.split import layers_of
 from hpctrain.train.config import ModelConfig, OptimizerConfig, RunConfig, TrainingConfig
 from hpctrain.train.parallel_config import ParallelConfig
-from hpctrain.train.stateful import Precision
-
-if TYPE_CHECKING:
-    from hpctrain.train.model_parallel import ModelParallel
 
 EMA = "ema"
 """Part of a checkpoint's state: the model with averaged weights, a state dict as that of model."""
@@ -240,33 +234,6 @@ def prepare(model: nn.Module, run: RunConfig) -> None:
         model.compile(**args)
     except (RuntimeError, ValueError, TypeError) as error:
         raise ConfigError(f"train.compile_args: torch.compile refuses: {error}") from error
-
-
-def divided(
-    config: RunConfig,
-    model: nn.Module,
-    optimizer: Optimizer,
-    loss: Callable[[Tensor, Tensor], Tensor],
-    precision: Precision,
-    comm: Communicator,
-) -> "ModelParallel | None":
-    """Divide a model as ``[parallel]`` says; None where it stays whole. Collective.
-
-    Raises ``MismatchError``: it cannot be divided so; on all ranks.
-    """
-    with agreed(comm):
-        if config.parallel.divides:
-            # What it needs of torch takes seconds to load.
-            from hpctrain.train.model_parallel import ModelParallel  # noqa: PLC0415
-
-            return ModelParallel(config, model, optimizer, loss, precision, comm)
-        if config.parallel.dp not in (0, comm.size):
-            raise ConfigError(
-                f"replicas of a whole model must multiply to the {comm.size} ranks, got "
-                f"parallel.dp = {config.parallel.dp}; leave it out, or divide the model by tp, pp "
-                f"or cp too"
-            )
-    return None
 
 
 def asked(model: nn.Module, what: str, given: Any) -> Any:

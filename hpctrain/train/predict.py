@@ -26,7 +26,7 @@ from hpctrain.data.samples import Batch
 from hpctrain.train.config import SyncConfig
 from hpctrain.train.load import load
 from hpctrain.train.parallel_config import ParallelConfig
-from hpctrain.train.refusals import told_of
+from hpctrain.train.refusals import targets, told_of
 from hpctrain.train.run_directory import RunDirectory
 from hpctrain.train.stateful import widened
 from hpctrain.train.task import Task, build
@@ -126,11 +126,11 @@ def predict(task: Task, path: Path, facts: Mapping[str, Any]) -> tuple[int, ...]
 def _output(task: Task, batch: Batch) -> NDArray[Any] | None:
     """Return the outputs of this rank's samples; None where it has none."""
     if not batch.num_samples:
-        task.tables.look_up_nothing(task.model, task.split(batch)[0])
+        task.exchange.forward_nothing(task.split(batch)[0])
         return None
     with task.precision.autocast():
         inputs, _ = task.split(batch)
-        with told_of(task.targets[0], inputs):
+        with told_of(targets(task.config)[0], inputs):
             output = task.model(inputs)
     output = widened(output)
     if not isinstance(output, Tensor) or output.shape[:1] != (batch.num_samples,):

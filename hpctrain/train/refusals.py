@@ -10,6 +10,7 @@ from torch import Tensor
 from hpctrain.core.errors import DataError, HpctrainError
 from hpctrain.core.logs import logger
 from hpctrain.core.user_error import described, layer_of, noted, user_lines
+from hpctrain.train.config import RunConfig
 
 _REFUSALS = (RuntimeError, TypeError, ValueError, IndexError, AttributeError)
 
@@ -54,3 +55,13 @@ def _remedy(said: str, dtypes: list[torch.dtype]) -> str:
         f"; pack the data again with --field NAME=WHAT:{goal}, which stores that type of numbers, "
         f"or convert the field in data.transform"
     )
+
+
+def targets(config: RunConfig) -> tuple[str, str]:
+    """Return the keys of model and loss with their values, which errors of a step name."""
+    return f'model.target = "{config.model.target}"', f'loss.target = "{config.loss.target}"'
+
+
+def step_name(config: RunConfig) -> str:
+    """Return how errors name the step of model and loss."""
+    return f"the step of {' and '.join(targets(config))}"

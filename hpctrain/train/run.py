@@ -51,7 +51,6 @@ from hpctrain.train.resume import check_same, finished, goes_on, plan_to_keep, s
 from hpctrain.train.run_directory import RunDirectory
 from hpctrain.train.run_figures import draw_runs
 from hpctrain.train.status import last_record
-from hpctrain.train.sync_method import describe
 from hpctrain.train.task import Task, build
 
 
@@ -265,7 +264,7 @@ class _Run:
 
     def _told_compression(self, task: Task) -> Iterator[str]:
         """Say for people what compression has spared, and why ``auto`` has chosen what it has."""
-        codec = getattr(task.optimizer, "codec", None)
+        codec = task.exchange.codec
         if isinstance(codec, Auto) and codec.reason:
             yield f"compression auto took {codec.name}: {codec.reason}"
         if spared := RunHistory.read(self._directory.path).spared:
@@ -333,12 +332,10 @@ def _introduce(console: Console, here: world.World, task: Task) -> None:
     data = f"{task.num_train_samples} samples, {config.train.global_batch} in each of"
     rows = [
         (config.name, f"in {config.directory}"),
-        ("model", f"{config.model.target}, {task.num_parameters} parameters, {rate}"),
+        ("model", f"{config.model.target}, {task.exchange.num_parameters} parameters, {rate}"),
         ("data", f"{config.data.target}, {data} {task.num_steps} steps, {epochs}"),
         *([("validation", _held_out(task))] if task.held_out else []),
-        *([("reproducible", task.steps.describe())] if task.steps else []),
-        *([("layout", task.layout)] if task.layout else []),
-        *([("sync", describe(config.sync))] if task.sync else []),
+        *task.exchange.describe(),
         ("ranks", f"{machine['ranks']}; {name} {plan}"),
         *([("device", task.device_reason)] if task.device_reason else []),
         *([("shard", task.shard_reason)] if task.shard_reason else []),

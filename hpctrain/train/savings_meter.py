@@ -5,7 +5,6 @@ from typing import Any
 import torch
 
 from hpctrain.comm.communicator import Traffic
-from hpctrain.compress.savings import Savings
 from hpctrain.train.task import Task
 
 
@@ -14,15 +13,11 @@ class SavingsMeter:
 
     def __init__(self, task: Task) -> None:
         self._task = task
-        self._is_on = task.config.sync.compression != "none" and task.sync is None
         self._clear()
 
     def _clear(self) -> None:
         self._node_bytes = self._rail_bytes = self._num_steps = 0
-        self._began_s = now.rail_s if (now := self._now()) else 0.0
-
-    def _now(self) -> Savings | None:
-        return getattr(self._task.optimizer, "savings", None) if self._is_on else None
+        self._began_s = now.rail_s if (now := self._task.exchange.savings) else 0.0
 
     def add(self, moved: Traffic) -> None:
         """Add one step."""
@@ -36,7 +31,7 @@ class SavingsMeter:
         ``node_bytes`` and ``rail_bytes`` of all ranks, the ``ratio`` of the bytes that would
         cross without a codec, and ``won_s``, None where the link was not probed.
         """
-        now = self._now()
+        now = self._task.exchange.savings
         if now is None:
             return {}
         comm, num_steps = self._task.comm, max(self._num_steps, 1)

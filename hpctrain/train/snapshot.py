@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.checkpoint.format.state_tree import mapped
-from hpctrain.train.run_state import codec_of, random_states, restore_replica, set_random_states
+from hpctrain.train.run_state import random_states, set_random_states
 from hpctrain.train.stateful import GuardMemory
 from hpctrain.train.task import Task
 
@@ -20,13 +20,9 @@ class Snapshot:
         """Copy them before ``step``. Collective where ranks divide the model."""
         self.step = step
         self._task, self._memory = task, memory
-        self._parts = {"precision": task.precision, "ema": task.ema, "codec": codec_of(task)}
+        self._parts = {"precision": task.precision, "ema": task.ema, "codec": task.exchange.codec}
         self._random = mapped(random_states(task.device), _copy)
-        if task.parallel is None:
-            replica = {"model": task.model.state_dict(), "optimizer": task.optimizer.state_dict()}
-        else:
-            replica = task.parallel.state.state()
-        self._replica = mapped(replica, _copy)
+        self._replica = mapped(task.exchange.local_state(), _copy)
         self._buffers = [_copy(buffer) for buffer in task.model.buffers()]
         self._states = {
             name: mapped(part.state_dict(), _copy) for name, part in self._parts.items() if part
@@ -36,7 +32,7 @@ class Snapshot:
     @torch.no_grad()
     def restore(self) -> None:
         """Give all of it back, in the place of a step; may be called again. Not collective."""
-        restore_replica(self._task, self._replica, None)
+        self._task.exchange.restore_model(self._replica, None)
         for buffer, value in zip(self._task.model.buffers(), self._buffers, strict=True):
             buffer.copy_(value)
         for name, state in self._states.items():

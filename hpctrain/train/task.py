@@ -2,10 +2,10 @@
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +17,6 @@ from hpctrain.collectives.parameters import broadcast_parameters
 from hpctrain.comm.agreement import agreed, on_root
 from hpctrain.comm.communicator import Communicator
 from hpctrain.core.errors import ConfigError, DataError
-from hpctrain.core.logs import logger
 from hpctrain.core.target import check_arguments, member, resolve
 from hpctrain.core.user_error import described, noted
 from hpctrain.data.format.layout import Field
@@ -27,17 +26,11 @@ from hpctrain.data.samples import Batch, Ragged
 from hpctrain.data.staging import stage
 from hpctrain.data.subset import Subset
 from hpctrain.data.transform import PerSample, Transform
-from hpctrain.gradients.noise_watch import watch_noise
-from hpctrain.gradients.reproducible import Reproducible
-from hpctrain.local_sgd.local_method import LocalMethod
-from hpctrain.local_sgd.staged_sgd import StagedSGD
-from hpctrain.optim.noise_scale import NoiseScale
 from hpctrain.runtime import world
-from hpctrain.train.async_exchange import AsyncExchange
 from hpctrain.train.config import DataConfig, LossConfig, RunConfig
+from hpctrain.train.make_exchange import make_exchange
 from hpctrain.train.model import (
     choose_device,
-    divided,
     load_first_weights,
     make_model,
     make_optimizer,
@@ -45,14 +38,11 @@ from hpctrain.train.model import (
     prepare,
     with_shard,
 )
-from hpctrain.train.refusals import told_of
+from hpctrain.train.refusals import targets, told_of
 from hpctrain.train.scores import LOSS, Metric, make_metric
 from hpctrain.train.stateful import Ema, Precision
-from hpctrain.train.sync_method import distributed, make_sync
+from hpctrain.train.step_exchange import StepExchange
 from hpctrain.train.tables import Tables
-
-if TYPE_CHECKING:
-    from hpctrain.train.model_parallel import ModelParallel
 
 CPU = torch.device("cpu")
 
@@ -73,56 +63,20 @@ class Task:
     metrics: Sequence[Metric]  # the first one judges
     precision: Precision
     ema: Ema | None
-    optimizer: Any
-    """The torch optimizer; ``DistributedOptimizer`` has it unless there are ``steps`` or
-    ``sync``."""
+    exchange: StepExchange  # combines the work of the ranks in each step
     train: Loader
     test: Loader  # of the tests during training
     held_out: Loader | None = None
     """Of the test after training, where samples are held out for those during training."""
-    peaks: Sequence[float]  # learning rates of the optimizer's groups at the peak of the schedule
     schedule: Callable[[int], float]  # factor of the learning rate at each step
-    steps: Reproducible | None = None
-    """Calculates gradients whose bits do not depend on the number of ranks, where that is asked
-    for."""
-    sync: LocalMethod | AsyncExchange | None = None
-    """Says when ranks agree that take steps of their own, where that is asked for."""
-    tables: Tables
-    """Rows that are divided over all ranks, and step by themselves."""
-    parallel: "ModelParallel | None" = None
-    """What this rank has of the model, where ranks divide it."""
-    noise: NoiseScale | None = None  # of the gradients, where that is asked for
     shard_reason: str = ""  # what train.shard = auto has become, and why
     device: torch.device = CPU
     device_reason: str = ""  # what train.device has become, where there was a choice
 
     @property
-    def exchange(self) -> Any:
-        """What speaks with the other ranks in a step: gradients and flags go through it."""
-        return self.sync or self.steps or self.parallel or self.optimizer
-
-    @property
-    def layout(self) -> str | None:
-        """How ranks divide the model; None where each has all of it."""
-        return None if self.parallel is None else self.parallel.describe()
-
-    @property
-    def step_flags(self) -> int:
-        """Bits that any of the ranks had raised which average gradients; after ``backward``."""
-        flags: int = self.exchange.raised_flags if self.sync is None else self.sync.gradient_flags
-        return flags
-
-    @property
-    def observer(self) -> StagedSGD | None:
-        """Who is told the mean training loss of each epoch."""
-        return self.sync if isinstance(self.sync, StagedSGD) else None
-
-    @property
-    def num_parameters(self) -> int:
-        """Elements of all parameters."""
-        if self.parallel is not None:
-            return self.parallel.num_parameters
-        return sum(parameter.numel() for parameter in self.model.parameters())
+    def optimizer(self) -> Any:
+        """The optimizer of this rank; a ``DistributedOptimizer`` where gradients are averaged."""
+        return self.exchange.optimizer
 
     @property
     def num_train_samples(self) -> int:
@@ -150,22 +104,14 @@ class Task:
         return "test" if self.held_out is None else "validation"
 
     @property
-    def targets(self) -> tuple[str, str]:
-        """Whose errors those of a step are: the keys of model and loss, with their values."""
-        config = self.config
-        return f'model.target = "{config.model.target}"', f'loss.target = "{config.loss.target}"'
-
-    @property
     def is_larger_better(self) -> bool:
         """Whether the larger value of the first metric is the better one."""
         mode = self.config.test.mode
         return mode == "max" or (mode == "auto" and self.metric_name != LOSS)
 
     def averaged(self) -> AbstractContextManager[None]:
-        """Let the model be inside the one that is tested. Collective."""
-        if self.sync is not None:
-            return self.sync.averaged()
-        return nullcontext() if self.ema is None else self.ema.applied()
+        """Give the model the weights that are tested inside the block. Collective."""
+        return self.exchange.averaged() if self.ema is None else self.ema.applied()
 
     def split(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """The input of the model and the label that its output is compared with.
@@ -202,7 +148,7 @@ class Task:
         ``output`` is given where it is calculated already.
         Some dtypes are refused in backward alone, which is tried as far as the output.
         """
-        model, whose = self.targets
+        model, whose = targets(self.config)
         with self.precision.autocast():
             with told_of(model, inputs):
                 output = self.model(inputs) if output is None else output
@@ -268,39 +214,27 @@ def build(config: RunConfig, comm: Communicator, *, is_new: bool = True) -> Task
     if config.data.stage:
         stage_for(train, config.data.stage, comm, world.current().topology)
     tables = _give_first_weights(config, model, comm, is_new=is_new)
-    with agreed(comm):
-        steps = _steps(config, model, optimizer, comm)
-        lengths = {"epoch_steps": len(train), "num_steps": len(train) * config.train.epochs}
-        sync = make_sync(config.sync, model, optimizer, seed=config.seed, **lengths)
     nodes = world.current().topology.nodes if comm.levels is not None else ()
     config, reason = with_shard(config, model, optimizer, [*map(len, nodes)])
     precision = Precision(config.train.precision, model)
-    parallel = divided(config, model, optimizer, loss, precision, comm)
-    if parallel is not None:
-        model, optimizer = parallel.model, parallel.optimizer
-        parallel.share_out(train, *tests)
-    elif steps is None and sync is None:
-        optimizer = distributed(config, model, optimizer)
+    exchange = make_exchange(
+        config, comm, model, optimizer, loss, precision, tables, epoch_steps=len(train)
+    )
+    exchange.share_out(train, *tests)
     # From here on ranks draw different random numbers: dropout must differ, but in a tp group.
-    seed_all(config.seed + (comm.rank if parallel is None else parallel.seed))
+    seed_all(config.seed + exchange.seed_offset)
     return Task(
         config=config,
         comm=comm,
-        model=model,
+        model=exchange.model,
         loss=loss,
         metrics=metrics,
         precision=precision,
-        ema=Ema(model, config.train.ema) if config.train.ema else None,
-        optimizer=optimizer,
+        ema=Ema(exchange.model, config.train.ema) if config.train.ema else None,
+        exchange=exchange,
         train=train,
         **dict(zip(("test", "held_out"), tests, strict=False)),
-        peaks=[group["lr"] for group in optimizer.param_groups],
         schedule=schedule,
-        tables=tables,
-        steps=steps,
-        sync=sync,
-        parallel=parallel,
-        noise=_noise(config, comm, optimizer) if config.log.noise_scale else None,
         shard_reason=reason,
         device=device,
         device_reason=why,
@@ -330,33 +264,6 @@ def _loss(config: LossConfig) -> Callable[[Tensor, Tensor], Tensor]:
     args: Mapping[str, Any] = dict(config.args)
     check_arguments(function, 2, args, "loss.args")
     return lambda output, label: function(output, label, **args)
-
-
-def _steps(
-    config: RunConfig, model: nn.Module, optimizer: torch.optim.Optimizer, comm: Communicator
-) -> Reproducible | None:
-    micro_shards = config.train.micro_shards_on(comm.size)
-    if micro_shards is None:
-        return None
-    return Reproducible(model, optimizer, comm, num_micro_shards=micro_shards, seed=config.seed)
-
-
-def _noise(config: RunConfig, comm: Communicator, optimizer: Any) -> NoiseScale:
-    """Return what estimates the noise scale from now on. Raises ``ConfigError``: nothing can."""
-    if config.train.reproducible or config.sync.is_local:
-        raise ConfigError(
-            "log.noise_scale compares gradients of ranks with their average, and neither "
-            "train.reproducible nor a local sync.method has both: leave one of them out"
-        )
-    noise = NoiseScale()
-    if comm.size > 1:
-        watch_noise(optimizer, noise)
-    elif config.train.accumulate == 1:
-        logger.warning(
-            "log.noise_scale compares gradients of two batch sizes, and a single rank has one: "
-            "set train.accumulate = 2 to tell it from pieces of a batch"
-        )
-    return noise
 
 
 def _loaders(

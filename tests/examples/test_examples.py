@@ -108,7 +108,7 @@ def test_four_lines_learn_the_digits(tmp_path, how, least):
 def test_ranks_that_agree_every_eight_steps_learn_the_digits(tmp_path):
     settings = ("train.epochs=8", "log.plots=false")
     record, told = trained(tmp_path, "local_sgd", *settings, num_ranks=2, nodes=2)
-    assert "local_sgd, steps 8, which travels as bf16" in told
+    assert "local_sgd, steps 8, compressed by bf16" in told
     assert record["metric"] >= 0.94
     assert record["rounds"] == -(-record["step"] // 8)
     gradients = 4 * record["parameters"] * record["step"]

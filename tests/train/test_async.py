@@ -62,13 +62,13 @@ def test_the_state_of_servers_comes_back_bit_for_bit_and_the_run_ends(
     task = job.built()
     state = RunState(task=task)
     state.restore(saved.state, saved.private[here.comm.rank])
-    with task.sync.settled():
+    with task.exchange.settled():
         assert_same_bits(dict(task.model.state_dict()), saved.state["model"])
-        now = task.sync.shared_state()["server"] or task.optimizer.state_dict()
+        now = task.exchange.shared_state()["sync"]["server"] or task.optimizer.state_dict()
         kept = saved.state["sync"]["server"] or saved.state["optimizer"]
         assert now["state"]
         assert_same_bits(now["state"], kept["state"])
-    task.sync.close()
+    task.exchange.close()
     outcome = job.part()
     assert isinstance(outcome, Outcome)
     last = read(job.directory.metrics)[-1]
@@ -100,9 +100,9 @@ def test_other_numbers_of_ranks_take_a_checkpoint_over(here, configure, shared, 
     manager.close()
     task = job.built()
     RunState(task=task).restore(saved.state, None)  # as after a change of the number
-    with task.sync.settled():
+    with task.exchange.settled():
         assert_same_bits(dict(task.model.state_dict()), saved.state["model"])
-    task.sync.close()
+    task.exchange.close()
 
 
 @pytest.mark.ranks(1, 2)

@@ -4,9 +4,7 @@ Each law runs through ``train_step`` for all of them, and compares with one proc
 """
 
 import copy
-import dataclasses
 import math
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -17,7 +15,7 @@ from torch.nn.functional import cross_entropy
 import hpctrain
 from hpctrain.checkpoint.format.state_hash import state_hash
 from hpctrain.data.loader import Loader
-from hpctrain.train import task
+from hpctrain.train import make_exchange, task
 from hpctrain.train.finite import StepGuard
 from hpctrain.train.loop import train_step
 from hpctrain.train.metrics import Metrics
@@ -43,6 +41,13 @@ ALONE = ("local", "asynchronous")  # a rank leaves out its own step
 OWN = ("adasum", *ALONE)  # a rank clips its own gradient
 
 
+def by_adasum(_, model: nn.Module, optimizer):
+    """Return the optimizer whose steps are combined by Adasum; each rank counts the same."""
+    made = hpctrain.DistributedOptimizer(optimizer, model.named_parameters(), op=hpctrain.Adasum)
+    made.set_num_samples = lambda *_, **__: None
+    return made
+
+
 class Run:
     """Steps of a run by one exchange, on all ranks."""
 
@@ -54,14 +59,8 @@ class Run:
         self.config = configure(*settings, *EXCHANGES[exchange], *overrides)
         with pytest.MonkeyPatch.context() as patched:
             if exchange == "adasum":
-                patched.setattr(task, "distributed", lambda *given: given[-1])
+                patched.setattr(make_exchange, "distributed", by_adasum)
             self.task = task.build(self.config, here.comm)
-        if exchange == "adasum":
-            named = self.task.model.named_parameters()
-            optimizer = self.task.optimizer
-            optimizer = hpctrain.DistributedOptimizer(optimizer, named, op=hpctrain.Adasum)
-            optimizer.set_num_samples = lambda *_, **__: None  # each rank counts the same
-            self.task = dataclasses.replace(self.task, optimizer=optimizer)
         self.state = RunState(task=self.task)
         self.guard = StepGuard(self.task, Metrics(None), self.state.guard)
 
@@ -71,8 +70,7 @@ class Run:
         for _, batch in zip(range(number), self.task.train, strict=False):
             self.state.step += 1
             self.guard.begin(self.state.step, RATE, flags)
-            if self.task.sync is not None:
-                self.task.sync.rounds.must_meet = True
+            self.task.exchange.begin(1.0, must_agree=True)
             found.append(train_step(self.task, batch, self.guard))
         return found
 
@@ -96,8 +94,7 @@ def run(request, here, configure):
 
     yield make
     for each in made:
-        if hasattr(each.task.sync, "close"):
-            each.task.sync.close()
+        each.task.exchange.close()
 
 
 def gradients(model: nn.Module, batch) -> list[torch.Tensor]:
@@ -189,7 +186,7 @@ def test_a_step_that_is_not_taken_leaves_no_trace(run, where, monkeypatch):
 def test_a_state_goes_on_to_the_same_bits(run):
     made = run("optimizer.args.momentum=0.5")
     made.steps(2)
-    with getattr(made.task.sync, "settled", nullcontext)():  # what servers have
+    with made.task.exchange.settled():  # the state of the servers
         kept = copy.deepcopy((made.state.shared(), made.state.own()))
     made.steps(2)
     first = made.weights()

@@ -73,7 +73,7 @@ def test_the_noise_of_a_run_is_that_of_its_samples_on_any_number_of_ranks(here, 
     how = [*NOISE, "optimizer.lr=1e-30", "train.epochs=20", "schedule.name=constant"]
     job = Job(here, configure, shared / "run", *how)
     task = job.built()
-    task.noise._decay = 1.0
+    task.exchange.noise._decay = 1.0
     job.part(task=task)
 
     train = problem.samples()

@@ -263,7 +263,7 @@ def test_what_a_divided_model_cannot_do_is_refused_with_the_configuration(layout
         ("tp=2", "model.target=tests.train.divided:odd_model", "must divide the 9 outputs"),
         ("pp=2", 'parallel.layers=["embedding"]', "every parameter of a pipeline is in one of"),
         ("tp=2 dp=2", "seed=1", "must multiply to the 2 ranks"),
-        ("dp=1", "seed=1", "must multiply to the 2 ranks"),
+        ("dp=1", "seed=1", "must be the number of ranks, 2"),
     ],
 )
 def test_what_cannot_be_divided_is_an_error_on_all_ranks(job, layout, other, rule):

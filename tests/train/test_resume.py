@@ -21,7 +21,8 @@ from hpctrain.train.loop import Outcome, Stopped
 from hpctrain.train.resume import check_same, finished, goes_on
 from hpctrain.train.run import How, run
 from hpctrain.train.run_directory import RunDirectory
-from hpctrain.train.run_state import RunState, check_fit
+from hpctrain.train.run_state import RunState
+from hpctrain.train.step_exchange import check_fit
 from hpctrain.train.task import build
 from tests.harness import preload
 from tests.train.job import WAYS, Job, assert_same_checkpoint, assert_same_run

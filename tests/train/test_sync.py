@@ -15,7 +15,7 @@ from hpctrain.core.records import read
 from hpctrain.data.tools.label_split import split_by_label
 from hpctrain.local_sgd.rounds import Draw
 from hpctrain.local_sgd.staged_sgd import StagedSGD
-from hpctrain.train import sync_method
+from hpctrain.train import make_exchange
 from hpctrain.train.history import RunHistory
 from hpctrain.train.loop import Outcome, Stopped
 from hpctrain.train.run_report import write_report
@@ -96,7 +96,7 @@ def test_ranks_that_are_drawn_learn_from_their_parts_also_over_a_stop(here, conf
         own = split.parts_of(here.comm.rank, here.comm.size)
         assert all(split.parts[number] in own for number in samples)
         assert len(batch[0]) == len(samples)
-        seen.append((task.sync.takes_part, task.sync.rounds.number))
+        seen.append((task.exchange.takes_part, task.exchange.method.rounds.number))
 
     hook = lambda *args: look(*args) if task.model.training else None  # noqa: E731
     task.model.register_forward_pre_hook(hook)
@@ -140,7 +140,7 @@ def test_what_cannot_be_drawn_or_pulled_is_refused(here, configure):
 def test_records_wait_for_the_end_of_a_round_and_no_other_step_sends_anything(
     here, configure, shared, monkeypatch
 ):
-    monkeypatch.setattr(sync_method, "WITHIN_S", 1e9)
+    monkeypatch.setattr(make_exchange, "WITHIN_S", 1e9)
 
     def sent_by(job: Job) -> list[int]:
         totals: list[int] = []
@@ -251,7 +251,7 @@ def test_a_run_goes_on_by_the_method_that_it_has_begun_with(here, configure):
     plain = RunState(task=build(configure(), here.comm))
     other = RunState(task=build(configure("sync.method=diloco"), here.comm))
     state, own = plain.shared(), plain.own()
-    with pytest.raises(CheckpointError, match="'synchronous' and this run has 'diloco'"):
+    with pytest.raises(CheckpointError, match="'synchronous', but it is 'diloco'"):
         other.restore(state, own)
 
 

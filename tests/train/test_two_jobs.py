@@ -24,9 +24,9 @@ from hpctrain.core.records import read
 from hpctrain.launch import mpiexec
 from hpctrain.launch.lease import NAME, Holder
 from hpctrain.train.load import load
-from hpctrain.train.loop import hash_of
 from hpctrain.train.run import How, run
 from hpctrain.train.status import status
+from hpctrain.train.step_exchange import StepExchange
 from tests.harness import preload
 from tests.harness.pace import scaled
 from tests.slurm import training
@@ -160,11 +160,13 @@ def test_two_jobs_that_overlap_leave_one_whole_run(tmp_path, seed):
 def test_a_job_that_loses_its_run_at_its_last_record_is_no_success(tmp_path, monkeypatch):
     folder = Folder(tmp_path)
 
-    def taken(task):
-        (folder.run / NAME).unlink()
-        return hash_of(task)
+    original = StepExchange.hash
 
-    monkeypatch.setattr("hpctrain.train.attempts.hash_of", taken)  # it is part of the last record
+    def taken(exchange):
+        (folder.run / NAME).unlink()
+        return original(exchange)
+
+    monkeypatch.setattr(StepExchange, "hash", taken)  # it is part of the last record
     try:
         with pytest.raises(MismatchError, match=r"lease\.json of this one is gone"):
             run(load(folder.config, ["train.epochs=1"]), {}, How())

@@ -1,30 +1,41 @@
-"""The method that a configuration names, built, and what it tells about itself."""
+"""Construction of the exchange that a configuration names."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from inspect import signature
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hpctrain.async_sgd.async_method import AsyncMethod
 from hpctrain.async_sgd.downpour import AsyncSGD, Downpour
 from hpctrain.async_sgd.stale_synchronous import StaleSynchronous
+from hpctrain.comm.agreement import agreed
+from hpctrain.comm.communicator import Communicator
 from hpctrain.compress.by_name import codec_named
 from hpctrain.compress.codec import Codec
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.target import check_arguments
 from hpctrain.gradients.optimizer import DistributedOptimizer
+from hpctrain.gradients.reproducible import Reproducible
 from hpctrain.local_sgd.diloco import DiLoCo
 from hpctrain.local_sgd.local_method import LocalMethod
 from hpctrain.local_sgd.local_sgd import HierarchicalLocalSGD, LocalSGD, PostLocalSGD
 from hpctrain.local_sgd.staged_sgd import StagedSGD
 from hpctrain.train.async_exchange import AsyncExchange
+from hpctrain.train.averaged_exchange import AveragedExchange, ShardedExchange
 from hpctrain.train.config import RunConfig, SyncConfig
+from hpctrain.train.local_exchange import LocalExchange
+from hpctrain.train.reproducible_exchange import ReproducibleExchange
+from hpctrain.train.stateful import Precision
+from hpctrain.train.step_exchange import StepExchange
+from hpctrain.train.tables import Tables
 
-WITHIN_S = 1.0  # a stop, or a checkpoint by the clock, is known to all ranks after about so long
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+WITHIN_S = 1.0  # all ranks know of a stop, or of a checkpoint by the clock, after about so long
 
 _KINDS: Mapping[str, type[LocalMethod]] = {
     "local_sgd": LocalSGD,
@@ -41,31 +52,74 @@ _ASYNC: Mapping[str, tuple[type[AsyncMethod], str]] = {
 """Asynchronous methods, and what ``sync.staleness`` is called there."""
 
 
-def make_sync(
+def make_exchange(  # noqa: PLR0913, PLR0917 - all that a step is made of
+    config: RunConfig,
+    comm: Communicator,
+    model: nn.Module,
+    optimizer: Optimizer,
+    loss: Loss,
+    precision: Precision,
+    tables: Tables,
+    epoch_steps: int,
+) -> StepExchange:
+    """Return the exchange that ``config`` names; it may replace model and optimizer. Collective.
+
+    Args:
+        config: of the run, with ``train.shard`` resolved.
+        comm: all ranks.
+        model: the same on all ranks.
+        optimizer: plain, without state.
+        loss: mean over the samples of a batch.
+        precision: of forward and loss.
+        tables: sharded embeddings of the model.
+        epoch_steps: number of steps of an epoch.
+
+    Raises:
+        MismatchError: a method refuses its arguments; on all ranks.
+    """
+    _check_noise(config)
+    with agreed(comm):
+        if (num_micro_shards := config.train.micro_shards_on(comm.size)) is not None:
+            shards = {"num_micro_shards": num_micro_shards, "seed": config.seed}
+            steps = Reproducible(model, optimizer, comm, **shards)
+            return ReproducibleExchange(config, comm, model, optimizer, steps)
+        if config.sync.is_async:
+            return AsyncExchange(
+                config, comm, model, _async_method(config.sync, model, optimizer), precision
+            )
+        if config.sync.is_local:
+            num_steps = epoch_steps * config.train.epochs
+            lengths = {"epoch_steps": epoch_steps, "num_steps": num_steps}
+            method = _local_method(config.sync, model, optimizer, seed=config.seed, **lengths)
+            return LocalExchange(config, comm, model, optimizer, method, precision)
+    with agreed(comm):
+        if config.parallel.divides:
+            # torch's parallel tools take seconds to import.
+            from hpctrain.train.model_parallel import ModelParallel  # noqa: PLC0415
+            from hpctrain.train.parallel_exchange import ParallelExchange  # noqa: PLC0415
+
+            parts = ModelParallel(config, model, optimizer, loss, precision, comm)
+            return ParallelExchange(config, comm, parts)
+        if config.parallel.dp not in (0, comm.size):
+            raise ConfigError(
+                f"parallel.dp must be the number of ranks, {comm.size}, where each has the whole "
+                f"model, but it is {config.parallel.dp}; leave it out, or divide the model by tp, "
+                f"pp or cp too"
+            )
+    optimizer = distributed(config, model, optimizer)
+    kind = AveragedExchange if config.train.shard == "none" else ShardedExchange
+    return kind(config, comm, model, optimizer, precision, tables)
+
+
+def _local_method(
     config: SyncConfig,
     model: nn.Module,
     optimizer: Optimizer,
     *,
     epoch_steps: int,
     num_steps: int,
-    seed: int = 0,
-) -> LocalMethod | AsyncExchange | None:
-    """Hook a plain optimizer as ``[sync]`` says; None for the synchronous method. Collective.
-
-    Ranks of rounds are drawn by ``seed``. Raises ``ConfigError``: the method does not take these
-    arguments; on every rank.
-    """
-    if not config.is_local:
-        return None
-    if config.is_async:
-        kind_of, name = _ASYNC[config.method]
-        check_arguments(kind_of, 2, {name: config.staleness, **config.args}, "sync.args")
-        with _refusing(config.method):
-            # The classes differ in their arguments, which were checked.
-            method: Any = kind_of
-            return AsyncExchange(
-                method(model, optimizer, **config.args, **{name: config.staleness})
-            )
+    seed: int,
+) -> LocalMethod:
     kind = _KINDS[config.method]
     args = {
         "steps": config.steps,
@@ -78,6 +132,16 @@ def make_sync(
     with _refusing(config.method):
         made = kind(model, optimizer, **args)
     made.rounds.within_s = WITHIN_S
+    return made
+
+
+def _async_method(config: SyncConfig, model: nn.Module, optimizer: Optimizer) -> AsyncMethod:
+    kind, name = _ASYNC[config.method]
+    args = {name: config.staleness, **config.args}
+    check_arguments(kind, 2, args, "sync.args")
+    make: Any = kind  # the classes differ in their arguments, which were checked
+    with _refusing(config.method):
+        made: AsyncMethod = make(model, optimizer, **args)
     return made
 
 
@@ -109,38 +173,14 @@ def codec_of(config: SyncConfig) -> Codec:
     return codec_named(config.compression, config.compression_args, "sync.compression_args")
 
 
-def describe(config: SyncConfig) -> str:
-    """Say in a line how the ranks agree, for people."""
-    if config.is_async:
-        return f"{config.method}, staleness {config.staleness}"
-    how = "" if config.compression == "none" else f", which travels as {config.compression}"
-    rounds = "rounds of a measured length" if config.steps == "auto" else f"steps {config.steps}"
-    drawn = "" if config.fraction == 1 else f", {config.fraction:g} of the ranks in each round"
-    pull = "" if not config.proximal else f", proximal {config.proximal:g}"
-    return f"{config.method}, {rounds}{drawn}{pull}{how}"
-
-
-def summary(config: SyncConfig) -> dict[str, Any]:
-    """Return what the first record of a part says about the method."""
-    if config.is_async:
-        return {"method": config.method, "staleness": config.staleness}
-    return {"method": config.method, "steps": config.steps, "compression": config.compression}
-
-
-def figures(sync: LocalMethod | AsyncExchange) -> dict[str, Any]:
-    """Return what records say about rounds; the same on every rank."""
-    facts = sync.facts
-    if isinstance(sync, AsyncExchange):
-        return facts
-    phase = {"sync_phase": facts["phase"]} if "phase" in facts else {}
-    return {
-        "rounds": facts["rounds"],
-        "sync_steps": facts["steps"],
-        "drift": facts["drift"],
-        "bytes_sent": facts["bytes_sent"],
-        "bytes_saved": facts["bytes_saved"],
-        **phase,
-    }
+def _check_noise(config: RunConfig) -> None:
+    """Raise ``ConfigError`` if a noise scale is asked of an exchange that cannot measure it."""
+    train, sync = config.train, config.sync
+    if config.log.noise_scale and (train.reproducible or sync.is_local or config.parallel.divides):
+        raise ConfigError(
+            "log.noise_scale compares gradients of ranks with their average, which "
+            "train.reproducible, a local sync.method and [parallel] lack; leave one of them out"
+        )
 
 
 def _check(kind: type[LocalMethod], args: Mapping[str, Any]) -> None:

@@ -1,0 +1,282 @@
+"""Exchanges of gradients that are accumulated over pieces of a batch and averaged over ranks."""
+
+import math
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hpctrain.checkpoint.format.shard import Shard
+from hpctrain.comm.agreement import agreed
+from hpctrain.comm.communicator import Communicator
+from hpctrain.compress.codec import Codec
+from hpctrain.compress.savings import Savings
+from hpctrain.core.logs import logger
+from hpctrain.core.user_error import noted
+from hpctrain.gradients.noise_watch import watch_noise
+from hpctrain.optim.noise_scale import Measured, NoiseScale
+from hpctrain.train.config import RunConfig
+from hpctrain.train.refusals import step_name
+from hpctrain.train.stateful import Precision
+from hpctrain.train.step_exchange import Forward, LossObserver, StepBatch, StepExchange
+from hpctrain.train.tables import Tables
+
+
+class AccumulatedExchange(StepExchange):
+    """Runs forward and backward over ``train.accumulate`` pieces of this rank's samples.
+
+    Args:
+        config: of the run.
+        comm: all ranks.
+        model: of this rank.
+        optimizer: of this rank.
+        method: weights this rank by its samples and combines gradients.
+        precision: scales the loss.
+    """
+
+    method: Any
+
+    def __init__(
+        self,
+        config: RunConfig,
+        comm: Communicator,
+        model: nn.Module,
+        optimizer: Any,
+        method: Any,
+        precision: Precision,
+    ) -> None:
+        super().__init__(config, comm, model, optimizer, method)
+        self._precision = precision
+
+    @property
+    def takes_part(self) -> bool:
+        """Whether this rank's samples count in the present step."""
+        return True
+
+    def backward(
+        self, batch: StepBatch, forward: Forward, observer: LossObserver
+    ) -> tuple[float, int]:
+        """Compute the gradients of this rank's samples, a piece at a time. Collective."""
+        self.optimizer.zero_grad()
+        num_samples = batch.num_samples if self.takes_part else 0
+        self._set_num_samples(num_samples, self.config.train.global_batch / self.comm.size)
+        accumulate = self.config.train.accumulate
+        num_pieces = min(accumulate, num_samples)
+        cut = (values.tensor_split(max(num_pieces, 1)) for values in batch.tensors)
+        pieces = [*zip(*cut, strict=True)] if num_pieces else []
+        self.forward_nothing(batch.inputs, accumulate - num_pieces)
+        # Most errors of shapes and types occur in the first step: one error for all ranks.
+        with agreed(self.comm) if observer.is_first else nullcontext():
+            if pieces:
+                loss = forward(*map(_aligned, pieces[0]), tries_backward=observer.is_first)[1]
+        if not pieces:
+            self._synchronize()  # in place of backward
+            return 0.0, 0
+        if accumulate > 1:
+            self._set_num_passes(num_pieces)
+        value = 0.0
+        for number, piece in enumerate(pieces, 1):
+            loss = forward(*map(_aligned, piece))[1] if number > 1 else loss
+            weight = len(piece[0]) / num_samples
+            value += loss.item() * weight
+            if number == num_pieces:
+                observer.see_loss(value)
+            loss = self._precision.scaled(loss)
+            with noted(step_name(self.config), *piece):
+                loss.backward(torch.full_like(loss, weight))
+            self._end_piece(number, num_pieces, len(piece[0]), num_samples)
+        self._end_backward()
+        return value, num_samples
+
+    def _set_num_samples(self, num_samples: int, nominal: float) -> None:
+        self.method.set_num_samples(num_samples, nominal=nominal)
+
+    def _synchronize(self) -> None:
+        """Combine gradients where this rank has no backward pass. Collective."""
+        self.method.synchronize()
+
+    def _set_num_passes(self, num_passes: int) -> None:
+        self.method.set_backward_passes_per_step(num_passes)
+
+    def _end_piece(self, number: int, num_pieces: int, size: int, num_samples: int) -> None:
+        """Look at the gradient after the backward pass of a piece. Local."""
+
+    def _end_backward(self) -> None:
+        """Communicate what must be known before the step. Collective."""
+
+
+class AveragedExchange(AccumulatedExchange):
+    """Averages gradients by a ``DistributedOptimizer``, or combines steps by Adasum.
+
+    Args:
+        config: of the run.
+        comm: all ranks.
+        model: of this rank.
+        optimizer: the distributed optimizer.
+        precision: scales the loss.
+        tables: sharded embeddings, which step next to the optimizer.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        comm: Communicator,
+        model: nn.Module,
+        optimizer: Any,
+        precision: Precision,
+        tables: Tables,
+    ) -> None:
+        super().__init__(config, comm, model, optimizer, optimizer, precision)
+        self._tables, self.noise = tables, _noise(config, comm, optimizer)
+        self._measured = list[Measured]()  # of the first piece, on a single rank
+
+    def begin(self, rate: float, *, must_agree: bool) -> None:
+        """Set the learning rates of optimizer and tables. Local."""
+        super().begin(rate, must_agree=must_agree)
+        self._tables.factor = rate
+
+    def report_loss(self, loss: float) -> None:
+        """Send this rank's loss with the message of the step. Local."""
+        self.method.tell_loss(loss)
+
+    def mean_loss(self, loss: float) -> float:
+        """Return the mean loss of all samples of the step."""
+        del loss
+        return float(self.method.mean_loss)
+
+    @property
+    def sums_are_finite(self) -> bool:
+        """Whether the averages are known to be finite."""
+        return self.method.sums_are_finite is True
+
+    def look_at_sums(self) -> None:
+        """Look for values that are not finite while averages are computed."""
+        self.method.look_at_sums()
+
+    def step(self) -> None:
+        """Update parameters and tables. Collective."""
+        super().step()
+        self._tables.step()
+
+    def _set_num_samples(self, num_samples: int, nominal: float) -> None:
+        self._tables.begin(num_samples, nominal)
+        super()._set_num_samples(num_samples, nominal)
+
+    def forward_nothing(self, inputs: Tensor, times: int = 1) -> None:
+        """Take part in the other ranks' lookups in tables. Collective."""
+        self._tables.look_up_nothing(self.model, inputs, times)
+
+    def _end_piece(self, number: int, num_pieces: int, size: int, num_samples: int) -> None:
+        # Several ranks measure the norms of ranks and average; one rank those of pieces and batch.
+        if self.noise is None or self.comm.size > 1 or num_pieces == 1:
+            return
+        if number == 1:
+            weight = size / num_samples
+            self._measured = [(size, (self.gradient_norm() / weight) ** 2)]
+        if number == num_pieces:
+            self.noise.add(self._measured, (num_samples, self.gradient_norm() ** 2))
+
+    @property
+    def codec(self) -> Codec | None:
+        """Codec of the gradients; None on a single rank and with Adasum."""
+        found: Codec | None = self.method.codec
+        return found
+
+    @property
+    def savings(self) -> Savings | None:
+        """Bytes that compression saves; None where gradients are not compressed."""
+        found: Savings | None = self.method.savings
+        return found if self.config.sync.compression != "none" else None
+
+    @property
+    def noise_scale(self) -> float | None:
+        """The gradient noise scale of all ranks, in samples. Collective."""
+        return None if self.noise is None else self.noise.value(self._mean_noise())
+
+    def _mean_noise(self) -> Tensor | None:
+        if self.noise is None:
+            return None
+        sums = self.noise.sums.clone()
+        self.comm.allreduce_(sums, scale=1 / self.comm.size).wait()
+        return sums
+
+    def shared_state(self) -> dict[str, Any]:
+        """Return the state that any number of ranks can continue from. Collective."""
+        codec = self.codec
+        return {
+            **super().shared_state(),
+            **({"tables": self._tables.state()} if self._tables else {}),
+            "codec": codec.shared_state(self.comm) if codec else None,
+            "noise": self._mean_noise(),
+        }
+
+    def own_state(self) -> dict[str, Any]:
+        """Return the state of this rank alone."""
+        return {
+            **super().own_state(),
+            "codec": self.codec.state_dict() if self.codec else None,
+            "noise": self.noise.sums.clone() if self.noise else None,
+        }
+
+    def restore(self, shared: Mapping[str, Any], own: Mapping[str, Any] | None) -> None:
+        """Continue from a state. Collective."""
+        super().restore(shared, own)
+        if self._tables:
+            self._tables.restore(shared.get("tables", {}))
+        if (codec := self.codec) is not None:
+            if own is not None and own.get("codec") and codec.fits(own["codec"]):
+                codec.load_state_dict(own["codec"])
+            elif shared.get("codec"):
+                codec.load_shared_state(shared["codec"], self.comm)
+        noise = (shared if own is None else own).get("noise")
+        if self.noise and noise is not None:
+            self.noise.sums = noise.clone()
+
+    def wanted(self, latest: Callable[[], Any]) -> Mapping[str, Shard] | None:
+        """Return the rows of tables that this rank reads; None for all tensors. Collective."""
+        return self._tables.wanted() if self._tables and latest() is not None else None
+
+
+class ShardedExchange(AveragedExchange):
+    """Averages gradients of parameters that each node stores once (``train.shard = "node"``)."""
+
+    def clip(self, max_norm: float) -> float:
+        """Clip the averages in the next step; return their norm before. Collective."""
+        return float(self.method.clip_grad_norm_(max_norm))
+
+    def gradient_norm(self) -> float:
+        """Return the norm of the averages. Collective."""
+        return self.clip(math.inf)
+
+    def clip_values(self, max_value: float) -> None:
+        """Clip each element of the averages in the next step. Local."""
+        self.method.clip_grad_value_(max_value)
+
+    def _end_backward(self) -> None:
+        self.method.synchronize()  # flags are known before the step
+
+
+def _aligned(values: Tensor) -> Tensor:
+    """Return ``values`` at an address that is a multiple of 64, copied where it is not.
+
+    Matrix products round differently for other addresses, and after a resume a batch is read with
+    other batches.
+    """
+    return values.clone() if values.data_ptr() % 64 else values
+
+
+def _noise(config: RunConfig, comm: Communicator, optimizer: Any) -> NoiseScale | None:
+    """Return the estimator that observes the steps of ``optimizer``; None if not configured."""
+    if not config.log.noise_scale:
+        return None
+    noise = NoiseScale()
+    if comm.size > 1:
+        watch_noise(optimizer, noise)
+    elif config.train.accumulate == 1:
+        logger.warning(
+            "log.noise_scale compares gradients of two batch sizes, but a single rank with "
+            "train.accumulate = 1 has one; set train.accumulate = 2"
+        )
+    return noise

@@ -1,0 +1,232 @@
+"""Exchange of local methods: ranks take steps of their own and average their replicas."""
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hpctrain.checkpoint.format.state_hash import state_hash
+from hpctrain.checkpoint.format.state_tree import mapped
+from hpctrain.comm.communicator import Communicator
+from hpctrain.core.errors import CheckpointError
+from hpctrain.local_sgd.local_method import LocalMethod
+from hpctrain.local_sgd.staged_sgd import StagedSGD
+from hpctrain.train.averaged_exchange import AccumulatedExchange
+from hpctrain.train.config import SYNCHRONOUS, RunConfig
+from hpctrain.train.stateful import Precision
+from hpctrain.train.step_exchange import Figures
+
+
+class OwnStepsExchange(AccumulatedExchange):
+    """Ranks take steps of their own: what local and asynchronous methods have in common."""
+
+    takes_own_steps = True
+
+    @property
+    def gradient_flags(self) -> int:
+        """Bits raised by the ranks whose gradients are averaged with those of this rank."""
+        return int(self.method.gradient_flags)
+
+    def skip(self, flags: int) -> None:
+        """Leave out this rank's own step, and send ``flags`` when the ranks synchronize."""
+        self.raise_flags(flags)
+        self.method.skip_step()
+        super().skip(flags)
+
+    def finish(self) -> None:
+        """End the round, so that all ranks have one model. Collective."""
+        self.method.finish()
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Give the model the mean of all replicas inside the block. Collective."""
+        found: AbstractContextManager[None] = self.method.averaged()
+        return found
+
+    def close(self) -> None:
+        """Remove the hooks of the method. Local."""
+        self.method.close()
+
+    def hash(self) -> str:
+        """Return a hash of the replicas of all ranks. Collective."""
+        mine = state_hash(self._parameters_and_optimizer())
+        return state_hash({"ranks": self.comm.allgather_object(mine)})
+
+    def shared_state(self) -> dict[str, Any]:
+        """Return the state that any number of ranks can continue from. Collective."""
+        method = {"method": self.config.sync.method, **self._method_shared_state()}
+        return {**super().shared_state(), "sync": method}
+
+    def own_state(self) -> dict[str, Any]:
+        """Return this rank's replica, unless all ranks agree, and its part of the method."""
+        parameters = {name: p.detach() for name, p in self.model.named_parameters()}
+        replica = {"parameters": parameters, "optimizer": self.optimizer.state_dict()}
+        return {
+            **super().own_state(),
+            "replica": None if self.states_agree else replica,
+            "sync": self._method_own_state(),
+        }
+
+    def restore(self, shared: Mapping[str, Any], own: Mapping[str, Any] | None) -> None:
+        """Continue from a state, in a new round without ``own``. Collective."""
+        super().restore(shared, own)
+        state, method = shared.get("sync") or {}, self.config.sync.method
+        if (before := state.get("method", SYNCHRONOUS)) != method:
+            raise CheckpointError(
+                f"sync.method must be that of the checkpoint, {before!r}, but it is {method!r}; "
+                f"set it back, or start a new run"
+            )
+        try:
+            self._restore_method(state, own and own.get("sync"))
+        except (KeyError, ValueError) as error:
+            raise CheckpointError(
+                f"[sync] must be that of the checkpoint, but {error!r}; continue with the "
+                f"configuration that the checkpoint was written with"
+            ) from error
+
+    def _method_shared_state(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _method_own_state(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _restore_method(self, shared: Mapping[str, Any], own: Mapping[str, Any] | None) -> None:
+        raise NotImplementedError
+
+
+class LocalExchange(OwnStepsExchange):
+    """Averages replicas at the end of a round by a method of ``[sync]``, such as local SGD.
+
+    Args:
+        config: of the run.
+        comm: all ranks.
+        model: of this rank.
+        optimizer: a plain optimizer, which ``method`` hooks.
+        method: decides when the ranks average what.
+        precision: scales the loss.
+    """
+
+    method: LocalMethod
+
+    def __init__(
+        self,
+        config: RunConfig,
+        comm: Communicator,
+        model: nn.Module,
+        optimizer: Optimizer,
+        method: LocalMethod,
+        precision: Precision,
+    ) -> None:
+        super().__init__(config, comm, model, optimizer, method, precision)
+        self.wants_epoch_loss = isinstance(method, StagedSGD)
+
+    def begin(self, rate: float, *, must_agree: bool) -> None:
+        """Set the learning rates of a step, and whether the ranks synchronize after it. Local."""
+        super().begin(rate, must_agree=must_agree)
+        self.method.rounds.must_meet = must_agree
+
+    @property
+    def takes_part(self) -> bool:
+        """Whether this rank is drawn for the present round."""
+        return self.method.takes_part
+
+    @property
+    def is_synchronous(self) -> bool:
+        """Whether all ranks take the present step together."""
+        return self.method.is_synchronous
+
+    @property
+    def leads_step(self) -> bool:
+        """Whether this rank is the first of those that take the present step together."""
+        return self.method.leads_step
+
+    @property
+    def is_between_rounds(self) -> bool:
+        """Whether the last step has ended a round."""
+        return self.method.rounds.step_in_round == 0
+
+    def resume_clock(self) -> None:
+        """Leave the time since the last step out of the measured time of steps. Local."""
+        self.method.rounds.resume_clock()
+
+    def end_epoch(self, loss: float) -> None:
+        """Give the mean training loss of an epoch to a method that has stages."""
+        if isinstance(self.method, StagedSGD):
+            self.method.observe(loss)
+
+    @property
+    def replicas_agree(self) -> bool:
+        """Whether all ranks should have the same parameters now."""
+        return self.method.rounds.agrees
+
+    @property
+    def states_agree(self) -> bool:
+        """Whether all ranks should have the same parameters and optimizer state now."""
+        is_synchronous = self.method.facts.get("phase") == SYNCHRONOUS
+        return self.comm.size == 1 or (self.replicas_agree and is_synchronous)
+
+    def _shared_model(self) -> dict[str, Any]:
+        if self.comm.size == 1 or self.replicas_agree:
+            return super()._shared_model()
+        with self.method.replica.as_mean(self.method.share()):
+            found: dict[str, Any] = mapped(super()._shared_model(), Tensor.clone)
+        return found
+
+    def _shared_optimizer(self) -> dict[str, Any]:
+        """Return the mean of all ranks' states.
+
+        Empty where ranks have states of other parameters, as after a reset or before their first
+        samples.
+        """
+        state, replica = super()._shared_optimizer(), self.method.replica
+        if self.states_agree:
+            return state
+        names = state_hash({"names": [name for name, _ in replica.state()]})
+        if len(set(self.comm.allgather_object(names))) > 1:
+            return {**state, "state": {}}
+        return replica.mean_state(self.method.share())
+
+    def _method_shared_state(self) -> dict[str, Any]:
+        return self.method.shared_state()
+
+    def _method_own_state(self) -> dict[str, Any]:
+        return self.method.own_state()
+
+    def _restore_method(self, shared: Mapping[str, Any], own: Mapping[str, Any] | None) -> None:
+        self.method.load_shared_state(shared)
+        if own is not None:
+            self.method.load_own_state(own)
+
+    @property
+    def facts(self) -> Figures:
+        """Entries of the first record of a run."""
+        sync = self.config.sync
+        entries = {"steps": sync.steps, "compression": sync.compression}
+        return {"sync": {"method": sync.method, **entries}}
+
+    @property
+    def figures(self) -> Figures:
+        """Entries about rounds in each record of steps."""
+        facts = self.method.facts
+        return {
+            "rounds": facts["rounds"],
+            "sync_steps": facts["steps"],
+            "drift": facts["drift"],
+            "bytes_sent": facts["bytes_sent"],
+            "bytes_saved": facts["bytes_saved"],
+            **({"sync_phase": facts["phase"]} if "phase" in facts else {}),
+        }
+
+    def describe(self) -> list[tuple[str, str]]:
+        """Return a row about the method."""
+        sync = self.config.sync
+        auto = sync.steps == "auto"
+        text = f"{sync.method}, {'rounds of a measured length' if auto else f'steps {sync.steps}'}"
+        if sync.fraction != 1:
+            text += f", {sync.fraction:g} of the ranks in each round"
+        if sync.proximal:
+            text += f", proximal {sync.proximal:g}"
+        if sync.compression != "none":
+            text += f", compressed by {sync.compression}"
+        return [("sync", text)]

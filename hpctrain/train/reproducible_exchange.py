@@ -1,0 +1,105 @@
+"""Exchange of reproducible steps, whose bits are independent of the number of ranks."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hpctrain.comm.communicator import Communicator
+from hpctrain.core.user_error import noted
+from hpctrain.data.loader import Loader
+from hpctrain.gradients.fixed_tree import aligned_parts
+from hpctrain.gradients.reproducible import Reproducible
+from hpctrain.train.config import RunConfig
+from hpctrain.train.refusals import step_name
+from hpctrain.train.step_exchange import (
+    Figures,
+    Forward,
+    LossObserver,
+    StepBatch,
+    StepExchange,
+    column_sums,
+)
+
+
+class ReproducibleExchange(StepExchange):
+    """Sums the gradients of micro-shards over a fixed tree (``train.reproducible``).
+
+    Args:
+        config: of the run.
+        comm: all ranks.
+        model: of this rank.
+        optimizer: a plain optimizer.
+        method: computes and sums the gradients.
+    """
+
+    is_reproducible = True
+    method: Reproducible
+
+    def __init__(
+        self,
+        config: RunConfig,
+        comm: Communicator,
+        model: nn.Module,
+        optimizer: Optimizer,
+        method: Reproducible,
+    ) -> None:
+        super().__init__(config, comm, model, optimizer, method)
+
+    def backward(
+        self, batch: StepBatch, forward: Forward, observer: LossObserver
+    ) -> tuple[float, int]:
+        """Compute the gradients of the global batch; return its loss. Collective."""
+
+        def loss_of(part: Any) -> Tensor:
+            return forward(*part, tries_backward=observer.is_first)[1]
+
+        with noted(step_name(self.config), *batch.tensors):
+            loss = self.method.backward(batch.tensors, loss_of, num_samples=batch.num_global)
+        return loss, batch.num_samples
+
+    def own_loss(self, loss: float) -> float:
+        """Return the part of this rank's samples in the loss of the batch."""
+        del loss
+        return self.method.own_loss
+
+    def counted(self, loss: float, batch: StepBatch, num_samples: int) -> tuple[float, int]:
+        """Return the loss of the batch on rank 0 alone: a sum over ranks would round it."""
+        del num_samples
+        return (loss, batch.num_global) if self.comm.rank == 0 else (0.0, 0)
+
+    def test_parts(
+        self, values: tuple[Tensor, Tensor], loader: Loader
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
+        """Yield inputs and labels of each micro-shard of this rank."""
+        assert loader.micro_shards is not None
+        shards = aligned_parts(values, loader.step_samples, loader.micro_shards, self.method.own)
+        for inputs, labels in shards:
+            yield inputs, labels, None
+
+    def sum_rows(self, rows: Sequence[Sequence[float]], num_columns: int) -> list[float]:
+        """Return the sums of the columns over the rows of all ranks, rounded once. Collective."""
+        gathered = [row for each in self.comm.allgather_object(list(rows)) for row in each]
+        return column_sums(gathered, num_columns)
+
+    def shared_state(self) -> dict[str, Any]:
+        """Return the state that any number of ranks can continue from. Collective."""
+        return {**super().shared_state(), "steps": self.method.state_dict()}
+
+    def restore(self, shared: Mapping[str, Any], own: Mapping[str, Any] | None) -> None:
+        """Continue from a state. Collective."""
+        super().restore(shared, own)
+        if shared.get("steps"):
+            self.method.load_state_dict(shared["steps"])
+        else:  # of a run that was not reproducible
+            self.method.next_step = shared["step"]
+
+    @property
+    def facts(self) -> Figures:
+        """Entries of the first record of a run."""
+        return {"reproducible": self.method.facts}
+
+    def describe(self) -> list[tuple[str, str]]:
+        """Return a row about micro-shards."""
+        return [("reproducible", self.method.describe())]
