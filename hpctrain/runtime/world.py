@@ -193,7 +193,7 @@ def join(settings: Settings, chosen: object = None) -> None:
         if not settings.spares:
             _join(settings, chosen)
             return
-        spares = _spares_of(settings.spares, chosen)
+        spares = _spares_of(settings, chosen)
         if spares.is_worker:
             _join(settings, spares.workers, spares=spares)
             return
@@ -208,7 +208,7 @@ def join(settings: Settings, chosen: object = None) -> None:
         sys.exit(0)
 
 
-def _spares_of(number: int, chosen: object) -> "Spares":
+def _spares_of(settings: Settings, chosen: object) -> "Spares":
     """Divide all ranks in those that work and those that wait. Collective."""
     if chosen is not None:
         raise ConfigError(
@@ -217,9 +217,9 @@ def _spares_of(number: int, chosen: object) -> "Spares":
         )
     from hpctrain.comm.spares import Spares  # noqa: PLC0415 - a world of one needs no MPI
 
-    if (whole := find_world()) is None:
+    if (whole := find_world(timeout_s=settings.timeout)) is None:
         raise ConfigError("spares need ranks whose place they take, and this process is alone")
-    return Spares(whole, number)
+    return Spares(whole, settings.spares, settings.timeout)
 
 
 def _join(

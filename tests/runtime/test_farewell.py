@@ -1,10 +1,13 @@
-"""No rank waits at the end of the program without a limit, and the result is printed before."""
+"""No rank waits for another without a limit, from ``MPI_Init`` to ``MPI_Finalize``."""
+
+import sys
 
 import pytest
 
 from hpctrain.cluster.env import RANK_LOST
 from hpctrain.launch import mpiexec
 from tests.harness import preload
+from tests.harness.pace import scaled
 from tests.processes import ended
 from tests.train.starting import ROOT
 
@@ -24,12 +27,12 @@ if hvd.rank() == hvd.size() - 1:
 """
 
 
-def run(program, num_ranks, *words, options=()):
+def run(program, num_ranks, *words, options=(), python=None):
     line = [*preload.python(), "-m", "hpctrain", "launch", "-n", num_ranks, *options, "--"]
     return ended(
-        [*line, *preload.python(), "-c", program, *words],
+        [*line, *(python or preload.python()), "-c", program, *words],
         timeout=60,
-        env=mpiexec.environment() | {"PYTHONPATH": str(ROOT), "HPCTRAIN_TIMEOUT": "3"},
+        env=mpiexec.environment() | {"PYTHONPATH": str(ROOT), "HPCTRAIN_TIMEOUT": f"{scaled(3):.0f}"},
     )
 
 
@@ -45,3 +48,22 @@ def test_a_farewell_ends_after_the_timeout_and_names_who_is_missing(num_ranks, w
     last = num_ranks - 1
     assert f"but rank 0 has waited so long for rank {last}" in done.stderr
     assert (f"rank {last} of this node stopped by a signal" in done.stderr) == (what == "stops")
+
+
+IN_MPI = """
+import atexit, os, signal, sys
+def stop():
+    os.environ["OMPI_COMM_WORLD_RANK"] == "1" and os.kill(os.getpid(), signal.SIGSTOP)
+stop() if sys.argv[1] == "MPI_Init" else atexit.register(stop)
+from hpctrain.comm.mpi_world import find_world
+find_world()
+print("done")
+"""
+
+
+@pytest.mark.parametrize("call", ["MPI_Init", "MPI_Finalize"])
+def test_mpi_starts_and_ends_within_the_timeout_or_the_launch_ends(call):
+    done = run(IN_MPI, 3, call, python=[sys.executable])
+    assert done.returncode == RANK_LOST, done.stderr
+    assert f"waited longer in {call} for rank 1 than HPCTRAIN_TIMEOUT=" in done.stderr
+    assert done.stdout == "done\n" * 3 * (call == "MPI_Finalize")
