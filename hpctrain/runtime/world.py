@@ -26,7 +26,7 @@ from hpctrain.core.errors import ConfigError, NotInitializedError, ReplicaError
 from hpctrain.negotiation.stall import LastCall
 from hpctrain.negotiation.timeline import Timelines
 from hpctrain.runtime import arrival, lazy_dynamo, torch_backend
-from hpctrain.runtime.abort import FailureHooks, leave, printed_once
+from hpctrain.runtime.abort import FailureHooks, leave, start_guard
 from hpctrain.runtime.last_check import compare
 from hpctrain.runtime.process_set_table import Controllers, ProcessSets, Wanted, beside
 from hpctrain.runtime.rebuild import Rebuild, Stage
@@ -217,9 +217,10 @@ def _spares_of(settings: Settings, chosen: object) -> "Spares":
         )
     from hpctrain.comm.spares import Spares  # noqa: PLC0415 - a world of one needs no MPI
 
-    if (whole := find_world(timeout_s=settings.timeout)) is None:
-        raise ConfigError("spares need ranks whose place they take, and this process is alone")
-    return Spares(whole, settings.spares, settings.timeout)
+    with start_guard(settings):
+        if (whole := find_world(timeout_s=settings.timeout)) is None:
+            raise ConfigError("spares need ranks whose place they take, and this process is alone")
+        return Spares(whole, settings.spares, settings.timeout)
 
 
 def _join(
@@ -228,7 +229,7 @@ def _join(
     global _world  # noqa: PLW0603 - the one place
     torch_backend.register()
     lazy_dynamo.install()
-    with printed_once():
+    with start_guard(settings):
         ranks = find_world(chosen, settings.timeout)
     # From here on nobody fails alone.
     hooks = FailureHooks(ranks, settings.log_dir, recovers=settings.recover) if ranks else None

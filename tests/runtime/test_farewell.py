@@ -67,3 +67,24 @@ def test_mpi_starts_and_ends_within_the_timeout_or_the_launch_ends(call):
     assert done.returncode == RANK_LOST, done.stderr
     assert f"waited longer in {call} for rank 1 than HPCTRAIN_TIMEOUT=" in done.stderr
     assert done.stdout == "done\n" * 3 * (call == "MPI_Finalize")
+
+
+START = """
+import os, signal
+import hpctrain as hvd
+from hpctrain.comm.mpi_start import MPI
+
+MPI.COMM_WORLD.rank == 1 and os.kill(os.getpid(), signal.SIGSTOP)
+hvd.init()
+"""
+SPARES = pytest.param(
+    ("--recover", "--spares", 1), marks=pytest.mark.requires("recovery"), id="spares"
+)
+
+
+@pytest.mark.parametrize("options", [pytest.param((), id="plain"), SPARES])
+def test_a_rank_that_does_not_come_to_init_ends_all(options):
+    done = run(START, 2, options=options, python=[sys.executable])
+    assert done.returncode == RANK_LOST, done.stderr
+    assert "for the other ranks, longer than HPCTRAIN_TIMEOUT=" in done.stderr
+    assert "MPI_Finalize" not in done.stderr
