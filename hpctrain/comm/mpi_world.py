@@ -95,9 +95,7 @@ def await_world(timeout_s: float) -> None:
         _calls_of(world, timeout_s, "timeout").barrier()
 
 
-def _calls_of(
-    comm: "MpiComm", timeout_s: float, name: str = "HPCTRAIN_TIMEOUT"
-) -> "WatchedCalls":
+def _calls_of(comm: "MpiComm", timeout_s: float, name: str = "HPCTRAIN_TIMEOUT") -> "WatchedCalls":
     from hpctrain.comm.waiting import Limit, Watch  # noqa: PLC0415 - not before torch
     from hpctrain.comm.watched_calls import WatchedCalls  # noqa: PLC0415
 

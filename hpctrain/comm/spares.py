@@ -34,9 +34,7 @@ _LEADER, _END = 0, 1  # number of the rank that tells of the end, and tag
 class Spares:
     """The ranks of a launch that work, and those that wait. Where the world recovers."""
 
-    def __init__(
-        self, whole: MPI.Intracomm, num_spares: int, timeout_s: float = math.inf
-    ) -> None:
+    def __init__(self, whole: MPI.Intracomm, num_spares: int, timeout_s: float = math.inf) -> None:
         """Choose which ranks wait, equally many on all hosts if possible. Collective over all.
 
         Raises ``ConfigError``: fewer than two would work; on every rank. ``RankLostError``: a rank

@@ -69,9 +69,10 @@ def supervise(
     returns 128 plus the number of the signal, as a shell does, unless the ranks stopped with a
     code of their own; one that took longer than ``timeout_s`` returns 124. A launch that has lost
     a rank returns 87: SIGKILL has ended the rank, its node is lost, or the others wait for it in
-    ``MPI_Init``, or longer than ``HPCTRAIN_TIMEOUT`` in ``MPI_Init`` or ``MPI_Finalize``. So does one that would return 0 after its ranks have reported, see ``WATCHED``,
-    that they have begun and not that they have ended. Another signal that ends a rank gives 128
-    plus its number. A rank of a world that recovers, and that ends all, reports its code.
+    ``MPI_Init``, or longer than ``HPCTRAIN_TIMEOUT`` in ``MPI_Init`` or ``MPI_Finalize``. So does
+    one that would return 0 after its ranks have reported, see ``WATCHED``, that they have begun
+    and not that they have ended. Another signal that ends a rank gives 128 plus its number. A rank
+    of a world that recovers, and that ends all, reports its code.
 
     Raises:
         LaunchError: the program cannot be started.

@@ -49,6 +49,8 @@ def leave(
 
     Collective. ``shutdown()`` calls it, and the interpreter at exit, before anything is freed.
     """
+    with contextlib.suppress(Exception):  # a rank that is killed while it waits has printed all
+        sys.stdout.flush()
     try:
         return presence.farewell(compare)
     except BaseException as error:  # at exit Python would print it and go on
