@@ -12,8 +12,8 @@ from typing import NamedTuple
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _NAMESPACE = Path("/proc/self/ns/pid")
 _NAME = Path("/proc/self/comm")
-JOINING = "in MPI_Init"
-"""Name of a process while it waits there for all others."""
+JOINING, LEAVING = IN_MPI = "in MPI_Init", "in MPI_Finalize"
+"""Names of a process while it waits there for all others."""
 
 
 class ProcessIdentity(NamedTuple):
@@ -61,6 +61,12 @@ def named(name: str) -> Iterator[None]:
     finally:
         with suppress(OSError):
             _NAME.write_bytes(before)
+
+
+def rename(name: str) -> None:
+    """Let this process have another name, of 15 characters at most, for who looks at it."""
+    with suppress(OSError):  # no /proc
+        _NAME.write_text(name)
 
 
 def name_of(pid: int) -> str:

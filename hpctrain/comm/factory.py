@@ -115,7 +115,7 @@ def _together(
     pids = {
         rank: other.pid for rank, other in enumerate(seen) if other.namespace == here.namespace
     }
-    presence, rank = Liveness(calls.duplicate(), pids), topology.rank
+    presence, rank = Liveness(calls.duplicate(), pids, settings.timeout), topology.rank
     on_hosts = zip(topology.nodes, topology.hosts, strict=True)
     hosts = {rank: host for ranks, host in on_hosts for rank in ranks}
     watch = Watch(

@@ -58,12 +58,16 @@ class Liveness:
     left too early announces it. Whoever waits calls ``check()`` now and then and finds either.
     """
 
-    def __init__(self, control: MPI.Intracomm, node_pids: Mapping[int, int]) -> None:
+    def __init__(
+        self, control: MPI.Intracomm, node_pids: Mapping[int, int], timeout_s: float = math.inf
+    ) -> None:
         """Take a duplicate of the world, which ``farewell()`` frees, and processes by rank.
 
-        They are those of this node's ranks, in the pid namespace of this one.
+        They are those of this node's ranks, in the pid namespace of this one. ``timeout_s`` limits
+        each wait of the farewell.
         """
         self.rank: int = control.rank
+        self._timeout_s = timeout_s
         self._control = control
         use(control)
         self._owner = Owner()
@@ -225,15 +229,16 @@ class Liveness:
         return dict(self._calls[number])
 
     def farewell(self, compare: Callable[[Gather], str] = lambda _: "") -> str:
-        """Return when every rank of the world has come here; ranks with work left may take long.
+        """Return when every rank of the world has come here; return what ``compare`` returns.
 
-        Collective. Sleeps meanwhile, and after a second tells the other ranks that this one has
-        left: those that wait for it raise, those that work go on and come later. Nothing is under
-        way when it returns, so that ``MPI_Finalize`` finds no message. ``RankLostError`` if a rank
-        of this node died before it came here. Harmless the second time and in forked children.
+        Collective. Sleeps meanwhile, and after a second reports to the other ranks that this one
+        has left: ranks that wait for it raise, ranks that work continue and come later. No message
+        is in flight when it returns, so ``MPI_Finalize`` finds none. Harmless the second time and
+        in forked children. ``compare`` is called when all ranks are here, and may exchange texts.
 
-        When all are here ``compare`` may let them tell each other something; what it returns is
-        returned.
+        Raises:
+            RankLostError: a rank has died before it came here, or has not come within the time
+                limit; names the ranks that are waited for.
 
         Source: Hoefler, Siebert and Lumsdaine 2010, "Scalable communication protocols for dynamic
         sparse data exchange", for the end: synchronous sends, then a barrier.
@@ -241,17 +246,19 @@ class Liveness:
         if not self._open or not self._owner.is_here:
             return ""
         self._open = False
+        announce_s = min(GRACE_S, self._timeout_s / 2)
         has_announced = False
 
         def announce(waited_s: float) -> None:
             nonlocal has_announced
-            if waited_s > GRACE_S and not has_announced:
+            if waited_s > announce_s and not has_announced:
                 has_announced = True
                 self._send(b"", _LEFT)
             self._raise_if_dead()
 
         control = self._control
         self._wait_until(requests.start(control, control.Ibarrier).Test, announce)
+        self._left |= {*range(control.size)}
         notices = requests.pending(control)
         self._wait_until(
             lambda: all(notice.Test() for notice in notices), lambda _: self._raise_if_dead()
@@ -285,7 +292,20 @@ class Liveness:
             self._hear()
             return is_done
 
-        wait_until(done_and_heard, look, _FAREWELL)
+        if not wait_until(done_and_heard, look, _FAREWELL, timeout_s=self._timeout_s):
+            raise RankLostError(self._overdue())
+
+    def _overdue(self) -> str:
+        """Say which ranks the farewell has waited for in vain."""
+        stopped = self.stopped()
+        missing = sorted({*self._to_tell(())} - self._left) or stopped
+        whom = format_ranks(missing) if missing else "the other ranks, which are there as well"
+        state = f"; {format_ranks(stopped)} of this node stopped by a signal" if stopped else ""
+        return (
+            f"all ranks must come to the end of the program within HPCTRAIN_TIMEOUT="
+            f"{self._timeout_s:g} s of each other, but rank {self.rank} has waited so long for "
+            f"{whom}{state}; see what they do, or set HPCTRAIN_TIMEOUT to more seconds"
+        )
 
     def _send(self, message: bytes, tag: int, members: Sequence[int] = ()) -> None:
         for rank in self._to_tell(members):

@@ -92,14 +92,14 @@ def await_world(timeout_s: float) -> None:
     """
     world = _join(env.launched())
     if world is not None:
-        _calls_of(world, timeout_s).barrier()
+        _calls_of(world, timeout_s, "timeout").barrier()
 
 
-def _calls_of(comm: "MpiComm", timeout_s: float) -> "WatchedCalls":
+def _calls_of(comm: "MpiComm", timeout_s: float, name: str = "HPCTRAIN_TIMEOUT") -> "WatchedCalls":
     from hpctrain.comm.waiting import Limit, Watch  # noqa: PLC0415 - not before torch
     from hpctrain.comm.watched_calls import WatchedCalls  # noqa: PLC0415
 
-    watch = Watch(rank=comm.rank, limit=Limit(timeout_s, "the time limit"))
+    watch = Watch(rank=comm.rank, limit=Limit(timeout_s, name))
     return WatchedCalls(comm, watch)
 
 

@@ -6,6 +6,7 @@ first spares come behind the workers that are left: the world keeps its size. A 
 still would keep them all, so it is ended first.
 """
 
+import math
 import os
 import platform
 import signal
@@ -20,6 +21,8 @@ from hpctrain.comm import requests
 from hpctrain.comm.liveness import remake, revoke, shrink
 from hpctrain.comm.mpi_start import MPI
 from hpctrain.comm.mpi_world import is_loss
+from hpctrain.comm.waiting import Watch
+from hpctrain.comm.watched_calls import WatchedCalls
 from hpctrain.core.errors import ConfigError, RankLostError
 from hpctrain.core.logs import logger
 
@@ -31,31 +34,34 @@ _LEADER, _END = 0, 1  # number of the rank that tells of the end, and tag
 class Spares:
     """The ranks of a launch that work, and those that wait. Where the world recovers."""
 
-    def __init__(self, whole: MPI.Intracomm, num_spares: int) -> None:
-        """Choose who waits, alike on all hosts if that can be. Collective over all ranks.
+    def __init__(self, whole: MPI.Intracomm, num_spares: int, timeout_s: float = math.inf) -> None:
+        """Choose which ranks wait, equally many on all hosts if possible. Collective over all.
 
-        Raises ``ConfigError``: fewer than two would work; on every rank.
+        Raises ``ConfigError``: fewer than two would work; on every rank. ``RankLostError``: a rank
+        has not come within ``timeout_s``.
         """
+        self._watch = Watch(rank=whole.rank, timeout_s=timeout_s)
         self._num_workers = whole.size - num_spares
         if self._num_workers < 2:
             raise ConfigError(
                 f"spares wait for two ranks or more that work, got {whole.size} ranks with "
                 f"{num_spares} spares; start more ranks, or leave --spares out"
             )
-        hosts = whole.allgather(platform.node())
+        hosts = WatchedCalls(whole, self._watch).allgather(platform.node())
         turns = [(hosts[:rank].count(host), rank) for rank, host in enumerate(hosts)]
         first = [rank for _, rank in sorted(turns)][: self._num_workers]
         self._arrange(whole, is_worker=whole.rank in first)
 
     def _arrange(self, whole: MPI.Intracomm, *, is_worker: bool) -> None:
         key = whole.rank if is_worker else whole.size + whole.rank
-        self._whole = cast("MPI.Intracomm", whole.Split(0, key))
+        self._whole = cast("MPI.Intracomm", WatchedCalls(whole, self._watch).split(0, key))
+        calls = WatchedCalls(self._whole, self._watch)
         self.is_worker = self._whole.rank < self._num_workers
         color = 0 if self.is_worker else MPI.UNDEFINED
-        self.workers = cast("MPI.Intracomm", self._whole.Split(color, self._whole.rank))
+        self.workers = calls.split(color, self._whole.rank) or MPI.Intracomm()
         """Those that work; MPI's null communicator on those that wait."""
         here = process.identity()
-        told = self._whole.allgather((here, process.birth(here.pid)))[self._num_workers :]
+        told = calls.allgather((here, process.birth(here.pid)))[self._num_workers :]
         self._waiting = [
             (other.pid, born) for other, born in told if other.namespace == here.namespace
         ]

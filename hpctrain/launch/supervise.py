@@ -15,8 +15,10 @@ from types import FrameType
 from typing import IO, NamedTuple
 
 from hpctrain.cluster.env import ASKED, BEGUN, ENDED, ENDING, RANK_LOST, STOPPED
-from hpctrain.cluster.process import JOINING, name_of, stat
+from hpctrain.cluster.process import IN_MPI, JOINING, name_of, stat
+from hpctrain.cluster.process import STOPPED as STOPPED_STATES
 from hpctrain.cluster.start_watch import FAILED
+from hpctrain.core.config import Settings
 from hpctrain.core.errors import LaunchError
 from hpctrain.core.units import format_ranks
 from hpctrain.launch.mpiexec import is_guard
@@ -67,9 +69,10 @@ def supervise(
     returns 128 plus the number of the signal, as a shell does, unless the ranks stopped with a
     code of their own; one that took longer than ``timeout_s`` returns 124. A launch that has lost
     a rank returns 87: SIGKILL has ended the rank, its node is lost, or the others wait for it in
-    ``MPI_Init``. So does one that would return 0 after its ranks have reported, see ``WATCHED``,
-    that they have begun and not that they have ended. Another signal that ends a rank gives 128
-    plus its number. A rank of a world that recovers, and that ends all, reports its code.
+    ``MPI_Init``, or longer than ``HPCTRAIN_TIMEOUT`` in ``MPI_Init`` or ``MPI_Finalize``. So does
+    one that would return 0 after its ranks have reported, see ``WATCHED``, that they have begun
+    and not that they have ended. Another signal that ends a rank gives 128 plus its number. A rank
+    of a world that recovers, and that ends all, reports its code.
 
     Raises:
         LaunchError: the program cannot be started.
@@ -172,6 +175,7 @@ class _Ending:
     ) -> None:
         self.process, self.note, self.heard = process, note, heard
         self.grace_s, self.save_s = grace_s, save_s
+        self.timeout_s = Settings.from_env().timeout  # of waits of ranks for each other
         self.timed_out = False
         self.is_granted = False  # the ranks were asked to stop, and nothing was done to them since
         self.first_signal: int | None = None
@@ -182,9 +186,9 @@ class _Ending:
 
         Open MPI's can deadlock in its own end when a rank has failed before ``MPI_Init``, and when
         a node is gone with its daemon. And no mpirun tells of a rank that has ended there with 0:
-        the others wait for it for ever.
+        the others wait for it for ever, as they do in ``MPI_Finalize`` for one that is stopped.
         """
-        orphaned_s = few_s = 0.0
+        orphaned_s = few_s = late_s = 0.0
         while True:
             try:
                 return self.process.wait(LOOK_S)
@@ -204,6 +208,16 @@ class _Ending:
                 say(
                     f"{gone} ended before MPI_Init, where the others wait for it: all are killed; "
                     f"start every rank in the same way, and end none with 0 before"
+                )
+                self.heard[FAILED] += 1
+                self.kill()
+            late = late_in_mpi(self.process.pid)
+            late_s = late_s + LOOK_S if late else 0
+            if late_s > self.timeout_s:
+                say(
+                    f"ranks have waited longer {late} than HPCTRAIN_TIMEOUT={self.timeout_s:g} "
+                    f"allows: all are killed; see what those ranks do, or set HPCTRAIN_TIMEOUT to "
+                    f"more seconds"
                 )
                 self.heard[FAILED] += 1
                 self.kill()
@@ -355,6 +369,24 @@ def gone_before_init(pid: int) -> str:
     if num_here < size:
         return f"{num_here - len(living)} of {num_here} ranks on this host"
     return format_ranks({*range(size)} - living)
+
+
+def late_in_mpi(pid: int) -> str:
+    """Name the call of MPI in which ranks below ``pid`` wait, and the ranks that are not in it.
+
+    Empty where no rank is in one. Ranks of other hosts are not seen.
+    """
+    names = {each: name_of(each) for each in _below(pid)}
+    call = next((name for name in IN_MPI if name in names.values()), "")
+    if not call:
+        return ""
+    is_there: dict[int, bool] = {}
+    for each, rank, _ in _ranks(names):
+        found = stat(each)
+        is_in = names[each] == call and found is not None and found.state not in STOPPED_STATES
+        is_there[int(rank)] = is_in or is_there.get(int(rank), False)
+    late = [rank for rank, is_in in sorted(is_there.items()) if not is_in]
+    return f"{call} for {format_ranks(late) if late else 'ranks of another host'}"
 
 
 def _below(pid: int) -> Iterator[int]:

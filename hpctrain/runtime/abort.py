@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from hpctrain.comm.liveness import Gather, Liveness
     from hpctrain.comm.mpi_world import MpiComm
+    from hpctrain.core.config import Settings
 
 FAILED = 1
 INTERRUPTED = 130
@@ -48,6 +49,8 @@ def leave(
 
     Collective. ``shutdown()`` calls it, and the interpreter at exit, before anything is freed.
     """
+    with contextlib.suppress(Exception):  # a rank that is killed while it waits has printed all
+        sys.stdout.flush()
     try:
         return presence.farewell(compare)
     except BaseException as error:  # at exit Python would print it and go on
@@ -55,31 +58,38 @@ def leave(
 
 
 @contextlib.contextmanager
-def printed_once() -> "Iterator[None]":
-    """Let a ``LaunchError`` from the block be printed in one line if nobody catches it.
+def start_guard(settings: "Settings") -> "Iterator[None]":
+    """Handle errors of the block, in which ranks join the world, that no caller catches.
 
-    Every process of a launch raises it, without a world in which ranks could agree, and a
-    traceback into ``init()`` says no more. Rank 0 prints it first, and most launchers end the
-    others then.
+    A ``LaunchError`` is raised by every process of a launch and printed in one line, by rank 0
+    first, since most launchers end the others then. A ``RankLostError`` ends all ranks: without
+    that ``MPI_Finalize`` would wait for the lost rank.
     """
     try:
         yield
     except LaunchError as error:
-        launched, own, previous = env.launched(), error, sys.excepthook
-
-        def hook(
-            kind: type[BaseException], value: BaseException, trace: TracebackType | None
-        ) -> None:
-            if value is not own:
-                previous(kind, value, trace)
-                return
-            if launched is not None and launched.rank:
-                time.sleep(ROOT_SPEAKS_S)
-            sys.stderr.write(f"hpctrain: {value}\n")
-
         if not process.is_child():
-            sys.excepthook = hook
+            _print_once(error)
         raise
+    except RankLostError:
+        from hpctrain.comm.mpi_start import MPI  # noqa: PLC0415 - a world of one needs no MPI
+
+        FailureHooks(MPI.COMM_WORLD, settings.log_dir, recovers=settings.recover)
+        raise
+
+
+def _print_once(own: LaunchError) -> None:
+    launched, previous = env.launched(), sys.excepthook
+
+    def hook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
+        if value is not own:
+            previous(kind, value, trace)
+            return
+        if launched is not None and launched.rank:
+            time.sleep(ROOT_SPEAKS_S)
+        sys.stderr.write(f"hpctrain: {value}\n")
+
+    sys.excepthook = hook
 
 
 class FailureHooks:

@@ -129,7 +129,7 @@ class _GlobalProcessSet(ProcessSet):
 
     @property
     def mpi_comm(self) -> "MpiComm | None":
-        return world.current().given if world.is_initialized() else None
+        return world.current().origin.given if world.is_initialized() else None
 
     @property
     def process_set_id(self) -> int:

@@ -73,7 +73,7 @@ def survive(error: Exception, allows: Callable[[list[int]], object]) -> list[int
     where the world does not recover, or nobody is lost; ``RankLostError``, which names those that
     are, where ``allows`` says no of them.
     """
-    if not is_on() or world.current().spares is not None or not _is_of_loss(error):
+    if not is_on() or world.current().origin.spares is not None or not _is_of_loss(error):
         raise error
 
     def check(lost: list[int]) -> None:
@@ -168,10 +168,10 @@ def _shrink(
         if left.size == ranks.size:
             return []
         check(liveness.lost(ranks, left))
-        if before.spares is None:
+        if before.origin.spares is None:
             liveness.remake(left, remade)
         else:
-            before.spares.replace(remade)
+            before.origin.spares.replace(remade)
     if world.rank() == 0:
         num_spares = world.size() - before.topology.size + len(lost)
         logger.warning(
@@ -185,7 +185,7 @@ def _shrink(
 @contextmanager
 def _limited(limit_s: float) -> Iterator[None]:
     """End all ranks with exit code 87 where what is done inside lasts longer: MPI has no limit."""
-    hooks, presence = world.current().hooks, world.current().presence
+    hooks, presence = world.current().attachments.hooks, world.current().presence
     assert hooks is not None
     assert presence is not None
 

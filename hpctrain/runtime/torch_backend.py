@@ -43,10 +43,13 @@ def _find_ranks(timeout: timedelta) -> "tuple[Store, int, int]":
     """
     from hpctrain.comm.mpi_world import await_world  # noqa: PLC0415
     from hpctrain.comm.process_group import rendezvous  # noqa: PLC0415
+    from hpctrain.core.config import Settings  # noqa: PLC0415
     from hpctrain.runtime import world  # noqa: PLC0415
+    from hpctrain.runtime.abort import start_guard  # noqa: PLC0415
 
     if not world.is_initialized():
-        await_world(_limit_of(timeout).timeout_s)
+        with start_guard(Settings.from_env()):
+            await_world(_limit_of(timeout).timeout_s)
         world.init()
     here = world.current()
     ranks = list(range(here.topology.size))

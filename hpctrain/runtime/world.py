@@ -4,7 +4,7 @@ import atexit
 import os
 import sys
 from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol, cast
 from weakref import WeakKeyDictionary
 
@@ -14,7 +14,7 @@ from hpctrain.cluster import env
 from hpctrain.cluster.env import BEGUN, ENDED, WATCHED
 from hpctrain.cluster.start_watch import watched_start
 from hpctrain.cluster.topology import Topology
-from hpctrain.comm.communicator import Communicator, Owner
+from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.factory import Connection, connect
 from hpctrain.comm.mpi_world import find_world, is_communicator, numbers_in
 from hpctrain.comm.observed import Statistics, observed, trace
@@ -26,7 +26,8 @@ from hpctrain.core.errors import ConfigError, NotInitializedError, ReplicaError
 from hpctrain.negotiation.stall import LastCall
 from hpctrain.negotiation.timeline import Timelines
 from hpctrain.runtime import arrival, lazy_dynamo, torch_backend
-from hpctrain.runtime.abort import FailureHooks, leave, printed_once
+from hpctrain.runtime.abort import FailureHooks, leave, start_guard
+from hpctrain.runtime.attachments import Attachments, Origin
 from hpctrain.runtime.last_check import compare
 from hpctrain.runtime.process_set_table import Controllers, ProcessSets, Wanted, beside
 from hpctrain.runtime.rebuild import Rebuild, Stage
@@ -67,21 +68,19 @@ class World:
     plan_origin: str  # what the plan was chosen by, for people
     settings: Settings
     presence: "Liveness | None"  # who is still there; None in a world of one
-    statistics: Statistics | None  # what the collectives cost, where that is wanted
-    hooks: FailureHooks | None  # what ends all ranks when this one fails; None in a world of one
+    attachments: Attachments
     ranks: "MpiComm | None"  # the same ranks for MPI; None in a world of one
-    given: "MpiComm | None"  # the communicator that ``init`` was given
-    spares: "Spares | None"  # who waits to take the place of ranks that are lost
-    is_first: bool  # whether no ranks were lost before
+    origin: Origin
     rebuild: Rebuild  # who holds state about the ranks
-    timelines: Timelines  # the timeline that this rank records, if any
     last_call: LastCall  # what this rank has communicated last
     stop: CommonStop  # whether the ranks of a loop of the user's own are to stop
     step_checks: MutableMapping[Communicator, OpenedSteps]
     """What opens the steps of distributed optimizers, by the ranks that take them."""
-    before_finalize: "BeforeFinalize | None"
-    """Takes leave where the program ends MPI itself; None in a world of one."""
-    owner: Owner = field(default_factory=Owner)  # a forked child has no part in the end of a world
+
+    @property
+    def is_first(self) -> bool:
+        """Whether no ranks were lost before this world."""
+        return self.origin.is_first
 
 
 _world: World | None = None
@@ -148,7 +147,8 @@ def init(
 
 def _refuse_operations() -> None:
     """Let a spare have no named operations, which nobody shares, before ``elastic.run``."""
-    if current().spares is not None and not current().is_first:
+    origin = current().origin
+    if origin.spares is not None and not origin.is_first:
         current().sets.global_controller.refuse(SPARES_RULE)
 
 
@@ -160,7 +160,7 @@ def _communicators(comm: object) -> list[object]:
 
 def _register(comms: Sequence[object], process_sets: "Sequence[ProcessSet]") -> None:
     """Make the process sets that ``init`` was given, and let each know its own. Collective."""
-    if current().spares is not None:
+    if current().origin.spares is not None:
         raise ConfigError(f"{SPARES_RULE}: process sets are made by add_process_set()")
     of_comms = [Wanted(numbers_of(one), by_communicator=True) for one in comms]
     wanted = of_comms + [one.wanted() for one in process_sets]
@@ -191,24 +191,25 @@ def join(settings: Settings, chosen: object = None) -> None:
     launched = env.launched() if settings.recover else None
     with watched_start(launched.local_size if launched else None):
         if not settings.spares:
-            _join(settings, chosen)
+            given = cast("MpiComm", chosen) if is_communicator(chosen) else None
+            _join(settings, chosen, Origin(given=given))
             return
-        spares = _spares_of(settings.spares, chosen)
+        spares = _spares_of(settings, chosen)
         if spares.is_worker:
-            _join(settings, spares.workers, spares=spares)
+            _join(settings, spares.workers, Origin(given=None, spares=spares))
             return
 
     def make(ranks: "MpiComm") -> None:
         if is_initialized():  # in vain: a rank died before all had made this world
             go_on(ranks)
         else:
-            _join(settings, ranks, is_first=False, spares=spares)
+            _join(settings, ranks, Origin(given=None, spares=spares, is_first=False))
 
     if not spares.wait(make):
         sys.exit(0)
 
 
-def _spares_of(number: int, chosen: object) -> "Spares":
+def _spares_of(settings: Settings, chosen: object) -> "Spares":
     """Divide all ranks in those that work and those that wait. Collective."""
     if chosen is not None:
         raise ConfigError(
@@ -217,25 +218,24 @@ def _spares_of(number: int, chosen: object) -> "Spares":
         )
     from hpctrain.comm.spares import Spares  # noqa: PLC0415 - a world of one needs no MPI
 
-    if (whole := find_world()) is None:
-        raise ConfigError("spares need ranks whose place they take, and this process is alone")
-    return Spares(whole, number)
+    with start_guard(settings):
+        if (whole := find_world(timeout_s=settings.timeout)) is None:
+            raise ConfigError("spares need ranks whose place they take, and this process is alone")
+        return Spares(whole, settings.spares, settings.timeout)
 
 
-def _join(
-    settings: Settings, chosen: object, *, is_first: bool = True, spares: "Spares | None" = None
-) -> None:
+def _join(settings: Settings, chosen: object, origin: Origin) -> None:
     global _world  # noqa: PLW0603 - the one place
     torch_backend.register()
     lazy_dynamo.install()
-    with printed_once():
+    with start_guard(settings):
         ranks = find_world(chosen, settings.timeout)
     # From here on nobody fails alone.
     hooks = FailureHooks(ranks, settings.log_dir, recovers=settings.recover) if ranks else None
     try:
-        _make(settings, chosen, ranks, hooks, is_first=is_first, spares=spares)
+        _make(settings, ranks, hooks, origin)
     except BaseException:
-        if hooks is not None and not is_first:  # there may be another try
+        if hooks is not None and not origin.is_first:  # there may be another try
             if _world is not None:
                 _depart(_world)
                 _world = None
@@ -244,13 +244,7 @@ def _join(
 
 
 def _make(
-    settings: Settings,
-    chosen: object,
-    ranks: "MpiComm | None",
-    hooks: FailureHooks | None,
-    *,
-    is_first: bool,
-    spares: "Spares | None",
+    settings: Settings, ranks: "MpiComm | None", hooks: FailureHooks | None, origin: Origin
 ) -> None:
     global _world  # noqa: PLW0603 - the one place
     threads = torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else None
@@ -284,37 +278,37 @@ def _make(
         plan_origin=found.plan_origin,
         settings=settings,
         presence=found.presence,
-        statistics=statistics,
-        hooks=hooks,
+        attachments=Attachments(
+            hooks=hooks,
+            before_finalize=_leave_before_finalize() if ranks else None,
+            statistics=statistics,
+            timelines=controllers.timelines,
+        ),
         ranks=ranks,
-        given=cast("MpiComm", chosen) if is_communicator(chosen) else None,
-        spares=spares,
-        is_first=is_first,
+        origin=origin,
         rebuild=rebuild,
-        timelines=controllers.timelines,
         last_call=controllers.last_call,
         stop=CommonStop(comm, settings.budget),
         step_checks=WeakKeyDictionary(),
-        before_finalize=_leave_before_finalize() if ranks else None,
     )
     _begin(_world, found)
 
 
 def _begin(made: World, found: Connection) -> None:
     """Let people and files know of a world, and its end come with that of the program."""
-    settings, hooks, rank = made.settings, made.hooks, made.topology.rank
+    settings, mine, rank = made.settings, made.attachments, made.topology.rank
     logs.setup(rank, made.topology.size, settings.log_dir, level=settings.log_level)
     arrival.report(found)
-    if made.is_first and WATCHED in os.environ and rank == 0:
+    if made.origin.is_first and WATCHED in os.environ and rank == 0:
         sys.stderr.write(f"{BEGUN}\n")
     if settings.records is not None and rank == 0:
         arrival.tell_study(settings.records, found)
-    if hooks is not None:
-        hooks.last_words.append(made.timelines.stop)
-        hooks.communicates = made.last_call.was_on
+    if mine.hooks is not None:
+        mine.hooks.last_words.append(mine.timelines.stop)
+        mine.hooks.communicates = made.last_call.was_on
     if settings.timeline is not None:
-        made.timelines.start(settings.timeline, mark_cycles=settings.timeline_mark_cycles)
-    if found.presence is not None or made.statistics is not None or WATCHED in os.environ:
+        mine.timelines.start(settings.timeline, mark_cycles=settings.timeline_mark_cycles)
+    if found.presence is not None or mine.statistics is not None or WATCHED in os.environ:
         atexit.register(_shut_down)
 
 
@@ -349,8 +343,9 @@ def _shut_down(*, raises: bool = False) -> None:
     if _world is None:
         return
     leaving, _world = _world, None
-    is_over = leaving.before_finalize is not None and leaving.before_finalize.is_over
-    if leaving.owner.is_here and not is_over:
+    mine = leaving.attachments
+    is_over = mine.before_finalize is not None and mine.before_finalize.is_over
+    if mine.owner.is_here and not is_over:
         _leave(leaving, raises=raises)
 
 
@@ -359,29 +354,29 @@ def _leave(leaving: World, *, raises: bool) -> None:
     for comm in leaving.sets.communicators().values():
         if isinstance(comm, ThreadedCommunicator):
             comm.drain()  # while lost ranks are still looked for
-    fault = ""
-    if leaving.presence is not None and leaving.hooks is not None:
-        fault = leave(leaving.presence, leaving.hooks, lambda gather: compare(leaving, gather))
+    fault, mine = "", leaving.attachments
+    if leaving.presence is not None and mine.hooks is not None:
+        fault = leave(leaving.presence, mine.hooks, lambda gather: compare(leaving, gather))
         if fault and not raises:
-            leaving.hooks.end(ReplicaError(fault))
-    if leaving.statistics is not None:
-        leaving.statistics.report()  # nobody waits in vain: from `leave` all return, or none
+            mine.hooks.end(ReplicaError(fault))
+    if mine.statistics is not None:
+        mine.statistics.report()  # nobody waits in vain: from `leave` all return, or none
     leaving.stop.close()
     leaving.rebuild.close()
     leaving.comm.close()
-    if leaving.before_finalize is not None:
-        leaving.before_finalize.close()
+    if mine.before_finalize is not None:
+        mine.before_finalize.close()
     is_well = not fault and sys.exc_info()[0] is None and not hasattr(sys, "last_value")
     _tell_end(leaving, is_well=is_well)
     if fault:
         raise ReplicaError(fault)  # with the hooks, for who does not catch it
-    if leaving.hooks is not None and sys.exc_info()[0] is None:
-        leaving.hooks.uninstall()  # an error on its way out still needs them to end all ranks
+    if mine.hooks is not None and sys.exc_info()[0] is None:
+        mine.hooks.uninstall()  # an error on its way out still needs them to end all ranks
 
 
 def _tell_end(leaving: World, *, is_well: bool) -> None:
-    if leaving.spares is not None:
-        leaving.spares.end()
+    if leaving.origin.spares is not None:
+        leaving.origin.spares.end()
     if WATCHED in os.environ and is_well and leaving.topology.rank == 0:
         sys.stderr.write(f"{ENDED}\n")
         sys.stderr.flush()
@@ -395,16 +390,17 @@ def go_on(ranks: "MpiComm", *, moves: bool = True) -> None:
     """
     global _world  # noqa: PLW0603 - the one place
     before, _world = current(), None
+    hooks = before.attachments.hooks
     assert before.presence is not None
-    assert before.hooks is not None
+    assert hooks is not None
     if before.presence.is_open:  # else one more rank has died while the next world was made
         _depart(before)
-    before.hooks.uninstall()
+    hooks.uninstall()
     try:
-        _join(before.settings, ranks, is_first=False, spares=before.spares)
+        _join(before.settings, ranks, replace(before.origin, given=None, is_first=False))
     except BaseException:
         _world = before
-        before.hooks.install()
+        hooks.install()
         raise
     if moves:
         current().rebuild.follow(before.rebuild.leave())
@@ -417,9 +413,9 @@ def _depart(leaving: World) -> None:
         leaving.presence.abandon()
     leaving.sets.drop()
     leaving.stop.close()
-    leaving.timelines.stop()
-    if leaving.before_finalize is not None:
-        leaving.before_finalize.close()
+    leaving.attachments.timelines.stop()
+    if leaving.attachments.before_finalize is not None:
+        leaving.attachments.before_finalize.close()
 
 
 def current() -> World:
@@ -486,7 +482,7 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:  # noqa: 
     Raises:
         NotInitializedError: ``init`` was not called; a ``ValueError``.
     """
-    current().timelines.start(file_path, mark_cycles=mark_cycles)
+    current().attachments.timelines.start(file_path, mark_cycles=mark_cycles)
 
 
 def stop_timeline() -> None:
@@ -495,4 +491,4 @@ def stop_timeline() -> None:
     Raises:
         NotInitializedError: ``init`` was not called; a ``ValueError``.
     """
-    current().timelines.stop()
+    current().attachments.timelines.stop()

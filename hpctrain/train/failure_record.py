@@ -58,7 +58,7 @@ class FailureRecord:
                 raise
             said = str(error) or "no message"
             text = said if isinstance(error, ConfigError) else f"{type(error).__name__}: {said}"
-            hooks = world.current().hooks
+            hooks = world.current().attachments.hooks
             if hooks is None:
                 self._write(text)
             else:  # they are called in rank order, so that what ends all ranks is recorded once

@@ -82,7 +82,7 @@ def test_the_table_is_printed_once_by_rank_0_at_shutdown(monkeypatch, capfd):
     for _ in range(3):
         hpctrain.allreduce(torch.ones(1 << 18))
     hpctrain.barrier()
-    assert current().statistics is not None
+    assert current().attachments.statistics is not None
     hpctrain.shutdown()
     errors = capfd.readouterr().err
     if rank:

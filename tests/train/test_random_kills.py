@@ -17,11 +17,13 @@ from pathlib import Path
 
 import pytest
 
+from hpctrain.cluster.env import RANK_LOST
 from hpctrain.core.records import read
 from hpctrain.launch import mpiexec
 from tests.harness import preload
 from tests.harness.pace import scaled
 from tests.processes import is_alive, wait_until
+from tests.train import dying
 from tests.train.starting import ROOT
 
 KILLS = int(os.environ.get("HPCTRAIN_TEST_KILLS", "2"))
@@ -62,8 +64,12 @@ REPRODUCIBLE = "\n[train]\nreproducible = true\nmicro_shards = 4\n"
 class Run:
     """One run of four or three ranks in a folder, some of which are killed."""
 
-    def __init__(self, folder: Path, *, num_ranks: int, reproducible: bool) -> None:
-        self.folder, self.num_ranks, self.killed = folder, num_ranks, list[int]()
+    def __init__(
+        self, folder: Path, *, num_ranks: int, reproducible: bool, dies: tuple[str, ...] = ()
+    ) -> None:
+        """Take ``dies``: a rank, and the call in which it dies, see ``dying``."""
+        self.folder, self.num_ranks, self.killed = folder, num_ranks, [*map(int, dies[:1])]
+        self.dies = dies
         folder.mkdir()
         config = CONFIG.replace("DATA", str(folder.parent / "digits"))
         if reproducible:
@@ -74,7 +80,8 @@ class Run:
         """Run to the end; kill each rank so many seconds after the kill, or start, before it."""
         line = [*preload.python(), "-m", "hpctrain"]
         launch = [*line, "launch", "-n", str(self.num_ranks), "--recover"]
-        train = [*line, "train", "mortal.toml", "--set", "output_dir=run"]
+        program = [*preload.python(), dying.__file__, *self.dies] if self.dies else line
+        train = [*program, "train", "mortal.toml", "--set", "output_dir=run"]
         paths = {"PYTHONPATH": str(ROOT), "NOTES": str(self.folder)}
         with (self.folder / "said").open("wb") as said:
             process = subprocess.Popen(
@@ -215,3 +222,34 @@ def test_no_sample_is_lost_wherever_ranks_are_killed(tmp_path):
         shutil.rmtree(folder)
         if num_kills >= KILLS:
             break
+
+
+NUM_STEPS = 8 * 23
+SURVIVED = {
+    "last step": ("train/mortal.py:_note_step", NUM_STEPS),
+    "final checkpoint": ("checkpoint/manager.py:save", NUM_STEPS // EVERY + 1),
+}
+ENDS_ALL = {"init": "comm/factory.py:_together", "farewell": "comm/liveness.py:farewell"}
+
+
+@pytest.mark.limit(240)
+@pytest.mark.parametrize("moment", SURVIVED)
+def test_a_death_at_the_end_of_training_is_survived(tmp_path, moment):
+    place, nth = SURVIVED[moment]
+    whole = Run(tmp_path / "plain", num_ranks=3, reproducible=False).carry_out([])
+    *reference, _ = whole.parts()[0]
+    for rank in "0", "1":
+        dies = (rank, place, str(nth))
+        run = Run(tmp_path / rank, num_ranks=3, reproducible=False, dies=dies).carry_out([])
+        check(run, reference, None)
+
+
+@pytest.mark.limit(240)
+@pytest.mark.parametrize("moment", ENDS_ALL)
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_death_outside_of_training_ends_all_ranks_but_takes_no_result(tmp_path, moment, rank):
+    dies = (rank, ENDS_ALL[moment], "1")
+    run = Run(tmp_path / "run", num_ranks=3, reproducible=False, dies=dies).carry_out([])
+    assert run.code == RANK_LOST, run.said
+    assert "died" in run.said
+    assert ("test accuracy " in run.said) == run.is_finished() == (moment == "farewell"), run.said

@@ -139,7 +139,7 @@ def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
 def _require_no_calls() -> None:
     """Refuse what a spare could not do alone on its way here; where there are spares."""
     here = world.current()
-    if here.spares is None:
+    if here.origin.spares is None:
         return
     here.sets.global_controller.refuse("")
     what, ago_s = here.last_call.describe()
@@ -197,13 +197,13 @@ class Resets:
         has_state = True
         try:
             here.rebuild.move()
-            if self.number or here.spares is not None:
+            if self.number or here.origin.spares is not None:
                 told = (self.number, self.has_state, self._state.num_commits)
                 every = here.comm.allgather_object(told)
                 self.number, has_state, _ = every[0]
                 self._state.settle([num_commits for _, _, num_commits in every])
         except MismatchError as error:
-            if here.spares is None:
+            if here.origin.spares is None:
                 raise
             raise ConfigError(f"{error}\n{SPARES_RULE}") from error
         if not has_state:

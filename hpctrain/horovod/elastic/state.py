@@ -440,7 +440,7 @@ class TorchState(ObjectState):
         super().__setattr__(name, value)
 
     def _refuse_where_spares_lack(self, name: str, *, is_known: bool) -> None:
-        if self._is_shared and not is_known and world.current().spares is not None:
+        if self._is_shared and not is_known and world.current().origin.spares is not None:
             raise ConfigError(
                 f"a spare that takes the place of a lost rank has what the state was made with, "
                 f"and could not take over {name}, which has a state_dict(); give it to the state "

@@ -1,0 +1,91 @@
+"""No rank waits for another without a limit, from ``MPI_Init`` to ``MPI_Finalize``."""
+
+import sys
+
+import pytest
+
+from hpctrain.cluster.env import RANK_LOST
+from hpctrain.launch import mpiexec
+from tests.harness import preload
+from tests.harness.pace import scaled
+from tests.processes import ended
+from tests.train.starting import ROOT
+
+pytestmark = [pytest.mark.launches, pytest.mark.limit(90)]
+
+PROGRAM = """
+import os, signal, sys, time
+import torch
+import hpctrain as hvd
+
+hvd.init()
+hvd.allreduce_(torch.ones(3))
+if hvd.rank() == 0:
+    print("test accuracy 0.9")
+if hvd.rank() == hvd.size() - 1:
+    os.kill(os.getpid(), signal.SIGSTOP) if sys.argv[1] == "stops" else time.sleep(60)
+"""
+
+
+def run(program, num_ranks, *words, options=(), python=None):
+    limits = {"HPCTRAIN_TIMEOUT": f"{scaled(3):.0f}"}
+    line = [*preload.python(), "-m", "hpctrain", "launch", "-n", num_ranks, *options, "--"]
+    return ended(
+        [*line, *(python or preload.python()), "-c", program, *words],
+        timeout=60,
+        env=mpiexec.environment() | {"PYTHONPATH": str(ROOT)} | limits,
+    )
+
+
+RECOVERS = pytest.param(("--recover",), marks=pytest.mark.requires("recovery"), id="recover")
+
+
+@pytest.mark.parametrize("options", [pytest.param((), id="plain"), RECOVERS])
+@pytest.mark.parametrize(("num_ranks", "what"), [(2, "sleeps"), (4, "stops")])
+def test_a_farewell_ends_after_the_timeout_and_names_who_is_missing(num_ranks, what, options):
+    done = run(PROGRAM, num_ranks, what, options=options)
+    assert done.returncode == RANK_LOST, done.stderr
+    assert done.stdout == "test accuracy 0.9\n"
+    last = num_ranks - 1
+    assert f"but rank 0 has waited so long for rank {last}" in done.stderr
+    assert (f"rank {last} of this node stopped by a signal" in done.stderr) == (what == "stops")
+
+
+IN_MPI = """
+import atexit, os, signal, sys
+def stop():
+    os.environ["OMPI_COMM_WORLD_RANK"] == "1" and os.kill(os.getpid(), signal.SIGSTOP)
+stop() if sys.argv[1] == "MPI_Init" else atexit.register(stop)
+from hpctrain.comm.mpi_world import find_world
+find_world()
+print("done")
+"""
+
+
+@pytest.mark.parametrize("call", ["MPI_Init", "MPI_Finalize"])
+def test_mpi_starts_and_ends_within_the_timeout_or_the_launch_ends(call):
+    done = run(IN_MPI, 3, call, python=[sys.executable])
+    assert done.returncode == RANK_LOST, done.stderr
+    assert f"waited longer in {call} for rank 1 than HPCTRAIN_TIMEOUT=" in done.stderr
+    assert done.stdout == "done\n" * 3 * (call == "MPI_Finalize")
+
+
+START = """
+import os, signal
+import hpctrain as hvd
+from hpctrain.comm.mpi_start import MPI
+
+MPI.COMM_WORLD.rank == 1 and os.kill(os.getpid(), signal.SIGSTOP)
+hvd.init()
+"""
+SPARES = pytest.param(
+    ("--recover", "--spares", 1), marks=pytest.mark.requires("recovery"), id="spares"
+)
+
+
+@pytest.mark.parametrize("options", [pytest.param((), id="plain"), SPARES])
+def test_a_rank_that_does_not_come_to_init_ends_all(options):
+    done = run(START, 2, options=options, python=[sys.executable])
+    assert done.returncode == RANK_LOST, done.stderr
+    assert "for the other ranks, longer than HPCTRAIN_TIMEOUT=" in done.stderr
+    assert "MPI_Finalize" not in done.stderr
