@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm import requests
-from hpctrain.comm.communicator import Communicator, Owner
+from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.mpi_start import MPI
 from hpctrain.comm.mpi_world import is_loss
 from hpctrain.comm.node.segments import LINE_BYTES, Fence, Semaphore, fence_of
+from hpctrain.comm.owner import Owner
 from hpctrain.comm.rail.rail import bytes_of
 from hpctrain.comm.requests import MpiRequest
 from hpctrain.comm.waiting import BY_MPI, Pace, Watch, wait_until

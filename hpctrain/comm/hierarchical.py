@@ -2,9 +2,9 @@
 
 A bucket's all-reduce is three steps in a row, each callable by a codec that replaces the middle:
 
-    part = comm.node_sum(bucket)      # each local rank sums its slice over the node
-    comm.rail.allreduce_(part)        # each slice is all-reduced over its rail
-    comm.publish(bucket, scale)       # each local rank writes its slice into all buckets
+    part = comm.reduce_node(bucket)          # each local rank sums its slice over the node
+    comm.internode.allreduce_(part)          # each slice is all-reduced over its rail
+    comm.publish(bucket, scale=scale)        # each local rank writes its slice into all buckets
 """
 
 from collections import deque
@@ -16,7 +16,6 @@ from torch import Tensor
 
 from hpctrain.comm.bucket import Bucket, chunks_of, slice_bounds
 from hpctrain.comm.call_check import bucket_call, call_of, tensor_call
-from hpctrain.comm.communicator import FINISHED, Traffic, Work
 from hpctrain.comm.control_channel import mailbox
 from hpctrain.comm.mpi import MakeGroup, MpiCommunicator
 from hpctrain.comm.node.shared_memory import SharedMemory, SharedSlots
@@ -26,6 +25,7 @@ from hpctrain.comm.rail.in_flight import InFlight
 from hpctrain.comm.rail.rail import Rail
 from hpctrain.comm.tensor_arguments import check_scale, flat_of, name_of, put_back
 from hpctrain.comm.waiting import Watch, in_step
+from hpctrain.comm.work import FINISHED, Traffic, Work
 from hpctrain.core.errors import CommError
 
 if TYPE_CHECKING:
@@ -57,8 +57,8 @@ class HierarchicalCommunicator(MpiCommunicator):
         over MPI.
         """
         super().__init__(world, watch=watch, world_ranks=world_ranks, make_group=make_group)
-        self.rail = rail
-        self.node = node
+        self._rail = rail
+        self.node: SharedMemory = node
         self.plan = plan  # what algorithms are chosen by; ``use`` changes it
         self.num_rails = plan.num_rails
         self._one_node = plan.num_rails == 0
@@ -72,9 +72,9 @@ class HierarchicalCommunicator(MpiCommunicator):
             self._ways = {"direct": self.slots.direct_, "slices": self.slots.slices_}
 
     @property
-    def levels(self) -> "HierarchicalCommunicator":
-        """The steps of a bucket's all-reduce: those of this class."""
-        return self
+    def internode(self) -> Rail | None:
+        """The rail of this rank."""
+        return self._rail
 
     @property
     def node_ranks(self) -> Sequence[int]:
@@ -87,8 +87,8 @@ class HierarchicalCommunicator(MpiCommunicator):
         All ranks call it between the same two operations.
         """
         self.plan = plan
-        if self.rail is not None:
-            self.rail.table, self.rail.chunk_bytes = plan.rail, plan.chunk_bytes
+        if self._rail is not None:
+            self._rail.use(plan)
 
     @in_step
     def new_bucket(self, numel: int, dtype: torch.dtype) -> Bucket:
@@ -140,51 +140,36 @@ class HierarchicalCommunicator(MpiCommunicator):
             super().meet(call)
 
     @in_step
-    def node_sum(
-        self,
-        bucket: Bucket,
-        scale: float | None = None,
-        how: Combination | None = None,
-    ) -> Tensor:
-        """Sum the bucket inside the node, times ``scale``.
-
-        Returns the part of it that this rank takes over its rail; empty where it takes none.
-        """
-        how = how or combination(bucket.flat.dtype, Op.SUM)
+    def reduce_node(self, bucket: Bucket, *, scale: float | None = None) -> Tensor:
+        """Sum this rank's slice over the buckets of the node."""
         self._check_owned(bucket)
-        self.node.meet(bucket_call(bucket.number, how.op, scale))
-        return self._sum_on_node(bucket, how, scale)
+        return self._reduce_bucket(bucket, combination(bucket.flat.dtype, Op.SUM), scale)
 
     def part_of(self, bucket: Bucket) -> Tensor:
-        """Return the part of a bucket that this rank takes over its rail; empty where none."""
-        if self.rail is None or not bucket.peers:
+        """Return the part of a bucket that this rank sends over its rail; empty without one."""
+        if self._rail is None or not bucket.peers:
             return bucket.flat[:0]
         bounds = slice_bounds(bucket.numel, self.num_rails, self.node.local_rank)
         return bucket.peers[0][bounds]
 
     @in_step
-    def publish(
-        self, bucket: Bucket, scale: float | None = None, how: Combination | None = None
-    ) -> None:
-        """Write the sum, times ``scale``, into the bucket of every rank of the node."""
-        if self.num_rails != self.node.local_size:
-            self.node.barrier()
-        how = how or combination(bucket.flat.dtype, Op.SUM)
-        self.node.publish(bucket, how, scale)
+    def publish(self, bucket: Bucket, *, scale: float | None = None) -> None:
+        """Write this rank's slice into all buckets of the node."""
+        self._publish_bucket(bucket, combination(bucket.flat.dtype, Op.SUM), scale)
 
     def traffic(self) -> Traffic:
         """Return the counters of all levels."""
         moved = super().traffic()._replace(node_bytes=self.node.num_bytes)
-        if self.rail is None:
+        if self._rail is None:
             return moved
-        over = self.rail.traffic()
+        over = self._rail.traffic()
         return moved._replace(rail_bytes=moved.rail_bytes + over.rail_bytes, rail_s=over.rail_s)
 
     def close(self) -> None:
         """Free the MPI communicators; buckets live as long as something refers to them."""
         if self.is_open:
-            if self.rail is not None:
-                self.rail.close()
+            if self._rail is not None:
+                self._rail.close()
             self.node.close()
         super().close()
 
@@ -204,9 +189,18 @@ class HierarchicalCommunicator(MpiCommunicator):
         if aligned and 0 < self.plan.chunk_bytes < self.part_of(bucket).nbytes:
             self._pipeline_bucket(bucket, how, early, late)
             return
-        part = self.node_sum(bucket, early, how)
+        part = self._reduce_bucket(bucket, how, early)
         self._sum_over_rail(part, how)
-        self.publish(bucket, late, how)
+        self._publish_bucket(bucket, how, late)
+
+    def _reduce_bucket(self, bucket: Bucket, how: Combination, scale: float | None) -> Tensor:
+        self.node.meet(bucket_call(bucket.number, how.op, scale))
+        return self._sum_on_node(bucket, how, scale)
+
+    def _publish_bucket(self, bucket: Bucket, how: Combination, scale: float | None) -> None:
+        if self.num_rails != self.node.local_size:
+            self.node.barrier()
+        self.node.publish(bucket, how, scale)
 
     def _pipeline_bucket(
         self, bucket: Bucket, how: Combination, early: float | None, late: float | None
@@ -221,7 +215,7 @@ class HierarchicalCommunicator(MpiCommunicator):
                 node.sum_chunk(parts, how, early)
                 yield parts[0].view(how.lane)
 
-        with InFlight(self.rail, how, self._watch) as in_flight:
+        with InFlight(self._rail, how, self._watch) as in_flight:
             for parts, _ in zip(chunks, in_flight.reduced(summed()), strict=True):
                 node.publish_chunk(parts, how, late)
         self._watch.confirm()
@@ -246,7 +240,7 @@ class HierarchicalCommunicator(MpiCommunicator):
                 yield self._sum_on_node(bucket, how, early)
 
         node.meet(tensor_call(how.op, values.dtype, values.numel(), scale))
-        with InFlight(self.rail, how, self._watch) as in_flight, node.busy(in_flight):
+        with InFlight(self._rail, how, self._watch) as in_flight, node.busy(in_flight):
             for _ in in_flight.reduced(summed()):
                 reduced.append(entered.popleft())
         self._watch.confirm()
@@ -279,8 +273,8 @@ class HierarchicalCommunicator(MpiCommunicator):
         return self.part_of(bucket).view(how.lane)
 
     def _sum_over_rail(self, part: Tensor, how: Combination) -> None:
-        if self.rail is not None and part.numel():
-            self.rail.reduce_(part, how)
+        if self._rail is not None and part.numel():
+            self._rail.reduce_(part, how)
 
 
 def scaled_when(scale: float | None, how: Combination) -> tuple[float | None, float | None]:

@@ -9,14 +9,16 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from hpctrain.comm.agreement import raise_if_any
 from hpctrain.comm.bucket import Bucket
 from hpctrain.comm.call_check import call_of, meet, tensor_call
-from hpctrain.comm.communicator import FINISHED, GATHER, Communicator, Owner, Traffic, Work
+from hpctrain.comm.communicator import GATHER, Communicator
 from hpctrain.comm.control_channel import mailbox
 from hpctrain.comm.liveness import use
 from hpctrain.comm.member_meeting import MemberMeeting
 from hpctrain.comm.mpi_start import MPI
 from hpctrain.comm.ops import Combination, Op, combination, finish
+from hpctrain.comm.owner import Owner
 from hpctrain.comm.rail.algorithms import (
     allreduce_by_messages_,
     pairwise_alltoall_,
@@ -36,6 +38,7 @@ from hpctrain.comm.tensor_arguments import (
 )
 from hpctrain.comm.waiting import Limit, Watch, in_step
 from hpctrain.comm.watched_calls import WatchedCalls
+from hpctrain.comm.work import FINISHED, Traffic, Work
 from hpctrain.core.errors import CommError
 
 T = TypeVar("T")
@@ -203,6 +206,10 @@ class MpiCommunicator(Communicator):
         self.meet(f"gather of objects on rank {root}")
         result: list[T] | None = self._calls.gather(value, root)
         return result
+
+    def agree(self, ok: bool, message: str = "") -> None:  # noqa: FBT001 - reads as a sentence
+        """Gather the messages of ranks that refuse."""
+        raise_if_any(self.allgather_object(None if ok else message))
 
     @in_step
     def allgather_object(self, value: T, call: str = GATHER) -> list[T]:

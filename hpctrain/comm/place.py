@@ -100,7 +100,7 @@ def new_place(
     """Make room for ``numel`` elements on a device, and for marks, on the host. Collective.
 
     ``CommError``, on all ranks, where an accelerator cannot take that ``way``. For ``peers``
-    ``comm`` has levels.
+    the ranks of a node share memory.
     """
     there = device_of(device)
     if there is not None and way != "host":
@@ -108,8 +108,7 @@ def new_place(
         if way == "nccl":
             place = NcclBucket(there, nccl_over(comm, there), numel, dtype)
         else:
-            assert comm.levels is not None
-            place = PeerBucket(there, comm, comm.levels, numel, dtype)
+            place = PeerBucket(there, comm, numel, dtype)
         return New(comm.new_bucket(num_marks, dtype), place)
     bucket = comm.new_bucket(numel + num_marks, dtype)
     elements = bucket.flat[:numel]
@@ -178,7 +177,7 @@ def _why_by_host(comm: Communicator, devices: Collection[torch.device]) -> str:
             return f"{device.type}: {there.keeps_apart if there else 'it is the host'}"
     if config.device_sums() == "host":
         return "HPCTRAIN_DEVICE_SUMS=host"
-    return "" if comm.levels is not None else "the ranks of a node do not share its memory"
+    return "" if comm.node is not None else "the ranks of a node do not share its memory"
 
 
 class StagedBucket:

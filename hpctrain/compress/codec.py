@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hpctrain.comm.bucket import Bucket
-from hpctrain.comm.communicator import FINISHED, Communicator, Work
+from hpctrain.comm.communicator import Communicator
+from hpctrain.comm.work import FINISHED, Work
 from hpctrain.core.keys import require
 
 

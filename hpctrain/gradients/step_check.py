@@ -14,7 +14,8 @@ from typing import Protocol
 import torch
 
 from hpctrain.comm.agreement import by_rank, differing
-from hpctrain.comm.communicator import Communicator, Owner
+from hpctrain.comm.communicator import Communicator
+from hpctrain.comm.owner import Owner
 from hpctrain.comm.threaded import start_on
 from hpctrain.core import logs
 from hpctrain.core.errors import MismatchError

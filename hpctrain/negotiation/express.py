@@ -13,7 +13,7 @@ would have it be, to the bit, so the result does not depend on the way.
 import ctypes
 import time
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from torch import Tensor
 from hpctrain.comm.control_channel.votes import ALGORITHM, Ballot
 from hpctrain.comm.node.segments import yield_core
 from hpctrain.comm.node.shared_memory import combine_to
+from hpctrain.comm.observed import ObservedCommunicator
 from hpctrain.comm.ops import Combination, combination
 from hpctrain.core.units import KIB
 from hpctrain.negotiation.messages import Entry
@@ -65,16 +66,16 @@ class Express:
     def __init__(
         self,
         comm: "Communicator",
-        levels: "HierarchicalCommunicator",
         commit: "TwoPhaseCommit",
         post: "Mailbox",
         cache: "ResponseCache",
     ) -> None:
         """Take a communicator of one node, its mailboxes, and the numbers of operations."""
         self.commit = commit
-        self._is_heard = levels is not comm  # then all that moves goes through its methods
-        self._comm, self._post, self._cache = levels, post, cache
-        self._node = levels.node
+        # A listener gets all that moves by the methods of the communicator.
+        self._is_heard = isinstance(comm, ObservedCommunicator)
+        self._comm, self._post, self._cache = cast("HierarchicalCommunicator", comm), post, cache
+        self._node = self._comm.node
         self._num_nodes = post.tree.num_nodes
         self._ranks_per_node = comm.size / self._num_nodes
         self._known: dict[str, Known] = {}
@@ -133,8 +134,8 @@ class Express:
         """Return the sum of what all ranks have prepared and rank 0 has committed."""
         node, tensor, what = self._node, handle.tensor, known.combination
         parts = list(known.slots[node.turn])
-        node.turn = 1 - node.turn
-        node.num_bytes += (1 + len(parts)) * known.num_bytes
+        node.end_turn()
+        node.count((1 + len(parts)) * known.num_bytes)
         given = tensor.detach() if tensor.requires_grad else tensor
         if self._num_nodes > 1:
             del parts[1:]  # the first is the sum
@@ -149,10 +150,9 @@ class Express:
         return (tensor if is_in_place else result,)
 
     def _count_votes(self) -> None:
-        votes, rail = self.commit.votes, self._comm.rail
+        votes, rail = self.commit.votes, self._comm.internode
         if votes is not None and rail is not None:
-            rail.wire.num_bytes_sent += votes.num_bytes_sent
-            votes.num_bytes_sent = 0
+            rail.wire.count(votes.taken_bytes())
 
     def _ballot(self, known: Known) -> Ballot:
         """Sum over the node, into the first rank's slot."""

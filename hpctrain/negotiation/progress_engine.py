@@ -390,12 +390,11 @@ class ProgressEngine:
 
 def _express(comm: "Communicator", post: "Mailbox", negotiator: Negotiator) -> "Express | None":
     """Return what commits through node memory; None without, where all goes by mail."""
-    levels = comm.levels
-    if levels is None or post.commit is None:
+    if comm.node is None or post.commit is None:
         return None
     from hpctrain.negotiation.express import Express  # noqa: PLC0415 - a world of one needs no MPI
 
-    return Express(comm, levels, post.commit, post, negotiator.cache)
+    return Express(comm, post.commit, post, negotiator.cache)
 
 
 def _from_zero() -> "dict[Kind, count[int]]":

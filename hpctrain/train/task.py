@@ -272,7 +272,7 @@ def build(config: RunConfig, comm: Communicator, *, is_new: bool = True) -> Task
         steps = _steps(config, model, optimizer, comm)
         lengths = {"epoch_steps": len(train), "num_steps": len(train) * config.train.epochs}
         sync = make_sync(config.sync, model, optimizer, seed=config.seed, **lengths)
-    nodes = world.current().topology.nodes if comm.levels is not None else ()
+    nodes = world.current().topology.nodes if comm.node is not None else ()
     config, reason = with_shard(config, model, optimizer, [*map(len, nodes)])
     precision = Precision(config.train.precision, model)
     parallel = divided(config, model, optimizer, loss, precision, comm)

@@ -165,7 +165,7 @@ BETWEEN_NODES = ("nodes of one", "nodes of two")
 def chunked(request):
     """Connect ranks of several nodes, whose rails carry chunks of a few elements."""
     with connected(PATHS[request.param]) as made:
-        made.comm.levels.use(replace(made.comm.levels.plan, chunk_bytes=CHUNK_BYTES))
+        made.comm.use(replace(made.comm.plan, chunk_bytes=CHUNK_BYTES))
         yield made.comm
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hpctrain.comm import device, place
-from hpctrain.comm.communicator import FINISHED
+from hpctrain.comm.work import FINISHED
 from hpctrain.gradients import reduction
 from tests.gpu.race_checker import CheckedDevice, Checker, Watching
 

@@ -282,7 +282,7 @@ def test_a_rank_that_ends_while_chunks_travel_between_nodes_ends_all(
         from hpctrain.runtime.world import current
 
         comm = current().comm
-        comm.levels.use(replace(comm.levels.plan, chunk_bytes=4096))
+        comm._comm.use(replace(comm._comm.plan, chunk_bytes=4096))
         started, whole = [], in_flight.InFlight._start
 
         def start(self, part, tag):

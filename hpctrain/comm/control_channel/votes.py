@@ -79,6 +79,11 @@ class Votes(Wire):
         if self.is_open:
             self.outcome()
 
+    def taken_bytes(self) -> int:
+        """Return the bytes sent since the last call."""
+        taken, self.num_bytes_sent = self.num_bytes_sent, 0
+        return taken
+
     def start_send(self, tensor: Tensor, dest: int, tag: int = 0) -> None:  # noqa: ARG002
         """Send the number and, unless that is a refusal, ``tensor``."""
         message = self._number.to_bytes(_NUMBER_BYTES, "little", signed=True)

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from hpctrain.comm.bucket import Bucket, chunks_of
 from hpctrain.comm.call_check import bucket_call, disagreement, tensor_call
-from hpctrain.comm.communicator import Owner
 from hpctrain.comm.flight_recorder import Call
 from hpctrain.comm.node import node_memory
 from hpctrain.comm.node.segments import LINE_BYTES, Region, Semaphore, map_in_a_row
 from hpctrain.comm.ops import Combination, scale_
+from hpctrain.comm.owner import Owner
 from hpctrain.comm.waiting import IN_NODE, Watch
 from hpctrain.comm.watched_calls import WatchedCalls
 from hpctrain.core.errors import CommError, NodeMemoryError
@@ -133,12 +133,16 @@ class SharedMemory:
         self._calls[self.local_rank * _CELLS + turn] = call.number
         self._pass_barrier()
         calls = self._calls[turn::_CELLS].tolist()
-        self.turn = 1 - turn
+        self.end_turn()
         if calls.count(call.number) != self.local_size:
             error = disagreement(self._node, call, self._watch)
             if self._watch.number is not None and not of_node:
                 self._watch.fail(error)
             raise error
+
+    def end_turn(self) -> None:
+        """Use the other place from now on: all ranks of the node were here. Not collective."""
+        self.turn = 1 - self.turn
 
     def compare(self, call: Call, number: int) -> bool:
         """Meet for ``call``, and say whether all ranks of the node tell the same number."""
@@ -298,9 +302,13 @@ class SharedMemory:
             if not math.isfinite(total.sum(dtype=wide)) and not total.isfinite().all():
                 self._calls[self.local_rank * _CELLS + _UNFINITE] += 1
 
+    def count(self, num_bytes: int) -> None:
+        """Count bytes that this rank has read or written in node memory. Not collective."""
+        self.num_bytes += num_bytes
+
     def _count(self, parts: Sequence[Tensor], passes: int = 1) -> None:
         """Count passes in which this rank touched the pieces of all ranks."""
-        self.num_bytes += passes * len(parts) * parts[0].nbytes
+        self.count(passes * len(parts) * parts[0].nbytes)
 
     def _make_rounds(
         self, num_rounds: int, first_byte: int
@@ -406,7 +414,7 @@ class SharedSlots:
             if node.local_rank < 2:
                 parts[node.local_rank] = chunk  # one stream less than from the slot
             combine_to(chunk, parts, combination, scale)
-        node.num_bytes += (1 + node.local_size) * num_bytes
+        node.count((1 + node.local_size) * num_bytes)
 
     def slices_(self, values: Tensor, combination: Combination, scale: float | None) -> None:
         """Replace ``values`` by the sum: every rank sums a slice, then reads those of all."""
@@ -447,7 +455,7 @@ class SharedSlots:
 
     def _bucket(self, values: Tensor, first: int) -> Bucket:
         """Look at the slots from a byte on as a bucket of flat ``values``, which come there."""
-        self._node.num_bytes += values.nbytes
+        self._node.count(values.nbytes)
         key = values.dtype, values.shape, first
         bucket = self._buckets.get(key)
         if bucket is None:
@@ -462,7 +470,7 @@ class SharedSlots:
         values.copy_(bucket.peers[0])
         if scale is not None:
             scale_(values, scale)
-        self._node.num_bytes += values.numel() * values.itemsize
+        self._node.count(values.nbytes)
 
     def views(self, dtype: torch.dtype, shape: torch.Size, turn: int) -> Slots:
         """Look at the slots of a turn as tensors of a shape; programs repeat a few."""

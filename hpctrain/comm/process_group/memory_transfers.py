@@ -259,7 +259,7 @@ class NodeExchange:
         return (self._room - head) // self._size // _LINE * _LINE
 
     def _count(self, piece: Tensor) -> None:
-        self._node.num_bytes += (1 + self._size) * piece.nbytes
+        self._node.count((1 + self._size) * piece.nbytes)
 
 
 def _bytes(values: Tensor) -> Tensor:

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm import requests
-from hpctrain.comm.communicator import FINISHED, Traffic, Work
 from hpctrain.comm.mpi_start import MPI
 from hpctrain.comm.ops import Combination, Op, combination, scale_
-from hpctrain.comm.plan.plan import SizeTable
+from hpctrain.comm.plan.plan import Plan, SizeTable
 from hpctrain.comm.rail.algorithms import ALGORITHMS
 from hpctrain.comm.rail.in_flight import InFlight
 from hpctrain.comm.rail.wire import Wire
 from hpctrain.comm.requests import MpiRequest
 from hpctrain.comm.tensor_arguments import check_scale, flattened
 from hpctrain.comm.waiting import BY_MPI, Pace, Watch, wait_request
+from hpctrain.comm.work import FINISHED, Traffic, Work
 from hpctrain.core.errors import CommError
 from hpctrain.core.units import format_bytes
 
@@ -100,8 +100,12 @@ class MpiWire(Wire):
 
     def start_send(self, tensor: Tensor, dest: int, tag: int = 0) -> Transfer:
         """Begin to send ``tensor``, which stays as it is until ``finish``."""
-        self.num_bytes_sent += tensor.numel() * tensor.itemsize
+        self.count(tensor.numel() * tensor.itemsize)
         return Transfer(tensor, dest, self._start(self._comm.Isend, tensor, dest, tag), 0)
+
+    def count(self, num_bytes: int) -> None:
+        """Count bytes that this rank has sent, here or by other messages to the same ranks."""
+        self.num_bytes_sent += num_bytes
 
     def start_receive(self, tensor: Tensor, source: int | None, tag: int = 0) -> Transfer:
         """Begin to replace ``tensor``; nobody reads or writes it until ``finish``.
@@ -214,6 +218,10 @@ class Rail:
         self._name = name
         self._library_bytes = 0
         self._seconds = 0.0
+
+    def use(self, plan: Plan) -> None:
+        """Choose algorithms by ``plan`` from now on."""
+        self.table, self.chunk_bytes = plan.rail, plan.chunk_bytes
 
     def allreduce_(self, tensor: Tensor, *, op: Op = Op.SUM, scale: float | None = None) -> Work:
         """Replace ``tensor`` by its sum over the nodes, times ``scale``.
