@@ -21,13 +21,13 @@ from hpctrain.async_sgd.sharded_embedding_cache import RowCache
 from hpctrain.async_sgd.sharded_embedding_rules import learning_rate
 from hpctrain.checkpoint.format.shard import Piece, Shard
 from hpctrain.cluster.resources import available_bytes
-from hpctrain.comm.agreement import agreed, by_rank, raise_if_any
+from hpctrain.comm.agreement import agreed, raise_if_any
 from hpctrain.comm.call_check import call_of
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.node.node_memory import OnDisk, reserve, reserve_lazily
 from hpctrain.core.atomic import refusal
 from hpctrain.core.errors import CheckpointError, MismatchError, NodeMemoryError
-from hpctrain.core.units import format_bytes
+from hpctrain.core.units import by_rank, format_bytes
 
 Places: TypeAlias = NDArray[np.int64]
 """Numbers of rows, ``(rows,)``."""

@@ -18,11 +18,10 @@ from hpctrain.comm.bucket import Bucket, chunks_of, slice_bounds
 from hpctrain.comm.call_check import bucket_call, call_of, tensor_call
 from hpctrain.comm.control_channel import mailbox
 from hpctrain.comm.mpi import MakeGroup, MpiCommunicator
-from hpctrain.comm.node.shared_memory import SharedMemory, SharedSlots
+from hpctrain.comm.node.shared_memory import SharedMemory
 from hpctrain.comm.ops import Combination, Op, combination
 from hpctrain.comm.plan.plan import Plan
-from hpctrain.comm.rail.in_flight import InFlight
-from hpctrain.comm.rail.rail import Rail
+from hpctrain.comm.rail.rail import InFlight, Rail
 from hpctrain.comm.tensor_arguments import check_scale, flat_of, name_of, put_back
 from hpctrain.comm.waiting import Watch, in_step
 from hpctrain.comm.work import FINISHED, Traffic, Work
@@ -64,12 +63,11 @@ class HierarchicalCommunicator(MpiCommunicator):
         self._one_node = plan.num_rails == 0
         if self._one_node:
             self._watch.number = None  # the ranks see in node memory that one has failed
-        self.slots = SharedSlots(node)  # what ordinary tensors pass through inside the node
         self._ways: dict[str, Callable[[Tensor, Combination, float | None], None]] = {
             "levels": self._levels_
         }
         if self._one_node:
-            self._ways = {"direct": self.slots.direct_, "slices": self.slots.slices_}
+            self._ways = {"direct": node.slots.direct_, "slices": node.slots.slices_}
 
     @property
     def internode(self) -> Rail | None:
@@ -100,7 +98,7 @@ class HierarchicalCommunicator(MpiCommunicator):
     def mail(self) -> mailbox.Mailbox:
         """Make mailboxes in node memory, and of MPI messages between nodes."""
         self.meet("mail")
-        return mailbox.by_node(self._comm, self.node, self._watch)
+        return mailbox.by_node(self._comm, self.node, self._rail, self._watch, self.plan)
 
     @in_step
     def allreduce_(
@@ -224,7 +222,7 @@ class HierarchicalCommunicator(MpiCommunicator):
     def _pipeline_(self, values: Tensor, how: Combination, scale: float | None) -> None:
         """Do what ``_levels_`` does, with several chunks on their way over the rails."""
         early, late = scaled_when(scale, how)
-        node, slots = self.node, self.slots
+        node, slots = self.node, self.node.slots
         chunks = values.split(slots.chunk_numel(self._chunk_bytes, values.dtype))
         entered, reduced = deque[tuple[Tensor, Bucket]](), deque[tuple[Tensor, Bucket]]()
 
@@ -254,12 +252,13 @@ class HierarchicalCommunicator(MpiCommunicator):
             return
         early, late = scaled_when(scale, how)
         call = tensor_call(how.op, values.dtype, values.numel(), scale)
-        for chunk in values.split(self.slots.numel(values.dtype)):
-            bucket = self.slots.enter(chunk, call)
+        slots = self.node.slots
+        for chunk in values.split(slots.numel(values.dtype)):
+            bucket = slots.enter(chunk, call)
             part = self._sum_on_node(bucket, how, early)
             self._sum_over_rail(part, how)
             self.node.barrier()
-            self.slots.leave(chunk, bucket, late)
+            slots.leave(chunk, bucket, late)
 
     @property
     def _chunk_bytes(self) -> int:

@@ -17,7 +17,6 @@ from typing import Literal, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from hpctrain.comm.agreement import by_rank
 from hpctrain.comm.bucket import CHUNK_BYTES, Bucket, chunks_of
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.device import Device, Makers, device_of
@@ -27,6 +26,7 @@ from hpctrain.comm.node.peer_bucket import PeerBucket
 from hpctrain.comm.ops import scale_
 from hpctrain.core import config, logs
 from hpctrain.core.errors import CommError, MismatchError
+from hpctrain.core.units import by_rank
 
 T = TypeVar("T")
 

@@ -305,7 +305,7 @@ class Controller:
     def _start(self, handle: Handle) -> None:
         """Carry out a repeated operation, or begin to, where nothing else is under way here."""
         progress = self._progress
-        if progress.express is None:
+        if progress.fast_path is None:
             return
         with self._lock:
             if self._is_driven or self._num_callers:

@@ -22,7 +22,7 @@ from hpctrain.negotiation.stall import Answer, Question, StallWatch
 if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator
     from hpctrain.comm.control_channel.mailbox import Mailbox
-    from hpctrain.negotiation.express import Express, Known
+    from hpctrain.negotiation.fast_path import FastPath, Known
     from hpctrain.negotiation.timeline import Timeline, Timelines
 
 JOIN = "<join>"  # the name of the handles that wait until all ranks have joined
@@ -68,7 +68,7 @@ class ProgressEngine:
         self._comm, self._post = comm, post
         self._executor = Executor(comm, fusion_bytes=fusion_bytes)
         self._negotiator = Negotiator(post.tree)
-        self.express = _express(comm, post, self._negotiator)
+        self.fast_path = _fast_path(comm, post, self._negotiator)
         self._prepared: tuple[Handle, Known] | None = None
         """What waits for rank 0 to commit or abort it."""
         self._aborted: Handle | None = None  # the last one that goes by mail therefore
@@ -172,9 +172,9 @@ class ProgressEngine:
             return
         if self.to_ask or self.broken or self._timelines.current or not self._prepare(handle):
             return
-        assert self.express is not None
+        assert self.fast_path is not None
         news.remove(handle)
-        self._settle(self.express.look_awake())
+        self._settle(self.fast_path.poll_awake())
 
     def check_stalls(self) -> None:
         """Ask, with the next turn, about operations that have waited for long."""
@@ -224,7 +224,7 @@ class ProgressEngine:
         if not news or self._prepared is not None:
             return False
         has_failed, timeline, announce = False, self._timeline(), self._negotiator.announce
-        is_alone = self.express is not None and len(news) == 1
+        is_alone = self.fast_path is not None and len(news) == 1
         if len(news) > _MANY and timeline is None:
             self._announce_many()
         while news:
@@ -259,18 +259,18 @@ class ProgressEngine:
         if None in repeated or not self._negotiator.announce_many(repeated):
             news.extendleft(reversed(many))
 
-    # -- beside the mail, see Express -------------------------------------------------------
+    # -- without control messages, see fast_path --------------------------------------------
 
     def _prepare(self, handle: Handle) -> bool:
         """Prepare an operation, if nothing else is under way here and all know it."""
-        express = self.express
-        if express is None or self._negotiator.takes_part or handle is self._aborted:
+        fast_path = self.fast_path
+        if fast_path is None or self._negotiator.takes_part or handle is self._aborted:
             return False
-        known = express.known(handle.name, handle.signature)
+        known = fast_path.known(handle.name, handle.signature)
         if known is None:
             return False
         try:
-            express.prepare(known, handle)
+            fast_path.prepare(known, handle)
         except Exception:  # by mail it fails after the others have heard of it
             return False
         self._prepared = handle, known
@@ -278,16 +278,16 @@ class ProgressEngine:
 
     def _look_at_prepared(self) -> bool:
         """Carry out what was committed, and say so; announce by mail what was aborted."""
-        if self.express is None or self._prepared is None:
+        if self.fast_path is None or self._prepared is None:
             return False
-        is_committed = self._settle(self.express.commit.look())
+        is_committed = self._settle(self.fast_path.commit.poll())
         self._announce_news()  # the rest, if nothing is prepared any more
         return is_committed
 
     def _settle(self, verdict: bool | None) -> bool:  # noqa: FBT001
         assert self._prepared is not None
-        express = self.express
-        if verdict is None and not (self.news and express and express.commit.can_withdraw):
+        fast_path = self.fast_path
+        if verdict is None and not (self.news and fast_path and fast_path.commit.withdraw()):
             return False
         (handle, known), self._prepared = self._prepared, None
         if not verdict:
@@ -310,15 +310,15 @@ class ProgressEngine:
         self._stalls.last_call.note(_ALLREDUCE, handle.name)
 
     def _reduce(self, handle: Handle, known: "Known") -> None:
-        assert self.express is not None
+        assert self.fast_path is not None
         try:
-            handle.succeed(self.express.reduced(known, handle))
+            handle.succeed(self.fast_path.reduced(known, handle))
         except Exception as error:  # for who waits
             handle.fail(error)
 
     def _tell_if_busy(self) -> None:
-        if self.express is not None:
-            self.express.commit.set_busy(busy=self._negotiator.takes_part)
+        if self.fast_path is not None:
+            self.fast_path.commit.set_busy(busy=self._negotiator.takes_part)
 
     def _timeline(self) -> "Timeline | None":
         return self._timelines.current
@@ -388,13 +388,13 @@ class ProgressEngine:
         return bool(questions)
 
 
-def _express(comm: "Communicator", post: "Mailbox", negotiator: Negotiator) -> "Express | None":
-    """Return what commits through node memory; None without, where all goes by mail."""
-    if comm.node is None or post.commit is None:
+def _fast_path(comm: "Communicator", post: "Mailbox", negotiator: Negotiator) -> "FastPath | None":
+    """Return the path through node memory; None without that memory."""
+    if post.channel is None:
         return None
-    from hpctrain.negotiation.express import Express  # noqa: PLC0415 - a world of one needs no MPI
+    from hpctrain.negotiation.fast_path import FastPath  # noqa: PLC0415 - one rank needs no MPI
 
-    return Express(comm, post.commit, post, negotiator.cache)
+    return FastPath(comm, post, negotiator.cache)
 
 
 def _from_zero() -> "dict[Kind, count[int]]":

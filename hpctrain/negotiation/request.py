@@ -3,15 +3,12 @@
 import enum
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from hpctrain.core.python_compat import Self
-
-if TYPE_CHECKING:
-    from hpctrain.negotiation.controller import Controller
 
 
 class ReduceOp(enum.Enum):
@@ -168,6 +165,16 @@ def through_host(request: Request, take: Take | None) -> tuple[Request, Take]:
     return copy, bring_back
 
 
+class Driver(Protocol):
+    """Carries operations out while a caller waits for them: the ``Controller``."""
+
+    def look(self) -> None:
+        """Do what can be done without waiting."""
+
+    def finish(self, handle: "Handle") -> None:
+        """Return when an operation is done."""
+
+
 class Handle:
     """One operation of this rank: ask ``done()``, or ``wait()`` for its result."""
 
@@ -177,7 +184,7 @@ class Handle:
 
     def __init__(
         self,
-        driver: "Controller | None",
+        driver: Driver | None,
         request: Request,
         name: str | None = None,
         take: Take | None = None,
@@ -281,7 +288,7 @@ class TensorHandle(Handle):
     tensor: Tensor
     is_in_place = True
 
-    def __init__(self, driver: "Controller", repeated: Repeated, tensor: Tensor) -> None:
+    def __init__(self, driver: Driver, repeated: Repeated, tensor: Tensor) -> None:
         self.name = repeated.name
         self.since = time.monotonic()
         self.is_done = False

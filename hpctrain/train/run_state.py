@@ -12,10 +12,10 @@ from torch import Tensor
 
 from hpctrain.checkpoint.format.state_hash import state_hash
 from hpctrain.checkpoint.format.state_tree import mapped
-from hpctrain.comm.agreement import by_rank
 from hpctrain.comm.communicator import Communicator
 from hpctrain.compress.codec import Codec
 from hpctrain.core.errors import CheckpointError, NotFiniteError
+from hpctrain.core.units import by_rank
 from hpctrain.gradients.replica_check import require_equal_replicas
 from hpctrain.local_sgd.local_method import LocalMethod
 from hpctrain.optim.noise_scale import NoiseScale

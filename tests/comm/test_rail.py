@@ -14,8 +14,7 @@ from hpctrain.comm.plan.choice import STEP_BYTES, rail_rule
 from hpctrain.comm.plan.plan import SizeTable
 from hpctrain.comm.rail import rail as rail_module
 from hpctrain.comm.rail.algorithms import ALGORITHMS
-from hpctrain.comm.rail.in_flight import DEPTH, InFlight
-from hpctrain.comm.rail.rail import MpiWire, Rail
+from hpctrain.comm.rail.rail import DEPTH, InFlight, MpiWire, Rail
 from hpctrain.comm.waiting import BY_MPI, NAP_SHARE, Watch, wait_until
 from hpctrain.core.errors import CommError, RankLostError
 from hpctrain.core.units import KIB, MIB

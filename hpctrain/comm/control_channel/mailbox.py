@@ -2,21 +2,19 @@
 
 import ctypes
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from hpctrain.comm.control_channel.commit import WORDS, TwoPhaseCommit
 from hpctrain.comm.control_channel.ring import (
     HEAD_BYTES,
     RING_BYTES,
     Inlet,
     Outlet,
 )
-from hpctrain.comm.control_channel.votes import Votes
 from hpctrain.comm.node.segments import LINE_BYTES, Fence, Semaphore, fence_of
 from hpctrain.comm.waiting import BY_MPI, Pace, Watch, wait_until
 from hpctrain.core.libc import Segment
@@ -26,6 +24,8 @@ if TYPE_CHECKING:
 
     from hpctrain.comm.control_channel.message_network import Network
     from hpctrain.comm.node.shared_memory import SharedMemory
+    from hpctrain.comm.plan.plan import Plan
+    from hpctrain.comm.rail.rail import Rail
 
 _FLUSH_S = 1e-3  # between two looks whether large messages have left
 
@@ -35,6 +35,9 @@ _DOWN = _UP + _WAY_BYTES
 BOX_BYTES = _DOWN + _WAY_BYTES
 """What each rank has in node memory: its bell, a semaphore for fences, and the rings to and from
 its parent."""
+
+WORDS = LINE_BYTES // 8
+"""Words of a rank in a channel: a cache line, as it is read while others are written."""
 
 FAN_OUT = 4
 """Children on the same kind of link. A level costs a latency and the work on as many messages;
@@ -80,6 +83,20 @@ def _place(ranks: list[int], rank: int) -> tuple[int | None, tuple[int, ...]]:
     return parent, tuple(ranks[FAN_OUT * place + 1 : FAN_OUT * (place + 1) + 1])
 
 
+class NodeChannel(NamedTuple):
+    """What the ranks of a node agree by without messages; see ``negotiation.fast_path``."""
+
+    words: memoryview  # ``WORDS`` zeros of 64 bits for each rank, mapped by all
+    tree: Tree  # of the node alone
+    doorbells: Sequence[Callable[[], object]]  # wake the ranks
+    fence: Fence  # orders loads and stores, if the processor does not
+    plan: "Plan"
+    network: "Network | None" = None  # to the other nodes
+    rank: int = 0  # this rank, among all
+    leaders: Sequence[int] = ()  # first ranks of all nodes, if this is one, and there are others
+    count_sent: Callable[[int], object] = int  # counts bytes that were sent to other nodes
+
+
 class Mailbox:
     """This rank's mailboxes to its parent and its children.
 
@@ -93,7 +110,7 @@ class Mailbox:
         bell: Semaphore,
         *,
         network: "Network | None" = None,
-        commit: TwoPhaseCommit | None = None,
+        channel: NodeChannel | None = None,
         watch: Watch,
         pace: Pace,
     ) -> None:
@@ -103,7 +120,7 @@ class Mailbox:
         ``bell`` is of this process; ``sleep`` begins at this ``pace``.
         """
         self.tree = tree
-        self.commit = commit  # beside the mail, whose bell it rings; None without node memory
+        self.channel = channel  # None without node memory
         self._outlets = {rank: outlet for rank, (outlet, _) in edges.items()}
         self._ways_out = tuple(self._outlets.values())
         self._ways_down = tuple(
@@ -234,7 +251,9 @@ def flat(comm: "MPI.Intracomm", watch: Watch) -> Mailbox:
     )
 
 
-def by_node(comm: "MPI.Intracomm", node: "SharedMemory", watch: Watch) -> Mailbox:
+def by_node(
+    comm: "MPI.Intracomm", node: "SharedMemory", rail: "Rail | None", watch: Watch, plan: "Plan"
+) -> Mailbox:
     """Make mailboxes in node memory, and between the first ranks of nodes by MPI. Collective.
 
     ``NodeMemoryError``, on every rank of the node, if there is not enough memory.
@@ -255,18 +274,26 @@ def by_node(comm: "MPI.Intracomm", node: "SharedMemory", watch: Watch) -> Mailbo
     spare.initialise()
     node.barrier()  # nobody rings a bell that is not there yet
     is_one = len(nodes) == 1
-    network, votes, fence = None if is_one else _network(comm, watch), None, fence_of(spare)
-    if network is not None and comm.rank == mine[0]:
-        votes = Votes(network, [ranks[0] for ranks in nodes], comm.rank)
-    local = tree_of([range(len(mine))], node.local_rank)
+    network, fence = None if is_one else _network(comm, watch), fence_of(spare)
+    is_voter = network is not None and comm.rank == mine[0]
     words = np.frombuffer(memoryview(segments[0]), np.int64, WORDS * len(mine), BOX_BYTES).data
-    bells = [Semaphore(segment).post for segment in segments]
+    channel = NodeChannel(
+        words,
+        tree_of([range(len(mine))], node.local_rank),
+        [Semaphore(segment).post for segment in segments],
+        fence,
+        plan,
+        network,
+        comm.rank,
+        [ranks[0] for ranks in nodes] if is_voter else (),
+        int if rail is None else rail.wire.count,
+    )
     return Mailbox(
         tree,
         _edges(tree, boxes, fence),
         bell,
         network=network,
-        commit=TwoPhaseCommit(words, local, bells, fence, votes),
+        channel=channel,
         watch=watch,
         pace=node.pace if is_one else BY_MPI._replace(spin_s=node.pace.spin_s),
     )

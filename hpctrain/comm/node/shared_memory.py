@@ -31,7 +31,7 @@ from hpctrain.core.libc import Segment
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from hpctrain.comm.rail.in_flight import InFlight
+    from hpctrain.comm.rail.rail import InFlight
 
 T = TypeVar("T")
 
@@ -91,6 +91,7 @@ class SharedMemory:
             for segment in self._segments
         )
         """Bytes of every rank, by local rank, for what passes through."""
+        self.slots = SharedSlots(self)
 
     def barrier(self) -> None:
         """Return when all ranks of the node are here; ``CommError`` if closed or failed on a rank.

@@ -23,7 +23,7 @@ _LINE = 64  # parts of a slot begin at multiples of a cache line
 def by_memory(levels: HierarchicalCommunicator) -> "Transfers | NodeExchange":
     """Choose the way of ranks of which some share memory. Collective."""
     if levels.num_rails == 0:
-        return NodeExchange(levels.node, levels.slots)
+        return NodeExchange(levels.node, levels.node.slots)
     found = levels.allgather_object(levels.node_ranks if levels.node.local_rank == 0 else None)
     nodes = [ranks for ranks in found if ranks]
     if len({len(ranks) for ranks in nodes}) > 1:
@@ -42,7 +42,7 @@ class LevelTransfers(Transfers):
         super().__init__(levels)
         self._nodes = nodes
         self._levels = levels
-        self._memory = NodeExchange(levels.node, levels.slots)
+        self._memory = NodeExchange(levels.node, levels.node.slots)
         self._local = levels.node.local_rank
         self._rail = [ranks[self._local] for ranks in nodes]  # of each node, my counterpart
         self._here = self._rail.index(self.rank)
