@@ -14,7 +14,7 @@ from hpctrain.comm.bucket import Bucket
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.ops import Op
 from hpctrain.comm.work import Work
-from hpctrain.compress.codec import Codec, Identity, Stateless
+from hpctrain.compress.codec import Codec, Identity
 from hpctrain.compress.half import HalfCodec
 from hpctrain.compress.int8 import Int8
 from hpctrain.core.units import MIB, format_bytes
@@ -33,7 +33,7 @@ _TRIED: Mapping[str, Callable[[], Codec]] = {
 }
 
 
-class Auto(Stateless):
+class Auto(Codec):
     """Sends as is, in bfloat16 or in int8, whichever a trial finds fastest between the nodes.
 
     The first bucket is reduced some times by each, and the slowest rank counts. Inside one node

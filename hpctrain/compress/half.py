@@ -10,7 +10,7 @@ from hpctrain.comm.bucket import Bucket
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.threaded import start_on
 from hpctrain.comm.work import Work
-from hpctrain.compress.codec import Stateless
+from hpctrain.compress.codec import Codec
 
 
 class NoCompression:
@@ -54,7 +54,7 @@ class Compression:
     """In bfloat16: 8 bits of precision, the range of float32."""
 
 
-class HalfCodec(Stateless):
+class HalfCodec(Codec):
     """The codec that sends buckets of 32 and 64 bits as 16.
 
     A node sums in full precision, and only what crosses its rail is rounded: the slice before it

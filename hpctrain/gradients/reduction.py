@@ -14,8 +14,8 @@ from torch import Tensor
 
 from hpctrain.comm.agreement import require_equal
 from hpctrain.comm.bucket import Bucket, BucketPlan, TensorSpec, plan_buckets
+from hpctrain.comm.bucket_storage import ReduceBackend, by_first_backend
 from hpctrain.comm.communicator import Communicator
-from hpctrain.comm.place import Way, by_first_way
 from hpctrain.comm.plan.plan import Plan
 from hpctrain.comm.threaded import start_on
 from hpctrain.comm.work import Work
@@ -287,16 +287,16 @@ class Reduction:
     ) -> list[GradientBucket]:
         """Make buckets, summed on accelerators where all ranks can do that. Collective."""
 
-        def make(way: Way) -> list[GradientBucket]:
+        def make(backend: ReduceBackend) -> list[GradientBucket]:
             return [
-                GradientBucket(self._comm, dense, plan, index, way=way)
+                GradientBucket(self._comm, dense, plan, index, backend=backend)
                 for index, plan in enumerate(plans)
             ]
 
         refusal = "" if dense else "there are no parameters"
         if not isinstance(self.codec, Identity):
             refusal = f"the codec {type(self.codec).__name__} is there"
-        return by_first_way(self._comm, {p.device for _, p in dense}, make, refusal)
+        return by_first_backend(self._comm, {p.device for _, p in dense}, make, refusal)
 
     def _set_by_hand(self, today: NamedParameters) -> list[Tensor]:
         """Return the parameters whose gradients the program has put there."""

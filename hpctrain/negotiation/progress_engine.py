@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator
     from hpctrain.comm.control_channel.mailbox import Mailbox
     from hpctrain.negotiation.fast_path import FastPath, Known
-    from hpctrain.negotiation.timeline import Timeline, Timelines
+    from hpctrain.negotiation.timeline import Timelines
 
 JOIN = "<join>"  # the name of the handles that wait until all ranks have joined
 CLOSE = "<close>"  # the name of the last operation of all
@@ -223,7 +223,7 @@ class ProgressEngine:
         news = self.news
         if not news or self._prepared is not None:
             return False
-        has_failed, timeline, announce = False, self._timeline(), self._negotiator.announce
+        has_failed, timeline, announce = False, self._timelines.current, self._negotiator.announce
         is_alone = self.fast_path is not None and len(news) == 1
         if len(news) > _MANY and timeline is None:
             self._announce_many()
@@ -320,11 +320,8 @@ class ProgressEngine:
         if self.fast_path is not None:
             self.fast_path.commit.set_busy(busy=self._negotiator.takes_part)
 
-    def _timeline(self) -> "Timeline | None":
-        return self._timelines.current
-
     def _carry_out(self, batch: OperationBatch, known: "Known | None" = None) -> None:
-        timeline = self._timeline()
+        timeline = self._timelines.current
         if timeline is not None:
             timeline.cycle()
             for entry in batch.entries:

@@ -136,7 +136,7 @@ def stand_in(signature: Signature, size: int) -> Request:
     To reductions neutral elements; to gathers and exchanges no rows; room for a broadcast from
     another rank: nobody can replace the root.
     """
-    kind, dtypes, shapes, op, prescale, postscale, root, _ = signature
+    kind, dtypes, shapes, op, prescale, *_ = signature
     tensors = []
     for dtype, shape in zip(dtypes, shapes, strict=True):
         if signature.is_free:
@@ -145,17 +145,8 @@ def stand_in(signature: Signature, size: int) -> Request:
             tensors.append(torch.empty(shape, dtype=dtype, device="cpu"))
         else:
             tensors.append(_neutral(shape, dtype, op, prescale))
-    return Request(
-        kind,
-        None,
-        tensors,
-        in_place=True,
-        op=op,
-        prescale=prescale,
-        postscale=postscale,
-        root=root,
-        splits=[0] * size if kind is Kind.ALLTOALL else None,
-    )
+    splits = [0] * size if kind is Kind.ALLTOALL else None
+    return Request.signed(signature, None, tuple(tensors), in_place=True, splits=splits)
 
 
 def _neutral(shape: tuple[int, ...], dtype: torch.dtype, op: ReduceOp, prescale: float) -> Tensor:

@@ -115,12 +115,18 @@ class Request:
 
     @classmethod
     def signed(
-        cls, signature: Signature, name: str | None, tensors: tuple[Tensor, ...], *, in_place: bool
+        cls,
+        signature: Signature,
+        name: str | None,
+        tensors: tuple[Tensor, ...],
+        *,
+        in_place: bool,
+        splits: Sequence[int] | None = None,
     ) -> Self:
-        """Return one whose signature is known already: of thousands, again and again."""
+        """Return a request whose signature is known already."""
         self = cls.__new__(cls)
         self.kind, self.name, self.signature = signature.kind, name, signature
-        self.tensors, self.in_place, self.splits = tensors, in_place, None
+        self.tensors, self.in_place, self.splits = tensors, in_place, splits
         return self
 
 
@@ -139,17 +145,10 @@ def through_host(request: Request, take: Take | None) -> tuple[Request, Take]:
     when it is taken for the first time.
     """
     tensors, found = request.tensors, list[Any]()
-    op, prescale, postscale, root = request.signature[3:7]
-    copy = Request(
-        request.kind,
-        request.name,
-        [tensor.detach().cpu() for tensor in tensors],
-        in_place=request.in_place,
-        op=op,
-        prescale=prescale,
-        postscale=postscale,
-        root=root,
-        splits=request.splits,
+    signature = request.signature._replace(devices=("cpu",) * len(tensors))
+    on_host = tuple([tensor.detach().cpu() for tensor in tensors])
+    copy = Request.signed(
+        signature, request.name, on_host, in_place=request.in_place, splits=request.splits
     )
 
     def bring_back(result: Result) -> Any:

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from hpctrain.comm.bucket_storage import StagedBucket
 from hpctrain.comm.node.peer_bucket import PeerBucket
 from hpctrain.comm.node.peer_memory import Segment
-from hpctrain.comm.place import StagedBucket
 from hpctrain.comm.work import FINISHED
 from tests.gpu import race_checker
 from tests.gpu.race_checker import CheckedDevice, Checker, Meeting, Watching
@@ -350,7 +350,7 @@ class DoesNotMeetBefore(Peers):
 class DoesNotMeetBehind(Peers):
     def new_bucket(self, comm):
         bucket = super().new_bucket(comm)
-        bucket._levels = SimpleNamespace(node=SimpleNamespace(barrier=nothing), rail=None)
+        bucket._node = SimpleNamespace(barrier=nothing)
         return bucket
 
 
