@@ -121,12 +121,11 @@ class HierarchicalCommunicator(MpiCommunicator):
         how = combination(tensor.dtype, op)
         if way == "library":
             if not self._one_node:  # a rank that takes another way meets the others here
-                numel = tensor.numel() * tensor.itemsize // how.lane.itemsize
-                self.node.meet(tensor_call(op, how.lane, numel, scale))
+                numel = tensor.numel() * tensor.itemsize // how.storage_dtype.itemsize
+                self.node.meet(tensor_call(op, how.storage_dtype, numel, scale))
             return super().allreduce_(tensor, op=op, scale=scale)
         values = flat_of(tensor)
-        lanes = values if values.dtype is how.lane else values.view(how.lane)
-        self._ways[way](lanes, how, scale)
+        self._ways[way](how.view(values), how, scale)
         put_back(values, tensor)
         return FINISHED
 
@@ -211,7 +210,7 @@ class HierarchicalCommunicator(MpiCommunicator):
         def summed() -> Iterator[Tensor]:
             for parts in chunks:
                 node.sum_chunk(parts, how, early)
-                yield parts[0].view(how.lane)
+                yield how.view(parts[0])
 
         with InFlight(self._rail, how, self._watch) as in_flight:
             for parts, _ in zip(chunks, in_flight.reduced(summed()), strict=True):
@@ -269,7 +268,7 @@ class HierarchicalCommunicator(MpiCommunicator):
         self.node.sum_slice(bucket, how, scale)
         if self.num_rails != self.node.local_size:
             self.node.barrier()  # this rank's rail carries slices that other ranks summed
-        return self.part_of(bucket).view(how.lane)
+        return self.part_of(bucket).view(how.storage_dtype)
 
     def _sum_over_rail(self, part: Tensor, how: Combination) -> None:
         if self._rail is not None and part.numel():
@@ -281,5 +280,5 @@ def scaled_when(scale: float | None, how: Combination) -> tuple[float | None, fl
 
     A node's sum in 16 bits could overflow where the average does not: there it comes first.
     """
-    could_overflow = how.op is Op.SUM and how.wide is not how.lane
+    could_overflow = how.op is Op.SUM and how.accumulate_dtype is not how.storage_dtype
     return (scale, None) if could_overflow else (None, scale)

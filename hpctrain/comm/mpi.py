@@ -113,8 +113,8 @@ class MpiCommunicator(Communicator):
         call = tensor_call(op, values.dtype, values.numel(), scale)
         self.meet(f"allreduce by {call.text}{where}")
         with flattened(values) as flat:
-            for chunk in flat.view(how.lane).split(CHUNK_ELEMENTS):
-                total = chunk.to(how.wide)
+            for chunk in how.view(flat).split(CHUNK_ELEMENTS):
+                total = chunk.to(how.accumulate_dtype)
                 self._allreduce_wide_(total, how.widened())
                 finish(total, scale, chunk)
         return FINISHED
@@ -135,7 +135,8 @@ class MpiCommunicator(Communicator):
         call = tensor_call(op, tensor.dtype, tensor.numel(), scale)
         self.meet(f"reduce_scatter by {call.text} in parts of {parts}")
         total = self._reduce_scatter_flat(flat_of(tensor), parts, how)
-        result = total if total.dtype is how.lane else torch.empty_like(total, dtype=how.lane)
+        is_wide = total.dtype is not how.storage_dtype
+        result = torch.empty_like(total, dtype=how.storage_dtype) if is_wide else total
         finish(total, scale, result)
         return result.view(tensor.dtype)
 
@@ -327,13 +328,14 @@ class MpiCommunicator(Communicator):
     def _reduce_scatter_flat(
         self, values: Tensor, parts: Sequence[int], how: Combination
     ) -> Tensor:
-        """Return this rank's part, as numbers of dtype ``how.lane`` or a wider one."""
-        lanes = values.itemsize // how.lane.itemsize  # of each element
+        """Return this rank's part, as numbers of dtype ``how.storage_dtype`` or a wider one."""
+        lanes = values.itemsize // how.storage_dtype.itemsize  # of each element
         counts = [numel * lanes for numel in parts]
-        values = values.view(how.lane)
-        if how.op is Op.SUM and library_sums(how.wide) and values.numel() <= CHUNK_ELEMENTS:
-            total = torch.empty(counts[self.rank], dtype=how.wide)
-            wide = values.to(how.wide)
+        values = how.view(values)
+        fits = library_sums(how.accumulate_dtype) and values.numel() <= CHUNK_ELEMENTS
+        if how.op is Op.SUM and fits:
+            total = torch.empty(counts[self.rank], dtype=how.accumulate_dtype)
+            wide = values.to(how.accumulate_dtype)
             self._library_bytes += wide.nbytes
             arguments = buffer_of(wide), buffer_of(total), counts, MPI.SUM
             self._calls.run(self._comm.Ireduce_scatter, *arguments, memory=(wide, total))

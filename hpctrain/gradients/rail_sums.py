@@ -101,7 +101,7 @@ class RailSums:
         step = CHUNK_BYTES // bucket.flat.itemsize
         bounds = [slice(at, min(at + step, own.stop)) for at in range(own.start, own.stop, step)]
         return [
-            (total.shared[b].view(how.lane), tuple(p[b].view(how.lane) for p in bucket.peers))
+            (how.view(total.shared[b]), tuple(how.view(peer[b]) for peer in bucket.peers))
             for b in bounds
         ]
 
@@ -186,7 +186,7 @@ class RailSums:
             total[marks] = sum(peer[marks] for peer in bucket.peers)
         node.barrier()
         own = slice_bounds(total.numel(), comm.num_rails, node.local_rank)
-        part = total[own].view(how.lane)
+        part = total[own].view(how.storage_dtype)
         if comm.internode is not None and part.numel():
             comm.internode.allreduce_(part).wait()
 

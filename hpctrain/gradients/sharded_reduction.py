@@ -220,5 +220,5 @@ class ShardedReduction(Reduction):
             return
         _, late = scaled_when(self.count.scale_of(0), bucket.how)  # None for 16 bits
         number = self.values.buckets.index(bucket)
-        total = self._sums[number].shared[chunk.bounds].view(bucket.how.lane)
+        total = self._sums[number].shared[chunk.bounds].view(bucket.how.storage_dtype)
         combine_to(chunk.total, (total,), bucket.how, late)

@@ -436,7 +436,7 @@ class FastPath:
         dtype, shape, slots = dtypes[0], torch.Size(shapes[0]), self._node.slots
         what = recipe(dtype, op, prescale, postscale, self._size)
         how = combination(dtype, what.op)
-        is_simple = what.is_plain and how.lane is dtype and not dtype.is_complex
+        is_simple = what.is_plain and how.storage_dtype is dtype and not dtype.is_complex
         num_bytes = shape.numel() * dtype.itemsize
         fits = shape.numel() <= slots.numel(dtype) and self._is_direct(num_bytes, how)
         if self._is_observed or not (is_simple and fits):
@@ -455,4 +455,5 @@ class FastPath:
         over_rail = {name for start, name in self._plan.rail.steps if start <= num_bytes}
         same_order = self._num_nodes == 2 or over_rail == {_VOTE_ALGORITHM}
         fits = 0 < num_bytes * self._size / self._num_nodes <= _VOTE_BYTES
-        return path == "levels" and how.wide is how.lane and same_order and fits
+        same_bits = same_order and how.accumulate_dtype is how.storage_dtype
+        return path == "levels" and same_bits and fits

@@ -27,7 +27,7 @@ class NcclBucket(DeviceBucket):
     ) -> None:
         """Make ``numel`` zeros, the same on all ranks. Raises ``CommError``: NCCL adds no such."""
         self._how = combination(dtype, Op.SUM)
-        if self._how.lane not in TYPES:
+        if self._how.storage_dtype not in TYPES:
             raise CommError(f"NCCL adds {', '.join(map(name_of, TYPES))}, not {name_of(dtype)}")
         super().__init__(device, device.zeros(numel, dtype, (nccl.stream,)), device.new_event())
         self._nccl = nccl
@@ -53,6 +53,6 @@ class NcclBucket(DeviceBucket):
     def _sum(self, early: float | None, late: float | None) -> None:
         if early is not None:
             scale_(self.flat, early)
-        self._nccl.all_reduce_(self.flat.view(self._how.lane))
+        self._nccl.all_reduce_(self._how.view(self.flat))
         if late is not None:
             scale_(self.flat, late)

@@ -39,7 +39,7 @@ class PeerBucket(DeviceBucket):
         self._on_host = device.new_event()
         num_slices = comm.num_rails or comm.node.local_size
         own = slice_bounds(numel, num_slices, local_rank) if local_rank < num_slices else slice(0)
-        self._parts = [peer[own].view(self._how.lane) for peer in peers]
+        self._parts = [self._how.view(peer[own]) for peer in peers]
         self._kernel = None if comm.num_rails else device.sum_of(self._parts, self._how)
         self._total = torch.empty_like(self._parts[0][: 0 if self._kernel else None])
         self._internode = comm.internode

@@ -181,7 +181,7 @@ class SharedMemory:
         for parts in bucket.chunks:
             spread(combine(parts, combination, scale), parts, combination)
             self._count(parts, passes=2)
-            self._look(_lane(parts[0], combination))
+            self._look(combination.view(parts[0]))
         self.barrier()
 
     def is_finite_after(self, reduce: Callable[[], object]) -> bool:
@@ -222,7 +222,7 @@ class SharedMemory:
         """Write one of the pieces of ``publish``; a barrier comes before it is read."""
         spread(combine(parts[:1], combination, scale), parts, combination)
         self._count(parts)
-        self._look(_lane(parts[0], combination))
+        self._look(combination.view(parts[0]))
 
     def new_region(
         self, num_bytes: int, reserve: Callable[[int], int] = node_memory.reserve
@@ -331,8 +331,9 @@ def combine(parts: Sequence[Tensor], combination: Combination, scale: float | No
 
     Returns the first piece, which is overwritten; a wider tensor where one rounding wants it.
     """
-    first, *others = (_lane(part, combination) for part in parts)
-    total = first if combination.wide is first.dtype else first.to(combination.wide)
+    first, *others = (combination.view(part) for part in parts)
+    dtype = combination.accumulate_dtype
+    total = first if dtype is first.dtype else first.to(dtype)
     for other in others:
         combination.into(total, other)
     return total if scale is None else total.mul_(scale)
@@ -345,9 +346,10 @@ def combine_to(
 
     What ``out`` has more bits for is not rounded.
     """
-    if combination.wide is not combination.lane or len(parts) == 1:
-        is_wide = out.dtype is combination.wide is not combination.lane
-        total = out.copy_(parts[0]) if is_wide else parts[0].to(combination.wide, copy=True)
+    dtype = combination.accumulate_dtype
+    if dtype is not combination.storage_dtype or len(parts) == 1:
+        is_wide = out.dtype is dtype is not combination.storage_dtype
+        total = out.copy_(parts[0]) if is_wide else parts[0].to(dtype, copy=True)
         for other in parts[1:]:
             combination.into(total, other)
         total = total if scale is None else total.mul_(scale)
@@ -364,13 +366,9 @@ def combine_to(
 def spread(total: Tensor, parts: Sequence[Tensor], combination: Combination) -> None:
     """Write a sum into the pieces of all ranks."""
     for part in parts:
-        lane = _lane(part, combination)
-        if lane.data_ptr() != total.data_ptr():
-            lane.copy_(total)
-
-
-def _lane(part: Tensor, combination: Combination) -> Tensor:
-    return part if part.dtype is combination.lane else part.view(combination.lane)
+        stored = combination.view(part)
+        if stored.data_ptr() != total.data_ptr():
+            stored.copy_(total)
 
 
 Slots = tuple[Tensor, ...]

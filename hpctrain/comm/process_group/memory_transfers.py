@@ -75,11 +75,11 @@ class LevelTransfers(Transfers):
             node = self._rail.index(source)
             self._levels.wire.exchange(sums[self._rail.index(dest)], dest, found[node], source)
         self._levels.watch.confirm()
-        lanes = [part.view(how.lane) for part in found]
-        total = lanes[0].to(how.wide, copy=True)
+        lanes = [how.view(part) for part in found]
+        total = lanes[0].to(how.accumulate_dtype, copy=True)
         for other in lanes[1:]:
             how.into(total, other)
-        finish(total, scale, out.view(how.lane))
+        finish(total, scale, how.view(out))
 
     def broadcast(self, values: Tensor, root: int) -> None:
         """Send along a tree of nodes, then in each node."""
@@ -220,13 +220,13 @@ class NodeExchange:
         how = combination(out.dtype, op)
         numels = [part.numel() for part in parts]
         text = f"reduce_scatter by {op.value} of {numels} {name_of(out.dtype)} times {scale}"
-        call, share = call_of(text), self._share(0) // how.lane.itemsize
-        given, total = [part.view(how.lane) for part in parts], out.view(how.lane)
+        call, share = call_of(text), self._share(0) // how.storage_dtype.itemsize
+        given, total = [how.view(part) for part in parts], how.view(out)
         mine = given[self._rank]
         # What is read third, after the result was written over it, has to be read from the slot.
         overlaps = self._rank > 1 and total.data_ptr() == mine.data_ptr()
         for start in _starts(max(part.numel() for part in given), share):
-            slots = [slot.view(how.lane) for slot in self._all_slots()]
+            slots = [how.view(slot) for slot in self._all_slots()]
             self._node.begin(call)
             for rank, part in enumerate(given):
                 if rank != self._rank or overlaps:

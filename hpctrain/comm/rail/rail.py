@@ -204,7 +204,7 @@ class InFlight:
     """
 
     def __init__(self, rail: "Rail | None", combination: Combination, watch: Watch) -> None:
-        """Take how flat, contiguous parts of dtype ``lane`` are combined.
+        """Take how flat, contiguous parts of dtype ``storage_dtype`` are combined.
 
         Without a rail all parts are empty.
         """
@@ -328,13 +328,13 @@ class Rail:
         check_scale(tensor, scale)
         how = combination(tensor.dtype, op)
         with flattened(tensor) as values:
-            self.reduce_(values.view(how.lane), how)
+            self.reduce_(how.view(values), how)
         if scale is not None:
             scale_(tensor.detach(), scale)
         return FINISHED
 
     def reduce_(self, part: Tensor, combination: Combination) -> None:
-        """Replace a flat, contiguous ``part`` of dtype ``combination.lane`` by its reduction."""
+        """Replace a flat, contiguous ``part`` of ``storage_dtype`` by its reduction."""
         if 0 < self.chunk_bytes < part.nbytes:
             chunks = part.split(self.chunk_bytes // part.itemsize)
             with InFlight(self, combination, self._watch) as in_flight:
