@@ -28,7 +28,7 @@ def agreed(comm: "Communicator", error: type[HpctrainError] = MismatchError) -> 
     except RankLostError:
         raise  # there is nobody to agree with
     except HpctrainError as own:
-        text = told(comm.allgather_object(str(own)))
+        text = merge_messages(comm.allgather_object(str(own)))
         if isinstance(own, error) and text == str(own):
             raise
         raise error(text) from own
@@ -64,10 +64,10 @@ def raise_if_any(
 ) -> None:
     """Raise an ``error`` if a rank refused: by rank, ``refusals`` holds None or a message."""
     if any(message is not None for message in refusals):
-        raise error(told(refusals))
+        raise error(merge_messages(refusals))
 
 
-def told(messages: Sequence[str | None]) -> str:
+def merge_messages(messages: Sequence[str | None]) -> str:
     """Return the message that all ranks gave, else each one once, with its ranks."""
     if messages[0] is not None and len(set(messages)) == 1:
         return messages[0]

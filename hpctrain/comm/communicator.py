@@ -244,7 +244,7 @@ class Communicator(Protocol):
             MismatchError: the ranks name different groups.
         """
 
-    def mail(self) -> Mailbox:
+    def new_mailbox(self) -> Mailbox:
         """Make mailboxes between the ranks; each call makes others.
 
         They may be used beside the operations of this communicator, from another thread too

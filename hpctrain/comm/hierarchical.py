@@ -95,9 +95,9 @@ class HierarchicalCommunicator(MpiCommunicator):
         return self.node.new_bucket(numel, dtype)
 
     @in_step
-    def mail(self) -> mailbox.Mailbox:
+    def new_mailbox(self) -> mailbox.Mailbox:
         """Make mailboxes in node memory, and of MPI messages between nodes."""
-        self.meet("mail")
+        self.meet("new mailbox")
         return mailbox.by_node(self._comm, self.node, self._rail, self._watch, self.plan)
 
     @in_step

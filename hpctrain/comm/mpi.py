@@ -272,9 +272,9 @@ class MpiCommunicator(Communicator):
         self._wires.append(self._calls.duplicate())
         return MpiWire(self._wires[-1], watch=self._watch, world_ranks=self._world_ranks)
 
-    def mail(self) -> mailbox.Mailbox:
+    def new_mailbox(self) -> mailbox.Mailbox:
         """Make mailboxes of MPI messages."""
-        self.meet("mail")
+        self.meet("new mailbox")
         return mailbox.flat(self._comm, self._watch)
 
     def new_bucket(self, numel: int, dtype: torch.dtype) -> Bucket:

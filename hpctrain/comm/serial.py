@@ -110,7 +110,7 @@ class SerialCommunicator(Communicator):
         check_group(ranks, 1)
         return self
 
-    def mail(self) -> mailbox.Mailbox:
+    def new_mailbox(self) -> mailbox.Mailbox:
         """Make mailboxes without neighbours."""
         return mailbox.alone()
 

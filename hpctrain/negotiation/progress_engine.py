@@ -45,7 +45,7 @@ class BreakOff(NamedTuple):
 class ProgressEngine:
     """This rank's operations from their announcement to their end.
 
-    ``enter``, ``news`` and ``to_ask`` may be used by any thread; ``turn`` by one at a time.
+    ``enter``, ``submitted`` and ``to_ask`` may be used by any thread; ``turn`` by one at a time.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class ProgressEngine:
         self._numbering = threading.Lock()
         self._held = deque[Handle]()
         """Whose number is under way still, by age, and what must not come before them."""
-        self.news: deque[Handle] = deque()  # submitted and not announced yet
+        self.submitted: deque[Handle] = deque()  # submitted and not announced yet
         self.to_ask: deque[object] = deque()  # questions for all ranks
         self.broken: BaseException | None = None  # why nothing goes on any more
         self._comm, self._post = comm, post
@@ -81,7 +81,7 @@ class ProgressEngine:
 
     def has_work(self) -> bool:
         """Say whether something of this rank is under way."""
-        return bool(self._under_way or self._joining or self.news or self.to_ask)
+        return bool(self._under_way or self._joining or self.submitted or self.to_ask)
 
     @property
     def is_awaited(self) -> bool:
@@ -99,7 +99,7 @@ class ProgressEngine:
                     f"an operation named {handle.name!r} is under way on this rank already; wait "
                     f"for it first, or give another name"
                 )
-            self.news.append(handle)
+            self.submitted.append(handle)
             return
         with self._numbering:
             if not handle.name:
@@ -116,7 +116,7 @@ class ProgressEngine:
                 self._let_go()
 
     def _let_go(self) -> None:
-        """Make news of what is held and need not be; for who holds the lock of the numbers."""
+        """Queue the held operations that may proceed; the caller holds the lock of the numbers."""
         held, self._held = self._held, deque()
         names = set[str]()
         for handle in held:
@@ -125,7 +125,7 @@ class ProgressEngine:
             if name in names or (is_last and self._held):
                 self._held.append(handle)
             elif name is JOIN or self._under_way.setdefault(name, handle) is handle:
-                self.news.append(handle)
+                self.submitted.append(handle)
             else:
                 self._held.append(handle)
                 names.add(name)
@@ -144,7 +144,7 @@ class ProgressEngine:
         while True:
             for source, message in post.receive():
                 negotiator.receive(source, message)
-            is_done |= self._announce_news()
+            is_done |= self._announce_submitted()
             is_committed = self._look_at_prepared()
             is_done |= is_committed
             self._tell_if_busy()
@@ -167,13 +167,13 @@ class ProgressEngine:
 
     def start(self, handle: Handle) -> None:
         """Carry out at once what all ranks know, or prepare it, if nothing else is under way."""
-        news = self.news
-        if len(news) != 1 or news[0] is not handle or len(self._under_way) != 1 or self._held:
+        queue = self.submitted
+        if len(queue) != 1 or queue[0] is not handle or len(self._under_way) != 1 or self._held:
             return
         if self.to_ask or self.broken or self._timelines.current or not self._prepare(handle):
             return
         assert self.fast_path is not None
-        news.remove(handle)
+        queue.remove(handle)
         self._settle(self.fast_path.poll_awake())
 
     def check_stalls(self) -> None:
@@ -212,23 +212,23 @@ class ProgressEngine:
         joining, self._joining = self._joining, []
         with self._numbering:
             held, self._held = self._held, deque()
-        news = [self.news.popleft() for _ in range(len(self.news))]
+        submitted = [self.submitted.popleft() for _ in range(len(self.submitted))]
         noted = [self._under_way.popitem()[1] for _ in range(len(self._under_way))]
-        for handle in [*noted, *news, *joining, *held]:
+        for handle in [*noted, *submitted, *joining, *held]:
             if not handle.is_done:
                 handle.fail(error)
 
-    def _announce_news(self) -> bool:
+    def _announce_submitted(self) -> bool:
         """Announce what was submitted; say whether anything could not be."""
-        news = self.news
-        if not news or self._prepared is not None:
+        submitted = self.submitted
+        if not submitted or self._prepared is not None:
             return False
         has_failed, timeline, announce = False, self._timelines.current, self._negotiator.announce
-        is_alone = self.fast_path is not None and len(news) == 1
-        if len(news) > _MANY and timeline is None:
+        is_alone = self.fast_path is not None and len(submitted) == 1
+        if len(submitted) > _MANY and timeline is None:
             self._announce_many()
-        while news:
-            handle = news.popleft()
+        while submitted:
+            handle = submitted.popleft()
             if handle.name is JOIN:
                 self._joining.append(handle)
                 self._negotiator.join()
@@ -252,12 +252,12 @@ class ProgressEngine:
         return has_failed
 
     def _announce_many(self) -> None:
-        """Announce, all at once, the news that are repeated, if all of them are."""
-        news = self.news
-        many = [news.popleft() for _ in range(len(news))]  # who submits may go on meanwhile
+        """Announce the submitted operations all at once, if all of them are repeated."""
+        queue = self.submitted
+        many = [queue.popleft() for _ in range(len(queue))]  # other threads may submit meanwhile
         repeated = [handle.repeated for handle in many]
         if None in repeated or not self._negotiator.announce_many(repeated):
-            news.extendleft(reversed(many))
+            queue.extendleft(reversed(many))
 
     # -- without control messages, see fast_path --------------------------------------------
 
@@ -281,18 +281,18 @@ class ProgressEngine:
         if self.fast_path is None or self._prepared is None:
             return False
         is_committed = self._settle(self.fast_path.commit.poll())
-        self._announce_news()  # the rest, if nothing is prepared any more
+        self._announce_submitted()  # the rest, if nothing is prepared any more
         return is_committed
 
     def _settle(self, verdict: bool | None) -> bool:  # noqa: FBT001
         assert self._prepared is not None
         fast_path = self.fast_path
-        if verdict is None and not (self.news and fast_path and fast_path.commit.withdraw()):
+        if verdict is None and not (self.submitted and fast_path and fast_path.commit.withdraw()):
             return False
         (handle, known), self._prepared = self._prepared, None
         if not verdict:
             self._aborted = handle
-            self.news.appendleft(handle)
+            self.submitted.appendleft(handle)
             return False
         self._carry_out_known(handle, known)
         self._post.drain()  # who rang for something else has sent it: the next turn finds it
@@ -344,7 +344,7 @@ class ProgressEngine:
             for handle in joined:
                 handle.succeed([batch.join_over])
             if self.closing is not None:
-                self.news.append(self.closing)
+                self.submitted.append(self.closing)
         if self._is_closed or (self.closing is not None and self.closing.is_done):
             self.shut_down()
 

@@ -1,4 +1,4 @@
-"""Mailboxes along a tree of ranks: rings inside the node, MPI between nodes, one bell for all."""
+"""Mailboxes along a tree of ranks: rings inside the node, MPI between nodes, one doorbell."""
 
 import ctypes
 import time
@@ -33,8 +33,8 @@ _WAY_BYTES = HEAD_BYTES + RING_BYTES
 _UP = 2 * LINE_BYTES
 _DOWN = _UP + _WAY_BYTES
 BOX_BYTES = _DOWN + _WAY_BYTES
-"""What each rank has in node memory: its bell, a semaphore for fences, and the rings to and from
-its parent."""
+"""What each rank has in node memory: its doorbell, a semaphore for fences, and the rings to and
+from its parent."""
 
 WORDS = LINE_BYTES // 8
 """Words of a rank in a channel: a cache line, as it is read while others are written."""
@@ -107,7 +107,7 @@ class Mailbox:
         self,
         tree: Tree,
         edges: Mapping[int, tuple[Outlet, Inlet]],
-        bell: Semaphore,
+        doorbell: Semaphore,
         *,
         network: "Network | None" = None,
         channel: NodeChannel | None = None,
@@ -117,7 +117,7 @@ class Mailbox:
         """Take the ways to the neighbours.
 
         ``edges`` leads to the neighbours on this node, by rank, ``network`` to the others;
-        ``bell`` is of this process; ``sleep`` begins at this ``pace``.
+        ``doorbell`` is of this process; ``sleep`` begins at this ``pace``.
         """
         self.tree = tree
         self.channel = channel  # None without node memory
@@ -127,8 +127,8 @@ class Mailbox:
             outlet for rank, outlet in self._outlets.items() if rank in tree.children
         )
         self._inlets = [(rank, inlet.receive) for rank, (_, inlet) in edges.items()]
-        self._bell = bell
-        self._try_wait = bell.try_wait
+        self._doorbell = doorbell
+        self._try_wait = doorbell.try_wait
         self._network = network
         self._watch = watch
         self._inbox: list[tuple[int, bytes]] = []
@@ -174,7 +174,7 @@ class Mailbox:
         while self._is_sending(down=down):
             self._inbox = self.receive()
             if self._is_sending(down=down):
-                woken |= self._bell.wait(_FLUSH_S)
+                woken |= self._doorbell.wait(_FLUSH_S)
                 self._watch.look_in_step(None, "", time.perf_counter() - start)
         if woken:
             self.ring()  # it may have been for somebody else
@@ -199,7 +199,7 @@ class Mailbox:
 
     def ring(self) -> None:
         """Wake ``sleep`` of this process, now or the next one."""
-        self._bell.post()
+        self._doorbell.post()
 
     def drain(self) -> None:
         """Forget who rang; for who does not sleep now, and calls ``receive`` before it does."""
@@ -232,7 +232,7 @@ class Mailbox:
         return self._network is not None and self._network.look()
 
     def _nap(self, seconds: float) -> bool:
-        if not self._bell.wait(seconds):
+        if not self._doorbell.wait(seconds):
             return False
         self._something_came()
         return True
@@ -240,14 +240,15 @@ class Mailbox:
 
 def alone() -> Mailbox:
     """Make the mailboxes of a single rank, which only ever rings."""
-    return Mailbox(tree_of([[0]], 0), {}, _private_bell(), watch=Watch(), pace=Pace(spin_s=0.0))
+    tree, pace = tree_of([[0]], 0), Pace(spin_s=0.0)
+    return Mailbox(tree, {}, _private_doorbell(), watch=Watch(), pace=pace)
 
 
 def flat(comm: "MPI.Intracomm", watch: Watch) -> Mailbox:
     """Make mailboxes between ranks that share no memory. Collective."""
     tree = tree_of([[rank] for rank in range(comm.size)], comm.rank)
     return Mailbox(
-        tree, {}, _private_bell(), network=_network(comm, watch), watch=watch, pace=BY_MPI
+        tree, {}, _private_doorbell(), network=_network(comm, watch), watch=watch, pace=BY_MPI
     )
 
 
@@ -269,10 +270,10 @@ def by_node(
     tree = tree_of(nodes, comm.rank)
     segments = node.allocate(BOX_BYTES + LINE_BYTES * comm.size)
     boxes = dict(zip(mine, segments, strict=True))
-    bell, spare = Semaphore(boxes[comm.rank]), Semaphore(boxes[comm.rank], LINE_BYTES)
-    bell.initialise()
+    doorbell, spare = Semaphore(boxes[comm.rank]), Semaphore(boxes[comm.rank], LINE_BYTES)
+    doorbell.initialise()
     spare.initialise()
-    node.barrier()  # nobody rings a bell that is not there yet
+    node.barrier()  # nobody rings a doorbell that is not there yet
     is_one = len(nodes) == 1
     network, fence = None if is_one else _network(comm, watch), fence_of(spare)
     is_voter = network is not None and comm.rank == mine[0]
@@ -291,7 +292,7 @@ def by_node(
     return Mailbox(
         tree,
         _edges(tree, boxes, fence),
-        bell,
+        doorbell,
         network=network,
         channel=channel,
         watch=watch,
@@ -305,14 +306,14 @@ def _edges(tree: Tree, boxes: dict[int, Segment], fence: Fence) -> dict[int, tup
     for rank in tree.neighbours:
         if rank not in boxes:
             continue
-        bell = Semaphore(boxes[rank])
+        doorbell = Semaphore(boxes[rank])
         if rank == tree.parent:
             box, out, back = boxes[tree.rank], _UP, _DOWN
         else:
             box, out, back = boxes[rank], _DOWN, _UP
         edges[rank] = (
-            Outlet(_part(box, out), bell, fence),
-            Inlet(_part(box, back), bell, fence),
+            Outlet(_part(box, out), doorbell, fence),
+            Inlet(_part(box, back), doorbell, fence),
         )
     return edges
 
@@ -321,11 +322,11 @@ def _part(box: Segment, offset: int) -> memoryview:
     return np.frombuffer(memoryview(box), np.uint8, _WAY_BYTES, offset).data
 
 
-def _private_bell() -> Semaphore:
-    """Return the bell of a rank that shares no memory."""
-    bell = Semaphore((ctypes.c_char * LINE_BYTES)())
-    bell.initialise()
-    return bell
+def _private_doorbell() -> Semaphore:
+    """Return the doorbell of a rank that shares no memory."""
+    doorbell = Semaphore((ctypes.c_char * LINE_BYTES)())
+    doorbell.initialise()
+    return doorbell
 
 
 def _network(comm: "MPI.Intracomm", watch: Watch) -> "Network":
