@@ -199,7 +199,7 @@ class Hogwild(CommonBlock):
                 f"{type(self.optimizer).__name__}; take that, or AsyncSGD"
             )
         self._check_settings()
-        if num_nodes > 1 or (self._comm.size > 1 and self._comm.levels is None):
+        if num_nodes > 1 or (self._comm.size > 1 and self._comm.node is None):
             raise ConfigError(
                 f"Hogwild is for ranks that share memory, these are on {num_nodes} nodes or share "
                 f"none; run it on one node, or take AsyncSGD or Downpour"

@@ -13,12 +13,12 @@ from torch.optim import Optimizer
 
 from hpctrain.async_sgd.layout import VALUES, ParameterLayout, Piece, Slots
 from hpctrain.async_sgd.requirements import Roles
-from hpctrain.comm.agreement import by_rank
 from hpctrain.comm.direct_messages import DirectMessages, Message
 from hpctrain.comm.hierarchical import scaled_when
 from hpctrain.comm.node.shared_memory import combine_to
 from hpctrain.comm.ops import Op, combination
 from hpctrain.core.errors import CommError, HpctrainError, MismatchError, NotFiniteError
+from hpctrain.core.units import by_rank
 from hpctrain.gradients.elementwise import PieceStep
 from hpctrain.gradients.rail_sums import weighted
 from hpctrain.gradients.sample_count import exponent_of

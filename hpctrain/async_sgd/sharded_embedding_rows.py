@@ -21,13 +21,13 @@ from hpctrain.async_sgd.sharded_embedding_cache import RowCache
 from hpctrain.async_sgd.sharded_embedding_rules import learning_rate
 from hpctrain.checkpoint.format.shard import Piece, Shard
 from hpctrain.cluster.resources import available_bytes
-from hpctrain.comm.agreement import agreed, by_rank, raise_if_any
+from hpctrain.comm.agreement import agreed, raise_if_any
 from hpctrain.comm.call_check import call_of
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.node.node_memory import OnDisk, reserve, reserve_lazily
 from hpctrain.core.atomic import refusal
 from hpctrain.core.errors import CheckpointError, MismatchError, NodeMemoryError
-from hpctrain.core.units import format_bytes
+from hpctrain.core.units import by_rank, format_bytes
 
 Places: TypeAlias = NDArray[np.int64]
 """Numbers of rows, ``(rows,)``."""
@@ -191,7 +191,7 @@ class RowShards:
         """
         self.comm, self.name = comm, name
         self.num_rows, self.dim, self.dtype, self.initial = num_rows, dim, dtype, initial
-        self._node = comm.levels.node if comm.levels is not None else None
+        self._node = comm.node
         self._lay_out()
         self._check_memory(widths, folder, cache[0])
         self.cache = RowCache(*cache, dim, dtype)
@@ -201,12 +201,12 @@ class RowShards:
 
     def _lay_out(self) -> None:
         """Say which ranks are where, which range each owns, and whom this one serves."""
-        comm, levels = self.comm, self.comm.levels
-        here = tuple(levels.node_ranks) if levels is not None else (comm.rank,)
+        comm = self.comm
+        here = tuple(comm.node_ranks)
         nodes = sorted(set(comm.allgather_object(here)))
         self._here, self._owners = here, [rank for node in nodes for rank in node]
         self._local_rank, self._local_size = here.index(comm.rank), len(here)
-        self._is_one_node = comm.size == 1 or (len(nodes) == 1 and levels is not None)
+        self._is_one_node = comm.size == 1 or (len(nodes) == 1 and comm.node is not None)
         self.per_rank = -(-self.num_rows // comm.size)
         first = self._owners.index(here[0])
         self._first_on_node = first * self.per_rank

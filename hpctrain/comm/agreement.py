@@ -7,7 +7,7 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hpctrain.core.errors import CommError, HpctrainError, MismatchError, RankLostError
-from hpctrain.core.units import format_ranks
+from hpctrain.core.units import by_rank
 
 if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator
@@ -28,7 +28,7 @@ def agreed(comm: "Communicator", error: type[HpctrainError] = MismatchError) -> 
     except RankLostError:
         raise  # there is nobody to agree with
     except HpctrainError as own:
-        text = told(comm.allgather_object(str(own)))
+        text = merge_messages(comm.allgather_object(str(own)))
         if isinstance(own, error) and text == str(own):
             raise
         raise error(text) from own
@@ -64,10 +64,10 @@ def raise_if_any(
 ) -> None:
     """Raise an ``error`` if a rank refused: by rank, ``refusals`` holds None or a message."""
     if any(message is not None for message in refusals):
-        raise error(told(refusals))
+        raise error(merge_messages(refusals))
 
 
-def told(messages: Sequence[str | None]) -> str:
+def merge_messages(messages: Sequence[str | None]) -> str:
     """Return the message that all ranks gave, else each one once, with its ranks."""
     if messages[0] is not None and len(set(messages)) == 1:
         return messages[0]
@@ -114,12 +114,3 @@ def differing(of_ranks: Sequence[Mapping[str, str]], lacking: str | None = None)
     names = dict.fromkeys(name for values in of_ranks for name in values)
     found = {name: [values.get(name, lacking) for values in of_ranks] for name in names}
     return {name: by_rank(seen) for name, seen in found.items() if len({*seen} - {None}) > 1}
-
-
-def by_rank(messages: Sequence[str | None]) -> str:
-    """Name each message once, with the ranks that gave it; None is no message."""
-    ranks_of: dict[str, list[int]] = {}
-    for rank, message in enumerate(messages):
-        if message is not None:
-            ranks_of.setdefault(message, []).append(rank)
-    return "; ".join(f"{format_ranks(ranks)}: {message}" for message, ranks in ranks_of.items())

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 
 from hpctrain.comm import requests
-from hpctrain.comm.agreement import by_rank
 from hpctrain.comm.flight_recorder import Call
 from hpctrain.comm.mpi_start import MPI
 from hpctrain.comm.ops import Op
@@ -16,6 +15,7 @@ from hpctrain.comm.tensor_arguments import name_of
 from hpctrain.comm.waiting import Watch, different_calls, wait_request
 from hpctrain.comm.watched_calls import WatchedCalls
 from hpctrain.core.errors import MismatchError
+from hpctrain.core.units import by_rank
 
 TAGS_PER_CALL = 16
 """Tags of messages of one collective on a rail: of reductions in flight at the same time."""

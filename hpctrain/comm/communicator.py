@@ -1,63 +1,43 @@
-"""The protocol of communicators, and what their methods give: works, counters."""
+"""The protocol of communicators."""
 
-import os
 from collections.abc import Callable, Sequence
-from operator import sub
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 from torch import Tensor, dtype
 
-from hpctrain.comm.agreement import raise_if_any
 from hpctrain.comm.bucket import Bucket
 from hpctrain.comm.control_channel.mailbox import Mailbox
-from hpctrain.comm.ops import Op
-from hpctrain.core.errors import CommError
+from hpctrain.comm.ops import Op, scale_
+from hpctrain.comm.work import Traffic, Work
 
 if TYPE_CHECKING:
-    from hpctrain.comm.hierarchical import HierarchicalCommunicator
+    from hpctrain.comm.node.shared_memory import SharedMemory
 
 T = TypeVar("T")
 
 GATHER = "gather of objects everywhere"
 
 
-class Traffic(NamedTuple):
-    """Counters of one rank since the communicator was made."""
+class Link(Protocol):
+    """The ranks, one of each node, that reduce the same slice of a bucket between the nodes."""
 
-    node_bytes: int = 0  # bytes that this rank has read or written in the memory of its node
-    rail_bytes: int = 0
-    """Bytes that this rank has sent by messages; inside an MPI library the bytes of its calls."""
-    waited_s: float = 0.0  # seconds in which this rank waited for others
-    rail_s: float = 0.0  # seconds that this rank spent on its rail between nodes without waiting
+    rank: int
+    size: int
 
-    def since(self, earlier: "Traffic") -> "Traffic":
-        """Return what was added after ``earlier``."""
-        return Traffic(*map(sub, self, earlier))
+    def allreduce_(self, tensor: Tensor, *, op: Op = Op.SUM, scale: float | None = None) -> Work:
+        """Replace ``tensor`` by its sum over these ranks, times ``scale``. Collective."""
 
+    def start_alltoall(
+        self, tensors: Sequence[Tensor], numels: Sequence[int]
+    ) -> Callable[[], list[Tensor]]:
+        """Start to send flat ``tensors[r]``, all of one dtype, to rank r.
 
-class Work(Protocol):
-    """An operation that was started; on CPU its result may be read after ``wait()``."""
+        Collective. Several may be in flight if all ranks start them in the same order.
 
-    def wait(self) -> None:
-        """Return when the result is there; raise what the operation raised."""
-
-    def done(self) -> bool:
-        """Say whether ``wait()`` would return at once."""
-
-
-class Finished:
-    """The work of an operation that was complete when it returned."""
-
-    def wait(self) -> None:
-        """Return at once."""
-
-    def done(self) -> bool:
-        """Say yes."""
-        return True
-
-
-FINISHED = Finished()
+        Returns:
+            A function that waits, and returns what each rank r sent here, ``numels[r]`` elements.
+        """
 
 
 class Communicator(Protocol):
@@ -75,18 +55,53 @@ class Communicator(Protocol):
 
     Ranks that make different calls all raise ``MismatchError``. One exception: the reductions of
     several nodes compare inside each node only, and between nodes what fits by its size passes.
+
+    A codec replaces the middle of a bucket's all-reduce::
+
+        part = comm.reduce_node(bucket)       # sum of this rank's slice over its node
+        if comm.internode is not None:
+            comm.internode.allreduce_(part)   # sum over the nodes
+        comm.publish(bucket)                  # the slices of all ranks, in every bucket
+
+    Without node memory each rank counts as a node, and its slice is the whole bucket. Where
+    operations run on a thread, call these on that thread, by ``start_on``.
     """
 
     rank: int
     size: int
+    node: "SharedMemory | None" = None
+    """Memory that the ranks of this node share; None if they share none."""
+    num_rails: int = 1
+    """Ranks of each node that send between nodes; 0 if all ranks share one memory."""
 
     @property
-    def levels(self) -> "HierarchicalCommunicator | None":
-        """The steps of a bucket's all-reduce; None where nobody shares memory.
+    def internode(self) -> Link | None:
+        """The ranks with the same slice on all nodes; None if another rank sends this slice."""
+        return self
 
-        Where operations have a thread, the steps are for what runs on it, see ``start_on``.
+    @property
+    def node_ranks(self) -> Sequence[int]:
+        """Ranks that share memory with this one, by local rank."""
+        return (self.rank,)
+
+    def part_of(self, bucket: Bucket) -> Tensor:
+        """Return the slice of a bucket that this rank sends between nodes. Not collective."""
+        return bucket.flat
+
+    def reduce_node(self, bucket: Bucket, *, scale: float | None = None) -> Tensor:
+        """Sum a bucket inside the node, times ``scale``.
+
+        Returns:
+            The part that this rank sends between nodes; empty if it sends none.
         """
-        return None
+        if scale is not None:
+            scale_(bucket.flat, scale)
+        return self.part_of(bucket)
+
+    def publish(self, bucket: Bucket, *, scale: float | None = None) -> None:
+        """Write the slices of the node's ranks, times ``scale``, into the bucket of each."""
+        if scale is not None:
+            scale_(bucket.flat, scale)
 
     def allreduce_(
         self, tensor: Tensor | Bucket, *, op: Op = Op.SUM, scale: float | None = None
@@ -165,6 +180,14 @@ class Communicator(Protocol):
             MismatchError: the ranks give different dtypes.
         """
 
+    def start_alltoall(
+        self, tensors: Sequence[Tensor], numels: Sequence[int]
+    ) -> Callable[[], list[Tensor]]:
+        """Exchange tensors as ``alltoall``; see ``Link``."""
+        del numels
+        arrived = self.alltoall(tensors)
+        return lambda: arrived
+
     def broadcast_(self, tensor: Tensor, root: int = 0) -> Work:
         """Replace ``tensor`` by that of rank ``root``.
 
@@ -205,7 +228,6 @@ class Communicator(Protocol):
         Raises:
             MismatchError: some rank said no; names those ranks and their messages.
         """
-        raise_if_any(self.allgather_object(None if ok else message))
 
     def group(self, ranks: Sequence[int]) -> "Communicator | None":
         """Make a communicator of some of the ranks. All ranks of this one call it.
@@ -222,7 +244,7 @@ class Communicator(Protocol):
             MismatchError: the ranks name different groups.
         """
 
-    def mail(self) -> Mailbox:
+    def new_mailbox(self) -> Mailbox:
         """Make mailboxes between the ranks; each call makes others.
 
         They may be used beside the operations of this communicator, from another thread too
@@ -255,41 +277,3 @@ class Communicator(Protocol):
 
     def close(self) -> None:
         """Give back what this communicator holds; it cannot be used afterwards."""
-
-
-class _Process:
-    """This process: to ask the system for its number with every call takes a tenth of it."""
-
-    def __init__(self) -> None:
-        self.look()
-        os.register_at_fork(after_in_child=self.look)
-
-    def look(self) -> None:
-        """Learn the number, of a child a new one."""
-        self.pid = os.getpid()
-
-
-_process = _Process()
-
-
-class Owner:
-    """The process that made something which other ranks wait for."""
-
-    __slots__ = ("_pid",)
-
-    def __init__(self) -> None:
-        self._pid = _process.pid
-
-    @property
-    def is_here(self) -> bool:
-        """Whether this is that process."""
-        return _process.pid == self._pid
-
-    def check(self) -> None:
-        """Raise ``CommError`` in a forked child: its messages would be taken for its parent's."""
-        if _process.pid != self._pid:
-            raise CommError(
-                f"ranks communicate by the process that has called init(), here {self._pid}, this "
-                f"is {os.getpid()}, a child forked from it, such as a worker of a DataLoader; "
-                "communicate in the training loop, and let workers prepare samples only"
-            )

@@ -134,6 +134,23 @@ class Makers:
             self._left[self._last].record(self._last)
 
 
+class DeviceBucket:
+    """Elements of a bucket on an accelerator, which the caller's stream fills and reads."""
+
+    def __init__(self, device: Device, flat: Tensor, full: torch.Event) -> None:
+        self._device, self.makers = device, Makers(device)
+        self.flat = self.travels = flat
+        self._full, self._back = full, device.new_event()
+
+    def depart(self) -> None:
+        """Let the sum start after all that the caller's stream has queued."""
+        self._full.record(self._device.current_stream())
+
+    def arrive(self) -> None:
+        """Let the caller's stream continue once the sum is there, and not before."""
+        self._device.current_stream().wait_event(self._back)
+
+
 class CudaDevice(Device):
     """An accelerator of CUDA, or of ROCm, which torch calls so, too."""
 

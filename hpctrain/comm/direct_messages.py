@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm import requests
-from hpctrain.comm.communicator import Communicator, Owner
+from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.mpi_start import MPI
 from hpctrain.comm.mpi_world import is_loss
 from hpctrain.comm.node.segments import LINE_BYTES, Fence, Semaphore, fence_of
+from hpctrain.comm.owner import Owner
 from hpctrain.comm.rail.rail import bytes_of
 from hpctrain.comm.requests import MpiRequest
 from hpctrain.comm.waiting import BY_MPI, Pace, Watch, wait_until
@@ -28,10 +29,10 @@ from hpctrain.core.errors import RankLostError
 from hpctrain.core.libc import memory_at
 
 _SERVING = BY_MPI._replace(spin_s=0.0, yield_s=0.0, shortest_s=100e-6, longest_s=0.5)
-"""Pace of a serving thread while a request can come that rings no bell. The thread only naps: it
-must not take the core from the training."""
+"""Pace of a serving thread while a request can come that rings no doorbell. The thread only naps:
+it must not take the core from the training."""
 _AT_REST = Pace(0.0, 0.0, shortest_s=10.0, longest_s=10.0)
-"""Pace of a serving thread whose bell is rung for every request: each wake-up takes time."""
+"""Pace of a serving thread whose doorbell is rung for every request: each wake-up takes time."""
 _ASKING = BY_MPI._replace(yield_s=200e-6, shortest_s=50e-6, longest_s=1e-3)
 """Of who waits for servers, which nap: no sooner than they can answer."""
 
@@ -63,14 +64,14 @@ class Channel:
         tag: int,
         *,
         fence: Fence,
-        bells: Mapping[int, Semaphore] | None = None,
+        doorbells: Mapping[int, Semaphore] | None = None,
     ) -> None:
         """Take a communicator of which no other code uses this tag and the next one.
 
-        ``bells`` are those of the ranks of this node, rung after each message to them. A message
-        may announce data in node memory, which ``fence`` orders before the message on arm64.
+        ``doorbells`` are those of the ranks of this node, rung after each message to them. A
+        message may announce data in node memory, which ``fence`` orders before it on arm64.
         """
-        self._comm, self._tag, self._bells, self._fence = comm, tag, bells or {}, fence
+        self._comm, self._tag, self._doorbells, self._fence = comm, tag, doorbells or {}, fence
         self._leaving: list[MpiRequest] = []
         self._arriving: defaultdict[int, deque[_Arriving]] = defaultdict(deque)
 
@@ -85,8 +86,8 @@ class Channel:
         for tensor in tensors:
             if tensor.numel():
                 self._send(bytes_of(tensor), to, self._tag + 1, tensor)
-        if to in self._bells:
-            self._bells[to].post()
+        if to in self._doorbells:
+            self._doorbells[to].post()
 
     def prune(self) -> None:
         """Forget what has been sent. Called by the sending thread, or when no thread is left."""
@@ -157,23 +158,23 @@ class DirectMessages:
         self._memory = comm.new_bucket(2 * LINE_BYTES // 8, torch.int64)
         near = mates if self._memory.peers else [comm.rank]
         places = self._memory.peers or (self._memory.flat,)
-        self._bells = {
+        self._doorbells = {
             rank: Semaphore(memory_at(place.data_ptr(), LINE_BYTES))
             for rank, place in zip(near, places, strict=True)
         }
         own = memory_at(self._memory.flat.data_ptr(), 2 * LINE_BYTES)
-        self._bell, spare = self._bells[comm.rank], Semaphore(own, LINE_BYTES)
-        self._bell.initialise()
+        self._doorbell, spare = self._doorbells[comm.rank], Semaphore(own, LINE_BYTES)
+        self._doorbell.initialise()
         spare.initialise()
-        comm.barrier()  # no rank rings a bell before it is there
+        comm.barrier()  # no rank rings a doorbell before it is there
         self._has_far = len(near) < comm.size
-        self._num_due = 0  # requests whose bell was rung and which have not come whole
+        self._num_due = 0  # requests whose doorbell was rung and which have not come whole
         self._thread: threading.Thread | None = None
         self._is_stopped = False
         self._owner = Owner()
         self._watch = Watch(lambda _: look(), rank=ranks.rank, timeout_s=timeout_s)
         self._comm = WatchedCalls(ranks, self._watch).duplicate()
-        self.requests = Channel(self._comm, 0, fence=fence_of(spare), bells=self._bells)
+        self.requests = Channel(self._comm, 0, fence=fence_of(spare), doorbells=self._doorbells)
         self.replies = Channel(self._comm, 2, fence=fence_of(spare))
 
     def wait(self, done: Callable[[], object]) -> float:
@@ -186,8 +187,8 @@ class DirectMessages:
     def serve(self, work: Callable[[Sequence[Message]], bool]) -> None:
         """Start a thread that calls ``work`` with the requests that have come, until it is true.
 
-        Without requests the thread sleeps. Ranks of this node wake it by a bell; requests of other
-        nodes are noticed after at most 2 % of the time since the last one, and half a second.
+        Without requests the thread sleeps. Ranks of this node wake it by a doorbell; requests of
+        others are noticed after at most 2 % of the time since the last one, and half a second.
         """
         name = "hpctrain-server"
         self._thread = threading.Thread(target=self._run, args=(work,), name=name, daemon=True)
@@ -206,7 +207,7 @@ class DirectMessages:
                     is_polling = self._has_far or self._num_due > 0
                     pace = _SERVING if is_polling else _AT_REST
                     wait_until(has_come, lambda _: None, pace, nap=self._nap)
-                self._num_due -= sum(one.source in self._bells for one in came)
+                self._num_due -= sum(one.source in self._doorbells for one in came)
                 if came and work([*came]):
                     return
                 came.clear()
@@ -215,7 +216,7 @@ class DirectMessages:
                 raise  # else ranks that wait find by themselves that a rank is lost
 
     def _nap(self, seconds: float) -> bool:
-        is_rung = self._bell.wait(seconds)
+        is_rung = self._doorbell.wait(seconds)
         self._num_due += is_rung
         return is_rung
 
@@ -223,7 +224,7 @@ class DirectMessages:
         """End the serving thread. Harmless the second time. Not collective."""
         self._is_stopped = True
         if self._thread is not None:
-            self._bell.post()
+            self._doorbell.post()
             self._thread.join()
             self._thread = None
 

@@ -2,9 +2,9 @@
 
 A bucket's all-reduce is three steps in a row, each callable by a codec that replaces the middle:
 
-    part = comm.node_sum(bucket)      # each local rank sums its slice over the node
-    comm.rail.allreduce_(part)        # each slice is all-reduced over its rail
-    comm.publish(bucket, scale)       # each local rank writes its slice into all buckets
+    part = comm.reduce_node(bucket)          # each local rank sums its slice over the node
+    comm.internode.allreduce_(part)          # each slice is all-reduced over its rail
+    comm.publish(bucket, scale=scale)        # each local rank writes its slice into all buckets
 """
 
 from collections import deque
@@ -16,16 +16,15 @@ from torch import Tensor
 
 from hpctrain.comm.bucket import Bucket, chunks_of, slice_bounds
 from hpctrain.comm.call_check import bucket_call, call_of, tensor_call
-from hpctrain.comm.communicator import FINISHED, Traffic, Work
 from hpctrain.comm.control_channel import mailbox
 from hpctrain.comm.mpi import MakeGroup, MpiCommunicator
-from hpctrain.comm.node.shared_memory import SharedMemory, SharedSlots
+from hpctrain.comm.node.shared_memory import SharedMemory
 from hpctrain.comm.ops import Combination, Op, combination
 from hpctrain.comm.plan.plan import Plan
-from hpctrain.comm.rail.in_flight import InFlight
-from hpctrain.comm.rail.rail import Rail
+from hpctrain.comm.rail.rail import InFlight, Rail
 from hpctrain.comm.tensor_arguments import check_scale, flat_of, name_of, put_back
 from hpctrain.comm.waiting import Watch, in_step
+from hpctrain.comm.work import FINISHED, Traffic, Work
 from hpctrain.core.errors import CommError
 
 if TYPE_CHECKING:
@@ -57,24 +56,23 @@ class HierarchicalCommunicator(MpiCommunicator):
         over MPI.
         """
         super().__init__(world, watch=watch, world_ranks=world_ranks, make_group=make_group)
-        self.rail = rail
-        self.node = node
+        self._rail = rail
+        self.node: SharedMemory = node
         self.plan = plan  # what algorithms are chosen by; ``use`` changes it
         self.num_rails = plan.num_rails
         self._one_node = plan.num_rails == 0
         if self._one_node:
             self._watch.number = None  # the ranks see in node memory that one has failed
-        self.slots = SharedSlots(node)  # what ordinary tensors pass through inside the node
         self._ways: dict[str, Callable[[Tensor, Combination, float | None], None]] = {
             "levels": self._levels_
         }
         if self._one_node:
-            self._ways = {"direct": self.slots.direct_, "slices": self.slots.slices_}
+            self._ways = {"direct": node.slots.direct_, "slices": node.slots.slices_}
 
     @property
-    def levels(self) -> "HierarchicalCommunicator":
-        """The steps of a bucket's all-reduce: those of this class."""
-        return self
+    def internode(self) -> Rail | None:
+        """The rail of this rank."""
+        return self._rail
 
     @property
     def node_ranks(self) -> Sequence[int]:
@@ -87,8 +85,8 @@ class HierarchicalCommunicator(MpiCommunicator):
         All ranks call it between the same two operations.
         """
         self.plan = plan
-        if self.rail is not None:
-            self.rail.table, self.rail.chunk_bytes = plan.rail, plan.chunk_bytes
+        if self._rail is not None:
+            self._rail.use(plan)
 
     @in_step
     def new_bucket(self, numel: int, dtype: torch.dtype) -> Bucket:
@@ -97,10 +95,10 @@ class HierarchicalCommunicator(MpiCommunicator):
         return self.node.new_bucket(numel, dtype)
 
     @in_step
-    def mail(self) -> mailbox.Mailbox:
+    def new_mailbox(self) -> mailbox.Mailbox:
         """Make mailboxes in node memory, and of MPI messages between nodes."""
-        self.meet("mail")
-        return mailbox.by_node(self._comm, self.node, self._watch)
+        self.meet("new mailbox")
+        return mailbox.by_node(self._comm, self.node, self._rail, self._watch, self.plan)
 
     @in_step
     def allreduce_(
@@ -123,12 +121,11 @@ class HierarchicalCommunicator(MpiCommunicator):
         how = combination(tensor.dtype, op)
         if way == "library":
             if not self._one_node:  # a rank that takes another way meets the others here
-                numel = tensor.numel() * tensor.itemsize // how.lane.itemsize
-                self.node.meet(tensor_call(op, how.lane, numel, scale))
+                numel = tensor.numel() * tensor.itemsize // how.storage_dtype.itemsize
+                self.node.meet(tensor_call(op, how.storage_dtype, numel, scale))
             return super().allreduce_(tensor, op=op, scale=scale)
         values = flat_of(tensor)
-        lanes = values if values.dtype is how.lane else values.view(how.lane)
-        self._ways[way](lanes, how, scale)
+        self._ways[way](how.view(values), how, scale)
         put_back(values, tensor)
         return FINISHED
 
@@ -140,51 +137,36 @@ class HierarchicalCommunicator(MpiCommunicator):
             super().meet(call)
 
     @in_step
-    def node_sum(
-        self,
-        bucket: Bucket,
-        scale: float | None = None,
-        how: Combination | None = None,
-    ) -> Tensor:
-        """Sum the bucket inside the node, times ``scale``.
-
-        Returns the part of it that this rank takes over its rail; empty where it takes none.
-        """
-        how = how or combination(bucket.flat.dtype, Op.SUM)
+    def reduce_node(self, bucket: Bucket, *, scale: float | None = None) -> Tensor:
+        """Sum this rank's slice over the buckets of the node."""
         self._check_owned(bucket)
-        self.node.meet(bucket_call(bucket.number, how.op, scale))
-        return self._sum_on_node(bucket, how, scale)
+        return self._reduce_bucket(bucket, combination(bucket.flat.dtype, Op.SUM), scale)
 
     def part_of(self, bucket: Bucket) -> Tensor:
-        """Return the part of a bucket that this rank takes over its rail; empty where none."""
-        if self.rail is None or not bucket.peers:
+        """Return the part of a bucket that this rank sends over its rail; empty without one."""
+        if self._rail is None or not bucket.peers:
             return bucket.flat[:0]
         bounds = slice_bounds(bucket.numel, self.num_rails, self.node.local_rank)
         return bucket.peers[0][bounds]
 
     @in_step
-    def publish(
-        self, bucket: Bucket, scale: float | None = None, how: Combination | None = None
-    ) -> None:
-        """Write the sum, times ``scale``, into the bucket of every rank of the node."""
-        if self.num_rails != self.node.local_size:
-            self.node.barrier()
-        how = how or combination(bucket.flat.dtype, Op.SUM)
-        self.node.publish(bucket, how, scale)
+    def publish(self, bucket: Bucket, *, scale: float | None = None) -> None:
+        """Write this rank's slice into all buckets of the node."""
+        self._publish_bucket(bucket, combination(bucket.flat.dtype, Op.SUM), scale)
 
     def traffic(self) -> Traffic:
         """Return the counters of all levels."""
         moved = super().traffic()._replace(node_bytes=self.node.num_bytes)
-        if self.rail is None:
+        if self._rail is None:
             return moved
-        over = self.rail.traffic()
+        over = self._rail.traffic()
         return moved._replace(rail_bytes=moved.rail_bytes + over.rail_bytes, rail_s=over.rail_s)
 
     def close(self) -> None:
         """Free the MPI communicators; buckets live as long as something refers to them."""
         if self.is_open:
-            if self.rail is not None:
-                self.rail.close()
+            if self._rail is not None:
+                self._rail.close()
             self.node.close()
         super().close()
 
@@ -204,9 +186,18 @@ class HierarchicalCommunicator(MpiCommunicator):
         if aligned and 0 < self.plan.chunk_bytes < self.part_of(bucket).nbytes:
             self._pipeline_bucket(bucket, how, early, late)
             return
-        part = self.node_sum(bucket, early, how)
+        part = self._reduce_bucket(bucket, how, early)
         self._sum_over_rail(part, how)
-        self.publish(bucket, late, how)
+        self._publish_bucket(bucket, how, late)
+
+    def _reduce_bucket(self, bucket: Bucket, how: Combination, scale: float | None) -> Tensor:
+        self.node.meet(bucket_call(bucket.number, how.op, scale))
+        return self._sum_on_node(bucket, how, scale)
+
+    def _publish_bucket(self, bucket: Bucket, how: Combination, scale: float | None) -> None:
+        if self.num_rails != self.node.local_size:
+            self.node.barrier()
+        self.node.publish(bucket, how, scale)
 
     def _pipeline_bucket(
         self, bucket: Bucket, how: Combination, early: float | None, late: float | None
@@ -219,9 +210,9 @@ class HierarchicalCommunicator(MpiCommunicator):
         def summed() -> Iterator[Tensor]:
             for parts in chunks:
                 node.sum_chunk(parts, how, early)
-                yield parts[0].view(how.lane)
+                yield how.view(parts[0])
 
-        with InFlight(self.rail, how, self._watch) as in_flight:
+        with InFlight(self._rail, how, self._watch) as in_flight:
             for parts, _ in zip(chunks, in_flight.reduced(summed()), strict=True):
                 node.publish_chunk(parts, how, late)
         self._watch.confirm()
@@ -230,7 +221,7 @@ class HierarchicalCommunicator(MpiCommunicator):
     def _pipeline_(self, values: Tensor, how: Combination, scale: float | None) -> None:
         """Do what ``_levels_`` does, with several chunks on their way over the rails."""
         early, late = scaled_when(scale, how)
-        node, slots = self.node, self.slots
+        node, slots = self.node, self.node.slots
         chunks = values.split(slots.chunk_numel(self._chunk_bytes, values.dtype))
         entered, reduced = deque[tuple[Tensor, Bucket]](), deque[tuple[Tensor, Bucket]]()
 
@@ -246,7 +237,7 @@ class HierarchicalCommunicator(MpiCommunicator):
                 yield self._sum_on_node(bucket, how, early)
 
         node.meet(tensor_call(how.op, values.dtype, values.numel(), scale))
-        with InFlight(self.rail, how, self._watch) as in_flight, node.busy(in_flight):
+        with InFlight(self._rail, how, self._watch) as in_flight, node.busy(in_flight):
             for _ in in_flight.reduced(summed()):
                 reduced.append(entered.popleft())
         self._watch.confirm()
@@ -260,12 +251,13 @@ class HierarchicalCommunicator(MpiCommunicator):
             return
         early, late = scaled_when(scale, how)
         call = tensor_call(how.op, values.dtype, values.numel(), scale)
-        for chunk in values.split(self.slots.numel(values.dtype)):
-            bucket = self.slots.enter(chunk, call)
+        slots = self.node.slots
+        for chunk in values.split(slots.numel(values.dtype)):
+            bucket = slots.enter(chunk, call)
             part = self._sum_on_node(bucket, how, early)
             self._sum_over_rail(part, how)
             self.node.barrier()
-            self.slots.leave(chunk, bucket, late)
+            slots.leave(chunk, bucket, late)
 
     @property
     def _chunk_bytes(self) -> int:
@@ -276,11 +268,11 @@ class HierarchicalCommunicator(MpiCommunicator):
         self.node.sum_slice(bucket, how, scale)
         if self.num_rails != self.node.local_size:
             self.node.barrier()  # this rank's rail carries slices that other ranks summed
-        return self.part_of(bucket).view(how.lane)
+        return self.part_of(bucket).view(how.storage_dtype)
 
     def _sum_over_rail(self, part: Tensor, how: Combination) -> None:
-        if self.rail is not None and part.numel():
-            self.rail.reduce_(part, how)
+        if self._rail is not None and part.numel():
+            self._rail.reduce_(part, how)
 
 
 def scaled_when(scale: float | None, how: Combination) -> tuple[float | None, float | None]:
@@ -288,5 +280,5 @@ def scaled_when(scale: float | None, how: Combination) -> tuple[float | None, fl
 
     A node's sum in 16 bits could overflow where the average does not: there it comes first.
     """
-    could_overflow = how.op is Op.SUM and how.wide is not how.lane
+    could_overflow = how.op is Op.SUM and how.accumulate_dtype is not how.storage_dtype
     return (scale, None) if could_overflow else (None, scale)

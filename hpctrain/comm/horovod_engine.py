@@ -215,18 +215,18 @@ _ORDER = {torch.minimum: "Min", torch.maximum: "Max"}
 
 
 def operation(how: Combination) -> str | None:
-    """Return the name of Horovod's operation with the same result for values in ``how.wide``.
+    """Return the name of Horovod's operation that gives the same result in ``accumulate_dtype``.
 
     None where there is none: MPI's minimum of NaN is no NaN, and of unsigned numbers Horovod knows
     nothing.
     """
-    if how.wide is torch.bool:
+    if how.accumulate_dtype is torch.bool:
         return _LOGICAL.get(how.function)
-    if how.wide not in _WIRE:
+    if how.accumulate_dtype not in _WIRE:
         return None
     if how.op in (Op.SUM, Op.PRODUCT):
         return "Sum" if how.op is Op.SUM else "Product"
-    return None if how.wide.is_floating_point else _ORDER.get(how.function)
+    return None if how.accumulate_dtype.is_floating_point else _ORDER.get(how.function)
 
 
 class Library(NamedTuple):

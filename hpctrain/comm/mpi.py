@@ -9,14 +9,16 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from hpctrain.comm.agreement import raise_if_any
 from hpctrain.comm.bucket import Bucket
 from hpctrain.comm.call_check import call_of, meet, tensor_call
-from hpctrain.comm.communicator import FINISHED, GATHER, Communicator, Owner, Traffic, Work
+from hpctrain.comm.communicator import GATHER, Communicator
 from hpctrain.comm.control_channel import mailbox
 from hpctrain.comm.liveness import use
 from hpctrain.comm.member_meeting import MemberMeeting
 from hpctrain.comm.mpi_start import MPI
 from hpctrain.comm.ops import Combination, Op, combination, finish
+from hpctrain.comm.owner import Owner
 from hpctrain.comm.rail.algorithms import (
     allreduce_by_messages_,
     pairwise_alltoall_,
@@ -36,6 +38,7 @@ from hpctrain.comm.tensor_arguments import (
 )
 from hpctrain.comm.waiting import Limit, Watch, in_step
 from hpctrain.comm.watched_calls import WatchedCalls
+from hpctrain.comm.work import FINISHED, Traffic, Work
 from hpctrain.core.errors import CommError
 
 T = TypeVar("T")
@@ -110,8 +113,8 @@ class MpiCommunicator(Communicator):
         call = tensor_call(op, values.dtype, values.numel(), scale)
         self.meet(f"allreduce by {call.text}{where}")
         with flattened(values) as flat:
-            for chunk in flat.view(how.lane).split(CHUNK_ELEMENTS):
-                total = chunk.to(how.wide)
+            for chunk in how.view(flat).split(CHUNK_ELEMENTS):
+                total = chunk.to(how.accumulate_dtype)
                 self._allreduce_wide_(total, how.widened())
                 finish(total, scale, chunk)
         return FINISHED
@@ -132,7 +135,8 @@ class MpiCommunicator(Communicator):
         call = tensor_call(op, tensor.dtype, tensor.numel(), scale)
         self.meet(f"reduce_scatter by {call.text} in parts of {parts}")
         total = self._reduce_scatter_flat(flat_of(tensor), parts, how)
-        result = total if total.dtype is how.lane else torch.empty_like(total, dtype=how.lane)
+        is_wide = total.dtype is not how.storage_dtype
+        result = torch.empty_like(total, dtype=how.storage_dtype) if is_wide else total
         finish(total, scale, result)
         return result.view(tensor.dtype)
 
@@ -204,6 +208,10 @@ class MpiCommunicator(Communicator):
         result: list[T] | None = self._calls.gather(value, root)
         return result
 
+    def agree(self, ok: bool, message: str = "") -> None:  # noqa: FBT001 - reads as a sentence
+        """Gather the messages of ranks that refuse."""
+        raise_if_any(self.allgather_object(None if ok else message))
+
     @in_step
     def allgather_object(self, value: T, call: str = GATHER) -> list[T]:
         """Gather pickles everywhere."""
@@ -264,9 +272,9 @@ class MpiCommunicator(Communicator):
         self._wires.append(self._calls.duplicate())
         return MpiWire(self._wires[-1], watch=self._watch, world_ranks=self._world_ranks)
 
-    def mail(self) -> mailbox.Mailbox:
+    def new_mailbox(self) -> mailbox.Mailbox:
         """Make mailboxes of MPI messages."""
-        self.meet("mail")
+        self.meet("new mailbox")
         return mailbox.flat(self._comm, self._watch)
 
     def new_bucket(self, numel: int, dtype: torch.dtype) -> Bucket:
@@ -320,13 +328,14 @@ class MpiCommunicator(Communicator):
     def _reduce_scatter_flat(
         self, values: Tensor, parts: Sequence[int], how: Combination
     ) -> Tensor:
-        """Return this rank's part, as numbers of dtype ``how.lane`` or a wider one."""
-        lanes = values.itemsize // how.lane.itemsize  # of each element
+        """Return this rank's part, as numbers of dtype ``how.storage_dtype`` or a wider one."""
+        lanes = values.itemsize // how.storage_dtype.itemsize  # of each element
         counts = [numel * lanes for numel in parts]
-        values = values.view(how.lane)
-        if how.op is Op.SUM and library_sums(how.wide) and values.numel() <= CHUNK_ELEMENTS:
-            total = torch.empty(counts[self.rank], dtype=how.wide)
-            wide = values.to(how.wide)
+        values = how.view(values)
+        fits = library_sums(how.accumulate_dtype) and values.numel() <= CHUNK_ELEMENTS
+        if how.op is Op.SUM and fits:
+            total = torch.empty(counts[self.rank], dtype=how.accumulate_dtype)
+            wide = values.to(how.accumulate_dtype)
             self._library_bytes += wide.nbytes
             arguments = buffer_of(wide), buffer_of(total), counts, MPI.SUM
             self._calls.run(self._comm.Ireduce_scatter, *arguments, memory=(wide, total))

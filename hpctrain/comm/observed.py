@@ -11,13 +11,15 @@ from typing import Any, NamedTuple, cast
 from torch import Tensor
 
 from hpctrain.comm.bucket import Bucket
-from hpctrain.comm.communicator import Communicator, Owner, Traffic
+from hpctrain.comm.communicator import Communicator
+from hpctrain.comm.owner import Owner
+from hpctrain.comm.work import Traffic
 from hpctrain.core.units import format_bytes, format_seconds
 
 _OPERATIONS = {
     *("allreduce_", "allreduce", "reduce_scatter", "all_gather", "alltoall", "broadcast_"),
     *("broadcast_object", "gather_object", "allgather_object", "send", "recv_", "barrier"),
-    *("agree", "new_bucket", "node_sum", "publish"),
+    *("agree", "new_bucket", "reduce_node", "publish"),
 }
 
 
@@ -44,7 +46,7 @@ def observed(comm: Communicator, *listeners: Listener | None) -> Communicator:
 
 
 class ObservedCommunicator:
-    """Does what the communicator inside does; the same listeners hear of its groups and levels."""
+    """Reports each call of the communicator inside, of its groups and its rail to listeners."""
 
     def __init__(self, comm: Any, listeners: Sequence[Listener], prefix: str = "") -> None:
         self._inside = comm
@@ -52,15 +54,11 @@ class ObservedCommunicator:
         self._prefix = prefix
 
     @property
-    def levels(self) -> Any:
-        """The levels inside, if there are any."""
-        found = self._inside.levels
-        return found and ObservedCommunicator(found, self._listeners)
-
-    @property
-    def rail(self) -> Any:
-        """The rail of levels, if this rank has one."""
-        found = self._inside.rail
+    def internode(self) -> Any:
+        """The ranks of the other nodes, with the same listeners."""
+        found = self._inside.internode
+        if found is self._inside:
+            return self
         return found and ObservedCommunicator(found, self._listeners, "rail.")
 
     def __getattr__(self, name: str) -> Any:

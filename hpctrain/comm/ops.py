@@ -67,27 +67,31 @@ class Combination:
     """
 
     op: Op
-    lane: torch.dtype
-    """The same bytes as numbers that can be combined: ``values = flat.view(lane)``. A complex
-    number is two of them where it is summed."""
-    wide: torch.dtype
-    """In which many values are combined before they are rounded once; ``lane`` if that is exact
-    or as good."""
-    function: _Function = field(repr=False)  # of two tensors of dtype ``wide``, with ``out``
+    storage_dtype: torch.dtype
+    """The same bytes as numbers that can be combined, see ``view``. A complex number is two of
+    them where it is summed."""
+    accumulate_dtype: torch.dtype
+    """In which many values are combined before they are rounded once; ``storage_dtype`` if that
+    is exact or as good."""
+    function: _Function = field(repr=False)  # of two tensors of ``accumulate_dtype``
+
+    def view(self, flat: Tensor) -> Tensor:
+        """Return the elements of a flat tensor as numbers of ``storage_dtype``."""
+        return flat if flat.dtype is self.storage_dtype else flat.view(self.storage_dtype)
 
     def into(self, total: Tensor, other: Tensor) -> None:
-        """Replace ``total`` by ``total (op) other``; both flat, of dtype ``lane`` or ``wide``."""
-        if total.dtype == self.wide:
-            self.function(total, other.to(self.wide), out=total)
-        elif total.dtype == other.dtype and self.lane in _HALVES:
+        """Replace ``total`` by ``total (op) other``; both flat, of one of the two dtypes."""
+        if total.dtype == self.accumulate_dtype:
+            self.function(total, other.to(self.accumulate_dtype), out=total)
+        elif total.dtype == other.dtype and self.storage_dtype in _HALVES:
             self.function(total, other, out=total)  # in float32, rounded once: torch does it
         else:
-            wide = total.to(self.wide)
-            total.copy_(self.function(wide, other.to(self.wide), out=wide))
+            wide = total.to(self.accumulate_dtype)
+            total.copy_(self.function(wide, other.to(self.accumulate_dtype), out=wide))
 
     def widened(self) -> "Combination":
-        """Return the combination of values that were converted to ``wide`` before."""
-        return replace(self, lane=self.wide)
+        """Return the combination of values that were converted to ``accumulate_dtype`` before."""
+        return replace(self, storage_dtype=self.accumulate_dtype)
 
 
 @cache

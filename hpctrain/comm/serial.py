@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar, cast
 import torch
 from torch import Tensor
 
+from hpctrain.comm.agreement import raise_if_any
 from hpctrain.comm.bucket import Bucket
-from hpctrain.comm.communicator import FINISHED, GATHER, Communicator, Traffic, Work
+from hpctrain.comm.communicator import GATHER, Communicator
 from hpctrain.comm.control_channel import mailbox
 from hpctrain.comm.ops import Op, combination, scale_
 from hpctrain.comm.tensor_arguments import (
@@ -20,12 +21,12 @@ from hpctrain.comm.tensor_arguments import (
     part_numels,
 )
 from hpctrain.comm.waiting import Watch
+from hpctrain.comm.work import FINISHED, Traffic, Work
 from hpctrain.core.errors import CommError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from hpctrain.comm.hierarchical import HierarchicalCommunicator
 
 T = TypeVar("T")
 
@@ -100,12 +101,16 @@ class SerialCommunicator(Communicator):
     def barrier(self) -> None:
         """Return at once."""
 
+    def agree(self, ok: bool, message: str = "") -> None:  # noqa: FBT001 - reads as a sentence
+        """Raise the message of this rank."""
+        raise_if_any([None if ok else message])
+
     def group(self, ranks: Sequence[int]) -> "SerialCommunicator":
         """Return this communicator: there is no other group."""
         check_group(ranks, 1)
         return self
 
-    def mail(self) -> mailbox.Mailbox:
+    def new_mailbox(self) -> mailbox.Mailbox:
         """Make mailboxes without neighbours."""
         return mailbox.alone()
 
@@ -124,19 +129,18 @@ class SerialCommunicator(Communicator):
 class SerialNode(SerialCommunicator):
     """A process alone, with the node memory in which the ranks of a node share what they have."""
 
-    rail, num_rails = None, 0
+    num_rails = 0
 
     def __init__(self) -> None:
         """Take the memory. Raises ``NodeMemoryError``: there is none."""
         from hpctrain.comm.node.shared_memory import SharedMemory  # noqa: PLC0415 - needs MPI
 
         alone = cast("MPI.Intracomm", _Alone())
-        self.node = SharedMemory(alone, spin=False, watch=Watch(), stage_bytes=1)
+        self.node: SharedMemory = SharedMemory(alone, spin=False, watch=Watch(), stage_bytes=1)
 
     @property
-    def levels(self) -> "HierarchicalCommunicator":
-        """Those of one node with one rank."""
-        return cast("HierarchicalCommunicator", self)
+    def internode(self) -> None:
+        """No other node."""
 
     def new_bucket(self, numel: int, dtype: torch.dtype) -> Bucket:
         """Make a bucket in node memory."""

@@ -6,16 +6,15 @@ import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor
 
 from hpctrain.comm.bucket import Bucket
-from hpctrain.comm.communicator import FINISHED, Communicator, Owner, Traffic, Work
+from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.ops import Op
-
-if TYPE_CHECKING:
-    from hpctrain.comm.hierarchical import HierarchicalCommunicator
+from hpctrain.comm.owner import Owner
+from hpctrain.comm.work import FINISHED, Traffic, Work
 
 T = TypeVar("T")
 
@@ -68,10 +67,14 @@ class ThreadedCommunicator:
         self._lent: list[ThreadedCommunicator] = []
         self._owners: list[weakref.ref[object]] = []  # of each, to whom it is lent
 
-    @property
-    def levels(self) -> "HierarchicalCommunicator | None":
-        """Those of the communicator inside, for what runs on the thread."""
-        return self._comm.levels
+        # Called by functions that run on the thread, see ``start_on``.
+        self.node, self.num_rails, self.node_ranks = comm.node, comm.num_rails, comm.node_ranks
+        self.internode = comm.internode
+        self.part_of, self.reduce_node, self.publish = (
+            comm.part_of,
+            comm.reduce_node,
+            comm.publish,
+        )
 
     def submit(self, function: Callable[..., object], *args: object) -> ThreadWork:
         """Call a function of several operations on the thread, after all that was started."""

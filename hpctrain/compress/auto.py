@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm.bucket import Bucket
-from hpctrain.comm.communicator import Communicator, Work
+from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.ops import Op
-from hpctrain.compress.codec import Codec, Identity, Stateless
+from hpctrain.comm.work import Work
+from hpctrain.compress.codec import Codec, Identity
 from hpctrain.compress.half import HalfCodec
 from hpctrain.compress.int8 import Int8
 from hpctrain.core.units import MIB, format_bytes
@@ -32,7 +33,7 @@ _TRIED: Mapping[str, Callable[[], Codec]] = {
 }
 
 
-class Auto(Stateless):
+class Auto(Codec):
     """Sends as is, in bfloat16 or in int8, whichever a trial finds fastest between the nodes.
 
     The first bucket is reduced some times by each, and the slowest rank counts. Inside one node
@@ -93,8 +94,8 @@ class Auto(Stateless):
 
     def _choose(self, bucket: Bucket, comm: Communicator) -> Codec:
         """Return the fastest, after a trial. Collective."""
-        levels, dtype = comm.levels, bucket.flat.dtype
-        if levels is not None and not levels.num_rails:
+        dtype = bucket.flat.dtype
+        if not comm.num_rails:
             self.reason = "all ranks are on one node, where gradients are summed in its memory"
             return Identity()
         if not dtype.is_floating_point or dtype.itemsize < 4:

@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hpctrain.comm.bucket import Bucket
-from hpctrain.comm.communicator import FINISHED, Communicator, Work
+from hpctrain.comm.communicator import Communicator
+from hpctrain.comm.work import FINISHED, Work
 from hpctrain.core.keys import require
 
 
@@ -16,12 +17,12 @@ class Codec(Protocol):
     """Owns the middle of the all-reduce of buckets: it may send less, or in several rounds.
 
     Where ranks share memory it acts on what crosses the rail alone: inside a node nothing is lost.
-    One codec serves the buckets of one optimizer.
+    One codec serves the buckets of one optimizer. The methods below that do nothing are those of a
+    codec of which no step depends on another.
     """
 
-    @property
-    def rail_s(self) -> float:
-        """Seconds that this rank has spent so far on coding, and between nodes."""
+    rail_s: float = 0.0
+    """Seconds that this rank has spent so far on coding, and between nodes."""
 
     def prepare(self, bucket: Bucket, parts: Sequence[Tensor], comm: Communicator) -> None:
         """Make what is needed to reduce a new bucket, which lives as long as it is reduced.
@@ -30,9 +31,11 @@ class Codec(Protocol):
         views of the bucket: its tensors in their shapes, then their marks, a zero or one for each,
         of which only "more than zero" matters after the sum.
         """
+        del bucket, parts, comm
 
     def forget(self) -> None:
         """Drop all that was prepared: other buckets will come, perhaps alike. Not collective."""
+        return
 
     def num_bytes(self, bucket: Bucket) -> int:
         """Return how many bytes stand for a bucket, the same on all ranks. Not collective."""
@@ -45,66 +48,39 @@ class Codec(Protocol):
 
     def state_dict(self) -> dict[str, Any]:
         """Return what this rank's next step depends on: an unsent error, say. Not collective."""
+        return {}
 
     def fits(self, state: Mapping[str, Any]) -> bool:
         """Say whether ``load_state_dict`` can go on from a state: its buckets are these."""
+        return not state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what ``state_dict`` has given. Not collective.
 
         ``ConfigError`` if it does not fit.
         """
+        del state
 
     def shared_state(self, comm: Communicator) -> dict[str, Any]:
         """Return what other numbers of ranks can go on from; the same on all ranks. Collective.
 
         What was not sent yet arrives all the same. Other things that it remembers begin anew.
         """
+        del comm
+        return {}
 
     def load_shared_state(self, state: Mapping[str, Any], comm: Communicator) -> None:
         """Go on from what ``shared_state`` has given. Collective."""
+        del state, comm
 
     def warning(self, optimizer: Optimizer) -> str:
         """Return why training by this optimizer would not converge, empty if nothing is known."""
-
-
-class Stateless:
-    """The part of a codec of which no step depends on another."""
-
-    rail_s = 0.0
-    """Of a codec that does nothing between nodes."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return nothing."""
-        return {}
-
-    def fits(self, state: Mapping[str, Any]) -> bool:
-        """Say that it has nothing."""
-        return not state
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Need nothing."""
-
-    def shared_state(self, comm: Communicator) -> dict[str, Any]:  # noqa: ARG002 - of all codecs
-        """Return nothing."""
-        return {}
-
-    def load_shared_state(self, state: Mapping[str, Any], comm: Communicator) -> None:
-        """Need nothing."""
-
-    def warning(self, optimizer: Optimizer) -> str:  # noqa: ARG002 - of all codecs
-        """Return nothing: it converges as without."""
+        del optimizer
         return ""
 
 
-class Identity(Stateless):
+class Identity(Codec):
     """The codec that loses nothing: what is there is sent."""
-
-    def prepare(self, bucket: Bucket, parts: Sequence[Tensor], comm: Communicator) -> None:
-        """Need nothing."""
-
-    def forget(self) -> None:
-        """Have nothing to drop."""
 
     def num_bytes(self, bucket: Bucket) -> int:
         """Return all its bytes."""
@@ -125,7 +101,7 @@ class Compressor(Protocol):
         """Return the sum of what has travelled, in the form of the original tensors."""
 
 
-class TensorByTensor(Stateless):
+class TensorByTensor(Codec):
     """The codec for a compressor of somebody else: every tensor of a bucket is sent by itself."""
 
     def __init__(self, compressor: Compressor) -> None:

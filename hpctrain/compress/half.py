@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm.bucket import Bucket
-from hpctrain.comm.communicator import Communicator, Work
+from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.threaded import start_on
-from hpctrain.compress.codec import Stateless
+from hpctrain.comm.work import Work
+from hpctrain.compress.codec import Codec
 
 
 class NoCompression:
@@ -53,7 +54,7 @@ class Compression:
     """In bfloat16: 8 bits of precision, the range of float32."""
 
 
-class HalfCodec(Stateless):
+class HalfCodec(Codec):
     """The codec that sends buckets of 32 and 64 bits as 16.
 
     A node sums in full precision, and only what crosses its rail is rounded: the slice before it
@@ -64,18 +65,15 @@ class HalfCodec(Stateless):
     def __init__(self, dtype: torch.dtype) -> None:
         """Take ``torch.float16`` or ``torch.bfloat16``."""
         self._dtype = dtype
-        self._half_of: dict[int, Bucket] = {}
+        self._half_of: dict[int, Tensor] = {}
 
     def prepare(self, bucket: Bucket, parts: Sequence[Tensor], comm: Communicator) -> None:  # noqa: ARG002
-        """Make what travels: a bucket, or this rank's part of it between nodes."""
-        dtype, levels = bucket.flat.dtype, comm.levels
-        if not dtype.is_floating_point or dtype.itemsize <= self._dtype.itemsize:
-            return
-        if levels is None:
-            self._half_of[id(bucket)] = comm.new_bucket(bucket.numel, self._dtype)
-        elif levels.num_rails:
-            part = torch.empty_like(levels.part_of(bucket), dtype=self._dtype)
-            self._half_of[id(bucket)] = Bucket(part)
+        """Allocate the 16-bit copy of this rank's part, if the bucket crosses a rail."""
+        dtype = bucket.flat.dtype
+        is_longer = dtype.is_floating_point and dtype.itemsize > self._dtype.itemsize
+        if is_longer and comm.num_rails:
+            part = torch.empty_like(comm.part_of(bucket), dtype=self._dtype)
+            self._half_of[id(bucket)] = part
 
     def forget(self) -> None:
         """Drop all buckets."""
@@ -91,26 +89,17 @@ class HalfCodec(Stateless):
         half = self._half_of.get(id(bucket))
         if half is None:
             return comm.allreduce_(bucket, scale=scale)
-        step = self._flat_ if comm.levels is None else self._over_rail_
-        return start_on(comm, step, bucket, half, comm, scale)
+        return start_on(comm, self._step, bucket, half, comm, scale)
 
-    def _flat_(
-        self, bucket: Bucket, half: Bucket, comm: Communicator, scale: float | None
-    ) -> None:
-        half.flat.copy_(bucket.flat)
-        comm.allreduce_(half, scale=scale).wait()
-        bucket.flat.copy_(half.flat)
-
-    def _over_rail_(
-        self, bucket: Bucket, half: Bucket, comm: Communicator, scale: float | None
-    ) -> None:
-        levels = comm.levels
-        assert levels is not None
-        part = levels.node_sum(bucket, scale)  # 16 bits may have no room for more than the result
-        if levels.rail is not None:
+    def _step(self, bucket: Bucket, half: Tensor, comm: Communicator, scale: float | None) -> None:
+        # The sum of a node may exceed the range of 16 bits where the average does not. Without
+        # node memory nothing is summed before the rounding.
+        early, late = (None, scale) if comm.node is None else (scale, None)
+        part = comm.reduce_node(bucket, scale=early)
+        if comm.internode is not None:
             start = time.perf_counter()
-            half.flat.copy_(part)
-            levels.rail.allreduce_(half.flat).wait()
-            part.copy_(half.flat)
+            half.copy_(part)
+            comm.internode.allreduce_(half, scale=late).wait()
+            part.copy_(half)
             self.rail_s += time.perf_counter() - start
-        levels.publish(bucket)
+        comm.publish(bucket)

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from hpctrain.comm.communicator import Link
 from hpctrain.comm.norms import norms
 from hpctrain.compress.codec import require_count, require_flag
-from hpctrain.compress.rail_codec import CodedShare, Link, RailCodec, exchanged
+from hpctrain.compress.rail_codec import CodedShare, RailCodec, exchanged
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.keys import require
 

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from hpctrain.comm.communicator import Link
 from hpctrain.compress.codec import require_count, require_flag
-from hpctrain.compress.rail_codec import CodedShare, CodedTensor, Link, RailCodec
+from hpctrain.compress.rail_codec import CodedShare, CodedTensor, RailCodec
 from hpctrain.core.keys import require
 
 _SEED = 0x9E3779B9

@@ -6,10 +6,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hpctrain.comm.communicator import Link
 from hpctrain.comm.norms import row_norms
 from hpctrain.compress.codec import require_count
 from hpctrain.compress.elias import LARGEST, Reader, codes_of, packed
-from hpctrain.compress.rail_codec import CodedShare, Link, RailCodec, exchanged
+from hpctrain.compress.rail_codec import CodedShare, RailCodec, exchanged
 from hpctrain.core.errors import ConfigError
 
 _CHUNK = 1 << 18  # values whose codes are made at once, in the cache

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm.bucket import slice_bounds
+from hpctrain.comm.communicator import Link
 from hpctrain.compress.codec import require_count
-from hpctrain.compress.rail_codec import CodedShare, Link, RailCodec, start_exchange
+from hpctrain.compress.rail_codec import CodedShare, RailCodec
 
 _CHUNK = 1 << 18
 """Values of a piece: a rank codes some while others travel."""
@@ -102,12 +103,12 @@ class Quantized(RailCodec):
         early = share.remembered("error") if self.keeps_unsent else None
         late = share.remembered("late error") if self.keeps_unsent else None
         packets = [self._coded(share, piece, values, early) for piece in pieces]
-        arrived = start_exchange(link, packets, [form.num_bytes(share, own)] * link.size)
+        arrived = link.start_alltoall(packets, [form.num_bytes(share, own)] * link.size)
         yield
         self._sum(share, own, arrived(), values)
         mine = self._coded(share, own, values, late)
         sizes = [form.num_bytes(share, piece) for piece in pieces]
-        arrived = start_exchange(link, [mine] * link.size, sizes)
+        arrived = link.start_alltoall([mine] * link.size, sizes)
         yield
         for piece, packet in zip(pieces, arrived(), strict=True):
             form.unpack(share, piece, packet, values[piece])

@@ -1,8 +1,8 @@
 """The part that lossy codecs share: a node sums exactly, and only what crosses the rail is coded.
 
-    part = levels.node_sum(bucket, scale)   # exact, inside the node
-    codec.reduce_(share, values, rail)      # what the codec is: it sends less
-    levels.publish(bucket)                  # the same bits on every rank of the node
+    part = comm.reduce_node(bucket, scale=scale)     # exact, inside the node
+    codec.reduce_(share, values, comm.internode)     # what the codec is: it sends less
+    comm.publish(bucket)                             # the same bits on every rank of the node
 
 ``values`` are the elements of this rank's slice that may lose something. The others, marks above
 all, are summed as they are. Without node memory each rank is a node of its own.
@@ -10,7 +10,7 @@ all, are summed as they are. Without node memory each rank is a node of its own.
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -19,13 +19,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hpctrain.comm.bucket import Bucket, slice_bounds
-from hpctrain.comm.communicator import Communicator, Work
-from hpctrain.comm.rail.rail import Rail
+from hpctrain.comm.communicator import Communicator, Link
 from hpctrain.comm.threaded import start_on
+from hpctrain.comm.work import Work
 from hpctrain.core.errors import ConfigError
-
-Link = Rail | Communicator
-"""What codes travel over: one rank of each node."""
 
 
 class CodedTensor(NamedTuple):
@@ -142,8 +139,8 @@ class RailCodec:
 
     def prepare(self, bucket: Bucket, parts: Sequence[Tensor], comm: Communicator) -> None:
         """Divide the bucket, if anything of it is to be coded; see ``Codec``."""
-        levels, dtype = comm.levels, bucket.flat.dtype
-        if not dtype.is_floating_point or (levels is not None and not levels.num_rails):
+        dtype = bucket.flat.dtype
+        if not (dtype.is_floating_point and comm.num_rails):
             return
         *tensors, marks = parts
         slots = [_slot(bucket, number, each) for number, each in enumerate(tensors)]
@@ -151,13 +148,13 @@ class RailCodec:
             slot for slot, each in zip(slots, tensors, strict=True) if not self.is_exact(each)
         ]
         own, mine, takes_exact = slice(0, bucket.numel), coded, True
-        if levels is not None and levels.rail is None:
+        rail = 0 if comm.node is None else comm.node.local_rank
+        if comm.internode is None:
             mine, takes_exact = [], False
-        elif levels is not None and self.takes_tensors:
-            mine = _whole(coded, levels.num_rails, levels.node.local_rank)
-            takes_exact = levels.node.local_rank == 0
-        elif levels is not None:
-            own = slice_bounds(bucket.numel, levels.num_rails, levels.node.local_rank)
+        elif self.takes_tensors:
+            mine, takes_exact = _whole(coded, comm.num_rails, rail), rail == 0
+        else:
+            own = slice_bounds(bucket.numel, comm.num_rails, rail)
         exact = _spans_between(coded, own) if takes_exact else []
         first_mark = bucket.numel - marks.numel()
         num_marks = max(own.stop - max(own.start, first_mark), 0) if takes_exact else 0
@@ -247,8 +244,8 @@ class RailCodec:
         slots = [slot for share in self._shares for slot in share.slots]
         if [slot.numel for slot in slots] != [each.numel() for each in state["unsent"]]:
             return  # nothing was kept, as on one node
-        unsent, levels = iter(state["unsent"]), comm.levels
-        num_nodes = levels.rail.size if levels and levels.rail else comm.size
+        unsent = iter(state["unsent"])
+        num_nodes = comm.size if comm.internode is None else comm.internode.size
         for share in self._shares:
             whole = {slot.number: next(unsent) for slot in share.slots}
             for place in share.places:
@@ -257,23 +254,17 @@ class RailCodec:
                     share.remembered(self.unsent)[place.first : place.end] = mine / num_nodes
 
     def _step(self, prepared: _Prepared, comm: Communicator, scale: float | None) -> None:
-        bucket, share, levels = prepared.bucket, prepared.share, comm.levels
-        if levels is None:
-            if scale is not None:
-                bucket.flat.mul_(scale)
-            self._over(share, bucket.flat, comm)
-            self._take_back(prepared, comm.size)
-            return
-        levels.node_sum(bucket, scale)
-        if self.takes_tensors:  # which lie in slices of several ranks
-            levels.node.barrier()
-        if levels.rail is not None:
-            self._over(share, bucket.peers[0], levels.rail)
-        if self.takes_tensors:
-            levels.node.barrier()
-        levels.publish(bucket)
-        if levels.rail is not None:
-            self._take_back(prepared, levels.rail.size)
+        bucket, node, link = prepared.bucket, comm.node, comm.internode
+        comm.reduce_node(bucket, scale=scale)
+        if node is not None and self.takes_tensors:  # in slices of several ranks
+            node.barrier()
+        if link is not None:
+            self._over(prepared.share, bucket.peers[0] if bucket.peers else bucket.flat, link)
+        if node is not None and self.takes_tensors:
+            node.barrier()
+        comm.publish(bucket)
+        if link is not None:
+            self._take_back(prepared, link.size)
 
     def _take_back(self, prepared: _Prepared, num_nodes: int) -> None:
         """Keep what came of tensors without a gradient on any rank: nobody will see it."""
@@ -315,19 +306,9 @@ def gathered(bucket: Tensor, spans: Sequence[slice], dtype: torch.dtype) -> Iter
         view.copy_(value)
 
 
-def start_exchange(
-    link: Link, outgoing: Sequence[Tensor], numels: Sequence[int]
-) -> Callable[[], list[Tensor]]:
-    """Begin to send ``outgoing[r]`` to rank r; see ``Rail.start_alltoall``."""
-    if isinstance(link, Rail):
-        return link.start_alltoall(outgoing, numels)
-    arrived = link.alltoall(outgoing)
-    return lambda: arrived
-
-
 def exchanged(link: Link, outgoing: Sequence[Tensor], numels: Sequence[int]) -> list[Tensor]:
     """Send ``outgoing[r]`` to rank r; return what came from each, ``numels[r]`` elements."""
-    return start_exchange(link, outgoing, numels)()
+    return link.start_alltoall(outgoing, numels)()
 
 
 def _slot(bucket: Bucket, number: int, tensor: Tensor) -> CodedTensor:

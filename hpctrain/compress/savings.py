@@ -23,10 +23,8 @@ class Savings(NamedTuple):
 
 def savings_of(codec: Codec, buckets: Sequence[Bucket], comm: Communicator, plan: Plan) -> Savings:
     """Compare a codec with what the plan's measurements say of none. Not collective."""
-    levels, sizes = comm.levels, [bucket.flat.nbytes for bucket in buckets]
-    num_nodes, num_rails = comm.size, 1
-    if levels is not None:
-        num_nodes, num_rails = levels.rail.size if levels.rail else 1, levels.num_rails
+    sizes = [bucket.flat.nbytes for bucket in buckets]
+    num_nodes = 1 if comm.internode is None else comm.internode.size
     if num_nodes == 1:
         return Savings(0, 0.0, codec.rail_s)
     times: dict[int, float] = {}
@@ -35,5 +33,6 @@ def savings_of(codec: Codec, buckets: Sequence[Bucket], comm: Communicator, plan
             fastest = min(each.seconds, times.get(each.num_bytes, each.seconds))
             times[each.num_bytes] = fastest
     least = min(times.values(), default=0.0)
-    plain_s = sum(max(expected_s(times, n // num_rails), least) for n in sizes) if times else None
+    parts = [size // comm.num_rails for size in sizes]
+    plain_s = sum(max(expected_s(times, part), least) for part in parts) if times else None
     return Savings(2 * (num_nodes - 1) * sum(sizes), plain_s, codec.rail_s)

@@ -1,7 +1,7 @@
 """Numbers with units, read from and written for people."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 
 from hpctrain.core.errors import ConfigError
@@ -89,3 +89,12 @@ def format_ranks(ranks: Iterable[int]) -> str:
     """Write a set of ranks with its noun: ``rank 3``, ``ranks 0-3,8``."""
     listed = list(ranks)
     return f"rank{'s' * (len(listed) != 1)} {format_numbers(listed)}"
+
+
+def by_rank(messages: Sequence[str | None]) -> str:
+    """Name each message once, with the ranks that gave it; None is no message."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, message in enumerate(messages):
+        if message is not None:
+            ranks_of.setdefault(message, []).append(rank)
+    return "; ".join(f"{format_ranks(ranks)}: {message}" for message, ranks in ranks_of.items())

@@ -12,11 +12,11 @@ from typing import Any, Literal
 
 import torch
 
-from hpctrain.comm.agreement import by_rank
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.ops import Op
 from hpctrain.core.errors import CorruptError, DataError
 from hpctrain.core.python_compat import Self, add_note
+from hpctrain.core.units import by_rank
 from hpctrain.core.user_error import user_lines
 from hpctrain.data.order.ordering import Ordering, OrderName
 from hpctrain.data.order.window import WindowShape

@@ -12,10 +12,11 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 from hpctrain.collectives.allreduce import allreduce
 from hpctrain.collectives.objects import allgather_object, broadcast_object
-from hpctrain.comm.agreement import by_rank, raise_if_any
+from hpctrain.comm.agreement import raise_if_any
 from hpctrain.core.checksum import crc32
 from hpctrain.core.errors import ConfigError, DataError, MismatchError
 from hpctrain.core.logs import logger
+from hpctrain.core.units import by_rank
 from hpctrain.data.loader import Loader
 from hpctrain.negotiation.request import Min
 from hpctrain.runtime.world import current

@@ -5,8 +5,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from hpctrain.comm.bucket import BucketPlan
+from hpctrain.comm.bucket_storage import ReduceBackend, new_storage
 from hpctrain.comm.communicator import Communicator
-from hpctrain.comm.place import Way, new_place
 from hpctrain.core.torch_compat import foreach_copy_
 from hpctrain.gradients.parameter_names import NamedParameters
 from hpctrain.gradients.sparse_gradients import GradientState, as_sparse
@@ -161,15 +161,15 @@ class GradientBucket:
         plan: BucketPlan,
         index: int,
         *,
-        way: Way,
+        backend: ReduceBackend,
     ) -> None:
         """Make it by its plan, which numbers the parameters, all on one device. Collective.
 
-        ``way`` is for ``new_place``.
+        ``backend`` is for ``new_storage``.
         """
         num_marks, device = len(plan.members), parameters[plan.members[0]][1].device
         room = plan.numel - num_marks, num_marks, plan.dtype
-        self.bucket, self.place = new_place(comm, device, *room, way=way)
+        self.bucket, self.place = new_storage(comm, device, *room, backend=backend)
         flat, travels = self.place.flat, self.place.travels
         self.marks = self.bucket.flat[self.bucket.numel - num_marks :]
         self.slots, self.parts = list[Slot](), list[Tensor]()  # the latter: where each is summed

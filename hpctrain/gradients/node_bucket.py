@@ -140,10 +140,10 @@ class Chunk:
     ) -> None:
         self.pieces, self.groups = pieces, by_group(pieces)
         self.bounds = slice(pieces[0].bounds.start, pieces[-1].bounds.stop)
-        self.parts = tuple(peer[self.bounds].view(how.lane) for peer in peers)
+        self.parts = tuple(peer[self.bounds].view(how.storage_dtype) for peer in peers)
         first = self.bounds.start
         total = scratch[: self.bounds.stop - first]
-        self.total = total.view(how.lane) if total.dtype is peers[0].dtype else total
+        self.total = total.view(how.storage_dtype) if total.dtype is peers[0].dtype else total
         size = _BLOCK_BYTES // self.total.itemsize
         cut = [one.split(size) for one in (self.total, *self.parts)]
         self.blocks = [(out, parts) for out, *parts in zip(*cut, strict=True)]

@@ -291,8 +291,7 @@ def is_shared(shard: str | None, comm: Communicator, codec: Codec) -> bool:
     """Say whether ranks share parameters; not where each has a node to itself."""
     if shard is None:
         return False
-    levels = comm.levels
-    if levels is None:
+    if comm.node is None:
         if all(len(ranks) == 1 for ranks in world.current().topology.nodes):
             return False
         raise ConfigError(
@@ -300,7 +299,7 @@ def is_shared(shard: str | None, comm: Communicator, codec: Codec) -> bool:
             "see hpctrain doctor and HPCTRAIN_SHARED_MEMORY, or leave shard out"
         )
     is_plain = isinstance(codec, Identity)  # others do nothing inside a node
-    if isinstance(codec, TensorByTensor) or (levels.num_rails and not is_plain):
+    if isinstance(codec, TensorByTensor) or (comm.num_rails and not is_plain):
         raise ConfigError(
             'shard="node" sends gradients between nodes as they are, got a compression; leave one '
             "of them out"

@@ -7,13 +7,14 @@ a gradient is final     ready     the first buckets whose gradients all are go o
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from hpctrain.comm.bucket import CHUNK_BYTES, Bucket, slice_bounds
 from hpctrain.comm.call_check import call_of
-from hpctrain.comm.communicator import Communicator, Work
+from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.hierarchical import scaled_when
 from hpctrain.comm.mpi_library import calls_from_threads
 from hpctrain.comm.node.shared_memory import combine_to
@@ -25,6 +26,9 @@ from hpctrain.gradients.node_bucket import NodeTensor
 from hpctrain.gradients.sample_count import SampleCount
 from hpctrain.gradients.sparse_gradients import writes_of
 from hpctrain.gradients.step_check import Announcement
+
+if TYPE_CHECKING:
+    from hpctrain.comm.work import Work
 
 _LATE_STEPS = 64
 """So many steps a rank begins nothing early after what it began was void: that costs a sum."""
@@ -48,9 +52,9 @@ class RailSums:
         ):
             with suppress(NodeMemoryError):  # on all ranks
                 self._comm, self._is_beside = comm.lend(self), True
-        levels = self._comm.levels
-        assert levels is not None
-        self._levels, self._node = levels, levels.node
+        node = self._comm.node
+        assert node is not None
+        self._node = node
         self.totals: list[NodeTensor] = []
         self._gradients: Sequence[GradientBucket] = ()
         self._chunks: list[list[tuple[Tensor, tuple[Tensor, ...]]]] = []
@@ -97,7 +101,7 @@ class RailSums:
         step = CHUNK_BYTES // bucket.flat.itemsize
         bounds = [slice(at, min(at + step, own.stop)) for at in range(own.start, own.stop, step)]
         return [
-            (total.shared[b].view(how.lane), tuple(p[b].view(how.lane) for p in bucket.peers))
+            (how.view(total.shared[b]), tuple(how.view(peer[b]) for peer in bucket.peers))
             for b in bounds
         ]
 
@@ -167,7 +171,7 @@ class RailSums:
     def _sum(self, number: int) -> None:
         """Sum a bucket inside the node and over the rails. Collective."""
         gradients, total = self._gradients[number], self.totals[number].shared
-        bucket, node, levels = gradients.bucket, self._node, self._levels
+        bucket, node, comm = gradients.bucket, self._node, self._comm
         how = combination(total.dtype, Op.SUM)
         count = self._count
         # Sums of wider types may begin before the largest weight of the step is known.
@@ -181,10 +185,10 @@ class RailSums:
             marks = slice(bucket.numel - len(gradients.slots), None)
             total[marks] = sum(peer[marks] for peer in bucket.peers)
         node.barrier()
-        own = slice_bounds(total.numel(), levels.num_rails, node.local_rank)
-        part = total[own].view(how.lane)
-        if levels.rail is not None and part.numel():
-            levels.rail.reduce_(part, how)
+        own = slice_bounds(total.numel(), comm.num_rails, node.local_rank)
+        part = total[own].view(how.storage_dtype)
+        if comm.internode is not None and part.numel():
+            comm.internode.allreduce_(part).wait()
 
 
 def weighted(parts: Sequence[Tensor], factors: Sequence[float]) -> Sequence[Tensor]:

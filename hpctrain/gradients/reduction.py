@@ -14,10 +14,11 @@ from torch import Tensor
 
 from hpctrain.comm.agreement import require_equal
 from hpctrain.comm.bucket import Bucket, BucketPlan, TensorSpec, plan_buckets
-from hpctrain.comm.communicator import Communicator, Work
-from hpctrain.comm.place import Way, by_first_way
+from hpctrain.comm.bucket_storage import ReduceBackend, by_first_backend
+from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.plan.plan import Plan
 from hpctrain.comm.threaded import start_on
+from hpctrain.comm.work import Work
 from hpctrain.compress.codec import Codec, Identity, settings_of
 from hpctrain.compress.savings import Savings, savings_of
 from hpctrain.core.checksum import crc32
@@ -286,16 +287,16 @@ class Reduction:
     ) -> list[GradientBucket]:
         """Make buckets, summed on accelerators where all ranks can do that. Collective."""
 
-        def make(way: Way) -> list[GradientBucket]:
+        def make(backend: ReduceBackend) -> list[GradientBucket]:
             return [
-                GradientBucket(self._comm, dense, plan, index, way=way)
+                GradientBucket(self._comm, dense, plan, index, backend=backend)
                 for index, plan in enumerate(plans)
             ]
 
         refusal = "" if dense else "there are no parameters"
         if not isinstance(self.codec, Identity):
             refusal = f"the codec {type(self.codec).__name__} is there"
-        return by_first_way(self._comm, {p.device for _, p in dense}, make, refusal)
+        return by_first_backend(self._comm, {p.device for _, p in dense}, make, refusal)
 
     def _set_by_hand(self, today: NamedParameters) -> list[Tensor]:
         """Return the parameters whose gradients the program has put there."""
@@ -427,11 +428,11 @@ class Reduction:
         def reduce() -> None:
             self.codec.allreduce_(bucket, self._comm, scale=self.count.scale).wait()
 
-        levels = self._comm.levels if self.looks and isinstance(self.codec, Identity) else None
-        if levels is None:
+        node = self._comm.node if self.looks and isinstance(self.codec, Identity) else None
+        if node is None:
             reduce()
         else:
-            self._finite.append(levels.node.is_finite_after(reduce))
+            self._finite.append(node.is_finite_after(reduce))
 
 
 def device_numbers(tensors: Sequence[Tensor]) -> dict[torch.device, int]:

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from hpctrain.comm.agreement import by_rank, raise_if_any, require_equal
+from hpctrain.comm.agreement import raise_if_any, require_equal
 from hpctrain.comm.communicator import Communicator
 from hpctrain.core.errors import ConfigError, DataError, MismatchError
 from hpctrain.core.logs import logger
+from hpctrain.core.units import by_rank
 from hpctrain.gradients.fixed_tree import (
     ALIGNMENT,
     Node,

@@ -34,14 +34,14 @@ class ShardedReduction(Reduction):
 
     def prepare(self, rule: PieceStep, master_dtype: torch.dtype | None) -> None:
         """Make what the steps need beside the buckets. Collective."""
-        levels = self._comm.levels
-        assert levels is not None
-        self._node = levels.node
-        self.values = NodeValues(self._comm, levels.node, rule, master_dtype)
+        node = self._comm.node
+        assert node is not None
+        self._node = node
+        self.values = NodeValues(self._comm, node, rule, master_dtype)
         self._facts = self._comm.new_bucket(1, torch.float64)
-        if levels.num_rails:
+        if self._comm.num_rails:
             self._rails = RailSums(self._comm, self.count, self._facts)
-        share = torch.tensor([1.0 / levels.node.local_size], dtype=torch.float64)
+        share = torch.tensor([1.0 / node.local_size], dtype=torch.float64)
         self.num_nodes = round(self._comm.allreduce(share).item())
 
     def open(
@@ -220,5 +220,5 @@ class ShardedReduction(Reduction):
             return
         _, late = scaled_when(self.count.scale_of(0), bucket.how)  # None for 16 bits
         number = self.values.buckets.index(bucket)
-        total = self._sums[number].shared[chunk.bounds].view(bucket.how.lane)
+        total = self._sums[number].shared[chunk.bounds].view(bucket.how.storage_dtype)
         combine_to(chunk.total, (total,), bucket.how, late)

@@ -122,7 +122,8 @@ class SparseSlot(GradientState):
         there = [rank for rank, found in enumerate(all_indices) if found.dim() == 2]
         if not there:
             return
-        wide = combination(values.dtype, Op.SUM).wide  # a sum of 16 bits could overflow
+        # A sum of 16 bits could overflow.
+        wide = combination(values.dtype, Op.SUM).accumulate_dtype
         rows = torch.cat([all_values[rank] for rank in there])
         total = torch.sparse_coo_tensor(
             torch.cat([all_indices[rank] for rank in there], dim=1),

@@ -13,11 +13,13 @@ from typing import Protocol
 
 import torch
 
-from hpctrain.comm.agreement import by_rank, differing
-from hpctrain.comm.communicator import Communicator, Owner
+from hpctrain.comm.agreement import differing
+from hpctrain.comm.communicator import Communicator
+from hpctrain.comm.owner import Owner
 from hpctrain.comm.threaded import start_on
 from hpctrain.core import logs
 from hpctrain.core.errors import MismatchError
+from hpctrain.core.units import by_rank
 from hpctrain.gradients.sample_count import (
     NUM_FLAGS,
     bits_of,

@@ -8,13 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpctrain.comm.agreement import by_rank, require_equal
+from hpctrain.comm.agreement import require_equal
 from hpctrain.comm.bucket import Bucket, TensorSpec, plan_buckets, slice_bounds
-from hpctrain.comm.communicator import FINISHED, Communicator, Work
+from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.norms import norms
 from hpctrain.comm.threaded import start_on
+from hpctrain.comm.work import FINISHED, Work
 from hpctrain.compress.codec import Codec, settings_of
 from hpctrain.core.errors import NotFiniteError
+from hpctrain.core.units import by_rank
 from hpctrain.local_sgd.averaged_tensors import NamedTensors, Tensors
 
 

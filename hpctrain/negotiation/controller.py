@@ -9,9 +9,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from hpctrain.comm.communicator import Owner
 from hpctrain.comm.mpi_library import calls_from_threads
 from hpctrain.comm.mpi_world import is_loss
+from hpctrain.comm.owner import Owner
 from hpctrain.core.errors import CommError, HorovodInternalError, RankLostError
 from hpctrain.core.libc import Timer
 from hpctrain.core.torch_compat import dynamo_disable
@@ -71,7 +71,7 @@ class Controller:
         at most ``timeout_s`` for other ranks.
         """
         self.comm = comm
-        self._post, self._stalls = comm.mail(), stalls
+        self._post, self._stalls = comm.new_mailbox(), stalls
         self._progress = ProgressEngine(
             comm, self._post, fusion_bytes=fusion_bytes, timelines=timelines, stalls=stalls
         )
@@ -305,7 +305,7 @@ class Controller:
     def _start(self, handle: Handle) -> None:
         """Carry out a repeated operation, or begin to, where nothing else is under way here."""
         progress = self._progress
-        if progress.express is None:
+        if progress.fast_path is None:
             return
         with self._lock:
             if self._is_driven or self._num_callers:
@@ -362,7 +362,7 @@ class Controller:
                 if is_over():
                     return
                 self._is_asleep = True  # from here on whoever submits rings
-                if not (progress.news or progress.to_ask):
+                if not (progress.submitted or progress.to_ask):
                     post.sleep(TICK_S)
                 self._is_asleep = False
         except BaseException as error:  # messages may be lost: nothing can go on
@@ -418,7 +418,7 @@ class Controller:
     def _let_burst_pass(self) -> None:
         """Wait while more and more is submitted: a program that submits needs Python's lock."""
         for number in range(_MOST_PAUSES):
-            last = [*self._progress.news][-1:]
+            last = [*self._progress.submitted][-1:]
             if not last or self._is_driven or self._num_callers:
                 return
             if time.monotonic() - last[0].since >= self._burst_s:
@@ -429,4 +429,4 @@ class Controller:
         """Say whether the thread lets go: for good, for a caller, or for a cycle."""
         progress = self._progress
         has_work = self._may_drive and progress.is_awaited
-        return bool(self._num_callers or progress.news or not has_work)
+        return bool(self._num_callers or progress.submitted or not has_work)

@@ -17,7 +17,8 @@ from hpctrain.negotiation.reducing import Recipe, multiply_, recipe, reduce_, re
 from hpctrain.negotiation.request import Kind, ReduceOp, Request, Result
 
 if TYPE_CHECKING:
-    from hpctrain.comm.communicator import Communicator, Traffic
+    from hpctrain.comm.communicator import Communicator
+    from hpctrain.comm.work import Traffic
     from hpctrain.negotiation.messages import OperationBatch
     from hpctrain.negotiation.request import Handle, TensorHandle
     from hpctrain.negotiation.timeline import Timeline

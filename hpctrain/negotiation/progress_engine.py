@@ -22,8 +22,8 @@ from hpctrain.negotiation.stall import Answer, Question, StallWatch
 if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator
     from hpctrain.comm.control_channel.mailbox import Mailbox
-    from hpctrain.negotiation.express import Express, Known
-    from hpctrain.negotiation.timeline import Timeline, Timelines
+    from hpctrain.negotiation.fast_path import FastPath, Known
+    from hpctrain.negotiation.timeline import Timelines
 
 JOIN = "<join>"  # the name of the handles that wait until all ranks have joined
 CLOSE = "<close>"  # the name of the last operation of all
@@ -45,7 +45,7 @@ class BreakOff(NamedTuple):
 class ProgressEngine:
     """This rank's operations from their announcement to their end.
 
-    ``enter``, ``news`` and ``to_ask`` may be used by any thread; ``turn`` by one at a time.
+    ``enter``, ``submitted`` and ``to_ask`` may be used by any thread; ``turn`` by one at a time.
     """
 
     def __init__(
@@ -62,13 +62,13 @@ class ProgressEngine:
         self._numbering = threading.Lock()
         self._held = deque[Handle]()
         """Whose number is under way still, by age, and what must not come before them."""
-        self.news: deque[Handle] = deque()  # submitted and not announced yet
+        self.submitted: deque[Handle] = deque()  # submitted and not announced yet
         self.to_ask: deque[object] = deque()  # questions for all ranks
         self.broken: BaseException | None = None  # why nothing goes on any more
         self._comm, self._post = comm, post
         self._executor = Executor(comm, fusion_bytes=fusion_bytes)
         self._negotiator = Negotiator(post.tree)
-        self.express = _express(comm, post, self._negotiator)
+        self.fast_path = _fast_path(comm, post, self._negotiator)
         self._prepared: tuple[Handle, Known] | None = None
         """What waits for rank 0 to commit or abort it."""
         self._aborted: Handle | None = None  # the last one that goes by mail therefore
@@ -81,7 +81,7 @@ class ProgressEngine:
 
     def has_work(self) -> bool:
         """Say whether something of this rank is under way."""
-        return bool(self._under_way or self._joining or self.news or self.to_ask)
+        return bool(self._under_way or self._joining or self.submitted or self.to_ask)
 
     @property
     def is_awaited(self) -> bool:
@@ -99,7 +99,7 @@ class ProgressEngine:
                     f"an operation named {handle.name!r} is under way on this rank already; wait "
                     f"for it first, or give another name"
                 )
-            self.news.append(handle)
+            self.submitted.append(handle)
             return
         with self._numbering:
             if not handle.name:
@@ -116,7 +116,7 @@ class ProgressEngine:
                 self._let_go()
 
     def _let_go(self) -> None:
-        """Make news of what is held and need not be; for who holds the lock of the numbers."""
+        """Queue the held operations that may proceed; the caller holds the lock of the numbers."""
         held, self._held = self._held, deque()
         names = set[str]()
         for handle in held:
@@ -125,7 +125,7 @@ class ProgressEngine:
             if name in names or (is_last and self._held):
                 self._held.append(handle)
             elif name is JOIN or self._under_way.setdefault(name, handle) is handle:
-                self.news.append(handle)
+                self.submitted.append(handle)
             else:
                 self._held.append(handle)
                 names.add(name)
@@ -144,7 +144,7 @@ class ProgressEngine:
         while True:
             for source, message in post.receive():
                 negotiator.receive(source, message)
-            is_done |= self._announce_news()
+            is_done |= self._announce_submitted()
             is_committed = self._look_at_prepared()
             is_done |= is_committed
             self._tell_if_busy()
@@ -167,14 +167,14 @@ class ProgressEngine:
 
     def start(self, handle: Handle) -> None:
         """Carry out at once what all ranks know, or prepare it, if nothing else is under way."""
-        news = self.news
-        if len(news) != 1 or news[0] is not handle or len(self._under_way) != 1 or self._held:
+        queue = self.submitted
+        if len(queue) != 1 or queue[0] is not handle or len(self._under_way) != 1 or self._held:
             return
         if self.to_ask or self.broken or self._timelines.current or not self._prepare(handle):
             return
-        assert self.express is not None
-        news.remove(handle)
-        self._settle(self.express.look_awake())
+        assert self.fast_path is not None
+        queue.remove(handle)
+        self._settle(self.fast_path.poll_awake())
 
     def check_stalls(self) -> None:
         """Ask, with the next turn, about operations that have waited for long."""
@@ -212,23 +212,23 @@ class ProgressEngine:
         joining, self._joining = self._joining, []
         with self._numbering:
             held, self._held = self._held, deque()
-        news = [self.news.popleft() for _ in range(len(self.news))]
+        submitted = [self.submitted.popleft() for _ in range(len(self.submitted))]
         noted = [self._under_way.popitem()[1] for _ in range(len(self._under_way))]
-        for handle in [*noted, *news, *joining, *held]:
+        for handle in [*noted, *submitted, *joining, *held]:
             if not handle.is_done:
                 handle.fail(error)
 
-    def _announce_news(self) -> bool:
+    def _announce_submitted(self) -> bool:
         """Announce what was submitted; say whether anything could not be."""
-        news = self.news
-        if not news or self._prepared is not None:
+        submitted = self.submitted
+        if not submitted or self._prepared is not None:
             return False
-        has_failed, timeline, announce = False, self._timeline(), self._negotiator.announce
-        is_alone = self.express is not None and len(news) == 1
-        if len(news) > _MANY and timeline is None:
+        has_failed, timeline, announce = False, self._timelines.current, self._negotiator.announce
+        is_alone = self.fast_path is not None and len(submitted) == 1
+        if len(submitted) > _MANY and timeline is None:
             self._announce_many()
-        while news:
-            handle = news.popleft()
+        while submitted:
+            handle = submitted.popleft()
             if handle.name is JOIN:
                 self._joining.append(handle)
                 self._negotiator.join()
@@ -252,25 +252,25 @@ class ProgressEngine:
         return has_failed
 
     def _announce_many(self) -> None:
-        """Announce, all at once, the news that are repeated, if all of them are."""
-        news = self.news
-        many = [news.popleft() for _ in range(len(news))]  # who submits may go on meanwhile
+        """Announce the submitted operations all at once, if all of them are repeated."""
+        queue = self.submitted
+        many = [queue.popleft() for _ in range(len(queue))]  # other threads may submit meanwhile
         repeated = [handle.repeated for handle in many]
         if None in repeated or not self._negotiator.announce_many(repeated):
-            news.extendleft(reversed(many))
+            queue.extendleft(reversed(many))
 
-    # -- beside the mail, see Express -------------------------------------------------------
+    # -- without control messages, see fast_path --------------------------------------------
 
     def _prepare(self, handle: Handle) -> bool:
         """Prepare an operation, if nothing else is under way here and all know it."""
-        express = self.express
-        if express is None or self._negotiator.takes_part or handle is self._aborted:
+        fast_path = self.fast_path
+        if fast_path is None or self._negotiator.takes_part or handle is self._aborted:
             return False
-        known = express.known(handle.name, handle.signature)
+        known = fast_path.known(handle.name, handle.signature)
         if known is None:
             return False
         try:
-            express.prepare(known, handle)
+            fast_path.prepare(known, handle)
         except Exception:  # by mail it fails after the others have heard of it
             return False
         self._prepared = handle, known
@@ -278,21 +278,21 @@ class ProgressEngine:
 
     def _look_at_prepared(self) -> bool:
         """Carry out what was committed, and say so; announce by mail what was aborted."""
-        if self.express is None or self._prepared is None:
+        if self.fast_path is None or self._prepared is None:
             return False
-        is_committed = self._settle(self.express.commit.look())
-        self._announce_news()  # the rest, if nothing is prepared any more
+        is_committed = self._settle(self.fast_path.commit.poll())
+        self._announce_submitted()  # the rest, if nothing is prepared any more
         return is_committed
 
     def _settle(self, verdict: bool | None) -> bool:  # noqa: FBT001
         assert self._prepared is not None
-        express = self.express
-        if verdict is None and not (self.news and express and express.commit.can_withdraw):
+        fast_path = self.fast_path
+        if verdict is None and not (self.submitted and fast_path and fast_path.commit.withdraw()):
             return False
         (handle, known), self._prepared = self._prepared, None
         if not verdict:
             self._aborted = handle
-            self.news.appendleft(handle)
+            self.submitted.appendleft(handle)
             return False
         self._carry_out_known(handle, known)
         self._post.drain()  # who rang for something else has sent it: the next turn finds it
@@ -310,21 +310,18 @@ class ProgressEngine:
         self._stalls.last_call.note(_ALLREDUCE, handle.name)
 
     def _reduce(self, handle: Handle, known: "Known") -> None:
-        assert self.express is not None
+        assert self.fast_path is not None
         try:
-            handle.succeed(self.express.reduced(known, handle))
+            handle.succeed(self.fast_path.reduced(known, handle))
         except Exception as error:  # for who waits
             handle.fail(error)
 
     def _tell_if_busy(self) -> None:
-        if self.express is not None:
-            self.express.commit.set_busy(busy=self._negotiator.takes_part)
-
-    def _timeline(self) -> "Timeline | None":
-        return self._timelines.current
+        if self.fast_path is not None:
+            self.fast_path.commit.set_busy(busy=self._negotiator.takes_part)
 
     def _carry_out(self, batch: OperationBatch, known: "Known | None" = None) -> None:
-        timeline = self._timeline()
+        timeline = self._timelines.current
         if timeline is not None:
             timeline.cycle()
             for entry in batch.entries:
@@ -347,7 +344,7 @@ class ProgressEngine:
             for handle in joined:
                 handle.succeed([batch.join_over])
             if self.closing is not None:
-                self.news.append(self.closing)
+                self.submitted.append(self.closing)
         if self._is_closed or (self.closing is not None and self.closing.is_done):
             self.shut_down()
 
@@ -388,14 +385,13 @@ class ProgressEngine:
         return bool(questions)
 
 
-def _express(comm: "Communicator", post: "Mailbox", negotiator: Negotiator) -> "Express | None":
-    """Return what commits through node memory; None without, where all goes by mail."""
-    levels = comm.levels
-    if levels is None or post.commit is None:
+def _fast_path(comm: "Communicator", post: "Mailbox", negotiator: Negotiator) -> "FastPath | None":
+    """Return the path through node memory; None without that memory."""
+    if post.channel is None:
         return None
-    from hpctrain.negotiation.express import Express  # noqa: PLC0415 - a world of one needs no MPI
+    from hpctrain.negotiation.fast_path import FastPath  # noqa: PLC0415 - one rank needs no MPI
 
-    return Express(comm, levels, post.commit, post, negotiator.cache)
+    return FastPath(comm, post, negotiator.cache)
 
 
 def _from_zero() -> "dict[Kind, count[int]]":

@@ -31,7 +31,7 @@ _SMALL_INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.uint16)
 class Recipe(NamedTuple):
     """What to do with values of one dtype, in this order."""
 
-    wide: torch.dtype | None  # in which to calculate; None for their own
+    accumulate_dtype: torch.dtype | None  # in which to calculate; None for their own
     before: float | None  # factor of this rank's values
     op: Op
     scale: float | None
@@ -75,7 +75,7 @@ def reduce_(comm: "Communicator", values: Tensor | Bucket, how: Recipe) -> None:
         comm.allreduce_(values, op=how.op, scale=how.scale).wait()
         return
     tensor = values.flat if isinstance(values, Bucket) else values.detach()
-    work = values if how.wide is None else tensor.to(how.wide)
+    work = values if how.accumulate_dtype is None else tensor.to(how.accumulate_dtype)
     wide = work.flat if isinstance(work, Bucket) else work.detach()
     multiply_(wide, how.before)
     comm.allreduce_(work, op=how.op, scale=how.scale).wait()
@@ -89,14 +89,14 @@ def reduce_scatter(
 ) -> Tensor:
     """Return this rank's part of what all ranks make of ``values``, flat. Collective."""
     work = values.detach()
-    if how.wide is not None:
-        work = work.to(how.wide)
+    if how.accumulate_dtype is not None:
+        work = work.to(how.accumulate_dtype)
     if how.before is not None:
-        work = work.clone() if how.wide is None else work
+        work = work.clone() if how.accumulate_dtype is None else work
         multiply_(work, how.before)
     part = comm.reduce_scatter(work, op=how.op, scale=how.scale, numels=numels)
     finish_(part, how)
-    return part if how.wide is None else part.to(values.dtype)
+    return part if how.accumulate_dtype is None else part.to(values.dtype)
 
 
 def multiply_(values: Tensor, factor: float | None) -> None:
@@ -136,7 +136,7 @@ def stand_in(signature: Signature, size: int) -> Request:
     To reductions neutral elements; to gathers and exchanges no rows; room for a broadcast from
     another rank: nobody can replace the root.
     """
-    kind, dtypes, shapes, op, prescale, postscale, root, _ = signature
+    kind, dtypes, shapes, op, prescale, *_ = signature
     tensors = []
     for dtype, shape in zip(dtypes, shapes, strict=True):
         if signature.is_free:
@@ -145,17 +145,8 @@ def stand_in(signature: Signature, size: int) -> Request:
             tensors.append(torch.empty(shape, dtype=dtype, device="cpu"))
         else:
             tensors.append(_neutral(shape, dtype, op, prescale))
-    return Request(
-        kind,
-        None,
-        tensors,
-        in_place=True,
-        op=op,
-        prescale=prescale,
-        postscale=postscale,
-        root=root,
-        splits=[0] * size if kind is Kind.ALLTOALL else None,
-    )
+    splits = [0] * size if kind is Kind.ALLTOALL else None
+    return Request.signed(signature, None, tuple(tensors), in_place=True, splits=splits)
 
 
 def _neutral(shape: tuple[int, ...], dtype: torch.dtype, op: ReduceOp, prescale: float) -> Tensor:

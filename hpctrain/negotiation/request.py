@@ -3,15 +3,12 @@
 import enum
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from hpctrain.core.python_compat import Self
-
-if TYPE_CHECKING:
-    from hpctrain.negotiation.controller import Controller
 
 
 class ReduceOp(enum.Enum):
@@ -118,12 +115,18 @@ class Request:
 
     @classmethod
     def signed(
-        cls, signature: Signature, name: str | None, tensors: tuple[Tensor, ...], *, in_place: bool
+        cls,
+        signature: Signature,
+        name: str | None,
+        tensors: tuple[Tensor, ...],
+        *,
+        in_place: bool,
+        splits: Sequence[int] | None = None,
     ) -> Self:
-        """Return one whose signature is known already: of thousands, again and again."""
+        """Return a request whose signature is known already."""
         self = cls.__new__(cls)
         self.kind, self.name, self.signature = signature.kind, name, signature
-        self.tensors, self.in_place, self.splits = tensors, in_place, None
+        self.tensors, self.in_place, self.splits = tensors, in_place, splits
         return self
 
 
@@ -142,17 +145,10 @@ def through_host(request: Request, take: Take | None) -> tuple[Request, Take]:
     when it is taken for the first time.
     """
     tensors, found = request.tensors, list[Any]()
-    op, prescale, postscale, root = request.signature[3:7]
-    copy = Request(
-        request.kind,
-        request.name,
-        [tensor.detach().cpu() for tensor in tensors],
-        in_place=request.in_place,
-        op=op,
-        prescale=prescale,
-        postscale=postscale,
-        root=root,
-        splits=request.splits,
+    signature = request.signature._replace(devices=("cpu",) * len(tensors))
+    on_host = tuple([tensor.detach().cpu() for tensor in tensors])
+    copy = Request.signed(
+        signature, request.name, on_host, in_place=request.in_place, splits=request.splits
     )
 
     def bring_back(result: Result) -> Any:
@@ -168,6 +164,16 @@ def through_host(request: Request, take: Take | None) -> tuple[Request, Take]:
     return copy, bring_back
 
 
+class Driver(Protocol):
+    """Carries operations out while a caller waits for them: the ``Controller``."""
+
+    def look(self) -> None:
+        """Do what can be done without waiting."""
+
+    def finish(self, handle: "Handle") -> None:
+        """Return when an operation is done."""
+
+
 class Handle:
     """One operation of this rank: ask ``done()``, or ``wait()`` for its result."""
 
@@ -177,7 +183,7 @@ class Handle:
 
     def __init__(
         self,
-        driver: "Controller | None",
+        driver: Driver | None,
         request: Request,
         name: str | None = None,
         take: Take | None = None,
@@ -281,7 +287,7 @@ class TensorHandle(Handle):
     tensor: Tensor
     is_in_place = True
 
-    def __init__(self, driver: "Controller", repeated: Repeated, tensor: Tensor) -> None:
+    def __init__(self, driver: Driver, repeated: Repeated, tensor: Tensor) -> None:
         self.name = repeated.name
         self.since = time.monotonic()
         self.is_done = False

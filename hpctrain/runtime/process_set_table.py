@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
 
 from hpctrain.cluster.topology import Topology
-from hpctrain.comm.agreement import by_rank
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.flight_recorder import FlightRecorder
 from hpctrain.comm.mpi_library import calls_from_threads
@@ -15,6 +14,7 @@ from hpctrain.comm.plan.plan import Plan
 from hpctrain.comm.threaded import ThreadedCommunicator
 from hpctrain.core.config import Settings
 from hpctrain.core.errors import ConfigError, HorovodInternalError, MismatchError, NodeMemoryError
+from hpctrain.core.units import by_rank
 from hpctrain.negotiation.controller import Controller
 from hpctrain.negotiation.request import Kind, Request
 from hpctrain.negotiation.stall import LastCall, SetMember, StallWatch

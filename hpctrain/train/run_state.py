@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpctrain.comm.agreement import by_rank
 from hpctrain.core.errors import NotFiniteError
+from hpctrain.core.units import by_rank
 from hpctrain.parallel.parts import local
 from hpctrain.train.model import EMA
 from hpctrain.train.scores import Scores

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from hpctrain.comm.communicator import Traffic
+from hpctrain.comm.work import Traffic
 from hpctrain.train.task import Task
 
 

@@ -214,7 +214,7 @@ def build(config: RunConfig, comm: Communicator, *, is_new: bool = True) -> Task
     if config.data.stage:
         stage_for(train, config.data.stage, comm, world.current().topology)
     tables = _give_first_weights(config, model, comm, is_new=is_new)
-    nodes = world.current().topology.nodes if comm.levels is not None else ()
+    nodes = world.current().topology.nodes if comm.node is not None else ()
     config, reason = with_shard(config, model, optimizer, [*map(len, nodes)])
     precision = Precision(config.train.precision, model)
     exchange = make_exchange(

@@ -54,9 +54,9 @@ def test_the_sum_is_exact_in_every_dtype_that_has_one(size):
     for dtype in set(DTYPES) - set(UNCHECKABLE):
         with contextlib.suppress(CommError):
             combine = combination(dtype, Op.SUM)
-            total = values_of(0, size, dtype).view(combine.lane)
+            total = values_of(0, size, dtype).view(combine.storage_dtype)
             for rank in range(1, size):
-                combine.into(total, values_of(rank, size, dtype).view(combine.lane))
+                combine.into(total, values_of(rank, size, dtype).view(combine.storage_dtype))
             assert num_wrong(total.view(dtype), combined(size, dtype)) == 0, dtype
 
 

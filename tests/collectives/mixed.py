@@ -225,4 +225,4 @@ class Steps:
 
 def num_commits(process_set=None):
     """Return how many operations were carried out without mail."""
-    return controller_of(process_set)._progress.express.commit._num_commits
+    return controller_of(process_set)._progress.fast_path.commit.num_commits

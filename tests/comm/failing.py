@@ -180,10 +180,10 @@ class Calls:
         bucket, comm = self.buckets[numel], self.comm
         bucket.flat.copy_(given(number, self.rank, numel))
         self.kept.append(bucket.flat)
-        part = comm.node_sum(bucket)
-        if comm.rail is not None and part.numel():
-            comm.rail.allreduce_(part)
-        comm.publish(bucket, 2.0)
+        part = comm.reduce_node(bucket)
+        if comm.internode is not None and part.numel():
+            comm.internode.allreduce_(part)
+        comm.publish(bucket, scale=2.0)
         return bucket.flat.clone(), 2 * total(number, self.size, numel)
 
     # -- torch.distributed ------------------------------------------------------------------

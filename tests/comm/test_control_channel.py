@@ -22,7 +22,7 @@ LONG_S = 60.0
 
 @pytest.fixture
 def post(comm):
-    made = comm.mail()
+    made = comm.new_mailbox()
     yield made
     comm.barrier()
     made.close()
@@ -103,10 +103,10 @@ def test_rings_of_any_thread_end_one_sleep_and_a_silent_sleep_lasts_its_time(com
 
 @pytest.mark.ranks(1, 3)
 def test_each_call_makes_mailboxes_of_its_own_for_groups_too(comm):
-    posts = [comm.mail(), comm.mail()]
+    posts = [comm.new_mailbox(), comm.new_mailbox()]
     group = comm.group(range(comm.size)[::-1])
     assert group is not None
-    posts.append(group.mail())
+    posts.append(group.new_mailbox())
     for number, post in enumerate(posts):
         for rank in post.tree.neighbours:
             post.send(rank, bytes([number]))
@@ -124,7 +124,7 @@ def test_each_call_makes_mailboxes_of_its_own_for_groups_too(comm):
 @pytest.mark.parametrize("path", ["one node", "nodes of one"])
 def test_who_sleeps_or_flushes_hears_that_a_rank_has_left(path):
     with connected(PATHS[path]) as connection:
-        post = connection.comm.mail()
+        post = connection.comm.new_mailbox()
         if connection.comm.rank == 0:
             with pytest.raises(RankLostError, match="rank 1 left the program while rank"):
                 post.sleep(LONG_S)

@@ -41,18 +41,19 @@ def random(dtype, numel=2001, seed=0):
 
 def combine(how, first, second):
     """Combine in each way there is, and see that all give the same bits (of NaN there is one)."""
-    total, other = first.clone().view(how.lane), second.view(how.lane)
+    total, other = first.clone().view(how.storage_dtype), second.view(how.storage_dtype)
     how.into(total, other)
     for wide_total, wide_other in ((True, False), (True, True), (False, True)):
-        again = first.view(how.lane).to(how.wide if wide_total else how.lane, copy=True)
-        how.into(again, other.to(how.wide) if wide_other else other)
-        assert crc(again.to(how.lane)) == crc(total)
-    if how.lane is how.wide:
+        dtype = how.accumulate_dtype if wide_total else how.storage_dtype
+        again = how.view(first).to(dtype, copy=True)
+        how.into(again, other.to(how.accumulate_dtype) if wide_other else other)
+        assert crc(again.to(how.storage_dtype)) == crc(total)
+    if how.storage_dtype is how.accumulate_dtype:
         out = torch.empty_like(total)
-        how.function(first.view(how.lane), other, out=out)
+        how.function(first.view(how.storage_dtype), other, out=out)
         assert crc(out) == crc(total)
         out.copy_(other)
-        how.function(first.view(how.lane), out, out=out)
+        how.function(first.view(how.storage_dtype), out, out=out)
         assert crc(out) == crc(total)
     return total.view(first.dtype)
 
@@ -93,9 +94,9 @@ def test_not_a_number_stays_from_either_side(dtype):
 def test_many_halves_are_summed_in_single_precision():
     for dtype in (torch.float16, torch.bfloat16, *EIGHTHS, torch.complex32):
         how = combination(dtype, Op.SUM)
-        assert how.wide is torch.float32
+        assert how.accumulate_dtype is torch.float32
         total = torch.full((3,), 16.0)
-        small = torch.full((3,), 0.25).to(how.lane)
+        small = torch.full((3,), 0.25).to(how.storage_dtype)
         for _ in range(8):  # one by one each is lost: 16.25 is 16 in float8_e4m3fn
             how.into(total, small)
         assert total.tolist() == [18.0] * 3

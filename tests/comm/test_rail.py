@@ -14,8 +14,7 @@ from hpctrain.comm.plan.choice import STEP_BYTES, rail_rule
 from hpctrain.comm.plan.plan import SizeTable
 from hpctrain.comm.rail import rail as rail_module
 from hpctrain.comm.rail.algorithms import ALGORITHMS
-from hpctrain.comm.rail.in_flight import DEPTH, InFlight
-from hpctrain.comm.rail.rail import MpiWire, Rail
+from hpctrain.comm.rail.rail import DEPTH, InFlight, MpiWire, Rail
 from hpctrain.comm.waiting import BY_MPI, NAP_SHARE, Watch, wait_until
 from hpctrain.core.errors import CommError, RankLostError
 from hpctrain.core.units import KIB, MIB
@@ -165,7 +164,7 @@ BETWEEN_NODES = ("nodes of one", "nodes of two")
 def chunked(request):
     """Connect ranks of several nodes, whose rails carry chunks of a few elements."""
     with connected(PATHS[request.param]) as made:
-        made.comm.levels.use(replace(made.comm.levels.plan, chunk_bytes=CHUNK_BYTES))
+        made.comm.use(replace(made.comm.plan, chunk_bytes=CHUNK_BYTES))
         yield made.comm
 
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import hpctrain
-from hpctrain.comm.communicator import Traffic
 from hpctrain.comm.observed import Count, ObservedCall, Statistics, describe, observed
 from hpctrain.comm.serial import SerialCommunicator
+from hpctrain.comm.work import Traffic
 from hpctrain.core.units import MIB
 from hpctrain.runtime.world import current
 

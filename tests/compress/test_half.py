@@ -83,7 +83,7 @@ def test_a_node_sums_in_full_precision_and_only_its_slice_is_rounded(comm, half)
     bucket.flat.fill_((1.0 + small, -1.0, 0.0, 0.0)[comm.rank])
     codec.allreduce_(bucket, comm, scale=0.5).wait()
     assert bucket.flat.tolist() == [small / 2] * 130
-    if comm.levels.num_rails:
+    if comm.num_rails:
         bucket.flat.fill_(1.0 + small)
         codec.allreduce_(bucket, comm, scale=1 / comm.size).wait()
         assert bucket.flat.tolist() == [1.0] * 130

@@ -6,10 +6,10 @@ from tests.runtime.victims import run_ranks
 
 BODY = """
 from torch import nn
-from hpctrain.comm import place
+from hpctrain.comm import bucket_storage
 from tests.stand_in import StandIn
 
-place.device_of = StandIn
+bucket_storage.device_of = StandIn
 model = nn.Sequential(nn.Linear(300, 500), nn.Tanh(), nn.Linear(500, 300))
 optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters()), model.named_parameters())
 hvd.broadcast_parameters(model.state_dict())

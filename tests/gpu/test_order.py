@@ -10,9 +10,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from hpctrain.comm.bucket_storage import StagedBucket
 from hpctrain.comm.node.peer_bucket import PeerBucket
 from hpctrain.comm.node.peer_memory import Segment
-from hpctrain.comm.place import StagedBucket
+from hpctrain.comm.work import FINISHED
 from tests.gpu import race_checker
 from tests.gpu.race_checker import CheckedDevice, Checker, Meeting, Watching
 
@@ -245,8 +246,8 @@ class Threads:
         )
         self.node_ranks = list(range(self.size))
         self.num_rails = self.size if has_rail else 0
-        self.rail = SimpleNamespace(reduce_=lambda values, _: values.mul_(2.0))
-        self.rail = self.rail if has_rail else None
+        rail = SimpleNamespace(allreduce_=lambda values: (values.mul_(2.0), FINISHED)[1])
+        self.internode = rail if has_rail else None
 
     def allgather_object(self, given):
         known = dict(self.checker.clocks[self.checker.host])
@@ -269,7 +270,7 @@ class Peers:
 
     def new_bucket(self, comm):
         device = PeerDevice(self.checker)
-        return PeerBucket(device, comm, comm, NUMEL + 1, torch.float32)
+        return PeerBucket(device, comm, NUMEL + 1, torch.float32)
 
     def meet(self, comm):
         comm.barrier()
@@ -349,7 +350,7 @@ class DoesNotMeetBefore(Peers):
 class DoesNotMeetBehind(Peers):
     def new_bucket(self, comm):
         bucket = super().new_bucket(comm)
-        bucket._levels = SimpleNamespace(node=SimpleNamespace(barrier=nothing), rail=None)
+        bucket._node = SimpleNamespace(barrier=nothing)
         return bucket
 
 

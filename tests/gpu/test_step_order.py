@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from hpctrain.comm import device, place
-from hpctrain.comm.communicator import FINISHED
+from hpctrain.comm import bucket_storage, device
+from hpctrain.comm.work import FINISHED
 from hpctrain.gradients import reduction
 from tests.gpu.race_checker import CheckedDevice, Checker, Watching
 
 
-class Staged(place.StagedBucket):
+class Staged(bucket_storage.StagedBucket):
     """As it is, but that the checker sees the host's own access."""
 
     def reduce(self, sum_on_host, scale):
@@ -36,8 +36,8 @@ def new_checker(monkeypatch):
     def made():
         checker = Checker()
         stand_in = checker.device = CheckedDevice(checker)
-        monkeypatch.setattr(place, "device_of", lambda _: stand_in)
-        monkeypatch.setattr(place, "StagedBucket", Staged)
+        monkeypatch.setattr(bucket_storage, "device_of", lambda _: stand_in)
+        monkeypatch.setattr(bucket_storage, "StagedBucket", Staged)
         monkeypatch.setattr(reduction, "start_on", lambda *call: start_beside(checker, *call))
         return checker
 

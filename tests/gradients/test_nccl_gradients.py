@@ -9,7 +9,7 @@ import pytest
 import torch
 from mpi4py import MPI
 
-from hpctrain.comm import place
+from hpctrain.comm import bucket_storage
 from hpctrain.comm.mpi import MpiCommunicator
 from hpctrain.comm.nccl import nccl_communicator
 from hpctrain.comm.nccl.nccl_bucket import NcclBucket
@@ -35,7 +35,7 @@ def _by_nccl(tmp_path_factory):
     """Let tensors of the host count as those of an accelerator, which NCCL sums."""
     load(MPI.COMM_WORLD, tmp_path_factory.mktemp("nccl"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(place, "device_of", StandIn)
+        patch.setattr(bucket_storage, "device_of", StandIn)
         patch.setenv("HPCTRAIN_DEVICE_SUMS", "nccl")
         yield
 
@@ -193,12 +193,12 @@ def test_memory_of_a_sum_is_kept_when_its_caller_is_interrupted(world, comm, mon
 BODY = """
 import ctypes
 from torch import nn
-from hpctrain.comm import place
+from hpctrain.comm import bucket_storage
 from hpctrain.comm.nccl.nccl_bucket import NcclBucket
 from tests.stand_in import StandIn
 
 ctypes.CDLL({library!r})
-place.device_of = StandIn
+bucket_storage.device_of = StandIn
 os.environ["HPCTRAIN_DEVICE_SUMS"] = "nccl"
 model = nn.Sequential(nn.Linear(300, 500), nn.Tanh(), nn.Linear(500, 300))
 optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters()), model.named_parameters())

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hpctrain.comm import place
+from hpctrain.comm import bucket_storage
 from tests.gradients import test_programs as programs
 from tests.gradients.test_gradients import (  # noqa: F401 - the same laws
     test_averages_in_float16_do_not_overflow_where_the_average_does_not,
@@ -24,7 +24,7 @@ from tests.stand_in import StandIn
 def way(request):
     """Let tensors of the host count as those of an accelerator; say where they are summed."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(place, "device_of", StandIn)
+        patch.setattr(bucket_storage, "device_of", StandIn)
         patch.setenv("HPCTRAIN_DEVICE_SUMS", "host" if request.param == "StagedBucket" else "auto")
         yield request.param
 

@@ -10,7 +10,7 @@ from hpctrain.negotiation.request import Average, Sum
 
 
 def lanes_of(tensor):
-    return tensor.view(combination(tensor.dtype, Op.SUM).lane)
+    return tensor.view(combination(tensor.dtype, Op.SUM).storage_dtype)
 
 
 class Echo(SerialCommunicator):

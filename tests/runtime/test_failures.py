@@ -278,12 +278,12 @@ def test_a_rank_that_ends_while_chunks_travel_between_nodes_ends_all(
         tmp_path,
         f"""
         from dataclasses import replace
-        from hpctrain.comm.rail import in_flight
+        from hpctrain.comm.rail import rail as rails
         from hpctrain.runtime.world import current
 
         comm = current().comm
-        comm.levels.use(replace(comm.levels.plan, chunk_bytes=4096))
-        started, whole = [], in_flight.InFlight._start
+        comm._comm.use(replace(comm._comm.plan, chunk_bytes=4096))
+        started, whole = [], rails.InFlight._start
 
         def start(self, part, tag):
             started.append(tag)
@@ -292,7 +292,7 @@ def test_a_rank_that_ends_while_chunks_travel_between_nodes_ends_all(
                 {end}
             whole(self, part, tag)
 
-        in_flight.InFlight._start = start
+        rails.InFlight._start = start
         given = {given}
         while True:
             comm.allreduce_(given).wait()

@@ -1,22 +1,20 @@
-"""Mailboxes along a tree of ranks: rings inside the node, MPI between nodes, one bell for all."""
+"""Mailboxes along a tree of ranks: rings inside the node, MPI between nodes, one doorbell."""
 
 import ctypes
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from hpctrain.comm.control_channel.commit import WORDS, TwoPhaseCommit
 from hpctrain.comm.control_channel.ring import (
     HEAD_BYTES,
     RING_BYTES,
     Inlet,
     Outlet,
 )
-from hpctrain.comm.control_channel.votes import Votes
 from hpctrain.comm.node.segments import LINE_BYTES, Fence, Semaphore, fence_of
 from hpctrain.comm.waiting import BY_MPI, Pace, Watch, wait_until
 from hpctrain.core.libc import Segment
@@ -26,6 +24,8 @@ if TYPE_CHECKING:
 
     from hpctrain.comm.control_channel.message_network import Network
     from hpctrain.comm.node.shared_memory import SharedMemory
+    from hpctrain.comm.plan.plan import Plan
+    from hpctrain.comm.rail.rail import Rail
 
 _FLUSH_S = 1e-3  # between two looks whether large messages have left
 
@@ -33,8 +33,11 @@ _WAY_BYTES = HEAD_BYTES + RING_BYTES
 _UP = 2 * LINE_BYTES
 _DOWN = _UP + _WAY_BYTES
 BOX_BYTES = _DOWN + _WAY_BYTES
-"""What each rank has in node memory: its bell, a semaphore for fences, and the rings to and from
-its parent."""
+"""What each rank has in node memory: its doorbell, a semaphore for fences, and the rings to and
+from its parent."""
+
+WORDS = LINE_BYTES // 8
+"""Words of a rank in a channel: a cache line, as it is read while others are written."""
 
 FAN_OUT = 4
 """Children on the same kind of link. A level costs a latency and the work on as many messages;
@@ -80,6 +83,20 @@ def _place(ranks: list[int], rank: int) -> tuple[int | None, tuple[int, ...]]:
     return parent, tuple(ranks[FAN_OUT * place + 1 : FAN_OUT * (place + 1) + 1])
 
 
+class NodeChannel(NamedTuple):
+    """What the ranks of a node agree by without messages; see ``negotiation.fast_path``."""
+
+    words: memoryview  # ``WORDS`` zeros of 64 bits for each rank, mapped by all
+    tree: Tree  # of the node alone
+    doorbells: Sequence[Callable[[], object]]  # wake the ranks
+    fence: Fence  # orders loads and stores, if the processor does not
+    plan: "Plan"
+    network: "Network | None" = None  # to the other nodes
+    rank: int = 0  # this rank, among all
+    leaders: Sequence[int] = ()  # first ranks of all nodes, if this is one, and there are others
+    count_sent: Callable[[int], object] = int  # counts bytes that were sent to other nodes
+
+
 class Mailbox:
     """This rank's mailboxes to its parent and its children.
 
@@ -90,28 +107,28 @@ class Mailbox:
         self,
         tree: Tree,
         edges: Mapping[int, tuple[Outlet, Inlet]],
-        bell: Semaphore,
+        doorbell: Semaphore,
         *,
         network: "Network | None" = None,
-        commit: TwoPhaseCommit | None = None,
+        channel: NodeChannel | None = None,
         watch: Watch,
         pace: Pace,
     ) -> None:
         """Take the ways to the neighbours.
 
         ``edges`` leads to the neighbours on this node, by rank, ``network`` to the others;
-        ``bell`` is of this process; ``sleep`` begins at this ``pace``.
+        ``doorbell`` is of this process; ``sleep`` begins at this ``pace``.
         """
         self.tree = tree
-        self.commit = commit  # beside the mail, whose bell it rings; None without node memory
+        self.channel = channel  # None without node memory
         self._outlets = {rank: outlet for rank, (outlet, _) in edges.items()}
         self._ways_out = tuple(self._outlets.values())
         self._ways_down = tuple(
             outlet for rank, outlet in self._outlets.items() if rank in tree.children
         )
         self._inlets = [(rank, inlet.receive) for rank, (_, inlet) in edges.items()]
-        self._bell = bell
-        self._try_wait = bell.try_wait
+        self._doorbell = doorbell
+        self._try_wait = doorbell.try_wait
         self._network = network
         self._watch = watch
         self._inbox: list[tuple[int, bytes]] = []
@@ -157,7 +174,7 @@ class Mailbox:
         while self._is_sending(down=down):
             self._inbox = self.receive()
             if self._is_sending(down=down):
-                woken |= self._bell.wait(_FLUSH_S)
+                woken |= self._doorbell.wait(_FLUSH_S)
                 self._watch.look_in_step(None, "", time.perf_counter() - start)
         if woken:
             self.ring()  # it may have been for somebody else
@@ -182,7 +199,7 @@ class Mailbox:
 
     def ring(self) -> None:
         """Wake ``sleep`` of this process, now or the next one."""
-        self._bell.post()
+        self._doorbell.post()
 
     def drain(self) -> None:
         """Forget who rang; for who does not sleep now, and calls ``receive`` before it does."""
@@ -215,7 +232,7 @@ class Mailbox:
         return self._network is not None and self._network.look()
 
     def _nap(self, seconds: float) -> bool:
-        if not self._bell.wait(seconds):
+        if not self._doorbell.wait(seconds):
             return False
         self._something_came()
         return True
@@ -223,18 +240,21 @@ class Mailbox:
 
 def alone() -> Mailbox:
     """Make the mailboxes of a single rank, which only ever rings."""
-    return Mailbox(tree_of([[0]], 0), {}, _private_bell(), watch=Watch(), pace=Pace(spin_s=0.0))
+    tree, pace = tree_of([[0]], 0), Pace(spin_s=0.0)
+    return Mailbox(tree, {}, _private_doorbell(), watch=Watch(), pace=pace)
 
 
 def flat(comm: "MPI.Intracomm", watch: Watch) -> Mailbox:
     """Make mailboxes between ranks that share no memory. Collective."""
     tree = tree_of([[rank] for rank in range(comm.size)], comm.rank)
     return Mailbox(
-        tree, {}, _private_bell(), network=_network(comm, watch), watch=watch, pace=BY_MPI
+        tree, {}, _private_doorbell(), network=_network(comm, watch), watch=watch, pace=BY_MPI
     )
 
 
-def by_node(comm: "MPI.Intracomm", node: "SharedMemory", watch: Watch) -> Mailbox:
+def by_node(
+    comm: "MPI.Intracomm", node: "SharedMemory", rail: "Rail | None", watch: Watch, plan: "Plan"
+) -> Mailbox:
     """Make mailboxes in node memory, and between the first ranks of nodes by MPI. Collective.
 
     ``NodeMemoryError``, on every rank of the node, if there is not enough memory.
@@ -250,23 +270,31 @@ def by_node(comm: "MPI.Intracomm", node: "SharedMemory", watch: Watch) -> Mailbo
     tree = tree_of(nodes, comm.rank)
     segments = node.allocate(BOX_BYTES + LINE_BYTES * comm.size)
     boxes = dict(zip(mine, segments, strict=True))
-    bell, spare = Semaphore(boxes[comm.rank]), Semaphore(boxes[comm.rank], LINE_BYTES)
-    bell.initialise()
+    doorbell, spare = Semaphore(boxes[comm.rank]), Semaphore(boxes[comm.rank], LINE_BYTES)
+    doorbell.initialise()
     spare.initialise()
-    node.barrier()  # nobody rings a bell that is not there yet
+    node.barrier()  # nobody rings a doorbell that is not there yet
     is_one = len(nodes) == 1
-    network, votes, fence = None if is_one else _network(comm, watch), None, fence_of(spare)
-    if network is not None and comm.rank == mine[0]:
-        votes = Votes(network, [ranks[0] for ranks in nodes], comm.rank)
-    local = tree_of([range(len(mine))], node.local_rank)
+    network, fence = None if is_one else _network(comm, watch), fence_of(spare)
+    is_voter = network is not None and comm.rank == mine[0]
     words = np.frombuffer(memoryview(segments[0]), np.int64, WORDS * len(mine), BOX_BYTES).data
-    bells = [Semaphore(segment).post for segment in segments]
+    channel = NodeChannel(
+        words,
+        tree_of([range(len(mine))], node.local_rank),
+        [Semaphore(segment).post for segment in segments],
+        fence,
+        plan,
+        network,
+        comm.rank,
+        [ranks[0] for ranks in nodes] if is_voter else (),
+        int if rail is None else rail.wire.count,
+    )
     return Mailbox(
         tree,
         _edges(tree, boxes, fence),
-        bell,
+        doorbell,
         network=network,
-        commit=TwoPhaseCommit(words, local, bells, fence, votes),
+        channel=channel,
         watch=watch,
         pace=node.pace if is_one else BY_MPI._replace(spin_s=node.pace.spin_s),
     )
@@ -278,14 +306,14 @@ def _edges(tree: Tree, boxes: dict[int, Segment], fence: Fence) -> dict[int, tup
     for rank in tree.neighbours:
         if rank not in boxes:
             continue
-        bell = Semaphore(boxes[rank])
+        doorbell = Semaphore(boxes[rank])
         if rank == tree.parent:
             box, out, back = boxes[tree.rank], _UP, _DOWN
         else:
             box, out, back = boxes[rank], _DOWN, _UP
         edges[rank] = (
-            Outlet(_part(box, out), bell, fence),
-            Inlet(_part(box, back), bell, fence),
+            Outlet(_part(box, out), doorbell, fence),
+            Inlet(_part(box, back), doorbell, fence),
         )
     return edges
 
@@ -294,11 +322,11 @@ def _part(box: Segment, offset: int) -> memoryview:
     return np.frombuffer(memoryview(box), np.uint8, _WAY_BYTES, offset).data
 
 
-def _private_bell() -> Semaphore:
-    """Return the bell of a rank that shares no memory."""
-    bell = Semaphore((ctypes.c_char * LINE_BYTES)())
-    bell.initialise()
-    return bell
+def _private_doorbell() -> Semaphore:
+    """Return the doorbell of a rank that shares no memory."""
+    doorbell = Semaphore((ctypes.c_char * LINE_BYTES)())
+    doorbell.initialise()
+    return doorbell
 
 
 def _network(comm: "MPI.Intracomm", watch: Watch) -> "Network":

@@ -25,8 +25,8 @@ class Network:
         self.inbox: list[tuple[int, bytes]] = []
         """Messages that have come, with their senders; who takes them empties it."""
         self.votes: dict[int, deque[bytes]] = defaultdict(deque)
-        """Those that have come, by sender; see ``Votes``."""
-        self.has_new_votes = False  # since whoever reads them set it back
+        """Those that have come, by sender; see ``negotiation.fast_path``."""
+        self.has_new_votes = False  # since the last ``read_votes``
 
     def send(self, to: int, message: bytes, *, is_vote: bool = False) -> None:
         """Start to send."""
@@ -47,6 +47,10 @@ class Network:
         if self._coming:
             self._sort()
         return bool(self.inbox) or self.has_new_votes
+
+    def read_votes(self) -> None:
+        """Count the votes that have come as read."""
+        self.has_new_votes = False
 
     def is_sending(self, to: Container[int] | None) -> bool:
         """Say whether a message to one of these ranks, or any, had not left at the last look."""

@@ -18,14 +18,14 @@ _LENGTH_BYTES = 8
 class Outlet:
     """The end that writes."""
 
-    __slots__ = ("_bell", "_counters", "_data", "_fence", "_rest", "_written", "is_stuck")
+    __slots__ = ("_counters", "_data", "_doorbell", "_fence", "_rest", "_written", "is_stuck")
 
-    def __init__(self, memory: memoryview, bell: Semaphore, fence: Fence) -> None:
-        """Take ``HEAD_BYTES + RING_BYTES`` zeros, aligned to eight, and the reader's bell."""
+    def __init__(self, memory: memoryview, doorbell: Semaphore, fence: Fence) -> None:
+        """Take ``HEAD_BYTES + RING_BYTES`` zeros, aligned to eight, and the reader's doorbell."""
         self.is_stuck = False  # whether messages wait for room
         self._counters = memory[:HEAD_BYTES].cast("Q")
         self._data = memory[HEAD_BYTES : HEAD_BYTES + RING_BYTES]
-        self._bell = bell.post
+        self._doorbell = doorbell.post
         self._fence = fence
         self._written = 0
         self._rest: deque[memoryview] = deque()
@@ -44,7 +44,7 @@ class Outlet:
         """Write what waits, as far as there is room.
 
         Before this end gets stuck it says so, and then writes something: whoever reads that rings
-        the bell of this end when there is room.
+        the doorbell of this end when there is room.
         """
         if not self.is_stuck:
             self.is_stuck = True
@@ -77,19 +77,19 @@ class Outlet:
         if self._fence is not None:
             self._fence()
         self._counters[_WRITTEN] = self._written
-        self._bell()
+        self._doorbell()
 
 
 class Inlet:
     """The end that reads."""
 
-    __slots__ = ("_bell", "_counters", "_data", "_fence", "_part", "_read")
+    __slots__ = ("_counters", "_data", "_doorbell", "_fence", "_part", "_read")
 
-    def __init__(self, memory: memoryview, bell: Semaphore, fence: Fence) -> None:
-        """Take the same memory as the writer, and the writer's bell."""
+    def __init__(self, memory: memoryview, doorbell: Semaphore, fence: Fence) -> None:
+        """Take the same memory as the writer, and the writer's doorbell."""
         self._counters = memory[:HEAD_BYTES].cast("Q")
         self._data = memory[HEAD_BYTES : HEAD_BYTES + RING_BYTES]
-        self._bell = bell.post
+        self._doorbell = doorbell.post
         self._fence = fence
         self._read = 0
         self._part = bytearray()
@@ -112,7 +112,7 @@ class Inlet:
             self._fence()
         self._read = counters[_READ] = written
         if is_stuck:
-            self._bell()
+            self._doorbell()
         if not self._part and int.from_bytes(came[:_LENGTH_BYTES], "little") == len(came) - 8:
             return [came[_LENGTH_BYTES:]]
         self._part += came

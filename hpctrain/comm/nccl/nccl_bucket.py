@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from hpctrain.comm.device import Device, Makers
+from hpctrain.comm.device import Device, DeviceBucket
 from hpctrain.comm.hierarchical import scaled_when
 from hpctrain.comm.nccl.library import TYPES
 from hpctrain.comm.nccl.nccl_communicator import NcclCommunicator
@@ -19,7 +19,7 @@ from hpctrain.comm.tensor_arguments import name_of
 from hpctrain.core.errors import CommError
 
 
-class NcclBucket:
+class NcclBucket(DeviceBucket):
     """Elements on this rank's accelerator."""
 
     def __init__(
@@ -27,15 +27,10 @@ class NcclBucket:
     ) -> None:
         """Make ``numel`` zeros, the same on all ranks. Raises ``CommError``: NCCL adds no such."""
         self._how = combination(dtype, Op.SUM)
-        if self._how.lane not in TYPES:
+        if self._how.storage_dtype not in TYPES:
             raise CommError(f"NCCL adds {', '.join(map(name_of, TYPES))}, not {name_of(dtype)}")
-        self._nccl, self._device, self.makers = nccl, device, Makers(device)
-        self.flat = self.travels = device.zeros(numel, dtype, (nccl.stream,))
-        self._full, self._back = device.new_event(), device.new_event()
-
-    def depart(self) -> None:
-        """Let the sum come behind all that the caller's stream has to do."""
-        self._full.record(self._device.current_stream())
+        super().__init__(device, device.zeros(numel, dtype, (nccl.stream,)), device.new_event())
+        self._nccl = nccl
 
     def weigh(self, factor: float) -> None:
         """Multiply the bucket of this rank."""
@@ -55,13 +50,9 @@ class NcclBucket:
         self._back.record(stream)
         self._nccl.ends_with(self._back)
 
-    def arrive(self) -> None:
-        """Let the caller's stream go on when the sum is there, and not before."""
-        self._device.current_stream().wait_event(self._back)
-
     def _sum(self, early: float | None, late: float | None) -> None:
         if early is not None:
             scale_(self.flat, early)
-        self._nccl.all_reduce_(self.flat.view(self._how.lane))
+        self._nccl.all_reduce_(self._how.view(self.flat))
         if late is not None:
             scale_(self.flat, late)

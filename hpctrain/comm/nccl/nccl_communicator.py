@@ -21,14 +21,13 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from hpctrain.comm.agreement import by_rank
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.device import Device
 from hpctrain.comm.nccl import library as nccl
 from hpctrain.comm.waiting import Pace, wait_until
 from hpctrain.core import config
 from hpctrain.core.errors import CommError, RankLostError
-from hpctrain.core.units import format_ranks
+from hpctrain.core.units import by_rank, format_ranks
 
 LOOK_S = 0.5
 START_S = 120.0

@@ -12,49 +12,38 @@ import torch
 
 from hpctrain.comm.bucket import slice_bounds
 from hpctrain.comm.communicator import Communicator
-from hpctrain.comm.device import Device, Makers
-from hpctrain.comm.hierarchical import HierarchicalCommunicator, scaled_when
+from hpctrain.comm.device import Device, DeviceBucket
+from hpctrain.comm.hierarchical import scaled_when
 from hpctrain.comm.node.peer_memory import segment_for
 from hpctrain.comm.node.shared_memory import combine_to
 from hpctrain.comm.ops import Op, combination, scale_
 
 
-class PeerBucket:
+class PeerBucket(DeviceBucket):
     """Elements on this rank's accelerator, and those of the others of its node, mapped here."""
 
-    def __init__(
-        self,
-        device: Device,
-        comm: Communicator,
-        levels: HierarchicalCommunicator,
-        numel: int,
-        dtype: torch.dtype,
-    ) -> None:
+    def __init__(self, device: Device, comm: Communicator, numel: int, dtype: torch.dtype) -> None:
         """Make ``numel`` zeros on the accelerator of each rank. Collective.
 
         ``CommError``, on all ranks, where one cannot reach the memory of another of its node.
         """
-        self._device, self._levels, self.makers = device, levels, Makers(device)
-        self._how, members = combination(dtype, Op.SUM), levels.node_ranks
+        assert comm.node is not None, "the ranks of a node share memory"
+        self._node, self._how, members = comm.node, combination(dtype, Op.SUM), comm.node_ranks
         num_bytes = max(numel, 1) * dtype.itemsize
         segment = segment_for(self, comm, members, num_bytes, device.new_segment)
-        self._full, self._fulls = device.shared_event(comm, members)
+        full, self._fulls = device.shared_event(comm, members)
         self._done, self._dones = device.shared_event(comm, members)
-        self._back, self._on_host = device.new_event(), device.new_event()
         peers = [raw.view(dtype)[:numel] for raw in segment.peers]
-        self.flat = self.travels = peers[levels.node.local_rank]
-        num_slices = levels.num_rails or levels.node.local_size
-        own = slice(0, 0)
-        if levels.node.local_rank < num_slices:
-            own = slice_bounds(numel, num_slices, levels.node.local_rank)
-        self._parts = [peer[own].view(self._how.lane) for peer in peers]
-        self._kernel = None if levels.num_rails else device.sum_of(self._parts, self._how)
+        local_rank = comm.node.local_rank
+        super().__init__(device, peers[local_rank], full)
+        self._on_host = device.new_event()
+        num_slices = comm.num_rails or comm.node.local_size
+        own = slice_bounds(numel, num_slices, local_rank) if local_rank < num_slices else slice(0)
+        self._parts = [self._how.view(peer[own]) for peer in peers]
+        self._kernel = None if comm.num_rails else device.sum_of(self._parts, self._how)
         self._total = torch.empty_like(self._parts[0][: 0 if self._kernel else None])
-        self._slice = device.pinned(self._total) if levels.rail is not None else None
-
-    def depart(self) -> None:
-        """Let the sum come behind all that the caller's stream has to do."""
-        self._full.record(self._device.current_stream())
+        self._internode = comm.internode
+        self._slice = device.pinned(self._total) if self._internode is not None else None
 
     def weigh(self, factor: float) -> None:
         """Multiply the bucket of this rank before the ranks ``meet``."""
@@ -74,28 +63,24 @@ class PeerBucket:
             if self._parts[0].numel():
                 self._sum_slice(scale)
         self._done.record(up)
-        self._levels.node.barrier()  # they have recorded that their slices are written
+        self._node.barrier()  # they have recorded that their slices are written
         for done in self._dones:
             up.wait_event(done)
         self._back.record(up)
-
-    def arrive(self) -> None:
-        """Let the caller's stream go on when the sum is there, and not before."""
-        self._device.current_stream().wait_event(self._back)
 
     def _sum_slice(self, scale: float | None) -> None:
         if self._kernel is not None:
             self._kernel(scale)
             return
-        total, rail, late = self._total, self._levels.rail, None
+        total, late = self._total, None
         if self._slice is not None:
             scale, late = scaled_when(scale, self._how)
         combine_to(total, self._parts, self._how, scale)
-        if rail is not None and self._slice is not None:
+        if self._internode is not None and self._slice is not None:
             self._slice.copy_(total, non_blocking=True)
             self._on_host.record(self._device.up)
             self._on_host.synchronize()
-            rail.reduce_(self._slice, self._how)
+            self._internode.allreduce_(self._slice).wait()
             total.copy_(self._slice, non_blocking=True)
             if late is not None:
                 scale_(total, late)

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from hpctrain.comm.bucket import Bucket, chunks_of
 from hpctrain.comm.call_check import bucket_call, disagreement, tensor_call
-from hpctrain.comm.communicator import Owner
 from hpctrain.comm.flight_recorder import Call
 from hpctrain.comm.node import node_memory
 from hpctrain.comm.node.segments import LINE_BYTES, Region, Semaphore, map_in_a_row
 from hpctrain.comm.ops import Combination, scale_
+from hpctrain.comm.owner import Owner
 from hpctrain.comm.waiting import IN_NODE, Watch
 from hpctrain.comm.watched_calls import WatchedCalls
 from hpctrain.core.errors import CommError, NodeMemoryError
@@ -31,7 +31,7 @@ from hpctrain.core.libc import Segment
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from hpctrain.comm.rail.in_flight import InFlight
+    from hpctrain.comm.rail.rail import InFlight
 
 T = TypeVar("T")
 
@@ -91,6 +91,7 @@ class SharedMemory:
             for segment in self._segments
         )
         """Bytes of every rank, by local rank, for what passes through."""
+        self.slots = SharedSlots(self)
 
     def barrier(self) -> None:
         """Return when all ranks of the node are here; ``CommError`` if closed or failed on a rank.
@@ -133,12 +134,16 @@ class SharedMemory:
         self._calls[self.local_rank * _CELLS + turn] = call.number
         self._pass_barrier()
         calls = self._calls[turn::_CELLS].tolist()
-        self.turn = 1 - turn
+        self.end_turn()
         if calls.count(call.number) != self.local_size:
             error = disagreement(self._node, call, self._watch)
             if self._watch.number is not None and not of_node:
                 self._watch.fail(error)
             raise error
+
+    def end_turn(self) -> None:
+        """Use the other place from now on: all ranks of the node were here. Not collective."""
+        self.turn = 1 - self.turn
 
     def compare(self, call: Call, number: int) -> bool:
         """Meet for ``call``, and say whether all ranks of the node tell the same number."""
@@ -176,7 +181,7 @@ class SharedMemory:
         for parts in bucket.chunks:
             spread(combine(parts, combination, scale), parts, combination)
             self._count(parts, passes=2)
-            self._look(_lane(parts[0], combination))
+            self._look(combination.view(parts[0]))
         self.barrier()
 
     def is_finite_after(self, reduce: Callable[[], object]) -> bool:
@@ -217,7 +222,7 @@ class SharedMemory:
         """Write one of the pieces of ``publish``; a barrier comes before it is read."""
         spread(combine(parts[:1], combination, scale), parts, combination)
         self._count(parts)
-        self._look(_lane(parts[0], combination))
+        self._look(combination.view(parts[0]))
 
     def new_region(
         self, num_bytes: int, reserve: Callable[[int], int] = node_memory.reserve
@@ -298,9 +303,13 @@ class SharedMemory:
             if not math.isfinite(total.sum(dtype=wide)) and not total.isfinite().all():
                 self._calls[self.local_rank * _CELLS + _UNFINITE] += 1
 
+    def count(self, num_bytes: int) -> None:
+        """Count bytes that this rank has read or written in node memory. Not collective."""
+        self.num_bytes += num_bytes
+
     def _count(self, parts: Sequence[Tensor], passes: int = 1) -> None:
         """Count passes in which this rank touched the pieces of all ranks."""
-        self.num_bytes += passes * len(parts) * parts[0].nbytes
+        self.count(passes * len(parts) * parts[0].nbytes)
 
     def _make_rounds(
         self, num_rounds: int, first_byte: int
@@ -322,8 +331,9 @@ def combine(parts: Sequence[Tensor], combination: Combination, scale: float | No
 
     Returns the first piece, which is overwritten; a wider tensor where one rounding wants it.
     """
-    first, *others = (_lane(part, combination) for part in parts)
-    total = first if combination.wide is first.dtype else first.to(combination.wide)
+    first, *others = (combination.view(part) for part in parts)
+    dtype = combination.accumulate_dtype
+    total = first if dtype is first.dtype else first.to(dtype)
     for other in others:
         combination.into(total, other)
     return total if scale is None else total.mul_(scale)
@@ -336,9 +346,10 @@ def combine_to(
 
     What ``out`` has more bits for is not rounded.
     """
-    if combination.wide is not combination.lane or len(parts) == 1:
-        is_wide = out.dtype is combination.wide is not combination.lane
-        total = out.copy_(parts[0]) if is_wide else parts[0].to(combination.wide, copy=True)
+    dtype = combination.accumulate_dtype
+    if dtype is not combination.storage_dtype or len(parts) == 1:
+        is_wide = out.dtype is dtype is not combination.storage_dtype
+        total = out.copy_(parts[0]) if is_wide else parts[0].to(dtype, copy=True)
         for other in parts[1:]:
             combination.into(total, other)
         total = total if scale is None else total.mul_(scale)
@@ -355,13 +366,9 @@ def combine_to(
 def spread(total: Tensor, parts: Sequence[Tensor], combination: Combination) -> None:
     """Write a sum into the pieces of all ranks."""
     for part in parts:
-        lane = _lane(part, combination)
-        if lane.data_ptr() != total.data_ptr():
-            lane.copy_(total)
-
-
-def _lane(part: Tensor, combination: Combination) -> Tensor:
-    return part if part.dtype is combination.lane else part.view(combination.lane)
+        stored = combination.view(part)
+        if stored.data_ptr() != total.data_ptr():
+            stored.copy_(total)
 
 
 Slots = tuple[Tensor, ...]
@@ -406,7 +413,7 @@ class SharedSlots:
             if node.local_rank < 2:
                 parts[node.local_rank] = chunk  # one stream less than from the slot
             combine_to(chunk, parts, combination, scale)
-        node.num_bytes += (1 + node.local_size) * num_bytes
+        node.count((1 + node.local_size) * num_bytes)
 
     def slices_(self, values: Tensor, combination: Combination, scale: float | None) -> None:
         """Replace ``values`` by the sum: every rank sums a slice, then reads those of all."""
@@ -447,7 +454,7 @@ class SharedSlots:
 
     def _bucket(self, values: Tensor, first: int) -> Bucket:
         """Look at the slots from a byte on as a bucket of flat ``values``, which come there."""
-        self._node.num_bytes += values.nbytes
+        self._node.count(values.nbytes)
         key = values.dtype, values.shape, first
         bucket = self._buckets.get(key)
         if bucket is None:
@@ -462,7 +469,7 @@ class SharedSlots:
         values.copy_(bucket.peers[0])
         if scale is not None:
             scale_(values, scale)
-        self._node.num_bytes += values.numel() * values.itemsize
+        self._node.count(values.nbytes)
 
     def views(self, dtype: torch.dtype, shape: torch.Size, turn: int) -> Slots:
         """Look at the slots of a turn as tensors of a shape; programs repeat a few."""

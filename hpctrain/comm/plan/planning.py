@@ -195,10 +195,11 @@ def measured(
     """Measure where that is wanted, use what is fastest, and remember it. Collective."""
     if not decision.key:
         return decision
-    from hpctrain.comm.plan.probe import measure  # noqa: PLC0415 - needs MPI
+    from hpctrain.comm.hierarchical import HierarchicalCommunicator  # noqa: PLC0415 - needs MPI
+    from hpctrain.comm.plan.probe import measure  # noqa: PLC0415
 
-    assert comm.levels is not None
-    plan = measure(comm.levels, world, decision.plan, watch)
+    assert isinstance(comm, HierarchicalCommunicator), "others have no choice of algorithms"
+    plan = measure(comm, world, decision.plan, watch)
     if world.rank == 0:
         store_cached(decision.key, StoredPlan.of(topology, plan))
     return PlanDecision(plan=plan, origin="measurement")

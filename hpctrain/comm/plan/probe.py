@@ -62,7 +62,7 @@ def measure(
     meanwhile.
     """
     how = combination(torch.float32, Op.SUM)
-    rail = comm.rail
+    rail = comm.internode
 
     def over_rail(algorithm: str, part: torch.Tensor) -> None:
         if rail is not None:  # ranks without a rail wait for the figures

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm.bucket import Bucket
-from hpctrain.comm.communicator import Communicator, Work
+from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.ops import Op
+from hpctrain.comm.work import Work
 from hpctrain.core.errors import NodeMemoryError
 from hpctrain.core.torch_compat import BACKWARD, can_move_storage, move_storage
 from hpctrain.core.units import MIB
@@ -30,8 +31,8 @@ class BucketsInPlace:
     def __init__(self, comm: Communicator) -> None:
         """Take the ranks."""
         self.size = comm.size
-        assert comm.levels is not None, "they share memory"
-        self._comm = comm.levels
+        assert comm.node is not None, "they share memory"
+        self._comm, self._node = comm, comm.node
         self._known: dict[int, Bucket] = {}  # by address
         self._offered: set[int] = set()  # addresses of what may be moved
         self._has_room = True
@@ -39,8 +40,7 @@ class BucketsInPlace:
     @staticmethod
     def of(comm: Communicator) -> "BucketsInPlace | None":
         """Return them where the ranks of ``comm`` share a node and torch can, else None."""
-        levels = comm.levels
-        is_one_node = levels is not None and levels.num_rails == 0
+        is_one_node = comm.node is not None and comm.num_rails == 0
         return BucketsInPlace(comm) if is_one_node and can_move_storage else None
 
     def offer(self, tensor: Tensor) -> None:
@@ -68,7 +68,7 @@ class BucketsInPlace:
             number = bucket.number if is_whole else 0
         call = tensor_call(op, tensor.dtype, tensor.numel(), scale)
         # A rank may have another tensor, as one does that has joined, and sends zeros.
-        if not self._comm.node.compare(call, number) or number == 0:
+        if not self._node.compare(call, number) or number == 0:
             bucket = None
         elif number == _MOVABLE:
             bucket = self._move(tensor)
@@ -77,7 +77,7 @@ class BucketsInPlace:
     def _move(self, tensor: Tensor) -> Bucket | None:
         """Give the storage of ``tensor`` memory of the node; None, on all ranks, without room."""
         try:
-            bucket = self._comm.node.new_bucket(tensor.numel(), tensor.dtype)
+            bucket = self._node.new_bucket(tensor.numel(), tensor.dtype)
         except NodeMemoryError:
             self._has_room = False
             return None

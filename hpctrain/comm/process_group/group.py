@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -18,12 +18,14 @@ from torch import Tensor
 from hpctrain.comm.process_group.buckets_in_place import LARGE_BYTES, BucketsInPlace
 from hpctrain.comm.process_group.ordered import GroupRankLostError, OrderedGroup, on_cpu
 from hpctrain.comm.process_group.reductions import GroupReduction, allreduce, sparse_sum
-from hpctrain.comm.process_group.transfers import transfers_of
+from hpctrain.comm.process_group.transfers import Transfers
 from hpctrain.comm.process_group.work import Message
 from hpctrain.comm.tensor_arguments import flat_of, name_of, put_back
 
 if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator
+    from hpctrain.comm.hierarchical import HierarchicalCommunicator
+    from hpctrain.comm.process_group.memory_transfers import NodeExchange
 
 _LARGEST_TAG = 2**31 - 1
 
@@ -426,3 +428,12 @@ def _flat_of(tensor: Tensor) -> Tensor:
 
 def _put_back(values: Tensor, tensor: Tensor) -> None:
     put_back(values, tensor.data)
+
+
+def transfers_of(comm: "Communicator") -> "Transfers | NodeExchange":
+    """Choose the way that the ranks of ``comm`` have. Collective."""
+    if comm.node is None:
+        return Transfers(comm)
+    from hpctrain.comm.process_group.memory_transfers import by_memory  # noqa: PLC0415 - needs MPI
+
+    return by_memory(cast("HierarchicalCommunicator", comm))

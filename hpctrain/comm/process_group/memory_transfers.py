@@ -23,7 +23,7 @@ _LINE = 64  # parts of a slot begin at multiples of a cache line
 def by_memory(levels: HierarchicalCommunicator) -> "Transfers | NodeExchange":
     """Choose the way of ranks of which some share memory. Collective."""
     if levels.num_rails == 0:
-        return NodeExchange(levels.node, levels.slots)
+        return NodeExchange(levels.node, levels.node.slots)
     found = levels.allgather_object(levels.node_ranks if levels.node.local_rank == 0 else None)
     nodes = [ranks for ranks in found if ranks]
     if len({len(ranks) for ranks in nodes}) > 1:
@@ -42,7 +42,7 @@ class LevelTransfers(Transfers):
         super().__init__(levels)
         self._nodes = nodes
         self._levels = levels
-        self._memory = NodeExchange(levels.node, levels.slots)
+        self._memory = NodeExchange(levels.node, levels.node.slots)
         self._local = levels.node.local_rank
         self._rail = [ranks[self._local] for ranks in nodes]  # of each node, my counterpart
         self._here = self._rail.index(self.rank)
@@ -75,11 +75,11 @@ class LevelTransfers(Transfers):
             node = self._rail.index(source)
             self._levels.wire.exchange(sums[self._rail.index(dest)], dest, found[node], source)
         self._levels.watch.confirm()
-        lanes = [part.view(how.lane) for part in found]
-        total = lanes[0].to(how.wide, copy=True)
+        lanes = [how.view(part) for part in found]
+        total = lanes[0].to(how.accumulate_dtype, copy=True)
         for other in lanes[1:]:
             how.into(total, other)
-        finish(total, scale, out.view(how.lane))
+        finish(total, scale, how.view(out))
 
     def broadcast(self, values: Tensor, root: int) -> None:
         """Send along a tree of nodes, then in each node."""
@@ -220,13 +220,13 @@ class NodeExchange:
         how = combination(out.dtype, op)
         numels = [part.numel() for part in parts]
         text = f"reduce_scatter by {op.value} of {numels} {name_of(out.dtype)} times {scale}"
-        call, share = call_of(text), self._share(0) // how.lane.itemsize
-        given, total = [part.view(how.lane) for part in parts], out.view(how.lane)
+        call, share = call_of(text), self._share(0) // how.storage_dtype.itemsize
+        given, total = [how.view(part) for part in parts], how.view(out)
         mine = given[self._rank]
         # What is read third, after the result was written over it, has to be read from the slot.
         overlaps = self._rank > 1 and total.data_ptr() == mine.data_ptr()
         for start in _starts(max(part.numel() for part in given), share):
-            slots = [slot.view(how.lane) for slot in self._all_slots()]
+            slots = [how.view(slot) for slot in self._all_slots()]
             self._node.begin(call)
             for rank, part in enumerate(given):
                 if rank != self._rank or overlaps:
@@ -259,7 +259,7 @@ class NodeExchange:
         return (self._room - head) // self._size // _LINE * _LINE
 
     def _count(self, piece: Tensor) -> None:
-        self._node.num_bytes += (1 + self._size) * piece.nbytes
+        self._node.count((1 + self._size) * piece.nbytes)
 
 
 def _bytes(values: Tensor) -> Tensor:

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hpctrain.comm.communicator import Communicator, Owner
+from hpctrain.comm.communicator import Communicator
+from hpctrain.comm.owner import Owner
 from hpctrain.comm.process_group.work import Operation, OperationQueue, Several
 from hpctrain.comm.waiting import InStepError, Limit, Watch
 from hpctrain.core.errors import CommError, RankLostError

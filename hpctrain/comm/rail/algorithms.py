@@ -15,7 +15,7 @@ from hpctrain.core.units import KIB
 from hpctrain.cost.schedules import COMBINE, COPY, NOBODY, SCHEDULES, Phase, Round, Schedule
 
 Algorithm = Callable[[Wire, Tensor, Combination], None]
-"""Replaces a flat, contiguous tensor of dtype ``lane`` by its reduction over all ranks."""
+"""Replaces a flat, contiguous tensor of ``storage_dtype`` by its reduction over all ranks."""
 
 
 def allreduce_by_schedule_(
@@ -199,12 +199,12 @@ def pairwise_reduce_scatter(
 ) -> Tensor:
     """Combine everybody's ``parts[rank]`` on this rank. Collective.
 
-    Parts are flat and contiguous, of dtype ``combination.lane``, alike on every rank.
+    Parts are flat and contiguous, of dtype ``combination.storage_dtype``, alike on every rank.
 
     Returns:
-        A new tensor of dtype ``combination.wide``, as long as this rank's part.
+        A new tensor of dtype ``combination.accumulate_dtype``, as long as this rank's part.
     """
-    total = parts[wire.rank].to(combination.wide, copy=True)
+    total = parts[wire.rank].to(combination.accumulate_dtype, copy=True)
     inbox = torch.empty_like(parts[wire.rank])
     for step in range(1, wire.size):
         dest, source = (wire.rank + step) % wire.size, (wire.rank - step) % wire.size

@@ -1,26 +1,28 @@
 """The rail level, and wires of MPI: owners of the same slice reduce it over the slow link."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hpctrain.comm import requests
-from hpctrain.comm.communicator import FINISHED, Traffic, Work
 from hpctrain.comm.mpi_start import MPI
 from hpctrain.comm.ops import Combination, Op, combination, scale_
-from hpctrain.comm.plan.plan import SizeTable
-from hpctrain.comm.rail.algorithms import ALGORITHMS
-from hpctrain.comm.rail.in_flight import InFlight
+from hpctrain.comm.plan.plan import Plan, SizeTable
+from hpctrain.comm.rail.algorithms import ALGORITHMS, allreduce_steps, schedule_name
 from hpctrain.comm.rail.wire import Wire
 from hpctrain.comm.requests import MpiRequest
 from hpctrain.comm.tensor_arguments import check_scale, flattened
 from hpctrain.comm.waiting import BY_MPI, Pace, Watch, wait_request
+from hpctrain.comm.work import FINISHED, Traffic, Work
 from hpctrain.core.errors import CommError
+from hpctrain.core.python_compat import Self
 from hpctrain.core.units import format_bytes
 
 CHUNK_ELEMENTS = 1 << 26  # largest message in elements: counts of MPI-3 are 32-bit
@@ -100,8 +102,12 @@ class MpiWire(Wire):
 
     def start_send(self, tensor: Tensor, dest: int, tag: int = 0) -> Transfer:
         """Begin to send ``tensor``, which stays as it is until ``finish``."""
-        self.num_bytes_sent += tensor.numel() * tensor.itemsize
+        self.count(tensor.numel() * tensor.itemsize)
         return Transfer(tensor, dest, self._start(self._comm.Isend, tensor, dest, tag), 0)
+
+    def count(self, num_bytes: int) -> None:
+        """Count bytes that this rank has sent, here or by other messages to the same ranks."""
+        self.num_bytes_sent += num_bytes
 
     def start_receive(self, tensor: Tensor, source: int | None, tag: int = 0) -> Transfer:
         """Begin to replace ``tensor``; nobody reads or writes it until ``finish``.
@@ -179,6 +185,101 @@ class MpiWire(Wire):
         ]
 
 
+DEPTH = 8
+"""Parts in flight at once in addition to one that is waited for; less than ``TAGS_PER_CALL``."""
+
+
+@dataclass(slots=True, eq=False)
+class _Reduction:
+    """An all-reduce under way."""
+
+    steps: Iterator[Any]
+    transfer: Any  # what must be finished before the next step; None when it is over
+
+
+class InFlight:
+    """All-reduces of parts, begun one after the other, each under a tag of its own.
+
+    A context: what it leaves under way is no longer in step with the other ranks.
+    """
+
+    def __init__(self, rail: "Rail | None", combination: Combination, watch: Watch) -> None:
+        """Take how flat, contiguous parts of dtype ``storage_dtype`` are combined.
+
+        Without a rail all parts are empty.
+        """
+        self._rail, self._watch = rail, watch
+        self._combination = combination
+        self._under_way: deque[_Reduction] = deque()
+        self._start_s = 0.0
+
+    def __enter__(self) -> Self:
+        self._start_s = time.perf_counter()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._under_way:  # their messages would meet those of what comes next
+            self._watch.fail()
+
+    def reduced(self, parts: Iterable[Tensor]) -> Iterator[None]:
+        """Replace ``parts`` by their reductions; yield when the next one, in order, is there.
+
+        The next ``DEPTH`` are begun by then, or all that are left, on every rank alike.
+        Collective over the rail.
+        """
+        for number, part in enumerate(parts):
+            self._start(part, number % (DEPTH + 1))
+            if len(self._under_way) > DEPTH:
+                self._finish_oldest()
+                yield
+        while self._under_way:
+            self._finish_oldest()
+            yield
+
+    def pace(self) -> Pace:
+        """Return that of the next wait: what is under way needs no haste where it takes long."""
+        return BY_MPI.after(time.perf_counter() - self._start_s)
+
+    def poll(self) -> None:
+        """Go on with all that is under way as far as that needs no waiting."""
+        if self._rail is None:
+            return
+        is_finished = self._rail.wire.is_finished
+        for each in self._under_way:
+            while each.transfer is not None and is_finished(each.transfer):
+                each.transfer = next(each.steps, None)
+
+    def _start(self, part: Tensor, tag: int) -> None:
+        rail = self._rail
+        if rail is None or not part.numel():
+            self._under_way.append(_Reduction(iter(()), None))
+            return
+        with rail.timed():
+            name = schedule_name(rail.table.at(part.nbytes), part.nbytes)
+            steps = allreduce_steps(name, rail.wire, part, self._combination, tag)
+            self._under_way.append(_Reduction(steps, next(steps, None)))
+            self.poll()
+
+    def _finish_oldest(self) -> None:
+        oldest = self._under_way[0]
+        if oldest.transfer is not None:
+            assert self._rail is not None
+            with self._rail.timed():
+                while oldest.transfer is not None:
+                    self._rail.wire.wait_for(oldest.transfer, self._moves(oldest), self.pace())
+        self._under_way.popleft()
+
+    def _moves(self, oldest: _Reduction) -> Callable[[], bool]:
+        """Return what goes on with everything, and says whether this one has got anywhere."""
+        transfer = oldest.transfer
+
+        def has_moved() -> bool:
+            self.poll()
+            return oldest.transfer is not transfer
+
+        return has_moved
+
+
 class Rail:
     """One rank of each node; every method but the counters is collective over them.
 
@@ -215,6 +316,10 @@ class Rail:
         self._library_bytes = 0
         self._seconds = 0.0
 
+    def use(self, plan: Plan) -> None:
+        """Choose algorithms by ``plan`` from now on."""
+        self.table, self.chunk_bytes = plan.rail, plan.chunk_bytes
+
     def allreduce_(self, tensor: Tensor, *, op: Op = Op.SUM, scale: float | None = None) -> Work:
         """Replace ``tensor`` by its sum over the nodes, times ``scale``.
 
@@ -223,13 +328,13 @@ class Rail:
         check_scale(tensor, scale)
         how = combination(tensor.dtype, op)
         with flattened(tensor) as values:
-            self.reduce_(values.view(how.lane), how)
+            self.reduce_(how.view(values), how)
         if scale is not None:
             scale_(tensor.detach(), scale)
         return FINISHED
 
     def reduce_(self, part: Tensor, combination: Combination) -> None:
-        """Replace a flat, contiguous ``part`` of dtype ``combination.lane`` by its reduction."""
+        """Replace a flat, contiguous ``part`` of ``storage_dtype`` by its reduction."""
         if 0 < self.chunk_bytes < part.nbytes:
             chunks = part.split(self.chunk_bytes // part.itemsize)
             with InFlight(self, combination, self._watch) as in_flight:

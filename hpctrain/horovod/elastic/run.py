@@ -6,7 +6,6 @@ import functools
 from collections.abc import Callable
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, cast
 
-from hpctrain.comm.agreement import by_rank
 from hpctrain.comm.communicator import Communicator
 from hpctrain.core.errors import (
     CommError,
@@ -16,7 +15,7 @@ from hpctrain.core.errors import (
     RankLostError,
 )
 from hpctrain.core.logs import logger
-from hpctrain.core.units import format_ranks
+from hpctrain.core.units import by_rank, format_ranks
 from hpctrain.horovod.elastic.state import HostsUpdatedInterrupt, State
 from hpctrain.runtime import recovery, world
 from hpctrain.runtime.world import SPARES_RULE

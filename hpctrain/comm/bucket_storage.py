@@ -17,25 +17,25 @@ from typing import Literal, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from hpctrain.comm.agreement import by_rank
 from hpctrain.comm.bucket import CHUNK_BYTES, Bucket, chunks_of
 from hpctrain.comm.communicator import Communicator
-from hpctrain.comm.device import Device, Makers, device_of
+from hpctrain.comm.device import Device, DeviceBucket, Makers, device_of
 from hpctrain.comm.nccl.nccl_bucket import NcclBucket
 from hpctrain.comm.nccl.nccl_communicator import nccl_over
 from hpctrain.comm.node.peer_bucket import PeerBucket
 from hpctrain.comm.ops import scale_
 from hpctrain.core import config, logs
 from hpctrain.core.errors import CommError, MismatchError
+from hpctrain.core.units import by_rank
 
 T = TypeVar("T")
 
-Way = Literal["host", "peers", "nccl"]
+ReduceBackend = Literal["host", "peers", "nccl"]
 """Who sums elements of an accelerator: the host, each rank its slice in the memory of all
 accelerators of its node, or NCCL. What is on the host sums the host."""
 
 
-class BucketPlace(Protocol):
+class BucketStorage(Protocol):
     """The elements of a bucket, but for what the host writes there itself."""
 
     flat: Tensor  # where gradients are made
@@ -85,31 +85,30 @@ class New(NamedTuple):
     """A bucket of the host, and where its elements are."""
 
     bucket: Bucket  # of the host; behind elements that it sums come the marks
-    place: BucketPlace
+    place: BucketStorage
 
 
-def new_place(
+def new_storage(
     comm: Communicator,
     device: torch.device,
     numel: int,
     num_marks: int,
     dtype: torch.dtype,
     *,
-    way: Way,
+    backend: ReduceBackend,
 ) -> New:
     """Make room for ``numel`` elements on a device, and for marks, on the host. Collective.
 
-    ``CommError``, on all ranks, where an accelerator cannot take that ``way``. For ``peers``
-    ``comm`` has levels.
+    ``CommError``, on all ranks, where an accelerator cannot take that ``backend``. For ``peers``
+    the ranks of a node share memory.
     """
     there = device_of(device)
-    if there is not None and way != "host":
-        place: BucketPlace
-        if way == "nccl":
+    if there is not None and backend != "host":
+        place: BucketStorage
+        if backend == "nccl":
             place = NcclBucket(there, nccl_over(comm, there), numel, dtype)
         else:
-            assert comm.levels is not None
-            place = PeerBucket(there, comm, comm.levels, numel, dtype)
+            place = PeerBucket(there, comm, numel, dtype)
         return New(comm.new_bucket(num_marks, dtype), place)
     bucket = comm.new_bucket(numel + num_marks, dtype)
     elements = bucket.flat[:numel]
@@ -118,10 +117,13 @@ def new_place(
     return New(_for_all_cores(bucket), StagedBucket(there, elements))
 
 
-def by_first_way(
-    comm: Communicator, devices: Collection[torch.device], make: Callable[[Way], T], refusal: str
+def by_first_backend(
+    comm: Communicator,
+    devices: Collection[torch.device],
+    make: Callable[[ReduceBackend], T],
+    refusal: str,
 ) -> T:
-    """Return what ``make`` does, by the first way that the setting allows. Collective.
+    """Return what ``make`` does, by the first backend that the setting allows. Collective.
 
     ``refusal`` says why none but the host may sum what is on the ``devices``; empty if others
     may. ``CommError``, on all ranks, where NCCL was asked for and cannot do it.
@@ -148,7 +150,7 @@ def by_first_way(
     return make("host")
 
 
-def _made_by_nccl(make: Callable[[Way], T], refusal: str) -> T:
+def _made_by_nccl(make: Callable[[ReduceBackend], T], refusal: str) -> T:
     cause = None
     if not refusal:
         try:
@@ -178,23 +180,23 @@ def _why_by_host(comm: Communicator, devices: Collection[torch.device]) -> str:
             return f"{device.type}: {there.keeps_apart if there else 'it is the host'}"
     if config.device_sums() == "host":
         return "HPCTRAIN_DEVICE_SUMS=host"
-    return "" if comm.levels is not None else "the ranks of a node do not share its memory"
+    return "" if comm.node is not None else "the ranks of a node do not share its memory"
 
 
-class StagedBucket:
+class StagedBucket(DeviceBucket):
     """Elements on an accelerator that travel by a bucket of the host: a copy goes, and returns."""
 
     def __init__(self, device: Device, host: Tensor) -> None:
         """Make as many elements on the device. Not collective."""
-        self._device, self.travels, self.makers = device, host, Makers(device)
-        self.flat = device.zeros(host.numel(), host.dtype, (device.down, device.up))
-        self._full, self._on_host, self._back = (device.new_event() for _ in range(3))
+        flat = device.zeros(host.numel(), host.dtype, (device.down, device.up))
+        super().__init__(device, flat, device.new_event())
+        self.travels, self._on_host = host, device.new_event()
         device.pin(host, self, self._back)
 
     def depart(self) -> None:
-        """Start for the host, behind all that the caller's stream has to do."""
+        """Start for the host, after all that the caller's stream has queued."""
+        super().depart()
         device = self._device
-        self._full.record(device.current_stream())
         device.down.wait_event(self._full)
         with device.on(device.down):
             self.travels.copy_(self.flat, non_blocking=True)
@@ -213,7 +215,3 @@ class StagedBucket:
         with device.on(device.up):
             self.flat.copy_(self.travels, non_blocking=True)
         self._back.record(device.up)
-
-    def arrive(self) -> None:
-        """Let the caller's stream go on when they are back, and not before."""
-        self._device.current_stream().wait_event(self._back)

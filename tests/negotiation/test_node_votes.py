@@ -6,8 +6,9 @@ from collections import defaultdict, deque
 import pytest
 import torch
 
-from hpctrain.comm.control_channel.votes import Ballot, Votes
+from hpctrain.comm.control_channel.mailbox import NodeChannel
 from hpctrain.comm.ops import Op, combination
+from hpctrain.negotiation.fast_path import Ballot, NodeVotes
 
 SUM = combination(torch.float32, Op.SUM)
 
@@ -24,6 +25,9 @@ class Network:
         assert is_vote
         self._networks[to].coming.append((self._rank, message))
 
+    def read_votes(self):
+        self.has_new_votes = False
+
     def look(self):
         while self.coming:
             source, message = self.coming.popleft()
@@ -35,7 +39,11 @@ class Network:
 def nodes_of(size):
     networks = []
     networks += [Network(rank, networks) for rank in range(size)]
-    return [Votes(network, range(size), rank) for rank, network in enumerate(networks)]
+    channels = [
+        NodeChannel(None, None, (), None, None, network, rank, range(size))
+        for rank, network in enumerate(networks)
+    ]
+    return [NodeVotes(channel) for channel in channels]
 
 
 def outcomes(nodes, order, given):
@@ -49,11 +57,11 @@ def outcomes(nodes, order, given):
         if vote is None:
             was_open = node.is_open
             node._network.look()
-            node.look(refuse=True)
+            node.continue_refused(refuse=True)
             if (was_open or node.num_bytes_sent) and not node.is_open:
                 found[rank] = False
         elif not node.is_open:
-            node.begin(vote[0], Ballot(vote[1], SUM))
+            node.start(vote[0], Ballot(vote[1], SUM))
         else:
             found[rank] = node.outcome()
     for node in nodes:
@@ -82,11 +90,11 @@ def test_all_nodes_come_to_the_same_outcome_and_sum(size):
 
 def test_who_refuses_waits_for_somebody_to_vote():
     first, second = nodes_of(2)
-    first.look(refuse=True)
+    first.continue_refused(refuse=True)
     assert not first.is_open
-    second.begin(3)
+    second.start(3)
     first._network.look()
-    first.look(refuse=False)
+    first.continue_refused(refuse=False)
     assert not first.is_open
-    first.look(refuse=True)
+    first.continue_refused(refuse=True)
     assert second.outcome() is False

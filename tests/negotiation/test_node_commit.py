@@ -5,8 +5,8 @@ import random
 import numpy as np
 import pytest
 
-from hpctrain.comm.control_channel.commit import WORDS, TwoPhaseCommit
-from hpctrain.comm.control_channel.mailbox import tree_of
+from hpctrain.comm.control_channel.mailbox import WORDS, NodeChannel, tree_of
+from hpctrain.negotiation.fast_path import NodeCommit, State
 
 
 class Ranks:
@@ -17,7 +17,8 @@ class Ranks:
         self.rung = [0] * size
         bells = [lambda rank=rank: self.ring(rank) for rank in range(size)]
         ranks = list(range(size))
-        self.commits = [TwoPhaseCommit(words, tree_of([ranks], r), bells, None) for r in ranks]
+        channels = [NodeChannel(words, tree_of([ranks], r), bells, None, None) for r in ranks]
+        self.commits = [NodeCommit(channel) for channel in channels]
         self.prepared = [None] * size
         self.is_busy = [False] * size
         self.log = [[] for _ in ranks]
@@ -34,7 +35,7 @@ class Ranks:
         self.is_busy[rank] = busy
 
     def look(self, rank):
-        verdict = self.commits[rank].look()
+        verdict = self.commits[rank].poll()
         if verdict is not None:
             if verdict:
                 self.log[rank].append(self.prepared[rank])
@@ -121,3 +122,32 @@ def test_a_rank_that_was_busy_before_it_prepared_is_seen_when_it_is_busy_again()
     ranks.set_busy(1, busy=True)
     ranks.prepare(0, 1)
     assert ranks.look(0) is False
+
+
+def test_states_and_verdicts_are_those_of_the_table():
+    ranks = Ranks(2)
+    root, other = ranks.commits
+    for number, is_committed in ((0, True), (1, False)):
+        assert (root.state, other.state) == (State.IDLE, State.IDLE)
+        other.set_busy(busy=True)
+        assert other.state is State.BUSY
+        other.prepare(number)
+        root.prepare(number if is_committed else 7)
+        assert (root.state, other.state) == (State.PREPARED, State.PREPARED)
+        assert other.poll() is None
+        assert root.poll() is is_committed
+        assert root.state is State.IDLE
+        if not is_committed:
+            root.set_busy(busy=True)
+            assert root.state is State.BUSY
+        assert other.poll() is is_committed
+        root.set_busy(busy=False)
+    root.prepare(2)
+    assert root.withdraw()
+    assert root.state is State.IDLE
+    assert root.poll() is False
+    other.prepare(2)
+    assert not other.withdraw()
+    other.set_busy(busy=True)
+    assert other.state is State.BUSY
+    assert other.poll() is False

@@ -28,7 +28,7 @@ def ranks(request):
 
 
 @pytest.fixture
-def express(ranks):
+def controller(ranks):
     """Make a controller over all ranks."""
     made = controller_of(ranks.group(range(ranks.size)))
     yield made
@@ -37,7 +37,7 @@ def express(ranks):
 
 
 def num_commits(controller):
-    return controller._progress.express.commit._num_commits
+    return controller._progress.fast_path.commit.num_commits
 
 
 def requests_of(rank, size):
@@ -59,15 +59,15 @@ def requests_of(rank, size):
 
 
 @SEVERAL
-def test_every_kind_that_repeats_gives_the_same_bits_without_mail(express):
-    rank, size = express.comm.rank, express.comm.size
-    by_mail = [express.run(request) for request in requests_of(rank, size)]
-    assert num_commits(express) == 0
-    for start in (express.run, lambda request: express.submit(request).wait()):
-        express.comm.barrier()  # nobody waits so long that rank 0 looks for mail
-        before = num_commits(express)
+def test_every_kind_that_repeats_gives_the_same_bits_without_mail(controller):
+    rank, size = controller.comm.rank, controller.comm.size
+    by_mail = [controller.run(request) for request in requests_of(rank, size)]
+    assert num_commits(controller) == 0
+    for start in (controller.run, lambda request: controller.submit(request).wait()):
+        controller.comm.barrier()  # nobody waits so long that rank 0 looks for mail
+        before = num_commits(controller)
         again = [start(request) for request in requests_of(rank, size)]
-        assert num_commits(express) > before + len(again) - 3
+        assert num_commits(controller) > before + len(again) - 3
         for some, others in zip(by_mail, again, strict=True):
             assert all(torch.equal(*pair) for pair in zip(some, others, strict=True))
 
@@ -77,14 +77,16 @@ INTEGERS = (torch.bool, torch.uint8, torch.uint32, torch.int64)
 
 
 @SEVERAL
-def test_every_dtype_gives_the_same_bits_without_mail(express):
-    values = torch.randn(333, generator=torch.Generator().manual_seed(express.comm.rank)).abs() * 9
+def test_every_dtype_gives_the_same_bits_without_mail(controller):
+    values = (
+        torch.randn(333, generator=torch.Generator().manual_seed(controller.comm.rank)).abs() * 9
+    )
     for dtype in FLOATS + INTEGERS:
         op = Max if dtype is torch.bool else Average
         request = Request(Kind.ALLREDUCE, str(dtype), [values.to(dtype)], op=op)
-        before = num_commits(express)
-        results = [express.run(request)[0].view(torch.uint8) for _ in range(5)]
-        assert num_commits(express) > before
+        before = num_commits(controller)
+        results = [controller.run(request)[0].view(torch.uint8) for _ in range(5)]
+        assert num_commits(controller) > before
         assert all(torch.equal(result, results[0]) for result in results)
 
 
@@ -93,8 +95,8 @@ class Own(torch.Tensor):
 
 
 @SEVERAL
-def test_few_bytes_are_moved_as_the_values_that_the_tensor_shows(express):
-    rank = express.comm.rank
+def test_few_bytes_are_moved_as_the_values_that_the_tensor_shows(controller):
+    rank = controller.comm.rank
     pair = torch.tensor([1 + rank * 1j, 2 - rank * 2j])
     given = {
         "negative": pair.conj().imag[:1],  # its bytes are those of the other sign
@@ -107,13 +109,13 @@ def test_few_bytes_are_moved_as_the_values_that_the_tensor_shows(express):
     }
     assert given["negative"].is_neg()
     for name, tensor in given.items():
-        summed = torch.tensor(express.comm.allgather_object(tensor.detach().tolist())).sum(0)
-        before = num_commits(express)
+        summed = torch.tensor(controller.comm.allgather_object(tensor.detach().tolist())).sum(0)
+        before = num_commits(controller)
         for _ in range(5):
-            express.comm.barrier()  # nobody waits so long that rank 0 looks for mail
-            (found,) = express.run(Request(Kind.ALLREDUCE, name, [tensor], op=Sum))
+            controller.comm.barrier()  # nobody waits so long that rank 0 looks for mail
+            (found,) = controller.run(Request(Kind.ALLREDUCE, name, [tensor], op=Sum))
             assert found.tolist() == summed.tolist(), name
-        assert num_commits(express) > before, name
+        assert num_commits(controller) > before, name
 
 
 @SEVERAL
@@ -141,7 +143,7 @@ def test_what_is_waited_for_soon_wakes_no_thread(ranks, monkeypatch):
 
 @SEVERAL
 def test_a_loop_that_waits_for_each_seldom_sets_the_timer_and_what_nobody_awaits_goes_on(
-    express, monkeypatch
+    controller, monkeypatch
 ):
     times, set_timer = [], Timer.set
 
@@ -152,13 +154,13 @@ def test_a_loop_that_waits_for_each_seldom_sets_the_timer_and_what_nobody_awaits
     monkeypatch.setattr(Timer, "set", noted)
     value, start = torch.ones(2), time.monotonic()
     for _ in range(200):
-        assert express.submit(allreduce("again", value.fill_(1))).wait()[0] is value
+        assert controller.submit(allreduce("again", value.fill_(1))).wait()[0] is value
     if time.monotonic() - start < 0.2:  # else it goes off before an operation is over
         assert len(times) < 100
     assert all(times)  # nor is it set back
-    alone = express.submit(allreduce("again", value.fill_(1)))
+    alone = controller.submit(allreduce("again", value.fill_(1)))
     assert wait_until(alone.done, 5)
-    assert value.tolist() == [express.comm.size] * 2
+    assert value.tolist() == [controller.comm.size] * 2
 
 
 @SEVERAL
@@ -236,28 +238,28 @@ def test_closing_ends_the_wait_of_those_who_have_prepared(ranks):
 
 
 @SEVERAL
-def test_ranks_that_join_take_part_in_what_others_have_prepared(express):
-    size, errors = express.comm.size, []
-    caller = waiting(express, errors)
-    if express.comm.rank:
+def test_ranks_that_join_take_part_in_what_others_have_prepared(controller):
+    size, errors = controller.comm.size, []
+    caller = waiting(controller, errors)
+    if controller.comm.rank:
         caller.join(0.05)
     else:
-        lasts = joined(express)
-    if express.comm.rank:
+        lasts = joined(controller)
+    if controller.comm.rank:
         caller.join(30)
         assert not caller.is_alive()
-        lasts = joined(express)
+        lasts = joined(controller)
     assert not errors
     assert lasts > 0
-    assert express.run(allreduce("again", torch.ones(2)))[0].tolist() == [size] * 2
+    assert controller.run(allreduce("again", torch.ones(2)))[0].tolist() == [size] * 2
 
 
 @SEVERAL
-def test_another_shape_under_a_known_name_is_an_error_on_every_rank(express):
-    rank, size = express.comm.rank, express.comm.size
+def test_another_shape_under_a_known_name_is_an_error_on_every_rank(controller):
+    rank, size = controller.comm.rank, controller.comm.size
     for odd in range(size):
         for _ in range(3):
-            express.run(allreduce("known", torch.ones(2)))
+            controller.run(allreduce("known", torch.ones(2)))
         numel = 3 if rank == odd else 2
         with pytest.raises(HorovodInternalError, match="must be the same on all ranks"):
-            express.run(allreduce("known", torch.ones(numel)))
+            controller.run(allreduce("known", torch.ones(numel)))

@@ -1,0 +1,459 @@
+"""Fast path: repeated operations, agreed on by a word of each rank instead of control messages.
+
+A rank with nothing else in flight prepares an operation that all ranks know by its number: it
+writes what the others need, then its word. Rank 0 of the node commits once all words are equal, by
+one word for all; else it aborts, by a word for each. A commit costs one word up and one down, and
+no rank waits for another afterwards. The most frequent operation, a reduction of one tensor, is
+complete then except for the sum, as each rank has written its values into its slot before. An
+aborted operation is announced by control messages, as is everything while a rank waits for an
+answer to one; rank 0 takes part in both, so all operations have one order.
+
+Between nodes their first ranks vote: an all-reduce of small messages that carry the number of the
+prepared operation and partial sums. A rank that receives another number, or a refusal, sends a
+refusal on, so all nodes get the same outcome after as many rounds as a sum takes. A vote cannot be
+withdrawn. The order of the sum is that of the plan, so results do not depend on the path.
+
+States of a rank (``State``)::
+
+    state      event                                        next state   verdict
+    IDLE       prepare(number)                              PREPARED
+    IDLE       set_busy(True), waits for control messages   BUSY
+    BUSY       set_busy(False), has the answer              IDLE
+    BUSY       prepare(number)                              PREPARED
+    PREPARED   rank 0 stores a larger number of commits     IDLE         committed
+    PREPARED   rank 0 stores ABORTED in this rank's word    IDLE         aborted
+
+    on rank 0 of a node
+    PREPARED   all words are equal, and there is one node   IDLE         committed, stores it
+    PREPARED   all words are equal, and there are others    VOTING
+    PREPARED   a rank is busy, or has prepared another      IDLE         aborted
+    PREPARED   withdraw()                                   IDLE
+    VOTING     all nodes voted for the same number          IDLE         committed, stores it
+    VOTING     a node refused                               IDLE         aborted, stores ABORTED
+    not VOTING set_busy(True)                               BUSY         aborted, stores ABORTED,
+                                                                         refuses the others' vote
+
+Source: Gray 1978, "Notes on data base operating systems", for two-phase commit. Differs: there is
+no log, as ranks that wait detect a dead one.
+"""
+
+import ctypes
+import enum
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hpctrain.comm.control_channel.mailbox import WORDS, NodeChannel
+from hpctrain.comm.node.segments import yield_core
+from hpctrain.comm.node.shared_memory import combine_to
+from hpctrain.comm.observed import ObservedCommunicator
+from hpctrain.comm.ops import Combination, Op, combination
+from hpctrain.comm.rail.algorithms import allreduce_steps
+from hpctrain.comm.rail.wire import Wire
+from hpctrain.core.units import KIB
+from hpctrain.negotiation.messages import Entry
+from hpctrain.negotiation.reducing import recipe
+from hpctrain.negotiation.request import Handle, Kind, ReduceOp, Result, Signature
+
+if TYPE_CHECKING:
+    from hpctrain.comm.communicator import Communicator
+    from hpctrain.comm.control_channel.mailbox import Mailbox
+    from hpctrain.comm.plan.plan import Plan
+    from hpctrain.negotiation.pending_table import ResponseCache
+
+_NUMBER_BITS = 20
+_IDLE, _BUSY, _ABORTED = 0, -1, -2  # words of ranks that have prepared nothing
+
+_VOTE_ALGORITHM = "doubling"
+"""It sends as many messages for any size: a node that refuses does not know the size."""
+_REFUSED = -1
+_CALL = b""  # of a node that receives votes before it votes
+_NUMBER_BYTES = 8
+
+_MAX_KNOWN = 4096  # operations that are kept, with their views of the slots
+_NUM_POLLS = 20  # at least, before a rank that shares its core sleeps
+_MOVE_BYTES = 4 * KIB
+"""Up to this size values are moved as bytes: torch takes half a microsecond more to dispatch."""
+_PLAIN = Tensor, torch.nn.Parameter  # classes that have their values where ``data_ptr`` says
+_VOTE_BYTES = 128 * KIB
+"""Up to this size, over all its ranks, a node's sum is sent with its vote: larger messages wait
+for each other on slow links."""
+
+
+class Ballot(NamedTuple):
+    """Values of a node to be combined with those of all others; flat and contiguous."""
+
+    values: Tensor
+    how: Combination
+
+
+_BLANK = Ballot(torch.zeros(1), combination(torch.float32, Op.SUM))  # of a vote without values
+
+
+class NodeVotes(Wire):
+    """The votes of one node, on its first rank; one thread at a time."""
+
+    def __init__(self, channel: NodeChannel) -> None:
+        assert channel.network is not None
+        self._network, self._leaders = channel.network, channel.leaders
+        self.rank, self.size = channel.leaders.index(channel.rank), len(channel.leaders)
+        self.num_bytes_sent = 0
+        self._count = channel.count_sent
+        self._inboxes = [self._network.votes[leader] for leader in self._leaders]
+        self._number = _REFUSED
+        self._steps: Iterator[Any] = iter(())
+        self._awaited: Any = None
+        self.is_open = False  # this node has voted, and the outcome is not known
+
+    def start(self, number: int, ballot: Ballot = _BLANK) -> None:
+        """Vote for ``number``; its values are combined with those of all nodes, in place."""
+        self.is_open, self._number = True, number
+        self._steps, sent = allreduce_steps(_VOTE_ALGORITHM, self, *ballot), self.num_bytes_sent
+        self._awaited = next(self._steps, None)
+        if self.num_bytes_sent == sent:  # the other end waits for nobody, and could not know
+            self._network.send(self._leaders[self._awaited[1]], _CALL, is_vote=True)
+
+    def outcome(self) -> bool | None:
+        """Return whether all nodes have voted for the same number; None until that is known."""
+        self._network.look()
+        self._network.read_votes()
+        while self._awaited is not None:
+            if not self.is_finished(self._awaited):
+                return None
+            self._awaited = next(self._steps, None)
+        self.is_open = False
+        return self._number != _REFUSED
+
+    def continue_refused(self, *, refuse: bool) -> None:
+        """Continue a vote that was refused; ``refuse`` one that others have started, if any."""
+        self._network.read_votes()
+        if refuse and not self.is_open and any(self._inboxes):
+            self.start(_REFUSED)
+        if self.is_open:
+            self.outcome()
+
+    def start_send(self, tensor: Tensor, dest: int, tag: int = 0) -> None:  # noqa: ARG002
+        """Send the number and, unless that is a refusal, ``tensor``."""
+        message = self._number.to_bytes(_NUMBER_BYTES, "little", signed=True)
+        if self._number != _REFUSED:
+            message += ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
+        self.num_bytes_sent += len(message)
+        self._count(len(message))
+        self._network.send(self._leaders[dest], message, is_vote=True)
+
+    def start_receive(self, tensor: Tensor, source: int, tag: int = 0) -> tuple[Tensor, int]:  # noqa: ARG002
+        """Expect the next vote of ``source``."""
+        return tensor, source
+
+    def finish(self, transfer: tuple[Tensor, int]) -> None:
+        """Raise: no caller waits for a vote here."""
+        raise NotImplementedError
+
+    def is_finished(self, transfer: tuple[Tensor, int]) -> bool:
+        """Take a vote, if it has arrived."""
+        tensor, source = transfer
+        inbox, message = self._inboxes[source], _CALL
+        while message is _CALL:
+            if not inbox:
+                return False
+            message = inbox.popleft() or _CALL
+        number = int.from_bytes(message[:_NUMBER_BYTES], "little", signed=True)
+        if number != self._number or len(message) != _NUMBER_BYTES + tensor.nbytes:
+            self._number = _REFUSED
+        else:
+            ctypes.memmove(tensor.data_ptr(), message[_NUMBER_BYTES:], tensor.nbytes)
+        return True
+
+
+class State(enum.Enum):
+    """What a rank does on the fast path; see the module."""
+
+    IDLE = enum.auto()
+    BUSY = enum.auto()
+    PREPARED = enum.auto()
+    VOTING = enum.auto()
+
+
+class NodeCommit:
+    """This rank's part of the agreement; one thread at a time.
+
+    The word of a rank holds what it has prepared, and the number of commits before, which is the
+    same on all ranks, so a word of the past has no effect. That rank stores the word, or rank 0
+    while the rank waits. The word of rank 0 is the number of commits.
+    """
+
+    def __init__(self, channel: NodeChannel) -> None:
+        self.state = State.IDLE
+        self.num_commits = 0
+        self._channel = channel
+        self._votes = NodeVotes(channel) if channel.leaders else None
+        self._ballot: Callable[[], Ballot] | None = None
+        self._is_root = channel.tree.parent is None
+        self._place = WORDS * channel.tree.rank
+        self._others = channel.words[WORDS::WORDS]  # one read of all: some 30 ns a rank
+        self._word = _IDLE
+
+    @property
+    def is_with_votes(self) -> bool:
+        """Whether this node votes with others."""
+        return self._votes is not None
+
+    def prepare(self, number: int, ballot: Callable[[], Ballot] | None = None) -> None:
+        """Publish that this rank is ready for operation ``number``: its data are written.
+
+        Until ``poll`` returns a verdict this rank starts nothing in which others take part. Rank 0
+        calls ``ballot`` for the values of the node's vote once all its ranks are ready.
+        """
+        self._ballot, self.state = ballot, State.PREPARED
+        self._word = word = self.num_commits << _NUMBER_BITS | number + 1
+        if not self._is_root:
+            channel = self._channel
+            if channel.fence is not None:
+                channel.fence()  # the data first; before them, the loads of those of the others
+            channel.words[self._place] = word
+            channel.doorbells[0]()
+
+    def poll(self) -> bool | None:
+        """Return True once this rank's operation is committed, False if it never will be.
+
+        After a commit the data of all ranks may be read, until each prepares the next but one.
+        """
+        if self.state is State.PREPARED:
+            return self._poll_words() if self._is_root else self._poll_commits()
+        return self._outcome() if self.state is State.VOTING else False
+
+    def withdraw(self) -> bool:
+        """Take back what rank 0 has prepared, if that is possible; return whether it was."""
+        if not self._is_root or self.state is not State.PREPARED:
+            return False
+        self.state = State.IDLE
+        return True
+
+    def set_busy(self, *, busy: bool) -> None:
+        """Publish whether this rank waits for control messages; nothing is committed meanwhile.
+
+        To be called before the message is sent, before others can know the answer, and whenever
+        rank 0 was woken meanwhile: it aborts what would wait for it in vain.
+        """
+        was_busy = self.state is State.BUSY
+        if (busy or was_busy) and self.state is not State.VOTING:  # a vote is not withdrawn
+            self.state = State.BUSY if busy else State.IDLE
+        if self._is_root:
+            if busy:
+                self._abort()
+            if self._votes is not None and self.state is not State.VOTING:
+                self._votes.continue_refused(refuse=busy)
+        elif busy is not was_busy:
+            channel = self._channel
+            channel.words[self._place] = _BUSY if busy else _IDLE
+            if busy and channel.tree.parent != 0:  # else rank 0 gets the control message
+                channel.doorbells[0]()
+
+    def _poll_commits(self) -> bool | None:
+        words = self._channel.words
+        if words[0] != self.num_commits:
+            self._count_commit()
+            return True
+        return None if words[self._place] == self._word else self._aborted()
+
+    def _poll_words(self) -> bool | None:
+        channel, others = self._channel, self._others.tolist()
+        if others.count(self._word) == len(others):
+            if channel.fence is not None:
+                channel.fence()  # the words before the data
+            return self._commit() if self._votes is None else self._vote(self._votes)
+        first = self.num_commits << _NUMBER_BITS
+        for word in others:
+            if word < 0 or (word >= first and word not in (_IDLE, self._word)):
+                return self._aborted()
+        return None
+
+    def _vote(self, votes: NodeVotes) -> bool | None:
+        """Vote, once no earlier vote is in flight, which this node has refused."""
+        if votes.is_open and votes.outcome() is None:
+            return None
+        self.state = State.VOTING
+        number = (self._word & (1 << _NUMBER_BITS) - 1) - 1
+        votes.start(number, self._ballot() if self._ballot is not None else _BLANK)
+        return self._outcome()
+
+    def _outcome(self) -> bool | None:
+        assert self._votes is not None
+        verdict = self._votes.outcome()
+        if verdict:
+            return self._commit()
+        if verdict is False:
+            self._aborted()
+            self._abort()
+        return verdict
+
+    def _commit(self) -> bool:
+        if self._channel.fence is not None:
+            self._channel.fence()
+        self._channel.words[0] = self.num_commits + 1
+        self._count_commit()
+        return True
+
+    def _abort(self) -> None:
+        first = max(self.num_commits << _NUMBER_BITS, 1)
+        for rank, word in enumerate(self._others.tolist(), 1):
+            if word >= first:
+                self._channel.words[WORDS * rank] = _ABORTED
+                self._channel.doorbells[rank]()
+
+    def _aborted(self) -> bool:
+        self.state = State.IDLE
+        return False
+
+    def _count_commit(self) -> None:
+        channel, self.state = self._channel, State.IDLE
+        self.num_commits += 1
+        if channel.fence is not None:
+            channel.fence()
+        for child in channel.tree.children:
+            channel.doorbells[child]()
+
+
+class Known(NamedTuple):
+    """A repeated operation, the same on all ranks."""
+
+    entry: Entry  # what all ranks know it as
+    signature: Signature  # the same as in requests of this rank
+    number: int
+    slots: tuple[tuple[Tensor, ...], ...] = ()
+    """By turn and rank, in the shape of the tensor, of a reduction that is only a sum; else none,
+    and a commit means that all ranks start."""
+    how: Combination | None = None
+    scale: float | None = None
+    num_bytes: int = 0
+    own: tuple[int, ...] = ()  # addresses of this rank's slots, by turn, if few bytes go there
+
+
+class FastPath:
+    """The operations of this rank that use the fast path; for the thread that drives the engine.
+
+    Args:
+        comm: communicator whose ranks share node memory.
+        post: its mailboxes, which have a ``channel``.
+        cache: the numbers of operations.
+    """
+
+    def __init__(self, comm: "Communicator", post: "Mailbox", cache: "ResponseCache") -> None:
+        assert post.channel is not None
+        assert comm.node is not None
+        self.commit = NodeCommit(post.channel)
+        # A listener is called for each method of the communicator, so sums take those.
+        self._is_observed = isinstance(comm, ObservedCommunicator)
+        self._size, self._node, self._pace, self._cache = comm.size, comm.node, post.pace, cache
+        self._plan: Plan = post.channel.plan
+        self._num_nodes = post.tree.num_nodes
+        self._known: dict[str, Known] = {}
+
+    def known(self, name: str, signature: Signature) -> Known | None:
+        """Return what all ranks know of an operation of this name; None if it is new."""
+        known = self._known.get(name)
+        if (
+            known is not None
+            and known.signature is signature
+            and known.entry is self._cache.entries[known.number]
+        ):
+            return known
+        number = self._cache.number(name, signature)
+        if number is None:
+            return None
+        if len(self._known) >= _MAX_KNOWN:
+            self._known.clear()
+        entry = self._cache.entries[number]
+        known = self._known[name] = self._reduction(Known(entry, signature, number))
+        return known
+
+    def prepare(self, known: Known, handle: Handle) -> None:
+        """Prepare an operation; then nothing else until ``commit.poll`` returns a verdict."""
+        if not known.slots:
+            self.commit.prepare(known.number)
+            return
+        tensor, turn = handle.tensor, self._node.turn
+        if (
+            known.own
+            and tensor.__class__ in _PLAIN
+            and tensor.is_contiguous()
+            and not tensor.is_neg()
+        ):
+            ctypes.memmove(known.own[turn], tensor.data_ptr(), known.num_bytes)
+        else:
+            known.slots[turn][self._node.local_rank].copy_(tensor.detach())
+        ballot = partial(self._ballot, known) if self.commit.is_with_votes else None
+        self.commit.prepare(known.number, ballot)
+
+    def poll_awake(self) -> bool | None:
+        """Return what ``commit.poll`` returns within the time that a rank stays awake."""
+        poll, pace = self.commit.poll, self._pace
+        for _ in range(_NUM_POLLS):
+            if (verdict := poll()) is not None:
+                return verdict
+        start = time.perf_counter()
+        while (waited_s := time.perf_counter() - start) < pace.spin_s + pace.yield_s:
+            if waited_s > pace.spin_s and self.commit.state is not State.VOTING:
+                yield_core()  # MPI yields by itself, if it should
+            if (verdict := poll()) is not None:
+                return verdict
+        return None
+
+    def reduced(self, known: Known, handle: Handle) -> Result:
+        """Return the sum of what all ranks have prepared and rank 0 has committed."""
+        node, tensor, how = self._node, handle.tensor, known.how
+        parts = list(known.slots[node.turn])
+        node.end_turn()
+        node.count((1 + len(parts)) * known.num_bytes)
+        given = tensor.detach() if tensor.requires_grad else tensor
+        if self._num_nodes > 1:
+            del parts[1:]  # the first is the sum
+        elif node.local_rank < 2:
+            parts[node.local_rank] = given  # one stream less than from the slot
+        result, is_in_place = given, handle.is_in_place
+        if not is_in_place:
+            result = torch.empty_like(given, memory_format=torch.contiguous_format)
+        assert how is not None
+        combine_to(result, parts, how, known.scale)
+        return (tensor if is_in_place else result,)
+
+    def _ballot(self, known: Known) -> Ballot:
+        """Sum over the node, into the first rank's slot."""
+        parts = known.slots[self._node.turn]
+        assert known.how is not None
+        combine_to(parts[0], parts, known.how, None)
+        return Ballot(parts[0].view(-1), known.how)
+
+    def _reduction(self, known: Known) -> Known:
+        """Add what a reduction needs that is only a sum, of values that fit a slot."""
+        kind, dtypes, shapes, op, prescale, postscale, _, _ = known.signature
+        if kind is not Kind.ALLREDUCE or op is None or op is ReduceOp.ADASUM or len(dtypes) > 1:
+            return known
+        dtype, shape, slots = dtypes[0], torch.Size(shapes[0]), self._node.slots
+        what = recipe(dtype, op, prescale, postscale, self._size)
+        how = combination(dtype, what.op)
+        is_simple = what.is_plain and how.storage_dtype is dtype and not dtype.is_complex
+        num_bytes = shape.numel() * dtype.itemsize
+        fits = shape.numel() <= slots.numel(dtype) and self._is_direct(num_bytes, how)
+        if self._is_observed or not (is_simple and fits):
+            return known
+        views = tuple(slots.views(dtype, shape, turn) for turn in (0, 1))
+        rank, own = self._node.local_rank, tuple[int, ...]()
+        if num_bytes <= _MOVE_BYTES:
+            own = tuple(of_turn[rank].data_ptr() for of_turn in views)
+        return known._replace(slots=views, how=how, scale=what.scale, num_bytes=num_bytes, own=own)
+
+    def _is_direct(self, num_bytes: int, how: Combination) -> bool:
+        """Return whether the plan sums so many bytes in the order in which it is done here."""
+        path = self._plan.tensors.at(num_bytes)
+        if self._num_nodes == 1:
+            return path == "direct"
+        over_rail = {name for start, name in self._plan.rail.steps if start <= num_bytes}
+        same_order = self._num_nodes == 2 or over_rail == {_VOTE_ALGORITHM}
+        fits = 0 < num_bytes * self._size / self._num_nodes <= _VOTE_BYTES
+        same_bits = same_order and how.accumulate_dtype is how.storage_dtype
+        return path == "levels" and same_bits and fits
