@@ -188,20 +188,3 @@ def collate(samples: Sequence[Any]) -> Any:
         samples: from ``ShardedDataset.__getitems__``; any others go to ``default_collate``.
     """
     return samples.fields if isinstance(samples, Picked) else default_collate(list(samples))
-
-
-def padded(fields: Mapping[str, Values]) -> dict[str, Values]:
-    """Fill samples up to the longest one of the batch; ``<field>_lengths`` tells their lengths."""
-    result: dict[str, Values] = {}
-    for name, values in fields.items():
-        if isinstance(values, Ragged):
-            result[name] = values.padded()
-            result[f"{name}_lengths"] = values.lengths
-        else:
-            result[name] = values
-    return result
-
-
-def pinned(fields: Mapping[str, Values]) -> dict[str, Values]:
-    """Copy values to memory from which a GPU can copy by itself."""
-    return {name: values.pin_memory() for name, values in fields.items()}

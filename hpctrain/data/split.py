@@ -15,7 +15,7 @@ from hpctrain.core.paths import absolute
 from hpctrain.core.python_compat import Self
 from hpctrain.data.order.order import Order
 from hpctrain.data.samples import Indices, Samples
-from hpctrain.data.steps import Cut, StepPart, Steps
+from hpctrain.data.steps import Division, Steps
 from hpctrain.data.subset import Subset
 
 _DAMAGE = (ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile)
@@ -140,21 +140,24 @@ class SplitSteps(Steps):
     """
 
     def __init__(
-        self, split: Split, order: Order, cut: Cut, together: int, num_ahead: int
+        self,
+        split: Split,
+        order: Order,
+        division: Division,
+        positions: range,
+        together: int = 1,
+        num_ahead: int = 1,
     ) -> None:
         """Let each part have its samples in the order of an epoch; otherwise as for ``Steps``."""
-        super().__init__(_Line(split, order), cut, together, num_ahead)
-        self._parts, self._own = split.parts, split.parts_of(cut.rank, cut.size)
+        super().__init__(_Line(split, order), division, positions, together, num_ahead)
+        self._parts, self._own = split.parts, split.parts_of(division.rank, division.size)
 
-    def _plan(self, group: int) -> list[StepPart]:
-        steps = self._steps(group * self._group, self._group)
-        mine = []
-        for step in steps:
-            samples = self._order.samples_at(np.array(self._cut.positions(step)))
-            mine.append(samples[Split.holds(self._own, self._parts[samples])])
-        starts = range(0, len(steps), self._together)
-        some = [mine[start : start + self._together] for start in starts]
-        return [StepPart(np.concatenate(each), [*map(len, each)]) for each in some]
+    def _plan(self, steps: range) -> tuple[Indices, list[int]]:
+        samples = self._order.samples_at(np.asarray(self._positions_of(steps)))
+        is_mine = Split.holds(self._own, self._parts[samples])
+        batch = self._division.global_batch
+        sizes = np.add.reduceat(is_mine.astype(int), np.arange(0, len(samples), batch)).tolist()
+        return samples[is_mine], sizes
 
 
 class _Line:

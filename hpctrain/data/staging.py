@@ -24,7 +24,7 @@ from hpctrain.data.io.shardfile import IO
 from hpctrain.data.io.values import ChunkCache
 from hpctrain.data.node_folder import NodeFolder, sites, sweep
 from hpctrain.data.reader import ShardedDataset
-from hpctrain.data.tools.shared_work import in_turns
+from hpctrain.data.tools.rank_work import in_turns
 
 FIRST_S, EVERY_S = 10.0, 30.0  # when a copy says how far it is, and how often from then on
 

@@ -9,7 +9,7 @@ import pytest
 
 from hpctrain.core.errors import CorruptError, DataError
 from hpctrain.data.format.layout import Manifest
-from hpctrain.data.tools import rewriting, shared_work
+from hpctrain.data.tools import rank_work, rewriting
 from hpctrain.data.tools.rewriting import (
     Shape,
     parse_shares,
@@ -215,7 +215,7 @@ def test_shares_that_cannot_be_are_told(texts, words):
 def test_any_number_of_ranks_writes_the_same_and_all_meet_an_error_of_one(
     world, comm, tmp_path_factory, monkeypatch
 ):
-    monkeypatch.setattr(shared_work, "TURN_S", 0.0)  # as many turns as pieces
+    monkeypatch.setattr(rank_work, "TURN_S", 0.0)  # as many turns as pieces
     monkeypatch.setattr(rewriting, "PIECE_BYTES", 1)
     directory = Path(world.bcast(str(tmp_path_factory.mktemp("shared"))))
     source, bad = directory / "set", directory / "bad"

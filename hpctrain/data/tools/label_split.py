@@ -12,8 +12,8 @@ from hpctrain.comm.communicator import Communicator
 from hpctrain.core.errors import DataError
 from hpctrain.data.reader import ShardedDataset
 from hpctrain.data.split import Split
+from hpctrain.data.tools.rank_work import Start, followed, in_turns, or_alone
 from hpctrain.data.tools.rewriting import share
-from hpctrain.data.tools.shared_work import Start, followed, in_turns, or_alone
 
 _PIECE = 1 << 16  # labels read at once
 

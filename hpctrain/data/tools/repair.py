@@ -20,9 +20,8 @@ from hpctrain.data.format.layout import (
     write_classes,
 )
 from hpctrain.data.format.writer_files import WriterLock, explained
-from hpctrain.data.tools.faults import FaultReport
-from hpctrain.data.tools.shared_work import Start, in_turns, or_alone
-from hpctrain.data.tools.verify import check_directory, verify
+from hpctrain.data.tools.rank_work import Start, in_turns, or_alone
+from hpctrain.data.tools.verify import FaultReport, check_directory, verify
 
 
 @dataclass(frozen=True, slots=True)

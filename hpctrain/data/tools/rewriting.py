@@ -15,7 +15,7 @@ from hpctrain.core.units import MIB
 from hpctrain.data.format.layout import PLAIN_NAME, Field, Manifest, classes_of
 from hpctrain.data.order.order import global_order
 from hpctrain.data.reader import ShardedDataset
-from hpctrain.data.tools.shared_work import Advance, Start, followed, in_turns, or_alone
+from hpctrain.data.tools.rank_work import Advance, Start, followed, in_turns, or_alone
 from hpctrain.data.writer import ShardWriter
 
 PIECE_BYTES = 4 * MIB  # of samples read at once, unless a block is larger
