@@ -1,14 +1,15 @@
 """Read a data set: any samples, in any order, gathered straight into one tensor per field."""
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from hpctrain.comm.agreement import agreed, on_root
@@ -18,12 +19,10 @@ from hpctrain.core.paths import absolute
 from hpctrain.core.python_compat import Self
 from hpctrain.data.format.hdf5_values import rows_per_chunk
 from hpctrain.data.format.layout import Field, Manifest
-from hpctrain.data.io.gathering import Part, gather_ragged, split
 from hpctrain.data.io.open_files import Handles, Opener
-from hpctrain.data.io.open_shard import OpenShard, check_file
-from hpctrain.data.io.shardfile import IO
+from hpctrain.data.io.shardfile import IO, OpenShard, check_file
 from hpctrain.data.io.values import Array, ChunkCache
-from hpctrain.data.samples import Picked, Values
+from hpctrain.data.samples import Picked, Ragged, Values
 
 Verify = Literal["first", "always", "off"]
 
@@ -176,7 +175,7 @@ class ShardedDataset:
         for name, shape, dtype, is_ragged in self._fields:
             if is_ragged:
                 assert parts is not None
-                batch[name] = gather_ragged(name, parts, shape, dtype, empty)
+                batch[name] = _gather_ragged(name, parts, shape, dtype, empty)
                 continue
             out = empty((len(wanted), *shape), dtype)
             if found:
@@ -195,7 +194,7 @@ class ShardedDataset:
             DataError: an index is out of range.
         """
         wanted = self._in_range(indices)
-        self._handles().will_need(split(wanted, self._starts), check=self._verify != "off")
+        self._handles().will_need(_split(wanted, self._starts), check=self._verify != "off")
 
     def file_of(self, index: int) -> str:
         """Return the shard that holds a sample."""
@@ -244,13 +243,13 @@ class ShardedDataset:
             self._own = own = Handles(self.manifest, open_shard, self._io)
         return own
 
-    def _parts(self, handles: Handles, wanted: Array) -> list[Part]:
+    def _parts(self, handles: Handles, wanted: Array) -> list["ShardRows"]:
         return [
-            Part(handles.shard(home), rows, places)
-            for home, rows, places in split(wanted, self._starts)
+            ShardRows(handles.shard(home), rows, places)
+            for home, rows, places in _split(wanted, self._starts)
         ]
 
-    def _check(self, parts: Iterable[Part]) -> None:
+    def _check(self, parts: Iterable["ShardRows"]) -> None:
         for shard, rows, _ in parts:
             if self._verify == "off":
                 # Only whether the file is still the same.
@@ -261,3 +260,65 @@ class ShardedDataset:
     def _check_files(self, indices: Iterable[int]) -> None:
         for index in indices:
             check_file(self.path, self.manifest, index)
+
+
+_MANY = 4096  # samples from which on it is worth a look whether they grow
+
+
+class ShardRows(NamedTuple):
+    """The samples of a batch that one shard has."""
+
+    shard: OpenShard
+    rows: Array  # numbered from the start of the shard
+    places: Array | None  # where they belong in the batch, None if they are all of it
+
+
+def _split(wanted: Array, starts: Array) -> Iterator[tuple[int, Array, Array | None]]:
+    """Yield ``(shard, rows, places)`` for each shard that has some of the samples.
+
+    ``starts`` are the first samples of all shards, and the end of the last one.
+    """
+    if len(starts) == 2:
+        yield 0, wanted, None
+        return
+    if len(wanted) > _MANY and (wanted[1:] >= wanted[:-1]).all():
+        edges = np.searchsorted(wanted, starts).tolist()
+        for home, (start, stop) in enumerate(pairwise(edges)):
+            if start < stop:
+                yield home, wanted[start:stop] - starts[home], np.arange(start, stop)
+        return
+    homes = np.searchsorted(starts, wanted, side="right") - 1
+    order = np.argsort(homes, kind="stable")
+    homes = homes[order]
+    cuts = [0, *(np.flatnonzero(np.diff(homes)) + 1).tolist(), len(wanted)]
+    for start, stop in pairwise(cuts):
+        if start == stop:
+            continue
+        home = int(homes[start])
+        if stop - start == len(wanted):
+            yield home, wanted - starts[home], None
+        else:
+            places = order[start:stop]
+            yield home, wanted[places] - starts[home], places
+
+
+def _gather_ragged(
+    name: str,
+    parts: Sequence[ShardRows],
+    shape: Sequence[int],
+    dtype: np.dtype[Any],
+    empty: Callable[..., NDArray[Any]],
+) -> Ragged:
+    """Return the samples of a ragged field, whose rows have ``shape``."""
+    num_samples = sum(len(part.rows) for part in parts)
+    offsets = np.zeros(num_samples + 1, np.int64)
+    lengths = offsets[1:]
+    for shard, rows, places in parts:
+        lengths[slice(None) if places is None else places] = shard.lengths(name, rows)
+    np.cumsum(lengths, out=lengths)
+    out = empty((int(offsets[-1]), *shape), dtype)
+    if out.size:
+        for shard, rows, places in parts:
+            starts = offsets[:-1] if places is None else offsets[places]
+            shard.gather_ragged(name, rows, out, starts)
+    return Ragged(torch.from_numpy(out), torch.from_numpy(offsets))

@@ -19,8 +19,7 @@ from hpctrain.core.errors import CorruptError, DataError
 from hpctrain.core.logs import logger
 from hpctrain.core.units import MIB, format_bytes
 from hpctrain.data.format.layout import Manifest, ShardEntry
-from hpctrain.data.io.open_shard import OpenShard, check_file
-from hpctrain.data.io.shardfile import IO
+from hpctrain.data.io.shardfile import IO, OpenShard, check_file
 from hpctrain.data.io.values import ChunkCache
 from hpctrain.data.node_folder import NodeFolder, sites, sweep
 from hpctrain.data.reader import ShardedDataset
