@@ -69,7 +69,7 @@ class Handles:
                     self._shards.popitem(last=False)
         return found
 
-    def rows_of(self, wanted: Array) -> tuple[JoinedMap, Array] | None:
+    def rows_of(self, wanted: Array) -> tuple["JoinedMap", Array] | None:
         """Return the array of all shards and the rows of samples in it, if there is one."""
         joined = self.joined
         if joined is None:
@@ -92,7 +92,7 @@ class Handles:
             with suppress(DataError, *UNREADABLE):
                 read_ahead(self._threads, self.shard(home).file, rows, check=check)
 
-    def _join(self) -> JoinedMap | None:
+    def _join(self) -> "JoinedMap | None":
         """Join all shards to one array, once all are open and if they can be joined."""
         if not self._can_join or len(self._shards) < len(self._manifest.shards):
             return None
