@@ -21,7 +21,7 @@ from hpctrain.data.packing.source import (
     NUM_EXAMINED,
     Array,
     Batch,
-    Source,
+    PackSource,
     WantedFields,
     chosen,
     field_of,
@@ -52,7 +52,7 @@ class Opened:
         return self._opener()
 
 
-def open_arrays(files: Sequence[str], wanted: WantedFields) -> Source:
+def open_arrays(files: Sequence[str], wanted: WantedFields) -> PackSource:
     """Examine arrays.
 
     Of an ``.npy``, ``wanted.fields`` may name several ``.npy`` files in the same folder; without
@@ -62,7 +62,7 @@ def open_arrays(files: Sequence[str], wanted: WantedFields) -> Source:
     return joined([_examined(Path(file), wanted) for file in files])
 
 
-def _examined(path: Path, wanted: WantedFields) -> Source:
+def _examined(path: Path, wanted: WantedFields) -> PackSource:
     if path.suffix == ".npz":
         with readable(str(path), "arrays", *_UNREADABLE), zipfile.ZipFile(path) as archive:
             inside = archive.namelist()
@@ -84,7 +84,7 @@ def _examined(path: Path, wanted: WantedFields) -> Source:
         for name, array in arrays.items()
         if array.ndim
     }
-    return Source(
+    return PackSource(
         fields=fields,
         runs=[(length_of(arrays, str(path), "ARRAY"), Opened(opener))],
         files=sorted({str(file) for file, _ in places.values()}),
@@ -193,7 +193,7 @@ class Dataset:
         return np.memmap(self._path, dataset.dtype, "r", offset, dataset.shape)
 
 
-def open_hdf5(files: Sequence[str], wanted: WantedFields) -> Source:
+def open_hdf5(files: Sequence[str], wanted: WantedFields) -> PackSource:
     """Examine HDF5 files. Strings and rows of different lengths become ragged fields.
 
     Without ``wanted.fields`` all datasets are packed, by the last part of their path. Raises
@@ -203,7 +203,7 @@ def open_hdf5(files: Sequence[str], wanted: WantedFields) -> Source:
     return joined([_examined_hdf5(file, wanted) for file in files])
 
 
-def _examined_hdf5(path: str, wanted: WantedFields) -> Source:
+def _examined_hdf5(path: str, wanted: WantedFields) -> PackSource:
     with _readable(path), h5py.File(path, "r", locking=False) as file:
         available, links = _listed(file)
         asked = {name: at.strip("/") for name, at in wanted.fields.items()}
@@ -217,7 +217,7 @@ def _examined_hdf5(path: str, wanted: WantedFields) -> Source:
             f"links of {path} are left out, each dataset is packed once, from the file that holds "
             f"it: {', '.join(links)}"
         )
-        return Source(
+        return PackSource(
             runs=[(num_samples, Opened(partial(_open_datasets, path, places)))],
             fields={name: dataset.field for name, dataset in datasets.items()},
             files=[path],

@@ -19,7 +19,14 @@ from hpctrain.data.packing.files import (
     files_below,
     form_of_images,
 )
-from hpctrain.data.packing.source import NUM_EXAMINED, Array, Sample, Source, WantedFields, chosen
+from hpctrain.data.packing.source import (
+    NUM_EXAMINED,
+    Array,
+    PackSource,
+    Sample,
+    WantedFields,
+    chosen,
+)
 
 LABEL = "label"
 _MAX_THREADS = 8
@@ -28,7 +35,7 @@ _SPLITS = frozenset(
 )
 
 
-def open_folder(path: Path, wanted: WantedFields) -> Source:
+def open_folder(path: Path, wanted: WantedFields) -> PackSource:
     """Examine a folder of images or arrays; with folders in it, each of them is a class.
 
     Classes are numbered in the order of their names. Images all of one size, as 64 of them show,
@@ -60,7 +67,7 @@ def open_folder(path: Path, wanted: WantedFields) -> Source:
         form, more = form_of_images(contents, wanted, str(path))
         notes += more
     take = partial(_take, mine, labels, names, partial(decoded, form=form, resize=wanted.resize))
-    folder = Source(
+    folder = PackSource(
         files=mine, runs=[(len(mine), take)], classes=classes, notes=notes, origins=names
     )
     as_bytes = [name for name, one in names.items() if one != LABEL and form == "bytes"]

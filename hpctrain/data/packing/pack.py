@@ -20,7 +20,7 @@ from hpctrain.core.units import MIB
 from hpctrain.data.format.layout import CLASSES, MANIFEST, Manifest
 from hpctrain.data.packing.files import fingerprint
 from hpctrain.data.packing.kinds import PYTHON, kind_of, open_source
-from hpctrain.data.packing.source import Loaded, Source, WantedFields
+from hpctrain.data.packing.source import LoadedSamples, PackSource, WantedFields
 from hpctrain.data.writer import BLOCK_SIZE, ShardWriter
 
 SHARD_BYTES = 512 * MIB
@@ -128,7 +128,11 @@ def pack(
 
 
 def _write(
-    writer: ShardWriter, found: Source, seed: int | None, comm: Communicator, start: Start | None
+    writer: ShardWriter,
+    found: PackSource,
+    seed: int | None,
+    comm: Communicator,
+    start: Start | None,
 ) -> None:
     done = writer.num_written
     advance = start(found.share_length(comm.rank, comm.size), done) if start else None
@@ -141,14 +145,14 @@ def _write(
 
 def _opened(
     source: object, directory: Path, config: PackConfig, comm: Communicator
-) -> tuple[Source, str | None]:
+) -> tuple[PackSource, str | None]:
     """Examine a source on rank 0, or where it is an object of the program on each rank.
 
     Returns it, and what stays the same as long as a killed packing of it can go on.
     """
     kind = on_root(comm, partial(_kind_of, source, directory, config), DataError)
     is_on_each = kind == PYTHON
-    found: Source | None = None
+    found: PackSource | None = None
     key: str | None = None
     with agreed(comm, DataError), _explained():
         if comm.rank == 0 or is_on_each:
@@ -156,7 +160,7 @@ def _opened(
             if found.is_indexed and not found.num_samples:
                 raise DataError(f"a data set needs at least one sample, {source} has none")
             if not found.is_indexed and config.shuffle is not None:
-                loaded = Loaded(found, SHUFFLED_BYTES // comm.size)
+                loaded = LoadedSamples(found, SHUFFLED_BYTES // comm.size)
                 found = replace(found, runs=[(len(loaded), loaded)], parts=())
             key = _key(found, source, replace(config, kind=kind), comm.size)
     if not is_on_each:
@@ -175,7 +179,7 @@ def _kind_of(source: object, directory: Path, config: PackConfig) -> str:
         return kind_of(source, config.kind)
 
 
-def _key(found: Source, source: object, config: PackConfig, size: int) -> str | None:
+def _key(found: PackSource, source: object, config: PackConfig, size: int) -> str | None:
     if not isinstance(source, str | Path):
         return None  # nobody can tell whether another object has the same samples
     files = fingerprint(chain(found.files, found.code))
@@ -202,7 +206,7 @@ def _explained() -> Iterator[None]:
         ) from error
 
 
-def _idle_ranks(source: Source, size: int) -> tuple[str, ...]:
+def _idle_ranks(source: PackSource, size: int) -> tuple[str, ...]:
     """Say which ranks have nothing to do."""
     num_parts = len(source.parts)
     if num_parts < size and not source.is_indexed:
@@ -211,7 +215,7 @@ def _idle_ranks(source: Source, size: int) -> tuple[str, ...]:
     return ()
 
 
-def _samples_per_shard(found: Source, config: PackConfig, size: int) -> int:
+def _samples_per_shard(found: PackSource, config: PackConfig, size: int) -> int:
     if config.samples_per_shard is not None:
         return config.samples_per_shard
     fitting = int(config.shard_bytes / max(found.sample_bytes, 1))

@@ -15,8 +15,8 @@ from hpctrain.core.target import make_importable
 from hpctrain.data.packing.source import (
     NUM_EXAMINED,
     Array,
+    PackSource,
     Sample,
-    Source,
     WantedFields,
     chosen,
     picked,
@@ -24,7 +24,7 @@ from hpctrain.data.packing.source import (
 )
 
 
-def open_python(source: Any, wanted: WantedFields) -> Source:
+def open_python(source: Any, wanted: WantedFields) -> PackSource:
     """Examine an object, a function that makes it, or its name ``module:function``.
 
     An item is a dict of arrays, or a tuple, whose parts are named 0, 1, ...
@@ -57,7 +57,7 @@ def open_python(source: Any, wanted: WantedFields) -> Source:
     def read() -> Iterator[Sample]:
         return starmap(sample, enumerate(_called(given)))
 
-    found = Source(
+    found = PackSource(
         runs=[(len(made), take)] if is_indexed else (),
         parts=() if is_indexed else [(None, read)],  # nobody knows where to cut it
         origins=names,

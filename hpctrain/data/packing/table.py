@@ -20,8 +20,17 @@ from pyarrow.parquet import ParquetFile
 from hpctrain.core.errors import DataError
 from hpctrain.core.units import MIB, format_bytes
 from hpctrain.data.packing.files import ending_of, unpacked
-from hpctrain.data.packing.number_types import NUMBER_TYPE, cast
-from hpctrain.data.packing.source import Array, Batch, Source, WantedFields, chosen, raw, readable
+from hpctrain.data.packing.source import (
+    NUMBER_TYPE,
+    Array,
+    Batch,
+    PackSource,
+    WantedFields,
+    cast,
+    chosen,
+    raw,
+    readable,
+)
 
 TEXT = "text"  # type of a column of CSV that stays as it is written
 
@@ -39,11 +48,11 @@ def open_table(
     files: Sequence[str],
     columns: Columns,
     parts: Sequence[tuple[int | None, str, Callable[[], Iterator[Rows]]]],
-) -> Source:
+) -> PackSource:
     """Examine a table; of each part its number of rows, its file, and what reads its rows."""
     reads = [(length, partial(_read, columns, path, read)) for length, path, read in parts]
     origins = {name: ",".join(names) for name, (names, _) in columns.items()}
-    found = Source(files=files, parts=reads, origins=origins)
+    found = PackSource(files=files, parts=reads, origins=origins)
     first = next(chain.from_iterable(read() for _, read in reads), {})
     ragged = [name for name, values in first.items() if isinstance(values, list)]
     rows = zip(*first.values(), strict=True)
@@ -129,7 +138,7 @@ class Block(NamedTuple):
         return self.columns[self.names.index(name)]
 
 
-def open_csv(files: Sequence[str], wanted: WantedFields) -> Source:
+def open_csv(files: Sequence[str], wanted: WantedFields) -> PackSource:
     """Examine CSV files; ``.tsv`` has tabs. Numbers become numbers, all else texts, as bytes."""
     first = next(_blocks(files[0]), None)
     if first is None:
@@ -319,7 +328,7 @@ _ROWS_PER_BATCH = 4096
 _MAGIC = b"ARROW1"  # begins a file of Arrow, and no stream
 
 
-def open_parquet(files: Sequence[str], wanted: WantedFields) -> Source:
+def open_parquet(files: Sequence[str], wanted: WantedFields) -> PackSource:
     """Examine Parquet files. Texts, bytes and lists become ragged fields.
 
     Raises ``DataError``: a file cannot be read, or a column is not there.
@@ -334,7 +343,7 @@ def open_parquet(files: Sequence[str], wanted: WantedFields) -> Source:
     return _columns_opened(names, parts, _rows_of_group, wanted)
 
 
-def open_arrow(files: Sequence[str], wanted: WantedFields) -> Source:
+def open_arrow(files: Sequence[str], wanted: WantedFields) -> PackSource:
     """Examine Arrow files, as ``datasets`` writes them too; as ``open_parquet``."""
     parts: list[_Part] = []
     names: dict[str, list[str]] = {}
@@ -354,7 +363,7 @@ def _columns_opened(
     parts: Sequence[_Part],
     read: Callable[..., Iterator[Rows]],
     wanted: WantedFields,
-) -> Source:
+) -> PackSource:
     files = [*names]
     columns = columns_of(names[files[0]], wanted, files[0])
     used = sorted({at for names, _ in columns.values() for at in names})

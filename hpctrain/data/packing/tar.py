@@ -21,8 +21,8 @@ from hpctrain.data.packing.files import (
 )
 from hpctrain.data.packing.source import (
     NUM_EXAMINED,
+    PackSource,
     Sample,
-    Source,
     WantedFields,
     chosen,
     picked,
@@ -50,7 +50,7 @@ _NOTES = frozenset(
 )
 
 
-def open_tar(files: Sequence[str], wanted: WantedFields) -> Source:
+def open_tar(files: Sequence[str], wanted: WantedFields) -> PackSource:
     """Examine archives.
 
     A field is named after an ending. Images become pixels if those of the first samples have one
@@ -83,7 +83,7 @@ def open_tar(files: Sequence[str], wanted: WantedFields) -> Source:
             notes += more
     decode = partial(_decoded, endings, forms, wanted)
     parts = [(None, partial(_read, file, tuple(asked.values()), decode)) for file in files]
-    found = Source(files=files, parts=parts, notes=tuple(notes), origins=endings)
+    found = PackSource(files=files, parts=parts, notes=tuple(notes), origins=endings)
     ragged = [*wanted.ragged, *(name for name, form in forms.items() if form == "bytes")]
     found.learn(map(decode, some), ragged, where)
     return found

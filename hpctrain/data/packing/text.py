@@ -12,10 +12,18 @@ from hpctrain.core.errors import DataError
 from hpctrain.core.target import file_of
 from hpctrain.data.packing.arrays import Opened
 from hpctrain.data.packing.python import resolve
-from hpctrain.data.packing.source import Array, Sample, Source, WantedFields, field_of, joined, raw
+from hpctrain.data.packing.source import (
+    Array,
+    PackSource,
+    Sample,
+    WantedFields,
+    field_of,
+    joined,
+    raw,
+)
 
 
-def open_text(files: Sequence[str], wanted: WantedFields) -> Source:
+def open_text(files: Sequence[str], wanted: WantedFields) -> PackSource:
     """Examine text files.
 
     The field is ``text``, bytes, or with a tokenizer ``tokens``, of the dtype that it returns;
@@ -29,7 +37,7 @@ def open_text(files: Sequence[str], wanted: WantedFields) -> Source:
                 f"no file has as many as {wanted.length} bytes; choose a smaller --length"
             )
         return joined([one for one in windows if one.num_samples])
-    found = Source(
+    found = PackSource(
         files=files, parts=[(None, partial(_read, file, name, wanted)) for file in files]
     )
     samples = chain.from_iterable(_read(file, name, wanted) for file in files)
@@ -78,11 +86,11 @@ def _tokens(path: str, tokenizer: Callable[[str], Any], text: bytes) -> Array:
     return array
 
 
-def _windows(file: str, name: str, length: int) -> Source:
+def _windows(file: str, name: str, length: int) -> PackSource:
     """Examine the windows of the bytes of a file; what is left at its end is left out."""
     count = Path(file).stat().st_size // length
     opened = Opened(partial(_open_windows, file, name, (count, length)))
-    return Source(
+    return PackSource(
         fields={name: field_of((length,), "u1", file)},
         runs=[(count, opened)],
         files=[file],
