@@ -68,7 +68,8 @@ def stage(dataset: ShardedDataset, node: Communicator, to: Path | str = "auto") 
         with agreed(node, DataError), _explained(dataset):
             held = held or NodeFolder.join(path)
         copier = _Copier(dataset, path)
-        in_turns(node, copier.copy(chosen[node.rank :: node.size], tells=node.rank == 0))
+        pieces = copier.copy(chosen[node.rank :: node.size], tells=node.rank == 0)
+        in_turns(node, pieces, lambda _: None)
         done = node.allgather_object((copier.present, copier.full))
     except BaseException:
         if held is not None:

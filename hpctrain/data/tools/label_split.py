@@ -1,6 +1,5 @@
 """A data set split by label: each part gets other shares of the labels, as clients have them."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -64,14 +63,12 @@ def split_by_label(  # noqa: PLR0913 - what a user may choose
     first, stop = share(len(whole), comm, whole.block_size)
     advance = followed(start, stop - first)
 
-    def read() -> Iterator[None]:
-        for begin in range(first, stop, _PIECE):
-            some = labels.take(np.arange(begin, min(begin + _PIECE, stop)))[label]
-            pieces.append(np.asarray(some).reshape(-1).astype(np.int64))
-            advance(len(pieces[-1]))
-            yield
+    def read(begin: int) -> None:
+        some = labels.take(np.arange(begin, min(begin + _PIECE, stop)))[label]
+        pieces.append(np.asarray(some).reshape(-1).astype(np.int64))
+        advance(len(pieces[-1]))
 
-    in_turns(comm, read())
+    in_turns(comm, range(first, stop, _PIECE), read)
     found = np.concatenate([p for of_rank in comm.allgather_object(pieces) for p in of_rank])
 
     def write() -> LabelSplit:

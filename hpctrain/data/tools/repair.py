@@ -1,7 +1,6 @@
 """Make a damaged data set whole again, with the files of another copy of it."""
 
 import shutil
-from collections.abc import Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -107,15 +106,13 @@ def _take(
     directory: Path, source: Path, manifest: Manifest, report: FaultReport, comm: Communicator
 ) -> list[tuple[int, str]]:
     """Take shards from another copy, each rank some; return why some could not be taken."""
-    mine: list[tuple[int, str]] = []
+    refusals: dict[int, str] = {}
 
-    def take() -> Iterator[None]:
-        for index in report.bad_shards[comm.rank :: comm.size]:
-            mine.append((index, _take_shard(source, directory, manifest.shards[index])))
-            yield
+    def take(index: int) -> None:
+        refusals[index] = _take_shard(source, directory, manifest.shards[index])
 
-    in_turns(comm, take())
-    return sorted(found for some in comm.allgather_object(mine) for found in some)
+    in_turns(comm, report.bad_shards[comm.rank :: comm.size], take)
+    return sorted(item for some in comm.allgather_object(refusals) for item in some.items())
 
 
 def _take_shard(source: Path, directory: Path, shard: ShardEntry) -> str:

@@ -7,7 +7,6 @@ from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hpctrain.comm.communicator import Communicator
 from hpctrain.core.errors import DataError
@@ -15,7 +14,8 @@ from hpctrain.core.units import MIB
 from hpctrain.data.format.layout import PLAIN_NAME, Field, Manifest, classes_of
 from hpctrain.data.order.order import global_order
 from hpctrain.data.reader import ShardedDataset
-from hpctrain.data.tools.rank_work import Advance, Start, followed, in_turns, or_alone
+from hpctrain.data.samples import Indices
+from hpctrain.data.tools.rank_work import Start, followed, in_turns, or_alone
 from hpctrain.data.writer import ShardWriter
 
 PIECE_BYTES = 4 * MIB  # of samples read at once, unless a block is larger
@@ -80,8 +80,12 @@ def reshard(
         classes=classes_of(directory, manifest),
     ) as writer:
         advance(writer.num_written)
-        pieces = _ranges(dataset, first + writer.num_written, stop)
-        in_turns(comm, _written(pieces, lambda some: writer.append(dataset.take(some)), advance))
+
+        def copy(samples: Indices) -> None:
+            writer.append(dataset.take(samples))
+            advance(len(samples))
+
+        in_turns(comm, _pieces(dataset, first + writer.num_written, stop), copy)
     return writer.manifest
 
 
@@ -106,6 +110,7 @@ def split(
     dataset = ShardedDataset.open(directory, comm, io="read")
     manifest = dataset.manifest
     first, stop = share(manifest.num_samples, comm, manifest.block_size)
+    advance = followed(start, stop - first)
     part_of = parts_drawn(sizes_of(manifest.num_samples, shares), seed)
     with ExitStack() as stack:
         writers = [
@@ -124,13 +129,13 @@ def split(
             for name in shares
         ]
 
-        def deal(samples: NDArray[np.int64]) -> None:
+        def deal(samples: Indices) -> None:
             parts = part_of(samples)
             for number, writer in enumerate(writers):
                 writer.append(dataset.take(samples[parts == number]))
+            advance(len(samples))
 
-        pieces = _ranges(dataset, first, stop)
-        in_turns(comm, _written(pieces, deal, followed(start, stop - first)))
+        in_turns(comm, _pieces(dataset, first, stop), deal)
     return {name: writer.manifest for name, writer in zip(shares, writers, strict=True)}
 
 
@@ -179,16 +184,14 @@ def sizes_of(num_samples: int, shares: Shares) -> list[int]:
     return sizes
 
 
-def parts_drawn(
-    sizes: Sequence[int], seed: int
-) -> Callable[[NDArray[np.int64]], NDArray[np.int64]]:
+def parts_drawn(sizes: Sequence[int], seed: int) -> Callable[[Indices], Indices]:
     """Draw parts of so many samples; return what tells the part of samples from their numbers."""
     ends = np.cumsum(sizes)
     order = global_order(int(ends[-1]), seed, _TAG)
     return lambda samples: np.searchsorted(ends, order.positions_of(samples), side="right")
 
 
-def _ranges(dataset: ShardedDataset, start: int, stop: int) -> Iterator[NDArray[np.int64]]:
+def _pieces(dataset: ShardedDataset, start: int, stop: int) -> Iterator[Indices]:
     """Cut the samples ``[start, stop)`` into pieces of whole blocks, about 4 MiB each."""
     block = dataset.block_size
     step = int(PIECE_BYTES / max(1, dataset.sample_bytes)) // block * block or block
@@ -196,17 +199,6 @@ def _ranges(dataset: ShardedDataset, start: int, stop: int) -> Iterator[NDArray[
         end = min(start // step * step + step, stop)
         yield np.arange(start, end)
         start = end
-
-
-def _written(
-    pieces: Iterator[NDArray[np.int64]],
-    write: Callable[[NDArray[np.int64]], None],
-    advance: Advance,
-) -> Iterator[None]:
-    for samples in pieces:
-        write(samples)
-        advance(len(samples))
-        yield
 
 
 def _samples_per_shard(manifest: Manifest, shape: Shape) -> int:

@@ -2,7 +2,7 @@
 
 import os
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -194,15 +194,9 @@ def _share(
     mine = range(comm.rank, len(manifest.shards), comm.size)
     advance = followed(start, sum(manifest.shards[index].num_bytes for index in mine))
     faults: list[Fault] = []
+    check = partial(_check_shard, directory, manifest, advance=advance)
     with ThreadPoolExecutor(threads) as pool:
-
-        def check() -> Iterator[None]:
-            one = partial(_check_shard, directory, manifest, advance=advance)
-            for found in pool.map(one, mine):
-                faults.extend(found)
-                yield
-
-        in_turns(comm, check())
+        in_turns(comm, pool.map(check, mine), faults.extend)
     together = [fault for found in comm.allgather_object(faults) for fault in found]
     return tuple(sorted(together, key=lambda fault: fault.shard or 0))
 
