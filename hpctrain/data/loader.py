@@ -17,10 +17,10 @@ from hpctrain.comm.ops import Op
 from hpctrain.core.errors import CorruptError, DataError
 from hpctrain.core.python_compat import Self, add_note
 from hpctrain.core.user_error import user_lines
+from hpctrain.data.data_split import Split, SplitSteps
 from hpctrain.data.order.window import WindowShape
 from hpctrain.data.reading import Reading
 from hpctrain.data.samples import Batch, Indices
-from hpctrain.data.split import Split, SplitSteps
 from hpctrain.data.steps import Ordering, OrderName, Skipped, Steps
 from hpctrain.data.workers.shm_message import portable
 

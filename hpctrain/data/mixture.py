@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hpctrain.core.errors import CorruptError, DataError
-from hpctrain.data.format.layout import Field
+from hpctrain.data.format.dataset_manifest import Field
 from hpctrain.data.order.order import Order, Sequential, global_order
 from hpctrain.data.samples import Columns, Indices, Ragged, Samples, Values, file_of
 

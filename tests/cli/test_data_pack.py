@@ -15,7 +15,7 @@ import hpctrain
 from hpctrain.cli.data_pack import pack
 from hpctrain.cli.shared_work import ToolBar, joined
 from hpctrain.core.errors import ConfigError, DataError, MismatchError
-from hpctrain.data.format.layout import Manifest
+from hpctrain.data.format.dataset_manifest import Manifest
 from hpctrain.runtime.world import current
 from tests.data.plain import read_whole
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from hpctrain.core.errors import DataError
 from hpctrain.data.format import hdf5_values as zstd
-from hpctrain.data.format.layout import Field, Manifest
+from hpctrain.data.format.dataset_manifest import Field, Manifest
 from hpctrain.data.samples import Ragged
 from hpctrain.data.writer import ShardWriter, write_arrays
 from tests.data.plain import read_whole

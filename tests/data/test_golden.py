@@ -14,7 +14,7 @@ import torch
 
 from hpctrain.core.atomic import crc32_of
 from hpctrain.core.errors import CorruptError, DataError
-from hpctrain.data.format.layout import VERSION, Manifest
+from hpctrain.data.format.dataset_manifest import VERSION, Manifest
 from hpctrain.data.reader import ShardedDataset
 from hpctrain.data.samples import Ragged
 from hpctrain.data.tools.rewriting import Shape, reshard

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpctrain.core.errors import CorruptError, DataError
-from hpctrain.data.format.layout import Field
+from hpctrain.data.format.dataset_manifest import Field
 from hpctrain.data.loader import Loader
 from hpctrain.data.mixture import PERIOD, Mixture
 from hpctrain.data.samples import Ragged

@@ -13,7 +13,7 @@ from PIL import Image
 
 from hpctrain.core.errors import DataError
 from hpctrain.data.format import writer_files
-from hpctrain.data.format.layout import Manifest
+from hpctrain.data.format.dataset_manifest import Manifest
 from hpctrain.data.packing.kinds import kind_of
 from hpctrain.data.packing.pack import PackConfig, pack
 from hpctrain.data.tools.verify import verify
@@ -218,7 +218,7 @@ def test_a_source_that_changes_under_the_packing_is_an_error(tmp_path):
 
 def test_packages_that_are_missing_are_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    for name in ("table", "kinds"):
+    for name in ("tabular", "kinds"):
         monkeypatch.delitem(sys.modules, f"hpctrain.data.packing.{name}", raising=False)
     import_module("hpctrain.data.packing.kinds")  # arrays, images and text need none of them
     for name in ("t.pq", "t.csv"):

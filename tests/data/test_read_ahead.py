@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from hpctrain.core.errors import CorruptError
-from hpctrain.data.format.layout import Manifest
+from hpctrain.data.format.dataset_manifest import Manifest
 from hpctrain.data.io.open_files import read_ahead
 from hpctrain.data.io.shardfile import OpenShard
 from hpctrain.data.loader import Loader

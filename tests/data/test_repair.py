@@ -8,7 +8,7 @@ import pytest
 
 from hpctrain.core.atomic import PART
 from hpctrain.core.errors import DataError
-from hpctrain.data.format.layout import MANIFEST
+from hpctrain.data.format.dataset_manifest import MANIFEST
 from hpctrain.data.tools.repair import repair
 from hpctrain.data.tools.verify import verify
 from hpctrain.data.writer import ShardWriter

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hpctrain.core.errors import CorruptError, DataError
-from hpctrain.data.format.layout import Manifest
+from hpctrain.data.format.dataset_manifest import Manifest
 from hpctrain.data.tools import rank_work, rewriting
 from hpctrain.data.tools.rewriting import (
     Shape,

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from hpctrain.core.errors import DataError
+from hpctrain.data.data_split import Split
 from hpctrain.data.loader import Loader
 from hpctrain.data.reader import ShardedDataset
 from hpctrain.data.samples import collate
-from hpctrain.data.split import Split
 from hpctrain.data.tools import label_split
 from hpctrain.data.tools.label_split import parts_by_label, split_by_label
 from hpctrain.data.writer import write_arrays

@@ -11,7 +11,7 @@ import h5py
 import pytest
 
 from hpctrain.core.errors import DataError
-from hpctrain.data.format.layout import MANIFEST
+from hpctrain.data.format.dataset_manifest import MANIFEST
 from hpctrain.data.tools import verify as verify_module
 from hpctrain.data.tools.verify import merged, verify
 from tests.data.mixed_set import IN_MEMORY, files_of, flip, shard, write_mixed

@@ -18,8 +18,8 @@ from numpy.typing import ArrayLike, NDArray
 from hpctrain.core.errors import DataError
 from hpctrain.core.python_compat import Self
 from hpctrain.core.units import MIB
+from hpctrain.data.format.dataset_manifest import Field
 from hpctrain.data.format.hdf5_values import filters, rows_per_chunk
-from hpctrain.data.format.layout import Field
 from hpctrain.data.samples import Ragged
 
 

@@ -1,13 +1,14 @@
 """Values in HDF5 files: filtered by zstd, as plain bytes, and never those of another file."""
 
 from collections.abc import Mapping
+from importlib import import_module
 from typing import Any
 
 import h5py
 
 from hpctrain.core.errors import DataError
 from hpctrain.core.units import MIB
-from hpctrain.data.format.layout import Field
+from hpctrain.data.format.dataset_manifest import Field
 
 CHUNK_BYTES = 2 * MIB
 """Aimed at: smaller chunks compress less, larger ones are decoded for too few samples."""
@@ -26,7 +27,7 @@ def load_filters(fields: Mapping[str, Field]) -> None:
     if not is_compressed(fields):
         return
     try:
-        import hdf5plugin  # noqa: F401, PLC0415 - registers its filters; an extra
+        import_module("hdf5plugin")  # an extra, which registers its filters
     except ImportError:
         raise DataError(
             "fields compressed with zstd need the package hdf5plugin; "
@@ -36,9 +37,7 @@ def load_filters(fields: Mapping[str, Field]) -> None:
 
 def filters() -> dict[str, Any]:
     """Return the arguments of ``create_dataset`` for zstd and a checksum of each chunk."""
-    import hdf5plugin  # noqa: PLC0415 - an extra
-
-    return {**hdf5plugin.Zstd(clevel=_LEVEL), "fletcher32": True}
+    return {**import_module("hdf5plugin").Zstd(clevel=_LEVEL), "fletcher32": True}
 
 
 def rows_per_chunk(field: Field, block_size: int) -> int:

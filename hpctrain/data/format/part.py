@@ -18,8 +18,8 @@ from hpctrain.core.atomic import PART, crc32_of, sync
 from hpctrain.core.checksum import crc32, crc32_combine
 from hpctrain.core.units import KIB
 from hpctrain.data.format.columns import RaggedRows, Rows, count, new_column
+from hpctrain.data.format.dataset_manifest import FORMAT, VERSION, Manifest, Place, ShardEntry
 from hpctrain.data.format.hdf5_values import own_dataset, raw_offset
-from hpctrain.data.format.layout import FORMAT, VERSION, Manifest, Place, ShardEntry
 
 
 class PartFile(io.FileIO):

@@ -15,7 +15,7 @@ from hpctrain.comm.communicator import Communicator
 from hpctrain.core.atomic import publishing, reason_of, refusal, sync
 from hpctrain.core.errors import DataError
 from hpctrain.core.logs import logger
-from hpctrain.data.format.layout import (
+from hpctrain.data.format.dataset_manifest import (
     LOCK,
     Manifest,
     ShardEntry,

@@ -20,8 +20,8 @@ from hpctrain.cluster.resources import available_bytes
 from hpctrain.core.errors import DataError
 from hpctrain.core.python_compat import Self
 from hpctrain.core.units import KIB, MIB
+from hpctrain.data.format.dataset_manifest import Manifest
 from hpctrain.data.format.hdf5_values import UNREADABLE
-from hpctrain.data.format.layout import Manifest
 from hpctrain.data.io.mapped import HUGE_BYTES, Space
 from hpctrain.data.io.shardfile import IO, OpenShard, ShardFile
 from hpctrain.data.io.values import Array, take_rows
@@ -37,7 +37,7 @@ class Handles:
 
     def __init__(self, manifest: Manifest, open_shard: Callable[..., OpenShard], io: IO) -> None:
         self.pid = os.getpid()
-        self.buffers = Buffers()
+        self.buffers = BatchBuffers()
         self.joined: JoinedMap | None = None
         self._manifest = manifest
         self._open_shard = open_shard
@@ -234,7 +234,7 @@ _MAX_PER_SIZE = 16
 _MAX_SIZES = 8
 
 
-class Buffers:
+class BatchBuffers:
     """Uninitialised arrays whose memory is used again: page faults cost more than a batch's copy.
 
     A view, a tensor of ``torch.from_numpy`` and whatever shares memory with one keep a buffer

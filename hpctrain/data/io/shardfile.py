@@ -17,8 +17,8 @@ from hpctrain.core.atomic import reason_of
 from hpctrain.core.checksum import crc32
 from hpctrain.core.errors import CorruptError
 from hpctrain.core.units import MIB
+from hpctrain.data.format.dataset_manifest import Manifest, ShardEntry
 from hpctrain.data.format.hdf5_values import UNREADABLE, is_compressed, load_filters, own_dataset
-from hpctrain.data.format.layout import Manifest, ShardEntry
 from hpctrain.data.io.mapped import PlainBlocks, Space, from_file, from_map, is_cached
 from hpctrain.data.io.values import (
     Array,

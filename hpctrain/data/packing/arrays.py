@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.core.errors import DataError
+from hpctrain.data.format.dataset_manifest import Field
 from hpctrain.data.format.hdf5_values import UNREADABLE, own_dataset, raw_offset
-from hpctrain.data.format.layout import Field
 from hpctrain.data.packing.files import check_file
 from hpctrain.data.packing.source import (
     NUM_EXAMINED,

@@ -8,12 +8,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from io import BytesIO
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import IO, Any, Literal, cast
 
 import numpy as np
 
 from hpctrain.core.errors import DataError
+from hpctrain.core.paths import absolute
 from hpctrain.data.packing.source import Array, WantedFields, needed, raw, readable
 
 _NUM_THREADS = 16
@@ -56,7 +57,7 @@ def _is_new(
     before = seen.setdefault(_identity(path), path)
     if before == path:
         return True
-    if not f"{at}/".startswith(os.path.join(before, "")):  # noqa: PTH118 - with one slash
+    if not f"{at}/".startswith(f"{before.rstrip('/')}/"):
         raise DataError(
             f"a folder of samples is packed once, {before} and {path} are the same; remove the "
             f"link"
@@ -67,7 +68,7 @@ def _is_new(
 
 
 def _identity(path: str) -> tuple[int, int]:
-    status = os.stat(path)  # noqa: PTH116 - a Path takes too long
+    status = Path(path).stat()
     return status.st_dev, status.st_ino
 
 
@@ -89,7 +90,7 @@ def check_file(name: str) -> None:
 
 def ending_of(text: str) -> str:
     """Return the ending of a file's name in small letters, with its dot."""
-    return os.path.splitext(text)[1].lower()  # noqa: PTH122 - as above
+    return PurePath(text).suffix.lower()
 
 
 def fingerprint(files: Iterable[str]) -> str:
@@ -108,8 +109,9 @@ def fingerprint(files: Iterable[str]) -> str:
 def _digest(names: Sequence[str]) -> str:
     digest = hashlib.sha256()
     for name in names:
-        status = os.stat(name)  # noqa: PTH116 - as above
-        line = f"{os.path.abspath(name)}\0{status.st_size}\0{status.st_mtime_ns}\0"  # noqa: PTH100
+        path = absolute(name)
+        status = path.stat()
+        line = f"{path}\0{status.st_size}\0{status.st_mtime_ns}\0"
         digest.update(line.encode(errors="surrogateescape"))
     return digest.hexdigest()
 

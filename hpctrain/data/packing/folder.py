@@ -114,7 +114,7 @@ def _notes(
 
 def _classes(root: Path, files: Sequence[str]) -> tuple[tuple[str, ...], NDArray[np.int64]]:
     """Return the names of the classes, and the number of each file's class."""
-    start = len(os.path.join(root, ""))  # noqa: PTH118 - with the slash at its end
+    start = len(f"{str(root).rstrip('/')}/")
     tops = [file[start:].rpartition("/")[0].partition("/")[0] for file in files]
     classes = sorted(set(tops) - {""})
     if classes and "" in tops:

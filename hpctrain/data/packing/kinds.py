@@ -10,7 +10,7 @@ from typing import Any
 
 from hpctrain.core.errors import DataError
 from hpctrain.core.target import NAME
-from hpctrain.data.format.layout import MANIFEST
+from hpctrain.data.format.dataset_manifest import MANIFEST
 from hpctrain.data.packing.arrays import open_arrays, open_hdf5
 from hpctrain.data.packing.files import IMAGE_ENDINGS, check_file, ending_of, files_below
 from hpctrain.data.packing.folder import open_folder
@@ -22,7 +22,7 @@ from hpctrain.data.packing.text import open_text
 
 def _table(opener: str, what: str) -> Callable[[Sequence[str], WantedFields], PackSource]:
     def opened(files: Sequence[str], wanted: WantedFields) -> PackSource:
-        module = needed("hpctrain.data.packing.table", what)
+        module = needed("hpctrain.data.packing.tabular", what)
         return getattr(module, opener)(files, wanted)  # type: ignore[no-any-return]
 
     return opened

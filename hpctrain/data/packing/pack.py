@@ -17,7 +17,7 @@ from hpctrain.core.errors import DataError
 from hpctrain.core.logs import logger
 from hpctrain.core.paths import absolute
 from hpctrain.core.units import MIB
-from hpctrain.data.format.layout import CLASSES, MANIFEST, Manifest
+from hpctrain.data.format.dataset_manifest import CLASSES, MANIFEST, Manifest
 from hpctrain.data.packing.files import fingerprint
 from hpctrain.data.packing.kinds import PYTHON, kind_of, open_source
 from hpctrain.data.packing.source import LoadedSamples, PackSource, WantedFields

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from hpctrain.core.atomic import reason_of
 from hpctrain.core.errors import DataError
 from hpctrain.core.units import MIB, format_bytes
-from hpctrain.data.format.layout import Field
+from hpctrain.data.format.dataset_manifest import Field
 from hpctrain.data.order.order import global_order
 
 Array = NDArray[Any]

@@ -6,8 +6,9 @@ from typing import Any
 import h5py
 import numpy as np
 
+from hpctrain import data
 from hpctrain.core.errors import DataError
-from hpctrain.data.format.layout import Manifest, ShardEntry, classes_of
+from hpctrain.data.format.dataset_manifest import Manifest, ShardEntry, classes_of
 
 _NUM_VALUES = 8  # shown of a sample
 
@@ -46,9 +47,7 @@ def info(directory: Path | str) -> dict[str, Any]:
 
 def peek(directory: Path | str, index: int) -> list[dict[str, Any]]:
     """Read one sample and tell of each field its name, shape, dtype and first values."""
-    from hpctrain.data.reader import ShardedDataset  # noqa: PLC0415 - loads torch
-
-    dataset = ShardedDataset(directory, io="read")
+    dataset = data.ShardedDataset(directory, io="read")  # loads torch
     if not 0 <= index < len(dataset):
         raise DataError(f"samples are 0 to {len(dataset) - 1}, got {index}")
     found = []

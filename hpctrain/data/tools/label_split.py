@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 from hpctrain.comm.agreement import agreed, on_root
 from hpctrain.comm.communicator import Communicator
 from hpctrain.core.errors import DataError
+from hpctrain.data.data_split import Split
 from hpctrain.data.reader import ShardedDataset
-from hpctrain.data.split import Split
 from hpctrain.data.tools.rank_work import Start, followed, in_turns, or_alone
 from hpctrain.data.tools.rewriting import share
 

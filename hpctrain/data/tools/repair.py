@@ -10,7 +10,7 @@ from hpctrain.comm.agreement import on_root
 from hpctrain.comm.communicator import Communicator
 from hpctrain.core.atomic import crc32_of, publishing, reason_of
 from hpctrain.core.errors import DataError
-from hpctrain.data.format.layout import (
+from hpctrain.data.format.dataset_manifest import (
     MANIFEST,
     Manifest,
     ShardEntry,

@@ -11,7 +11,7 @@ import numpy as np
 from hpctrain.comm.communicator import Communicator
 from hpctrain.core.errors import DataError
 from hpctrain.core.units import MIB
-from hpctrain.data.format.layout import PLAIN_NAME, Field, Manifest, classes_of
+from hpctrain.data.format.dataset_manifest import PLAIN_NAME, Field, Manifest, classes_of
 from hpctrain.data.order.order import global_order
 from hpctrain.data.reader import ShardedDataset
 from hpctrain.data.samples import Indices

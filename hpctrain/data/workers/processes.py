@@ -10,7 +10,6 @@ import faulthandler
 import json
 import mmap
 import os
-import pickle
 import signal
 import socket
 import subprocess
@@ -22,6 +21,7 @@ from multiprocessing import reduction
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple, TypeAlias
 
+import cloudpickle  # type: ignore[import-untyped]
 import numpy as np
 import torch
 
@@ -288,7 +288,7 @@ def _work(rank: "Connection[Any, Any]", notes: Notes) -> None:
     outbox = Outbox()
     rank.send("started")
     try:
-        task = pickle.loads(rank.recv_bytes())  # noqa: S301 - of the rank that started us
+        task = cloudpickle.loads(rank.recv_bytes())
     except Exception as error:  # what a user's module raises at its import
         rank.send(_failure(error))
         return

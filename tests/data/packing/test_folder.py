@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from hpctrain.core.errors import DataError
-from hpctrain.data.format.layout import CLASSES, read_classes
+from hpctrain.data.format.dataset_manifest import CLASSES, read_classes
 from hpctrain.data.tools.info import info
 from hpctrain.data.tools.rewriting import Shape, reshard
 from tests.data.packing.makers import picture

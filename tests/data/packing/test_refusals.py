@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from hpctrain.core.errors import DataError
-from hpctrain.data.format.layout import MANIFEST
+from hpctrain.data.format.dataset_manifest import MANIFEST
 from hpctrain.data.packing.pack import PackConfig, pack
 from tests.data.packing.makers import (
     claiming,

@@ -125,7 +125,7 @@ _NUMBER = re.compile(r"\s*[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?\s*\Z", re.IGNORECAS
 _SEPARATOR = re.compile(r"[;|\t]")
 
 
-class Block(NamedTuple):
+class CsvBlock(NamedTuple):
     """Some rows of a file."""
 
     path: str
@@ -166,7 +166,7 @@ def _rows_of(learnt: Learnt, path: str) -> Iterator[Rows]:
         yield partial(_values_of, block, learnt)
 
 
-def _values_of(block: Block, learnt: Learnt, at: str, dtype: str | None) -> Array | list[Array]:
+def _values_of(block: CsvBlock, learnt: Learnt, at: str, dtype: str | None) -> Array | list[Array]:
     texts, kind = block.column(at), learnt.kinds[at]
     if dtype is not None and (dtype[0] not in "bf" or kind == TEXT):
         kind = dtype  # a float between would lose digits
@@ -199,7 +199,7 @@ def _values_of(block: Block, learnt: Learnt, at: str, dtype: str | None) -> Arra
 _MOST_OPTIONS = 12
 
 
-def _options(block: Block, learnt: Learnt, at: str, kind: str) -> str:
+def _options(block: CsvBlock, learnt: Learnt, at: str, kind: str) -> str:
     """Return options that give a column a type and keep the others, as columns of no field go."""
     fields = chosen(block.names, {}, block.path) if learnt.is_all else {"NAME": at}
     named = [f"--field {name}={quote(to)}" for name, to in fields.items() if to != at]
@@ -248,7 +248,7 @@ def _is_rounded(text: str) -> bool:
     return digits.isdigit() and int(float(digits)) != int(digits)
 
 
-def _notes(columns: Columns, kinds: Mapping[str, str], first: Block) -> Iterator[str]:
+def _notes(columns: Columns, kinds: Mapping[str, str], first: CsvBlock) -> Iterator[str]:
     """Name the columns that a user may have meant otherwise, as the first rows show them."""
     names = first.names
     if all(map(_NUMBER.match, names)):
@@ -272,7 +272,7 @@ def _notes(columns: Columns, kinds: Mapping[str, str], first: Block) -> Iterator
             )
 
 
-def _blocks(path: str) -> Iterator[Block]:
+def _blocks(path: str) -> Iterator[CsvBlock]:
     """Read a file in blocks of whole rows."""
     # It is a limit of the process, and the usual one is an eighth of this.
     csv.field_size_limit(max(csv.field_size_limit(), _MAX_VALUE_BYTES))
@@ -301,7 +301,7 @@ def _blocks(path: str) -> Iterator[Block]:
                     waiting.append(row)
                     num_bytes += sum(map(len, row)) + len(row)
                 if num_bytes >= _BLOCK_BYTES:
-                    yield Block(path, names, list(zip(*waiting, strict=True)))
+                    yield CsvBlock(path, names, list(zip(*waiting, strict=True)))
                     waiting, num_bytes = [], 0
         except csv.Error as error:
             raise DataError(
@@ -311,7 +311,7 @@ def _blocks(path: str) -> Iterator[Block]:
                 f"large values in Parquet"
             ) from None
         if waiting:
-            yield Block(path, names, list(zip(*waiting, strict=True)))
+            yield CsvBlock(path, names, list(zip(*waiting, strict=True)))
 
 
 def _names(row: list[str], path: str) -> list[str]:

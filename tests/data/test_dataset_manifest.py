@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from hpctrain.core.errors import DataError
-from hpctrain.data.format.layout import MANIFEST, Field, Manifest, Place, ShardEntry
+from hpctrain.data.format.dataset_manifest import MANIFEST, Field, Manifest, Place, ShardEntry
 
 
 def manifest(**changes):
