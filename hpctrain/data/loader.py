@@ -36,7 +36,7 @@ _CHOICES = {
 }
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Loader(Reading):
     """Iterates over the batches of an epoch, read ahead by threads.
 

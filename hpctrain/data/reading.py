@@ -25,7 +25,7 @@ _PART_BYTES_OF_THREAD = 16 * MIB
 _MAX_TOGETHER = 128
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Reading(Division):
     """The data set of a loader, and how its batches are read and made."""
 

@@ -3,7 +3,7 @@
 import threading
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import KW_ONLY, asdict, dataclass
+from dataclasses import asdict, dataclass
 from math import ceil
 from typing import Any, Literal
 
@@ -138,11 +138,10 @@ class StepPart:
         return StepPart(self.indices[kept], [int(np.count_nonzero(one)) for one in of_steps])
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Division:
     """Division of the samples of an epoch among steps, and of each step among the ranks."""
 
-    _: KW_ONLY
     global_batch: int  # samples per step, of all ranks together
     rank: int = 0  # rank of this process; that of ``comm``, if it is given
     size: int = 1  # number of ranks; that of ``comm``, if it is given
