@@ -49,8 +49,12 @@ def sites(to: Path | str, source: Path) -> list[Site]:
         chosen.mkdir(parents=True, exist_ok=True)
         found.append(Site(chosen, _room(chosen, _FREE_SHARE)))
     for folder in (*config.scratch_folders(), MEMORY) if to == "auto" else ():
-        if _is_own(folder) and folder.stat().st_dev != source.stat().st_dev:
-            share = _MEMORY_SHARE if _magic(folder) in _MEMORY_FILE_SYSTEMS else _FREE_SHARE
+        if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+            continue
+        is_memory = _magic(folder) in _MEMORY_FILE_SYSTEMS
+        is_local = is_memory or _magic(folder) in _LOCAL_FILE_SYSTEMS
+        if is_local and folder.stat().st_dev != source.stat().st_dev:
+            share = _MEMORY_SHARE if is_memory else _FREE_SHARE
             found.append(Site(folder, _room(folder, share)))
     return found
 
@@ -110,23 +114,14 @@ def sweep(parent: Path) -> list[Path]:
     with suppress(OSError):
         for path in sorted(parent.glob(f"{PREFIX}*")):
             with suppress(OSError):
-                if path.stat().st_uid == os.getuid() and _remove_unheld(path):
-                    removed.append(path)
+                if path.stat().st_uid != os.getuid():
+                    continue
+                # A folder without a lock is not ours, and a lock that is held means it is in use.
+                with (path / LOCK).open("r+b") as lock:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(path, ignore_errors=True)
+                removed.append(path)
     return removed
-
-
-def _remove_unheld(path: Path) -> bool:
-    """Remove a folder of which nobody has the lock.
-
-    Raises ``OSError``: there is no lock, so it is not ours, or somebody has it.
-    """
-    lock = os.open(path / LOCK, os.O_RDWR)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(path, ignore_errors=True)
-    finally:
-        os.close(lock)
-    return True
 
 
 def _locked(path: Path, flags: int = 0) -> int:
@@ -147,13 +142,6 @@ def _let_go(path: Path, lock: int, owner: int) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(path, ignore_errors=True)
     os.close(lock)
-
-
-def _is_own(folder: Path) -> bool:
-    """Return whether this process may write there, and other nodes may not."""
-    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-        return False
-    return _magic(folder) in (*_MEMORY_FILE_SYSTEMS, *_LOCAL_FILE_SYSTEMS)
 
 
 def _magic(folder: Path) -> int:

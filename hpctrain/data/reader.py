@@ -22,12 +22,12 @@ from hpctrain.data.format.hdf5_values import rows_per_chunk
 from hpctrain.data.io.open_files import Handles, Opener
 from hpctrain.data.io.shardfile import IO, OpenShard, check_file
 from hpctrain.data.io.values import Array, ChunkCache
-from hpctrain.data.samples import Picked, Ragged, Values
+from hpctrain.data.samples import Indexable, Ragged, Values
 
 Verify = Literal["first", "always", "off"]
 
 
-class ShardedDataset:
+class ShardedDataset(Indexable):
     """A data set on disk, read through memory maps where it lies in memory.
 
     Cheap to pickle and safe to use after a fork: each process opens shards for itself, at first
@@ -200,21 +200,6 @@ class ShardedDataset:
         """Return the shard that holds a sample."""
         number = int(np.searchsorted(self._starts, index, side="right")) - 1
         return str(self.path / self.manifest.shards[number].file)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """Return one sample; slow, ``take`` many at once.
-
-        Raises:
-            IndexError: there is no such sample.
-        """
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"there are {len(self)} samples, got index {index}")
-        found: dict[str, Tensor] = Picked(self.take([index % len(self)]), 1)[0]
-        return found
-
-    def __getitems__(self, indices: Sequence[int]) -> Picked:
-        """Return many samples, for ``DataLoader``; see ``collate``."""
-        return Picked(self.take(indices), len(indices))
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         for start in range(0, len(self), self.block_size):

@@ -1,6 +1,6 @@
 """Samples: what a loader reads, the values of a batch, and a batch itself."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -162,6 +162,24 @@ class Batch:
         if name != "fields" and name in self.fields:
             return self.fields[name]
         raise AttributeError(f"a batch has no field {name!r}")
+
+
+class Indexable:
+    """Samples by number, of what can ``take`` many at once; slow for single ones."""
+
+    take: Callable[..., Columns]
+    __len__: Callable[..., int]
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """Return one sample. Raises ``IndexError``: there is no such sample."""
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"there are {len(self)} samples, got index {index}")
+        found: dict[str, Tensor] = self.__getitems__([index % len(self)])[0]
+        return found
+
+    def __getitems__(self, indices: Sequence[int]) -> "Picked":
+        """Return many samples, for ``DataLoader``; see ``collate``."""
+        return Picked(self.take(indices), len(indices))
 
 
 class Picked(Sequence[dict[str, Tensor]]):

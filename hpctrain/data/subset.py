@@ -3,18 +3,16 @@
 import hashlib
 import json
 from bisect import bisect_left
-from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import ArrayLike
-from torch import Tensor
 
 from hpctrain.core.errors import CorruptError, DataError
-from hpctrain.data.samples import Columns, Indices, Picked, Samples, file_of
+from hpctrain.data.samples import Columns, Indexable, Indices, Samples, file_of
 
 
-class Subset:
+class Subset(Indexable):
     """Some of the samples of a data set, numbered anew in the order in which they are given.
 
     Ascending indices keep neighbours together, which a window order needs.
@@ -61,21 +59,6 @@ class Subset:
 
     def __len__(self) -> int:
         return self._length
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """Return one sample; slow, ``take`` many at once.
-
-        Raises:
-            IndexError: there is no such sample.
-        """
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"there are {len(self)} samples, got index {index}")
-        found: dict[str, Tensor] = self.__getitems__([index % len(self)])[0]
-        return found
-
-    def __getitems__(self, indices: Sequence[int]) -> Picked:
-        """Return many samples, for ``DataLoader``; see ``collate``."""
-        return Picked(self.take(np.asarray(indices, np.int64)), len(indices))
 
     def take(self, indices: Indices) -> Columns:
         """Gather samples.

@@ -7,6 +7,7 @@ import csv
 import re
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from io import TextIOWrapper
 from itertools import chain, compress
@@ -333,43 +334,38 @@ def open_parquet(files: Sequence[str], wanted: WantedFields) -> PackSource:
 
     Raises ``DataError``: a file cannot be read, or a column is not there.
     """
-    parts: list[_Part] = []
-    names: dict[str, list[str]] = {}
+    names, parts = {}, []
     for path in files:
         with readable(path, "a table", pa.ArrowException), ParquetFile(path) as file:
             names[path] = file.schema_arrow.names
-            inside = map(file.metadata.row_group, range(file.metadata.num_row_groups))
-            parts += [(path, group.num_rows, {"group": n}) for n, group in enumerate(inside)]
-    return _columns_opened(names, parts, _rows_of_group, wanted)
+            groups = map(file.metadata.row_group, range(file.metadata.num_row_groups))
+            parts += [(path, group.num_rows, [number]) for number, group in enumerate(groups)]
+    return _columns_opened(names, parts, wanted)
 
 
 def open_arrow(files: Sequence[str], wanted: WantedFields) -> PackSource:
     """Examine Arrow files, as ``datasets`` writes them too; as ``open_parquet``."""
-    parts: list[_Part] = []
-    names: dict[str, list[str]] = {}
+    names, parts = {}, []
     for path in files:
         with readable(path, "a table", pa.ArrowException):
             table = _mapped(path)
         names[path] = table.schema.names
-        parts.append((path, table.num_rows, {}))
-    return _columns_opened(names, parts, _rows_of_file, wanted)
-
-
-_Part = tuple[str, int, dict[str, int]]  # its file, its rows, and where they are
+        parts.append((path, table.num_rows, None))
+    return _columns_opened(names, parts, wanted)
 
 
 def _columns_opened(
     names: dict[str, list[str]],
-    parts: Sequence[_Part],
-    read: Callable[..., Iterator[Rows]],
+    parts: Sequence[tuple[str, int, list[int] | None]],
     wanted: WantedFields,
 ) -> PackSource:
+    """Examine tables; a part is a file, its number of rows, and of Parquet its row groups."""
     files = [*names]
     columns = columns_of(names[files[0]], wanted, files[0])
     used = sorted({at for names, _ in columns.values() for at in names})
     for path in files:
         chosen(names[path], {at: at for at in used}, path)
-    reads = [(count, path, partial(read, path, used, **where)) for path, count, where in parts]
+    reads = [(count, path, partial(_rows_in, path, used, groups)) for path, count, groups in parts]
     return open_table(files, columns, reads)
 
 
@@ -381,17 +377,18 @@ def _mapped(path: str) -> Any:
     return (pa.ipc.open_file if is_file else pa.ipc.open_stream)(source).read_all()
 
 
-def _rows_of_file(path: str, columns: list[str]) -> Iterator[Rows]:
-    with readable(path, "the table it was at first", pa.ArrowException, OSError):
-        for rows in _mapped(path).select(columns).to_batches(_ROWS_PER_BATCH):
-            if rows.num_rows:
-                yield partial(_column_of, rows, path)
-
-
-def _rows_of_group(path: str, columns: list[str], group: int) -> Iterator[Rows]:
-    errors = (pa.ArrowException, OSError)
-    with readable(path, "the table it was at first", *errors), ParquetFile(path) as file:
-        for rows in file.iter_batches(_ROWS_PER_BATCH, row_groups=[group], columns=columns):
+def _rows_in(path: str, columns: list[str], groups: list[int] | None) -> Iterator[Rows]:
+    """Read a table, or row groups of a Parquet file."""
+    with (
+        readable(path, "the table it was at first", pa.ArrowException, OSError),
+        ExitStack() as stack,
+    ):
+        if groups is None:
+            batches = _mapped(path).select(columns).to_batches(_ROWS_PER_BATCH)
+        else:
+            file = stack.enter_context(ParquetFile(path))
+            batches = file.iter_batches(_ROWS_PER_BATCH, row_groups=groups, columns=columns)
+        for rows in batches:
             if rows.num_rows:
                 yield partial(_column_of, rows, path)
 

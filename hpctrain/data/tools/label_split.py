@@ -55,7 +55,9 @@ def split_by_label(  # noqa: PLR0913 - what a user may choose
             raise DataError(f"ALPHA is above 0, inf for equal shares, got {alpha}")
         if num_parts < 1 or seed < 0:
             raise DataError(f"there is at least 1 part, got {num_parts=}; seed is from 0, {seed=}")
-    on_root(comm, lambda: _check_free(out), DataError)
+    with agreed(comm, DataError):
+        if comm.rank == 0 and (out.exists() or out.is_symlink()):
+            raise DataError(f"{out} is there, and a split replaces nothing; choose another name")
     whole = ShardedDataset.open(directory, comm, io="read")
     with agreed(comm, DataError):
         labels = _labels_alone(whole, label)
@@ -103,11 +105,6 @@ def parts_by_label(labels: Labels, num_parts: int, alpha: float, seed: int) -> N
             draw.permutation(num_parts).astype(np.uint32), sizes
         )
     return parts
-
-
-def _check_free(out: Path) -> None:
-    if out.exists() or out.is_symlink():
-        raise DataError(f"{out} is there, and a split replaces nothing; choose another name")
 
 
 def _labels_alone(whole: ShardedDataset, label: str) -> ShardedDataset:

@@ -19,7 +19,7 @@ import traceback
 from importlib import import_module
 from multiprocessing import reduction
 from multiprocessing.connection import Connection, wait
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import cloudpickle  # type: ignore[import-untyped]
 import numpy as np
@@ -41,13 +41,6 @@ sys.path[:] = given["path"]
 from hpctrain.data.workers.processes import serve
 serve(given["workers"], given["notes"], given["control"])
 """
-
-
-class _Death(NamedTuple):
-    """How a worker came to its end."""
-
-    pid: int
-    code: int
 
 
 class Processes:
@@ -85,7 +78,7 @@ class Processes:
         self.workers = [Connection(os.dup(mine.fileno())) for mine in self._sockets[:-1]]
         self._control = Connection(os.dup(self._sockets[-1].fileno()))
         self._asking = threading.Lock()
-        self._deaths: dict[int, _Death] = {}
+        self._deaths: dict[int, tuple[int, int]] = {}
         self.error: BaseException | None = None
 
     def fail(self, error: BaseException) -> BaseException:
@@ -95,10 +88,11 @@ class Processes:
 
     def death_of(self, number: int) -> DataError:
         """Say how a worker came to its end."""
-        death = self._wait_for_death(number)
         story = "could not be started, or ended with its server"
-        if death is not None:
-            story = f"(process {death.pid}) {_cause(death.code)}"
+        if death := self._wait_for_death(number):
+            pid, code = death
+            signalled = f"was killed by {signal.Signals(-code).name}" if code < 0 else ""
+            story = f"(process {pid}) {signalled or f'ended with exit code {code}'}"
         return DataError(
             f"decode worker {number} of {len(self.workers)} {story}; see what it printed, and "
             f"whether the job's memory is enough for its workers{self._stack_of(number)}"
@@ -109,18 +103,19 @@ class Processes:
         with self._asking, contextlib.suppress(OSError):
             self._control.send(number)
         death = self._wait_for_death(number)
-        process = f" (process {death.pid})" if death else ""
+        process = f" (process {death[0]})" if death else ""
         return DataError(
             f"decode worker {number} of {len(self.workers)}{process} must answer within "
             f"{limit_s:g} s and was still at {work}; see where it stands, or raise "
             f"worker_timeout_s{self._stack_of(number)}"
         )
 
-    def _wait_for_death(self, number: int) -> _Death | None:
+    def _wait_for_death(self, number: int) -> tuple[int, int] | None:
+        """Return the process and the exit code of a worker that has ended."""
         with self._asking, contextlib.suppress(OSError, EOFError):
             while number not in self._deaths and self._control.poll(END_S):
-                worker, *death = self._control.recv()
-                self._deaths[worker] = _Death(*death)
+                worker, pid, code = self._control.recv()
+                self._deaths[worker] = pid, code
         return self._deaths.get(number)
 
     def _stack_of(self, number: int) -> str:
@@ -151,12 +146,6 @@ def _environment() -> dict[str, str]:
     return kept | dict.fromkeys(threads, "1") | {"MPI4PY_RC_INITIALIZE": "0"}
 
 
-def _cause(code: int) -> str:
-    if code >= 0:
-        return f"ended with exit code {code}"
-    return f"was killed by {signal.Signals(-code).name}"
-
-
 _NONE = -1
 _MODULES = "\n\nExtension modules: "  # what ``faulthandler`` writes behind the stacks
 
@@ -171,7 +160,7 @@ class Notes:
             os.ftruncate(descriptor, mmap.PAGESIZE)
         self._file = os.fdopen(descriptor, "r+b", buffering=0)
         self._sample = np.frombuffer(mmap.mmap(descriptor, mmap.PAGESIZE), np.int64, 1)
-        self.end_samples()
+        self.note(None)
 
     @property
     def descriptor(self) -> int:
@@ -184,13 +173,9 @@ class Notes:
         number = int(self._sample[0])
         return None if number == _NONE else number
 
-    def begin_sample(self, index: int) -> None:
-        """Note that the work on a sample begins."""
-        self._sample[0] = index
-
-    def end_samples(self) -> None:
-        """Note that no sample is under way."""
-        self._sample[0] = _NONE
+    def note(self, index: int | None) -> None:
+        """Note that the work on a sample begins, or with None that there is none in progress."""
+        self._sample[0] = _NONE if index is None else index
 
     def catch_signals(self) -> None:
         """Let signals that end this process, SIGABRT too, write the stacks of its threads."""
@@ -299,14 +284,14 @@ def _work(rank: "Connection[Any, Any]", notes: Notes) -> None:
         try:
             # Random numbers depend on the samples, not on which worker happened to get them.
             begin_generators(indices, epoch, seed)
-            value = task(indices, epoch, seed, notes.begin_sample)
+            value = task(indices, epoch, seed, notes.note)
             parcel, descriptor = outbox.pack(value, offered)
             del value
         except Exception as error:  # the rank raises it
             rank.send(_failure(error))
             continue
         finally:
-            notes.end_samples()
+            notes.note(None)
         rank.send(parcel)
         if descriptor is not None:
             reduction.send_handle(rank, descriptor, 0)
