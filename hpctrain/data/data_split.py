@@ -22,10 +22,10 @@ _DAMAGE = (ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile)
 
 
 class Split:
-    """Which part of a data set each sample is in; the parts are those of clients, say.
+    """Which part of a data set each sample is in, such as the data of a client.
 
     ``hpctrain data split --by-label`` writes it to a file of a few bytes for each sample, and the
-    data set stays as it is.
+    data set is not changed.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Split:
 
     @cached_property
     def checksum(self) -> str:
-        """Tells this split from others."""
+        """Identify this split."""
         return f"{crc32(np.ascontiguousarray(self.parts).tobytes()):08x}"
 
     def parts_of(self, rank: int, size: int) -> range:
@@ -110,7 +110,7 @@ class Split:
         return range(num_parts * rank // size, num_parts * (rank + 1) // size)
 
     def subset(self, dataset: Samples, rank: int, size: int) -> Subset:
-        """Return what a rank has of the data set, in its order.
+        """Return the samples of a rank, in the order of the data set.
 
         Raises ``DataError``: it is another data set, or there are fewer parts than ranks.
         """
@@ -161,7 +161,7 @@ class SplitSteps(Steps):
 
 
 class _Line:
-    """An order of an epoch in which any row of neighbours has all parts in proportion."""
+    """An order of an epoch in which neighbours have samples of all parts in proportion."""
 
     def __init__(self, split: Split, order: Order) -> None:
         samples = order.samples_at(np.arange(len(split.parts)))

@@ -28,17 +28,17 @@ _NUMBERS = count(1)
 
 
 class Counts(Protocol):
-    """What takes sample counts: a ``DistributedOptimizer`` or a local method."""
+    """Object that takes sample counts: a ``DistributedOptimizer`` or a local method."""
 
     def set_num_samples(self, num_samples: float, nominal: float = 1.0) -> None:
-        """Say how many samples this rank's loss is the mean of."""
+        """Set the number of samples that this rank's loss is the mean of."""
 
 
 def shard(data: T, optimizer: Counts | None = None) -> T:
     """Return this rank's part of a ``DataLoader`` or of a data set. Collective.
 
     Of a loader the ranks see together what one process with it would see: the same samples in
-    each step, in an order that rank 0 draws anew for every epoch. Its batch is that of all ranks,
+    each step, in an order that rank 0 draws for each epoch. Its batch is that of all ranks,
     and each takes every ``size()``-th sample of it. Everything else is as in ``loader``: workers,
     ``collate_fn``, ``len()``. All ranks begin their epochs together.
 
@@ -52,7 +52,7 @@ def shard(data: T, optimizer: Counts | None = None) -> T:
 
     Args:
         data: as one process would use it.
-        optimizer: is told by ``set_num_samples`` what each batch counts, so that the average of
+        optimizer: gets the weight of each batch by ``set_num_samples``, so that the average of
             gradients is exact where ranks have unequally many samples. A rank without any gets
             one that counts nothing. Without an optimizer that is an error, but below
             ``torch.no_grad()``: there a rank without samples gets no batch.
@@ -390,7 +390,7 @@ _OF_FLOATS = "about "  # marks a checksum of numbers that processors may round d
 
 
 def identity_of_samples(samples: Iterable[object]) -> str:
-    """Return a checksum of the texts and integers of some samples, except those of pixels."""
+    """Return a checksum of the texts and integers of some samples, without pixels."""
     total = 0
     for sample in samples:
         held = [*sample.values()] if isinstance(sample, Mapping) else sample
@@ -407,7 +407,7 @@ def _checksums(value: object, name: str, depth: int = _MAX_DEPTH) -> Iterator[tu
     """Yield checksums of the numbers that a data set holds, by attribute. Not collective.
 
     A random split or order with another seed differs in the indices of a ``Subset``, labels,
-    tables of positions and arrays of samples. Samples that are read are left out: they may be
+    tables of positions and arrays of samples. Samples that are read do not count: they may be
     augmented at random.
     """
     numbers = _numbers(value)

@@ -60,7 +60,7 @@ class Loader(Reading):
     for small samples of a large data set. ``sequential``: as they are on disk. ``auto``: global
     for samples of 100 kB and for a data set that stays in memory, else window."""
     window: WindowShape | None = None
-    """What a window order mixes; by default chosen so that it mixes well."""
+    """Blocks that a window order mixes; by default chosen so that it mixes well."""
     split: Split | Path | str | None = None
     """Parts of the data set, or the file that has them: each rank reads its own, neighbours where
     there are more parts than ranks. Of a step they have samples in proportion to their sizes."""
@@ -101,7 +101,7 @@ class Loader(Reading):
 
     @property
     def num_skipped(self) -> int:
-        """Damaged samples that are left out, the same number on every rank."""
+        """Damaged samples that are skipped, the same number on every rank."""
         return len(self._skipped)
 
     def set_epoch(self, epoch: int) -> None:
@@ -124,7 +124,7 @@ class Loader(Reading):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where a loader was, with any number of ranks and any global batch.
 
-        Seed and order become those of the state.
+        Seed and order are taken from the state.
 
         Args:
             state: of ``state_dict``, the same on every rank.
@@ -159,7 +159,7 @@ class Loader(Reading):
         found = state.get("split")
         _require(
             found == self._split_checksum,
-            f"a loader goes on with the split of its state, got one with the checksum "
+            f"a loader must continue with the split of its state, but got one with the checksum "
             f"{self._split_checksum} for {found}; give the same file, or begin without the state",
         )
         self.seed, self.epoch, self.consumed = seed, epoch, consumed
@@ -173,7 +173,7 @@ class Loader(Reading):
         current = self._pass = object()
         left_out = True
         while left_out:
-            # From where we are; once more after samples were left out, for all ranks together.
+            # From where we are; once more after samples were skipped, for all ranks together.
             left_out = False
             with closing(self._batches()) as batches:
                 for batch in batches:

@@ -38,7 +38,7 @@ class Site(NamedTuple):
 def sites(to: Path | str, source: Path) -> list[Site]:
     """Return the folders that are worth copying to, best first.
 
-    What the user named is taken as it is, and made if missing; for ``auto`` that is
+    A folder that the user named is taken, and made if missing; for ``auto`` that is
     HPCTRAIN_STAGE_DIR. Then, for ``auto``, come the job's folders for temporary files and the
     memory of the node, if they are on a file system of this node and not on that of ``source``.
     Raises ``OSError``: the folder that the user named cannot be made.
@@ -62,8 +62,8 @@ def sites(to: Path | str, source: Path) -> list[Site]:
 class NodeFolder:
     """One process's hold of a folder; whoever lets go last removes it.
 
-    Each process lets go at its end, or when nothing refers to this any more. What is left when all
-    are killed is removed by the ``sweep`` of a later job.
+    Each process lets go at its end, or when nothing refers to this any more. If all are killed,
+    the ``sweep`` of a later job removes the folder.
     """
 
     def __init__(self, path: Path, lock: int) -> None:
@@ -73,14 +73,14 @@ class NodeFolder:
 
     @classmethod
     def create(cls, parent: Path, label: str) -> Self:
-        """Make a folder in another one and hold it; ``label`` is part of its name, for people.
+        """Make a folder in another one and hold it; ``label`` is part of its name.
 
         Raises ``OSError``: it cannot be made there, or its file system has no locks.
         """
         new = Path(tempfile.mkdtemp(prefix=f".{PREFIX}{label}-", dir=parent))
         try:
             lock = _locked(new / LOCK, os.O_CREAT)
-            # Locked before it has its name: nobody can find it unlocked.
+            # Locked before it has its name: no process can find it unlocked.
             path = new.rename(new.with_name(new.name.removeprefix(".")))
         except OSError:
             shutil.rmtree(new, ignore_errors=True)
@@ -106,7 +106,7 @@ class NodeFolder:
 
 
 def sweep(parent: Path) -> list[Path]:
-    """Remove the folders of this user whose processes are all gone; return what was removed.
+    """Remove the folders of this user whose processes are all gone; return the removed folders.
 
     Several processes may do so at once.
     """
@@ -125,7 +125,7 @@ def sweep(parent: Path) -> list[Path]:
 
 
 def _locked(path: Path, flags: int = 0) -> int:
-    # NFS gives a lock for this process alone to who may write, so nobody opens it read-only.
+    # NFS gives exclusive locks only on descriptors open for writing, so none is read-only.
     lock = os.open(path, os.O_RDWR | flags, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_SH)

@@ -28,7 +28,7 @@ Verify = Literal["first", "always", "off"]
 
 
 class ShardedDataset(Indexable):
-    """A data set on disk, read through memory maps where it lies in memory.
+    """A data set on disk, read through memory maps where it is in memory.
 
     Cheap to pickle and safe to use after a fork: each process opens shards for itself, at first
     use. Several threads may read at once.
@@ -48,10 +48,10 @@ class ShardedDataset(Indexable):
         Args:
             path: directory with ``manifest.json``.
             verify: when to check the crc32 of a block: at its first touch, always, never.
-            io: ``map`` shards into memory, ``read`` what is wanted, or ``auto``: map a data set
-                that fits into free memory twice, and shards that lie in memory already. A mapped
+            io: ``map`` shards into memory, ``read`` the wanted rows, or ``auto``: map a data set
+                that fits into free memory twice, and shards that are in memory already. A mapped
                 page that the disk cannot read ends the process; the blocks of a shard not in
-                memory are read before, to be checked: it seldom comes to that.
+                memory are read before, to be checked: so this is rare.
             opener: opens a shard.
             manifest: of this directory, where it was read and checked before.
 
@@ -106,7 +106,7 @@ class ShardedDataset(Indexable):
 
     @property
     def uuid(self) -> str:
-        """Tells this data set from all others."""
+        """Identify this data set."""
         return self.manifest.uuid
 
     @property
@@ -116,7 +116,7 @@ class ShardedDataset(Indexable):
 
     @property
     def block_size(self) -> int:
-        """Neighbouring samples that are best read together: a block, or what is compressed."""
+        """Neighbouring samples that are best read together: a block, or a compressed chunk."""
         size = self.manifest.block_size
         chunks = [
             rows_per_chunk(field, size)
@@ -156,7 +156,7 @@ class ShardedDataset(Indexable):
             refers to it any more.
 
         Raises:
-            CorruptError: samples cannot be had; it says which.
+            CorruptError: samples cannot be read; the error has their range.
             DataError: an index is out of range.
         """
         wanted = self._in_range(indices)
@@ -169,7 +169,7 @@ class ShardedDataset(Indexable):
         parts = None if is_checked and not self._is_ragged else self._parts(handles, wanted)
         if parts is not None and not is_checked:
             self._check(parts)
-            # What is wrong may have been healed by opening the file anew.
+            # The error may have been healed by reopening the file.
             found = handles.rows_of(wanted)
         batch: dict[str, Values] = {}
         for name, shape, dtype, is_ragged in self._fields:
@@ -223,7 +223,7 @@ class ShardedDataset(Indexable):
             if own is not None:
                 # Handles of HDF5 must not be used after a fork, nor closed: its lock may be held.
                 self._inherited.append(own)
-            # Not a method of ours: that would keep this object, and what is open, for longer.
+            # Not a method of ours: that would keep this object, and its open files, for longer.
             open_shard = partial(self._opener, self.path, self.manifest, chunks=ChunkCache())
             self._own = own = Handles(self.manifest, open_shard, self._io)
         return own
@@ -247,7 +247,7 @@ class ShardedDataset(Indexable):
             check_file(self.path, self.manifest, index)
 
 
-_MANY = 4096  # samples from which on it is worth a look whether they grow
+_MANY = 4096  # samples from which it is worth a check whether they grow
 
 
 class ShardRows(NamedTuple):

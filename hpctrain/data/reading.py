@@ -31,7 +31,7 @@ class Reading(Division):
 
     dataset: Samples = field(kw_only=False)  # what to read; the same on every rank
     transform: Transform | None = None
-    """Makes the values of a batch from those of the data set; runs while reading. ``PerSample``
+    """Makes the values of a batch from those of the data set while reading. ``PerSample``
     makes one of a function of a sample, which may take a random generator: in threads the global
     ones are refused."""
     threads: int = 4  # how many steps are read at the same time
@@ -55,7 +55,7 @@ class Reading(Division):
         self._pool = None
 
     def read_depth(self) -> "ReadDepth":
-        """Return what is read at once, and what ahead."""
+        """Return how much is read at once, and how much ahead."""
         return ReadDepth.of(
             self.dataset.sample_bytes * self.global_batch / self.size,
             threads=self.threads,
@@ -127,7 +127,7 @@ class Reading(Division):
 
 
 class ReadDepth(NamedTuple):
-    """What a rank reads at once, and what at the same time."""
+    """Size of the reads of a rank, and their number at the same time."""
 
     together: int  # steps that one read gathers: a read costs as much as many small samples
     threads: int
@@ -147,13 +147,13 @@ class ReadDepth(NamedTuple):
         """Choose, for parts of ``batch_bytes``, of which ``prefetch`` are wanted ahead.
 
         ``is_copy`` means that reading is no more than a copy from memory to memory,
-        ``has_transform`` that each batch has work of its own, worth a thread.
+        ``has_transform`` that the work of each batch is worth a thread.
         """
         if workers:
             # A thread waits for a worker; each worker has its next batch waiting.
             depth = max(prefetch, 2 * workers)
             return cls(1, depth, depth)
-        # What a thread reads is handed over, which costs as well.
+        # A batch from a thread is handed over, which costs as well.
         part_bytes = _PART_BYTES if is_copy else _PART_BYTES_OF_THREAD
         most = 1 if has_transform else _MAX_TOGETHER
         together = max(1, min(most, int(part_bytes / max(1.0, batch_bytes))))
@@ -166,7 +166,7 @@ class ReadDepth(NamedTuple):
 
 
 def cut_apart(columns: Columns, sizes: list[int]) -> Iterator[Columns]:
-    """Cut what was read together into batches, which share its memory."""
+    """Cut samples that were read together into batches, which share their memory."""
     cuts = [
         _ragged_cuts(values, sizes)
         if isinstance(values, Ragged)
@@ -203,8 +203,8 @@ def prefetched(
 ) -> Iterator[Iterator[T]]:
     """Give the results of ``work(number)`` in order; at most ``depth`` are ahead, 0 for none.
 
-    At the end of the block, however it ends, work in progress is waited for, what has not begun
-    is dropped, and no thread is left.
+    At the end of the block, however it ends, work in progress is waited for, work that has not
+    begun is dropped, and no thread remains.
     """
     if not depth:
         yield map(work, numbers)

@@ -1,4 +1,4 @@
-"""Samples: what a loader reads, the values of a batch, and a batch itself."""
+"""Samples: the protocol of data sets, the values of a batch, and a batch itself."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -51,7 +51,7 @@ class Ragged:
         """Return one tensor ``(num_samples, length, *shape)``, short samples filled up.
 
         Args:
-            fill: value behind the end of a sample.
+            fill: value after the end of a sample.
             length: of every row; by default that of the longest sample.
 
         Raises:
@@ -97,11 +97,11 @@ class Samples(Protocol):
 
     @property
     def uuid(self) -> str:
-        """Tells these samples in this order from all others."""
+        """Identify these samples in this order."""
 
     @property
     def fields(self) -> Mapping[str, Field]:
-        """What a sample consists of."""
+        """Fields of a sample."""
 
     @property
     def block_size(self) -> int:
@@ -122,7 +122,7 @@ class Samples(Protocol):
         """Gather samples.
 
         Raises:
-            CorruptError: some of them are damaged; it says which, in the numbers of this object.
+            CorruptError: some of them are damaged; the error has their range in this object.
         """
 
     def will_need(self, indices: Indices) -> None:
@@ -130,7 +130,7 @@ class Samples(Protocol):
 
 
 def file_of(samples: Samples, index: int) -> str | None:
-    """Return the file that holds a sample; None for data that cannot tell."""
+    """Return the file that holds a sample; None for data without files."""
     tell = getattr(samples, "file_of", None)
     return None if tell is None else tell(index)
 
@@ -200,7 +200,7 @@ class Picked(Sequence[dict[str, Tensor]]):
 
 
 def collate(samples: Sequence[Any]) -> Any:
-    """Return the batch that a data set picked as it is: ``DataLoader(collate_fn=collate)``.
+    """Return the batch that a data set picked, unchanged: ``DataLoader(collate_fn=collate)``.
 
     Args:
         samples: from ``ShardedDataset.__getitems__``; any others go to ``default_collate``.

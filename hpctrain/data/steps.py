@@ -1,4 +1,4 @@
-"""Samples of each step of an epoch on a rank, and those that the rank reads soon."""
+"""Samples of each step of an epoch on a rank, and the samples that it reads soon."""
 
 import threading
 from bisect import bisect_left
@@ -60,7 +60,7 @@ class Ordering:
     def choose(
         cls, name: OrderName, dataset: Samples, global_batch: int, shape: WindowShape | None
     ) -> Self:
-        """Choose what is left open by the sizes of samples and data set, never by the machine."""
+        """Choose an order by the sizes of samples and data set, never by the machine."""
         if name not in ("auto", "global", "window", "sequential"):
             raise DataError(f"order is auto, global, window or sequential, got {name!r}")
         if isinstance(dataset, Mixture):
@@ -149,7 +149,7 @@ class Division:
     """Fixed parts of a global batch, at least as many as ranks, of which each rank gets some in a
     row, so that the parts do not depend on the number of ranks; None for one part per rank."""
     tail: Literal["short", "drop"] = "short"
-    """The last samples make a ``short`` step, or are left out: ``drop``."""
+    """The last samples make a ``short`` step, or none: ``drop``."""
 
     @property
     def num_parts(self) -> int:
@@ -168,13 +168,13 @@ class Division:
         return slice(total * parts.start // self.num_parts, total * parts.stop // self.num_parts)
 
     def num_steps(self, num_samples: int) -> int:
-        """Return the steps of so many samples, the same number on every rank."""
+        """Return the steps that ``num_samples`` make, the same number on every rank."""
         full, rest = divmod(num_samples, self.global_batch)
         return full + (rest > 0 and self.tail != "drop")
 
 
 class Steps:
-    """The parts of one rank, and what it should request before it reads them. Thread-safe.
+    """The parts of one rank, and the requests before it reads them. Thread-safe.
 
     A global batch is the samples at its positions, whatever the number of ranks. They are
     sorted by lane, if the order has lanes, before each rank gets a contiguous part: so a rank
@@ -233,7 +233,7 @@ class Steps:
         own = division.own_parts
         lanes = rank_lanes(own.start, own.stop, size=division.num_parts, lanes=order.shape.lanes)
         positions = self._positions_of(steps)
-        # A part needs few new blocks, and to request them costs as much as to look at many.
+        # A part needs few new blocks, and to request them costs as much as to compute many.
         few = max(1, min(ASKED // max(1, len(lanes)), order.shape.window // 4))
         turns = range(
             order.turns_needed(positions.start, few), order.turns_needed(positions.stop, few)

@@ -13,7 +13,7 @@ from hpctrain.data.samples import Columns, Indexable, Indices, Samples, file_of
 
 
 class Subset(Indexable):
-    """Some of the samples of a data set, numbered anew in the order in which they are given.
+    """Some of the samples of a data set, renumbered in the order in which they are given.
 
     Ascending indices keep neighbours together, which a window order needs.
     """
@@ -26,7 +26,7 @@ class Subset(Indexable):
             indices: of the samples. A range takes no memory; anything else 8 bytes a sample.
 
         Raises:
-            DataError: there are none, or they are out of range or no whole numbers.
+            DataError: there are none, or they are out of range or no integers.
         """
         self.dataset = dataset
         self.fields, self.sample_bytes = dataset.fields, dataset.sample_bytes
@@ -54,7 +54,7 @@ class Subset(Indexable):
 
     @property
     def in_memory(self) -> bool:
-        """Whether all of it lies in memory."""
+        """Whether all of it is in memory."""
         return self.dataset.in_memory
 
     def __len__(self) -> int:
@@ -65,7 +65,7 @@ class Subset(Indexable):
 
         Raises:
             DataError: an index is out of range.
-            CorruptError: samples are damaged; tells some of them, in the numbers of the subset.
+            CorruptError: samples are damaged; has some of them, in the numbers of the subset.
         """
         wanted = np.asarray(indices, np.int64)
         if wanted.size and not 0 <= wanted.min() <= wanted.max() < len(self):
@@ -80,7 +80,7 @@ class Subset(Indexable):
             raise self._own(error, int(wanted[np.argmax(bad)])) from error
 
     def will_need(self, indices: Indices) -> None:
-        """Tell the data set which of its samples are read soon."""
+        """Announce to the data set the samples that are read soon."""
         self.dataset.will_need(self._chosen(np.asarray(indices, np.int64)))
 
     def file_of(self, index: int) -> str | None:
@@ -93,7 +93,7 @@ class Subset(Indexable):
         return self._indices[wanted]
 
     def _own(self, error: CorruptError, index: int) -> CorruptError:
-        """Tell the damage in the numbers of the subset; one sample, where they do not ascend."""
+        """Return the error in numbers of the subset; one sample, where they do not ascend."""
         known = self._range or self._indices
         if self._range or all(a < b for a, b in pairwise(self._indices.tolist())):
             first, last = bisect_left(known, error.start), bisect_left(known, error.stop)

@@ -204,7 +204,7 @@ def test_a_loader_goes_on_with_its_split_and_no_other_on_another_number_of_ranks
         rest += chain.from_iterable(numbers(again))
     assert sorted(seen + rest) == list(range(97))
     for other in (None, some_split(97, 6, 1)):
-        with pytest.raises(DataError, match="goes on with the split of its state"):
+        with pytest.raises(DataError, match="continue with the split of its state"):
             Loader(InMemory(97), split=other, **options).load_state_dict(state)
 
 

@@ -1,6 +1,6 @@
-"""Samples on their way into a shard: checked, cut, and kept in columns of three kinds.
+"""Samples that are written to a shard: checked, cut, and kept in columns of three kinds.
 
-A field that lies in the file as plain bytes needs its full size at once: known for samples of
+A field that is stored as plain bytes needs its full size at once: known for samples of
 one shape (``FixedColumn``), and only at the end for ragged ones (``SpooledColumn``). A filtered
 field grows chunk by chunk (``ChunkedColumn``).
 """
@@ -39,7 +39,7 @@ class RaggedRows:
 
     @property
     def used(self) -> NDArray[Any]:
-        """Those of ``values`` that belong to samples."""
+        """The ``values`` that belong to samples."""
         rows: NDArray[Any] = self.values[self.offsets[0] : self.offsets[-1]]
         return rows
 
@@ -119,7 +119,7 @@ class Column:
 
     def __init__(self, name: str, field: Field) -> None:
         self._name, self._field = name, field
-        self._num_rows = 0  # in the column, but for those that wait for a whole chunk
+        self._num_rows = 0  # in the column, without the rows that wait for a whole chunk
         self._file: Any = None
 
     def append(self, rows: NDArray[Any]) -> None:
@@ -127,7 +127,7 @@ class Column:
         raise NotImplementedError
 
     def move(self, file: h5py.File) -> None:
-        """Go on in another file, which has no more room than is needed."""
+        """Continue in another file, which has no more room than is needed."""
         self._file = file
 
     def finish(self) -> None:
@@ -157,7 +157,7 @@ class FixedColumn(Column):
         self._num_rows += len(rows)
 
     def move(self, file: h5py.File) -> None:
-        """Copy what is there to a dataset of just that size."""
+        """Copy the rows to a dataset of just that size."""
         old = self._dataset
         if old is not None:
             self.capacity = self._num_rows
@@ -171,7 +171,7 @@ class FixedColumn(Column):
 class SpooledColumn(Column):
     """A contiguous dataset whose values wait in a temporary file until their number is known.
 
-    The temporary file has no name, so that nothing of it is left after a kill.
+    The temporary file has no name, so that nothing of it remains after a kill.
     """
 
     def __init__(self, name: str, field: Field, directory: Path) -> None:
@@ -220,7 +220,7 @@ class ChunkedColumn(Column):
                 self._write()
 
     def move(self, file: h5py.File) -> None:
-        """Copy the chunks as they are."""
+        """Copy the chunks without decoding them."""
         old, self._file = self._file, file
         if self._num_rows:
             file.copy(old[f"data/{self._name}"], file.require_group("data"), self._name)

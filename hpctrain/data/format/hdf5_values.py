@@ -1,4 +1,4 @@
-"""Values in HDF5 files: filtered by zstd, as plain bytes, and never those of another file."""
+"""Values in HDF5 files: filtered by zstd, as plain bytes, and never values of another file."""
 
 from collections.abc import Mapping
 from importlib import import_module
@@ -53,13 +53,13 @@ def rows_per_chunk(field: Field, block_size: int) -> int:
 
 
 UNREADABLE = (OSError, RuntimeError, ValueError, KeyError, TypeError)
-"""What a damaged file leads to, in HDF5 and here."""
+"""Errors that a damaged file causes, in HDF5 and here."""
 
 _MOST_LINKS = 16  # soft links that lead from one to the next
 
 
 def own_dataset(file: h5py.File, path: str) -> Any:
-    """Return what a path in an HDF5 file names, which is a dataset, as a rule.
+    """Return the object at a path in an HDF5 file, which is a dataset, as a rule.
 
     A file can name other files of this machine, by links, as storage of a dataset, or as sources
     of a virtual one; who made it could have them read. None of them is opened. Raises
@@ -73,7 +73,7 @@ def own_dataset(file: h5py.File, path: str) -> Any:
 
 
 def _resolved(file: h5py.File, path: str) -> str:
-    """Follow soft links by hand: HDF5 would go on into other files."""
+    """Follow soft links one by one: HDF5 would follow them into other files."""
     left, at, num_links = _parts(path), "/", 0
     while left:
         name = left.pop(0)
@@ -102,13 +102,13 @@ def _parts(path: str) -> list[str]:
 
 def _refusal(path: str, what: str) -> str:
     return (
-        f"values lie in the file that names them, /{path.lstrip('/')} is {what}; copy them into "
-        f"the file, or take the file that has them"
+        f"values must be stored in the file that names them, but /{path.lstrip('/')} is {what}; "
+        f"copy them into the file, or take the file that has them"
     )
 
 
 def raw_offset(dataset: Any, file_bytes: int) -> int | None:
-    """Return where the values of an HDF5 dataset lie in its file, as plain bytes.
+    """Return the offset of an HDF5 dataset's values in its file, if they are plain bytes.
 
     None where only HDF5 can read them: chunked, compact, virtual, filtered or external storage,
     another byte order, or no storage at all.

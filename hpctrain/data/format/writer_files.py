@@ -1,4 +1,4 @@
-"""Files of a writer beside its shards: a lock, and a journal from which the next one can go on."""
+"""Files of a writer next to its shards: a lock, and a journal for resuming."""
 
 import fcntl
 import json
@@ -34,7 +34,7 @@ class Journal:
     """The finished shards of one rank, in a file that is replaced with each of them."""
 
     def __init__(self, directory: Path, draft: Manifest, rank: int, terms: dict[str, Any]) -> None:
-        """Name the file; ``terms`` must be the same for a writer to go on with the shards."""
+        """Name the file; ``terms`` must be the same for a writer to resume with the shards."""
         self.path = directory / f"{draft.split}-r{rank:05d}.journal"
         self._directory = directory
         self._terms = {
@@ -131,7 +131,7 @@ class WriterLock:
             ) from None
         except OSError as error:
             logger.warning(
-                "%s has no locks (%s): see to it that nobody else writes there meanwhile",
+                "%s has no locks (%s): make sure that no other program writes there meanwhile",
                 self._path.parent,
                 error.strerror,
             )
@@ -183,7 +183,7 @@ class Publication:
                     shards = self._rename(draft, names, first, sum(n for _, n in before))
                 self.named = True
         except DataError:
-            # Every rank knows that one has failed, so nobody goes on to the manifest.
+            # Every rank knows that one has failed, so no rank writes the manifest.
             self.named = False
             raise
         all_shards = [shard for some in self._comm.allgather_object(shards) for shard in some]
@@ -262,7 +262,7 @@ def explained(directory: Path) -> Iterator[None]:
 def manifest_in(directory: Path) -> Manifest | None:
     """Return the manifest of a directory; None without one, or with a damaged one.
 
-    What is damaged can be replaced: its error advises just that. Raises ``DataError``: the file
+    A damaged manifest can be replaced: its error advises just that. Raises ``DataError``: the file
     system refuses.
     """
     try:

@@ -26,7 +26,7 @@ from hpctrain.data.io.mapped import HUGE_BYTES, Space
 from hpctrain.data.io.shardfile import IO, OpenShard, ShardFile
 from hpctrain.data.io.values import Array, take_rows
 
-_ROOM = 2  # so many times the size of a data set must be free before all of it is mapped unseen
+_ROOM = 2  # this multiple of the size of a data set must be free before all of it is mapped unseen
 
 
 Opener = Callable[..., OpenShard]  # opens a shard, with the arguments of ``OpenShard``; picklable
@@ -42,7 +42,7 @@ class Handles:
         self._manifest = manifest
         self._open_shard = open_shard
         self._shards: OrderedDict[int, OpenShard] = OrderedDict()
-        # HDF5 needs a descriptor of its own, and the program some as well.
+        # HDF5 needs another descriptor, and the program some as well.
         self._max_open = max(8, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
         self._is_full = len(manifest.shards) > self._max_open
         room = (available_bytes() or 0) / max(1, manifest.num_bytes)
@@ -86,9 +86,9 @@ class Handles:
         return joined is not None and joined.is_in_memory(fits=self._fits)
 
     def will_need(self, parts: Iterable[tuple[int, Array, Any]], *, check: bool) -> None:
-        """Begin to bring rows of shards into memory, in threads of their own."""
+        """Begin to bring rows of shards into memory, in separate threads."""
         for home, rows, _ in parts:
-            # Whatever is wrong with a shard is told by the one who takes samples from it.
+            # Errors of a shard are raised where samples are taken from it.
             with suppress(DataError, *UNREADABLE):
                 read_ahead(self._threads, self.shard(home).file, rows, check=check)
 
@@ -147,7 +147,7 @@ class JoinedMap:
         is_copied = {name: _is_copied(manifest, files[0], name, most) for name in fields}
         sizes = [field.sample_bytes for name, field in fields.items() if not is_copied[name]]
         for page in (HUGE_BYTES, mmap.PAGESIZE):
-            # Rows after which every field, and every block, begins anew on such a page.
+            # Rows after which every field, and every block, begins on such a page.
             step = lcm(manifest.block_size, *(page // gcd(page, size) for size in sizes))
             slot = -(-most // step) * step
             if sum(sizes) * slot * len(files) <= _MAX_MAPPED_BYTES:
@@ -159,7 +159,7 @@ class JoinedMap:
     def is_in_memory(self, *, fits: bool) -> bool:
         """Return whether every file was in memory when it was opened, or has come there since.
 
-        ``fits`` says whether what was read and checked stays there.
+        ``fits`` means that checked blocks stay there.
         """
         return all(file.was_cached or (fits and file.all_checked) for file in self._files)
 
@@ -193,7 +193,7 @@ class JoinedMap:
 
     def _is_current(self, files: Sequence[ShardFile]) -> bool:
         # A file that became shorter must not be touched; asking for its size is cheap. Whether
-        # it was written to is asked of one file at a time, in turn.
+        # it was written to is checked for one file at a time.
         for file in files:
             num_bytes = os.lseek(file.descriptor, 0, os.SEEK_END)
             if file.is_replaced or num_bytes != file.shard.num_bytes:
@@ -253,7 +253,7 @@ class BatchBuffers:
         step = 1 << (num_bytes.bit_length() - 4)
         size = -(-num_bytes // step) * step
         try:
-            # The one that became free last is the likeliest to lie in a cache.
+            # The one that became free last is the likeliest to be in a cache.
             memory = self._free[size].pop()
         except (KeyError, IndexError):
             memory = _fresh(size)
@@ -283,7 +283,7 @@ def _fresh(num_bytes: int) -> NDArray[np.uint8]:
     return whole[start : start + num_bytes]
 
 
-THREADS = 4  # while one looks at what it has read, others keep the disk busy
+THREADS = 4  # while one checks its blocks, others keep the disk busy
 _PIECE_BYTES = 4 * MIB  # of blocks that one thread reads in a row
 _REQUEST_BYTES = 128 * KIB
 """Linux reads no more than its read-ahead window for one request, 128 KiB unless it was set."""
@@ -293,8 +293,8 @@ _GAP_BYTES = 16 * KIB
 def read_ahead(threads: Executor, file: ShardFile, rows: Array, *, check: bool) -> None:
     """Let threads bring rows of a file into memory, in its order, and return at once.
 
-    ``check`` brings the whole of their blocks, and checks those that are new; who takes samples
-    waits for it by ``ShardFile.wait_for``. What is wrong is left to him.
+    ``check`` brings the whole of their blocks, and checks the new ones; readers wait for them by
+    ``ShardFile.wait_for``, and raise the errors.
     """
     if file.was_cached or not len(rows):
         return
@@ -314,11 +314,11 @@ def read_ahead(threads: Executor, file: ShardFile, rows: Array, *, check: bool) 
 
 
 def _bring(file: ShardFile, blocks: Array) -> None:
-    """Read and check blocks, unless that was done; what is wrong stays unchecked.
+    """Read and check blocks, unless that was done; damaged blocks stay unchecked.
 
-    So does a file that was changed: to touch what a map has lost ends the process.
+    So does a file that was changed: to touch pages that a map has lost ends the process.
     """
-    # What is asked for here comes in small pages, which a map then takes one by one.
+    # Advice reads small pages, which a map then takes one by one.
     if not file.is_mapped:
         _advise_blocks(file, blocks)
     new = blocks[~file.checked[blocks]]

@@ -64,7 +64,7 @@ class RawShard:
         return index.view(np.int64)
 
     def values_of(self, name: str, chunks: ChunkCache) -> Values:
-        """Return what reads the values of a field as they are wanted."""
+        """Return the reader of the values of a field."""
         field, shape = self._manifest.fields[name], self._shape(name)
         offset = self.shard.places[name].offset
         if 0 in shape:
@@ -78,7 +78,7 @@ class RawShard:
         return ((num_rows or 0) if field.ragged else self.shard.num_samples, *field.shape)
 
     def close_hdf5(self) -> None:
-        """End all use of HDF5: what is open here would be shared with a file opened anew."""
+        """End all use of HDF5: open handles would be shared with the reopened file."""
         if self._hdf5 is not None:
             self._hdf5.close()
 
@@ -115,7 +115,7 @@ class RawShard:
 
 
 class ShardFile(RawShard):
-    """Opened once; a file that changes is opened anew, as another object."""
+    """Opened once; a file that changes is reopened, as another object."""
 
     def __init__(
         self, path: Path, manifest: Manifest, index: int, *, io: IO, chunks: ChunkCache
@@ -130,13 +130,13 @@ class ShardFile(RawShard):
         """Blocks whose crc32 was right."""
         self.all_checked = False
         self.coming: dict[int, Any] = {}  # futures of blocks that are read ahead
-        self.is_replaced = False  # whether the file was opened anew, as another object
+        self.is_replaced = False  # whether the file was reopened, as another object
         self.identity = self._identity()
-        """Device, inode, size and time of change: all equal as long as the file is as it was."""
+        """Device, inode, size and time of change: all equal as long as the file is unchanged."""
         if problem := size_problem(self.shard, self.identity[2]):
             raise ValueError(problem)
         self.was_cached = is_cached(self.descriptor, self.shard.num_bytes)
-        """Whether it lay in memory when it was opened."""
+        """Whether it was in memory when it was opened."""
         self.is_mapped = io == "map" or (io == "auto" and self.was_cached)
         self._space = self._mapped() if self.is_mapped else None
         self.crcs = {name: self.table(name) for name in manifest.fields}
@@ -177,22 +177,22 @@ class ShardFile(RawShard):
         return sorted(wrong)
 
     def wait_for(self, blocks: Array) -> None:
-        """Return when none of these blocks is on its way."""
+        """Return when none of these blocks is being read."""
         for block in blocks.tolist():
             if (future := self.coming.get(block)) is not None:
                 future.exception()
 
     def found(self, blocks: Array, wrong: list[int]) -> None:
-        """Count blocks as checked but for those that are wrong.
+        """Count blocks as checked, without the ``wrong`` ones.
 
-        Other threads look meanwhile: what is wrong does not count as checked at any time.
+        Other threads read the flags: a damaged block must not count as checked at any time.
         """
         self.checked[wrong] = False
         self.checked[np.setdiff1d(blocks, wrong) if wrong else blocks] = True
         self.all_checked = bool(self.checked.all())
 
     def problem(self, block: int) -> str | None:
-        """Return what is wrong with a block, None if its crc32 is right."""
+        """Return the fault of a block, None if its crc32 is right."""
         start = block * self._manifest.block_size
         stop = min(start + self._manifest.block_size, self.shard.num_samples)
         for name, values in self.values.items():
@@ -210,7 +210,7 @@ class ShardFile(RawShard):
     def extents(self, starts: Array, stops: Array) -> list[tuple[Array, Array]]:
         """Return where samples ``[starts[i], stops[i])`` lie: of each field, from byte, to byte.
 
-        Of filtered fields and of those that were read already nothing is told.
+        Filtered fields and fields that were read already are omitted.
         """
         found = []
         for name, place in self.shard.places.items():
@@ -246,7 +246,7 @@ class ShardFile(RawShard):
         return PlainBlocks(edges, self.crcs[name], read)
 
     def values_of(self, name: str, chunks: ChunkCache) -> Values:
-        """Return the values of a field: kept, mapped, or read as they are wanted."""
+        """Return the values of a field: kept, mapped, or read on demand."""
         field, shape = self._manifest.fields[name], self._shape(name)
         offset = self.shard.places[name].offset
         if offset is None or 0 in shape or not (self.is_mapped or self.is_kept(name)):
@@ -265,7 +265,7 @@ def _check_table(what: str, table: NDArray[Any], want: int | None) -> None:
 
 
 def size_problem(shard: ShardEntry, num_bytes: int) -> str:
-    """Say what is wrong with a file of so many bytes, if it is not as it was written."""
+    """Return the reason why a file of ``num_bytes`` is not the one that was written, if any."""
     if num_bytes == shard.num_bytes:
         return ""
     return (
@@ -282,7 +282,7 @@ def open_hdf5(path: Path) -> h5py.File:
     access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
     access.set_file_locking(False, ignore_when_disabled=False)
     access.set_fclose_degree(h5py.h5f.CLOSE_STRONG)
-    # Chunks are kept by us, and what is read again must come from the file.
+    # Chunks are kept by us, and a second read must reach the file.
     access.set_sieve_buf_size(0)
     access.set_cache(0, 0, 0, 0.0)
     return h5py.File(h5py.h5f.open(os.fsencode(path), h5py.h5f.ACC_RDONLY, access))
@@ -306,7 +306,7 @@ def check_file(directory: Path, manifest: Manifest, index: int) -> None:
 class OpenShard:
     """Gathers samples of one file; belongs to the process that opened it.
 
-    Whatever fails is tried once more on the file opened anew, which heals a read that went
+    Whatever fails is tried once more on the reopened file, which heals a read that went
     wrong and a file that was replaced by a good copy. Several threads may read at once.
     """
 
@@ -319,9 +319,9 @@ class OpenShard:
         io: IO = "auto",
         chunks: ChunkCache | None = None,
     ) -> None:
-        """Open the file of shard ``index``, which lies in ``directory``.
+        """Open the file of shard ``index`` in ``directory``.
 
-        ``io`` is as of ``ShardedDataset``; ``auto`` maps a file that lies in memory. ``chunks``
+        ``io`` is as of ``ShardedDataset``; ``auto`` maps a file that is in memory. ``chunks``
         keeps decoded chunks of several shards. Raises ``CorruptError``: the file is missing, or
         not the one that the manifest describes.
         """
@@ -335,7 +335,7 @@ class OpenShard:
     def check_blocks(self, rows: Array, *, again: bool) -> None:
         """Check the crc32 of the blocks of some samples; unless ``again``, of new ones only.
 
-        A file that was changed since it was opened is opened anew, and nothing of it counts as
+        A file that was changed since it was opened is reopened, and nothing of it counts as
         checked. Raises ``CorruptError``: bytes have changed, or the file has.
         """
         file = self.file
@@ -396,7 +396,7 @@ class OpenShard:
     def _check_block(self, block: int) -> None:
         file = self.file
         if file.problem(block) is not None:
-            with suppress(OSError):  # so that the next read comes from the disk
+            with suppress(OSError):  # so that the next read reaches the disk
                 os.posix_fadvise(file.descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             file = self._reopened(file)
             if (problem := file.problem(block)) is not None:

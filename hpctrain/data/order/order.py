@@ -45,7 +45,7 @@ def check_order(n: int, seed: int, epoch: int) -> None:
 
 
 class Sequential:
-    """Samples as they lie in the files, from some sample on."""
+    """Samples in the order of the files, from some sample on."""
 
     def __init__(self, start: int = 0) -> None:
         self._start = start

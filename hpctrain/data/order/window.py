@@ -1,7 +1,7 @@
 """A shuffled order that reads whole blocks: samples are mixed inside a moving window of blocks.
 
 Blocks of neighbouring samples belong to lanes, for all epochs. An epoch goes through all lanes
-at once, one sample of each in turn; in each lane it takes the blocks in an order of its own and
+at once, one sample of each at a time; in each lane it takes the blocks in a separate order and
 mixes the samples of ``window`` of them at a time. So a batch mixes ``lanes * window`` blocks, and
 a rank that reads some of the lanes reads the same part of the data in every epoch.
 
@@ -22,10 +22,10 @@ from hpctrain.data.samples import Indices
 _PIECE = 1 << 16  # positions whose intermediate results fit the caches
 
 BLOCK_BYTES = 64 * KIB  # a read of this size from a disk costs little more than a smaller one
-LANES = 1024  # at most about so many by default: every rank of a usual job has lanes of its own
+LANES = 1024  # at most about this number by default: every rank of a usual job has its own lanes
 MIXED_PER_SAMPLE, MIXED = 32, 8192
-"""By default a window has so many blocks for each sample of a global batch, and at least so
-many: class-sorted data then come as evenly as from a permutation, within one percent."""
+"""Default blocks of a window for each sample of a global batch, and the least number of
+blocks: class-sorted data then come as evenly as from a permutation, within one percent."""
 
 # Keys that no epoch of another order has.
 _KEY, _TURN, _INSIDE, _REST = 1, 2, 3, 4
@@ -33,7 +33,7 @@ _KEY, _TURN, _INSIDE, _REST = 1, 2, 3, 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WindowShape:
-    """What a window order mixes; the samples of ``lanes * window`` blocks are in memory."""
+    """Shape of a window order; the samples of ``lanes * window`` blocks are in memory."""
 
     block: int  # neighbouring samples that are read together
     window: int
@@ -166,9 +166,9 @@ class WindowOrder:
         return samples
 
     def _split(self, positions: Indices) -> tuple[Indices, Indices, Indices]:
-        """Say where positions of the rest are, and number these and those in lanes from 0.
+        """Return the places of positions of the rest, and their numbers and the numbers in lanes.
 
-        Those of the rest have a number in lanes as well, without a meaning.
+        Positions of the rest have a number in lanes as well, without a meaning.
         """
         before, place = _divided(positions, self._stride)
         is_rest = (place == self._stride - 1) & (before < self._num_rest)
@@ -202,7 +202,7 @@ class WindowOrder:
         return windows, starts, np.where(longer, self._longest, self._turns)
 
     def _lane_slots_blocks(self, lanes: Indices, turns: Indices) -> Indices:
-        """Return the block of each lane and turn, computed once where they come again."""
+        """Return the block of each lane and turn, computed once where they repeat."""
         if not lanes.size:
             return lanes
         first_lane, first_turn = int(lanes.min()), int(turns.min())

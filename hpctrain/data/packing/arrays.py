@@ -34,7 +34,7 @@ _LOCAL_HEADER_BYTES = 30
 _UNREADABLE = (ValueError, EOFError, zipfile.BadZipFile, zlib.error, struct.error)
 
 Columns = Mapping[str, Any]
-"""By field, what has a ``shape`` and gives samples for ``[rising indices]``."""
+"""By field, an object with a ``shape`` that gives samples for ``[rising indices]``."""
 
 
 class Opened:
@@ -123,7 +123,7 @@ def _opened(path: Path, member: str | None) -> Array:
 
 
 def _member(path: Path, name: str) -> Array:
-    """Map an array that lies in its archive as it is: all ranks of a node share the memory."""
+    """Map an array that is stored uncompressed: all ranks of a node share the memory."""
     npy = np.lib.format
     with zipfile.ZipFile(path) as archive, archive.open(name) as file:
         info = archive.getinfo(name)
@@ -182,7 +182,7 @@ class Dataset:
 
     @cached_property
     def _map(self) -> Array | None:
-        """The values, where they lie as numpy has them; texts, say, are pointers to elsewhere."""
+        """The values, where they are stored in the layout of numpy; texts, say, are pointers."""
         dataset = self._dataset
         as_numpy = h5py.h5t.py_create(dataset.dtype, logical=True)
         if dataset.dtype.hasobject or not dataset.size or dataset.id.get_type() != as_numpy:

@@ -25,7 +25,7 @@ def files_below(folder: Path, left_out: list[str] | None = None) -> Iterator[str
     """Find all files below a folder, in the order of their names, a folder's own files first.
 
     Links are followed, but for those to a folder above, which lead round in circles: they go to
-    ``left_out``. What begins with a dot is left out. Raises ``DataError``: a link leads to a
+    ``left_out``. Names that begin with a dot are ignored. Raises ``DataError``: a link leads to a
     folder that is below already, or nowhere, or something is neither a file nor a folder.
     ``OSError``: a folder cannot be read.
     """
@@ -43,7 +43,7 @@ def files_below(folder: Path, left_out: list[str] | None = None) -> Iterator[str
             if entry.is_dir():
                 inside.append(entry.path)
                 continue
-            # The listing tells what is no file, without a call for each of millions.
+            # The listing has the type of each entry, without a call for each of millions.
             if not entry.is_file():
                 check_file(entry.path)
             yield entry.path
@@ -53,7 +53,7 @@ def files_below(folder: Path, left_out: list[str] | None = None) -> Iterator[str
 def _is_new(
     at: str, path: str, seen: dict[tuple[int, int], str], left_out: list[str] | None
 ) -> bool:
-    """Say whether a folder in ``at`` is to be looked at; it is remembered."""
+    """Return whether a folder in ``at`` must be searched; it is remembered."""
     before = seen.setdefault(_identity(path), path)
     if before == path:
         return True
@@ -73,7 +73,7 @@ def _identity(path: str) -> tuple[int, int]:
 
 
 def check_file(name: str) -> None:
-    """Check that what is to be read is a file: it alone can be read more than once."""
+    """Check that a path is a file: only files can be read more than once."""
     path = Path(name)
     if path.is_file():
         return
@@ -118,7 +118,7 @@ def _digest(names: Sequence[str]) -> str:
 
 @contextmanager
 def unpacked(path: str) -> Iterator[IO[bytes]]:
-    """Open a file, which gzip may have packed: its first bytes tell.
+    """Open a file, which gzip may have packed: its first bytes show it.
 
     All of it that is read agrees with the checksums of gzip.
     """
@@ -136,7 +136,7 @@ IMAGE_ENDINGS = frozenset(
 )
 """Of the files that are taken for images."""
 
-_WIDE_MODES = ("I", "F")  # of Pillow: whole numbers of 16 and 32 bits, and floats
+_WIDE_MODES = ("I", "F")  # of Pillow: integers of 16 and 32 bits, and floats
 
 
 def form_of_images(
@@ -184,7 +184,7 @@ def decoded(content: bytes, form: Form, what: str, resize: Size | None = None) -
 
 
 def is_number(content: bytes) -> bool:
-    """Say whether a content is a number in JSON, or an array of them."""
+    """Return whether a content is a number in JSON, or an array of them."""
     try:
         return np.asarray(json.loads(content)).dtype.kind in "biuf"
     except (ValueError, RecursionError):

@@ -39,7 +39,7 @@ def open_folder(path: Path, wanted: WantedFields) -> PackSource:
     """Examine a folder of images or arrays; with folders in it, each of them is a class.
 
     Classes are numbered in the order of their names. Images all of one size, as 64 of them show,
-    are packed as pixels, as they are also with ``resize``; else as the bytes of their files.
+    are packed as pixels, also with ``resize``; else as the bytes of their files.
     """
     links: list[str] = []
     files = list(files_below(path, links))
@@ -82,7 +82,7 @@ def _take(
     decode: Callable[..., Array],
     indices: NDArray[np.int64],
 ) -> list[Sample]:
-    """Read files and look up their classes, on several threads: decoders let each other run."""
+    """Read files and find their classes, on several threads: decoders let each other run."""
 
     def read(index: int) -> Sample:
         path = files[index]

@@ -36,7 +36,7 @@ class SourceKind:
     """Gets its files; of a folder its path, of Python the object or its name."""
     endings: tuple[str, ...] = ()  # of its files
     options: tuple[str, ...] = ()
-    """Of ``WantedFields``, besides ``fields``: those that mean something here."""
+    """Options of ``WantedFields`` that this kind takes, in addition to ``fields``."""
 
 
 FOLDER, PYTHON, TEXT = "folder", "python", "text"
@@ -59,11 +59,11 @@ KINDS = {
     PYTHON: SourceKind(open=open_python, options=("ragged",)),
 }
 
-_NUM_LOOKED_AT = 10_000  # files from which the kind of a folder is told
+_NUM_LOOKED_AT = 10_000  # files from which the kind of a folder is inferred
 
 
 def open_source(source: object, kind: str, wanted: WantedFields) -> PackSource:
-    """Examine what is to be packed, of a kind that ``kind_of`` finds."""
+    """Examine a source, of a kind that ``kind_of`` finds."""
     _check_options(kind, wanted)
     if kind in _TABLES:  # which convert column by column
         found = _opened(source, kind, wanted)
@@ -177,7 +177,7 @@ def _endings() -> str:
 
 
 def _split_types(fields: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-    """Split ``WHAT:TYPE`` of each field; return what it holds, and the types that are given."""
+    """Split ``WHAT:TYPE`` of each field; return the origin, and the types that are given."""
     names, types = dict(fields), {}
     for name, what in fields.items():
         origin, _, dtype = what.rpartition(":")

@@ -27,13 +27,13 @@ SHARD_BYTES = 512 * MIB
 SHUFFLED_BYTES = 4096 * MIB  # on all ranks, of a source that is read from front to end
 
 Start = Callable[[int | None, int], Callable[[int], None]]
-"""Is told how many samples this rank packs, if known, and how many were there before; returns
-what is told of each batch."""
+"""Gets the samples that this rank packs, if known, and those packed before; returns the function
+that gets the size of each batch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackConfig(WantedFields):
-    """What is packed, and how it is written."""
+    """Options of packing: the fields, and how they are written."""
 
     kind: str | None = None
     """Of the source: arrays, hdf5, tar, csv, parquet, text, folder, python; None to find out."""
@@ -65,7 +65,7 @@ class Packed:
     """What became of a source."""
 
     manifest: Manifest
-    notes: tuple[str, ...]  # what a person should know, one sentence each; logged too
+    notes: tuple[str, ...]  # facts that a person should know, one sentence each; logged too
 
 
 def pack(
@@ -76,16 +76,16 @@ def pack(
     comm: Communicator | None = None,
     start: Start | None = None,
 ) -> Packed:
-    """Make a data set of what is there.
+    """Make a data set of a source.
 
     Collective over ``comm``: each rank packs a contiguous share of the samples, or where their
     number is not known beforehand, of the files; the data set is the same for any number of
-    ranks, but for where its shards end. After a kill, the same call goes on where the finished
+    ranks, but for where its shards end. After a kill, the same call resumes where the finished
     shards end.
 
     Args:
         source: path of a file or a folder, a pattern such as ``"shards/*.tar"``, the name
-            ``"module:function"`` of a function of yours, or an object with samples: with
+            ``"module:function"`` of a function, or an object with samples: with
             ``len()`` and ``[index]``, or one that can be iterated over more than once.
         directory: made when missing.
         config: what is packed, and how.
@@ -93,13 +93,13 @@ def pack(
         start: makes what follows the progress of this rank, in samples.
 
     Returns:
-        What was packed, the same on every rank.
+        The manifest and notes, the same on every rank.
 
     Raises:
-        DataError: the source cannot be read, its samples are not alike, or the directory cannot
+        DataError: the source cannot be read, its samples differ in shape, or the directory cannot
             be written or holds a data set already; on every rank, and a data set that the
-            directory held is as before. What your own function raises stays what it is on its
-            rank, and is a DataError on the others.
+            directory held is as before. An exception of your own function is raised on its rank,
+            and is a DataError on the others.
     """
     config = config or PackConfig()
     comm = comm or SerialCommunicator()
@@ -122,7 +122,7 @@ def pack(
         classes=found.classes,
     ) as writer:
         _write(writer, found, config.shuffle, comm, start)
-    if not found.classes:  # those of the set before
+    if not found.classes:  # classes of the set before
         on_root(comm, partial((directory / CLASSES).unlink, missing_ok=True), DataError)
     return Packed(manifest=writer.manifest, notes=notes)
 
@@ -148,7 +148,7 @@ def _opened(
 ) -> tuple[PackSource, str | None]:
     """Examine a source on rank 0, or where it is an object of the program on each rank.
 
-    Returns it, and what stays the same as long as a killed packing of it can go on.
+    Returns it, and a key that stays the same as long as a killed packing of it can resume.
     """
     kind = on_root(comm, partial(_kind_of, source, directory, config), DataError)
     is_on_each = kind == PYTHON
@@ -181,7 +181,7 @@ def _kind_of(source: object, directory: Path, config: PackConfig) -> str:
 
 def _key(found: PackSource, source: object, config: PackConfig, size: int) -> str | None:
     if not isinstance(source, str | Path):
-        return None  # nobody can tell whether another object has the same samples
+        return None  # another object may have other samples
     files = fingerprint(chain(found.files, found.code))
     options = {**asdict(config), "overwrite": None, "size": size}
     # One module may have many functions, which all have the same file of code.
@@ -207,7 +207,7 @@ def _explained() -> Iterator[None]:
 
 
 def _idle_ranks(source: PackSource, size: int) -> tuple[str, ...]:
-    """Say which ranks have nothing to do."""
+    """Name the ranks without work."""
     num_parts = len(source.parts)
     if num_parts < size and not source.is_indexed:
         parts, packs = ("part", "packs") if num_parts == 1 else ("parts", "pack")

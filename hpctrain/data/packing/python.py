@@ -59,7 +59,7 @@ def open_python(source: Any, wanted: WantedFields) -> PackSource:
 
     found = PackSource(
         runs=[(len(made), take)] if is_indexed else (),
-        parts=() if is_indexed else [(None, read)],  # nobody knows where to cut it
+        parts=() if is_indexed else [(None, read)],  # it cannot be cut
         origins=names,
         code=tuple(map(str, target.file_of(name))) if is_named else (),
     )

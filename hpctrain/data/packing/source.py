@@ -25,7 +25,9 @@ Batch = dict[str, Array | list[Array]]
 """Some samples: for each field ``(num_samples, *shape)``, of a ragged one a list of samples."""
 
 BATCH_BYTES = 8 * MIB
-BATCH_SAMPLES = 1024  # of the batches in which a source is read: what is reached first ends one
+BATCH_SAMPLES = (
+    1024  # of the batches in which a source is read: the limit that is reached first ends one
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,16 +43,16 @@ class WantedFields:
     encoded: bool = False
     """Keep images as the bytes of their files, as a ragged field, and decode when training."""
     length: int | None = None
-    """Cut texts into samples of so many bytes or tokens, rather than at the end of each line; the
-    rest of a file is left out."""
+    """Cut texts into samples of this number of bytes or tokens, rather than at the end of each
+    line; the rest of a file is omitted."""
     tokenizer: str | None = None
-    """``module:function`` from a str to whole numbers; None packs the bytes of the text."""
+    """``module:function`` from a str to integers; None packs the bytes of the text."""
 
 
 NUMBER_TYPE = re.compile("b1|[iu][1248]|f[248]")
 
 Sample = tuple[str, Mapping[str, Array]]
-"""Where it comes from, for errors, and its arrays by field."""
+"""Its origin, for errors, and its arrays by field."""
 
 Take = Callable[[NDArray[np.int64]], Batch | list[Sample]]
 """Reads samples by their numbers, which rise."""
@@ -71,16 +73,16 @@ class PackSource:
 
     fields: Mapping[str, Field] = dataclasses.field(default_factory=dict)
     runs: Sequence[tuple[int, Take]] = ()
-    """Where any sample can be read at any time: so many of them, and what reads some of these."""
+    """If samples can be read in any order: their number, and the function that reads some."""
     parts: Sequence[tuple[int | None, Read]] = ()
-    """Else what is read by itself from front to end: so many samples, if that is known."""
+    """Else the parts that are read from front to end: the number of samples, the reader."""
     files: Sequence[str] = ()
     """All that is read, in order; as text, as a Path takes several times its room."""
     code: tuple[str, ...] = ()
     """Files with the user's own functions: after a change of them, the samples may be others."""
     sample_bytes: float = 0  # about how large a sample is, over all fields
     classes: tuple[str, ...] = ()  # names of the labels 0, 1, ..., where the source has names
-    notes: tuple[str, ...] = ()  # what a person should know, one sentence each
+    notes: tuple[str, ...] = ()  # facts that a person should know, one sentence each
     origins: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Name of a field -> what of the source it holds, where that is not its name."""
     types: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -140,7 +142,7 @@ class PackSource:
         return self.joined_batches(pieces)
 
     def batched(self, samples: Iterable[Batch | Sample]) -> Iterator[Batch]:
-        """Gather samples into batches of a few MiB; what comes in batches stays so.
+        """Gather samples into batches of a few MiB; batches stay unchanged.
 
         Raises ``DataError``: a sample has not the shapes of the fields; names the sample.
         """
@@ -310,7 +312,7 @@ def _rows_of(batch: Batch, indices: NDArray[np.int64]) -> Batch:
 
 
 def cast(values: Array, dtype: str, what: str) -> Array:
-    """Convert numbers; of what they are, floats lose digits at most."""
+    """Convert numbers; at most floats lose digits."""
     with np.errstate(over="ignore", invalid="ignore"):
         found = values.astype(dtype)
     if found.dtype.kind == "f":
@@ -318,7 +320,7 @@ def cast(values: Array, dtype: str, what: str) -> Array:
     else:
         wrong = found != values
         if found.dtype.kind in "iu" and values.dtype.kind == "f":
-            # The largest whole number of 8 bytes is none of float64, which rounds it up.
+            # float64 rounds the largest integer of 8 bytes up.
             wrong |= values >= float(np.iinfo(found.dtype).max) + 1
     if wrong.any():
         raise DataError(
@@ -330,7 +332,7 @@ def cast(values: Array, dtype: str, what: str) -> Array:
 
 @contextmanager
 def readable(what: str, kind: str, *errors: type[BaseException]) -> Iterator[None]:
-    """Raise what a library says of a damaged file as a DataError that names it."""
+    """Raise a library's error for a damaged file as a DataError that names the file."""
     try:
         yield
     except errors as error:
@@ -353,7 +355,7 @@ def needed(module: str, what: str) -> ModuleType:
 
 
 def chosen(available: Sequence[str], wanted: Mapping[str, str], where: str) -> dict[str, str]:
-    """Return what each field holds: what is wanted, or all there is, by its own name."""
+    """Return the origin of each field: ``wanted``, or everything, by its own name."""
     for name in wanted.values():
         if name not in available:
             raise DataError(

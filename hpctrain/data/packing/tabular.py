@@ -33,10 +33,10 @@ from hpctrain.data.packing.source import (
     readable,
 )
 
-TEXT = "text"  # type of a column of CSV that stays as it is written
+TEXT = "text"  # type of a column of CSV that stays text
 
 _TYPE = re.compile(rf"{TEXT}|{NUMBER_TYPE.pattern}")
-_LARGEST_WHOLE = 2**53  # up to which floats of 8 bytes hold all whole numbers
+_LARGEST_WHOLE = 2**53  # up to which floats of 8 bytes hold all integers
 
 Rows = Callable[[str, str | None], Array | list[Array]]
 """Some rows of a table: give the values of a column, of the type that was asked for."""
@@ -115,9 +115,9 @@ _BLOCK_BYTES = MIB
 _BOM = "\xef\xbb\xbf"
 _GAPS = {"", "#N/A", "#N/A N/A", "#NA", "N/A", "NA", "NULL", "n/a", "null"}
 _NANS = {"NaN", "nan", "-NaN", "-nan"}
-"""What also is a number, where floats are asked for."""
+"""Texts that are numbers, too, where floats are asked for."""
 _GAPS |= _NANS | {"1.#IND", "1.#QNAN", "-1.#IND", "-1.#QNAN"}
-"""What stands in a column of numbers where one is missing."""
+"""Texts in a column of numbers where one is missing."""
 _NO_NUMBER = re.compile(r"[ \t]*[+-]?(0x|nan\()", re.IGNORECASE)
 """Begins what pyarrow takes for a number, and a table does not mean so."""
 _PADDED = re.compile(r"[ \t]*[+-]?0\d")
@@ -131,7 +131,7 @@ class CsvBlock(NamedTuple):
 
     path: str
     names: list[str]
-    columns: list[tuple[str, ...]]  # values as they are written, each byte a character
+    columns: list[tuple[str, ...]]  # values as text, each byte a character
 
     def column(self, name: str) -> tuple[str, ...]:
         """Return the values of a column."""
@@ -175,7 +175,7 @@ def _values_of(block: CsvBlock, learnt: Learnt, at: str, dtype: str | None) -> A
         return [raw(text.encode("latin-1")) for text in texts]
     if dtype and dtype[0] == "f" and kind == "i8" and not _NANS.isdisjoint(texts):
         kind = dtype
-    is_exact = dtype is None  # who asks for floats takes whole numbers rounded
+    is_exact = dtype is None  # a request for floats accepts rounded integers
     values, what = _numbers(texts, kind, is_exact=is_exact), f"column {at} of {block.path}"
     if values is None:
         odd = next(text for text in texts if _numbers([text], kind, is_exact=is_exact) is None)
@@ -220,7 +220,7 @@ def _kind_of(texts: Sequence[str]) -> str:
 def _numbers(texts: Sequence[str], kind: str, *, is_exact: bool = True) -> Array | None:
     """Return a column as numbers, None where one is of another form; floats have 8 bytes.
 
-    Truth is written in words. Floats that ``is_exact`` hold all whole numbers as they are.
+    Truth is written in words. Floats that ``is_exact`` hold all integers exactly.
     """
     gaps = _GAPS if is_exact or kind[0] != "f" else _GAPS - _NANS
     if not gaps.isdisjoint(texts) or any(map(_NO_NUMBER.match, texts)):
@@ -244,7 +244,7 @@ def _numbers(texts: Sequence[str], kind: str, *, is_exact: bool = True) -> Array
 
 
 def _is_rounded(text: str) -> bool:
-    """Say whether this is a whole number that no float holds."""
+    """Return whether this is an integer that no float holds."""
     digits = text.lstrip("+-")
     return digits.isdigit() and int(float(digits)) != int(digits)
 

@@ -32,7 +32,7 @@ from hpctrain.data.packing.source import (
 Contents = tuple[str, dict[str, bytes]]  # key of a sample, and the contents of its files by ending
 
 MAX_SAMPLE_BYTES = GIB
-"""Of the files of a sample: what an archive of a few KB can claim to hold has no end."""
+"""Of the files of a sample: an archive of a few KB can claim any size."""
 
 _MAX_HEADER_BYTES = MIB  # of long names and other notes on a file, which tarfile reads into memory
 
@@ -53,9 +53,9 @@ _NOTES = frozenset(
 def open_tar(files: Sequence[str], wanted: WantedFields) -> PackSource:
     """Examine archives.
 
-    A field is named after an ending. Images become pixels if those of the first samples have one
-    size or ``resize`` is given, else they stay bytes; ``.npy`` become arrays, ``.cls`` whole
-    numbers, ``.txt`` and ``.json`` numbers where those of the first samples are; all else stays
+    A field is named after an ending. Images become pixels if the first samples have one
+    size or ``resize`` is given, else they stay bytes; ``.npy`` become arrays, ``.cls``
+    integers, ``.txt`` and ``.json`` numbers where the first samples are; all else stays
     bytes, as does an ending that is wanted as ``ENDING:bytes``.
     """
     where = files[0]

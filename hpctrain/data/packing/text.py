@@ -87,7 +87,7 @@ def _tokens(path: str, tokenizer: Callable[[str], Any], text: bytes) -> Array:
 
 
 def _windows(file: str, name: str, length: int) -> PackSource:
-    """Examine the windows of the bytes of a file; what is left at its end is left out."""
+    """Examine the windows of the bytes of a file; a shorter rest is omitted."""
     count = Path(file).stat().st_size // length
     opened = Opened(partial(_open_windows, file, name, (count, length)))
     return PackSource(

@@ -14,11 +14,11 @@ _NUM_VALUES = 8  # shown of a sample
 
 
 def info(directory: Path | str) -> dict[str, Any]:
-    """Tell what a data set holds, without reading its data, as JSON has it.
+    """Describe a data set, without reading its data, in types of JSON.
 
     ``created_by`` are the versions that wrote the first shard, empty where it cannot be read;
-    ``state`` of a shard is ``here``, ``missing`` or ``other size``; ``num_bytes`` of a field are
-    those of its values, decoded; ``mean_length`` is None but for a ragged field. Raises
+    ``state`` of a shard is ``here``, ``missing`` or ``other size``; ``num_bytes`` of a field is
+    the size of its values, decoded; ``mean_length`` is None but for a ragged field. Raises
     ``DataError``: there is no data set.
     """
     directory = Path(directory)
@@ -46,7 +46,7 @@ def info(directory: Path | str) -> dict[str, Any]:
 
 
 def peek(directory: Path | str, index: int) -> list[dict[str, Any]]:
-    """Read one sample and tell of each field its name, shape, dtype and first values."""
+    """Read one sample and return the name, shape, dtype and first values of each field."""
     dataset = data.ShardedDataset(directory, io="read")  # loads torch
     if not 0 <= index < len(dataset):
         raise DataError(f"samples are 0 to {len(dataset) - 1}, got {index}")

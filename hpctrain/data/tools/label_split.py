@@ -21,7 +21,7 @@ Labels = NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LabelSplit:
-    """What was written, and what it holds."""
+    """Result of a split by label."""
 
     split: Split
     labels: Labels  # all that occur, ascending
@@ -100,7 +100,7 @@ def parts_by_label(labels: Labels, num_parts: int, alpha: float, seed: int) -> N
             raise DataError(f"ALPHA = {alpha:g} is too small to draw shares; take a larger one")
         bounds = np.rint(np.cumsum(shares)[:-1] * len(samples)).astype(np.int64)
         sizes = np.diff(bounds, prepend=0, append=len(samples))
-        # Who gets what is left over is chance too.
+        # The part that gets the rest is drawn, too.
         parts[draw.permutation(samples)] = np.repeat(
             draw.permutation(num_parts).astype(np.uint32), sizes
         )
@@ -108,7 +108,7 @@ def parts_by_label(labels: Labels, num_parts: int, alpha: float, seed: int) -> N
 
 
 def _labels_alone(whole: ShardedDataset, label: str) -> ShardedDataset:
-    """Return the same data set with one field, of whole numbers."""
+    """Return the same data set with one field, of integers."""
     manifest = whole.manifest
     field = manifest.fields.get(label)
     is_label = field and not field.ragged and field.shape in ((), (1,))

@@ -27,7 +27,7 @@ from hpctrain.data.tools.verify import FaultReport, check_directory, verify
 class RepairOutcome:
     """What became of a data set."""
 
-    deeds: tuple[str, ...]  # what was done
+    deeds: tuple[str, ...]  # actions, one sentence each
     report: FaultReport  # its state afterwards
 
 
@@ -38,10 +38,10 @@ def repair(
     *,
     start: Start | None = None,
 ) -> RepairOutcome:
-    """Check a data set, remove leftovers, and replace what is damaged by that of a copy.
+    """Check a data set, remove leftovers, and replace damaged files by those of a copy.
 
     Collective with ``comm``, whose ranks share the work. Each step is atomic: after a kill the
-    data set is as before or as after it, and the next repair goes on. Without a ``source``,
+    data set is as before or as after it, and the next repair continues. Without a ``source``,
     another copy of the same data set, leftovers alone are removed. Raises ``DataError``: there is
     no manifest here or in the copy, the copy is of another data set, or the directory cannot be
     written; on every rank.

@@ -1,4 +1,4 @@
-"""A data set written anew: with other shards, blocks or compression, or in parts."""
+"""A data set rewritten: with other shards, blocks or compression, or in parts."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -20,14 +20,16 @@ from hpctrain.data.writer import ShardWriter
 
 PIECE_BYTES = 4 * MIB  # of samples read at once, unless a block is larger
 
-_TAG = 1 << 63  # keeps the permutation of a split apart from those of epochs, which count from 0
+_TAG = (
+    1 << 63
+)  # keeps the permutation of a split apart from the permutations of epochs, which count from 0
 
 Shares = Mapping[str, Fraction]  # share of each part; they sum to 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """How a data set is cut; what is None stays as it is."""
+    """How a data set is cut; None keeps the present value."""
 
     samples_per_shard: int | None = None  # samples of each shard but the last
     shard_bytes: int | None = None  # or about this many bytes of samples, before compression
@@ -57,7 +59,7 @@ def reshard(
 
     Collective with ``comm``: each rank writes some of the shards; they are the same for any
     number of ranks. Needs memory for a few MiB, or a few blocks if these are larger. Every block
-    is checked as it is read. After a kill, the same call goes on with the shards that are done.
+    is checked as it is read. After a kill, the same call resumes after the finished shards.
 
     ``start`` makes what follows the progress of this rank, in samples. Raises ``DataError``: the
     data set is damaged, or the new one cannot be written; on every rank.
@@ -98,7 +100,7 @@ def split(
     seed: int = 0,
     start: Start | None = None,
 ) -> dict[str, Manifest]:
-    """Write each part of a data set to a directory of its own, ``out/<part>``.
+    """Write each part of a data set to a separate directory, ``out/<part>``.
 
     Every sample is in just one part, where all keep their order. Which one is a function of
     ``seed`` in [0, 2^64), number and shares, which sum to 1. Collective with ``comm``, whose ranks
@@ -185,7 +187,7 @@ def sizes_of(num_samples: int, shares: Shares) -> list[int]:
 
 
 def parts_drawn(sizes: Sequence[int], seed: int) -> Callable[[Indices], Indices]:
-    """Draw parts of so many samples; return what tells the part of samples from their numbers."""
+    """Draw parts of these sizes; return the function from sample numbers to parts."""
     ends = np.cumsum(sizes)
     order = global_order(int(ends[-1]), seed, _TAG)
     return lambda samples: np.searchsorted(ends, order.positions_of(samples), side="right")

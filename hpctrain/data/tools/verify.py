@@ -1,4 +1,4 @@
-"""Check a data set: every byte of it is as it was written, or the report names what is not."""
+"""Check a data set: every byte has its written value, or the report names the faults."""
 
 import os
 import stat
@@ -38,7 +38,7 @@ class Fault:
     """One thing that is wrong with a file of a data set."""
 
     file: str
-    what: str  # what is wrong, as the end of a sentence that begins with the file
+    what: str  # the fault, as the end of a sentence that begins with the file
     shard: int | None = None  # number of the shard, None for the manifest
     field: str | None = None  # the field, None where all of the file is meant
     blocks: tuple[int, ...] = ()  # damaged blocks, counted from the start of the shard
@@ -65,7 +65,7 @@ class FaultReport:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every byte is as it was written."""
+        """Whether every byte has its written value."""
         return not self.faults
 
     @property
@@ -84,7 +84,7 @@ class FaultReport:
         return tuple(sorted({f.shard for f in self.faults if f.shard is not None}))
 
     def lines(self) -> list[str]:
-        """Return the report for people."""
+        """Return the human-readable report."""
         lines = [f"fault: {fault}" for fault in self.faults]
         lines += [f"leftover: {name}" for name in self.leftovers]
         if self.leftovers and self.uuid is None:
@@ -142,7 +142,7 @@ def verify(
     Reads the shards only; needs memory for a few pieces of 4 MiB, or a few blocks if these are
     larger. Collective with ``comm``: the ranks share out the shards, and so do threads.
 
-    A rank reads as many at once as it has cores, at most 4. What is wrong is the same on every
+    A rank reads as many at once as it has cores, at most 4. The faults are the same on every
     rank; a missing or unreadable file is a fault too. Raises ``DataError``: there is no such
     directory, or zstd is needed and not installed; on every rank.
     """
@@ -178,7 +178,7 @@ def check_directory(directory: Path) -> None:
 
 
 def _manifest(directory: Path) -> tuple[Manifest | Fault, tuple[str, ...]]:
-    """Return the manifest, or what is wrong with it, and the leftovers in the directory."""
+    """Return the manifest, or its fault, and the leftovers in the directory."""
     check_directory(directory)
     try:
         manifest = Manifest.read(directory)
@@ -202,7 +202,7 @@ def _share(
 
 
 def _check_shard(directory: Path, manifest: Manifest, index: int, advance: Advance) -> list[Fault]:
-    """Read all of a shard, once, and once more if it is damaged; return what is wrong with it."""
+    """Read all of a shard, once, and once more if it is damaged; return its faults."""
     shard = manifest.shards[index]
     try:
         check = _ShardCheck(directory, manifest, index)
@@ -238,7 +238,7 @@ class _ShardCheck(RawShard):
         self._fault = partial(Fault, file=self.shard.file, shard=index)
 
     def faults(self, advance: Advance) -> list[Fault]:
-        """Return what is wrong with the shard; ``advance`` gets the bytes that are done."""
+        """Return the faults of the shard; ``advance`` gets the bytes that are done."""
         shard, num_bytes = self.shard, os.fstat(self.descriptor).st_size
         is_as_written = self._file_crc32(num_bytes, advance) == shard.crc32
         found = []

@@ -1,6 +1,6 @@
 """The processes of a decode pool: a server without MPI and threads, and the workers it forks.
 
-The server is a program of its own and not a fork of the rank: a fork copies what threads and MPI
+The server is a separate program and not a fork of the rank: a fork copies what threads and MPI
 hold at that instant. It never sees the user's script, whose ``from mpi4py import MPI`` would join
 a world that it is no part of. Workers are forks of the server, so that torch is imported once.
 """
@@ -87,7 +87,7 @@ class Processes:
         return self.error
 
     def death_of(self, number: int) -> DataError:
-        """Say how a worker came to its end."""
+        """Return the error for a worker that has ended."""
         story = "could not be started, or ended with its server"
         if death := self._wait_for_death(number):
             pid, code = death
@@ -99,7 +99,7 @@ class Processes:
         )
 
     def abort(self, number: int, limit_s: float, work: str) -> DataError:
-        """End a worker that has exceeded a limit at some work, and say where it was."""
+        """End a worker that has exceeded a limit at some work, and return the error."""
         with self._asking, contextlib.suppress(OSError):
             self._control.send(number)
         death = self._wait_for_death(number)
@@ -147,11 +147,11 @@ def _environment() -> dict[str, str]:
 
 
 _NONE = -1
-_MODULES = "\n\nExtension modules: "  # what ``faulthandler`` writes behind the stacks
+_MODULES = "\n\nExtension modules: "  # ``faulthandler`` writes this after the stacks
 
 
 class Notes:
-    """A page for the sample under way, and behind it what ``faulthandler`` writes at a signal."""
+    """A page for the number of the sample in work, followed by the output of ``faulthandler``."""
 
     def __init__(self, descriptor: int | None = None) -> None:
         """Make the memory, or map that of the process from which a descriptor was inherited."""
@@ -169,7 +169,7 @@ class Notes:
 
     @property
     def sample(self) -> int | None:
-        """The sample under way; None between samples and for what takes a batch as a whole."""
+        """The sample in work; None between samples and for transforms of whole batches."""
         number = int(self._sample[0])
         return None if number == _NONE else number
 
@@ -183,28 +183,28 @@ class Notes:
         faulthandler.enable(self.descriptor)
 
     def stack(self) -> str:
-        """Return what a signal has made the worker write; empty if nothing has."""
+        """Return the stack that the worker wrote at a signal, or an empty string."""
         with contextlib.suppress(OSError, ValueError):  # closed meanwhile
             size = os.fstat(self.descriptor).st_size - mmap.PAGESIZE
             text = os.pread(self.descriptor, size, mmap.PAGESIZE).decode(errors="replace")
-            # The signal is named in a paragraph of its own, before the stacks.
+            # The signal is named in a separate paragraph, before the stacks.
             return text.partition(_MODULES)[0].partition("\n\n")[2].strip()
         return ""
 
     def close(self) -> None:
-        """Forget what was written."""
+        """Free the memory."""
         self._file.close()
 
 
 _Alive: TypeAlias = dict[int, tuple[int, int]]
 """Number and process of each worker, by a pipe that ends with it."""
 
-GRACE_S = 1.0  # how long a worker may go on after the rank has closed the pool, or is dead
+GRACE_S = 1.0  # how long a worker may continue after the rank has closed the pool, or is dead
 STACK_S = 2.0  # how long a worker that must end may take to write its stack before it is killed
 
 
 def serve(workers: list[int], notes: list[int], control: int) -> None:
-    """Fork the workers, tell the rank which ones die, and end them all when the rank is gone.
+    """Fork the workers, report deaths to the rank, and end all workers when the rank is gone.
 
     The numbers are descriptors: a socket to the rank and memory for ``Notes`` for each worker,
     and a socket for the server itself, which ends the worker whose number comes.
@@ -232,7 +232,7 @@ def serve(workers: list[int], notes: list[int], control: int) -> None:
 
 
 def _watch(rank: "Connection[Any, Any]", alive: _Alive) -> None:
-    """Tell the rank of each end; end the worker that it names, which writes its stack before."""
+    """Report each end to the rank; end the worker that it names, which writes its stack before."""
     while True:
         for ready in wait([rank, *alive]):
             if ready is rank:
@@ -245,7 +245,7 @@ def _watch(rank: "Connection[Any, Any]", alive: _Alive) -> None:
 
 
 def _abort(pid: int, end: int) -> None:
-    # A worker that was stopped writes its stack once it goes on.
+    # A worker that was stopped writes its stack once it continues.
     for kind in (signal.SIGABRT, signal.SIGCONT):
         os.kill(pid, kind)
     if not wait([end], STACK_S):
@@ -260,7 +260,7 @@ def _run(descriptor: int, notes: int) -> None:
         code = 0
     except (EOFError, ConnectionError):
         code = 0  # the rank is gone, or has closed the pool
-    except BaseException:  # this process has nobody above
+    except BaseException:  # this process has no caller
         traceback.print_exc()
     finally:
         os._exit(code)
@@ -274,7 +274,7 @@ def _work(rank: "Connection[Any, Any]", notes: Notes) -> None:
     rank.send("started")
     try:
         task = cloudpickle.loads(rank.recv_bytes())
-    except Exception as error:  # what a user's module raises at its import
+    except Exception as error:  # raised by a user's module at its import
         rank.send(_failure(error))
         return
     rank.send("ready")
