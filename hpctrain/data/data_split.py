@@ -38,7 +38,7 @@ class Split:
         is_array = isinstance(parts, np.ndarray)
         if not is_array or not parts.size or parts.ndim != 1 or parts.dtype != np.uint32:
             raise DataError(
-                f"a split has a part for each sample, an array of uint32 (samples,), got "
+                f"a split needs the part of each sample as an array of uint32 (samples,), got "
                 f"{f'{parts.dtype} {parts.shape}' if is_array else type(parts).__name__}"
             )
         self.uuid, self.parts, self.about = uuid, parts, about
@@ -47,8 +47,7 @@ class Split:
         empty = np.flatnonzero(self.sizes == 0)
         if len(self.sizes) != num_parts:
             raise DataError(
-                f"a part is one of 0 to {num_parts - 1}, got {len(self.sizes) - 1}; give another "
-                f"num_parts"
+                f"a part must be in [0, {num_parts}), got {len(self.sizes) - 1}; raise num_parts"
             )
         if empty.size:
             which = f"part{'s' if empty.size > 1 else ''} {', '.join(map(str, empty[:8]))}"
@@ -75,8 +74,8 @@ class Split:
             ) from error
         except _DAMAGE as error:
             raise DataError(
-                f"{path} is damaged, or no file of hpctrain data split --by-label: {error}; make "
-                f"it again"
+                f"{path} must be an undamaged file of hpctrain data split --by-label, but: "
+                f"{error}; make it again"
             ) from error
 
     def write(self, path: Path | str) -> None:
@@ -104,8 +103,8 @@ class Split:
             raise DataError(f"rank must be in [0, size), got rank {rank} of {size}")
         if num_parts < size:
             raise DataError(
-                f"each rank has a part of the data, got {num_parts} parts and {size} ranks; take "
-                f"fewer ranks, or split the data into more parts"
+                f"each rank needs a part of the data, but got {num_parts} parts and {size} ranks; "
+                f"use fewer ranks, or split the data into more parts"
             )
         return range(num_parts * rank // size, num_parts * (rank + 1) // size)
 
@@ -121,9 +120,9 @@ class Split:
         """Return if this is a split of the data set; else raise ``DataError``."""
         if (self.uuid, len(self.parts)) != (dataset.uuid, len(dataset)):
             raise DataError(
-                f"a split belongs to the data set that it was made of, got one of {self.uuid} "
-                f"with {len(self.parts)} samples for {dataset.uuid} with {len(dataset)}; split "
-                f"this one by hpctrain data split --by-label"
+                f"a split must belong to the data set, but it was made of {self.uuid} with "
+                f"{len(self.parts)} samples, and this one is {dataset.uuid} with {len(dataset)}; "
+                f"split this one by hpctrain data split --by-label"
             )
 
     @staticmethod

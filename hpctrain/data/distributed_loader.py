@@ -74,8 +74,8 @@ def shard(data: T, optimizer: Counts | None = None) -> T:
     raise_if_any(refusals)
     if len(set(all_facts)) > 1:
         raise MismatchError(
-            f"shard() takes the same on every rank, got {by_rank(all_facts)}; let every rank open "
-            "the same data"
+            f"shard() must get the same data on every rank, got {by_rank(all_facts)}; let every "
+            "rank open the same data"
         )
     _compare(identities)
     rank, size = topology.rank, topology.size
@@ -101,7 +101,7 @@ def _compare(identities: Sequence[Mapping[str, str]]) -> None:
         if len(set(of_ranks)) == 1:
             continue
         text = (
-            f"shard() divides the same data set on every rank, got {name} with the checksums "
+            f"shard() needs the same data set on every rank, got {name} with the checksums "
             f"{by_rank(of_ranks)}; split and shuffle it with the same seed on every rank, as "
             "in random_split(data, sizes, generator=torch.Generator().manual_seed(0)); one "
             "that holds a part for each rank needs no shard()"
@@ -119,8 +119,8 @@ def _refusal(data: object, optimizer: object) -> str | None:
         return f"{kind} is divided among the ranks already; leave shard() out"
     if optimizer is not None and not hasattr(optimizer, "set_num_samples"):
         return (
-            f"shard() tells a DistributedOptimizer, or what hvd.LocalSGD() and its like return, "
-            f"what a batch counts, got {type(optimizer).__name__}; wrap it first, or give "
+            f"the optimizer of shard() must be a DistributedOptimizer, or the result of "
+            f"hvd.LocalSGD() and its like, got {type(optimizer).__name__}; wrap it first, or use "
             f"shard(loader, method) inside `with hvd.LocalSGD(model, optimizer, ...) as method`"
         )
     if isinstance(data, DataLoader):
@@ -139,12 +139,12 @@ def _refusal_of_loader(loader: "DataLoader[Any]") -> str | None:
         )
     if type(loader).__iter__ is not DataLoader.__iter__:
         kind = type(loader).__name__
-        return f"{kind} iterates in a way of its own; divide its data set: shard(loader.dataset)"
+        return f"{kind} overrides __iter__; divide its data set: shard(loader.dataset)"
     if loader.batch_size is None and loader.batch_sampler is None:
         return (
             "a DataLoader with batch_size=None gives batches that only its data set can divide; "
-            "give it samples and a batch_size, or let each rank take whole batches in turn, "
-            "size() of them in a step: DataLoader(shard(dataset), batch_size=None)"
+            "give it samples and a batch_size, or let each rank take every size()-th batch: "
+            "DataLoader(shard(dataset), batch_size=None)"
         )
     return None
 

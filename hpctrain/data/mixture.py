@@ -142,18 +142,18 @@ class Mixture:
     def _check(self, pairs: list[tuple[Samples, float]], length: int | None) -> None:
         if not pairs or any(not 0 < weight < float("inf") for _, weight in pairs):
             raise DataError(
-                f"a mixture has data sets with positive weights, "
-                f"got {[weight for _, weight in pairs]}"
+                f"a mixture needs data sets with positive weights, got "
+                f"{[weight for _, weight in pairs]}"
             )
         if length is not None and length < 1:
-            raise DataError(f"an epoch of a mixture has at least 1 sample, got {length}")
+            raise DataError(f"an epoch of a mixture needs at least 1 sample, got {length}")
         for source in self.sources:
             if not len(source):
-                raise DataError(f"a mixture is made of data sets with samples, {source} has none")
+                raise DataError(f"data sets of a mixture must have samples, but {source} has none")
             first = self.sources[0].fields
             if _seen(source.fields) != _seen(first):
                 raise DataError(
-                    f"data sets of a mixture have the same fields, got "
+                    f"data sets of a mixture must have the same fields, got "
                     f"{dict(first)} and {dict(source.fields)}"
                 )
 

@@ -61,8 +61,8 @@ class Ragged:
         length = longest if length is None else length
         if longest > length:
             raise DataError(
-                f"samples are padded to {length}, but one has {longest}; pad to that length or "
-                f"cut the samples before"
+                f"samples must not be longer than {length}, but one has {longest}; pad to that "
+                f"length or cut the samples before"
             )
         shape = (len(self), length, *self.values.shape[1:])
         rows = self.values.new_full(shape, fill)

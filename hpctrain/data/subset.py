@@ -35,8 +35,8 @@ class Subset(Indexable):
         given = np.asarray([] if self._range else indices)
         if given.size and given.dtype.kind not in "iu":
             raise DataError(
-                f"a subset is given by the numbers of its samples, got {given.dtype} values; "
-                f"of a mask give numpy.flatnonzero(mask)"
+                f"a subset needs the numbers of its samples, got {given.dtype} values; for a mask "
+                f"use numpy.flatnonzero(mask)"
             )
         self._indices = given.astype(np.int64)
         self._length = len(self._range) if self._range else self._indices.size

@@ -84,8 +84,8 @@ def apply(
     result = transform(columns)
     if not isinstance(result, Mapping):
         raise DataError(
-            f"a transform returns tensors by field, such as {{'x': x}}, "
-            f"got {type(result).__name__} of {getattr(transform, '__name__', transform)}"
+            f"a transform must return tensors by field, such as {{'x': x}}, got "
+            f"{type(result).__name__} of {getattr(transform, '__name__', transform)}"
         )
     return dict(result)
 
@@ -105,8 +105,8 @@ def _joined(samples: list[Any], columns: Columns, function: object) -> dict[str,
     names = samples[0].keys() if isinstance(samples[0], Mapping) else ()
     if not names or any(not isinstance(s, Mapping) or s.keys() != names for s in samples):
         raise DataError(
-            f"a function of PerSample returns the same fields for every sample, such as "
-            f"{{'x': x}}, {getattr(function, '__name__', function)} returned "
+            f"a function of PerSample must return the same fields for every sample, such as "
+            f"{{'x': x}}, but {getattr(function, '__name__', function)} returned "
             f"{' and '.join(sorted({_fields(sample) for sample in samples}))}"
         )
     return {
@@ -200,7 +200,7 @@ def _refusal(drawn: list[str], why: str) -> DataError:
         f"a transform must not draw from the global generator of {' and '.join(drawn)}, {why}; "
         f"take a generator of each sample: PerSample(function, random=True), in a configuration "
         f"data.per_sample and data.random = true; or transform one sample at a time in processes, "
-        f"whose generators begin anew with each: PerSample(function) and workers = 1 or more"
+        f"whose generators restart with each: PerSample(function) and workers = 1 or more"
     )
 
 

@@ -201,7 +201,7 @@ class ShardWriter:
         with agreed(self._comm, DataError):
             if arguments != first:
                 raise DataError(
-                    f"all ranks write with the same arguments, rank 0 has {first}, "
+                    f"all ranks must write with the same arguments, but rank 0 has {first}, "
                     f"rank {self._comm.rank} has {arguments}"
                 )
 
@@ -213,14 +213,13 @@ class ShardWriter:
                 self._lock = WriterLock(self._directory)
                 if not self._may_replace and (self._directory / MANIFEST).exists():
                     raise DataError(
-                        f"a directory holds one data set, {self._directory} holds one already; "
-                        f"choose another directory"
+                        f"{self._directory} already contains a data set; choose another directory"
                     )
                 there = manifest_in(self._directory)
                 if there and there.split != self.manifest.split:
                     raise DataError(
-                        f"a directory holds one split, {self._directory} holds {there.split!r}; "
-                        f"write {self.manifest.split!r} to another directory"
+                        f"a directory can hold one split, but {self._directory} holds "
+                        f"{there.split!r}; write {self.manifest.split!r} to another directory"
                     )
                 found = self._journal and self._journal.uuid()
                 if there and there.uuid == found:
@@ -232,7 +231,7 @@ class ShardWriter:
         with agreed(self._comm, DataError), explained(self._directory):
             if not self._directory.is_dir():
                 raise DataError(
-                    f"all ranks write to one directory, but this rank does not see "
+                    f"all ranks must write to one directory, but this rank does not see "
                     f"{self._directory}; choose a directory that all nodes share"
                 )
             if self._journal:

@@ -239,9 +239,9 @@ REFUSED = {
         NUMBERS, batch_sampler=BatchSampler(DistributedSampler(NUMBERS, 2, 0), 2, drop_last=False)
     ),
     "elastic": lambda: DataLoader(NUMBERS, sampler=hpctrain.elastic.ElasticSampler(NUMBERS)),
-    "way of its own": lambda: Own(NUMBERS),
+    "overrides __iter__": lambda: Own(NUMBERS),
     "batch_size=None": lambda: DataLoader(NUMBERS, batch_size=None),
-    "whole batches in turn": lambda: DataLoader(Counting(9), batch_size=None),
+    "every size\\(\\)-th batch": lambda: DataLoader(Counting(9), batch_size=None),
     "shard\\(\\) takes": lambda: 3,
 }
 

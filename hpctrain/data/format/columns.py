@@ -54,7 +54,7 @@ Samples = Mapping[str, ArrayLike | Ragged | RaggedRows | Sequence[ArrayLike]] | 
 def checked_rows(fields: Mapping[str, Field], samples: Samples) -> Rows:
     """Return samples in the dtypes of their fields."""
     if samples.keys() != fields.keys():
-        raise DataError(f"samples have the fields {sorted(fields)}, got {sorted(samples)}")
+        raise DataError(f"samples must have the fields {sorted(fields)}, got {sorted(samples)}")
     rows: dict[str, NDArray[Any] | RaggedRows] = {}
     for name, field in fields.items():
         of_field: Any = samples[name]
@@ -64,7 +64,7 @@ def checked_rows(fields: Mapping[str, Field], samples: Samples) -> Rows:
             rows[name] = _array(name, field, np.asarray(of_field), "num_samples")
     lengths = {name: len(some) for name, some in rows.items()}
     if len(set(lengths.values())) > 1:
-        raise DataError(f"all fields have the same number of samples, got {lengths}")
+        raise DataError(f"all fields must have the same number of samples, got {lengths}")
     return rows
 
 
@@ -94,14 +94,14 @@ def _ragged(name: str, field: Field, samples: Any) -> RaggedRows:
         ends = (0, *offsets, len(values))
         if not len(offsets) or np.any(np.diff(ends) < 0):
             raise DataError(
-                f"offsets of field {name} grow from 0 to {len(values)}, its number of rows, "
+                f"offsets of field {name} must grow from 0 to {len(values)}, its number of rows, "
                 f"got {offsets}"
             )
         return RaggedRows(values, offsets)
     if not np.iterable(samples):
         raise DataError(
-            f"field {name} is ragged: give a list of arrays (length, *{field.shape}), "
-            f"got {type(samples).__name__}"
+            f"the ragged field {name} must be a list of arrays (length, *{field.shape}), got "
+            f"{type(samples).__name__}"
         )
     arrays = [_array(name, field, np.asarray(sample), "length") for sample in samples]
     offsets = np.cumsum([0, *map(len, arrays)], dtype=np.int64)

@@ -63,8 +63,8 @@ class Field:
         little = dtype.newbyteorder("<").str
         if dtype.kind not in _KINDS or dtype.itemsize > 8 or self.dtype != little:
             raise DataError(
-                f"a field holds little-endian booleans, integers or floats of at most 8 bytes, "
-                f"got dtype {self.dtype}; convert it first"
+                f"a field must hold little-endian booleans, integers or floats of at most 8 "
+                f"bytes, got dtype {self.dtype}; convert it first"
             )
         if self.compression not in COMPRESSIONS:
             raise DataError(f"compression is None or zstd, got {self.compression!r}")
@@ -185,8 +185,8 @@ class Manifest:
             return cls._from_record(json.loads(path.read_text()))
         except FileNotFoundError:
             raise DataError(
-                f"a data set is a directory with {MANIFEST}, there is none in {directory}; "
-                f"make it with hpctrain data pack, or give the right directory"
+                f"a data set needs its {MANIFEST}, but there is none in {directory}; make it with "
+                f"hpctrain data pack, or give the right directory"
             ) from None
         except OSError as error:
             raise DataError(f"cannot read {path}: {reason_of(error)}; check the mount") from error
@@ -276,8 +276,8 @@ class Manifest:
             index = (place.index_crc32, place.num_rows)
             if (None not in index) != field.ragged:
                 raise DataError(
-                    f"a ragged field has an index, and no other: field {name} of shard "
-                    f"{shard.file} is{'' if field.ragged else ' not'} ragged, its index is {index}"
+                    f"only ragged fields must have an index, but field {name} of shard "
+                    f"{shard.file} is{'' if field.ragged else ' not'} ragged, its index {index}"
                 )
             num_rows = shard.num_samples if place.num_rows is None else place.num_rows
             for offset, size in (

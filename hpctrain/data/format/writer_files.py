@@ -126,8 +126,8 @@ class WriterLock:
             holder = self._file.read().strip() or "another process"
             self._file.close()
             raise DataError(
-                f"a data set has one writer at a time, {holder} writes to {self._path.parent}; "
-                f"wait for its end, or choose another directory"
+                f"a data set must have one writer at a time, but {holder} writes to "
+                f"{self._path.parent}; wait for its end, or choose another directory"
             ) from None
         except OSError as error:
             logger.warning(
@@ -238,13 +238,13 @@ class Publication:
                 num_bytes = path.stat().st_size
             except OSError as error:
                 raise DataError(
-                    f"all ranks write to one directory, but rank 0 does not see {path}: "
+                    f"all ranks must write to one directory, but rank 0 does not see {path}: "
                     f"{reason_of(error)}; choose a directory that all nodes share"
                 ) from error
             if num_bytes != shard.num_bytes:
                 raise DataError(
-                    f"shard {path} has {shard.num_bytes} bytes, rank 0 sees {num_bytes}; "
-                    f"check the file system"
+                    f"shard {path} must have {shard.num_bytes} bytes, but rank 0 sees "
+                    f"{num_bytes}; check the file system"
                 )
 
 

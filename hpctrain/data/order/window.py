@@ -43,7 +43,7 @@ class WindowShape:
     def __post_init__(self) -> None:
         if min(self.block, self.window, self.lanes) < 1:
             raise DataError(
-                f"block, window and lanes of a window order are positive, got {self.block}, "
+                f"block, window and lanes of a window order must be positive, got {self.block}, "
                 f"{self.window} and {self.lanes}"
             )
 

@@ -98,13 +98,13 @@ def length_of(columns: Columns, where: str, what: str) -> int:
     for name, column in columns.items():
         if not column.shape:
             raise DataError(
-                f"the first dimension of an array counts samples, {name} of {where} has none; "
+                f"an array needs a first dimension, of samples, but {name} of {where} has none; "
                 f"choose others: --field NAME={what}"
             )
     lengths = {name: int(column.shape[0]) for name, column in columns.items()}
     if len(set(lengths.values())) != 1:
         raise DataError(
-            f"all fields have the same number of samples, {where} has "
+            f"all fields must have the same number of samples, but {where} has "
             f"{lengths or 'no array'}; choose some: --field NAME={what}"
         )
     return next(iter(lengths.values()))
@@ -167,7 +167,7 @@ class Dataset:
             return field_of(self.shape[1:], self._dataset.dtype, what)
         if len(self.shape) != 1:
             raise DataError(
-                f"texts and rows of different lengths have one dimension, {what} has "
+                f"texts and rows of different lengths must have one dimension, but {what} has "
                 f"{self.shape}; choose others: --field NAME=/DATASET"
             )
         return field_of((), element, what, ragged=True)

@@ -59,8 +59,8 @@ def _is_new(
         return True
     if not f"{at}/".startswith(f"{before.rstrip('/')}/"):
         raise DataError(
-            f"a folder of samples is packed once, {before} and {path} are the same; remove the "
-            f"link"
+            f"a folder must occur once in a source, but {before} and {path} are the same; remove "
+            f"the link"
         )
     if left_out is not None:
         left_out.append(path)
@@ -79,12 +79,12 @@ def check_file(name: str) -> None:
         return
     if path.is_symlink() and not path.exists():
         raise DataError(
-            f"a link among samples leads to a file or a folder, {path} leads to "
-            f"{path.readlink()}, which is not there; bring it back, or remove the link"
+            f"a link among samples must lead to a file or a folder, but {path} leads to "
+            f"{path.readlink()}, which is missing; restore it, or remove the link"
         )
     raise DataError(
-        f"samples are read from files, {path} is a folder, a pipe, a socket or a device; write "
-        f"what it gives to a file, or remove it"
+        f"samples must be in files, but {path} is a folder, a pipe, a socket or a device; write "
+        f"its content to a file, or remove it"
     )
 
 
@@ -201,8 +201,8 @@ def _pixels(content: bytes, what: str, resize: Size | None) -> Array:
     if mode.startswith(_WIDE_MODES):
         # Pillow would make 255 of everything above.
         raise DataError(
-            f"pixels are packed in 8 bits, {what} has more (mode {mode} of Pillow); pack it as "
-            f"it is with --encoded, or as an array, from .npy files"
+            f"pixels must have 8 bits, but {what} has more (mode {mode} of Pillow); pack the file "
+            f"with --encoded, or an array, from .npy files"
         )
     if resize is not None and (rgb.height, rgb.width) != resize:
         rgb = rgb.resize((resize[1], resize[0]), pil.Resampling.BILINEAR)

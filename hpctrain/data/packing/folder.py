@@ -47,9 +47,8 @@ def open_folder(path: Path, wanted: WantedFields) -> PackSource:
     arrays = [file for file in files if ending_of(file) == ".npy"]
     if bool(pictures) == bool(arrays):
         raise DataError(
-            f"a folder of samples has images or .npy arrays below it, {path} has "
-            f"{len(pictures)} images and {len(arrays)} arrays; "
-            f"name another folder, or the kind of the source: --as KIND"
+            f"a folder of samples must have either images or .npy arrays below it, but {path} has "
+            f"{len(pictures)} images and {len(arrays)} arrays; use another folder, or --as KIND"
         )
     what: Literal["image", "array"] = "image" if pictures else "array"
     if what == "array" and (wanted.resize or wanted.encoded):
@@ -119,13 +118,13 @@ def _classes(root: Path, files: Sequence[str]) -> tuple[tuple[str, ...], NDArray
     classes = sorted(set(tops) - {""})
     if classes and "" in tops:
         raise DataError(
-            f"either all files lie in folders, one for each class, or none does: "
-            f"{files[tops.index('')]} lies beside {root / classes[0]}; move it"
+            f"either all files or none must be in folders, one for each class, but "
+            f"{files[tops.index('')]} is next to {root / classes[0]}; move it"
         )
     for name in classes:
         if not _is_line(name):
             raise DataError(
-                f"the name of a class is one line of text in UTF-8, a folder in {root} is "
+                f"the name of a class must be one line of UTF-8, but a folder in {root} is "
                 f"{os.fsencode(name)!r}; rename it"
             )
     number = {name: index for index, name in enumerate(classes)}
@@ -139,9 +138,8 @@ def _check_classes(root: Path, classes: Sequence[str], links: Sequence[str], wha
     lacking = sorted(name for name in folders - set(classes) if not name.startswith("."))
     if lacking:
         raise DataError(
-            f"each folder beside classes is one and has {what}s, there is none below "
-            f"{', '.join(str(root / name) for name in lacking)}; bring them back, or remove the "
-            f"folder"
+            f"each folder next to classes must have {what}s, but there is none below "
+            f"{', '.join(str(root / name) for name in lacking)}; restore them or remove the folder"
         )
 
 

@@ -100,8 +100,8 @@ def kind_of(source: object, kind: str | None = None) -> str:
     kinds = {_kind_of_file(name) for name in _matching(path)}
     if len(kinds) != 1 or None in kinds:
         raise DataError(
-            f"a source ends in one of {_endings()}; {source} does not say what it is; "
-            f"say it: --as {'|'.join(KINDS)}"
+            f"the name of a source must end in one of {_endings()}, got {source}; or give its "
+            f"kind: --as {'|'.join(KINDS)}"
         )
     return str(kinds.pop())
 
@@ -119,8 +119,8 @@ def _kind_of_folder(path: Path) -> str:
     if len(found) != 1:
         listed = ", ".join(f"{count} of {kind}" for kind, count in found.items())
         raise DataError(
-            f"a folder has images, .npy arrays, or files that end in one of {_endings()}, "
-            f"all of one kind; {path} has {listed or 'none of them'}; say it: --as KIND"
+            f"a folder must have images, .npy arrays, or files of one kind that end in one of "
+            f"{_endings()}, but {path} has {listed or 'none of them'}; give the kind: --as KIND"
         )
     return str(next(iter(found)))
 
@@ -139,8 +139,8 @@ def _files(path: Path, kind: str) -> list[str]:
         files = below
     if not files:
         raise DataError(
-            f"a folder of {kind} has files that end in {', '.join(KINDS[kind].endings)}, "
-            f"{path} has none; check the path"
+            f"a folder of {kind} needs files that end in {', '.join(KINDS[kind].endings)}, "
+            f"but {path} has none; check the path"
         )
     return files
 

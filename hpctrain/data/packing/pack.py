@@ -55,8 +55,8 @@ class PackConfig(WantedFields):
                 raise DataError(f"{name} must be positive, got {value}")
         if self.resize is not None and (min(self.resize) < 1 or self.encoded):
             raise DataError(
-                f"images are brought to a size of at least 1x1, or stay encoded: got "
-                f"--resize {self.resize[0]}x{self.resize[1]}{' and --encoded' * self.encoded}"
+                f"images must be resized to at least 1x1, or stay encoded, got --resize "
+                f"{self.resize[0]}x{self.resize[1]}{' and --encoded' * self.encoded}"
             )
 
 
@@ -172,8 +172,8 @@ def _opened(
 def _kind_of(source: object, directory: Path, config: PackConfig) -> str:
     if (directory / MANIFEST).exists() and not config.overwrite:
         raise DataError(
-            f"a directory holds one data set, {directory} holds one already; choose another "
-            f"directory, or replace it with --overwrite"
+            f"{directory} already contains a data set; choose another directory, or replace it "
+            f"with --overwrite"
         )
     with _explained():
         return kind_of(source, config.kind)
@@ -201,8 +201,8 @@ def _explained() -> Iterator[None]:
         ) from error
     except MemoryError as error:
         raise DataError(
-            f"some samples of the source fit into memory at a time, these do not: "
-            f"{reason_of(error)}; check what the source says of their size, or pack smaller ones"
+            f"some samples of the source must fit into memory at a time, but these do not: "
+            f"{reason_of(error)}; check the sizes in the source, or pack smaller samples"
         ) from error
 
 

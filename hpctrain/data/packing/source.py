@@ -252,9 +252,8 @@ def joined(sources: Sequence[PackSource]) -> PackSource:
     for one in sources:
         if one.fields != first.fields:
             raise DataError(
-                f"files that are packed together have the same fields: {first.files[0]} has "
-                f"{dict(first.fields)}, {one.files[0]} has {dict(one.fields)}; pack them one "
-                f"by one"
+                f"files that are packed together must have the same fields, but {first.files[0]} "
+                f"has {dict(first.fields)}, {one.files[0]} has {dict(one.fields)}; pack each alone"
             )
     return replace(
         first,
@@ -295,10 +294,9 @@ class LoadedSamples:
             )
             if num_bytes > self._max_bytes:
                 raise DataError(
-                    f"samples that can only be read from front to end are shuffled in memory, "
-                    f"which must hold them on every rank in {format_bytes(self._max_bytes)}, but "
-                    f"they take more; leave out --shuffle, the loader shuffles, or pack on fewer "
-                    f"ranks"
+                    f"samples that can only be read from front to end are shuffled in memory, and "
+                    f"must fit into {format_bytes(self._max_bytes)} on every rank, but they take "
+                    f"more; leave out --shuffle, as the loader shuffles, or pack on fewer ranks"
                 )
             batches.append(batch)
         return self._found.joined_batches(batches)
@@ -413,8 +411,8 @@ def picked(
         wrong += [f"has {name} besides" for name in sorted({*parts} - {*names.values()})]
     if wrong:
         raise DataError(
-            f"all samples have the parts of the first: {', '.join(names.values())}; {where} "
-            f"{' and '.join(wrong)}; complete it, or name those that all have: --field NAME=WHAT"
+            f"all samples must have the parts of the first, {', '.join(names.values())}, but "
+            f"{where} {' and '.join(wrong)}; complete it, or name common parts: --field NAME=WHAT"
         )
     return {name: parts[at] for name, at in names.items()}
 
@@ -423,8 +421,8 @@ def _common_dtype(arrays: Sequence[Array], what: str) -> np.dtype[Any]:
     dtype = np.result_type(*arrays)
     if dtype.kind == "f" and all(array.dtype.kind in "iu" for array in arrays):
         raise DataError(
-            f"whole numbers stay whole, those of {what} are of 64 bits with and without a sign, "
-            f"which have {dtype} in common alone; bring them to one type, or pack them as bytes"
+            f"integers must have a common integer type, but {what} has signed and unsigned ones "
+            f"of 64 bits, which only {dtype} holds; convert them to one type, or pack bytes"
         )
     return dtype
 
@@ -435,12 +433,12 @@ def _check_sample(sample: Sample, fields: Mapping[str, Field]) -> None:
         shape = arrays[name].shape
         if field.ragged and (not shape or shape[1:] != field.shape):
             raise DataError(
-                f"samples of the ragged field {name} have the shape (length, *{field.shape}), "
-                f"{where} has {shape}; bring them to one shape but for the first dimension"
+                f"samples of the ragged field {name} must have the shape (length, "
+                f"*{field.shape}), but {where} has {shape}; let only the first dimension differ"
             )
         if not field.ragged and shape != field.shape:
             raise DataError(
-                f"samples of field {name} have the shape {field.shape}, {where} has {shape}; "
-                f"if their first dimension alone differs: --ragged {name}; images: --resize HxW "
-                f"or --encoded"
+                f"samples of field {name} must have the shape {field.shape}, but {where} has "
+                f"{shape}; use --ragged {name} if only their first dimension differs, and "
+                f"--resize HxW or --encoded for images"
             )

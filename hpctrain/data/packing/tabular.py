@@ -85,7 +85,7 @@ def columns_of(names: Sequence[str], wanted: WantedFields, path: str) -> Columns
         for at in found:
             if names.count(at) > 1:
                 raise DataError(
-                    f"columns have different names, {path} has {names.count(at)} named {at}; "
+                    f"columns need different names, but {path} has {names.count(at)} named {at}; "
                     f"rename them"
                 )
     return columns
@@ -96,16 +96,16 @@ def _side_by_side(names: Sequence[str], columns: Sequence[Any], path: str) -> Ar
     for at, values in zip(names, columns, strict=True):
         if isinstance(values, list) or values.ndim > 1:
             raise DataError(
-                f"columns side by side hold one number a row, column {at} of {path} holds more; "
-                f"give it a field of its own"
+                f"columns side by side must hold one number a row, but column {at} of {path} "
+                f"holds more; give it a separate field"
             )
     table = np.column_stack(columns)
     for at, whole in zip(names, columns, strict=True):
         is_cut = whole.dtype.kind in "iu" and table.dtype.kind == "f"
         if is_cut and ((whole > _LARGEST_WHOLE) | (whole < -_LARGEST_WHOLE)).any():
             raise DataError(
-                f"columns side by side become one type, here {table.dtype}, which changes whole "
-                f"numbers of column {at} of {path}; give it a field of its own"
+                f"columns side by side must fit one type, but {table.dtype} changes integers of "
+                f"column {at} of {path}; give it a separate field"
             )
     return table
 
@@ -182,15 +182,15 @@ def _values_of(block: CsvBlock, learnt: Learnt, at: str, dtype: str | None) -> A
         floats = is_exact and _numbers([odd], "f8", is_exact=False) is not None
         as_floats = f"take floats: {_options(block, learnt, at, 'f8')}, or " if floats else ""
         raise DataError(
-            f"a column of CSV holds values of the type of its first rows, or that was asked for, "
-            f"and lacks none: {what} has {odd!r}, which {dtype or kind} cannot hold; repair "
-            f"it, leave the column out, {as_floats}keep it as it is written: "
+            f"a column of CSV must have values of the type of its first rows, or of the given "
+            f"type, in all rows, but {what} has {odd!r}, which {dtype or kind} cannot hold; "
+            f"repair it, leave the column out, {as_floats}keep its text: "
             f"{_options(block, learnt, at, TEXT)}"
         )
     if is_exact and at not in learnt.padded and (odd := next(filter(_PADDED.match, texts), "")):
         raise DataError(
-            f"numbers of CSV begin with 0 in the first rows too, or in none: {what} has {odd!r} "
-            f"further on, which would lose its zeros; keep it as it is written: "
+            f"numbers of CSV must begin with 0 in the first rows too, or in none, but {what} has "
+            f"{odd!r} further on, which would lose its zeros; keep its text: "
             f"{_options(block, learnt, at, TEXT)}, or pack the number: "
             f"{_options(block, learnt, at, learnt.kinds[at])}"
         )
@@ -294,8 +294,8 @@ def _blocks(path: str) -> Iterator[CsvBlock]:
             for row in rows:
                 if row and len(row) != len(names):
                     raise DataError(
-                        f"a row has a value for each of {len(names)} columns, that of line {line} "
-                        f"of {path}, which cannot be read, has {len(row)}; repair it"
+                        f"a row must have a value for each of {len(names)} columns, but the row "
+                        f"of line {line} of {path} has {len(row)}, so it cannot be read; repair it"
                     )
                 line = rows.line_num + 1
                 if row:
@@ -306,10 +306,9 @@ def _blocks(path: str) -> Iterator[CsvBlock]:
                     waiting, num_bytes = [], 0
         except csv.Error as error:
             raise DataError(
-                f"a quote that opens a value is closed by another at its end, and a value has at "
-                f"most {format_bytes(_MAX_VALUE_BYTES)}: the row of line {line} of {path} is not "
-                f"so ({error}); close the quote, double it where it is part of the value, or keep "
-                f"large values in Parquet"
+                f"a quoted value must end with a quote, and a value must have at most "
+                f"{format_bytes(_MAX_VALUE_BYTES)}, but the row of line {line} of {path} does "
+                f"not: {error}; close the quote, double it inside a value, or use Parquet"
             ) from None
         if waiting:
             yield CsvBlock(path, names, list(zip(*waiting, strict=True)))
@@ -320,7 +319,7 @@ def _names(row: list[str], path: str) -> list[str]:
         return [name.encode("latin-1").decode() for name in row]
     except UnicodeDecodeError as error:
         raise DataError(
-            f"columns have names in UTF-8, those of {path} are not: {error}; convert the file"
+            f"names of columns must be UTF-8, but those of {path} are not: {error}; convert it"
         ) from None
 
 
@@ -401,12 +400,12 @@ def _column_of(rows: Any, path: str, at: str, dtype: str | None) -> Array | list
     kind = column.type
     if dtype is not None and (kind in _TEXTS) != (dtype == TEXT):
         raise DataError(
-            f"numbers have a type such as f4, and CSV alone keeps them as text: {what} holds "
+            f"the type of numbers must be one such as f4, and text is for CSV, but {what} holds "
             f"{kind}, got :{dtype}; leave the type out"
         )
     if column.null_count:
         raise DataError(
-            f"a sample has all its values, {what} lacks {column.null_count} of "
+            f"a sample must have all its values, but {what} lacks {column.null_count} of "
             f"{len(column)}; fill them, or leave the column out: --field NAME=COLUMN"
         )
     if kind in _TEXTS:
@@ -425,9 +424,9 @@ def _column_numbers(column: Any, what: str, dtype: str | None) -> Array:
     plain = types.is_boolean(kind) or types.is_integer(kind) or types.is_floating(kind)
     if not plain or column.null_count:
         raise DataError(
-            f"a column holds numbers, texts, or lists of numbers that all are there, {what} "
-            f"holds {kind}{' with gaps' if column.null_count else ''}; convert it, or leave it "
-            f"out: --field NAME=COLUMN"
+            f"a column must hold numbers, texts, or complete lists of numbers, but {what} holds "
+            f"{kind}{' with gaps' if column.null_count else ''}; convert it, or leave it out: "
+            f"--field NAME=COLUMN"
         )
     values = np.asarray(column.to_numpy(zero_copy_only=False))
     return values if dtype is None else cast(values, dtype, what)

@@ -73,14 +73,14 @@ def _tokens(path: str, tokenizer: Callable[[str], Any], text: bytes) -> Array:
         array = np.asarray(tokenizer(text.decode()))
     except UnicodeDecodeError as error:
         raise DataError(
-            f"a tokenizer gets text in UTF-8, {path} is not: {error}; convert the file"
+            f"a tokenizer needs text in UTF-8, but {path} is not: {error}; convert the file"
         ) from None
     if array.shape == (0,):
         array = array.astype(np.int64)
     if array.ndim != 1 or array.dtype.kind not in "iu":
         name = getattr(tokenizer, "__name__", "this one")
         raise DataError(
-            f"a tokenizer returns whole numbers in a row, {name} returned "
+            f"a tokenizer must return a list of integers, but {name} returned "
             f"{array.dtype} of shape {array.shape}"
         )
     return array

@@ -115,8 +115,8 @@ def _labels_alone(whole: ShardedDataset, label: str) -> ShardedDataset:
     if field is None or not is_label or np.dtype(field.dtype).kind not in "iub":
         names = ", ".join(f"{name} {f.dtype} {f.shape}" for name, f in manifest.fields.items())
         raise DataError(
-            f"a label is a field with one whole number for each sample, {label!r} is none of "
-            f"these: {names}; name it by --label"
+            f"a label must be a field with one integer for each sample, but {label!r} is none "
+            f"of these: {names}; name it by --label"
         )
     shards = tuple(
         replace(shard, places={label: shard.places[label]}) for shard in manifest.shards

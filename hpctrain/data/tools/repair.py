@@ -78,7 +78,7 @@ def _manifest(directory: Path, source: Path | None) -> tuple[Manifest, list[str]
         return copy, [f"took {MANIFEST} from {source}"]
     if copy is not None and copy.uuid != manifest.uuid:
         raise DataError(
-            f"shards are taken from a copy of the same data set, but {source} is {copy.uuid} "
+            f"--from must be a copy of the same data set, but {source} is {copy.uuid} "
             f"and {directory} is {manifest.uuid}; give another copy"
         )
     return manifest, []
@@ -88,7 +88,7 @@ def _manifest_of_copy(directory: Path, source: Path) -> Manifest | None:
     """Return the manifest of the copy; None where it is damaged: shards prove themselves."""
     check_directory(source)
     if source.samefile(directory):
-        raise DataError(f"--from is another copy, but {source} is {directory} itself")
+        raise DataError(f"--from must be another copy, but {source} is {directory} itself")
     with suppress(DataError):
         return Manifest.read(source)
     return None
@@ -127,7 +127,7 @@ def _take_shard(source: Path, directory: Path, shard: ShardEntry) -> str:
         shutil.copyfile(path, part)
         if crc32_of(part) != shard.crc32:
             raise DataError(
-                f"{path} changed while it was copied, or {directory} does not keep what is "
-                f"written to it; {shard.file} is as before"
+                f"{path} changed while it was copied, or {directory} does not keep written bytes; "
+                f"{shard.file} is unchanged"
             )
     return ""

@@ -160,11 +160,11 @@ def parse_shares(texts: Sequence[str]) -> dict[str, Fraction]:
         if not PLAIN_NAME.fullmatch(name) or share <= 0:
             raise DataError(f"a part is a name and a share such as train=0.9, got {text!r}")
         if name in shares:
-            raise DataError(f"each part has a name of its own, got {name} twice")
+            raise DataError(f"each part must have its own name, got {name} twice")
         shares[name] = share
     if sum(shares.values()) != 1:
         raise DataError(
-            f"the shares of all parts sum to 1, {' + '.join(map(str, texts))} sum to "
+            f"the shares of all parts must sum to 1, but {' + '.join(map(str, texts))} sum to "
             f"{float(sum(shares.values())):g}"
         )
     return shares
@@ -180,7 +180,7 @@ def sizes_of(num_samples: int, shares: Shares) -> list[int]:
     for name, size in zip(shares, sizes, strict=True):
         if not size:
             raise DataError(
-                f"each part gets at least one sample, {name} gets none of {num_samples}; "
+                f"each part must get at least one sample, but {name} gets none of {num_samples}; "
                 f"give it a larger share"
             )
     return sizes

@@ -199,7 +199,7 @@ def _pickled(task: _Task) -> bytes:
     except Exception as error:
         raise DataError(
             f"data set and transform go to other processes, so they must pickle, but: {error}; "
-            f"leave out what does not (open files, locks, generators), or transform in threads: "
+            f"leave out open files, locks and generators, or transform in threads: "
             f"workers=0"
         ) from error
 
