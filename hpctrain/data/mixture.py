@@ -72,7 +72,10 @@ class Mixture:
             self._before[here] = np.arange(np.count_nonzero(here))
         sizes = [source.sample_bytes for source in self.sources]
         self.sample_bytes = float(np.dot(sizes, self._counts)) / PERIOD
-        self.uuid = self._make_uuid()
+        counts = self._counts.tolist()
+        ids = [[each.uuid, count] for each, count in zip(self.sources, counts, strict=True)]
+        text = json.dumps(["mixture", _PATTERN, ids, self._length, self._seed])
+        self.uuid = hashlib.sha256(text.encode()).hexdigest()[:32]
 
     @property
     def in_memory(self) -> bool:
@@ -156,12 +159,6 @@ class Mixture:
                     f"data sets of a mixture must have the same fields, got "
                     f"{dict(first)} and {dict(source.fields)}"
                 )
-
-    def _make_uuid(self) -> str:
-        counts = self._counts.tolist()
-        sources = [[s.uuid, count] for s, count in zip(self.sources, counts, strict=True)]
-        text = json.dumps(["mixture", _PATTERN, sources, self._length, self._seed])
-        return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 _order = lru_cache(maxsize=64)(global_order)

@@ -3,7 +3,6 @@
 import hashlib
 import json
 from bisect import bisect_left
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -95,7 +94,7 @@ class Subset(Indexable):
     def _own(self, error: CorruptError, index: int) -> CorruptError:
         """Return the error in numbers of the subset; one sample, where they do not ascend."""
         known = self._range or self._indices
-        if self._range or all(a < b for a, b in pairwise(self._indices.tolist())):
+        if self._range or (np.diff(self._indices) > 0).all():
             first, last = bisect_left(known, error.start), bisect_left(known, error.stop)
         else:
             first, last = index, index + 1

@@ -68,7 +68,10 @@ class PerSample:
         for sample, index in zip(_samples(columns), indices.tolist(), strict=True):
             if on_sample is not None:
                 on_sample(index)
-            own = [_generator(pass_key, index)] if self.random else []
+            own = []
+            if self.random:
+                philox = np.random.Philox(key=np.array([pass_key, index], np.uint64))
+                own = [np.random.Generator(philox)]
             made.append(self.function(sample, *own))
         return _joined(made, columns, self.function)
 
@@ -93,10 +96,6 @@ def apply(
 def _samples(columns: Columns) -> list[Sample]:
     rows = [[values[index] for index in range(len(values))] for values in columns.values()]
     return [dict(zip(columns, row, strict=True)) for row in zip(*rows, strict=True)]
-
-
-def _generator(pass_key: int, index: int) -> np.random.Generator:
-    return np.random.Generator(np.random.Philox(key=np.array([pass_key, index], np.uint64)))
 
 
 def _joined(samples: list[Any], columns: Columns, function: object) -> dict[str, Values]:

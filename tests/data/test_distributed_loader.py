@@ -261,7 +261,7 @@ def test_different_data_and_a_plain_optimizer_are_refused_on_every_rank(world):
     with pytest.raises(MismatchError, match=r"DistributedOptimizer, .* got SGD; wrap it"):
         hpctrain.shard(DataLoader(NUMBERS), plain)
     if world.size > 1:
-        with pytest.raises(MismatchError, match=r"the same on every rank, got rank"):
+        with pytest.raises(MismatchError, match=r"the same data on every rank, got rank"):
             hpctrain.shard(Numbers(20 + world.rank))
 
 

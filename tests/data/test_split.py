@@ -146,7 +146,7 @@ def test_a_file_that_is_damaged_or_of_other_data_is_refused(original, tmp_path):
             "part 1 would have no samples, of 3 in 2 parts; take fewer parts",
         ),
         (np.full(3, 7, np.uint32), r"a part must be in \[0, 2\), got 7"),
-        (np.zeros(3), "a part for each sample"),
+        (np.zeros(3), "the part of each sample"),
         ([0, 1], "got list"),
     ):
         with pytest.raises(DataError, match=message):

@@ -328,11 +328,8 @@ def _place_record(place: Place) -> dict[str, Any]:
 
 
 def _check_numbers(value: object) -> None:
-    if isinstance(value, dict):
-        for one in value.values():
-            _check_numbers(one)
-    elif isinstance(value, list):
-        for one in value:
+    if isinstance(value, dict | list):
+        for one in value.values() if isinstance(value, dict) else value:
             _check_numbers(one)
     elif isinstance(value, float) or (isinstance(value, int) and not 0 <= value < _MOST):
         raise DataError(f"its numbers are whole, at least 0 and less than 2^62, got {value}")
@@ -359,14 +356,14 @@ def leftovers(directory: Path, manifest: Manifest | None) -> tuple[str, ...]:
     named = {shard.file for shard in manifest.shards} if manifest else set()
     with suppress(OSError):
         names = {path.name for path in directory.iterdir()} - named
-        return tuple(sorted(name for name in names if _is_left(name, any_shard=bool(manifest))))
+        return tuple(
+            name
+            for name in sorted(names)
+            if name in (MANIFEST + PART, LOCK)
+            or _JOURNAL.fullmatch(name)
+            or (SHARD_FILE.fullmatch(name) and (manifest or name.endswith(PART)))
+        )
     return ()
-
-
-def _is_left(name: str, *, any_shard: bool) -> bool:
-    if name in (MANIFEST + PART, LOCK) or _JOURNAL.fullmatch(name):
-        return True
-    return bool(SHARD_FILE.fullmatch(name)) and (any_shard or name.endswith(PART))
 
 
 def classes_of(directory: Path, manifest: Manifest) -> tuple[str, ...]:

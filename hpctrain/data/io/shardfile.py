@@ -138,7 +138,9 @@ class ShardFile(RawShard):
         self.was_cached = is_cached(self.descriptor, self.shard.num_bytes)
         """Whether it was in memory when it was opened."""
         self.is_mapped = io == "map" or (io == "auto" and self.was_cached)
-        self._space = self._mapped() if self.is_mapped else None
+        if self.is_mapped:
+            self._space = Space((self.shard.num_bytes,), "|u1")
+            self._space.map_file(0, self.descriptor, 0, self.shard.num_bytes)
         self.crcs = {name: self.table(name) for name in manifest.fields}
         for name, crcs in self.crcs.items():
             _check_table(f"crc/{name}", crcs, self.shard.places[name].crc32)
@@ -224,11 +226,6 @@ class ShardFile(RawShard):
     def _identity(self) -> tuple[int, ...]:
         status = os.fstat(self.descriptor)
         return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
-
-    def _mapped(self) -> Space:
-        space = Space((self.shard.num_bytes,), "|u1")
-        space.map_file(0, self.descriptor, 0, self.shard.num_bytes)
-        return space
 
     def _blocks_of(self, name: str, offset: int) -> PlainBlocks:
         size = self._manifest.fields[name].sample_bytes

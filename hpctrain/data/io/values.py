@@ -186,11 +186,8 @@ class ChunkCache:
         self._chunks: OrderedDict[Key, NDArray[Any]] = OrderedDict()
         self._lock = Lock()
         self._decoding = Lock()
-        self._numbers = itertools.count()
-
-    def new_number(self) -> int:
-        """Return the first half of the keys of one field in one file, different from others."""
-        return next(self._numbers)
+        self.numbers = itertools.count()
+        """First halves of keys: each field of a file takes one."""
 
     def get(self, key: Key, decode: Callable[[], NDArray[Any]]) -> NDArray[Any]:
         """Return a chunk, decoded by ``decode`` unless it is here; one is decoded at a time."""
@@ -225,7 +222,7 @@ class CachedValues:
     def __init__(self, dataset: Any, cache: ChunkCache) -> None:
         """Take the open dataset ``(num_rows, *shape)``."""
         self._dataset, self._num_rows = dataset, len(dataset)
-        self._cache, self._number = cache, cache.new_number()
+        self._cache, self._number = cache, next(cache.numbers)
         sample_bytes = max(1, prod(dataset.shape[1:]) * dataset.dtype.itemsize)
         plain_rows = max(1, _PLAIN_CHUNK_BYTES // sample_bytes)
         self._chunk_rows = int(dataset.chunks[0]) if dataset.chunks else plain_rows
