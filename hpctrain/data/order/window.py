@@ -91,13 +91,10 @@ class WindowOrder:
         self._num_full = n // shape.block
         self._partition = Feistel(max(1, self._num_full), seed, 0, _KEY)
         self._num_turns = self._num_full // shape.lanes
-        # The first windows have one turn more where they do not go into a lane.
-        num_windows = max(1, self._num_turns // shape.window)
-        self._turns, self._num_longer = divmod(self._num_turns, num_windows)
-        self._longest = self._turns + (self._num_longer > 0)
+        self._windows = _LaneWindows(self._num_turns, shape.window)
         self._num_rest = n - self._num_turns * shape.lanes * shape.block
         self._stride = n // self._num_rest if self._num_rest else n + 1
-        self._inside = Feistel(max(1, self._longest * shape.block), seed, epoch, _INSIDE)
+        self._inside = Feistel(max(1, self._windows.longest * shape.block), seed, epoch, _INSIDE)
         self._turn = Feistel(max(1, self._num_turns), seed, epoch, _TURN)
         self._inside_key = key_of(seed, epoch, _INSIDE, 0)
         self._turn_key = key_of(seed, epoch, _TURN, 0)
@@ -129,7 +126,7 @@ class WindowOrder:
         turn = self.turn_of(position)
         if turn >= self._num_turns:
             return range(self._num_turns, self._num_turns)
-        _, start, _ = self._windows(np.array([turn]))
+        _, start, _ = self._windows.of(np.array([turn]))
         return range(int(start[0]), self.turns_needed(position))
 
     def turns_needed(self, position: int, together: int = 1) -> int:
@@ -137,7 +134,7 @@ class WindowOrder:
 
         A multiple of ``together``, or the end.
         """
-        turn = self.turn_of(position) + self._longest
+        turn = self.turn_of(position) + self._windows.longest
         return min(self._num_turns, -(-turn // together) * together)
 
     def blocks(self, lanes: range, turns: range) -> Indices:
@@ -184,22 +181,13 @@ class WindowOrder:
 
     def _lane_samples(self, numbers: Indices) -> Indices:
         inside, lanes = _divided(numbers, self._num_lanes)
-        windows, starts, lengths = self._windows(inside // self._block)
+        windows, starts, lengths = self._windows.of(inside // self._block)
         inside -= starts * self._block
-        limits = as_words(lengths * self._block) if self._num_longer else None
+        limits = as_words(lengths * self._block) if self._windows.num_longer else None
         tweaks = _tweaks(self._inside_key, windows * self._num_lanes + lanes)
         inside = as_indices(self._inside.forward(as_words(inside), limits, tweaks))
         turns, offsets = _divided(inside, self._block)
         return self._lane_slots_blocks(lanes, turns + starts) * self._block + offsets
-
-    def _windows(self, turns: Indices) -> tuple[Indices, Indices, Indices]:
-        """Return the windows of some turns, and the first turn and the turns of each."""
-        longer = turns < self._num_longer * self._longest
-        windows = np.where(
-            longer, turns // self._longest, (turns - self._num_longer) // self._turns
-        )
-        starts = windows * self._turns + np.minimum(windows, self._num_longer)
-        return windows, starts, np.where(longer, self._longest, self._turns)
 
     def _lane_slots_blocks(self, lanes: Indices, turns: Indices) -> Indices:
         """Return the block of each lane and turn, computed once where they repeat."""
@@ -217,6 +205,21 @@ class WindowOrder:
     def _slots(self, lanes: Indices, turns: Indices) -> Indices:
         turned = self._turn.forward(as_words(turns), None, _tweaks(self._turn_key, lanes))
         return as_indices(turned) * self._num_lanes + lanes
+
+
+class _LaneWindows:
+    """The turns of a lane, cut into windows; the first ones are longer where they do not fit."""
+
+    def __init__(self, num_turns: int, window: int) -> None:
+        self._turns, self.num_longer = divmod(num_turns, max(1, num_turns // window))
+        self.longest = self._turns + (self.num_longer > 0)
+
+    def of(self, turns: Indices) -> tuple[Indices, Indices, Indices]:
+        """Return the windows of some turns, and the first turn and the turns of each."""
+        longer = turns < self.num_longer * self.longest
+        windows = np.where(longer, turns // self.longest, (turns - self.num_longer) // self._turns)
+        starts = windows * self._turns + np.minimum(windows, self.num_longer)
+        return windows, starts, np.where(longer, self.longest, self._turns)
 
 
 def _divided(numbers: Indices, size: int) -> tuple[Indices, Indices]:
