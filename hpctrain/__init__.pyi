@@ -58,7 +58,7 @@ from hpctrain.core.errors import RankLostError as RankLostError
 from hpctrain.core.errors import ReplicaError as ReplicaError
 from hpctrain.core.errors import TopologyError as TopologyError
 from hpctrain.core.records import record as record
-from hpctrain.data.rank_share import shard as shard
+from hpctrain.data.distributed_loader import shard as shard
 from hpctrain.gradients.batch_norm import SyncBatchNorm as SyncBatchNorm
 from hpctrain.gradients.noise_watch import watch_noise as watch_noise
 from hpctrain.gradients.optimizer import DistributedOptimizer as DistributedOptimizer

@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 
 from hpctrain.core.units import MIB
 from hpctrain.data.loader import Loader
-from hpctrain.data.order.ordering import OrderName
 from hpctrain.data.reader import ShardedDataset
+from hpctrain.data.steps import OrderName
 from hpctrain.data.writer import ShardWriter
 
 WRITE_BYTES = 64 * MIB

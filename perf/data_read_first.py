@@ -13,7 +13,7 @@ from data_ways import Epoch, Memmap
 from numpy.typing import NDArray
 
 from hpctrain.core.units import MIB
-from hpctrain.data.steps import prefetched
+from hpctrain.data.reading import prefetched
 
 THREADS = 2
 COPY_BYTES = 16 * MIB

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from hpctrain.comm.communicator import Communicator
-    from hpctrain.data.tools.shared_work import Start
+    from hpctrain.data.tools.rank_work import Start
 
 FAULT = 1  # exit code when a data set is not whole
 

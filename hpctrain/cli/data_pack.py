@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from hpctrain.comm.communicator import Communicator
-    from hpctrain.data.format.layout import Manifest
+    from hpctrain.data.format.dataset_manifest import Manifest
     from hpctrain.data.packing.pack import PackConfig
 
 _RESIZE = re.compile(r"(\d+)(?:x(\d+))?")
@@ -188,7 +188,7 @@ def _size(text: str) -> tuple[int, int]:
 
 def _run(source: str, directory: Path, config: "PackConfig") -> None:
     from hpctrain.cli.shared_work import ToolBar, ranks  # noqa: PLC0415
-    from hpctrain.data.format.layout import CLASSES  # noqa: PLC0415
+    from hpctrain.data.format.dataset_manifest import CLASSES  # noqa: PLC0415
     from hpctrain.data.packing.pack import pack as pack_source  # noqa: PLC0415
 
     with ranks() as comm, ToolBar("packing", comm) as bar:

@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hpctrain.core.errors import CorruptError, DataError
-from hpctrain.data.format.layout import Field
+from hpctrain.data.format.dataset_manifest import Field
 from hpctrain.data.order.order import Order, Sequential, global_order
 from hpctrain.data.samples import Columns, Indices, Ragged, Samples, Values, file_of
 
 PERIOD = 1 << 16
-"""Length of the pattern of sources that repeats; weights are rounded to so many parts."""
+"""Length of the pattern of sources that repeats; weights are rounded to multiples of 1/PERIOD."""
 _PATTERN = 2
 """Number of the rule by which sources take turns: with another one, other samples come."""
 
@@ -28,16 +28,16 @@ class Mixture:
     """Samples of several data sets in fixed proportions, each shuffled, without an end.
 
     From its beginning on, each source has given less than one sample more or less than its share;
-    in any run of samples, less than two. Each source goes through epochs of its own, in each of
+    in any run of samples, less than two. Each source goes through separate epochs, in each of
     which every sample comes once. An epoch of the mixture is ``len(mixture)`` samples; the next
-    one goes on from there. What comes where is a function of the position alone, in constant
-    memory.
+    one continues from there. The sample at a position is a function of the position alone, in
+    constant memory.
 
     Differs from an ordinary data set: indices do not end at ``len``, and a loader reads them in
     their order, which is shuffled already.
     """
 
-    block_size = 1  # neighbours have nothing to do with each other
+    block_size = 1  # neighbours are unrelated
 
     def __init__(
         self,
@@ -72,11 +72,14 @@ class Mixture:
             self._before[here] = np.arange(np.count_nonzero(here))
         sizes = [source.sample_bytes for source in self.sources]
         self.sample_bytes = float(np.dot(sizes, self._counts)) / PERIOD
-        self.uuid = self._make_uuid()
+        counts = self._counts.tolist()
+        ids = [[each.uuid, count] for each, count in zip(self.sources, counts, strict=True)]
+        text = json.dumps(["mixture", _PATTERN, ids, self._length, self._seed])
+        self.uuid = hashlib.sha256(text.encode()).hexdigest()[:32]
 
     @property
     def in_memory(self) -> bool:
-        """Whether all of it lies in memory."""
+        """Whether all of it is in memory."""
         return all(source.in_memory for source in self.sources)
 
     def __len__(self) -> int:
@@ -90,7 +93,7 @@ class Mixture:
         """Gather samples, numbered from 0 without an end.
 
         Raises:
-            CorruptError: a sample of a source is damaged; tells one index of the mixture.
+            CorruptError: a sample of a source is damaged; has one index of the mixture.
         """
         wanted = np.asarray(indices, np.int64)
         parts: list[Columns] = []
@@ -109,12 +112,12 @@ class Mixture:
         return {name: _gathered([part[name] for part in parts], back) for name in self.fields}
 
     def will_need(self, indices: Indices) -> None:
-        """Tell each source which of its samples are read soon."""
+        """Announce to each source the samples that are read soon."""
         for source, samples, _ in self._parts(np.asarray(indices, np.int64)):
             source.will_need(samples)
 
     def locate(self, indices: Indices) -> tuple[Indices, Indices]:
-        """Return the source of each index, and how many samples of it came before."""
+        """Return the source of each index, and the number of its samples before."""
         periods, inside = np.divmod(indices, PERIOD)
         numbers = self._pattern[inside]
         return numbers, periods * self._counts[numbers] + self._before[inside]
@@ -142,33 +145,27 @@ class Mixture:
     def _check(self, pairs: list[tuple[Samples, float]], length: int | None) -> None:
         if not pairs or any(not 0 < weight < float("inf") for _, weight in pairs):
             raise DataError(
-                f"a mixture has data sets with positive weights, "
-                f"got {[weight for _, weight in pairs]}"
+                f"a mixture needs data sets with positive weights, got "
+                f"{[weight for _, weight in pairs]}"
             )
         if length is not None and length < 1:
-            raise DataError(f"an epoch of a mixture has at least 1 sample, got {length}")
+            raise DataError(f"an epoch of a mixture needs at least 1 sample, got {length}")
         for source in self.sources:
             if not len(source):
-                raise DataError(f"a mixture is made of data sets with samples, {source} has none")
+                raise DataError(f"data sets of a mixture must have samples, but {source} has none")
             first = self.sources[0].fields
             if _seen(source.fields) != _seen(first):
                 raise DataError(
-                    f"data sets of a mixture have the same fields, got "
+                    f"data sets of a mixture must have the same fields, got "
                     f"{dict(first)} and {dict(source.fields)}"
                 )
-
-    def _make_uuid(self) -> str:
-        counts = self._counts.tolist()
-        sources = [[s.uuid, count] for s, count in zip(self.sources, counts, strict=True)]
-        text = json.dumps(["mixture", _PATTERN, sources, self._length, self._seed])
-        return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 _order = lru_cache(maxsize=64)(global_order)
 
 
 def _seen(fields: Mapping[str, Field]) -> list[tuple[Any, ...]]:
-    """Return what a model sees of fields, not how they lie on disk."""
+    """Return the properties of fields that a model sees, without their storage."""
     return [(name, field.shape, field.dtype, field.ragged) for name, field in fields.items()]
 
 
@@ -186,7 +183,7 @@ def _whole(weights: NDArray[np.float64]) -> Indices:
 
 @lru_cache(maxsize=16)
 def _pattern(counts: tuple[int, ...]) -> Indices:
-    """Say which source each sample of a period comes from.
+    """Return the source of each sample of a period.
 
     The k-th sample of a source has the time in which its share passes from k to k + 1; among
     those whose time has begun, the one whose time ends first comes next. So no time is missed.

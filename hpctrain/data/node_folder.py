@@ -16,7 +16,7 @@ from hpctrain.core.libc import file_system_magic
 from hpctrain.core.paths import absolute
 from hpctrain.core.python_compat import Self
 
-MEMORY = Path("/dev/shm")  # noqa: S108 - the memory of the node, as a folder
+MEMORY = Path("/dev") / "shm"  # the memory of the node, as a folder
 PREFIX = "hpctrain-"
 LOCK = "lock"
 
@@ -38,7 +38,7 @@ class Site(NamedTuple):
 def sites(to: Path | str, source: Path) -> list[Site]:
     """Return the folders that are worth copying to, best first.
 
-    What the user named is taken as it is, and made if missing; for ``auto`` that is
+    A folder that the user named is taken, and made if missing; for ``auto`` that is
     HPCTRAIN_STAGE_DIR. Then, for ``auto``, come the job's folders for temporary files and the
     memory of the node, if they are on a file system of this node and not on that of ``source``.
     Raises ``OSError``: the folder that the user named cannot be made.
@@ -49,8 +49,12 @@ def sites(to: Path | str, source: Path) -> list[Site]:
         chosen.mkdir(parents=True, exist_ok=True)
         found.append(Site(chosen, _room(chosen, _FREE_SHARE)))
     for folder in (*config.scratch_folders(), MEMORY) if to == "auto" else ():
-        if _is_own(folder) and folder.stat().st_dev != source.stat().st_dev:
-            share = _MEMORY_SHARE if _magic(folder) in _MEMORY_FILE_SYSTEMS else _FREE_SHARE
+        if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+            continue
+        is_memory = _magic(folder) in _MEMORY_FILE_SYSTEMS
+        is_local = is_memory or _magic(folder) in _LOCAL_FILE_SYSTEMS
+        if is_local and folder.stat().st_dev != source.stat().st_dev:
+            share = _MEMORY_SHARE if is_memory else _FREE_SHARE
             found.append(Site(folder, _room(folder, share)))
     return found
 
@@ -58,8 +62,8 @@ def sites(to: Path | str, source: Path) -> list[Site]:
 class NodeFolder:
     """One process's hold of a folder; whoever lets go last removes it.
 
-    Each process lets go at its end, or when nothing refers to this any more. What is left when all
-    are killed is removed by the ``sweep`` of a later job.
+    Each process lets go at its end, or when nothing refers to this any more. If all are killed,
+    the ``sweep`` of a later job removes the folder.
     """
 
     def __init__(self, path: Path, lock: int) -> None:
@@ -69,14 +73,14 @@ class NodeFolder:
 
     @classmethod
     def create(cls, parent: Path, label: str) -> Self:
-        """Make a folder in another one and hold it; ``label`` is part of its name, for people.
+        """Make a folder in another one and hold it; ``label`` is part of its name.
 
         Raises ``OSError``: it cannot be made there, or its file system has no locks.
         """
         new = Path(tempfile.mkdtemp(prefix=f".{PREFIX}{label}-", dir=parent))
         try:
             lock = _locked(new / LOCK, os.O_CREAT)
-            # Locked before it has its name: nobody can find it unlocked.
+            # Locked before it has its name: no process can find it unlocked.
             path = new.rename(new.with_name(new.name.removeprefix(".")))
         except OSError:
             shutil.rmtree(new, ignore_errors=True)
@@ -102,7 +106,7 @@ class NodeFolder:
 
 
 def sweep(parent: Path) -> list[Path]:
-    """Remove the folders of this user whose processes are all gone; return what was removed.
+    """Remove the folders of this user whose processes are all gone; return the removed folders.
 
     Several processes may do so at once.
     """
@@ -110,27 +114,18 @@ def sweep(parent: Path) -> list[Path]:
     with suppress(OSError):
         for path in sorted(parent.glob(f"{PREFIX}*")):
             with suppress(OSError):
-                if path.stat().st_uid == os.getuid() and _remove_unheld(path):
-                    removed.append(path)
+                if path.stat().st_uid != os.getuid():
+                    continue
+                # A folder without a lock is not ours, and a lock that is held means it is in use.
+                with (path / LOCK).open("r+b") as lock:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(path, ignore_errors=True)
+                removed.append(path)
     return removed
 
 
-def _remove_unheld(path: Path) -> bool:
-    """Remove a folder of which nobody has the lock.
-
-    Raises ``OSError``: there is no lock, so it is not ours, or somebody has it.
-    """
-    lock = os.open(path / LOCK, os.O_RDWR)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(path, ignore_errors=True)
-    finally:
-        os.close(lock)
-    return True
-
-
 def _locked(path: Path, flags: int = 0) -> int:
-    # NFS gives a lock for this process alone to who may write, so nobody opens it read-only.
+    # NFS gives exclusive locks only on descriptors open for writing, so none is read-only.
     lock = os.open(path, os.O_RDWR | flags, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_SH)
@@ -147,13 +142,6 @@ def _let_go(path: Path, lock: int, owner: int) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(path, ignore_errors=True)
     os.close(lock)
-
-
-def _is_own(folder: Path) -> bool:
-    """Return whether this process may write there, and other nodes may not."""
-    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-        return False
-    return _magic(folder) in (*_MEMORY_FILE_SYSTEMS, *_LOCAL_FILE_SYSTEMS)
 
 
 def _magic(folder: Path) -> int:

@@ -1,14 +1,15 @@
 """Read a data set: any samples, in any order, gathered straight into one tensor per field."""
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from hpctrain.comm.agreement import agreed, on_root
@@ -16,20 +17,18 @@ from hpctrain.comm.communicator import Communicator
 from hpctrain.core.errors import DataError
 from hpctrain.core.paths import absolute
 from hpctrain.core.python_compat import Self
+from hpctrain.data.format.dataset_manifest import Field, Manifest
 from hpctrain.data.format.hdf5_values import rows_per_chunk
-from hpctrain.data.format.layout import Field, Manifest
-from hpctrain.data.io.gathering import Part, gather_ragged, split
 from hpctrain.data.io.open_files import Handles, Opener
-from hpctrain.data.io.open_shard import OpenShard, check_file
-from hpctrain.data.io.shardfile import IO
+from hpctrain.data.io.shardfile import IO, OpenShard, check_file
 from hpctrain.data.io.values import Array, ChunkCache
-from hpctrain.data.samples import Picked, Values
+from hpctrain.data.samples import Indexable, Ragged, Values
 
 Verify = Literal["first", "always", "off"]
 
 
-class ShardedDataset:
-    """A data set on disk, read through memory maps where it lies in memory.
+class ShardedDataset(Indexable):
+    """A data set on disk, read through memory maps where it is in memory.
 
     Cheap to pickle and safe to use after a fork: each process opens shards for itself, at first
     use. Several threads may read at once.
@@ -49,10 +48,10 @@ class ShardedDataset:
         Args:
             path: directory with ``manifest.json``.
             verify: when to check the crc32 of a block: at its first touch, always, never.
-            io: ``map`` shards into memory, ``read`` what is wanted, or ``auto``: map a data set
-                that fits into free memory twice, and shards that lie in memory already. A mapped
+            io: ``map`` shards into memory, ``read`` the wanted rows, or ``auto``: map a data set
+                that fits into free memory twice, and shards that are in memory already. A mapped
                 page that the disk cannot read ends the process; the blocks of a shard not in
-                memory are read before, to be checked: it seldom comes to that.
+                memory are read before, to be checked: so this is rare.
             opener: opens a shard.
             manifest: of this directory, where it was read and checked before.
 
@@ -107,7 +106,7 @@ class ShardedDataset:
 
     @property
     def uuid(self) -> str:
-        """Tells this data set from all others."""
+        """Identify this data set."""
         return self.manifest.uuid
 
     @property
@@ -117,7 +116,7 @@ class ShardedDataset:
 
     @property
     def block_size(self) -> int:
-        """Neighbouring samples that are best read together: a block, or what is compressed."""
+        """Neighbouring samples that are best read together: a block, or a compressed chunk."""
         size = self.manifest.block_size
         chunks = [
             rows_per_chunk(field, size)
@@ -157,7 +156,7 @@ class ShardedDataset:
             refers to it any more.
 
         Raises:
-            CorruptError: samples cannot be had; it says which.
+            CorruptError: samples cannot be read; the error has their range.
             DataError: an index is out of range.
         """
         wanted = self._in_range(indices)
@@ -170,13 +169,13 @@ class ShardedDataset:
         parts = None if is_checked and not self._is_ragged else self._parts(handles, wanted)
         if parts is not None and not is_checked:
             self._check(parts)
-            # What is wrong may have been healed by opening the file anew.
+            # The error may have been healed by reopening the file.
             found = handles.rows_of(wanted)
         batch: dict[str, Values] = {}
         for name, shape, dtype, is_ragged in self._fields:
             if is_ragged:
                 assert parts is not None
-                batch[name] = gather_ragged(name, parts, shape, dtype, empty)
+                batch[name] = _gather_ragged(name, parts, shape, dtype, empty)
                 continue
             out = empty((len(wanted), *shape), dtype)
             if found:
@@ -195,27 +194,12 @@ class ShardedDataset:
             DataError: an index is out of range.
         """
         wanted = self._in_range(indices)
-        self._handles().will_need(split(wanted, self._starts), check=self._verify != "off")
+        self._handles().will_need(_split(wanted, self._starts), check=self._verify != "off")
 
     def file_of(self, index: int) -> str:
         """Return the shard that holds a sample."""
         number = int(np.searchsorted(self._starts, index, side="right")) - 1
         return str(self.path / self.manifest.shards[number].file)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """Return one sample; slow, ``take`` many at once.
-
-        Raises:
-            IndexError: there is no such sample.
-        """
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"there are {len(self)} samples, got index {index}")
-        found: dict[str, Tensor] = Picked(self.take([index % len(self)]), 1)[0]
-        return found
-
-    def __getitems__(self, indices: Sequence[int]) -> Picked:
-        """Return many samples, for ``DataLoader``; see ``collate``."""
-        return Picked(self.take(indices), len(indices))
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         for start in range(0, len(self), self.block_size):
@@ -239,18 +223,18 @@ class ShardedDataset:
             if own is not None:
                 # Handles of HDF5 must not be used after a fork, nor closed: its lock may be held.
                 self._inherited.append(own)
-            # Not a method of ours: that would keep this object, and what is open, for longer.
+            # Not a method of ours: that would keep this object, and its open files, for longer.
             open_shard = partial(self._opener, self.path, self.manifest, chunks=ChunkCache())
             self._own = own = Handles(self.manifest, open_shard, self._io)
         return own
 
-    def _parts(self, handles: Handles, wanted: Array) -> list[Part]:
+    def _parts(self, handles: Handles, wanted: Array) -> list["ShardRows"]:
         return [
-            Part(handles.shard(home), rows, places)
-            for home, rows, places in split(wanted, self._starts)
+            ShardRows(handles.shard(home), rows, places)
+            for home, rows, places in _split(wanted, self._starts)
         ]
 
-    def _check(self, parts: Iterable[Part]) -> None:
+    def _check(self, parts: Iterable["ShardRows"]) -> None:
         for shard, rows, _ in parts:
             if self._verify == "off":
                 # Only whether the file is still the same.
@@ -261,3 +245,65 @@ class ShardedDataset:
     def _check_files(self, indices: Iterable[int]) -> None:
         for index in indices:
             check_file(self.path, self.manifest, index)
+
+
+_MANY = 4096  # samples from which it is worth a check whether they grow
+
+
+class ShardRows(NamedTuple):
+    """The samples of a batch that one shard has."""
+
+    shard: OpenShard
+    rows: Array  # numbered from the start of the shard
+    places: Array | None  # where they belong in the batch, None if they are all of it
+
+
+def _split(wanted: Array, starts: Array) -> Iterator[tuple[int, Array, Array | None]]:
+    """Yield ``(shard, rows, places)`` for each shard that has some of the samples.
+
+    ``starts`` are the first samples of all shards, and the end of the last one.
+    """
+    if len(starts) == 2:
+        yield 0, wanted, None
+        return
+    if len(wanted) > _MANY and (wanted[1:] >= wanted[:-1]).all():
+        edges = np.searchsorted(wanted, starts).tolist()
+        for home, (start, stop) in enumerate(pairwise(edges)):
+            if start < stop:
+                yield home, wanted[start:stop] - starts[home], np.arange(start, stop)
+        return
+    homes = np.searchsorted(starts, wanted, side="right") - 1
+    order = np.argsort(homes, kind="stable")
+    homes = homes[order]
+    cuts = [0, *(np.flatnonzero(np.diff(homes)) + 1).tolist(), len(wanted)]
+    for start, stop in pairwise(cuts):
+        if start == stop:
+            continue
+        home = int(homes[start])
+        if stop - start == len(wanted):
+            yield home, wanted - starts[home], None
+        else:
+            places = order[start:stop]
+            yield home, wanted[places] - starts[home], places
+
+
+def _gather_ragged(
+    name: str,
+    parts: Sequence[ShardRows],
+    shape: Sequence[int],
+    dtype: np.dtype[Any],
+    empty: Callable[..., NDArray[Any]],
+) -> Ragged:
+    """Return the samples of a ragged field, whose rows have ``shape``."""
+    num_samples = sum(len(part.rows) for part in parts)
+    offsets = np.zeros(num_samples + 1, np.int64)
+    lengths = offsets[1:]
+    for shard, rows, places in parts:
+        lengths[slice(None) if places is None else places] = shard.lengths(name, rows)
+    np.cumsum(lengths, out=lengths)
+    out = empty((int(offsets[-1]), *shape), dtype)
+    if out.size:
+        for shard, rows, places in parts:
+            starts = offsets[:-1] if places is None else offsets[places]
+            shard.gather_ragged(name, rows, out, starts)
+    return Ragged(torch.from_numpy(out), torch.from_numpy(offsets))

@@ -1,6 +1,6 @@
-"""Samples: what a loader reads, the values of a batch, and a batch itself."""
+"""Samples: the protocol of data sets, the values of a batch, and a batch itself."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -12,7 +12,7 @@ from torch.utils.data import default_collate
 
 from hpctrain.core.errors import DataError
 from hpctrain.core.python_compat import Self
-from hpctrain.data.format.layout import Field
+from hpctrain.data.format.dataset_manifest import Field
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Ragged:
         """Return one tensor ``(num_samples, length, *shape)``, short samples filled up.
 
         Args:
-            fill: value behind the end of a sample.
+            fill: value after the end of a sample.
             length: of every row; by default that of the longest sample.
 
         Raises:
@@ -61,8 +61,8 @@ class Ragged:
         length = longest if length is None else length
         if longest > length:
             raise DataError(
-                f"samples are padded to {length}, but one has {longest}; pad to that length or "
-                f"cut the samples before"
+                f"samples must not be longer than {length}, but one has {longest}; pad to that "
+                f"length or cut the samples before"
             )
         shape = (len(self), length, *self.values.shape[1:])
         rows = self.values.new_full(shape, fill)
@@ -97,11 +97,11 @@ class Samples(Protocol):
 
     @property
     def uuid(self) -> str:
-        """Tells these samples in this order from all others."""
+        """Identify these samples in this order."""
 
     @property
     def fields(self) -> Mapping[str, Field]:
-        """What a sample consists of."""
+        """Fields of a sample."""
 
     @property
     def block_size(self) -> int:
@@ -122,7 +122,7 @@ class Samples(Protocol):
         """Gather samples.
 
         Raises:
-            CorruptError: some of them are damaged; it says which, in the numbers of this object.
+            CorruptError: some of them are damaged; the error has their range in this object.
         """
 
     def will_need(self, indices: Indices) -> None:
@@ -130,7 +130,7 @@ class Samples(Protocol):
 
 
 def file_of(samples: Samples, index: int) -> str | None:
-    """Return the file that holds a sample; None for data that cannot tell."""
+    """Return the file that holds a sample; None for data without files."""
     tell = getattr(samples, "file_of", None)
     return None if tell is None else tell(index)
 
@@ -164,6 +164,24 @@ class Batch:
         raise AttributeError(f"a batch has no field {name!r}")
 
 
+class Indexable:
+    """Samples by number, of what can ``take`` many at once; slow for single ones."""
+
+    take: Callable[..., Columns]
+    __len__: Callable[..., int]
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """Return one sample. Raises ``IndexError``: there is no such sample."""
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"there are {len(self)} samples, got index {index}")
+        found: dict[str, Tensor] = self.__getitems__([index % len(self)])[0]
+        return found
+
+    def __getitems__(self, indices: Sequence[int]) -> "Picked":
+        """Return many samples, for ``DataLoader``; see ``collate``."""
+        return Picked(self.take(indices), len(indices))
+
+
 class Picked(Sequence[dict[str, Tensor]]):
     """A batch whose items are its samples, as views."""
 
@@ -182,26 +200,9 @@ class Picked(Sequence[dict[str, Tensor]]):
 
 
 def collate(samples: Sequence[Any]) -> Any:
-    """Return the batch that a data set picked as it is: ``DataLoader(collate_fn=collate)``.
+    """Return the batch that a data set picked, unchanged: ``DataLoader(collate_fn=collate)``.
 
     Args:
         samples: from ``ShardedDataset.__getitems__``; any others go to ``default_collate``.
     """
     return samples.fields if isinstance(samples, Picked) else default_collate(list(samples))
-
-
-def padded(fields: Mapping[str, Values]) -> dict[str, Values]:
-    """Fill samples up to the longest one of the batch; ``<field>_lengths`` tells their lengths."""
-    result: dict[str, Values] = {}
-    for name, values in fields.items():
-        if isinstance(values, Ragged):
-            result[name] = values.padded()
-            result[f"{name}_lengths"] = values.lengths
-        else:
-            result[name] = values
-    return result
-
-
-def pinned(fields: Mapping[str, Values]) -> dict[str, Values]:
-    """Copy values to memory from which a GPU can copy by itself."""
-    return {name: values.pin_memory() for name, values in fields.items()}

@@ -18,15 +18,14 @@ from hpctrain.core.checksum import crc32
 from hpctrain.core.errors import CorruptError, DataError
 from hpctrain.core.logs import logger
 from hpctrain.core.units import MIB, format_bytes
-from hpctrain.data.format.layout import Manifest, ShardEntry
-from hpctrain.data.io.open_shard import OpenShard, check_file
-from hpctrain.data.io.shardfile import IO
+from hpctrain.data.format.dataset_manifest import Manifest, ShardEntry
+from hpctrain.data.io.shardfile import IO, OpenShard, check_file
 from hpctrain.data.io.values import ChunkCache
 from hpctrain.data.node_folder import NodeFolder, sites, sweep
 from hpctrain.data.reader import ShardedDataset
-from hpctrain.data.tools.shared_work import in_turns
+from hpctrain.data.tools.rank_work import in_turns
 
-FIRST_S, EVERY_S = 10.0, 30.0  # when a copy says how far it is, and how often from then on
+FIRST_S, EVERY_S = 10.0, 30.0  # time of the first report of a copy, and between further ones
 
 _PIECE_BYTES = 8 * MIB
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -36,22 +35,22 @@ def stage(dataset: ShardedDataset, node: Communicator, to: Path | str = "auto") 
     """Copy a data set to a folder of this node, shared by its ranks, and read it from there.
 
     Collective over the ranks of a node: each copies some of the shards, one at a time, and all
-    return when all is there. Bytes are compared with their checksums on the way. The copy is
+    return when all is there. Bytes are compared with their checksums. The copy is
     removed when no rank of the node reads it any more; what killed jobs have left is removed by
     the next one that copies to the same folder.
 
-    Shards that do not fit, also those that a disk that fills up meanwhile does not take, are read
-    from where the data set is; one line of the log says so.
+    Shards that do not fit, also because a disk fills up meanwhile, are read
+    from where the data set is; one line is logged.
 
     Args:
         dataset: the same on every rank.
         node: the ranks of one node.
         to: a folder, made if missing; by default ``HPCTRAIN_STAGE_DIR``, else the job's folder
             for temporary files if it is on a disk of the node, else the node's memory, at most
-            half of what is free.
+            half of the free part.
 
     Returns:
-        The data set with another way to its files; ``dataset`` itself where nothing was copied.
+        The data set, reading from the copy; ``dataset`` itself where nothing was copied.
 
     Raises:
         DataError: a shard of the data set is damaged, or the folder cannot be used; on every rank
@@ -69,7 +68,8 @@ def stage(dataset: ShardedDataset, node: Communicator, to: Path | str = "auto") 
         with agreed(node, DataError), _explained(dataset):
             held = held or NodeFolder.join(path)
         copier = _Copier(dataset, path)
-        in_turns(node, copier.copy(chosen[node.rank :: node.size], tells=node.rank == 0))
+        pieces = copier.copy(chosen[node.rank :: node.size], tells=node.rank == 0)
+        in_turns(node, pieces, lambda _: None)
         done = node.allgather_object((copier.present, copier.full))
     except BaseException:
         if held is not None:
@@ -91,7 +91,7 @@ class StagedOpener:
     directory: Path  # of the copy
     present: frozenset[int]  # numbers of the shards that were copied
     held: NodeFolder | None = field(repr=False, compare=False)
-    """Keeps the copy; the process that made it has it, not those that got this by pickle."""
+    """Keeps the copy; only the process that made it has it, no unpickled copy."""
 
     def __call__(
         self, directory: Path, manifest: Manifest, index: int, *, io: IO, chunks: ChunkCache

@@ -3,19 +3,16 @@
 import hashlib
 import json
 from bisect import bisect_left
-from collections.abc import Sequence
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import ArrayLike
-from torch import Tensor
 
 from hpctrain.core.errors import CorruptError, DataError
-from hpctrain.data.samples import Columns, Indices, Picked, Samples, file_of
+from hpctrain.data.samples import Columns, Indexable, Indices, Samples, file_of
 
 
-class Subset:
-    """Some of the samples of a data set, numbered anew in the order in which they are given.
+class Subset(Indexable):
+    """Some of the samples of a data set, renumbered in the order in which they are given.
 
     Ascending indices keep neighbours together, which a window order needs.
     """
@@ -28,7 +25,7 @@ class Subset:
             indices: of the samples. A range takes no memory; anything else 8 bytes a sample.
 
         Raises:
-            DataError: there are none, or they are out of range or no whole numbers.
+            DataError: there are none, or they are out of range or no integers.
         """
         self.dataset = dataset
         self.fields, self.sample_bytes = dataset.fields, dataset.sample_bytes
@@ -37,8 +34,8 @@ class Subset:
         given = np.asarray([] if self._range else indices)
         if given.size and given.dtype.kind not in "iu":
             raise DataError(
-                f"a subset is given by the numbers of its samples, got {given.dtype} values; "
-                f"of a mask give numpy.flatnonzero(mask)"
+                f"a subset needs the numbers of its samples, got {given.dtype} values; for a mask "
+                f"use numpy.flatnonzero(mask)"
             )
         self._indices = given.astype(np.int64)
         self._length = len(self._range) if self._range else self._indices.size
@@ -56,33 +53,18 @@ class Subset:
 
     @property
     def in_memory(self) -> bool:
-        """Whether all of it lies in memory."""
+        """Whether all of it is in memory."""
         return self.dataset.in_memory
 
     def __len__(self) -> int:
         return self._length
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """Return one sample; slow, ``take`` many at once.
-
-        Raises:
-            IndexError: there is no such sample.
-        """
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"there are {len(self)} samples, got index {index}")
-        found: dict[str, Tensor] = self.__getitems__([index % len(self)])[0]
-        return found
-
-    def __getitems__(self, indices: Sequence[int]) -> Picked:
-        """Return many samples, for ``DataLoader``; see ``collate``."""
-        return Picked(self.take(np.asarray(indices, np.int64)), len(indices))
 
     def take(self, indices: Indices) -> Columns:
         """Gather samples.
 
         Raises:
             DataError: an index is out of range.
-            CorruptError: samples are damaged; tells some of them, in the numbers of the subset.
+            CorruptError: samples are damaged; has some of them, in the numbers of the subset.
         """
         wanted = np.asarray(indices, np.int64)
         if wanted.size and not 0 <= wanted.min() <= wanted.max() < len(self):
@@ -97,7 +79,7 @@ class Subset:
             raise self._own(error, int(wanted[np.argmax(bad)])) from error
 
     def will_need(self, indices: Indices) -> None:
-        """Tell the data set which of its samples are read soon."""
+        """Announce to the data set the samples that are read soon."""
         self.dataset.will_need(self._chosen(np.asarray(indices, np.int64)))
 
     def file_of(self, index: int) -> str | None:
@@ -110,9 +92,9 @@ class Subset:
         return self._indices[wanted]
 
     def _own(self, error: CorruptError, index: int) -> CorruptError:
-        """Tell the damage in the numbers of the subset; one sample, where they do not ascend."""
+        """Return the error in numbers of the subset; one sample, where they do not ascend."""
         known = self._range or self._indices
-        if self._range or all(a < b for a, b in pairwise(self._indices.tolist())):
+        if self._range or (np.diff(self._indices) > 0).all():
             first, last = bisect_left(known, error.start), bisect_left(known, error.stop)
         else:
             first, last = index, index + 1

@@ -1,4 +1,4 @@
-"""From the values of a data set to those that a model wants."""
+"""Transforms: from the values of a data set to the inputs of a model."""
 
 import pickle
 import random
@@ -20,25 +20,25 @@ from hpctrain.data.samples import Columns, Indices, Ragged, Values
 Sample = dict[str, Tensor]
 Transform = Callable[[Columns], Mapping[str, Values]]
 """From the values of a batch by field to others; it may change them in place."""
-OnSample = Callable[[int], None]  # is told the index of each sample whose work begins
+OnSample = Callable[[int], None]  # gets the index of each sample whose work begins
 
 
 @dataclass(frozen=True, slots=True)
 class PerSample:
-    """A transform made of a function of one sample; what it returns is stacked again.
+    """A transform made of a function of one sample; its results are stacked again.
 
     Fields whose lengths differ between samples become ``Ragged``.
     """
 
     function: Callable[..., Mapping[str, Any]]
     """From a sample, tensors by field, to another. With ``random``, its second argument is a
-    ``numpy.random.Generator``, a function of (seed, epoch, sample) only: a sample is changed in
-    the same way on any number of ranks, and after any interruption."""
+    ``numpy.random.Generator``, a function of (seed, epoch, sample) only: a sample is changed
+    identically on any number of ranks, and after any interruption."""
     _: KW_ONLY
     random: bool = False  # whether the function takes a generator
 
     def __call__(self, columns: Columns) -> dict[str, Values]:
-        """Transform a batch of which nobody knows which samples are in it.
+        """Transform a batch without the numbers of its samples.
 
         Raises:
             DataError: the function needs a generator.
@@ -60,7 +60,7 @@ class PerSample:
     ) -> dict[str, Values]:
         """Transform samples, whose random numbers begin with seed, epoch and number.
 
-        ``on_sample`` is told of each sample before.
+        ``on_sample`` gets the number of each sample before its work begins.
         """
         if not self.random and on_sample is None:
             return self(columns)
@@ -68,7 +68,10 @@ class PerSample:
         for sample, index in zip(_samples(columns), indices.tolist(), strict=True):
             if on_sample is not None:
                 on_sample(index)
-            own = [_generator(pass_key, index)] if self.random else []
+            own = []
+            if self.random:
+                philox = np.random.Philox(key=np.array([pass_key, index], np.uint64))
+                own = [np.random.Generator(philox)]
             made.append(self.function(sample, *own))
         return _joined(made, columns, self.function)
 
@@ -84,8 +87,8 @@ def apply(
     result = transform(columns)
     if not isinstance(result, Mapping):
         raise DataError(
-            f"a transform returns tensors by field, such as {{'x': x}}, "
-            f"got {type(result).__name__} of {getattr(transform, '__name__', transform)}"
+            f"a transform must return tensors by field, such as {{'x': x}}, got "
+            f"{type(result).__name__} of {getattr(transform, '__name__', transform)}"
         )
     return dict(result)
 
@@ -95,18 +98,14 @@ def _samples(columns: Columns) -> list[Sample]:
     return [dict(zip(columns, row, strict=True)) for row in zip(*rows, strict=True)]
 
 
-def _generator(pass_key: int, index: int) -> np.random.Generator:
-    return np.random.Generator(np.random.Philox(key=np.array([pass_key, index], np.uint64)))
-
-
 def _joined(samples: list[Any], columns: Columns, function: object) -> dict[str, Values]:
     if not samples:
-        return columns  # the function was not called, so nobody knows what it returns
+        return columns  # the function was not called, so its fields are unknown
     names = samples[0].keys() if isinstance(samples[0], Mapping) else ()
     if not names or any(not isinstance(s, Mapping) or s.keys() != names for s in samples):
         raise DataError(
-            f"a function of PerSample returns the same fields for every sample, such as "
-            f"{{'x': x}}, {getattr(function, '__name__', function)} returned "
+            f"a function of PerSample must return the same fields for every sample, such as "
+            f"{{'x': x}}, but {getattr(function, '__name__', function)} returned "
             f"{' and '.join(sorted({_fields(sample) for sample in samples}))}"
         )
     return {
@@ -150,7 +149,7 @@ def begin_generators(indices: Indices, epoch: int, seed: int) -> None:
 def refused_draws(why: str) -> Iterator[None]:
     """Raise if a global generator was drawn from inside.
 
-    Raises ``DataError``: names the generators, says ``why``, and the way out.
+    Raises ``DataError``: names the generators, the reason ``why``, and the remedy.
     """
     before = _states()
     yield
@@ -163,7 +162,7 @@ class ThreadDraws:
 
     In which order threads draw, chance decides: every run has other numbers. While the main
     thread waits for a batch only transforms are at work, so a generator that has moved by then
-    was moved by one. All transforms before the first batch of a pass are looked at, later ones
+    was moved by one. All transforms before the first batch of a pass are checked, later ones
     only if the training waits for them; and none where another thread than the main one waits.
     """
 
@@ -200,7 +199,7 @@ def _refusal(drawn: list[str], why: str) -> DataError:
         f"a transform must not draw from the global generator of {' and '.join(drawn)}, {why}; "
         f"take a generator of each sample: PerSample(function, random=True), in a configuration "
         f"data.per_sample and data.random = true; or transform one sample at a time in processes, "
-        f"whose generators begin anew with each: PerSample(function) and workers = 1 or more"
+        f"whose generators restart with each: PerSample(function) and workers = 1 or more"
     )
 
 

@@ -18,8 +18,8 @@ from hpctrain.core.errors import DataError
 from hpctrain.core.paths import absolute
 from hpctrain.core.python_compat import Self
 from hpctrain.data.format.columns import Samples, checked_rows, count
+from hpctrain.data.format.dataset_manifest import MANIFEST, Field, Manifest, shard_part
 from hpctrain.data.format.hdf5_values import load_filters, rows_per_chunk
-from hpctrain.data.format.layout import MANIFEST, Field, Manifest, shard_part
 from hpctrain.data.format.part import ShardPart
 from hpctrain.data.format.writer_files import (
     Journal,
@@ -81,13 +81,13 @@ def write_arrays(
 class ShardWriter:
     """Writes samples into a new data set; a context manager, one at a time per directory.
 
-    The data set appears, or replaces the one in the directory, when the block ends well. After
-    an exception the directory holds what it held before. After a kill it does so too, and
-    besides at most some files that the next writer removes or, with ``resume_key``, goes on from.
+    The data set appears, or replaces the one in the directory, when the block ends well. After an
+    exception the directory is unchanged. After a kill it has at most some more files, which the
+    next writer removes or, with ``resume_key``, resumes from.
     """
 
     manifest: Manifest
-    """What is written: the shards of this rank, and of all ranks once the block has ended."""
+    """The manifest: the shards of this rank, and of all ranks once the block has ended."""
 
     def __init__(  # noqa: PLR0913 - one door, by name
         self,
@@ -113,11 +113,11 @@ class ShardWriter:
             block_size: samples per crc32.
             compression: of the fields that name none: None or ``zstd``.
             comm: ranks that write side by side. Each one appends its own samples, also none; the
-                data set holds those of rank 0, then those of rank 1, ... An error on one rank
+                data set holds the samples of rank 0, then of rank 1, ... An error on one rank
                 is an error on every rank, at the latest when the block ends.
-            resume_key: a text that tells what is written. Finished shards of a writer that was
+            resume_key: a text that identifies the content. Finished shards of a writer that was
                 killed or has failed are kept if key, fields, split, sizes and number of ranks
-                are the same: go on from sample ``num_written``.
+                are the same: continue with sample ``num_written``.
             may_replace: False refuses a directory that holds a data set.
             classes: names of the labels 0, 1, ..., for the manifest.
 
@@ -150,7 +150,7 @@ class ShardWriter:
 
     @property
     def num_written(self) -> int:
-        """Samples of this rank that are written; at the start, those that were kept."""
+        """Samples of this rank that are written; at the start, the samples that were kept."""
         return self.manifest.num_samples + (self._part.num_samples if self._part else 0)
 
     def append(self, samples: Samples) -> None:
@@ -178,7 +178,7 @@ class ShardWriter:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        """Publish the data set, or after an exception remove what was written. Collective."""
+        """Publish the data set, or after an exception remove the files. Collective."""
         try:
             if error is not None:
                 with suppress(type(error), DataError), agreed(self._comm, DataError):
@@ -201,7 +201,7 @@ class ShardWriter:
         with agreed(self._comm, DataError):
             if arguments != first:
                 raise DataError(
-                    f"all ranks write with the same arguments, rank 0 has {first}, "
+                    f"all ranks must write with the same arguments, but rank 0 has {first}, "
                     f"rank {self._comm.rank} has {arguments}"
                 )
 
@@ -213,14 +213,13 @@ class ShardWriter:
                 self._lock = WriterLock(self._directory)
                 if not self._may_replace and (self._directory / MANIFEST).exists():
                     raise DataError(
-                        f"a directory holds one data set, {self._directory} holds one already; "
-                        f"choose another directory"
+                        f"{self._directory} already contains a data set; choose another directory"
                     )
                 there = manifest_in(self._directory)
                 if there and there.split != self.manifest.split:
                     raise DataError(
-                        f"a directory holds one split, {self._directory} holds {there.split!r}; "
-                        f"write {self.manifest.split!r} to another directory"
+                        f"a directory can hold one split, but {self._directory} holds "
+                        f"{there.split!r}; write {self.manifest.split!r} to another directory"
                     )
                 found = self._journal and self._journal.uuid()
                 if there and there.uuid == found:
@@ -232,7 +231,7 @@ class ShardWriter:
         with agreed(self._comm, DataError), explained(self._directory):
             if not self._directory.is_dir():
                 raise DataError(
-                    f"all ranks write to one directory, but this rank does not see "
+                    f"all ranks must write to one directory, but this rank does not see "
                     f"{self._directory}; choose a directory that all nodes share"
                 )
             if self._journal:
@@ -244,7 +243,7 @@ class ShardWriter:
             mine.append(self._journal.path.name)
         kept = {name for some in self._comm.allgather_object(mine) for name in some}
         if self._comm.rank == 0:
-            # Shards without a manifest may be all that is left of a data set: keep them for now.
+            # Shards without a manifest may be all that remains of a data set: keep them for now.
             sweep(self._directory, None, kept)
         self._comm.barrier()
 
@@ -272,7 +271,7 @@ class ShardWriter:
         if self._publication.named:
             return
         draft = self.manifest
-        # Without a journal every rank has ended its block or is lost: nobody writes any more.
+        # Without a journal every rank has ended its block or is lost: no rank writes any more.
         mine = f"r{self._comm.rank:05d}-" if self._journal else ""
         kept = {shard.file for shard in draft.shards} if self._journal else set()
         for path in self._directory.glob(f"{draft.split}-{draft.uuid[:8]}-{mine}*"):

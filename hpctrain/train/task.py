@@ -19,7 +19,7 @@ from hpctrain.comm.communicator import Communicator
 from hpctrain.core.errors import ConfigError, DataError
 from hpctrain.core.target import check_arguments, member, resolve
 from hpctrain.core.user_error import described, noted
-from hpctrain.data.format.layout import Field
+from hpctrain.data.format.dataset_manifest import Field
 from hpctrain.data.loader import Loader
 from hpctrain.data.reader import ShardedDataset
 from hpctrain.data.samples import Batch, Ragged

@@ -11,7 +11,7 @@ from torch import nn
 
 from hpctrain.comm.agreement import on_root
 from hpctrain.comm.communicator import Communicator
-from hpctrain.data.format.layout import MANIFEST
+from hpctrain.data.format.dataset_manifest import MANIFEST
 from hpctrain.data.reader import ShardedDataset
 from hpctrain.data.writer import write_arrays
 from hpctrain.train.config import DataConfig, ModelConfig, OptimizerConfig, RunConfig

@@ -15,7 +15,7 @@ import hpctrain
 from hpctrain.cli.data_pack import pack
 from hpctrain.cli.shared_work import ToolBar, joined
 from hpctrain.core.errors import ConfigError, DataError, MismatchError
-from hpctrain.data.format.layout import Manifest
+from hpctrain.data.format.dataset_manifest import Manifest
 from hpctrain.runtime.world import current
 from tests.data.plain import read_whole
 
@@ -127,5 +127,5 @@ def test_ranks_share_the_work_and_all_stop_at_an_error(tmp_path):
     # One rank prints this error; a DataError of one rank would end all others.
     result = CliRunner().invoke(app, words)
     assert isinstance(result.exception, MismatchError)
-    assert "holds one already" in str(result.exception)
+    assert "already contains a data set" in str(result.exception)
     hpctrain.shutdown()

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 import hpctrain
 from hpctrain.cli.main import app
 from hpctrain.core.errors import ConfigError, DataError, MismatchError
-from hpctrain.data.format.layout import Manifest
+from hpctrain.data.format.dataset_manifest import Manifest
 from hpctrain.data.writer import write_arrays
 from tests.data.mixed_set import flip, numbers_in, write_mixed
 from tests.processes import ended, hpctrain_without

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from hpctrain.core.errors import CorruptError
-from hpctrain.data.format.layout import Field
+from hpctrain.data.format.dataset_manifest import Field
 from hpctrain.data.samples import Ragged
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain.data.format.layout import Field, Manifest, ShardEntry
+from hpctrain.data.format.dataset_manifest import Field, Manifest, ShardEntry
 from hpctrain.data.writer import ShardWriter
 from tests.data.plain import read_whole
 

@@ -9,7 +9,7 @@ import h5py
 import hdf5plugin  # noqa: F401 - lets HDF5 find zstd
 
 from hpctrain.core.atomic import crc32_of
-from hpctrain.data.format.layout import Field, Manifest, Place
+from hpctrain.data.format.dataset_manifest import Field, Manifest, Place
 
 
 def read_whole(directory: Path) -> dict[str, Any]:

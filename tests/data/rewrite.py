@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from hpctrain.core.config import Settings
-from hpctrain.data.format.layout import Field
+from hpctrain.data.format.dataset_manifest import Field
 from hpctrain.data.writer import ShardWriter
 from tests.data.plain import read_whole
 

@@ -145,7 +145,7 @@ def test_a_rank_that_cannot_begin_to_read_fails_all_ranks(
     loader.consumed = 50  # behind what is damaged
     if world.rank == 1:
         monkeypatch.setattr("subprocess.Popen", refuse)
-        monkeypatch.setattr("hpctrain.data.steps.ThreadPoolExecutor.submit", refuse)
+        monkeypatch.setattr("hpctrain.data.reading.ThreadPoolExecutor.submit", refuse)
     with loader, pytest.raises(kinds, match="no more processes"):
         list(loader)
     assert loader.consumed == 50

@@ -14,9 +14,8 @@ import numpy as np
 import pytest
 
 from hpctrain.core.errors import CorruptError, DataError
-from hpctrain.data.format.layout import Field, Manifest
-from hpctrain.data.io.open_shard import OpenShard
-from hpctrain.data.io.shardfile import ShardFile
+from hpctrain.data.format.dataset_manifest import Field, Manifest
+from hpctrain.data.io.shardfile import OpenShard, ShardFile
 from hpctrain.data.reader import ShardedDataset
 from hpctrain.data.writer import ShardWriter, write_arrays
 from tests.data.conftest import numbered

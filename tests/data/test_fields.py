@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from hpctrain.core.errors import DataError
 from hpctrain.data.format import hdf5_values as zstd
-from hpctrain.data.format.layout import Field, Manifest
+from hpctrain.data.format.dataset_manifest import Field, Manifest
 from hpctrain.data.samples import Ragged
 from hpctrain.data.writer import ShardWriter, write_arrays
 from tests.data.plain import read_whole
@@ -99,9 +99,9 @@ def test_one_word_compresses_every_field(tmp_path):
     [
         ([np.zeros((2, 3), "f4")], r"shape \(length, \*\(4,\)\), got \(2, 3\)"),
         ([np.zeros((2, 4), "f8")], "cannot hold every float64"),
-        (7, r"ragged: give a list of arrays \(length, \*\(4,\)\), got int"),
+        (7, r"must be a list of arrays \(length, \*\(4,\)\), got int"),
         ([3], r"got \(\)"),
-        (Ragged(torch.zeros(3, 4), torch.tensor([0, 2, 1])), "offsets of field boxes grow"),
+        (Ragged(torch.zeros(3, 4), torch.tensor([0, 2, 1])), "offsets of field boxes must grow"),
         (Ragged(torch.zeros(3, 4), torch.tensor([0, 4])), "from 0 to 3"),
         (Ragged(torch.zeros(3, 2), torch.tensor([0, 3])), r"\(num_rows, \*\(4,\)\)"),
     ],
@@ -163,7 +163,7 @@ def test_a_part_of_samples_is_padded_like_the_whole():
 
 
 def test_what_is_not_there_or_too_long_is_told():
-    with pytest.raises(DataError, match="padded to 2, but one has 3"):
+    with pytest.raises(DataError, match="not be longer than 2, but one has 3"):
         Ragged.of(samples([1, 3])).padded(length=2)
     for index in (2, -3):
         with pytest.raises(IndexError, match=f"2 samples, got index {index}"):

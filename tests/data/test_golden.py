@@ -14,7 +14,7 @@ import torch
 
 from hpctrain.core.atomic import crc32_of
 from hpctrain.core.errors import CorruptError, DataError
-from hpctrain.data.format.layout import VERSION, Manifest
+from hpctrain.data.format.dataset_manifest import VERSION, Manifest
 from hpctrain.data.reader import ShardedDataset
 from hpctrain.data.samples import Ragged
 from hpctrain.data.tools.rewriting import Shape, reshard
@@ -119,7 +119,7 @@ def hostile(tmp_path, other, request):
 
 @pytest.mark.parametrize("hostile", WAYS, indirect=True)
 def test_it_is_not_read_nor_whole_and_no_copy_takes_it(hostile, tmp_path):
-    words = "values lie in the file that names them"
+    words = "values must be stored in the file that names them"
     with pytest.raises(CorruptError, match=words):
         ShardedDataset(hostile).take([0])
     assert verify(hostile).num_lost == 30

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from hpctrain.core.errors import DataError
-from hpctrain.data.format.layout import Manifest
+from hpctrain.data.format.dataset_manifest import Manifest
 from hpctrain.data.tools.info import info, peek
 from tests.data.mixed_set import mixed, write_mixed
 

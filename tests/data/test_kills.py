@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from hpctrain.core.atomic import PART
-from hpctrain.data.format.layout import LOCK, MANIFEST
+from hpctrain.data.format.dataset_manifest import LOCK, MANIFEST
 from hpctrain.data.samples import Ragged
 from hpctrain.data.tools.repair import repair
 from hpctrain.data.writer import ShardWriter, write_arrays

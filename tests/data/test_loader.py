@@ -13,8 +13,9 @@ from hpctrain.core.errors import DataError
 from hpctrain.data import steps as steps_module
 from hpctrain.data.loader import Loader
 from hpctrain.data.order.window import WindowOrder, WindowShape
+from hpctrain.data.reading import ReadDepth
 from hpctrain.data.samples import Ragged
-from hpctrain.data.steps import Cut, ReadDepth, Steps
+from hpctrain.data.steps import Division, Steps
 from tests.data.memory import InMemory, numbers
 
 SAMPLES = st.sampled_from([1, 2, 5, 31, 64, 97])
@@ -216,8 +217,8 @@ def test_each_block_is_asked_for_once_and_before_it_is_read(n, batch, size, toge
     lanes = data.draw(st.integers(1, batch))
     order = WindowOrder(n, 1, 0, WindowShape(block=block, window=window, lanes=lanes))
     rank, start = data.draw(st.integers(0, size - 1)), data.draw(st.integers(0, n - 1))
-    cut = Cut(num_samples=n, start=start, global_batch=batch, tail="short", rank=rank, size=size)
-    steps = Steps(order, cut, together, 4)
+    division = Division(global_batch=batch, rank=rank, size=size)
+    steps = Steps(order, division, range(start, n), together, 4)
     asked: list[int] = []
     for number in range(len(steps)):
         soon = steps.soon(number)
@@ -226,7 +227,7 @@ def test_each_block_is_asked_for_once_and_before_it_is_read(n, batch, size, toge
         # What bounds memory: in a lane, at most two windows of turns are in use at a time.
         assert len(order.turns_begun(min(n - 1, start + number * together * batch))) <= 4 * window
         # A rank has some samples of a neighbouring lane where lanes, ranks and batches do not fit.
-        is_whole = part.sizes[-1] == -(-batch // size)
+        is_whole = start + (number + 1) * together * batch <= n
         if size == 1 or (batch % (size * lanes) == 0 and is_whole):
             assert {*(part.indices // block).tolist()} <= {*asked}
     assert len(set(asked)) == len(asked)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpctrain.core.errors import CorruptError, DataError
-from hpctrain.data.format.layout import Field
+from hpctrain.data.format.dataset_manifest import Field
 from hpctrain.data.loader import Loader
 from hpctrain.data.mixture import PERIOD, Mixture
 from hpctrain.data.samples import Ragged
@@ -130,7 +130,7 @@ def other_fields():
         ({InMemory(3): float("nan")}, None, "positive weights"),
         ({InMemory(3): 1, InMemory(4): 1e-9}, None, "smallest weight"),
         ({InMemory(3): 1}, 0, "at least 1 sample"),
-        ({InMemory(3): 1, InMemory(0): 1}, None, "with samples"),
+        ({InMemory(3): 1, InMemory(0): 1}, None, "must have samples"),
         ({InMemory(3): 1, other_fields(): 1}, None, "same fields"),
     ],
 )

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from hpctrain.core.errors import DataError
-from hpctrain.data.format.layout import Field, Manifest
+from hpctrain.data.format.dataset_manifest import Field, Manifest
 from hpctrain.data.writer import ShardWriter, write_arrays
 from tests.data.mixed_set import names_in, numbers_in
 from tests.data.plain import read_whole

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from hpctrain.core.errors import CorruptError
-from hpctrain.data.format.layout import Manifest
-from hpctrain.data.io.open_shard import OpenShard
-from hpctrain.data.io.shardfile import read_ahead
+from hpctrain.data.format.dataset_manifest import Manifest
+from hpctrain.data.io.open_files import read_ahead
+from hpctrain.data.io.shardfile import OpenShard
 from hpctrain.data.loader import Loader
 from hpctrain.data.order.window import WindowShape
 from hpctrain.data.reader import ShardedDataset
@@ -47,7 +47,7 @@ def shard(request, directory):
 
 @pytest.mark.parametrize("at_once", [1, 10**9])
 def test_blocks_of_any_size_are_brought_ahead(shard, monkeypatch, at_once):
-    monkeypatch.setattr("hpctrain.data.io.shardfile._PIECE_BYTES", at_once)
+    monkeypatch.setattr("hpctrain.data.io.open_files._PIECE_BYTES", at_once)
     monkeypatch.setattr("hpctrain.data.io.mapped.READ_BYTES", at_once)
     with ThreadPoolExecutor(2) as threads:
         read_ahead(threads, shard.file, np.array([39, 3, 20]), check=True)

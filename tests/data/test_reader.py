@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from hpctrain.comm.mpi import MpiCommunicator
 from hpctrain.core.errors import CorruptError, DataError
-from hpctrain.data.format.layout import MANIFEST, Manifest
+from hpctrain.data.format.dataset_manifest import MANIFEST, Manifest
 from hpctrain.data.io import mapped, values
 from hpctrain.data.io.values import ChunkCache, take_rows
 from hpctrain.data.reader import ShardedDataset

@@ -8,7 +8,7 @@ import pytest
 
 from hpctrain.core.atomic import PART
 from hpctrain.core.errors import DataError
-from hpctrain.data.format.layout import MANIFEST
+from hpctrain.data.format.dataset_manifest import MANIFEST
 from hpctrain.data.tools.repair import repair
 from hpctrain.data.tools.verify import verify
 from hpctrain.data.writer import ShardWriter
@@ -68,7 +68,7 @@ def test_what_cannot_be_repaired_is_told_and_stays(copy, damaged, tmp_path):
     before = files_of(damaged)
     for source, words in (
         (tmp_path / "other", r"a copy of the same data set, but .* give another copy"),
-        (damaged, r"is another copy, but .* itself"),
+        (damaged, r"must be another copy, but .* itself"),
         (tmp_path / "nowhere", r"cannot see the data set .*: No such file"),
     ):
         with pytest.raises(DataError, match=words):
@@ -78,7 +78,7 @@ def test_what_cannot_be_repaired_is_told_and_stays(copy, damaged, tmp_path):
     assert files_of(damaged) == before
     (damaged / MANIFEST).unlink()
     for source in (None, tmp_path / "other"):
-        with pytest.raises(DataError, match=f"a data set is a directory with {MANIFEST}"):
+        with pytest.raises(DataError, match=f"a data set needs its {MANIFEST}"):
             repair(damaged, source)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from hpctrain.core.atomic import PART
 from hpctrain.core.errors import DataError
-from hpctrain.data.format.layout import MANIFEST, Field, Manifest
+from hpctrain.data.format.dataset_manifest import MANIFEST, Field, Manifest
 from hpctrain.data.writer import ShardWriter, write_arrays
 from tests.data.mixed_set import names_in
 from tests.data.plain import read_whole

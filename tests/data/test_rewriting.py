@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from hpctrain.core.errors import CorruptError, DataError
-from hpctrain.data.format.layout import Manifest
-from hpctrain.data.tools import rewriting, shared_work
+from hpctrain.data.format.dataset_manifest import Manifest
+from hpctrain.data.tools import rank_work, rewriting
 from hpctrain.data.tools.rewriting import (
     Shape,
     parse_shares,
@@ -106,9 +106,9 @@ def test_a_data_set_is_never_replaced(original, tmp_path):
     before = files_of(original)
     write_mixed(tmp_path / "b", 5)
     for out in (original, tmp_path / "b"):
-        with pytest.raises(DataError, match="holds one already; choose another"):
+        with pytest.raises(DataError, match="already contains a data set; choose another"):
             reshard(original, out, Shape())
-    with pytest.raises(DataError, match="holds one already"):
+    with pytest.raises(DataError, match="already contains a data set"):
         split(original, tmp_path, HALVES)
     assert files_of(original) == before
     assert not list(tmp_path.glob("a/*"))
@@ -215,7 +215,7 @@ def test_shares_that_cannot_be_are_told(texts, words):
 def test_any_number_of_ranks_writes_the_same_and_all_meet_an_error_of_one(
     world, comm, tmp_path_factory, monkeypatch
 ):
-    monkeypatch.setattr(shared_work, "TURN_S", 0.0)  # as many turns as pieces
+    monkeypatch.setattr(rank_work, "TURN_S", 0.0)  # as many turns as pieces
     monkeypatch.setattr(rewriting, "PIECE_BYTES", 1)
     directory = Path(world.bcast(str(tmp_path_factory.mktemp("shared"))))
     source, bad = directory / "set", directory / "bad"
@@ -236,7 +236,7 @@ def test_any_number_of_ranks_writes_the_same_and_all_meet_an_error_of_one(
         assert verify(directory / "all" / name, comm).is_whole
     for work, words in (
         (lambda: reshard(bad, directory / "none", Shape(), comm), "block 0 of field number"),
-        (lambda: reshard(source, directory / "out", Shape(), comm), "holds one already"),
+        (lambda: reshard(source, directory / "out", Shape(), comm), "already contains a data set"),
         (lambda: split(source, directory / "no", TINY, comm), "b gets none of 100; give it"),
     ):
         with pytest.raises(DataError, match=words):

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from hpctrain.core.errors import DataError
+from hpctrain.data.data_split import Split
 from hpctrain.data.loader import Loader
 from hpctrain.data.reader import ShardedDataset
 from hpctrain.data.samples import collate
-from hpctrain.data.split import Split
 from hpctrain.data.tools import label_split
 from hpctrain.data.tools.label_split import parts_by_label, split_by_label
 from hpctrain.data.writer import write_arrays
@@ -126,14 +126,14 @@ def test_a_file_that_is_damaged_or_of_other_data_is_refused(original, tmp_path):
     whole = path.read_bytes()
     for damaged in (b"", whole[:200], whole[:700] + b"\xff" + whole[701:], b"parts"):
         path.write_bytes(damaged)
-        with pytest.raises(DataError, match="is damaged, or no file of"):
+        with pytest.raises(DataError, match="must be an undamaged file of"):
             Split.read(path)
     path.write_bytes(whole)
     for call in (Split.read(path).check, lambda data: Split.read(path).subset(data, 0, 1)):
-        with pytest.raises(DataError, match="belongs to the data set that it was made of"):
+        with pytest.raises(DataError, match="must belong to the data set, but it was made of"):
             call(InMemory(NUM_SAMPLES))
     loader = {"global_batch": 9, "split": path}
-    with pytest.raises(DataError, match="belongs to the data set"):
+    with pytest.raises(DataError, match="must belong to the data set"):
         Loader(InMemory(NUM_SAMPLES), **loader)
     dataset = ShardedDataset(original)
     with pytest.raises(DataError, match="got 3 parts and 4 ranks"):
@@ -145,8 +145,8 @@ def test_a_file_that_is_damaged_or_of_other_data_is_refused(original, tmp_path):
             np.zeros(3, np.uint32),
             "part 1 would have no samples, of 3 in 2 parts; take fewer parts",
         ),
-        (np.full(3, 7, np.uint32), "a part is one of 0 to 1, got 7"),
-        (np.zeros(3), "a part for each sample"),
+        (np.full(3, 7, np.uint32), r"a part must be in \[0, 2\), got 7"),
+        (np.zeros(3), "the part of each sample"),
         ([0, 1], "got list"),
     ):
         with pytest.raises(DataError, match=message):
@@ -204,7 +204,7 @@ def test_a_loader_goes_on_with_its_split_and_no_other_on_another_number_of_ranks
         rest += chain.from_iterable(numbers(again))
     assert sorted(seen + rest) == list(range(97))
     for other in (None, some_split(97, 6, 1)):
-        with pytest.raises(DataError, match="goes on with the split of its state"):
+        with pytest.raises(DataError, match="continue with the split of its state"):
             Loader(InMemory(97), split=other, **options).load_state_dict(state)
 
 

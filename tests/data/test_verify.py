@@ -11,10 +11,9 @@ import h5py
 import pytest
 
 from hpctrain.core.errors import DataError
-from hpctrain.data.format.layout import MANIFEST
-from hpctrain.data.tools import shard_blocks
-from hpctrain.data.tools.faults import merged
-from hpctrain.data.tools.verify import verify
+from hpctrain.data.format.dataset_manifest import MANIFEST
+from hpctrain.data.tools import verify as verify_module
+from hpctrain.data.tools.verify import merged, verify
 from tests.data.mixed_set import IN_MEMORY, files_of, flip, shard, write_mixed
 
 
@@ -199,7 +198,7 @@ def test_the_pieces_and_the_threads_that_read_them_play_no_role(damaged, monkeyp
     flip(path, found.places["image"].offset + 7 * 24)
     expected = verify(damaged, threads=1)
     assert expected.lost == ((47, 54),)
-    monkeypatch.setattr(shard_blocks, "PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(verify_module, "PIECE_BYTES", piece_bytes)
     for threads in (1, 3):
         assert verify(damaged, threads=threads) == expected
 

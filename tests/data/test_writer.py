@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from hpctrain.core.errors import DataError
-from hpctrain.data.format.layout import Manifest
+from hpctrain.data.format.dataset_manifest import Manifest
 from hpctrain.data.reader import ShardedDataset
 from hpctrain.data.writer import ShardWriter, write_arrays
 from tests.data.conftest import numbered

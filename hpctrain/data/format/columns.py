@@ -1,6 +1,6 @@
-"""Samples on their way into a shard: checked, cut, and kept in columns of three kinds.
+"""Samples that are written to a shard: checked, cut, and kept in columns of three kinds.
 
-A field that lies in the file as plain bytes needs its full size at once: known for samples of
+A field that is stored as plain bytes needs its full size at once: known for samples of
 one shape (``FixedColumn``), and only at the end for ragged ones (``SpooledColumn``). A filtered
 field grows chunk by chunk (``ChunkedColumn``).
 """
@@ -18,8 +18,8 @@ from numpy.typing import ArrayLike, NDArray
 from hpctrain.core.errors import DataError
 from hpctrain.core.python_compat import Self
 from hpctrain.core.units import MIB
+from hpctrain.data.format.dataset_manifest import Field
 from hpctrain.data.format.hdf5_values import filters, rows_per_chunk
-from hpctrain.data.format.layout import Field
 from hpctrain.data.samples import Ragged
 
 
@@ -39,7 +39,7 @@ class RaggedRows:
 
     @property
     def used(self) -> NDArray[Any]:
-        """Those of ``values`` that belong to samples."""
+        """The ``values`` that belong to samples."""
         rows: NDArray[Any] = self.values[self.offsets[0] : self.offsets[-1]]
         return rows
 
@@ -54,7 +54,7 @@ Samples = Mapping[str, ArrayLike | Ragged | RaggedRows | Sequence[ArrayLike]] | 
 def checked_rows(fields: Mapping[str, Field], samples: Samples) -> Rows:
     """Return samples in the dtypes of their fields."""
     if samples.keys() != fields.keys():
-        raise DataError(f"samples have the fields {sorted(fields)}, got {sorted(samples)}")
+        raise DataError(f"samples must have the fields {sorted(fields)}, got {sorted(samples)}")
     rows: dict[str, NDArray[Any] | RaggedRows] = {}
     for name, field in fields.items():
         of_field: Any = samples[name]
@@ -64,7 +64,7 @@ def checked_rows(fields: Mapping[str, Field], samples: Samples) -> Rows:
             rows[name] = _array(name, field, np.asarray(of_field), "num_samples")
     lengths = {name: len(some) for name, some in rows.items()}
     if len(set(lengths.values())) > 1:
-        raise DataError(f"all fields have the same number of samples, got {lengths}")
+        raise DataError(f"all fields must have the same number of samples, got {lengths}")
     return rows
 
 
@@ -94,14 +94,14 @@ def _ragged(name: str, field: Field, samples: Any) -> RaggedRows:
         ends = (0, *offsets, len(values))
         if not len(offsets) or np.any(np.diff(ends) < 0):
             raise DataError(
-                f"offsets of field {name} grow from 0 to {len(values)}, its number of rows, "
+                f"offsets of field {name} must grow from 0 to {len(values)}, its number of rows, "
                 f"got {offsets}"
             )
         return RaggedRows(values, offsets)
     if not np.iterable(samples):
         raise DataError(
-            f"field {name} is ragged: give a list of arrays (length, *{field.shape}), "
-            f"got {type(samples).__name__}"
+            f"the ragged field {name} must be a list of arrays (length, *{field.shape}), got "
+            f"{type(samples).__name__}"
         )
     arrays = [_array(name, field, np.asarray(sample), "length") for sample in samples]
     offsets = np.cumsum([0, *map(len, arrays)], dtype=np.int64)
@@ -119,7 +119,7 @@ class Column:
 
     def __init__(self, name: str, field: Field) -> None:
         self._name, self._field = name, field
-        self._num_rows = 0  # in the column, but for those that wait for a whole chunk
+        self._num_rows = 0  # in the column, without the rows that wait for a whole chunk
         self._file: Any = None
 
     def append(self, rows: NDArray[Any]) -> None:
@@ -127,7 +127,7 @@ class Column:
         raise NotImplementedError
 
     def move(self, file: h5py.File) -> None:
-        """Go on in another file, which has no more room than is needed."""
+        """Continue in another file, which has no more room than is needed."""
         self._file = file
 
     def finish(self) -> None:
@@ -157,7 +157,7 @@ class FixedColumn(Column):
         self._num_rows += len(rows)
 
     def move(self, file: h5py.File) -> None:
-        """Copy what is there to a dataset of just that size."""
+        """Copy the rows to a dataset of just that size."""
         old = self._dataset
         if old is not None:
             self.capacity = self._num_rows
@@ -171,7 +171,7 @@ class FixedColumn(Column):
 class SpooledColumn(Column):
     """A contiguous dataset whose values wait in a temporary file until their number is known.
 
-    The temporary file has no name, so that nothing of it is left after a kill.
+    The temporary file has no name, so that nothing of it remains after a kill.
     """
 
     def __init__(self, name: str, field: Field, directory: Path) -> None:
@@ -220,7 +220,7 @@ class ChunkedColumn(Column):
                 self._write()
 
     def move(self, file: h5py.File) -> None:
-        """Copy the chunks as they are."""
+        """Copy the chunks without decoding them."""
         old, self._file = self._file, file
         if self._num_rows:
             file.copy(old[f"data/{self._name}"], file.require_group("data"), self._name)

@@ -1,13 +1,14 @@
-"""Values in HDF5 files: filtered by zstd, as plain bytes, and never those of another file."""
+"""Values in HDF5 files: filtered by zstd, as plain bytes, and never values of another file."""
 
 from collections.abc import Mapping
+from importlib import import_module
 from typing import Any
 
 import h5py
 
 from hpctrain.core.errors import DataError
 from hpctrain.core.units import MIB
-from hpctrain.data.format.layout import Field
+from hpctrain.data.format.dataset_manifest import Field
 
 CHUNK_BYTES = 2 * MIB
 """Aimed at: smaller chunks compress less, larger ones are decoded for too few samples."""
@@ -26,7 +27,7 @@ def load_filters(fields: Mapping[str, Field]) -> None:
     if not is_compressed(fields):
         return
     try:
-        import hdf5plugin  # noqa: F401, PLC0415 - registers its filters; an extra
+        import_module("hdf5plugin")  # an extra, which registers its filters
     except ImportError:
         raise DataError(
             "fields compressed with zstd need the package hdf5plugin; "
@@ -36,9 +37,7 @@ def load_filters(fields: Mapping[str, Field]) -> None:
 
 def filters() -> dict[str, Any]:
     """Return the arguments of ``create_dataset`` for zstd and a checksum of each chunk."""
-    import hdf5plugin  # noqa: PLC0415 - an extra
-
-    return {**hdf5plugin.Zstd(clevel=_LEVEL), "fletcher32": True}
+    return {**import_module("hdf5plugin").Zstd(clevel=_LEVEL), "fletcher32": True}
 
 
 def rows_per_chunk(field: Field, block_size: int) -> int:
@@ -54,13 +53,13 @@ def rows_per_chunk(field: Field, block_size: int) -> int:
 
 
 UNREADABLE = (OSError, RuntimeError, ValueError, KeyError, TypeError)
-"""What a damaged file leads to, in HDF5 and here."""
+"""Errors that a damaged file causes, in HDF5 and here."""
 
 _MOST_LINKS = 16  # soft links that lead from one to the next
 
 
 def own_dataset(file: h5py.File, path: str) -> Any:
-    """Return what a path in an HDF5 file names, which is a dataset, as a rule.
+    """Return the object at a path in an HDF5 file, which is a dataset, as a rule.
 
     A file can name other files of this machine, by links, as storage of a dataset, or as sources
     of a virtual one; who made it could have them read. None of them is opened. Raises
@@ -74,7 +73,7 @@ def own_dataset(file: h5py.File, path: str) -> Any:
 
 
 def _resolved(file: h5py.File, path: str) -> str:
-    """Follow soft links by hand: HDF5 would go on into other files."""
+    """Follow soft links one by one: HDF5 would follow them into other files."""
     left, at, num_links = _parts(path), "/", 0
     while left:
         name = left.pop(0)
@@ -103,13 +102,13 @@ def _parts(path: str) -> list[str]:
 
 def _refusal(path: str, what: str) -> str:
     return (
-        f"values lie in the file that names them, /{path.lstrip('/')} is {what}; copy them into "
-        f"the file, or take the file that has them"
+        f"values must be stored in the file that names them, but /{path.lstrip('/')} is {what}; "
+        f"copy them into the file, or take the file that has them"
     )
 
 
 def raw_offset(dataset: Any, file_bytes: int) -> int | None:
-    """Return where the values of an HDF5 dataset lie in its file, as plain bytes.
+    """Return the offset of an HDF5 dataset's values in its file, if they are plain bytes.
 
     None where only HDF5 can read them: chunked, compact, virtual, filtered or external storage,
     another byte order, or no storage at all.

@@ -18,15 +18,15 @@ from hpctrain.core.atomic import PART, crc32_of, sync
 from hpctrain.core.checksum import crc32, crc32_combine
 from hpctrain.core.units import KIB
 from hpctrain.data.format.columns import RaggedRows, Rows, count, new_column
+from hpctrain.data.format.dataset_manifest import FORMAT, VERSION, Manifest, Place, ShardEntry
 from hpctrain.data.format.hdf5_values import own_dataset, raw_offset
-from hpctrain.data.format.layout import FORMAT, VERSION, Manifest, Place, ShardEntry
 
 
 class PartFile(io.FileIO):
-    """A file that takes every byte; after a refusal it keeps none, and ``check`` tells why.
+    """A file that takes every byte; after a refusal it keeps none, and ``check`` raises it.
 
-    HDF5 keeps what it could not write, tries again when it closes and when the program ends, and
-    crashes there (seen with 2.0). So it never learns of a refusal.
+    HDF5 keeps data that it could not write, tries again when it closes and when the program ends,
+    and crashes there (seen with 2.0). So it never learns of a refusal.
     """
 
     def __init__(self, path: Path, mode: str) -> None:
@@ -100,7 +100,7 @@ class ShardPart:
         return self._capacity - self.num_samples
 
     def append(self, rows: Rows) -> None:
-        """Add at most ``num_free`` samples, whose shapes and dtypes are those of the fields."""
+        """Add at most ``num_free`` samples, with the shapes and dtypes of the fields."""
         for name, some in rows.items():
             self._crcs[name].extend(some)
             if isinstance(some, RaggedRows):
@@ -110,7 +110,7 @@ class ShardPart:
         self._storage.check()
 
     def finish(self) -> ShardEntry:
-        """Complete the file, put it on disk and tell what is in it."""
+        """Complete the file, put it on disk and return its description."""
         if self.num_free and any(column.capacity for column in self._columns.values()):
             self._shorten()
         for column in self._columns.values():
@@ -166,7 +166,7 @@ class ShardPart:
         return file
 
     def _shorten(self) -> None:
-        """Copy what was written to a file of just that size."""
+        """Copy all values to a file of just that size."""
         old, old_storage, old_path = self._file, self._storage, self.path
         self.path = old_path.with_suffix(f".short{PART}")
         self._file = self._create()
@@ -191,7 +191,7 @@ class ShardPart:
 
 
 def with_offsets(path: Path, places: Mapping[str, Place]) -> dict[str, Place]:
-    """Return where fields and their tables lie in a finished file."""
+    """Return the places of fields and their tables in a finished file."""
     num_bytes = path.stat().st_size
     with h5py.File(path, "r", locking=False) as file:
 
@@ -245,7 +245,7 @@ _HEAD_BYTES = 64 * KIB
 
 
 def number(path: Path, shard: ShardEntry, *, index: int, first_index: int) -> ShardEntry:
-    """Write the place of a shard into its attributes, which lie in its first bytes.
+    """Write the place of a shard into its attributes, which are in its first bytes.
 
     The file is on disk when this returns the shard with its new crc32, for which the bytes behind
     the attributes are not read where ISA-L is here.

@@ -1,4 +1,4 @@
-"""Files of a writer beside its shards: a lock, and a journal from which the next one can go on."""
+"""Files of a writer next to its shards: a lock, and a journal for resuming."""
 
 import fcntl
 import json
@@ -15,7 +15,7 @@ from hpctrain.comm.communicator import Communicator
 from hpctrain.core.atomic import publishing, reason_of, refusal, sync
 from hpctrain.core.errors import DataError
 from hpctrain.core.logs import logger
-from hpctrain.data.format.layout import (
+from hpctrain.data.format.dataset_manifest import (
     LOCK,
     Manifest,
     ShardEntry,
@@ -34,7 +34,7 @@ class Journal:
     """The finished shards of one rank, in a file that is replaced with each of them."""
 
     def __init__(self, directory: Path, draft: Manifest, rank: int, terms: dict[str, Any]) -> None:
-        """Name the file; ``terms`` must be the same for a writer to go on with the shards."""
+        """Name the file; ``terms`` must be the same for a writer to resume with the shards."""
         self.path = directory / f"{draft.split}-r{rank:05d}.journal"
         self._directory = directory
         self._terms = {
@@ -126,12 +126,12 @@ class WriterLock:
             holder = self._file.read().strip() or "another process"
             self._file.close()
             raise DataError(
-                f"a data set has one writer at a time, {holder} writes to {self._path.parent}; "
-                f"wait for its end, or choose another directory"
+                f"a data set must have one writer at a time, but {holder} writes to "
+                f"{self._path.parent}; wait for its end, or choose another directory"
             ) from None
         except OSError as error:
             logger.warning(
-                "%s has no locks (%s): see to it that nobody else writes there meanwhile",
+                "%s has no locks (%s): make sure that no other program writes there meanwhile",
                 self._path.parent,
                 error.strerror,
             )
@@ -183,7 +183,7 @@ class Publication:
                     shards = self._rename(draft, names, first, sum(n for _, n in before))
                 self.named = True
         except DataError:
-            # Every rank knows that one has failed, so nobody goes on to the manifest.
+            # Every rank knows that one has failed, so no rank writes the manifest.
             self.named = False
             raise
         all_shards = [shard for some in self._comm.allgather_object(shards) for shard in some]
@@ -238,13 +238,13 @@ class Publication:
                 num_bytes = path.stat().st_size
             except OSError as error:
                 raise DataError(
-                    f"all ranks write to one directory, but rank 0 does not see {path}: "
+                    f"all ranks must write to one directory, but rank 0 does not see {path}: "
                     f"{reason_of(error)}; choose a directory that all nodes share"
                 ) from error
             if num_bytes != shard.num_bytes:
                 raise DataError(
-                    f"shard {path} has {shard.num_bytes} bytes, rank 0 sees {num_bytes}; "
-                    f"check the file system"
+                    f"shard {path} must have {shard.num_bytes} bytes, but rank 0 sees "
+                    f"{num_bytes}; check the file system"
                 )
 
 
@@ -262,7 +262,7 @@ def explained(directory: Path) -> Iterator[None]:
 def manifest_in(directory: Path) -> Manifest | None:
     """Return the manifest of a directory; None without one, or with a damaged one.
 
-    What is damaged can be replaced: its error advises just that. Raises ``DataError``: the file
+    A damaged manifest can be replaced: its error advises just that. Raises ``DataError``: the file
     system refuses.
     """
     try:

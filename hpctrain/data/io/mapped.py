@@ -1,4 +1,4 @@
-"""Plain bytes of files: mapped at addresses of one's own choice, and checked by blocks."""
+"""Plain bytes of files: mapped at chosen addresses, and checked by blocks."""
 
 import mmap
 import os
@@ -26,15 +26,15 @@ _NUM_PROBES = 32
 class Space:
     """Addresses into which files are mapped, for reading; free with the last array of them.
 
-    Whoever reads where nothing is mapped, or behind the end of a file that became shorter, ends
-    the process (SIGBUS): look at the size of the file before.
+    Whoever reads where nothing is mapped, or after the end of a file that became shorter, ends the
+    process (SIGBUS): check the size of the file before.
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: str, offset: int = 0) -> None:
         """Reserve addresses for such an array, not of 0 bytes; no memory.
 
         ``offset`` is the byte of a file that will be at its start, for large pages. Raises
-        ``OSError``: there are not so many, for instance by ``ulimit -v``.
+        ``OSError``: there are too few, for instance by ``ulimit -v``.
         """
         self._num_bytes = prod(shape) * np.dtype(dtype).itemsize
         self._num_reserved = self._num_bytes + HUGE_BYTES
@@ -67,7 +67,7 @@ class Space:
         advise_memory(self._start + place, num_bytes, mmap.MADV_HUGEPAGE)
 
     def bring(self, place: int, num_bytes: int) -> bool:
-        """Read what is mapped there and wait for it; return whether it is in memory now.
+        """Read the mapped bytes and wait for them; return whether they are in memory now.
 
         It is not where the disk fails, where the file has become shorter and before Linux 5.14.
         Nothing is copied, and the system reads in large pages where it has them: that takes a
@@ -76,7 +76,7 @@ class Space:
         return not advise_memory(self._start + place, num_bytes, _MADV_POPULATE_READ)
 
     def array(self) -> NDArray[Any]:
-        """Return what is mapped; whatever shares its memory keeps it."""
+        """Return the mapped array; whatever shares its memory keeps it."""
         return np.asarray(self)
 
     def __del__(self) -> None:
@@ -85,10 +85,10 @@ class Space:
 
 
 def is_cached(descriptor: int, num_bytes: int) -> bool:
-    """Return whether a file lies in the page cache, as far as probes tell.
+    """Return whether a file is in the page cache, by probes.
 
-    Differs from mincore(2), which tells the owner of a file only and calls every page of
-    another's file resident: one byte here and there is read without waiting (``RWF_NOWAIT``).
+    Differs from mincore(2), which works for the owner of a file only and calls every page of other
+    files resident: one byte here and there is read without waiting (``RWF_NOWAIT``).
     """
     byte = bytearray(1)
     try:
@@ -97,7 +97,7 @@ def is_cached(descriptor: int, num_bytes: int) -> bool:
             for probe in range(_NUM_PROBES)
         )
     except OSError:
-        # Not in the cache, or a file system that does not tell.
+        # Not in the cache, or a file system that cannot answer.
         return False
 
 
@@ -108,7 +108,7 @@ _Piece: TypeAlias = tuple[int, int, int, int]
 """A block, its bytes from where and up to where, its crc32."""
 
 READ_BYTES = 2 * MIB
-"""What a disk is best asked for at once: more falls out of the caches before it is looked at."""
+"""Bytes of one read from a disk: more falls out of the caches before it is checked."""
 
 _SCRATCH = threading.local()
 
@@ -142,7 +142,7 @@ class PlainBlocks:
         ]
 
     def _wrong_of(self, pieces: list[_Piece]) -> list[int]:
-        """Look at neighbours."""
+        """Check neighbours."""
         first = pieces[0][1]
         try:
             data = self._read(first, pieces[-1][2])

@@ -1,20 +1,24 @@
-"""The file of one shard, open: its values, what has been checked of it, and reading it ahead."""
+"""The file of one shard, open for reading: its samples, or an error that names those it lacks."""
 
 import os
-from concurrent.futures import Executor, Future
+from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from math import prod
 from pathlib import Path
+from threading import Lock
 from typing import Any, Literal
 
 import h5py
 import numpy as np
 from numpy.typing import NDArray
 
+from hpctrain.core.atomic import reason_of
 from hpctrain.core.checksum import crc32
-from hpctrain.core.units import KIB, MIB
+from hpctrain.core.errors import CorruptError
+from hpctrain.core.units import MIB
+from hpctrain.data.format.dataset_manifest import Manifest, ShardEntry
 from hpctrain.data.format.hdf5_values import UNREADABLE, is_compressed, load_filters, own_dataset
-from hpctrain.data.format.layout import Manifest, ShardEntry
 from hpctrain.data.io.mapped import PlainBlocks, Space, from_file, from_map, is_cached
 from hpctrain.data.io.values import (
     Array,
@@ -60,7 +64,7 @@ class RawShard:
         return index.view(np.int64)
 
     def values_of(self, name: str, chunks: ChunkCache) -> Values:
-        """Return what reads the values of a field as they are wanted."""
+        """Return the reader of the values of a field."""
         field, shape = self._manifest.fields[name], self._shape(name)
         offset = self.shard.places[name].offset
         if 0 in shape:
@@ -74,7 +78,7 @@ class RawShard:
         return ((num_rows or 0) if field.ragged else self.shard.num_samples, *field.shape)
 
     def close_hdf5(self) -> None:
-        """End all use of HDF5: what is open here would be shared with a file opened anew."""
+        """End all use of HDF5: open handles would be shared with the reopened file."""
         if self._hdf5 is not None:
             self._hdf5.close()
 
@@ -111,7 +115,7 @@ class RawShard:
 
 
 class ShardFile(RawShard):
-    """Opened once; a file that changes is opened anew, as another object."""
+    """Opened once; a file that changes is reopened, as another object."""
 
     def __init__(
         self, path: Path, manifest: Manifest, index: int, *, io: IO, chunks: ChunkCache
@@ -125,17 +129,21 @@ class ShardFile(RawShard):
         self.checked = np.zeros(manifest.num_blocks(self.shard), bool)
         """Blocks whose crc32 was right."""
         self.all_checked = False
-        self.coming: dict[int, Future[None]] = {}  # blocks that are read ahead
-        self.is_replaced = False  # whether the file was opened anew, as another object
+        self.coming: dict[int, Any] = {}  # futures of blocks that are read ahead
+        self.is_replaced = False  # whether the file was reopened, as another object
         self.identity = self._identity()
-        """Device, inode, size and time of change: all equal as long as the file is as it was."""
+        """Device, inode, size and time of change: all equal as long as the file is unchanged."""
         if problem := size_problem(self.shard, self.identity[2]):
             raise ValueError(problem)
         self.was_cached = is_cached(self.descriptor, self.shard.num_bytes)
-        """Whether it lay in memory when it was opened."""
+        """Whether it was in memory when it was opened."""
         self.is_mapped = io == "map" or (io == "auto" and self.was_cached)
-        self._space = self._mapped() if self.is_mapped else None
-        self.crcs = {name: self._checked_table(name) for name in manifest.fields}
+        if self.is_mapped:
+            self._space = Space((self.shard.num_bytes,), "|u1")
+            self._space.map_file(0, self.descriptor, 0, self.shard.num_bytes)
+        self.crcs = {name: self.table(name) for name in manifest.fields}
+        for name, crcs in self.crcs.items():
+            _check_table(f"crc/{name}", crcs, self.shard.places[name].crc32)
         self.indices = {
             name: self.index(name) for name, field in manifest.fields.items() if field.ragged
         }
@@ -149,11 +157,6 @@ class ShardFile(RawShard):
             for name, place in self.shard.places.items()
             if place.offset is not None
         ]
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of a block, about."""
-        return max(1, self.block_size * self.shard.num_bytes // self.shard.num_samples)
 
     def is_kept(self, name: str) -> bool:
         """Return whether a field is as labels are: a call for each costs more than to keep all."""
@@ -175,35 +178,23 @@ class ShardFile(RawShard):
             wrong.update(block for block in blocks.tolist() if self.problem(block))
         return sorted(wrong)
 
-    def bring(self, blocks: Array) -> None:
-        """Read and check blocks, unless that was done; what is wrong stays unchecked.
-
-        So does a file that was changed: to touch what a map has lost ends the process.
-        """
-        # What is asked for here comes in small pages, which a map then takes one by one.
-        if not self.is_mapped:
-            _advise_blocks(self, blocks)
-        new = blocks[~self.checked[blocks]]
-        if not self.is_changed():
-            self.found(new, self.wrong_blocks(new))
-
     def wait_for(self, blocks: Array) -> None:
-        """Return when none of these blocks is on its way."""
+        """Return when none of these blocks is being read."""
         for block in blocks.tolist():
             if (future := self.coming.get(block)) is not None:
                 future.exception()
 
     def found(self, blocks: Array, wrong: list[int]) -> None:
-        """Count blocks as checked but for those that are wrong.
+        """Count blocks as checked, without the ``wrong`` ones.
 
-        Other threads look meanwhile: what is wrong does not count as checked at any time.
+        Other threads read the flags: a damaged block must not count as checked at any time.
         """
         self.checked[wrong] = False
         self.checked[np.setdiff1d(blocks, wrong) if wrong else blocks] = True
         self.all_checked = bool(self.checked.all())
 
     def problem(self, block: int) -> str | None:
-        """Return what is wrong with a block, None if its crc32 is right."""
+        """Return the fault of a block, None if its crc32 is right."""
         start = block * self._manifest.block_size
         stop = min(start + self._manifest.block_size, self.shard.num_samples)
         for name, values in self.values.items():
@@ -221,7 +212,7 @@ class ShardFile(RawShard):
     def extents(self, starts: Array, stops: Array) -> list[tuple[Array, Array]]:
         """Return where samples ``[starts[i], stops[i])`` lie: of each field, from byte, to byte.
 
-        Of filtered fields and of those that were read already nothing is told.
+        Filtered fields and fields that were read already are omitted.
         """
         found = []
         for name, place in self.shard.places.items():
@@ -235,11 +226,6 @@ class ShardFile(RawShard):
     def _identity(self) -> tuple[int, ...]:
         status = os.fstat(self.descriptor)
         return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
-
-    def _mapped(self) -> Space:
-        space = Space((self.shard.num_bytes,), "|u1")
-        space.map_file(0, self.descriptor, 0, self.shard.num_bytes)
-        return space
 
     def _blocks_of(self, name: str, offset: int) -> PlainBlocks:
         size = self._manifest.fields[name].sample_bytes
@@ -256,13 +242,8 @@ class ShardFile(RawShard):
             read = from_map(self._space, offset, int(edges[-1]), otherwise=read)
         return PlainBlocks(edges, self.crcs[name], read)
 
-    def _checked_table(self, name: str) -> NDArray[Any]:
-        crcs = self.table(name)
-        _check_table(f"crc/{name}", crcs, self.shard.places[name].crc32)
-        return crcs
-
     def values_of(self, name: str, chunks: ChunkCache) -> Values:
-        """Return the values of a field: kept, mapped, or read as they are wanted."""
+        """Return the values of a field: kept, mapped, or read on demand."""
         field, shape = self._manifest.fields[name], self._shape(name)
         offset = self.shard.places[name].offset
         if offset is None or 0 in shape or not (self.is_mapped or self.is_kept(name)):
@@ -281,7 +262,7 @@ def _check_table(what: str, table: NDArray[Any], want: int | None) -> None:
 
 
 def size_problem(shard: ShardEntry, num_bytes: int) -> str:
-    """Say what is wrong with a file of so many bytes, if it is not as it was written."""
+    """Return the reason why a file of ``num_bytes`` is not the one that was written, if any."""
     if num_bytes == shard.num_bytes:
         return ""
     return (
@@ -298,85 +279,161 @@ def open_hdf5(path: Path) -> h5py.File:
     access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
     access.set_file_locking(False, ignore_when_disabled=False)
     access.set_fclose_degree(h5py.h5f.CLOSE_STRONG)
-    # Chunks are kept by us, and what is read again must come from the file.
+    # Chunks are kept by us, and a second read must reach the file.
     access.set_sieve_buf_size(0)
     access.set_cache(0, 0, 0, 0.0)
     return h5py.File(h5py.h5f.open(os.fsencode(path), h5py.h5f.ACC_RDONLY, access))
 
 
-THREADS = 4  # while one looks at what it has read, others keep the disk busy
-_PIECE_BYTES = 4 * MIB  # of blocks that one thread reads in a row
-_REQUEST_BYTES = 128 * KIB
-"""Linux reads no more than its read-ahead window for one request, 128 KiB unless it was set."""
-_GAP_BYTES = 16 * KIB
+def check_file(directory: Path, manifest: Manifest, index: int) -> None:
+    """Check that the file of a shard is there and has the size it was written with.
 
-
-def read_ahead(threads: Executor, file: ShardFile, rows: Array, *, check: bool) -> None:
-    """Let threads bring rows of a file into memory, in its order, and return at once.
-
-    ``check`` brings the whole of their blocks, and checks those that are new; who takes samples
-    waits for it by ``ShardFile.wait_for``. What is wrong is left to him.
+    Raises ``CorruptError``: it is missing, cannot be seen, or is longer or shorter.
     """
-    if file.was_cached or not len(rows):
-        return
-    if not check:
-        threads.submit(_advise, file, *runs_of(distinct(rows)))
-        return
-    blocks = distinct(rows // file.block_size)
-    is_new = ~file.checked[blocks]
-    threads.submit(_advise_blocks, file, blocks[~is_new])
-    new = blocks[is_new]
-    num_pieces = min(len(new), -(-len(new) * file.block_bytes // _PIECE_BYTES))
-    for piece in np.array_split(new, num_pieces) if num_pieces else []:
-        numbers = piece.tolist()
-        future = threads.submit(file.bring, piece)
-        file.coming.update(dict.fromkeys(numbers, future))
-        future.add_done_callback(partial(_arrived, file, numbers))
+    shard = manifest.shards[index]
+    path = directory / shard.file
+    try:
+        num_bytes = path.stat().st_size
+    except OSError as error:
+        raise _lost(directory, manifest, index, reason_of(error)) from error
+    if problem := size_problem(shard, num_bytes):
+        raise _lost(directory, manifest, index, problem)
 
 
-def runs_of(numbers: Array) -> tuple[Array, Array]:
-    """Return the starts and stops of the runs of consecutive numbers, which grow."""
-    cuts = np.flatnonzero(np.diff(numbers) != 1) + 1
-    starts = numbers[np.concatenate(([0], cuts))]
-    stops = numbers[np.concatenate((cuts, [len(numbers)])) - 1] + 1
-    return starts, stops
+class OpenShard:
+    """Gathers samples of one file; belongs to the process that opened it.
+
+    Whatever fails is tried once more on the reopened file, which heals a read that went
+    wrong and a file that was replaced by a good copy. Several threads may read at once.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        manifest: Manifest,
+        index: int,
+        *,
+        io: IO = "auto",
+        chunks: ChunkCache | None = None,
+    ) -> None:
+        """Open the file of shard ``index`` in ``directory``.
+
+        ``io`` is as of ``ShardedDataset``; ``auto`` maps a file that is in memory. ``chunks``
+        keeps decoded chunks of several shards. Raises ``CorruptError``: the file is missing, or
+        not the one that the manifest describes.
+        """
+        self._manifest, self._index = manifest, index
+        self._path = directory / manifest.shards[index].file
+        self._lost = partial(_lost, directory, manifest, index)
+        self._io, self._chunks = io, chunks or ChunkCache()
+        self._lock = Lock()
+        self.file = self._opened()
+
+    def check_blocks(self, rows: Array, *, again: bool) -> None:
+        """Check the crc32 of the blocks of some samples; unless ``again``, of new ones only.
+
+        A file that was changed since it was opened is reopened, and nothing of it counts as
+        checked. Raises ``CorruptError``: bytes have changed, or the file has.
+        """
+        file = self.file
+        if file.is_changed():
+            file = self._reopened(file)
+        if file.all_checked and not again:
+            return
+        blocks = np.unique(rows // self._manifest.block_size)
+        if not again:
+            file.wait_for(blocks[~file.checked[blocks]])
+            blocks = blocks[~file.checked[blocks]]
+        wrong = file.wrong_blocks(blocks)
+        file.found(blocks, wrong)
+        for block in wrong:
+            self._check_block(block)
+        file = self.file
+        file.all_checked = bool(file.checked.all())
+
+    def gather(self, name: str, rows: Array, out: NDArray[Any], places: Array | None) -> None:
+        """Copy samples of a field that is not ragged, numbered from the start of this shard.
+
+        Sample ``rows[i]`` goes to ``out[places[i]]``, or without places to ``out[i]``. Raises
+        ``CorruptError``: the file cannot be read.
+        """
+        self._read(rows, lambda file: file.values[name].take(rows, out, places))
+
+    def lengths(self, name: str, rows: Array) -> Array:
+        """Return the lengths of samples of a ragged field."""
+        index = self.file.indices[name]
+        return index[rows + 1] - index[rows]
+
+    def gather_ragged(self, name: str, rows: Array, out: NDArray[Any], starts: Array) -> None:
+        """Copy samples of a ragged field, numbered from the start of this shard.
+
+        Sample ``rows[i]`` begins at ``out[starts[i]]``. Raises ``CorruptError``: the file cannot
+        be read.
+        """
+        lengths = self.lengths(name, rows)
+
+        def copy(file: ShardFile) -> None:
+            file.values[name].copy(file.indices[name][rows], lengths, out, starts)
+
+        self._read(rows, copy)
+
+    def _read(self, rows: Array, copy: Callable[[ShardFile], None]) -> None:
+        file = self.file
+        try:
+            return copy(file)
+        except UNREADABLE:
+            file = self._reopened(file)
+        try:
+            copy(file)
+        except UNREADABLE as error:
+            for block in np.unique(rows // self._manifest.block_size).tolist():
+                self._check_block(block)
+            raise self._lost(reason_of(error)) from error
+
+    def _check_block(self, block: int) -> None:
+        file = self.file
+        if file.problem(block) is not None:
+            with suppress(OSError):  # so that the next read reaches the disk
+                os.posix_fadvise(file.descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            file = self._reopened(file)
+            if (problem := file.problem(block)) is not None:
+                start, end = self._manifest.samples_of(self._index)
+                start += block * self._manifest.block_size
+                stop = min(start + self._manifest.block_size, end)
+                raise CorruptError(
+                    f"shard {self._path} is damaged: {problem}, samples "
+                    f"{start} to {stop - 1} of the data set; copy the file again",
+                    start,
+                    stop,
+                )
+        file.checked[block] = True
+
+    def _opened(self) -> ShardFile:
+        try:
+            return ShardFile(
+                self._path, self._manifest, self._index, io=self._io, chunks=self._chunks
+            )
+        except UNREADABLE as error:
+            raise self._lost(reason_of(error)) from error
+
+    def _reopened(self, old: ShardFile) -> ShardFile:
+        with self._lock:
+            if self.file is old:
+                old.close_hdf5()
+                new = self._opened()
+                if new.identity == old.identity:
+                    new.checked[:] = old.checked
+                    new.all_checked = old.all_checked
+                self.file, old.is_replaced = new, True
+            return self.file
 
 
-def distinct(numbers: Array) -> Array:
-    """Return each number once, in order: what ``np.unique`` does, fast where they grow."""
-    steps = np.diff(numbers)
-    if (steps < 0).any():
-        return np.unique(numbers)
-    return numbers[np.concatenate(([True], steps > 0))]
-
-
-def _arrived(file: ShardFile, blocks: list[int], future: Future[None]) -> None:
-    for block in blocks:
-        if file.coming.get(block) is future:
-            file.coming.pop(block, None)
-
-
-def _advise_blocks(file: ShardFile, blocks: Array) -> None:
-    """Ask the disk for blocks, which grow, maybe none."""
-    if len(blocks):
-        starts, stops = runs_of(blocks)
-        size = file.block_size
-        _advise(file, starts * size, np.minimum(stops * size, file.shard.num_samples))
-
-
-def _advise(file: ShardFile, starts: Array, stops: Array) -> None:
-    """Ask the disk for the samples ``[starts[i], stops[i])``, which grow, all at the same time."""
-    for begins, ends in file.extents(starts, stops):
-        start = stop = 0
-        for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
-            if begin > stop + _GAP_BYTES:
-                _request(file.descriptor, start, stop)
-                start = begin
-            stop = max(stop, end)
-        _request(file.descriptor, start, stop)
-
-
-def _request(descriptor: int, start: int, stop: int) -> None:
-    for piece in range(start, stop, _REQUEST_BYTES):
-        size = min(_REQUEST_BYTES, stop - piece)
-        os.posix_fadvise(descriptor, piece, size, os.POSIX_FADV_WILLNEED)
+def _lost(directory: Path, manifest: Manifest, index: int, why: str) -> CorruptError:
+    start, stop = manifest.samples_of(index)
+    return CorruptError(
+        f"cannot read shard {directory / manifest.shards[index].file}: {why}; "
+        f"samples {start} to {stop - 1} of the data set are in it; copy it again or check the "
+        f"mount",
+        start,
+        stop,
+    )

@@ -1,6 +1,6 @@
 """The rows of one field in one open shard: mapped, read on demand, or decoded by chunks.
 
-Three ways, one shape. A row is one sample, or of a ragged field one element of a sample.
+Three classes with one interface. A row is one sample, or one element of a ragged sample.
 """
 
 import errno
@@ -24,7 +24,7 @@ _LARGE_BYTES = 8 * KIB
 _FETCHED_BYTES = range(KIB, 8 * KIB + 1)
 """Rows that are copied faster if their first bytes were fetched before."""
 _FETCHED = 8192
-"""Rows whose first bytes are fetched together: so many lines stay in a cache until then, and for
+"""Rows whose first bytes are fetched together: their lines stay in a cache until then, and for
 each call another thread may have to be waited for."""
 _MAX_BUFFERS = 512
 _MAX_BYTES = 8 * MIB
@@ -71,7 +71,7 @@ class DirectValues:
     def __init__(
         self, descriptor: int, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]
     ) -> None:
-        """Take the open file, the first byte and what is there: ``(num_rows, *shape)``."""
+        """Take the open file, the first byte and the shape ``(num_rows, *shape)``."""
         self._descriptor = descriptor
         self._offset = offset
         self._shape, self.dtype = shape, dtype
@@ -105,7 +105,7 @@ def take_rows(source: NDArray[Any], rows: Array, out: NDArray[Any]) -> None:
     """
     size = row_bytes(out)
     if size not in _FETCHED_BYTES:
-        # numpy buffers the result unless told how to treat indices out of range.
+        # numpy buffers the result unless ``mode`` says how to treat indices out of range.
         source.take(rows, axis=0, out=out, mode="clip")
         return
     first_bytes = source.reshape(-1).view(np.uint8)
@@ -157,7 +157,7 @@ def read_at(descriptor: int, offset: int, num_bytes: int) -> NDArray[np.uint8]:
 
 
 def read_into(descriptor: int, buffers: Sequence[memoryview], offset: int, num_bytes: int) -> None:
-    """Fill buffers, ``num_bytes`` in all, with what lies one after another in a file."""
+    """Fill buffers, ``num_bytes`` in all, with consecutive bytes of a file."""
     done = os.preadv(descriptor, buffers, offset)
     while done < num_bytes:
         # Rare: a signal, or more than 2 GiB at once.
@@ -186,17 +186,14 @@ class ChunkCache:
         self._chunks: OrderedDict[Key, NDArray[Any]] = OrderedDict()
         self._lock = Lock()
         self._decoding = Lock()
-        self._numbers = itertools.count()
-
-    def new_number(self) -> int:
-        """Return the first half of the keys of one field in one file, different from others."""
-        return next(self._numbers)
+        self.numbers = itertools.count()
+        """First halves of keys: each field of a file takes one."""
 
     def get(self, key: Key, decode: Callable[[], NDArray[Any]]) -> NDArray[Any]:
         """Return a chunk, decoded by ``decode`` unless it is here; one is decoded at a time."""
         found = self._find(key)
         if found is None:
-            # HDF5 decodes one chunk at a time anyway; waiting here, nobody decodes one twice.
+            # HDF5 decodes one chunk at a time anyway; by this lock none is decoded twice.
             with self._decoding:
                 found = self._find(key)
                 if found is None:
@@ -225,13 +222,13 @@ class CachedValues:
     def __init__(self, dataset: Any, cache: ChunkCache) -> None:
         """Take the open dataset ``(num_rows, *shape)``."""
         self._dataset, self._num_rows = dataset, len(dataset)
-        self._cache, self._number = cache, cache.new_number()
+        self._cache, self._number = cache, next(cache.numbers)
         sample_bytes = max(1, prod(dataset.shape[1:]) * dataset.dtype.itemsize)
         plain_rows = max(1, _PLAIN_CHUNK_BYTES // sample_bytes)
         self._chunk_rows = int(dataset.chunks[0]) if dataset.chunks else plain_rows
 
     def between(self, start: int, stop: int) -> NDArray[Any]:
-        """Return rows of a chunk, or join those of several."""
+        """Return rows of a chunk, or of several, joined."""
         first, last = start // self._chunk_rows, max(start, stop - 1) // self._chunk_rows
         pieces = []
         for home in range(first, last + 1):

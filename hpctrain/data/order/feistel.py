@@ -1,4 +1,4 @@
-"""A keyed bijection of [0, size) in constant memory: what all shuffled orders are made of."""
+"""A keyed bijection of [0, size) in constant memory: the base of all shuffled orders."""
 
 from math import isqrt
 

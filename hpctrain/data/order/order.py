@@ -6,7 +6,6 @@ constant memory: position ``p`` of the epoch is sample ``order.samples_at(p)``.
 Differs from drawing a permutation: at a thousand million samples that is 8 GB on every rank.
 """
 
-from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -45,7 +44,7 @@ def check_order(n: int, seed: int, epoch: int) -> None:
 
 
 class Sequential:
-    """Samples as they lie in the files, from some sample on."""
+    """Samples in the order of the files, from some sample on."""
 
     def __init__(self, start: int = 0) -> None:
         self._start = start
@@ -79,11 +78,7 @@ class FisherYates:
 
     def positions_of(self, samples: Indices) -> Indices:
         """Look the positions up."""
-        return self._positions[samples]
-
-    @cached_property
-    def _positions(self) -> Indices:
-        return np.argsort(self._samples)
+        return np.argsort(self._samples)[samples]
 
 
 class Shuffled:

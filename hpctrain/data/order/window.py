@@ -1,7 +1,7 @@
 """A shuffled order that reads whole blocks: samples are mixed inside a moving window of blocks.
 
 Blocks of neighbouring samples belong to lanes, for all epochs. An epoch goes through all lanes
-at once, one sample of each in turn; in each lane it takes the blocks in an order of its own and
+at once, one sample of each at a time; in each lane it takes the blocks in a separate order and
 mixes the samples of ``window`` of them at a time. So a batch mixes ``lanes * window`` blocks, and
 a rank that reads some of the lanes reads the same part of the data in every epoch.
 
@@ -22,10 +22,10 @@ from hpctrain.data.samples import Indices
 _PIECE = 1 << 16  # positions whose intermediate results fit the caches
 
 BLOCK_BYTES = 64 * KIB  # a read of this size from a disk costs little more than a smaller one
-LANES = 1024  # at most about so many by default: every rank of a usual job has lanes of its own
+LANES = 1024  # at most about this number by default: every rank of a usual job has its own lanes
 MIXED_PER_SAMPLE, MIXED = 32, 8192
-"""By default a window has so many blocks for each sample of a global batch, and at least so
-many: class-sorted data then come as evenly as from a permutation, within one percent."""
+"""Default blocks of a window for each sample of a global batch, and the least number of
+blocks: class-sorted data then come as evenly as from a permutation, within one percent."""
 
 # Keys that no epoch of another order has.
 _KEY, _TURN, _INSIDE, _REST = 1, 2, 3, 4
@@ -33,7 +33,7 @@ _KEY, _TURN, _INSIDE, _REST = 1, 2, 3, 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WindowShape:
-    """What a window order mixes; the samples of ``lanes * window`` blocks are in memory."""
+    """Shape of a window order; the samples of ``lanes * window`` blocks are in memory."""
 
     block: int  # neighbouring samples that are read together
     window: int
@@ -43,7 +43,7 @@ class WindowShape:
     def __post_init__(self) -> None:
         if min(self.block, self.window, self.lanes) < 1:
             raise DataError(
-                f"block, window and lanes of a window order are positive, got {self.block}, "
+                f"block, window and lanes of a window order must be positive, got {self.block}, "
                 f"{self.window} and {self.lanes}"
             )
 
@@ -91,13 +91,10 @@ class WindowOrder:
         self._num_full = n // shape.block
         self._partition = Feistel(max(1, self._num_full), seed, 0, _KEY)
         self._num_turns = self._num_full // shape.lanes
-        # The first windows have one turn more where they do not go into a lane.
-        num_windows = max(1, self._num_turns // shape.window)
-        self._turns, self._num_longer = divmod(self._num_turns, num_windows)
-        self._longest = self._turns + (self._num_longer > 0)
+        self._windows = _LaneWindows(self._num_turns, shape.window)
         self._num_rest = n - self._num_turns * shape.lanes * shape.block
         self._stride = n // self._num_rest if self._num_rest else n + 1
-        self._inside = Feistel(max(1, self._longest * shape.block), seed, epoch, _INSIDE)
+        self._inside = Feistel(max(1, self._windows.longest * shape.block), seed, epoch, _INSIDE)
         self._turn = Feistel(max(1, self._num_turns), seed, epoch, _TURN)
         self._inside_key = key_of(seed, epoch, _INSIDE, 0)
         self._turn_key = key_of(seed, epoch, _TURN, 0)
@@ -129,7 +126,7 @@ class WindowOrder:
         turn = self.turn_of(position)
         if turn >= self._num_turns:
             return range(self._num_turns, self._num_turns)
-        _, start, _ = self._windows(np.array([turn]))
+        _, start, _ = self._windows.of(np.array([turn]))
         return range(int(start[0]), self.turns_needed(position))
 
     def turns_needed(self, position: int, together: int = 1) -> int:
@@ -137,7 +134,7 @@ class WindowOrder:
 
         A multiple of ``together``, or the end.
         """
-        turn = self.turn_of(position) + self._longest
+        turn = self.turn_of(position) + self._windows.longest
         return min(self._num_turns, -(-turn // together) * together)
 
     def blocks(self, lanes: range, turns: range) -> Indices:
@@ -166,9 +163,9 @@ class WindowOrder:
         return samples
 
     def _split(self, positions: Indices) -> tuple[Indices, Indices, Indices]:
-        """Say where positions of the rest are, and number these and those in lanes from 0.
+        """Return the places of positions of the rest, and their numbers and the numbers in lanes.
 
-        Those of the rest have a number in lanes as well, without a meaning.
+        Positions of the rest have a number in lanes as well, without a meaning.
         """
         before, place = _divided(positions, self._stride)
         is_rest = (place == self._stride - 1) & (before < self._num_rest)
@@ -184,25 +181,16 @@ class WindowOrder:
 
     def _lane_samples(self, numbers: Indices) -> Indices:
         inside, lanes = _divided(numbers, self._num_lanes)
-        windows, starts, lengths = self._windows(inside // self._block)
+        windows, starts, lengths = self._windows.of(inside // self._block)
         inside -= starts * self._block
-        limits = as_words(lengths * self._block) if self._num_longer else None
+        limits = as_words(lengths * self._block) if self._windows.num_longer else None
         tweaks = _tweaks(self._inside_key, windows * self._num_lanes + lanes)
         inside = as_indices(self._inside.forward(as_words(inside), limits, tweaks))
         turns, offsets = _divided(inside, self._block)
         return self._lane_slots_blocks(lanes, turns + starts) * self._block + offsets
 
-    def _windows(self, turns: Indices) -> tuple[Indices, Indices, Indices]:
-        """Return the windows of some turns, and the first turn and the turns of each."""
-        longer = turns < self._num_longer * self._longest
-        windows = np.where(
-            longer, turns // self._longest, (turns - self._num_longer) // self._turns
-        )
-        starts = windows * self._turns + np.minimum(windows, self._num_longer)
-        return windows, starts, np.where(longer, self._longest, self._turns)
-
     def _lane_slots_blocks(self, lanes: Indices, turns: Indices) -> Indices:
-        """Return the block of each lane and turn, computed once where they come again."""
+        """Return the block of each lane and turn, computed once where they repeat."""
         if not lanes.size:
             return lanes
         first_lane, first_turn = int(lanes.min()), int(turns.min())
@@ -217,6 +205,21 @@ class WindowOrder:
     def _slots(self, lanes: Indices, turns: Indices) -> Indices:
         turned = self._turn.forward(as_words(turns), None, _tweaks(self._turn_key, lanes))
         return as_indices(turned) * self._num_lanes + lanes
+
+
+class _LaneWindows:
+    """The turns of a lane, cut into windows; the first ones are longer where they do not fit."""
+
+    def __init__(self, num_turns: int, window: int) -> None:
+        self._turns, self.num_longer = divmod(num_turns, max(1, num_turns // window))
+        self.longest = self._turns + (self.num_longer > 0)
+
+    def of(self, turns: Indices) -> tuple[Indices, Indices, Indices]:
+        """Return the windows of some turns, and the first turn and the turns of each."""
+        longer = turns < self.num_longer * self.longest
+        windows = np.where(longer, turns // self.longest, (turns - self.num_longer) // self._turns)
+        starts = windows * self._turns + np.minimum(windows, self.num_longer)
+        return windows, starts, np.where(longer, self.longest, self._turns)
 
 
 def _divided(numbers: Indices, size: int) -> tuple[Indices, Indices]:

@@ -14,14 +14,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.core.errors import DataError
+from hpctrain.data.format.dataset_manifest import Field
 from hpctrain.data.format.hdf5_values import UNREADABLE, own_dataset, raw_offset
-from hpctrain.data.format.layout import Field
 from hpctrain.data.packing.files import check_file
 from hpctrain.data.packing.source import (
     NUM_EXAMINED,
     Array,
     Batch,
-    Source,
+    PackSource,
     WantedFields,
     chosen,
     field_of,
@@ -34,7 +34,7 @@ _LOCAL_HEADER_BYTES = 30
 _UNREADABLE = (ValueError, EOFError, zipfile.BadZipFile, zlib.error, struct.error)
 
 Columns = Mapping[str, Any]
-"""By field, what has a ``shape`` and gives samples for ``[rising indices]``."""
+"""By field, an object with a ``shape`` that gives samples for ``[rising indices]``."""
 
 
 class Opened:
@@ -52,7 +52,7 @@ class Opened:
         return self._opener()
 
 
-def open_arrays(files: Sequence[str], wanted: WantedFields) -> Source:
+def open_arrays(files: Sequence[str], wanted: WantedFields) -> PackSource:
     """Examine arrays.
 
     Of an ``.npy``, ``wanted.fields`` may name several ``.npy`` files in the same folder; without
@@ -62,7 +62,7 @@ def open_arrays(files: Sequence[str], wanted: WantedFields) -> Source:
     return joined([_examined(Path(file), wanted) for file in files])
 
 
-def _examined(path: Path, wanted: WantedFields) -> Source:
+def _examined(path: Path, wanted: WantedFields) -> PackSource:
     if path.suffix == ".npz":
         with readable(str(path), "arrays", *_UNREADABLE), zipfile.ZipFile(path) as archive:
             inside = archive.namelist()
@@ -84,7 +84,7 @@ def _examined(path: Path, wanted: WantedFields) -> Source:
         for name, array in arrays.items()
         if array.ndim
     }
-    return Source(
+    return PackSource(
         fields=fields,
         runs=[(length_of(arrays, str(path), "ARRAY"), Opened(opener))],
         files=sorted({str(file) for file, _ in places.values()}),
@@ -98,13 +98,13 @@ def length_of(columns: Columns, where: str, what: str) -> int:
     for name, column in columns.items():
         if not column.shape:
             raise DataError(
-                f"the first dimension of an array counts samples, {name} of {where} has none; "
+                f"an array needs a first dimension, of samples, but {name} of {where} has none; "
                 f"choose others: --field NAME={what}"
             )
     lengths = {name: int(column.shape[0]) for name, column in columns.items()}
     if len(set(lengths.values())) != 1:
         raise DataError(
-            f"all fields have the same number of samples, {where} has "
+            f"all fields must have the same number of samples, but {where} has "
             f"{lengths or 'no array'}; choose some: --field NAME={what}"
         )
     return next(iter(lengths.values()))
@@ -123,7 +123,7 @@ def _opened(path: Path, member: str | None) -> Array:
 
 
 def _member(path: Path, name: str) -> Array:
-    """Map an array that lies in its archive as it is: all ranks of a node share the memory."""
+    """Map an array that is stored uncompressed: all ranks of a node share the memory."""
     npy = np.lib.format
     with zipfile.ZipFile(path) as archive, archive.open(name) as file:
         info = archive.getinfo(name)
@@ -167,7 +167,7 @@ class Dataset:
             return field_of(self.shape[1:], self._dataset.dtype, what)
         if len(self.shape) != 1:
             raise DataError(
-                f"texts and rows of different lengths have one dimension, {what} has "
+                f"texts and rows of different lengths must have one dimension, but {what} has "
                 f"{self.shape}; choose others: --field NAME=/DATASET"
             )
         return field_of((), element, what, ragged=True)
@@ -182,7 +182,7 @@ class Dataset:
 
     @cached_property
     def _map(self) -> Array | None:
-        """The values, where they lie as numpy has them; texts, say, are pointers to elsewhere."""
+        """The values, where they are stored in the layout of numpy; texts, say, are pointers."""
         dataset = self._dataset
         as_numpy = h5py.h5t.py_create(dataset.dtype, logical=True)
         if dataset.dtype.hasobject or not dataset.size or dataset.id.get_type() != as_numpy:
@@ -193,7 +193,7 @@ class Dataset:
         return np.memmap(self._path, dataset.dtype, "r", offset, dataset.shape)
 
 
-def open_hdf5(files: Sequence[str], wanted: WantedFields) -> Source:
+def open_hdf5(files: Sequence[str], wanted: WantedFields) -> PackSource:
     """Examine HDF5 files. Strings and rows of different lengths become ragged fields.
 
     Without ``wanted.fields`` all datasets are packed, by the last part of their path. Raises
@@ -203,7 +203,7 @@ def open_hdf5(files: Sequence[str], wanted: WantedFields) -> Source:
     return joined([_examined_hdf5(file, wanted) for file in files])
 
 
-def _examined_hdf5(path: str, wanted: WantedFields) -> Source:
+def _examined_hdf5(path: str, wanted: WantedFields) -> PackSource:
     with _readable(path), h5py.File(path, "r", locking=False) as file:
         available, links = _listed(file)
         asked = {name: at.strip("/") for name, at in wanted.fields.items()}
@@ -217,7 +217,7 @@ def _examined_hdf5(path: str, wanted: WantedFields) -> Source:
             f"links of {path} are left out, each dataset is packed once, from the file that holds "
             f"it: {', '.join(links)}"
         )
-        return Source(
+        return PackSource(
             runs=[(num_samples, Opened(partial(_open_datasets, path, places)))],
             fields={name: dataset.field for name, dataset in datasets.items()},
             files=[path],

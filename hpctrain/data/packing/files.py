@@ -8,12 +8,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from io import BytesIO
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import IO, Any, Literal, cast
 
 import numpy as np
 
 from hpctrain.core.errors import DataError
+from hpctrain.core.paths import absolute
 from hpctrain.data.packing.source import Array, WantedFields, needed, raw, readable
 
 _NUM_THREADS = 16
@@ -24,7 +25,7 @@ def files_below(folder: Path, left_out: list[str] | None = None) -> Iterator[str
     """Find all files below a folder, in the order of their names, a folder's own files first.
 
     Links are followed, but for those to a folder above, which lead round in circles: they go to
-    ``left_out``. What begins with a dot is left out. Raises ``DataError``: a link leads to a
+    ``left_out``. Names that begin with a dot are ignored. Raises ``DataError``: a link leads to a
     folder that is below already, or nowhere, or something is neither a file nor a folder.
     ``OSError``: a folder cannot be read.
     """
@@ -42,7 +43,7 @@ def files_below(folder: Path, left_out: list[str] | None = None) -> Iterator[str
             if entry.is_dir():
                 inside.append(entry.path)
                 continue
-            # The listing tells what is no file, without a call for each of millions.
+            # The listing has the type of each entry, without a call for each of millions.
             if not entry.is_file():
                 check_file(entry.path)
             yield entry.path
@@ -52,14 +53,14 @@ def files_below(folder: Path, left_out: list[str] | None = None) -> Iterator[str
 def _is_new(
     at: str, path: str, seen: dict[tuple[int, int], str], left_out: list[str] | None
 ) -> bool:
-    """Say whether a folder in ``at`` is to be looked at; it is remembered."""
+    """Return whether a folder in ``at`` must be searched; it is remembered."""
     before = seen.setdefault(_identity(path), path)
     if before == path:
         return True
-    if not f"{at}/".startswith(os.path.join(before, "")):  # noqa: PTH118 - with one slash
+    if not f"{at}/".startswith(f"{before.rstrip('/')}/"):
         raise DataError(
-            f"a folder of samples is packed once, {before} and {path} are the same; remove the "
-            f"link"
+            f"a folder must occur once in a source, but {before} and {path} are the same; remove "
+            f"the link"
         )
     if left_out is not None:
         left_out.append(path)
@@ -67,29 +68,29 @@ def _is_new(
 
 
 def _identity(path: str) -> tuple[int, int]:
-    status = os.stat(path)  # noqa: PTH116 - a Path takes too long
+    status = Path(path).stat()
     return status.st_dev, status.st_ino
 
 
 def check_file(name: str) -> None:
-    """Check that what is to be read is a file: it alone can be read more than once."""
+    """Check that a path is a file: only files can be read more than once."""
     path = Path(name)
     if path.is_file():
         return
     if path.is_symlink() and not path.exists():
         raise DataError(
-            f"a link among samples leads to a file or a folder, {path} leads to "
-            f"{path.readlink()}, which is not there; bring it back, or remove the link"
+            f"a link among samples must lead to a file or a folder, but {path} leads to "
+            f"{path.readlink()}, which is missing; restore it, or remove the link"
         )
     raise DataError(
-        f"samples are read from files, {path} is a folder, a pipe, a socket or a device; write "
-        f"what it gives to a file, or remove it"
+        f"samples must be in files, but {path} is a folder, a pipe, a socket or a device; write "
+        f"its content to a file, or remove it"
     )
 
 
 def ending_of(text: str) -> str:
     """Return the ending of a file's name in small letters, with its dot."""
-    return os.path.splitext(text)[1].lower()  # noqa: PTH122 - as above
+    return PurePath(text).suffix.lower()
 
 
 def fingerprint(files: Iterable[str]) -> str:
@@ -108,15 +109,16 @@ def fingerprint(files: Iterable[str]) -> str:
 def _digest(names: Sequence[str]) -> str:
     digest = hashlib.sha256()
     for name in names:
-        status = os.stat(name)  # noqa: PTH116 - as above
-        line = f"{os.path.abspath(name)}\0{status.st_size}\0{status.st_mtime_ns}\0"  # noqa: PTH100
+        path = absolute(name)
+        status = path.stat()
+        line = f"{path}\0{status.st_size}\0{status.st_mtime_ns}\0"
         digest.update(line.encode(errors="surrogateescape"))
     return digest.hexdigest()
 
 
 @contextmanager
 def unpacked(path: str) -> Iterator[IO[bytes]]:
-    """Open a file, which gzip may have packed: its first bytes tell.
+    """Open a file, which gzip may have packed: its first bytes show it.
 
     All of it that is read agrees with the checksums of gzip.
     """
@@ -134,7 +136,7 @@ IMAGE_ENDINGS = frozenset(
 )
 """Of the files that are taken for images."""
 
-_WIDE_MODES = ("I", "F")  # of Pillow: whole numbers of 16 and 32 bits, and floats
+_WIDE_MODES = ("I", "F")  # of Pillow: integers of 16 and 32 bits, and floats
 
 
 def form_of_images(
@@ -182,7 +184,7 @@ def decoded(content: bytes, form: Form, what: str, resize: Size | None = None) -
 
 
 def is_number(content: bytes) -> bool:
-    """Say whether a content is a number in JSON, or an array of them."""
+    """Return whether a content is a number in JSON, or an array of them."""
     try:
         return np.asarray(json.loads(content)).dtype.kind in "biuf"
     except (ValueError, RecursionError):
@@ -199,8 +201,8 @@ def _pixels(content: bytes, what: str, resize: Size | None) -> Array:
     if mode.startswith(_WIDE_MODES):
         # Pillow would make 255 of everything above.
         raise DataError(
-            f"pixels are packed in 8 bits, {what} has more (mode {mode} of Pillow); pack it as "
-            f"it is with --encoded, or as an array, from .npy files"
+            f"pixels must have 8 bits, but {what} has more (mode {mode} of Pillow); pack the file "
+            f"with --encoded, or an array, from .npy files"
         )
     if resize is not None and (rgb.height, rgb.width) != resize:
         rgb = rgb.resize((resize[1], resize[0]), pil.Resampling.BILINEAR)

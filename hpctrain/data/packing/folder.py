@@ -19,7 +19,14 @@ from hpctrain.data.packing.files import (
     files_below,
     form_of_images,
 )
-from hpctrain.data.packing.source import NUM_EXAMINED, Array, Sample, Source, WantedFields, chosen
+from hpctrain.data.packing.source import (
+    NUM_EXAMINED,
+    Array,
+    PackSource,
+    Sample,
+    WantedFields,
+    chosen,
+)
 
 LABEL = "label"
 _MAX_THREADS = 8
@@ -28,11 +35,11 @@ _SPLITS = frozenset(
 )
 
 
-def open_folder(path: Path, wanted: WantedFields) -> Source:
+def open_folder(path: Path, wanted: WantedFields) -> PackSource:
     """Examine a folder of images or arrays; with folders in it, each of them is a class.
 
     Classes are numbered in the order of their names. Images all of one size, as 64 of them show,
-    are packed as pixels, as they are also with ``resize``; else as the bytes of their files.
+    are packed as pixels, also with ``resize``; else as the bytes of their files.
     """
     links: list[str] = []
     files = list(files_below(path, links))
@@ -40,9 +47,8 @@ def open_folder(path: Path, wanted: WantedFields) -> Source:
     arrays = [file for file in files if ending_of(file) == ".npy"]
     if bool(pictures) == bool(arrays):
         raise DataError(
-            f"a folder of samples has images or .npy arrays below it, {path} has "
-            f"{len(pictures)} images and {len(arrays)} arrays; "
-            f"name another folder, or the kind of the source: --as KIND"
+            f"a folder of samples must have either images or .npy arrays below it, but {path} has "
+            f"{len(pictures)} images and {len(arrays)} arrays; use another folder, or --as KIND"
         )
     what: Literal["image", "array"] = "image" if pictures else "array"
     if what == "array" and (wanted.resize or wanted.encoded):
@@ -60,7 +66,7 @@ def open_folder(path: Path, wanted: WantedFields) -> Source:
         form, more = form_of_images(contents, wanted, str(path))
         notes += more
     take = partial(_take, mine, labels, names, partial(decoded, form=form, resize=wanted.resize))
-    folder = Source(
+    folder = PackSource(
         files=mine, runs=[(len(mine), take)], classes=classes, notes=notes, origins=names
     )
     as_bytes = [name for name, one in names.items() if one != LABEL and form == "bytes"]
@@ -75,7 +81,7 @@ def _take(
     decode: Callable[..., Array],
     indices: NDArray[np.int64],
 ) -> list[Sample]:
-    """Read files and look up their classes, on several threads: decoders let each other run."""
+    """Read files and find their classes, on several threads: decoders let each other run."""
 
     def read(index: int) -> Sample:
         path = files[index]
@@ -107,18 +113,18 @@ def _notes(
 
 def _classes(root: Path, files: Sequence[str]) -> tuple[tuple[str, ...], NDArray[np.int64]]:
     """Return the names of the classes, and the number of each file's class."""
-    start = len(os.path.join(root, ""))  # noqa: PTH118 - with the slash at its end
+    start = len(f"{str(root).rstrip('/')}/")
     tops = [file[start:].rpartition("/")[0].partition("/")[0] for file in files]
     classes = sorted(set(tops) - {""})
     if classes and "" in tops:
         raise DataError(
-            f"either all files lie in folders, one for each class, or none does: "
-            f"{files[tops.index('')]} lies beside {root / classes[0]}; move it"
+            f"either all files or none must be in folders, one for each class, but "
+            f"{files[tops.index('')]} is next to {root / classes[0]}; move it"
         )
     for name in classes:
         if not _is_line(name):
             raise DataError(
-                f"the name of a class is one line of text in UTF-8, a folder in {root} is "
+                f"the name of a class must be one line of UTF-8, but a folder in {root} is "
                 f"{os.fsencode(name)!r}; rename it"
             )
     number = {name: index for index, name in enumerate(classes)}
@@ -132,9 +138,8 @@ def _check_classes(root: Path, classes: Sequence[str], links: Sequence[str], wha
     lacking = sorted(name for name in folders - set(classes) if not name.startswith("."))
     if lacking:
         raise DataError(
-            f"each folder beside classes is one and has {what}s, there is none below "
-            f"{', '.join(str(root / name) for name in lacking)}; bring them back, or remove the "
-            f"folder"
+            f"each folder next to classes must have {what}s, but there is none below "
+            f"{', '.join(str(root / name) for name in lacking)}; restore them or remove the folder"
         )
 
 

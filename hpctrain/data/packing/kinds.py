@@ -1,28 +1,28 @@
 """Kinds of sources by name, and how each is opened."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import islice
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from hpctrain.core.errors import DataError
 from hpctrain.core.target import NAME
-from hpctrain.data.format.layout import MANIFEST
+from hpctrain.data.format.dataset_manifest import MANIFEST
 from hpctrain.data.packing.arrays import open_arrays, open_hdf5
 from hpctrain.data.packing.files import IMAGE_ENDINGS, check_file, ending_of, files_below
 from hpctrain.data.packing.folder import open_folder
-from hpctrain.data.packing.number_types import converted, note_of_doubles, split_types
 from hpctrain.data.packing.python import open_python
-from hpctrain.data.packing.source import Source, WantedFields, needed
+from hpctrain.data.packing.source import NUMBER_TYPE, PackSource, WantedFields, needed
 from hpctrain.data.packing.tar import open_tar
 from hpctrain.data.packing.text import open_text
 
 
-def _table(opener: str, what: str) -> Callable[[Sequence[str], WantedFields], Source]:
-    def opened(files: Sequence[str], wanted: WantedFields) -> Source:
-        module = needed("hpctrain.data.packing.table", what)
+def _table(opener: str, what: str) -> Callable[[Sequence[str], WantedFields], PackSource]:
+    def opened(files: Sequence[str], wanted: WantedFields) -> PackSource:
+        module = needed("hpctrain.data.packing.tabular", what)
         return getattr(module, opener)(files, wanted)  # type: ignore[no-any-return]
 
     return opened
@@ -32,11 +32,11 @@ def _table(opener: str, what: str) -> Callable[[Sequence[str], WantedFields], So
 class SourceKind:
     """A kind of source."""
 
-    open: Callable[[Any, WantedFields], Source]
+    open: Callable[[Any, WantedFields], PackSource]
     """Gets its files; of a folder its path, of Python the object or its name."""
     endings: tuple[str, ...] = ()  # of its files
     options: tuple[str, ...] = ()
-    """Of ``WantedFields``, besides ``fields``: those that mean something here."""
+    """Options of ``WantedFields`` that this kind takes, in addition to ``fields``."""
 
 
 FOLDER, PYTHON, TEXT = "folder", "python", "text"
@@ -59,21 +59,21 @@ KINDS = {
     PYTHON: SourceKind(open=open_python, options=("ragged",)),
 }
 
-_NUM_LOOKED_AT = 10_000  # files from which the kind of a folder is told
+_NUM_LOOKED_AT = 10_000  # files from which the kind of a folder is inferred
 
 
-def open_source(source: object, kind: str, wanted: WantedFields) -> Source:
-    """Examine what is to be packed, of a kind that ``kind_of`` finds."""
+def open_source(source: object, kind: str, wanted: WantedFields) -> PackSource:
+    """Examine a source, of a kind that ``kind_of`` finds."""
     _check_options(kind, wanted)
     if kind in _TABLES:  # which convert column by column
         found = _opened(source, kind, wanted)
     else:
-        names, types = split_types(wanted.fields)
-        found = converted(_opened(source, kind, replace(wanted, fields=names)), types)
-    return replace(found, notes=(*found.notes, *note_of_doubles(found, wanted.fields)))
+        names, types = _split_types(wanted.fields)
+        found = _opened(source, kind, replace(wanted, fields=names)).with_types(types)
+    return replace(found, notes=(*found.notes, *_note_of_doubles(found, wanted.fields)))
 
 
-def _opened(source: object, kind: str, wanted: WantedFields) -> Source:
+def _opened(source: object, kind: str, wanted: WantedFields) -> PackSource:
     if kind == PYTHON:
         return open_python(str(source) if isinstance(source, Path) else source, wanted)
     path = Path(str(source))
@@ -100,8 +100,8 @@ def kind_of(source: object, kind: str | None = None) -> str:
     kinds = {_kind_of_file(name) for name in _matching(path)}
     if len(kinds) != 1 or None in kinds:
         raise DataError(
-            f"a source ends in one of {_endings()}; {source} does not say what it is; "
-            f"say it: --as {'|'.join(KINDS)}"
+            f"the name of a source must end in one of {_endings()}, got {source}; or give its "
+            f"kind: --as {'|'.join(KINDS)}"
         )
     return str(kinds.pop())
 
@@ -119,8 +119,8 @@ def _kind_of_folder(path: Path) -> str:
     if len(found) != 1:
         listed = ", ".join(f"{count} of {kind}" for kind, count in found.items())
         raise DataError(
-            f"a folder has images, .npy arrays, or files that end in one of {_endings()}, "
-            f"all of one kind; {path} has {listed or 'none of them'}; say it: --as KIND"
+            f"a folder must have images, .npy arrays, or files of one kind that end in one of "
+            f"{_endings()}, but {path} has {listed or 'none of them'}; give the kind: --as KIND"
         )
     return str(next(iter(found)))
 
@@ -139,8 +139,8 @@ def _files(path: Path, kind: str) -> list[str]:
         files = below
     if not files:
         raise DataError(
-            f"a folder of {kind} has files that end in {', '.join(KINDS[kind].endings)}, "
-            f"{path} has none; check the path"
+            f"a folder of {kind} needs files that end in {', '.join(KINDS[kind].endings)}, "
+            f"but {path} has none; check the path"
         )
     return files
 
@@ -174,3 +174,36 @@ def _check_options(kind: str, wanted: WantedFields) -> None:
 
 def _endings() -> str:
     return " ".join(ending for kind in KINDS.values() for ending in kind.endings)
+
+
+def _split_types(fields: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+    """Split ``WHAT:TYPE`` of each field; return the origin, and the types that are given."""
+    names, types = dict(fields), {}
+    for name, what in fields.items():
+        origin, _, dtype = what.rpartition(":")
+        if origin and NUMBER_TYPE.fullmatch(dtype):
+            names[name], types[name] = origin, dtype
+    return names, types
+
+
+_MAX_OPTIONS = 12
+
+
+def _note_of_doubles(found: PackSource, given: Mapping[str, str]) -> Iterator[str]:
+    """Yield a note if fields hold float64, the default of numpy, unless they are ``given`` so."""
+    doubles = [
+        name
+        for name, field in found.fields.items()
+        if field.dtype == "<f8" and not given.get(name, "").endswith(":f8")
+    ]
+    if not doubles:
+        return
+    shown = doubles if len(found.fields) > _MAX_OPTIONS else found.fields
+    what = {name: given.get(name) or found.origins.get(name, name) for name in shown}
+    typed = {name: f"{each}{':f4' * (name in doubles)}" for name, each in what.items()}
+    options = " ".join(f"--field {name}={quote(each)}" for name, each in typed.items())
+    others = "" if len(shown) == len(found.fields) else ", and --field for each other field"
+    yield (
+        f"float64 is stored for {', '.join(doubles)}, but models in float32 refuse it; to store "
+        f"float32: {options}{others}"
+    )

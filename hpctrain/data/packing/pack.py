@@ -17,23 +17,23 @@ from hpctrain.core.errors import DataError
 from hpctrain.core.logs import logger
 from hpctrain.core.paths import absolute
 from hpctrain.core.units import MIB
-from hpctrain.data.format.layout import CLASSES, MANIFEST, Manifest
+from hpctrain.data.format.dataset_manifest import CLASSES, MANIFEST, Manifest
 from hpctrain.data.packing.files import fingerprint
 from hpctrain.data.packing.kinds import PYTHON, kind_of, open_source
-from hpctrain.data.packing.source import Loaded, Source, WantedFields
+from hpctrain.data.packing.source import LoadedSamples, PackSource, WantedFields
 from hpctrain.data.writer import BLOCK_SIZE, ShardWriter
 
 SHARD_BYTES = 512 * MIB
 SHUFFLED_BYTES = 4096 * MIB  # on all ranks, of a source that is read from front to end
 
 Start = Callable[[int | None, int], Callable[[int], None]]
-"""Is told how many samples this rank packs, if known, and how many were there before; returns
-what is told of each batch."""
+"""Gets the samples that this rank packs, if known, and those packed before; returns the function
+that gets the size of each batch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackConfig(WantedFields):
-    """What is packed, and how it is written."""
+    """Options of packing: the fields, and how they are written."""
 
     kind: str | None = None
     """Of the source: arrays, hdf5, tar, csv, parquet, text, folder, python; None to find out."""
@@ -55,8 +55,8 @@ class PackConfig(WantedFields):
                 raise DataError(f"{name} must be positive, got {value}")
         if self.resize is not None and (min(self.resize) < 1 or self.encoded):
             raise DataError(
-                f"images are brought to a size of at least 1x1, or stay encoded: got "
-                f"--resize {self.resize[0]}x{self.resize[1]}{' and --encoded' * self.encoded}"
+                f"images must be resized to at least 1x1, or stay encoded, got --resize "
+                f"{self.resize[0]}x{self.resize[1]}{' and --encoded' * self.encoded}"
             )
 
 
@@ -65,7 +65,7 @@ class Packed:
     """What became of a source."""
 
     manifest: Manifest
-    notes: tuple[str, ...]  # what a person should know, one sentence each; logged too
+    notes: tuple[str, ...]  # facts that a person should know, one sentence each; logged too
 
 
 def pack(
@@ -76,16 +76,16 @@ def pack(
     comm: Communicator | None = None,
     start: Start | None = None,
 ) -> Packed:
-    """Make a data set of what is there.
+    """Make a data set of a source.
 
     Collective over ``comm``: each rank packs a contiguous share of the samples, or where their
     number is not known beforehand, of the files; the data set is the same for any number of
-    ranks, but for where its shards end. After a kill, the same call goes on where the finished
+    ranks, but for where its shards end. After a kill, the same call resumes where the finished
     shards end.
 
     Args:
         source: path of a file or a folder, a pattern such as ``"shards/*.tar"``, the name
-            ``"module:function"`` of a function of yours, or an object with samples: with
+            ``"module:function"`` of a function, or an object with samples: with
             ``len()`` and ``[index]``, or one that can be iterated over more than once.
         directory: made when missing.
         config: what is packed, and how.
@@ -93,13 +93,13 @@ def pack(
         start: makes what follows the progress of this rank, in samples.
 
     Returns:
-        What was packed, the same on every rank.
+        The manifest and notes, the same on every rank.
 
     Raises:
-        DataError: the source cannot be read, its samples are not alike, or the directory cannot
+        DataError: the source cannot be read, its samples differ in shape, or the directory cannot
             be written or holds a data set already; on every rank, and a data set that the
-            directory held is as before. What your own function raises stays what it is on its
-            rank, and is a DataError on the others.
+            directory held is as before. An exception of your own function is raised on its rank,
+            and is a DataError on the others.
     """
     config = config or PackConfig()
     comm = comm or SerialCommunicator()
@@ -122,13 +122,17 @@ def pack(
         classes=found.classes,
     ) as writer:
         _write(writer, found, config.shuffle, comm, start)
-    if not found.classes:  # those of the set before
+    if not found.classes:  # classes of the set before
         on_root(comm, partial((directory / CLASSES).unlink, missing_ok=True), DataError)
     return Packed(manifest=writer.manifest, notes=notes)
 
 
 def _write(
-    writer: ShardWriter, found: Source, seed: int | None, comm: Communicator, start: Start | None
+    writer: ShardWriter,
+    found: PackSource,
+    seed: int | None,
+    comm: Communicator,
+    start: Start | None,
 ) -> None:
     done = writer.num_written
     advance = start(found.share_length(comm.rank, comm.size), done) if start else None
@@ -141,14 +145,14 @@ def _write(
 
 def _opened(
     source: object, directory: Path, config: PackConfig, comm: Communicator
-) -> tuple[Source, str | None]:
+) -> tuple[PackSource, str | None]:
     """Examine a source on rank 0, or where it is an object of the program on each rank.
 
-    Returns it, and what stays the same as long as a killed packing of it can go on.
+    Returns it, and a key that stays the same as long as a killed packing of it can resume.
     """
     kind = on_root(comm, partial(_kind_of, source, directory, config), DataError)
     is_on_each = kind == PYTHON
-    found: Source | None = None
+    found: PackSource | None = None
     key: str | None = None
     with agreed(comm, DataError), _explained():
         if comm.rank == 0 or is_on_each:
@@ -156,7 +160,7 @@ def _opened(
             if found.is_indexed and not found.num_samples:
                 raise DataError(f"a data set needs at least one sample, {source} has none")
             if not found.is_indexed and config.shuffle is not None:
-                loaded = Loaded(found, SHUFFLED_BYTES // comm.size)
+                loaded = LoadedSamples(found, SHUFFLED_BYTES // comm.size)
                 found = replace(found, runs=[(len(loaded), loaded)], parts=())
             key = _key(found, source, replace(config, kind=kind), comm.size)
     if not is_on_each:
@@ -168,16 +172,16 @@ def _opened(
 def _kind_of(source: object, directory: Path, config: PackConfig) -> str:
     if (directory / MANIFEST).exists() and not config.overwrite:
         raise DataError(
-            f"a directory holds one data set, {directory} holds one already; choose another "
-            f"directory, or replace it with --overwrite"
+            f"{directory} already contains a data set; choose another directory, or replace it "
+            f"with --overwrite"
         )
     with _explained():
         return kind_of(source, config.kind)
 
 
-def _key(found: Source, source: object, config: PackConfig, size: int) -> str | None:
+def _key(found: PackSource, source: object, config: PackConfig, size: int) -> str | None:
     if not isinstance(source, str | Path):
-        return None  # nobody can tell whether another object has the same samples
+        return None  # another object may have other samples
     files = fingerprint(chain(found.files, found.code))
     options = {**asdict(config), "overwrite": None, "size": size}
     # One module may have many functions, which all have the same file of code.
@@ -197,13 +201,13 @@ def _explained() -> Iterator[None]:
         ) from error
     except MemoryError as error:
         raise DataError(
-            f"some samples of the source fit into memory at a time, these do not: "
-            f"{reason_of(error)}; check what the source says of their size, or pack smaller ones"
+            f"some samples of the source must fit into memory at a time, but these do not: "
+            f"{reason_of(error)}; check the sizes in the source, or pack smaller samples"
         ) from error
 
 
-def _idle_ranks(source: Source, size: int) -> tuple[str, ...]:
-    """Say which ranks have nothing to do."""
+def _idle_ranks(source: PackSource, size: int) -> tuple[str, ...]:
+    """Name the ranks without work."""
     num_parts = len(source.parts)
     if num_parts < size and not source.is_indexed:
         parts, packs = ("part", "packs") if num_parts == 1 else ("parts", "pack")
@@ -211,7 +215,7 @@ def _idle_ranks(source: Source, size: int) -> tuple[str, ...]:
     return ()
 
 
-def _samples_per_shard(found: Source, config: PackConfig, size: int) -> int:
+def _samples_per_shard(found: PackSource, config: PackConfig, size: int) -> int:
     if config.samples_per_shard is not None:
         return config.samples_per_shard
     fitting = int(config.shard_bytes / max(found.sample_bytes, 1))

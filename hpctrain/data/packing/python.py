@@ -15,8 +15,8 @@ from hpctrain.core.target import make_importable
 from hpctrain.data.packing.source import (
     NUM_EXAMINED,
     Array,
+    PackSource,
     Sample,
-    Source,
     WantedFields,
     chosen,
     picked,
@@ -24,7 +24,7 @@ from hpctrain.data.packing.source import (
 )
 
 
-def open_python(source: Any, wanted: WantedFields) -> Source:
+def open_python(source: Any, wanted: WantedFields) -> PackSource:
     """Examine an object, a function that makes it, or its name ``module:function``.
 
     An item is a dict of arrays, or a tuple, whose parts are named 0, 1, ...
@@ -36,8 +36,8 @@ def open_python(source: Any, wanted: WantedFields) -> Source:
     _check_object(made, name)
     if iter(made) is made and not callable(given):
         raise DataError(
-            f"a source is gone through more than once, an iterator such as {name} cannot "
-            f"be; give the function that makes it"
+            f"a source must be iterable more than once, but {name} is an iterator; give the "
+            f"function that makes it"
         )
     is_indexed = _is_indexed(made)
     if is_indexed:
@@ -57,9 +57,9 @@ def open_python(source: Any, wanted: WantedFields) -> Source:
     def read() -> Iterator[Sample]:
         return starmap(sample, enumerate(_called(given)))
 
-    found = Source(
+    found = PackSource(
         runs=[(len(made), take)] if is_indexed else (),
-        parts=() if is_indexed else [(None, read)],  # nobody knows where to cut it
+        parts=() if is_indexed else [(None, read)],  # it cannot be cut
         origins=names,
         code=tuple(map(str, target.file_of(name))) if is_named else (),
     )
@@ -82,9 +82,8 @@ def _check_object(made: Any, name: str) -> None:
     # A dict is one sample, or whole arrays, rather than samples by number.
     if not is_iterable or (isinstance(made, Mapping) and 0 not in made):
         raise DataError(
-            f"a source yields samples, or has len() and [index], {name} gives one "
-            f"{type(made).__name__}; yield a dict for each sample, or save whole arrays with "
-            f"numpy.savez and pack that file"
+            f"a source must yield samples, or have len() and [index], but {name} gives one "
+            f"{type(made).__name__}; yield a dict for each sample, or pack a file of numpy.savez"
         )
 
 
@@ -104,7 +103,7 @@ def _parts(item: Any, where: str) -> dict[str, Array]:
         parts = {str(index): value for index, value in enumerate(item)}
     else:
         raise DataError(
-            f'a sample is a dict such as {{"x": array, "y": 3}}, or a tuple, '
+            f'a sample must be a dict such as {{"x": array, "y": 3}}, or a tuple, but '
             f"{where} is of type {type(item).__name__}"
         )
     return {name: _array(value, f"{name} of {where}") for name, value in parts.items()}
@@ -117,6 +116,6 @@ def _array(value: Any, what: str) -> Array:
         return np.asarray(value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise DataError(
-            f"the parts of a sample are what numpy makes arrays of, {what} is not: "
-            f"{reason_of(error)}; convert it first"
+            f"numpy must be able to make an array of {what}, but: {reason_of(error)}; convert it "
+            f"first"
         ) from error

@@ -5,7 +5,7 @@ import importlib
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, islice
 from types import ModuleType
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from hpctrain.core.atomic import reason_of
 from hpctrain.core.errors import DataError
 from hpctrain.core.units import MIB, format_bytes
-from hpctrain.data.format.layout import Field
+from hpctrain.data.format.dataset_manifest import Field
 from hpctrain.data.order.order import global_order
 
 Array = NDArray[Any]
@@ -25,7 +25,9 @@ Batch = dict[str, Array | list[Array]]
 """Some samples: for each field ``(num_samples, *shape)``, of a ragged one a list of samples."""
 
 BATCH_BYTES = 8 * MIB
-BATCH_SAMPLES = 1024  # of the batches in which a source is read: what is reached first ends one
+BATCH_SAMPLES = (
+    1024  # of the batches in which a source is read: the limit that is reached first ends one
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,14 +43,16 @@ class WantedFields:
     encoded: bool = False
     """Keep images as the bytes of their files, as a ragged field, and decode when training."""
     length: int | None = None
-    """Cut texts into samples of so many bytes or tokens, rather than at the end of each line; the
-    rest of a file is left out."""
+    """Cut texts into samples of this number of bytes or tokens, rather than at the end of each
+    line; the rest of a file is omitted."""
     tokenizer: str | None = None
-    """``module:function`` from a str to whole numbers; None packs the bytes of the text."""
+    """``module:function`` from a str to integers; None packs the bytes of the text."""
 
+
+NUMBER_TYPE = re.compile("b1|[iu][1248]|f[248]")
 
 Sample = tuple[str, Mapping[str, Array]]
-"""Where it comes from, for errors, and its arrays by field."""
+"""Its origin, for errors, and its arrays by field."""
 
 Take = Callable[[NDArray[np.int64]], Batch | list[Sample]]
 """Reads samples by their numbers, which rise."""
@@ -60,7 +64,7 @@ NUM_EXAMINED = 64  # samples from which the fields are learnt
 
 
 @dataclass(kw_only=True)
-class Source:
+class PackSource:
     """Samples of some fields, in an order that is the same each time.
 
     Cheap to pickle: one rank examines a source, and the others get the result. Whatever is open
@@ -69,18 +73,20 @@ class Source:
 
     fields: Mapping[str, Field] = dataclasses.field(default_factory=dict)
     runs: Sequence[tuple[int, Take]] = ()
-    """Where any sample can be read at any time: so many of them, and what reads some of these."""
+    """If samples can be read in any order: their number, and the function that reads some."""
     parts: Sequence[tuple[int | None, Read]] = ()
-    """Else what is read by itself from front to end: so many samples, if that is known."""
+    """Else the parts that are read from front to end: the number of samples, the reader."""
     files: Sequence[str] = ()
     """All that is read, in order; as text, as a Path takes several times its room."""
     code: tuple[str, ...] = ()
     """Files with the user's own functions: after a change of them, the samples may be others."""
     sample_bytes: float = 0  # about how large a sample is, over all fields
     classes: tuple[str, ...] = ()  # names of the labels 0, 1, ..., where the source has names
-    notes: tuple[str, ...] = ()  # what a person should know, one sentence each
+    notes: tuple[str, ...] = ()  # facts that a person should know, one sentence each
     origins: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Name of a field -> what of the source it holds, where that is not its name."""
+    types: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Name of a field -> type that its numbers are converted to."""
 
     @property
     def is_indexed(self) -> bool:
@@ -115,6 +121,15 @@ class Source:
         for sample in some:
             _check_sample(sample, self.fields)
 
+    def with_types(self, types: Mapping[str, str]) -> "PackSource":
+        """Return the source with its numbers converted to the types that are given, by field."""
+        fields = dict(self.fields)
+        for name, dtype in types.items():
+            fields[name] = replace(fields[name], dtype=np.dtype(dtype).str)
+        was, now = (sum(f.sample_bytes for f in each.values()) for each in (self.fields, fields))
+        sample_bytes = self.sample_bytes * now / max(was, 1)
+        return replace(self, fields=fields, types=types, sample_bytes=sample_bytes)
+
     def take(self, indices: NDArray[np.int64]) -> Batch:
         """Read samples of all runs; ``indices`` rise."""
         ends = np.cumsum([count for count, _ in self.runs])
@@ -123,8 +138,59 @@ class Source:
         for home in np.unique(homes):
             count, take = self.runs[home]
             found = take(indices[homes == home] - (ends[home] - count))
-            pieces.append(found if isinstance(found, dict) else stacked(found, self.fields))
-        return _joined_batches(pieces, self.fields)
+            pieces.append(self._typed(found) if isinstance(found, dict) else self._stacked(found))
+        return self.joined_batches(pieces)
+
+    def batched(self, samples: Iterable[Batch | Sample]) -> Iterator[Batch]:
+        """Gather samples into batches of a few MiB; batches stay unchanged.
+
+        Raises ``DataError``: a sample has not the shapes of the fields; names the sample.
+        """
+        waiting: list[Sample] = []
+        num_bytes = 0
+        for sample in samples:
+            if isinstance(sample, dict):
+                yield self._typed(sample)
+                continue
+            waiting.append(sample)
+            num_bytes += sum(array.nbytes for array in sample[1].values())
+            if num_bytes >= BATCH_BYTES or len(waiting) == BATCH_SAMPLES:
+                yield self._stacked(waiting)
+                waiting, num_bytes = [], 0
+        if waiting:
+            yield self._stacked(waiting)
+
+    def joined_batches(self, batches: Sequence[Batch]) -> Batch:
+        """Make one batch of several."""
+        if len(batches) == 1:
+            return batches[0]
+        return {
+            name: list(chain.from_iterable(batch[name] for batch in batches))
+            if field.ragged
+            else np.concatenate([batch[name] for batch in batches])
+            for name, field in self.fields.items()
+        }
+
+    def _stacked(self, samples: Sequence[Sample]) -> Batch:
+        typed = []
+        for where, arrays in samples:
+            _check_sample((where, arrays), self.fields)
+            typed.append(self._typed(arrays, f" of {where}") if self.types else arrays)
+        columns = {name: [arrays[name] for arrays in typed] for name in self.fields}
+        return {
+            name: columns[name] if field.ragged else np.stack(columns[name])
+            for name, field in self.fields.items()
+        }
+
+    def _typed(self, columns: Mapping[str, Any], where: str = "") -> dict[str, Any]:
+        done = dict(columns)
+        for name, dtype in self.types.items():
+            values, what = columns[name], f"field {name}{where}"
+            if isinstance(values, list):
+                done[name] = [cast(each, dtype, what) for each in values]
+            else:
+                done[name] = cast(values, dtype, what)
+        return done
 
     def share_length(self, rank: int, size: int) -> int | None:
         """Return the number of samples that ``rank`` of ``size`` packs, None if unknown."""
@@ -149,7 +215,7 @@ class Source:
             if length is not None and length <= skip:
                 skip -= length
                 continue
-            for batch in batched(read(), self.fields):
+            for batch in self.batched(read()):
                 num_samples = len(next(iter(batch.values())))
                 if skip < num_samples:
                     yield {name: rows[skip:] for name, rows in batch.items()}
@@ -168,10 +234,7 @@ class Source:
             rising = np.argsort(indices)
             back = np.argsort(rising)
             batch = self.take(indices[rising])
-            yield {
-                name: [rows[index] for index in back] if isinstance(rows, list) else rows[back]
-                for name, rows in batch.items()
-            }
+            yield _rows_of(batch, back)
 
     def _positions_of(self, rank: int, size: int) -> range:
         return range(self.num_samples * rank // size, self.num_samples * (rank + 1) // size)
@@ -183,17 +246,16 @@ class Source:
         return self.parts[count * rank // size : count * (rank + 1) // size]
 
 
-def joined(sources: Sequence[Source]) -> Source:
+def joined(sources: Sequence[PackSource]) -> PackSource:
     """Make one source of several with the same fields, one for each file."""
     first = sources[0]
     for one in sources:
         if one.fields != first.fields:
             raise DataError(
-                f"files that are packed together have the same fields: {first.files[0]} has "
-                f"{dict(first.fields)}, {one.files[0]} has {dict(one.fields)}; pack them one "
-                f"by one"
+                f"files that are packed together must have the same fields, but {first.files[0]} "
+                f"has {dict(first.fields)}, {one.files[0]} has {dict(one.fields)}; pack each alone"
             )
-    return dataclasses.replace(
+    return replace(
         first,
         runs=[run for one in sources for run in one.runs],
         files=sorted({file for one in sources for file in one.files}),
@@ -201,26 +263,22 @@ def joined(sources: Sequence[Source]) -> Source:
     )
 
 
-class Loaded:
+class LoadedSamples:
     """All samples of a source that is read from front to end, to be taken in any order."""
 
-    def __init__(self, found: Source, max_bytes: int) -> None:
+    def __init__(self, found: PackSource, max_bytes: int) -> None:
         """Read the samples, in every process that needs them.
 
         Raises ``DataError`` at the first use: they take more than ``max_bytes``.
         """
-        self._fields, self._parts, self._max_bytes = found.fields, found.parts, max_bytes
+        self._found, self._max_bytes = found, max_bytes
 
     def __len__(self) -> int:
         return len(next(iter(self._columns.values())))
 
     def __call__(self, indices: NDArray[np.int64]) -> Batch:
         """Take samples."""
-        return {
-            name: [column[index] for index in indices] if isinstance(column, list)
-            else column[indices]
-            for name, column in self._columns.items()
-        }  # fmt: skip
+        return _rows_of(self._columns, indices)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "_columns"}
@@ -228,36 +286,51 @@ class Loaded:
     @cached_property
     def _columns(self) -> Batch:
         batches, num_bytes = [], 0
-        for batch in batched(chain.from_iterable(read() for _, read in self._parts), self._fields):
+        samples = chain.from_iterable(read() for _, read in self._found.parts)
+        for batch in self._found.batched(samples):
             num_bytes += sum(
                 sum(each.nbytes for each in column) if isinstance(column, list) else column.nbytes
                 for column in batch.values()
             )
             if num_bytes > self._max_bytes:
                 raise DataError(
-                    f"samples that can only be read from front to end are shuffled in memory, "
-                    f"which must hold them on every rank in {format_bytes(self._max_bytes)}, but "
-                    f"they take more; leave out --shuffle, the loader shuffles, or pack on fewer "
-                    f"ranks"
+                    f"samples that can only be read from front to end are shuffled in memory, and "
+                    f"must fit into {format_bytes(self._max_bytes)} on every rank, but they take "
+                    f"more; leave out --shuffle, as the loader shuffles, or pack on fewer ranks"
                 )
             batches.append(batch)
-        return _joined_batches(batches, self._fields)
+        return self._found.joined_batches(batches)
 
 
-def _joined_batches(batches: Sequence[Batch], fields: Mapping[str, Field]) -> Batch:
-    if len(batches) == 1:
-        return batches[0]
+def _rows_of(batch: Batch, indices: NDArray[np.int64]) -> Batch:
     return {
-        name: list(chain.from_iterable(batch[name] for batch in batches))
-        if field.ragged
-        else np.concatenate([batch[name] for batch in batches])
-        for name, field in fields.items()
+        name: [column[i] for i in indices] if isinstance(column, list) else column[indices]
+        for name, column in batch.items()
     }
+
+
+def cast(values: Array, dtype: str, what: str) -> Array:
+    """Convert numbers; at most floats lose digits."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        found = values.astype(dtype)
+    if found.dtype.kind == "f":
+        wrong = np.isinf(found) & np.isfinite(values)
+    else:
+        wrong = found != values
+        if found.dtype.kind in "iu" and values.dtype.kind == "f":
+            # float64 rounds the largest integer of 8 bytes up.
+            wrong |= values >= float(np.iinfo(found.dtype).max) + 1
+    if wrong.any():
+        raise DataError(
+            f"{what} holds {values[wrong].flat[0]}, which {dtype} cannot hold; choose another "
+            f"type: --field NAME=WHAT:TYPE"
+        )
+    return found
 
 
 @contextmanager
 def readable(what: str, kind: str, *errors: type[BaseException]) -> Iterator[None]:
-    """Raise what a library says of a damaged file as a DataError that names it."""
+    """Raise a library's error for a damaged file as a DataError that names the file."""
     try:
         yield
     except errors as error:
@@ -280,7 +353,7 @@ def needed(module: str, what: str) -> ModuleType:
 
 
 def chosen(available: Sequence[str], wanted: Mapping[str, str], where: str) -> dict[str, str]:
-    """Return what each field holds: what is wanted, or all there is, by its own name."""
+    """Return the origin of each field: ``wanted``, or everything, by its own name."""
     for name in wanted.values():
         if name not in available:
             raise DataError(
@@ -338,52 +411,18 @@ def picked(
         wrong += [f"has {name} besides" for name in sorted({*parts} - {*names.values()})]
     if wrong:
         raise DataError(
-            f"all samples have the parts of the first: {', '.join(names.values())}; {where} "
-            f"{' and '.join(wrong)}; complete it, or name those that all have: --field NAME=WHAT"
+            f"all samples must have the parts of the first, {', '.join(names.values())}, but "
+            f"{where} {' and '.join(wrong)}; complete it, or name common parts: --field NAME=WHAT"
         )
     return {name: parts[at] for name, at in names.items()}
-
-
-def batched(samples: Iterable[Batch | Sample], fields: Mapping[str, Field]) -> Iterator[Batch]:
-    """Gather samples into batches of a few MiB; what comes in batches stays so.
-
-    Raises ``DataError``: a sample has not the shapes of the fields; names the sample.
-    """
-    waiting: list[Sample] = []
-    num_bytes = 0
-    for sample in samples:
-        if isinstance(sample, dict):
-            yield sample
-            continue
-        waiting.append(sample)
-        num_bytes += sum(array.nbytes for array in sample[1].values())
-        if num_bytes >= BATCH_BYTES or len(waiting) == BATCH_SAMPLES:
-            yield stacked(waiting, fields)
-            waiting, num_bytes = [], 0
-    if waiting:
-        yield stacked(waiting, fields)
-
-
-def stacked(samples: Sequence[Sample], fields: Mapping[str, Field]) -> Batch:
-    """Make one batch of samples.
-
-    Raises ``DataError``: a sample has not the shapes of the fields; names the sample.
-    """
-    for sample in samples:
-        _check_sample(sample, fields)
-    batch: Batch = {}
-    for name, field in fields.items():
-        arrays = [arrays[name] for _, arrays in samples]
-        batch[name] = arrays if field.ragged else np.stack(arrays)
-    return batch
 
 
 def _common_dtype(arrays: Sequence[Array], what: str) -> np.dtype[Any]:
     dtype = np.result_type(*arrays)
     if dtype.kind == "f" and all(array.dtype.kind in "iu" for array in arrays):
         raise DataError(
-            f"whole numbers stay whole, those of {what} are of 64 bits with and without a sign, "
-            f"which have {dtype} in common alone; bring them to one type, or pack them as bytes"
+            f"integers must have a common integer type, but {what} has signed and unsigned ones "
+            f"of 64 bits, which only {dtype} holds; convert them to one type, or pack bytes"
         )
     return dtype
 
@@ -394,12 +433,12 @@ def _check_sample(sample: Sample, fields: Mapping[str, Field]) -> None:
         shape = arrays[name].shape
         if field.ragged and (not shape or shape[1:] != field.shape):
             raise DataError(
-                f"samples of the ragged field {name} have the shape (length, *{field.shape}), "
-                f"{where} has {shape}; bring them to one shape but for the first dimension"
+                f"samples of the ragged field {name} must have the shape (length, "
+                f"*{field.shape}), but {where} has {shape}; let only the first dimension differ"
             )
         if not field.ragged and shape != field.shape:
             raise DataError(
-                f"samples of field {name} have the shape {field.shape}, {where} has {shape}; "
-                f"if their first dimension alone differs: --ragged {name}; images: --resize HxW "
-                f"or --encoded"
+                f"samples of field {name} must have the shape {field.shape}, but {where} has "
+                f"{shape}; use --ragged {name} if only their first dimension differs, and "
+                f"--resize HxW or --encoded for images"
             )

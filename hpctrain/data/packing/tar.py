@@ -21,8 +21,8 @@ from hpctrain.data.packing.files import (
 )
 from hpctrain.data.packing.source import (
     NUM_EXAMINED,
+    PackSource,
     Sample,
-    Source,
     WantedFields,
     chosen,
     picked,
@@ -32,7 +32,7 @@ from hpctrain.data.packing.source import (
 Contents = tuple[str, dict[str, bytes]]  # key of a sample, and the contents of its files by ending
 
 MAX_SAMPLE_BYTES = GIB
-"""Of the files of a sample: what an archive of a few KB can claim to hold has no end."""
+"""Of the files of a sample: an archive of a few KB can claim any size."""
 
 _MAX_HEADER_BYTES = MIB  # of long names and other notes on a file, which tarfile reads into memory
 
@@ -50,12 +50,12 @@ _NOTES = frozenset(
 )
 
 
-def open_tar(files: Sequence[str], wanted: WantedFields) -> Source:
+def open_tar(files: Sequence[str], wanted: WantedFields) -> PackSource:
     """Examine archives.
 
-    A field is named after an ending. Images become pixels if those of the first samples have one
-    size or ``resize`` is given, else they stay bytes; ``.npy`` become arrays, ``.cls`` whole
-    numbers, ``.txt`` and ``.json`` numbers where those of the first samples are; all else stays
+    A field is named after an ending. Images become pixels if the first samples have one
+    size or ``resize`` is given, else they stay bytes; ``.npy`` become arrays, ``.cls``
+    integers, ``.txt`` and ``.json`` numbers where the first samples are; all else stays
     bytes, as does an ending that is wanted as ``ENDING:bytes``.
     """
     where = files[0]
@@ -69,7 +69,7 @@ def open_tar(files: Sequence[str], wanted: WantedFields) -> Source:
     some = list(islice(samples_in(where, tuple(asked.values())), NUM_EXAMINED))
     if not some:
         raise DataError(
-            f"an archive of webdataset has files such as 0001.jpg and 0001.cls, {where} has "
+            f"an archive of webdataset needs files such as 0001.jpg and 0001.cls, but {where} has "
             f"none{' of these endings' if asked else ''}; take it out of the source"
         )
     endings = chosen(list(some[0][1]), asked, where)
@@ -83,7 +83,7 @@ def open_tar(files: Sequence[str], wanted: WantedFields) -> Source:
             notes += more
     decode = partial(_decoded, endings, forms, wanted)
     parts = [(None, partial(_read, file, tuple(asked.values()), decode)) for file in files]
-    found = Source(files=files, parts=parts, notes=tuple(notes), origins=endings)
+    found = PackSource(files=files, parts=parts, notes=tuple(notes), origins=endings)
     ragged = [*wanted.ragged, *(name for name, form in forms.items() if form == "bytes")]
     found.learn(map(decode, some), ragged, where)
     return found
@@ -139,9 +139,9 @@ def samples_in(path: str, wanted: Sequence[str]) -> Iterator[Contents]:
                 continue
             if key in before:
                 raise DataError(
-                    f"the files of a sample lie beside each other, a .{ending} of {path}:{key} "
-                    f"comes after those of others; write the archive anew with tar --sort=name, "
-                    f"and give each sample a name of its own"
+                    f"the files of a sample must be next to each other, but a .{ending} of "
+                    f"{path}:{key} follows other samples; rewrite the archive with tar "
+                    f"--sort=name, and give each sample its own name"
                 )
             claimed = num_bytes + sum(map(len, contents.values()))
             _check_file(f"{path}:{key}", ending, claimed, contents)
@@ -153,14 +153,14 @@ def samples_in(path: str, wanted: Sequence[str]) -> Iterator[Contents]:
 def _check_file(sample: str, ending: str, claimed: int, before: Mapping[str, bytes]) -> None:
     if ending in before:
         raise DataError(
-            f"the files of a sample have different endings, {sample} has two .{ending}; give "
-            f"each sample a name of its own"
+            f"the files of a sample must have different endings, but {sample} has two .{ending}; "
+            f"give each sample its own name"
         )
     if claimed > MAX_SAMPLE_BYTES:
         raise DataError(
-            f"the files of a sample have at most {format_bytes(MAX_SAMPLE_BYTES)} together, "
-            f"{sample} claims {format_bytes(claimed)}; name some of its endings, "
-            f"--field NAME=ENDING, or pack samples of this size by a function of yours"
+            f"the files of a sample must have at most {format_bytes(MAX_SAMPLE_BYTES)} together, "
+            f"but {sample} claims {format_bytes(claimed)}; name some of its endings, "
+            f"--field NAME=ENDING, or pack samples of this size by your own function"
         )
 
 
@@ -188,8 +188,8 @@ def _files_in(path: str) -> Iterator[tuple[str, int, Callable[[], bytes]]]:
         for member in archive:
             if member.issym() or member.islnk():
                 raise DataError(
-                    f"an archive of samples holds their files themselves, {member.name} of "
-                    f"{path} is a link to {member.linkname}; write it anew with tar "
+                    f"an archive must contain the files of samples, but {member.name} of {path} "
+                    f"is a link to {member.linkname}; rewrite it with tar "
                     f"--dereference --hard-dereference"
                 )
             if content := archive.extractfile(member) if member.isfile() else None:
@@ -205,8 +205,8 @@ def _check_rest(stream: Any, path: str) -> None:
     while piece := stream.read(MIB):
         if more := piece.lstrip(b"\0"):
             raise DataError(
-                f"an archive ends at a block of zeros, {path} has one before byte {at} and more "
-                f"from byte {at + len(piece) - len(more)} on: it is damaged, or several in one; "
-                f"fetch it again, or write it anew from what tar --ignore-zeros -xf finds in it"
+                f"an archive must end at a block of zeros, but {path} has one before byte {at} "
+                f"and more from byte {at + len(piece) - len(more)} on: it is damaged, or several "
+                f"in one; fetch it again, or rewrite it from the files of tar --ignore-zeros -xf"
             )
         at += len(piece)

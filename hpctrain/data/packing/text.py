@@ -12,10 +12,18 @@ from hpctrain.core.errors import DataError
 from hpctrain.core.target import file_of
 from hpctrain.data.packing.arrays import Opened
 from hpctrain.data.packing.python import resolve
-from hpctrain.data.packing.source import Array, Sample, Source, WantedFields, field_of, joined, raw
+from hpctrain.data.packing.source import (
+    Array,
+    PackSource,
+    Sample,
+    WantedFields,
+    field_of,
+    joined,
+    raw,
+)
 
 
-def open_text(files: Sequence[str], wanted: WantedFields) -> Source:
+def open_text(files: Sequence[str], wanted: WantedFields) -> PackSource:
     """Examine text files.
 
     The field is ``text``, bytes, or with a tokenizer ``tokens``, of the dtype that it returns;
@@ -29,7 +37,7 @@ def open_text(files: Sequence[str], wanted: WantedFields) -> Source:
                 f"no file has as many as {wanted.length} bytes; choose a smaller --length"
             )
         return joined([one for one in windows if one.num_samples])
-    found = Source(
+    found = PackSource(
         files=files, parts=[(None, partial(_read, file, name, wanted)) for file in files]
     )
     samples = chain.from_iterable(_read(file, name, wanted) for file in files)
@@ -65,24 +73,24 @@ def _tokens(path: str, tokenizer: Callable[[str], Any], text: bytes) -> Array:
         array = np.asarray(tokenizer(text.decode()))
     except UnicodeDecodeError as error:
         raise DataError(
-            f"a tokenizer gets text in UTF-8, {path} is not: {error}; convert the file"
+            f"a tokenizer needs text in UTF-8, but {path} is not: {error}; convert the file"
         ) from None
     if array.shape == (0,):
         array = array.astype(np.int64)
     if array.ndim != 1 or array.dtype.kind not in "iu":
         name = getattr(tokenizer, "__name__", "this one")
         raise DataError(
-            f"a tokenizer returns whole numbers in a row, {name} returned "
+            f"a tokenizer must return a list of integers, but {name} returned "
             f"{array.dtype} of shape {array.shape}"
         )
     return array
 
 
-def _windows(file: str, name: str, length: int) -> Source:
-    """Examine the windows of the bytes of a file; what is left at its end is left out."""
+def _windows(file: str, name: str, length: int) -> PackSource:
+    """Examine the windows of the bytes of a file; a shorter rest is omitted."""
     count = Path(file).stat().st_size // length
     opened = Opened(partial(_open_windows, file, name, (count, length)))
-    return Source(
+    return PackSource(
         fields={name: field_of((length,), "u1", file)},
         runs=[(count, opened)],
         files=[file],

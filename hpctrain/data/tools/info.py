@@ -6,18 +6,19 @@ from typing import Any
 import h5py
 import numpy as np
 
+from hpctrain import data
 from hpctrain.core.errors import DataError
-from hpctrain.data.format.layout import Manifest, ShardEntry, classes_of
+from hpctrain.data.format.dataset_manifest import Manifest, ShardEntry, classes_of
 
 _NUM_VALUES = 8  # shown of a sample
 
 
 def info(directory: Path | str) -> dict[str, Any]:
-    """Tell what a data set holds, without reading its data, as JSON has it.
+    """Describe a data set, without reading its data, in types of JSON.
 
     ``created_by`` are the versions that wrote the first shard, empty where it cannot be read;
-    ``state`` of a shard is ``here``, ``missing`` or ``other size``; ``num_bytes`` of a field are
-    those of its values, decoded; ``mean_length`` is None but for a ragged field. Raises
+    ``state`` of a shard is ``here``, ``missing`` or ``other size``; ``num_bytes`` of a field is
+    the size of its values, decoded; ``mean_length`` is None but for a ragged field. Raises
     ``DataError``: there is no data set.
     """
     directory = Path(directory)
@@ -45,10 +46,8 @@ def info(directory: Path | str) -> dict[str, Any]:
 
 
 def peek(directory: Path | str, index: int) -> list[dict[str, Any]]:
-    """Read one sample and tell of each field its name, shape, dtype and first values."""
-    from hpctrain.data.reader import ShardedDataset  # noqa: PLC0415 - loads torch
-
-    dataset = ShardedDataset(directory, io="read")
+    """Read one sample and return the name, shape, dtype and first values of each field."""
+    dataset = data.ShardedDataset(directory, io="read")  # loads torch
     if not 0 <= index < len(dataset):
         raise DataError(f"samples are 0 to {len(dataset) - 1}, got {index}")
     found = []

@@ -1,6 +1,5 @@
 """A data set split by label: each part gets other shares of the labels, as clients have them."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -10,10 +9,10 @@ from numpy.typing import NDArray
 from hpctrain.comm.agreement import agreed, on_root
 from hpctrain.comm.communicator import Communicator
 from hpctrain.core.errors import DataError
+from hpctrain.data.data_split import Split
 from hpctrain.data.reader import ShardedDataset
-from hpctrain.data.split import Split
+from hpctrain.data.tools.rank_work import Start, followed, in_turns, or_alone
 from hpctrain.data.tools.rewriting import share
-from hpctrain.data.tools.shared_work import Start, followed, in_turns, or_alone
 
 _PIECE = 1 << 16  # labels read at once
 
@@ -22,7 +21,7 @@ Labels = NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LabelSplit:
-    """What was written, and what it holds."""
+    """Result of a split by label."""
 
     split: Split
     labels: Labels  # all that occur, ascending
@@ -56,7 +55,9 @@ def split_by_label(  # noqa: PLR0913 - what a user may choose
             raise DataError(f"ALPHA is above 0, inf for equal shares, got {alpha}")
         if num_parts < 1 or seed < 0:
             raise DataError(f"there is at least 1 part, got {num_parts=}; seed is from 0, {seed=}")
-    on_root(comm, lambda: _check_free(out), DataError)
+    with agreed(comm, DataError):
+        if comm.rank == 0 and (out.exists() or out.is_symlink()):
+            raise DataError(f"{out} is there, and a split replaces nothing; choose another name")
     whole = ShardedDataset.open(directory, comm, io="read")
     with agreed(comm, DataError):
         labels = _labels_alone(whole, label)
@@ -64,14 +65,12 @@ def split_by_label(  # noqa: PLR0913 - what a user may choose
     first, stop = share(len(whole), comm, whole.block_size)
     advance = followed(start, stop - first)
 
-    def read() -> Iterator[None]:
-        for begin in range(first, stop, _PIECE):
-            some = labels.take(np.arange(begin, min(begin + _PIECE, stop)))[label]
-            pieces.append(np.asarray(some).reshape(-1).astype(np.int64))
-            advance(len(pieces[-1]))
-            yield
+    def read(begin: int) -> None:
+        some = labels.take(np.arange(begin, min(begin + _PIECE, stop)))[label]
+        pieces.append(np.asarray(some).reshape(-1).astype(np.int64))
+        advance(len(pieces[-1]))
 
-    in_turns(comm, read())
+    in_turns(comm, range(first, stop, _PIECE), read)
     found = np.concatenate([p for of_rank in comm.allgather_object(pieces) for p in of_rank])
 
     def write() -> LabelSplit:
@@ -101,28 +100,23 @@ def parts_by_label(labels: Labels, num_parts: int, alpha: float, seed: int) -> N
             raise DataError(f"ALPHA = {alpha:g} is too small to draw shares; take a larger one")
         bounds = np.rint(np.cumsum(shares)[:-1] * len(samples)).astype(np.int64)
         sizes = np.diff(bounds, prepend=0, append=len(samples))
-        # Who gets what is left over is chance too.
+        # The part that gets the rest is drawn, too.
         parts[draw.permutation(samples)] = np.repeat(
             draw.permutation(num_parts).astype(np.uint32), sizes
         )
     return parts
 
 
-def _check_free(out: Path) -> None:
-    if out.exists() or out.is_symlink():
-        raise DataError(f"{out} is there, and a split replaces nothing; choose another name")
-
-
 def _labels_alone(whole: ShardedDataset, label: str) -> ShardedDataset:
-    """Return the same data set with one field, of whole numbers."""
+    """Return the same data set with one field, of integers."""
     manifest = whole.manifest
     field = manifest.fields.get(label)
     is_label = field and not field.ragged and field.shape in ((), (1,))
     if field is None or not is_label or np.dtype(field.dtype).kind not in "iub":
         names = ", ".join(f"{name} {f.dtype} {f.shape}" for name, f in manifest.fields.items())
         raise DataError(
-            f"a label is a field with one whole number for each sample, {label!r} is none of "
-            f"these: {names}; name it by --label"
+            f"a label must be a field with one integer for each sample, but {label!r} is none "
+            f"of these: {names}; name it by --label"
         )
     shards = tuple(
         replace(shard, places={label: shard.places[label]}) for shard in manifest.shards

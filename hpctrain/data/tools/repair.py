@@ -1,7 +1,6 @@
 """Make a damaged data set whole again, with the files of another copy of it."""
 
 import shutil
-from collections.abc import Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,7 +10,7 @@ from hpctrain.comm.agreement import on_root
 from hpctrain.comm.communicator import Communicator
 from hpctrain.core.atomic import crc32_of, publishing, reason_of
 from hpctrain.core.errors import DataError
-from hpctrain.data.format.layout import (
+from hpctrain.data.format.dataset_manifest import (
     MANIFEST,
     Manifest,
     ShardEntry,
@@ -20,16 +19,15 @@ from hpctrain.data.format.layout import (
     write_classes,
 )
 from hpctrain.data.format.writer_files import WriterLock, explained
-from hpctrain.data.tools.faults import FaultReport
-from hpctrain.data.tools.shared_work import Start, in_turns, or_alone
-from hpctrain.data.tools.verify import check_directory, verify
+from hpctrain.data.tools.rank_work import Start, in_turns, or_alone
+from hpctrain.data.tools.verify import FaultReport, check_directory, verify
 
 
 @dataclass(frozen=True, slots=True)
 class RepairOutcome:
     """What became of a data set."""
 
-    deeds: tuple[str, ...]  # what was done
+    deeds: tuple[str, ...]  # actions, one sentence each
     report: FaultReport  # its state afterwards
 
 
@@ -40,10 +38,10 @@ def repair(
     *,
     start: Start | None = None,
 ) -> RepairOutcome:
-    """Check a data set, remove leftovers, and replace what is damaged by that of a copy.
+    """Check a data set, remove leftovers, and replace damaged files by those of a copy.
 
     Collective with ``comm``, whose ranks share the work. Each step is atomic: after a kill the
-    data set is as before or as after it, and the next repair goes on. Without a ``source``,
+    data set is as before or as after it, and the next repair continues. Without a ``source``,
     another copy of the same data set, leftovers alone are removed. Raises ``DataError``: there is
     no manifest here or in the copy, the copy is of another data set, or the directory cannot be
     written; on every rank.
@@ -80,7 +78,7 @@ def _manifest(directory: Path, source: Path | None) -> tuple[Manifest, list[str]
         return copy, [f"took {MANIFEST} from {source}"]
     if copy is not None and copy.uuid != manifest.uuid:
         raise DataError(
-            f"shards are taken from a copy of the same data set, but {source} is {copy.uuid} "
+            f"--from must be a copy of the same data set, but {source} is {copy.uuid} "
             f"and {directory} is {manifest.uuid}; give another copy"
         )
     return manifest, []
@@ -90,7 +88,7 @@ def _manifest_of_copy(directory: Path, source: Path) -> Manifest | None:
     """Return the manifest of the copy; None where it is damaged: shards prove themselves."""
     check_directory(source)
     if source.samefile(directory):
-        raise DataError(f"--from is another copy, but {source} is {directory} itself")
+        raise DataError(f"--from must be another copy, but {source} is {directory} itself")
     with suppress(DataError):
         return Manifest.read(source)
     return None
@@ -108,15 +106,13 @@ def _take(
     directory: Path, source: Path, manifest: Manifest, report: FaultReport, comm: Communicator
 ) -> list[tuple[int, str]]:
     """Take shards from another copy, each rank some; return why some could not be taken."""
-    mine: list[tuple[int, str]] = []
+    refusals: dict[int, str] = {}
 
-    def take() -> Iterator[None]:
-        for index in report.bad_shards[comm.rank :: comm.size]:
-            mine.append((index, _take_shard(source, directory, manifest.shards[index])))
-            yield
+    def take(index: int) -> None:
+        refusals[index] = _take_shard(source, directory, manifest.shards[index])
 
-    in_turns(comm, take())
-    return sorted(found for some in comm.allgather_object(mine) for found in some)
+    in_turns(comm, report.bad_shards[comm.rank :: comm.size], take)
+    return sorted(item for some in comm.allgather_object(refusals) for item in some.items())
 
 
 def _take_shard(source: Path, directory: Path, shard: ShardEntry) -> str:
@@ -131,7 +127,7 @@ def _take_shard(source: Path, directory: Path, shard: ShardEntry) -> str:
         shutil.copyfile(path, part)
         if crc32_of(part) != shard.crc32:
             raise DataError(
-                f"{path} changed while it was copied, or {directory} does not keep what is "
-                f"written to it; {shard.file} is as before"
+                f"{path} changed while it was copied, or {directory} does not keep written bytes; "
+                f"{shard.file} is unchanged"
             )
     return ""

@@ -1,4 +1,4 @@
-"""A data set written anew: with other shards, blocks or compression, or in parts."""
+"""A data set rewritten: with other shards, blocks or compression, or in parts."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -7,27 +7,29 @@ from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hpctrain.comm.communicator import Communicator
 from hpctrain.core.errors import DataError
 from hpctrain.core.units import MIB
-from hpctrain.data.format.layout import PLAIN_NAME, Field, Manifest, classes_of
+from hpctrain.data.format.dataset_manifest import PLAIN_NAME, Field, Manifest, classes_of
 from hpctrain.data.order.order import global_order
 from hpctrain.data.reader import ShardedDataset
-from hpctrain.data.tools.shared_work import Advance, Start, followed, in_turns, or_alone
+from hpctrain.data.samples import Indices
+from hpctrain.data.tools.rank_work import Start, followed, in_turns, or_alone
 from hpctrain.data.writer import ShardWriter
 
 PIECE_BYTES = 4 * MIB  # of samples read at once, unless a block is larger
 
-_TAG = 1 << 63  # keeps the permutation of a split apart from those of epochs, which count from 0
+_TAG = (
+    1 << 63
+)  # keeps the permutation of a split apart from the permutations of epochs, which count from 0
 
 Shares = Mapping[str, Fraction]  # share of each part; they sum to 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """How a data set is cut; what is None stays as it is."""
+    """How a data set is cut; None keeps the present value."""
 
     samples_per_shard: int | None = None  # samples of each shard but the last
     shard_bytes: int | None = None  # or about this many bytes of samples, before compression
@@ -57,7 +59,7 @@ def reshard(
 
     Collective with ``comm``: each rank writes some of the shards; they are the same for any
     number of ranks. Needs memory for a few MiB, or a few blocks if these are larger. Every block
-    is checked as it is read. After a kill, the same call goes on with the shards that are done.
+    is checked as it is read. After a kill, the same call resumes after the finished shards.
 
     ``start`` makes what follows the progress of this rank, in samples. Raises ``DataError``: the
     data set is damaged, or the new one cannot be written; on every rank.
@@ -80,8 +82,12 @@ def reshard(
         classes=classes_of(directory, manifest),
     ) as writer:
         advance(writer.num_written)
-        pieces = _ranges(dataset, first + writer.num_written, stop)
-        in_turns(comm, _written(pieces, lambda some: writer.append(dataset.take(some)), advance))
+
+        def copy(samples: Indices) -> None:
+            writer.append(dataset.take(samples))
+            advance(len(samples))
+
+        in_turns(comm, _pieces(dataset, first + writer.num_written, stop), copy)
     return writer.manifest
 
 
@@ -94,7 +100,7 @@ def split(
     seed: int = 0,
     start: Start | None = None,
 ) -> dict[str, Manifest]:
-    """Write each part of a data set to a directory of its own, ``out/<part>``.
+    """Write each part of a data set to a separate directory, ``out/<part>``.
 
     Every sample is in just one part, where all keep their order. Which one is a function of
     ``seed`` in [0, 2^64), number and shares, which sum to 1. Collective with ``comm``, whose ranks
@@ -106,6 +112,7 @@ def split(
     dataset = ShardedDataset.open(directory, comm, io="read")
     manifest = dataset.manifest
     first, stop = share(manifest.num_samples, comm, manifest.block_size)
+    advance = followed(start, stop - first)
     part_of = parts_drawn(sizes_of(manifest.num_samples, shares), seed)
     with ExitStack() as stack:
         writers = [
@@ -124,13 +131,13 @@ def split(
             for name in shares
         ]
 
-        def deal(samples: NDArray[np.int64]) -> None:
+        def deal(samples: Indices) -> None:
             parts = part_of(samples)
             for number, writer in enumerate(writers):
                 writer.append(dataset.take(samples[parts == number]))
+            advance(len(samples))
 
-        pieces = _ranges(dataset, first, stop)
-        in_turns(comm, _written(pieces, deal, followed(start, stop - first)))
+        in_turns(comm, _pieces(dataset, first, stop), deal)
     return {name: writer.manifest for name, writer in zip(shares, writers, strict=True)}
 
 
@@ -153,11 +160,11 @@ def parse_shares(texts: Sequence[str]) -> dict[str, Fraction]:
         if not PLAIN_NAME.fullmatch(name) or share <= 0:
             raise DataError(f"a part is a name and a share such as train=0.9, got {text!r}")
         if name in shares:
-            raise DataError(f"each part has a name of its own, got {name} twice")
+            raise DataError(f"each part must have its own name, got {name} twice")
         shares[name] = share
     if sum(shares.values()) != 1:
         raise DataError(
-            f"the shares of all parts sum to 1, {' + '.join(map(str, texts))} sum to "
+            f"the shares of all parts must sum to 1, but {' + '.join(map(str, texts))} sum to "
             f"{float(sum(shares.values())):g}"
         )
     return shares
@@ -173,22 +180,20 @@ def sizes_of(num_samples: int, shares: Shares) -> list[int]:
     for name, size in zip(shares, sizes, strict=True):
         if not size:
             raise DataError(
-                f"each part gets at least one sample, {name} gets none of {num_samples}; "
+                f"each part must get at least one sample, but {name} gets none of {num_samples}; "
                 f"give it a larger share"
             )
     return sizes
 
 
-def parts_drawn(
-    sizes: Sequence[int], seed: int
-) -> Callable[[NDArray[np.int64]], NDArray[np.int64]]:
-    """Draw parts of so many samples; return what tells the part of samples from their numbers."""
+def parts_drawn(sizes: Sequence[int], seed: int) -> Callable[[Indices], Indices]:
+    """Draw parts of these sizes; return the function from sample numbers to parts."""
     ends = np.cumsum(sizes)
     order = global_order(int(ends[-1]), seed, _TAG)
     return lambda samples: np.searchsorted(ends, order.positions_of(samples), side="right")
 
 
-def _ranges(dataset: ShardedDataset, start: int, stop: int) -> Iterator[NDArray[np.int64]]:
+def _pieces(dataset: ShardedDataset, start: int, stop: int) -> Iterator[Indices]:
     """Cut the samples ``[start, stop)`` into pieces of whole blocks, about 4 MiB each."""
     block = dataset.block_size
     step = int(PIECE_BYTES / max(1, dataset.sample_bytes)) // block * block or block
@@ -196,17 +201,6 @@ def _ranges(dataset: ShardedDataset, start: int, stop: int) -> Iterator[NDArray[
         end = min(start // step * step + step, stop)
         yield np.arange(start, end)
         start = end
-
-
-def _written(
-    pieces: Iterator[NDArray[np.int64]],
-    write: Callable[[NDArray[np.int64]], None],
-    advance: Advance,
-) -> Iterator[None]:
-    for samples in pieces:
-        write(samples)
-        advance(len(samples))
-        yield
 
 
 def _samples_per_shard(manifest: Manifest, shape: Shape) -> int:

@@ -1,9 +1,11 @@
-"""Check a data set: every byte of it is as it was written, or the report says which are not."""
+"""Check a data set: every byte has its written value, or the report names the faults."""
 
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,16 +16,118 @@ from hpctrain.comm.agreement import agreed, on_root
 from hpctrain.core.atomic import reason_of
 from hpctrain.core.checksum import crc32
 from hpctrain.core.errors import DataError
-from hpctrain.data.format.hdf5_values import load_filters
-from hpctrain.data.format.layout import MANIFEST, Manifest, leftovers
-from hpctrain.data.tools.faults import Fault, FaultReport, merged, name_blocks
-from hpctrain.data.tools.shard_blocks import UNREADABLE, ShardBlocks
-from hpctrain.data.tools.shared_work import Advance, Start, followed, in_turns, or_alone
+from hpctrain.core.units import MIB, format_bytes, format_numbers
+from hpctrain.data.format.dataset_manifest import MANIFEST, Manifest, leftovers
+from hpctrain.data.format.hdf5_values import UNREADABLE, load_filters
+from hpctrain.data.io.shardfile import RawShard
+from hpctrain.data.io.values import Array, ChunkCache, read_into
+from hpctrain.data.tools.rank_work import Advance, Start, followed, in_turns, or_alone
 
 if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator
 
-_MOST_THREADS = 4  # more do not read faster: a crc32 takes 7 GB each second
+PIECE_BYTES = 4 * MIB  # of a file, read at once
+_MAX_THREADS = 4  # more do not read faster: a crc32 takes 7 GB each second
+_UNREADABLE = (*UNREADABLE, DataError)
+
+Range = tuple[int, int]  # samples ``[start, stop)`` of the data set
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fault:
+    """One thing that is wrong with a file of a data set."""
+
+    file: str
+    what: str  # the fault, as the end of a sentence that begins with the file
+    shard: int | None = None  # number of the shard, None for the manifest
+    field: str | None = None  # the field, None where all of the file is meant
+    blocks: tuple[int, ...] = ()  # damaged blocks, counted from the start of the shard
+    samples: tuple[Range, ...] = ()
+    """Samples that cannot be had, in growing order; none where only other bytes are damaged."""
+
+    def __str__(self) -> str:
+        lost = ", ".join(f"{start}-{stop - 1}" for start, stop in self.samples)
+        return f"{self.file} {self.what}" + (f" (samples {lost})" if lost else "")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FaultReport:
+    """The state of a data set."""
+
+    directory: str
+    uuid: str | None = None  # None where the manifest cannot be read
+    num_shards: int = 0
+    num_samples: int = 0
+    num_bytes: int = 0
+    faults: tuple[Fault, ...] = ()  # by shard, then by field; the same on every rank
+    leftovers: tuple[str, ...] = ()
+    """Files of writers that were killed, and of data sets that were replaced; no fault."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every byte has its written value."""
+        return not self.faults
+
+    @property
+    def lost(self) -> tuple[Range, ...]:
+        """Samples that cannot be had, merged, in growing order."""
+        return merged(samples for fault in self.faults for samples in fault.samples)
+
+    @property
+    def num_lost(self) -> int:
+        """Samples that cannot be had."""
+        return sum(stop - start for start, stop in self.lost)
+
+    @property
+    def bad_shards(self) -> tuple[int, ...]:
+        """Numbers of the shards with a fault."""
+        return tuple(sorted({f.shard for f in self.faults if f.shard is not None}))
+
+    def lines(self) -> list[str]:
+        """Return the human-readable report."""
+        lines = [f"fault: {fault}" for fault in self.faults]
+        lines += [f"leftover: {name}" for name in self.leftovers]
+        if self.leftovers and self.uuid is None:
+            lines.append(
+                "leftovers are of a command that was stopped; the same one, run again, goes on "
+                "or makes them anew"
+            )
+        elif self.leftovers:
+            lines.append(
+                f"leftovers do no harm; hpctrain data repair {self.directory} removes them"
+            )
+        if self.is_whole:
+            return [*lines, f"whole: {self._size()}"]
+        if self.uuid is None:
+            repair = f"hpctrain data repair {self.directory} --from COPY"
+            return [*lines, f"not whole; take the manifest from another copy: {repair}"]
+        lost = (
+            f"not whole: {self.num_lost} of {self.num_samples} samples cannot be had, "
+            f"{len(self.bad_shards)} of {self.num_shards} shards have a fault"
+        )
+        way_out = (
+            f"take them from another copy: hpctrain data repair {self.directory} --from COPY; "
+            f"where there is none, pack the source again, or train without them: "
+            f'on_corrupt="skip"'
+        )
+        return [*lines, lost, way_out]
+
+    def _size(self) -> str:
+        return (
+            f"{self.num_samples} samples in {self.num_shards} "
+            f"shard{'s' * (self.num_shards != 1)}, {format_bytes(self.num_bytes)}"
+        )
+
+
+def merged(ranges: Iterable[Range]) -> tuple[Range, ...]:
+    """Return the union of some ranges, in growing order, none touching the next."""
+    found: list[Range] = []
+    for start, stop in sorted(ranges):
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(stop, found[-1][1])
+        else:
+            found.append((start, stop))
+    return tuple(found)
 
 
 def verify(
@@ -38,7 +142,7 @@ def verify(
     Reads the shards only; needs memory for a few pieces of 4 MiB, or a few blocks if these are
     larger. Collective with ``comm``: the ranks share out the shards, and so do threads.
 
-    A rank reads as many at once as it has cores, at most 4. What is wrong is the same on every
+    A rank reads as many at once as it has cores, at most 4. The faults are the same on every
     rank; a missing or unreadable file is a fault too. Raises ``DataError``: there is no such
     directory, or zstd is needed and not installed; on every rank.
     """
@@ -48,7 +152,7 @@ def verify(
         return FaultReport(directory=str(directory), faults=(manifest,), leftovers=stray)
     with agreed(comm, DataError):
         load_filters(manifest.fields)
-    threads = threads or min(_MOST_THREADS, len(os.sched_getaffinity(0)))
+    threads = threads or min(_MAX_THREADS, len(os.sched_getaffinity(0)))
     faults = _share(directory, manifest, comm, threads, start)
     return FaultReport(
         directory=str(directory),
@@ -74,7 +178,7 @@ def check_directory(directory: Path) -> None:
 
 
 def _manifest(directory: Path) -> tuple[Manifest | Fault, tuple[str, ...]]:
-    """Return the manifest, or what is wrong with it, and the leftovers beside it."""
+    """Return the manifest, or its fault, and the leftovers in the directory."""
     check_directory(directory)
     try:
         manifest = Manifest.read(directory)
@@ -90,24 +194,18 @@ def _share(
     mine = range(comm.rank, len(manifest.shards), comm.size)
     advance = followed(start, sum(manifest.shards[index].num_bytes for index in mine))
     faults: list[Fault] = []
+    check = partial(_check_shard, directory, manifest, advance=advance)
     with ThreadPoolExecutor(threads) as pool:
-
-        def check() -> Iterator[None]:
-            one = partial(check_shard, directory, manifest, advance=advance)
-            for found in pool.map(one, mine):
-                faults.extend(found)
-                yield
-
-        in_turns(comm, check())
+        in_turns(comm, pool.map(check, mine), faults.extend)
     together = [fault for found in comm.allgather_object(faults) for fault in found]
     return tuple(sorted(together, key=lambda fault: fault.shard or 0))
 
 
-def check_shard(directory: Path, manifest: Manifest, index: int, advance: Advance) -> list[Fault]:
-    """Read all of a shard, once, and once more if it is damaged; tell what is wrong with it."""
+def _check_shard(directory: Path, manifest: Manifest, index: int, advance: Advance) -> list[Fault]:
+    """Read all of a shard, once, and once more if it is damaged; return its faults."""
     shard = manifest.shards[index]
     try:
-        blocks = ShardBlocks(directory, manifest, index)
+        check = _ShardCheck(directory, manifest, index)
     except OSError as error:
         advance(shard.num_bytes)
         return [
@@ -120,22 +218,36 @@ def check_shard(directory: Path, manifest: Manifest, index: int, advance: Advanc
             )
         ]
     try:
-        return _ShardCheck(blocks).faults(advance)
+        return check.faults(advance)
     finally:
-        blocks.close_hdf5()
+        check.close_hdf5()
 
 
-class _ShardCheck:
-    def __init__(self, blocks: ShardBlocks) -> None:
-        self._blocks = blocks
-        self._fault = partial(Fault, file=blocks.shard.file, shard=blocks.number)
+class _ShardCheck(RawShard):
+    """Reads the blocks of one shard, whatever state its file is in.
+
+    Differs from the reader of training: no memory map, as a page that the disk cannot read would
+    end the process; no check at open, as the undamaged samples of a damaged file are wanted; and
+    HDF5 is asked only where the manifest has no offset, as damaged metadata can lead it anywhere.
+    """
+
+    def __init__(self, directory: Path, manifest: Manifest, index: int) -> None:
+        super().__init__(directory / manifest.shards[index].file, manifest, index)
+        self._num_blocks = manifest.num_blocks(self.shard)
+        self._first_sample = manifest.samples_of(index)[0]
+        self._fault = partial(Fault, file=self.shard.file, shard=index)
 
     def faults(self, advance: Advance) -> list[Fault]:
-        shard = self._blocks.shard
-        is_as_written = self._blocks.file_crc32(advance) == shard.crc32
-        found = self._size()
+        """Return the faults of the shard; ``advance`` gets the bytes that are done."""
+        shard, num_bytes = self.shard, os.fstat(self.descriptor).st_size
+        is_as_written = self._file_crc32(num_bytes, advance) == shard.crc32
+        found = []
+        if num_bytes != shard.num_bytes:
+            how = "was cut off" if num_bytes < shard.num_bytes else "has grown"
+            what = f"{how}: it has {num_bytes} bytes, by its manifest {shard.num_bytes}"
+            found.append(self._fault(what=what))
         for name in shard.places:
-            if not is_as_written or not self._blocks.holds(name):
+            if not is_as_written or not self._has_values(name):
                 found += self._field(name)
         if not found and not is_as_written:
             found.append(
@@ -146,32 +258,48 @@ class _ShardCheck:
             )
         return found
 
-    def _size(self) -> list[Fault]:
-        have, want = self._blocks.num_bytes, self._blocks.shard.num_bytes
-        if have == want:
-            return []
-        how = "was cut off" if have < want else "has grown"
-        return [self._fault(what=f"{how}: it has {have} bytes, by its manifest {want}")]
+    def _file_crc32(self, num_bytes: int, advance: Advance) -> int | None:
+        """Return the crc32 of all bytes of the file; None where the disk cannot read some."""
+        crc: int | None = 0
+        buffer = memoryview(bytearray(min(PIECE_BYTES, num_bytes)))
+        for start in range(0, num_bytes, PIECE_BYTES):
+            piece = buffer[: num_bytes - start]
+            try:
+                read_into(self.descriptor, [piece], start, len(piece))
+            except OSError:
+                crc = None
+            else:
+                crc = None if crc is None else crc32(piece, crc)
+            advance(len(piece))
+        return crc
+
+    def _has_values(self, name: str) -> bool:
+        """Return whether this file has the values: what only HDF5 can read may be elsewhere."""
+        with suppress(*_UNREADABLE):
+            self.values_of(name, ChunkCache(0))
+            return True
+        return False
 
     def _field(self, name: str) -> list[Fault]:
         """Compare the blocks of a field with their checksums, and these with the manifest."""
-        blocks = self._blocks
         fault = partial(self._fault, field=name)
+        firsts = np.arange(self._num_blocks + 1) * self._manifest.block_size
+        bounds = np.minimum(firsts, self.shard.num_samples)
         try:
-            bounds = blocks.bounds(name)
-        except UNREADABLE as error:
-            numbers = tuple(range(blocks.num_blocks))
+            if self._manifest.fields[name].ragged:
+                bounds = self.index(name)[bounds]
+        except _UNREADABLE as error:
+            numbers = tuple(range(self._num_blocks))
             what = f"has a damaged index of field {name}: {reason_of(error)}"
-            everything = (blocks.samples(0, blocks.num_blocks),)
-            return [fault(what=what, blocks=numbers, samples=everything)]
-        crcs = blocks.crcs(name, bounds)
+            return [fault(what=what, blocks=numbers, samples=self._samples(numbers))]
+        crcs = self._crcs(name, bounds)
         found = np.array([crc or 0 for crc in crcs], "<u4")
         is_read = np.array([crc is not None for crc in crcs])
         try:
-            table = blocks.table(name)
-        except UNREADABLE:
+            table = self.table(name)
+        except _UNREADABLE:
             table = None
-        if is_read.all() and crc32(found.data) == blocks.shard.places[name].crc32:
+        if is_read.all() and crc32(found.data) == self.shard.places[name].crc32:
             if table is not None and np.array_equal(table, found):
                 return []
             return [fault(what=f"has damaged checksums of field {name}; its samples are whole")]
@@ -179,12 +307,27 @@ class _ShardCheck:
         if not bad.any():
             bad = np.ones_like(bad)  # a shard in itself, but of another data set
         numbers = tuple(np.flatnonzero(bad).tolist())
+        blocks = f"block{'s' * (len(numbers) != 1)} {format_numbers(numbers)} of field {name}"
         has = "has" if len(numbers) == 1 else "have"
         why = f"{has} changed" if is_read[bad].any() else "cannot be read"
-        return [
-            fault(
-                what=f"is damaged: {name_blocks(numbers)} of field {name} {why}",
-                blocks=numbers,
-                samples=merged(blocks.samples(block, block + 1) for block in numbers),
-            )
-        ]
+        what = f"is damaged: {blocks} {why}"
+        return [fault(what=what, blocks=numbers, samples=self._samples(numbers))]
+
+    def _crcs(self, name: str, bounds: Array) -> list[int | None]:
+        """Return the crc32 of each block of a field, decoded; None where it cannot be read."""
+        found: list[int | None] = [None] * self._num_blocks
+        with suppress(*_UNREADABLE):
+            values = self.values_of(name, ChunkCache(0))  # which keeps the last chunk alone
+            for block in range(self._num_blocks):
+                start, stop = int(bounds[block]), int(bounds[block + 1])
+                with suppress(*_UNREADABLE):
+                    rows = values.between(start, stop) if start < stop else np.empty(0, "u1")
+                    found[block] = crc32(np.ascontiguousarray(rows).data)
+        return found
+
+    def _samples(self, blocks: Iterable[int]) -> tuple[Range, ...]:
+        """Return the samples of the data set that are in some blocks."""
+        size, first, count = self._manifest.block_size, self._first_sample, self.shard.num_samples
+        return merged(
+            (first + block * size, first + min((block + 1) * size, count)) for block in blocks
+        )

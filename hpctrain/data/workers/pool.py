@@ -40,10 +40,10 @@ _NAMED = 5  # samples and files that an error names
 
 
 class DecodePool:
-    """Processes that take samples and transform them; the tensors come back without a copy.
+    """Processes that take samples and transform them; the tensors are returned without a copy.
 
-    Safe beside MPI and threads: nothing forks in this process, and the others never run the
-    user's script. What the script defines travels by value, all else is imported by its name.
+    Safe with MPI and threads: nothing forks in this process, and the others never run the
+    user's script. Names that the script defines are sent by value, all others are imported.
 
     Threads that ask for batches share the workers. One that dies, takes too long, or cannot load
     the data set or the transform, fails every batch that is not there yet.
@@ -58,7 +58,7 @@ class DecodePool:
         *,
         any_ranks: bool = False,
     ) -> None:
-        """Start the processes and return; they load while this process goes on.
+        """Start the processes and return; they load while this process continues.
 
         A worker may take ``timeout_s`` for a batch, or to load; ``inf`` for ever. ``any_ranks``
         refuses a transform whose random numbers depend on the number of ranks: one of whole
@@ -76,8 +76,8 @@ class DecodePool:
         """Let the next free worker take and transform samples, and wait for the batch.
 
         Random numbers of the transform begin with seed, epoch and samples. Raises ``DataError``:
-        the pool was closed, or a worker died or was ended; then it says where. ``Exception``: what
-        ``take`` or the transform raised, with the user's frames in a note.
+        the pool was closed, or a worker died or was ended; the error names the sample.
+        ``Exception``: raised by ``take`` or the transform, with the user's frames in a note.
         """
         worker = self._free.get()
         try:
@@ -88,12 +88,12 @@ class DecodePool:
             self._free.put(worker)
 
     def close(self) -> None:
-        """End all workers; what is not there yet fails. Harmless the second time."""
+        """End all workers; batches that are not finished fail. Harmless the second time."""
         self._end()
 
 
 class _Task(NamedTuple):
-    """What a worker does with a request."""
+    """Work of a worker for one request."""
 
     dataset: "Samples"
     transform: Transform | None
@@ -172,7 +172,7 @@ class _Worker:
         return self._connection.recv()
 
     def _work(self, indices: NDArray[np.int64]) -> str:
-        """Name the sample that the worker is at, or those of its batch, and their files."""
+        """Name the sample in work, or the samples of the batch, and their files."""
         sample = self._processes.notes[self._number].sample
         found = indices.tolist() if sample is None else [sample]
         files = dict.fromkeys(filter(None, (file_of(self._dataset, each) for each in found)))
@@ -199,7 +199,7 @@ def _pickled(task: _Task) -> bytes:
     except Exception as error:
         raise DataError(
             f"data set and transform go to other processes, so they must pickle, but: {error}; "
-            f"leave out what does not (open files, locks, generators), or transform in threads: "
+            f"leave out open files, locks and generators, or transform in threads: "
             f"workers=0"
         ) from error
 

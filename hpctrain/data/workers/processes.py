@@ -1,6 +1,6 @@
 """The processes of a decode pool: a server without MPI and threads, and the workers it forks.
 
-The server is a program of its own and not a fork of the rank: a fork copies what threads and MPI
+The server is a separate program and not a fork of the rank: a fork copies what threads and MPI
 hold at that instant. It never sees the user's script, whose ``from mpi4py import MPI`` would join
 a world that it is no part of. Workers are forks of the server, so that torch is imported once.
 """
@@ -10,7 +10,6 @@ import faulthandler
 import json
 import mmap
 import os
-import pickle
 import signal
 import socket
 import subprocess
@@ -20,8 +19,9 @@ import traceback
 from importlib import import_module
 from multiprocessing import reduction
 from multiprocessing.connection import Connection, wait
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
+import cloudpickle  # type: ignore[import-untyped]
 import numpy as np
 import torch
 
@@ -41,13 +41,6 @@ sys.path[:] = given["path"]
 from hpctrain.data.workers.processes import serve
 serve(given["workers"], given["notes"], given["control"])
 """
-
-
-class _Death(NamedTuple):
-    """How a worker came to its end."""
-
-    pid: int
-    code: int
 
 
 class Processes:
@@ -85,7 +78,7 @@ class Processes:
         self.workers = [Connection(os.dup(mine.fileno())) for mine in self._sockets[:-1]]
         self._control = Connection(os.dup(self._sockets[-1].fileno()))
         self._asking = threading.Lock()
-        self._deaths: dict[int, _Death] = {}
+        self._deaths: dict[int, tuple[int, int]] = {}
         self.error: BaseException | None = None
 
     def fail(self, error: BaseException) -> BaseException:
@@ -94,33 +87,35 @@ class Processes:
         return self.error
 
     def death_of(self, number: int) -> DataError:
-        """Say how a worker came to its end."""
-        death = self._wait_for_death(number)
+        """Return the error for a worker that has ended."""
         story = "could not be started, or ended with its server"
-        if death is not None:
-            story = f"(process {death.pid}) {_cause(death.code)}"
+        if death := self._wait_for_death(number):
+            pid, code = death
+            signalled = f"was killed by {signal.Signals(-code).name}" if code < 0 else ""
+            story = f"(process {pid}) {signalled or f'ended with exit code {code}'}"
         return DataError(
             f"decode worker {number} of {len(self.workers)} {story}; see what it printed, and "
             f"whether the job's memory is enough for its workers{self._stack_of(number)}"
         )
 
     def abort(self, number: int, limit_s: float, work: str) -> DataError:
-        """End a worker that has exceeded a limit at some work, and say where it was."""
+        """End a worker that has exceeded a limit at some work, and return the error."""
         with self._asking, contextlib.suppress(OSError):
             self._control.send(number)
         death = self._wait_for_death(number)
-        process = f" (process {death.pid})" if death else ""
+        process = f" (process {death[0]})" if death else ""
         return DataError(
             f"decode worker {number} of {len(self.workers)}{process} must answer within "
             f"{limit_s:g} s and was still at {work}; see where it stands, or raise "
             f"worker_timeout_s{self._stack_of(number)}"
         )
 
-    def _wait_for_death(self, number: int) -> _Death | None:
+    def _wait_for_death(self, number: int) -> tuple[int, int] | None:
+        """Return the process and the exit code of a worker that has ended."""
         with self._asking, contextlib.suppress(OSError, EOFError):
             while number not in self._deaths and self._control.poll(END_S):
-                worker, *death = self._control.recv()
-                self._deaths[worker] = _Death(*death)
+                worker, pid, code = self._control.recv()
+                self._deaths[worker] = pid, code
         return self._deaths.get(number)
 
     def _stack_of(self, number: int) -> str:
@@ -151,18 +146,12 @@ def _environment() -> dict[str, str]:
     return kept | dict.fromkeys(threads, "1") | {"MPI4PY_RC_INITIALIZE": "0"}
 
 
-def _cause(code: int) -> str:
-    if code >= 0:
-        return f"ended with exit code {code}"
-    return f"was killed by {signal.Signals(-code).name}"
-
-
 _NONE = -1
-_MODULES = "\n\nExtension modules: "  # what ``faulthandler`` writes behind the stacks
+_MODULES = "\n\nExtension modules: "  # ``faulthandler`` writes this after the stacks
 
 
 class Notes:
-    """A page for the sample under way, and behind it what ``faulthandler`` writes at a signal."""
+    """A page for the number of the sample in work, followed by the output of ``faulthandler``."""
 
     def __init__(self, descriptor: int | None = None) -> None:
         """Make the memory, or map that of the process from which a descriptor was inherited."""
@@ -171,7 +160,7 @@ class Notes:
             os.ftruncate(descriptor, mmap.PAGESIZE)
         self._file = os.fdopen(descriptor, "r+b", buffering=0)
         self._sample = np.frombuffer(mmap.mmap(descriptor, mmap.PAGESIZE), np.int64, 1)
-        self.end_samples()
+        self.note(None)
 
     @property
     def descriptor(self) -> int:
@@ -180,17 +169,13 @@ class Notes:
 
     @property
     def sample(self) -> int | None:
-        """The sample under way; None between samples and for what takes a batch as a whole."""
+        """The sample in work; None between samples and for transforms of whole batches."""
         number = int(self._sample[0])
         return None if number == _NONE else number
 
-    def begin_sample(self, index: int) -> None:
-        """Note that the work on a sample begins."""
-        self._sample[0] = index
-
-    def end_samples(self) -> None:
-        """Note that no sample is under way."""
-        self._sample[0] = _NONE
+    def note(self, index: int | None) -> None:
+        """Note that the work on a sample begins, or with None that there is none in progress."""
+        self._sample[0] = _NONE if index is None else index
 
     def catch_signals(self) -> None:
         """Let signals that end this process, SIGABRT too, write the stacks of its threads."""
@@ -198,28 +183,28 @@ class Notes:
         faulthandler.enable(self.descriptor)
 
     def stack(self) -> str:
-        """Return what a signal has made the worker write; empty if nothing has."""
+        """Return the stack that the worker wrote at a signal, or an empty string."""
         with contextlib.suppress(OSError, ValueError):  # closed meanwhile
             size = os.fstat(self.descriptor).st_size - mmap.PAGESIZE
             text = os.pread(self.descriptor, size, mmap.PAGESIZE).decode(errors="replace")
-            # The signal is named in a paragraph of its own, before the stacks.
+            # The signal is named in a separate paragraph, before the stacks.
             return text.partition(_MODULES)[0].partition("\n\n")[2].strip()
         return ""
 
     def close(self) -> None:
-        """Forget what was written."""
+        """Free the memory."""
         self._file.close()
 
 
 _Alive: TypeAlias = dict[int, tuple[int, int]]
 """Number and process of each worker, by a pipe that ends with it."""
 
-GRACE_S = 1.0  # how long a worker may go on after the rank has closed the pool, or is dead
+GRACE_S = 1.0  # how long a worker may continue after the rank has closed the pool, or is dead
 STACK_S = 2.0  # how long a worker that must end may take to write its stack before it is killed
 
 
 def serve(workers: list[int], notes: list[int], control: int) -> None:
-    """Fork the workers, tell the rank which ones die, and end them all when the rank is gone.
+    """Fork the workers, report deaths to the rank, and end all workers when the rank is gone.
 
     The numbers are descriptors: a socket to the rank and memory for ``Notes`` for each worker,
     and a socket for the server itself, which ends the worker whose number comes.
@@ -247,7 +232,7 @@ def serve(workers: list[int], notes: list[int], control: int) -> None:
 
 
 def _watch(rank: "Connection[Any, Any]", alive: _Alive) -> None:
-    """Tell the rank of each end; end the worker that it names, which writes its stack before."""
+    """Report each end to the rank; end the worker that it names, which writes its stack before."""
     while True:
         for ready in wait([rank, *alive]):
             if ready is rank:
@@ -260,7 +245,7 @@ def _watch(rank: "Connection[Any, Any]", alive: _Alive) -> None:
 
 
 def _abort(pid: int, end: int) -> None:
-    # A worker that was stopped writes its stack once it goes on.
+    # A worker that was stopped writes its stack once it continues.
     for kind in (signal.SIGABRT, signal.SIGCONT):
         os.kill(pid, kind)
     if not wait([end], STACK_S):
@@ -275,7 +260,7 @@ def _run(descriptor: int, notes: int) -> None:
         code = 0
     except (EOFError, ConnectionError):
         code = 0  # the rank is gone, or has closed the pool
-    except BaseException:  # this process has nobody above
+    except BaseException:  # this process has no caller
         traceback.print_exc()
     finally:
         os._exit(code)
@@ -288,8 +273,8 @@ def _work(rank: "Connection[Any, Any]", notes: Notes) -> None:
     outbox = Outbox()
     rank.send("started")
     try:
-        task = pickle.loads(rank.recv_bytes())  # noqa: S301 - of the rank that started us
-    except Exception as error:  # what a user's module raises at its import
+        task = cloudpickle.loads(rank.recv_bytes())
+    except Exception as error:  # raised by a user's module at its import
         rank.send(_failure(error))
         return
     rank.send("ready")
@@ -299,14 +284,14 @@ def _work(rank: "Connection[Any, Any]", notes: Notes) -> None:
         try:
             # Random numbers depend on the samples, not on which worker happened to get them.
             begin_generators(indices, epoch, seed)
-            value = task(indices, epoch, seed, notes.begin_sample)
+            value = task(indices, epoch, seed, notes.note)
             parcel, descriptor = outbox.pack(value, offered)
             del value
         except Exception as error:  # the rank raises it
             rank.send(_failure(error))
             continue
         finally:
-            notes.end_samples()
+            notes.note(None)
         rank.send(parcel)
         if descriptor is not None:
             reduction.send_handle(rank, descriptor, 0)

@@ -1,4 +1,4 @@
-"""Values of another process: tensors lie in memory that both map, the rest travels as bytes."""
+"""Values of another process: tensors are in memory that both map, the rest is sent as bytes."""
 
 import io
 import mmap
@@ -22,12 +22,12 @@ _SAME_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True, slots=True)
 class ShmMessage:
-    """What the sender says about a value: its tensors lie in a segment."""
+    """Message about a value whose tensors are in a segment."""
 
     payload: bytes  # the value without its tensors and arrays
     pieces: tuple[tuple[int, int], ...]
     """First byte and number of bytes of each of those in the segment."""
-    segment: int | None  # number of the segment; None where there is nothing to lie in one
+    segment: int | None  # number of the segment; None without tensors
     new_bytes: int
     """Size of a segment that the receiver does not know yet; 0 for one that it offered."""
 
@@ -42,7 +42,7 @@ class Outbox:
     def pack(self, value: object, offered: int | None) -> tuple[ShmMessage, int | None]:
         """Write a value, anything that pickles, to the offered segment if it fits, else a new one.
 
-        Then both sides part with the one that was offered. Returns what the receiver needs, and
+        Then both sides drop the one that was offered. Returns what the receiver needs, and
         the descriptor of a new segment: the caller sends and closes it.
         """
         arrays: list[pickle.PickleBuffer] = []
@@ -89,7 +89,7 @@ class Inbox:
         self._free: list[int] = []
 
     def offer(self) -> tuple[int | None, tuple[int, ...]]:
-        """Return a free segment for the next value, and those the sender shall forget."""
+        """Return a free segment for the next value, and those the sender must unmap."""
         surplus = tuple(self._free.pop(0) for _ in range(len(self._free) - _KEPT))
         for segment in surplus:
             del self._segments[segment]
@@ -102,32 +102,32 @@ class Inbox:
             self._free.append(offered)
 
     def unpack(self, parcel: ShmMessage, offered: int | None, descriptor: int | None) -> Any:
-        """Return the value; its tensors lie in the segment, which stays until they are gone."""
+        """Return the value; its tensors are in the segment, which stays until they are freed."""
         segment = parcel.segment
         if segment != offered and offered is not None:
             del self._segments[offered]
         if segment is None:
             nothing = [bytearray() for _ in parcel.pieces]
-            return pickle.loads(parcel.payload, buffers=nothing)  # noqa: S301 - our child
+            return cloudpickle.loads(parcel.payload, buffers=nothing)
         if descriptor is not None:
             self._segments[segment] = mmap.mmap(descriptor, parcel.new_bytes)
         # All views of this array keep it, so its end is the end of the last tensor.
         whole = np.frombuffer(self._segments[segment], np.uint8)
         weakref.finalize(whole, self._free.append, segment).atexit = False
         views = [whole[start : start + num_bytes] for start, num_bytes in parcel.pieces]
-        return pickle.loads(parcel.payload, buffers=views)  # noqa: S301 - our own child wrote it
+        return cloudpickle.loads(parcel.payload, buffers=views)
 
 
 def portable(error: Exception) -> Exception:
     """Return an error that another process can make again: it, or one of ours with its text."""
     try:
-        copy = pickle.loads(pickle.dumps(error))  # noqa: S301 - many can be pickled, not made again
+        copy = cloudpickle.loads(pickle.dumps(error))  # many can be pickled, but not made again
     except Exception:  # whatever a foreign class does when it is pickled
         copy = None
     if type(copy) is type(error):
         return error
     text = f"{type(error).__name__}: {error}"
-    # What is damaged may be left out, which all ranks must do or none.
+    # Damaged samples may be skipped, by all ranks or none.
     if isinstance(error, CorruptError):
         return CorruptError(text, error.start, error.stop)
     made = DataError(text)

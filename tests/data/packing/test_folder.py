@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from hpctrain.core.errors import DataError
-from hpctrain.data.format.layout import CLASSES, read_classes
+from hpctrain.data.format.dataset_manifest import CLASSES, read_classes
 from hpctrain.data.tools.info import info
 from hpctrain.data.tools.rewriting import Shape, reshard
 from tests.data.packing.makers import picture
@@ -91,14 +91,14 @@ def test_a_class_has_a_name_that_is_a_line_of_text(photos, packed, tmp_path):
     assert read_classes(tmp_path / "packed") == ("cat", "dog\u2028\x0b")
     for name in (b"cat\xff", b"two\nlines"):
         odd = (photos / "cat").rename(photos / os.fsdecode(name))
-        with pytest.raises(DataError, match=r"one line of text in UTF-8.*; rename it"):
+        with pytest.raises(DataError, match=r"one line of UTF-8.*; rename it"):
             packed(photos)
         odd.rename(photos / "cat")
 
 
 def test_a_class_without_images_never_shifts_the_numbers_of_others(photos, packed):
     (photos / "cow").mkdir()
-    with pytest.raises(DataError, match=r"none below .*/cow; bring them back, or remove"):
+    with pytest.raises(DataError, match=r"none below .*/cow; restore them or remove"):
         packed(photos)
     (photos / "cow").rename(photos / ".cow")
     assert packed(photos)[0].manifest.classes == ("cat", "dog")
@@ -107,7 +107,7 @@ def test_a_class_without_images_never_shifts_the_numbers_of_others(photos, packe
 @pytest.mark.parametrize("name", ["cow", "cow.v2", "dog/more", "dog/z.png"])
 def test_a_link_to_a_folder_that_is_gone_is_told(photos, packed, name):
     (photos / name).symlink_to("/nowhere/cow")
-    with pytest.raises(DataError, match=rf"{name} leads to /nowhere/cow, which is not there; "):
+    with pytest.raises(DataError, match=rf"{name} leads to /nowhere/cow, which is missing; "):
         packed(photos)
 
 
@@ -132,7 +132,7 @@ def test_a_pipe_or_a_socket_is_told_before_it_is_opened(photos, packed, monkeypa
 def test_a_pattern_leaves_out_no_file_that_is_gone(tmp_path, packed):
     np.save(tmp_path / "0.npy", np.arange(3))
     (tmp_path / "1.npy").symlink_to(tmp_path / "gone.npy")
-    with pytest.raises(DataError, match=r"1.npy leads to .*gone.npy, which is not there"):
+    with pytest.raises(DataError, match=r"1.npy leads to .*gone.npy, which is missing"):
         packed(f"{tmp_path}/*.npy")
 
 

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from hpctrain.core.errors import DataError
-from hpctrain.data.format.layout import MANIFEST
+from hpctrain.data.format.dataset_manifest import MANIFEST
 from hpctrain.data.packing.pack import PackConfig, pack
 from tests.data.packing.makers import (
     claiming,
@@ -45,7 +45,7 @@ def texts_of_two_dimensions(file, name):
 
 ARRAYS = [
     ({"a.npz": npz(x=X, y=Y[:7])}, {}, "same number of samples"),
-    ({"a.npz": npz(x=X, y=3)}, {}, "counts samples"),
+    ({"a.npz": npz(x=X, y=3)}, {}, "needs a first dimension, of samples"),
     ({"a.npz": npz(x=np.array(["a", "b"]))}, {}, "convert it first"),
     ({"a.npz": npz(x=np.array([None, 1]))}, {}, "cannot be read as an array of numbers"),
     ({"a.npz": npz()}, {}, "no array"),
@@ -64,20 +64,20 @@ ARRAYS = [
 HDF5 = [
     ({"a.h5": hdf5(x=X, short=Y[:3])}, {}, r"same number of samples.*'short': 3"),
     ({"a.h5": hdf5(x=X)}, {"fields": {"y": "/labels"}}, "got 'labels'"),
-    ({"a.h5": hdf5(x=3)}, {}, "counts samples"),
+    ({"a.h5": hdf5(x=3)}, {}, "needs a first dimension, of samples"),
     ({"a.h5": hdf5(z=np.zeros(5, complex))}, {}, "convert it first"),
     ({"a.h5": hdf5(t=texts_of_two_dimensions)}, {}, r"one dimension, .*:/t has \(5, 2\)"),
     ({"a.h5": hdf5(x=X)[:100]}, {}, r"a.h5 cannot be read as an HDF5 file"),
 ]
 
-QUOTE = r"the row of line {} of .*t.csv is not so .*close the quote"
+QUOTE = r"the row of line {} of .*t.csv does not: .*close the quote"
 LOSSY = f"a,f,t\n300,0.5,x\n{2**53 + 1},1e5,y\n"
 LONG = "x" * 3 * 2**20
 CSV = [
     ({"t.csv": "a,b\n1,2\n"}, {"fields": {"x": "a,c"}}, r"array of .*t\.csv.* \(a, b\) .*got 'c'"),
     ({"t.csv": "a,b\n"}, {}, "has no rows"),
     ({"t.csv": "a,a\n1,2\n"}, {"fields": {"x": "a"}}, "has 2 named a"),
-    ({"t.csv": "a,t\n1,x\n"}, {"fields": {"x": "a,t"}}, "one number a row, column t"),
+    ({"t.csv": "a,t\n1,x\n"}, {"fields": {"x": "a,t"}}, "one number a row, but column t"),
     ({"t.csv": "a,b\n1,2\nNA,3\n"}, {}, "column a of .*t.csv has 'NA', which i8 cannot hold"),
     (
         {"0.tsv": "a\n1\n", "1.tsv": "a\nx\n"},
@@ -94,22 +94,30 @@ CSV = [
     ({"t.csv": 'a,b\n1,"x"\n2,"y""\n'}, {}, QUOTE.format(3)),
     ({"t.csv": 'a,b\r\n1,"x\r\ny"\r\n2,z"z\r\n3,"z\r\n4,z'}, {}, QUOTE.format(5)),
     ({"t.csv": 'a,"b\n1,2\n'}, {}, QUOTE.format(1)),
-    ({"t.csv": f'a,b\n1,z\n2,"{LONG}"\n'}, {}, r"at most 1.0 MiB: the row of line 3 of .*t.csv"),
-    ({"t.csv": f'a,b\n1,z\n2,"{LONG}\n'}, {}, r"the row of line 3 of .*t.csv is not so"),
+    (
+        {"t.csv": f'a,b\n1,z\n2,"{LONG}"\n'},
+        {},
+        r"at most 1.0 MiB, but the row of line 3 of .*t.csv",
+    ),
+    ({"t.csv": f'a,b\n1,z\n2,"{LONG}\n'}, {}, r"the row of line 3 of .*t.csv does not"),
     *(
-        ({"t.csv": f"a,b\n1,2\n{row}\n3,4\n"}, {}, r"of line 3 of .*t.csv, which cannot be read")
+        ({"t.csv": f"a,b\n1,2\n{row}\n3,4\n"}, {}, r"of line 3 of .*t.csv has .*cannot be read")
         for row in ("1,2,", ",,,,", "1")
     ),
     ({"t.csv": LOSSY}, {"fields": {"x": "a:i1"}}, "column a .* has '300', which i1 cannot hold"),
     ({"t.csv": LOSSY}, {"fields": {"x": "f:i4"}}, "has '0.5', which i4 cannot hold"),
     ({"t.csv": LOSSY}, {"fields": {"x": "f:f2"}}, "holds 100000.0, which f2 cannot hold"),
     ({"t.csv": LOSSY}, {"fields": {"x": "t:f4"}}, "has 'x', which f4 cannot hold"),
-    ({"t.csv": LOSSY}, {"fields": {"x": "a,f"}}, "changes whole numbers of column a"),
+    ({"t.csv": LOSSY}, {"fields": {"x": "a,f"}}, "changes integers of column a"),
     ({"t.csv": LOSSY}, {"fields": {"x": "a:f16"}}, "got 'a:f16'"),
 ]
 
 PARQUET = [
-    ({"t.parquet": parquet(a=[1])}, {"fields": {"x": "a:text"}}, "numbers have a type such as f4"),
+    (
+        {"t.parquet": parquet(a=[1])},
+        {"fields": {"x": "a:text"}},
+        "type of numbers must be one such as f4",
+    ),
     ({"t.parquet": b"nothing"}, {}, "cannot be read as a table"),
     ({"t.arrow": b"nothing"}, {}, "cannot be read as a table"),
     ({"t.arrow": b""}, {}, "cannot be read as a table"),
@@ -166,17 +174,17 @@ TAR = [
     (
         {"0.tar": tar(("same.cls", b"1"), ("same.cls", b"2"))},
         {},
-        r"0.tar:/same has two .cls; give each sample a name",
+        r"0.tar:/same has two .cls; give each sample its own name",
     ),
     (
         {"0.tar": tar(("a.cls", b"1"), ("a.txt", b"1"), ("b.txt", b"1"), ("a.txt", b"1"))},
         {"fields": {"x": "txt"}},
-        r"a .txt of .*0.tar:/a comes after those of others; wr",
+        r"a .txt of .*0.tar:/a follows other samples; rewrite",
     ),
     (
         {"0.tar": tar(("a.id", b"1"), ("b.id", BIG))},
         {},
-        r"those of field id of .*0.tar are of 64 bits .*as bytes",
+        r"field id of .*0.tar has signed .* of 64 bits, .*pack bytes",
     ),
     ({"0.tar": sparse(6 * 10**9)}, {}, r"at most 1.0 GiB together, .*a claims 5.6 GiB"),
     *(
@@ -196,10 +204,14 @@ TAR = [
 
 TWO = {"cat/a.png": png(0), "dog/b.png": png(1)}
 FOLDERS = [
-    (TWO | {"stray.png": png(2)}, {}, r"stray.png lies beside"),
+    (TWO | {"stray.png": png(2)}, {}, r"stray.png is next to"),
     (TWO | {"dog/a.npy": npy([1])}, {}, "2 images and 1 arrays"),
     (TWO | {"dog/b.png": half(png(1))}, {}, r"b.png cannot be read as an image"),
-    (TWO | {"cow/notes.txt": ""}, {}, r"is one and has images, there is none below .*/cow; br"),
+    (
+        TWO | {"cow/notes.txt": ""},
+        {},
+        r"must have images, but there is none below .*/cow; restore",
+    ),
     ({"a/1.npy": npy(X)}, {"resize": (2, 2)}, "for images"),
     (
         {f"{i:03}.png": png(i, 4, 2 if i == 1 else 4) for i in range(200)},
@@ -210,7 +222,7 @@ FOLDERS = [
         (
             {"a.tif": image(Image.fromarray(np.full((4, 4), 1000, dtype)), "tiff")},
             {},
-            r"in 8 bits, .*a.tif has more.*--encoded",
+            r"must have 8 bits, but .*a.tif has more.*--encoded",
         )
         for dtype in (np.uint16, np.int32, np.float32)
     ),
@@ -231,7 +243,7 @@ def none(text): return None
 TEXT = {"1.txt": "some words\n", "refused_tokens.py": TOKENS}
 TEXTS = [
     (TEXT, {"length": 999}, "as many as 999 bytes"),
-    (TEXT, {"tokenizer": "refused_tokens:wrong"}, "whole numbers in a row"),
+    (TEXT, {"tokenizer": "refused_tokens:wrong"}, "a list of integers"),
     (TEXT, {"tokenizer": "refused_tokens:none"}, "none returned object"),
     (TEXT, {"tokenizer": "refused_tokens:nothing"}, "has no nothing"),
     (TEXT, {"tokenizer": "nowhere:f"}, "there is no module nowhere"),
@@ -281,12 +293,12 @@ def test_files_that_cannot_be_packed_are_refused(tmp_path, monkeypatch, files, c
     ("source", "words"),
     [
         ([], "at least one sample"),
-        ([3], "a sample is a dict"),
+        ([3], "a sample must be a dict"),
         ([{"x": 1}, {"y": 1}], "item 1 of list lacks x and has y besides"),
         ([{"x": np.zeros((2, 3))}, {"x": np.zeros((2, 4))}], r"have the shape \(length, \*\(3,\)"),
         ([{"x": 1}, {"x": [1]}], "no length"),
         ([{"x": object()}], "convert it first"),
-        ([{"x": [[1, 2], [3]]}], "x of item 0 of list is not: .*convert it first"),
+        ([{"x": [[1, 2], [3]]}], "x of item 0 of list, but: .*convert it first"),
         ({"x": [1, 2, 3]}, "dict gives one dict; yield a dict for each sample"),
         (lambda: {"x": [1, 2, 3]}, "gives one dict"),
         (lambda: None, "gives one NoneType"),
@@ -296,7 +308,7 @@ def test_files_that_cannot_be_packed_are_refused(tmp_path, monkeypatch, files, c
         ("tests.data.packing.makers:nothing", "has no nothing"),
         ("nothing", "there is no nothing"),
         ("*.bin", r"there is no \*.bin"),
-        (__file__, "does not say what it is"),
+        (__file__, "must end in one of .*give its kind"),
     ],
 )
 def test_what_else_cannot_be_packed_is_refused(tmp_path, source, words):

@@ -231,5 +231,7 @@ def test_a_number_that_a_type_cannot_hold_is_refused(tmp_path, packed):
 def test_what_is_shuffled_in_memory_must_fit_there(tmp_path, packed, monkeypatch):
     (tmp_path / "t.csv").write_text("a,b\n" + "1,2\n" * 99)
     monkeypatch.setattr(pack_module, "SHUFFLED_BYTES", 1000)
-    with pytest.raises(DataError, match=r"in 1000 B, but they take more; leave out --shuffle"):
+    with pytest.raises(
+        DataError, match=r"into 1000 B on every rank, but they take more; leave out --shuffle"
+    ):
         packed(tmp_path / "t.csv", shuffle=0)

@@ -140,7 +140,7 @@ def test_the_way_out_of_a_column_of_another_type_keeps_all_columns(tmp_path, pac
     said = str(caught.value)
     rest = "--field my_class='my class' --field text=text"
     assert f"take floats: --field float=float:f8 {rest}, or keep" in said
-    assert said.endswith(f"as it is written: --field float=float:text {rest}")
+    assert said.endswith(f"keep its text: --field float=float:text {rest}")
     fields = {"float": "float:f8", "my_class": "my class", "text": "text"}
     _, found = packed(tmp_path / "t.csv", fields=fields)
     assert np.array_equal(found["float"], [1, 2, np.nan], equal_nan=True)

@@ -2,10 +2,10 @@
 
 A data set is a directory of HDF5 shards and ``manifest.json``, which is written last: without it
 there is no data set. A shard holds ``/data/<field>`` with shape ``(n, ...)``, ``/crc/<field>``
-with the crc32 of each block of samples, and attributes that tell the same as the manifest.
+with the crc32 of each block of samples, and attributes that repeat the manifest.
 
-Samples of a ragged field lie one after another in ``/data/<field>``, with shape ``(rows, ...)``;
-``/index/<field>``, uint64 of shape ``(n + 1,)``, tells between which rows each one lies.
+Samples of a ragged field are stored one by one in ``/data/<field>``, with shape ``(rows, ...)``;
+``/index/<field>``, uint64 of shape ``(n + 1,)``, holds the first row of each sample, and the end.
 """
 
 import json
@@ -27,7 +27,7 @@ from hpctrain.core.python_compat import Self
 FORMAT = "hpctrain-h5"
 VERSION = 1
 MANIFEST = "manifest.json"
-"""Name of the file that tells what a data set holds; it is written last."""
+"""Name of the file that describes a data set; it is written last."""
 LOCK = "writer.lock"  # held by the writer that is at work in the directory
 CLASSES = "classes.txt"  # the name of label 0 in the first line, and so on
 COMPRESSIONS = (None, "zstd")
@@ -63,8 +63,8 @@ class Field:
         little = dtype.newbyteorder("<").str
         if dtype.kind not in _KINDS or dtype.itemsize > 8 or self.dtype != little:
             raise DataError(
-                f"a field holds little-endian booleans, integers or floats of at most 8 bytes, "
-                f"got dtype {self.dtype}; convert it first"
+                f"a field must hold little-endian booleans, integers or floats of at most 8 "
+                f"bytes, got dtype {self.dtype}; convert it first"
             )
         if self.compression not in COMPRESSIONS:
             raise DataError(f"compression is None or zstd, got {self.compression!r}")
@@ -93,11 +93,11 @@ class Field:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """Where a field lies in a shard."""
+    """Place of a field in a shard."""
 
     offset: int | None  # first byte of ``/data/<field>``, None where only HDF5 can read it
     crc_offset: int | None  # first byte of ``/crc/<field>``, None where only HDF5 can read it
-    crc32: int  # of the bytes of ``/crc/<field>``: tells a shard of another data set
+    crc32: int  # of the bytes of ``/crc/<field>``: identifies a shard of another data set
     index_offset: int | None = None  # first byte of ``/index/<field>`` of a ragged field
     index_crc32: int | None = None  # of all bytes of ``/index/<field>``
     num_rows: int | None = None
@@ -125,7 +125,7 @@ class Manifest:
     fields: Mapping[str, Field]
     shards: tuple[ShardEntry, ...]
     classes: tuple[str, ...] = ()
-    """Names of the labels 0, 1, ...; ``classes.txt`` is a copy for people."""
+    """Names of the labels 0, 1, ...; ``classes.txt`` is a human-readable copy."""
 
     def __post_init__(self) -> None:
         if not PLAIN_NAME.fullmatch(self.split):
@@ -185,8 +185,8 @@ class Manifest:
             return cls._from_record(json.loads(path.read_text()))
         except FileNotFoundError:
             raise DataError(
-                f"a data set is a directory with {MANIFEST}, there is none in {directory}; "
-                f"make it with hpctrain data pack, or give the right directory"
+                f"a data set needs its {MANIFEST}, but there is none in {directory}; make it with "
+                f"hpctrain data pack, or give the right directory"
             ) from None
         except OSError as error:
             raise DataError(f"cannot read {path}: {reason_of(error)}; check the mount") from error
@@ -276,8 +276,8 @@ class Manifest:
             index = (place.index_crc32, place.num_rows)
             if (None not in index) != field.ragged:
                 raise DataError(
-                    f"a ragged field has an index, and no other: field {name} of shard "
-                    f"{shard.file} is{'' if field.ragged else ' not'} ragged, its index is {index}"
+                    f"only ragged fields must have an index, but field {name} of shard "
+                    f"{shard.file} is{'' if field.ragged else ' not'} ragged, its index {index}"
                 )
             num_rows = shard.num_samples if place.num_rows is None else place.num_rows
             for offset, size in (
@@ -319,7 +319,7 @@ def shard_record(shard: ShardEntry) -> dict[str, Any]:
 
 
 def _place_record(place: Place) -> dict[str, Any]:
-    # An earlier hpctrain knows no index, and refuses what it does not know.
+    # An earlier hpctrain knows no index, and refuses unknown keys.
     record = asdict(place)
     if place.num_rows is None:
         for key in ("index_offset", "index_crc32", "num_rows"):
@@ -328,11 +328,8 @@ def _place_record(place: Place) -> dict[str, Any]:
 
 
 def _check_numbers(value: object) -> None:
-    if isinstance(value, dict):
-        for one in value.values():
-            _check_numbers(one)
-    elif isinstance(value, list):
-        for one in value:
+    if isinstance(value, dict | list):
+        for one in value.values() if isinstance(value, dict) else value:
             _check_numbers(one)
     elif isinstance(value, float) or (isinstance(value, int) and not 0 <= value < _MOST):
         raise DataError(f"its numbers are whole, at least 0 and less than 2^62, got {value}")
@@ -354,19 +351,19 @@ def shard_part(split: str, uuid: str, rank: int, shard: int) -> str:
 def leftovers(directory: Path, manifest: Manifest | None) -> tuple[str, ...]:
     """Name what killed writers have left, and shards that no manifest names.
 
-    Without a manifest only unfinished files count, as the shards may be all that is left.
+    Without a manifest only unfinished files count, as the shards may be all that remains.
     """
     named = {shard.file for shard in manifest.shards} if manifest else set()
     with suppress(OSError):
         names = {path.name for path in directory.iterdir()} - named
-        return tuple(sorted(name for name in names if _is_left(name, any_shard=bool(manifest))))
+        return tuple(
+            name
+            for name in sorted(names)
+            if name in (MANIFEST + PART, LOCK)
+            or _JOURNAL.fullmatch(name)
+            or (SHARD_FILE.fullmatch(name) and (manifest or name.endswith(PART)))
+        )
     return ()
-
-
-def _is_left(name: str, *, any_shard: bool) -> bool:
-    if name in (MANIFEST + PART, LOCK) or _JOURNAL.fullmatch(name):
-        return True
-    return bool(SHARD_FILE.fullmatch(name)) and (any_shard or name.endswith(PART))
 
 
 def classes_of(directory: Path, manifest: Manifest) -> tuple[str, ...]:

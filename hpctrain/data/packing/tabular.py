@@ -7,6 +7,7 @@ import csv
 import re
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from io import TextIOWrapper
 from itertools import chain, compress
@@ -20,13 +21,22 @@ from pyarrow.parquet import ParquetFile
 from hpctrain.core.errors import DataError
 from hpctrain.core.units import MIB, format_bytes
 from hpctrain.data.packing.files import ending_of, unpacked
-from hpctrain.data.packing.number_types import NUMBER_TYPE, cast
-from hpctrain.data.packing.source import Array, Batch, Source, WantedFields, chosen, raw, readable
+from hpctrain.data.packing.source import (
+    NUMBER_TYPE,
+    Array,
+    Batch,
+    PackSource,
+    WantedFields,
+    cast,
+    chosen,
+    raw,
+    readable,
+)
 
-TEXT = "text"  # type of a column of CSV that stays as it is written
+TEXT = "text"  # type of a column of CSV that stays text
 
 _TYPE = re.compile(rf"{TEXT}|{NUMBER_TYPE.pattern}")
-_LARGEST_WHOLE = 2**53  # up to which floats of 8 bytes hold all whole numbers
+_LARGEST_WHOLE = 2**53  # up to which floats of 8 bytes hold all integers
 
 Rows = Callable[[str, str | None], Array | list[Array]]
 """Some rows of a table: give the values of a column, of the type that was asked for."""
@@ -39,11 +49,11 @@ def open_table(
     files: Sequence[str],
     columns: Columns,
     parts: Sequence[tuple[int | None, str, Callable[[], Iterator[Rows]]]],
-) -> Source:
+) -> PackSource:
     """Examine a table; of each part its number of rows, its file, and what reads its rows."""
     reads = [(length, partial(_read, columns, path, read)) for length, path, read in parts]
     origins = {name: ",".join(names) for name, (names, _) in columns.items()}
-    found = Source(files=files, parts=reads, origins=origins)
+    found = PackSource(files=files, parts=reads, origins=origins)
     first = next(chain.from_iterable(read() for _, read in reads), {})
     ragged = [name for name, values in first.items() if isinstance(values, list)]
     rows = zip(*first.values(), strict=True)
@@ -75,7 +85,7 @@ def columns_of(names: Sequence[str], wanted: WantedFields, path: str) -> Columns
         for at in found:
             if names.count(at) > 1:
                 raise DataError(
-                    f"columns have different names, {path} has {names.count(at)} named {at}; "
+                    f"columns need different names, but {path} has {names.count(at)} named {at}; "
                     f"rename them"
                 )
     return columns
@@ -86,16 +96,16 @@ def _side_by_side(names: Sequence[str], columns: Sequence[Any], path: str) -> Ar
     for at, values in zip(names, columns, strict=True):
         if isinstance(values, list) or values.ndim > 1:
             raise DataError(
-                f"columns side by side hold one number a row, column {at} of {path} holds more; "
-                f"give it a field of its own"
+                f"columns side by side must hold one number a row, but column {at} of {path} "
+                f"holds more; give it a separate field"
             )
     table = np.column_stack(columns)
     for at, whole in zip(names, columns, strict=True):
         is_cut = whole.dtype.kind in "iu" and table.dtype.kind == "f"
         if is_cut and ((whole > _LARGEST_WHOLE) | (whole < -_LARGEST_WHOLE)).any():
             raise DataError(
-                f"columns side by side become one type, here {table.dtype}, which changes whole "
-                f"numbers of column {at} of {path}; give it a field of its own"
+                f"columns side by side must fit one type, but {table.dtype} changes integers of "
+                f"column {at} of {path}; give it a separate field"
             )
     return table
 
@@ -105,9 +115,9 @@ _BLOCK_BYTES = MIB
 _BOM = "\xef\xbb\xbf"
 _GAPS = {"", "#N/A", "#N/A N/A", "#NA", "N/A", "NA", "NULL", "n/a", "null"}
 _NANS = {"NaN", "nan", "-NaN", "-nan"}
-"""What also is a number, where floats are asked for."""
+"""Texts that are numbers, too, where floats are asked for."""
 _GAPS |= _NANS | {"1.#IND", "1.#QNAN", "-1.#IND", "-1.#QNAN"}
-"""What stands in a column of numbers where one is missing."""
+"""Texts in a column of numbers where one is missing."""
 _NO_NUMBER = re.compile(r"[ \t]*[+-]?(0x|nan\()", re.IGNORECASE)
 """Begins what pyarrow takes for a number, and a table does not mean so."""
 _PADDED = re.compile(r"[ \t]*[+-]?0\d")
@@ -116,12 +126,12 @@ _NUMBER = re.compile(r"\s*[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?\s*\Z", re.IGNORECAS
 _SEPARATOR = re.compile(r"[;|\t]")
 
 
-class Block(NamedTuple):
+class CsvBlock(NamedTuple):
     """Some rows of a file."""
 
     path: str
     names: list[str]
-    columns: list[tuple[str, ...]]  # values as they are written, each byte a character
+    columns: list[tuple[str, ...]]  # values as text, each byte a character
 
     def column(self, name: str) -> tuple[str, ...]:
         """Return the values of a column."""
@@ -129,7 +139,7 @@ class Block(NamedTuple):
         return self.columns[self.names.index(name)]
 
 
-def open_csv(files: Sequence[str], wanted: WantedFields) -> Source:
+def open_csv(files: Sequence[str], wanted: WantedFields) -> PackSource:
     """Examine CSV files; ``.tsv`` has tabs. Numbers become numbers, all else texts, as bytes."""
     first = next(_blocks(files[0]), None)
     if first is None:
@@ -157,7 +167,7 @@ def _rows_of(learnt: Learnt, path: str) -> Iterator[Rows]:
         yield partial(_values_of, block, learnt)
 
 
-def _values_of(block: Block, learnt: Learnt, at: str, dtype: str | None) -> Array | list[Array]:
+def _values_of(block: CsvBlock, learnt: Learnt, at: str, dtype: str | None) -> Array | list[Array]:
     texts, kind = block.column(at), learnt.kinds[at]
     if dtype is not None and (dtype[0] not in "bf" or kind == TEXT):
         kind = dtype  # a float between would lose digits
@@ -165,22 +175,22 @@ def _values_of(block: Block, learnt: Learnt, at: str, dtype: str | None) -> Arra
         return [raw(text.encode("latin-1")) for text in texts]
     if dtype and dtype[0] == "f" and kind == "i8" and not _NANS.isdisjoint(texts):
         kind = dtype
-    is_exact = dtype is None  # who asks for floats takes whole numbers rounded
+    is_exact = dtype is None  # a request for floats accepts rounded integers
     values, what = _numbers(texts, kind, is_exact=is_exact), f"column {at} of {block.path}"
     if values is None:
         odd = next(text for text in texts if _numbers([text], kind, is_exact=is_exact) is None)
         floats = is_exact and _numbers([odd], "f8", is_exact=False) is not None
         as_floats = f"take floats: {_options(block, learnt, at, 'f8')}, or " if floats else ""
         raise DataError(
-            f"a column of CSV holds values of the type of its first rows, or that was asked for, "
-            f"and lacks none: {what} has {odd!r}, which {dtype or kind} cannot hold; repair "
-            f"it, leave the column out, {as_floats}keep it as it is written: "
+            f"a column of CSV must have values of the type of its first rows, or of the given "
+            f"type, in all rows, but {what} has {odd!r}, which {dtype or kind} cannot hold; "
+            f"repair it, leave the column out, {as_floats}keep its text: "
             f"{_options(block, learnt, at, TEXT)}"
         )
     if is_exact and at not in learnt.padded and (odd := next(filter(_PADDED.match, texts), "")):
         raise DataError(
-            f"numbers of CSV begin with 0 in the first rows too, or in none: {what} has {odd!r} "
-            f"further on, which would lose its zeros; keep it as it is written: "
+            f"numbers of CSV must begin with 0 in the first rows too, or in none, but {what} has "
+            f"{odd!r} further on, which would lose its zeros; keep its text: "
             f"{_options(block, learnt, at, TEXT)}, or pack the number: "
             f"{_options(block, learnt, at, learnt.kinds[at])}"
         )
@@ -190,7 +200,7 @@ def _values_of(block: Block, learnt: Learnt, at: str, dtype: str | None) -> Arra
 _MOST_OPTIONS = 12
 
 
-def _options(block: Block, learnt: Learnt, at: str, kind: str) -> str:
+def _options(block: CsvBlock, learnt: Learnt, at: str, kind: str) -> str:
     """Return options that give a column a type and keep the others, as columns of no field go."""
     fields = chosen(block.names, {}, block.path) if learnt.is_all else {"NAME": at}
     named = [f"--field {name}={quote(to)}" for name, to in fields.items() if to != at]
@@ -210,7 +220,7 @@ def _kind_of(texts: Sequence[str]) -> str:
 def _numbers(texts: Sequence[str], kind: str, *, is_exact: bool = True) -> Array | None:
     """Return a column as numbers, None where one is of another form; floats have 8 bytes.
 
-    Truth is written in words. Floats that ``is_exact`` hold all whole numbers as they are.
+    Truth is written in words. Floats that ``is_exact`` hold all integers exactly.
     """
     gaps = _GAPS if is_exact or kind[0] != "f" else _GAPS - _NANS
     if not gaps.isdisjoint(texts) or any(map(_NO_NUMBER.match, texts)):
@@ -234,12 +244,12 @@ def _numbers(texts: Sequence[str], kind: str, *, is_exact: bool = True) -> Array
 
 
 def _is_rounded(text: str) -> bool:
-    """Say whether this is a whole number that no float holds."""
+    """Return whether this is an integer that no float holds."""
     digits = text.lstrip("+-")
     return digits.isdigit() and int(float(digits)) != int(digits)
 
 
-def _notes(columns: Columns, kinds: Mapping[str, str], first: Block) -> Iterator[str]:
+def _notes(columns: Columns, kinds: Mapping[str, str], first: CsvBlock) -> Iterator[str]:
     """Name the columns that a user may have meant otherwise, as the first rows show them."""
     names = first.names
     if all(map(_NUMBER.match, names)):
@@ -263,7 +273,7 @@ def _notes(columns: Columns, kinds: Mapping[str, str], first: Block) -> Iterator
             )
 
 
-def _blocks(path: str) -> Iterator[Block]:
+def _blocks(path: str) -> Iterator[CsvBlock]:
     """Read a file in blocks of whole rows."""
     # It is a limit of the process, and the usual one is an eighth of this.
     csv.field_size_limit(max(csv.field_size_limit(), _MAX_VALUE_BYTES))
@@ -284,25 +294,24 @@ def _blocks(path: str) -> Iterator[Block]:
             for row in rows:
                 if row and len(row) != len(names):
                     raise DataError(
-                        f"a row has a value for each of {len(names)} columns, that of line {line} "
-                        f"of {path}, which cannot be read, has {len(row)}; repair it"
+                        f"a row must have a value for each of {len(names)} columns, but the row "
+                        f"of line {line} of {path} has {len(row)}, so it cannot be read; repair it"
                     )
                 line = rows.line_num + 1
                 if row:
                     waiting.append(row)
                     num_bytes += sum(map(len, row)) + len(row)
                 if num_bytes >= _BLOCK_BYTES:
-                    yield Block(path, names, list(zip(*waiting, strict=True)))
+                    yield CsvBlock(path, names, list(zip(*waiting, strict=True)))
                     waiting, num_bytes = [], 0
         except csv.Error as error:
             raise DataError(
-                f"a quote that opens a value is closed by another at its end, and a value has at "
-                f"most {format_bytes(_MAX_VALUE_BYTES)}: the row of line {line} of {path} is not "
-                f"so ({error}); close the quote, double it where it is part of the value, or keep "
-                f"large values in Parquet"
+                f"a quoted value must end with a quote, and a value must have at most "
+                f"{format_bytes(_MAX_VALUE_BYTES)}, but the row of line {line} of {path} does "
+                f"not: {error}; close the quote, double it inside a value, or use Parquet"
             ) from None
         if waiting:
-            yield Block(path, names, list(zip(*waiting, strict=True)))
+            yield CsvBlock(path, names, list(zip(*waiting, strict=True)))
 
 
 def _names(row: list[str], path: str) -> list[str]:
@@ -310,7 +319,7 @@ def _names(row: list[str], path: str) -> list[str]:
         return [name.encode("latin-1").decode() for name in row]
     except UnicodeDecodeError as error:
         raise DataError(
-            f"columns have names in UTF-8, those of {path} are not: {error}; convert the file"
+            f"names of columns must be UTF-8, but those of {path} are not: {error}; convert it"
         ) from None
 
 
@@ -319,48 +328,43 @@ _ROWS_PER_BATCH = 4096
 _MAGIC = b"ARROW1"  # begins a file of Arrow, and no stream
 
 
-def open_parquet(files: Sequence[str], wanted: WantedFields) -> Source:
+def open_parquet(files: Sequence[str], wanted: WantedFields) -> PackSource:
     """Examine Parquet files. Texts, bytes and lists become ragged fields.
 
     Raises ``DataError``: a file cannot be read, or a column is not there.
     """
-    parts: list[_Part] = []
-    names: dict[str, list[str]] = {}
+    names, parts = {}, []
     for path in files:
         with readable(path, "a table", pa.ArrowException), ParquetFile(path) as file:
             names[path] = file.schema_arrow.names
-            inside = map(file.metadata.row_group, range(file.metadata.num_row_groups))
-            parts += [(path, group.num_rows, {"group": n}) for n, group in enumerate(inside)]
-    return _columns_opened(names, parts, _rows_of_group, wanted)
+            groups = map(file.metadata.row_group, range(file.metadata.num_row_groups))
+            parts += [(path, group.num_rows, [number]) for number, group in enumerate(groups)]
+    return _columns_opened(names, parts, wanted)
 
 
-def open_arrow(files: Sequence[str], wanted: WantedFields) -> Source:
+def open_arrow(files: Sequence[str], wanted: WantedFields) -> PackSource:
     """Examine Arrow files, as ``datasets`` writes them too; as ``open_parquet``."""
-    parts: list[_Part] = []
-    names: dict[str, list[str]] = {}
+    names, parts = {}, []
     for path in files:
         with readable(path, "a table", pa.ArrowException):
             table = _mapped(path)
         names[path] = table.schema.names
-        parts.append((path, table.num_rows, {}))
-    return _columns_opened(names, parts, _rows_of_file, wanted)
-
-
-_Part = tuple[str, int, dict[str, int]]  # its file, its rows, and where they are
+        parts.append((path, table.num_rows, None))
+    return _columns_opened(names, parts, wanted)
 
 
 def _columns_opened(
     names: dict[str, list[str]],
-    parts: Sequence[_Part],
-    read: Callable[..., Iterator[Rows]],
+    parts: Sequence[tuple[str, int, list[int] | None]],
     wanted: WantedFields,
-) -> Source:
+) -> PackSource:
+    """Examine tables; a part is a file, its number of rows, and of Parquet its row groups."""
     files = [*names]
     columns = columns_of(names[files[0]], wanted, files[0])
     used = sorted({at for names, _ in columns.values() for at in names})
     for path in files:
         chosen(names[path], {at: at for at in used}, path)
-    reads = [(count, path, partial(read, path, used, **where)) for path, count, where in parts]
+    reads = [(count, path, partial(_rows_in, path, used, groups)) for path, count, groups in parts]
     return open_table(files, columns, reads)
 
 
@@ -372,17 +376,18 @@ def _mapped(path: str) -> Any:
     return (pa.ipc.open_file if is_file else pa.ipc.open_stream)(source).read_all()
 
 
-def _rows_of_file(path: str, columns: list[str]) -> Iterator[Rows]:
-    with readable(path, "the table it was at first", pa.ArrowException, OSError):
-        for rows in _mapped(path).select(columns).to_batches(_ROWS_PER_BATCH):
-            if rows.num_rows:
-                yield partial(_column_of, rows, path)
-
-
-def _rows_of_group(path: str, columns: list[str], group: int) -> Iterator[Rows]:
-    errors = (pa.ArrowException, OSError)
-    with readable(path, "the table it was at first", *errors), ParquetFile(path) as file:
-        for rows in file.iter_batches(_ROWS_PER_BATCH, row_groups=[group], columns=columns):
+def _rows_in(path: str, columns: list[str], groups: list[int] | None) -> Iterator[Rows]:
+    """Read a table, or row groups of a Parquet file."""
+    with (
+        readable(path, "the table it was at first", pa.ArrowException, OSError),
+        ExitStack() as stack,
+    ):
+        if groups is None:
+            batches = _mapped(path).select(columns).to_batches(_ROWS_PER_BATCH)
+        else:
+            file = stack.enter_context(ParquetFile(path))
+            batches = file.iter_batches(_ROWS_PER_BATCH, row_groups=groups, columns=columns)
+        for rows in batches:
             if rows.num_rows:
                 yield partial(_column_of, rows, path)
 
@@ -395,12 +400,12 @@ def _column_of(rows: Any, path: str, at: str, dtype: str | None) -> Array | list
     kind = column.type
     if dtype is not None and (kind in _TEXTS) != (dtype == TEXT):
         raise DataError(
-            f"numbers have a type such as f4, and CSV alone keeps them as text: {what} holds "
+            f"the type of numbers must be one such as f4, and text is for CSV, but {what} holds "
             f"{kind}, got :{dtype}; leave the type out"
         )
     if column.null_count:
         raise DataError(
-            f"a sample has all its values, {what} lacks {column.null_count} of "
+            f"a sample must have all its values, but {what} lacks {column.null_count} of "
             f"{len(column)}; fill them, or leave the column out: --field NAME=COLUMN"
         )
     if kind in _TEXTS:
@@ -419,9 +424,9 @@ def _column_numbers(column: Any, what: str, dtype: str | None) -> Array:
     plain = types.is_boolean(kind) or types.is_integer(kind) or types.is_floating(kind)
     if not plain or column.null_count:
         raise DataError(
-            f"a column holds numbers, texts, or lists of numbers that all are there, {what} "
-            f"holds {kind}{' with gaps' if column.null_count else ''}; convert it, or leave it "
-            f"out: --field NAME=COLUMN"
+            f"a column must hold numbers, texts, or complete lists of numbers, but {what} holds "
+            f"{kind}{' with gaps' if column.null_count else ''}; convert it, or leave it out: "
+            f"--field NAME=COLUMN"
         )
     values = np.asarray(column.to_numpy(zero_copy_only=False))
     return values if dtype is None else cast(values, dtype, what)

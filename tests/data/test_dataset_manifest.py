@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from hpctrain.core.errors import DataError
-from hpctrain.data.format.layout import MANIFEST, Field, Manifest, Place, ShardEntry
+from hpctrain.data.format.dataset_manifest import MANIFEST, Field, Manifest, Place, ShardEntry
 
 
 def manifest(**changes):
@@ -68,7 +68,7 @@ def test_a_flipped_bit_in_any_byte_of_a_manifest_is_found(tmp_path):
         ({"format": "other"}, "its format is 'other'"),
         ({"version": 2}, "update hpctrain"),
         ({"shards": [{}]}, "KeyError"),
-        ({"fields": {"x": field_record(), "y": field_record(ragged=True)}}, "has an index"),
+        ({"fields": {"x": field_record(), "y": field_record(ragged=True)}}, "must have an index"),
         ({"fields": {"x": field_record(filter="lzma")}}, "None or zstd, got 'lzma'"),
         ({"fields": {"x": None}}, "TypeError"),
         ({"shards": []}, "names no shard"),

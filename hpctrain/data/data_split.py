@@ -15,17 +15,17 @@ from hpctrain.core.paths import absolute
 from hpctrain.core.python_compat import Self
 from hpctrain.data.order.order import Order
 from hpctrain.data.samples import Indices, Samples
-from hpctrain.data.steps import Cut, StepPart, Steps
+from hpctrain.data.steps import Division, Steps
 from hpctrain.data.subset import Subset
 
 _DAMAGE = (ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile)
 
 
 class Split:
-    """Which part of a data set each sample is in; the parts are those of clients, say.
+    """Which part of a data set each sample is in, such as the data of a client.
 
     ``hpctrain data split --by-label`` writes it to a file of a few bytes for each sample, and the
-    data set stays as it is.
+    data set is not changed.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Split:
         is_array = isinstance(parts, np.ndarray)
         if not is_array or not parts.size or parts.ndim != 1 or parts.dtype != np.uint32:
             raise DataError(
-                f"a split has a part for each sample, an array of uint32 (samples,), got "
+                f"a split needs the part of each sample as an array of uint32 (samples,), got "
                 f"{f'{parts.dtype} {parts.shape}' if is_array else type(parts).__name__}"
             )
         self.uuid, self.parts, self.about = uuid, parts, about
@@ -47,8 +47,7 @@ class Split:
         empty = np.flatnonzero(self.sizes == 0)
         if len(self.sizes) != num_parts:
             raise DataError(
-                f"a part is one of 0 to {num_parts - 1}, got {len(self.sizes) - 1}; give another "
-                f"num_parts"
+                f"a part must be in [0, {num_parts}), got {len(self.sizes) - 1}; raise num_parts"
             )
         if empty.size:
             which = f"part{'s' if empty.size > 1 else ''} {', '.join(map(str, empty[:8]))}"
@@ -75,8 +74,8 @@ class Split:
             ) from error
         except _DAMAGE as error:
             raise DataError(
-                f"{path} is damaged, or no file of hpctrain data split --by-label: {error}; make "
-                f"it again"
+                f"{path} must be an undamaged file of hpctrain data split --by-label, but: "
+                f"{error}; make it again"
             ) from error
 
     def write(self, path: Path | str) -> None:
@@ -91,7 +90,7 @@ class Split:
 
     @cached_property
     def checksum(self) -> str:
-        """Tells this split from others."""
+        """Identify this split."""
         return f"{crc32(np.ascontiguousarray(self.parts).tobytes()):08x}"
 
     def parts_of(self, rank: int, size: int) -> range:
@@ -104,13 +103,13 @@ class Split:
             raise DataError(f"rank must be in [0, size), got rank {rank} of {size}")
         if num_parts < size:
             raise DataError(
-                f"each rank has a part of the data, got {num_parts} parts and {size} ranks; take "
-                f"fewer ranks, or split the data into more parts"
+                f"each rank needs a part of the data, but got {num_parts} parts and {size} ranks; "
+                f"use fewer ranks, or split the data into more parts"
             )
         return range(num_parts * rank // size, num_parts * (rank + 1) // size)
 
     def subset(self, dataset: Samples, rank: int, size: int) -> Subset:
-        """Return what a rank has of the data set, in its order.
+        """Return the samples of a rank, in the order of the data set.
 
         Raises ``DataError``: it is another data set, or there are fewer parts than ranks.
         """
@@ -121,9 +120,9 @@ class Split:
         """Return if this is a split of the data set; else raise ``DataError``."""
         if (self.uuid, len(self.parts)) != (dataset.uuid, len(dataset)):
             raise DataError(
-                f"a split belongs to the data set that it was made of, got one of {self.uuid} "
-                f"with {len(self.parts)} samples for {dataset.uuid} with {len(dataset)}; split "
-                f"this one by hpctrain data split --by-label"
+                f"a split must belong to the data set, but it was made of {self.uuid} with "
+                f"{len(self.parts)} samples, and this one is {dataset.uuid} with {len(dataset)}; "
+                f"split this one by hpctrain data split --by-label"
             )
 
     @staticmethod
@@ -140,25 +139,28 @@ class SplitSteps(Steps):
     """
 
     def __init__(
-        self, split: Split, order: Order, cut: Cut, together: int, num_ahead: int
+        self,
+        split: Split,
+        order: Order,
+        division: Division,
+        positions: range,
+        together: int = 1,
+        num_ahead: int = 1,
     ) -> None:
         """Let each part have its samples in the order of an epoch; otherwise as for ``Steps``."""
-        super().__init__(_Line(split, order), cut, together, num_ahead)
-        self._parts, self._own = split.parts, split.parts_of(cut.rank, cut.size)
+        super().__init__(_Line(split, order), division, positions, together, num_ahead)
+        self._parts, self._own = split.parts, split.parts_of(division.rank, division.size)
 
-    def _plan(self, group: int) -> list[StepPart]:
-        steps = self._steps(group * self._group, self._group)
-        mine = []
-        for step in steps:
-            samples = self._order.samples_at(np.array(self._cut.positions(step)))
-            mine.append(samples[Split.holds(self._own, self._parts[samples])])
-        starts = range(0, len(steps), self._together)
-        some = [mine[start : start + self._together] for start in starts]
-        return [StepPart(np.concatenate(each), [*map(len, each)]) for each in some]
+    def _plan(self, steps: range) -> tuple[Indices, list[int]]:
+        samples = self._order.samples_at(np.asarray(self._positions_of(steps)))
+        is_mine = Split.holds(self._own, self._parts[samples])
+        batch = self._division.global_batch
+        sizes = np.add.reduceat(is_mine.astype(int), np.arange(0, len(samples), batch)).tolist()
+        return samples[is_mine], sizes
 
 
 class _Line:
-    """An order of an epoch in which any row of neighbours has all parts in proportion."""
+    """An order of an epoch in which neighbours have samples of all parts in proportion."""
 
     def __init__(self, split: Split, order: Order) -> None:
         samples = order.samples_at(np.arange(len(split.parts)))

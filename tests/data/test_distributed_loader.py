@@ -1,6 +1,7 @@
 """``shard``: the ranks see together what one process with the same loader sees."""
 
 import multiprocessing
+import tracemalloc
 from itertools import chain
 
 import numpy as np
@@ -21,6 +22,7 @@ from torch.utils.data import (
 
 import hpctrain
 from hpctrain.core.errors import ConfigError, DataError, MismatchError
+from hpctrain.data import distributed_loader
 
 RANKS = pytest.mark.ranks(1, 2, 3, 4)
 
@@ -237,9 +239,9 @@ REFUSED = {
         NUMBERS, batch_sampler=BatchSampler(DistributedSampler(NUMBERS, 2, 0), 2, drop_last=False)
     ),
     "elastic": lambda: DataLoader(NUMBERS, sampler=hpctrain.elastic.ElasticSampler(NUMBERS)),
-    "way of its own": lambda: Own(NUMBERS),
+    "overrides __iter__": lambda: Own(NUMBERS),
     "batch_size=None": lambda: DataLoader(NUMBERS, batch_size=None),
-    "whole batches in turn": lambda: DataLoader(Counting(9), batch_size=None),
+    "every size\\(\\)-th batch": lambda: DataLoader(Counting(9), batch_size=None),
     "shard\\(\\) takes": lambda: 3,
 }
 
@@ -259,7 +261,7 @@ def test_different_data_and_a_plain_optimizer_are_refused_on_every_rank(world):
     with pytest.raises(MismatchError, match=r"DistributedOptimizer, .* got SGD; wrap it"):
         hpctrain.shard(DataLoader(NUMBERS), plain)
     if world.size > 1:
-        with pytest.raises(MismatchError, match=r"the same on every rank, got rank"):
+        with pytest.raises(MismatchError, match=r"the same data on every rank, got rank"):
             hpctrain.shard(Numbers(20 + world.rank))
 
 
@@ -413,3 +415,32 @@ def test_a_loader_keeps_what_it_was_made_with():
     for name in (*settings, "dataset", "pin_memory", "sampler"):
         assert getattr(loader, name) == getattr(plain, name), name
     assert len(loader) == len(plain) == 1
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_rank_keeps_the_indices_of_its_own_samples_only(world):
+    total, integer_bytes = 400_000, 32 + 8  # of an integer, and of its place in a list
+    loader = hpctrain.shard(DataLoader(Numbers(total), batch_size=40_000), Notes())
+    tracemalloc.start()
+    try:
+        order = iter(loader.batch_sampler)
+        next(order)
+        kept = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert len(list(order)) == 9
+    assert world.rank == 0 or kept < 1.25 * total / world.size * integer_bytes
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("of_samples", [int, str, lambda number: (number, "x"), np.int64])
+def test_an_order_that_comes_in_several_pieces_is_the_same(world, monkeypatch, of_samples):
+    batches = [list(map(of_samples, range(size, 2 * size))) for size in (3, 4, 7, 1, 2, 3)]
+    seen = {}
+    for limit in (1, 7, 1 << 20):
+        monkeypatch.setattr(distributed_loader, "INDICES_PER_MESSAGE", limit)
+        loader = hpctrain.shard(DataLoader(NUMBERS, batch_sampler=batches), Notes())
+        seen[limit] = list(loader.batch_sampler)
+    own = [batch[world.rank :: world.size] or batch[:1] for batch in batches]
+    assert list(map(repr, own)) == list(map(repr, seen[1]))
+    assert seen[1] == seen[7] == seen[1 << 20]

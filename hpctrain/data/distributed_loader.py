@@ -2,7 +2,8 @@
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from itertools import count, islice
+from contextlib import suppress
+from itertools import accumulate, chain, count, islice
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -28,17 +29,17 @@ _NUMBERS = count(1)
 
 
 class Counts(Protocol):
-    """What takes sample counts: a ``DistributedOptimizer`` or a local method."""
+    """Object that takes sample counts: a ``DistributedOptimizer`` or a local method."""
 
     def set_num_samples(self, num_samples: float, nominal: float = 1.0) -> None:
-        """Say how many samples this rank's loss is the mean of."""
+        """Set the number of samples that this rank's loss is the mean of."""
 
 
 def shard(data: T, optimizer: Counts | None = None) -> T:
     """Return this rank's part of a ``DataLoader`` or of a data set. Collective.
 
     Of a loader the ranks see together what one process with it would see: the same samples in
-    each step, in an order that rank 0 draws anew for every epoch. Its batch is that of all ranks,
+    each step, in an order that rank 0 draws for each epoch. Its batch is that of all ranks,
     and each takes every ``size()``-th sample of it. Everything else is as in ``loader``: workers,
     ``collate_fn``, ``len()``. All ranks begin their epochs together.
 
@@ -52,7 +53,7 @@ def shard(data: T, optimizer: Counts | None = None) -> T:
 
     Args:
         data: as one process would use it.
-        optimizer: is told by ``set_num_samples`` what each batch counts, so that the average of
+        optimizer: gets the weight of each batch by ``set_num_samples``, so that the average of
             gradients is exact where ranks have unequally many samples. A rank without any gets
             one that counts nothing. Without an optimizer that is an error, but below
             ``torch.no_grad()``: there a rank without samples gets no batch.
@@ -68,13 +69,14 @@ def shard(data: T, optimizer: Counts | None = None) -> T:
     refusal = _refusal(data, optimizer)
     facts = f"{type(data).__name__} {_length(data)} {getattr(data, 'batch_size', None)}"
     facts = f"{facts}, {'with' if optimizer else 'without'} an optimizer"
-    heard = allgather_object((refusal, facts, identity_of(data)), name="shard")
+    identity = dict(_checksums(data, type(data).__name__))
+    heard = allgather_object((refusal, facts, identity), name="shard")
     refusals, all_facts, identities = zip(*heard, strict=True)
     raise_if_any(refusals)
     if len(set(all_facts)) > 1:
         raise MismatchError(
-            f"shard() takes the same on every rank, got {by_rank(all_facts)}; let every rank open "
-            "the same data"
+            f"shard() must get the same data on every rank, got {by_rank(all_facts)}; let every "
+            "rank open the same data"
         )
     _compare(identities)
     rank, size = topology.rank, topology.size
@@ -83,8 +85,8 @@ def shard(data: T, optimizer: Counts | None = None) -> T:
     if isinstance(data, DataLoader):
         made = StreamLoader if isinstance(data.dataset, IterableDataset) else SharedLoader
         name = f"the loader of shard() call {next(_NUMBERS)}"
-        tell = _Teller(optimizer, data.batch_size, size)
-        return made(data, rank, size, tell, name)  # type: ignore[return-value]
+        weigh = _Weights(optimizer, data.batch_size, size)
+        return made(data, rank, size, weigh, name)  # type: ignore[return-value]
     if isinstance(data, IterableDataset):
         return _StreamPart(data, rank, size)  # type: ignore[return-value]
     return _part(data, rank, size)  # type: ignore[return-value]
@@ -100,7 +102,7 @@ def _compare(identities: Sequence[Mapping[str, str]]) -> None:
         if len(set(of_ranks)) == 1:
             continue
         text = (
-            f"shard() divides the same data set on every rank, got {name} with the checksums "
+            f"shard() needs the same data set on every rank, got {name} with the checksums "
             f"{by_rank(of_ranks)}; split and shuffle it with the same seed on every rank, as "
             "in random_split(data, sizes, generator=torch.Generator().manual_seed(0)); one "
             "that holds a part for each rank needs no shard()"
@@ -114,12 +116,12 @@ def _compare(identities: Sequence[Mapping[str, str]]) -> None:
 def _refusal(data: object, optimizer: object) -> str | None:
     """Say why this cannot be divided, or need not be."""
     kind = type(data).__name__
-    if isinstance(data, Loader | SharedLoader | StreamLoader):
+    if isinstance(data, Loader | DividedLoader):
         return f"{kind} is divided among the ranks already; leave shard() out"
     if optimizer is not None and not hasattr(optimizer, "set_num_samples"):
         return (
-            f"shard() tells a DistributedOptimizer, or what hvd.LocalSGD() and its like return, "
-            f"what a batch counts, got {type(optimizer).__name__}; wrap it first, or give "
+            f"the optimizer of shard() must be a DistributedOptimizer, or the result of "
+            f"hvd.LocalSGD() and its like, got {type(optimizer).__name__}; wrap it first, or use "
             f"shard(loader, method) inside `with hvd.LocalSGD(model, optimizer, ...) as method`"
         )
     if isinstance(data, DataLoader):
@@ -138,12 +140,12 @@ def _refusal_of_loader(loader: "DataLoader[Any]") -> str | None:
         )
     if type(loader).__iter__ is not DataLoader.__iter__:
         kind = type(loader).__name__
-        return f"{kind} iterates in a way of its own; divide its data set: shard(loader.dataset)"
+        return f"{kind} overrides __iter__; divide its data set: shard(loader.dataset)"
     if loader.batch_size is None and loader.batch_sampler is None:
         return (
             "a DataLoader with batch_size=None gives batches that only its data set can divide; "
-            "give it samples and a batch_size, or let each rank take whole batches in turn, "
-            "size() of them in a step: DataLoader(shard(dataset), batch_size=None)"
+            "give it samples and a batch_size, or let each rank take every size()-th batch: "
+            "DataLoader(shard(dataset), batch_size=None)"
         )
     return None
 
@@ -180,26 +182,34 @@ class _StreamPart(IterableDataset[Any]):
         return getattr(self.dataset, name)
 
 
-BATCHES_PER_MESSAGE = 64
-"""Rank 0 tells the others its order in pieces, so that an order may be endless."""
+BATCHES_PER_MESSAGE, INDICES_PER_MESSAGE = 64, 1 << 20
+"""Rank 0 broadcasts its order in pieces: an order may be endless, and memory must not grow with
+the number of ranks. The batch that reaches the number of indices is the last of its piece."""
 
 
-class SharedLoader(DataLoader[Any]):
-    """The batches of a loader whose data set has a length, each divided among the ranks."""
+class DividedLoader(DataLoader[Any]):
+    """The batches of a ``DataLoader``, each divided among the ranks."""
+
+    def __init__(self, loader: "DataLoader[Any]", weigh: "_Weights", **replaced: Any) -> None:
+        """Copy a loader, but for the attributes ``replaced``."""
+        vars(self).update(vars(loader), _iterator=None, **replaced)
+        self._weigh = weigh
+
+
+class SharedLoader(DividedLoader):
+    """A loader whose data set has a length: each rank reads its own samples only."""
 
     def __init__(
-        self, loader: "DataLoader[Any]", rank: int, size: int, tell: "_Teller", name: str
+        self, loader: "DataLoader[Any]", rank: int, size: int, weigh: "_Weights", name: str
     ) -> None:
-        self._order = _Shares(loader.batch_sampler, rank, size, name)
-        vars(self).update(vars(loader), _iterator=None, batch_sampler=self._order)
-        self._tell = tell
+        self._order = _OwnIndices(loader.batch_sampler, rank, size, name)
+        super().__init__(loader, weigh, batch_sampler=self._order)
 
     def __iter__(self) -> Any:
-        """Begin an epoch. Collective, and so is every 64th step of it."""
+        """Begin an epoch. Collective, and so is at least every 64th step of it."""
         is_training = torch.is_grad_enabled()
-        sizes = self._order.known_sizes()
-        for num_samples in sizes if is_training else ():
-            self._tell.check(num_samples)  # before the first step, not at the last
+        for num_samples in self._order.known_sizes() if is_training else ():
+            self._weigh.check(num_samples)  # before the first step, not at the last
         self._order.keeps_empty = is_training
         batches = super().__iter__()
         return self._counted(batches, self._order.counts, is_training=is_training)
@@ -210,18 +220,18 @@ class SharedLoader(DataLoader[Any]):
         for batch in batches:
             mine, total = counts.popleft()
             if is_training:
-                self._tell(mine, total)
+                self._weigh(mine, total)
             yield batch
 
 
-class _Shares(Sampler[list[Any]]):
+class _OwnIndices(Sampler[list[Any]]):
     """This rank's part of each batch of a batch sampler, whose order rank 0 draws."""
 
     def __init__(self, batches: Any, rank: int, size: int, name: str) -> None:
         self._batches, self._rank, self._size, self._name = batches, rank, size, name
         self.counts: deque[tuple[int, int]] = deque()
-        """Samples of this rank, and of all, in each batch that was drawn and not yet delivered."""
-        self.keeps_empty = True  # whether a rank without samples in a batch gets one all the same
+        """Samples of this rank, and of all ranks, in each batch that is not yet delivered."""
+        self.keeps_empty = True  # whether a rank without samples in a batch reads one of another
 
     def __len__(self) -> int:
         return len(self._batches)
@@ -241,77 +251,93 @@ class _Shares(Sampler[list[Any]]):
     def _shares(
         self, counts: "deque[tuple[int, int]]", *, keeps_empty: bool
     ) -> Iterator[list[Any]]:
-        for batch in self._agreed():
-            share = batch[self._rank :: self._size]
-            if share or keeps_empty:
-                counts.append((len(share), len(batch)))
-                yield share or batch[:1]
-
-    def _agreed(self) -> Iterator[list[Any]]:
-        """Yield the batches that rank 0 draws, as every rank hears them."""
         drawn = iter(self._batches) if self._rank == 0 else iter(())
+        is_last = False
+        while not is_last:
+            sizes, indices = self._agreed(drawn)
+            is_last = len(sizes) < BATCHES_PER_MESSAGE and sum(sizes) < INDICES_PER_MESSAGE
+            batches = (
+                indices[end - size : end]
+                for size, end in zip(sizes, accumulate(sizes), strict=True)
+            )
+            own = [
+                (_listed(each[self._rank :: self._size]), _listed(each[:1])) for each in batches
+            ]
+            del indices, batches  # while batches are read, only the indices of this rank are kept
+            for total, (share, first) in zip(sizes, own, strict=True):
+                if share or keeps_empty:
+                    counts.append((len(share), total))
+                    yield share or first
+
+    def _agreed(self, drawn: Iterator[Any]) -> tuple[list[int], Any]:
+        """Return the sizes and the indices of the next batches that rank 0 draws. Collective."""
         batches: list[list[Any]] = []
-        while True:
-            failure: Exception | None = None
-            try:
-                batches = [list(batch) for batch in islice(drawn, BATCHES_PER_MESSAGE)]
-            except Exception as error:  # a program's own: all ranks are told
-                failure = error
-            told = f"{type(failure).__name__}: {failure}" if failure else ""
-            batches, told = broadcast_object((batches, told), name=self._name)
-            if told:
-                raise DataError(f"the order of an epoch fails on rank 0: {told}") from failure
-            yield from batches
-            if len(batches) < BATCHES_PER_MESSAGE:
-                return
+        failure: Exception | None = None
+        try:
+            for batch in islice(drawn, BATCHES_PER_MESSAGE):
+                batches.append(list(batch))
+                if sum(map(len, batches)) >= INDICES_PER_MESSAGE:
+                    break
+        except Exception as error:  # of the program's own sampler: an error on every rank
+            failure = error
+        indices: Any = list(chain.from_iterable(batches))
+        if all(type(index) is int for index in indices):
+            with suppress(OverflowError):
+                indices = np.array(indices, np.int64)  # a fifth of the memory
+        reason = f"{type(failure).__name__}: {failure}" if failure else ""
+        drawn_by_root = [*map(len, batches)], indices, reason
+        sizes, indices, reason = broadcast_object(drawn_by_root, name=self._name)
+        if reason:
+            raise DataError(f"the order of an epoch fails on rank 0: {reason}") from failure
+        return sizes, indices
 
 
-class StreamLoader(DataLoader[Any]):
-    """The batches of a loader whose data set is iterated, each divided among the ranks."""
+def _listed(indices: Any) -> list[Any]:
+    listed: list[Any] = indices.tolist() if isinstance(indices, np.ndarray) else indices
+    return listed
+
+
+class StreamLoader(DividedLoader):
+    """A loader whose data set is iterated: each rank reads all samples and keeps its own."""
 
     def __init__(
-        self, loader: "DataLoader[Any]", rank: int, size: int, tell: "_Teller", name: str
+        self, loader: "DataLoader[Any]", rank: int, size: int, weigh: "_Weights", name: str
     ) -> None:
         self._rank, self._size, self._name = rank, size, name
         self._is_compared = False
         collate = _CollateShare(loader.collate_fn, rank, size)
-        vars(self).update(vars(loader), _iterator=None, collate_fn=collate)
-        self._tell = tell
+        super().__init__(loader, weigh, collate_fn=collate)
 
     def __iter__(self) -> Any:
         """Begin an epoch. Collective, and so is every step of it."""
         return self._shares(super().__iter__(), is_training=torch.is_grad_enabled())
 
     def _shares(self, batches: Iterator[Any], *, is_training: bool) -> Iterator[Any]:
-        for batch, mine, total, identity in self._together(batches):
+        while True:  # until a rank has no batch
+            found: Any = next(batches, None)
+            has_one = torch.tensor([float(found is not None)])
+            if not allreduce(has_one, op=Min, name=self._name).item():
+                return
+            batch, mine, total, identity = found
             if not self._is_compared:
                 self._compare(identity)
             if is_training:
-                self._tell(mine, total)
+                self._weigh(mine, total)
             if is_training or mine:
                 yield batch
 
     def _compare(self, identity: str) -> None:
-        """Tell once if the ranks have not read the same first batch. Collective."""
+        """Warn once if the ranks have not read the same first batch. Collective."""
         self._is_compared = True
-        heard = allgather_object(identity, name=self._name)
-        if len(set(heard)) > 1 and self._rank == 0:
+        identities = allgather_object(identity, name=self._name)
+        if len(set(identities)) > 1 and self._rank == 0:
             logger.warning(
                 "shard() takes every %dth sample of what each rank reads whole, and the first "
                 "batches differ, by the checksums %s: let the data set give every rank the same "
                 "samples in the same order, without dividing by rank and with the same seed",
                 self._size,
-                by_rank(heard),
+                by_rank(identities),
             )
-
-    def _together(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield until some rank has no batch."""
-        while True:
-            batch = next(batches, None)
-            has_one = torch.tensor([float(batch is not None)])
-            if not allreduce(has_one, op=Min, name=self._name).item():
-                return
-            yield batch
 
 
 class _CollateShare:
@@ -328,8 +354,8 @@ class _CollateShare:
         return self._collate(mine or samples[:1]), len(mine), len(samples), identity
 
 
-class _Teller:
-    """Tells an optimizer what each batch counts, if there is one."""
+class _Weights:
+    """Passes the sample count of each batch to an optimizer, if there is one."""
 
     def __init__(self, optimizer: Counts | None, batch_size: int | None, size: int) -> None:
         self._optimizer, self._size, self._batch_size = optimizer, size, batch_size
@@ -344,62 +370,59 @@ class _Teller:
         """Refuse a batch of all ranks that would count for too much or too little."""
         if self._optimizer is None and num_samples % self._size:
             raise ConfigError(
-                f"without an optimizer to weight gradients all ranks have equally many samples, "
-                f"got a batch of {num_samples} for {self._size} ranks; say shard(loader, "
-                "optimizer), or take drop_last=True and a batch size that divides; evaluate below "
-                "torch.no_grad()"
+                f"without an optimizer to weight gradients all ranks must have equally many "
+                f"samples, but got a batch of {num_samples} for {self._size} ranks; use "
+                "shard(loader, optimizer), or drop_last=True and a batch size that divides; "
+                "evaluate below torch.no_grad()"
             )
         passes = getattr(self._optimizer, "backward_passes_per_step", 1)
         if passes > 1 and num_samples not in (0, self._batch_size or num_samples):
             raise ConfigError(
-                f"backward_passes_per_step={passes} adds up batches that count alike, got one of "
-                f"{num_samples} samples where batch_size is {self._batch_size}; take "
+                f"backward_passes_per_step={passes} must add up batches of one size, but got one "
+                f"of {num_samples} samples where batch_size is {self._batch_size}; use "
                 f"drop_last=True, or leave the argument out and step after {passes} passes"
             )
 
 
-_MOST_NUMBERS = 1 << 16
-"""How many numbers of an array are looked at; another split or order differs in the first ones."""
-_MOST_DEPTH = 4
+_MAX_NUMBERS = 1 << 16
+"""Numbers of an array that are compared; another split or order differs in the first ones."""
+_MAX_DEPTH = 4
 _OF_FLOATS = "about "  # marks a checksum of numbers that processors may round differently
 
 
-def identity_of(data: object) -> dict[str, str]:
-    """Return checksums of the numbers that a data set holds, by attribute. Not collective.
-
-    Indices of a ``Subset``, labels, tables of positions, arrays of samples: a random split or
-    order with another seed differs in them. Samples that are read may be augmented at random: they
-    are left out.
-    """
-    return dict(_checksums(data, type(data).__name__, _MOST_DEPTH))
-
-
 def identity_of_samples(samples: Iterable[object]) -> str:
-    """Return a checksum of the texts and integers of some samples, but those of pixels."""
+    """Return a checksum of the texts and integers of some samples, without pixels."""
     total = 0
     for sample in samples:
         held = [*sample.values()] if isinstance(sample, Mapping) else sample
         for value in held if isinstance(held, list | tuple) else [held]:
-            numbers = _integers(value)
-            if numbers is not None and numbers.dtype != np.uint8:
-                total = crc32(numbers[:_MOST_NUMBERS].tobytes(), total)
+            numbers = _numbers(value)
+            if numbers is not None and numbers.dtype.kind != "f" and numbers.dtype != np.uint8:
+                total = crc32(numbers.flat[:_MAX_NUMBERS].tobytes(), total)
             elif isinstance(value, int | str | np.integer):
                 total = crc32(str(value).encode(), total)
     return f"{total:08x}"
 
 
-def _checksums(value: object, name: str, depth: int) -> Iterator[tuple[str, str]]:
-    numbers = _integers(value)
+def _checksums(value: object, name: str, depth: int = _MAX_DEPTH) -> Iterator[tuple[str, str]]:
+    """Yield checksums of the numbers that a data set holds, by attribute. Not collective.
+
+    A random split or order with another seed differs in the indices of a ``Subset``, labels,
+    tables of positions and arrays of samples. Samples that are read do not count: they may be
+    augmented at random.
+    """
+    numbers = _numbers(value)
     if numbers is not None:
-        yield name, f"{crc32(numbers[:_MOST_NUMBERS].tobytes(), len(numbers)):08x}"
-    elif (floats := _floats(value)) is not None:
-        yield name, f"{_OF_FLOATS}{crc32(floats.tobytes()):08x}"
+        first = numbers.flat[:_MAX_NUMBERS].tobytes()  # of a view that has gaps not all is copied
+        is_float = numbers.dtype.kind == "f"
+        crc = crc32(first) if is_float else crc32(first, numbers.size)
+        yield name, f"{_OF_FLOATS if is_float else ''}{crc:08x}"
     elif depth and _holds_samples(value):
-        for key, held in sorted(_parts(value)):
+        for key, held in sorted(_attributes(value)):
             yield from _checksums(held, f"{name}.{key}", depth - 1)
 
 
-def _parts(value: object) -> Iterator[tuple[str, Any]]:
+def _attributes(value: object) -> Iterator[tuple[str, Any]]:
     if isinstance(value, DataLoader):
         yield "dataset", value.dataset
     elif isinstance(value, list | tuple):
@@ -409,7 +432,7 @@ def _parts(value: object) -> Iterator[tuple[str, Any]]:
 
 
 def _holds_samples(value: object) -> bool:
-    """Say whether to look into it: a data set, a loader, or a few of them in a list."""
+    """Return whether to look into it: a data set, a loader, or a few of them in a list."""
     if isinstance(value, list | tuple):
         return any(isinstance(held, Tensor | np.ndarray) or _is_data(held) for held in value[:8])
     return _is_data(value)
@@ -422,26 +445,13 @@ def _is_data(value: object) -> bool:
     )
 
 
-def _integers(value: object) -> np.ndarray | None:
-    """Return a flat array of integers, if that is what it is."""
+def _numbers(value: object) -> np.ndarray | None:
+    """Return an array of integers or floats, if ``value`` is one or holds integers."""
     if isinstance(value, Tensor):
-        dense = value.layout == torch.strided and value.is_cpu
-        value = value.detach().numpy() if dense and not value.is_floating_point() else None
+        is_known = value.dtype in (torch.float32, torch.float64) or not value.is_floating_point()
+        is_readable = is_known and value.layout == torch.strided and value.is_cpu
+        value = value.detach().numpy() if is_readable else None
     elif isinstance(value, list | range) and value and type(value[0]) in (int, np.int64):
-        try:
-            value = np.asarray(value[:_MOST_NUMBERS], dtype=np.int64)
-        except (TypeError, ValueError, OverflowError):
-            return None
-    if isinstance(value, np.ndarray) and value.dtype.kind in "iub":
-        return value.reshape(-1)
-    return None
-
-
-def _floats(value: object) -> np.ndarray | None:
-    """Return the first ones of an array of floating point numbers, if that is what it is."""
-    if isinstance(value, Tensor) and value.dtype in (torch.float32, torch.float64):
-        dense = value.layout == torch.strided and value.is_cpu
-        value = value.detach().numpy() if dense else None
-    if isinstance(value, np.ndarray) and value.dtype.kind == "f":
-        return value.flat[:_MOST_NUMBERS]  # of a view that has gaps not all is copied
-    return None
+        with suppress(TypeError, ValueError, OverflowError):
+            value = np.asarray(value[:_MAX_NUMBERS], dtype=np.int64)
+    return value if isinstance(value, np.ndarray) and value.dtype.kind in "iubf" else None
