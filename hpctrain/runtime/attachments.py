@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from hpctrain.comm.communicator import Owner
 from hpctrain.comm.observed import Statistics
+from hpctrain.comm.owner import Owner
 from hpctrain.negotiation.timeline import Timelines
 from hpctrain.runtime.abort import FailureHooks
 

@@ -18,7 +18,6 @@ from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.factory import Connection, connect
 from hpctrain.comm.mpi_world import find_world, is_communicator, numbers_in
 from hpctrain.comm.observed import Statistics, observed, trace
-from hpctrain.comm.owner import Owner
 from hpctrain.comm.plan.plan import Plan
 from hpctrain.comm.threaded import ThreadedCommunicator
 from hpctrain.core import config, logs
