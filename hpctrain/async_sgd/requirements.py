@@ -10,8 +10,8 @@ from torch.optim import Optimizer
 from hpctrain.async_sgd.step_hooks import require_unhooked
 from hpctrain.comm.mpi_library import calls_from_threads
 from hpctrain.compress.codec import require_count
+from hpctrain.core.checks import require
 from hpctrain.core.errors import ConfigError
-from hpctrain.core.keys import require
 from hpctrain.gradients.elementwise import is_known_as
 from hpctrain.gradients.optimizer import require_plain
 

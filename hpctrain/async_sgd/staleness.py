@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from hpctrain.async_sgd.requirements import require_positive
-from hpctrain.core.keys import require
+from hpctrain.core.checks import require
 
 _LOG = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from hpctrain.comm.bucket import Bucket
 from hpctrain.comm.communicator import FINISHED, Communicator, Work
-from hpctrain.core.keys import require
+from hpctrain.core.checks import require
 
 
 class Codec(Protocol):

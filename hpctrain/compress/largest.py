@@ -9,8 +9,8 @@ from torch.optim import Optimizer
 from hpctrain.comm.norms import norms
 from hpctrain.compress.codec import require_count, require_flag
 from hpctrain.compress.rail_codec import CodedShare, Link, RailCodec, exchanged
+from hpctrain.core.checks import require
 from hpctrain.core.errors import ConfigError
-from hpctrain.core.keys import require
 
 
 class Sparse(RailCodec):

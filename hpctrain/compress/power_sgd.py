@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 
 from hpctrain.compress.codec import require_count, require_flag
 from hpctrain.compress.rail_codec import CodedShare, CodedTensor, Link, RailCodec
-from hpctrain.core.keys import require
+from hpctrain.core.checks import require
 
 _SEED = 0x9E3779B9
 _SMALLER = 2.0**-64  # of values whose products overflow

@@ -21,7 +21,7 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, NamedTuple
 
-from hpctrain.core.keys import Number, Rule
+from hpctrain.core.checks import Number, Rule
 from hpctrain.cost.collectives import Load
 from hpctrain.cost.machine import Machine
 from hpctrain.cost.transformer import RECOMPUTE, Transformer

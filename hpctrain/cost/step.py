@@ -7,8 +7,8 @@ from typing import Annotated
 
 import numpy as np
 
+from hpctrain.core.checks import Amount, CheckedFields, Positive, Rule
 from hpctrain.core.errors import ConfigError
-from hpctrain.core.keys import Amount, Positive, Rule, check_rules
 from hpctrain.core.units import MIB
 from hpctrain.cost.collectives import Way, allreduce, bound
 from hpctrain.cost.machine import Machine
@@ -16,7 +16,7 @@ from hpctrain.cost.simulate import allreduce_times
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Model:
+class Model(CheckedFields):
     """What is trained, as far as it costs time; ``ConfigError`` where a rule is broken."""
 
     parameters: Amount
@@ -27,13 +27,8 @@ class Model:
     bytes_per_parameter: Positive = 4.0
     bucket_bytes: Positive = 25 * MIB  # largest message of gradients
     overlap: bool = True  # whether gradients travel while backward computes others
-    backward: Annotated[float, Rule(least=0)] = 2 / 3
+    backward: Annotated[float, Rule(least=0, most=1)] = 2 / 3
     """Its part of the time to compute: forward multiplies once by every weight, backward twice."""
-
-    def __post_init__(self) -> None:
-        check_rules(self)
-        if self.backward > 1:
-            raise ConfigError(f"backward must be 1 at most, got {self.backward}")
 
     @property
     def num_bytes(self) -> float:

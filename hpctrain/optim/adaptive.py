@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from hpctrain.core.checks import require
 from hpctrain.core.errors import ConfigError
-from hpctrain.core.keys import require
 from hpctrain.core.torch_compat import foreach_mul_
 
 Tensors = list[Tensor]

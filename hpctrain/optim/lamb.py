@@ -8,7 +8,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from hpctrain.comm.norms import norms
-from hpctrain.core.keys import require
+from hpctrain.core.checks import require
 from hpctrain.core.torch_compat import (
     foreach_add_,
     foreach_addcmul_,

@@ -7,7 +7,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from hpctrain.comm.norms import norms
-from hpctrain.core.keys import require
+from hpctrain.core.checks import require
 from hpctrain.core.torch_compat import foreach_add, foreach_add_, foreach_mul_, foreach_sub_
 from hpctrain.optim.adaptive import AdaptiveOptimizer, Tensors, multiply_, ratios
 

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from hpctrain.core.keys import require
+from hpctrain.core.checks import require
 
 
 class InverseTimeLR(LRScheduler):

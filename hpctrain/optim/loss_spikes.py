@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from hpctrain.core.keys import require
+from hpctrain.core.checks import require
 
 _TO_SIGMA = 1.4826  # of a normal distribution, over its median absolute deviation
 _LEAST = 0.01  # of the median: a loss that hardly changes has no deviations to speak of

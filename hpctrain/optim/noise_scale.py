@@ -5,8 +5,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from hpctrain.core.checks import require
 from hpctrain.core.errors import ConfigError
-from hpctrain.core.keys import require
 from hpctrain.cost.learning import noise_scale
 
 Measured = tuple[float, float]

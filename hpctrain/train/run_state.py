@@ -21,11 +21,11 @@ from hpctrain.local_sgd.local_method import LocalMethod
 from hpctrain.optim.noise_scale import NoiseScale
 from hpctrain.parallel.parts import local
 from hpctrain.train.async_exchange import AsyncExchange
-from hpctrain.train.config import SYNCHRONOUS
 from hpctrain.train.model import EMA, misfits
 from hpctrain.train.scores import Scores
 from hpctrain.train.stateful import BestTest, GuardMemory
 from hpctrain.train.step_meter import StepMeter
+from hpctrain.train.sync_config import SYNCHRONOUS
 from hpctrain.train.task import Task, seed_all
 
 

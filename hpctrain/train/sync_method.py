@@ -22,7 +22,8 @@ from hpctrain.local_sgd.local_method import LocalMethod
 from hpctrain.local_sgd.local_sgd import HierarchicalLocalSGD, LocalSGD, PostLocalSGD
 from hpctrain.local_sgd.staged_sgd import StagedSGD
 from hpctrain.train.async_exchange import AsyncExchange
-from hpctrain.train.config import RunConfig, SyncConfig
+from hpctrain.train.config import RunConfig
+from hpctrain.train.sync_config import SyncConfig
 
 WITHIN_S = 1.0  # a stop, or a checkpoint by the clock, is known to all ranks after about so long
 

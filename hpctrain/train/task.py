@@ -20,6 +20,7 @@ from hpctrain.core.errors import ConfigError, DataError
 from hpctrain.core.logs import logger
 from hpctrain.core.target import check_arguments, member, resolve
 from hpctrain.core.user_error import described, noted
+from hpctrain.data.data_config import DataConfig
 from hpctrain.data.format.layout import Field
 from hpctrain.data.loader import Loader
 from hpctrain.data.reader import ShardedDataset
@@ -34,7 +35,7 @@ from hpctrain.local_sgd.staged_sgd import StagedSGD
 from hpctrain.optim.noise_scale import NoiseScale
 from hpctrain.runtime import world
 from hpctrain.train.async_exchange import AsyncExchange
-from hpctrain.train.config import DataConfig, LossConfig, RunConfig
+from hpctrain.train.config import LossConfig, RunConfig
 from hpctrain.train.model import (
     choose_device,
     divided,
