@@ -74,7 +74,7 @@ def test_settings_are_checked(monkeypatch):
         hpctrain.init(engine="gloo")
     monkeypatch.setenv("HPCTRAIN_OVERLAP", "sometimes")
     with pytest.raises(
-        ConfigError, match="HPCTRAIN_OVERLAP must be one of auto, thread, inline, end"
+        ConfigError, match="HPCTRAIN_OVERLAP must be one of auto, thread"
     ):
         hpctrain.init()
 
