@@ -61,7 +61,7 @@ class Saved:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class SaveSource:
     """What a save writes: a state, or a copy of what this rank writes of it."""
 
     state: Any
@@ -70,7 +70,9 @@ class Source:
     compare_s: float  # how long they took
 
     @classmethod
-    def of(cls, state: Any, private: Any, comm: Communicator, source_rank: int | None) -> "Source":
+    def of(
+        cls, state: Any, private: Any, comm: Communicator, source_rank: int | None
+    ) -> "SaveSource":
         """Return a state as it is. Not collective."""
         began = time.perf_counter()
         found = {}
@@ -127,7 +129,7 @@ def save(  # noqa: PLR0913 - what belongs to a checkpoint
             directory has the name of another step, or a disk refuses; on every rank, and what was
             there before is intact.
     """
-    take = partial(Source.of, state, private or {}, comm, source_rank)
+    take = partial(SaveSource.of, state, private or {}, comm, source_rank)
     return write(
         directory, take, comm, step=step, facts=facts, guard=guard, source_rank=source_rank
     )
@@ -135,7 +137,7 @@ def save(  # noqa: PLR0913 - what belongs to a checkpoint
 
 def write(  # noqa: PLR0913 - what belongs to a checkpoint
     directory: Path | str,
-    take: Callable[[], Source],
+    take: Callable[[], SaveSource],
     comm: Communicator,
     *,
     step: int,
@@ -195,7 +197,7 @@ def check_source(source_rank: int | None, num_ranks: int) -> None:
         )
 
 
-def _contents(source: Source, facts: Mapping[str, Any], *, is_compared: bool) -> _Contents:
+def _contents(source: SaveSource, facts: Mapping[str, Any], *, is_compared: bool) -> _Contents:
     leaves, skeleton = flatten(source.state)
     common = lines(source.state) if is_compared else []
     for path, leaf in leaves.items():

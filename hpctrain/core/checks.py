@@ -30,7 +30,7 @@ _ACCEPTED: dict[type, Any] = {int: Integral, float: Real, dict: Mapping, list: (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rule:
+class Bounds:
     """A condition on the values of a type."""
 
     least: float | None = None
@@ -77,17 +77,17 @@ class Rule:
             require(text in self.names, f"{name} must be one of {', '.join(self.names)}", text)
 
 
-Count = Annotated[int, Rule(least=0)]
-Number = Annotated[int, Rule(least=1)]
-Positive = Annotated[float, Rule(above=0)]
-Amount = Annotated[float, Rule(above=0, below=math.inf)]
-AtLeast0 = Annotated[float, Rule(least=0)]
-Finite0 = Annotated[float, Rule(least=0, below=math.inf)]
-Fraction = Annotated[float, Rule(above=0, most=1)]
-Decay = Annotated[float, Rule(least=0, below=1)]
-Time = Annotated[str, Rule(unit="time")]
-Size = Annotated[str, Rule(unit="bytes")]
-Texts = Annotated[list[str], Rule(each=str)]
+Count = Annotated[int, Bounds(least=0)]
+Number = Annotated[int, Bounds(least=1)]
+Positive = Annotated[float, Bounds(above=0)]
+Amount = Annotated[float, Bounds(above=0, below=math.inf)]
+AtLeast0 = Annotated[float, Bounds(least=0)]
+Finite0 = Annotated[float, Bounds(least=0, below=math.inf)]
+Fraction = Annotated[float, Bounds(above=0, most=1)]
+Decay = Annotated[float, Bounds(least=0, below=1)]
+Time = Annotated[str, Bounds(unit="time")]
+Size = Annotated[str, Bounds(unit="bytes")]
+Texts = Annotated[list[str], Bounds(each=str)]
 Overlap = Literal["auto", "thread", "inline", "end"]
 """When buckets are sent: chosen by the plan, on a thread, inside the hooks, after backward."""
 
@@ -154,7 +154,7 @@ def type_name(hint: Any) -> str:
 
 
 @functools.cache
-def alternatives(hint: Any) -> tuple[tuple[type, str | Rule | None], ...]:
+def alternatives(hint: Any) -> tuple[tuple[type, str | Bounds | None], ...]:
     """Return the types that a hint allows, each with the one text, or with the rule."""
     origin, args = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):

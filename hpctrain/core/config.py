@@ -11,11 +11,11 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args, get_type_hints
 from hpctrain.core import horovod_variables
 from hpctrain.core.checks import (
     AtLeast0,
+    Bounds,
     Count,
     Number,
     Overlap,
     Positive,
-    Rule,
     alternatives,
     checked,
     type_name,
@@ -47,8 +47,8 @@ Engine = Literal["hpctrain", "horovod"]
 ENGINES: tuple[str, ...] = get_args(Engine)
 """What moves tensors: our own communicators, or Horovod's operations."""
 
-Bytes = Annotated[int, Rule(least=0, unit="bytes")]
-Duration = Annotated[float, Rule(unit="time")]
+Bytes = Annotated[int, Bounds(least=0, unit="bytes")]
+Duration = Annotated[float, Bounds(unit="time")]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -228,7 +228,7 @@ def _parsed(variable: str, text: str, hint: Any) -> Any:
     """Read a text as a type hint says."""
     kind, rule = next(each for each in alternatives(hint) if each[0] is not NoneType)
     read: Callable[[str], Any] = _READERS.get(kind, kind)
-    if isinstance(rule, Rule) and rule.unit:
+    if isinstance(rule, Bounds) and rule.unit:
         read = parse_bytes if rule.unit == "bytes" else parse_seconds
     try:
         value = read(text)
@@ -237,7 +237,7 @@ def _parsed(variable: str, text: str, hint: Any) -> Any:
     except (KeyError, ValueError):
         one_of = "1 or 0" if kind is bool else type_name(hint)
         raise ConfigError(f"{variable} must be {one_of}, got {text!r}") from None
-    if isinstance(rule, Rule):
+    if isinstance(rule, Bounds):
         rule.check(variable, value, text)
     return checked(variable, value, hint)
 

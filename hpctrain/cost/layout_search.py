@@ -9,7 +9,7 @@ from functools import lru_cache, partial
 from itertools import product
 from typing import Annotated, Any
 
-from hpctrain.core.checks import CheckedFields, Number, Rule, checked
+from hpctrain.core.checks import Bounds, CheckedFields, Number, checked
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.keys import keys_of
 from hpctrain.cost.collectives import Load
@@ -30,7 +30,7 @@ class LayoutRules(CheckedFields):
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Values of a ``Layout`` that are settled, by name."""
     tp_across_nodes: bool = False  # whether tensor parallel groups may lie on several
-    memory_part: Annotated[float, Rule(above=0)] = 0.9
+    memory_part: Annotated[float, Bounds(above=0)] = 0.9
     """Of a rank's memory, for what is counted: the rest is of libraries and gaps."""
 
     def check(self) -> None:

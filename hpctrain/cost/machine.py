@@ -5,7 +5,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from hpctrain.core.checks import Amount, AtLeast0, CheckedFields, Count, Number, Positive, Rule
+from hpctrain.core.checks import (
+    Amount,
+    AtLeast0,
+    Bounds,
+    CheckedFields,
+    Count,
+    Number,
+    Positive,
+)
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.paths import absolute
 from hpctrain.core.toml_values import TomlValues, read_toml
@@ -56,15 +64,15 @@ class Machine(CheckedFields):
     """And besides where ranks share its matrices: torch then places each operation in Python."""
     leaf_size: Count = 0
     """Nodes below a leaf switch of a fat tree; 0 for a network in which only cards are shared."""
-    oversubscription: Annotated[float, Rule(least=1)] = 1.0
+    oversubscription: Annotated[float, Bounds(least=1)] = 1.0
     """Bandwidth of a leaf's nodes over that of the leaf's links upwards."""
     spine_latency_s: AtLeast0 = 0.0
     """By how much a message is later that leaves its leaf."""
     jitter: AtLeast0 = 0.0
     """Spread of a rank's time to compute: standard deviation of its logarithm."""
-    slow_fraction: Annotated[float, Rule(least=0, most=1)] = 0.0
+    slow_fraction: Annotated[float, Bounds(least=0, most=1)] = 0.0
     """Part of the nodes that compute more slowly, all the time."""
-    slow_factor: Annotated[float, Rule(least=1)] = 1.0
+    slow_factor: Annotated[float, Bounds(least=1)] = 1.0
     """How many times as long those take."""
     mtbf_s: Positive = math.inf
     """Mean time between failures of one node."""

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import numpy as np
 
-from hpctrain.core.checks import Amount, CheckedFields, Positive, Rule
+from hpctrain.core.checks import Amount, Bounds, CheckedFields, Positive
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.units import MIB
 from hpctrain.cost.collectives import Way, allreduce, bound
@@ -21,13 +21,13 @@ class Model(CheckedFields):
 
     parameters: Amount
     samples_per_s: Amount  # of one rank that computes alone
-    rank_batch: Annotated[int, Rule(above=0)] = 32
+    rank_batch: Annotated[int, Bounds(above=0)] = 32
     """Samples that a rank takes at once; those of a larger share come one after the other, and
     their gradients are added up."""
     bytes_per_parameter: Positive = 4.0
     bucket_bytes: Positive = 25 * MIB  # largest message of gradients
     overlap: bool = True  # whether gradients travel while backward computes others
-    backward: Annotated[float, Rule(least=0, most=1)] = 2 / 3
+    backward: Annotated[float, Bounds(least=0, most=1)] = 2 / 3
     """Its part of the time to compute: forward multiplies once by every weight, backward twice."""
 
     @property

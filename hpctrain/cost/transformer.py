@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from hpctrain.core.checks import Amount, AtLeast0, CheckedFields, Number, Positive, Rule
+from hpctrain.core.checks import Amount, AtLeast0, Bounds, CheckedFields, Number, Positive
 from hpctrain.core.errors import ConfigError
 
 SEQUENCE, VOCABULARY = 2048, 51200
@@ -68,7 +68,7 @@ class Transformer(CheckedFields):
                     "neither; give --params, or --layers and --hidden"
                 )
             parameters = layers * (12 * hidden + 13) * hidden + (words + tokens) * hidden
-        Rule(above=0, below=math.inf).check("parameters", parameters)
+        Bounds(above=0, below=math.inf).check("parameters", parameters)
         if not hidden:
             found = (128 / 12 * parameters) ** (1 / 3)
             if layers:  # 12 layers h^2 + vocabulary h = parameters

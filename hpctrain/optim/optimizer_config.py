@@ -4,7 +4,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
-from hpctrain.core.checks import AtLeast0, CheckedFields, Count, Positive, Rule, checked, require
+from hpctrain.core.checks import (
+    AtLeast0,
+    Bounds,
+    CheckedFields,
+    Count,
+    Positive,
+    checked,
+    require,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,7 +28,7 @@ class OptimizerConfig(CheckedFields):
     """Further keyword arguments of the class."""
     exempt_norms_and_biases: bool = False
     """Whether args.weight_decay, LARS and LAMB leave out norms and biases (one dimension)."""
-    groups: Annotated[list[dict[str, Any]], Rule(each=dict)] = field(default_factory=list)
+    groups: Annotated[list[dict[str, Any]], Bounds(each=dict)] = field(default_factory=list)
     """Tables of other arguments, such as lr, for the parameters whose names match: match =
     "*.bias", or a list of such patterns. The first that matches counts."""
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
-from hpctrain.core.checks import CheckedFields, Count, Number, Rule, Texts, require
+from hpctrain.core.checks import Bounds, CheckedFields, Count, Number, Texts, require
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,7 +20,7 @@ class ParallelConfig(CheckedFields):
     """Ranks that divide the sequence of each sample (context parallel)."""
     dp: Count = 0
     """Replicas, which learn from different samples; 0 for what the other axes leave."""
-    zero: Annotated[int, Rule(least=0, below=4)] = 0
+    zero: Annotated[int, Bounds(least=0, below=4)] = 0
     """What replicas divide among them: nothing (0), the optimizer's state (1), gradients too (2),
     parameters too (3)."""
     offload: str = ""

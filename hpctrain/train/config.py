@@ -12,12 +12,12 @@ from hpctrain.checkpoint.checkpoint_config import CheckpointConfig
 from hpctrain.comm.comm_config import CommConfig
 from hpctrain.core.checks import (
     AtLeast0,
+    Bounds,
     CheckedFields,
     Count,
     Decay,
     Number,
     Positive,
-    Rule,
     Texts,
     Time,
     require,
@@ -162,7 +162,7 @@ class TrainingConfig(CheckedFields):
     snapshot_every: Number = 100
     """With rollback: steps between two snapshots of weights, optimizer state and random numbers,
     which each rank keeps in memory; batches that came since stay left out."""
-    lowered_rate: Annotated[float, Rule(above=0, below=1)] = 0.1
+    lowered_rate: Annotated[float, Bounds(above=0, below=1)] = 0.1
     """With lower_rate: by what the learning rate is multiplied in the step of a spike."""
     lowered_steps: Number = 100
     """With lower_rate: steps in which it rises to that of the schedule again."""
@@ -270,10 +270,10 @@ class LogConfig(CheckedFields):
     noise_scale: bool = False
     """Whether records have the gradient noise scale, a batch above which more ranks hardly pay:
     from gradients of ranks, or of the pieces of train.accumulate on a single rank."""
-    profile: Annotated[list[int], Rule(each=int)] = field(default_factory=list)
+    profile: Annotated[list[int], Bounds(each=int)] = field(default_factory=list)
     """First and last step, counted from 1, of a Chrome trace in profile/ of the run directory,
     such as [20, 25]; when empty, none is written."""
-    profile_ranks: Annotated[list[int], Rule(each=int)] = field(default_factory=lambda: [0])
+    profile_ranks: Annotated[list[int], Bounds(each=int)] = field(default_factory=lambda: [0])
     """Ranks that write one."""
 
     def check(self) -> None:
@@ -306,7 +306,7 @@ class RunConfig(CheckedFields):
     """Name of the run."""
     output_dir: str = ""
     """Folder that the run writes into, which must be new; when empty, runs/NAME."""
-    seed: Annotated[int, Rule(least=0, below=2**63)] = 0
+    seed: Annotated[int, Bounds(least=0, below=2**63)] = 0
     """Fixes the first weights and the order of the samples."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)

@@ -4,7 +4,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Final, Literal
 
-from hpctrain.core.checks import AtLeast0, CheckedFields, Count, Fraction, Number, Rule, require
+from hpctrain.core.checks import (
+    AtLeast0,
+    Bounds,
+    CheckedFields,
+    Count,
+    Fraction,
+    Number,
+    require,
+)
 from hpctrain.core.config import COMPRESSIONS
 
 SYNCHRONOUS: Final = "synchronous"
@@ -35,7 +43,7 @@ class SyncConfig(CheckedFields):
     steps: Literal["auto"] | Number = 8
     """Of a local method: steps between two averagings over all ranks, or auto: measured, so that
     averaging takes at most args.share (0.1) of the time."""
-    compression: Annotated[str, Rule(names=COMPRESSIONS)] = "none"
+    compression: Annotated[str, Bounds(names=COMPRESSIONS)] = "none"
     """How gradients cross between nodes, or what the replicas of a local method exchange: as they
     are (none), in 16 or 8 bits (fp16, bf16, int8), or by another codec of hpctrain guide
     compression. auto tries the first ones on the link and takes the fastest."""

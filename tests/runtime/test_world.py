@@ -73,9 +73,7 @@ def test_settings_are_checked(monkeypatch):
     with pytest.raises(ConfigError, match="engine must be one of hpctrain, horovod, got 'gloo'"):
         hpctrain.init(engine="gloo")
     monkeypatch.setenv("HPCTRAIN_OVERLAP", "sometimes")
-    with pytest.raises(
-        ConfigError, match="HPCTRAIN_OVERLAP must be one of auto, thread"
-    ):
+    with pytest.raises(ConfigError, match="HPCTRAIN_OVERLAP must be one of auto, thread"):
         hpctrain.init()
 
 
