@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm.bucket import slice_bounds
-from hpctrain.compress.codec import require_count
 from hpctrain.compress.rail_codec import CodedShare, Link, RailCodec, start_exchange
+from hpctrain.core.checks import Count, checked
 
 _CHUNK = 1 << 18
 """Values of a piece: a rank codes some while others travel."""
@@ -66,7 +66,7 @@ class Quantized(RailCodec):
 
     def __init__(self, form: Format, *, feedback: bool, warmup_steps: int = 0) -> None:
         super().__init__()
-        require_count("warmup_steps", warmup_steps, 0)
+        checked("warmup_steps", warmup_steps, Count)
         self._form, self.keeps_unsent, self._warmup_steps = form, feedback, warmup_steps
 
     def bytes_of(self, share: CodedShare) -> int:

@@ -347,8 +347,8 @@ def test_what_cannot_be_is_refused_at_the_start(hvd, world):
         ({"servers": 2}, "leaves a worker"),
         ({"servers": [0, 0]}, "each once"),
         ({"servers": [5]}, "each once"),
-        ({"curvature": 0.0}, "curvature is a finite number above 0"),
-        ({"curvature": float("nan")}, "curvature is a finite number above 0"),
+        ({"curvature": 0.0}, "curvature must be above 0"),
+        ({"curvature": float("nan")}, "curvature must be above 0"),
     ):
         with pytest.raises(ConfigError, match=match):
             hvd.StaleSynchronous(model, plain, **arguments)
