@@ -64,16 +64,10 @@ class StagedSGD(LocalMethod):
         """
         delay = max(1, steps // 4) if delay is None else delay
         checked("warmup_steps", warmup_steps, Count)
-        rule = "warmup_steps must be at most cooldown_start"
-        require(
-            warmup_steps <= cooldown_start,
-            rule,
-            {"warmup_steps": warmup_steps, "cooldown_start": cooldown_start},
-        )
+        rule = f"warmup_steps must be at most {cooldown_start=}"
+        require(warmup_steps <= cooldown_start, rule, warmup_steps)
         checked("steps", steps, Number)
-        require(
-            0 <= delay <= steps, "delay must be from 0 to steps", {"delay": delay, "steps": steps}
-        )
+        require(0 <= delay <= steps, f"delay must be from 0 to {steps=}", delay)
         checked("patience", patience, Number)
         checked("threshold", threshold, Decay)
         super().__init__(model, optimizer, compression=compression)
