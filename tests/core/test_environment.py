@@ -63,7 +63,7 @@ def lookups(tree: ast.Module) -> Iterator[str]:
             key = node.args[0]
         elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load):
             key = node.slice if "environ" in ast.unparse(node.value) else None
-        elif isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In | ast.NotIn):
+        elif isinstance(node, ast.Compare) and type(node.ops[0]).__name__.endswith("In"):
             key = node.left if "environ" in ast.unparse(node.comparators[0]) else None
         name = names.get(key.id) if isinstance(key, ast.Name) else getattr(key, "value", None)
         if isinstance(name, str) and KNOWN.fullmatch(name):
