@@ -15,7 +15,6 @@ from hpctrain.async_sgd.requirements import (
     Roles,
     Servers,
     first_not_finite,
-    require_positive,
     require_servable,
 )
 from hpctrain.async_sgd.server import (
@@ -33,6 +32,7 @@ from hpctrain.checkpoint.format.state_hash import value_hashes
 from hpctrain.collectives.parameters import broadcast_parameters
 from hpctrain.comm.agreement import agreed, require_equal
 from hpctrain.comm.common_block import CommonBlock
+from hpctrain.core.checks import Amount, checked
 from hpctrain.core.errors import ConfigError, HpctrainError
 from hpctrain.core.torch_compat import dynamo_disable
 from hpctrain.gradients.checked_steps import check_over
@@ -82,7 +82,7 @@ class AsyncMethod(CommonBlock):
         with agreed(self.comm, ConfigError):
             require_servable(name, model, optimizer)
             if curvature is not None:
-                require_positive("curvature", curvature)
+                checked("curvature", curvature, Amount)
             self._roles = Roles.of(servers, self.comm.rank, self.comm.size)
         self.servers = self._roles.servers
         """Ranks that have a part of the parameters."""

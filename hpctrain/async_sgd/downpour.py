@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hpctrain.async_sgd.async_method import AsyncMethod
-from hpctrain.async_sgd.requirements import Servers, bound_of, require_positive
+from hpctrain.async_sgd.requirements import Servers, bound_of
 from hpctrain.async_sgd.server import ParameterServer, Push, Read, renumbered
-from hpctrain.compress.codec import require_count
+from hpctrain.core.checks import Amount, Count, Number, checked
 
 _OF_SERVER = "server_"  # begins the names of what servers keep, in the optimizer's state
 _GONE = -1  # the worker whose updates are those of all that have died
@@ -129,8 +129,8 @@ class Downpour(AsyncMethod):
         """
         numbers = {"n_push": n_push, "n_fetch": n_fetch, "warmup_steps": warmup_steps}
         for name, number in numbers.items():
-            require_count(name, number, 0 if name == "warmup_steps" else 1)
-        require_positive("rate", rate)
+            checked(name, number, Count if name == "warmup_steps" else Number)
+        checked("rate", rate, Amount)
         self._n_push, self._n_fetch = n_push, n_fetch
         warmup = -(-warmup_steps // n_push)  # in pushes
         super().__init__(

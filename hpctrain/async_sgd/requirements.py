@@ -9,9 +9,8 @@ from torch.optim import Optimizer
 
 from hpctrain.async_sgd.step_hooks import require_unhooked
 from hpctrain.comm.mpi_library import calls_from_threads
-from hpctrain.compress.codec import require_count
+from hpctrain.core.checks import Count, checked
 from hpctrain.core.errors import ConfigError
-from hpctrain.core.keys import require
 from hpctrain.gradients.elementwise import is_known_as
 from hpctrain.gradients.optimizer import require_plain
 
@@ -100,11 +99,5 @@ def bound_of(most_ahead: int | None) -> float:
     """Return how far a worker may be ahead, infinitely for None; raises ``ConfigError``."""
     if most_ahead is None:
         return math.inf
-    require_count("most_ahead", most_ahead, 0)
+    checked("most_ahead", most_ahead, Count)
     return most_ahead
-
-
-def require_positive(name: str, value: object) -> None:
-    """Raise ``ConfigError`` unless a value is a finite number above 0."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    require(is_number and 0 < value < math.inf, f"{name} is a finite number above 0", value)  # type: ignore[operator]

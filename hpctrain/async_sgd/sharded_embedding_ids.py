@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hpctrain.async_sgd.sharded_embedding_rows import Places
+from hpctrain.core.checks import require
 from hpctrain.core.errors import ConfigError
-from hpctrain.core.keys import require
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MOST_ROWS = 1 << 31

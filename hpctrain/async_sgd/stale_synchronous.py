@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from hpctrain.async_sgd.async_method import AsyncMethod
 from hpctrain.async_sgd.requirements import Servers
 from hpctrain.async_sgd.server import ParameterServer, Push, copied, renumbered
-from hpctrain.compress.codec import require_count
+from hpctrain.core.checks import Count, checked
 from hpctrain.core.errors import MismatchError, NodeMemoryError
 
 
@@ -63,7 +63,7 @@ class StaleSynchronous(AsyncMethod):
         Raises:
             ConfigError: an argument is not valid; on every rank.
         """
-        require_count("staleness", staleness, 0)
+        checked("staleness", staleness, Count)
         self.staleness = staleness
         try:
             super().__init__(

@@ -5,8 +5,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 
-from hpctrain.async_sgd.requirements import require_positive
-from hpctrain.core.keys import require
+from hpctrain.core.checks import Amount, Finite0, checked
 
 _LOG = logging.getLogger(__name__)
 
@@ -26,9 +25,8 @@ def stable_rate(staleness: float, curvature: float = 1.0) -> float:
 
     Source: Levin and May 1976, "A note on difference-delay equations", Theor. Popul. Biol. 9.
     """
-    require_positive("curvature", curvature)
-    is_proper = not isinstance(staleness, bool) and 0 <= staleness < math.inf
-    require(is_proper, "staleness is a finite number, at least 0", staleness)
+    checked("curvature", curvature, Amount)
+    checked("staleness", staleness, Finite0)
     return 2.0 * math.sin(math.pi / (2.0 * (2.0 * staleness + 1.0))) / curvature
 
 

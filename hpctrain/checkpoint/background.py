@@ -28,7 +28,7 @@ _PINNED_BYTES = MIB
 """Copies of so much of a device's are registered with its driver: others share their pages."""
 
 
-class Snapshot:
+class StateCopy:
     """Holds one copy at a time; the memory of the first serves all later ones of equal shapes.
 
     Of replicated tensors a rank copies what it will write, so the ranks share time and memory, and
@@ -40,7 +40,7 @@ class Snapshot:
         self._num_ranks = num_ranks
         self._copies: dict[str, Tensor] = {}
         self.num_bytes = 0  # copied by the last ``take``
-        self.checksums: dict[str, Checksum] = {}  # of the last state, for ``Source``
+        self.checksums: dict[str, Checksum] = {}  # of the last state, for ``SaveSource``
         self.compare_s = 0.0  # how long they took
 
     def take(self, state: Any, source_rank: int | None = None) -> Any:
@@ -93,7 +93,7 @@ class Snapshot:
         return copy
 
 
-class Beside(Generic[T]):
+class BackgroundWriter(Generic[T]):
     """Runs jobs on a thread; where that cannot be, at once, with the communicator of all else."""
 
     def __init__(self, comm: Communicator, *, background: bool) -> None:

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hpctrain.checkpoint import loading, saving
-from hpctrain.checkpoint.background import Beside, Snapshot
+from hpctrain.checkpoint.background import BackgroundWriter, StateCopy
 from hpctrain.checkpoint.checkpoint_directory import SCORE, CheckpointDirectory
 from hpctrain.checkpoint.refusal import explained, mismatches, of_save
-from hpctrain.checkpoint.schedule import Schedule
+from hpctrain.checkpoint.schedule import CheckpointSchedule
 from hpctrain.comm.agreement import agreed, on_root, require_equal
 from hpctrain.comm.communicator import Communicator
 from hpctrain.core.errors import CheckpointError, ConfigError
@@ -103,7 +103,7 @@ class Manager:
                     f"keep={keep} and keep_best={keep_best}"
                 )
             mtbf_s = parse_seconds(mtbf) if isinstance(mtbf, str) else mtbf
-            self._schedule = Schedule(every, mtbf_s=mtbf_s, now=time.monotonic())
+            self._schedule = CheckpointSchedule(every, mtbf_s=mtbf_s, now=time.monotonic())
             self._shelf = CheckpointDirectory(absolute(directory))
         self._comm = comm
         self._keep = keep
@@ -115,8 +115,8 @@ class Manager:
         self._has_score = False  # that one
         self._stall_s = 0.0
         # Of the state, and of what is private.
-        self._snapshots = (Snapshot(comm.rank, comm.size), Snapshot())
-        self._beside = Beside[Figures](comm, background=background)
+        self._snapshots = (StateCopy(comm.rank, comm.size), StateCopy())
+        self._beside = BackgroundWriter[Figures](comm, background=background)
 
     def due(self, step: int, now: float | None = None) -> bool:
         """Return whether this rank would take a checkpoint now. Not collective.
@@ -263,7 +263,7 @@ class Manager:
 
     def _taken(
         self, step: int, state: Any, private: Any, source_rank: int | None
-    ) -> saving.Source | CheckpointError:
+    ) -> saving.SaveSource | CheckpointError:
         """Return what to write, or the error, which the thread reports to the other ranks.
 
         So no rank waits here for the slowest copy.
@@ -271,19 +271,19 @@ class Manager:
         try:
             with explained(f"copy the state of step {step}"):
                 if self._beside.at_once:
-                    return saving.Source.of(state, private, self._comm, source_rank)
+                    return saving.SaveSource.of(state, private, self._comm, source_rank)
                 saving.check_source(source_rank, self._comm.size)
                 of_state, of_private = self._snapshots
                 copy = of_state.take(state, source_rank)
                 checked = of_state.checksums, of_state.compare_s
-                return saving.Source(copy, of_private.take(private), *checked)
+                return saving.SaveSource(copy, of_private.take(private), *checked)
         except CheckpointError as error:
             return error
 
     def _write(
         self,
         comm: Communicator,
-        taken: saving.Source | CheckpointError,
+        taken: saving.SaveSource | CheckpointError,
         contents: dict[str, Any],
         *,
         stall_s: float | None,
@@ -292,7 +292,7 @@ class Manager:
         """Write and tidy. Collective; on the thread that is beside."""
         began = time.monotonic()
 
-        def take() -> saving.Source:
+        def take() -> saving.SaveSource:
             if isinstance(taken, CheckpointError):
                 raise taken
             return taken

@@ -30,7 +30,6 @@ from hpctrain.checkpoint.format.manifest import (
 from hpctrain.checkpoint.format.shard import Piece, Shard, fault_of_cover
 from hpctrain.checkpoint.format.state_hash import crc_of
 from hpctrain.checkpoint.format.state_tree import flatten, lines
-from hpctrain.checkpoint.format.tensor_file import DTYPES
 from hpctrain.checkpoint.refusal import explained, mismatches
 from hpctrain.checkpoint.replicas import Checksum, checksums, require_same
 from hpctrain.comm.agreement import agreed, on_root, require_equal
@@ -61,7 +60,7 @@ class Saved:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class SaveSource:
     """What a save writes: a state, or a copy of what this rank writes of it."""
 
     state: Any
@@ -70,7 +69,9 @@ class Source:
     compare_s: float  # how long they took
 
     @classmethod
-    def of(cls, state: Any, private: Any, comm: Communicator, source_rank: int | None) -> "Source":
+    def of(
+        cls, state: Any, private: Any, comm: Communicator, source_rank: int | None
+    ) -> "SaveSource":
         """Return a state as it is. Not collective."""
         began = time.perf_counter()
         found = {}
@@ -127,7 +128,7 @@ def save(  # noqa: PLR0913 - what belongs to a checkpoint
             directory has the name of another step, or a disk refuses; on every rank, and what was
             there before is intact.
     """
-    take = partial(Source.of, state, private or {}, comm, source_rank)
+    take = partial(SaveSource.of, state, private or {}, comm, source_rank)
     return write(
         directory, take, comm, step=step, facts=facts, guard=guard, source_rank=source_rank
     )
@@ -135,7 +136,7 @@ def save(  # noqa: PLR0913 - what belongs to a checkpoint
 
 def write(  # noqa: PLR0913 - what belongs to a checkpoint
     directory: Path | str,
-    take: Callable[[], Source],
+    take: Callable[[], SaveSource],
     comm: Communicator,
     *,
     step: int,
@@ -195,7 +196,7 @@ def check_source(source_rank: int | None, num_ranks: int) -> None:
         )
 
 
-def _contents(source: Source, facts: Mapping[str, Any], *, is_compared: bool) -> _Contents:
+def _contents(source: SaveSource, facts: Mapping[str, Any], *, is_compared: bool) -> _Contents:
     leaves, skeleton = flatten(source.state)
     common = lines(source.state) if is_compared else []
     for path, leaf in leaves.items():
@@ -235,11 +236,7 @@ def _spec(leaf: Tensor | Piece) -> _Spec:
 def _plan(
     specs: Mapping[str, _Spec], pieces: Sequence[Mapping[str, Shard]], source_rank: int | None
 ) -> dict[str, Parts]:
-    whole = {
-        path: (shape, DTYPES[dtype].itemsize)
-        for path, (dtype, shape) in specs.items()
-        if path not in pieces[0]
-    }
+    whole = {path: spec for path, spec in specs.items() if path not in pieces[0]}
     sharded = owners(pieces, source_rank)
     for path, parts in sharded.items():
         shape = pieces[0][path].global_shape
@@ -254,36 +251,32 @@ def _plan(
 def divided(
     leaves: Mapping[str, Tensor | Piece], num_ranks: int, source_rank: int | None
 ) -> dict[str, Parts]:
-    """Return who writes what of the replicated tensors among the leaves of a state."""
-    whole = {
-        path: (leaf.shape, leaf.itemsize)
-        for path, leaf in leaves.items()
-        if isinstance(leaf, Tensor)
-    }
+    """Return the part of each rank of the replicated tensors among the leaves of a state."""
+    whole = {path: _spec(leaf) for path, leaf in leaves.items() if isinstance(leaf, Tensor)}
     return divide(whole, num_ranks, source_rank)
 
 
 def divide(
-    tensors: Mapping[str, tuple[Sequence[int], int]],
-    num_ranks: int,
-    source_rank: int | None = None,
+    tensors: Mapping[str, _Spec], num_ranks: int, source_rank: int | None = None
 ) -> dict[str, Parts]:
     """Split tensors over the ranks so that each writes about the same number of bytes.
 
     The tensors, in their order, are one stretch of bytes that is cut into equal parts; a cut
     inside a large tensor moves to the next row, one inside a small tensor to its end.
 
-    ``tensors`` gives shape and bytes of an element, by path. A ``source_rank`` writes all.
+    ``tensors`` gives dtype and shape by path. A ``source_rank`` writes all.
     """
     if source_rank is not None:
-        return {path: {source_rank: Shard.whole(shape)} for path, (shape, _) in tensors.items()}
-    total = sum(math.prod(shape) * itemsize for shape, itemsize in tensors.values())
-    cuts = [total * rank // num_ranks for rank in range(num_ranks + 1)]
+        return {path: {source_rank: Shard.whole(shape)} for path, (_, shape) in tensors.items()}
+    sizes = {
+        path: math.prod(shape) * getattr(torch, dtype).itemsize
+        for path, (dtype, shape) in tensors.items()
+    }
+    cuts = [sum(sizes.values()) * rank // num_ranks for rank in range(num_ranks + 1)]
     divided, start = {}, 0
-    for path, (shape, itemsize) in tensors.items():
-        num_bytes = math.prod(shape) * itemsize
+    for path, num_bytes in sizes.items():
         around = [min(max(cut - start, 0), num_bytes) for cut in cuts]
-        divided[path] = _cut(tuple(shape), num_bytes, around)
+        divided[path] = _cut(tensors[path][1], num_bytes, around)
         start += num_bytes
     return divided
 

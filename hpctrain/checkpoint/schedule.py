@@ -11,7 +11,7 @@ _COSTS_KEPT = 5
 """Of so many checkpoints the median counts: one slow write does not move the interval."""
 
 
-class Schedule:
+class CheckpointSchedule:
     """Decides on one rank; nothing here is collective.
 
     ``auto`` takes the first checkpoint at once, to learn what it costs, and then follows Daly.

@@ -10,6 +10,7 @@ import typer
 from hpctrain.cli.layouts import asks_for_layouts, plan_layouts
 from hpctrain.cli.options import AsJson, argument, option
 from hpctrain.core.errors import ConfigError
+from hpctrain.core.records import finite
 from hpctrain.core.units import format_seconds, parse_bytes, parse_number, parse_seconds
 
 if TYPE_CHECKING:
@@ -198,9 +199,6 @@ def plan(  # noqa: PLR0913 - a command's options
 
 
 def _as_dict(advice: "Advice") -> dict[str, Any]:
-    def finite(values: dict[str, Any]) -> dict[str, Any]:  # JSON has no infinity
-        return {name: None if value == math.inf else value for name, value in values.items()}
-
     def told(one: "Candidate") -> dict[str, Any]:
         names = ("nodes", "batch", "local_steps", "checkpoint_every_s", "goodput", "seconds")
         found = {name: getattr(one, name) for name in (*names, "node_hours")}

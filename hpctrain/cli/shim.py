@@ -68,10 +68,7 @@ def shim(
 
 def become(words: Sequence[str]) -> NoReturn:
     """Let ``python WORDS`` take the place of this process; ``import horovod`` finds ours there."""
-    folders = filter(None, [str(sitecustomize.HERE), os.environ.get("PYTHONPATH")])
-    environ = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(folders),
-        sitecustomize.PYTHON: sys.executable,
-    }
+    environ = {**os.environ, sitecustomize.PYTHON: sys.executable}
+    folders = filter(None, [str(sitecustomize.HERE), environ.get("PYTHONPATH")])
+    environ["PYTHONPATH"] = os.pathsep.join(folders)
     os.execve(sys.executable, [sys.executable, *words], environ)  # noqa: S606 - no shell is needed

@@ -10,10 +10,12 @@ Sources: the manuals of the launchers, and the environments recorded in this fil
 
 import os
 import re
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from hpctrain.core import config
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +127,7 @@ class Launched:
         return self.source.partition("=")[0]
 
 
-WATCHED = "HPCTRAIN_WATCHED"
-"""Is set where the launcher wants to hear these; one that loses a node may return 0, too."""
+WATCHED, ASKED = config.variable_of("watched"), config.variable_of("asked")
 BEGUN = "hpctrain: all ranks have begun"
 ENDED = "hpctrain: all ranks have come to their end"
 """Written once each by rank 0 of a world, however many ranks it loses meanwhile."""
@@ -212,15 +213,12 @@ def job_id(environ: Mapping[str, str] = os.environ) -> str:
     return environ.get(variable, "")
 
 
-ASKED = "HPCTRAIN_ASKED"
-"""Names the file in which ``hpctrain launch`` says which signal it hands on as SIGUSR1."""
-
-
 def asked_by() -> str:
-    """Return the signal that ``hpctrain launch`` on this host was sent; empty where none tells."""
+    """Return the signal that ``hpctrain launch`` on this host received; empty if unknown."""
+    file = config.setting("asked")
     try:
-        return Path(os.environ[ASKED]).read_text(encoding="ascii")
-    except (KeyError, OSError, ValueError):
+        return file.read_text(encoding="ascii") if file else ""
+    except (OSError, ValueError):
         return ""
 
 
@@ -253,12 +251,114 @@ def visible_devices(environ: Mapping[str, str] = os.environ) -> str:
     return next((environ[name] for name in _VISIBLE if environ.get(name)), "")
 
 
+def slurm(name: str, environ: Mapping[str, str] = os.environ) -> str:
+    """Return the variable ``SLURM_NAME``; empty where it is not set."""
+    return environ.get(f"SLURM_{name.upper()}", "")
+
+
+def slurm_number(name: str, environ: Mapping[str, str] = os.environ) -> int | None:
+    """Return a variable of Slurm, or the first number of its list, such as of ``4,2``."""
+    return number(slurm(name, environ))
+
+
+def number(text: str) -> int | None:
+    """Read a number above 0, or the first of a list; None for any other text."""
+    first = text.partition(",")[0]
+    return int(first) if first.isdigit() and int(first) > 0 else None
+
+
+def ranks_per_node(environ: Mapping[str, str] = os.environ) -> int | None:
+    """Return how many ranks this node has or will have; None where nothing tells."""
+    found = launched(environ)
+    if found and found.local_size:
+        return found.local_size
+    step = slurm("step_tasks_per_node", environ) if slurm("step_id", environ) else ""
+    counts = tasks_of_nodes(step or slurm("tasks_per_node", environ))
+    node = slurm("nodeid", environ) or "0"
+    if node.isdigit() and int(node) < len(counts):
+        return counts[int(node)]
+    return max(counts, default=None)
+
+
+def gpus_of_job(environ: Mapping[str, str] = os.environ) -> int | None:
+    """Return how many GPUs the job has on this node; None where it does not say."""
+    if (count := slurm("gpus_on_node", environ).partition(",")[0]).isdigit():
+        return int(count)
+    names = slurm("job_gpus", environ) or slurm("step_gpus", environ)
+    return len(names.split(",")) if names else None
+
+
+def scratch_folders(environ: Mapping[str, str] = os.environ) -> list[Path]:
+    """Return the folders for temporary files of this job that are set, Slurm's first."""
+    texts = slurm("tmpdir", environ), environ.get("TMPDIR", "")
+    return [Path(text) for text in texts if text]
+
+
+def srun_passes_cores(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether srun gives the cores of a task to its ranks; srun 22.05 needs to be told."""
+    return "SRUN_CPUS_PER_TASK" in environ
+
+
+def chosen_library(environ: Mapping[str, str] = os.environ) -> str:
+    """Return the MPI library that mpi4py shall load; empty if the user has chosen none."""
+    return environ.get("MPI4PY_LIBMPI", "")
+
+
+def chooses_copies(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether the user says how Open MPI 5 copies between processes of a host."""
+    return "OMPI_MCA_smsc" in environ
+
+
+def torch_finds_ranks(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether a launcher of ``torch.distributed`` gave an address to meet at."""
+    return "MASTER_ADDR" in environ or "TORCHELASTIC_USE_AGENT_STORE" in environ
+
+
+def sets_threads(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether the number of threads of a process is set."""
+    return "OMP_NUM_THREADS" in environ
+
+
+SHARES_GPUS = "NCCL_MULTI_RANK_GPU_ENABLE"
+
+
+def ranks_share_gpus(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether NCCL takes several ranks on one GPU."""
+    return environ.get(SHARES_GPUS) == "1"
+
+
+def set_torch_ranks(rank: int, size: int, local_rank: int, local_size: int) -> None:
+    """Set the variables of torchrun to a place in a world, where they are set."""
+    if "WORLD_SIZE" in os.environ:
+        place = rank, size, local_rank, local_size
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        os.environ.update({name: str(value) for name, value in zip(names, place, strict=True)})
+
+
+@contextmanager
+def variables(values: Mapping[str, str | None]) -> Iterator[None]:
+    """Set variables inside the block; None removes one."""
+    before = {name: os.environ.get(name) for name in values}
+    _set(values)
+    try:
+        yield
+    finally:
+        _set(before)
+
+
+def _set(values: Mapping[str, str | None]) -> None:
+    for name, text in values.items():
+        os.environ.pop(name, None)
+        if text is not None:
+            os.environ[name] = text
+
+
 _JOB = ("cluster_name", "job_partition", "job_account", "job_qos", "job_nodelist", "cpus_per_task")
 
 
 def job_facts(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return what a Slurm job says of itself: partition, account, nodes; empty outside of one."""
-    told = {name: environ.get(f"SLURM_{name.upper()}", "") for name in _JOB}
+    told = {name: slurm(name, environ) for name in _JOB}
     return {name.removeprefix("job_"): text for name, text in told.items() if text}
 
 
@@ -274,7 +374,7 @@ def ranks_of_nodes(environ: Mapping[str, str] = os.environ) -> tuple[int, ...] |
         return (1,)
     if found.local_size == found.size:
         return (found.size,)
-    text = environ.get("SLURM_STEP_TASKS_PER_NODE", "") if found.name == "srun" else ""
+    text = slurm("step_tasks_per_node", environ) if found.name == "srun" else ""
     nodes = tasks_of_nodes(text)
     return tuple(nodes) if sum(nodes) == found.size else None
 

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
+from hpctrain.cluster import env
 from hpctrain.cluster.env import COPIES_OFF, SPARED, Launched
 from hpctrain.cluster.process import stat
 from hpctrain.cluster.resources import CLASSES
@@ -159,7 +160,7 @@ def expected_libmpi(
 
     None where the dynamic linker is left to find one, by LD_LIBRARY_PATH for instance.
     """
-    if named := environ.get("MPI4PY_LIBMPI"):
+    if named := env.chosen_library(environ):
         return Path(named).resolve() if os.sep in named else None
     if prefixes is None:
         prefixes = (sys.prefix, site.getuserbase(), sys.base_prefix)
@@ -214,12 +215,8 @@ def copies_off(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
 def settings_of_mpi() -> Iterator[None]:
     """Let MPI start inside the block with the settings that this host needs."""
     settings = missing_home() | copies_off() | (SPARED if may_spare_ofi() else {})
-    os.environ.update(settings)
-    try:
+    with env.variables(settings):  # a launch from here has its own
         yield
-    finally:
-        for name in settings:  # a launch from here has its own
-            del os.environ[name]
 
 
 def _chooses_btl(file: Path) -> bool:

@@ -67,7 +67,7 @@ def num_granted(
         _count(folder / file) for folder in folders("cpuset", root, membership) for file in files
     ]
     there = min([os.cpu_count() or 1, *filter(None, sets)])
-    told = environ.get("SLURM_CPUS_ON_NODE", "")
+    told = env.slurm("cpus_on_node", environ)
     if told.isdigit():
         there = min(int(told), there)
     elif env.scheduler(environ):

@@ -131,7 +131,9 @@ def by_first_backend(
     is_there = any(device_of(device) is not None for device in devices)
     against_nccl = refusal or ("" if is_there else "parameters are on the host")
     against_peers = refusal or _why_by_host(comm, devices)
-    told = comm.allgather_object((config.device_sums(), is_there, against_nccl, against_peers))
+    told = comm.allgather_object(
+        (config.setting("device_sums"), is_there, against_nccl, against_peers)
+    )
     asked, are_there, why_not_nccl, why_not_peers = zip(*told, strict=True)
     if "nccl" in asked and comm.size > 1 and any(are_there):
         if len({*asked}) > 1:
@@ -178,7 +180,7 @@ def _why_by_host(comm: Communicator, devices: Collection[torch.device]) -> str:
         there = device_of(device)
         if there is None or there.keeps_apart:
             return f"{device.type}: {there.keeps_apart if there else 'it is the host'}"
-    if config.device_sums() == "host":
+    if config.setting("device_sums") == "host":
         return "HPCTRAIN_DEVICE_SUMS=host"
     return "" if comm.node is not None else "the ranks of a node do not share its memory"
 

@@ -2,9 +2,8 @@
 
 import functools
 import importlib
-import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hpctrain.cluster.env import variables
 from hpctrain.cluster.libraries import family, loaded_libmpi
 from hpctrain.cluster.topology import Topology
 from hpctrain.comm import requests
@@ -151,7 +151,7 @@ class _World(HorovodCommunicator):
     ) -> None:
         super().__init__(world, library, watch=watch)
         self._world = self._calls.duplicate()
-        with _environment(variables_for(settings)):
+        with variables(variables_for(settings)):
             self._hvd.init(comm=self._world)
 
     def take_levels(self, nodes: Sequence[Sequence[int]]) -> None:
@@ -323,22 +323,3 @@ def variables_for(settings: Settings) -> dict[str, str | None]:
     if settings.cycle_s is not None:
         found["HOROVOD_CYCLE_TIME"] = f"{1000 * settings.cycle_s:.6g}"
     return found
-
-
-@contextmanager
-def _environment(values: Mapping[str, str | None]) -> Iterator[None]:
-    """Set variables for a while; None takes one away."""
-    before = {name: os.environ.get(name) for name in values}
-    _set(values)
-    try:
-        yield
-    finally:
-        _set(before)
-
-
-def _set(values: Mapping[str, str | None]) -> None:
-    for name, text in values.items():
-        if text is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = text

@@ -182,7 +182,7 @@ def _join(launched: env.Launched | None) -> "MPI.Intracomm | None":
             "worker of a DataLoader; workers import the program anew: guard init() and all that "
             'trains by `if __name__ == "__main__":`'
         )
-    may_be_alone = config.may_be_alone()
+    may_be_alone = config.setting("alone")
     if launched is not None and not launched.by_mpi and (launched.local_size or 1) > 1:
         # MPI might take all of them for the one rank of an outer launcher.
         if not may_be_alone:

@@ -10,7 +10,6 @@ from torch.optim import Optimizer
 from hpctrain.comm.bucket import Bucket
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.work import FINISHED, Work
-from hpctrain.core.keys import require
 
 
 class Codec(Protocol):
@@ -145,14 +144,3 @@ def settings_of(codec: object) -> str:
         if name != "rail_s" and not isinstance(value, dict | list)  # what changes by steps
     ]
     return f"{type(codec).__name__}({', '.join(settings)})"
-
-
-def require_count(name: str, value: object, least: int) -> None:
-    """Raise ``ConfigError`` unless an argument is a whole number that is large enough."""
-    is_whole = isinstance(value, int) and not isinstance(value, bool) and value >= least
-    require(is_whole, f"{name} is a whole number from {least} on", value)
-
-
-def require_flag(name: str, value: object) -> None:
-    """Raise ``ConfigError`` unless an argument is true or false."""
-    require(isinstance(value, bool), f"{name} is true or false", value)

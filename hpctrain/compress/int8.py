@@ -5,9 +5,9 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from hpctrain.compress.codec import require_count, require_flag
 from hpctrain.compress.quantized import Quantized, is_finite
 from hpctrain.compress.rail_codec import CodedShare
+from hpctrain.core.checks import Number, checked
 
 _CHUNK = 1 << 18  # values that are worked on while they lie in the cache
 _HEAD = 8  # bytes of a block beside those of its values: its step and its smallest
@@ -118,6 +118,6 @@ class Int8(Quantized):
     """
 
     def __init__(self, block: int = 512, *, error_feedback: bool = False) -> None:
-        require_count("block", block, 1)
-        require_flag("error_feedback", error_feedback)
+        checked("block", block, Number)
+        checked("error_feedback", error_feedback, bool)
         super().__init__(Int8Blocks(block), feedback=error_feedback)

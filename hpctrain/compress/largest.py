@@ -8,10 +8,9 @@ from torch.optim import Optimizer
 
 from hpctrain.comm.communicator import Link
 from hpctrain.comm.norms import norms
-from hpctrain.compress.codec import require_count, require_flag
 from hpctrain.compress.rail_codec import CodedShare, RailCodec, exchanged
+from hpctrain.core.checks import Count, Fraction, checked
 from hpctrain.core.errors import ConfigError
-from hpctrain.core.keys import require
 
 
 class Sparse(RailCodec):
@@ -23,7 +22,7 @@ class Sparse(RailCodec):
 
     def __init__(self, density: float) -> None:
         super().__init__()
-        _require_density(density)
+        checked("density", density, Fraction)
         self._density = density
 
     def density_at(self, step: int) -> float:  # noqa: ARG002 - for subclasses
@@ -50,12 +49,6 @@ class Sparse(RailCodec):
 
     def _num_sent(self, share: CodedShare) -> int:
         return max(round(share.numel * self.density_at(share.num_steps)), 1)
-
-
-def _require_density(density: float) -> None:
-    require(
-        0.0 < density <= 1.0, "density is the part that is sent, above 0 and at most 1", density
-    )
 
 
 def largest(values: Tensor, number: int) -> Tensor:
@@ -93,7 +86,7 @@ class TopK(Sparse):
 
     def __init__(self, density: float = 0.01, *, error_feedback: bool = True) -> None:
         super().__init__(density)
-        require_flag("error_feedback", error_feedback)
+        checked("error_feedback", error_feedback, bool)
         self.keeps_unsent = error_feedback
 
     def warning(self, optimizer: Optimizer) -> str:  # noqa: ARG002 - of any
@@ -147,10 +140,10 @@ class DeepGradientCompression(Sparse):
         warmup_steps: int = 0,
     ) -> None:
         super().__init__(density)
-        require_count("warmup_steps", warmup_steps, 0)
-        require_flag("masks_momentum", masks_momentum)
+        checked("warmup_steps", warmup_steps, Count)
+        checked("masks_momentum", masks_momentum, bool)
         for each in warmup:
-            _require_density(each)
+            checked("density", each, Fraction)
         if not (0 <= momentum <= 1 and (clip_norm is None or clip_norm > 0)):
             raise ConfigError(
                 f"momentum is 0 to 1, and clip_norm above 0 or None, got momentum={momentum} and "

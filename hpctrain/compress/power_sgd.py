@@ -9,9 +9,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from hpctrain.comm.communicator import Link
-from hpctrain.compress.codec import require_count, require_flag
 from hpctrain.compress.rail_codec import CodedShare, CodedTensor, RailCodec
-from hpctrain.core.keys import require
+from hpctrain.core.checks import AtLeast0, Count, Number, checked
 
 _SEED = 0x9E3779B9
 _SMALLER = 2.0**-64  # of values whose products overflow
@@ -49,11 +48,11 @@ class PowerSGD(RailCodec):
         error_feedback: bool = True,
     ) -> None:
         super().__init__()
-        require_count("rank", rank, 1)
-        require_count("warmup_steps", warmup_steps, 0)
-        require_flag("warm_start", warm_start)
-        require_flag("error_feedback", error_feedback)
-        require(min_gain >= 0, "min_gain is a factor from 0 on", min_gain)
+        checked("rank", rank, Number)
+        checked("warmup_steps", warmup_steps, Count)
+        checked("warm_start", warm_start, bool)
+        checked("error_feedback", error_feedback, bool)
+        checked("min_gain", min_gain, AtLeast0)
         self._rank, self._warmup_steps, self._min_gain = rank, warmup_steps, min_gain
         self._warm_start, self.keeps_unsent = warm_start, error_feedback
 

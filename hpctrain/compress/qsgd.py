@@ -8,9 +8,9 @@ from torch import Tensor
 
 from hpctrain.comm.communicator import Link
 from hpctrain.comm.norms import row_norms
-from hpctrain.compress.codec import require_count
 from hpctrain.compress.elias import LARGEST, Reader, codes_of, packed
 from hpctrain.compress.rail_codec import CodedShare, RailCodec, exchanged
+from hpctrain.core.checks import Number, checked
 from hpctrain.core.errors import ConfigError
 
 _CHUNK = 1 << 18  # values whose codes are made at once, in the cache
@@ -34,8 +34,8 @@ class QSGD(RailCodec):
 
     def __init__(self, levels: int = 16, block: int = 512, seed: int = 0) -> None:
         super().__init__()
-        require_count("levels", levels, 1)
-        require_count("block", block, 1)
+        checked("levels", levels, Number)
+        checked("block", block, Number)
         if max(levels, block) > LARGEST:
             raise ConfigError(
                 f"levels and block must be 1 to {LARGEST}, got levels={levels} and block={block}"

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from hpctrain.comm.bucket import slice_bounds
 from hpctrain.comm.communicator import Link
-from hpctrain.compress.codec import require_count
 from hpctrain.compress.rail_codec import CodedShare, RailCodec
+from hpctrain.core.checks import Count, checked
 
 _CHUNK = 1 << 18
 """Values of a piece: a rank codes some while others travel."""
@@ -67,7 +67,7 @@ class Quantized(RailCodec):
 
     def __init__(self, form: Format, *, feedback: bool, warmup_steps: int = 0) -> None:
         super().__init__()
-        require_count("warmup_steps", warmup_steps, 0)
+        checked("warmup_steps", warmup_steps, Count)
         self._form, self.keeps_unsent, self._warmup_steps = form, feedback, warmup_steps
 
     def bytes_of(self, share: CodedShare) -> int:

@@ -7,7 +7,6 @@ import difflib
 import math
 import os
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from hpctrain.core.errors import ConfigError
@@ -35,35 +34,6 @@ def _number(text: str) -> float:
     return number
 
 
-def _is_on(text: str) -> bool:
-    return _number(text) > 0
-
-
-def _bytes(text: str) -> int:
-    return int(_number(text))
-
-
-def _seconds(text: str) -> float | None:
-    return _number(text) or None
-
-
-def _milliseconds(text: str) -> float:
-    return _number(text) / 1000
-
-
-def _never(text: str) -> float | None:
-    return math.inf if _is_on(text) else None
-
-
-def _file(text: str) -> Path | None:
-    # DYNAMIC asks that a program may start the timeline later, as it may here at any time.
-    return None if text == "DYNAMIC" else from_environment(text)
-
-
-def _two_level(text: str) -> str | None:
-    return "two-level" if _is_on(text) else None
-
-
 _LEVELS = ("trace", "debug", "info", "warning", "error", "fatal")
 _RENAMED = {"trace": "debug", "fatal": "critical"}
 
@@ -76,15 +46,24 @@ def _level(text: str) -> str:
 
 
 HONOURED = (
-    Variable("HOROVOD_TIMELINE", "timeline", _file),
-    Variable("HOROVOD_TIMELINE_MARK_CYCLES", "timeline_mark_cycles", _is_on),
-    Variable("HOROVOD_FUSION_THRESHOLD", "fusion_bytes", _bytes),
-    Variable("HOROVOD_CYCLE_TIME", "cycle_s", _milliseconds),
-    Variable("HOROVOD_STALL_CHECK_DISABLE", "stall_s", _never),
-    Variable("HOROVOD_STALL_CHECK_TIME_SECONDS", "stall_s", _seconds),
-    Variable("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "stall_abort_s", _seconds),
+    # DYNAMIC asks that a program may start the timeline later, as it may here at any time.
+    Variable(
+        "HOROVOD_TIMELINE",
+        "timeline",
+        lambda text: None if text == "DYNAMIC" else from_environment(text),
+    ),
+    Variable("HOROVOD_TIMELINE_MARK_CYCLES", "timeline_mark_cycles", lambda t: _number(t) > 0),
+    Variable("HOROVOD_FUSION_THRESHOLD", "fusion_bytes", lambda text: int(_number(text))),
+    Variable("HOROVOD_CYCLE_TIME", "cycle_s", lambda text: _number(text) / 1000),
+    Variable("HOROVOD_STALL_CHECK_DISABLE", "stall_s", lambda t: math.inf if _number(t) else None),
+    Variable("HOROVOD_STALL_CHECK_TIME_SECONDS", "stall_s", lambda text: _number(text) or None),
+    Variable("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "stall_abort_s", lambda t: _number(t) or None),
     Variable("HOROVOD_LOG_LEVEL", "log_level", _level),
-    Variable("HOROVOD_HIERARCHICAL_ALLREDUCE", "horovod_way", _two_level),
+    Variable(
+        "HOROVOD_HIERARCHICAL_ALLREDUCE",
+        "horovod_way",
+        lambda text: "two-level" if _number(text) else None,
+    ),
 )
 """In the order in which they are asked: of two for one setting the first that says something."""
 

@@ -27,25 +27,12 @@ class _Span(ctypes.Structure):
 def libc() -> ctypes.CDLL:
     """Return the library; other threads of Python run during its calls."""
     library = ctypes.CDLL(None, use_errno=True)
-    library.mmap.restype = ctypes.c_void_p
-    library.mmap.argtypes = [
-        ctypes.c_void_p,
-        ctypes.c_size_t,
-        ctypes.c_int,
-        ctypes.c_int,
-        ctypes.c_int,
-        ctypes.c_long,
-    ]
-    library.mremap.restype = ctypes.c_void_p
-    library.mremap.argtypes = [
-        ctypes.c_void_p,
-        ctypes.c_size_t,
-        ctypes.c_size_t,
-        ctypes.c_int,
-        ctypes.c_void_p,
-    ]
-    library.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-    library.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    address, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    library.mmap.restype = library.mremap.restype = address
+    library.mmap.argtypes = [address, size, number, number, number, ctypes.c_long]
+    library.mremap.argtypes = [address, size, size, number, address]
+    library.munmap.argtypes = [address, size]
+    library.madvise.argtypes = [address, size, number]
     return library
 
 

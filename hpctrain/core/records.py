@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.core.atomic import make_folder, refusal, sync
-from hpctrain.core.config import records_folder
+from hpctrain.core.config import setting
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.python_compat import Self
 
@@ -143,7 +143,7 @@ class _Recorder:
 
 @functools.cache
 def _recorder(_pid: int) -> _Recorder | None:  # a forked child begins a file of its own
-    folder = records_folder()
+    folder = setting("records")
     return None if folder is None else _Recorder(folder)
 
 

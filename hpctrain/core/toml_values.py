@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from hpctrain.core.checks import checked
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.keys import Key, keys_of, tables_of
 from hpctrain.core.python_compat import tomllib
@@ -31,7 +32,7 @@ class TomlValues(Generic[C]):
                     before = self._values.get(key.name, key.default)
                     self._values[key.name] = _with(before, inner, value)
                 else:
-                    self._values[key.name] = key.checked(value)
+                    self._values[key.name] = checked(key.name, value, key.hint)
             except ConfigError as error:
                 raise ConfigError(f"{source}: {error}") from None
             self.origins[key.name] = source

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpctrain.core.atomic import publishing
+from hpctrain.core.checks import CheckedFields, Count, Number, Positive
 from hpctrain.core.errors import ConfigError
-from hpctrain.core.keys import Count, Number, Positive, check_rules
 from hpctrain.cost.collectives import Load, Way, allreduce
 from hpctrain.cost.machine import Link, Machine
 
@@ -23,7 +23,7 @@ LEAST_POINTS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Point:
+class Point(CheckedFields):
     """One measured sum over all ranks; ``ConfigError`` where a rule is broken."""
 
     nodes: Number
@@ -38,9 +38,6 @@ class Point:
     """How many ranks take turns on a core: what a processor does takes as many times as long."""
     num_bytes: Number  # of the message, before the codec
     seconds: Positive  # of the slowest rank
-
-    def __post_init__(self) -> None:
-        check_rules(self)
 
     @property
     def way(self) -> Way:

@@ -21,7 +21,7 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, NamedTuple
 
-from hpctrain.core.keys import Number, Rule
+from hpctrain.core.checks import Bounds, Number
 from hpctrain.cost.collectives import Load
 from hpctrain.cost.machine import Machine
 from hpctrain.cost.transformer import RECOMPUTE, Transformer
@@ -42,15 +42,15 @@ class Layout:
     """Ranks that share the batch."""
     cp: Number = 1
     """Ranks that share a sample."""
-    zero: Annotated[int, Rule(least=0, below=4)] = 0
+    zero: Annotated[int, Bounds(least=0, below=4)] = 0
     """What data parallel ranks share: 1 the optimizer's state, 2 gradients, 3 parameters too."""
     micro_batch: Number = 1
     """Samples that a stage takes at once."""
-    recompute: Annotated[str, Rule(names=RECOMPUTE)] = "none"
+    recompute: Annotated[str, Bounds(names=RECOMPUTE)] = "none"
     """What backward computes again."""
     virtual: Number = 1
     """Stages of each rank, which are interleaved."""
-    schedule: Annotated[str, Rule(names=SCHEDULES)] = "1f1b"
+    schedule: Annotated[str, Bounds(names=SCHEDULES)] = "1f1b"
     """In which order stages take micro-batches."""
 
     def __str__(self) -> str:

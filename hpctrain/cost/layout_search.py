@@ -9,8 +9,9 @@ from functools import lru_cache, partial
 from itertools import product
 from typing import Annotated, Any
 
+from hpctrain.core.checks import Bounds, CheckedFields, Number, checked
 from hpctrain.core.errors import ConfigError
-from hpctrain.core.keys import Number, Rule, check_rules, keys_of
+from hpctrain.core.keys import keys_of
 from hpctrain.cost.collectives import Load
 from hpctrain.cost.layout import SCHEDULES, Layout, Memory, Placed, Terms
 from hpctrain.cost.machine import Machine
@@ -22,24 +23,24 @@ MOST_NODES = 1 << 14  # among which it is looked for enough memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayoutRules:
+class LayoutRules(CheckedFields):
     """What a layout keeps to; ``ConfigError`` where it cannot."""
 
     batch: Number  # samples of a step, over all ranks
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Values of a ``Layout`` that are settled, by name."""
     tp_across_nodes: bool = False  # whether tensor parallel groups may lie on several
-    memory_part: Annotated[float, Rule(above=0)] = 0.9
+    memory_part: Annotated[float, Bounds(above=0)] = 0.9
     """Of a rank's memory, for what is counted: the rest is of libraries and gaps."""
 
-    def __post_init__(self) -> None:
-        check_rules(self)
+    def check(self) -> None:
+        """Raise ``ConfigError`` if values contradict each other."""
         for name, value in self.fixed.items():
             if name not in keys_of(Layout):
                 raise ConfigError(
                     f"a layout has {', '.join(keys_of(Layout))}, got {name!r}; fix one of these"
                 )
-            keys_of(Layout)[name].checked(value)
+            checked(name, value, keys_of(Layout)[name].hint)
 
     def limit(self, machine: Machine) -> float:
         """Return the bytes of a rank for what is counted."""

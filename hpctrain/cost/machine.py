@@ -5,14 +5,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+from hpctrain.core.checks import (
+    Amount,
+    AtLeast0,
+    Bounds,
+    CheckedFields,
+    Count,
+    Number,
+    Positive,
+)
 from hpctrain.core.errors import ConfigError
-from hpctrain.core.keys import Amount, AtLeast0, Count, Number, Positive, Rule, check_rules
 from hpctrain.core.paths import absolute
 from hpctrain.core.toml_values import TomlValues, read_toml
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class Link(CheckedFields):
     """A way for messages: one of m bytes takes ``latency_s + m / bytes_per_s`` if alone."""
 
     latency_s: AtLeast0
@@ -20,12 +28,9 @@ class Link:
     bytes_per_s: Positive
     """In each direction."""
 
-    def __post_init__(self) -> None:
-        check_rules(self)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
+class Machine(CheckedFields):
     """Nodes that are alike, with ranks numbered node by node.
 
     Links work in both directions at once. A level that is not there costs nothing if it is not
@@ -59,15 +64,15 @@ class Machine:
     """And besides where ranks share its matrices: torch then places each operation in Python."""
     leaf_size: Count = 0
     """Nodes below a leaf switch of a fat tree; 0 for a network in which only cards are shared."""
-    oversubscription: Annotated[float, Rule(least=1)] = 1.0
+    oversubscription: Annotated[float, Bounds(least=1)] = 1.0
     """Bandwidth of a leaf's nodes over that of the leaf's links upwards."""
     spine_latency_s: AtLeast0 = 0.0
     """By how much a message is later that leaves its leaf."""
     jitter: AtLeast0 = 0.0
     """Spread of a rank's time to compute: standard deviation of its logarithm."""
-    slow_fraction: AtLeast0 = 0.0
+    slow_fraction: Annotated[float, Bounds(least=0, most=1)] = 0.0
     """Part of the nodes that compute more slowly, all the time."""
-    slow_factor: Annotated[float, Rule(least=1)] = 1.0
+    slow_factor: Annotated[float, Bounds(least=1)] = 1.0
     """How many times as long those take."""
     mtbf_s: Positive = math.inf
     """Mean time between failures of one node."""
@@ -75,11 +80,6 @@ class Machine:
     """For how long a checkpoint holds up the training."""
     restart_s: AtLeast0 = 0.0
     """From a failure until the training goes on where its last checkpoint was."""
-
-    def __post_init__(self) -> None:
-        check_rules(self)
-        if self.slow_fraction > 1:
-            raise ConfigError(f"slow_fraction must be 1 at most, got {self.slow_fraction}")
 
     @classmethod
     def read(cls, path: str | Path) -> "Machine":

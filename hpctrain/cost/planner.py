@@ -7,8 +7,8 @@ from itertools import groupby, pairwise, product
 from operator import attrgetter
 from typing import Any
 
+from hpctrain.core.checks import Amount, CheckedFields, Number, Positive
 from hpctrain.core.errors import ConfigError
-from hpctrain.core.keys import Amount, Number, Positive, check_rules
 from hpctrain.cost.collectives import CODECS, Way, codec_cost, fastest
 from hpctrain.cost.failures import daly, goodput
 from hpctrain.cost.learning import most_local_steps, samples_needed
@@ -25,7 +25,7 @@ SLOWEST, FASTEST = 1e3, 1e15  # bytes a second, between which it is looked for w
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Goal:
+class Goal(CheckedFields):
     """What shall be reached; ``ConfigError`` if it cannot."""
 
     samples: Amount  # to learn from until the goal, in batches of ``batch``
@@ -37,9 +37,6 @@ class Goal:
     max_local_steps: Number = 1  # between two averagings; 1 averages gradients in every step
     codecs: tuple[str, ...] = tuple(CODECS)
     """What may be taken, as ``collectives.codec_cost`` names it; ``none`` always may."""
-
-    def __post_init__(self) -> None:
-        check_rules(self)
 
     def samples_at(self, batch: int) -> float:
         """Return how many samples it takes in batches of another size."""

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import numpy as np
 
+from hpctrain.core.checks import Amount, Bounds, CheckedFields, Positive
 from hpctrain.core.errors import ConfigError
-from hpctrain.core.keys import Amount, Positive, Rule, check_rules
 from hpctrain.core.units import MIB
 from hpctrain.cost.collectives import Way, allreduce, bound
 from hpctrain.cost.machine import Machine
@@ -16,24 +16,19 @@ from hpctrain.cost.simulate import allreduce_times
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Model:
+class Model(CheckedFields):
     """What is trained, as far as it costs time; ``ConfigError`` where a rule is broken."""
 
     parameters: Amount
     samples_per_s: Amount  # of one rank that computes alone
-    rank_batch: Annotated[int, Rule(above=0)] = 32
+    rank_batch: Annotated[int, Bounds(above=0)] = 32
     """Samples that a rank takes at once; those of a larger share come one after the other, and
     their gradients are added up."""
     bytes_per_parameter: Positive = 4.0
     bucket_bytes: Positive = 25 * MIB  # largest message of gradients
     overlap: bool = True  # whether gradients travel while backward computes others
-    backward: Annotated[float, Rule(least=0)] = 2 / 3
+    backward: Annotated[float, Bounds(least=0, most=1)] = 2 / 3
     """Its part of the time to compute: forward multiplies once by every weight, backward twice."""
-
-    def __post_init__(self) -> None:
-        check_rules(self)
-        if self.backward > 1:
-            raise ConfigError(f"backward must be 1 at most, got {self.backward}")
 
     @property
     def num_bytes(self) -> float:

@@ -9,8 +9,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from hpctrain.core.checks import Amount, AtLeast0, Bounds, CheckedFields, Number, Positive
 from hpctrain.core.errors import ConfigError
-from hpctrain.core.keys import Amount, AtLeast0, Number, Positive, Rule, check_rules
 
 SEQUENCE, VOCABULARY = 2048, 51200
 """What is taken where nobody says how long samples are, and of how many words."""
@@ -19,7 +19,7 @@ RECOMPUTE = ("none", "selective", "full")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Transformer:
+class Transformer(CheckedFields):
     """A stack of alike layers below a vocabulary; ``ConfigError`` where a rule is broken."""
 
     parameters: Amount
@@ -37,8 +37,8 @@ class Transformer:
     optimizer_bytes: AtLeast0 = 12.0
     """Of a parameter: Adam's two moments and a copy of the parameter in float32."""
 
-    def __post_init__(self) -> None:
-        check_rules(self)
+    def check(self) -> None:
+        """Raise ``ConfigError`` if values contradict each other."""
         if self.hidden % self.heads:
             raise ConfigError(
                 f"heads divide the hidden size, got {self.heads} heads and a hidden size of "
@@ -68,7 +68,7 @@ class Transformer:
                     "neither; give --params, or --layers and --hidden"
                 )
             parameters = layers * (12 * hidden + 13) * hidden + (words + tokens) * hidden
-        Rule(above=0, below=math.inf).check("parameters", parameters)
+        Bounds(above=0, below=math.inf).check("parameters", parameters)
         if not hidden:
             found = (128 / 12 * parameters) ** (1 / 3)
             if layers:  # 12 layers h^2 + vocabulary h = parameters

@@ -9,8 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from hpctrain.cluster.env import scratch_folders
 from hpctrain.cluster.resources import available_bytes
-from hpctrain.core import config
 from hpctrain.core.config import Settings
 from hpctrain.core.libc import file_system_magic
 from hpctrain.core.paths import absolute
@@ -48,7 +48,7 @@ def sites(to: Path | str, source: Path) -> list[Site]:
     if chosen is not None:
         chosen.mkdir(parents=True, exist_ok=True)
         found.append(Site(chosen, _room(chosen, _FREE_SHARE)))
-    for folder in (*config.scratch_folders(), MEMORY) if to == "auto" else ():
+    for folder in (*scratch_folders(), MEMORY) if to == "auto" else ():
         if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
             continue
         is_memory = _magic(folder) in _MEMORY_FILE_SYSTEMS

@@ -13,7 +13,7 @@ import sysconfig
 import tarfile
 import tempfile
 import venv
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
@@ -222,9 +222,9 @@ def _torch() -> str:
         ) from None
 
 
-def _compiler() -> str | None:
+def _compiler(environ: Mapping[str, str] = os.environ) -> str | None:
     """Find a C++ compiler, ``CXX`` before all others, and let it try the standard."""
-    names = os.environ.get("CXX", "").split()[:1] or ["c++", "g++", "clang++"]
+    names = environ.get("CXX", "").split()[:1] or ["c++", "g++", "clang++"]
     found = next(filter(None, map(shutil.which, names)), None)
     program = "#include <concepts>\nint main() { return 0; }\n"
     line = [found or "", f"-std=c++{STANDARD}", "-fsyntax-only", "-x", "c++", "-"]

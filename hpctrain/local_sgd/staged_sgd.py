@@ -7,7 +7,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hpctrain.compress.by_name import Compressing
-from hpctrain.local_sgd.local_method import LocalMethod, require
+from hpctrain.core.checks import Count, Decay, Number, checked, require
+from hpctrain.local_sgd.local_method import LocalMethod
 from hpctrain.local_sgd.rounds import Fields
 
 
@@ -62,18 +63,13 @@ class StagedSGD(LocalMethod):
             ConfigError: an argument is not valid.
         """
         delay = max(1, steps // 4) if delay is None else delay
-        require(
-            (
-                0 <= warmup_steps <= cooldown_start,
-                f"warm-up ends before cool-down begins, got {warmup_steps=}, {cooldown_start=}",
-            ),
-            (
-                steps >= 1 and 0 <= delay <= steps,
-                f"steps is at least 1 and delay from 0 to steps, got {steps=}, {delay=}",
-            ),
-            (patience >= 1, f"patience is at least 1, got {patience=}"),
-            (0 <= threshold < 1, f"threshold is from 0 to below 1, got {threshold=}"),
-        )
+        checked("warmup_steps", warmup_steps, Count)
+        rule = f"warmup_steps must be at most {cooldown_start=}"
+        require(warmup_steps <= cooldown_start, rule, warmup_steps)
+        checked("steps", steps, Number)
+        require(0 <= delay <= steps, f"delay must be from 0 to {steps=}", delay)
+        checked("patience", patience, Number)
+        checked("threshold", threshold, Decay)
         super().__init__(model, optimizer, compression=compression)
         self._warmup_steps, self._cooldown_start = warmup_steps, cooldown_start
         self._most_steps, self._most_delay = steps, delay

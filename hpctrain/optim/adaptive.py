@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
 
+from hpctrain.core.checks import AtLeast0, checked
 from hpctrain.core.errors import ConfigError
-from hpctrain.core.keys import require
 from hpctrain.core.torch_compat import foreach_mul_
 
 Tensors = list[Tensor]
@@ -26,6 +27,9 @@ class AdaptiveOptimizer(Optimizer):
     of 16 bits are calculated in 32. Sparse gradients are refused.
     """
 
+    def __init__(self, params: ParamsT, **defaults: Any) -> None:
+        super().__init__(params, defaults)
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters; see ``torch.optim.Optimizer.add_param_group``.
 
@@ -34,7 +38,7 @@ class AdaptiveOptimizer(Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         for name in ("lr", "weight_decay"):
-            require(group[name] >= 0, f"{name} must be at least 0", group[name])
+            checked(name, float(group[name]), AtLeast0)
         self.check(group)
 
     @torch.no_grad()

@@ -8,7 +8,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from hpctrain.comm.norms import norms
-from hpctrain.core.keys import require
+from hpctrain.core.checks import AtLeast0, checked, require
 from hpctrain.core.torch_compat import (
     foreach_add_,
     foreach_addcmul_,
@@ -66,25 +66,17 @@ class LAMB(AdaptiveOptimizer):
         phi: Sequence[float] | None = None,
         adapt: bool = True,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "bias_correction": bias_correction,
-            "phi": phi,
-            "adapt": adapt,
-        }
-        super().__init__(params, defaults)
+        moments = {"betas": betas, "eps": eps, "bias_correction": bias_correction}
+        super().__init__(params, lr=lr, weight_decay=weight_decay, phi=phi, adapt=adapt, **moments)
 
     def check(self, group: Mapping[str, Any]) -> None:
         """Raise ``ConfigError`` unless the arguments of a group are valid."""
         betas, phi = group["betas"], group["phi"]
         is_pair = len(betas) == 2 and all(0 <= beta < 1 for beta in betas)
-        require(is_pair, "betas are two numbers, at least 0 and below 1", betas)
-        require(group["eps"] >= 0, "eps must be at least 0", group["eps"])
+        require(is_pair, "betas must be two numbers, at least 0 and below 1", betas)
+        checked("eps", group["eps"], AtLeast0)
         is_range = phi is None or (len(phi) == 2 and 0 <= phi[0] <= phi[1] and phi[1] > 0)
-        require(is_range, "phi is a least and a largest norm, from 0 on, or None", phi)
+        require(is_range, "phi must be a least and a largest norm, from 0 on, or None", phi)
 
     def state_names(self, group: Mapping[str, Any]) -> Sequence[str]:  # noqa: ARG002
         """Name the moments as ``torch.optim.Adam`` does."""

@@ -7,7 +7,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from hpctrain.comm.norms import norms
-from hpctrain.core.keys import require
+from hpctrain.core.checks import Decay, Positive, checked, require
 from hpctrain.core.torch_compat import foreach_add, foreach_add_, foreach_mul_, foreach_sub_
 from hpctrain.optim.adaptive import AdaptiveOptimizer, Tensors, multiply_, ratios
 
@@ -64,22 +64,16 @@ class LARS(AdaptiveOptimizer):
         momentum_correction: bool = False,
         adapt: bool = True,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "weight_decay": weight_decay,
-            "trust_coefficient": trust_coefficient,
-            "nesterov": nesterov,
-            "momentum_correction": momentum_correction,
-            "adapt": adapt,
-        }
-        super().__init__(params, defaults)
+        options = {"nesterov": nesterov, "momentum_correction": momentum_correction}
+        ratio = {"trust_coefficient": trust_coefficient, "adapt": adapt}
+        super().__init__(
+            params, lr=lr, momentum=momentum, weight_decay=weight_decay, **options, **ratio
+        )
 
     def check(self, group: Mapping[str, Any]) -> None:
         """Raise ``ConfigError`` unless the arguments of a group are valid."""
-        momentum, trust = group["momentum"], group["trust_coefficient"]
-        require(0 <= momentum < 1, "momentum is at least 0 and below 1", momentum)
-        require(trust > 0, "trust_coefficient must be above 0", trust)
+        momentum = checked("momentum", group["momentum"], Decay)
+        checked("trust_coefficient", group["trust_coefficient"], Positive)
         require(not group["nesterov"] or momentum, "nesterov needs a momentum above 0", momentum)
 
     def state_names(self, group: Mapping[str, Any]) -> Sequence[str]:

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from hpctrain.core.keys import require
+from hpctrain.core.checks import AtLeast0, Number, checked, require
 
 
 class InverseTimeLR(LRScheduler):
@@ -28,8 +28,8 @@ class InverseTimeLR(LRScheduler):
     def __init__(
         self, optimizer: Optimizer, num_steps: int, decay: float = 1.0, last_epoch: int = -1
     ) -> None:
-        require(num_steps >= 1, "a schedule is of at least 1 step", num_steps)
-        require(decay >= 0, "the decay of an inverse-time schedule must be at least 0", decay)
+        checked("num_steps", num_steps, Number)
+        checked("decay", decay, AtLeast0)
         self.num_steps, self.decay = num_steps, decay
         super().__init__(optimizer, last_epoch)
 
@@ -44,7 +44,7 @@ def linear_scaling(base_batch: float, batch: float) -> float:
 
     For SGD and LARS, below the noise scale. Source: Goyal et al. 2017, arXiv:1706.02677.
     """
-    require(min(base_batch, batch) > 0, "batches have samples", (base_batch, batch))
+    require(min(base_batch, batch) > 0, "batches must have samples", (base_batch, batch))
     return batch / base_batch
 
 

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from hpctrain.core.keys import require
+from hpctrain.core.checks import Number, Positive, checked
 
 _TO_SIGMA = 1.4826  # of a normal distribution, over its median absolute deviation
 _LEAST = 0.01  # of the median: a loss that hardly changes has no deviations to speak of
@@ -24,8 +24,8 @@ class LossSpikes:
 
     def __init__(self, deviations: float = 6.0, window: int = 64) -> None:
         """Begin without losses; ``ConfigError`` unless both arguments are above 0."""
-        require(deviations > 0, "deviations of a loss spike are above 0", deviations)
-        require(window > 0, "the window of a loss spike is above 0", window)
+        checked("deviations", deviations, Positive)
+        checked("window", window, Number)
         self._deviations = deviations
         self._losses: deque[float] = deque(maxlen=window)
 

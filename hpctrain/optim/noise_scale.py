@@ -5,8 +5,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from hpctrain.core.checks import Decay, checked
 from hpctrain.core.errors import ConfigError
-from hpctrain.core.keys import require
 from hpctrain.cost.learning import noise_scale
 
 Measured = tuple[float, float]
@@ -35,8 +35,7 @@ class NoiseScale:
 
     def __init__(self, decay: float = 0.99) -> None:
         """Begin with nothing; ``ConfigError`` unless ``decay`` is from 0 on and below 1."""
-        require(0 <= decay < 1, "the decay of a noise scale is at least 0 and below 1", decay)
-        self._decay = decay
+        self._decay = checked("decay", decay, Decay)
         self.sums = torch.zeros(6, dtype=torch.float64)
         """Of parts, then of batches: their number, samples, samples times squared norm. All that
         it remembers: keep a copy to go on from."""

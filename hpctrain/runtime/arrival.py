@@ -1,11 +1,11 @@
 """What a rank takes and tells when it has joined a world."""
 
 import json
-import os
 from pathlib import Path
 
 import torch
 
+from hpctrain.cluster.env import set_torch_ranks
 from hpctrain.cluster.topology import Topology
 from hpctrain.comm.factory import Connection
 from hpctrain.comm.mpi_library import version
@@ -30,10 +30,7 @@ def tell_place(here: Topology) -> None:
 
     Of those that were started together some may wait, or be lost.
     """
-    if "WORLD_SIZE" in os.environ:
-        said = here.rank, here.size, here.host_rank, len(here.host_ranks)
-        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-        os.environ.update({name: str(value) for name, value in zip(names, said, strict=True)})
+    set_torch_ranks(here.rank, here.size, here.host_rank, len(here.host_ranks))
 
 
 def report(found: Connection) -> None:

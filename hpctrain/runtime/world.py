@@ -1,7 +1,6 @@
 """The world of this process: the only module of hpctrain with state that changes."""
 
 import atexit
-import os
 import sys
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from hpctrain.cluster import env
-from hpctrain.cluster.env import BEGUN, ENDED, WATCHED
+from hpctrain.cluster.env import BEGUN, ENDED, sets_threads
 from hpctrain.cluster.start_watch import watched_start
 from hpctrain.cluster.topology import Topology
 from hpctrain.comm.communicator import Communicator
@@ -21,6 +20,7 @@ from hpctrain.comm.observed import Statistics, observed, trace
 from hpctrain.comm.plan.plan import Plan
 from hpctrain.comm.threaded import ThreadedCommunicator
 from hpctrain.core import config, logs
+from hpctrain.core.checks import Number, checked
 from hpctrain.core.config import Settings
 from hpctrain.core.errors import ConfigError, NotInitializedError, ReplicaError
 from hpctrain.negotiation.stall import LastCall
@@ -126,13 +126,10 @@ def init(
     if _world is None:
         settings = Settings.from_env()
         if ranks_per_node is not None:
-            if ranks_per_node < 1:
-                raise ConfigError(f"ranks_per_node must be at least 1, got {ranks_per_node}")
-            settings = replace(settings, ranks_per_node=ranks_per_node)
+            number = checked("ranks_per_node", ranks_per_node, Number)
+            settings = replace(settings, ranks_per_node=number)
         if engine is not None:
-            if engine not in config.ENGINES:
-                raise ConfigError(f"engine is one of {', '.join(config.ENGINES)}, got {engine!r}")
-            settings = replace(settings, engine=engine)
+            settings = replace(settings, engine=checked("engine", engine, config.Engine))
         join(settings, chosen)
         _refuse_operations()
     if isinstance(process_sets, str):
@@ -247,7 +244,7 @@ def _make(
     settings: Settings, ranks: "MpiComm | None", hooks: FailureHooks | None, origin: Origin
 ) -> None:
     global _world  # noqa: PLW0603 - the one place
-    threads = torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else None
+    threads = torch.get_num_threads() if sets_threads() else None
     found = connect(ranks, settings, threads)
     here = found.topology
     if ranks:
@@ -299,7 +296,7 @@ def _begin(made: World, found: Connection) -> None:
     settings, mine, rank = made.settings, made.attachments, made.topology.rank
     logs.setup(rank, made.topology.size, settings.log_dir, level=settings.log_level)
     arrival.report(found)
-    if made.origin.is_first and WATCHED in os.environ and rank == 0:
+    if made.origin.is_first and config.setting("watched") and rank == 0:
         sys.stderr.write(f"{BEGUN}\n")
     if settings.records is not None and rank == 0:
         arrival.tell_study(settings.records, found)
@@ -308,7 +305,7 @@ def _begin(made: World, found: Connection) -> None:
         mine.hooks.communicates = made.last_call.was_on
     if settings.timeline is not None:
         mine.timelines.start(settings.timeline, mark_cycles=settings.timeline_mark_cycles)
-    if found.presence is not None or mine.statistics is not None or WATCHED in os.environ:
+    if found.presence is not None or mine.statistics is not None or config.setting("watched"):
         atexit.register(_shut_down)
 
 
@@ -377,7 +374,7 @@ def _leave(leaving: World, *, raises: bool) -> None:
 def _tell_end(leaving: World, *, is_well: bool) -> None:
     if leaving.origin.spares is not None:
         leaving.origin.spares.end()
-    if WATCHED in os.environ and is_well and leaving.topology.rank == 0:
+    if config.setting("watched") and is_well and leaving.topology.rank == 0:
         sys.stderr.write(f"{ENDED}\n")
         sys.stderr.flush()
 

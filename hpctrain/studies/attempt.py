@@ -13,9 +13,9 @@ from pathlib import Path
 
 from hpctrain.cluster.load import LoadMeter
 from hpctrain.core.atomic import make_folder
+from hpctrain.core.checks import seconds
 from hpctrain.core.config import variable_of
 from hpctrain.core.errors import DataError, HpctrainError
-from hpctrain.core.keys import seconds
 from hpctrain.launch.program import resolve
 from hpctrain.studies.measurement import measure
 from hpctrain.studies.points import Attempt

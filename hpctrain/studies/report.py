@@ -10,7 +10,8 @@ import numpy as np
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from hpctrain.core.keys import keys_of, value_of
+from hpctrain.core.checks import value_of
+from hpctrain.core.keys import keys_of
 from hpctrain.core.units import format_bytes, format_seconds
 from hpctrain.report.drawing import draw_files
 from hpctrain.report.figure import PARTS, Figure, shown

@@ -6,10 +6,11 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
+from hpctrain.core.checks import CheckedFields, Count, Number, Time, require, value_of
 from hpctrain.core.errors import ConfigError
-from hpctrain.core.keys import Count, Number, Time, keys_of, require, value_of
+from hpctrain.core.keys import keys_of
 from hpctrain.core.target import hint
 from hpctrain.core.toml_values import TomlValues, flat, read_toml
 
@@ -22,9 +23,10 @@ _NAME = re.compile(r"(?<!\$)\{([a-z]\w*)\}")  # ${x} is a shell's
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StudyTable:
+class StudyTable(CheckedFields):
     """What is asked, and how it is measured."""
 
+    table: ClassVar = "study"
     name: str = "study"
     """Name of the study, and of its folder studies/NAME."""
     mode: Literal["strong", "weak"] = "strong"
@@ -50,13 +52,14 @@ class StudyTable:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CommandTable:
+class CommandTable(CheckedFields):
     """What is started. In every text {NAME} stands for the value of a factor.
 
     Also for {ranks}, {nodes}, {ranks_per_node}, for {global_batch} and {rank_batch}, and for
     {folder} and {repeat} of an attempt.
     """
 
+    table: ClassVar = "command"
     run: str = ""
     """What is measured: hpctrain train CONFIG.toml, or any program whose ranks call
     hpctrain.record(step=..., samples=...)."""
@@ -69,7 +72,7 @@ class CommandTable:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StudyConfig:
+class StudyConfig(CheckedFields):
     """A scaling study; hpctrain study run measures it."""
 
     factors: Mapping[str, Any] = field(default_factory=dict)
@@ -79,7 +82,8 @@ class StudyConfig:
     study: StudyTable = field(default_factory=StudyTable)
     command: CommandTable = field(default_factory=CommandTable)
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Raise ``ConfigError`` if factors or texts are not valid."""
         for name, values in self.factors.items():
             is_list = isinstance(values, list) and 0 < len(values) == len(set(map(repr, values)))
             require(is_list, f"factors.{name} is a list of different values", values)

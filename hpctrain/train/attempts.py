@@ -50,7 +50,7 @@ FINISHED = "finished"  # how a part has ended after which nothing was left to do
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Attempt:
+class RunPart:
     """What the first record of a part says about it."""
 
     part: int = 1
@@ -61,7 +61,7 @@ class Attempt:
     restarts: int = 0  # how often Slurm has started this job again
 
     @classmethod
-    def after(cls, records: Sequence[dict[str, Any]]) -> "Attempt":
+    def after(cls, records: Sequence[dict[str, Any]]) -> "RunPart":
         """Return the part that follows on all records of a run, in this process's job."""
         job, restarts = job_id(), restart_count()
         parts = [r.get("part", 1) for r in records if r["event"] in ("started", "resumed")]
@@ -128,11 +128,11 @@ class RunInDirectory:
             with agreed(comm):
                 self._load(manager)
 
-        def begin() -> Attempt:
+        def begin() -> RunPart:
             self._check_lease()
             path, state = directory.metrics, self._state
             # Read before its last records are cut off.
-            part = Attempt.after(read(path) if path.exists() else ())
+            part = RunPart.after(read(path) if path.exists() else ())
             if part.ended_by:
                 self._console.print(part.describe())
             if continues:

@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hpctrain.core.checks import type_name, value_of
 from hpctrain.core.errors import ConfigError
-from hpctrain.core.keys import dumps, keys_of, tables_of, value_of
+from hpctrain.core.keys import dumps, keys_of, tables_of
 from hpctrain.core.paths import absolute
 from hpctrain.core.python_compat import tomllib
 from hpctrain.core.toml_values import TomlValues, read_toml, unknown_key
@@ -51,7 +52,7 @@ class LoadedData:
         return [
             ("key", key.name),
             ("meaning", key.sentence),
-            ("type", key.type_name),
+            ("type", type_name(key.hint)),
             ("default", dumps(key.default)),
             ("value", dumps(value_of(self.config, name))),
             ("set by", self.origin(name)),

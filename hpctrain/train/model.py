@@ -26,10 +26,11 @@ from hpctrain.optim.groups import EXEMPTIONS, matched, parameter_groups
 from hpctrain.optim.lamb import LAMB
 from hpctrain.optim.lars import LARS
 from hpctrain.optim.learning_rates import InverseTimeLR, linear_scaling, square_root_scaling
+from hpctrain.optim.optimizer_config import OptimizerConfig
+from hpctrain.parallel.parallel_config import ParallelConfig
 from hpctrain.parallel.recomputation import recompute
 from hpctrain.parallel.split import layers_of
-from hpctrain.train.config import ModelConfig, OptimizerConfig, RunConfig, TrainingConfig
-from hpctrain.train.parallel_config import ParallelConfig
+from hpctrain.train.config import ModelConfig, RunConfig, TrainingConfig
 
 EMA = "ema"
 """Part of a checkpoint's state: the model with averaged weights, a state dict as that of model."""

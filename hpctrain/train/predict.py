@@ -23,12 +23,12 @@ from hpctrain.core.records import read
 from hpctrain.core.target import make_importable
 from hpctrain.data.loader import Loader
 from hpctrain.data.samples import Batch
-from hpctrain.train.config import SyncConfig
+from hpctrain.parallel.parallel_config import ParallelConfig
 from hpctrain.train.load import load
-from hpctrain.train.parallel_config import ParallelConfig
 from hpctrain.train.refusals import targets, told_of
 from hpctrain.train.run_directory import RunDirectory
 from hpctrain.train.stateful import widened
+from hpctrain.train.sync_config import SyncConfig
 from hpctrain.train.task import Task, build
 
 OUTPUT = "output"  # name of the data set in the file

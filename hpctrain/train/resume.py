@@ -8,8 +8,9 @@ from hpctrain.cluster import env
 from hpctrain.comm.agreement import on_root
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.plan.planning import StoredPlan
+from hpctrain.core.checks import value_of
 from hpctrain.core.errors import ConfigError
-from hpctrain.core.keys import dumps, keys_of, value_of
+from hpctrain.core.keys import dumps, keys_of
 from hpctrain.core.records import read
 from hpctrain.optim.groups import EXEMPTIONS
 from hpctrain.train.config import RunConfig

@@ -17,6 +17,7 @@ from hpctrain.comm.agreement import agreed, on_root
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.plan.plan import Plan
 from hpctrain.compress.auto import Auto
+from hpctrain.core.checks import seconds
 from hpctrain.core.config import Settings
 from hpctrain.core.errors import (
     CheckpointError,
@@ -25,7 +26,7 @@ from hpctrain.core.errors import (
     NotFiniteError,
     ReplicaError,
 )
-from hpctrain.core.keys import render, seconds
+from hpctrain.core.keys import render
 from hpctrain.core.logs import logger
 from hpctrain.core.paths import absolute
 from hpctrain.core.target import make_importable, resolve

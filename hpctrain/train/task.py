@@ -19,6 +19,7 @@ from hpctrain.comm.communicator import Communicator
 from hpctrain.core.errors import ConfigError, DataError
 from hpctrain.core.target import check_arguments, member, resolve
 from hpctrain.core.user_error import described, noted
+from hpctrain.data.data_config import DataConfig
 from hpctrain.data.format.dataset_manifest import Field
 from hpctrain.data.loader import Loader
 from hpctrain.data.reader import ShardedDataset
@@ -27,7 +28,7 @@ from hpctrain.data.staging import stage
 from hpctrain.data.subset import Subset
 from hpctrain.data.transform import PerSample, Transform
 from hpctrain.runtime import world
-from hpctrain.train.config import DataConfig, LossConfig, RunConfig
+from hpctrain.train.config import LossConfig, RunConfig
 from hpctrain.train.make_exchange import make_exchange
 from hpctrain.train.model import (
     choose_device,

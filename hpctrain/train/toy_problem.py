@@ -11,10 +11,12 @@ from torch import nn
 
 from hpctrain.comm.agreement import on_root
 from hpctrain.comm.communicator import Communicator
+from hpctrain.data.data_config import DataConfig
 from hpctrain.data.format.dataset_manifest import MANIFEST
 from hpctrain.data.reader import ShardedDataset
 from hpctrain.data.writer import write_arrays
-from hpctrain.train.config import DataConfig, ModelConfig, OptimizerConfig, RunConfig
+from hpctrain.optim.optimizer_config import OptimizerConfig
+from hpctrain.train.config import ModelConfig, RunConfig
 
 NUM_ARMS = 3
 NUM_POINTS = {"train": 2000, "test": 500}

@@ -342,13 +342,13 @@ def test_what_cannot_be_is_refused_at_the_start(hvd, world):
     model = make_model()
     plain = sgd(model)
     for arguments, match in (
-        ({"staleness": -1}, "from 0 on"),
-        ({"staleness": True}, "from 0 on"),
+        ({"staleness": -1}, "must be (at least 0|an integer)"),
+        ({"staleness": True}, "must be (at least 0|an integer)"),
         ({"servers": 2}, "leaves a worker"),
         ({"servers": [0, 0]}, "each once"),
         ({"servers": [5]}, "each once"),
-        ({"curvature": 0.0}, "curvature is a finite number above 0"),
-        ({"curvature": float("nan")}, "curvature is a finite number above 0"),
+        ({"curvature": 0.0}, "curvature must be above 0"),
+        ({"curvature": float("nan")}, "curvature must be above 0"),
     ):
         with pytest.raises(ConfigError, match=match):
             hvd.StaleSynchronous(model, plain, **arguments)

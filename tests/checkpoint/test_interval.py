@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from hpctrain.checkpoint.schedule import Schedule
+from hpctrain.checkpoint.schedule import CheckpointSchedule
 from hpctrain.core.errors import ConfigError
 from hpctrain.cost.failures import daly
 
@@ -42,7 +42,7 @@ class Job:
     ("mtbf_s", "cost_s"), [(86400, 5), (86400, 300), (3600, 60), (600, 60)], ids=str
 )
 def test_auto_is_within_5_percent_of_the_best_interval_on_a_trace_of_failures(mtbf_s, cost_s):
-    schedule = Schedule("auto", mtbf_s=mtbf_s)
+    schedule = CheckpointSchedule("auto", mtbf_s=mtbf_s)
     schedule.cost(cost_s, cost_s)
     job = Job(mtbf_s, cost_s, seed=1)
     work_s = 300 * mtbf_s
@@ -52,7 +52,7 @@ def test_auto_is_within_5_percent_of_the_best_interval_on_a_trace_of_failures(mt
 
 
 def test_auto_takes_the_first_at_once_goes_by_the_median_and_is_never_shorter_than_a_write():
-    schedule = Schedule("auto", mtbf_s=1000)
+    schedule = CheckpointSchedule("auto", mtbf_s=1000)
     assert schedule.interval_s is None
     assert schedule.due(1, 0.0)
     for stall_s in (1.0, 1.0, 100.0):
@@ -63,19 +63,19 @@ def test_auto_takes_the_first_at_once_goes_by_the_median_and_is_never_shorter_th
 
 
 def test_steps_are_due_once_in_each_interval_also_when_one_was_missed():
-    schedule = Schedule(10)
+    schedule = CheckpointSchedule(10)
     assert [step for step in range(1, 31) if schedule.due(step, 0.0)] == list(range(10, 31))
     schedule.taken(13, 0.0)
     assert [step for step in range(14, 31) if schedule.due(step, 0.0)] == list(range(20, 31))
 
 
 def test_a_time_is_due_when_it_has_passed_and_none_never_is():
-    schedule = Schedule("10min", now=100.0)
+    schedule = CheckpointSchedule("10min", now=100.0)
     assert not schedule.due(5, 699.0)
     assert schedule.due(5, 700.0)
     schedule.taken(5, 700.0)
     assert not schedule.due(6, 1299.0)
-    assert not Schedule("none").due(10**9, 1e12)
+    assert not CheckpointSchedule("none").due(10**9, 1e12)
 
 
 @pytest.mark.parametrize(
@@ -87,4 +87,4 @@ def test_a_time_is_due_when_it_has_passed_and_none_never_is():
 )
 def test_what_is_no_interval_is_refused(every, mtbf_s):
     with pytest.raises(ConfigError, match="mtbf" if every == "auto" else None):
-        Schedule(every, mtbf_s=mtbf_s)
+        CheckpointSchedule(every, mtbf_s=mtbf_s)

@@ -7,7 +7,7 @@ import torch
 
 from hpctrain.checkpoint import manager as module
 from hpctrain.checkpoint import saving
-from hpctrain.checkpoint.background import Snapshot
+from hpctrain.checkpoint.background import StateCopy
 from hpctrain.checkpoint.format.shard import Piece, Shard
 from hpctrain.checkpoint.manager import Manager
 from hpctrain.comm.threaded import ThreadedCommunicator
@@ -250,7 +250,7 @@ def tensors(taken):
 
 
 def test_a_snapshot_uses_its_memory_again_and_stays_when_the_state_changes():
-    snapshot, original = Snapshot(), mixed(1.0)
+    snapshot, original = StateCopy(), mixed(1.0)
     taken = snapshot.take(original)
     places = [tensor.data_ptr() for tensor in tensors(taken)]
     with torch.no_grad():
@@ -264,7 +264,7 @@ def test_a_snapshot_uses_its_memory_again_and_stays_when_the_state_changes():
 
 
 def test_memory_follows_the_state():
-    snapshot = Snapshot()
+    snapshot = StateCopy()
     snapshot.take({"a": torch.zeros(1000), "b": torch.zeros(10)})
     assert snapshot.num_bytes == 4040
     taken = snapshot.take({"b": torch.ones(20), "c": torch.ones(5).double()})
@@ -277,7 +277,7 @@ def test_the_ranks_share_the_copy_of_what_is_replicated():
     large = torch.randn(1001, 1000)
     piece = Piece(torch.ones(7), Shard((21,), (7,), (7,)))
     original = {"large": large, "small": torch.ones(3), "one": torch.tensor(1), "piece": piece}
-    snapshots = [Snapshot(rank, 3) for rank in range(3)]
+    snapshots = [StateCopy(rank, 3) for rank in range(3)]
     taken = [snapshot.take(original) for snapshot in snapshots]
     for copy in taken:
         assert torch.equal(copy["piece"].tensor, piece.tensor)

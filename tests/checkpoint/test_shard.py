@@ -70,12 +70,12 @@ def test_a_cover_is_every_element_once(shape):
 def test_replicated_state_is_written_once_and_evenly(num_ranks):
     choice = random.Random(num_ranks)
     tensors = {
-        str(number): (tuple(choice.choices([1, 3, 700, 1000], k=choice.randrange(4))), 4)
+        str(number): ("float32", tuple(choice.choices([1, 3, 700, 1000], k=choice.randrange(4))))
         for number in range(30)
     }
     written = [0] * num_ranks
     for path, parts in divide(tensors, num_ranks).items():
-        assert fault_of_cover(tensors[path][0], list(parts.values())) is None
+        assert fault_of_cover(tensors[path][1], list(parts.values())) is None
         for rank, shard in parts.items():
             written[rank] += shard.numel * 4
     assert max(written) - min(written) <= 4 * WHOLE_BYTES + max(written) // 10

@@ -1,8 +1,17 @@
 """Environments as launchers really set them, cut to the variables that matter."""
 
+from pathlib import Path
+
 import pytest
 
-from hpctrain.cluster.env import job_id, launched, scheduler, tuning, unstarted
+from hpctrain.cluster.env import (
+    job_id,
+    launched,
+    scheduler,
+    scratch_folders,
+    tuning,
+    unstarted,
+)
 
 OPENMPI = {
     "OMPI_COMM_WORLD_RANK": "3",
@@ -160,3 +169,9 @@ def test_a_job_is_called_as_its_scheduler_calls_it(environ, name, job):
 def test_what_tunes_the_library_is_told_from_what_differs_between_jobs():
     environ = {"UCX_TLS": "tcp", "OMPI_MCA_btl_tcp_links": "2", "OMPI_COMM_WORLD_RANK": "3"}
     assert tuning(environ) == {"UCX_TLS": "tcp", "OMPI_MCA_btl_tcp_links": "2"}
+
+
+def test_the_jobs_folders_for_temporary_files_are_slurms_and_then_the_standards():
+    environ = {"TMPDIR": "/tmp/7", "SLURM_TMPDIR": "/local/7", "HOME": "/"}
+    assert scratch_folders(environ) == [Path("/local/7"), Path("/tmp/7")]
+    assert scratch_folders({"TMPDIR": ""}) == []

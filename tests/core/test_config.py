@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.core import config
-from hpctrain.core.config import Settings, scratch_folders, unknown_variables
+from hpctrain.core.config import Settings, unknown_variables
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.units import MIB
 
@@ -69,12 +69,6 @@ def test_a_wrong_value_is_refused_by_the_name_of_its_variable(name, value):
 def test_the_cache_is_where_the_standard_says(monkeypatch, chosen, folder):
     monkeypatch.setenv("HOME", "/home/me")
     assert CACHE_FOLDER(chosen) == Path(folder)
-
-
-def test_the_jobs_folders_for_temporary_files_are_slurms_and_then_the_standards():
-    environ = {"TMPDIR": "/tmp/7", "SLURM_TMPDIR": "/local/7", "HOME": "/"}
-    assert scratch_folders(environ) == [Path("/local/7"), Path("/tmp/7")]
-    assert scratch_folders({"TMPDIR": ""}) == []
 
 
 def test_a_misspelt_variable_gets_a_hint():

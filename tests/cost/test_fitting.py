@@ -155,7 +155,7 @@ def test_points_and_machines_survive_their_files(tmp_path):
         ("[]", "holds no points"),
         ('{"points": [3]}', "must be a mapping"),
         ('{"points": [{"nodes": 1}]}', "missing .* 'ranks_per_node'"),
-        (json.dumps({"points": [asdict(made()[0]) | {"nodes": "1"}]}), "not supported between"),
+        (json.dumps({"points": [asdict(made()[0]) | {"nodes": "1"}]}), "nodes must be an integer"),
         (json.dumps({"points": [asdict(made()[0]) | {"nodes": 0}]}), "must be "),
     ],
 )

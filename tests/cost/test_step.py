@@ -71,7 +71,7 @@ def test_of_local_steps_each_pays_its_part_of_an_averaging():
 def test_a_model_of_nothing_is_refused():
     with pytest.raises(ConfigError, match="got 0"):
         simulate_steps(MACHINE, MODEL, 1, RING, num_steps=0)
-    with pytest.raises(ConfigError, match="backward must be 1 at most, got 2"):
+    with pytest.raises(ConfigError, match="backward must be at most 1, got 2"):
         replace(MODEL, backward=2)
     with pytest.raises(ConfigError, match="samples_per_s must be above 0, got 0"):
         Model(parameters=1, samples_per_s=0)

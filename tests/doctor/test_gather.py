@@ -20,7 +20,7 @@ def test_gathering_lightly_leaves_out_what_is_the_same_for_a_node():
 
 
 def test_horovod_is_loaded_where_ranks_are_to_run_on_it(monkeypatch):
-    refusal, wanted = LaunchError("it says: no; build"), {"HPCTRAIN_ENGINE": "Horovod "}
+    refusal, wanted = LaunchError("it says: no; build"), {"HPCTRAIN_ENGINE": "horovod"}
     monkeypatch.setattr(module, "load", Mock())
     monkeypatch.setattr(module, "check_import", Mock(side_effect=refusal))
     monkeypatch.setattr(module, "version_of", lambda _: None)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from hpctrain.cluster.env import ranks_per_node
 from hpctrain.cluster.resources import Room
 from hpctrain.core.finding import Finding
 from hpctrain.core.units import GIB, MIB
@@ -224,7 +225,7 @@ TABLE = {
         ({}, {"network": {"copy_error": "no"}}, "warning", "MPIR_CVAR_CH4_CMA_ENABLE=0"),
     ],
     environment.check_settings: [
-        ({"HPCTRAIN_TIMEOUT": "soon"}, {}, "error", "HPCTRAIN_TIMEOUT: a number of seconds"),
+        ({"HPCTRAIN_TIMEOUT": "soon"}, {}, "error", "HPCTRAIN_TIMEOUT must be a number"),
     ],
     environment.check_directories: [
         ({}, directory(file_system="ext4", free_bytes=GIB - 1), "note", "(ext4) has 1024.0 MiB"),
@@ -256,7 +257,7 @@ def test_facts_are_judged(check, environ, facts, levels, words):
     ],
 )
 def test_ranks_of_a_node_are_read_from_launcher_and_scheduler(environ, count):
-    assert job.ranks_per_node(environ) == count
+    assert ranks_per_node(environ) == count
 
 
 @pytest.mark.parametrize(

@@ -43,9 +43,9 @@ WRONG = [
     ("DiLoCo", {"fragments": 7}, "7"),
     ("DiLoCo", {"delay": -1}, "delay"),
     ("DiLoCo", {"keep": 1.0}, "keep"),
-    ("StagedSGD", STAGED | {"warmup_steps": 16}, "warm-up ends before"),
+    ("StagedSGD", STAGED | {"warmup_steps": 16}, "warmup_steps must be at most"),
     ("StagedSGD", STAGED | {"steps": 0}, "steps"),
-    ("StagedSGD", STAGED | {"steps": 4, "delay": 5}, "delay=5"),
+    ("StagedSGD", STAGED | {"steps": 4, "delay": 5}, "delay must be .* got 5"),
     ("StagedSGD", STAGED | {"patience": 0}, "patience"),
     ("StagedSGD", STAGED | {"threshold": 1.0}, "threshold"),
 ]

@@ -198,12 +198,12 @@ def test_a_closure_is_called_and_what_has_no_gradient_stays(kind):
     ("kind", "options", "message"),
     [
         (LARS, {"lr": -1.0}, "lr must be at least 0, got -1"),
-        (LARS, {"momentum": 1.0}, "momentum is at least 0 and below 1, got 1.0"),
+        (LARS, {"momentum": 1.0}, "momentum must be below 1, got 1.0"),
         (LARS, {"trust_coefficient": 0.0}, "trust_coefficient must be above 0, got 0.0"),
         (LARS, {"momentum": 0.0, "nesterov": True}, "nesterov needs a momentum above 0"),
         (LAMB, {"weight_decay": -0.1}, "weight_decay must be at least 0"),
-        (LAMB, {"betas": (0.9, 1.0)}, "betas are two numbers"),
-        (LAMB, {"phi": (2.0, 1.0)}, "phi is a least and a largest norm"),
+        (LAMB, {"betas": (0.9, 1.0)}, "betas must be two numbers"),
+        (LAMB, {"phi": (2.0, 1.0)}, "phi must be a least and a largest norm"),
         (LAMB, {"eps": -1.0}, "eps must be at least 0"),
     ],
 )

@@ -15,7 +15,7 @@ NUM_RUNS = 4000
 def test_rates_scale_with_the_batch_and_with_its_root():
     assert 0.1 * linear_scaling(256, 8192) == pytest.approx(3.2)
     assert 0.1 * square_root_scaling(256, 1024) == pytest.approx(0.2)
-    with pytest.raises(ConfigError, match=r"batches have samples, got \(0, 8\)"):
+    with pytest.raises(ConfigError, match=r"batches must have samples, got \(0, 8\)"):
         linear_scaling(0, 8)
 
 
@@ -38,7 +38,7 @@ def test_inverse_time_goes_on_from_a_state_and_refuses_what_means_nothing():
         found.append(rates)
     assert found[0] == found[1] == pytest.approx([3 / (1 + step / 2) for step in range(8)])
     for options in ({"num_steps": 0}, {"num_steps": 3, "decay": -1.0}):
-        with pytest.raises(ConfigError, match="schedule"):
+        with pytest.raises(ConfigError, match="must be at least"):
             InverseTimeLR(optimizer, **options)
 
 

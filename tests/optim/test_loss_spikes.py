@@ -62,5 +62,5 @@ def test_a_state_goes_on_alike():
 
 @pytest.mark.parametrize("how", [{"deviations": 0}, {"window": 0}])
 def test_what_is_no_number_of_losses_is_refused(how):
-    with pytest.raises(ConfigError, match="above 0"):
+    with pytest.raises(ConfigError, match=r"must be (above 0|at least 1)"):
         LossSpikes(**how)

@@ -62,7 +62,7 @@ def test_nothing_is_told_where_nothing_can_be():
     noise = NoiseScale()
     noise.add([(4, math.inf)], (8, math.nan))
     assert not noise.sums.any()
-    with pytest.raises(ConfigError, match="decay of a noise scale is at least 0 and below 1"):
+    with pytest.raises(ConfigError, match="decay must be below 1"):
         NoiseScale(decay=1.0)
 
 

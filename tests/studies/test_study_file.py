@@ -51,7 +51,7 @@ def test_names_in_braces_become_values_in_words_settings_and_variables(tmp_path)
     ("old", "new", "said"),
     [
         ("mode", "modus", r"study.modus is not a key; did you mean study.mode"),
-        ('"weak"', '"weaker"', "study.mode is one of strong, weak"),
+        ('"weak"', '"weaker"', "study.mode must be one of strong, weak"),
         ("[1, 2]", "[1, 1]", "factors.ranks is a list of different values"),
         ("[1, 2]", "3", "factors.ranks is a list of different values"),
         ("[1, 2]", "[0]", "factors.ranks has whole numbers above 0"),

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hpctrain.core.errors import ConfigError, MismatchError
-from hpctrain.train.config import TrainingConfig
+from hpctrain.train.config import RunConfig, TrainingConfig
 from hpctrain.train.task import build
 
 
@@ -17,10 +17,10 @@ def test_a_device_that_a_rank_lacks_is_an_error_of_all_ranks(here, configure):
 
 @pytest.mark.parametrize("how", [{"reproducible": True}, {"shard": "node"}])
 def test_what_needs_the_cpu_takes_no_other_device(how):
-    TrainingConfig(device="cpu", **how)
-    TrainingConfig(device="auto", **how)
-    with pytest.raises(ConfigError, match="device is cpu for train"):
-        TrainingConfig(device="cuda", **how)
+    for device in ("cpu", "auto"):
+        RunConfig(train=TrainingConfig(device=device, **how))
+    with pytest.raises(ConfigError, match="device must be auto or cpu with train"):
+        RunConfig(train=TrainingConfig(device="cuda", **how))
 
 
 @pytest.mark.requires("no-accelerator")

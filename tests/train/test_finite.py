@@ -7,7 +7,7 @@ import pytest
 from hpctrain.checkpoint.manager import Manager
 from hpctrain.core.errors import NotFiniteError
 from hpctrain.core.records import read
-from hpctrain.train.attempts import Attempt
+from hpctrain.train.attempts import RunPart
 from hpctrain.train.finite import NotFiniteFinding, _told
 from hpctrain.train.loop import Outcome
 from hpctrain.train.resume import check_same
@@ -80,7 +80,7 @@ def test_all_ranks_stop_before_the_step_and_name_step_rate_norm_and_samples(
     assert_finite(kept.state["model"])
     found = status(job.directory.path)
     assert (found.state, found.code) == ("failed", 1)
-    assert Attempt.after(told).ended_by == "an error"
+    assert RunPart.after(told).ended_by == "an error"
 
 
 @ANY

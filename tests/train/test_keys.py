@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpctrain.core.keys import TYPE_NAMES, dumps, keys_of, render, tables_of, value_of
+from hpctrain.core.checks import TYPE_NAMES, alternatives, checked, value_of
+from hpctrain.core.keys import dumps, keys_of, render, tables_of
 from hpctrain.core.python_compat import tomllib
 from hpctrain.train.config import ModelConfig, RunConfig
 from hpctrain.train.load import load
@@ -20,10 +21,12 @@ KEYS = keys_of(RunConfig).values()
 def test_every_key_has_a_sentence_a_type_of_toml_and_a_default_that_it_takes():
     texts = [key.sentence for key in KEYS] + list(tables_of(RunConfig).values())
     assert all(text.endswith((".", ")")) for text in texts), texts
-    assert all(kind in TYPE_NAMES for key in KEYS for kind, _ in key.takes)
+    assert all(kind in TYPE_NAMES for key in KEYS for kind, _ in alternatives(key.hint))
     config = RunConfig()
     for key in KEYS:
-        assert key.checked(key.default) == key.default == value_of(config, key.name)
+        assert (
+            checked(key.name, key.default, key.hint) == key.default == value_of(config, key.name)
+        )
     assert set(tables_of(RunConfig)) == {key.table for key in KEYS}
     for name in [*keys_of(RunConfig), *tables_of(RunConfig)]:
         assert load(None).explain(name)

@@ -4,8 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from hpctrain.comm.comm_config import CommConfig
 from hpctrain.core.keys import render
-from hpctrain.train.config import CommConfig, RunConfig
+from hpctrain.train.config import RunConfig
 from hpctrain.train.resume import plan_to_keep
 from hpctrain.train.run_directory import RunDirectory
 

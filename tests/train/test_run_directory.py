@@ -12,7 +12,7 @@ from hpctrain.cluster.env import STOPPED, STOPPING
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.provenance import project
 from hpctrain.core.records import read
-from hpctrain.train.attempts import KILLED, Attempt
+from hpctrain.train.attempts import KILLED, RunPart
 from hpctrain.train.config import RunConfig
 from hpctrain.train.metrics import Metrics, cut
 from hpctrain.train.run import requests_of
@@ -231,8 +231,8 @@ def job(monkeypatch):
     ],
 )
 def test_a_part_knows_its_number_and_why_the_one_before_has_ended(records, part, ended_by):
-    found = Attempt.after(records)
-    assert found == Attempt(part=part, ended_by=ended_by, job="17", restarts=2)
+    found = RunPart.after(records)
+    assert found == RunPart(part=part, ended_by=ended_by, job="17", restarts=2)
     if ended_by is None:
         return  # which nobody describes
     text = found.describe()

@@ -203,7 +203,7 @@ def test_what_one_rank_meets_is_raised_on_all_with_its_number(here, configure):
         ),
         (
             ["sync.method=staged_sgd", "sync.args={warmup_epochs = 3, cooldown_epochs = 2}"],
-            "warm-up ends before cool-down begins, got warmup_steps=18, cooldown_start=12",
+            "warmup_steps must be at most cooldown_start=12, got 18",
         ),
     ],
 )

@@ -21,6 +21,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from hpctrain.cluster.env import SHARES_GPUS, ranks_share_gpus
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.device import Device
 from hpctrain.comm.nccl import library as nccl
@@ -35,7 +36,6 @@ START_S = 120.0
 END_S = 30.0  # and how long to carry out what is queued, at the end of the program
 
 _PACE = Pace(spin_s=0.0, shortest_s=20e-6, longest_s=1e-3)  # backward needs Python meanwhile
-_SEVERAL = "NCCL_MULTI_RANK_GPU_ENABLE"
 _LOG = logging.getLogger(__name__)
 _numbers = itertools.count()
 
@@ -291,9 +291,9 @@ def _offer(device: Device, sign: Sign) -> Offer:
     with _refusals() as refused:
         version = nccl.library().version if not device.without_nccl else 0
     refusal = device.without_nccl or "".join(refused)
-    if not refusal and config.recovers():
+    if not refusal and config.setting("recover"):
         refusal = "ranks that outlive others need sums that end by an error: HPCTRAIN_RECOVER"
-    may_share = os.environ.get(_SEVERAL) == "1"
+    may_share = ranks_share_gpus()
     card = "" if refusal else device.card()
     return Offer(refusal, 0 if refusal else version, card, may_share, sign.path, sign.text)
 
@@ -325,7 +325,7 @@ def why_not(offers: Sequence[Offer]) -> str:
         return ""
     return (
         f"NCCL wants a card for each rank, and {format_ranks(shared)} share one; start as many "
-        f"ranks on a node as there are cards, or for trials set {_SEVERAL}=1, from NCCL 2.30 on"
+        f"ranks on a node as there are cards, or for trials set {SHARES_GPUS}=1, from NCCL 2.30 on"
     )
 
 

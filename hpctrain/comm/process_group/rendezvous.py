@@ -4,7 +4,6 @@ Torch imports this in every program: all else is imported when a group is made.
 """
 
 import fcntl
-import os
 import socket
 import struct
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from hpctrain.cluster.env import torch_finds_ranks
 from hpctrain.core.torch_compat import (
     HashStore,
     Store,
@@ -47,7 +47,7 @@ def register(create: Create, find_ranks: FindRanks) -> None:
     def meet(
         url: str, timeout: timedelta = dist.default_pg_timeout, **options: Any
     ) -> Iterator[Any]:
-        if "MASTER_ADDR" in os.environ or "TORCHELASTIC_USE_AGENT_STORE" in os.environ:
+        if torch_finds_ranks():
             yield from of_torch(url, timeout=timeout, **options)
         else:
             yield find_ranks(timeout)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 
-from hpctrain.cluster.env import launched, tuning
+from hpctrain.cluster.env import chosen_library, launched, tuning
 from hpctrain.cluster.libraries import family, srun_type
 from hpctrain.core import config, horovod_variables
 from hpctrain.core.config import Settings
@@ -70,7 +70,7 @@ def _is_same(a: Path, b: Path) -> bool:
 
 def _hidden(facts: Facts, library: Path, other: Reached) -> Finding | None:
     """Judge a library that is not the one ranks load."""
-    is_chosen = bool(facts.environ.get("MPI4PY_LIBMPI"))
+    is_chosen = bool(chosen_library(facts.environ))
     use = f"export MPI4PY_LIBMPI={other.library}"
     if other.by == "mpirun":
         if launched(facts.environ) is not None:  # ranks run already, by whatever launcher

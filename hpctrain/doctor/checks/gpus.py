@@ -7,15 +7,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations
 
-from hpctrain.cluster.env import launched, visible_devices
+from hpctrain.cluster.env import gpus_of_job, launched, ranks_per_node, visible_devices
 from hpctrain.core.finding import Finding
 from hpctrain.core.units import format_numbers, format_ranks
 from hpctrain.doctor.checks.check import Found, error, few, note, ok, plural, warning
 from hpctrain.doctor.checks.facts import Facts, GpuFacts, WorldFacts
-from hpctrain.doctor.checks.job import ranks_per_node
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
-_OF_JOB = ("SLURM_GPUS_ON_NODE", "SLURM_JOB_GPUS", "SLURM_STEP_GPUS")
 
 
 def check_gpus(facts: Facts) -> Found:
@@ -83,17 +81,6 @@ def named(environ: Mapping[str, str]) -> tuple[str, ...]:
     return _words(visible_devices(environ))
 
 
-def num_of_job(environ: Mapping[str, str]) -> int | None:
-    """Return how many GPUs the job has on this node; None where it does not say."""
-    for name in _OF_JOB:
-        words = environ.get(name, "").split(",")
-        if name.endswith("ON_NODE") and words[0].isdigit():
-            return int(words[0])
-        if words[0]:
-            return len(words)
-    return None
-
-
 def _words(text: str) -> tuple[str, ...]:
     return tuple(word.strip() for word in text.split(",") if word.strip())
 
@@ -114,7 +101,7 @@ def _too_few(facts: Facts) -> list[Finding]:
     """Compare tasks with devices before a launch; afterwards the ranks compare their own."""
     environ = facts.environ
     ranks = ranks_per_node(environ)
-    devices = num_of_job(environ)
+    devices = gpus_of_job(environ)
     if devices is None and _VISIBLE in environ:
         devices = len(set(_words(environ[_VISIBLE])))
     if not ranks or not devices or launched(environ) is not None or ranks == devices:

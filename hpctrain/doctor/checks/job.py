@@ -1,32 +1,20 @@
 """The job: its division, and whether its launcher makes one world of its ranks."""
 
-from collections.abc import Mapping
-
-from hpctrain.cluster.env import Launched, job_id, launched, scheduler, tasks_of_nodes
+from hpctrain.cluster.env import (
+    Launched,
+    job_id,
+    launched,
+    ranks_per_node,
+    scheduler,
+    slurm,
+    slurm_number,
+    srun_passes_cores,
+)
 from hpctrain.cluster.libraries import srun_type
 from hpctrain.core.finding import Finding
 from hpctrain.core.units import format_ranks
 from hpctrain.doctor.checks.check import Found, listed, note, ok, plural, warning
 from hpctrain.doctor.checks.facts import Facts, WorldFacts
-
-
-def number_of(environ: Mapping[str, str], name: str) -> int | None:
-    """Read a variable as a number; of a list, such as ``4,2`` for nested threads, its first."""
-    text = environ.get(name, "").partition(",")[0]
-    return int(text) if text.isdigit() and int(text) > 0 else None
-
-
-def ranks_per_node(environ: Mapping[str, str]) -> int | None:
-    """Return how many ranks this node has or will have; None where nothing tells."""
-    found = launched(environ)
-    if found and found.local_size:
-        return found.local_size
-    step = "SLURM_STEP_TASKS_PER_NODE" if "SLURM_STEP_ID" in environ else ""
-    counts = tasks_of_nodes(environ.get(step) or environ.get("SLURM_TASKS_PER_NODE", ""))
-    node = environ.get("SLURM_NODEID", "0")
-    if node.isdigit() and int(node) < len(counts):
-        return counts[int(node)]
-    return max(counts, default=None)
 
 
 def check_job(facts: Facts) -> Found:
@@ -35,14 +23,14 @@ def check_job(facts: Facts) -> Found:
     if not name:
         return ok("no job: this looks like a login node or a workstation")
     words = [f"{name} job {job_id(environ)}"]
-    if nodes := environ.get("SLURM_JOB_NUM_NODES"):
-        words.append(f"{nodes} nodes {environ.get('SLURM_JOB_NODELIST', '')}".strip())
+    if nodes := slurm("job_num_nodes", environ):
+        words.append(f"{nodes} nodes {slurm('job_nodelist', environ)}".strip())
     if count := ranks_per_node(environ):
         words.append(f"{count} tasks on this node")
     found = [ok(", ".join(words))]
-    cores = number_of(environ, "SLURM_CPUS_PER_TASK") or 1
+    cores = slurm_number("cpus_per_task", environ) or 1
     # srun 22.05 and newer do not give the cores of an allocation to its tasks.
-    if launched(environ) is None and cores > 1 and "SRUN_CPUS_PER_TASK" not in environ:
+    if launched(environ) is None and cores > 1 and not srun_passes_cores(environ):
         what = f"the job has {cores} cores for each task, but srun does not pass that on"
         do = (
             "export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK, or say "

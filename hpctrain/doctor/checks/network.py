@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median
 
-from hpctrain.cluster.env import COPIES_OFF
+from hpctrain.cluster.env import COPIES_OFF, tuning
 from hpctrain.core.finding import Finding
 from hpctrain.core.units import format_bytes, format_seconds
 from hpctrain.doctor.checks.check import Found, few, listed, note, ok, plural, warning
@@ -42,11 +42,12 @@ def check_cards(facts: Facts) -> Found:
 
 def slow_settings(environ: Mapping[str, str]) -> list[str]:
     """Return the variables, with their values, that keep MPI off a fast card."""
+    pml = tuning(environ).get("OMPI_MCA_pml")
     return [
         f"{name}={environ[name]}"
         for name, is_slow in (
             ("OMPI_MCA_pml", lambda words: words == ["ob1"]),
-            ("OMPI_MCA_btl", lambda words: "tcp" in words and not environ.get("OMPI_MCA_pml")),
+            ("OMPI_MCA_btl", lambda words: "tcp" in words and not pml),
             ("UCX_TLS", _is_slow_ucx),
             ("FI_PROVIDER", lambda words: words[0].partition(";")[0] in _SLOW_PROVIDERS),
             ("I_MPI_OFI_PROVIDER", lambda words: words[0] in _SLOW_PROVIDERS),

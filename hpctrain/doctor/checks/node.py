@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hpctrain.cluster import preflight
+from hpctrain.cluster.env import number, ranks_per_node, slurm_number
 from hpctrain.cluster.libraries import family
 from hpctrain.cluster.preflight import threads_for
 from hpctrain.core.config import Settings
@@ -12,7 +13,6 @@ from hpctrain.core.finding import Finding
 from hpctrain.core.units import MIB, format_bytes, format_numbers, format_ranks
 from hpctrain.doctor.checks.check import Found, error, few, note, ok, plural, warning
 from hpctrain.doctor.checks.facts import Facts, WorldFacts, by_host
-from hpctrain.doctor.checks.job import number_of, ranks_per_node
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
@@ -54,7 +54,7 @@ def _narrow(host: str, members: Sequence[int], ranks: Sequence[Facts]) -> list[F
     first = ranks[narrow[0]]
     cores = first.cores
     who = "this process" if len(ranks) == 1 else f"{format_ranks(narrow)} on {host}"
-    asked = number_of(first.environ, "SLURM_CPUS_PER_TASK") or 0
+    asked = slurm_number("cpus_per_task", first.environ) or 0
     # A mask of several cores may be what was wanted.
     is_wrong = len(cores.mask) <= cores.num_siblings or len(cores.mask) < min(asked, each)
     what = (
@@ -83,7 +83,7 @@ def check_threads(ranks: Sequence[Facts]) -> Found:
     asked: dict[tuple[str, int, int], list[int]] = {}
     for rank, facts in enumerate(ranks):
         for name in THREAD_VARIABLES:
-            threads = number_of(facts.environ, name)
+            threads = number(facts.environ.get(name, ""))
             if threads is not None and threads != num_cores[rank]:
                 asked.setdefault((name, threads, num_cores[rank]), []).append(rank)
     found = []

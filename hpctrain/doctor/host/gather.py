@@ -14,7 +14,8 @@ from hpctrain.cluster.env import launched
 from hpctrain.cluster.libraries import MPI_WHEELS, copy_error, family, libmpi_of
 from hpctrain.cluster.load import measured_for
 from hpctrain.cluster.resources import CLASSES, live_cards, rooms
-from hpctrain.core.errors import LaunchError
+from hpctrain.core import config
+from hpctrain.core.errors import ConfigError, LaunchError
 from hpctrain.core.provenance import version_of
 from hpctrain.doctor.checks.facts import (
     Card,
@@ -98,7 +99,10 @@ def _mpi(environ: Mapping[str, str]) -> MpiFacts:
 
 def _horovod_error(environ: Mapping[str, str]) -> str:
     """Load Horovod in a process of its own, where ranks are to run on it."""
-    if environ.get("HPCTRAIN_ENGINE", "").strip().lower() != "horovod":
+    try:
+        if config.setting("engine", environ) != "horovod":
+            return ""
+    except ConfigError:  # the check of settings reports it
         return ""
     if version_of("horovod") is None:
         return "HPCTRAIN_ENGINE=horovod, and Horovod is not installed; hpctrain horovod build"

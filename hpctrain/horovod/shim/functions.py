@@ -1,6 +1,5 @@
 """Functions of Horovod that need more than a name: ``run``, by ``hpctrain.run``, and ``env``."""
 
-import os
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -8,6 +7,7 @@ from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
 
+from hpctrain.cluster.env import variables as set_variables
 from hpctrain.core.errors import ConfigError
 from hpctrain.horovod.shim.modules import install
 from hpctrain.launch.mpiexec import check_hosts
@@ -94,15 +94,8 @@ def _require_this_host(hosts: str | None, ranks: int) -> None:
 def env(**variables: str | None) -> Iterator[None]:
     """Set variables of the environment inside of a block; those that are None stay as they are."""
     values = {name: value for name, value in variables.items() if value is not None}
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
+    with set_variables(values):
         yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
 
 
 class HorovodVersionMismatchError(ImportError):

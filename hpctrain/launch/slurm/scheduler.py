@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from hpctrain.cluster.env import slurm, slurm_number
 from hpctrain.core.atomic import publishing, refusal
 from hpctrain.core.errors import ConfigError, LaunchError
 from hpctrain.core.units import parse_seconds
@@ -68,11 +69,10 @@ def job_end(environ: Mapping[str, str] = os.environ) -> float | None:
     Newer versions say it in ``SLURM_JOB_END_TIME``; others are asked, by one call of ``squeue``.
     Not collective: let one rank ask, a controller does not like thousands.
     """
-    end = environ.get("SLURM_JOB_END_TIME", "")
+    end = slurm("job_end_time", environ)
     if end.isdigit():
         return float(end)
-    job = environ.get("SLURM_JOB_ID")
-    if job is None:
+    if not (job := slurm("job_id", environ)):
         return None
     asked = time.time()  # before the answer: rather stop early
     done = run(["squeue", "-h", "-j", job, "-t", "running", "-o", "%A %L"], environ)
@@ -121,8 +121,7 @@ def sbatch_time(text: str) -> str:
 
 def restart_count(environ: Mapping[str, str] = os.environ) -> int:
     """Return how often Slurm has started this job again; 0 the first time and outside of jobs."""
-    text = environ.get("SLURM_RESTART_COUNT", "")
-    return int(text) if text.isdigit() else 0
+    return slurm_number("restart_count", environ) or 0
 
 
 def run(

@@ -2,18 +2,16 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from hpctrain.core.keys import Count, Number, Rule, Texts, require
-
-if TYPE_CHECKING:
-    from hpctrain.train.config import RunConfig
+from hpctrain.core.checks import Bounds, CheckedFields, Count, Number, Texts, require
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ParallelConfig:
+class ParallelConfig(CheckedFields):
     """How a model that one rank cannot hold is divided: hpctrain guide parallel."""
 
+    table: ClassVar = "parallel"
     tp: Number = 1
     """Ranks that divide the matrices of each layer (tensor parallel)."""
     pp: Number = 1
@@ -22,7 +20,7 @@ class ParallelConfig:
     """Ranks that divide the sequence of each sample (context parallel)."""
     dp: Count = 0
     """Replicas, which learn from different samples; 0 for what the other axes leave."""
-    zero: Annotated[int, Rule(least=0, below=4)] = 0
+    zero: Annotated[int, Bounds(least=0, below=4)] = 0
     """What replicas divide among them: nothing (0), the optimizer's state (1), gradients too (2),
     parameters too (3)."""
     offload: str = ""
@@ -45,7 +43,8 @@ class ParallelConfig:
     """Names of the layers whose chain the model is, such as ["embedding", "blocks.*", "head"];
     when empty, what the model has as attribute parallel_layers."""
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Raise ``ConfigError`` if keys contradict each other."""
         require(
             self.zero > 0 or not self.offload,
             "parallel.offload is of parts that replicas divide: set parallel.zero too",
@@ -73,51 +72,6 @@ class ParallelConfig:
     def divides(self) -> bool:
         """Whether ranks have parts of one model, or of its state."""
         return max(self.tp, self.pp, self.cp) > 1 or self.zero > 0
-
-    def check(self, run: "RunConfig") -> None:
-        """Raise ``ConfigError`` if a run asks for what a divided model cannot do."""
-        recomputed = run.train.activation_checkpointing
-        require(
-            self.recompute == "none" or not recomputed,
-            "train.activation_checkpointing is empty with parallel.recompute, which chooses "
-            "layers by itself: leave one of them out",
-            recomputed,
-        )
-        if not self.divides:
-            return
-        what = f"parallel.{self.describe()}"
-        train, sync = run.train, run.sync
-        refused = {
-            "sync.method": (sync.method, "synchronous", "ranks have parts of one model"),
-            "sync.compression": (sync.compression, "none", "gradients are summed by torch"),
-            "train.reproducible": (train.reproducible, False, "sums depend on the layout"),
-            "train.on_divergence": (train.on_divergence, "stop", "ranks have parts"),
-            "train.compile": (train.compile, False, "layers talk to other ranks"),
-            "train.ema": (train.ema, 0, "averages are kept of whole models"),
-            "log.noise_scale": (run.log.noise_scale, False, "ranks see no gradient of a replica"),
-        }
-        for key, (value, wanted, why) in refused.items():
-            require(
-                value == wanted,
-                f"{key} is {str(wanted).lower()} with {what}, as {why}: leave one of them out",
-                value,
-            )
-        require(
-            train.shard != "node",
-            f"train.shard is none with {what}: parallel.zero = 1, 2 or 3 divides state instead",
-            train.shard,
-        )
-        require(
-            train.precision != "fp16",
-            f"train.precision is fp32 or bf16 with {what}: set bf16, which needs no scale",
-            train.precision,
-        )
-        require(
-            self.pp == 1 or train.accumulate == 1,
-            "train.accumulate is 1 with parallel.pp, whose micro-batches are such pieces: set "
-            "parallel.micro_batches",
-            train.accumulate,
-        )
 
     def describe(self, replicas: int = 1) -> str:
         """Say which axes there are, such as ``dp=2 x tp=2 x zero=1``."""

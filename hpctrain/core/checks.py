@@ -1,0 +1,205 @@
+"""Checks of values by type hints: of arguments, of fields of a configuration, and of settings.
+
+A hint is a type, a ``Literal``, one of the names below such as ``Count``, or several joined by
+``|``. Every error states the rule and the value found.
+"""
+
+import functools
+import math
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from numbers import Integral, Real
+from types import NoneType, UnionType
+from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
+
+from hpctrain.core.errors import ConfigError
+from hpctrain.core.units import parse_bytes, parse_seconds
+
+TYPE_NAMES: dict[type, str] = {
+    str: "text",
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    dict: "a table",
+    list: "a list",
+}
+
+_ACCEPTED: dict[type, Any] = {int: Integral, float: Real, dict: Mapping, list: (list, tuple)}
+"""What else than a type itself stands for it, such as numbers of numpy; never a bool."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bounds:
+    """A condition on the values of a type."""
+
+    least: float | None = None
+    above: float | None = None
+    most: float | None = None
+    below: float | None = None
+    unit: Literal["", "time", "bytes"] = ""
+    """Of a text: what it is a number of, such as ``"10min"``. A time may be empty, for none."""
+    each: type | None = None
+    """Of a list: the type of all items."""
+    names: tuple[str, ...] = ()
+    """Of a text: the valid ones; empty for any."""
+
+    def check(self, name: str, value: Any, got: object = None) -> None:
+        """Raise ``ConfigError`` if a value, read from the text ``got``, breaks the rule."""
+        found = value if got is None else got
+        if isinstance(value, str):
+            self._check_text(name, value)
+        bounds = (
+            ("at least", self.least, operator.ge),
+            ("above", self.above, operator.gt),
+            ("at most", self.most, operator.le),
+            ("below", self.below, operator.lt),
+        )
+        named = [f"{word} {bound}" for word, bound, _ in bounds if bound is not None]
+        for word, bound, holds in bounds:
+            if bound is not None and not holds(value, bound):
+                raise ConfigError(
+                    f"{name} must be {word} {bound}, got {found!r}; set it to a value "
+                    f"{' and '.join(named)}, or omit it for its default"
+                )
+        if self.each is not None and not all(_is_a(item, self.each) for item in value):
+            raise ConfigError(
+                f"{name} must be a list, each item {TYPE_NAMES[self.each]}, got {found!r}"
+            )
+
+    def _check_text(self, name: str, text: str) -> None:
+        try:
+            found = {"time": seconds, "bytes": parse_bytes}[self.unit](text) if self.unit else 1
+        except ConfigError as error:
+            raise ConfigError(f"{name}: {error}") from None
+        require(found != 0 or self.unit == "time", f"{name} must be above 0", text)
+        if self.names:
+            require(text in self.names, f"{name} must be one of {', '.join(self.names)}", text)
+
+
+Count = Annotated[int, Bounds(least=0)]
+Number = Annotated[int, Bounds(least=1)]
+Positive = Annotated[float, Bounds(above=0)]
+Amount = Annotated[float, Bounds(above=0, below=math.inf)]
+AtLeast0 = Annotated[float, Bounds(least=0)]
+Finite0 = Annotated[float, Bounds(least=0, below=math.inf)]
+Fraction = Annotated[float, Bounds(above=0, most=1)]
+Decay = Annotated[float, Bounds(least=0, below=1)]
+Time = Annotated[str, Bounds(unit="time")]
+Size = Annotated[str, Bounds(unit="bytes")]
+Texts = Annotated[list[str], Bounds(each=str)]
+Overlap = Literal["auto", "thread", "inline", "end"]
+"""When buckets are sent: chosen by the plan, on a thread, inside the hooks, after backward."""
+
+
+def require(ok: bool, rule: str, value: object) -> None:  # noqa: FBT001 - reads as a sentence
+    """Raise a ``ConfigError`` with ``rule`` and ``value`` unless ``ok``."""
+    if not ok:
+        raise ConfigError(f"{rule}, got {value!r}")
+
+
+def require_values(config: object, reason: str, rules: Mapping[str, tuple[Any, str]]) -> None:
+    """Raise ``ConfigError`` unless keys have the values that another key demands.
+
+    Args:
+        config: of all keys.
+        reason: the other key and its value, such as ``train.reproducible = true``.
+        rules: by key: the value, or a tuple of valid values, and the explanation, after a colon
+            also the remedy.
+    """
+    for key, (valid, why) in rules.items():
+        value, values = value_of(config, key), valid if isinstance(valid, tuple) else (valid,)
+        words = " or ".join(str(each).lower() for each in values)
+        remedy = "" if ":" in why else ": leave one of them out"
+        require(value in values, f"{key} must be {words} with {reason}, as {why}{remedy}", value)
+
+
+def value_of(config: object, name: str) -> Any:
+    """Return the value of the key ``name``."""
+    return functools.reduce(getattr, name.split("."), config)
+
+
+def checked(name: str, value: Any, hint: Any) -> Any:
+    """Return a value that a type hint allows; an integer becomes a float where one is wanted.
+
+    Raises ``ConfigError``: the hint does not allow the value of ``name``.
+    """
+    choices = alternatives(hint)
+    for kind, rule in choices:
+        if isinstance(rule, str):
+            if type(value) is str and value == rule:
+                return value
+        elif _is_a(value, kind):
+            value = float(value) if kind is float and isinstance(value, int) else value
+            if rule is not None:
+                rule.check(name, value)
+            return value
+    found = TYPE_NAMES.get(type(value), type(value).__name__)
+    of_type = "" if any(kind is type(value) for kind, _ in choices) else f" ({found})"
+    one_of = "one of " if isinstance(choices[0][1], str) else ""
+    raise ConfigError(f"{name} must be {one_of}{type_name(hint)}, got {value!r}{of_type}")
+
+
+def type_name(hint: Any) -> str:
+    """Return the values that a type hint allows, for messages."""
+    words = [rule for _, rule in alternatives(hint) if isinstance(rule, str)]
+    free = [
+        "a time"
+        if rule is not None and rule.unit == "time"
+        else TYPE_NAMES.get(kind, "none" if kind is NoneType else kind.__name__)
+        for kind, rule in alternatives(hint)
+        if not isinstance(rule, str)
+    ]
+    return " or ".join([", ".join(words), *free] if words else free)
+
+
+@functools.cache
+def alternatives(hint: Any) -> tuple[tuple[type, str | Bounds | None], ...]:
+    """Return the types that a hint allows, each with the one text, or with the rule."""
+    origin, args = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        return tuple(found for each in args for found in alternatives(each))
+    if origin is Literal:
+        return tuple((str, word) for word in args)
+    if origin is Annotated:
+        return ((get_origin(args[0]) or args[0], args[1]),)
+    kind = origin or hint
+    kind = dict if kind is Mapping else kind
+    return ((kind if isinstance(kind, type) else object, None),)
+
+
+class CheckedFields:
+    """Base of dataclasses whose constructor checks each field by its type hint.
+
+    Raises ``ConfigError``: a value breaks the rule of its field, or ``check`` does not hold.
+    """
+
+    __slots__ = ()
+    table: ClassVar[str] = ""
+    """Table of a configuration file, for messages."""
+
+    def __post_init__(self) -> None:
+        cls: Any = type(self)
+        for name, hint in _hints(cls).items():
+            checked(f"{self.table}.{name}" if self.table else name, getattr(self, name), hint)
+        self.check()
+
+    def check(self) -> None:
+        """Check what fields demand of each other."""
+
+
+def seconds(text: str) -> float | None:
+    """Read a time; None for an empty text."""
+    return parse_seconds(text) if text else None
+
+
+@functools.cache
+def _hints(cls: Any) -> dict[str, Any]:
+    hints = get_type_hints(cls, include_extras=True)
+    return {item.name: hints[item.name] for item in fields(cls)}
+
+
+def _is_a(value: Any, kind: type) -> bool:
+    if isinstance(value, bool):
+        return kind in (bool, object)
+    return isinstance(value, _ACCEPTED.get(kind, kind))
