@@ -13,12 +13,12 @@ from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.threaded import start_on
 from hpctrain.compress.codec import Compressor
 from hpctrain.core.errors import ConfigError
-from hpctrain.gradients.checked_steps import CheckedSteps
 from hpctrain.gradients.loss_scale import unscale_own
 from hpctrain.gradients.optimizer_exchange import Closure, OptimizerExchange
 from hpctrain.gradients.parameter_names import NamedParameters
 from hpctrain.gradients.sparse_gradients import writes_of
-from hpctrain.gradients.step_check import Announcement, Opening
+from hpctrain.gradients.step_counter import StepCounter
+from hpctrain.gradients.step_header import GradientFacts, StepAgreement, StepMessage
 
 _STEPPED = "_hpctrain_stepped"  # the attribute of a gradient that a step has taken as it is
 
@@ -38,7 +38,7 @@ class AdasumStep(OptimizerExchange):
         comm: Communicator,
         compressor: Compressor,
         parameters: Callable[[], NamedParameters],
-        steps: CheckedSteps,
+        steps: StepCounter,
     ) -> None:
         """Compare the parameters of all ranks, of today and with their names. Collective."""
         self._steps, self._exposed_seconds = steps, 0.0
@@ -53,7 +53,7 @@ class AdasumStep(OptimizerExchange):
         self._mark_gradients()
 
     @property
-    def steps(self) -> CheckedSteps:
+    def steps(self) -> StepCounter:
         """What is compared before a step, and the number of steps that were taken."""
         return self._steps
 
@@ -106,8 +106,8 @@ class AdasumStep(OptimizerExchange):
             self._steps.end()
         self._num_forgotten = 0
         self._steps.count_reached(name for name, p in today if p.grad is None or not p.grad.any())
-        told = Announcement(needs_all=True, repeats=repeats)
-        mine = self._steps.announced(told, (), outdated=lines != self._lines)
+        told = GradientFacts(repeats=repeats, outdated=lines != self._lines)
+        mine = self._steps.message(StepMessage(gradients=told), needs_all=True)
         start_on(self._comm, self._open, mine).wait()
         if self._is_outdated:
             require_equal(self._comm, lines, "parameters")
@@ -116,14 +116,14 @@ class AdasumStep(OptimizerExchange):
         self._before = [(p, p.detach().clone()) for _, p in today]
         return closure
 
-    def _open(self, mine: Announcement) -> None:
-        opening = self._steps.open(self._comm, mine)
-        self._is_outdated = opening.outdated
-        self._steps.take(opening)
+    def _open(self, mine: StepMessage) -> None:
+        agreement = self._steps.open(self._comm, mine)
+        self._is_outdated = agreement.outdated
+        self._steps.take(agreement)
 
-    def stand_in(self, opening: Opening) -> None:
+    def stand_in(self, agreement: StepAgreement) -> None:
         """Not reached: ranks that have joined are refused by the header."""
-        raise AssertionError(opening)
+        raise AssertionError(agreement)
 
     @torch.no_grad()
     def end_step(self) -> None:

@@ -7,9 +7,9 @@ from torch import Tensor
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.plan.plan import Plan
 from hpctrain.gradients.bucket_reducer import ParameterSource, Reducer
-from hpctrain.gradients.checked_steps import steps_over
 from hpctrain.gradients.optimizer_exchange import OptimizerExchange
 from hpctrain.gradients.reduction import Reduction
+from hpctrain.gradients.step_counter import steps_over
 
 
 class AveragedGradients(Reducer, OptimizerExchange):

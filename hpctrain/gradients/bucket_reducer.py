@@ -26,14 +26,14 @@ from hpctrain.core.torch_compat import (
     graph_task_id,
     is_multithreading_enabled,
 )
-from hpctrain.gradients.checked_steps import CheckedSteps
 from hpctrain.gradients.gradient_bucket import Slot
 from hpctrain.gradients.optimizer_exchange import Closure
 from hpctrain.gradients.parameter_names import NamedParameters
 from hpctrain.gradients.reduction import Reduction
 from hpctrain.gradients.sample_count import SampleCount
 from hpctrain.gradients.sparse_gradients import SparseSlot, writes_of
-from hpctrain.gradients.step_check import Announcement, Opening
+from hpctrain.gradients.step_counter import StepCounter
+from hpctrain.gradients.step_header import AverageFacts, GradientFacts, StepAgreement, StepMessage
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -106,7 +106,7 @@ class Reducer:
         self.is_on = is_on
 
     @property
-    def steps(self) -> CheckedSteps:
+    def steps(self) -> StepCounter:
         """What is compared before a step, with the flags of the ranks."""
         return self.reduction.steps
 
@@ -177,18 +177,19 @@ class Reducer:
         by_hand = self.reduction.changed_by_hand(changed) if may_be_kept else None
         is_due = not self._is_reduced or by_hand is not None or changed is not None
         if is_due:
-            told = Announcement(
+            count = self.count
+            keeps_sums = self._is_reduced and by_hand is not None and not count.average
+            averages = AverageFacts(
                 by_hand=by_hand,
-                keeps_sums=self._is_reduced and by_hand is not None,
+                keeps_sums=keeps_sums and self.reduction.has_gradients,
                 changed_early=self._were_changed_early(),
                 replaced_sum=self._replaced_sum,
-                repeats=any(slot.has_values for slot in old),
             )
-            count = self.count
+            repeats = any(slot.has_values for slot in old)
             weight = count.weight
             if is_skipped and count.is_set and not has_begun:
                 count.weight = 0.0
-            self._complete(changed, told)
+            self._complete(changed, averages, repeats=repeats)
             count.weight = weight
         return is_due
 
@@ -255,12 +256,12 @@ class Reducer:
         reduction.build(self._today())
         self._hook_anew()
 
-    def stand_in(self, opening: Opening) -> None:
+    def stand_in(self, agreement: StepAgreement) -> None:
         """Take part in a step of the others with nothing. Collective."""
         for parameter in self.reduction.slot_of:
             parameter.grad = None
-        changed = self._today() if opening.outdated else None
-        self.reduction.complete(changed, opening=opening)
+        changed = self._today() if agreement.outdated else None
+        self.reduction.complete(changed, agreement=agreement)
         if changed is not None:
             self._hook_anew()
         self.steps.end(is_own=False)
@@ -382,7 +383,7 @@ class Reducer:
         self._passes_done += 1
         if self._passes_done >= self._num_passes:
             changed = None if self._takes_early else self._changed()
-            self._complete(changed, Announcement(replaced_sum=self._replaced_sum))
+            self._complete(changed, AverageFacts(replaced_sum=self._replaced_sum))
         else:
             grads = ((p, p.grad) for p in self.reduction.slot_of)
             self._seen = {p: (g, writes_of(g)) for p, g in grads if g is not None}
@@ -444,10 +445,13 @@ class Reducer:
                     return slot.name
         return ""
 
-    def _complete(self, changed: NamedParameters | None, told: Announcement) -> None:
+    def _complete(
+        self, changed: NamedParameters | None, averages: AverageFacts, *, repeats: bool = False
+    ) -> None:
         self.is_in_step = True
         self._learn()
-        self.reduction.complete(changed, told)
+        gradients = GradientFacts(repeats=repeats)
+        self.reduction.complete(changed, StepMessage(gradients=gradients, averages=averages))
         self._note("gradients")
         if changed is not None:
             self._hook_anew()

@@ -23,7 +23,6 @@ from hpctrain.core.errors import ConfigError
 from hpctrain.core.torch_compat import dynamo_disable
 from hpctrain.gradients.adasum_step import AdasumStep
 from hpctrain.gradients.averaged_gradients import AveragedGradients
-from hpctrain.gradients.checked_steps import steps_over
 from hpctrain.gradients.loss_scale import unscale_by_exchange
 from hpctrain.gradients.node_values import is_shared, require_no_masters
 from hpctrain.gradients.optimizer_exchange import NoExchange, OptimizerExchange
@@ -32,6 +31,7 @@ from hpctrain.gradients.reduction import Reduction
 from hpctrain.gradients.sample_count import SampleCount
 from hpctrain.gradients.sharded_reduction import ShardedReduction
 from hpctrain.gradients.sharded_step import ShardedStep
+from hpctrain.gradients.step_counter import steps_over
 from hpctrain.gradients.step_notes import StepNotes
 from hpctrain.negotiation.request import Adasum, Average, ReduceOp, Sum
 from hpctrain.runtime import world

@@ -24,7 +24,7 @@ from hpctrain.gradients.gradient_bucket import GradientBucket, Slot
 from hpctrain.gradients.node_bucket import NodeTensor
 from hpctrain.gradients.sample_count import SampleCount
 from hpctrain.gradients.sparse_gradients import writes_of
-from hpctrain.gradients.step_check import Announcement
+from hpctrain.gradients.step_header import ShardedFacts
 
 _LATE_STEPS = 64
 """So many steps a rank begins nothing early after what it began was void: that costs a sum."""
@@ -69,7 +69,7 @@ class RailSums:
             or any(_state(slot) != state for slot, state in self._sent)
         )
 
-    def announced(self, told: Announcement) -> Announcement:
+    def announced(self, told: ShardedFacts) -> ShardedFacts:
         """Let all ranks hear what is on its way, and whether gradients count otherwise now."""
         return replace(
             told,

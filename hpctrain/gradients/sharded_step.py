@@ -33,7 +33,7 @@ from hpctrain.gradients.optimizer_exchange import OptimizerExchange, exchange_of
 from hpctrain.gradients.parameter_names import places_of
 from hpctrain.gradients.sharded_reduction import ShardedReduction
 from hpctrain.gradients.sparse_gradients import writes_of
-from hpctrain.gradients.step_check import Announcement
+from hpctrain.gradients.step_header import ShardedFacts
 
 
 class ShardedStep(Reducer, OptimizerExchange):
@@ -146,19 +146,17 @@ class ShardedStep(Reducer, OptimizerExchange):
             for slot in slots
             if isinstance(slot, Slot)
         )
-        told = Announcement(
-            needs_all=True,
+        told = ShardedFacts(
             synchronizes=synchronizes,
             settings=None if synchronizes else crc32(settings.encode()),
             own_changed=self._changed_name or self._find_changed(),
-            repeats=repeats,
             is_written=is_written,
             is_stale=not self.is_spoilt and not is_written and self.reduction.is_stale,
             is_new=self._is_new,
             is_spoilt=self.is_spoilt,
         )
         changed = self._changed()
-        opening = self.reduction.open(changed, told, optimizer)
+        agreement = self.reduction.open(changed, told, optimizer, repeats=repeats)
         self.is_in_step, self._is_new = True, False
         if changed is not None:
             self._hook_anew()
@@ -167,7 +165,7 @@ class ShardedStep(Reducer, OptimizerExchange):
         for parameter in self._own:
             self._note_own(parameter)
         self._note("gradients")
-        return opening.synchronizes
+        return agreement.sharded.synchronizes
 
     @property
     def _weighs_anew(self) -> bool:
