@@ -101,7 +101,7 @@ class Variant:
         """Let nothing travel, from the second step on."""
         for group in self.optimizer.param_groups:
             group["lr"] = 0.0  # else weights would part, which is an error
-        reduction = self.optimizer._reducer.reduction  # noqa: SLF001 - all but this is measured
+        reduction = self.optimizer._exchange.reduction  # noqa: SLF001 - all but this is measured
         reduction._reduce = lambda _: None  # noqa: SLF001
         for bucket in reduction._buckets:  # noqa: SLF001
             bucket.place.depart = bucket.place.arrive = lambda: None

@@ -35,9 +35,10 @@ from hpctrain.comm.common_block import CommonBlock
 from hpctrain.core.checks import Amount, checked
 from hpctrain.core.errors import ConfigError, HpctrainError
 from hpctrain.core.torch_compat import dynamo_disable
-from hpctrain.gradients.checked_steps import check_over
 from hpctrain.gradients.sample_count import check_count
-from hpctrain.gradients.step_check import Opening, StepCheck
+from hpctrain.gradients.step_counter import check_over
+from hpctrain.gradients.step_header import StepAgreement
+from hpctrain.gradients.step_sync import StepSync
 from hpctrain.runtime import recovery, world
 from hpctrain.runtime.process_sets import global_process_set
 
@@ -236,7 +237,7 @@ class AsyncMethod(CommonBlock):
 
     _farewell: Farewell | None = None
     """Lets servers know that this rank sends no more requests; None in a world of one."""
-    _check: StepCheck | None = None
+    _check: StepSync | None = None
 
     _steps_here = False
     """Whether the optimizer takes its step on this rank, too, before servers are asked."""
@@ -368,7 +369,7 @@ class AsyncMethod(CommonBlock):
             self._farewell.detach()
 
     def __del__(self) -> None:
-        """Keep what is compared at the end of the world, see ``CheckedSteps``."""
+        """Keep what is compared at the end of the world, see ``StepCounter``."""
         if self._check is not None and self._check.is_asked:
             has_values = not self._check.collection.is_running
             self._check.keep(self._member, self.left(has_values=has_values))
@@ -458,7 +459,7 @@ class AsyncMethod(CommonBlock):
             f"{one} of {how}": text for one, text in hashes.items()
         }
 
-    def stand_in(self, opening: Opening) -> None:
+    def stand_in(self, agreement: StepAgreement) -> None:
         """Do nothing: its steps are opened by no message."""
 
     def _describe(self, arguments: Mapping[str, object]) -> list[str]:

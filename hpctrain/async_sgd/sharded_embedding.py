@@ -47,7 +47,8 @@ from hpctrain.core.errors import CheckpointError, ConfigError, NotInitializedErr
 from hpctrain.core.logs import logger
 from hpctrain.core.paths import absolute
 from hpctrain.core.torch_compat import dynamo_disable
-from hpctrain.gradients.sample_count import check_count
+from hpctrain.gradients.optimizer_exchange import exchange_of
+from hpctrain.gradients.sample_count import SampleCount, check_count
 from hpctrain.runtime import world
 from hpctrain.runtime.rebuild import Stage
 
@@ -269,7 +270,7 @@ class ShardedEmbedding(nn.Module):
         ``ConfigError``: the count is not valid, or that of the optimizer with which it steps.
         """
         check_count(num_samples, nominal)
-        if getattr(self._optimizer(), "_reducer", None) is not None:
+        if _count_of(self._optimizer()) is not None:
             raise ConfigError(
                 "a table that steps with a DistributedOptimizer counts as that does; call its "
                 "set_num_samples alone"
@@ -310,11 +311,10 @@ class ShardedEmbedding(nn.Module):
 
     def _count(self) -> tuple[float, bool, int]:
         """Return the weight of this rank's gradients, whether they are averaged, and flags."""
-        reducer = getattr(self._optimizer(), "_reducer", None)
+        count = _count_of(self._optimizer())
         flags = self._flags | (0 if self._handle.requires_grad else IS_FROZEN)
-        if reducer is None:
+        if count is None:
             return self._weight, True, flags
-        count = reducer.reduction.count
         return count.weight, count.average, flags & ~IS_COUNTED | IS_COUNTED * count.is_set
 
     @torch.no_grad()
@@ -475,6 +475,11 @@ class _Hidden(dict[str, nn.Parameter | None]):
         frames = islice(walk_stack(currentframe()), self._MOST_CALLS)
         is_seen = any(frame.f_code in self._SEEN_BY for frame, _ in frames)
         return super().items() if is_seen else {}.items()
+
+
+def _count_of(optimizer: Optimizer | None) -> SampleCount | None:
+    exchange = exchange_of(optimizer)
+    return None if exchange is None else exchange.count
 
 
 def _end_with_ranks(table: ShardedEmbedding) -> None:

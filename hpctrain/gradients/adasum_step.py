@@ -5,21 +5,25 @@ from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from hpctrain.comm.adasum import adasum_
 from hpctrain.comm.agreement import require_equal
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.threaded import start_on
 from hpctrain.compress.codec import Compressor
-from hpctrain.gradients.checked_steps import CheckedSteps
+from hpctrain.core.errors import ConfigError
+from hpctrain.gradients.loss_scale import unscale_own
+from hpctrain.gradients.optimizer_exchange import Closure, OptimizerExchange
 from hpctrain.gradients.parameter_names import NamedParameters
 from hpctrain.gradients.sparse_gradients import writes_of
-from hpctrain.gradients.step_check import Announcement, Opening
+from hpctrain.gradients.step_counter import StepCounter
+from hpctrain.gradients.step_header import GradientFacts, StepAgreement, StepMessage
 
 _STEPPED = "_hpctrain_stepped"  # the attribute of a gradient that a step has taken as it is
 
 
-class AdasumStep:
+class AdasumStep(OptimizerExchange):
     """Turns the step that each rank takes by itself into one that all ranks take.
 
     The change of each parameter is combined over all ranks by Adasum: changes at right angles are
@@ -34,12 +38,10 @@ class AdasumStep:
         comm: Communicator,
         compressor: Compressor,
         parameters: Callable[[], NamedParameters],
-        steps: CheckedSteps,
+        steps: StepCounter,
     ) -> None:
         """Compare the parameters of all ranks, of today and with their names. Collective."""
-        self.steps = steps
-        """What is compared before a step, and the number of steps that were taken."""
-        self.exposed_seconds = 0.0  # time that the last step needed beside that of the optimizer
+        self._steps, self._exposed_seconds = steps, 0.0
         self._comm, self._compressor, self._parameters = comm, compressor, parameters
         self._before: list[tuple[Tensor, Tensor]] = []
         self._num_forgotten = 0  # times that gradients were forgotten since the last step
@@ -50,7 +52,30 @@ class AdasumStep:
         steps.watch(parameters())
         self._mark_gradients()
 
-    def forget(self) -> None:
+    @property
+    def steps(self) -> StepCounter:
+        """What is compared before a step, and the number of steps that were taken."""
+        return self._steps
+
+    @property
+    def exposed_seconds(self) -> float:
+        """Time that the last step took to combine the steps of all ranks."""
+        return self._exposed_seconds
+
+    def set_num_samples(self, num_samples: float, nominal: float) -> None:
+        """Refuse: Adasum has no weights."""
+        raise ConfigError(
+            f"sample counts weight an average; this optimizer has op=Adasum, got "
+            f"num_samples={num_samples}, nominal={nominal}"
+        )
+
+    def require_skippable(self) -> None:
+        """Refuse: a step that is not combined would let the ranks diverge."""
+        raise ConfigError(
+            "op=Adasum combines the ranks' steps inside step(); it cannot be skipped"
+        )
+
+    def new_step(self) -> None:
         """Note that gradients are forgotten, before they are. Not collective."""
         if self._before:  # a closure does so inside of a step, as often as it likes
             return
@@ -58,45 +83,47 @@ class AdasumStep:
 
     def start_again(self) -> None:
         """Forget what has led here: parameters and state were replaced. Not collective."""
-        self.steps.number = None
+        self._steps.number = None
         self._before, self._num_forgotten = [], 0
 
     @torch.no_grad()
-    def begin(self, *, has_closure: bool = False) -> None:
+    def begin_step(self, stepping: Optimizer, closure: Closure) -> Closure:
         """Keep the parameters as they are before this rank's own step. Collective.
 
         Ranks that take different steps, or step different parameters, or hold different weights,
         all raise ``MismatchError``; so do those of which only some take the gradients of the step
         before, or have forgotten gradients and gone on to the next ones. A ``closure`` makes them
-        inside.
+        inside. A rank whose ``GradScaler`` has found ``inf`` adds nothing to the step.
         """
+        unscale_own(stepping)
         today = _stepped(self._parameters())
         lines, grads = _lines_of(today), _gradients(today)
-        is_new = has_closure or _has_new(grads)
+        is_new = closure is not None or _has_new(grads)
         repeats = not is_new and any(bool(grad.any()) for grad in grads)
         if self._num_forgotten and not is_new:
-            self.steps.number = None  # perhaps those that were forgotten were of this step
+            self._steps.number = None  # perhaps those that were forgotten were of this step
         for _ in range(self._num_forgotten):
-            self.steps.end()
+            self._steps.end()
         self._num_forgotten = 0
-        self.steps.count_reached(name for name, p in today if p.grad is None or not p.grad.any())
-        told = Announcement(needs_all=True, repeats=repeats)
-        mine = self.steps.announced(told, (), outdated=lines != self._lines)
+        self._steps.count_reached(name for name, p in today if p.grad is None or not p.grad.any())
+        told = GradientFacts(repeats=repeats, outdated=lines != self._lines)
+        mine = self._steps.message(StepMessage(gradients=told), needs_all=True)
         start_on(self._comm, self._open, mine).wait()
         if self._is_outdated:
             require_equal(self._comm, lines, "parameters")
             self._lines = lines
-            self.steps.watch(self._parameters())
+            self._steps.watch(self._parameters())
         self._before = [(p, p.detach().clone()) for _, p in today]
+        return closure
 
-    def _open(self, mine: Announcement) -> None:
-        opening = self.steps.open(self._comm, mine)
-        self._is_outdated = opening.outdated
-        self.steps.take(opening)
+    def _open(self, mine: StepMessage) -> None:
+        agreement = self._steps.open(self._comm, mine)
+        self._is_outdated = agreement.outdated
+        self._steps.take(agreement)
 
-    def stand_in(self, opening: Opening) -> None:
+    def stand_in(self, agreement: StepAgreement) -> None:
         """Not reached: ranks that have joined are refused by the header."""
-        raise AssertionError(opening)
+        raise AssertionError(agreement)
 
     @torch.no_grad()
     def end_step(self) -> None:
@@ -110,8 +137,8 @@ class AdasumStep:
             p.copy_(before.add_(change))
         self._before = []
         self._mark_gradients()
-        self.steps.end()
-        self.exposed_seconds = time.perf_counter() - start
+        self._steps.end()
+        self._exposed_seconds = time.perf_counter() - start
 
     def _mark_gradients(self) -> None:
         """Know these gradients again, until they are written to: they are of no further step."""

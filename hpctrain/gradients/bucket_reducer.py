@@ -9,12 +9,15 @@ import sys
 import weakref
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import Parameter
+from torch.optim import LBFGS, Optimizer
 
 from hpctrain.comm.device import require_no_capture
+from hpctrain.compress.codec import Codec
+from hpctrain.compress.savings import Savings
 from hpctrain.core.errors import CommError, ConfigError, MismatchError
 from hpctrain.core.torch_compat import (
     BACKWARD,
@@ -23,12 +26,14 @@ from hpctrain.core.torch_compat import (
     graph_task_id,
     is_multithreading_enabled,
 )
-from hpctrain.gradients.checked_steps import CheckedSteps
 from hpctrain.gradients.gradient_bucket import Slot
+from hpctrain.gradients.optimizer_exchange import Closure
 from hpctrain.gradients.parameter_names import NamedParameters
 from hpctrain.gradients.reduction import Reduction
+from hpctrain.gradients.sample_count import SampleCount
 from hpctrain.gradients.sparse_gradients import SparseSlot, writes_of
-from hpctrain.gradients.step_check import Announcement, Opening
+from hpctrain.gradients.step_counter import StepCounter
+from hpctrain.gradients.step_header import AverageFacts, GradientFacts, StepAgreement, StepMessage
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -101,9 +106,24 @@ class Reducer:
         self.is_on = is_on
 
     @property
-    def steps(self) -> CheckedSteps:
+    def steps(self) -> StepCounter:
         """What is compared before a step, with the flags of the ranks."""
         return self.reduction.steps
+
+    @property
+    def count(self) -> SampleCount:
+        """How the gradients of the ranks are weighted."""
+        return self.reduction.count
+
+    @property
+    def codec(self) -> Codec:
+        """The codec of gradients, with a state of this rank."""
+        return self.reduction.codec
+
+    @property
+    def savings(self) -> Savings:
+        """Bytes that the codec saves between nodes."""
+        return self.reduction.savings
 
     @property
     def exposed_seconds(self) -> float:
@@ -113,7 +133,7 @@ class Reducer:
     @property
     def _is_told_before(self) -> bool:
         """Whether ``_before_sum`` is called before a gradient is added to another."""
-        return not self.reduction.count.average
+        return not self.count.average
 
     @property
     def has_begun(self) -> bool:
@@ -122,11 +142,11 @@ class Reducer:
 
     def set_num_samples(self, num_samples: float, nominal: float) -> None:
         """Let this rank's gradient count as the mean over ``num_samples``."""
-        if not self.reduction.count.average:
+        if not self.count.average:
             raise ConfigError("sample counts weight an average; this optimizer has op=Sum")
-        before = self.reduction.count.weight
-        self.reduction.count.set(num_samples, nominal)
-        if self._passes_done and self.reduction.count.weight != before:
+        before = self.count.weight
+        self.count.set(num_samples, nominal)
+        if self._passes_done and self.count.weight != before:
             raise ConfigError(
                 f"all {self._num_passes} backward passes of a step count alike, got "
                 f"num_samples={num_samples} after pass {self._passes_done}; set it before them"
@@ -157,20 +177,36 @@ class Reducer:
         by_hand = self.reduction.changed_by_hand(changed) if may_be_kept else None
         is_due = not self._is_reduced or by_hand is not None or changed is not None
         if is_due:
-            told = Announcement(
+            count = self.count
+            keeps_sums = self._is_reduced and by_hand is not None and not count.average
+            averages = AverageFacts(
                 by_hand=by_hand,
-                keeps_sums=self._is_reduced and by_hand is not None,
+                keeps_sums=keeps_sums and self.reduction.has_gradients,
                 changed_early=self._were_changed_early(),
                 replaced_sum=self._replaced_sum,
-                repeats=any(slot.has_values for slot in old),
             )
-            count = self.reduction.count
+            repeats = any(slot.has_values for slot in old)
             weight = count.weight
             if is_skipped and count.is_set and not has_begun:
                 count.weight = 0.0
-            self._complete(changed, told)
+            self._complete(changed, averages, repeats=repeats)
             count.weight = weight
         return is_due
+
+    def begin_step(self, stepping: Optimizer, closure: Closure) -> Closure:
+        """Average what is not averaged yet, inside of the closure if there is one. Collective."""
+        if closure is None:
+            self.finish()
+            return None
+
+        def averaging() -> Any:
+            loss = closure()
+            self.finish()
+            if isinstance(stepping, LBFGS):  # which decides by the loss when a step ends
+                self.reduction.require_equal_loss(loss)
+            return loss
+
+        return averaging
 
     @dynamo_disable
     def new_step(self) -> None:
@@ -220,12 +256,12 @@ class Reducer:
         reduction.build(self._today())
         self._hook_anew()
 
-    def stand_in(self, opening: Opening) -> None:
+    def stand_in(self, agreement: StepAgreement) -> None:
         """Take part in a step of the others with nothing. Collective."""
         for parameter in self.reduction.slot_of:
             parameter.grad = None
-        changed = self._today() if opening.outdated else None
-        self.reduction.complete(changed, opening=opening)
+        changed = self._today() if agreement.outdated else None
+        self.reduction.complete(changed, agreement=agreement)
         if changed is not None:
             self._hook_anew()
         self.steps.end(is_own=False)
@@ -347,7 +383,7 @@ class Reducer:
         self._passes_done += 1
         if self._passes_done >= self._num_passes:
             changed = None if self._takes_early else self._changed()
-            self._complete(changed, Announcement(replaced_sum=self._replaced_sum))
+            self._complete(changed, AverageFacts(replaced_sum=self._replaced_sum))
         else:
             grads = ((p, p.grad) for p in self.reduction.slot_of)
             self._seen = {p: (g, writes_of(g)) for p, g in grads if g is not None}
@@ -403,16 +439,19 @@ class Reducer:
 
     def _find_replaced_sum(self) -> str:
         """Name a sum that was replaced: nobody can tell what part of it is whose."""
-        if not self.reduction.count.average:
+        if not self.count.average:
             for slot in self.reduction.slot_of.values():
                 if _is_replaced(slot):
                     return slot.name
         return ""
 
-    def _complete(self, changed: NamedParameters | None, told: Announcement) -> None:
+    def _complete(
+        self, changed: NamedParameters | None, averages: AverageFacts, *, repeats: bool = False
+    ) -> None:
         self.is_in_step = True
         self._learn()
-        self.reduction.complete(changed, told)
+        gradients = GradientFacts(repeats=repeats)
+        self.reduction.complete(changed, StepMessage(gradients=gradients, averages=averages))
         self._note("gradients")
         if changed is not None:
             self._hook_anew()
@@ -424,7 +463,7 @@ class Reducer:
 
     def _learn(self) -> None:
         slots = self.reduction.slot_of.values()
-        if self.reduction.count.weight and not self._is_reduced:  # else it says: no samples
+        if self.count.weight and not self._is_reduced:  # else it says: no samples
             self.steps.count_reached(slot.name for slot in slots if not slot.fires)
         if not self._num_fires:
             return

@@ -21,7 +21,7 @@ _OF_TORCH = {
     "tensorwise": ("Adafactor", "Muon"),
 }
 """By what a class says of itself: those of torch that it is true of."""
-_NOT_OF_STEPS = {"param_groups", "state", "step", "_exchange", "_reducer"}
+_NOT_OF_STEPS = {"param_groups", "state", "step", "_exchange"}
 _NUM_PROBED = 3  # elements: neither a scalar nor one element
 
 

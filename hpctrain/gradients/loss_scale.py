@@ -8,22 +8,24 @@ from torch import Tensor
 from torch.amp import GradScaler
 
 from hpctrain.core.torch_compat import replace_unscale_grads, unscale_grads
+from hpctrain.gradients.optimizer_exchange import exchange_of
 
 
-def unscale_averages(kind: type[Any]) -> None:
-    """Let every ``GradScaler`` ask optimizers of a kind, by ``_unscale``, for what it looks at.
+def unscale_by_exchange() -> None:
+    """Let every ``GradScaler`` ask the exchange of an optimizer for gradients to unscale.
 
-    That is called in the place of a look at ``.grad``, with the factor that the gradients are to
-    be multiplied by, and returns whether some are not finite. Others are as they were.
+    The exchange may have gradients that are not in ``.grad``. All else is as torch does it.
     """
 
     @wraps(unscale_grads)
     def unscale(
         scaler: GradScaler, optimizer: Any, inverse: Tensor, found_inf: Tensor, allow_fp16: Any
     ) -> dict[torch.device, Tensor]:
-        if not isinstance(optimizer, kind):
+        exchange = exchange_of(optimizer)
+        found = exchange.unscale(inverse, allows_fp16=allow_fp16) if exchange else None
+        if found is None:
             return unscale_grads(scaler, optimizer, inverse, found_inf, allow_fp16)
-        found_inf.fill_(optimizer._unscale(inverse.item(), allows_fp16=allow_fp16))  # noqa: SLF001
+        found_inf.fill_(found)
         return {found_inf.device: found_inf}
 
     replace_unscale_grads(unscale)

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from hpctrain.comm.norms import norms
 from hpctrain.core.errors import ConfigError
-from hpctrain.gradients.bucket_reducer import Reducer
+from hpctrain.gradients.averaged_gradients import AveragedGradients
 from hpctrain.gradients.gradient_bucket import GradientBucket
+from hpctrain.gradients.optimizer_exchange import NoExchange, exchange_of
 from hpctrain.gradients.reduction import Reduction
-from hpctrain.gradients.sharded_step import ShardedStep
 from hpctrain.gradients.sparse_gradients import SparseSlot
 from hpctrain.optim.noise_scale import NoiseScale
 
@@ -32,11 +32,10 @@ def watch_noise(optimizer: Any, noise: NoiseScale) -> None:
     Raises:
         ConfigError: this optimizer does not average gradients in ``backward()``.
     """
-    exchange = getattr(optimizer, "_exchange", optimizer)
-    if exchange is None:  # a world of one
+    exchange = exchange_of(optimizer)
+    if isinstance(exchange, NoExchange):  # a world of one
         return
-    is_reducer = isinstance(exchange, Reducer) and not isinstance(exchange, ShardedStep)
-    if not is_reducer or not exchange.reduction.count.average:
+    if not isinstance(exchange, AveragedGradients) or not exchange.count.average:
         raise ConfigError(
             f"a noise scale compares gradients of ranks with their average, which backward() of a "
             f'DistributedOptimizer with op=Average and without shard="node" has, got '

@@ -4,18 +4,16 @@ import math
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.nn.utils import clip_grad_value_
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
 from hpctrain.comm.communicator import Communicator
-from hpctrain.comm.norms import clip_grad_norm_
 from hpctrain.comm.serial import SerialNode
 from hpctrain.compress.by_name import Compressing, codec_for, compressor_for
 from hpctrain.compress.codec import Codec
@@ -24,15 +22,16 @@ from hpctrain.compress.savings import Savings
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.torch_compat import dynamo_disable
 from hpctrain.gradients.adasum_step import AdasumStep
-from hpctrain.gradients.bucket_reducer import ParameterSource, Reducer
-from hpctrain.gradients.checked_steps import steps_over
-from hpctrain.gradients.loss_scale import unscale_averages, unscale_own
+from hpctrain.gradients.averaged_gradients import AveragedGradients
+from hpctrain.gradients.loss_scale import unscale_by_exchange
 from hpctrain.gradients.node_values import is_shared, require_no_masters
+from hpctrain.gradients.optimizer_exchange import NoExchange, OptimizerExchange
 from hpctrain.gradients.parameter_names import Grouping, Groups, named, names_of, places_of
 from hpctrain.gradients.reduction import Reduction
-from hpctrain.gradients.sample_count import SampleCount, check_count
+from hpctrain.gradients.sample_count import SampleCount
 from hpctrain.gradients.sharded_reduction import ShardedReduction
 from hpctrain.gradients.sharded_step import ShardedStep
+from hpctrain.gradients.step_counter import steps_over
 from hpctrain.gradients.step_notes import StepNotes
 from hpctrain.negotiation.request import Adasum, Average, ReduceOp, Sum
 from hpctrain.runtime import world
@@ -91,22 +90,36 @@ def DistributedOptimizer(  # noqa: N802, PLR0913, PLR0917 - Horovod's name and a
     names, comm = names_of(optimizer, named_parameters), _communicator(process_set, master_dtype)
     passes, codec = backward_passes_per_step, codec_for(compression, optimizer)
     if comm is None:
-        return _upgraded(optimizer, None, names, passes)
+        return _upgraded(optimizer, NoExchange(), names, passes)
     parameters, steps = partial(named, weakref.ref(optimizer), names), steps_over(comm)
     if op is Adasum:
-        combined = AdasumStep(comm, compressor_for(compression), parameters, steps)
-        return _upgraded(optimizer, combined, names, passes)
-    how = comm, world.current().plan, codec, grouping, count, steps
-    reduction = (ShardedReduction if is_shared(shard, comm, codec) else Reduction)(*how)
-    exchange = _reducer(reduction, parameters, optimizer, passes, master_dtype)
+        exchange: OptimizerExchange = AdasumStep(
+            comm, compressor_for(compression), parameters, steps
+        )
+        optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]  # noqa: SLF001
+        return _upgraded(optimizer, exchange, names, passes)
+    here = world.current()
+    how = comm, here.plan, codec, grouping, count, steps
+    if is_shared(shard, comm, codec):
+        exchange = ShardedStep(
+            ShardedReduction(*how), parameters, here.last_call.note, optimizer, master_dtype
+        )
+    else:
+        require_no_masters(master_dtype)
+        exchange = AveragedGradients(
+            Reduction(*how),
+            parameters,
+            here.last_call.note,
+            passes=passes,
+            is_over_world=comm is here.comm,
+        )
     return _upgraded(optimizer, exchange, names, passes)
 
 
 class DistributedMethods(StepNotes):
     """What ``DistributedOptimizer`` adds to the optimizer that it is given."""
 
-    _exchange: Reducer | AdasumStep | None = None  # None where there is nobody to average with
-    _reducer: Reducer | None = None  # that, where gradients are averaged
+    _exchange: OptimizerExchange
     _parameter_names: dict[Tensor, str]  # of all parameters, the same on every rank
     _passes = 1
     _is_synchronizing = True
@@ -115,17 +128,17 @@ class DistributedMethods(StepNotes):
     @property
     def communication_seconds(self) -> float:
         """Time in which the last step waited for gradients of other ranks, in seconds."""
-        return self._exchange.exposed_seconds if self._exchange else 0.0
+        return self._exchange.exposed_seconds
 
     @property
     def codec(self) -> Codec | None:
         """By what gradients travel, with a ``state_dict()`` of each rank; None if they do not."""
-        return self._reducer.reduction.codec if self._reducer else None
+        return self._exchange.codec
 
     @property
     def savings(self) -> Savings | None:
         """What ``codec`` spares between nodes; None if nothing travels."""
-        return self._reducer.reduction.savings if self._reducer else None
+        return self._exchange.savings
 
     @property
     def backward_passes_per_step(self) -> int:
@@ -140,8 +153,7 @@ class DistributedMethods(StepNotes):
         """
         _check_passes(passes)
         self._passes = passes
-        if self._reducer:
-            self._reducer.set_passes(passes)
+        self._exchange.set_passes(passes)
 
     def set_num_samples(self, num_samples: float, nominal: float = 1.0) -> None:
         """Say how many samples this rank's loss is the mean of, from the next backward on.
@@ -158,28 +170,30 @@ class DistributedMethods(StepNotes):
             ConfigError: the count is not valid, changes between the passes of a step, or the
                 optimizer sums.
         """
-        if self._reducer:
-            self._reducer.set_num_samples(num_samples, nominal)
-        else:  # one rank refuses what several refuse
-            check_count(num_samples, nominal)
+        self._exchange.set_num_samples(num_samples, nominal)
 
     def synchronize(self) -> None:
         """Average the gradients now, if ``backward()`` has not done so already. Collective.
 
         Needed only by a rank that skips ``backward``: there it stands in its place, before
         gradients are clipped and before any other collective of the step. Everywhere else it is
-        harmless, as is ``skip_synchronize``.
+        harmless, as is ``skip_synchronize``. With ``shard="node"`` the ranks compare here what
+        they are about to step on, ``raised_flags`` are known then, and ``step()`` averages: all
+        ranks call this, or those alone that skip ``backward()`` in this step.
         """
-        if self._reducer and not self._reducer.finish():
-            self._was_synchronized = True
+        self._was_synchronized |= self._exchange.synchronize()
 
-    @contextmanager
-    def skip_synchronize(self) -> Iterator[None]:
+    def skip_synchronize(self) -> AbstractContextManager[None]:
         """Let ``step()`` inside come after ``synchronize()`` without a warning.
 
         Gradients are averaged once in any case, and what was changed since stays changed where
-        all ranks have changed it alike.
+        all ranks have changed it alike. Raises ``ConfigError`` with ``op=Adasum``.
         """
+        self._exchange.require_skippable()
+        return self._without_warning()
+
+    @contextmanager
+    def _without_warning(self) -> Iterator[None]:
         self._is_synchronizing = False
         try:
             yield
@@ -197,43 +211,39 @@ class DistributedMethods(StepNotes):
         Raises:
             RuntimeError: the norm is not finite, and that was to be an error.
         """
-        return clip_grad_norm_(
-            self._averaged(), max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
+        return self._exchange.clip_norm(
+            self._stepped(), max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
         )
 
     def clip_grad_value_(self, clip_value: float) -> None:
         """Clip averaged elements, as ``torch.nn.utils.clip_grad_value_``; all ranks call it."""
-        clip_grad_value_(self._averaged(), clip_value)
+        self._exchange.clip_value(self._stepped(), clip_value)
 
-    def _averaged(self) -> list[Tensor]:
-        """Return all parameters, with averages on a rank that has skipped ``backward``, too."""
-        if self._reducer and not self._reducer.has_begun:
-            self._reducer.finish()
+    def _stepped(self) -> list[Tensor]:
         return [p for _, p in places_of(self)]  # type: ignore[arg-type]
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's own
         """Forget the gradients; see ``torch.optim.Optimizer.zero_grad``.
 
-        Harmless at any time: no gradient is on its way when ``backward()`` has returned.
+        Harmless at any time: no gradient is on its way when ``backward()`` has returned. With
+        ``op=Adasum``, a rank that then takes the next batch, without a step, has left one out.
         """
+        self._exchange.new_step()
         super().zero_grad(set_to_none)  # type: ignore[misc]
-        if self._reducer:
-            self._reducer.new_step()
 
     def add_param_group(self, param_group: Any) -> None:
         """Add parameters; see ``torch.optim.Optimizer.add_param_group``. All ranks do."""
         super().add_param_group(param_group)  # type: ignore[misc]
-        if self._reducer:
-            self._reducer.hook()
+        self._exchange.hook()
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Replace the state; see ``torch.optim.Optimizer.load_state_dict``.
 
         What a backward that raised has left behind is forgotten.
         """
-        if self._exchange:
-            self._exchange.start_again()
+        self._exchange.start_again()
         super().load_state_dict(state_dict)  # type: ignore[misc]
+        self._exchange.state_loaded(state_dict)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Refuse to be copied: a copy would step on gradients that nobody averages."""
@@ -243,90 +253,7 @@ class DistributedMethods(StepNotes):
         )
 
 
-class AdasumMethods(DistributedMethods):
-    """What ``DistributedOptimizer`` adds to an optimizer whose steps are combined by Adasum.
-
-    Every rank takes every step. One whose ``GradScaler`` has found ``inf`` adds nothing to it.
-    """
-
-    _step_supports_amp_scaling = True  # lets ``GradScaler`` call ``step()`` in any case
-
-    def set_num_samples(self, num_samples: float, nominal: float = 1.0) -> None:
-        """Refuse: Adasum has no weights."""
-        raise ConfigError(
-            f"sample counts weight an average; this optimizer has op=Adasum, got "
-            f"num_samples={num_samples}, nominal={nominal}"
-        )
-
-    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's own
-        """Forget the gradients; see ``torch.optim.Optimizer.zero_grad``.
-
-        A rank that then goes on to the next batch, without a step, has left one out.
-        """
-        cast("AdasumStep", self._exchange).forget()
-        super().zero_grad(set_to_none)
-
-    def skip_synchronize(self) -> NoReturn:
-        """Refuse: a step that is not combined would let the ranks part."""
-        raise ConfigError(
-            "op=Adasum combines the ranks' steps inside step(); it cannot be skipped"
-        )
-
-
-class ShardedMethods(DistributedMethods):
-    """What ``DistributedOptimizer`` adds to an optimizer whose parameters a node has once."""
-
-    _reducer: ShardedStep
-
-    def synchronize(self) -> None:
-        """Let the ranks compare what they are about to step on; ``raised_flags`` are known then.
-
-        Gradients are averaged in ``step()`` all the same. Collective: all ranks call it, or those
-        alone that skip ``backward()`` in this step.
-        """
-        self._reducer.synchronize()
-
-    def clip_grad_norm_(
-        self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
-    ) -> Tensor:
-        """Clip the averages in the step to come; return their norm before that. Collective."""
-        norm = self._reducer.norm(float(norm_type))
-        if error_if_nonfinite and not math.isfinite(norm):
-            raise RuntimeError(
-                f"the norm of order {norm_type} of the averaged gradients must be finite to clip "
-                f"them, got {norm}; leave this step out on all ranks"
-            )
-        if (factor := max_norm / (norm + 1e-6)) < 1.0 or math.isnan(factor):
-            self._reducer.scale_by(factor)
-        found = torch.tensor(norm, dtype=places_of(self)[0][1].dtype)  # type: ignore[arg-type]
-        return found if found.isfinite() else torch.tensor(norm, dtype=torch.float64)
-
-    def clip_grad_value_(self, clip_value: float) -> None:
-        """Clip the averages in the step to come. Every rank calls it."""
-        self._reducer.clip_value(float(clip_value))
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the whole state, as the ordinary optimizer does. Not collective."""
-        self._reducer.require_trusted()
-        found: dict[str, Any] = super().state_dict()  # type: ignore[misc]
-        return found
-
-    def load_state_dict(self, state_dict: Any) -> None:
-        """Replace the state, in which masters have other bits than torch would give them."""
-        super().load_state_dict(state_dict)
-        places = [i for group in state_dict["param_groups"] for i in group["params"]]
-        for place, (_, parameter) in zip(places, places_of(self), strict=True):  # type: ignore[arg-type]
-            saved = state_dict["state"].get(place, {})
-            if self._reducer.master_dtype and saved:
-                self.state[parameter] = {  # type: ignore[attr-defined]
-                    k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in saved.items()
-                }
-
-    def _unscale(self, factor: float, *, allows_fp16: bool) -> bool:
-        return self._reducer.unscale(factor, allows_fp16=allows_fp16)
-
-
-unscale_averages(ShardedMethods)
+unscale_by_exchange()
 
 
 METHOD_MARK = "_local_method"
@@ -345,10 +272,10 @@ def require_plain(method: str, optimizer: object) -> None:
 @dynamo_disable
 def before_step(
     stepping: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Average what is not averaged yet: torch calls this at the start of ``step()``.
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Begin a step of all ranks: torch calls this at the start of ``step()``.
 
-    A closure among the arguments, which makes gradients inside, has them averaged, too.
+    A closure among the arguments makes gradients inside, so the exchange wraps it.
     """
     if stepping._was_synchronized and stepping._is_synchronizing:  # noqa: SLF001
         warnings.warn(
@@ -357,100 +284,44 @@ def before_step(
             "when backward() returns: leave synchronize() out",
             stacklevel=3,
         )
-    closure = _closure_in(args, kwargs)
-    if closure is None:
-        stepping._reducer.finish()  # noqa: SLF001
-        return args, kwargs
-
-    reducer = stepping._reducer  # noqa: SLF001
-
-    def averaging() -> Any:
-        loss = closure()
-        reducer.finish()
-        if isinstance(stepping, LBFGS):  # which decides by it how far it goes
-            reducer.reduction.require_equal_loss(loss)
-        return loss
-
-    return args[:1], kwargs | {"closure": averaging}
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    wrapped = stepping._exchange.begin_step(stepping, closure)  # noqa: SLF001
+    return None if wrapped is closure else (args[:1], kwargs | {"closure": wrapped})
 
 
 @dynamo_disable
 def after_step(stepped: Any, *_: object) -> None:
-    """Expect the next step, or combine those of all ranks: torch calls this behind ``step()``."""
+    """End a step of all ranks: torch calls this after ``step()``."""
     stepped._was_synchronized = False  # noqa: SLF001
     stepped._exchange.end_step()  # noqa: SLF001
 
 
-@dynamo_disable
-def begin_step(stepping: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Keep the parameters: torch calls this at the start of ``step()``."""
-    unscale_own(stepping)
-    stepping._exchange.begin(has_closure=_closure_in(args, kwargs) is not None)  # noqa: SLF001
-
-
-def _closure_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return kwargs.get("closure", args[1] if len(args) > 1 else None)
-
-
 def _upgraded(
-    optimizer: Any, exchange: Reducer | AdasumStep | None, names: Mapping[Tensor, str], passes: int
+    optimizer: Any, exchange: OptimizerExchange, names: Mapping[Tensor, str], passes: int
 ) -> Any:
     """Give the optimizer its methods, now that nothing can fail any more."""
-    kind, combines = type(optimizer), isinstance(exchange, AdasumStep)
-    methods = AdasumMethods if combines else DistributedMethods
-    methods = ShardedMethods if isinstance(exchange, ShardedStep) else methods
-    optimizer.__class__ = type(kind.__name__, (methods, kind), {})
-    optimizer._parameter_names, optimizer._passes = names, passes  # noqa: SLF001
-    if exchange is not None:
-        optimizer._exchange = exchange  # noqa: SLF001
-        optimizer._reducer = None if combines else exchange  # noqa: SLF001
+    kind = type(optimizer)
+    optimizer.__class__ = type(kind.__name__, (DistributedMethods, kind), {})
+    vars(optimizer).update(_exchange=exchange, _parameter_names=names, _passes=passes)
+    if not isinstance(exchange, NoExchange):
         # They find it by the optimizer: functions that held it would keep both for ever.
-        optimizer.register_step_pre_hook(begin_step if combines else before_step)
+        optimizer.register_step_pre_hook(before_step)
         optimizer.register_step_post_hook(after_step)
         _let_move(exchange)
     return optimizer
 
 
-def _let_move(exchange: Reducer | AdasumStep) -> None:
-    """Let what reduces over all ranks go along into a world without those that are lost.
-
-    What cannot is a ``ConfigError`` on all that are left.
-    """
-    kept, made_in = weakref.ref(exchange), world.current()
-    goes_along = (
-        isinstance(exchange, Reducer)
-        and type(exchange.reduction) is Reduction
-        and exchange.reduction.is_over(made_in.comm)
-    )
+def _let_move(exchange: OptimizerExchange) -> None:
+    """Let an exchange continue in a world without the ranks that were lost."""
+    kept = weakref.ref(exchange)
 
     def move() -> None:
-        moved, here = kept(), world.current()
-        if moved is None:
-            return
-        if not (goes_along and isinstance(moved, Reducer)):
-            raise ConfigError(
-                f"an optimizer with shard, op=Adasum or a process set does not go on without lost "
-                f"ranks, got {here.topology.size} in the next world; start again from the "
-                f"checkpoint, or average over all ranks without them"
-            )
-        moved.move_to(moved.reduction.over(here.comm, here.plan, steps_over(here.comm)))
-        _let_move(moved)
+        if (moved := kept()) is not None:
+            here = world.current()
+            moved.rebind(here.comm, here.plan)
+            _let_move(moved)
 
-    made_in.rebuild.register(Stage.HOLDERS, move=move)
-
-
-def _reducer(
-    reduction: Reduction,
-    parameters: ParameterSource,
-    optimizer: Optimizer,
-    passes: int,
-    master_dtype: torch.dtype | None,
-) -> Reducer:
-    note = world.current().last_call.note
-    if isinstance(reduction, ShardedReduction):
-        return ShardedStep(reduction, parameters, note, optimizer, master_dtype)
-    require_no_masters(master_dtype)
-    return Reducer(reduction, parameters, note, passes=passes)
+    world.current().rebuild.register(Stage.HOLDERS, move=move)
 
 
 def _groups(num_groups: int, groups: Groups | None) -> Groups | None:

@@ -25,7 +25,7 @@ from hpctrain.gradients.gradient_bucket import GradientBucket, Slot
 from hpctrain.gradients.node_bucket import NodeTensor
 from hpctrain.gradients.sample_count import SampleCount
 from hpctrain.gradients.sparse_gradients import writes_of
-from hpctrain.gradients.step_check import Announcement
+from hpctrain.gradients.step_header import ShardedFacts
 
 if TYPE_CHECKING:
     from hpctrain.comm.work import Work
@@ -73,7 +73,7 @@ class RailSums:
             or any(_state(slot) != state for slot, state in self._sent)
         )
 
-    def announced(self, told: Announcement) -> Announcement:
+    def announced(self, told: ShardedFacts) -> ShardedFacts:
         """Let all ranks hear what is on its way, and whether gradients count otherwise now."""
         return replace(
             told,

@@ -1,11 +1,12 @@
 """The reduction of one step: where gradients lie, and when they travel, in buckets.
 
-All ranks have the same buckets and send them in one order, behind the message of ``StepCheck``.
+All ranks have the same buckets and send them in one order, behind the message of ``StepSync``.
 """
 
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,12 +24,12 @@ from hpctrain.compress.codec import Codec, Identity, settings_of
 from hpctrain.compress.savings import Savings, savings_of
 from hpctrain.core.checksum import crc32
 from hpctrain.core.errors import CommError
-from hpctrain.gradients.checked_steps import CheckedSteps
 from hpctrain.gradients.gradient_bucket import GradientBucket, Slot
 from hpctrain.gradients.parameter_names import Grouping, NamedParameters
 from hpctrain.gradients.sample_count import SampleCount
 from hpctrain.gradients.sparse_gradients import SparseSlot
-from hpctrain.gradients.step_check import Announcement, Opening
+from hpctrain.gradients.step_counter import StepCounter
+from hpctrain.gradients.step_header import StepAgreement, StepMessage
 from hpctrain.gradients.weight_sample import checksum_of, due, sample_of
 
 
@@ -42,7 +43,7 @@ class Reduction:
         codec: Codec,
         grouping: Grouping,
         count: SampleCount,
-        steps: CheckedSteps,
+        steps: StepCounter,
     ) -> None:
         """Take what is needed; a communicator with a thread carries buckets beside backward."""
         self.count, self.steps = count, steps  # the latter also compares what a step rests on
@@ -63,7 +64,7 @@ class Reduction:
         self._filled_new_sparse = False
         self.forget()
 
-    def over(self, comm: Communicator, plan: Plan, steps: CheckedSteps) -> "Reduction":
+    def over(self, comm: Communicator, plan: Plan, steps: StepCounter) -> "Reduction":
         """Return one that does the same over other ranks. Not collective; ``build`` is."""
         return Reduction(comm, plan, self.codec, self._grouping, self.count, steps)
 
@@ -95,6 +96,11 @@ class Reduction:
     def has_sent(self) -> bool:
         """Whether gradients of this step have begun to travel."""
         return self._next_bucket > 0
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether any parameter has a gradient."""
+        return any(parameter.grad is not None for parameter in self.slot_of)
 
     @property
     def keeps_result(self) -> bool:
@@ -145,7 +151,7 @@ class Reduction:
         buckets = self._buckets
         while self._next_bucket < len(buckets) and not buckets[self._next_bucket].num_empty:
             if self._next_bucket == 0:
-                mine = self._announced(Announcement(), new_sparse=self._filled_new_sparse)
+                mine = self._message(StepMessage(), new_sparse=self._filled_new_sparse)
                 self._works.append(self._run(self._open, mine))
             self._launch_next()
 
@@ -172,33 +178,33 @@ class Reduction:
     def complete(
         self,
         changed: NamedParameters | None = None,
-        told: Announcement | None = None,
-        opening: Opening | None = None,
+        told: StepMessage | None = None,
+        agreement: StepAgreement | None = None,
     ) -> None:
         """Fill what is missing, send what is not sent, wait for all of it. Collective.
 
         What all ranks have done alike by hand stays as it is; else what is there is reduced, or
         all raise ``MismatchError``. ``changed`` are the parameters of today where they are no
-        longer those of ``build``; ``told`` is what the program has done to gradients; ``opening``
-        is how the others have begun, for a rank that only takes part.
+        longer those of ``build``; ``told`` is what the program has done to gradients;
+        ``agreement`` is how the others have begun, for a rank that only takes part.
         """
-        if opening is not None:
-            self._take(opening)
+        if agreement is not None:
+            self._take(agreement)
         elif not self.has_sent:
-            mine = self._announced(
-                told or Announcement(),
+            mine = self._message(
+                told or StepMessage(),
                 outdated=changed is not None,
                 new_sparse=self._filled_new_sparse or any(map(self._is_new_sparse, self._dense)),
             )
             self._clocked(self._run(self._open, mine).wait)
-        is_kept = self._opening is not None and self._opening.changed_alike
+        is_kept = self._agreement is not None and self._agreement.changed_alike
         if changed is not None:
             self.build(changed, results=self._set_by_hand(changed) if is_kept else ())
         if changed is not None or not is_kept:
             self._move()
             for slot in self._dense:
                 slot.settle()
-            if self._opening is not None and self._opening.new_sparse:
+            if self._agreement is not None and self._agreement.new_sparse:
                 self._learn_sparse()
         else:  # what all ranks have made of their gradients is the result
             for changed_slot in self.slot_of.values():
@@ -238,7 +244,7 @@ class Reduction:
     def forget(self) -> None:
         """Expect the gradients of another step; places that were filled count as empty."""
         self._next_bucket = 0
-        self._opening: Opening | None = None
+        self._agreement: StepAgreement | None = None
         self._is_refused = False
         self._works: list[Work] = []
         self._finite: list[bool] = []  # of each bucket that was looked at
@@ -383,33 +389,35 @@ class Reduction:
         self._waited_s += time.perf_counter() - start
         return result
 
-    def _announced(
-        self, told: Announcement, *, new_sparse: bool, outdated: bool = False
-    ) -> Announcement:
-        slots = self.slot_of.values()
-        keeps_sums = told.keeps_sums and not self.count.average
-        return self.steps.announced(
-            told,
-            slots,
-            weight=self.count.weight,
+    def _message(
+        self,
+        told: StepMessage,
+        *,
+        new_sparse: bool,
+        outdated: bool = False,
+        needs_all: bool = False,
+    ) -> StepMessage:
+        facts = replace(
+            told.gradients,
             is_weighted=self.count.is_set,
             outdated=outdated,
             new_sparse=new_sparse,
-            keeps_sums=keeps_sums and any(slot.parameter.grad is not None for slot in slots),
         )
+        told, slots = told._replace(gradients=facts), self.slot_of.values()
+        return self.steps.message(told, slots, weight=self.count.weight, needs_all=needs_all)
 
-    def _open(self, mine: Announcement) -> None:
+    def _open(self, mine: StepMessage) -> None:
         try:
-            opening = self.steps.open(self._comm, mine)
+            agreement = self.steps.open(self._comm, mine)
         except BaseException:
             self._is_refused = True  # what was to follow stays here, on every rank
             raise
-        self._take(opening)
+        self._take(agreement)
 
-    def _take(self, opening: Opening) -> None:
-        self._opening = opening
-        self.count.total_weight, self.count.exponent = opening.total_weight, opening.exponent
-        self.steps.take(opening)
+    def _take(self, agreement: StepAgreement) -> None:
+        self._agreement = agreement
+        self.count.total_weight, self.count.exponent = agreement.total_weight, agreement.exponent
+        self.steps.take(agreement)
 
     def _reduce(self, what: GradientBucket | SparseSlot) -> None:
         if self._is_refused:

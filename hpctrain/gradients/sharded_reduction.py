@@ -23,7 +23,7 @@ from hpctrain.gradients.parameter_names import NamedParameters
 from hpctrain.gradients.rail_sums import RailSums, weighted
 from hpctrain.gradients.reduction import Reduction
 from hpctrain.gradients.sparse_gradients import SparseSlot
-from hpctrain.gradients.step_check import Announcement, Opening
+from hpctrain.gradients.step_header import GradientFacts, ShardedFacts, StepAgreement, StepMessage
 
 
 class ShardedReduction(Reduction):
@@ -45,36 +45,44 @@ class ShardedReduction(Reduction):
         self.num_nodes = round(self._comm.allreduce(share).item())
 
     def open(
-        self, changed: NamedParameters | None, told: Announcement, optimizer: Optimizer
-    ) -> Opening:
+        self,
+        changed: NamedParameters | None,
+        told: ShardedFacts,
+        optimizer: Optimizer,
+        *,
+        repeats: bool,
+    ) -> StepAgreement:
         """Fill all buckets and let the ranks compare what they are about to do. Collective.
 
         Afterwards the buckets of all ranks of the node are full, until ``close``; between nodes
         the sums of all are there.
         """
-        opening, rails = self._opened(changed, told), self._rails
-        if rails is not None and opening.is_early:
+        agreement, rails = self._opened(changed, told, repeats=repeats), self._rails
+        facts = agreement.sharded
+        if rails is not None and facts.is_early:
             self._clocked(rails.finish)
         if changed is not None:
             self._has_values = False
             self.build(changed)
-        is_void = opening.is_void or changed is not None
+        is_void = facts.is_void or changed is not None
         if is_void:
             self._fill_all()
         if not self._has_values:
             self._lay_out_values()
-        if not self._has_values or opening.is_written:
+        if not self._has_values or facts.is_written:
             self._has_values = False
             self.values.adopt(optimizer)
             self._has_values = True
         count = self.count
         weights = [float(peer.item()) for peer in self._facts.peers]
         self._factors = [count.factor_of(weight, count.exponent) for weight in weights]
-        if rails is not None and (is_void or (opening.is_new and not opening.is_early)):
+        if rails is not None and (is_void or (facts.is_new and not facts.is_early)):
             self._clocked(rails.finish)
-        return opening
+        return agreement
 
-    def _opened(self, changed: NamedParameters | None, told: Announcement) -> Opening:
+    def _opened(
+        self, changed: NamedParameters | None, told: ShardedFacts, *, repeats: bool
+    ) -> StepAgreement:
         if changed is None and not told.own_changed:
             try:
                 self._fill_all()
@@ -83,16 +91,19 @@ class ShardedReduction(Reduction):
         if self._rails is not None:
             told = self._rails.announced(told)
         new_sparse = any(slot.found_sparse_dim is not None for slot in self._dense)
-        mine = self._announced(told, new_sparse=new_sparse, outdated=changed is not None)
+        facts = StepMessage(gradients=GradientFacts(repeats=repeats), sharded=told)
+        mine = self._message(
+            facts, new_sparse=new_sparse, outdated=changed is not None, needs_all=True
+        )
         self._clocked(self._run(self._open, mine).wait)
-        opening = self._opening
-        assert opening is not None
-        if opening.new_sparse:
+        agreement = self._agreement
+        assert agreement is not None
+        if agreement.new_sparse:
             raise ConfigError(
                 'shard="node" takes dense gradients, and a rank has a sparse one; make the layer '
                 "with sparse=False, or leave shard out"
             )
-        return opening
+        return agreement
 
     def _fill_all(self) -> None:
         """Fill what is not on its way already."""

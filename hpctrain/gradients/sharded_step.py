@@ -8,8 +8,9 @@ step ends    one barrier; every rank sees all parameters, nothing was written ba
 
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,12 +29,14 @@ from hpctrain.gradients.bucket_reducer import ParameterSource, Reducer
 from hpctrain.gradients.elementwise import PieceStep
 from hpctrain.gradients.gradient_bucket import Slot
 from hpctrain.gradients.node_bucket import Change
+from hpctrain.gradients.optimizer_exchange import OptimizerExchange, exchange_of
+from hpctrain.gradients.parameter_names import places_of
 from hpctrain.gradients.sharded_reduction import ShardedReduction
 from hpctrain.gradients.sparse_gradients import writes_of
-from hpctrain.gradients.step_check import Announcement
+from hpctrain.gradients.step_header import ShardedFacts
 
 
-class ShardedStep(Reducer):
+class ShardedStep(Reducer, OptimizerExchange):
     """Steps an optimizer on averages whose slices the ranks of a node sum and use themselves.
 
     Collective, as ``Reducer``; what travels does so in ``step()``.
@@ -64,10 +67,11 @@ class ShardedStep(Reducer):
         """By what the gradients count that the last step has left; None if there are none."""
         self._was_clipped = False  # whether what they were averaged to was, which they are not
         self._hidden: list[tuple[Tensor, Tensor]] = []
-        self._is_spoilt = False  # whether a step has failed in the middle
+        self.is_spoilt = False  # whether a step has failed in the middle
         self._overflowed = False  # whether what was unscaled last was not finite
         reduction.prepare(self._rule, master_dtype)
         super().__init__(reduction, parameters, note)
+        optimizer.register_state_dict_pre_hook(_require_trusted)
 
     # -- while backward runs ----------------------------------------------------------------
 
@@ -111,12 +115,13 @@ class ShardedStep(Reducer):
 
     # -- the step ---------------------------------------------------------------------------
 
-    def synchronize(self) -> None:
+    def synchronize(self) -> bool:
         """Let the ranks compare what they are about to step on, before ``step()``. Collective.
 
         Ranks that do not call this take part by their next ``open``.
         """
         self._open_once(synchronizes=True)
+        return False
 
     def open(self) -> None:
         """Let the ranks compare what they are about to step on. Collective."""
@@ -134,26 +139,24 @@ class ShardedStep(Reducer):
         self._check_owner()
         settings = f"{self._rule.read(optimizer)}; {self.master_dtype}; {self._changes}"
         slots = self.reduction.slot_of.values()
-        is_written = not self._is_spoilt and self.reduction.is_written(optimizer)
+        is_written = not self.is_spoilt and self.reduction.is_written(optimizer)
         repeats = not self._own and any(
             # Zeros that zero_grad() has written are gradients of no step.
             slot.holds_result and (_version_of(slot) == slot.version or slot.has_values)
             for slot in slots
             if isinstance(slot, Slot)
         )
-        told = Announcement(
-            needs_all=True,
+        told = ShardedFacts(
             synchronizes=synchronizes,
             settings=None if synchronizes else crc32(settings.encode()),
             own_changed=self._changed_name or self._find_changed(),
-            repeats=repeats,
             is_written=is_written,
-            is_stale=not self._is_spoilt and not is_written and self.reduction.is_stale,
+            is_stale=not self.is_spoilt and not is_written and self.reduction.is_stale,
             is_new=self._is_new,
-            is_spoilt=self._is_spoilt,
+            is_spoilt=self.is_spoilt,
         )
         changed = self._changed()
-        opening = self.reduction.open(changed, told, optimizer)
+        agreement = self.reduction.open(changed, told, optimizer, repeats=repeats)
         self.is_in_step, self._is_new = True, False
         if changed is not None:
             self._hook_anew()
@@ -162,7 +165,7 @@ class ShardedStep(Reducer):
         for parameter in self._own:
             self._note_own(parameter)
         self._note("gradients")
-        return opening.synchronizes
+        return agreement.sharded.synchronizes
 
     @property
     def _weighs_anew(self) -> bool:
@@ -230,17 +233,21 @@ class ShardedStep(Reducer):
 
     def _spoil(self) -> None:
         """Let nobody take half a step for a model: the parameters of this rank become NaN."""
-        self._is_spoilt = True
+        self.is_spoilt = True
         for slot in self.reduction.slot_of.values():
             slot.parameter.data = torch.full_like(slot.parameter, math.nan)
 
-    def require_trusted(self) -> None:
-        """Raise ``CommError`` if a step has failed in the middle."""
-        if self._is_spoilt:
-            raise CommError(
-                "a step has failed in the middle, and the parameters that the ranks of this node "
-                "share are not to be trusted; start again from a checkpoint"
-            )
+    def state_loaded(self, state_dict: dict[str, Any]) -> None:
+        """Replace the loaded state where parameters have masters: torch casts their state."""
+        optimizer = self._optimizer()
+        if optimizer is None or not self.master_dtype:
+            return
+        places = [i for group in state_dict["param_groups"] for i in group["params"]]
+        for place, (_, parameter) in zip(places, places_of(optimizer), strict=True):
+            if saved := state_dict["state"].get(place):
+                optimizer.state[parameter] = {
+                    k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in saved.items()
+                }
 
     @dynamo_disable
     def end_step(self) -> None:
@@ -271,21 +278,39 @@ class ShardedStep(Reducer):
 
     # -- clipping ---------------------------------------------------------------------------
 
-    def clip_value(self, value: float) -> None:
-        """Clamp the average in the step to come."""
-        self._changes.append(Change(bound=value))
+    def clip_value(self, parameters: Sequence[Tensor], value: float) -> None:  # noqa: ARG002
+        """Clamp the averages in the step to come."""
+        self._changes.append(Change(bound=float(value)))
+
+    def clip_norm(
+        self,
+        parameters: Sequence[Tensor],
+        max_norm: float,
+        norm_type: float,
+        *,
+        error_if_nonfinite: bool,
+    ) -> Tensor:
+        """Clip the averages in the step to come; return their norm before that. Collective."""
+        norm = self._norm(float(norm_type))
+        if error_if_nonfinite and not math.isfinite(norm):
+            raise RuntimeError(
+                f"the norm of order {norm_type} of the averaged gradients must be finite to clip "
+                f"them, got {norm}; leave this step out on all ranks"
+            )
+        if (factor := max_norm / (norm + 1e-6)) < 1.0 or math.isnan(factor):
+            self._changes.append(Change(factor=factor))
+        found = torch.tensor(norm, dtype=parameters[0].dtype)
+        return found if found.isfinite() else torch.tensor(norm, dtype=torch.float64)
 
     @torch.no_grad()
-    def norm(self, order: float) -> float:
-        """Return the norm of the average. Collective."""
+    def _norm(self, order: float) -> float:
         self.open()
-        reduction, is_max = self.reduction, math.isinf(order)
         norms = [
             torch.linalg.vector_norm(grad, order, dtype=torch.float64).item()
-            for grad in reduction.gradients(self._changes)
+            for grad in self.reduction.gradients(self._changes)
         ]
         found = torch.tensor(norms or [0.0], dtype=torch.float64)
-        own = float(found.max() if is_max else found.pow(order).sum())  # which keep NaN
+        own = float(found.max() if math.isinf(order) else found.pow(order).sum())  # keep NaN
         return self._norm_of_all(own, order)
 
     def _norm_of_all(self, own: float, order: float) -> float:
@@ -295,12 +320,8 @@ class ShardedStep(Reducer):
             self._spoil()
             raise
 
-    def scale_by(self, factor: float) -> None:
-        """Multiply the average in the step to come."""
-        self._changes.append(Change(factor=factor))
-
     @torch.no_grad()
-    def unscale(self, factor: float, *, allows_fp16: bool) -> bool:
+    def unscale(self, inverse_scale: Tensor, *, allows_fp16: bool) -> bool:
         """Multiply the average in the step to come; say whether it is not finite. Collective."""
         if self._overflowed:  # then the step was left out, and clipped for nothing
             self._changes = []
@@ -311,9 +332,19 @@ class ShardedStep(Reducer):
         for grad in self.reduction.gradients(self._changes):
             unscale_([grad], found, one)
         self._overflowed = self._norm_of_all(found.item(), math.inf) > 0
-        if factor != 1.0:
-            self.scale_by(factor)
+        if (factor := inverse_scale.item()) != 1.0:
+            self._changes.append(Change(factor=factor))
         return self._overflowed
+
+
+def _require_trusted(optimizer: Optimizer) -> None:
+    """Raise ``CommError`` if a step has failed in the middle: torch asks for the state."""
+    exchange = exchange_of(optimizer)
+    if isinstance(exchange, ShardedStep) and exchange.is_spoilt:
+        raise CommError(
+            "a step has failed in the middle, and the parameters that the ranks of this node "
+            "share are not to be trusted; start again from a checkpoint"
+        )
 
 
 def _version_of(slot: Slot) -> int:

@@ -1,9 +1,7 @@
 """What all ranks learn of a step beside its gradients: flags, the loss, if sums are finite."""
 
-import math
-from typing import Any
-
 from hpctrain.core.errors import ConfigError
+from hpctrain.gradients.optimizer_exchange import OptimizerExchange
 from hpctrain.gradients.sample_count import NUM_FLAGS
 
 
@@ -13,14 +11,12 @@ class StepNotes:
     It costs no message: all of it rides in one that is sent anyway.
     """
 
-    _exchange: Any = None  # what averages, and has ``steps``; None where there is nobody
-    _reducer: Any = None  # that, where gradients are averaged
-    _own_flags, _own_loss = 0, math.nan  # in a world of one
+    _exchange: OptimizerExchange
 
     @property
     def raised_flags(self) -> int:
         """Bits that any rank had raised for the last step; the same on every rank."""
-        return self._exchange.steps.raised_flags if self._exchange else self._own_flags
+        return self._exchange.steps.raised_flags
 
     def raise_flags(self, flags: int) -> None:
         """Let every rank see these bits in ``raised_flags`` when a step is over.
@@ -36,9 +32,7 @@ class StepNotes:
         """
         if not 0 <= flags < 1 << NUM_FLAGS:
             raise ConfigError(f"flags are bits 0 to {NUM_FLAGS - 1}, got {flags:#b}")
-        self._own_flags = flags
-        if self._exchange:
-            self._exchange.steps.flags = flags
+        self._exchange.steps.flags = flags
 
     @property
     def mean_loss(self) -> float:
@@ -47,7 +41,7 @@ class StepNotes:
         The same on every rank, known when ``backward()`` has returned, with ``shard="node"`` when
         ``synchronize()`` has; NaN before any was told.
         """
-        return self._exchange.steps.mean_loss if self._exchange else self._own_loss
+        return self._exchange.steps.mean_loss
 
     def tell_loss(self, loss: float) -> None:
         """Let every rank see the mean loss of a step in ``mean_loss``.
@@ -55,9 +49,7 @@ class StepNotes:
         It rides in a message that is sent anyway, weighted as gradients are. Not collective, but
         every rank calls it, before ``backward``; one without samples tells 0.
         """
-        self._own_loss = loss
-        if self._exchange:
-            self._exchange.steps.loss = loss
+        self._exchange.steps.loss = loss
 
     @property
     def sums_are_finite(self) -> bool | None:
@@ -67,7 +59,7 @@ class StepNotes:
         codec, sparse gradients, Adasum, ``shard``, accelerators that sum by themselves, ranks
         without memory in common, and alone.
         """
-        return self._reducer.reduction.is_finite if self._reducer else None
+        return self._exchange.sums_are_finite
 
     def look_at_sums(self) -> None:
         """Look at averages for what is not finite while they are summed, from the next step on.
@@ -75,5 +67,4 @@ class StepNotes:
         That costs less than a percent of a step, where looking at all gradients behind it
         costs several. Not collective, but every rank calls it, between two steps.
         """
-        if self._reducer:
-            self._reducer.reduction.looks = True
+        self._exchange.look_at_sums()

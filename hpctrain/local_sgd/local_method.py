@@ -17,12 +17,12 @@ from hpctrain.compress.codec import Identity
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.torch_compat import dynamo_disable
 from hpctrain.gradients.bucket_reducer import Reducer
-from hpctrain.gradients.checked_steps import CheckedSteps
 from hpctrain.gradients.optimizer import METHOD_MARK, require_plain
 from hpctrain.gradients.parameter_names import Grouping, named, names_of
 from hpctrain.gradients.reduction import Reduction
 from hpctrain.gradients.sample_count import NUM_FLAGS, SampleCount, check_count
-from hpctrain.gradients.step_check import StepCheck
+from hpctrain.gradients.step_counter import StepCounter
+from hpctrain.gradients.step_sync import StepSync
 from hpctrain.local_sgd.federated import Federated, LocalGradients
 from hpctrain.local_sgd.replica import Exchange, Replica
 from hpctrain.local_sgd.rounds import Fields, Rounds, SampleSums, Share, StateFields
@@ -372,7 +372,7 @@ class LocalMethod(CommonBlock, StateFields):
         codec = codec_for(self._compression) if is_of_all else Identity()
         check_weights = world.current().settings.check_weights
         # Ranks of a node may skip steps alone: replicas meet at the end of the round.
-        steps = CheckedSteps(StepCheck(comm), check_weights, may_skip_alone=not is_of_all)
+        steps = StepCounter(StepSync(comm), check_weights, may_skip_alone=not is_of_all)
         made = Reducer(
             Reduction(comm, self._plan, codec, Grouping(), SampleCount(), steps),
             partial(named, lambda: self._optimizer, self._names),

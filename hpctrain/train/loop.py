@@ -12,7 +12,7 @@ from hpctrain.core.logs import logger
 from hpctrain.core.records import record
 from hpctrain.core.user_error import noted
 from hpctrain.data.samples import Batch
-from hpctrain.gradients.checked_steps import PARTED
+from hpctrain.gradients.step_counter import PARTED
 from hpctrain.runtime import world
 from hpctrain.train.boundary import SAVE, STOP, Boundary
 from hpctrain.train.console import Progress

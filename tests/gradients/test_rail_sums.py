@@ -35,7 +35,7 @@ def in_thread(world, worlds, overlap="thread"):
 
 
 def rails_of(optimizer):
-    return optimizer._reducer.reduction._rails
+    return optimizer._exchange.reduction._rails
 
 
 def num_early(optimizer):
@@ -176,7 +176,7 @@ def test_sums_of_several_optimizers_travel_in_no_order_and_are_lent_again(world,
     comm, lent = None, []
     for _ in range(3):
         model, one = wrapped(hvd, shard="node")
-        comm = one._reducer.reduction._comm
+        comm = one._exchange.reduction._comm
         lent.append(len(comm._lent))
         other_model, other = wrapped(hvd, shard="node")
         for step in range(4):

@@ -28,7 +28,7 @@ if (loaded := manager.load_latest()) is not None:
     model.load_state_dict(loaded.state["model"])
     optimizer.load_state_dict(loaded.state["optimizer"])
     first = loaded.step
-whole, seen = optimizer._reducer._rule.step, []
+whole, seen = optimizer._exchange._rule.step, []
 
 def dying(groups):
     seen.append(step)
@@ -37,7 +37,7 @@ def dying(groups):
         os.kill(os.getpid(), signal.SIGKILL)
     whole(groups)
 
-optimizer._reducer._rule.step = dying
+optimizer._exchange._rule.step = dying
 try:
     for step in range(first, 24):
         optimizer.zero_grad()

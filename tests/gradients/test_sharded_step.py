@@ -330,7 +330,7 @@ def test_parameters_and_state_are_there_once(hvd, world):
 
 def own_share_of(optimizer):
     """Return the bytes that this rank brings for parameters and state."""
-    values = optimizer._reducer.reduction.values
+    values = optimizer._exchange.reduction.values
     tensors = [t for b in values.buckets for t in (b.values, *b.state.values())]
     return sum(len(t._region.shared) for t in tensors) // values._node.local_size
 
@@ -453,7 +453,7 @@ def test_who_alone_clips_by_the_norm_has_no_half_step_of_others(hvd):
 @MANY
 def test_a_step_that_fails_in_the_middle_leaves_no_model(hvd):
     model, optimizer = train(hvd, 1, shard="node")
-    rule = optimizer._reducer._rule
+    rule = optimizer._exchange._rule
     whole, calls = rule.step, []
 
     def failing(groups):
@@ -463,7 +463,7 @@ def test_a_step_that_fails_in_the_middle_leaves_no_model(hvd):
         whole(groups)
 
     rule.step = failing
-    is_here = optimizer._reducer.reduction.num_nodes == 1 or hvd.rank() < 2
+    is_here = optimizer._exchange.reduction.num_nodes == 1 or hvd.rank() < 2
     optimizer.zero_grad()
     backward(hvd, model, 1)
     with pytest.raises((MemoryError, MismatchError)) if is_here else nullcontext():

@@ -170,7 +170,7 @@ def test_a_node_has_tensors_and_their_state_once(hvd, world):
     due = own + state + hvd.size() * (own + model[0].weight.nbytes)
     found = bytes_of_tensors(world) - before
     assert due <= found < 1.05 * due
-    buckets = optimizer._reducer.reduction.values.buckets
+    buckets = optimizer._exchange.reduction.values.buckets
     pieces = [p for bucket in buckets for chunk in bucket.chunks for p in chunk.pieces]
     assert sum(p.values.nbytes for p in pieces) == own // hvd.size()
 

@@ -7,7 +7,8 @@ import torch
 
 from hpctrain.core.errors import ConfigError, DataError, MismatchError
 from hpctrain.core.target import call, make_importable, resolve
-from hpctrain.gradients.optimizer import ShardedMethods
+from hpctrain.gradients.optimizer_exchange import exchange_of
+from hpctrain.gradients.sharded_step import ShardedStep
 from hpctrain.train.evaluate import evaluate
 from hpctrain.train.finite import StepGuard
 from hpctrain.train.loop import train_step
@@ -339,7 +340,7 @@ def test_auto_shards_where_nothing_refuses_it_and_says_why(
     task = build(configure("train.shard=auto", *overrides), here.comm)
     assert task.config.train.shard == chosen
     assert reason in task.shard_reason
-    assert isinstance(task.optimizer, ShardedMethods) == (chosen == "node")
+    assert isinstance(exchange_of(task.optimizer), ShardedStep) == (chosen == "node")
 
 
 @pytest.mark.ranks(1, 2, 3)

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Any, cast
 
 from torch.nn import Parameter
@@ -14,7 +13,8 @@ from hpctrain.core.checksum import crc32
 from hpctrain.core.units import KIB
 from hpctrain.gradients.sample_count import NUM_FLAGS
 from hpctrain.gradients.sparse_gradients import GradientState
-from hpctrain.gradients.step_check import LONG, Announcement, Member, Opening, StepCheck
+from hpctrain.gradients.step_header import StepAgreement, StepHeader, StepMessage, WeightFacts
+from hpctrain.gradients.step_sync import LONG, Member, StepSync
 from hpctrain.gradients.weight_sample import WeightSample, checksum_of
 from hpctrain.runtime import world
 
@@ -24,11 +24,11 @@ PARTED = 1 << NUM_FLAGS
 _FIRST_BYTES = 64 * KIB  # how much of each gradient is compared in the first step
 
 
-class CheckedSteps:
+class StepCounter:
     """The steps of one optimizer: what this rank says before each, and what it hears."""
 
     def __init__(
-        self, check: StepCheck, check_weights: str = "off", *, may_skip_alone: bool = False
+        self, check: StepSync, check_weights: str = "off", *, may_skip_alone: bool = False
     ) -> None:
         """Begin at step 0. Replicas that part are an ``error``, ``warn``, or nothing: ``off``.
 
@@ -82,7 +82,7 @@ class CheckedSteps:
             self._sample.unmark()
 
     def left(self, *, has_weights: bool = True) -> dict[str, str]:
-        """Return what the last step has left, as text by name; see ``StepCheck.hand_over``."""
+        """Return what the last step has left, as text by name; see ``StepSync.hand_over``."""
         if self._check_weights == "off" or self.number is None:
             return {}
         is_known = self._check.were_equal(self._member) and not self.may_differ
@@ -99,34 +99,42 @@ class CheckedSteps:
             has_weights = not self._check.collection.is_running
             self._check.keep(self._member, self.left(has_weights=has_weights))
 
-    def announced(
-        self, told: Announcement, slots: Iterable[GradientState], *, outdated: bool, **facts: Any
-    ) -> Announcement:
-        """Return what is told, the facts, and what can be compared, such as first gradients."""
+    def message(
+        self,
+        told: StepMessage,
+        slots: Iterable[GradientState] = (),
+        *,
+        weight: float = 1.0,
+        needs_all: bool = False,
+    ) -> StepMessage:
+        """Return what is told, with the header and what can be compared of the replica."""
         step, is_first, self._is_first = self.number, self._is_first, False
-        is_on = self._check_weights != "off" and not self.may_differ
-        compares = is_on and step is not None and not outdated
-        is_due = step is not None and step % LONG == 0 and self._num_counted >= LONG
-        if is_due and not outdated:
+        is_fresh = not told.gradients.outdated
+        compares = self._check_weights != "off" and not self.may_differ and step is not None
+        names = None
+        if step is not None and step % LONG == 0 and self._num_counted >= LONG and is_fresh:
             names = tuple(sorted(self._unreached))
-            facts |= {"unreached": crc32(repr(names).encode()), "unreached_names": names}
             self._num_counted = 0
-        return replace(
-            told,
-            **facts,
-            outdated=outdated,
+        weights = WeightFacts(
+            weights=self._sample.checksum(step or 0) if compares and is_fresh else None,
+            first=_checksum_of_first(slots) if is_first and weight else None,
+            unreached=None if names is None else crc32(repr(names).encode()),
+            unreached_names=names or (),
+            is_strict=self._check_weights == "error",
+        )
+        header = self._header(weight=weight, needs_all=needs_all, loss=self.loss, flags=self.flags)
+        return told._replace(header=header, weights=weights)
+
+    def _header(self, **facts: Any) -> StepHeader:
+        return StepHeader(
             member=self._member,
-            step=step,
+            step=self.number,
             skipped=self.skipped,
             may_skip_alone=self._may_skip_alone,
-            weights=self._sample.checksum(step or 0) if compares else None,
-            first=_checksum_of_first(slots) if is_first and facts.get("weight", 1.0) else None,
-            is_strict=self._check_weights == "error",
-            loss=self.loss,
-            flags=self.flags,
+            **facts,
         )
 
-    def open(self, comm: Communicator, mine: Announcement) -> Opening:
+    def open(self, comm: Communicator, mine: StepMessage) -> StepAgreement:
         """Return what all ranks say together, on the communicator's thread. Collective.
 
         After an error the number of steps is that of others who go on.
@@ -143,20 +151,15 @@ class CheckedSteps:
         A rank whose gradients were changed after ``backward()`` averages them again while the
         other ranks finish the step; its message is received here.
         """
-        mine = Announcement(
-            member=self._member,
-            step=self.number,
-            skipped=self.skipped,
-            may_skip_alone=self._may_skip_alone,
-        )
+        mine = StepMessage(self._header())
         start_on(comm, self.open, comm, mine).wait()
 
-    def take(self, opening: Opening) -> None:
+    def take(self, agreement: StepAgreement) -> None:
         """Take over what all ranks have in common."""
-        self.raised_flags = opening.flags | PARTED * opening.weights_differ
-        self.mean_loss = opening.mean_loss
-        self.num_active = opening.num_active
-        self.number = opening.step if self.number is None else self.number
+        self.raised_flags = agreement.flags | PARTED * agreement.weights.differ
+        self.mean_loss = agreement.mean_loss
+        self.num_active = agreement.num_active
+        self.number = agreement.step if self.number is None else self.number
 
 
 def _checksum_of_first(slots: Iterable[GradientState]) -> int | None:
@@ -173,16 +176,16 @@ def _checksum_of_first(slots: Iterable[GradientState]) -> int | None:
     return None if is_zero else total
 
 
-def steps_over(comm: Communicator) -> CheckedSteps:
+def steps_over(comm: Communicator) -> StepCounter:
     """Return the steps of an optimizer over these ranks. Collective for the first one."""
     if comm.size == 1:
-        return CheckedSteps(StepCheck(comm))
-    return CheckedSteps(check_over(comm), world.current().settings.check_weights)
+        return StepCounter(StepSync(comm))
+    return StepCounter(check_over(comm), world.current().settings.check_weights)
 
 
-def check_over(comm: Communicator) -> StepCheck:
+def check_over(comm: Communicator) -> StepSync:
     """Return what compares the steps of these ranks. Collective for the first one."""
     checks = world.current().step_checks
     if comm not in checks:
-        checks[comm] = StepCheck(comm, is_asked=True)
-    return cast("StepCheck", checks[comm])
+        checks[comm] = StepSync(comm, is_asked=True)
+    return cast("StepSync", checks[comm])

@@ -1,0 +1,74 @@
+"""The exchange of a ``DistributedOptimizer`` that averages (or sums) gradients."""
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from hpctrain.comm.communicator import Communicator
+from hpctrain.comm.plan.plan import Plan
+from hpctrain.gradients.bucket_reducer import ParameterSource, Reducer
+from hpctrain.gradients.optimizer_exchange import OptimizerExchange
+from hpctrain.gradients.reduction import Reduction
+from hpctrain.gradients.step_counter import steps_over
+
+
+class AveragedGradients(Reducer, OptimizerExchange):
+    """Averages the gradients of an optimizer over all ranks by the end of ``backward()``."""
+
+    def __init__(
+        self,
+        reduction: Reduction,
+        parameters: ParameterSource,
+        note: Callable[[str], object],
+        *,
+        passes: int,
+        is_over_world: bool,
+    ) -> None:
+        """Lay out the buckets and hook the parameters. Collective.
+
+        Only an exchange over the whole world can ``rebind``.
+        """
+        super().__init__(reduction, parameters, note, passes=passes)
+        self._is_over_world = is_over_world
+
+    @property
+    def sums_are_finite(self) -> bool | None:
+        """Whether the averages of the last backward are finite; None where that is not known."""
+        return self.reduction.is_finite
+
+    def look_at_sums(self) -> None:
+        """Find out ``sums_are_finite``, from the next step on."""
+        self.reduction.looks = True
+
+    def synchronize(self) -> bool:
+        """Average what ``backward()`` has not averaged. Collective."""
+        return not self.finish()
+
+    def clip_norm(
+        self,
+        parameters: Sequence[Tensor],
+        max_norm: float,
+        norm_type: float,
+        *,
+        error_if_nonfinite: bool,
+    ) -> Tensor:
+        """Clip the averages by their norm, also on a rank that has skipped ``backward``."""
+        self._finish_skipped()
+        return super().clip_norm(
+            parameters, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
+        )
+
+    def clip_value(self, parameters: Sequence[Tensor], value: float) -> None:
+        """Clamp the averages, also on a rank that has skipped ``backward``."""
+        self._finish_skipped()
+        super().clip_value(parameters, value)
+
+    def _finish_skipped(self) -> None:
+        if not self.has_begun:
+            self.finish()
+
+    def rebind(self, comm: Communicator, plan: Plan) -> None:
+        """Average over the ranks of another world. Collective over those."""
+        if not self._is_over_world:
+            super().rebind(comm, plan)
+        self.move_to(self.reduction.over(comm, plan, steps_over(comm)))

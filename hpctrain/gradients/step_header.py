@@ -1,0 +1,308 @@
+"""``StepHeader`` and ``StepAgreement``: what ranks report at the start of a step, and the result.
+
+Each fact is a number of the message that opens a step. The message is summed over the ranks, so
+the agreement follows from sums: a fact is counted, or compared by its sum and its sum of squares.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import NamedTuple
+
+from hpctrain.gradients.sample_count import (
+    NUM_FLAGS,
+    bits_of,
+    exponent_of_peaks,
+    flags_of,
+    peak_of,
+)
+
+_MASK = (1 << 20) - 1
+"""Bits of a number that are compared: squares of 8192 ranks add up exactly in float64."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepHeader:
+    """What a rank reports of its step, whatever the mechanism."""
+
+    member: int = 0  # number of the optimizer, see ``StepSync.enter``
+    step: int | None = None  # steps taken; None after state was loaded: the others know the number
+    skipped: int = 0
+    """Checksum of the steps whose gradients were averaged and which this rank has not taken."""
+    may_skip_alone: bool = False  # whether these may differ from those of other ranks
+    needs_all: bool = False  # whether no rank may have joined
+    weight: float = 1.0  # of the gradient of this rank
+    loss: float = 0.0  # mean over the samples of this rank
+    flags: int = 0  # bits that all ranks shall see
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GradientFacts:
+    """What a rank reports of the gradients that it steps on."""
+
+    is_weighted: bool = False  # whether ``weight`` was set by a number of samples
+    outdated: bool = False
+    """Whether the parameters are no longer those that the buckets were laid out for."""
+    new_sparse: bool = False  # whether there is a sparse gradient where there was none so far
+    repeats: bool = False
+    """Whether gradients of the step before are present, and no backward has added to them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AverageFacts:
+    """What a rank reports before gradients are averaged: how the program has changed them."""
+
+    by_hand: int | None = None
+    """Checksum of reduced gradients that the program has replaced or dropped; None for none."""
+    keeps_sums: bool = False
+    """With ``by_hand`` and a sum: whether something is left of it, or was put in its place, and
+    no ``zero_grad()`` has come in between."""
+    changed_early: bool = False
+    """Whether gradients were changed between a pass that was not the last and ``step()``."""
+    replaced_sum: str = ""
+    """Name of a parameter whose sum was replaced before backward added to it; empty for none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardedFacts:
+    """What a rank reports before a step of ``shard="node"``."""
+
+    settings: int | None = None
+    """Checksum of the settings of the optimizer; None where each rank steps by its own."""
+    own_changed: str = ""
+    """Name of a parameter whose gradient of this rank alone was changed; empty for none."""
+    is_written: bool = False
+    """Whether the program has changed parameters that the ranks of a node share."""
+    is_new: bool = False  # whether gradients have come since the last message of the same step
+    is_spoilt: bool = False  # whether a step has failed in the middle, so that no rank has a model
+    is_stale: bool = False  # whether parameters were changed where torch does not count writes
+    is_early: bool = False  # whether sums between nodes have begun, which all ranks must end
+    is_void: bool = False  # whether they have begun, and the gradients have changed since
+    synchronizes: bool = False  # whether this is ``synchronize()``, and a later call opens again
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightFacts:
+    """What a rank reports of its replica, for the comparison of replicas."""
+
+    weights: int | None = None  # checksum of a sample of the weights; None: not compared
+    first: int | None = None
+    """Checksum of the first gradients; None later, and where there are none but zeros."""
+    unreached: int | None = None  # checksum of ``unreached_names``; None: not compared
+    unreached_names: tuple[str, ...] = ()
+    """Parameters that no backward of this rank has reached in the last ``LONG`` steps."""
+    is_strict: bool = True  # whether replicas that differ are an error
+
+
+class StepMessage(NamedTuple):
+    """All that one rank reports before a step; a mechanism sets the records that concern it."""
+
+    header: StepHeader = StepHeader()
+    gradients: GradientFacts = GradientFacts()
+    averages: AverageFacts = AverageFacts()
+    sharded: ShardedFacts = ShardedFacts()
+    weights: WeightFacts = WeightFacts()
+
+
+class WeightAgreement(NamedTuple):
+    """The comparison of the replicas; the same on every rank."""
+
+    are_compared: bool
+    differ: bool  # whether the samples differ between the ranks that have compared them
+    is_strict: bool
+    first_alike: bool  # whether the first gradients are the same bits on all ranks, of two or more
+    unreached_differ: bool
+    """Whether backward does not reach the same parameters on all ranks, for many steps."""
+
+
+class ShardedAgreement(NamedTuple):
+    """What holds on any rank before a step of ``shard="node"``; see ``ShardedFacts``."""
+
+    is_written: bool
+    is_new: bool
+    is_early: bool
+    is_void: bool
+    synchronizes: bool
+
+
+class StepAgreement(NamedTuple):
+    """What all ranks together have reported; the same on every rank."""
+
+    num_active: int  # ranks that have not joined, see ``hpctrain.join``
+    member: int
+    step: int
+    flags: int  # bits that any rank has raised
+    total_weight: float
+    exponent: int  # of the least power of two not below the largest weight
+    mean_loss: float  # over all samples; NaN of none
+    outdated: bool
+    new_sparse: bool
+    changed_alike: bool
+    """Whether all ranks have changed reduced gradients by hand, in the same way."""
+    weights: WeightAgreement
+    sharded: ShardedAgreement
+
+
+_COMPARED = (
+    *("header.member", "header.step", "header.skipped", "averages.by_hand"),
+    *("weights.weights", "weights.first", "weights.unreached", "sharded.settings"),
+)
+"""Numbers of which the message shows whether all ranks that have one have the same."""
+_COUNTED = (
+    *("gradients.is_weighted", "gradients.outdated", "gradients.new_sparse"),
+    *("averages.keeps_sums", "averages.changed_early", "averages.replaced_sum"),
+    *("gradients.repeats", "header.needs_all", "header.may_skip_alone", "weights.is_strict"),
+    *("sharded.own_changed", "sharded.is_written", "sharded.is_new", "sharded.is_spoilt"),
+    *("sharded.is_stale", "sharded.is_early", "sharded.is_void", "sharded.synchronizes"),
+)
+"""Facts of which the message shows on how many ranks they hold."""
+_compared_of, _counted_of = attrgetter(*_COMPARED), attrgetter(*_COUNTED)
+_NAMES_COMPARED = [name.rpartition(".")[2] for name in _COMPARED]
+_NAMES_COUNTED = [name.rpartition(".")[2] for name in _COUNTED]
+_NUM_SUMS = 4  # ranks that have joined, weights, losses times weights, peaks of weights
+_NUM_BEFORE = _NUM_SUMS + 3 * len(_COMPARED)
+NUM_WORDS = _NUM_BEFORE + len(_COUNTED) + NUM_FLAGS
+
+
+def words_of(mine: StepMessage | None) -> list[float]:
+    """Return what one rank adds to the sums; None for a rank that has joined."""
+    if mine is None:
+        return [1.0, *[0.0] * (NUM_WORDS - 1)]
+    weight, loss = mine.header.weight, mine.header.loss
+    sums = [0.0, weight, weight * loss if weight else 0.0, peak_of(weight)]
+    compared = [word for value in _compared_of(mine) for word in _comparable(value)]
+    return [*sums, *compared, *map(bool, _counted_of(mine)), *bits_of(mine.header.flags)]
+
+
+def _comparable(value: int | None) -> tuple[int, int, int]:
+    """Return what is added up to know whether a value is the same on all ranks that have one."""
+    if value is None:
+        return 0, 0, 0
+    value &= _MASK
+    return 1, value, value * value
+
+
+def _all_equal(sums: Sequence[float]) -> bool:
+    """Return whether the values of ``_comparable`` are equal: the mean square is the mean's."""
+    count, total, squares = map(int, sums)
+    return count * squares == total * total
+
+
+def _common(sums: Sequence[float]) -> int:
+    return int(sums[1] // sums[0]) if sums[0] else 0
+
+
+def agreement_of(sums: Sequence[float], size: int) -> tuple[StepAgreement, str]:
+    """Return what all ranks have reported, and the rule that they have broken, if any."""
+    num_active = size - int(sums[0])
+    of = {name: sums[_NUM_SUMS + 3 * i :][:3] for i, name in enumerate(_NAMES_COMPARED)}
+    num = dict(zip(_NAMES_COUNTED, map(int, sums[_NUM_BEFORE:]), strict=False))
+    agreement = StepAgreement(
+        num_active=num_active,
+        member=_common(of["member"]),
+        step=_common(of["step"]),
+        flags=flags_of(sums[_NUM_BEFORE + len(_COUNTED) :]),
+        total_weight=sums[1] + (0 if num["is_weighted"] else size - num_active),
+        exponent=exponent_of_peaks(sums[3]),
+        mean_loss=sums[2] / sums[1] if sums[1] else math.nan,
+        outdated=num["outdated"] > 0,
+        new_sparse=num["new_sparse"] > 0,
+        changed_alike=of["by_hand"][0] == num_active > 0 and _all_equal(of["by_hand"]),
+        weights=WeightAgreement(
+            are_compared=of["weights"][0] > 1,
+            differ=_all_equal(of["skipped"]) and not _all_equal(of["weights"]),
+            is_strict=num["is_strict"] > 0,
+            first_alike=of["first"][0] == size > 1 and _all_equal(of["first"]),
+            unreached_differ=not _all_equal(of["unreached"]),
+        ),
+        sharded=ShardedAgreement(*(num[name] > 0 for name in ShardedAgreement._fields)),
+    )
+    return agreement, _broken(of, num, agreement, size)
+
+
+def _broken(
+    of: Mapping[str, Sequence[float]], num: Mapping[str, int], agreement: StepAgreement, size: int
+) -> str:
+    """Return the first rule of those for all ranks that they have broken; empty for none."""
+    some = range(1, agreement.num_active)
+    is_broken = {
+        "is_spoilt": num["is_spoilt"] > 0,
+        "member": not _all_equal(of["member"]),
+        "step": not _all_equal(of["step"]),
+        "skipped": not (num["may_skip_alone"] or _all_equal(of["skipped"])),
+        "repeats": num["repeats"] in some,
+        "is_weighted": num["is_weighted"] in some,
+        "outdated": num["outdated"] in some,
+        "keeps_sums": num["keeps_sums"] > 0 and not agreement.changed_alike,
+        "changed_early": num["changed_early"] > 0,
+        "replaced_sum": num["replaced_sum"] > 0,
+        "needs_all": num["needs_all"] > 0 and agreement.num_active < size,
+        "settings": not _all_equal(of["settings"]),
+        "own_changed": num["own_changed"] > 0,
+        "is_stale": num["is_stale"] > 0,
+    }
+    rule = next((rule for rule, broken in is_broken.items() if broken), None)
+    return _RULES[rule].format(num=num.get(rule), size=size) if rule else ""
+
+
+SKIPPED = (
+    "skip_step() in a step of averaged gradients must be called by all ranks or by none: one "
+    "without samples calls optimizer.zero_grad() and optimizer.step(), as it needs the average too"
+)
+_RULES = {
+    "member": "the optimizers of a backward must be reached in the same order on every rank",
+    "step": "ranks must take the same steps: backward() and step() equally often, and one without "
+    "samples step() alone; change .grad on all ranks or on none",
+    "skipped": SKIPPED,
+    "repeats": "a step without backward() must not take the gradients of the step before, which "
+    "others have replaced: call step() equally often on every rank, and optimizer.zero_grad() "
+    "where one has no samples",
+    "is_weighted": "set_num_samples must be called by all ranks or by none, {num} of {size} have "
+    "called it; call it on every rank, in every step",
+    "outdated": "parameters must change on all ranks in the same step, they have changed on {num} "
+    "of {size}: added, frozen, another dtype or layout",
+    "keeps_sums": "with op=Sum, gradients that are changed between backward() and step() must "
+    "become the same on every rank, and they differ; change the loss instead, or call "
+    "optimizer.zero_grad() and set all gradients anew",
+    "changed_early": "backward_passes_per_step averages gradients after the last pass, and they "
+    "were changed after an earlier one; where passes are left over, call optimizer.synchronize() "
+    "before you clip or change gradients",
+    "replaced_sum": "with op=Sum, backward() adds to what was reduced, and that was replaced; "
+    "call step() or optimizer.zero_grad() in between",
+    "needs_all": 'a rank has joined, and op=Adasum and shard="node" need the steps of all ranks; '
+    "join on all at once",
+    "is_spoilt": "a step has failed in the middle on {num} of {size} ranks, and parameters that "
+    "ranks of a node share are not to be trusted; start again from a checkpoint",
+    "settings": 'with shard="node" every rank steps a part of each parameter, so learning rates, '
+    "other settings of the optimizer and what clips must be the same on every rank; change them "
+    "on all",
+    "is_stale": 'with shard="node" torch must count what a program writes to parameters, and some '
+    "steps ago {num} of {size} ranks have written by .data or numpy; write to the parameter "
+    "itself under torch.no_grad(), and start again from a checkpoint",
+    "own_changed": 'with shard="node" .grad is each rank\'s own gradient until step(), which must '
+    "not be changed after backward(), nor kept for a step that counts other samples, nor after a "
+    "step that was clipped or unscaled, and was on {num} of {size} ranks; clip the average with "
+    "optimizer.clip_grad_norm_() or clip_grad_value_(), scale the loss, call zero_grad() between "
+    "steps, or leave shard out",
+}
+"""What all ranks must do alike, the first one first."""
+
+
+def describe(one: StepMessage | None) -> str:
+    """Return, for an error, where a rank is."""
+    if one is None:
+        return "joined"
+    header, gradients, averages, sharded = one[:4]
+    notes = {
+        f"step {header.step} of optimizer {header.member}": True,
+        "steps skipped": header.skipped,
+        "samples set": gradients.is_weighted,
+        "parameters changed": gradients.outdated,
+        "gradients changed by hand": averages.by_hand is not None,
+        "gradients of the step before": gradients.repeats,
+        f"{averages.replaced_sum}.grad replaced": averages.replaced_sum,
+        f"{sharded.own_changed}.grad changed": sharded.own_changed,
+        f"settings {sharded.settings or 0:08x}": sharded.settings is not None,
+    }
+    return ", ".join(note for note, holds in notes.items() if holds)

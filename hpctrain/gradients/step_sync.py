@@ -1,0 +1,215 @@
+"""The comparison between ranks at the start of each step, before gradients are sent.
+
+Ranks that take different steps, reduce other optimizers or hold other weights find out here, on
+all ranks at once, in one small all-reduce that is sent anyway, with flags and sample counts.
+"""
+
+import gc
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+
+from hpctrain.comm.agreement import differing
+from hpctrain.comm.communicator import Communicator
+from hpctrain.comm.owner import Owner
+from hpctrain.comm.threaded import start_on
+from hpctrain.core import logs
+from hpctrain.core.errors import MismatchError
+from hpctrain.core.units import by_rank
+from hpctrain.gradients.step_header import (
+    NUM_WORDS,
+    StepAgreement,
+    StepMessage,
+    agreement_of,
+    describe,
+    words_of,
+)
+
+_MOST_KEPT = 16  # optimizers that are gone
+LONG = 16  # every so many steps it is compared which parameters no backward has reached in them
+
+
+class Leaving(Protocol):
+    """Steps of which the last one has left something."""
+
+    def left(self) -> Mapping[str, str]:
+        """Return what that is, as text by name. Not collective."""
+
+
+class Member(Protocol):
+    """An optimizer whose steps begin with a header."""
+
+    @property
+    def steps(self) -> "Leaving":
+        """Its steps."""
+
+    def stand_in(self, agreement: StepAgreement) -> None:
+        """Take part in the step that begins so with nothing. Collective."""
+
+
+class _Collection:
+    """Whether Python collects garbage at the moment, which it does whenever it likes."""
+
+    is_running = False
+
+    def note(self, phase: str, _: object) -> None:
+        self.is_running = phase == "start"
+
+
+class StepSync:
+    """Opens the steps of all optimizers that share a communicator."""
+
+    def __init__(self, comm: Communicator, *, is_asked: bool = False) -> None:
+        """Make the message. Collective."""
+        self._is_asked, self._owner = is_asked, Owner()
+        self._message = comm.new_bucket(NUM_WORDS, torch.float64)
+        self._members: list[weakref.ref[Member]] = []
+        self._were_equal: set[int] = set()
+        self._were_told: set[int] = set()
+        self._unreached_told: set[int] = set()
+        self._num_taken = 0  # exchanges since all ranks had joined in which this one had not
+        self._kept: dict[int, Mapping[str, str]] = {}  # what optimizers that are gone have left
+        self.collection = _Collection()
+        gc.callbacks.append(self.collection.note)
+        weakref.finalize(self, gc.callbacks.remove, self.collection.note)
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether there is something to ``hand_over`` at the end; not in a forked child."""
+        return self._is_asked and self._owner.is_here
+
+    def enter(self, member: Member) -> int:
+        """Return the number of one more optimizer; all ranks enter theirs in the same order."""
+        self._members.append(weakref.ref(member))
+        return len(self._members) - 1
+
+    def exchange(
+        self,
+        comm: Communicator,
+        mine: StepMessage | None,
+        sample: Callable[[int], Mapping[str, str]] = lambda _: {},
+    ) -> StepAgreement:
+        """Tell all ranks, and hear what they say together, on the communicator's thread.
+
+        Collective. A rank that has joined gives None. ``sample`` returns the checksums of the
+        weights that are looked at in a step, by name. Where the ranks do not begin the same step,
+        all raise ``MismatchError``.
+        """
+        flat = self._message.flat
+        flat.copy_(torch.tensor(words_of(mine), dtype=torch.float64))
+        comm.allreduce_(self._message).wait()
+        self._num_taken += mine is not None
+        agreement, fault = agreement_of(flat.tolist(), comm.size)
+        if fault:
+            said = [describe(one) for one in comm.allgather_object(mine)]
+            raise MismatchError(f"{fault}; they are at: {by_rank(said)}")
+        if agreement.weights.differ:
+            self._weights_differ(comm, agreement, sample)
+        elif agreement.weights.are_compared:
+            self._were_equal.add(agreement.member)
+        if agreement.weights.first_alike and comm.rank == 0:
+            text = (
+                f"all {comm.size} ranks have found the same gradients in their first step: do "
+                f"they read the same samples? hvd.shard(loader) gives each rank its own part"
+            )
+            logs.warn_merged([[text]])
+        if agreement.weights.unreached_differ and agreement.member not in self._unreached_told:
+            self._unreached_told.add(agreement.member)
+            names = comm.allgather_object(mine.weights.unreached_names if mine else ())
+            if comm.rank == 0:
+                logs.warn_merged([[_unreached(names)]])
+        return agreement
+
+    def take_part(self, comm: Communicator) -> bool:
+        """Take part in the others' next step with nothing; False if there is none. Collective."""
+        heard: list[StepAgreement] = []
+        start_on(comm, lambda: heard.append(self.exchange(comm, None))).wait()
+        agreement = heard[0]
+        if not agreement.num_active:
+            return False
+        member = self._members[agreement.member]()
+        assert member is not None, "other ranks step an optimizer that is gone here"
+        member.stand_in(agreement)
+        return True
+
+    def last_to_step(self, comm: Communicator) -> list[int]:
+        """Return the ranks that have taken every step since all ranks had joined. Collective."""
+        numbers: list[int] = []
+        start_on(comm, lambda: numbers.extend(comm.allgather_object(self._num_taken))).wait()
+        self._num_taken = 0
+        return [rank for rank, number in enumerate(numbers) if number == max(numbers)]
+
+    def hand_over(self) -> dict[int, Mapping[str, str]]:
+        """Return, by optimizer, what its last step has left; once, at the end. Not collective.
+
+        These are the number of steps, and hashes of all its weights but those to which somebody
+        has written since: ranks may do so for a purpose, such as to test with averaged weights.
+        """
+        self._is_asked = False
+        living = ((number, member()) for number, member in enumerate(self._members))
+        found = {number: one.steps.left() for number, one in living if one is not None}
+        return self._kept | found
+
+    def keep(self, number: int, left: Mapping[str, str]) -> None:
+        """Keep what an optimizer leaves that is about to go; that of the last few."""
+        self._kept[number] = left
+        while len(self._kept) > _MOST_KEPT:
+            del self._kept[min(self._kept)]
+
+    def were_equal(self, member: int) -> bool:
+        """Say whether the ranks have once found their weights to be the same."""
+        return member in self._were_equal
+
+    def _weights_differ(
+        self,
+        comm: Communicator,
+        agreement: StepAgreement,
+        sample: Callable[[int], Mapping[str, str]],
+    ) -> None:
+        """Raise where replicas have parted; those that never were alike may take one step so."""
+        member, step = agreement.member, agreement.step
+        is_known = member in self._were_told
+        is_error = agreement.weights.is_strict and (is_known or member in self._were_equal)
+        if is_known and not is_error:
+            return
+        self._were_told.add(member)
+        whose = _first_difference(comm.allgather_object(sample(step)))
+        text = (
+            f"the replicas have parted before step {step}: {whose}; change weights, learning "
+            f"rates and optimizer state on all ranks alike, take equally many steps, or broadcast "
+            f"what differs with hvd.broadcast_parameters()"
+            if member in self._were_equal
+            else f"the ranks train from different weights at step {step}: {whose}; call "
+            f"hvd.broadcast_parameters(model.state_dict()) before the first step, and after "
+            f"weights were loaded"
+        )
+        if is_error:
+            raise MismatchError(
+                f"{text}; HPCTRAIN_CHECK_WEIGHTS=warn goes on, for processors that round "
+                f"differently"
+            )
+        if comm.rank == 0:
+            logs.warn_merged([[text]])
+
+
+def _first_difference(of_ranks: Sequence[Mapping[str, str]]) -> str:
+    """Name a parameter whose checksum differs, and the ranks."""
+    for name, seen in differing(of_ranks).items():
+        return f"the checksums of {name} are {seen}"
+    return "the parameters that are compared are not the same"
+
+
+def _unreached(of_ranks: Sequence[Sequence[str]]) -> str:
+    """Say which ranks train what others do not."""
+    common = set(of_ranks[0]).intersection(*of_ranks[1:])
+    own = [[name for name in names if name not in common] for names in of_ranks]
+    whose = [f"{names[0]} ({len(names)} in all)" if names else None for names in own]
+    return (
+        f"for {LONG} steps no backward has reached parameters that it reaches on other ranks, "
+        f"{by_rank(whose)}; these ranks add zeros to the average, which is right if their loss "
+        f"needs none of them or they have no samples; if their model has got other parameters, as "
+        f"by load_state_dict(assign=True), it no longer trains: make the optimizer anew after "
+        f"that, on all ranks"
+    )

@@ -1,0 +1,52 @@
+"""The words of the message that opens a step."""
+
+import dataclasses
+
+import pytest
+
+from hpctrain.gradients.step_header import NUM_WORDS, StepMessage, agreement_of, words_of
+
+pytestmark = pytest.mark.ranks(1)
+
+VALUES = {int: 3, float: 0.5, bool: True, str: "layer.weight", int | None: 3}
+BY_SUMS = {"weight", "loss"}  # share a word: the loss is weighted
+
+
+def changed_messages():
+    """Yield the name of each fact, and a message in which only this fact is changed."""
+    empty = StepMessage()
+    for place, record in enumerate(empty):
+        for field in dataclasses.fields(record):
+            if field.name == "unreached_names":  # compared by a checksum
+                continue
+            value = not field.default if field.type is bool else VALUES[field.type]
+            records = [*empty]
+            records[place] = dataclasses.replace(record, **{field.name: value})
+            yield field.name, StepMessage(*records)
+
+
+def test_each_fact_of_a_step_has_words_of_its_own_and_each_word_a_fact():
+    empty, owner = words_of(StepMessage()), {}
+    for name, message in changed_messages():
+        words = words_of(message)
+        assert len(words) == NUM_WORDS
+        places = [i for i, pair in enumerate(zip(words, empty, strict=True)) if len({*pair}) > 1]
+        assert places, f"{name} is not sent"
+        for place in places:
+            assert owner.setdefault(place, name) == name or {owner[place], name} == BY_SUMS
+    counts = {place for place in range(NUM_WORDS) if words_of(StepMessage())[place] == 1.0}
+    assert {*range(NUM_WORDS)} - {*owner} - counts <= {0, NUM_WORDS - 2, NUM_WORDS - 1}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 1000])
+def test_what_all_ranks_report_is_agreed_on_and_nothing_else(size):
+    for name, message in changed_messages():
+        sums = [size * word for word in words_of(message)]
+        agreement, _ = agreement_of(sums, size)
+        found = agreement._asdict() | agreement.sharded._asdict()
+        for fact in ("outdated", "new_sparse", *agreement.sharded._fields):
+            assert found[fact] == (fact == name)
+        for number in ("member", "step", "flags"):
+            assert found[number] == (3 if number == name else 0)
+        assert found["changed_alike"] == (name == "by_hand")
+        assert found["num_active"] == size
