@@ -19,6 +19,7 @@ from hpctrain.comm.factory import Connection, connect
 from hpctrain.comm.mpi_world import find_world, is_communicator, numbers_in
 from hpctrain.comm.observed import Statistics, observed, trace
 from hpctrain.comm.plan.plan import Plan
+from hpctrain.comm.request_thread import RequestThread
 from hpctrain.comm.threaded import ThreadedCommunicator
 from hpctrain.core import config, logs
 from hpctrain.core.config import Settings
@@ -81,6 +82,7 @@ class World:
     """What opens the steps of distributed optimizers, by the ranks that take them."""
     before_finalize: "BeforeFinalize | None"
     """Takes leave where the program ends MPI itself; None in a world of one."""
+    requests: RequestThread = field(default_factory=RequestThread)  # to parameter servers here
     owner: Owner = field(default_factory=Owner)  # a forked child has no part in the end of a world
 
 
