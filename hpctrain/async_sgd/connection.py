@@ -30,7 +30,8 @@ def connected(
     farewell: Farewell | None = None
     if here.ranks is not None and here.presence is not None:
         look, limit_s = here.presence.check, here.settings.timeout
-        messages = DirectMessages(comm, here.ranks, mates, look, limit_s)
+        here.attachments.requests.connect(comm, mates)
+        messages = DirectMessages(here.ranks, here.attachments.requests, look, limit_s)
         owner = let_go.__self__  # type: ignore[attr-defined]
         farewell = Farewell(owner, messages.leave, [*servers], Leave("close()"))
         farewell.atexit = False

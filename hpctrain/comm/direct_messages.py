@@ -6,7 +6,6 @@ MPI and MPICH alike: whoever is to answer while it computes needs a thread anywa
 
 import contextlib
 import pickle
-import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,23 +15,17 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm import requests
-from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.mpi_start import MPI
 from hpctrain.comm.mpi_world import is_loss
-from hpctrain.comm.node.segments import LINE_BYTES, Fence, Semaphore, fence_of
+from hpctrain.comm.node.segments import Fence, Semaphore
 from hpctrain.comm.owner import Owner
 from hpctrain.comm.rail.rail import bytes_of
+from hpctrain.comm.request_thread import Polled, RequestThread
 from hpctrain.comm.requests import MpiRequest
-from hpctrain.comm.waiting import BY_MPI, Pace, Watch, wait_until
+from hpctrain.comm.waiting import BY_MPI, Watch, wait_until
 from hpctrain.comm.watched_calls import WatchedCalls
 from hpctrain.core.errors import RankLostError
-from hpctrain.core.libc import memory_at
 
-_SERVING = BY_MPI._replace(spin_s=0.0, yield_s=0.0, shortest_s=100e-6, longest_s=0.5)
-"""Pace of a serving thread while a request can come that rings no doorbell. The thread only naps:
-it must not take the core from the training."""
-_AT_REST = Pace(0.0, 0.0, shortest_s=10.0, longest_s=10.0)
-"""Pace of a serving thread whose doorbell is rung for every request: each wake-up takes time."""
 _ASKING = BY_MPI._replace(yield_s=200e-6, shortest_s=50e-6, longest_s=1e-3)
 """Of who waits for servers, which nap: no sooner than they can answer."""
 
@@ -144,38 +137,21 @@ class DirectMessages:
 
     def __init__(
         self,
-        comm: Communicator,
         ranks: MPI.Intracomm,
-        mates: Sequence[int],
+        thread: RequestThread,
         look: Callable[[], None],
         timeout_s: float,
     ) -> None:
-        """Duplicate ``ranks``, which are those of ``comm``. Collective.
+        """Duplicate ``ranks``, those that ``thread`` was connected to. Collective.
 
-        ``mates`` are the ranks of this node. ``look`` raises where a rank is lost; no wait may
-        last longer than ``timeout_s``.
+        ``look`` raises where a rank is lost; no wait may last longer than ``timeout_s``.
         """
-        self._memory = comm.new_bucket(2 * LINE_BYTES // 8, torch.int64)
-        near = mates if self._memory.peers else [comm.rank]
-        places = self._memory.peers or (self._memory.flat,)
-        self._doorbells = {
-            rank: Semaphore(memory_at(place.data_ptr(), LINE_BYTES))
-            for rank, place in zip(near, places, strict=True)
-        }
-        own = memory_at(self._memory.flat.data_ptr(), 2 * LINE_BYTES)
-        self._doorbell, spare = self._doorbells[comm.rank], Semaphore(own, LINE_BYTES)
-        self._doorbell.initialise()
-        spare.initialise()
-        comm.barrier()  # no rank rings a doorbell before it is there
-        self._has_far = len(near) < comm.size
-        self._num_due = 0  # requests whose doorbell was rung and which have not come whole
-        self._thread: threading.Thread | None = None
-        self._is_stopped = False
+        self._thread, self._is_stopped = thread, False
         self._owner = Owner()
         self._watch = Watch(lambda _: look(), rank=ranks.rank, timeout_s=timeout_s)
         self._comm = WatchedCalls(ranks, self._watch).duplicate()
-        self.requests = Channel(self._comm, 0, fence=fence_of(spare), doorbells=self._doorbells)
-        self.replies = Channel(self._comm, 2, fence=fence_of(spare))
+        self.requests = Channel(self._comm, 0, fence=thread.fence, doorbells=thread.doorbells)
+        self.replies = Channel(self._comm, 2, fence=thread.fence)
 
     def wait(self, done: Callable[[], object]) -> float:
         """Sleep until it is done; return the seconds. ``RankLostError`` as all waits."""
@@ -185,48 +161,26 @@ class DirectMessages:
         return self._watch.waited_s - before
 
     def serve(self, work: Callable[[Sequence[Message]], bool]) -> None:
-        """Start a thread that calls ``work`` with the requests that have come, until it is true.
+        """Let the request thread call ``work`` with requests that arrive, until it is true."""
+        self._work = work
+        self._thread.add(self)
 
-        Without requests the thread sleeps. Ranks of this node wake it by a doorbell; requests of
-        others are noticed after at most 2 % of the time since the last one, and half a second.
-        """
-        name = "hpctrain-server"
-        self._thread = threading.Thread(target=self._run, args=(work,), name=name, daemon=True)
-        self._thread.start()
-
-    def _run(self, work: Callable[[Sequence[Message]], bool]) -> None:
-        came: list[Message] = []
-
-        def has_come() -> bool:
-            came.extend(self.requests.receive())
-            return self._is_stopped or bool(came)
-
+    def poll(self) -> Polled:
+        """Carry out the requests that have arrived. Called by the request thread."""
         try:
-            while not self._is_stopped:
-                if not has_come():
-                    is_polling = self._has_far or self._num_due > 0
-                    pace = _SERVING if is_polling else _AT_REST
-                    wait_until(has_come, lambda _: None, pace, nap=self._nap)
-                self._num_due -= sum(one.source in self._doorbells for one in came)
-                if came and work([*came]):
-                    return
-                came.clear()
+            came = self.requests.receive()
+            is_over = bool(came) and self._work(came)
         except Exception as error:
             if not is_loss(error):
-                raise  # else ranks that wait find by themselves that a rank is lost
-
-    def _nap(self, seconds: float) -> bool:
-        is_rung = self._doorbell.wait(seconds)
-        self._num_due += is_rung
-        return is_rung
+                raise
+            return Polled(is_over=True)  # ranks that wait find by themselves that a rank is lost
+        num_near = sum(one.source in self._thread.doorbells for one in came)
+        return Polled(num_near, len(came) - num_near, is_over)
 
     def stop(self) -> None:
-        """End the serving thread. Harmless the second time. Not collective."""
+        """Carry out no more requests. Harmless the second time. Not collective."""
         self._is_stopped = True
-        if self._thread is not None:
-            self._doorbell.post()
-            self._thread.join()
-            self._thread = None
+        self._thread.remove(self)
 
     def leave(self, ranks: Sequence[int], content: object) -> None:
         """Send the last request of this rank to ``ranks``, if that is still possible.
@@ -237,7 +191,7 @@ class DirectMessages:
             self.requests.send(rank, content)
 
     def close(self) -> None:
-        """End the thread; free the communicator once nothing is in flight. Collective."""
+        """Stop serving; free the communicator once nothing is in flight. Collective."""
         self.stop()
         channels = (self.requests, self.replies)
         with contextlib.suppress(RankLostError):

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from hpctrain.comm.observed import Statistics
 from hpctrain.comm.owner import Owner
+from hpctrain.comm.request_thread import RequestThread
 from hpctrain.negotiation.timeline import Timelines
 from hpctrain.runtime.abort import FailureHooks
 
@@ -33,3 +34,5 @@ class Attachments:
     statistics: Statistics | None  # costs of the collectives, if the settings ask for them
     timelines: Timelines  # the timeline that this rank records, if any
     owner: Owner = field(default_factory=Owner)  # a forked child does not end the world
+    requests: RequestThread = field(default_factory=RequestThread)
+    """Serves the requests to parameter servers of this process."""

@@ -1,4 +1,4 @@
-"""Serving threads: they sleep while no rank asks, and end with the method."""
+"""The thread that serves all methods of a rank sleeps while no rank asks, and ends with them."""
 
 import gc
 import re
@@ -50,19 +50,39 @@ def all_end(world):
     return not any(world.allgather(num_serving()))
 
 
-@pytest.mark.ranks(2)
-@ONE_NODE
-def test_methods_at_rest_take_next_to_no_processor_time(hvd):
-    """No thread wakes up before a bell rings."""
+def stepped_at_rest(hvd, most_wake_ups):
+    """Make many methods, let some step after a rest, and end all. Collective."""
     methods = [made(hvd) for _ in range(NUM_METHODS)]
-    assert num_serving() == NUM_METHODS
+    assert num_serving() == 1
     hvd.barrier()
-    assert any(num_wake_ups_in(1.5) == 0 for _ in range(5))  # some may only begin to sleep
+    # Some may only begin to sleep.
+    assert any(num_wake_ups_in(1.5) <= most_wake_ups for _ in range(5))
     for model, optimizer, method in methods[::10]:
         take_step(model, optimizer)  # a bell wakes the thread
         method.settle()
-    for _, _, method in methods:
+    for _, _, method in methods[::2]:
         method.close()
+    hvd.barrier()
+    take_step(*methods[1][:2])
+    methods[1][2].settle()
+    for _, _, method in methods[1::2]:
+        method.close()
+
+
+@pytest.mark.ranks(2)
+@ONE_NODE
+def test_methods_at_rest_take_next_to_no_processor_time(hvd, world):
+    """The thread does not wake up before a bell rings."""
+    stepped_at_rest(hvd, 0)
+    assert all_end(world)
+
+
+@pytest.mark.ranks(3)
+@TWO_NODES
+def test_methods_at_rest_on_two_nodes_are_polled_together(hvd, world):
+    """Each wake-up of the thread serves all methods: 50 of one per second after one second."""
+    stepped_at_rest(hvd, 6 * NUM_METHODS)
+    assert all_end(world)
 
 
 @MANY
