@@ -18,12 +18,13 @@ from torch import Tensor
 from hpctrain.comm.process_group.buckets_in_place import LARGE_BYTES, BucketsInPlace
 from hpctrain.comm.process_group.ordered import GroupRankLostError, OrderedGroup, on_cpu
 from hpctrain.comm.process_group.reductions import GroupReduction, allreduce, sparse_sum
-from hpctrain.comm.process_group.transfers import transfers_of
+from hpctrain.comm.process_group.transfers import Transfers
 from hpctrain.comm.process_group.work import Message
 from hpctrain.comm.tensor_arguments import flat_of, name_of, put_back
 
 if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator
+    from hpctrain.comm.process_group.memory_transfers import NodeExchange
 
 _LARGEST_TAG = 2**31 - 1
 
@@ -34,7 +35,7 @@ class HpctrainGroup(OrderedGroup):
     def __init__(self, *args: Any, **options: Any) -> None:
         """Take what ``OrderedGroup`` takes. Collective."""
         super().__init__(*args, **options)
-        self._transfers = transfers_of(self.comm)
+        self._transfers = _transfers_of(self.comm)
         self._in_place = BucketsInPlace.of(self.comm)
 
     # -- reductions -------------------------------------------------------------------------
@@ -426,3 +427,12 @@ def _flat_of(tensor: Tensor) -> Tensor:
 
 def _put_back(values: Tensor, tensor: Tensor) -> None:
     put_back(values, tensor.data)
+
+
+def _transfers_of(comm: "Communicator") -> "Transfers | NodeExchange":
+    """Choose how the ranks of ``comm`` exchange tensors. Collective."""
+    if comm.levels is None:
+        return Transfers(comm)
+    from hpctrain.comm.process_group.memory_transfers import by_memory  # noqa: PLC0415 - needs MPI
+
+    return by_memory(comm.levels)

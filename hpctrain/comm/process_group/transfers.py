@@ -1,7 +1,6 @@
 """Ways of torch.distributed between ranks, from and into memory of the caller."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -9,18 +8,6 @@ from torch import Tensor
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.ops import Op
 from hpctrain.comm.tensor_arguments import name_of
-
-if TYPE_CHECKING:
-    from hpctrain.comm.process_group.memory_transfers import NodeExchange
-
-
-def transfers_of(comm: Communicator) -> "Transfers | NodeExchange":
-    """Choose the way that the ranks of ``comm`` have. Collective."""
-    if comm.levels is None:
-        return Transfers(comm)
-    from hpctrain.comm.process_group.memory_transfers import by_memory  # noqa: PLC0415 - needs MPI
-
-    return by_memory(comm.levels)
 
 
 class Transfers:
