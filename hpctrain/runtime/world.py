@@ -306,7 +306,7 @@ def _leave_before_finalize() -> "BeforeFinalize":
 def shutdown() -> None:
     """Take leave of the other ranks; nothing but ``init`` may be called afterwards.
 
-    Collective in the end: it waits until every rank has called it or ended. Harmless before
+    Collective in the end: it waits for all ranks, at most ``HPCTRAIN_TIMEOUT``. Harmless before
     ``init`` and when called twice. A program that calls ``MPI.Finalize()`` takes leave by that.
 
     Then the ranks compare what the last step of each ``DistributedOptimizer`` has left: how many
