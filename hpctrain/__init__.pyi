@@ -92,7 +92,6 @@ from hpctrain.runtime.process_sets import global_process_set as global_process_s
 from hpctrain.runtime.process_sets import remove_process_set as remove_process_set
 from hpctrain.runtime.run import RankError as RankError
 from hpctrain.runtime.run import run as run
-from hpctrain.runtime.stopping import should_stop as should_stop
 from hpctrain.runtime.world import cross_rank as cross_rank
 from hpctrain.runtime.world import cross_size as cross_size
 from hpctrain.runtime.world import current as current
@@ -102,6 +101,7 @@ from hpctrain.runtime.world import is_initialized as is_initialized
 from hpctrain.runtime.world import local_rank as local_rank
 from hpctrain.runtime.world import local_size as local_size
 from hpctrain.runtime.world import rank as rank
+from hpctrain.runtime.world import should_stop as should_stop
 from hpctrain.runtime.world import shutdown as shutdown
 from hpctrain.runtime.world import size as size
 from hpctrain.runtime.world import start_timeline as start_timeline

@@ -7,38 +7,60 @@ import hashlib
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from hpctrain.comm.agreement import differing
 from hpctrain.core import logs
 
 if TYPE_CHECKING:
+    from hpctrain.comm.communicator import Communicator
     from hpctrain.comm.liveness import Gather
-    from hpctrain.runtime.world import World
+    from hpctrain.runtime.process_set_table import ProcessSets
 
 Left = tuple[Sequence[int], Mapping[str, str]]
 """Of an optimizer: its ranks, and what its last step has left on this one, as text by name."""
 
 
-def compare(leaving: "World", gather: "Gather") -> str:
+class OpenedSteps(Protocol):
+    """The opening messages of steps, as a rank that has joined knows them."""
+
+    def take_part(self, comm: "Communicator") -> bool:
+        """Take part in the next step of the other ranks with nothing. Collective.
+
+        False if all ranks do so: there is no other step.
+        """
+
+    def hand_over(self) -> Mapping[int, Mapping[str, str]]:
+        """Return, by optimizer, what its last step has left here; at the end. Not collective."""
+
+    def last_to_step(self, comm: "Communicator") -> Sequence[int]:
+        """Return the ranks that have taken every step since all ranks had joined. Collective."""
+
+
+def compare(
+    sets: "ProcessSets",
+    step_checks: "Mapping[Communicator, OpenedSteps]",
+    check_weights: str,
+    gather: "Gather",
+) -> str:
     """Say what differs between the ranks of a world, where that is an error. Collective.
 
     What this rank has counts as missing while an exception is on its way here. Named operations
     that have broken down on some rank end on all, too.
     """
-    leaving.sets.give_up_broken(gather)
-    ranks = leaving.sets.by_number()
+    sets.give_up_broken(gather)
+    ranks = sets.by_number()
     mine = {
         f"{number}.{optimizer}": (ranks[number], values)
-        for number, comm in leaving.sets.communicators().items()
-        if comm in leaving.step_checks
-        for optimizer, values in leaving.step_checks[comm].hand_over().items()
+        for number, comm in sets.communicators().items()
+        if comm in step_checks
+        for optimizer, values in step_checks[comm].hand_over().items()
     }
     if sys.exc_info()[0] is not None:
         mine = {}
-    is_strict = leaving.settings.check_weights == "error"
+    is_strict = check_weights == "error"
     fault, is_error = _difference(gather, mine, is_strict=is_strict)
-    if fault and not is_error and leaving.topology.rank == 0:
+    if fault and not is_error and sets.everyone.rank == 0:
         logs.warn_merged([[fault]])
     return fault if is_error else ""
 

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar, cast
 
 from hpctrain.cluster.topology import Topology
 from hpctrain.comm.communicator import Communicator
@@ -22,7 +22,6 @@ from hpctrain.negotiation.timeline import Timelines
 
 if TYPE_CHECKING:
     from hpctrain.comm.liveness import Gather
-    from hpctrain.runtime.process_sets import ProcessSet
 
 T = TypeVar("T")
 
@@ -112,6 +111,14 @@ class Registered:
         """Carries out named operations; None outside of the set."""
 
 
+class Registrable(Protocol):
+    """A process set that the table may know: a ``ProcessSet``."""
+
+    @property
+    def registered(self) -> "Registered | None":
+        """What the table knows of the set; None before it is registered."""
+
+
 class ProcessSets:
     """All process sets of a world; set 0 has all its ranks."""
 
@@ -132,7 +139,7 @@ class ProcessSets:
         """What carries out the named operations of all ranks."""
         self._sets = {0: self.everyone}
 
-    def controller(self, process_set: "ProcessSet | None") -> Controller:
+    def controller(self, process_set: Registrable | None) -> Controller:
         """Return what carries out the named operations of a set; None is the set of all ranks.
 
         ``ConfigError`` as ``registered``.
@@ -152,7 +159,7 @@ class ProcessSets:
         """Return those for buckets of all sets that this rank is in, by the set's number."""
         return {one.number: one.comm for one in self._in_turn() if one.comm is not None}
 
-    def communicator(self, process_set: "ProcessSet | None") -> Communicator:
+    def communicator(self, process_set: Registrable | None) -> Communicator:
         """Return the communicator of a set for buckets, apart from that of its controller.
 
         ``ConfigError`` as ``registered``.
@@ -161,7 +168,7 @@ class ProcessSets:
         assert found.comm is not None
         return found.comm
 
-    def registered(self, process_set: "ProcessSet") -> Registered:
+    def registered(self, process_set: Registrable) -> Registered:
         """Return what is known of a set; ``ConfigError`` if it is none, or not of this rank."""
         found = process_set.registered
         if found is None or not found.is_open:

@@ -199,26 +199,6 @@ class StopRequests:
                 os._exit(128 + numbers[0])
 
 
-def should_stop() -> bool:
-    """Return whether all ranks should save their state and end with exit code ``STOPPED``, 85.
-
-    Collective: call it between two steps of your own loop, on every rank. True on all ranks if one
-    of them was asked: by SIGTERM, SIGUSR1 or Ctrl-C; by a file STOP in the run directory; or
-    because ``HPCTRAIN_BUDGET`` or the job ends within a minute. The first call must be made in the
-    main thread: from then on these signals only ask, before they end the process as usual.
-
-        if hvd.should_stop():
-            checkpoints.save(state, step=step, wait=True)
-            sys.exit(hvd.STOPPED)
-
-    Raises:
-        CommError: the first call on some rank was made in another thread; on every rank.
-    """
-    from hpctrain.runtime.world import current  # noqa: PLC0415 - it needs torch, a launcher none
-
-    return current().stop.is_asked()
-
-
 _NOT_IN_MAIN = (
     "stop signals can only be taken by the main thread, but the first should_stop() was called in "
     "thread {}; call should_stop() once in the main thread of every rank before the thread starts"

@@ -2,9 +2,10 @@
 
 import atexit
 import sys
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol, cast
+from functools import partial
+from typing import TYPE_CHECKING, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -28,7 +29,7 @@ from hpctrain.negotiation.timeline import Timelines
 from hpctrain.runtime import arrival, lazy_dynamo, torch_backend
 from hpctrain.runtime.abort import FailureHooks, leave, start_guard
 from hpctrain.runtime.attachments import Attachments, Origin
-from hpctrain.runtime.last_check import compare
+from hpctrain.runtime.last_check import OpenedSteps, compare
 from hpctrain.runtime.process_set_table import Controllers, ProcessSets, Wanted, beside
 from hpctrain.runtime.rebuild import Rebuild, Stage
 from hpctrain.runtime.stopping import CommonStop
@@ -39,22 +40,6 @@ if TYPE_CHECKING:
     from hpctrain.comm.mpi_world import MpiComm
     from hpctrain.comm.spares import Spares
     from hpctrain.runtime.process_sets import ProcessSet
-
-
-class OpenedSteps(Protocol):
-    """The opening messages of steps, as a rank that has joined knows them."""
-
-    def take_part(self, comm: Communicator) -> bool:
-        """Take part in the next step of the other ranks with nothing. Collective.
-
-        False if all ranks do so: there is no other step.
-        """
-
-    def hand_over(self) -> Mapping[int, Mapping[str, str]]:
-        """Return, by optimizer, what its last step has left here; at the end. Not collective."""
-
-    def last_to_step(self, comm: Communicator) -> Sequence[int]:
-        """Return the ranks that have taken every step since all ranks had joined. Collective."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -318,7 +303,7 @@ def _leave_before_finalize() -> "BeforeFinalize":
 def shutdown() -> None:
     """Take leave of the other ranks; nothing but ``init`` may be called afterwards.
 
-    Collective in the end: it waits until every rank has called it or ended. Harmless before
+    Collective in the end: it waits for all ranks, at most ``HPCTRAIN_TIMEOUT``. Harmless before
     ``init`` and when called twice. A program that calls ``MPI.Finalize()`` takes leave by that.
 
     Then the ranks compare what the last step of each ``DistributedOptimizer`` has left: how many
@@ -353,7 +338,9 @@ def _leave(leaving: World, *, raises: bool) -> None:
             comm.drain()  # while lost ranks are still looked for
     fault, mine = "", leaving.attachments
     if leaving.presence is not None and mine.hooks is not None:
-        fault = leave(leaving.presence, mine.hooks, lambda gather: compare(leaving, gather))
+        strictness = leaving.settings.check_weights
+        check = partial(compare, leaving.sets, leaving.step_checks, strictness)
+        fault = leave(leaving.presence, mine.hooks, check)
         if fault and not raises:
             mine.hooks.end(ReplicaError(fault))
     if mine.statistics is not None:
@@ -464,6 +451,24 @@ def cross_size() -> int:
 def is_homogeneous() -> bool:
     """Say whether every node has the same number of ranks."""
     return current().topology.is_homogeneous
+
+
+def should_stop() -> bool:
+    """Return whether all ranks should save their state and end with exit code ``STOPPED``, 85.
+
+    Collective: call it between two steps of your own loop, on every rank. True on all ranks if one
+    of them was asked: by SIGTERM, SIGUSR1 or Ctrl-C; by a file STOP in the run directory; or
+    because ``HPCTRAIN_BUDGET`` or the job ends within a minute. The first call must be made in the
+    main thread: from then on these signals only ask, before they end the process as usual.
+
+        if hvd.should_stop():
+            checkpoints.save(state, step=step, wait=True)
+            sys.exit(hvd.STOPPED)
+
+    Raises:
+        CommError: the first call on some rank was made in another thread; on every rank.
+    """
+    return current().stop.is_asked()
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:  # noqa: FBT001, FBT002

@@ -36,7 +36,7 @@ class HpctrainGroup(OrderedGroup):
     def __init__(self, *args: Any, **options: Any) -> None:
         """Take what ``OrderedGroup`` takes. Collective."""
         super().__init__(*args, **options)
-        self._transfers = transfers_of(self.comm)
+        self._transfers = _transfers_of(self.comm)
         self._in_place = BucketsInPlace.of(self.comm)
 
     # -- reductions -------------------------------------------------------------------------
@@ -430,8 +430,8 @@ def _put_back(values: Tensor, tensor: Tensor) -> None:
     put_back(values, tensor.data)
 
 
-def transfers_of(comm: "Communicator") -> "Transfers | NodeExchange":
-    """Choose the way that the ranks of ``comm`` have. Collective."""
+def _transfers_of(comm: "Communicator") -> "Transfers | NodeExchange":
+    """Choose how the ranks of ``comm`` exchange tensors. Collective."""
     if comm.node is None:
         return Transfers(comm)
     from hpctrain.comm.process_group.memory_transfers import by_memory  # noqa: PLC0415 - needs MPI
