@@ -125,7 +125,8 @@ class HierarchicalCommunicator(MpiCommunicator):
                 self.node.meet(tensor_call(op, how.storage_dtype, numel, scale))
             return super().allreduce_(tensor, op=op, scale=scale)
         values = flat_of(tensor)
-        self._ways[way](how.view(values), how, scale)
+        stored = values if values.dtype is how.storage_dtype else how.view(values)
+        self._ways[way](stored, how, scale)
         put_back(values, tensor)
         return FINISHED
 
