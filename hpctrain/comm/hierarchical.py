@@ -19,12 +19,12 @@ from hpctrain.comm.call_check import bucket_call, call_of, tensor_call
 from hpctrain.comm.control_channel import mailbox
 from hpctrain.comm.mpi import MakeGroup, MpiCommunicator
 from hpctrain.comm.node.shared_memory import SharedMemory
+from hpctrain.comm.operation_result import FINISHED, Traffic, Work
 from hpctrain.comm.ops import Combination, Op, combination
 from hpctrain.comm.plan.plan import Plan
 from hpctrain.comm.rail.rail import InFlight, Rail
 from hpctrain.comm.tensor_arguments import check_scale, flat_of, name_of, put_back
 from hpctrain.comm.waiting import Watch, in_step
-from hpctrain.comm.work import FINISHED, Traffic, Work
 from hpctrain.core.errors import CommError
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ prepared operation and partial sums. A rank that receives another number, or a r
 refusal on, so all nodes get the same outcome after as many rounds as a sum takes. A vote cannot be
 withdrawn. The order of the sum is that of the plan, so results do not depend on the path.
 
-States of a rank (``State``)::
+States of a rank (``PathState``)::
 
     state      event                                        next state   verdict
     IDLE       prepare(number)                              PREPARED
@@ -169,7 +169,7 @@ class NodeVotes(Wire):
         return True
 
 
-class State(enum.Enum):
+class PathState(enum.Enum):
     """What a rank does on the fast path; see the module."""
 
     IDLE = enum.auto()
@@ -178,7 +178,7 @@ class State(enum.Enum):
     VOTING = enum.auto()
 
 
-_IDLE, _BUSY, _PREPARED, _VOTING = State  # to look one up in an Enum takes 50 ns
+_IDLE, _BUSY, _PREPARED, _VOTING = PathState  # to look one up in an Enum takes 50 ns
 
 
 class NodeCommit:
