@@ -8,8 +8,8 @@ from torch import Tensor, dtype
 
 from hpctrain.comm.bucket import Bucket
 from hpctrain.comm.control_channel.mailbox import Mailbox
+from hpctrain.comm.operation_result import Traffic, Work
 from hpctrain.comm.ops import Op, scale_
-from hpctrain.comm.work import Traffic, Work
 
 if TYPE_CHECKING:
     from hpctrain.comm.node.shared_memory import SharedMemory
@@ -19,7 +19,7 @@ T = TypeVar("T")
 GATHER = "gather of objects everywhere"
 
 
-class Link(Protocol):
+class Internode(Protocol):
     """The ranks, one of each node, that reduce the same slice of a bucket between the nodes."""
 
     rank: int
@@ -75,7 +75,7 @@ class Communicator(Protocol):
     """Ranks of each node that send between nodes; 0 if all ranks share one memory."""
 
     @property
-    def internode(self) -> Link | None:
+    def internode(self) -> Internode | None:
         """The ranks with the same slice on all nodes; None if another rank sends this slice."""
         return self
 
@@ -183,7 +183,7 @@ class Communicator(Protocol):
     def start_alltoall(
         self, tensors: Sequence[Tensor], numels: Sequence[int]
     ) -> Callable[[], list[Tensor]]:
-        """Exchange tensors as ``alltoall``; see ``Link``."""
+        """Exchange tensors as ``alltoall``; see ``Internode``."""
         del numels
         arrived = self.alltoall(tensors)
         return lambda: arrived

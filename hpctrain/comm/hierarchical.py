@@ -19,12 +19,12 @@ from hpctrain.comm.call_check import bucket_call, call_of, tensor_call
 from hpctrain.comm.control_channel import mailbox
 from hpctrain.comm.mpi import MakeGroup, MpiCommunicator
 from hpctrain.comm.node.shared_memory import SharedMemory
+from hpctrain.comm.operation_result import FINISHED, Traffic, Work
 from hpctrain.comm.ops import Combination, Op, combination
 from hpctrain.comm.plan.plan import Plan
 from hpctrain.comm.rail.rail import InFlight, Rail
 from hpctrain.comm.tensor_arguments import check_scale, flat_of, name_of, put_back
 from hpctrain.comm.waiting import Watch, in_step
-from hpctrain.comm.work import FINISHED, Traffic, Work
 from hpctrain.core.errors import CommError
 
 if TYPE_CHECKING:
@@ -125,7 +125,8 @@ class HierarchicalCommunicator(MpiCommunicator):
                 self.node.meet(tensor_call(op, how.storage_dtype, numel, scale))
             return super().allreduce_(tensor, op=op, scale=scale)
         values = flat_of(tensor)
-        self._ways[way](how.view(values), how, scale)
+        stored = values if values.dtype is how.storage_dtype else how.view(values)
+        self._ways[way](stored, how, scale)
         put_back(values, tensor)
         return FINISHED
 

@@ -17,6 +17,7 @@ from hpctrain.comm.control_channel import mailbox
 from hpctrain.comm.liveness import use
 from hpctrain.comm.member_meeting import MemberMeeting
 from hpctrain.comm.mpi_start import MPI
+from hpctrain.comm.operation_result import FINISHED, Traffic, Work
 from hpctrain.comm.ops import Combination, Op, combination, finish
 from hpctrain.comm.owner import Owner
 from hpctrain.comm.rail.algorithms import (
@@ -38,7 +39,6 @@ from hpctrain.comm.tensor_arguments import (
 )
 from hpctrain.comm.waiting import Limit, Watch, in_step
 from hpctrain.comm.watched_calls import WatchedCalls
-from hpctrain.comm.work import FINISHED, Traffic, Work
 from hpctrain.core.errors import CommError
 
 T = TypeVar("T")

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from hpctrain.comm.bucket import Bucket
 from hpctrain.comm.communicator import Communicator
+from hpctrain.comm.operation_result import Traffic
 from hpctrain.comm.owner import Owner
-from hpctrain.comm.work import Traffic
 from hpctrain.core.units import format_bytes, format_seconds
 
 _OPERATIONS = {

@@ -10,6 +10,7 @@ from hpctrain.comm.agreement import raise_if_any
 from hpctrain.comm.bucket import Bucket
 from hpctrain.comm.communicator import GATHER, Communicator
 from hpctrain.comm.control_channel import mailbox
+from hpctrain.comm.operation_result import FINISHED, Traffic, Work
 from hpctrain.comm.ops import Op, combination, scale_
 from hpctrain.comm.tensor_arguments import (
     check_alltoall,
@@ -21,7 +22,6 @@ from hpctrain.comm.tensor_arguments import (
     part_numels,
 )
 from hpctrain.comm.waiting import Watch
-from hpctrain.comm.work import FINISHED, Traffic, Work
 from hpctrain.core.errors import CommError
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from hpctrain.comm.bucket import Bucket
 from hpctrain.comm.communicator import Communicator
+from hpctrain.comm.operation_result import FINISHED, Traffic, Work
 from hpctrain.comm.ops import Op
 from hpctrain.comm.owner import Owner
-from hpctrain.comm.work import FINISHED, Traffic, Work
 
 T = TypeVar("T")
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from hpctrain.comm.bucket import Bucket
 from hpctrain.comm.communicator import Communicator
+from hpctrain.comm.operation_result import Work
 from hpctrain.comm.ops import Op
-from hpctrain.comm.work import Work
 from hpctrain.compress.codec import Codec, Identity
 from hpctrain.compress.half import HalfCodec
 from hpctrain.compress.int8 import Int8

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from hpctrain.comm.bucket import Bucket
 from hpctrain.comm.communicator import Communicator
-from hpctrain.comm.work import FINISHED, Work
+from hpctrain.comm.operation_result import FINISHED, Work
 
 
 class Codec(Protocol):

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from hpctrain.comm.bucket import Bucket
 from hpctrain.comm.communicator import Communicator
+from hpctrain.comm.operation_result import Work
 from hpctrain.comm.threaded import start_on
-from hpctrain.comm.work import Work
 from hpctrain.compress.codec import Codec
 
 

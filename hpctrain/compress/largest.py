@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hpctrain.comm.communicator import Link
+from hpctrain.comm.communicator import Internode
 from hpctrain.comm.norms import norms
 from hpctrain.compress.rail_codec import CodedShare, RailCodec, exchanged
 from hpctrain.core.checks import Count, Fraction, checked
@@ -34,7 +34,7 @@ class Sparse(RailCodec):
         return self._num_sent(share) * (4 + share.dtype.itemsize)
 
     def send_largest(
-        self, share: CodedShare, wanted: Tensor, result: Tensor, link: Link
+        self, share: CodedShare, wanted: Tensor, result: Tensor, link: Internode
     ) -> Tensor:
         """Let ``result`` be the sum of all ranks' largest values; return places of the own."""
         places = largest(wanted, self._num_sent(share))
@@ -98,7 +98,7 @@ class TopK(Sparse):
             "training ends elsewhere; leave error_feedback on"
         )
 
-    def reduce_(self, share: CodedShare, values: Tensor, link: Link) -> None:
+    def reduce_(self, share: CodedShare, values: Tensor, link: Internode) -> None:
         """Send the largest of values and what was left; see ``RailCodec``."""
         if not self.keeps_unsent:
             self.send_largest(share, values.clone(), values, link)
@@ -170,7 +170,7 @@ class DeepGradientCompression(Sparse):
         """Say yes of vectors."""
         return tensor.dim() < 2
 
-    def reduce_(self, share: CodedShare, values: Tensor, link: Link) -> None:
+    def reduce_(self, share: CodedShare, values: Tensor, link: Internode) -> None:
         """Sum momenta up and send the largest sums; see ``RailCodec``."""
         momenta, sums = share.remembered("momentum"), share.remembered("sum")
         if self._clip_norm is not None:

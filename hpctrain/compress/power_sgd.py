@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hpctrain.comm.communicator import Link
+from hpctrain.comm.communicator import Internode
 from hpctrain.compress.rail_codec import CodedShare, CodedTensor, RailCodec
 from hpctrain.core.checks import AtLeast0, Count, Number, checked
 
@@ -71,7 +71,7 @@ class PowerSGD(RailCodec):
         )
         return thin * share.dtype.itemsize
 
-    def reduce_(self, share: CodedShare, values: Tensor, link: Link) -> None:
+    def reduce_(self, share: CodedShare, values: Tensor, link: Internode) -> None:
         """Sum both thin matrices, one after the other; see ``RailCodec``."""
         if share.num_steps < self._warmup_steps:
             link.allreduce_(values).wait()
@@ -96,7 +96,11 @@ class PowerSGD(RailCodec):
             wanted.sub_(values, alpha=1 / link.size)
 
     def _thin(
-        self, share: CodedShare, wanted: Tensor, alike: Sequence[list[CodedTensor]], link: Link
+        self,
+        share: CodedShare,
+        wanted: Tensor,
+        alike: Sequence[list[CodedTensor]],
+        link: Internode,
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Return both thin matrices of the sums over the link, for each batch. Collective."""
         batches = [(places, _stacked(wanted, places)) for places in alike]
@@ -164,7 +168,7 @@ def _matrix(values: Tensor, place: CodedTensor) -> Tensor:
     return values[place.first : place.first + place.numel].view(-1, place.row)
 
 
-def _summed(thin: Sequence[Tensor], link: Link) -> list[Tensor]:
+def _summed(thin: Sequence[Tensor], link: Internode) -> list[Tensor]:
     """Return the sums of some matrices over the link, which travel as one message."""
     flat = torch.cat([each.reshape(-1) for each in thin])
     link.allreduce_(flat).wait()

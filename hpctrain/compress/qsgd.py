@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpctrain.comm.communicator import Link
+from hpctrain.comm.communicator import Internode
 from hpctrain.comm.norms import row_norms
 from hpctrain.compress.elias import LARGEST, Reader, codes_of, packed
 from hpctrain.compress.rail_codec import CodedShare, RailCodec, exchanged
@@ -46,7 +46,7 @@ class QSGD(RailCodec):
         """Return those of 3 bits per value, about; how many there are is known when they are."""
         return share.numel * 3 // 8
 
-    def reduce_(self, share: CodedShare, values: Tensor, link: Link) -> None:
+    def reduce_(self, share: CodedShare, values: Tensor, link: Internode) -> None:
         """Send codes to all; see ``RailCodec``."""
         name = f"{self._seed} {link.rank} {share.bucket} {share.places[0].start} {share.num_steps}"
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))

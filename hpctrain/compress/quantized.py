@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm.bucket import slice_bounds
-from hpctrain.comm.communicator import Link
+from hpctrain.comm.communicator import Internode
 from hpctrain.compress.rail_codec import CodedShare, RailCodec
 from hpctrain.core.checks import Count, checked
 
@@ -74,7 +74,7 @@ class Quantized(RailCodec):
         """Return the bytes of one coding of all values."""
         return self._form.num_bytes(share, slice(0, share.numel))
 
-    def reduce_(self, share: CodedShare, values: Tensor, link: Link) -> None:
+    def reduce_(self, share: CodedShare, values: Tensor, link: Internode) -> None:
         """Exchange pieces, sum one, and exchange the sums; see ``RailCodec``."""
         if share.num_steps < self._warmup_steps:
             link.allreduce_(values).wait()
@@ -93,7 +93,7 @@ class Quantized(RailCodec):
                 next(turns, None)
 
     def _turns(
-        self, share: CodedShare, chunk: slice, values: Tensor, link: Link
+        self, share: CodedShare, chunk: slice, values: Tensor, link: Internode
     ) -> Iterator[None]:
         """Exchange the pieces of a chunk, sum one, exchange the sums; yield while they travel."""
         form, numel = self._form, chunk.stop - chunk.start

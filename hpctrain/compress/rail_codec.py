@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hpctrain.comm.bucket import Bucket, slice_bounds
-from hpctrain.comm.communicator import Communicator, Link
+from hpctrain.comm.communicator import Communicator, Internode
+from hpctrain.comm.operation_result import Work
 from hpctrain.comm.threaded import start_on
-from hpctrain.comm.work import Work
 from hpctrain.core.errors import ConfigError
 
 
@@ -114,7 +114,7 @@ class RailCodec:
         self._before: list[CodedShare] = []
         self.rail_s = 0.0
 
-    def reduce_(self, share: CodedShare, values: Tensor, link: Link) -> None:
+    def reduce_(self, share: CodedShare, values: Tensor, link: Internode) -> None:
         """Replace flat ``values`` by what the codec makes of the sum over ``link``.
 
         Collective over it. Called in every step with the same share for the same values; ranks of
@@ -277,7 +277,7 @@ class RailCodec:
                 came = bucket.flat[place.start : place.stop].nan_to_num(0.0, 0.0, 0.0)
                 unsent[place.first : place.end].add_(came, alpha=1 / num_nodes)
 
-    def _over(self, share: CodedShare, flat: Tensor, link: Link) -> None:
+    def _over(self, share: CodedShare, flat: Tensor, link: Internode) -> None:
         """Reduce this rank's share of a bucket over the link."""
         start = time.perf_counter()
         if share.exact:
@@ -306,7 +306,7 @@ def gathered(bucket: Tensor, spans: Sequence[slice], dtype: torch.dtype) -> Iter
         view.copy_(value)
 
 
-def exchanged(link: Link, outgoing: Sequence[Tensor], numels: Sequence[int]) -> list[Tensor]:
+def exchanged(link: Internode, outgoing: Sequence[Tensor], numels: Sequence[int]) -> list[Tensor]:
     """Send ``outgoing[r]`` to rank r; return what came from each, ``numels[r]`` elements."""
     return link.start_alltoall(outgoing, numels)()
 

@@ -28,7 +28,7 @@ from hpctrain.gradients.sparse_gradients import writes_of
 from hpctrain.gradients.step_header import ShardedFacts
 
 if TYPE_CHECKING:
-    from hpctrain.comm.work import Work
+    from hpctrain.comm.operation_result import Work
 
 _LATE_STEPS = 64
 """So many steps a rank begins nothing early after what it began was void: that costs a sum."""

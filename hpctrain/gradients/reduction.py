@@ -17,9 +17,9 @@ from hpctrain.comm.agreement import require_equal
 from hpctrain.comm.bucket import Bucket, BucketPlan, TensorSpec, plan_buckets
 from hpctrain.comm.bucket_storage import ReduceBackend, by_first_backend
 from hpctrain.comm.communicator import Communicator
+from hpctrain.comm.operation_result import Work
 from hpctrain.comm.plan.plan import Plan
 from hpctrain.comm.threaded import start_on
-from hpctrain.comm.work import Work
 from hpctrain.compress.codec import Codec, Identity, settings_of
 from hpctrain.compress.savings import Savings, savings_of
 from hpctrain.core.checksum import crc32

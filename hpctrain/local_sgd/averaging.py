@@ -12,8 +12,8 @@ from hpctrain.comm.agreement import require_equal
 from hpctrain.comm.bucket import Bucket, TensorSpec, plan_buckets, slice_bounds
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.norms import norms
+from hpctrain.comm.operation_result import FINISHED, Work
 from hpctrain.comm.threaded import start_on
-from hpctrain.comm.work import FINISHED, Work
 from hpctrain.compress.codec import Codec, settings_of
 from hpctrain.core.errors import NotFiniteError
 from hpctrain.core.units import by_rank

@@ -18,7 +18,7 @@ from hpctrain.negotiation.request import Kind, ReduceOp, Request, Result
 
 if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator
-    from hpctrain.comm.work import Traffic
+    from hpctrain.comm.operation_result import Traffic
     from hpctrain.negotiation.messages import OperationBatch
     from hpctrain.negotiation.request import Handle, TensorHandle
     from hpctrain.negotiation.timeline import Timeline

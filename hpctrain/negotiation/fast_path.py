@@ -13,7 +13,7 @@ prepared operation and partial sums. A rank that receives another number, or a r
 refusal on, so all nodes get the same outcome after as many rounds as a sum takes. A vote cannot be
 withdrawn. The order of the sum is that of the plan, so results do not depend on the path.
 
-States of a rank (``State``)::
+States of a rank (``PathState``)::
 
     state      event                                        next state   verdict
     IDLE       prepare(number)                              PREPARED
@@ -66,7 +66,7 @@ if TYPE_CHECKING:
     from hpctrain.negotiation.pending_table import ResponseCache
 
 _NUMBER_BITS = 20
-_IDLE, _BUSY, _ABORTED = 0, -1, -2  # words of ranks that have prepared nothing
+_NOTHING, _WAITS, _ABORTED = 0, -1, -2  # words of ranks that have prepared nothing
 
 _VOTE_ALGORITHM = "doubling"
 """It sends as many messages for any size: a node that refuses does not know the size."""
@@ -169,13 +169,16 @@ class NodeVotes(Wire):
         return True
 
 
-class State(enum.Enum):
+class PathState(enum.Enum):
     """What a rank does on the fast path; see the module."""
 
     IDLE = enum.auto()
     BUSY = enum.auto()
     PREPARED = enum.auto()
     VOTING = enum.auto()
+
+
+_IDLE, _BUSY, _PREPARED, _VOTING = PathState  # to look one up in an Enum takes 50 ns
 
 
 class NodeCommit:
@@ -187,20 +190,19 @@ class NodeCommit:
     """
 
     def __init__(self, channel: NodeChannel) -> None:
-        self.state = State.IDLE
+        self.state = _IDLE
         self.num_commits = 0
-        self._channel = channel
+        self._words, self._fence, self._doorbells = channel.words, channel.fence, channel.doorbells
+        self._ring_root = channel.doorbells[0]
+        self._ring_below = [channel.doorbells[child] for child in channel.tree.children]
+        self._is_child_of_root = channel.tree.parent == 0
         self._votes = NodeVotes(channel) if channel.leaders else None
         self._ballot: Callable[[], Ballot] | None = None
         self._is_root = channel.tree.parent is None
         self._place = WORDS * channel.tree.rank
         self._others = channel.words[WORDS::WORDS]  # one read of all: some 30 ns a rank
-        self._word = _IDLE
-
-    @property
-    def is_with_votes(self) -> bool:
-        """Whether this node votes with others."""
-        return self._votes is not None
+        self._num_others = len(self._others)
+        self._word = _NOTHING
 
     def prepare(self, number: int, ballot: Callable[[], Ballot] | None = None) -> None:
         """Publish that this rank is ready for operation ``number``: its data are written.
@@ -208,29 +210,33 @@ class NodeCommit:
         Until ``poll`` returns a verdict this rank starts nothing in which others take part. Rank 0
         calls ``ballot`` for the values of the node's vote once all its ranks are ready.
         """
-        self._ballot, self.state = ballot, State.PREPARED
+        self._ballot, self.state = ballot, _PREPARED
         self._word = word = self.num_commits << _NUMBER_BITS | number + 1
         if not self._is_root:
-            channel = self._channel
-            if channel.fence is not None:
-                channel.fence()  # the data first; before them, the loads of those of the others
-            channel.words[self._place] = word
-            channel.doorbells[0]()
+            if self._fence is not None:
+                self._fence()  # the data first; before them, the loads of those of the others
+            self._words[self._place] = word
+            self._ring_root()
 
     def poll(self) -> bool | None:
         """Return True once this rank's operation is committed, False if it never will be.
 
         After a commit the data of all ranks may be read, until each prepares the next but one.
         """
-        if self.state is State.PREPARED:
-            return self._poll_words() if self._is_root else self._poll_commits()
-        return self._outcome() if self.state is State.VOTING else False
+        if self.state is not _PREPARED:
+            return self._outcome() if self.state is _VOTING else False
+        if self._is_root:
+            return self._poll_words()
+        if self._words[0] != self.num_commits:
+            self._count_commit()
+            return True
+        return None if self._words[self._place] == self._word else self._aborted()
 
     def withdraw(self) -> bool:
         """Take back what rank 0 has prepared, if that is possible; return whether it was."""
-        if not self._is_root or self.state is not State.PREPARED:
+        if not self._is_root or self.state is not _PREPARED:
             return False
-        self.state = State.IDLE
+        self.state = _IDLE
         return True
 
     def set_busy(self, *, busy: bool) -> None:
@@ -239,36 +245,30 @@ class NodeCommit:
         To be called before the message is sent, before others can know the answer, and whenever
         rank 0 was woken meanwhile: it aborts what would wait for it in vain.
         """
-        was_busy = self.state is State.BUSY
-        if (busy or was_busy) and self.state is not State.VOTING:  # a vote is not withdrawn
-            self.state = State.BUSY if busy else State.IDLE
+        was_busy = self.state is _BUSY
+        if not (busy or was_busy) and self._votes is None:
+            return
+        if (busy or was_busy) and self.state is not _VOTING:  # a vote is not withdrawn
+            self.state = _BUSY if busy else _IDLE
         if self._is_root:
             if busy:
                 self._abort()
-            if self._votes is not None and self.state is not State.VOTING:
+            if self._votes is not None and self.state is not _VOTING:
                 self._votes.continue_refused(refuse=busy)
         elif busy is not was_busy:
-            channel = self._channel
-            channel.words[self._place] = _BUSY if busy else _IDLE
-            if busy and channel.tree.parent != 0:  # else rank 0 gets the control message
-                channel.doorbells[0]()
-
-    def _poll_commits(self) -> bool | None:
-        words = self._channel.words
-        if words[0] != self.num_commits:
-            self._count_commit()
-            return True
-        return None if words[self._place] == self._word else self._aborted()
+            self._words[self._place] = _WAITS if busy else _NOTHING
+            if busy and not self._is_child_of_root:  # else rank 0 gets the control message
+                self._ring_root()
 
     def _poll_words(self) -> bool | None:
-        channel, others = self._channel, self._others.tolist()
-        if others.count(self._word) == len(others):
-            if channel.fence is not None:
-                channel.fence()  # the words before the data
+        others = self._others.tolist()
+        if others.count(self._word) == self._num_others:
+            if self._fence is not None:
+                self._fence()  # the words before the data
             return self._commit() if self._votes is None else self._vote(self._votes)
         first = self.num_commits << _NUMBER_BITS
         for word in others:
-            if word < 0 or (word >= first and word not in (_IDLE, self._word)):
+            if word < 0 or (word >= first and word not in (_NOTHING, self._word)):
                 return self._aborted()
         return None
 
@@ -276,7 +276,7 @@ class NodeCommit:
         """Vote, once no earlier vote is in flight, which this node has refused."""
         if votes.is_open and votes.outcome() is None:
             return None
-        self.state = State.VOTING
+        self.state = _VOTING
         number = (self._word & (1 << _NUMBER_BITS) - 1) - 1
         votes.start(number, self._ballot() if self._ballot is not None else _BLANK)
         return self._outcome()
@@ -292,9 +292,9 @@ class NodeCommit:
         return verdict
 
     def _commit(self) -> bool:
-        if self._channel.fence is not None:
-            self._channel.fence()
-        self._channel.words[0] = self.num_commits + 1
+        if self._fence is not None:
+            self._fence()
+        self._words[0] = self.num_commits + 1
         self._count_commit()
         return True
 
@@ -302,20 +302,20 @@ class NodeCommit:
         first = max(self.num_commits << _NUMBER_BITS, 1)
         for rank, word in enumerate(self._others.tolist(), 1):
             if word >= first:
-                self._channel.words[WORDS * rank] = _ABORTED
-                self._channel.doorbells[rank]()
+                self._words[WORDS * rank] = _ABORTED
+                self._doorbells[rank]()
 
     def _aborted(self) -> bool:
-        self.state = State.IDLE
+        self.state = _IDLE
         return False
 
     def _count_commit(self) -> None:
-        channel, self.state = self._channel, State.IDLE
+        self.state = _IDLE
         self.num_commits += 1
-        if channel.fence is not None:
-            channel.fence()
-        for child in channel.tree.children:
-            channel.doorbells[child]()
+        if self._fence is not None:
+            self._fence()
+        for ring in self._ring_below:
+            ring()
 
 
 class Known(NamedTuple):
@@ -386,7 +386,7 @@ class FastPath:
             ctypes.memmove(known.own[turn], tensor.data_ptr(), known.num_bytes)
         else:
             known.slots[turn][self._node.local_rank].copy_(tensor.detach())
-        ballot = partial(self._ballot, known) if self.commit.is_with_votes else None
+        ballot = partial(self._ballot, known) if self._num_nodes > 1 else None
         self.commit.prepare(known.number, ballot)
 
     def poll_awake(self) -> bool | None:
@@ -397,7 +397,7 @@ class FastPath:
                 return verdict
         start = time.perf_counter()
         while (waited_s := time.perf_counter() - start) < pace.spin_s + pace.yield_s:
-            if waited_s > pace.spin_s and self.commit.state is not State.VOTING:
+            if waited_s > pace.spin_s and self.commit.state is not _VOTING:
                 yield_core()  # MPI yields by itself, if it should
             if (verdict := poll()) is not None:
                 return verdict
@@ -407,8 +407,7 @@ class FastPath:
         """Return the sum of what all ranks have prepared and rank 0 has committed."""
         node, tensor, how = self._node, handle.tensor, known.how
         parts = list(known.slots[node.turn])
-        node.end_turn()
-        node.count((1 + len(parts)) * known.num_bytes)
+        node.end_turn((1 + len(parts)) * known.num_bytes)
         given = tensor.detach() if tensor.requires_grad else tensor
         if self._num_nodes > 1:
             del parts[1:]  # the first is the sum

@@ -16,7 +16,7 @@ from pathlib import Path
 from time import perf_counter_ns
 from typing import Any, NamedTuple
 
-from hpctrain.comm.work import Traffic
+from hpctrain.comm.operation_result import Traffic
 from hpctrain.core.paths import absolute
 
 RANK = "{rank}"  # where a path has this, every rank writes a file of its own

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from hpctrain.comm.work import Traffic
+from hpctrain.comm.operation_result import Traffic
 from hpctrain.train.task import Task
 
 

@@ -7,8 +7,8 @@ import torch
 
 import hpctrain
 from hpctrain.comm.observed import Count, ObservedCall, Statistics, describe, observed
+from hpctrain.comm.operation_result import Traffic
 from hpctrain.comm.serial import SerialCommunicator
-from hpctrain.comm.work import Traffic
 from hpctrain.core.units import MIB
 from hpctrain.runtime.world import current
 

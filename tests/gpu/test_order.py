@@ -13,7 +13,7 @@ import torch
 from hpctrain.comm.bucket_storage import StagedBucket
 from hpctrain.comm.node.peer_bucket import PeerBucket
 from hpctrain.comm.node.peer_memory import Segment
-from hpctrain.comm.work import FINISHED
+from hpctrain.comm.operation_result import FINISHED
 from tests.gpu import race_checker
 from tests.gpu.race_checker import CheckedDevice, Checker, Meeting, Watching
 

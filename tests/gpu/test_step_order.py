@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hpctrain.comm import bucket_storage, device
-from hpctrain.comm.work import FINISHED
+from hpctrain.comm.operation_result import FINISHED
 from hpctrain.gradients import reduction
 from tests.gpu.race_checker import CheckedDevice, Checker, Watching
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hpctrain.comm.control_channel.mailbox import WORDS, NodeChannel, tree_of
-from hpctrain.negotiation.fast_path import NodeCommit, State
+from hpctrain.negotiation.fast_path import NodeCommit, PathState
 
 
 class Ranks:
@@ -128,26 +128,26 @@ def test_states_and_verdicts_are_those_of_the_table():
     ranks = Ranks(2)
     root, other = ranks.commits
     for number, is_committed in ((0, True), (1, False)):
-        assert (root.state, other.state) == (State.IDLE, State.IDLE)
+        assert (root.state, other.state) == (PathState.IDLE, PathState.IDLE)
         other.set_busy(busy=True)
-        assert other.state is State.BUSY
+        assert other.state is PathState.BUSY
         other.prepare(number)
         root.prepare(number if is_committed else 7)
-        assert (root.state, other.state) == (State.PREPARED, State.PREPARED)
+        assert (root.state, other.state) == (PathState.PREPARED, PathState.PREPARED)
         assert other.poll() is None
         assert root.poll() is is_committed
-        assert root.state is State.IDLE
+        assert root.state is PathState.IDLE
         if not is_committed:
             root.set_busy(busy=True)
-            assert root.state is State.BUSY
+            assert root.state is PathState.BUSY
         assert other.poll() is is_committed
         root.set_busy(busy=False)
     root.prepare(2)
     assert root.withdraw()
-    assert root.state is State.IDLE
+    assert root.state is PathState.IDLE
     assert root.poll() is False
     other.prepare(2)
     assert not other.withdraw()
     other.set_busy(busy=True)
-    assert other.state is State.BUSY
+    assert other.state is PathState.BUSY
     assert other.poll() is False

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from hpctrain.comm.work import Traffic
+from hpctrain.comm.operation_result import Traffic
 from hpctrain.negotiation.timeline import Timeline, Timelines
 from tests.full_disk import largest_file
 

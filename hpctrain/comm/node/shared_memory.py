@@ -134,16 +134,20 @@ class SharedMemory:
         self._calls[self.local_rank * _CELLS + turn] = call.number
         self._pass_barrier()
         calls = self._calls[turn::_CELLS].tolist()
-        self.end_turn()
+        self.turn = 1 - turn
         if calls.count(call.number) != self.local_size:
             error = disagreement(self._node, call, self._watch)
             if self._watch.number is not None and not of_node:
                 self._watch.fail(error)
             raise error
 
-    def end_turn(self) -> None:
-        """Use the other place from now on: all ranks of the node were here. Not collective."""
+    def end_turn(self, num_bytes: int) -> None:
+        """Use the other place from now on, after ``num_bytes``: all ranks of the node were here.
+
+        Not collective.
+        """
         self.turn = 1 - self.turn
+        self.num_bytes += num_bytes
 
     def compare(self, call: Call, number: int) -> bool:
         """Meet for ``call``, and say whether all ranks of the node tell the same number."""

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from hpctrain.comm.bucket import Bucket
 from hpctrain.comm.communicator import Communicator
+from hpctrain.comm.operation_result import Work
 from hpctrain.comm.ops import Op
-from hpctrain.comm.work import Work
 from hpctrain.core.errors import NodeMemoryError
 from hpctrain.core.torch_compat import BACKWARD, can_move_storage, move_storage
 from hpctrain.core.units import MIB

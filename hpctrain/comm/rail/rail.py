@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hpctrain.comm import requests
 from hpctrain.comm.mpi_start import MPI
+from hpctrain.comm.operation_result import FINISHED, Traffic, Work
 from hpctrain.comm.ops import Combination, Op, combination, scale_
 from hpctrain.comm.plan.plan import Plan, SizeTable
 from hpctrain.comm.rail.algorithms import ALGORITHMS, allreduce_steps, schedule_name
@@ -20,7 +21,6 @@ from hpctrain.comm.rail.wire import Wire
 from hpctrain.comm.requests import MpiRequest
 from hpctrain.comm.tensor_arguments import check_scale, flattened
 from hpctrain.comm.waiting import BY_MPI, Pace, Watch, wait_request
-from hpctrain.comm.work import FINISHED, Traffic, Work
 from hpctrain.core.errors import CommError
 from hpctrain.core.python_compat import Self
 from hpctrain.core.units import format_bytes
