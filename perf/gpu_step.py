@@ -103,7 +103,7 @@ class Variant:
             group["lr"] = 0.0  # else weights would part, which is an error
         reduction = self.optimizer._exchange.reduction  # noqa: SLF001 - all but this is measured
         reduction._reduce = lambda _: None  # noqa: SLF001
-        for bucket in reduction._buckets:  # noqa: SLF001
+        for bucket in reduction.layout.buckets:
             bucket.place.depart = bucket.place.arrive = lambda: None
 
 

@@ -463,7 +463,6 @@ class AsyncMethod(CommonBlock):
         """Do nothing: its steps are opened by no message."""
 
     def _describe(self, arguments: Mapping[str, object]) -> list[str]:
-        """Return what all ranks must have alike, a line for each thing."""
         lines = [f"{name}={value}" for name, value in arguments.items()]
         every = zip(self._names, self._layout.parameters, self._layout.describe(), strict=True)
         for name, p, about in every:

@@ -33,6 +33,8 @@ class AdasumStep(OptimizerExchange):
     gradient, as in Horovod.
     """
 
+    unscales = True
+
     def __init__(
         self,
         comm: Communicator,

@@ -60,7 +60,7 @@ class _Watch:
             yield
             return
         _wait_for(what.slots[0].view)
-        buckets, count = self._reduction._buckets, self._reduction.count  # noqa: SLF001
+        buckets, count = self._reduction.layout.buckets, self._reduction.count
         if what is buckets[0]:
             self._own, self._average, self._has_own = 0.0, 0.0, False
         if count.factor and any(slot.is_present for slot in what.slots):

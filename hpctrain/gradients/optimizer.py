@@ -23,6 +23,7 @@ from hpctrain.core.errors import ConfigError
 from hpctrain.core.torch_compat import dynamo_disable
 from hpctrain.gradients.adasum_step import AdasumStep
 from hpctrain.gradients.averaged_gradients import AveragedGradients
+from hpctrain.gradients.bucket_reducer import ParameterSource
 from hpctrain.gradients.loss_scale import unscale_by_exchange
 from hpctrain.gradients.node_values import is_shared, require_no_masters
 from hpctrain.gradients.optimizer_exchange import NoExchange, OptimizerExchange
@@ -55,12 +56,12 @@ def DistributedOptimizer(  # noqa: N802, PLR0913, PLR0917 - Horovod's name and a
 ) -> Any:
     """Make ``optimizer`` step on gradients that are averaged over all ranks.
 
-    The optimizer is changed in place and returned: schedulers, scalers and hooks that know it go
-    on to work, and ``isinstance`` stays true. When ``backward()`` returns, every ``.grad`` is the
-    average, so clipping and unscaling see the truth. It lies in a buffer that the next step uses
-    again: clone what you keep. Nothing happens outside ``process_set``, and, but for masters, in a
-    world of one. Collective over the process set, as are ``backward()`` and ``step()`` from then
-    on. Several of them may share one backward, if all ranks' hooks fire in the same order.
+    The optimizer is changed in place and returned: schedulers, scalers and hooks continue to work,
+    and ``isinstance`` stays true. When ``backward()`` returns, every ``.grad`` is the average, so
+    gradient clipping and unscaling use averages. A later step uses its memory again: clone what
+    you keep. Nothing happens outside ``process_set``, and, but for masters, in a world of one.
+    Collective over the process set, as are ``backward()`` and ``step()``. Several optimizers may
+    share one backward, if all ranks' hooks fire in the same order.
 
     Args:
         optimizer: any torch optimizer, already holding the parameters.
@@ -68,8 +69,7 @@ def DistributedOptimizer(  # noqa: N802, PLR0913, PLR0917 - Horovod's name and a
         compression: of dense gradients: ``Compression.none``, ``fp16``, ``bf16``, a codec or its
             name (``hpctrain guide compression``), or anything with Horovod's two functions.
         backward_passes_per_step: passes that are added up on each rank before one reduction.
-        op: ``Average``, weighted by samples where ``set_num_samples`` is called; ``Sum``; or
-            ``Adasum``: each rank takes a step of its own, and the steps are combined.
+        op: ``Average``, weighted by ``set_num_samples``; ``Sum``; or ``Adasum``, of ranks' steps.
         gradient_predivide_factor: with ``Average``: divides before the sum, multiplies it after.
         num_groups: Horovod's old name of a number of ``groups``.
         groups: gradients that travel together: lists of parameters, or a number of groups.
@@ -92,28 +92,32 @@ def DistributedOptimizer(  # noqa: N802, PLR0913, PLR0917 - Horovod's name and a
     if comm is None:
         return _upgraded(optimizer, NoExchange(), names, passes)
     parameters, steps = partial(named, weakref.ref(optimizer), names), steps_over(comm)
+    how = comm, world.current().plan, codec, grouping, count, steps
     if op is Adasum:
-        exchange: OptimizerExchange = AdasumStep(
-            comm, compressor_for(compression), parameters, steps
-        )
-        optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]  # noqa: SLF001
-        return _upgraded(optimizer, exchange, names, passes)
-    here = world.current()
-    how = comm, here.plan, codec, grouping, count, steps
-    if is_shared(shard, comm, codec):
-        exchange = ShardedStep(
-            ShardedReduction(*how), parameters, here.last_call.note, optimizer, master_dtype
-        )
+        exchange: Any = AdasumStep(comm, compressor_for(compression), parameters, steps)
+    elif is_shared(shard, comm, codec):
+        exchange = ShardedStep(ShardedReduction(*how), parameters, optimizer, master_dtype)
     else:
-        require_no_masters(master_dtype)
-        exchange = AveragedGradients(
-            Reduction(*how),
-            parameters,
-            here.last_call.note,
-            passes=passes,
-            is_over_world=comm is here.comm,
-        )
+        exchange = _averaging(comm, Reduction(*how), parameters, passes, master_dtype)
     return _upgraded(optimizer, exchange, names, passes)
+
+
+def _averaging(
+    comm: Communicator,
+    reduction: Reduction,
+    parameters: ParameterSource,
+    passes: int,
+    master_dtype: torch.dtype | None,
+) -> AveragedGradients:
+    require_no_masters(master_dtype)
+    here = world.current()
+    return AveragedGradients(
+        reduction,
+        parameters,
+        here.last_call.note,
+        passes=passes,
+        is_over_world=comm is here.comm,
+    )
 
 
 class DistributedMethods(StepNotes):
@@ -303,6 +307,8 @@ def _upgraded(
     kind = type(optimizer)
     optimizer.__class__ = type(kind.__name__, (DistributedMethods, kind), {})
     vars(optimizer).update(_exchange=exchange, _parameter_names=names, _passes=passes)
+    if exchange.unscales:
+        optimizer._step_supports_amp_scaling = True  # noqa: SLF001 - of GradScaler
     if not isinstance(exchange, NoExchange):
         # They find it by the optimizer: functions that held it would keep both for ever.
         optimizer.register_step_pre_hook(before_step)

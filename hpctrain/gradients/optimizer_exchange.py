@@ -41,6 +41,9 @@ class OptimizerExchange:
     the ``.grad`` of this rank and sends nothing; an exchange defines what it does otherwise.
     """
 
+    unscales = False
+    """Whether ``step()`` does what a ``GradScaler`` leaves to it, and is called in any case."""
+
     @property
     def steps(self) -> StepFacts:
         """Flags and losses of the ranks."""

@@ -4,9 +4,9 @@ All ranks have the same buckets and send them in one order, behind the message o
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm.agreement import require_equal
-from hpctrain.comm.bucket import Bucket, BucketPlan, TensorSpec, plan_buckets
-from hpctrain.comm.bucket_storage import ReduceBackend, by_first_backend
+from hpctrain.comm.bucket import Bucket
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.operation_result import Work
 from hpctrain.comm.plan.plan import Plan
 from hpctrain.comm.threaded import start_on
-from hpctrain.compress.codec import Codec, Identity, settings_of
+from hpctrain.compress.codec import Codec, Identity
 from hpctrain.compress.savings import Savings, savings_of
 from hpctrain.core.checksum import crc32
 from hpctrain.core.errors import CommError
+from hpctrain.gradients.bucket_layout import BucketLayout
 from hpctrain.gradients.gradient_bucket import GradientBucket, Slot
 from hpctrain.gradients.parameter_names import Grouping, NamedParameters
 from hpctrain.gradients.sample_count import SampleCount
@@ -31,6 +31,18 @@ from hpctrain.gradients.sparse_gradients import SparseSlot
 from hpctrain.gradients.step_counter import StepCounter
 from hpctrain.gradients.step_header import StepAgreement, StepMessage
 from hpctrain.gradients.weight_sample import checksum_of, due, sample_of
+
+
+@dataclass(slots=True)
+class StepProgress:
+    """How far the reduction of one step has come."""
+
+    num_sent: int = 0  # buckets
+    agreement: StepAgreement | None = None
+    is_refused: bool = False  # whether the ranks have refused the step: no bucket is sent then
+    works: list[Work] = field(default_factory=list)
+    finite: list[bool] = field(default_factory=list)  # of each bucket that was looked at
+    waited_s: float = 0.0
 
 
 class Reduction:
@@ -53,20 +65,13 @@ class Reduction:
         self.is_finite: bool | None = None
         """Whether all sums of the last step are; None where nobody has looked at all of them."""
         self.around: Callable[..., AbstractContextManager[None]] = nullcontext  # of each sum
-        self.slot_of: dict[Tensor, Slot | SparseSlot] = {}
-        self.slot_by_id: dict[int, Slot | SparseSlot] = {}
-        self._comm, self._plan, self.codec, self._grouping = comm, plan, codec, grouping
-        self._parameters: NamedParameters = ()
-        self._buckets: list[GradientBucket] = []
-        self._dense: list[Slot] = []
-        self._sparse: list[SparseSlot] = []
-        self._sparse_dims: dict[Tensor, int] = {}
-        self._filled_new_sparse = False
+        self._comm, self._plan, self.codec = comm, plan, codec
+        self.layout = BucketLayout(comm, plan, codec, grouping)
         self.forget()
 
     def over(self, comm: Communicator, plan: Plan, steps: StepCounter) -> "Reduction":
         """Return one that does the same over other ranks. Not collective; ``build`` is."""
-        return Reduction(comm, plan, self.codec, self._grouping, self.count, steps)
+        return Reduction(comm, plan, self.codec, self.layout.grouping, self.count, steps)
 
     def is_over(self, comm: Communicator) -> bool:
         """Say whether it reduces over the ranks of ``comm``."""
@@ -85,62 +90,35 @@ class Reduction:
     @property
     def num_bytes(self) -> int:
         """Bytes of this rank that travel in a step, sparse gradients left out."""
-        return sum(self.codec.num_bytes(bucket.bucket) for bucket in self._buckets)
+        return sum(self.codec.num_bytes(bucket.bucket) for bucket in self.layout.buckets)
 
     @property
     def savings(self) -> Savings:
         """What the codec spares in a step."""
-        return savings_of(self.codec, [b.bucket for b in self._buckets], self._comm, self._plan)
+        return savings_of(
+            self.codec, [b.bucket for b in self.layout.buckets], self._comm, self._plan
+        )
 
     @property
     def has_sent(self) -> bool:
         """Whether gradients of this step have begun to travel."""
-        return self._next_bucket > 0
+        return self._step.num_sent > 0
 
     @property
     def has_gradients(self) -> bool:
         """Whether any parameter has a gradient."""
-        return any(parameter.grad is not None for parameter in self.slot_of)
+        return any(parameter.grad is not None for parameter in self.layout.slot_of)
 
     @property
     def keeps_result(self) -> bool:
         """Whether this rank adds what is reduced to a further reduction: one does of a sum."""
         return self.count.average or self.leads
 
-    def build(self, parameters: NamedParameters, results: Sequence[Tensor] = ()) -> None:
-        """Lay the buckets out for all these parameters, the same on every rank. Collective.
-
-        Where ranks have other parameters or groups all raise ``MismatchError``. ``results`` are
-        those whose gradients are alike on all ranks, beside those known.
-        """
-        self._groups = self._grouping.numbers([p for _, p in parameters])
-        lines = [f"{n} {tuple(p.shape)} {p.dtype} strides {p.stride()}" for n, p in parameters]
-        if len(places := device_numbers([p for _, p in parameters])) > 1:
-            numbers = [places[p.device] for _, p in parameters]
-            lines = [f"{line} device {n}" for line, n in zip(lines, numbers, strict=True)]
-        if self._groups:
-            pairs = zip(lines, self._groups, strict=True)
-            lines = [f"{line} group {group}" for line, group in pairs]
-        require_equal(self._comm, [f"compression {settings_of(self.codec)}", *lines], "parameters")
-        results = [*results, *(p for p, slot in self.slot_of.items() if slot.holds_result)]
-        self._parameters = parameters
-        self._lay_out()
-        for parameter in results:
-            if parameter in self.slot_of:
-                self.slot_of[parameter].adopt()
-
-    def fits(self, parameters: NamedParameters) -> bool:
-        """Say whether these are the parameters of ``build``, in the same dtypes and layouts."""
-        slot_of = self.slot_of
-        return len(parameters) == len(slot_of) and all(
-            (slot := slot_of.get(p)) is not None and slot.fits(p) for _, p in parameters
-        )
-
     def take(self, slot: Slot | SparseSlot) -> None:
         """Put a final gradient into its place, and send the buckets that are full."""
         if isinstance(slot, SparseSlot):
             return
-        if slot.is_filled and (self._next_bucket > slot.bucket or self.count.factor != 1.0):
+        if slot.is_filled and (self._step.num_sent > slot.bucket or self.count.factor != 1.0):
             raise CommError(
                 f"the gradient of {slot.name} came twice in one backward, and only once in the "
                 f"first step; keep the graph as it is, or checkpoint with use_reentrant=False"
@@ -148,11 +126,11 @@ class Reduction:
         self._fill(slot)
         if self._plan.overlap == "end":
             return
-        buckets = self._buckets
-        while self._next_bucket < len(buckets) and not buckets[self._next_bucket].num_empty:
-            if self._next_bucket == 0:
-                mine = self._message(StepMessage(), new_sparse=self._filled_new_sparse)
-                self._works.append(self._run(self._open, mine))
+        buckets = self.layout.buckets
+        while self._step.num_sent < len(buckets) and not buckets[self._step.num_sent].num_empty:
+            if self._step.num_sent == 0:
+                mine = self._message(StepMessage(), new_sparse=self.layout.found_new_sparse)
+                self._step.works.append(self._run(self._open, mine))
             self._launch_next()
 
     def changed_by_hand(self, today: NamedParameters | None) -> int | None:
@@ -161,15 +139,15 @@ class Reduction:
         What was put in their place becomes a copy: it may lie in the place of another. Of what
         was written in place a sample counts, since clipping does that in every step.
         """
-        touched = [(s.name, s.parameter) for s in self.slot_of.values() if s.is_touched]
-        touched += [named for named in today or () if named[1] not in self.slot_of]
+        touched = [(s.name, s.parameter) for s in self.layout.slots if s.is_touched]
+        touched += [named for named in today or () if named[1] not in self.layout.slot_of]
         total = 0
         for name, parameter in touched:
             total = crc32(name.encode(), total)
             if parameter.grad is not None:
                 parameter.grad = parameter.grad.detach().clone()
                 total = checksum_of(parameter.grad, total)
-        written, step = [s for s in self._dense if s.is_written], self.steps.number or 0
+        written, step = [s for s in self.layout.dense if s.is_written], self.steps.number or 0
         total ^= sample_of(due([s.view for s in written if s.view.is_cpu], step), step)
         for slot in written:  # where looking at values would keep the host waiting
             total = total if slot.view.is_cpu else crc32(slot.name.encode(), total)
@@ -194,25 +172,26 @@ class Reduction:
             mine = self._message(
                 told or StepMessage(),
                 outdated=changed is not None,
-                new_sparse=self._filled_new_sparse or any(map(self._is_new_sparse, self._dense)),
+                new_sparse=self.layout.found_new_sparse
+                or any(map(self.layout.is_new_sparse, self.layout.dense)),
             )
             self._clocked(self._run(self._open, mine).wait)
-        is_kept = self._agreement is not None and self._agreement.changed_alike
+        is_kept = self._step.agreement is not None and self._step.agreement.changed_alike
         if changed is not None:
-            self.build(changed, results=self._set_by_hand(changed) if is_kept else ())
+            self.layout.build(changed, results=self._set_by_hand(changed) if is_kept else ())
         if changed is not None or not is_kept:
             self._move()
-            for slot in self._dense:
+            for slot in self.layout.dense:
                 slot.settle()
-            if self._agreement is not None and self._agreement.new_sparse:
-                self._learn_sparse()
+            if self._step.agreement is not None and self._step.agreement.new_sparse:
+                self.layout.learn_sparse()
         else:  # what all ranks have made of their gradients is the result
-            for changed_slot in self.slot_of.values():
+            for changed_slot in self.layout.slots:
                 if changed_slot.is_touched:
                     changed_slot.adopt()
-        self.exposed_seconds = self._waited_s
-        has_all = not self._sparse and len(self._finite) == len(self._buckets)
-        self.is_finite = all(self._finite) if has_all and self.looks else None
+        self.exposed_seconds = self._step.waited_s
+        has_all = not self.layout.sparse and len(self._step.finite) == len(self.layout.buckets)
+        self.is_finite = all(self._step.finite) if has_all and self.looks else None
         self.forget()
 
     def confirm(self) -> None:
@@ -234,148 +213,68 @@ class Reduction:
 
     def drop(self) -> None:
         """Forget a reduction that has failed; wait for what is under way."""
-        for work in self._works:
+        for work in self._step.works:
             with suppress(CommError):
                 work.wait()
-        for bucket in self._buckets:
+        for bucket in self.layout.buckets:
             bucket.place.arrive()
         self.forget()
 
     def forget(self) -> None:
         """Expect the gradients of another step; places that were filled count as empty."""
-        self._next_bucket = 0
-        self._agreement: StepAgreement | None = None
-        self._is_refused = False
-        self._works: list[Work] = []
-        self._finite: list[bool] = []  # of each bucket that was looked at
-        self._waited_s = 0.0
-        for bucket in self._buckets:
+        self._step = StepProgress()
+        for bucket in self.layout.buckets:
             bucket.num_empty = len(bucket.slots)
-        for slot in self.slot_of.values():
+        for slot in self.layout.slots:
             slot.fires = 0
-        for slot in self._dense:
+        for slot in self.layout.dense:
             slot.is_filled = False
-
-    def _lay_out(self) -> None:
-        """Make buckets for all but the sparse gradients, last parameter first. Collective.
-
-        Without memory enough all ranks raise ``NodeMemoryError``.
-        """
-        named, numbers = self._parameters, self._groups
-        apart = {} if self._grouping.sparse_as_dense else self._sparse_dims
-        order = [i for i in reversed(range(len(named))) if named[i][1] not in apart]
-        dense = [named[i] for i in order]
-        places = device_numbers([p for _, p in named])
-        plans = plan_buckets(
-            [
-                TensorSpec(name=n, numel=p.numel(), dtype=p.dtype, device=places[p.device])
-                for n, p in dense
-            ],
-            None if self._plan.overlap == "end" else self._plan.bucket_bytes,
-            marks_per_tensor=1,
-            groups=[numbers[i] for i in order] if numbers else (),
-        )
-        self._buckets = self._new_buckets(dense, plans)
-        self._dense = [slot for bucket in self._buckets for slot in bucket.slots]
-        self._memory = [bucket.memory for bucket in self._buckets]
-        self._sparse = [SparseSlot(n, p, apart[p]) for n, p in named if p in apart]
-        self.slot_of = {slot.parameter: slot for slot in self._dense}
-        self.slot_of |= {slot.parameter: slot for slot in self._sparse}
-        self.slot_by_id = {id(parameter): slot for parameter, slot in self.slot_of.items()}
-        for slot in self._dense:
-            slot.sparse_dim = self._sparse_dims.get(slot.parameter)
-        self.codec.forget()
-        for bucket in self._buckets:
-            self.codec.prepare(bucket.bucket, [*bucket.parts, bucket.marks], self._comm)
-
-    def _new_buckets(
-        self, dense: NamedParameters, plans: Sequence[BucketPlan]
-    ) -> list[GradientBucket]:
-        """Make buckets, summed on accelerators where all ranks can do that. Collective."""
-
-        def make(backend: ReduceBackend) -> list[GradientBucket]:
-            return [
-                GradientBucket(self._comm, dense, plan, index, backend=backend)
-                for index, plan in enumerate(plans)
-            ]
-
-        refusal = "" if dense else "there are no parameters"
-        if not isinstance(self.codec, Identity):
-            refusal = f"the codec {type(self.codec).__name__} is there"
-        return by_first_backend(self._comm, {p.device for _, p in dense}, make, refusal)
 
     def _set_by_hand(self, today: NamedParameters) -> list[Tensor]:
         """Return the parameters whose gradients the program has put there."""
         return [
             p
             for _, p in today
-            if p.grad is not None and ((slot := self.slot_of.get(p)) is None or slot.is_touched)
+            if p.grad is not None
+            and ((slot := self.layout.slot_of.get(p)) is None or slot.is_touched)
         ]
-
-    def _is_new_sparse(self, slot: Slot) -> bool:
-        """Say whether the gradient is a sparse one that other ranks may not know of."""
-        return slot.found_sparse_dim is not None and slot.parameter not in self._sparse_dims
-
-    def _learn_sparse(self) -> None:
-        """Let all ranks know whose gradients are sparse, and lay them out so. Collective."""
-        own = [self.slot_of[p].found_sparse_dim for _, p in self._parameters]
-        self._sparse_dims = {}
-        for dims in reversed(self._comm.allgather_object(own)):  # the first rank's word counts
-            pairs = zip(self._parameters, dims, strict=True)
-            self._sparse_dims |= {p: dim for (_, p), dim in pairs if dim is not None}
-        self._lay_out()
-        for slot in self.slot_of.values():
-            slot.adopt()
-        self._filled_new_sparse = False
 
     def _fill(self, slot: Slot) -> None:
         if not slot.is_filled:
-            self._buckets[slot.bucket].num_empty -= 1
-            self._check_place(slot)
-            makers = self._buckets[slot.bucket].place.makers
+            self.layout.buckets[slot.bucket].num_empty -= 1
+            self.layout.check_place(slot)
+            makers = self.layout.buckets[slot.bucket].place.makers
             if makers is not None:
                 makers.note()
             else:
                 with torch.no_grad():
                     slot.fill(self.count.factor, keeps_result=self.keeps_result)
             slot.is_filled = True  # on an accelerator it will be, with the others of its bucket
-            self._filled_new_sparse |= self._is_new_sparse(slot)
-
-    def _check_place(self, slot: Slot) -> None:
-        """Refuse a gradient that lies in the place of another, which would overwrite it."""
-        grad = slot.parameter.grad
-        if grad is None or grad.is_sparse or slot.holds(grad):
-            return
-        address = grad.data_ptr()
-        if any(first <= address < end for first, end in self._memory):
-            raise CommError(
-                f"{slot.name}.grad lies in the memory of an earlier gradient, in another place or "
-                f"order; set a clone of it"
-            )
+            self.layout.found_new_sparse |= self.layout.is_new_sparse(slot)
 
     def _launch_next(self) -> None:
-        bucket = self._buckets[self._next_bucket]
-        self._next_bucket += 1
+        bucket = self.layout.buckets[self._step.num_sent]
+        self._step.num_sent += 1
         if bucket.place.makers is not None:
             with torch.no_grad():
                 bucket.fill_at_once(self.count.factor, keeps_result=self.keeps_result)
         bucket.place.depart()
-        self._works.append(self._run(self._reduce, bucket))
+        self._step.works.append(self._run(self._reduce, bucket))
 
     def _move(self) -> None:
         """Fill what is missing, send what is not sent, and wait for all of it."""
-        for slot in self._dense:
+        for slot in self.layout.dense:
             self._fill(slot)
-        while self._next_bucket < len(self._buckets):
+        while self._step.num_sent < len(self.layout.buckets):
             self._launch_next()
-        for sparse in self._sparse:
+        for sparse in self.layout.sparse:
             sparse.depart(self.count.factor, keeps_result=self.keeps_result)
-            self._works.append(self._run(self._reduce, sparse))
-        for work in self._works:
+            self._step.works.append(self._run(self._reduce, sparse))
+        for work in self._step.works:
             self._clocked(work.wait)
-        for sparse in self._sparse:
+        for sparse in self.layout.sparse:
             sparse.arrive()
-        for bucket in self._buckets:
+        for bucket in self.layout.buckets:
             bucket.place.arrive()
 
     def _run(self, function: Callable[..., None], *args: object) -> Work:
@@ -386,7 +285,7 @@ class Reduction:
     def _clocked(self, function: Callable[..., Any], *args: object) -> Any:
         start = time.perf_counter()
         result = function(*args)
-        self._waited_s += time.perf_counter() - start
+        self._step.waited_s += time.perf_counter() - start
         return result
 
     def _message(
@@ -403,24 +302,24 @@ class Reduction:
             outdated=outdated,
             new_sparse=new_sparse,
         )
-        told, slots = told._replace(gradients=facts), self.slot_of.values()
+        told, slots = told._replace(gradients=facts), self.layout.slots
         return self.steps.message(told, slots, weight=self.count.weight, needs_all=needs_all)
 
     def _open(self, mine: StepMessage) -> None:
         try:
             agreement = self.steps.open(self._comm, mine)
         except BaseException:
-            self._is_refused = True  # what was to follow stays here, on every rank
+            self._step.is_refused = True  # what was to follow stays here, on every rank
             raise
         self._take(agreement)
 
     def _take(self, agreement: StepAgreement) -> None:
-        self._agreement = agreement
+        self._step.agreement = agreement
         self.count.total_weight, self.count.exponent = agreement.total_weight, agreement.exponent
         self.steps.take(agreement)
 
     def _reduce(self, what: GradientBucket | SparseSlot) -> None:
-        if self._is_refused:
+        if self._step.is_refused:
             return
         count, rest = self.count, self.count.rest
         with torch.no_grad(), self.around(what):
@@ -440,9 +339,4 @@ class Reduction:
         if node is None:
             reduce()
         else:
-            self._finite.append(node.is_finite_after(reduce))
-
-
-def device_numbers(tensors: Sequence[Tensor]) -> dict[torch.device, int]:
-    """Number the devices of tensors as they come: on other ranks others may have the numbers."""
-    return {device: n for n, device in enumerate(dict.fromkeys(t.device for t in tensors))}
+            self._step.finite.append(node.is_finite_after(reduce))

@@ -63,7 +63,7 @@ class ShardedReduction(Reduction):
             self._clocked(rails.finish)
         if changed is not None:
             self._has_values = False
-            self.build(changed)
+            self.layout.build(changed)
         is_void = facts.is_void or changed is not None
         if is_void:
             self._fill_all()
@@ -90,13 +90,13 @@ class ShardedReduction(Reduction):
                 told = replace(told, own_changed=str(error).partition(".grad ")[0])
         if self._rails is not None:
             told = self._rails.announced(told)
-        new_sparse = any(slot.found_sparse_dim is not None for slot in self._dense)
+        new_sparse = any(slot.found_sparse_dim is not None for slot in self.layout.dense)
         facts = StepMessage(gradients=GradientFacts(repeats=repeats), sharded=told)
         mine = self._message(
             facts, new_sparse=new_sparse, outdated=changed is not None, needs_all=True
         )
         self._clocked(self._run(self._open, mine).wait)
-        agreement = self._agreement
+        agreement = self._step.agreement
         assert agreement is not None
         if agreement.new_sparse:
             raise ConfigError(
@@ -108,7 +108,7 @@ class ShardedReduction(Reduction):
     def _fill_all(self) -> None:
         """Fill what is not on its way already."""
         first = self._rails.num_sent if self._rails is not None else 0
-        for bucket in self._buckets[first:]:
+        for bucket in self.layout.buckets[first:]:
             for slot in bucket.slots:
                 self.take(slot)
             bucket.write_marks()
@@ -116,9 +116,9 @@ class ShardedReduction(Reduction):
             self._facts.flat.fill_(self.count.weight)
 
     def _lay_out_values(self) -> None:
-        self.values.lay_out(self._buckets)
+        self.values.lay_out(self.layout.buckets)
         if self._rails is not None:
-            self._rails.lay_out(self._buckets)
+            self._rails.lay_out(self.layout.buckets)
 
     @property
     def _sums(self) -> list[NodeTensor]:
@@ -128,7 +128,7 @@ class ShardedReduction(Reduction):
     def take(self, slot: Slot | SparseSlot) -> None:
         """Put a gradient of this rank into its place."""
         assert isinstance(slot, Slot)
-        self._check_place(slot)
+        self.layout.check_place(slot)
         with torch.no_grad():
             slot.fill(1.0, keeps_result=True)
 
@@ -198,7 +198,7 @@ class ShardedReduction(Reduction):
             raise failure
         if self._rails is not None:
             self._rails.learn()
-        self.exposed_seconds = self._waited_s
+        self.exposed_seconds = self._step.waited_s
 
     def norm_of_all(self, own: float, order: float) -> float:
         """Return the norm of all slices; of this rank's its largest element or sum of powers."""

@@ -8,7 +8,7 @@ step ends    one barrier; every rank sees all parameters, nothing was written ba
 
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
@@ -34,6 +34,8 @@ from hpctrain.gradients.parameter_names import places_of
 from hpctrain.gradients.sharded_reduction import ShardedReduction
 from hpctrain.gradients.sparse_gradients import writes_of
 from hpctrain.gradients.step_header import ShardedFacts
+from hpctrain.gradients.step_state import EMPTY, FILLING
+from hpctrain.runtime import world
 
 
 class ShardedStep(Reducer, OptimizerExchange):
@@ -48,7 +50,6 @@ class ShardedStep(Reducer, OptimizerExchange):
         self,
         reduction: ShardedReduction,
         parameters: ParameterSource,
-        note: Callable[[str], object],
         optimizer: Optimizer,
         master_dtype: torch.dtype | None,
     ) -> None:
@@ -70,17 +71,17 @@ class ShardedStep(Reducer, OptimizerExchange):
         self.is_spoilt = False  # whether a step has failed in the middle
         self._overflowed = False  # whether what was unscaled last was not finite
         reduction.prepare(self._rule, master_dtype)
-        super().__init__(reduction, parameters, note)
+        super().__init__(reduction, parameters, world.current().last_call.note)
         optimizer.register_state_dict_pre_hook(_require_trusted)
 
     # -- while backward runs ----------------------------------------------------------------
 
     def _on_ready(self, parameter: Tensor) -> None:
         """Take one gradient; autograd calls this as soon as it is accumulated."""
-        slot = self.reduction.slot_of.get(parameter)
-        if not self.is_on or self._superseded:
+        slot = self.reduction.layout.slot_of.get(parameter)
+        if not self.is_on or self.superseded:
             return
-        self.is_in_step = self._is_new = True
+        self.state, self._is_new = FILLING, True
         if slot is not None:
             slot.is_result = False
             slot.fires += 1
@@ -97,13 +98,13 @@ class ShardedStep(Reducer, OptimizerExchange):
             self._own[parameter] = (*writes_of(parameter.grad), parameter.grad.stride())
 
     @property
-    def _is_told_before(self) -> bool:
+    def _sees_sums(self) -> bool:
         """Whether ``_before_sum`` is called before a gradient is added to another."""
         return True
 
     def _before_sum(self, parameter_id: int) -> None:
         """See whether a gradient was changed to which backward is about to add."""
-        slot = self.reduction.slot_by_id.get(parameter_id)
+        slot = self.reduction.layout.slot_by_id.get(parameter_id)
         if slot is None:
             return
         if slot.parameter in self._own:
@@ -138,7 +139,7 @@ class ShardedStep(Reducer, OptimizerExchange):
         assert optimizer is not None
         self._check_owner()
         settings = f"{self._rule.read(optimizer)}; {self.master_dtype}; {self._changes}"
-        slots = self.reduction.slot_of.values()
+        slots = self.reduction.layout.slots
         is_written = not self.is_spoilt and self.reduction.is_written(optimizer)
         repeats = not self._own and any(
             # Zeros that zero_grad() has written are gradients of no step.
@@ -157,10 +158,10 @@ class ShardedStep(Reducer, OptimizerExchange):
         )
         changed = self._changed()
         agreement = self.reduction.open(changed, told, optimizer, repeats=repeats)
-        self.is_in_step, self._is_new = True, False
+        self.state, self._is_new = FILLING, False
         if changed is not None:
             self._hook_anew()
-            for slot in self.reduction.slot_of.values():  # zeros are gradients of no step
+            for slot in self.reduction.layout.slots:  # zeros are gradients of no step
                 slot.is_result = slot.is_result and slot.has_values
         for parameter in self._own:
             self._note_own(parameter)
@@ -173,18 +174,18 @@ class ShardedStep(Reducer, OptimizerExchange):
         return self._was_clipped or self._old_weight not in (None, self.reduction.count.weight)
 
     def _find_changed(self) -> str:
-        for each in self.reduction.slot_of.values() if self._weighs_anew else ():
+        for each in self.reduction.layout.slots if self._weighs_anew else ():
             if each.parameter not in self._own and each.holds_result and each.has_values:
                 return each.name
         for parameter in self._own:
             if self._is_changed(parameter):
-                slot = self.reduction.slot_of.get(parameter)
+                slot = self.reduction.layout.slot_of.get(parameter)
                 return "a parameter" if slot is None else slot.name
         return ""
 
     def _is_changed(self, parameter: Tensor) -> bool:
         """Say whether a gradient is not what backward has left: dropped and zeros are none."""
-        grad, slot = parameter.grad, self.reduction.slot_of.get(parameter)
+        grad, slot = parameter.grad, self.reduction.layout.slot_of.get(parameter)
         if grad is None or (*writes_of(grad), grad.stride()) == self._own[parameter]:
             return False
         place = slot.view if isinstance(slot, Slot) else grad
@@ -218,7 +219,7 @@ class ShardedStep(Reducer, OptimizerExchange):
             self._spoil()
             raise (failure or error) from None
         self.reduction.values.show_new_state(optimizer, present)
-        slots = self.reduction.slot_of.values()
+        slots = self.reduction.layout.slots
         for slot, is_on_any_rank in zip(slots, chain.from_iterable(present), strict=True):
             assert isinstance(slot, Slot)
             if is_on_any_rank and slot.parameter.grad is None:
@@ -234,7 +235,7 @@ class ShardedStep(Reducer, OptimizerExchange):
     def _spoil(self) -> None:
         """Let nobody take half a step for a model: the parameters of this rank become NaN."""
         self.is_spoilt = True
-        for slot in self.reduction.slot_of.values():
+        for slot in self.reduction.layout.slots:
             slot.parameter.data = torch.full_like(slot.parameter, math.nan)
 
     def state_loaded(self, state_dict: dict[str, Any]) -> None:
@@ -257,7 +258,7 @@ class ShardedStep(Reducer, OptimizerExchange):
         self._old_weight = self.reduction.count.weight if self._hidden else None
         self._was_clipped = bool(self._hidden and self._changes)
         self._hidden = []
-        self.is_in_step = False
+        self.state = EMPTY
         self.steps.end()
         self.new_step()
 
@@ -266,14 +267,14 @@ class ShardedStep(Reducer, OptimizerExchange):
         """Expect the gradients of another step; one that was begun counts as taken."""
         if self.is_in_step:
             self.steps.end()
-        self.is_in_step = self._is_reduced = False
+        self.state = EMPTY
         self._own, self._changes, self._changed_name = {}, [], ""
         self._is_new = True
         self.reduction.forget()
 
     def _learn(self) -> None:
         if self.reduction.count.weight:
-            slots = self.reduction.slot_of.values()
+            slots = self.reduction.layout.slots
             self.steps.count_reached(slot.name for slot in slots if not slot.fires)
 
     # -- clipping ---------------------------------------------------------------------------

@@ -13,7 +13,7 @@ bucket_storage.device_of = StandIn
 model = nn.Sequential(nn.Linear(300, 500), nn.Tanh(), nn.Linear(500, 300))
 optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters()), model.named_parameters())
 hvd.broadcast_parameters(model.state_dict())
-(bucket,) = {{type(b.place): b for b in optimizer._exchange.reduction._buckets}}.values()
+(bucket,) = {{type(b.place): b for b in optimizer._exchange.reduction.layout.buckets}}.values()
 assert type(bucket.place).__name__ == "PeerBucket"
 steps, {when} = [], bucket.place.{when}
 

@@ -87,7 +87,7 @@ class Program:
                 for _ in range(self.passes):
                     self.backward(model, batch)
                 self.step(optimizer)
-            buckets = optimizer._exchange.reduction._buckets
+            buckets = optimizer._exchange.reduction.layout.buckets
             assert {type(bucket.place) for bucket in buckets} == {Staged}
         return list(self.checker.races)
 

@@ -61,7 +61,7 @@ def test_a_script_trains_as_replicas_of_plain_torch_do(world, worlds):
 @MANY
 def test_nccl_sums_buckets(hvd):
     _, optimizer = wrapped(hvd)
-    buckets = optimizer._exchange.reduction._buckets
+    buckets = optimizer._exchange.reduction.layout.buckets
     assert {type(bucket.place).__name__ for bucket in buckets} == {"NcclBucket"}
 
 

@@ -149,7 +149,7 @@ def test_groups_are_messages(hvd):
     model = make_model()
     with pytest.warns(DeprecationWarning, match="groups"):
         optimizer = distributed(hvd, model, num_groups=3)
-    buckets = optimizer._exchange.reduction._buckets
+    buckets = optimizer._exchange.reduction.layout.buckets
     named = [[slot.name for slot in bucket.slots] for bucket in buckets]
     assert named == [["4.bias", "4.weight"], ["2.bias", "2.weight"], ["0.bias", "0.weight"]]
 

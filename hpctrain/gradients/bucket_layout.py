@@ -1,0 +1,151 @@
+"""``BucketLayout``: the place of each gradient in the buckets, the same on every rank."""
+
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import Tensor
+
+from hpctrain.comm.agreement import require_equal
+from hpctrain.comm.bucket import BucketPlan, TensorSpec, plan_buckets
+from hpctrain.comm.bucket_storage import ReduceBackend, by_first_backend
+from hpctrain.comm.communicator import Communicator
+from hpctrain.comm.plan.plan import Plan
+from hpctrain.compress.codec import Codec, Identity, settings_of
+from hpctrain.core.errors import CommError
+from hpctrain.gradients.gradient_bucket import GradientBucket, Slot
+from hpctrain.gradients.parameter_names import Grouping, NamedParameters
+from hpctrain.gradients.sparse_gradients import SparseSlot
+
+
+class BucketLayout:
+    """The buckets of a fixed set of parameters, and the sparse gradients that are in none."""
+
+    def __init__(self, comm: Communicator, plan: Plan, codec: Codec, grouping: Grouping) -> None:
+        """Take what decides the buckets; ``build`` makes them."""
+        self._comm, self._plan, self._codec, self.grouping = comm, plan, codec, grouping
+        self.buckets: list[GradientBucket] = []
+        self.dense: list[Slot] = []
+        self.sparse: list[SparseSlot] = []
+        self.slot_of: dict[Tensor, Slot | SparseSlot] = {}
+        self.slot_by_id: dict[int, Slot | SparseSlot] = {}
+        self.found_new_sparse = False  # whether a slot was filled by ``is_new_sparse``
+        self._parameters: NamedParameters = ()
+        self._dims: dict[Tensor, int] = {}  # sparse dimensions of sparse gradients
+
+    @property
+    def slots(self) -> Collection[Slot | SparseSlot]:
+        """All slots, dense ones first."""
+        return self.slot_of.values()
+
+    def build(self, parameters: NamedParameters, results: Sequence[Tensor] = ()) -> None:
+        """Lay the buckets out for all these parameters, the same on every rank. Collective.
+
+        Where ranks have other parameters or groups all raise ``MismatchError``. ``results`` are
+        those whose gradients are alike on all ranks, beside those known.
+        """
+        groups = self.grouping.numbers([p for _, p in parameters])
+        lines = [f"{n} {tuple(p.shape)} {p.dtype} strides {p.stride()}" for n, p in parameters]
+        if len(places := _device_numbers([p for _, p in parameters])) > 1:
+            numbers = [places[p.device] for _, p in parameters]
+            lines = [f"{line} device {n}" for line, n in zip(lines, numbers, strict=True)]
+        if groups:
+            pairs = zip(lines, groups, strict=True)
+            lines = [f"{line} group {group}" for line, group in pairs]
+        require_equal(
+            self._comm, [f"compression {settings_of(self._codec)}", *lines], "parameters"
+        )
+        results = [*results, *(p for p, slot in self.slot_of.items() if slot.holds_result)]
+        self._parameters = parameters
+        self._lay_out()
+        for parameter in results:
+            if parameter in self.slot_of:
+                self.slot_of[parameter].adopt()
+
+    def fits(self, parameters: NamedParameters) -> bool:
+        """Say whether these are the parameters of ``build``, in the same dtypes and layouts."""
+        slot_of = self.slot_of
+        return len(parameters) == len(slot_of) and all(
+            (slot := slot_of.get(p)) is not None and slot.fits(p) for _, p in parameters
+        )
+
+    def is_new_sparse(self, slot: Slot) -> bool:
+        """Say whether the gradient is a sparse one that other ranks may not know of."""
+        return slot.found_sparse_dim is not None and slot.parameter not in self._dims
+
+    def learn_sparse(self) -> None:
+        """Let all ranks know whose gradients are sparse, and lay them out so. Collective."""
+        own = [self.slot_of[p].found_sparse_dim for _, p in self._parameters]
+        self._dims = {}
+        for dims in reversed(self._comm.allgather_object(own)):  # the first rank's word counts
+            pairs = zip(self._parameters, dims, strict=True)
+            self._dims |= {p: dim for (_, p), dim in pairs if dim is not None}
+        self._lay_out()
+        for slot in self.slots:
+            slot.adopt()
+        self.found_new_sparse = False
+
+    def check_place(self, slot: Slot) -> None:
+        """Refuse a gradient that lies in the place of another, which would overwrite it."""
+        grad = slot.parameter.grad
+        if grad is None or grad.is_sparse or slot.holds(grad):
+            return
+        address = grad.data_ptr()
+        if any(first <= address < end for first, end in self._memory):
+            raise CommError(
+                f"{slot.name}.grad lies in the memory of an earlier gradient, in another place or "
+                f"order; set a clone of it"
+            )
+
+    def _lay_out(self) -> None:
+        """Make buckets for all but the sparse gradients, last parameter first. Collective.
+
+        Without memory enough all ranks raise ``NodeMemoryError``.
+        """
+        named = self._parameters
+        numbers = self.grouping.numbers([p for _, p in named])
+        apart = {} if self.grouping.sparse_as_dense else self._dims
+        order = [i for i in reversed(range(len(named))) if named[i][1] not in apart]
+        dense = [named[i] for i in order]
+        places = _device_numbers([p for _, p in named])
+        plans = plan_buckets(
+            [
+                TensorSpec(name=n, numel=p.numel(), dtype=p.dtype, device=places[p.device])
+                for n, p in dense
+            ],
+            None if self._plan.overlap == "end" else self._plan.bucket_bytes,
+            marks_per_tensor=1,
+            groups=[numbers[i] for i in order] if numbers else (),
+        )
+        self.buckets = self._new_buckets(dense, plans)
+        self.dense = [slot for bucket in self.buckets for slot in bucket.slots]
+        self._memory = [bucket.memory for bucket in self.buckets]
+        self.sparse = [SparseSlot(n, p, apart[p]) for n, p in named if p in apart]
+        self.slot_of = {slot.parameter: slot for slot in self.dense}
+        self.slot_of |= {slot.parameter: slot for slot in self.sparse}
+        self.slot_by_id = {id(parameter): slot for parameter, slot in self.slot_of.items()}
+        for slot in self.dense:
+            slot.sparse_dim = self._dims.get(slot.parameter)
+        self._codec.forget()
+        for bucket in self.buckets:
+            self._codec.prepare(bucket.bucket, [*bucket.parts, bucket.marks], self._comm)
+
+    def _new_buckets(
+        self, dense: NamedParameters, plans: Sequence[BucketPlan]
+    ) -> list[GradientBucket]:
+        """Make buckets, summed on accelerators where all ranks can do that. Collective."""
+
+        def make(backend: ReduceBackend) -> list[GradientBucket]:
+            return [
+                GradientBucket(self._comm, dense, plan, index, backend=backend)
+                for index, plan in enumerate(plans)
+            ]
+
+        refusal = "" if dense else "there are no parameters"
+        if not isinstance(self._codec, Identity):
+            refusal = f"the codec {type(self._codec).__name__} is there"
+        return by_first_backend(self._comm, {p.device for _, p in dense}, make, refusal)
+
+
+def _device_numbers(tensors: Sequence[Tensor]) -> dict[torch.device, int]:
+    """Number the devices of tensors as they come: on other ranks others may have the numbers."""
+    return {device: n for n, device in enumerate(dict.fromkeys(t.device for t in tensors))}
