@@ -39,9 +39,9 @@ class PyHpctrain(PythonPackage):
     depends_on("py-numpy@1.26:2", type=("build", "run"))
     depends_on("py-rich@14.0:", type=("build", "run"))
     depends_on("py-safetensors@0.6:", type=("build", "run"))
+    # The package of PyPI wraps this program; Spack has the program itself.
+    depends_on("shellcheck@0.10:", type=("build", "run"))
     depends_on("py-torch@2.6:", type=("build", "run"))
-    depends_on("py-tree-sitter@0.25:", type=("build", "run"))
-    depends_on("py-tree-sitter-bash@0.25:", type=("build", "run"))
     depends_on("py-typer@0.20:", type=("build", "run"))
     with when("^python@:3.10"):
         depends_on("py-tomli@2.0:", type=("build", "run"))

@@ -1,6 +1,5 @@
 """``hpctrain doctor``: what is wrong with this machine, this job or this launch."""
 
-import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -71,11 +70,10 @@ def doctor(
 
 def _lint(script: Path) -> list[Finding]:
     from hpctrain.core.errors import ConfigError, LaunchError  # noqa: PLC0415
-    from hpctrain.launch.slurm.lint.lint import gather, lint  # noqa: PLC0415
+    from hpctrain.launch.slurm.lint.lint import gather, lint, shellcheck  # noqa: PLC0415
     from hpctrain.launch.slurm.scheduler import (  # noqa: PLC0415
         NO_ANSWER,
         find_sbatch,
-        run,
         try_out,
     )
 
@@ -84,13 +82,7 @@ def _lint(script: Path) -> list[Finding]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--lint needs a job script, {script} cannot be read: {error}") from None
     found = lint(text, facts=gather(Path.cwd()))
-    with suppress(LaunchError):
-        if (
-            re.match(r"#!.*\b(ba)?sh\b", text)
-            and (said := run(["bash", "-n"], text=text)).returncode
-        ):
-            what = said.stderr.strip().splitlines()[0].removeprefix("bash: ")
-            found.append(Finding("bash -n", "error", what, f"bash -n {script}"))
+    found += shellcheck(text, str(script))
     with suppress(LaunchError):
         find_sbatch()
         try:

@@ -3,8 +3,10 @@
 A rule knows when to be silent: a value that only a run would tell is no fault.
 """
 
+import json
 import os
 import re
+import sysconfig
 from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
@@ -20,13 +22,13 @@ from hpctrain.launch.slurm.lint import surroundings
 from hpctrain.launch.slurm.lint.script import (
     OWN_LAUNCHERS,
     BatchScript,
+    Command,
     LintFacts,
     Options,
     ScriptStep,
     launcher_of,
     number,
 )
-from hpctrain.launch.slurm.lint.shell import HARMLESS, UNKNOWN, Command
 from hpctrain.launch.slurm.lint.surroundings import Fault
 from hpctrain.launch.slurm.scheduler import run, time_limit_s
 
@@ -74,7 +76,7 @@ def _runs_once(script: BatchScript) -> Iterator[Fault]:
     tasks, nodes = script.num_tasks, script.number("nodes") or 1
     if script.steps or script.launchers or not tasks or tasks == 1:
         return
-    names = {command.name for command in script.commands}
+    names = {command.name for command in script.commands if command.words}
     if nodes > 1 and names & {"", "ssh", *OWN_LAUNCHERS} == {"torchrun"}:
         line = next(each.line for each in script.commands if each.name == "torchrun")
         what = (
@@ -83,13 +85,12 @@ def _runs_once(script: BatchScript) -> Iterator[Fault]:
         yield "error", f"{what} for", f"srun --ntasks-per-node=1 torchrun --nnodes={nodes} ..."
     if names & {"", *OWN_LAUNCHERS}:
         return  # what is not known may start ranks
-    sourced = [each.words[1:2] for each in script.commands if each.name in ("source", ".")]
-    if not all(words and HARMLESS.search(words[0] or UNKNOWN) for words in sourced):
+    if script.has_unread_sources:
         return
     for command in script.commands:
-        words = [word or "" for word in command.words]
+        words = command.words
         is_script = command.name.startswith("python") and any(w.endswith(".py") for w in words)
-        if is_script or words[:2] == ["hpctrain", "train"]:
+        if is_script or words[:2] == ("hpctrain", "train"):
             what = (
                 f"line {command.line}: {command.name} without srun runs once, on the first node, "
                 f"and {tasks - 1} of {tasks} tasks do nothing"
@@ -137,7 +138,7 @@ def _nested(script: BatchScript) -> Iterator[Fault]:
 
 
 def _runs_srun(launcher: Command) -> bool:
-    text = " ".join(word or UNKNOWN for word in launcher.words)
+    text = " ".join(launcher.words)
     # Hydra may use srun to reach the nodes: -launcher srun.
     text = re.sub(r"-(launcher|bootstrap)[ =]srun\b", "", text)
     return re.search(r"(^|[ /])srun( |$)", text) is not None
@@ -157,7 +158,7 @@ def _mpi(script: BatchScript) -> Iterator[Fault]:
                 " for this MPI, which came as a Python package; with the MPI of the site, install "
                 "hpctrain without the extra, and take its --mpi"
             )
-        fits = UNKNOWN in offered or offered == needed or offered.startswith(f"{needed}_")
+        fits = "$" in offered or offered == needed or offered.startswith(f"{needed}_")
         if step.does_own_launching or (fits and offered) or _is_foreign(step, script):
             continue
         needs = f"the MPI of this environment needs {needed}"
@@ -177,7 +178,7 @@ _MPI_MODULE = re.compile(r"mpi|mpt|mvapich|PrgEnv|cray", re.IGNORECASE)
 def _takes_mpi_of_site(script: BatchScript) -> bool:
     """Return True if the job has an MPI of the site, by its modules or on a Cray."""
     loads = (command for command in script.commands if command.name in ("module", "ml"))
-    words = (word or "" for command in loads for word in command.words[1:])
+    words = (word for command in loads for word in command.words[1:])
     is_cray = any(name.startswith(("CRAY_MPICH", "CRAYPE_")) for name in script.facts.environ)
     return is_cray or any(map(_MPI_MODULE.search, words))
 
@@ -194,7 +195,7 @@ def _is_certain(step: ScriptStep, script: BatchScript) -> bool:
     changes = ("module", "ml", "source", ".", "conda", "mamba", "micromamba", "spack")
     if any(command.name in changes for command in script.commands):
         return False
-    words = (word or "" for program in step.programs for word in program.words)
+    words = (word for program in step.programs for word in program.words)
     return any(word.rpartition("/")[2] == "hpctrain" for word in words)
 
 
@@ -300,7 +301,7 @@ def _num_gpus(kinds: list[str]) -> int:
 def _tasks_per_node(script: BatchScript) -> int | None:
     """Return the ranks of a node; None where they are not known, or fit the GPUs by themselves."""
     steps, nodes = script.rank_steps, script.number("nodes") or 1
-    words = [[word or "" for word in launcher.words] for launcher in script.launchers]
+    words = [launcher.words for launcher in script.launchers]
     options = set(script.options).union(*(step.options for step in steps))
     is_placed = any(word.startswith(_PLACES) for line in words for word in line)
     is_other = any(step.does_own_launching for step in steps)
@@ -339,7 +340,7 @@ def _not_told_to_save(script: BatchScript) -> Iterator[Fault]:
         yield "warning", what, "#SBATCH --signal=USR1@120"
     is_replaced = re.search(r"^\s*exec\s+\w*run\b", script.text, re.MULTILINE)
     has_trap = any(command.name == "trap" for command in script.commands)
-    is_known = not (is_replaced or has_trap or script.shell.has_unread_sources)
+    is_known = not (is_replaced or has_trap or script.has_unread_sources)
     if said is not None and re.match(r"R?B", said) and is_known:
         what = (
             f"--signal={said} goes to the batch shell alone, which has no trap for it and ends "
@@ -368,7 +369,7 @@ def _endless_requeue(script: BatchScript) -> Iterator[Fault]:
     if lines and "no-requeue" in script.options:
         what = f"line {lines[0]}: scontrol requeue, which Slurm refuses to a job with --no-requeue"
         yield "warning", what, "#SBATCH --requeue"
-    code = re.sub(r"(^|\s)#.*", "", script.text)
+    code = script.code
     if lines and "SLURM_RESTART_COUNT" not in code and not _COUNTS.search(code):
         what = (
             f"line {lines[0]}: scontrol requeue without a bound: a job that always stops early "
@@ -402,17 +403,17 @@ def _time(script: BatchScript) -> Iterator[Fault]:
 
 def _every(command: Command, directory: Path | None) -> tuple[Any, bool]:
     """Return ``checkpoint.every`` of the run that a command starts, and whether it is said."""
-    words = [word or UNKNOWN for word in command.words]
+    words = command.words
     names = [word.rpartition("/")[2] for word in words]
     starts = [at for at, pair in enumerate(pairwise(names), 2) if pair == ("hpctrain", "train")]
-    rest = words[starts[0] :] if starts and "--dry-run" not in words else []
+    rest = words[starts[0] :] if starts and "--dry-run" not in words else ()
     text = " ".join(rest)
     if said := re.search(r"--set[= ]checkpoint\.every=(\S+)", text):
         value = said[1].strip("\"'")
-        return (None if UNKNOWN in value else value), True
+        return (None if "$" in value else value), True
     names = re.sub(r"--(set|explain)(=|\s+)\S+", "", text).split()
-    config = next((word for word in names if not word.startswith("-")), UNKNOWN)
-    if UNKNOWN in config or directory is None:
+    config = next((word for word in names if not word.startswith("-")), "$")
+    if "$" in config or directory is None:
         return None, False
     try:
         path = directory / Path(config).expanduser()
@@ -447,14 +448,30 @@ RULES: dict[str, Callable[[BatchScript], Iterator[Fault]]] = {
 def lint(script: str, *, facts: LintFacts | None = None) -> list[Finding]:
     """Check the text of a batch script without running it; one ``ok`` where nothing is wrong.
 
-    Its ``#SBATCH`` lines are read as sbatch does, its commands as a shell does as far as that
-    can be without a run. Files are read where the script names them: what it sources, and the
-    configuration of its run, for the time between two checkpoints.
+    Its ``#SBATCH`` lines are read as sbatch does; the rest is split into words. The configuration
+    of its run is read for the time between two checkpoints.
     """
     known = BatchScript(script, facts or LintFacts())
     found = [Finding(name, *fault) for name, find in RULES.items() for fault in find(known)]
     unique = list(dict.fromkeys(found))  # a shell's text is found twice: as text and as commands
     return unique or [Finding("script", "ok", f"{len(RULES)} checks found nothing wrong")]
+
+
+def shellcheck(script: str, name: str) -> list[Finding]:
+    """Return the errors of syntax that shellcheck finds in a script for ``sh`` or ``bash``."""
+    if not re.match(r"#!.*\b(ba)?sh\b", script):
+        return []
+    path = os.pathsep.join((sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)))
+    line = ["shellcheck", "--norc", "--format=json", "--severity=error", "-"]
+    try:
+        found = json.loads(run(line, {"PATH": path}, text=script).stdout)
+    except (LaunchError, ValueError):  # no program for this platform
+        return []
+    do = f"shellcheck {name}"
+    return [
+        Finding("shellcheck", "error", f"line {each['line']}: {each['message']}", do)
+        for each in found
+    ]
 
 
 def gather(

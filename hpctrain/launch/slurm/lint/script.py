@@ -1,19 +1,41 @@
-"""A batch script as the checks see it: its ``#SBATCH`` lines, its steps, its launchers."""
+"""A batch script as the checks see it: its ``#SBATCH`` lines, its steps, its launchers.
+
+The script is split into words, line by line, and never parsed or run. A word with a ``$`` in it
+is a value that only a run knows, and a rule is silent about such words.
+"""
 
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-
-from hpctrain.launch.slurm.lint.shell import SHELLS, UNKNOWN, Command, ShellScript, behind_wrappers
 
 MPIRUNS = ("mpirun", "mpiexec", "mpiexec.hydra", "mpirun.mpich", "mpirun.openmpi", "orterun")
 """Programs that start ranks; ``hpctrain launch`` is one more."""
 
 OWN_LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "ray", "torch.distributed.run", "pdsh")
 """Start several processes in a task and need no MPI."""
+
+_SHELLS = ("bash", "sh", "dash", "zsh", "ksh")
+
+_WRAPPERS = frozenset(
+    (
+        *("if", "then", "else", "elif", "while", "until", "do", "!", "{", "}", "time"),
+        *("exec", "nohup", "command", "env", "timeout", "nice", "ionice", "stdbuf", "numactl"),
+        *("taskset", "builtin", "setsid", "export", "declare"),
+    )
+)
+"""Words in front of a command: keywords of the shell, and programs that start another one."""
+
+_WRAPPER_WORD = re.compile(r"-.*|\d+[smhd]?|0x\w+", re.DOTALL)
+_ASSIGNMENT = re.compile(r"(\w+)(\[.*?\])?(\+?)=(.*)", re.DOTALL)
+_VARIABLE = re.compile(r"\$(\w+)|\$\{(\w+)(?::?[-=?][^{}]*)?\}")
+_HEREDOC = re.compile(r"(?<!<)<<-?\s*['\"]?(\w+)")
+_MAX_QUOTED_LINES = 60
+_HARMLESS = re.compile(r"(/activate|/etc/.*|.*/init/\w+|.*/profile\.d/.*|.*\.bashrc)$")
+"""Files that set variables and start nothing."""
 
 _UTILITIES = frozenset(
     (
@@ -29,19 +51,6 @@ _UTILITIES = frozenset(
 """Programs that no rank waits for: a step of these needs no care of an MPI program's."""
 
 _TOOLS_OF_PYTHON = ("pip", "venv", "zipfile", "tarfile", "compileall", "ensurepip")
-
-_BY_SLURM = {
-    "SLURM_CPUS_PER_TASK": "cpus-per-task",
-    "SLURM_NTASKS_PER_NODE": "ntasks-per-node",
-    "SLURM_NNODES": "nodes",
-    "SLURM_JOB_NUM_NODES": "nodes",
-    "SLURM_NTASKS": "ntasks",
-    "SLURM_NPROCS": "ntasks",
-    "SLURM_GPUS_PER_NODE": "gpus-per-node",
-    "SLURM_JOB_NAME": "job-name",
-}
-"""Variables that Slurm sets by an option."""
-
 
 SHORT = {
     "c": "cpus-per-task",
@@ -83,8 +92,8 @@ OPTIONAL = frozenset(
 """Options whose value, if any, is joined to them: ``--nice=5``, ``-K0``."""
 
 
-Options = Mapping[str, str | None]
-"""By long name; empty for a flag; None for a value that is not known."""
+Options = Mapping[str, str]
+"""By long name; empty for a flag."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,6 +114,31 @@ class LintFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class Command:
+    """One simple command, after ``timeout 60``, ``env X=1`` and similar words."""
+
+    line: int
+    words: tuple[str, ...]
+    environ: Mapping[str, str]  # variables set in front of it, or by it
+    is_background: bool = False
+
+    @property
+    def name(self) -> str:
+        """The program it runs, without its folder; empty if only a run knows it."""
+        return "" if not self.words or "$" in self.words[0] else self.words[0].rpartition("/")[2]
+
+    @property
+    def inner(self) -> list["Command"]:
+        """The commands of ``bash -c "..."``, and what its text runs by ``"$@"``."""
+        for at, (flag, text) in enumerate(pairwise(self.words[1:]), 2):
+            if self.name in _SHELLS and re.fullmatch(r"-\w*c", flag):
+                after = self.words[at + 2 :] if '"$@"' in text or text.startswith("$") else ()
+                more = [_command(self.line, after)] if after else []
+                return [*commands(text, self.line), *more]
+        return []
+
+
+@dataclass(frozen=True, slots=True)
 class ScriptStep:
     """One ``srun``."""
 
@@ -114,7 +148,7 @@ class ScriptStep:
     """What each task runs: one program, or those of ``bash -c "..."``."""
     is_complete: bool  # whether all options are known
     num_tasks: int | None  # None where that is not known
-    environ: Mapping[str, str]  # variables that the script sets for it, as far as known
+    environ: Mapping[str, str]  # variables that the script sets for it
     does_own_launching: bool  # whether it runs torchrun or one of its kind, as far as can be seen
 
     @property
@@ -123,52 +157,84 @@ class ScriptStep:
         return self.num_tasks != 1 and (not self.programs or any(map(is_rank, self.programs)))
 
     def option(self, name: str, variable: str) -> str | None:
-        """Return what an option or else a variable says; None for what is said nowhere.
+        """Return the value of an option or else of a variable, None where neither is set.
 
-        ``UNKNOWN`` stands for a value that only a run would tell.
+        A value that only a run knows contains a ``$``.
         """
         if name in self.options:
-            value = self.options[name]
-            return UNKNOWN if value is None or UNKNOWN in value else value
-        if variable in self.environ:
-            return self.environ[variable]
-        return None if self.is_complete else UNKNOWN
+            return self.options[name]
+        return self.environ.get(variable, None if self.is_complete else "$")
 
 
 class BatchScript:
     """A batch script, read once."""
 
     def __init__(self, text: str, facts: LintFacts) -> None:
-        """Read a script, and the files it sources where ``facts`` say where they are."""
+        """Read the directives of a script and split its lines into commands."""
         self.text = text
         self.facts = facts
         self.options, self.late = _directives(text)
         """Of the ``#SBATCH`` lines, by long name; and lines that sbatch does not read."""
         is_comment = re.compile(r"#\s+SBATCH\s+-").match
         self.commented = [at for at, line in enumerate(text.splitlines(), 1) if is_comment(line)]
-        environ = {k: v for k, v in facts.environ.items() if not k.startswith("SLURM")}
-        pairs = (pair.partition("=") for pair in self.options.get("export", "").split(","))
-        environ |= {name: value for name, equals, value in pairs if equals}
-        by_slurm = {name: self.options.get(option) for name, option in _BY_SLURM.items()}
-        environ |= {name: value for name, value in by_slurm.items() if value}
-        self.shell = ShellScript(text, given=environ, directory=facts.directory)
-        self.commands = self.shell.commands
-        self.steps = [
-            self._step(command)
-            for command in self.commands
-            if command.name == "srun" and len(command.words) > 1
-        ]
+        found = [*commands(text)]
+        exported = (pair.partition("=") for pair in self.options.get("export", "").split(","))
+        self.environ = {k: v for k, v in facts.environ.items() if not k.startswith("SLURM")}
+        self.environ |= {name: value for name, equals, value in exported if equals}
+        first: dict[str, str] = {}
+        self.assigned: dict[str, int] = {}
+        """The last line that sets a variable for the commands after it."""
+        self._known = dict(self.environ)
+        """Variables with one value, as far as known; a second value makes a variable unknown."""
+        for command in found:
+            own = {name: self._expanded(value) for name, value in command.environ.items()}
+            if not command.words:
+                self.environ |= own
+                self.assigned |= dict.fromkeys(own, command.line)
+            for name, value in own.items():
+                is_other = name in first and first[name] != value
+                first[name] = value
+                self._known[name] = "$" if is_other else value
+        found = [replace(c, words=tuple(map(self._expanded, c.words))) for c in found]
+        self.commands = [*found, *(each for command in found for each in command.inner)]
         self.launchers = [each for each in self.commands if launcher_of(each)]
+
+    def _expanded(self, word: str) -> str:
+        """Replace the variables whose value is known and a single word."""
+
+        def value(match: re.Match[str]) -> str:
+            known = self._known.get(match[1] or match[2], "")
+            return match[0] if re.search(r"\s|\$|^$", known) else known
+
+        return _VARIABLE.sub(value, word)
+
+    @cached_property
+    def code(self) -> str:
+        """The text without its comments."""
+        return re.sub(r"(^|\s)#.*", "", self.text)
+
+    @cached_property
+    def has_unread_sources(self) -> bool:
+        """Whether the script sources a file that may start ranks or set a trap."""
+        sourced = (each.words[1:2] for each in self.commands if each.name in ("source", "."))
+        return not all(words and _HARMLESS.search(words[0]) for words in sourced)
+
+    @cached_property
+    def steps(self) -> list[ScriptStep]:
+        """All calls of ``srun``."""
+        found = (each for each in self.commands if each.name == "srun" and len(each.words) > 1)
+        return [self._step(each) for each in found]
 
     @property
     def rank_steps(self) -> list[ScriptStep]:
         """Steps whose tasks are ranks."""
         return [step for step in self.steps if step.are_ranks]
 
-    @property
+    @cached_property
     def requeues(self) -> list[int]:
         """Lines that queue the job again."""
-        return [c.line for c in self.commands if c.name == "scontrol" and "requeue" in c.words]
+        lines = enumerate(self.text.splitlines(), 1)
+        return [at for at, line in lines if re.match(r"[^#]*\bscontrol\s+requeue\b", line)]
 
     @property
     def is_requeued(self) -> bool:
@@ -176,7 +242,7 @@ class BatchScript:
         return "requeue" in self.options or bool(self.requeues)
 
     def number(self, name: str) -> int | None:
-        """Return the value of an option of sbatch; None where it is not one whole number."""
+        """Return the value of an option of sbatch; None where it is not one integer."""
         return number(self.options, name)
 
     @property
@@ -188,27 +254,27 @@ class BatchScript:
         return None if per_node is None or nodes is None else per_node * nodes
 
     def _step(self, command: Command) -> ScriptStep:
-        options, rest, is_complete = parse(command.words[1:])
-        around = {name: self.shell.get(name) or "" for name in self.shell.values}
-        programs = tuple(self._programs(command.line, rest))
+        options, words, is_complete = parse(command.words[1:])
+        program = _command(command.line, words)
+        programs = tuple(program.inner or ([program] if words else ()))
         return ScriptStep(
             command.line,
             options,
             programs,
             is_complete,
             self._tasks_of(options),
-            {**self.shell.given, **around, **command.environ},
+            {**self.environ, **command.environ},
             self._launches(programs),
         )
 
     def _launches(self, programs: Sequence[Command]) -> bool:
-        words = [word or UNKNOWN for program in programs for word in program.words]
-        if any(word.rpartition("/")[2] in OWN_LAUNCHERS for word in words):
+        words = [word.rpartition("/")[2] for program in programs for word in program.words]
+        if any(word in OWN_LAUNCHERS for word in words):
             return True
         if any(program.name and is_rank(program) for program in programs):
             return False
-        code = re.sub(r"(^|\s)#.*", "", self.text)  # in a variable whose value is not known
-        return re.search(rf"\b({'|'.join(map(re.escape, OWN_LAUNCHERS))})\b", code) is not None
+        pattern = rf"\b({'|'.join(map(re.escape, OWN_LAUNCHERS))})\b"
+        return re.search(pattern, self.code) is not None  # in a variable
 
     def _tasks_of(self, options: Options) -> int | None:
         if "ntasks" in options:
@@ -218,23 +284,10 @@ class BatchScript:
             return None if nodes is None else own * nodes
         return 1 if "pty" in options else self.num_tasks
 
-    def _programs(self, line: int, words: tuple[str | None, ...]) -> Iterator[Command]:
-        program = Command(line, tuple(behind_wrappers(words)), {})
-        for flag, text in pairwise(program.words[1:]):
-            if program.name in SHELLS and flag and re.fullmatch(r"-\w*c", flag):
-                yield from self.shell.inner(text or "")
-                at = program.words.index(text) + 2  # behind the name that the shell gets
-                words = program.words[at:] if '"$@"' in (text or "") else ()
-                break
-        else:
-            words = program.words
-        if words:
-            yield Command(line, tuple(behind_wrappers(words)), {})
-
 
 def number(options: Options, name: str) -> int | None:
-    """Return the value of an option; None where it is not one whole number."""
-    text = options.get(name) or ""
+    """Return the value of an option; None where it is not one integer."""
+    text = options.get(name, "")
     return int(text) if text.isdigit() else None
 
 
@@ -247,13 +300,83 @@ def launcher_of(command: Command) -> str:
 
 
 def is_rank(command: Command) -> bool:
-    """Say whether a command may be one whose processes wait for each other."""
-    if command.name in _UTILITIES or command.name in MPIRUNS:
+    """Return True if a command may be one whose processes wait for each other."""
+    if command.name in _UTILITIES or command.name in MPIRUNS or not command.words:
         return False
-    known = [word or "" for word in command.words]
-    if re.fullmatch(r"python[\d.]*", command.name) and known[1:2] == ["-m"]:
-        return known[2:3] == [] or known[2] not in _TOOLS_OF_PYTHON
+    if re.fullmatch(r"python[\d.]*", command.name) and command.words[1:2] == ("-m",):
+        return command.words[2:3] == () or command.words[2] not in _TOOLS_OF_PYTHON
     return True
+
+
+def commands(text: str, first_line: int = 1) -> Iterator[Command]:
+    """Split a script into simple commands, without following its variables and functions."""
+    for line, words in _logical_lines(text, first_line):
+        start = 0
+        for at, word in enumerate([*words, ";"]):
+            if not re.fullmatch(r"[();|&<>]*[();|&]", word) or ">" in word:
+                continue
+            found = _command(line, words[start:at], is_background=word[-1:] == "&" != word[-2:-1])
+            is_array = start > 1 and words[start - 1] == "(" and words[start - 2].endswith("=")
+            if (found.words or found.environ) and not is_array:
+                yield found
+            start = at + 1
+
+
+def _logical_lines(text: str, first_line: int) -> Iterator[tuple[int, list[str]]]:
+    """Return the words of each line, with those that a backslash or an open quote continue."""
+    lines = text.splitlines()
+    at = 0
+    while at < len(lines):
+        for end in range(at + 1, min(len(lines), at + _MAX_QUOTED_LINES) + 1):
+            if end < len(lines) and lines[end - 1].endswith("\\"):
+                continue
+            words = _split_words(re.sub(r"\\\n", "", "\n".join(lines[at:end])))
+            if words is not None:
+                break
+        else:
+            words, end = [], at + 1
+        yield first_line + at, words
+        if heredoc := _HEREDOC.search(lines[at]):
+            end = next(
+                (k + 1 for k in range(end, len(lines)) if lines[k].strip() == heredoc[1]), end
+            )
+        at = end
+
+
+def _split_words(text: str) -> list[str] | None:
+    """Split a text as a shell does, with ``$_`` for substitutions; None for an open quote."""
+    text = re.sub(r"\$\((?:which|command -v|type -p) ([\w.+-]+)\)", r"\1", text)
+    text = re.sub(r"\$\(\([^()]*\)\)|`[^`]*`", "$_", text)
+    text = re.sub(r"\$\{(\w+:?[-=?])[^{}]*\s[^{}]*\}", r"${\1}", text)
+    while (shorter := re.sub(r"\$\([^()]*\)|\$\{[^{}]*\s[^{}]*\}", "$_", text)) != text:
+        text = shorter
+    for candidate in (text, re.sub(r"(^|\s)#.*", "", text)):
+        lexer = shlex.shlex(candidate, posix=True, punctuation_chars=True)
+        lexer.whitespace_split, lexer.commenters = True, ""
+        try:
+            words = [*lexer]
+        except ValueError:
+            continue
+        comment = next((at for at, word in enumerate(words) if word.startswith("#")), len(words))
+        return words[:comment]
+    return None
+
+
+def _command(line: int, words: Sequence[str], *, is_background: bool = False) -> Command:
+    """Return a command without redirections, assignments and wrappers in front of it."""
+    environ: dict[str, str] = {}
+    redirected = [at for at, word in enumerate(words) if re.fullmatch(r"[<>&|]+", word)]
+    rest = [word for at, word in enumerate(words) if not {at, at - 1} & {*redirected}]
+    at, is_wrapped = 0, False
+    while at < len(rest):
+        if match := _ASSIGNMENT.fullmatch(rest[at]):
+            environ[match[1]] = "$" if match[3] else match[4]
+        elif rest[at] in _WRAPPERS:
+            is_wrapped = True
+        elif not (is_wrapped and _WRAPPER_WORD.fullmatch(rest[at])):
+            break
+        at += 1
+    return Command(line, tuple(rest[at:]), environ, is_background)
 
 
 def _directives(text: str) -> tuple[dict[str, str], list[int]]:
@@ -274,27 +397,27 @@ def _directives(text: str) -> tuple[dict[str, str], list[int]]:
         found, rest, _ = parse(words, is_sbatch=True)
         is_other = is_other or bool({"hetjob", "packjob"} & {*rest})
         if not is_other:  # what follows is another part of a heterogeneous job
-            options |= {name: value or "" for name, value in found.items()}
+            options |= found
     return options, late
 
 
 def parse(
-    words: Sequence[str | None], *, is_sbatch: bool = False
-) -> tuple[Options, tuple[str | None, ...], bool]:
-    """Split the words behind ``srun`` or ``#SBATCH`` into options and the program behind them.
+    words: Sequence[str], *, is_sbatch: bool = False
+) -> tuple[Options, tuple[str, ...], bool]:
+    """Split the words after ``srun`` or ``#SBATCH`` into options and the program after them.
 
     The last value is False where a word is not known, so that more options may hide there.
 
-    None stands for words that are not known. ``--wait`` is a flag of sbatch, and takes a value of
+    ``--wait`` is a flag of sbatch, and takes a value of
     srun. Source: ``sbatch --help`` and ``srun --help`` of Slurm 22.05, and the manual of 24.11.
     """
     flags = FLAGS | {"wait"} if is_sbatch else FLAGS
-    options: dict[str, str | None] = {}
+    options: dict[str, str] = {}
     is_complete = True
     at = 0
     while at < len(words):
         word = words[at]
-        if word is None:
+        if not is_sbatch and re.match(r"\$[\w@*{]", word):
             is_complete = False
         elif word == "--":
             at += 1
@@ -312,9 +435,7 @@ def parse(
     return options, tuple(words[at:]), is_complete
 
 
-def _split(
-    word: str, flags: frozenset[str], options: dict[str, str | None]
-) -> tuple[str, str | None]:
+def _split(word: str, flags: frozenset[str], options: dict[str, str]) -> tuple[str, str | None]:
     """Return the last option of a word and its value, None for no value; keep flags before it."""
     if word.startswith("--"):
         name, equals, text = word[2:].partition("=")

@@ -5,8 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hpctrain.core.finding import Level
-from hpctrain.launch.slurm.lint.script import BatchScript, number
-from hpctrain.launch.slurm.lint.shell import UNKNOWN, Command
+from hpctrain.launch.slurm.lint.script import BatchScript, Command, number
 
 Fault = tuple[Level, str, str]  # how bad it is, what is wrong, and what to do
 
@@ -31,20 +30,21 @@ def little(script: BatchScript) -> Iterator[Fault]:
 
 def threads(script: BatchScript) -> Iterator[Fault]:
     """More threads than a task has cores."""
-    text = script.shell.get("OMP_NUM_THREADS") or ""
-    is_own = "OMP_NUM_THREADS" in script.shell.values and text.isdigit()
+    text = script.environ.get("OMP_NUM_THREADS", "")
+    is_own = "OMP_NUM_THREADS" in script.assigned and text.isdigit()
     for step in script.rank_steps if is_own and "exclusive" not in script.options else ():
         said = step.option("cpus-per-task", "SRUN_CPUS_PER_TASK")
-        cores = said if said is not None else script.options.get("cpus-per-task", "1")
+        is_of_job = said is None or "SLURM_CPUS_PER_TASK" in said
+        cores = script.options.get("cpus-per-task", "1") if is_of_job else said or ""
         if cores.isdigit() and int(text) > int(cores) and script.num_tasks != 1:
-            line = script.shell.assigned.get("OMP_NUM_THREADS", step.line)
+            line = script.assigned.get("OMP_NUM_THREADS", step.line)
             what = f"line {line}: OMP_NUM_THREADS={text}, and a task has {cores} of the cores"
             yield "warning", what, "export OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK"
 
 
 def rendezvous(script: BatchScript) -> Iterator[Fault]:
     """What ``torch.distributed`` reads, set where it cannot be right."""
-    assigned = script.shell.assigned
+    assigned = script.assigned
     steps = [step for step in script.rank_steps if not step.does_own_launching]
     if not steps:
         return
@@ -52,8 +52,8 @@ def rendezvous(script: BatchScript) -> Iterator[Fault]:
     if line > max(step.line for step in steps):
         what = f"line {line}: MASTER_ADDR is set behind the last srun, whose tasks do not see it"
         yield "warning", what, "export MASTER_ADDR above srun; hpctrain needs none"
-    elif line and script.shell.get("MASTER_ADDR") in _HERE and script.number("nodes") != 1:
-        what = f"line {line}: MASTER_ADDR={script.shell.get('MASTER_ADDR')} is each node itself"
+    elif line and script.environ.get("MASTER_ADDR") in _HERE and script.number("nodes") != 1:
+        what = f"line {line}: MASTER_ADDR={script.environ.get('MASTER_ADDR')} is each node itself"
         do = 'MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
         yield "warning", what, f"{do}; hpctrain needs none"
     for name, of_slurm in (("RANK", "SLURM_PROCID"), ("LOCAL_RANK", "SLURM_LOCALID")):
@@ -85,7 +85,7 @@ def missing(script: BatchScript) -> Iterator[Fault]:
     inside = [command for step in bare for command in step.programs]
     for command in [*script.commands, *inside]:
         for name in _files(command):
-            if UNKNOWN in name or re.search(r"[$*?]", name):
+            if re.search(r"[$*?]", name):
                 continue
             path = Path(name)
             is_movable = not path.is_absolute() and not name.startswith("~")
@@ -102,11 +102,10 @@ def missing(script: BatchScript) -> Iterator[Fault]:
 
 def _files(command: Command) -> Iterator[str]:
     """Return the files without which a command fails at once."""
-    words = [word or UNKNOWN for word in command.words]
-    rest = words[1:]
+    rest = command.words[1:]
     if command.name in ("source", ".") and rest and rest[0].endswith("/activate"):
         yield rest[0]
-    elif command.name == "hpctrain" and rest[:1] == ["train"]:
+    elif command.name == "hpctrain" and rest[:1] == ("train",):
         yield from (word for word in rest if word.endswith(".toml"))
     elif re.fullmatch(r"python[\d.]*", command.name):
         first = next((word for word in rest if not word.startswith("-")), "")

@@ -8,7 +8,7 @@ import pytest
 from hpctrain.checkpoint.checkpoint_config import CheckpointConfig
 from hpctrain.launch.slurm import batch_script
 from hpctrain.launch.slurm.batch_script import BatchSettings
-from hpctrain.launch.slurm.lint.lint import DEFAULT_EVERY, lint
+from hpctrain.launch.slurm.lint.lint import DEFAULT_EVERY, lint, shellcheck
 from hpctrain.launch.slurm.lint.script import LintFacts
 from tests.launch.slurm.lint.scripts import HEALTHY, USERS
 
@@ -220,15 +220,10 @@ def test_an_environment_that_the_job_changes_makes_the_mpi_less_certain():
     assert wrong(script) == {("srun --mpi", "warning")}
 
 
-def test_what_the_site_file_sets_counts(tmp_path):
-    script = HEALTHY.replace("--mpi=pmix --kill-on-bad-exit=1", '--mpi="${MPI_TYPE:-pmix}"')
-    script = script.replace("set -euo pipefail", 'source "${SITE:-site.sh}"')
-    site = tmp_path / "site.sh"
-    facts = LintFacts(needed_pmi="pmix", directory=tmp_path)
-    site.write_text("module load openmpi\n")
-    assert wrong(script, facts) == {("kill on bad exit", "warning")}
-    site.write_text("export SLURM_KILL_BAD_EXIT=1 MPI_TYPE=pmi2\n")
-    assert wrong(script, facts) == {("srun --mpi", "warning")}
+def test_a_variable_that_a_script_sets_to_two_values_is_not_known():
+    script = HEALTHY.replace("--mpi=pmix", "--mpi=$mpi").replace("code=0\n", "code=0\nmpi=pmi2\n")
+    assert wrong(script) == {("srun --mpi", "error")}
+    assert wrong(script.replace("mpi=pmi2\n", "mpi=pmix\n[ -e x ] && mpi=pmi2\n")) == set()
 
 
 @pytest.mark.parametrize("script", ["", "\x00", "#!/bin/bash\n$(", "#!/bin/bash\n'\"`${a", "(("])
@@ -267,13 +262,25 @@ def test_the_time_limit_covers_the_time_between_two_checkpoints(tmp_path, limit,
     assert [found.level for found in lint(overridden, facts=facts)] == ["ok"]
 
 
-def test_the_configuration_is_found_by_the_variable_of_the_submission(tmp_path):
+def test_the_configuration_of_a_submitted_template_is_read(tmp_path):
     path = tmp_path / "long.toml"
     path.write_text("[checkpoint]\nevery = '3h'\n")
-    facts = LintFacts(needed_pmi="pmix", environ={"CONFIG": str(path)}, directory=Path("/"))
-    (found,) = lint(batch_script.text("requeue"), facts=facts)
+    facts = LintFacts(needed_pmi="pmix", directory=Path("/"))
+    named = replace(facts, environ={"CONFIG": str(path)})
+    script = batch_script.script("requeue", BatchSettings(config=str(path)))
+    (found,) = lint(script, facts=facts)
+    assert lint(batch_script.text("requeue"), facts=named)[0].check == found.check
     assert (found.check, found.level) == ("time limit", "warning")
 
 
 def test_the_default_between_checkpoints_is_the_runs_own():
     assert CheckpointConfig().every == DEFAULT_EVERY
+
+
+def test_shellcheck_names_errors_of_syntax_and_nothing_in_scripts_that_work():
+    for script in (HEALTHY, *USERS.values(), *map(batch_script.text, batch_script.names())):
+        assert shellcheck(script, "job.sbatch") == []
+    for old, new in (("; then\n", "\n"), ('"$code"', '"$code'), ("\n", "\r\n")):
+        found = shellcheck(HEALTHY.replace(old, new), "job.sbatch")
+        assert {each.level for each in found} == {"error"}
+        assert found[0].do == "shellcheck job.sbatch"
