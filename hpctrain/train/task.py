@@ -59,7 +59,6 @@ class Task:
 
     config: RunConfig
     comm: Communicator
-    model: nn.Module
     loss: Callable[[Tensor, Tensor], Tensor]  # mean over the samples of a batch
     metrics: Sequence[Metric]  # the first one judges
     precision: Precision
@@ -73,6 +72,11 @@ class Task:
     shard_reason: str = ""  # what train.shard = auto has become, and why
     device: torch.device = CPU
     device_reason: str = ""  # what train.device has become, where there was a choice
+
+    @property
+    def model(self) -> nn.Module:
+        """The model of this rank, or its part of one that ranks divide."""
+        return self.exchange.model
 
     @property
     def optimizer(self) -> Any:
@@ -227,7 +231,6 @@ def build(config: RunConfig, comm: Communicator, *, is_new: bool = True) -> Task
     return Task(
         config=config,
         comm=comm,
-        model=exchange.model,
         loss=loss,
         metrics=metrics,
         precision=precision,
