@@ -235,10 +235,7 @@ class Liveness:
         has left: ranks that wait for it raise, ranks that work continue and come later. No message
         is in flight when it returns, so ``MPI_Finalize`` finds none. Harmless the second time and
         in forked children. ``compare`` is called when all ranks are here, and may exchange texts.
-
-        Raises:
-            RankLostError: a rank has died before it came here, or has not come within the time
-                limit; names the ranks that are waited for.
+        ``RankLostError`` names a rank that died, or the ranks that have not come in time.
 
         Source: Hoefler, Siebert and Lumsdaine 2010, "Scalable communication protocols for dynamic
         sparse data exchange", for the end: synchronous sends, then a barrier.
@@ -260,9 +257,7 @@ class Liveness:
         self._wait_until(requests.start(control, control.Ibarrier).Test, announce)
         self._left |= {*range(control.size)}
         notices = requests.pending(control)
-        self._wait_until(
-            lambda: all(notice.Test() for notice in notices), lambda _: self._raise_if_dead()
-        )
+        self._wait_until(lambda: all(n.Test() for n in notices), lambda _: self._raise_if_dead())
         found = compare(self._gather)
         self._wait_until(requests.start(control, control.Ibarrier).Test, self._look_late)
         self._end_s = time.monotonic()
@@ -272,8 +267,7 @@ class Liveness:
     def _gather(self, text: bytes) -> list[bytes]:
         control = self._control
         lengths = array("q", [0] * control.size)
-        mine = array("q", [len(text)])
-        request = requests.start(control, control.Iallgather, mine, lengths)
+        request = requests.start(control, control.Iallgather, array("q", [len(text)]), lengths)
         self._wait_until(request.Test, self._look_late)
         joined, counts = bytearray(sum(lengths)), lengths.tolist()
         buffers = [text, MPI.BYTE], [joined, counts, MPI.BYTE]

@@ -28,7 +28,7 @@ if hvd.rank() == hvd.size() - 1:
 
 
 def run(program, num_ranks, *words, options=(), python=None):
-    limits = {"HPCTRAIN_TIMEOUT": f"{scaled(3):.0f}"}
+    limits = {"HPCTRAIN_TIMEOUT": f"{scaled(4):.0f}"}
     line = [*preload.python(), "-m", "hpctrain", "launch", "-n", num_ranks, *options, "--"]
     return ended(
         [*line, *(python or preload.python()), "-c", program, *words],

@@ -94,7 +94,7 @@ class Run:
             )
         with process:
             try:
-                assert wait_until(self._has_begun, LIMIT_S) or process.poll() is not None
+                assert wait_until(lambda: self._has_begun() or self._is_over(process), LIMIT_S)
                 begun = time.monotonic()
                 for rank, delay_s in kills:
                     time.sleep(delay_s)
@@ -105,6 +105,10 @@ class Run:
                 process.terminate()
         self.said = (self.folder / "said").read_text()
         return self
+
+    @staticmethod
+    def _is_over(process: subprocess.Popen[bytes]) -> bool:
+        return process.poll() is not None
 
     def _has_begun(self) -> bool:
         files = [self.folder / f"pid-{rank}" for rank in range(self.num_ranks)]
