@@ -7,8 +7,9 @@ import pytest
 
 from hpctrain.launch.slurm import batch_script
 from hpctrain.launch.slurm.batch_script import BatchSettings
-from hpctrain.launch.slurm.lint.lint import DEFAULT_EVERY, lint, shellcheck
+from hpctrain.launch.slurm.lint.lint import DEFAULT_EVERY, lint
 from hpctrain.launch.slurm.lint.script import LintFacts
+from hpctrain.launch.slurm.lint.shellcheck import shellcheck
 from hpctrain.train.config import CheckpointConfig
 from tests.launch.slurm.lint.scripts import HEALTHY, USERS
 
