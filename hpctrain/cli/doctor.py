@@ -70,7 +70,8 @@ def doctor(
 
 def _lint(script: Path) -> list[Finding]:
     from hpctrain.core.errors import ConfigError, LaunchError  # noqa: PLC0415
-    from hpctrain.launch.slurm.lint.lint import gather, lint, shellcheck  # noqa: PLC0415
+    from hpctrain.launch.slurm.lint.lint import gather, lint  # noqa: PLC0415
+    from hpctrain.launch.slurm.lint.shellcheck import shellcheck  # noqa: PLC0415
     from hpctrain.launch.slurm.scheduler import (  # noqa: PLC0415
         NO_ANSWER,
         find_sbatch,

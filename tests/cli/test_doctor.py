@@ -150,7 +150,9 @@ def test_a_job_script_is_judged_alone(tmp_path):
     assert "MPI library" not in result.output
 
 
-def test_what_shellcheck_cannot_read_is_an_error_and_a_slurm_out_of_reach_is_none(tmp_path, monkeypatch):
+def test_what_shellcheck_cannot_read_is_an_error_and_a_slurm_out_of_reach_is_none(
+    tmp_path, monkeypatch
+):
     said = "fetch_config: DNS SRV lookup failed; fatal: Could not establish a configuration source"
     (tmp_path / "sbatch").write_text(f"#!/bin/sh\necho '{said}' >&2\nexit 1\n")
     (tmp_path / "sbatch").chmod(0o755)

@@ -3,10 +3,8 @@
 A rule knows when to be silent: a value that only a run would tell is no fault.
 """
 
-import json
 import os
 import re
-import sysconfig
 from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
@@ -455,23 +453,6 @@ def lint(script: str, *, facts: LintFacts | None = None) -> list[Finding]:
     found = [Finding(name, *fault) for name, find in RULES.items() for fault in find(known)]
     unique = list(dict.fromkeys(found))  # a shell's text is found twice: as text and as commands
     return unique or [Finding("script", "ok", f"{len(RULES)} checks found nothing wrong")]
-
-
-def shellcheck(script: str, name: str) -> list[Finding]:
-    """Return the errors of syntax that shellcheck finds in a script for ``sh`` or ``bash``."""
-    if not re.match(r"#!.*\b(ba)?sh\b", script):
-        return []
-    path = os.pathsep.join((sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)))
-    line = ["shellcheck", "--norc", "--format=json", "--severity=error", "-"]
-    try:
-        found = json.loads(run(line, {"PATH": path}, text=script).stdout)
-    except (LaunchError, ValueError):  # no program for this platform
-        return []
-    do = f"shellcheck {name}"
-    return [
-        Finding("shellcheck", "error", f"line {each['line']}: {each['message']}", do)
-        for each in found
-    ]
 
 
 def gather(

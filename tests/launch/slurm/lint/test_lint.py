@@ -8,8 +8,9 @@ import pytest
 from hpctrain.checkpoint.checkpoint_config import CheckpointConfig
 from hpctrain.launch.slurm import batch_script
 from hpctrain.launch.slurm.batch_script import BatchSettings
-from hpctrain.launch.slurm.lint.lint import DEFAULT_EVERY, lint, shellcheck
+from hpctrain.launch.slurm.lint.lint import DEFAULT_EVERY, lint
 from hpctrain.launch.slurm.lint.script import LintFacts
+from hpctrain.launch.slurm.lint.shellcheck import shellcheck
 from tests.launch.slurm.lint.scripts import HEALTHY, USERS
 
 FACTS = LintFacts(needed_pmi="pmix", default_pmi="none", directory=Path())
