@@ -73,7 +73,8 @@ class StepSync:
         self._kept: dict[int, Mapping[str, str]] = {}  # what optimizers that are gone have left
         self.collection = _Collection()
         gc.callbacks.append(self.collection.note)
-        weakref.finalize(self, gc.callbacks.remove, self.collection.note)
+        # Not at exit: the last collection comes after it, and must be noted.
+        weakref.finalize(self, gc.callbacks.remove, self.collection.note).atexit = False
 
     @property
     def is_asked(self) -> bool:
