@@ -86,6 +86,8 @@ from hpctrain.runtime.abilities import nccl_built as nccl_built
 from hpctrain.runtime.abilities import rocm_built as rocm_built
 from hpctrain.runtime.function_job import Job as Job
 from hpctrain.runtime.function_job import submit as submit
+from hpctrain.runtime.initialization import init as init
+from hpctrain.runtime.initialization import shutdown as shutdown
 from hpctrain.runtime.process_sets import ProcessSet as ProcessSet
 from hpctrain.runtime.process_sets import add_process_set as add_process_set
 from hpctrain.runtime.process_sets import global_process_set as global_process_set
@@ -95,14 +97,12 @@ from hpctrain.runtime.run import run as run
 from hpctrain.runtime.world import cross_rank as cross_rank
 from hpctrain.runtime.world import cross_size as cross_size
 from hpctrain.runtime.world import current as current
-from hpctrain.runtime.world import init as init
 from hpctrain.runtime.world import is_homogeneous as is_homogeneous
 from hpctrain.runtime.world import is_initialized as is_initialized
 from hpctrain.runtime.world import local_rank as local_rank
 from hpctrain.runtime.world import local_size as local_size
 from hpctrain.runtime.world import rank as rank
 from hpctrain.runtime.world import should_stop as should_stop
-from hpctrain.runtime.world import shutdown as shutdown
 from hpctrain.runtime.world import size as size
 from hpctrain.runtime.world import start_timeline as start_timeline
 from hpctrain.runtime.world import stop_timeline as stop_timeline

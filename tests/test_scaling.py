@@ -21,7 +21,6 @@ ALLOWED = {
     "gradients/reproducible.py": "the sum over all micro-shards, by one over their number",
     "gradients/sparse_gradients.py": "gathered rows, by the weight and the scale of the buckets",
     # Codecs, which make of the sum what they are for; the factor comes before:
-    "compress/rail_codec.py": "a bucket without node memory, by the scale it is given",
     "compress/largest.py": "momenta, and what is clipped before they are summed up",
     "compress/sign.py": "signs, by the means of their row",
     "compress/int8.py": "packets, by the factor that keeps large values finite",

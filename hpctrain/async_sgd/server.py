@@ -14,9 +14,8 @@ from torch.optim import Optimizer
 from hpctrain.async_sgd.layout import VALUES, ParameterLayout, Piece, Slots
 from hpctrain.async_sgd.requirements import Roles
 from hpctrain.comm.direct_messages import DirectMessages, Message
-from hpctrain.comm.hierarchical import scaled_when
 from hpctrain.comm.node.shared_memory import combine_to
-from hpctrain.comm.ops import Op, combination
+from hpctrain.comm.ops import Op, combination, scaled_when
 from hpctrain.core.errors import CommError, HpctrainError, MismatchError, NotFiniteError
 from hpctrain.core.units import by_rank
 from hpctrain.gradients.elementwise import PieceStep

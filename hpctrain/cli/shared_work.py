@@ -26,12 +26,12 @@ def joined() -> "Communicator":
     launcher, the MPI library and the world do not fit together.
     """
     from hpctrain.core.config import Settings, given  # noqa: PLC0415
-    from hpctrain.runtime import world  # noqa: PLC0415
+    from hpctrain.runtime import initialization, world  # noqa: PLC0415
 
     settings = Settings.from_env()
     if "timeout" not in given():
         settings = replace(settings, timeout=math.inf)
-    world.join(settings)
+    initialization.join(settings)
     return world.current().comm
 
 

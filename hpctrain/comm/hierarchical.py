@@ -20,7 +20,7 @@ from hpctrain.comm.control_channel import mailbox
 from hpctrain.comm.mpi import MakeGroup, MpiCommunicator
 from hpctrain.comm.node.shared_memory import SharedMemory
 from hpctrain.comm.operation_result import FINISHED, Traffic, Work
-from hpctrain.comm.ops import Combination, Op, combination
+from hpctrain.comm.ops import Combination, Op, combination, scaled_when
 from hpctrain.comm.plan.plan import Plan
 from hpctrain.comm.rail.rail import InFlight, Rail
 from hpctrain.comm.tensor_arguments import check_scale, flat_of, name_of, put_back
@@ -274,12 +274,3 @@ class HierarchicalCommunicator(MpiCommunicator):
     def _sum_over_rail(self, part: Tensor, how: Combination) -> None:
         if self._rail is not None and part.numel():
             self._rail.reduce_(part, how)
-
-
-def scaled_when(scale: float | None, how: Combination) -> tuple[float | None, float | None]:
-    """Say which factor to apply inside the node, and which at the end.
-
-    A node's sum in 16 bits could overflow where the average does not: there it comes first.
-    """
-    could_overflow = how.op is Op.SUM and how.accumulate_dtype is not how.storage_dtype
-    return (scale, None) if could_overflow else (None, scale)

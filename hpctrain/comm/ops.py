@@ -165,3 +165,12 @@ def _order_of_unsigned(
 _UNSIGNED_ORDER: dict[Op, _Function] = {
     op: partial(_order_of_unsigned, function) for op, function in _ORDER.items()
 }
+
+
+def scaled_when(scale: float | None, how: Combination) -> tuple[float | None, float | None]:
+    """Return the factor that is applied inside the node, and the one at the end.
+
+    A node's sum in 16 bits could overflow where the average does not: there it comes first.
+    """
+    could_overflow = how.op is Op.SUM and how.accumulate_dtype is not how.storage_dtype
+    return (scale, None) if could_overflow else (None, scale)

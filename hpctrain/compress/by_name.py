@@ -4,37 +4,31 @@ import copy
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
+from importlib import import_module
 from typing import Any, cast
 
 import torch
 from torch.optim import Optimizer
 
-from hpctrain.compress.auto import Auto
 from hpctrain.compress.codec import Codec, Compressor, Identity, TensorByTensor
 from hpctrain.compress.half import Compression, Half, HalfCodec, NoCompression
-from hpctrain.compress.int8 import Int8
-from hpctrain.compress.largest import DeepGradientCompression, TopK
-from hpctrain.compress.power_sgd import PowerSGD
-from hpctrain.compress.qsgd import QSGD
-from hpctrain.compress.rail_codec import RailCodec
-from hpctrain.compress.sign import OneBit, SignSGD
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.target import check_arguments
 
-CODECS: Mapping[str, Callable[..., Codec]] = {
+CODECS: Mapping[str, str | Callable[..., Codec]] = {
     "none": Identity,
-    "auto": Auto,
+    "auto": "auto:Auto",
     "fp16": partial(HalfCodec, torch.float16),
     "bf16": partial(HalfCodec, torch.bfloat16),
-    "int8": Int8,
-    "qsgd": QSGD,
-    "sign": SignSGD,
-    "one_bit": OneBit,
-    "top_k": TopK,
-    "dgc": DeepGradientCompression,
-    "power_sgd": PowerSGD,
+    "int8": "int8:Int8",
+    "qsgd": "qsgd:QSGD",
+    "sign": "sign:SignSGD",
+    "one_bit": "sign:OneBit",
+    "top_k": "largest:TopK",
+    "dgc": "largest:DeepGradientCompression",
+    "power_sgd": "power_sgd:PowerSGD",
 }
-"""By name; arguments are those of the class."""
+"""By name; arguments are those of the class. A module is imported when its codec is used."""
 
 Compressing = Compressor | Codec | str
 """What a program may give as ``compression``."""
@@ -45,11 +39,21 @@ def codec_named(name: str, args: Mapping[str, Any], key: str) -> Codec:
 
     Raises ``ConfigError``: it does not take them.
     """
-    check_arguments(CODECS[name], 0, args, key)
+    make = _maker(name)
+    check_arguments(make, 0, args, key)
     try:
-        return CODECS[name](**args)
+        return make(**args)
     except (TypeError, ValueError) as error:  # a ConfigError is a ValueError
         raise ConfigError(f"{key} of {name}: {error}") from error
+
+
+def _maker(name: str) -> Callable[..., Codec]:
+    found = CODECS[name]
+    if not isinstance(found, str):
+        return found
+    module, _, kind = found.partition(":")
+    made: Callable[..., Codec] = getattr(import_module(f"hpctrain.compress.{module}"), kind)
+    return made
 
 
 def codec_for(compression: Compressing | None, optimizer: Optimizer | None = None) -> Codec:
@@ -73,9 +77,9 @@ def _made(compression: Compressing | None) -> Codec:
                 f"compression is one of {', '.join(CODECS)}, or a codec of hpctrain.compress, got "
                 f"{compression!r}"
             )
-        return CODECS[compression]()
-    if isinstance(compression, Identity | HalfCodec | RailCodec | Auto):
-        return copy.deepcopy(compression)  # one for each optimizer, with a memory of its own
+        return _maker(compression)()
+    if hasattr(compression, "allreduce_") and not isinstance(compression, type):
+        return copy.deepcopy(cast("Codec", compression))  # each optimizer has its own memory
     if isinstance(compression, Half):
         return HalfCodec(compression.dtype)
     if not hasattr(compression, "compress"):
@@ -83,7 +87,8 @@ def _made(compression: Compressing | None) -> Codec:
             f"compression is a codec such as Int8(), the name of one, or what has compress and "
             f"decompress, got {compression!r}"
         )
-    return TensorByTensor(cast("Compressor", compression))
+    made: Any = compression
+    return TensorByTensor(made)
 
 
 def compressor_for(compression: Compressing | None) -> Compressor:

@@ -11,9 +11,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hpctrain.comm.call_check import call_of
-from hpctrain.comm.hierarchical import scaled_when
 from hpctrain.comm.node.shared_memory import combine_to
-from hpctrain.comm.ops import Op
+from hpctrain.comm.ops import Op, scaled_when
 from hpctrain.core.errors import CommError, ConfigError
 from hpctrain.gradients.elementwise import PieceStep
 from hpctrain.gradients.gradient_bucket import Slot

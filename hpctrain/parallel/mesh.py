@@ -14,7 +14,7 @@ from hpctrain.comm.agreement import agreed, raise_if_any, require_equal
 from hpctrain.core.errors import ConfigError, TopologyError
 from hpctrain.core.torch_compat import forget_earlier_meshes, unflattened
 from hpctrain.core.units import format_numbers
-from hpctrain.runtime import world
+from hpctrain.runtime import initialization, world
 
 AXES = ("dp", "pp", "cp", "tp")
 """Axes of a mesh, from who speaks least to who speaks most."""
@@ -53,7 +53,7 @@ def build_mesh(
         MismatchError: the ranks ask for different meshes; on every rank.
         ConfigError: a rank has no such device; on every rank.
     """
-    world.init()
+    initialization.init()
     if not dist.is_initialized():
         dist.init_process_group("hpctrain")
     forget_earlier_meshes()

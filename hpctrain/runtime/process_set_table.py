@@ -190,14 +190,17 @@ class ProcessSets:
         """Return the ranks of every set by the number of the set."""
         return {number: list(one.ranks) for number, one in sorted(self._sets.items())}
 
-    def register(self, wanted: Sequence[Wanted], *, new: bool = False) -> list[Registered]:
+    def register(
+        self, asked: Sequence[tuple[tuple[int, ...], bool]], *, new: bool = False
+    ) -> list[Registered]:
         """Return a set for each entry, made where it is not there yet. Collective over the world.
 
-        ``wanted`` is the same on every rank, but for the ranks of communicators; of those a rank
+        ``asked`` is the same on every rank, but for the ranks of communicators; of those a rank
         gets the set that it is in. On every rank: ``MismatchError`` if the ranks want different
         sets, ``ConfigError`` if one cannot be made, or all are to be ``new`` and it is there
         already.
         """
+        wanted = [Wanted(*one) for one in asked]
         lists = self._in_order(lambda inside: inside.allgather_object(list(wanted)))
         every = wanted_by_all(lists)
         for ranks in every:

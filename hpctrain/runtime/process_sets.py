@@ -3,14 +3,14 @@
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from hpctrain.comm.mpi_world import is_communicator
+from hpctrain.comm.mpi_world import is_communicator, numbers_in
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.units import format_numbers
 from hpctrain.runtime import world
-from hpctrain.runtime.process_set_table import Registered, Wanted
 
 if TYPE_CHECKING:
     from hpctrain.comm.mpi_world import MpiComm
+    from hpctrain.runtime.process_set_table import Registered
 
 
 class ProcessSet:
@@ -62,7 +62,7 @@ class ProcessSet:
         return found.number if found is not None and found.is_open else None
 
     @property
-    def registered(self) -> Registered | None:
+    def registered(self) -> "Registered | None":
         """What the world knows of it, perhaps a world that was shut down."""
         return self._registered
 
@@ -91,16 +91,19 @@ class ProcessSet:
         """
         return None if self.ranks is None else world.rank() in self.ranks
 
-    def bind(self, found: Registered) -> None:
+    def bind(self, found: "Registered") -> None:
         """Take note of what the world knows of it; for the world."""
         self._registered = found
         self._ranks = list(found.ranks)
 
-    def wanted(self) -> Wanted:
-        """Return what to ask the world for; ``ConfigError`` if it lacks one of the ranks."""
+    def wanted(self) -> tuple[tuple[int, ...], bool]:
+        """Return the ranks, and whether they are those of a communicator.
+
+        Raises ``ConfigError``: the world lacks one of the ranks.
+        """
         if self._comm is None:
-            return Wanted(tuple(self._ranks or ()), by_communicator=False)
-        return Wanted(world.numbers_of(self._comm), by_communicator=True)
+            return tuple(self._ranks or ()), False
+        return numbers_of(self._comm), True
 
     def __str__(self) -> str:
         return (
@@ -136,7 +139,7 @@ class _GlobalProcessSet(ProcessSet):
         return 0
 
     @property
-    def registered(self) -> Registered | None:
+    def registered(self) -> "Registered | None":
         return world.current().sets.everyone
 
     def __repr__(self) -> str:
@@ -198,3 +201,11 @@ def in_set(process_set: ProcessSet | None, rank: int, name: str = "root_rank") -
             f"got {rank}"
         )
     return ranks.index(rank)
+
+
+def numbers_of(comm: object) -> tuple[int, ...]:
+    """Return the ranks of the world that a communicator has. Not collective.
+
+    Raises ``ConfigError``: it has others.
+    """
+    return tuple(numbers_in(world.current().ranks, cast("MpiComm", comm)))

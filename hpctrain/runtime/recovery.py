@@ -18,7 +18,7 @@ from hpctrain.comm.mpi_world import is_loss, is_of_mpi
 from hpctrain.core.errors import CommError, RankLostError
 from hpctrain.core.logs import logger
 from hpctrain.core.units import format_ranks
-from hpctrain.runtime import world
+from hpctrain.runtime import initialization, world
 
 if TYPE_CHECKING:
     from hpctrain.comm.mpi_world import MpiComm
@@ -60,7 +60,7 @@ def attempt(function: Callable[[], T], *, moves: bool = True) -> Attempt:
         error = caught
     if _all_are_well(am_well=error is None):
         return Attempt(result, [], None)
-    lost = _shrink(lambda ranks: world.go_on(ranks, moves=moves))
+    lost = _shrink(lambda ranks: initialization.go_on(ranks, moves=moves))
     if not lost:  # all are there: it is an error like any other
         raise error or CommError("the attempt has failed on another rank, see what that says")
     return Attempt(None, lost, error)
@@ -81,7 +81,7 @@ def survive(error: Exception, allows: Callable[[list[int]], object]) -> list[int
             raise RankLostError(_died(lost)) from error
 
     def make(ranks: "MpiComm") -> None:
-        world.go_on(ranks)
+        initialization.go_on(ranks)
         world.current().rebuild.move()
 
     if not (lost := _shrink(make, check)):

@@ -148,10 +148,10 @@ def work() -> None:
 
     Both lie in the folder that the command line names.
     """
-    from hpctrain.runtime import world  # noqa: PLC0415 - who calls run() needs no torch
+    from hpctrain.runtime import initialization, world  # noqa: PLC0415 - who calls run() needs no torch
 
     folder = Path(sys.argv[1])
-    world.init()
+    initialization.init()
     rank = world.rank()
     _outcome(folder, rank).unlink(missing_ok=True)  # of a job that is queued again
     try:

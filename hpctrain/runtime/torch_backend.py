@@ -44,13 +44,13 @@ def _find_ranks(timeout: timedelta) -> "tuple[Store, int, int]":
     from hpctrain.comm.mpi_world import await_world  # noqa: PLC0415
     from hpctrain.comm.process_group import rendezvous  # noqa: PLC0415
     from hpctrain.core.config import Settings  # noqa: PLC0415
-    from hpctrain.runtime import world  # noqa: PLC0415
+    from hpctrain.runtime import initialization, world  # noqa: PLC0415
     from hpctrain.runtime.abort import start_guard  # noqa: PLC0415
 
     if not world.is_initialized():
         with start_guard(Settings.from_env()):
             await_world(_limit_of(timeout).timeout_s)
-        world.init()
+        initialization.init()
     here = world.current()
     ranks = list(range(here.topology.size))
     comm = _communicator(here.comm, ranks, _limit_of(timeout), "a store")
@@ -77,10 +77,10 @@ def _create(options: Any, _: object = None) -> "HpctrainGroup":
     from hpctrain.comm.process_group import torch_functions  # noqa: PLC0415
     from hpctrain.comm.process_group.group import HpctrainGroup  # noqa: PLC0415
     from hpctrain.core.errors import LaunchError  # noqa: PLC0415
-    from hpctrain.runtime import world  # noqa: PLC0415
+    from hpctrain.runtime import initialization, world  # noqa: PLC0415
     from hpctrain.runtime.rebuild import Stage  # noqa: PLC0415
 
-    world.init()
+    initialization.init()
     here = world.current()
     topology, ranks = here.topology, list(options.global_ranks_in_group)
     purpose = "a group" if ranks else "the world"

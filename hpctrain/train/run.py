@@ -35,7 +35,7 @@ from hpctrain.data.loader import Loader
 from hpctrain.data.samples import Batch
 from hpctrain.launch.lease import TIMES, Holder, Lease
 from hpctrain.launch.slurm.scheduler import job_end
-from hpctrain.runtime import recovery, world
+from hpctrain.runtime import initialization, recovery, world
 from hpctrain.runtime.stopping import StopRequests, deadline
 from hpctrain.train.attempts import RunInDirectory
 from hpctrain.train.config import RunConfig
@@ -95,7 +95,7 @@ class _Run:
             directory.make_log_folder()
         settings = self._settings(given)
         kept = plan_to_keep(directory, config, settings.engine) if continues else None
-        world.join(replace(settings, plan=settings.plan or kept))
+        initialization.join(replace(settings, plan=settings.plan or kept))
         # Groups of torch.distributed, which divide a model, end with the ranks that they have.
         recovers = recovery.is_on() and not config.parallel.divides
         if not recovers:

@@ -17,7 +17,7 @@ import hpctrain
 from hpctrain.core import torch_compat
 from hpctrain.core.config import Settings
 from hpctrain.core.errors import ConfigError
-from hpctrain.runtime.world import join
+from hpctrain.runtime.initialization import join
 
 PACKAGE = Path(hpctrain.__file__).parent
 COMPAT = PACKAGE / "core/torch_compat.py"

@@ -11,10 +11,9 @@ from collections.abc import Callable
 import torch
 
 from hpctrain.comm.device import Device, DeviceBucket
-from hpctrain.comm.hierarchical import scaled_when
 from hpctrain.comm.nccl.library import TYPES
 from hpctrain.comm.nccl.nccl_communicator import NcclCommunicator
-from hpctrain.comm.ops import Op, combination, scale_
+from hpctrain.comm.ops import Op, combination, scale_, scaled_when
 from hpctrain.comm.tensor_arguments import name_of
 from hpctrain.core.errors import CommError
 

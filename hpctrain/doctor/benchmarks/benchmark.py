@@ -20,7 +20,7 @@ from hpctrain.cost.collectives import ON_A_NODE
 from hpctrain.cost.fitting import Point, write_points
 from hpctrain.cost.schedules import SCHEDULES
 from hpctrain.doctor.benchmarks.operations import OPERATIONS, Case, Setup
-from hpctrain.runtime import world
+from hpctrain.runtime import initialization, world
 from hpctrain.runtime.world import World
 
 FACTOR = 4  # from one size to the next
@@ -133,7 +133,7 @@ def run(
         ConfigError: this takes more ranks than there are.
         MismatchError: MPI has no such type to compare with.
     """
-    world.init()
+    initialization.init()
     here = world.current()
     comm = here.comm
     if request.operation == "send" and comm.size == 1:

