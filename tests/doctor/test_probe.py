@@ -79,7 +79,7 @@ def test_a_setting_of_one_rank_is_told_with_the_rank(world, monkeypatch):
     if world.rank == 1:
         monkeypatch.setenv("HPCTRAIN_TIMEOUT", "soon")
     invalid, different = told(probe(seconds=0.0), "settings")
-    assert invalid.startswith("error: HPCTRAIN_TIMEOUT: ")
+    assert invalid.startswith("error: HPCTRAIN_TIMEOUT must be ")
     assert "HPCTRAIN_TIMEOUT differs between ranks" in different
     assert "soon (rank 1)" in different
 
