@@ -4,7 +4,6 @@ Ranks that take different steps, reduce other optimizers or hold other weights f
 all ranks at once, in one small all-reduce that is sent anyway. Flags and sample counts ride along.
 """
 
-import gc
 import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +24,7 @@ from hpctrain.gradients.sample_count import (
     flags_of,
     peak_of,
 )
+from hpctrain.runtime.last_check import Collection
 
 _MASK = (1 << 20) - 1
 """Bits of a number that are compared: squares of 8192 ranks add up exactly in float64."""
@@ -156,15 +156,6 @@ class Member(Protocol):
         """Take part in the step that begins so with nothing. Collective."""
 
 
-class _Collection:
-    """Whether Python collects garbage at the moment, which it does whenever it likes."""
-
-    is_running = False
-
-    def note(self, phase: str, _: object) -> None:
-        self.is_running = phase == "start"
-
-
 class StepCheck:
     """Opens the steps of all optimizers that share a communicator."""
 
@@ -178,9 +169,7 @@ class StepCheck:
         self._unreached_told: set[int] = set()
         self._num_taken = 0  # exchanges since all ranks had joined in which this one had not
         self._kept: dict[int, Mapping[str, str]] = {}  # what optimizers that are gone have left
-        self.collection = _Collection()
-        gc.callbacks.append(self.collection.note)
-        weakref.finalize(self, gc.callbacks.remove, self.collection.note)
+        self.collection = Collection(self)
 
     @property
     def is_asked(self) -> bool:

@@ -27,7 +27,7 @@ from hpctrain.negotiation.stall import LastCall
 from hpctrain.negotiation.timeline import Timelines
 from hpctrain.runtime import arrival, lazy_dynamo, torch_backend
 from hpctrain.runtime.abort import FailureHooks, leave, printed_once
-from hpctrain.runtime.last_check import compare
+from hpctrain.runtime.last_check import LastStates, compare
 from hpctrain.runtime.process_set_table import Controllers, ProcessSets, Wanted, beside
 from hpctrain.runtime.rebuild import Rebuild, Stage
 from hpctrain.runtime.stopping import CommonStop
@@ -79,6 +79,7 @@ class World:
     stop: CommonStop  # whether the ranks of a loop of the user's own are to stop
     step_checks: MutableMapping[Communicator, OpenedSteps]
     """What opens the steps of distributed optimizers, by the ranks that take them."""
+    last_states: LastStates  # of models that ranks divide, for the comparison at the end
     before_finalize: "BeforeFinalize | None"
     """Takes leave where the program ends MPI itself; None in a world of one."""
     owner: Owner = field(default_factory=Owner)  # a forked child has no part in the end of a world
@@ -295,6 +296,7 @@ def _make(
         last_call=controllers.last_call,
         stop=CommonStop(comm, settings.budget),
         step_checks=WeakKeyDictionary(),
+        last_states=LastStates(),
         before_finalize=_leave_before_finalize() if ranks else None,
     )
     _begin(_world, found)
@@ -331,11 +333,11 @@ def shutdown() -> None:
     ``init`` and when called twice. A program that calls ``MPI.Finalize()`` takes leave by that.
 
     Then the ranks compare what the last step of each ``DistributedOptimizer`` has left: how many
-    steps it has taken, and its weights. Left out are parameters that a rank has written to since,
-    under ``torch.no_grad()`` for instance: such ranks part for a purpose. What is written by
-    ``.data`` torch does not count. An optimizer that some ranks no longer have, after an error or
-    a state that was loaded, is left out, too, and the ranks compare nothing while an exception
-    is on its way on one of them.
+    steps it has taken, and its weights; of a model that ranks divide replicated values, their
+    optimizer state, and settings. Left out are replicas of whole models to which a rank has
+    written since, as under ``torch.no_grad()``; torch does not count ``.data``. An optimizer that
+    some ranks no longer have, after an error or a state that was loaded, is left out, too, and the
+    ranks compare nothing while an exception is on its way on one of them.
 
     Raises:
         ReplicaError: it differs, on every rank; the world is over all the same. At the end of a
