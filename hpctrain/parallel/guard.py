@@ -11,7 +11,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils._pytree import tree_leaves
 
 from hpctrain.core import logs
@@ -36,6 +39,7 @@ from hpctrain.parallel.guard_facts import (
     texts,
     writes_of,
 )
+from hpctrain.parallel.last_step import LastStep
 
 FORWARD, EVALUATION, STEP = 0, 1, 2
 """Calls that a comparison precedes. The number of an optimizer is added to ``STEP``."""
@@ -106,13 +110,16 @@ class Guard:
         self._taken = Counter[int]()  # steps of each optimizer since the last forward
         self._groups: dict[tuple[int, ...], tuple[Any, str]] = {}
         """Group and type of device of all DTensors so far, by ranks."""
+        self._last = last = LastStep(shared, self._taken, self._are_uniform)
         self.refresh()
         self._handles: list[Any] = [
             register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(lambda stepped, *_: last.end(stepped)),
             model.register_forward_pre_hook(self._before_forward, prepend=True),
             model.register_forward_hook(self._after_forward),
         ]
-        weakref.finalize(model, self._handles[0].remove)
+        for handle in self._handles[:2]:
+            weakref.finalize(model, handle.remove)
 
     def __reduce__(self) -> Any:
         """Let copies of a model compare nothing."""
@@ -174,6 +181,8 @@ class Guard:
             self._taken.clear()
         elif self._stages is not None and compares:
             self._are_uniform.setdefault(what - STEP, True)
+        if optimizer is not None and self._check_weights != "off":
+            self._last.begin(layout, optimizer, what - STEP)
         found = words[_HEAD + 2 * len(facts) :]
         return [*found[: len(flags)], words[1], int(batch_differs)]
 
@@ -300,6 +309,7 @@ class Guard:
 
     def _raise(self, fault: str, what: int, optimizer: Optimizer | None) -> None:
         """Raise on all ranks what the ranks of some axis differ in. Collective."""
+        self._last.forget()
         text, axes = "", self._layout.axes
         for axis in axes:
             if axis.is_stages != (fault in (*_SAME, "contents")) or fault == "what":
@@ -368,7 +378,7 @@ class Guard:
                     replicated.setdefault(ranks, []).append((name, p))
         axes = [Axis(*group, replicated.get(ranks, ())) for ranks, group in self._groups.items()]
         axes += [
-            Axis(group, device, named, is_averaged=is_averaged)
+            Axis(group, device, named, is_averaged=is_averaged, is_replica=True)
             for group, device, is_averaged in self.replicas
         ]
         axes.sort(key=lambda axis: not axis.replicated)
@@ -409,7 +419,7 @@ class Guard:
             return
         # Before FSDP gathers parameters, though fully_shard() may have come later.
         hooks: Any = module._forward_pre_hooks  # noqa: SLF001
-        hooks.move_to_end(self._handles[1].id, last=False)
+        hooks.move_to_end(self._handles[2].id, last=False)
         # Recomputation during backward belongs to a forward that was compared.
         is_backward = graph_task_id() != -1
         if torch.is_grad_enabled() and not is_backward:

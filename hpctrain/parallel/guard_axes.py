@@ -18,6 +18,7 @@ class Axis(NamedTuple):
     replicated: Named
     is_stages: bool = False
     is_averaged: bool = False  # replicas have different gradients until a step
+    is_replica: bool = False  # of the whole model: a rank may change its own, as for a test
 
 
 class Layout(NamedTuple):

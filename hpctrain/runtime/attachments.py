@@ -8,6 +8,7 @@ from hpctrain.comm.owner import Owner
 from hpctrain.comm.request_thread import RequestThread
 from hpctrain.negotiation.timeline import Timelines
 from hpctrain.runtime.abort import FailureHooks
+from hpctrain.runtime.last_check import LastStates
 
 if TYPE_CHECKING:
     from hpctrain.comm.mpi_library import BeforeFinalize
@@ -36,3 +37,5 @@ class Attachments:
     owner: Owner = field(default_factory=Owner)  # a forked child does not end the world
     requests: RequestThread = field(default_factory=RequestThread)
     """Serves the requests to parameter servers of this process."""
+    last_states: LastStates = field(default_factory=LastStates)
+    """States of divided models after their last step, for the comparison at the end."""

@@ -3,9 +3,12 @@
 Before each step the ranks compare what the step before has left; after the last one nobody would.
 """
 
+import gc
 import hashlib
 import json
 import sys
+import weakref
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
@@ -19,6 +22,64 @@ if TYPE_CHECKING:
 
 Left = tuple[Sequence[int], Mapping[str, str]]
 """Of an optimizer: its ranks, and what its last step has left on this one, as text by name."""
+_MAX_KEPT = 16  # states of models that no longer exist
+
+
+class LeavesState(Protocol):
+    """The steps of a model that several ranks divide."""
+
+    def left(self, ranks: tuple[int, ...], *, has_weights: bool = True) -> Mapping[str, str]:
+        """Return what these ranks compare at the end, as text by name. Not collective."""
+
+
+class Collection:
+    """Whether Python collects garbage at the moment, which it does at any time."""
+
+    def __init__(self, owner: object) -> None:
+        """Observe the collector until the owner is deleted."""
+        self.is_running = False
+        gc.callbacks.append(self._note)
+        # Not at exit: the last collection comes after it, and must be noted.
+        weakref.finalize(owner, gc.callbacks.remove, self._note).atexit = False
+
+    def _note(self, phase: str, _: object) -> None:
+        self.is_running = phase == "start"
+
+
+class LastStates:
+    """States of divided models after their last step, by the ranks that compare them."""
+
+    def __init__(self) -> None:
+        self._num_of = Counter[tuple[int, ...]]()
+        self._living: dict[str, tuple[tuple[int, ...], weakref.ref[LeavesState]]] = {}
+        self._kept: dict[str, Left] = {}
+        self._collection = Collection(self)
+
+    def enter(self, ranks: tuple[int, ...], steps: LeavesState) -> str:
+        """Return a name for one more model; all of these ranks enter theirs in the same order."""
+        name = f"{ranks} {self._num_of[ranks]}"
+        self._num_of[ranks] += 1
+        self._living[name] = ranks, weakref.ref(steps)
+        return name
+
+    def keep(self, name: str, steps: LeavesState) -> None:
+        """Keep the state of a model that is about to be deleted; only of the last few.
+
+        Python collects garbage at a different time on each rank: then only numbers of steps.
+        """
+        if name in self._living:
+            ranks, _ = self._living.pop(name)
+            has_weights = not self._collection.is_running
+            self._kept[name] = ranks, steps.left(ranks, has_weights=has_weights)
+            while len(self._kept) > _MAX_KEPT:
+                del self._kept[next(iter(self._kept))]
+
+    def hand_over(self) -> dict[str, Left]:
+        """Return all states by name; once, at the end. Not collective."""
+        living, self._living = self._living, {}
+        found = {name: (ranks, steps()) for name, (ranks, steps) in living.items()}
+        states = {name: (ranks, one.left(ranks)) for name, (ranks, one) in found.items() if one}
+        return self._kept | states
 
 
 class OpenedSteps(Protocol):
@@ -40,6 +101,7 @@ class OpenedSteps(Protocol):
 def compare(
     sets: "ProcessSets",
     step_checks: "Mapping[Communicator, OpenedSteps]",
+    last_states: LastStates,
     check_weights: str,
     gather: "Gather",
 ) -> str:
@@ -50,12 +112,13 @@ def compare(
     """
     sets.give_up_broken(gather)
     ranks = sets.by_number()
-    mine = {
+    mine: dict[str, Left] = {
         f"{number}.{optimizer}": (ranks[number], values)
         for number, comm in sets.communicators().items()
         if comm in step_checks
         for optimizer, values in step_checks[comm].hand_over().items()
     }
+    mine |= last_states.hand_over()
     if sys.exc_info()[0] is not None:
         mine = {}
     is_strict = check_weights == "error"
@@ -93,7 +156,7 @@ def _difference(
     others = f" and {len(found) - 1} more" if len(found) > 1 else ""
     fault = (
         f"the ranks have parted in the last step: {name} ({which}){others}; take equally many "
-        f"steps, and change weights and gradients on all ranks alike; "
+        f"steps, and change weights, gradients and settings of the optimizer on all ranks; "
         f"HPCTRAIN_CHECK_WEIGHTS=warn goes on"
     )
     return fault, is_error

@@ -1,0 +1,125 @@
+"""What one rank of a divided model changes after its last step is an error on all at the end."""
+
+import gc
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import hpctrain
+from hpctrain.core.errors import ReplicaError
+from tests.parallel.test_guard import Program, batches, trained
+
+
+def end_of(world, layout, change, *, who, is_deleted=False):
+    """Train two steps, change something on one rank, end; return what that raises on all ranks."""
+    hpctrain.init()
+    dist.init_process_group("hpctrain")
+    program = Program(layout)
+    for batch in list(batches())[:2]:
+        program.step(*batch, "")
+    if who in (None, world.rank):
+        change(program)
+    if is_deleted:
+        del program
+        gc.collect()
+    dist.destroy_process_group()
+    said = ""
+    try:
+        hpctrain.shutdown()
+    except ReplicaError as error:
+        said = str(error)
+    assert len(set(world.allgather(said))) == 1
+    return said
+
+
+def changes_the_rate(program):
+    program.optimizer.param_groups[0]["lr"] = 0.05
+
+
+def writes(program):
+    program.parameter().data.mul_(0.5)
+
+
+@torch.no_grad()
+def writes_as_torch_counts(program):
+    program.parameter().mul_(0.5)
+
+
+def changes_the_state(program):
+    program.optimizer.state[program.parameter()]["momentum_buffer"].mul_(2)
+
+
+def steps_once_more(program):
+    program.optimizer.step()
+
+
+TOLD = {
+    changes_the_rate: r"lr of group 0 of optimizer 0 \(rank",
+    writes: r"[013]\.\S*weight \(rank",
+    writes_as_torch_counts: r"[013]\.\S*weight \(rank",
+    steps_once_more: r"steps since the last batch \(rank",
+    changes_the_state: r"momentum_buffer of 1\.norm\.weight \(rank",
+}
+CASES = [
+    *(("tp", change) for change in TOLD if change is not steps_once_more),
+    ("pp untied", steps_once_more),
+    *(("zero1", changes_the_rate), ("zero3", changes_the_rate)),
+    *(("pp", change) for change in (changes_the_rate, writes, writes_as_torch_counts)),
+]
+OF_FOUR = [
+    *(("tp fsdp", change) for change in (writes, changes_the_state)),
+    ("zero3 replicas", changes_the_rate),
+    *(("pp tp", change) for change in (changes_the_rate, writes)),
+    *(("pp ddp", change) for change in (changes_the_rate, writes)),
+]
+
+
+def require_an_error(world, layout, change, who, **options):
+    said = end_of(world, layout, change, who=who, **options)
+    assert said.startswith("the ranks have parted in the last step: ")
+    assert re.match(TOLD[change], said.partition(": ")[2]), said
+    assert f"rank {who}: " in said, said
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("layout", "change"), CASES)
+def test_what_one_rank_changes_after_the_last_step_is_an_error_on_all(world, layout, change):
+    require_an_error(world, layout, change, who=1)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(("layout", "change"), OF_FOUR)
+def test_what_one_of_four_ranks_changes_is_an_error_on_all(world, layout, change):
+    require_an_error(world, layout, change, who=2)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("layout", ["tp", "pp"])
+def test_a_model_that_is_deleted_before_the_end_is_compared(world, layout):
+    require_an_error(world, layout, writes, who=1, is_deleted=True)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("layout", "change"), CASES[::2])
+def test_what_all_ranks_change_after_the_last_step_is_no_error(world, layout, change):
+    assert not end_of(world, layout, change, who=None)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("setting", ["warn", "off"])
+def test_replicas_of_processors_that_round_differently_are_a_warning(
+    world, monkeypatch, caplog, setting
+):
+    monkeypatch.setenv("HPCTRAIN_CHECK_WEIGHTS", setting)
+    hpctrain.init()
+    dist.init_process_group("hpctrain")
+    with caplog.at_level("WARNING", logger="hpctrain"):
+        program = trained(Program("tp"), "write", is_actor=world.rank == 1)
+        dist.destroy_process_group()
+        hpctrain.shutdown()
+    is_told = setting == "warn" and world.rank == 0
+    assert ("the same values of replicated parameters" in caplog.text) == is_told
+    assert ("the ranks have parted in the last step" in caplog.text) == is_told
+    del program
