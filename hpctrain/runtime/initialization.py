@@ -1,0 +1,364 @@
+"""Making, leaving and replacing the world of this process: ``init`` and ``shutdown``."""
+
+import atexit
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, cast
+from weakref import WeakKeyDictionary
+
+import torch
+
+from hpctrain.cluster import env
+from hpctrain.cluster.env import BEGUN, ENDED, sets_threads
+from hpctrain.cluster.start_watch import watched_start
+from hpctrain.comm.factory import Connection, connect
+from hpctrain.comm.mpi_world import find_world, is_communicator
+from hpctrain.comm.observed import Statistics, observed, trace
+from hpctrain.comm.threaded import ThreadedCommunicator
+from hpctrain.core import config, logs
+from hpctrain.core.checks import Number, checked
+from hpctrain.core.config import Settings
+from hpctrain.core.errors import ConfigError, ReplicaError
+from hpctrain.negotiation.stall import LastCall
+from hpctrain.negotiation.timeline import Timelines
+from hpctrain.runtime import arrival, lazy_dynamo, torch_backend
+from hpctrain.runtime.abort import FailureHooks, leave, start_guard
+from hpctrain.runtime.attachments import Attachments, Origin
+from hpctrain.runtime.last_check import compare
+from hpctrain.runtime.process_set_table import Controllers, ProcessSets, beside
+from hpctrain.runtime.process_sets import numbers_of
+from hpctrain.runtime.rebuild import Rebuild, Stage
+from hpctrain.runtime.stopping import CommonStop
+from hpctrain.runtime.world import World, current, is_initialized, replace_current
+
+if TYPE_CHECKING:
+    from hpctrain.comm.mpi_library import BeforeFinalize
+    from hpctrain.comm.mpi_world import MpiComm
+    from hpctrain.comm.spares import Spares
+    from hpctrain.runtime.process_sets import ProcessSet
+
+
+SPARES_RULE = (
+    "with --spares nothing but DistributedOptimizer communicates before elastic.run, which is "
+    "called once, for a spare does that alone; move it into the function, or leave --spares out"
+)
+
+
+def init(
+    comm: "Sequence[int] | MpiComm | Sequence[MpiComm] | None" = None,
+    process_sets: "Sequence[ProcessSet] | str | None" = None,
+    *,
+    ranks_per_node: int | None = None,
+    engine: str | None = None,
+) -> None:
+    """Join the world of all ranks that were started together. Collective.
+
+    A second call only registers ``process_sets``, if there are any. Without a launcher this is a
+    world of one, in which everything works and nothing is sent. At the end of the program the
+    ranks take leave of each other by themselves.
+
+    Args:
+        comm: another world than all ranks: a list of some of them, of which the i-th becomes
+            rank i, and which alone call this; or an mpi4py communicator, whose ranks are the
+            world, so that several can train side by side; or several of those, of which the
+            first is the world and every other one a process set of it.
+        process_sets: what else than all ranks together shall communicate, the same on every
+            rank; ``"dynamic"`` means none yet.
+        ranks_per_node: declares nodes on one host, so that a laptop runs the two-level path;
+            else what ``HPCTRAIN_RANKS_PER_NODE`` says.
+        engine: what moves tensors: ``hpctrain``, or ``horovod`` where that is installed; else
+            what ``HPCTRAIN_ENGINE`` says. Rank 0 decides for all.
+
+    Raises:
+        ConfigError: a setting or an argument is not valid, or a process set is given twice.
+        LaunchError: launcher, MPI library and world do not match, or a rank has no Horovod.
+        NodeMemoryError: shared memory was forced and cannot be had.
+        MismatchError: the ranks give different process sets; on every rank.
+    """
+    chosen, *others = _communicators(comm)
+    if not is_initialized():
+        settings = Settings.from_env()
+        if ranks_per_node is not None:
+            number = checked("ranks_per_node", ranks_per_node, Number)
+            settings = replace(settings, ranks_per_node=number)
+        if engine is not None:
+            settings = replace(settings, engine=checked("engine", engine, config.Engine))
+        join(settings, chosen)
+        _refuse_operations()
+    if isinstance(process_sets, str):
+        if process_sets.lower() != "dynamic":
+            raise ConfigError(
+                f"process_sets is a list of ProcessSet or 'dynamic', got {process_sets!r}"
+            )
+        process_sets = None
+    if process_sets or others:
+        _register(others, list(process_sets or ()))
+
+
+def _refuse_operations() -> None:
+    """Let a spare have no named operations, which nobody shares, before ``elastic.run``."""
+    origin = current().origin
+    if origin.spares is not None and not origin.is_first:
+        current().sets.global_controller.refuse(SPARES_RULE)
+
+
+def _communicators(comm: object) -> list[object]:
+    if isinstance(comm, Sequence) and comm and all(is_communicator(one) for one in comm):
+        return list(comm)
+    return [comm]
+
+
+def _register(comms: Sequence[object], process_sets: "Sequence[ProcessSet]") -> None:
+    """Make the process sets that ``init`` was given, and let each know its own. Collective."""
+    if current().origin.spares is not None:
+        raise ConfigError(f"{SPARES_RULE}: process sets are made by add_process_set()")
+    of_comms = [(numbers_of(one), True) for one in comms]
+    wanted = of_comms + [one.wanted() for one in process_sets]
+    found = current().sets.register(wanted)[len(of_comms) :]
+    seen = {0}
+    for number, (one, registered) in enumerate(zip(process_sets, found, strict=True)):
+        if registered.number in seen:
+            raise ConfigError(
+                f"entry {number} of process_sets has the ranks of an earlier one, or all: "
+                f"{list(registered.ranks)}; leave it out"
+            )
+        seen.add(registered.number)
+        one.bind(registered)
+
+
+def join(settings: Settings, chosen: object = None) -> None:
+    """Join the world as ``init`` does, with settings that are complete. Collective.
+
+    A spare waits inside until it takes the place of a lost rank, or ends the program.
+    """
+    if is_initialized():
+        return
+    launched = env.launched() if settings.recover else None
+    with watched_start(launched.local_size if launched else None):
+        if not settings.spares:
+            given = cast("MpiComm", chosen) if is_communicator(chosen) else None
+            _join(settings, chosen, Origin(given=given))
+            return
+        spares = _spares_of(settings, chosen)
+        if spares.is_worker:
+            _join(settings, spares.workers, Origin(given=None, spares=spares))
+            return
+
+    def make(ranks: "MpiComm") -> None:
+        if is_initialized():  # in vain: a rank died before all had made this world
+            go_on(ranks)
+        else:
+            _join(settings, ranks, Origin(given=None, spares=spares, is_first=False))
+
+    if not spares.wait(make):
+        sys.exit(0)
+
+
+def _spares_of(settings: Settings, chosen: object) -> "Spares":
+    """Divide all ranks in those that work and those that wait. Collective."""
+    if chosen is not None:
+        raise ConfigError(
+            "spares are of all ranks that were started together, and init was given some of them; "
+            "call it without comm, or leave --spares out"
+        )
+    from hpctrain.comm.spares import Spares  # noqa: PLC0415 - a world of one needs no MPI
+
+    with start_guard(settings):
+        if (whole := find_world(timeout_s=settings.timeout)) is None:
+            raise ConfigError("spares need ranks whose place they take, and this process is alone")
+        return Spares(whole, settings.spares, settings.timeout)
+
+
+def _join(settings: Settings, chosen: object, origin: Origin) -> None:
+    torch_backend.register()
+    lazy_dynamo.install()
+    with start_guard(settings):
+        ranks = find_world(chosen, settings.timeout)
+    # From here on nobody fails alone.
+    hooks = FailureHooks(ranks, settings.log_dir, recovers=settings.recover) if ranks else None
+    try:
+        _make(settings, ranks, hooks, origin)
+    except BaseException:
+        if hooks is not None and not origin.is_first:  # there may be another try
+            if (begun := replace_current(None)) is not None:
+                _depart(begun)
+            hooks.uninstall()
+        raise
+
+
+def _make(
+    settings: Settings, ranks: "MpiComm | None", hooks: FailureHooks | None, origin: Origin
+) -> None:
+    threads = torch.get_num_threads() if sets_threads() else None
+    found = connect(ranks, settings, threads)
+    here = found.topology
+    if ranks:
+        arrival.take_place(found)
+    if settings.recover:
+        arrival.tell_place(here)
+    # All ranks count, or none does: as rank 0 wants it.
+    statistics = Statistics(found.comm) if found.settings.stats else None
+    inside = observed(found.comm, trace if settings.trace else None, statistics)
+    comm = beside(inside, found.plan)
+    controllers = Controllers(
+        topology=here,
+        plan=found.plan,
+        settings=found.settings,
+        timelines=Timelines(here.rank, here.size),
+        last_call=LastCall(),
+        recorder=found.recorder,
+        end=hooks.abort if hooks is not None else None,
+    )
+    sets, rebuild = ProcessSets(inside, comm, controllers), Rebuild()
+    rebuild.register(Stage.RECORDS, close=controllers.timelines.stop)
+    rebuild.register(Stage.SETS, renew=sets.renew, close=sets.close)
+    made = World(
+        comm=comm,
+        sets=sets,
+        topology=here,
+        plan=found.plan,
+        plan_origin=found.plan_origin,
+        settings=settings,
+        presence=found.presence,
+        attachments=Attachments(
+            hooks=hooks,
+            before_finalize=_leave_before_finalize() if ranks else None,
+            statistics=statistics,
+            timelines=controllers.timelines,
+        ),
+        ranks=ranks,
+        origin=origin,
+        rebuild=rebuild,
+        last_call=controllers.last_call,
+        stop=CommonStop(comm, settings.budget),
+        step_checks=WeakKeyDictionary(),
+    )
+    replace_current(made)
+    _begin(made, found)
+
+
+def _begin(made: World, found: Connection) -> None:
+    """Let people and files know of a world, and its end come with that of the program."""
+    settings, mine, rank = made.settings, made.attachments, made.topology.rank
+    logs.setup(rank, made.topology.size, settings.log_dir, level=settings.log_level)
+    arrival.report(found)
+    if made.origin.is_first and config.setting("watched") and rank == 0:
+        sys.stderr.write(f"{BEGUN}\n")
+    if settings.records is not None and rank == 0:
+        arrival.tell_study(settings.records, found)
+    if mine.hooks is not None:
+        mine.hooks.last_words.append(mine.timelines.stop)
+        mine.hooks.communicates = made.last_call.was_on
+    if settings.timeline is not None:
+        mine.timelines.start(settings.timeline, mark_cycles=settings.timeline_mark_cycles)
+    if found.presence is not None or mine.statistics is not None or config.setting("watched"):
+        atexit.register(_shut_down)
+
+
+def _leave_before_finalize() -> "BeforeFinalize":
+    from hpctrain.comm.mpi_library import BeforeFinalize  # noqa: PLC0415 - a world of one needs no MPI
+
+    return BeforeFinalize(lambda: _leave(current(), raises=False))
+
+
+def shutdown() -> None:
+    """Take leave of the other ranks; nothing but ``init`` may be called afterwards.
+
+    Collective in the end: it waits for all ranks, at most ``HPCTRAIN_TIMEOUT``. Harmless before
+    ``init`` and when called twice. A program that calls ``MPI.Finalize()`` takes leave by that.
+
+    Then the ranks compare what the last step of each ``DistributedOptimizer`` has left: how many
+    steps it has taken, and its weights. Left out are parameters that a rank has written to since,
+    under ``torch.no_grad()`` for instance: such ranks part for a purpose. What is written by
+    ``.data`` torch does not count. An optimizer that some ranks no longer have, after an error or
+    a state that was loaded, is left out, too, and the ranks compare nothing while an exception
+    is on its way on one of them.
+
+    Raises:
+        ReplicaError: it differs, on every rank; the world is over all the same. At the end of a
+            program that does not call this, all ranks end with exit code 1 and the message.
+    """
+    _shut_down(raises=True)
+
+
+def _shut_down(*, raises: bool = False) -> None:
+    leaving = replace_current(None)
+    if leaving is None:
+        return
+    mine = leaving.attachments
+    is_over = mine.before_finalize is not None and mine.before_finalize.is_over
+    if mine.owner.is_here and not is_over:
+        _leave(leaving, raises=raises)
+
+
+def _leave(leaving: World, *, raises: bool) -> None:
+    atexit.unregister(_shut_down)
+    for comm in leaving.sets.communicators().values():
+        if isinstance(comm, ThreadedCommunicator):
+            comm.drain()  # while lost ranks are still looked for
+    fault, mine = "", leaving.attachments
+    if leaving.presence is not None and mine.hooks is not None:
+        strictness = leaving.settings.check_weights
+        check = partial(compare, leaving.sets, leaving.step_checks, strictness)
+        fault = leave(leaving.presence, mine.hooks, check)
+        if fault and not raises:
+            mine.hooks.end(ReplicaError(fault))
+    if mine.statistics is not None:
+        mine.statistics.report()  # nobody waits in vain: from `leave` all return, or none
+    leaving.stop.close()
+    leaving.rebuild.close()
+    leaving.comm.close()
+    if mine.before_finalize is not None:
+        mine.before_finalize.close()
+    is_well = not fault and sys.exc_info()[0] is None and not hasattr(sys, "last_value")
+    _tell_end(leaving, is_well=is_well)
+    if fault:
+        raise ReplicaError(fault)  # with the hooks, for who does not catch it
+    if mine.hooks is not None and sys.exc_info()[0] is None:
+        mine.hooks.uninstall()  # an error on its way out still needs them to end all ranks
+
+
+def _tell_end(leaving: World, *, is_well: bool) -> None:
+    if leaving.origin.spares is not None:
+        leaving.origin.spares.end()
+    if config.setting("watched") and is_well and leaving.topology.rank == 0:
+        sys.stderr.write(f"{ENDED}\n")
+        sys.stderr.flush()
+
+
+def go_on(ranks: "MpiComm", *, moves: bool = True) -> None:
+    """Leave a world of which ranks are lost for one of ``ranks``, which are left. Collective.
+
+    What has registered with ``rebuild`` to outlive its world follows, if it ``moves``. After an
+    error this rank is in the world before, and may leave it for another one.
+    """
+    before = current()
+    replace_current(None)
+    hooks = before.attachments.hooks
+    assert before.presence is not None
+    assert hooks is not None
+    if before.presence.is_open:  # else one more rank has died while the next world was made
+        _depart(before)
+    hooks.uninstall()
+    try:
+        _join(before.settings, ranks, replace(before.origin, given=None, is_first=False))
+    except BaseException:
+        replace_current(before)
+        hooks.install()
+        raise
+    if moves:
+        current().rebuild.follow(before.rebuild.leave())
+
+
+def _depart(leaving: World) -> None:
+    """Let nothing of a world go on of which ranks are lost. Not collective."""
+    atexit.unregister(_shut_down)
+    if leaving.presence is not None:
+        leaving.presence.abandon()
+    leaving.sets.drop()
+    leaving.stop.close()
+    leaving.attachments.timelines.stop()
+    if leaving.attachments.before_finalize is not None:
+        leaving.attachments.before_finalize.close()
