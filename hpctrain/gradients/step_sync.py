@@ -4,7 +4,6 @@ Ranks that take different steps, reduce other optimizers or hold other weights f
 all ranks at once, in one small all-reduce that is sent anyway, with flags and sample counts.
 """
 
-import gc
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
@@ -26,6 +25,7 @@ from hpctrain.gradients.step_header import (
     describe,
     words_of,
 )
+from hpctrain.runtime.last_check import Collection
 
 _MOST_KEPT = 16  # optimizers that are gone
 LONG = 16  # every so many steps it is compared which parameters no backward has reached in them
@@ -49,15 +49,6 @@ class Member(Protocol):
         """Take part in the step that begins so with nothing. Collective."""
 
 
-class _Collection:
-    """Whether Python collects garbage at the moment, which it does whenever it likes."""
-
-    is_running = False
-
-    def note(self, phase: str, _: object) -> None:
-        self.is_running = phase == "start"
-
-
 class StepSync:
     """Opens the steps of all optimizers that share a communicator."""
 
@@ -71,10 +62,7 @@ class StepSync:
         self._unreached_told: set[int] = set()
         self._num_taken = 0  # exchanges since all ranks had joined in which this one had not
         self._kept: dict[int, Mapping[str, str]] = {}  # what optimizers that are gone have left
-        self.collection = _Collection()
-        gc.callbacks.append(self.collection.note)
-        # Not at exit: the last collection comes after it, and must be noted.
-        weakref.finalize(self, gc.callbacks.remove, self.collection.note).atexit = False
+        self.collection = Collection(self)
 
     @property
     def is_asked(self) -> bool:

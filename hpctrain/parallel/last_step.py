@@ -58,7 +58,7 @@ class LastStep:
                 named: Any = [(name, part(p)) for name, p in axis.replicated]
                 self._samples[ranks] = WeightSample(named)
         if world.is_initialized() and world.rank() == dist.get_rank():
-            states = world.current().last_states
+            states = world.current().attachments.last_states
             if states is not self._states:
                 self._states, self._names = states, {}
             new = [ranks for ranks in self._axes if ranks not in self._names]

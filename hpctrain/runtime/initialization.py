@@ -270,11 +270,11 @@ def shutdown() -> None:
     ``init`` and when called twice. A program that calls ``MPI.Finalize()`` takes leave by that.
 
     Then the ranks compare what the last step of each ``DistributedOptimizer`` has left: how many
-    steps it has taken, and its weights. Left out are parameters that a rank has written to since,
-    under ``torch.no_grad()`` for instance: such ranks part for a purpose. What is written by
-    ``.data`` torch does not count. An optimizer that some ranks no longer have, after an error or
-    a state that was loaded, is left out, too, and the ranks compare nothing while an exception
-    is on its way on one of them.
+    steps it has taken, and its weights; of a model that ranks divide replicated values, their
+    optimizer state, and settings. Left out are replicas of whole models to which a rank has
+    written since, as under ``torch.no_grad()``; torch does not count ``.data``. An optimizer that
+    some ranks no longer have, after an error or a state that was loaded, is left out, too, and the
+    ranks compare nothing while an exception is on its way on one of them.
 
     Raises:
         ReplicaError: it differs, on every rank; the world is over all the same. At the end of a
@@ -301,7 +301,8 @@ def _leave(leaving: World, *, raises: bool) -> None:
     fault, mine = "", leaving.attachments
     if leaving.presence is not None and mine.hooks is not None:
         strictness = leaving.settings.check_weights
-        check = partial(compare, leaving.sets, leaving.step_checks, strictness)
+        known = leaving.sets, leaving.step_checks, mine.last_states, strictness
+        check = partial(compare, *known)
         fault = leave(leaving.presence, mine.hooks, check)
         if fault and not raises:
             mine.hooks.end(ReplicaError(fault))
