@@ -12,12 +12,12 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from hpctrain.runtime.initialization import join
 
 import hpctrain
 from hpctrain.core import torch_compat
 from hpctrain.core.config import Settings
 from hpctrain.core.errors import ConfigError
+from hpctrain.runtime.initialization import join
 
 PACKAGE = Path(hpctrain.__file__).parent
 COMPAT = PACKAGE / "core/torch_compat.py"
