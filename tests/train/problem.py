@@ -61,6 +61,32 @@ class Flawed(torch.autograd.Function):
         return torch.full_like(gradient, torch.inf)
 
 
+class Underived(torch.autograd.Function):
+    """Passes values on; the third backward pass of the last rank fails."""
+
+    num_passes = 0
+
+    @staticmethod
+    def forward(_, values):
+        return values.clone()
+
+    @staticmethod
+    def backward(_, gradient):
+        Underived.num_passes += 1
+        if hpctrain.rank() == hpctrain.size() - 1 and Underived.num_passes == 3:
+            raise ValueError("this layer has no gradient")
+        return gradient
+
+
+class Underivable(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return Underived.apply(x)
+
+
+def underivable() -> nn.Sequential:
+    return model(12).append(Underivable())
+
+
 class Flaw(nn.Module):
     """A network that one sample breaks while training: its loss becomes NaN, or the gradient of
     its batch infinite."""

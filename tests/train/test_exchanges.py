@@ -22,6 +22,7 @@ from hpctrain.train.metrics import Metrics
 from hpctrain.train.run_state import RunState
 from tests.comm.test_adasum import reference
 from tests.train import divided, problem
+from tests.train.starting import start, write_config
 
 pytestmark = pytest.mark.ranks(1, 2, 3, 4)
 
@@ -193,3 +194,16 @@ def test_a_state_goes_on_to_the_same_bits(run):
     made.state.restore(*kept)
     made.steps(2)
     assert state_hash({"weights": made.weights()}) == state_hash({"weights": first})
+
+
+@pytest.mark.launches
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("exchange", [name for name in EXCHANGES if name != "adasum"])
+def test_an_error_in_backward_on_one_rank_ends_all_ranks(exchange, tmp_path):
+    write_config(tmp_path, "tests.train.problem:underivable", epochs=2)
+    settings = [*EXCHANGES[exchange], *["parallel.tp=2"] * (exchange == "model-parallel")]
+    words = [word for setting in settings for word in ("--set", setting)]
+    done = start("-m", "hpctrain", "train", "small.toml", *words, num_ranks=2, cwd=tmp_path)
+    assert done.returncode == 1, done.stderr
+    assert "[rank 1] ValueError: this layer has no gradient" in done.stderr
+    assert "test accuracy" not in done.stdout
