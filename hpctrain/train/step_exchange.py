@@ -368,7 +368,9 @@ class StepExchange:
             CheckpointError: the state does not fit model, optimizer or method.
         """
         try:
-            self.restore_model(shared, None if own is None else own.get("replica"))
+            # A run that averages gradients may continue one whose ranks had replicas of their own.
+            replica = own.get("replica") if own and self.takes_own_steps else None
+            self.restore_model(shared, replica)
         except (RuntimeError, ValueError) as error:
             raise CheckpointError(
                 f"the model and the optimizer must be those of the checkpoint, but {error}; "

@@ -65,13 +65,13 @@ class Run:
         self.state = RunState(task=self.task)
         self.guard = StepGuard(self.task, Metrics(None), self.state.guard)
 
-    def steps(self, number: int, flags: int = 0) -> list[tuple]:
+    def steps(self, number: int, flags: int = 0, *, must_agree: bool = True) -> list[tuple]:
         """Take so many steps of an epoch that begins; return what ``train_step`` did."""
         found = []
         for _, batch in zip(range(number), self.task.train, strict=False):
             self.state.step += 1
             self.guard.begin(self.state.step, RATE, flags)
-            self.task.exchange.begin(1.0, must_agree=True)
+            self.task.exchange.begin(1.0, must_agree=must_agree)
             found.append(train_step(self.task, batch, self.guard))
         return found
 
@@ -194,6 +194,21 @@ def test_a_state_goes_on_to_the_same_bits(run):
     made.state.restore(*kept)
     made.steps(2)
     assert state_hash({"weights": made.weights()}) == state_hash({"weights": first})
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_a_run_that_averages_continues_from_the_mean_of_replicas(here, configure):
+    local = Run(here, configure, "local", "sync.steps=4")
+    local.steps(1, must_agree=False)
+    kept = copy.deepcopy((local.state.shared(), local.state.own()))
+    assert kept[1]["replica"]
+    local.task.exchange.close()
+    averaged = Run(here, configure, "averaged")
+    averaged.state.restore(*kept)
+    torch.testing.assert_close(
+        assert_equal_on_all(averaged),
+        [kept[0]["model"][name] for name, _ in averaged.task.model.named_parameters()],
+    )
 
 
 @pytest.mark.launches
