@@ -1,8 +1,6 @@
 """The exchange of a ``DistributedOptimizer`` that averages (or sums) gradients."""
 
-from collections.abc import Callable, Sequence
-
-from torch import Tensor
+from collections.abc import Callable
 
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.plan.plan import Plan
@@ -44,26 +42,8 @@ class AveragedGradients(Reducer, OptimizerExchange):
         """Average what ``backward()`` has not averaged. Collective."""
         return not self.finish()
 
-    def clip_norm(
-        self,
-        parameters: Sequence[Tensor],
-        max_norm: float,
-        norm_type: float,
-        *,
-        error_if_nonfinite: bool,
-    ) -> Tensor:
-        """Clip the averages by their norm, also on a rank that has skipped ``backward``."""
-        self._finish_skipped()
-        return super().clip_norm(
-            parameters, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
-        )
-
-    def clip_value(self, parameters: Sequence[Tensor], value: float) -> None:
-        """Clamp the averages, also on a rank that has skipped ``backward``."""
-        self._finish_skipped()
-        super().clip_value(parameters, value)
-
-    def _finish_skipped(self) -> None:
+    def begin_clipping(self) -> None:
+        """Average the gradients of a rank that has skipped ``backward``. Collective then."""
         if not self.has_begun:
             self.finish()
 

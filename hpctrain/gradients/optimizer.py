@@ -215,12 +215,14 @@ class DistributedMethods(StepNotes):
         Raises:
             RuntimeError: the norm is not finite, and that was to be an error.
         """
+        self._exchange.begin_clipping()
         return self._exchange.clip_norm(
             self._stepped(), max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
         )
 
     def clip_grad_value_(self, clip_value: float) -> None:
         """Clip averaged elements, as ``torch.nn.utils.clip_grad_value_``; all ranks call it."""
+        self._exchange.begin_clipping()
         self._exchange.clip_value(self._stepped(), clip_value)
 
     def _stepped(self) -> list[Tensor]:

@@ -94,6 +94,9 @@ class OptimizerExchange:
     def require_skippable(self) -> None:
         """Raise ``ConfigError`` where ``step()`` cannot be separated from the exchange."""
 
+    def begin_clipping(self) -> None:
+        """Combine the gradients of a rank that has skipped ``backward``. Collective then."""
+
     def clip_norm(
         self,
         parameters: Sequence[Tensor],

@@ -201,7 +201,7 @@ class ProcessSets:
         already.
         """
         wanted = [Wanted(*one) for one in asked]
-        lists = self._in_order(lambda inside: inside.allgather_object(list(wanted)))
+        lists = self._in_order(lambda inside: inside.allgather_object(wanted))
         every = wanted_by_all(lists)
         for ranks in every:
             self._check(ranks, new=new)

@@ -36,8 +36,6 @@ class AccumulatedExchange(StepExchange):
         precision: scales the loss.
     """
 
-    method: Any
-
     def __init__(
         self,
         config: RunConfig,
@@ -48,7 +46,7 @@ class AccumulatedExchange(StepExchange):
         precision: Precision,
     ) -> None:
         super().__init__(config, comm, model, optimizer, method)
-        self._precision = precision
+        self._precision, self._step_name = precision, step_name(config)
 
     @property
     def takes_part(self) -> bool:
@@ -84,7 +82,7 @@ class AccumulatedExchange(StepExchange):
             if number == num_pieces:
                 observer.see_loss(value)
             loss = self._precision.scaled(loss)
-            with noted(step_name(self.config), *piece):
+            with noted(self._step_name, *piece):
                 loss.backward(torch.full_like(loss, weight))
             self._end_piece(number, num_pieces, len(piece[0]), num_samples)
         self._end_backward()

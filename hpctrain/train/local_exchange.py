@@ -61,13 +61,11 @@ class OwnStepsExchange(AccumulatedExchange):
 
     def own_state(self) -> dict[str, Any]:
         """Return this rank's replica, unless all ranks agree, and its part of the method."""
-        parameters = {name: p.detach() for name, p in self.model.named_parameters()}
-        replica = {"parameters": parameters, "optimizer": self.optimizer.state_dict()}
-        return {
-            **super().own_state(),
-            "replica": None if self.states_agree else replica,
-            "sync": self._method_own_state(),
-        }
+        replica = None
+        if not self.states_agree:
+            parameters = {name: p.detach() for name, p in self.model.named_parameters()}
+            replica = {"parameters": parameters, "optimizer": self.optimizer.state_dict()}
+        return {**super().own_state(), "replica": replica, "sync": self._method_own_state()}
 
     def restore(self, shared: Mapping[str, Any], own: Mapping[str, Any] | None) -> None:
         """Continue from a state, in a new round without ``own``. Collective."""

@@ -3,15 +3,12 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
-from hpctrain.comm.communicator import Communicator
 from hpctrain.core.user_error import noted
 from hpctrain.data.loader import Loader
 from hpctrain.gradients.fixed_tree import aligned_parts
 from hpctrain.gradients.reproducible import Reproducible
-from hpctrain.train.config import RunConfig
 from hpctrain.train.refusals import step_name
 from hpctrain.train.step_exchange import (
     Figures,
@@ -36,16 +33,6 @@ class ReproducibleExchange(StepExchange):
 
     is_reproducible = True
     method: Reproducible
-
-    def __init__(
-        self,
-        config: RunConfig,
-        comm: Communicator,
-        model: nn.Module,
-        optimizer: Optimizer,
-        method: Reproducible,
-    ) -> None:
-        super().__init__(config, comm, model, optimizer, method)
 
     def backward(
         self, batch: StepBatch, forward: Forward, observer: LossObserver
