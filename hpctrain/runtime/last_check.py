@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from hpctrain.comm.agreement import differing
+from hpctrain.comm.owner import Owner
 from hpctrain.core import logs
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ class LastStates:
         self._num_of = Counter[tuple[int, ...]]()
         self._living: dict[str, tuple[tuple[int, ...], weakref.ref[LeavesState]]] = {}
         self._kept: dict[str, Left] = {}
-        self._collection = Collection(self)
+        self._collection, self._owner = Collection(self), Owner()
 
     def enter(self, ranks: tuple[int, ...], steps: LeavesState) -> str:
         """Return a name for one more model; all of these ranks enter theirs in the same order."""
@@ -67,7 +68,7 @@ class LastStates:
 
         Python collects garbage at a different time on each rank: then only numbers of steps.
         """
-        if name in self._living:
+        if name in self._living and self._owner.is_here:  # not in a forked child
             ranks, _ = self._living.pop(name)
             has_weights = not self._collection.is_running
             self._kept[name] = ranks, steps.left(ranks, has_weights=has_weights)
