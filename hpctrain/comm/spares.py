@@ -40,22 +40,26 @@ class Spares:
         Raises ``ConfigError``: fewer than two would work; on every rank. ``RankLostError``: a rank
         has not come within ``timeout_s``.
         """
-        self._watch = Watch(rank=whole.rank, timeout_s=timeout_s)
+        self._timeout_s = timeout_s
         self._num_workers = whole.size - num_spares
         if self._num_workers < 2:
             raise ConfigError(
                 f"spares wait for two ranks or more that work, got {whole.size} ranks with "
                 f"{num_spares} spares; start more ranks, or leave --spares out"
             )
-        hosts = WatchedCalls(whole, self._watch).allgather(platform.node())
+        hosts = self._watched(whole).allgather(platform.node())
         turns = [(hosts[:rank].count(host), rank) for rank, host in enumerate(hosts)]
         first = [rank for _, rank in sorted(turns)][: self._num_workers]
         self._arrange(whole, is_worker=whole.rank in first)
 
+    def _watched(self, comm: MPI.Intracomm) -> WatchedCalls:
+        # One watch for each communicator: a failed call of a lost world must not refuse the next.
+        return WatchedCalls(comm, Watch(rank=comm.rank, timeout_s=self._timeout_s))
+
     def _arrange(self, whole: MPI.Intracomm, *, is_worker: bool) -> None:
         key = whole.rank if is_worker else whole.size + whole.rank
-        self._whole = cast("MPI.Intracomm", WatchedCalls(whole, self._watch).split(0, key))
-        calls = WatchedCalls(self._whole, self._watch)
+        self._whole = cast("MPI.Intracomm", self._watched(whole).split(0, key))
+        calls = self._watched(self._whole)
         self.is_worker = self._whole.rank < self._num_workers
         color = 0 if self.is_worker else MPI.UNDEFINED
         self.workers = calls.split(color, self._whole.rank) or MPI.Intracomm()
