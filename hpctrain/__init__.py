@@ -13,7 +13,7 @@ from hpctrain.core.lazy import exports
 
 importlib.import_module("hpctrain.core.paths")  # notes the directory of this moment
 
-__version__ = "0.1.0"
+__version__ = "1.0.0rc1"
 
 __getattr__, __dir__, __all__ = exports(__name__, __file__)
 __all__ += ["__version__"]

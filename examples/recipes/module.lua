@@ -1,7 +1,7 @@
 -- A module of Lmod for an hpctrain that is installed once for all users:
 --
---     python3.11 -m venv /opt/hpctrain/0.1.0 && /opt/hpctrain/0.1.0/bin/pip install hpctrain
---     cp examples/recipes/module.lua /opt/modulefiles/hpctrain/0.1.0.lua
+--     python3.11 -m venv /opt/hpctrain/1.0.0rc1 && /opt/hpctrain/1.0.0rc1/bin/pip install hpctrain
+--     cp examples/recipes/module.lua /opt/modulefiles/hpctrain/1.0.0rc1.lua
 --     module load hpctrain
 --
 -- Checked by a test: Lmod loads and unloads it, and the command is found.

@@ -25,11 +25,11 @@ from spack.package import (
 class PyHpctrain(PythonPackage):
     """Train PyTorch models across the nodes of a supercomputer, under plain mpirun or srun."""
 
-    pypi = "hpctrain/hpctrain-0.1.0.tar.gz"
+    pypi = "hpctrain/hpctrain-1.0.0rc1.tar.gz"
 
     license("Apache-2.0")
 
-    version("0.1.0")
+    version("1.0.0rc1")
 
     depends_on("python@3.10:3.13", type=("build", "run"))
     depends_on("py-setuptools@77:", type="build")
