@@ -1,8 +1,8 @@
-"""Environment variables of launchers and schedulers: one table.
+"""Environment variables of launchers and schedulers, in one table.
 
-MPI's own launchers stand before Slurm: below ``mpirun`` in a Slurm job every rank inherits
+MPI's launchers precede Slurm: under ``mpirun`` in a Slurm job every rank inherits
 ``SLURM_PROCID=0`` and ``SLURM_LOCALID=0`` from the batch script. For the same reason Slurm's
-word counts inside a step only. Launchers of ``torch.distributed`` stand first: srun starts
+variables are used inside a step only. Launchers of ``torch.distributed`` are first: srun starts
 one on each node.
 
 Sources: the manuals of the launchers, and the environments recorded in this file's test.
@@ -20,17 +20,17 @@ from hpctrain.core import config
 
 @dataclass(frozen=True, slots=True)
 class Launcher:
-    """The variables of one launcher; of several names for a fact the first that is set counts."""
+    """Variables of one launcher; of several names separated by spaces, the first that is set."""
 
-    name: str  # how the launcher is called in ``Topology.launcher`` and in messages
-    rank: str  # rank in the world; empty where only the size is known
-    size: str  # ranks of the world; empty where only the rank is known
+    name: str  # name of the launcher in ``Topology.launcher`` and in messages
+    rank: str  # rank in the world; empty if only the size is known
+    size: str  # ranks of the world; empty if only the rank is known
     local_rank: str = ""  # rank on this node
     local_size: str = ""  # ranks on this node
     needs: str = field(default="", kw_only=True)
-    """More variables which must be set for its word to count."""
+    """Further variables that must be set for this launcher to apply."""
     pmi: str = field(default="", kw_only=True)
-    """Holds the process management interface that was asked for."""
+    """Variable with the requested process management interface."""
     by_mpi: bool = field(default=True, kw_only=True)  # whether MPI connects the ranks
 
 
@@ -41,13 +41,13 @@ def _four(prefix: str) -> tuple[str, str, str, str]:
 _TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE LOCAL_SIZE")
 
 LAUNCHERS = (
-    # Also below `accelerate launch` and `torch.distributed.launch`.
+    # Also under `accelerate launch` and `torch.distributed.launch`.
     Launcher("torchrun", *_TORCH, needs="TORCHELASTIC_RUN_ID", by_mpi=False),
     Launcher("deepspeed", *_TORCH, needs="CROSS_SIZE MASTER_ADDR", by_mpi=False),
     # jsrun's Spectrum MPI sets Open MPI's variables as well, so it comes first.
     Launcher("jsrun", *_four("JSM_NAMESPACE_")),
     Launcher("Open MPI mpirun", *_four("OMPI_COMM_WORLD_")),
-    # Hydra starts the ranks of MPICH and of Intel MPI; others set PMI_RANK too, not this one.
+    # Hydra starts ranks of MPICH and Intel MPI; MPI_LOCALRANKID is set by no other launcher.
     Launcher(
         *("MPICH mpirun", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
         needs="MPI_LOCALRANKID",
@@ -56,7 +56,7 @@ LAUNCHERS = (
     Launcher(
         "PALS mpiexec",
         "PALS_RANKID PMI_RANK",
-        "PMI_SIZE PALS_LOCAL_SIZE",  # below PMIx it says no more than this
+        "PMI_SIZE PALS_LOCAL_SIZE",  # under PMIx only the latter is set
         "PALS_LOCAL_RANKID PMI_LOCAL_RANK",
         "PALS_LOCAL_SIZE PMI_LOCAL_SIZE",
         needs="PALS_RANKID",
@@ -64,7 +64,7 @@ LAUNCHERS = (
     Launcher(
         "srun",
         "SLURM_PROCID",
-        # The allocation may be wider than the step: `srun -n 1` in a job of 8 is a world of 1.
+        # The allocation may be larger than the step: `srun -n 1` in a job of 8 has one rank.
         "SLURM_STEP_NUM_TASKS SLURM_NTASKS",
         "SLURM_LOCALID",
         needs="SLURM_STEP_ID",
@@ -76,7 +76,7 @@ LAUNCHERS = (
 )
 
 _NODEFILE = "PBS_NODEFILE"
-_IN_NODEFILE = f"{_NODEFILE}:lines"  # stands for the number of lines of that file
+_IN_NODEFILE = f"{_NODEFILE}:lines"  # the number of lines of that file
 
 JOBS = (
     Launcher("PMIx", "PMIX_RANK", ""),
@@ -85,16 +85,16 @@ JOBS = (
     Launcher("LSF", "", "LSB_DJOB_NUMPROC", needs="LSB_JOBID"),
     Launcher("SGE", "", "NSLOTS", needs="PE_HOSTFILE"),
 )
-"""The variables that give the number of ranks of a job to a process that no launcher has started:
-a batch script, the shell of ``salloc``. Flux removes its own from such a process."""
+"""Variables with the number of ranks of a job, in a process that no launcher has started: a batch
+script, or the shell of ``salloc``. Flux removes its variables from such a process."""
 
 COUNTS_TASKS = ("PMIx", "Slurm")
-"""Of these, those that count tasks; the others count slots, which may be cores of one task."""
+"""Entries of ``JOBS`` that count tasks; others count slots, which may be cores of one task."""
 
 _TASKS = re.compile(r"\d+(\(x\d+\))?(,\d+(\(x\d+\))?)*")
 
 _NO_RANKS = 0xFFFFFFF0
-"""From here on Slurm numbers steps that are no launch: the shell of ``salloc``, for instance."""
+"""Slurm gives higher numbers to steps that are no launch, such as the shell of ``salloc``."""
 
 SCHEDULERS = {
     "slurm": "SLURM_JOB_ID",
@@ -108,51 +108,51 @@ SCHEDULERS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launched:
-    """What the launcher of this process says about it; MPI has the last word."""
+    """Facts about this process from the variables of its launcher; those of MPI win."""
 
     name: str  # name of the launcher, from the table
     rank: int  # rank in the world
     size: int  # ranks in the world
-    local_rank: int | None  # rank on the node, where the launcher says it
-    local_size: int | None  # ranks on the node, where the launcher says it
+    local_rank: int | None  # rank on the node; None if unknown
+    local_size: int | None  # ranks on the node; None if unknown
     pmi: str
-    """Process management interface of the step, such as ``pmix`` or ``none``; empty if unsaid."""
+    """Process management interface of the step, such as ``pmix`` or ``none``; empty if unknown."""
     source: str
-    """The variable that gave ``size``, or else the rank, and its value, for messages."""
+    """Variable and value from which ``size``, or else the rank, was read, for messages."""
     by_mpi: bool = True  # whether this launcher's ranks are connected by MPI
 
     @property
     def size_variable(self) -> str:
-        """The name of that variable."""
+        """Name of the variable in ``source``."""
         return self.source.partition("=")[0]
 
 
 WATCHED, ASKED = config.variable_of("watched"), config.variable_of("asked")
-BEGUN = "hpctrain: all ranks have begun"
-ENDED = "hpctrain: all ranks have come to their end"
-"""Written once each by rank 0 of a world, however many ranks it loses meanwhile."""
+BEGUN = "hpctrain: all ranks have started"
+ENDED = "hpctrain: all ranks have finished"
+"""Each is written once, by rank 0 of a world, even if ranks die meanwhile."""
 
 ENDING = "hpctrain: all ranks end with exit code "
-"""Written, with the code, by a rank that lets the launcher end all ranks."""
+"""Written, with the code, by a rank that asks the launcher to end all ranks."""
 
 TUNING = (
     *("OMPI_MCA_btl", "OMPI_MCA_pml", "OMPI_MCA_mtl", "OMPI_MCA_coll"),
     *("UCX_", "FI_", "MPIR_CVAR_", "I_MPI_FABRICS"),
 )
-"""How variables begin by which users tune their MPI library; others differ from job to job."""
+"""Prefixes of variables by which users tune their MPI library; others differ between jobs."""
 
 SPARED = {"OMPI_MCA_btl": "^ofi"}
-"""What ranks of Open MPI are told by us, see ``libraries.may_spare_ofi``."""
+"""Variables that hpctrain sets for ranks of Open MPI, see ``libraries.may_spare_ofi``."""
 
 COPIES_OFF = {"OMPI_MCA_btl_vader_single_copy_mechanism": "none", "MPIR_CVAR_CH4_CMA_ENABLE": "0"}
-"""Settings of Open MPI 4 and MPICH 5 for ranks that may not read each other's memory."""
+"""Settings of Open MPI 4 and MPICH 5 for ranks that cannot read each other's memory."""
 
 
 def launched(environ: Mapping[str, str] = os.environ) -> Launched | None:
-    """Read what the launcher says, from the first of ``LAUNCHERS`` that applies.
+    """Return the facts of the first of ``LAUNCHERS`` that applies.
 
-    None in a process that no known launcher started. A torchrun of one process is none: srun may
-    have started several of them.
+    None in a process that no known launcher started. A torchrun of one process does not count,
+    because srun may have started several of them.
     """
     step = environ.get("SLURM_STEP_ID", "")
     if step.isdigit() and int(step) >= _NO_RANKS:
@@ -161,9 +161,9 @@ def launched(environ: Mapping[str, str] = os.environ) -> Launched | None:
 
 
 def unstarted(environ: Mapping[str, str] = os.environ) -> Launched | None:
-    """Read how many ranks a job is for, in a process of it that no launcher has started.
+    """Return the number of ranks of a job, in a process that no launcher has started.
 
-    None outside of a job, in a rank, and where the job does not say it.
+    None outside of a job, in a rank, and if the job does not set a variable for it.
     """
     if launched(environ):
         return None
@@ -183,7 +183,7 @@ def _said(launchers: Sequence[Launcher], environ: Mapping[str, str]) -> Launched
         ):
             continue
         number = int(environ[rank]) if rank else 0
-        # PALS, below PMIx, says how many ranks the node has, and a PMIx launcher nothing.
+        # PALS under PMIx sets only the ranks of the node, and a PMIx launcher nothing.
         num_ranks = max(int(environ[size]) if size else 1, number + 1)
         if num_ranks == 1 and not launcher.by_mpi:
             continue
@@ -207,7 +207,7 @@ def scheduler(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def job_id(environ: Mapping[str, str] = os.environ) -> str:
-    """Return what the scheduler calls this job, or an empty string."""
+    """Return the scheduler's id of this job, or an empty string."""
     name = scheduler(environ)
     variable = "JOB_ID" if name == "sge" else SCHEDULERS.get(name, "")
     return environ.get(variable, "")
@@ -222,20 +222,20 @@ def asked_by() -> str:
         return ""
 
 
-STOPPED = 85  # exit code of a run that has saved its state and wants to go on
+STOPPED = 85  # exit code of a run that has saved its state to be resumed
 RANK_LOST = 87  # exit code of all ranks after one of them was lost
 
 STOPPING = "stopping"  # file in the folder of a run whose ranks have agreed to stop
 
 
 def run_directory(environ: Mapping[str, str] = os.environ) -> Path | None:
-    """Return the folder that a batch script gives to the run of a program of the user's own."""
+    """Return the run directory that a batch script sets for a user's program."""
     text = environ.get("RUN_DIRECTORY")
     return Path(text) if text else None
 
 
 def tuning(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return what the environment says to the MPI library and its network."""
+    """Return the variables that tune the MPI library and its network."""
     return {
         name: text
         for name, text in environ.items()
@@ -247,28 +247,28 @@ _VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES
 
 
 def visible_devices(environ: Mapping[str, str] = os.environ) -> str:
-    """Return which accelerators this process may use, as far as the environment says so."""
+    """Return the visible accelerators of this process; empty if no variable is set."""
     return next((environ[name] for name in _VISIBLE if environ.get(name)), "")
 
 
 def slurm(name: str, environ: Mapping[str, str] = os.environ) -> str:
-    """Return the variable ``SLURM_NAME``; empty where it is not set."""
+    """Return the variable ``SLURM_NAME``; empty if it is not set."""
     return environ.get(f"SLURM_{name.upper()}", "")
 
 
 def slurm_number(name: str, environ: Mapping[str, str] = os.environ) -> int | None:
-    """Return a variable of Slurm, or the first number of its list, such as of ``4,2``."""
+    """Return a number from a variable of Slurm: 4 for ``4,2``; None if it is not set."""
     return number(slurm(name, environ))
 
 
 def number(text: str) -> int | None:
-    """Read a number above 0, or the first of a list; None for any other text."""
+    """Parse a positive number, or the first one of a list; None for any other text."""
     first = text.partition(",")[0]
     return int(first) if first.isdigit() and int(first) > 0 else None
 
 
 def ranks_per_node(environ: Mapping[str, str] = os.environ) -> int | None:
-    """Return how many ranks this node has or will have; None where nothing tells."""
+    """Return the number of ranks that this node has or will have; None if unknown."""
     found = launched(environ)
     if found and found.local_size:
         return found.local_size
@@ -281,7 +281,7 @@ def ranks_per_node(environ: Mapping[str, str] = os.environ) -> int | None:
 
 
 def gpus_of_job(environ: Mapping[str, str] = os.environ) -> int | None:
-    """Return how many GPUs the job has on this node; None where it does not say."""
+    """Return the number of GPUs of the job on this node; None if unknown."""
     if (count := slurm("gpus_on_node", environ).partition(",")[0]).isdigit():
         return int(count)
     names = slurm("job_gpus", environ) or slurm("step_gpus", environ)
@@ -289,33 +289,33 @@ def gpus_of_job(environ: Mapping[str, str] = os.environ) -> int | None:
 
 
 def scratch_folders(environ: Mapping[str, str] = os.environ) -> list[Path]:
-    """Return the folders for temporary files of this job that are set, Slurm's first."""
+    """Return the folders for temporary files of this job, Slurm's first."""
     texts = slurm("tmpdir", environ), environ.get("TMPDIR", "")
     return [Path(text) for text in texts if text]
 
 
 def srun_passes_cores(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether srun gives the cores of a task to its ranks; srun 22.05 needs to be told."""
+    """Return whether srun gives the cores of a task to its ranks; srun 22.05 needs a variable."""
     return "SRUN_CPUS_PER_TASK" in environ
 
 
 def chosen_library(environ: Mapping[str, str] = os.environ) -> str:
-    """Return the MPI library that mpi4py shall load; empty if the user has chosen none."""
+    """Return the MPI library that the user selects for mpi4py; empty if none."""
     return environ.get("MPI4PY_LIBMPI", "")
 
 
 def chooses_copies(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether the user says how Open MPI 5 copies between processes of a host."""
+    """Return whether the user selects how Open MPI 5 copies between processes of a host."""
     return "OMPI_MCA_smsc" in environ
 
 
 def torch_finds_ranks(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether a launcher of ``torch.distributed`` gave an address to meet at."""
+    """Return whether a launcher of ``torch.distributed`` has set a rendezvous address."""
     return "MASTER_ADDR" in environ or "TORCHELASTIC_USE_AGENT_STORE" in environ
 
 
 def sets_threads(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether the number of threads of a process is set."""
+    """Return whether the user sets the number of threads per process."""
     return "OMP_NUM_THREADS" in environ
 
 
@@ -323,12 +323,12 @@ SHARES_GPUS = "NCCL_MULTI_RANK_GPU_ENABLE"
 
 
 def ranks_share_gpus(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether NCCL takes several ranks on one GPU."""
+    """Return whether NCCL accepts several ranks on one GPU."""
     return environ.get(SHARES_GPUS) == "1"
 
 
 def set_torch_ranks(rank: int, size: int, local_rank: int, local_size: int) -> None:
-    """Set the variables of torchrun to a place in a world, where they are set."""
+    """Set the variables of torchrun to the place of this rank, if torchrun's are set."""
     if "WORLD_SIZE" in os.environ:
         place = rank, size, local_rank, local_size
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -337,7 +337,7 @@ def set_torch_ranks(rank: int, size: int, local_rank: int, local_size: int) -> N
 
 @contextmanager
 def variables(values: Mapping[str, str | None]) -> Iterator[None]:
-    """Set variables inside the block; None removes one."""
+    """Set variables inside this context; None removes one."""
     before = {name: os.environ.get(name) for name in values}
     _set(values)
     try:
@@ -357,18 +357,18 @@ _JOB = ("cluster_name", "job_partition", "job_account", "job_qos", "job_nodelist
 
 
 def job_facts(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return what a Slurm job says of itself: partition, account, nodes; empty outside of one."""
-    told = {name: slurm(name, environ) for name in _JOB}
-    return {name.removeprefix("job_"): text for name, text in told.items() if text}
+    """Return partition, account, nodes and more of a Slurm job; empty outside of one."""
+    facts = {name: slurm(name, environ) for name in _JOB}
+    return {name.removeprefix("job_"): text for name, text in facts.items() if text}
 
 
 def loaded_modules(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Return the environment modules that are loaded, of Lmod or of its older namesake."""
+    """Return the loaded environment modules, of Lmod or Environment Modules."""
     return [name for name in environ.get("LOADEDMODULES", "").split(":") if name]
 
 
 def ranks_of_nodes(environ: Mapping[str, str] = os.environ) -> tuple[int, ...] | None:
-    """Return the ranks of each node, in order; None where the launcher does not say it of all."""
+    """Return the number of ranks of each node, in order; None if unknown."""
     found = launched(environ)
     if found is None:
         return (1,)
@@ -380,7 +380,7 @@ def ranks_of_nodes(environ: Mapping[str, str] = os.environ) -> tuple[int, ...] |
 
 
 def tasks_of_nodes(text: str) -> list[int]:
-    """Read the tasks of each node, as Slurm writes them: ``2(x3),1``; none where that is wrong."""
+    """Parse the tasks of each node in Slurm's form, ``2(x3),1``; empty for any other text."""
     if not _TASKS.fullmatch(text):
         return []
     groups = [group.rstrip(")").partition("(x") for group in text.split(",")]
@@ -388,7 +388,7 @@ def tasks_of_nodes(text: str) -> list[int]:
 
 
 def _first(environ: Mapping[str, str], names: str) -> str | None:
-    """Return the first name that is set to a number."""
+    """Return the first of the names that is set to a number."""
     return next((name for name in names.split() if environ.get(name, "").isdigit()), None)
 
 

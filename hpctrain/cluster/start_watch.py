@@ -1,8 +1,9 @@
-"""A rank that dies before the world has begun on all: whoever waits for it ends, and says so.
+"""End all ranks if one of them dies before MPI has started on all ranks.
 
-Under ``hpctrain launch --recover`` the launcher ends nobody when a rank dies, and MPI waits for
-ever while it starts, in a call that lets no other thread of the process run. So a small process
-beside each rank counts the ranks of the node: ``start_watch.py RANKS``, until its stdin is closed.
+Under ``hpctrain launch --recover`` the launcher does not end the other ranks when a rank dies, and
+``MPI_Init`` waits without a limit, in a call that blocks all threads of the process. So each rank
+starts a small process that counts the ranks of the node: ``start_watch.py RANKS``, until its stdin
+is closed.
 """
 
 import contextlib
@@ -15,17 +16,17 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-FAILED = "a rank has died before all had begun"
-"""What the first rank that is left says then."""
+FAILED = "a rank has died before all ranks had started"
+"""Message of the lowest surviving rank."""
 LOOK_S = 0.3
-GONE_S = 3.0  # for who has begun, and need not wait for who is gone
+GONE_S = 3.0  # time for ranks that have started MPI to close their stdin
 STARTED_S = 10.0  # a launcher has started all ranks of a node by then
 _A_RANK = b"OMPI_COMM_WORLD_RANK="  # only Open MPI recovers
 
 
 @contextlib.contextmanager
 def watched_start(num_ranks: int | None) -> Iterator[None]:
-    """Kill this rank while it is inside once one of the ``num_ranks`` of its node is gone."""
+    """Kill this rank inside this context if one of the ``num_ranks`` of its node dies."""
     if not num_ranks or num_ranks == 1:
         yield
         return
@@ -36,7 +37,7 @@ def watched_start(num_ranks: int | None) -> Iterator[None]:
 
 def _watch(num_ranks: int) -> None:
     rank, launcher = os.getppid(), _parent(os.getppid())
-    limit = time.monotonic() + STARTED_S  # until when all may be there again
+    limit = time.monotonic() + STARTED_S  # until when ranks may be missing
     while not select.select([sys.stdin], [], [], LOOK_S)[0]:
         alive, now = _ranks_below(launcher), time.monotonic()
         if len(alive) == num_ranks:
@@ -44,10 +45,10 @@ def _watch(num_ranks: int) -> None:
         if now < limit:
             continue
         if rank == min(alive, default=rank):
-            left = f"{len(alive)} of {num_ranks} are left on {os.uname().nodename}"
+            left = f"{len(alive)} of {num_ranks} remain on {os.uname().nodename}"
             sys.stderr.write(f"hpctrain: {FAILED}, {left}; all ranks end\n")
         else:
-            time.sleep(1.0)  # the first one ends all, unless that is over, too
+            time.sleep(1.0)  # the lowest rank kills all others, unless it is dead too
             alive = [rank]
         for one in alive:
             with contextlib.suppress(ProcessLookupError):
@@ -60,7 +61,7 @@ def _parent(pid: int) -> int:
 
 
 def _ranks_below(launcher: int) -> list[int]:
-    """Return the living ranks that a process has started."""
+    """Return the process ids of the living ranks that a process has started."""
     found = []
     for listed in Path(f"/proc/{launcher}/task").glob("*/children"):
         for pid in listed.read_text().split():

@@ -1,4 +1,4 @@
-"""The place of every rank: facts of all ranks in, one frozen value out."""
+"""Topology: nodes, hosts and cores of all ranks, computed from facts that each rank gathers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -7,66 +7,71 @@ from hpctrain.core.errors import TopologyError
 from hpctrain.core.python_compat import Self
 from hpctrain.core.units import format_numbers
 
-SHOWN = 8  # nodes named in ``describe``; a thousand would drown the rest
+SHOWN = 8  # nodes listed in ``describe``
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankFacts:
-    """What one rank knows of itself; ``comm.factory`` gathers them over MPI."""
+    """Facts about one rank; ``comm.factory`` gathers them over MPI."""
 
-    host: str  # name of the host, different for every machine
+    host: str  # name of the host, unique per machine
     node: str = ""
-    """Tells nodes apart where the host's name does not; empty means the host is the node."""
+    """Name of the node, if the host name does not identify it; empty if the host is the node."""
     cores: tuple[int, ...]  # affinity mask
-    cards: int = 1  # network cards of the host
+    cards: int = 1  # network adapters of the host
     devices: int = 0  # accelerators that this rank may use
-    visible: str = ""  # which ones, where the environment says so
-    launcher: str = "alone"  # who started this rank, a name of ``cluster.env.LAUNCHERS``
-    scheduler: str = ""  # whose job it is; empty outside of jobs
+    visible: str = ""  # which ones, if an environment variable is set
+    launcher: str = "alone"  # launcher of this rank, a name of ``cluster.env.LAUNCHERS``
+    scheduler: str = ""  # scheduler of the job; empty outside of jobs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Topology:
-    """The world as one rank sees it; all ranks agree on all but what says "mine"."""
+    """Nodes and hosts of all ranks, and the place of this rank among them.
 
-    rank: int  # my rank in the world
+    All fields are equal on all ranks except those documented as of this rank.
+    """
+
+    rank: int  # of this rank: its number in the world
     size: int  # ranks in the world
     nodes: tuple[tuple[int, ...], ...]
     """World ranks of each node, in rank order; nodes in the order of their lowest rank."""
     hosts: tuple[str, ...]
     """Name of each node: the host's, or ``host#2`` for the second node declared on it."""
-    cards: int  # network cards of the node that has fewest, so that all ranks plan alike
-    devices: int = 0  # accelerators that every rank may use, at least
-    cores: tuple[int, ...]  # my affinity mask
+    cards: int  # network adapters per node: the minimum of all nodes
+    devices: int = 0  # accelerators per rank: the minimum of all ranks
+    cores: tuple[int, ...]  # of this rank: its affinity mask
     core_peers: tuple[int, ...]
-    """Ranks of my host, of whatever declared node, whose masks overlap with mine; me included."""
-    num_peer_cores: int  # cores that ``core_peers`` have together
-    launcher: str  # who started me
-    scheduler: str  # whose job this is; empty outside of jobs
+    """Of this rank: ranks of its host with overlapping affinity masks, itself included."""
+    num_peer_cores: int  # of this rank: cores of all ``core_peers``
+    launcher: str  # launcher of this rank
+    scheduler: str  # scheduler of the job; empty outside of jobs
 
     @classmethod
     def from_facts(
         cls, facts: Sequence[RankFacts], rank: int, ranks_per_node: int | None = None
     ) -> Self:
-        """Build the topology from the facts of all ranks, ``facts[r]`` being those of rank r.
+        """Build the topology from the facts of all ranks.
 
-        Pure: the same facts give the same nodes on every rank, in any order of ranks.
+        A pure function: all ranks compute the same nodes from the same facts.
 
         Args:
-            facts: one entry per rank.
-            rank: my rank.
-            ranks_per_node: declares nodes: every so many ranks of a host, in rank order, are a
-                node of their own, the last of a host with what is left.
+            facts: one entry per rank; ``facts[r]`` is of rank r.
+            rank: number of this rank.
+            ranks_per_node: divides each host into nodes of this many ranks, in rank order; the
+                last node of a host has the remaining ranks.
 
         Raises:
             TopologyError: the rank is not in the facts or ``ranks_per_node`` is below 1.
         """
         if not 0 <= rank < len(facts):
-            raise TopologyError(f"a rank is one of {len(facts)} that gave facts, got {rank}")
+            raise TopologyError(
+                f"rank must be below the number of facts, {len(facts)}, got {rank}"
+            )
         if ranks_per_node is not None and ranks_per_node < 1:
             raise TopologyError(
-                f"ranks_per_node must be at least 1, got {ranks_per_node}; leave it out to take "
-                "every host as one node"
+                f"ranks_per_node must be at least 1, got {ranks_per_node}; omit it to make every "
+                "host one node"
             )
         hosts = _group(facts)
         nodes = sorted(
@@ -92,13 +97,13 @@ class Topology:
         )
 
     def of_group(self, ranks: Sequence[int]) -> Self:
-        """Return the topology of some of the ranks; the i-th of ``ranks`` becomes rank i.
+        """Return the topology of a group of ranks; ``ranks[i]`` becomes rank i.
 
         Args:
-            ranks: of this world, each once, mine among them.
+            ranks: distinct ranks of this world, including this rank.
 
         Raises:
-            TopologyError: my rank is not among them.
+            TopologyError: this rank is not in ``ranks``.
         """
         if self.rank not in ranks:
             raise TopologyError(f"rank {self.rank} is not in the group {format_numbers(ranks)}")
@@ -119,75 +124,75 @@ class Topology:
 
     @property
     def node(self) -> int:
-        """Index of my node."""
+        """Index of the node of this rank."""
         return next(i for i, ranks in enumerate(self.nodes) if self.rank in ranks)
 
     @property
     def num_nodes(self) -> int:
-        """Nodes of the world, declared ones too."""
+        """Number of nodes, including declared ones."""
         return len(self.nodes)
 
     @property
     def node_ranks(self) -> tuple[int, ...]:
-        """World ranks of my node."""
+        """World ranks of the node of this rank."""
         return self.nodes[self.node]
 
     @property
     def local_rank(self) -> int:
-        """My rank on my node."""
+        """Number of this rank on its node."""
         return self.node_ranks.index(self.rank)
 
     @property
     def local_size(self) -> int:
-        """Ranks on my node."""
+        """Number of ranks on the node of this rank."""
         return len(self.node_ranks)
 
     @property
     def host_ranks(self) -> list[int]:
-        """World ranks of my host, of whose ranks several nodes may be declared."""
+        """World ranks of the host of this rank, which may contain several declared nodes."""
         host = self.hosts[self.node].partition("#")[0]
         both = zip(self.hosts, self.nodes, strict=True)
         return sorted(r for h, n in both for r in n if h.partition("#")[0] == host)
 
     @property
     def host_rank(self) -> int:
-        """My number on my host."""
+        """Number of this rank on its host."""
         return self.host_ranks.index(self.rank)
 
     @property
     def cross_ranks(self) -> tuple[int, ...]:
-        """World ranks with my local rank, one of each node that has so many; my rail."""
+        """World ranks with the same local rank, one per node that has it; a rail."""
         return tuple(
             ranks[self.local_rank] for ranks in self.nodes if len(ranks) > self.local_rank
         )
 
     @property
     def cross_rank(self) -> int:
-        """My place among ``cross_ranks``, as Horovod counts it."""
+        """Index of this rank in ``cross_ranks``, as in Horovod."""
         return self.cross_ranks.index(self.rank)
 
     @property
     def cross_size(self) -> int:
-        """How many ranks have my local rank, as Horovod counts it."""
+        """Number of ranks with the same local rank, as in Horovod."""
         return len(self.cross_ranks)
 
     @property
     def is_homogeneous(self) -> bool:
-        """Whether all nodes hold equally many ranks."""
+        """Whether all nodes have the same number of ranks."""
         return len(set(map(len, self.nodes))) == 1
 
     @property
     def max_rails(self) -> int:
-        """The most slices that every node has an owner for: the ranks of the smallest node."""
+        """Largest number of rails: the number of ranks of the smallest node."""
         return min(map(len, self.nodes))
 
     @property
     def shared_cores(self) -> tuple[int, ...]:
-        """Ranks that take turns on my cores, me included; empty when there is one for each."""
+        """Ranks that share too few cores with this rank, itself included; else empty."""
         return self.core_peers if len(self.core_peers) > self.num_peer_cores else ()
 
     def describe(self) -> list[tuple[str, str]]:
-        """Return name and text for each row of a table about the machine, as seen by this rank."""
+        """Return the rows (name, text) of a table about the machine, as this rank sees it."""
         sizes = sorted(set(map(len, self.nodes)))
         per_node = "-".join(map(str, dict.fromkeys((sizes[0], sizes[-1]))))
         plural = "" if self.num_nodes == 1 else "s"
@@ -201,7 +206,7 @@ class Topology:
             ("ranks", f"{self.size} on {self.num_nodes} node{plural}, {per_node} per node"),
             ("nodes", "; ".join(names)),
             ("cores", cores),
-            ("network cards", f"{self.cards} per node"),
+            ("network adapters", f"{self.cards} per node"),
             ("accelerators", f"{self.devices or 'none'} that each rank sees"),
             ("launcher", self.launcher),
             ("scheduler", self.scheduler or "none"),
@@ -209,7 +214,7 @@ class Topology:
 
 
 def _group(facts: Sequence[RankFacts]) -> dict[str, list[int]]:
-    """Map each host to its ranks; a node that a rank names itself is taken as a host."""
+    """Map each host to its ranks; a node that a rank names counts as a host."""
     hosts: dict[str, list[int]] = {}
     for rank, fact in enumerate(facts):
         hosts.setdefault(fact.node or fact.host, []).append(rank)
@@ -219,7 +224,7 @@ def _group(facts: Sequence[RankFacts]) -> dict[str, list[int]]:
 def _declare(
     host: str, ranks: list[int], ranks_per_node: int | None
 ) -> list[tuple[str, tuple[int, ...]]]:
-    """Cut the ranks of one host into declared nodes."""
+    """Divide the ranks of one host into declared nodes."""
     if ranks_per_node is None or len(ranks) <= ranks_per_node:
         return [(host, tuple(ranks))]
     starts = range(0, len(ranks), ranks_per_node)

@@ -1,4 +1,4 @@
-"""Liveness of ranks: those that died or left are found by those that wait for them."""
+"""Detection of ranks that died or left, by the ranks that wait for them."""
 
 import math
 import os
@@ -22,24 +22,24 @@ from hpctrain.core.errors import CommError, RankLostError
 from hpctrain.core.units import format_ranks
 
 GRACE_S = 1.0
-"""How long a rank that leaves waits for the others before it tells them that it has left."""
-LOOK_S = 0.1  # between two looks at the processes of this node
+"""How long a rank that leaves waits for the others before it reports that it has left."""
+LOOK_S = 0.1  # between two checks of the processes of this node
 PEERS_PER_LOOK = 16
-"""Bounds the cost of a look on nodes with hundreds of ranks: the next look takes the next ones."""
+"""Processes per check, which bounds its cost on nodes with hundreds of ranks."""
 NEAR_SIZE = 64
-"""Up to so many ranks, one that leaves tells all; in larger worlds those at distances 2^k."""
+"""Up to this many ranks, a rank reports to all others; in larger worlds to distances of 2^k."""
 
 CLOSE_S = 30.0
-"""Longest wait for others once all have come to the end: what is left to do takes moments."""
+"""Longest wait for another rank after all ranks have reached the end of the program."""
 
 BREAK_S = 2.0
-"""How long the others wait for the program to end after an error has led a rank out of a block."""
+"""How long ranks wait for the program to end after a rank has left a block by an error."""
 
 _LEFT, _BROKE_OFF, _AT_END, _FAILED, _CALL = 1, 2, 3, 4, 5
 _WORLD = 0  # number of the block that every rank is always in
 _REASON_BYTES = 1000
 Gather = Callable[[bytes], list[bytes]]
-"""Returns what all ranks give, by rank. Collective."""
+"""Returns the bytes of all ranks, by rank. Collective."""
 
 _FAREWELL = Pace(spin_s=0.0, shortest_s=50e-6, longest_s=20e-3)
 
@@ -52,19 +52,21 @@ class Block(NamedTuple):
 
 
 class Liveness:
-    """Knows which ranks are gone, without a thread and without a message while all is well.
+    """Detects ranks that are gone, without a thread, and without messages unless a rank fails.
 
-    A rank that died is missed by the ranks of its node, which look at its process. A rank that
-    left too early announces it. Whoever waits calls ``check()`` now and then and finds either.
+    The ranks of a node check each other's processes, so they find a rank that died. A rank that
+    leaves too early reports it. Waiting loops call ``check()`` repeatedly, which raises for both.
     """
 
     def __init__(
         self, control: MPI.Intracomm, node_pids: Mapping[int, int], timeout_s: float = math.inf
     ) -> None:
-        """Take a duplicate of the world, which ``farewell()`` frees, and processes by rank.
+        """Use ``control``, a duplicate of the world, until ``farewell()`` frees it.
 
-        They are those of this node's ranks, in the pid namespace of this one. ``timeout_s`` limits
-        each wait of the farewell.
+        Args:
+            control: only this class sends on it.
+            node_pids: processes of the ranks of this node, by rank, in this pid namespace.
+            timeout_s: limit of each wait of the farewell.
         """
         self.rank: int = control.rank
         self._timeout_s = timeout_s
@@ -72,47 +74,50 @@ class Liveness:
         use(control)
         self._owner = Owner()
         self._born = {r: (p, birth(p)) for r, p in node_pids.items() if r != self.rank}
-        if birth(os.getpid()) is None:  # no /proc: nothing can be said about anybody
+        if birth(os.getpid()) is None:  # without /proc no process can be checked
             self._born.clear()
         self._to_look: list[int] = []
         self._next_look = 0.0
         self._left: set[int] = set()
         self._num_blocks = 0
         self._blocks = {_WORLD: Block("the program", lambda: 0)}
-        """What blocks this rank is in, by number."""
+        """Blocks that this rank is in, by number."""
         self._broken: dict[int, tuple[float, str]] = {}
-        """When this rank heard that another has left a block by an error, and which."""
+        """By block: when another rank reported that it left by an error, and the error."""
         self._ending: tuple[int, float] | None = None
-        """Block at whose end this rank waits, and since when, infinite once the others know."""
+        """Block at whose end this rank waits, and since when; infinite after this was reported."""
         self._ends: dict[int, tuple[float, int, int]] = {}
-        """By block: when this rank heard that another waits at its end, which, after how many
-        steps."""
-        self._ended: dict[int, int] = {}  # steps after which all have come to the end of a block
+        """By block: when a rank reported that it waits at the end, that rank, and its steps."""
+        self._ended: dict[int, int] = {}  # steps after which all ranks ended a block
         self._failed: dict[int, tuple[int, str]] = {}
-        """A rank on which each communicator has failed, by number, as far as this rank knows, and
-        the text of its error if all ranks raise that."""
+        """By number of a communicator: a rank on which it has failed, and the text of the error if
+        all ranks raise it."""
         self._broke_off_s = -math.inf  # when this rank has left a block by an error
         self._calls: defaultdict[int, dict[int, tuple[int, str]]] = defaultdict(dict)
-        """By communicator and rank: the last collective in which the rank has waited."""
+        """By communicator and rank: the last collective in which the rank waited."""
         self._reports: dict[int, tuple[bytes, requests.MpiRequest]] = {}
         """By rank: the last report to it, at most one of which is in flight."""
         self._reporting = threading.Lock()
         self._open = True
-        self._end_s = math.inf  # when all ranks had come to the end, as time.monotonic() says
+        self._end_s = math.inf  # when all ranks had reached the end, by time.monotonic()
 
     def check(self, partners: Collection[int] | None = None) -> None:
-        """Return if nobody is missed; cheap enough for every turn of a waiting loop.
+        """Raise if a rank is gone; cheap enough for every turn of a waiting loop. Not collective.
 
-        ``partners`` are the world ranks that are waited for, None for all: that a third rank has
-        left concerns nobody who waits for these, that it died always does. ``RankLostError`` if
-        one died on this node, one that is waited for left, or one has left by an error a block
-        that this one is in, or waits at its end after fewer steps.
+        Args:
+            partners: world ranks that this rank waits for, None for all. Another rank that has
+                left the program is no error; a rank that died always is.
+
+        Raises:
+            RankLostError: a rank of this node died, a partner left, or a rank left by an error a
+                block that this rank is in, or waits at the end of the block after fewer steps.
         """
         if not self._open:
             if time.monotonic() - self._end_s > CLOSE_S:
                 raise RankLostError(
-                    f"all ranks had come to the end of the program, and rank {self.rank} waits "
-                    f"for another since {CLOSE_S:g} s; it may have ended by an error of its own"
+                    f"all ranks had reached the end of the program, but rank {self.rank} has "
+                    f"waited {CLOSE_S:g} s for another one, which may have ended by an error; see "
+                    f"its output"
                 )
             return
         self._raise_if_dead()
@@ -121,41 +126,41 @@ class Liveness:
         except MPI.Exception as error:
             if not is_loss(error):
                 raise
-            raise RankLostError(f"rank {self.rank} waits no more: {error}") from error
+            raise RankLostError(f"rank {self.rank} stops waiting: {error}") from error
         self._tell_of_end()
         self._raise_if_broken()
         self._raise_if_ahead()
         if left := sorted(self._left if partners is None else self._left & {*partners}):
             raise RankLostError(
                 f"{format_ranks(left)} left the program while rank {self.rank} waits for "
-                f"{'it' if len(left) == 1 else 'them'}; every rank must make the same calls: look "
-                f"for a call under `if rank == 0`, for sys.exit, return or break, and for a rank "
-                f"with fewer batches"
+                f"{'it' if len(left) == 1 else 'them'}; every rank must make the same calls: "
+                f"search for a call under `if rank == 0`, for sys.exit, return or break, and for "
+                f"a rank with fewer batches"
             )
 
     @property
     def is_open(self) -> bool:
-        """Whether this rank still looks for the others."""
+        """Whether this rank still checks the others."""
         return self._open
 
     def stopped(self) -> list[int]:
-        """Return which ranks of this node are stopped by a signal, or a debugger."""
+        """Return the ranks of this node that a signal or a debugger has stopped."""
         found = {rank: stat(pid) for rank, (pid, _) in self._born.items()}
         return [rank for rank, one in found.items() if one and one.state in STOPPED]
 
     def abandon(self) -> None:
-        """Look at nobody any more, and take no leave. Not collective."""
+        """Stop checking other ranks, and skip the farewell. Not collective."""
         self._open = False
 
     @property
     def innermost(self) -> str:
-        """Name of the last block that this rank has entered and not left; empty for none."""
+        """Name of the innermost block that this rank is in; empty if none."""
         return self._blocks[max(self._blocks)].name if len(self._blocks) > 1 else ""
 
     def enter(self, block: Block) -> int:
-        """Enter a block; return its number.
+        """Enter a block and return its number.
 
-        Not collective, but all ranks enter the same blocks in the same order.
+        Not collective, but all ranks must enter the same blocks in the same order.
         """
         self._num_blocks += 1
         self._blocks[self._num_blocks] = block
@@ -163,9 +168,9 @@ class Liveness:
 
     @contextmanager
     def at_end(self, number: int) -> Iterator[None]:
-        """Wait inside for all ranks at the end of a block: those that are further will know.
+        """Report inside this context, after a while, that this rank waits at the end of a block.
 
-        Not collective. What has come to its end may go on, and end again after more steps.
+        Not collective. A block that has ended may continue, and end again after more steps.
         """
         self._ending = number, time.monotonic()
         try:
@@ -175,9 +180,10 @@ class Liveness:
             self._ending = None
 
     def leave(self, number: int, error: BaseException | None) -> None:
-        """Leave a block; with an error, the ranks that stay in it will know. Not collective.
+        """Leave a block; report an error to the ranks that are still in it. Not collective.
 
-        A rank whose wait has failed in it is out of step with all others, in it or not: they know.
+        A ``RankLostError`` is reported to all ranks: a rank whose wait has failed is out of step
+        with ranks outside the block too.
         """
         name = self._blocks.pop(number).name
         if error is None or not self._open or not self._owner.is_here:
@@ -193,7 +199,7 @@ class Liveness:
     ) -> None:
         """Report that a communicator has failed, see ``Notices``. Not collective.
 
-        Where each rank reports to all, a failure of another rank is not reported again.
+        In a small world, where each rank reports to all, failures of other ranks are not repeated.
         """
         members = ranks or range(self._control.size if self._open else 0)
         if self._open and self._owner.is_here and (is_own or len(members) > NEAR_SIZE):
@@ -215,7 +221,8 @@ class Liveness:
     ) -> Mapping[int, tuple[int, str]]:
         """Report the collective in which this rank waits, see ``Notices``. Not collective.
 
-        Not for a rank that has left a block, or waits at its end: the others raise that instead.
+        A rank that has left a block, or waits at its end, reports nothing: the other ranks raise
+        an error about the block instead.
         """
         is_apart = self._broke_off_s > since_s or self._ending is not None
         if is_apart or not self._open or not self._owner.is_here:
@@ -229,13 +236,21 @@ class Liveness:
         return dict(self._calls[number])
 
     def farewell(self, compare: Callable[[Gather], str] = lambda _: "") -> str:
-        """Return when every rank of the world has come here; return what ``compare`` returns.
+        """Wait until every rank of the world has called this. Collective.
 
-        Collective. Sleeps meanwhile, and after a second reports to the other ranks that this one
-        has left: ranks that wait for it raise, ranks that work continue and come later. No message
-        is in flight when it returns, so ``MPI_Finalize`` finds none. Harmless the second time and
-        in forked children. ``compare`` is called when all ranks are here, and may exchange texts.
-        ``RankLostError`` names a rank that died, or the ranks that have not come in time.
+        Sleeps meanwhile, and after a second reports to the other ranks that this one has left:
+        ranks that wait for it raise, ranks that work continue and arrive later. No message is in
+        flight when it returns, so ``MPI_Finalize`` finds none. A no-op the second time and in
+        forked children.
+
+        Args:
+            compare: called when all ranks have arrived; may exchange texts by its argument.
+
+        Returns:
+            The result of ``compare``.
+
+        Raises:
+            RankLostError: names a rank that died, or the ranks that have not arrived in time.
 
         Source: Hoefler, Siebert and Lumsdaine 2010, "Scalable communication protocols for dynamic
         sparse data exchange", for the end: synchronous sends, then a barrier.
@@ -277,7 +292,7 @@ class Liveness:
         return [bytes(joined[end - n : end]) for n, end in zip(counts, ends, strict=True)]
 
     def _look_late(self, waited_s: float) -> None:
-        if waited_s > GRACE_S:  # sooner, a rank that is gone has just been faster than us
+        if waited_s > GRACE_S:  # before that, a rank that is gone may just have ended earlier
             self._raise_if_dead()
 
     def _wait_until(self, done: Callable[[], bool], look: Callable[[float], None]) -> None:
@@ -290,14 +305,14 @@ class Liveness:
             raise RankLostError(self._overdue())
 
     def _overdue(self) -> str:
-        """Say which ranks the farewell has waited for in vain."""
+        """Return the text of the error about ranks that have not arrived at the farewell."""
         stopped = self.stopped()
         missing = sorted({*self._to_tell(())} - self._left) or stopped
-        whom = format_ranks(missing) if missing else "the other ranks, which are there as well"
+        whom = format_ranks(missing) if missing else "the other ranks, which have arrived as well"
         state = f"; {format_ranks(stopped)} of this node stopped by a signal" if stopped else ""
         return (
-            f"all ranks must come to the end of the program within HPCTRAIN_TIMEOUT="
-            f"{self._timeout_s:g} s of each other, but rank {self.rank} has waited so long for "
+            f"all ranks must reach the end of the program within HPCTRAIN_TIMEOUT="
+            f"{self._timeout_s:g} s of each other, but rank {self.rank} has waited that long for "
             f"{whom}{state}; see what they do, or set HPCTRAIN_TIMEOUT to more seconds"
         )
 
@@ -309,7 +324,7 @@ class Liveness:
         return requests.start(self._control, self._control.Issend, message, rank, tag)
 
     def _to_tell(self, members: Sequence[int]) -> list[int]:
-        """Return the ranks that hear something from this one, of ``members`` or of all."""
+        """Return the ranks that this one reports to, of ``members`` or of all ranks."""
         members = members or range(self._control.size)
         size, here = len(members), members.index(self.rank)
         distances: set[int] = set(range(1, size))
@@ -325,7 +340,7 @@ class Liveness:
             self._failed.setdefault(int(number), (rank, reason))
 
     def _hear(self) -> None:
-        # A matched probe: two threads of this rank may wait, and look, at the same time.
+        # A matched probe, because two threads of this rank may receive at the same time.
         while notice := self._control.Improbe(tag=_CALL):
             rank, text = _receive(notice)
             of, number, call = text.split(" ", 2)
@@ -357,18 +372,19 @@ class Liveness:
             mine = block.count_steps()
             if mine > steps and time.monotonic() - since > BREAK_S:
                 raise RankLostError(
-                    f"all ranks take equally many steps in a block of {block.name}, and rank "
-                    f"{rank} waits at its end after {steps} steps, rank {self.rank} in step "
-                    f"{mine}; call skip_step() on a rank that has no batch for a step"
+                    f"all ranks must take the same number of steps in a block of {block.name}, "
+                    f"but rank {rank} waits at its end after {steps} steps and rank {self.rank} "
+                    f"is in step {mine}; call skip_step() on a rank that has no batch for a step"
                 )
 
     def _raise_if_broken(self) -> None:
         for number, (since, reason) in list(self._broken.items()):
-            # An error that nobody catches ends all ranks meanwhile, and says more.
+            # An error that the program does not catch ends all ranks meanwhile, with more detail.
             if number in self._blocks and time.monotonic() - since > BREAK_S:
                 raise RankLostError(
-                    f"{reason}; rank {self.rank} waits in {self._blocks[number].name}: all ranks "
-                    f"leave a block together, so catch errors inside of it, or end the program"
+                    f"all ranks must leave a block together, but {reason}, and rank {self.rank} "
+                    f"waits in {self._blocks[number].name}; catch errors inside the block, or end "
+                    f"the program"
                 )
 
     def _raise_if_dead(self) -> None:
@@ -390,9 +406,9 @@ class Liveness:
 
 
 def agree(ranks: MPI.Intracomm, *, am_well: bool) -> bool:
-    """Say whether all of ``ranks`` are there and well; the same on all that are left.
+    """Return whether all of ``ranks`` exist and are well, the same on all that survive.
 
-    Collective over those, on a revoked communicator, too. Where the world recovers.
+    Collective over the surviving ranks, also on a revoked communicator. For a world that recovers.
     """
     try:
         return bool(ranks.Agree(int(am_well)))
@@ -403,7 +419,7 @@ def agree(ranks: MPI.Intracomm, *, am_well: bool) -> bool:
 
 
 def revoke(ranks: MPI.Intracomm) -> None:
-    """End all that is under way among ``ranks``, everywhere. Not collective; may be repeated."""
+    """Fail all operations of ``ranks`` on every rank. Not collective; may be repeated."""
     if not ranks.Is_revoked():
         ranks.Revoke()
 
@@ -412,15 +428,12 @@ _in_use: "list[ref[MPI.Intracomm]]" = []
 
 
 def use(comm: MPI.Intracomm) -> None:
-    """Let ``end_waits`` know of a communicator in which calls of the library block, or wait."""
+    """Register a communicator in which calls of the library wait, for ``end_waits``."""
     _in_use[:] = [*(one for one in _in_use if one() is not None), ref(comm)]
 
 
 def end_waits() -> None:
-    """Let nobody wait for anybody any more: all waits of all ranks end by an error.
-
-    Not collective; where the world recovers.
-    """
+    """Fail all waits of all ranks. Not collective; for a world that recovers."""
     for one in _in_use:
         comm = one()
         if comm is not None and comm != MPI.COMM_NULL:
@@ -428,23 +441,22 @@ def end_waits() -> None:
 
 
 def shrink(ranks: MPI.Intracomm) -> MPI.Intracomm:
-    """Return a communicator of those of ``ranks`` that are left.
-
-    Collective over those. Where the world recovers.
-    """
+    """Return a communicator of the ranks that survive. Collective over them."""
     return cast("MPI.Intracomm", ranks.Shrink())
 
 
 def remake(left: MPI.Intracomm, make: Callable[[MPI.Intracomm], object]) -> None:
-    """Let ranks that are ``left`` make something together; again if ranks of them die meanwhile.
+    """Call ``make`` on all surviving ranks, again with fewer ranks if some die meanwhile.
 
-    Collective over those that are left in the end, which agree that all have made it. ``make``
-    may raise on some ranks or on all; where nobody has died it is an error like any other, and
-    the other ranks get a ``CommError``.
+    Collective over the ranks that survive, which agree that ``make`` has succeeded on all of them.
+
+    Raises:
+        CommError: ``make`` has failed on another rank although no rank died; the rank on which it
+            failed raises its own error.
     """
     while True:
         error: Exception | None = None
-        # Until all have it nobody revokes it: MPI crashes where a rank is still on its way there.
+        # No rank revokes it until all have it: MPI crashes on a rank that is still creating it.
         if agree(left, am_well=True):
             try:
                 make(left)
@@ -461,7 +473,7 @@ def remake(left: MPI.Intracomm, make: Callable[[MPI.Intracomm], object]) -> None
 
 
 def lost(before: MPI.Intracomm, left: MPI.Intracomm) -> list[int]:
-    """Return which ranks of a communicator are not in another one. Not collective."""
+    """Return the ranks of ``before`` that are not in ``left``. Not collective."""
     ours, theirs = before.Get_group(), left.Get_group()
     found = MPI.Group.Translate_ranks(ours, None, theirs)
     ours.Free()
@@ -470,7 +482,7 @@ def lost(before: MPI.Intracomm, left: MPI.Intracomm) -> list[int]:
 
 
 def failed(ranks: MPI.Intracomm) -> list[int]:
-    """Return which of ``ranks`` are known here to have died. Where the world recovers."""
+    """Return the ranks that this rank knows to have died, for a world that recovers."""
     ours, dead = ranks.Get_group(), ranks.Get_failed()
     numbers = MPI.Group.Translate_ranks(dead, None, ours)
     ours.Free()
@@ -479,9 +491,9 @@ def failed(ranks: MPI.Intracomm) -> list[int]:
 
 
 def knows_of_loss(ranks: MPI.Intracomm) -> bool:
-    """Say whether a rank is known here to have died, or others wait no more for that reason.
+    """Return whether this rank knows of a death, or of a revocation that follows one.
 
-    Not collective; asks until MPI, which sees it only when it makes progress, has had time to.
+    Not collective. Repeats the question, because MPI detects a death only while it makes progress.
     """
     for _ in range(5):
         if ranks.Is_revoked() or failed(ranks):
@@ -493,7 +505,7 @@ def knows_of_loss(ranks: MPI.Intracomm) -> bool:
 
 
 def _receive(notice: MPI.Message) -> tuple[int, str]:
-    """Return who has sent a message, and its text."""
+    """Return the sender of a message, and its text."""
     status, buffer = MPI.Status(), bytearray(_REASON_BYTES)
     notice.Recv([buffer, MPI.BYTE], status)
     text = bytes(buffer[: status.Get_count(MPI.BYTE)])

@@ -1,4 +1,4 @@
-"""Files and folders that appear whole or not at all, also when the machine stops in between."""
+"""Files and folders that are complete or absent, even if the machine stops while writing."""
 
 import errno
 import os
@@ -12,19 +12,19 @@ from hpctrain.core.checksum import crc32
 from hpctrain.core.libc import exchange_names
 from hpctrain.core.units import MIB
 
-PART = ".part"  # ending of a file that is being written; whoever finds one may remove it
+PART = ".part"  # suffix of a file that is being written; a leftover may be removed
 
 
 @contextmanager
 def publishing(path: Path, name: str = "") -> Iterator[Path]:
-    """Replace the file ``path`` at once by one written under the name this yields.
+    """Replace the file ``path`` atomically by the file that is written to the yielded path.
 
-    It is ``name`` with ``PART`` behind it, by default that of the file: whoever may write at the
-    same time as others takes one of its own.
+    The yielded name is ``name``, by default that of ``path``, plus ``PART``. Concurrent writers
+    need different names.
 
-    When the block ends well, ``path`` is the new file, on disk; when it fails, ``path`` is as
-    before and the part is gone; after a kill at any instant it is one of the two. Raises
-    ``OSError``: the file system refuses.
+    If the block succeeds, ``path`` is the new file, on disk. If it raises, ``path`` is unchanged
+    and the partial file is removed. After a kill ``path`` is either of the two. Raises ``OSError``
+    if the file system refuses.
     """
     part = path.with_name((name or path.name) + PART)
     try:
@@ -32,7 +32,7 @@ def publishing(path: Path, name: str = "") -> Iterator[Path]:
         sync(part)
         part.replace(path)
     except BaseException:
-        # A full or read-only disk may refuse this too; the first error is the one to tell.
+        # A full or read-only disk may refuse this too; the first error is reported.
         with suppress(OSError):
             part.unlink(missing_ok=True)
         raise
@@ -40,16 +40,15 @@ def publishing(path: Path, name: str = "") -> Iterator[Path]:
 
 
 def appear(room: Path, directory: Path) -> None:
-    """Give a directory its name, and return when that is on disk.
+    """Rename ``room`` to ``directory``, and return when the new name is on disk.
 
     Args:
-        room: the directory, whose contents are on disk; beside ``directory``.
-        directory: its name from now on; an older directory of that name is removed, at once
-            where the file system can exchange two names. Where it cannot, a kill at the wrong
-            instant leaves neither.
+        room: directory whose contents are on disk, in the same parent as ``directory``.
+        directory: the new name. An older directory of that name is replaced atomically if the file
+            system can exchange two names; otherwise a kill between two renames leaves neither.
 
     Raises:
-        OSError: the file system refuses; the older directory is intact.
+        OSError: the file system refuses; the older directory is unchanged.
     """
     old = room
     try:
@@ -75,9 +74,9 @@ def _in_two_steps(room: Path, directory: Path, old: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make a directory where there is none, and its parents; return when their names are on disk.
+    """Create a directory and its parents if missing; return when their names are on disk.
 
-    Raises ``OSError``: the file system refuses.
+    Raises ``OSError`` if the file system refuses.
     """
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     try:
@@ -98,7 +97,7 @@ def sync(path: Path) -> None:
 
 
 def reason_of(error: BaseException) -> str:
-    """Return in one line why the system refused; libraries wrap its word in long stories."""
+    """Return the reason of a system error in one line, without the text that libraries add."""
     if isinstance(error, OSError) and error.errno:
         return os.strerror(error.errno)
     return str(error).partition("\n")[0]
@@ -111,14 +110,14 @@ _REMEDIES = {
     errno.EACCES: "get the permission to write there",
     errno.EPERM: "get the permission to write there",
 }
-"""What to do in the same place, where anything helps there."""
+"""Remedies that keep the path, by errno."""
 
 
 def refusal(error: BaseException, elsewhere: str) -> str:
-    """Return why the system refused to write a file, and what to do about it.
+    """Return why the system refused to write a file, and the remedies.
 
-    ``elsewhere`` says how to take another place, which helps whatever the reason is. Libraries
-    raise errors of their own from that of the system.
+    ``elsewhere`` is the remedy that selects another path. The system error may be the cause of an
+    error of a library.
     """
     cause: BaseException | None = error
     while cause and not isinstance(cause, OSError):

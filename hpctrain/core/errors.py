@@ -1,4 +1,4 @@
-"""Every error a user can meet: it states the rule, the values found and the way out."""
+"""Errors for users. A message states the rule, the value found and the remedy."""
 
 
 class HpctrainError(Exception):
@@ -10,7 +10,7 @@ class ConfigError(HpctrainError, ValueError):
 
 
 class LaunchError(HpctrainError):
-    """The launcher, the MPI library and the world they made do not fit together."""
+    """The launcher, the MPI library and the MPI world are inconsistent."""
 
 
 class TopologyError(HpctrainError):
@@ -18,11 +18,11 @@ class TopologyError(HpctrainError):
 
 
 class CommError(HpctrainError):
-    """A collective operation cannot be carried out as asked."""
+    """A collective operation has failed."""
 
 
 class NodeMemoryError(CommError):
-    """Memory that the ranks of a node share could not be had."""
+    """Shared memory of the ranks of a node could not be allocated."""
 
 
 class RankLostError(CommError):
@@ -30,41 +30,41 @@ class RankLostError(CommError):
 
 
 class MismatchError(CommError):
-    """The ranks disagree about what to do: every one of them raises this."""
+    """The ranks disagree about the next operation; raised on every rank."""
 
 
 class ReplicaError(MismatchError):
-    """The replicas of a model differ: every rank raises this, and it names what and where."""
+    """Replicas of a model differ; raised on every rank, naming the tensor and the ranks."""
 
 
 class HorovodInternalError(CommError, RuntimeError):
-    """A named operation failed, on every rank alike; the ranks are there and can go on.
+    """A named operation has failed on every rank; the ranks can continue.
 
-    The name is Horovod's: ``elastic.run`` returns to the last commit on it.
+    The name is Horovod's: ``elastic.run`` restores the last commit after this error.
     """
 
 
 class OperationMismatchError(HorovodInternalError, MismatchError):
-    """The ranks gave the same name to operations that do not fit together."""
+    """Ranks submitted incompatible operations under the same name."""
 
 
 class DuplicateNameError(HorovodInternalError, ValueError):
-    """An operation of this name is under way on this rank already."""
+    """An operation of this name is already in flight on this rank."""
 
 
 class NotFiniteError(HpctrainError):
-    """A value became NaN or infinite: every rank raises this, and it names the rank."""
+    """A value became NaN or infinite; raised on every rank, naming the rank of the value."""
 
 
 class DataError(HpctrainError):
-    """A data set is missing, damaged or not what its manifest says."""
+    """A data set is missing, damaged or inconsistent with its manifest."""
 
 
 class CorruptError(DataError):
-    """Samples of a data set cannot be had: their bytes are damaged, or their file is."""
+    """Samples of a data set cannot be read: their bytes or their file are damaged."""
 
     def __init__(self, message: str, start: int, stop: int) -> None:
-        """Tell what happened to the samples ``[start, stop)`` of the data set."""
+        """Store the range ``[start, stop)`` of the damaged samples."""
         super().__init__(message, start, stop)
         self.start = start
         self.stop = stop

@@ -11,16 +11,16 @@ LEVELS: tuple[Level, ...] = ("ok", "note", "warning", "error")
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One result of a check; every check gives at least one, an ``ok`` where all is well."""
+    """One result of a check; every check returns at least one, ``ok`` if nothing is wrong."""
 
     check: str
-    """Which check this is, in two or three words: the same word for its ``ok`` and its errors."""
+    """Name of the check in two or three words, the same for its ``ok`` and its errors."""
     level: Level
     """``ok``; ``note``: good to know; ``warning``: slow or risky; ``error``: will fail."""
-    what: str  # what was found, with its values
-    do: str = ""  # the command or setting that mends it; empty only where nothing is wrong
+    what: str  # the finding, with its values
+    do: str = ""  # the command or setting that fixes it; empty only if nothing is wrong
 
     @property
     def is_wrong(self) -> bool:
-        """Say whether somebody has to do something."""
+        """Return whether the user has to act."""
         return self.level in ("warning", "error")

@@ -1,4 +1,4 @@
-"""The C library of this process: calls of the kernel that Python has no name for."""
+"""System calls that Python's standard library does not provide."""
 
 import contextlib
 import ctypes
@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 Segment: TypeAlias = "ctypes.Array[ctypes.c_char]"  # bytes at a fixed address
 
-_HERE = -100  # AT_FDCWD: paths are as for any other call
+_HERE = -100  # AT_FDCWD: paths are relative to the current directory
 _EXCHANGE = 2
 _SET_TIMER_SLACK = 29
 _FAILED = ctypes.c_void_p(-1).value
@@ -25,7 +25,7 @@ class _Span(ctypes.Structure):
 
 @cache
 def libc() -> ctypes.CDLL:
-    """Return the library; other threads of Python run during its calls."""
+    """Return the C library; its calls release Python's lock."""
     library = ctypes.CDLL(None, use_errno=True)
     address, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
     library.mmap.restype = library.mremap.restype = address
@@ -38,7 +38,7 @@ def libc() -> ctypes.CDLL:
 
 @cache
 def instant_libc() -> ctypes.PyDLL:
-    """Return the library for calls that take less time than to give up Python's lock."""
+    """Return the C library for calls that are shorter than releasing Python's lock."""
     return ctypes.PyDLL(None, use_errno=True)
 
 
@@ -51,9 +51,9 @@ def map_memory(
     offset: int = 0,
     address: int | None = None,
 ) -> int:
-    """Map memory or a file as ``mmap(2)`` does, without holding a descriptor; return where.
+    """Map memory or a file by ``mmap(2)``, without keeping a descriptor; return the address.
 
-    Raises ``OSError``: the kernel refuses.
+    Raises ``OSError`` if the kernel refuses.
     """
     found = libc().mmap(address, num_bytes, protection, flags, descriptor, offset)
     if found is None or found == _FAILED:
@@ -62,37 +62,37 @@ def map_memory(
 
 
 def move_memory(address: int, target: int, num_bytes: int) -> None:
-    """Move mapped pages into the place of others. Raises ``OSError``: the kernel refuses."""
+    """Move mapped pages to another address. Raises ``OSError`` if the kernel refuses."""
     if libc().mremap(address, num_bytes, num_bytes, _MAY_MOVE_TO, target) == _FAILED:
         raise _error()
 
 
 def unmap_memory(address: int, num_bytes: int) -> None:
-    """Give addresses back."""
+    """Unmap pages."""
     libc().munmap(address, num_bytes)
 
 
 def advise_memory(address: int, num_bytes: int, advice: int) -> int:
-    """Tell the kernel about pages as ``madvise(2)`` does; return the errno, 0 if it obeys."""
+    """Call ``madvise(2)``; return the errno, 0 on success."""
     start = address - address % mmap.PAGESIZE
     refused = libc().madvise(start, address + num_bytes - start, advice)
     return ctypes.get_errno() if refused else 0
 
 
 def trim_heap() -> None:
-    """Give memory that is free back to the system: a heap of large blocks keeps holes."""
+    """Return free memory of the heap to the system."""
     libc().malloc_trim(ctypes.c_size_t(0))
 
 
 def memory_at(address: int, num_bytes: int) -> Segment:
-    """Look at memory that somebody else keeps."""
+    """Return a view of memory that another object owns."""
     return (ctypes.c_char * num_bytes).from_address(address)
 
 
 def read_memory(pid: int, address: int, num_bytes: int) -> bytes:
-    """Copy memory of a process in one go, as MPI does between the ranks of a node.
+    """Copy memory of another process by ``process_vm_readv(2)``.
 
-    Raises ``OSError``: the kernel refuses, or there is less than that.
+    Raises ``OSError`` if the kernel refuses, or copies fewer bytes.
     """
     target = ctypes.create_string_buffer(num_bytes)
     here, there = (_Span(start, num_bytes) for start in (ctypes.addressof(target), address))
@@ -102,13 +102,13 @@ def read_memory(pid: int, address: int, num_bytes: int) -> bytes:
 
 
 def exchange_names(a: Path, b: Path) -> bool:
-    """Exchange two names at once; return False where that cannot be done."""
+    """Exchange two file names atomically; return False if the file system cannot."""
     paths = (_HERE, os.fsencode(a), _HERE, os.fsencode(b), ctypes.c_uint(_EXCHANGE))
     return bool(libc().renameat2(*paths) == 0)
 
 
 def file_system_magic(descriptor: int) -> int:
-    """Return the number by which ``statfs(2)`` tells file systems apart; 0 where it does not."""
+    """Return the file system type of ``statfs(2)``; 0 on failure."""
     # struct statfs begins with f_type, a long; the rest is less than this on any machine.
     record = ctypes.create_string_buffer(1024)
     if libc().fstatfs(descriptor, record):
@@ -117,20 +117,20 @@ def file_system_magic(descriptor: int) -> int:
 
 
 def sharpen_sleep() -> None:
-    """Let this thread, and those it starts from now on, sleep for as short as they ask.
+    """Set the timer slack of this thread, and of threads that it starts later, to 1 ns.
 
-    The kernel adds 50 us to every sleep, to save wake-ups: as long as a small message takes.
+    By default the kernel adds 50 us to every sleep: as long as a small message takes.
     """
     libc().prctl(_SET_TIMER_SLACK, ctypes.c_ulong(1), 0, 0, 0)  # nanoseconds; 0 is the default
 
 
 class Timer:
-    """What a thread sleeps on, and another sets: that wakes nobody before the time has come."""
+    """A timer on which one thread sleeps and which another thread sets."""
 
     __slots__ = ("_descriptor", "_poll", "_set")
 
     def __init__(self) -> None:
-        """Make one that is not set. Raises ``OSError``: too many files are open."""
+        """Create a timer that is not set. Raises ``OSError`` if too many files are open."""
         flags = os.O_NONBLOCK | os.O_CLOEXEC
         self._descriptor: int = libc().timerfd_create(_CLOCK_MONOTONIC, flags)
         if self._descriptor < 0:
@@ -140,21 +140,21 @@ class Timer:
         self._set = instant_libc().timerfd_settime
 
     def set(self, seconds: float) -> None:
-        """Go off once so many seconds from now, in place of any other time; with 0 never."""
+        """Expire once after ``seconds``, which replaces an earlier time; 0 disarms the timer."""
         nanoseconds = int(seconds * 1e9)
         when = (ctypes.c_long * 4)(0, 0, *divmod(nanoseconds, 1_000_000_000))
         self._set(self._descriptor, 0, when, None)
 
     def wait(self, timeout_s: float) -> bool:
-        """Sleep until it goes off, or for so long; say whether it went off."""
+        """Sleep until the timer expires or ``timeout_s`` has passed; return whether it expired."""
         went_off = bool(self._poll.poll(timeout_s * 1e3))
         if went_off:
-            with contextlib.suppress(BlockingIOError):  # set anew meanwhile
+            with contextlib.suppress(BlockingIOError):  # set again meanwhile
                 os.read(self._descriptor, 8)
         return went_off
 
     def close(self) -> None:
-        """Give the descriptor back; nobody may wait any more."""
+        """Close the descriptor. No thread may wait any more."""
         os.close(self._descriptor)
 
 

@@ -1,6 +1,6 @@
-"""The logger ``hpctrain``: rank-tagged lines, a file per rank, equal warnings merged.
+"""The logger ``hpctrain``: lines tagged by rank, a file per rank, equal warnings merged.
 
-Nothing here knows MPI: ``runtime/world`` says who this rank is and gathers what others held.
+This module does not use MPI: ``runtime/world`` passes the rank and gathers held warnings.
 """
 
 import logging
@@ -18,10 +18,10 @@ _OF_ALL = {"of_all_ranks": True}
 
 
 def setup(rank: int, size: int, log_dir: Path | None = None, *, level: str = "warning") -> None:
-    """Tag what this process logs with its rank; a second call replaces the first.
+    """Tag log lines of this process with its rank; a second call replaces the first.
 
-    Warnings go to stderr, or what ``level`` says, unless the program has configured logging
-    itself: then its own handlers alone print them. With ``log_dir`` this rank also writes
+    Records from ``level`` on are printed to stderr, unless the program has configured logging:
+    then only its handlers print them. With ``log_dir`` this rank also writes
     ``log_dir/rank-N.log``.
     """
     threshold = logging.getLevelName(level.upper())
@@ -43,9 +43,10 @@ def setup(rank: int, size: int, log_dir: Path | None = None, *, level: str = "wa
 
 @contextmanager
 def held() -> Iterator[list[str]]:
-    """Hold the warnings of this process back, in the list that is given; pass on all else.
+    """Collect the warnings of this process in the yielded list instead of logging them.
 
-    After an error inside, the warnings are logged after all: they may tell its reason.
+    Other records are logged. After an error inside, the warnings are logged too: they may explain
+    it.
     """
     holder = _Holder(list(logger.handlers), propagate=logger.propagate)
     logger.handlers, logger.propagate = [holder], False
@@ -59,11 +60,11 @@ def held() -> Iterator[list[str]]:
 
 
 def merge(messages_by_rank: Sequence[Sequence[str]]) -> list[str]:
-    """Merge the warnings of all ranks: each once, with the ranks that gave it.
+    """Merge the warnings of all ranks: each once, with its ranks.
 
     Returns:
-        In the order of the first rank that gave them: ``text [ranks 0-3, 4 of 6]`` for several
-        ranks, ``text [rank 2]`` for one; the bare text in a world of one.
+        Texts in the order of their first ranks: ``text [ranks 0-3, 4 of 6]`` for several ranks,
+        ``text [rank 2]`` for one; the bare text in a world of one.
     """
     ranks_of: dict[str, list[int]] = {}
     for rank, messages in enumerate(messages_by_rank):
@@ -74,7 +75,7 @@ def merge(messages_by_rank: Sequence[Sequence[str]]) -> list[str]:
 
 
 def warn_merged(messages_by_rank: Sequence[Sequence[str]]) -> None:
-    """Log the merged warnings; called by one rank, whose own tag they do not carry."""
+    """Log the merged warnings without the tag of this rank. Called by one rank."""
     for text in merge(messages_by_rank):
         logger.warning("%s", text, extra=_OF_ALL)
 
@@ -89,7 +90,7 @@ def _whose(ranks: list[int], size: int) -> str:
 
 
 class _Tagged(logging.Formatter):
-    """Puts ``[rank N]`` before every line, so that many ranks can share a terminal."""
+    """Adds ``[rank N]`` to every line, for terminals that several ranks share."""
 
     def __init__(self, fmt: str, *, rank: int | None) -> None:
         super().__init__(fmt)
@@ -103,7 +104,7 @@ class _Tagged(logging.Formatter):
 
 
 class _Console(logging.StreamHandler):  # type: ignore[type-arg]
-    """Prints to stderr unless the program has handlers of its own on the root logger."""
+    """Prints to stderr unless the program has handlers on the root logger."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if not logging.getLogger().handlers:
@@ -115,7 +116,7 @@ class _RankFile(logging.FileHandler):
 
 
 class _Holder(logging.Handler):
-    """Keeps warnings for later and hands everything else on."""
+    """Collects warnings and passes on all other records."""
 
     def __init__(self, handlers: list[logging.Handler], *, propagate: bool) -> None:
         super().__init__()
@@ -132,7 +133,7 @@ class _Holder(logging.Handler):
             self._hand_on(record)
 
     def log_all(self) -> None:
-        """Log what was held."""
+        """Log the collected warnings."""
         for record in self._records:
             self._hand_on(record)
 

@@ -1,4 +1,4 @@
-"""Facts that somebody needs to repeat what was measured: versions, processor, commit."""
+"""Facts that a repetition of a measurement needs: versions, processor, commit."""
 
 import platform
 import shutil
@@ -14,13 +14,13 @@ _GIT_S = 10.0
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions of this package and of what it stands on; None for what is missing."""
+    """Return the versions of this package and its dependencies; None for missing ones."""
     own = {"hpctrain": __version__, "python": platform.python_version()}
     return {**own, **{name: version_of(name) for name in _SHOWN}}
 
 
 def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """Return the model of the processor as the system calls it."""
+    """Return the model name of the processor."""
     try:
         lines = cpuinfo.read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -30,10 +30,10 @@ def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def project(folder: Path) -> dict[str, str | list[str]]:
-    """Return the commit of a folder's project; empty where git knows none.
+    """Return the git commit of a folder; empty outside of a repository.
 
-    Where files differ from it they are ``changed``, and ``diff`` is a hash of how: two runs with
-    the same commit and the same hash had the same files, but for new ones.
+    ``changed`` lists the files that differ from the commit, and ``diff`` is a hash of their
+    differences: two runs with the same commit and hash had the same tracked files.
     """
     head = _git(folder, "rev-parse", "HEAD").strip()
     if not head:
@@ -46,7 +46,7 @@ def project(folder: Path) -> dict[str, str | list[str]]:
 
 
 def _git(folder: Path, *words: str) -> str:
-    """Return what git says, with what is no text replaced; nothing where it does not answer."""
+    """Return the output of git, with undecodable bytes replaced; empty if git fails."""
     git = shutil.which("git")
     if git is None:
         return ""
@@ -63,7 +63,7 @@ def _git(folder: Path, *words: str) -> str:
 
 
 def version_of(name: str) -> str | None:
-    """Return the version of an installed package; None where it is not installed."""
+    """Return the version of an installed package; None if it is not installed."""
     try:
         return version(name)
     except PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""Files of records, one JSON object per line; those of steps, which scaling studies read."""
+"""Files of records, one JSON object per line, and the records of steps for scaling studies."""
 
 import atexit
 import functools
@@ -16,16 +16,16 @@ from hpctrain.core.config import setting
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.python_compat import Self
 
-_FLUSH_S = 1.0  # of steps a kill may cost so much; the study does such a repeat again
+_FLUSH_S = 1.0  # records of this time may be lost by a kill; the study repeats such a run
 
 
 class Records:
-    """Appends records to a file, each at once, so that who is killed has all but the last."""
+    """Appends records to a file immediately, so that a kill loses at most the last one."""
 
     def __init__(self, path: Path) -> None:
-        """Open the file, which is made if missing; a last line cut short by a kill is ended.
+        """Open or create the file; a last line that a kill has cut is ended.
 
-        Raises ``OSError``: the file system refuses.
+        Raises ``OSError`` if the file system refuses.
         """
         self.path = path
         self._file = path.open("ab", buffering=0)
@@ -34,12 +34,12 @@ class Records:
         sync(path.parent)
 
     def append(self, *records: Mapping[str, Any]) -> None:
-        """Append records; a number that is not finite becomes null, as JSON has none.
+        """Append records; numbers that are not finite become null, as JSON has no such numbers.
 
-        Raises ``OSError``: the file system refuses.
+        Raises ``OSError`` if the file system refuses.
         """
         lines = [json.dumps(finite(each)) + "\n" for each in records]
-        # One write, but on a full disk: others who append, or read, meet whole lines.
+        # One write unless the disk is full: other writers and readers see complete lines.
         text = memoryview("".join(lines).encode())
         while text:
             text = text[self._file.write(text) :]
@@ -60,19 +60,19 @@ class Records:
 
 
 def read(path: Path, key: str = "event") -> list[dict[str, Any]]:
-    """Return the whole records of a file: those that have ``key``.
+    """Return the complete records of a file that have ``key``.
 
-    A last line cut short by a kill is left out, and so is every line that is no record.
+    Lines that are not records, and a last line that a kill has cut, are omitted.
     """
     lines = path.read_bytes().split(b"\n")[:-1]
     return [record for line in lines if (record := record_of(line, key)) is not None]
 
 
 def record_of(line: bytes, key: str = "event") -> dict[str, Any] | None:
-    """Return what a line says; None where that is no record."""
+    """Return the record of a line; None if the line is not a record."""
     try:
         found = json.loads(line)
-    except ValueError:  # among them bytes that are no text
+    except ValueError:  # also for bytes that are not text
         return None
     return found if isinstance(found, dict) and key in found else None
 
@@ -85,45 +85,44 @@ def record(
     seconds: float | None = None,
     **values: float,
 ) -> None:
-    """Tell a scaling study of a step that this rank has just done; elsewhere do nothing.
+    """Record a finished step for a scaling study; a no-op outside of one.
 
-    Every rank calls it at the end of each step. Not collective, and it needs neither MPI nor
-    ``init``: each process appends to a file of its own, in the folder that ``hpctrain study run``
-    names by ``HPCTRAIN_RECORDS``. A step lasts from one call to the next, and as long as on the
-    slowest rank.
+    Every rank calls it at the end of each step. Not collective, and needs neither MPI nor
+    ``init``: each process appends to its own file, in the folder ``HPCTRAIN_RECORDS``, which
+    ``hpctrain study run`` sets. A step lasts from one call to the next, on the slowest rank.
 
     Args:
         step: number of the step, the same on all ranks.
-        samples: from which this rank has learnt in it. None is no step: ``values`` alone are told,
-            such as the accuracy of a test, and the next step begins now.
+        samples: number of samples of this rank in the step. None records only ``values``, such as
+            the accuracy of a test, and the next step begins now.
         loss: mean over these samples.
-        seconds: duration of the step, where that is not the time since the last call.
-        **values: ``compute_s``, ``communication_s``, ``input_s``: parts of the step;
-            ``node_bytes``, ``rail_bytes``: what this rank has moved in its node and sent in it;
-            any other, such as ``accuracy``, is what a study may have as its target.
+        seconds: duration of the step, if that is not the time since the last call.
+        **values: ``compute_s``, ``communication_s``, ``input_s``: parts of the step in seconds;
+            ``node_bytes``, ``rail_bytes``: bytes that this rank has moved inside its node and sent
+            between nodes; any other, such as ``accuracy``, can be the target of a study.
 
     Raises:
-        ConfigError: the folder cannot be written.
+        ConfigError: the folder is not writable.
     """
     recorder = _recorder(os.getpid())
     if recorder is not None:
-        told = {"samples": samples, "loss": loss, "seconds": seconds, **values}
-        recorder.write(step, {n: float(value) for n, value in told.items() if value is not None})
+        given = {"samples": samples, "loss": loss, "seconds": seconds, **values}
+        recorder.write(step, {n: float(value) for n, value in given.items() if value is not None})
 
 
 class _Recorder:
-    """Appends what a rank tells about once a second: its steps may be short, and the disk far."""
+    """Appends the records of a rank about once per second, because file systems may be slow."""
 
     def __init__(self, folder: Path) -> None:
         self._pid, self._flushed = os.getpid(), time.monotonic()
         self._pending: list[dict[str, float]] = []
         try:
             make_folder(folder)
-            # Ranks need no number: their files tell them apart.
+            # Host and process id distinguish the files: the rank may be unknown.
             self._records = Records(folder / f"{platform.node()}-{self._pid}.jsonl")
         except OSError as error:
             raise ConfigError(
-                f"the folder {folder} of HPCTRAIN_RECORDS cannot be written: "
+                f"the folder of HPCTRAIN_RECORDS must be writable, but {folder} is not: "
                 f"{refusal(error, 'name another one, or unset it')}"
             ) from None
         atexit.register(self.flush)
@@ -136,19 +135,19 @@ class _Recorder:
             self._flushed = now
 
     def flush(self) -> None:
-        if os.getpid() == self._pid:  # a forked child has these lines too
+        if os.getpid() == self._pid:  # a forked child has a copy of these records
             self._records.append(*self._pending)
             self._pending.clear()
 
 
 @functools.cache
-def _recorder(_pid: int) -> _Recorder | None:  # a forked child begins a file of its own
+def _recorder(_pid: int) -> _Recorder | None:  # a forked child starts its own file
     folder = setting("records")
     return None if folder is None else _Recorder(folder)
 
 
 def finite(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a record with None in place of numbers that are not finite, as JSON has none."""
+    """Return a record with None for numbers that are not finite, which JSON cannot represent."""
     return {name: _finite(value) for name, value in record.items()}
 
 

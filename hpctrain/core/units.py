@@ -1,4 +1,4 @@
-"""Numbers with units, read from and written for people."""
+"""Parsing and formatting of human-readable numbers with units."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -26,7 +26,7 @@ def parse_bytes(text: str) -> int:
     match = _BYTES.fullmatch(text.strip())
     if not match or match[2].lower() not in _FACTORS:
         raise ConfigError(
-            f'a size is a number and a unit such as "25 MiB" or "1 GB", got {text!r}'
+            f'a size must be a number and a unit such as "25 MiB" or "1 GB", got {text!r}'
         )
     return int(float(match[1]) * _FACTORS[match[2].lower()])
 
@@ -38,7 +38,7 @@ def parse_seconds(text: str) -> float:
     """
     if not _DURATION.fullmatch(text.strip()):
         raise ConfigError(
-            f'a duration is a number and a unit such as "10min", "11h50min" or "90 s", '
+            f'a duration must be a number and a unit such as "10min", "11h50min" or "90 s", '
             f"got {text!r}"
         )
     return sum(float(n) * _SECONDS[unit.lower()] for n, unit in _DURATION_PART.findall(text))
@@ -51,7 +51,7 @@ def parse_number(text: str) -> float:
     try:
         return float(digits) * factors[text.removeprefix(digits)]
     except (ValueError, KeyError):
-        raise ConfigError(f"a number is one such as 1000, 25.6M or 1e9, got {text!r}") from None
+        raise ConfigError(f"a number must be like 1000, 25.6M or 1e9, got {text!r}") from None
 
 
 def format_bytes(num_bytes: float) -> str:

@@ -1,4 +1,4 @@
-"""Errors of a user's own code: their frames first, all others folded away, in twelve lines.
+"""Errors in the user's code: in twelve lines, with the frames of that code only.
 
 A frame is the user's unless its file is part of Python, of an installed package or of hpctrain.
 """
@@ -15,31 +15,30 @@ from typing import Any
 from hpctrain.core.errors import HpctrainError
 from hpctrain.core.python_compat import add_note
 
-MAX_LINES = 12  # on the terminal; all is in the log file of the rank
+MAX_LINES = 12  # on the terminal; the log file of the rank has the whole traceback
 
-_NUM_FRAMES = 3  # of the user's, the innermost ones
-_WIDTH = 300  # of a line of a message
-_NUM_PARTS = 6  # of a tuple that is described
+_NUM_FRAMES = 3  # innermost frames of the user's code
+_WIDTH = 300  # of a line of a message, in characters
+_NUM_PARTS = 6  # elements of a tuple that are described
 _OURS = str(Path(__file__).parents[1])
 _FOREIGN = (_OURS, *{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib")})
 
 
 def folded(error: BaseException, log: Path | None) -> str:
-    """Tell an error by the user's frames, what their tensors are, and the error itself.
+    """Return the user's frames, the tensors in them, and the error, in ``MAX_LINES`` lines.
 
-    Empty where no frame is the user's, or where it may be a fault of hpctrain itself: then
-    nothing may be folded away. ``log`` is the file that has the whole traceback; None where there
-    is none.
+    Empty if no frame is the user's, or if the error may be a defect of hpctrain, which needs the
+    whole traceback. ``log`` is the file that contains the whole traceback, or None.
     """
-    lines, told = user_lines(error), "\n".join(map(str, getattr(error, "__notes__", ())))
-    notes = [_cut(line) for line in told.splitlines() if line.strip()]
+    lines, text = user_lines(error), "\n".join(map(str, getattr(error, "__notes__", ())))
+    notes = [_cut(line) for line in text.splitlines() if line.strip()]
     frames = _frames(error)
-    is_told = isinstance(error, HpctrainError | SyntaxError) or bool(notes)
+    is_explained = isinstance(error, HpctrainError | SyntaxError) or bool(notes)
     is_fault = bool(frames) and frames[-1][0].f_code.co_filename.startswith(_OURS)
-    if not is_told and (is_fault or not lines):
+    if not is_explained and (is_fault or not lines):
         return ""
     said = "".join(traceback.format_exception_only(error)).rstrip().splitlines()
-    is_ours = isinstance(error, HpctrainError)  # its last words are the remedy
+    is_ours = isinstance(error, HpctrainError)  # never cut: it ends with the remedy
     said = [line if is_ours else _cut(line) for line in said if line.strip()]
     last = (
         f"the whole traceback: {_short(str(log))}"
@@ -57,21 +56,21 @@ def _cut(line: str) -> str:
 
 @contextmanager
 def noted(whose: str, *values: Any) -> Iterator[None]:
-    """Let an error inside, if it is none of ours, tell whose it is and what it was given."""
+    """Add a note to errors of user code inside this context: its name and its arguments."""
     try:
         yield
     except HpctrainError:
         raise
     except Exception as error:
         given = ""
-        with suppress(Exception):  # whatever a user's object does when it is looked at
+        with suppress(Exception):  # objects of users may raise when they are inspected
             given = " and ".join(map(described, values))
         add_note(error, f"{whose} was given {given}" if given else whose)
         raise
 
 
 def described(value: object) -> str:
-    """Say what a value is: type and shape of a tensor, also in tuples and by name."""
+    """Describe a value: type and shape of tensors, also inside tuples and mappings."""
     name = type(value).__name__
     name = f"a{'n' * (name[0] in 'aeiou')} {name}"
     if isinstance(value, tuple | list):
@@ -85,24 +84,23 @@ def described(value: object) -> str:
 
 
 def user_lines(error: BaseException) -> list[str]:
-    """Return the user's frames, a line each, and a line about tensors in the innermost one."""
+    """Return one line per frame of the user, and a line about the tensors of the innermost one."""
     frames = [each for each in _frames(error) if _is_user(each[0])]
     lines = []
     for frame, number in frames[-_NUM_FRAMES:]:
         code = frame.f_code
         source = linecache.getline(code.co_filename, number).strip()
         lines.append(f"{_short(code.co_filename)}:{number} in {code.co_name}: {source[:_WIDTH]}")
-    with suppress(Exception):  # whatever a user's object does when it is looked at
+    with suppress(Exception):  # objects of users may raise when they are inspected
         if frames and (tensors := _tensors(frames[-1][0].f_locals)):
             lines.append(f"  where {tensors}")
     return lines
 
 
 def layer_of(error: BaseException) -> str:
-    """Return name and form of the innermost layer in whose forward an error was raised.
+    """Return name and description of the innermost layer in whose ``forward`` an error was raised.
 
-    Empty where it was raised in none that torch or a library defines: else ``user_lines`` has the
-    line of its forward.
+    Empty if that layer is defined by the user: then ``user_lines`` has the line in its forward.
     """
     frames = [each for each, _ in _frames(error) if each.f_code.co_name == "forward"]
     layers: list[tuple[FrameType, Any]] = [(each, each.f_locals.get("self")) for each in frames]
@@ -115,11 +113,11 @@ def layer_of(error: BaseException) -> str:
 
 
 def _is_user(frame: FrameType) -> bool:
-    """Say whether a frame is the user's own; text that libraries execute is not, ``-c`` is."""
+    """Return whether a frame is of the user's code: ``python -c`` is, generated code is not."""
     file = frame.f_code.co_filename
     if file == "<string>":
         return frame.f_globals.get("__name__") == "__main__"
-    is_compiled = file.endswith((".pyx", ".pxi"))  # of mpi4py or h5py: a path where it was built
+    is_compiled = file.endswith((".pyx", ".pxi"))  # of mpi4py or h5py, by paths of their build
     return not (is_compiled or file.startswith(("<frozen", *_FOREIGN)) or "-packages/" in file)
 
 
@@ -128,7 +126,7 @@ def _frames(error: BaseException) -> list[tuple[FrameType, int]]:
 
 
 def _tensors(values: Mapping[str, Any]) -> str:
-    """Describe what has a shape and a type, also in tuples."""
+    """Describe the values that have a shape and a type, also inside tuples."""
     found = {name: _describe(value) for name, value in values.items() if name != "self"}
     return ", ".join(f"{name} {text}" for name, text in found.items() if text)[:_WIDTH]
 

@@ -233,7 +233,7 @@ def test_the_ranks_of_a_node_take_together():
     text = shortage(ranks, 2 * GIB)
     assert "need 8.0 GiB" in text
     assert "4 x 2.0 GiB" in text
-    assert "8.0 GiB are left in this machine" in text
+    assert "this machine has 8.0 GiB available" in text
 
 
 def test_a_page_table_of_all_for_each_rank_is_counted():
@@ -249,9 +249,9 @@ def test_a_group_counts_the_ranks_that_are_in_it():
 
     apart = [[machine_of(8 * GIB), group(n, 2 * GIB)] for n in range(2)]
     assert shortage(apart, GIB) is None
-    assert "in group 0" in shortage(apart, 2 * GIB)
+    assert "but group 0 has" in shortage(apart, 2 * GIB)
     together = [[machine_of(8 * GIB), group(0, 2 * GIB)] for _ in range(2)]
-    assert "in group 0" in shortage(together, GIB)
+    assert "but group 0 has" in shortage(together, GIB)
 
 
 def test_what_the_last_rank_sees_counts():

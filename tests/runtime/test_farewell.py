@@ -47,7 +47,7 @@ def test_a_farewell_ends_after_the_timeout_and_names_who_is_missing(num_ranks, w
     assert done.returncode == RANK_LOST, done.stderr
     assert done.stdout == "test accuracy 0.9\n"
     last = num_ranks - 1
-    assert f"but rank 0 has waited so long for rank {last}" in done.stderr
+    assert f"but rank 0 has waited that long for rank {last}" in done.stderr
     assert (f"rank {last} of this node stopped by a signal" in done.stderr) == (what == "stops")
 
 

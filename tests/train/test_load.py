@@ -83,7 +83,7 @@ def test_a_free_table_takes_any_key_and_keeps_its_others(file):
         ("train.check_replicas=x", "must be one of test, never or an integer, got 'x'"),
         ("comm.overlap=no", "comm.overlap must be one of auto, thread, inline, end, got 'no'"),
         ("comm.bucket_size=0B", "comm.bucket_size must be above 0, got '0B'"),
-        ("comm.bucket_size=big", "comm.bucket_size: a size is a number"),
+        ("comm.bucket_size=big", "comm.bucket_size: a size must be a number"),
         ("checkpoint.every=often", "checkpoint.every: a duration"),
         ("stop.after=1", "stop.after must be a time, got 1 (an integer)"),
         ("data.random=true", "set data.per_sample = true too"),
@@ -149,7 +149,7 @@ def test_a_wrong_argument_is_named_with_the_way_out(override, message):
         ("[train]\nepochs = '3'\n", "train.epochs must be an integer, got '3' (text)"),
         ("[train]\nepochs = -1\n", "train.epochs must be at least 1, got -1"),
         ("[train\n", "cannot be read as TOML"),
-        ("[comm]\nbucket_size = 'huge'\n", "comm.bucket_size: a size is a number and a unit"),
+        ("[comm]\nbucket_size = 'huge'\n", "comm.bucket_size: a size must be a number and a unit"),
     ],
 )
 def test_an_error_in_a_file_names_the_file_and_the_key(file, text, message):

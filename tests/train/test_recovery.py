@@ -123,7 +123,8 @@ def test_a_spare_costs_nothing_and_its_death_neither(tmp_path, dies):
         stdout=subprocess.PIPE,
         stderr=(tmp_path / "said").open("wb"),
     ) as launch:
-        assert wait_until(lambda: b"all ranks have begun" in (tmp_path / "said").read_bytes(), 90)
+        output = tmp_path / "said"
+        assert wait_until(lambda: b"all ranks have started" in output.read_bytes(), 90)
         spare = spare_of(launch)
         if dies:
             os.kill(spare, signal.SIGKILL)

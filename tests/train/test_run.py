@@ -68,7 +68,7 @@ def test_a_run_leaves_its_directory_and_ends_with_its_result(folder):
     for text in ("samples/s over all ranks", "node memory", "2 on 2 nodes"):
         assert text in done.stdout
     assert "\x1b" not in done.stdout
-    assert "network cards" not in done.stdout  # which --verbose tells
+    assert "network adapters" not in done.stdout  # which --verbose tells
     assert [records[0]["event"], records[-1]["event"]] == ["started", "finished"]
     assert (records[-1]["world_size"], records[-1]["nodes"]) == (2, 2)
     steps = [record for record in records if record["event"] == "step"]
@@ -88,7 +88,7 @@ def test_a_dry_run_and_a_place_that_is_used_or_cannot_be_written(folder, monkeyp
     try:
         assert run(load(Path("small.toml")), {}, How(dry_run=True)) == 0
         told = capsys.readouterr().out
-        for text in ("83 parameters", "8 steps, 2 epochs", "network cards", "one rank"):
+        for text in ("83 parameters", "8 steps, 2 epochs", "network adapters", "one rank"):
             assert text in told
         assert not (folder / "runs").exists()
         (folder / "file").touch()

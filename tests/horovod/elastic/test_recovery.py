@@ -49,7 +49,8 @@ def test_where_a_rank_dies_before_mpi_has_begun_all_end():
     program = [sys.executable, "-c", f"{dies}; import hpctrain; hpctrain.init()"]
     done = ended([*line, *program], timeout=140)
     assert done.returncode == RANK_LOST, done.stderr
-    by_ranks, by_launcher = "died before all had begun, 2 of 3", "rank 2 ended before MPI_Init"
+    by_ranks = "died before all ranks had started, 2 of 3"
+    by_launcher = "rank 2 ended before MPI_Init"
     assert len(re.findall(f"{by_ranks}|{by_launcher}", done.stderr)) == 1, done.stderr
 
 

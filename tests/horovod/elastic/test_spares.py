@@ -141,4 +141,4 @@ def test_what_a_spare_cannot_do_ends_all_ranks(tmp_path, what):
     done = ended([*line, "--", *python, file], timeout=60, cwd=tmp_path)
     assert done.returncode not in (0, 124), done.stderr
     assert REFUSED[what]["said"] in done.stderr
-    assert "all ranks have come to their end" not in done.stderr
+    assert "all ranks have finished" not in done.stderr
