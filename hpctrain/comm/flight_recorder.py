@@ -1,4 +1,4 @@
-"""Flight recorder: the last collectives of this process, and those that it waits in."""
+"""Flight recorder: the last collectives of this process, and those in which it waits."""
 
 import re
 import time
@@ -11,59 +11,59 @@ from hpctrain.core.units import format_ranks
 
 NUM_CALLS = 256
 TEXT_CHARS = 200  # of a collective that ranks report to each other
-LATE_S = 1.0  # a wait that has lasted less is none to ask about
+LATE_S = 1.0  # shorter waits are not reported
 
 _SHIFT_S = time.monotonic() - time.perf_counter()
-"""Between the two clocks; measured once, so that a wait keeps its beginning."""
+"""Difference of the two clocks, measured once, so that the start of a wait is constant."""
 _NAME = re.compile(r"collective (\d+) of ([^:]+): ")
 
 
 class Call(NamedTuple):
-    """What a rank is about to do."""
+    """The next collective of a rank."""
 
     text: str
-    number: int  # by which ranks compare it, from 0 to 2^62
-    tag: int  # first one of its messages on a rail, which match no messages of other calls
+    number: int  # compared between ranks, from 0 to 2^62
+    tag: int  # first tag of its messages on a rail; other calls have other tags
 
 
 class CallStream:
-    """The collectives of one communicator, which its ranks count alike."""
+    """The numbered collectives of one communicator; numbers are equal on its ranks."""
 
     __slots__ = ("__weakref__", "_calls", "name", "number", "text", "waits_since_s")
 
     def __init__(self, name: str, calls: "deque[tuple[CallStream, int, str, float]]") -> None:
         self.name = name
-        self.number = 0  # of the last one, from 1
-        self.text = ""  # what that does
+        self.number = 0  # of the last collective, from 1
+        self.text = ""  # description of the last collective
         self.waits_since_s: float | None = None
-        """By ``time.perf_counter()``, while a thread waits for other ranks."""
+        """Start of the current wait for other ranks by ``time.perf_counter()``, or None."""
         self._calls = calls
 
     def begin(self, text: str) -> None:
-        """Note that this rank comes to its next collective."""
+        """Record that this rank starts its next collective."""
         self.text = text
         self.number = number = self.number + 1
         self._calls.append((self, number, text, time.perf_counter()))
 
     def recent(self) -> dict[int, tuple[str, float]]:
-        """Return the texts of the last collectives, cut, and when each began, by number."""
+        """Return the shortened texts of the last collectives, and their start times, by number."""
         return {n: (text[:TEXT_CHARS], s) for of, n, text, s in list(self._calls) if of is self}
 
     def name_of(self, number: int, text: str) -> str:
-        """Return what all ranks call a collective."""
+        """Return the name of a collective, equal on all ranks."""
         return f"collective {number} of {self.name}: {text}"
 
 
 class FlightRecorder:
-    """Knows the streams of a process; one thread of each writes, any other reads."""
+    """The call streams of a process; one thread writes each stream, other threads read."""
 
     def __init__(self) -> None:
         self._calls = deque[tuple[CallStream, int, str, float]](maxlen=NUM_CALLS)
-        self._streams = WeakValueDictionary[str, CallStream]()  # gone with their communicators
+        self._streams = WeakValueDictionary[str, CallStream]()  # removed with their communicators
         self._num_made = Counter[str]()
 
     def new_stream(self, ranks: Sequence[int]) -> CallStream:
-        """Make that of a communicator of these ranks of the world. Collective over them."""
+        """Return a stream for a communicator of these world ranks. Collective over them."""
         who = format_ranks(ranks)
         self._num_made[who] += 1
         number = self._num_made[who]
@@ -72,7 +72,7 @@ class FlightRecorder:
         return made
 
     def waiting(self) -> dict[str, float]:
-        """Return the collectives in which this process waits, and since when: time.monotonic()."""
+        """Return the collectives in which this process waits, with starts by time.monotonic()."""
         now, found = time.perf_counter(), {}
         for each in list(self._streams.values()):
             since, number, text = each.waits_since_s, each.number, each.text
@@ -81,25 +81,25 @@ class FlightRecorder:
         return found
 
     def lacks(self, name: str) -> bool:
-        """Return True if this process takes part in a collective and has not come to it."""
+        """Return whether this process takes part in a collective and has not started it."""
         match = _NAME.match(name)
         stream = None if match is None else self._streams.get(match[2])
         return match is not None and stream is not None and stream.number < int(match[1])
 
     def calls(self) -> list[tuple[str, float]]:
-        """Return the last collectives, the oldest first, and how many seconds ago each began."""
+        """Return the last collectives, the oldest first, and their ages in seconds."""
         now = time.perf_counter()
         return [(of.name_of(number, text), now - s) for of, number, text, s in list(self._calls)]
 
     def last(self) -> tuple[str, float | None]:
-        """Return the last collective, and how many seconds ago it was begun; None without one."""
+        """Return the last collective, and its age in seconds; None if there is none."""
         return self.calls()[-1] if self._calls else ("none so far", None)
 
     def report(self) -> str:
-        """Return a line for each collective, the oldest first."""
+        """Return one line per collective, the oldest first."""
         return "".join(f"{ago_s:10.3f} s ago  {name}\n" for name, ago_s in self.calls())
 
 
 def is_collective(name: str) -> bool:
-    """Say whether this is the name of a recorded collective, and not of a named operation."""
+    """Return whether this is the name of a recorded collective, not of a named operation."""
     return _NAME.match(name) is not None

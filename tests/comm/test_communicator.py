@@ -128,7 +128,7 @@ def test_a_message_waits_for_its_receiver_while_others_reduce(world, comm):
         incoming = torch.zeros(1, dtype=torch.int16)
         comm.recv_(incoming, 0)
         assert incoming.item() == 42
-        with pytest.raises(CommError, match=r"rank 1 takes .* and rank 0 sends more"):
+        with pytest.raises(CommError, match=r"rank 1 expects .* and rank 0 sends more"):
             comm.recv_(torch.zeros(10), 0)
     comm.barrier()
 

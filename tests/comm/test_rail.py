@@ -148,7 +148,7 @@ def test_by_rule_middle_sizes_are_halved_where_nothing_must_be_folded_or_a_ring_
 def test_a_message_of_another_size_is_an_error_that_names_both_ends(world, numel, sends):
     wire = MpiWire(world)
     if wire.rank == 0:
-        with pytest.raises(CommError, match=f"rank 0 takes 40 B and rank 1 sends {sends}"):
+        with pytest.raises(CommError, match=f"rank 0 expects 40 B and rank 1 sends {sends}"):
             wire.receive_(torch.empty(10), 1)
     else:
         wire.send(torch.ones(numel), 0)

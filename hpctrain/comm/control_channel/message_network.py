@@ -11,32 +11,32 @@ _MAIL, _VOTE = 0, 1  # tags
 
 
 class Network:
-    """Sends and receives without waiting, and looks for messages only when asked to.
+    """Sends and receives control messages without waiting. Messages are smaller than 2 GiB.
 
-    They are what the control channel has: names and bits, of far less than 2 GiB.
+    Args:
+        comm: used by no other object; ``close`` frees it.
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
-        """Take a communicator that nobody else uses; ``close`` frees it."""
         self._comm = comm
         self._status = MPI.Status()
         self._leaving: list[tuple[requests.MpiRequest, int]] = []
         self._coming: list[tuple[int, int, requests.MpiRequest, bytearray]] = []
         self.inbox: list[tuple[int, bytes]] = []
-        """Messages that have come, with their senders; who takes them empties it."""
+        """Received messages with their senders; the reader empties this list."""
         self.votes: dict[int, deque[bytes]] = defaultdict(deque)
-        """Those that have come, by sender; see ``negotiation.fast_path``."""
+        """Received votes by sender; see ``negotiation.fast_path``."""
         self.has_new_votes = False  # since the last ``read_votes``
 
     def send(self, to: int, message: bytes, *, is_vote: bool = False) -> None:
-        """Start to send."""
+        """Start sending a message."""
         comm, tag = self._comm, _VOTE if is_vote else _MAIL
         request = requests.start(comm, comm.Isend, [message, MPI.BYTE], to, tag)
         if not request.Test():
             self._leaving.append((request, to))
 
     def look(self) -> bool:
-        """Move what is under way, and say whether the inbox holds anything, or votes are new."""
+        """Advance messages in flight; return whether the inbox has messages or votes are new."""
         if self._leaving:
             self._leaving = [one for one in self._leaving if not one[0].Test()]
         status = self._status
@@ -49,17 +49,17 @@ class Network:
         return bool(self.inbox) or self.has_new_votes
 
     def read_votes(self) -> None:
-        """Count the votes that have come as read."""
+        """Mark the received votes as read."""
         self.has_new_votes = False
 
     def is_sending(self, to: Container[int] | None) -> bool:
-        """Say whether a message to one of these ranks, or any, had not left at the last look."""
+        """Return whether a message to one of these ranks, or any rank, is still being sent."""
         return any(to is None or one[1] in to for one in self._leaving)
 
     def close(self, watch: Watch) -> None:
-        """Free the communicator once all ranks are here and nothing is under way. Collective."""
+        """Wait for all ranks and messages in flight, and free the communicator. Collective."""
         wait_until(self._is_quiet, watch.look, BY_MPI)
-        # They receive until nobody sends any more.
+        # Ranks receive until no rank sends any more.
         everyone_came = requests.start(self._comm, self._comm.Ibarrier)
         wait_until(lambda: self._is_quiet() and everyone_came.Test(), watch.look, BY_MPI)
         watch.free(self._comm)
@@ -69,7 +69,7 @@ class Network:
         return not (self._leaving or self._coming)
 
     def _sort(self) -> None:
-        """Put what has come whole where it belongs; a message waits for those sent before it."""
+        """Sort complete messages; a message waits for earlier ones of the same sender."""
         coming, late = [], set()
         for one in self._coming:
             source, tag, request, came = one

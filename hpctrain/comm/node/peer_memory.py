@@ -1,8 +1,8 @@
-"""Memory of an accelerator that all ranks of a node map: a segment per rank, by CUDA's IPC.
+"""Accelerator memory that all ranks of a node map: a segment per rank, by CUDA IPC.
 
-Of plain ``cudaMalloc``: torch's allocator hands out parts of what it takes, and frees them when
-it likes. A peer may not map what its owner has freed, and nobody knows when the last one has let
-go, so segments stay, and serve again once no rank uses them.
+Segments are allocated by ``cudaMalloc``, because torch's allocator divides its blocks and frees
+them at any time, and a peer must not use memory that its owner has freed. The last use by a peer
+is not known, so segments are never freed; they are reused when no rank uses them.
 """
 
 import ctypes
@@ -29,11 +29,11 @@ class _Handle(ctypes.Structure):
 
 @cache
 def _runtime() -> ctypes.CDLL:
-    """Return the CUDA runtime that torch has loaded. Raises ``OSError``: there is none."""
+    """Return the CUDA runtime that torch has loaded. Raises ``OSError`` if there is none."""
     for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
         if "libcudart" in line or "libamdhip64" in line:
             return ctypes.CDLL(line.split(maxsplit=5)[-1])
-    raise OSError("torch has loaded no CUDA runtime as a library of its own")
+    raise OSError("torch has not loaded a CUDA runtime as a shared library")
 
 
 def _call(name: str, *args: object) -> None:
@@ -42,7 +42,7 @@ def _call(name: str, *args: object) -> None:
 
 
 class _Memory:
-    """Bytes at an address of a device, for torch to look at."""
+    """Bytes at an address of a device, in the form that torch can wrap."""
 
     def __init__(self, address: int, num_bytes: int) -> None:
         self.__cuda_array_interface__ = {
@@ -54,42 +54,42 @@ class _Memory:
 
 
 class Segment:
-    """As many bytes on the accelerator of each rank of a node, mapped by all of them."""
+    """Memory of the same size on the accelerator of each rank of a node, mapped by all of them."""
 
-    handle: bytes  # by which a peer maps this rank's
+    handle: bytes  # for peers to map the memory of this rank
 
     def __init__(self, own: Tensor) -> None:
-        """Take this rank's bytes."""
+        """Store this rank's memory."""
         self.own, self.num_bytes = own, own.numel()
         self.peers: list[Tensor] = []  # bytes of all ranks, by local rank
         self._owner: weakref.ref[object] | None = None
 
     def map(self, handles: Sequence[bytes], me: int) -> None:
-        """Map those of all ranks. Raises ``OSError``: one cannot be reached."""
+        """Map the memory of all ranks. Raises ``OSError`` if one is not accessible."""
         self.peers = [
             self.own if rank == me else self.mapped(one) for rank, one in enumerate(handles)
         ]
 
     def mapped(self, handle: bytes) -> Tensor:
-        """Map the bytes of a peer. Raises ``OSError``: they cannot be reached."""
+        """Map the memory of a peer. Raises ``OSError`` if it is not accessible."""
         raise NotImplementedError
 
     def lend(self, owner: object) -> None:
-        """Let somebody have it, as long as that lives."""
+        """Assign the zeroed segment to ``owner`` for its lifetime."""
         self._owner = weakref.ref(owner)
         self.own.zero_()
 
     @property
     def is_free(self) -> bool:
-        """Whether nobody here has it."""
+        """Whether the segment is mapped and has no owner on this rank."""
         return bool(self.peers) and (self._owner is None or self._owner() is None)
 
 
 class CudaSegment(Segment):
-    """Memory that CUDA lets other processes map."""
+    """Memory that other processes can map by CUDA IPC."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
-        """Make this rank's. Raises ``OSError``: there is too little, or no IPC."""
+        """Allocate this rank's memory. Raises ``OSError`` without memory or IPC."""
         address, handle = ctypes.c_void_p(), _Handle()
         with torch.cuda.device(device):
             _call("cudaMalloc", ctypes.byref(address), ctypes.c_size_t(num_bytes))
@@ -102,7 +102,7 @@ class CudaSegment(Segment):
         super().__init__(_seen(address, num_bytes, device))
 
     def mapped(self, handle: bytes) -> Tensor:
-        """Map the bytes of a peer. Raises ``OSError``: its card cannot be reached from here."""
+        """Map the memory of a peer. Raises ``OSError`` if its GPU is not accessible."""
         address = ctypes.c_void_p()
         with torch.cuda.device(self._device):
             copy = _Handle.from_buffer_copy(handle)
@@ -116,7 +116,7 @@ def _seen(address: ctypes.c_void_p, num_bytes: int, device: torch.device) -> Ten
 
 
 _segments: WeakKeyDictionary[Communicator, list[Segment]] = WeakKeyDictionary()
-"""By whose ranks they are; in the same order on all of them."""
+"""Segments of each communicator, in the same order on all ranks."""
 
 
 def segment_for(
@@ -126,9 +126,10 @@ def segment_for(
     num_bytes: int,
     make: Callable[[int], Segment],
 ) -> Segment:
-    """Give ``owner`` zeros on the devices of the ranks of its node, the ``members``. Collective.
+    """Return zeroed memory on the devices of ``members``, the ranks of a node. Collective.
 
-    ``CommError`` on all ranks of ``comm`` where a device cannot be reached.
+    Raises:
+        CommError: on all ranks of ``comm``, if a device is not accessible.
     """
     segments = _segments.setdefault(comm, [])
     free = {n for n, one in enumerate(segments) if one.num_bytes == num_bytes and one.is_free}
@@ -163,5 +164,8 @@ def _new_segment(
             refusals = [f"rank {comm.rank}: {error}"]
     refusals = next((texts for texts in comm.allgather_object(refusals) if texts), [])
     if isinstance(made, str) or refusals:
-        raise CommError(f"ranks cannot share memory of accelerators: {refusals[0]}")
+        raise CommError(
+            f"ranks of a node must be able to map each other's GPU memory, but {refusals[0]}; set "
+            f"HPCTRAIN_DEVICE_SUMS=host"
+        )
     return made

@@ -1,4 +1,4 @@
-"""The all-reduces between nodes by name, carried out over a wire; exchanges of all pairs."""
+"""All-reduces between nodes by name, executed over a wire; exchanges of all pairs."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +23,7 @@ def allreduce_by_schedule_(
 ) -> None:
     """Replace a flat, contiguous ``tensor`` by its reduction over the ranks of ``wire``.
 
-    Collective. ``name`` is one of ``SCHEDULES``, whose functions say what it costs.
+    Collective. ``name`` is one of ``SCHEDULES``, whose functions document the costs.
     """
     for transfer in allreduce_steps(name, wire, tensor, combination):
         wire.finish(transfer)
@@ -32,9 +32,9 @@ def allreduce_by_schedule_(
 def allreduce_steps(
     name: str, wire: Wire, tensor: Tensor, combination: Combination, tag: int = 0
 ) -> Iterator[Any]:
-    """Yield what must be finished before the next step of ``allreduce_by_schedule_``.
+    """Yield the transfers that must finish before the next step of ``allreduce_by_schedule_``.
 
-    Several all-reduces may be under way at once, each with a ``tag`` of its own.
+    Several all-reduces may be in flight, each with its own ``tag``.
     """
     numel, size = tensor.numel(), wire.size
     if size == 1 or numel == 0:
@@ -49,10 +49,10 @@ def allreduce_steps(
 
 
 class _Part(NamedTuple):
-    """What one rank does in a phase of a schedule, for a tensor of one size."""
+    """Operations of one rank in a phase of a schedule, for a tensor of one size."""
 
-    phase: Phase  # in an exchange slices of the tensor stand for pieces; None: all of it
-    inbox: int  # elements that arrive at once to be combined
+    phase: Phase  # in an exchange pieces are slices of the tensor; None is all of it
+    inbox: int  # elements of the largest message that is combined
     numels: list[int]  # of the pieces; empty for an exchange
 
 
@@ -100,7 +100,7 @@ def _phases_of(schedule: Schedule, rank: int, size: int, num_segments: int) -> t
 def _exchange(
     part: _Part, wire: Wire, tensor: Tensor, combination: Combination, tag: int
 ) -> Iterator[Any]:
-    """Finish each round, sends too, before what arrived in it is combined."""
+    """Finish the sends and receives of each round before combining."""
     mine, theirs = tensor, tensor.new_empty(part.inbox) if part.inbox else tensor
     for dest, outgoing, source, incoming, _, action in part.phase.rounds:
         arriving = leaving = None
@@ -131,7 +131,7 @@ def _exchange(
 def _pipeline(
     part: _Part, wire: Wire, pieces: Sequence[Tensor], combination: Combination, tag: int
 ) -> Iterator[Any]:
-    """Send ahead, receive ahead and finish sends late; a message is one piece."""
+    """Send and receive ahead and finish sends late; a message is one piece."""
     phase = part.phase
     arriving = receives(wire, _arrivals(part, pieces), phase.ahead, tag)
     leaving: deque[object] = deque()
@@ -140,7 +140,7 @@ def _pipeline(
         for sent in islice(later, 1 if turn else phase.lead):
             if sent.dest != NOBODY:
                 leaving.append(wire.start_send(pieces[sent.outgoing], sent.dest, tag))
-        # The receive that is posted next may overwrite what these have read.
+        # The next receive may overwrite the memory that these sends read.
         while len(leaving) > phase.window:
             yield leaving.popleft()
         if each.source != NOBODY:
@@ -170,7 +170,7 @@ def allreduce_by_messages_(wire: Wire, tensor: Tensor, combination: Combination)
 
 
 def schedule_name(name: str, num_bytes: int) -> str:
-    """Return the schedule of a plan's algorithm; where that is the library, one in its place."""
+    """Return the schedule of a plan's algorithm; a replacement if that is the MPI library."""
     if name != "library":
         return name
     return "doubling" if num_bytes < DOUBLING_BYTES else "halving"
@@ -178,13 +178,13 @@ def schedule_name(name: str, num_bytes: int) -> str:
 
 ALGORITHMS: dict[str, Algorithm] = {
     **{name: partial(allreduce_by_schedule_, name) for name in SCHEDULES},
-    "library": allreduce_by_messages_,  # where the MPI library cannot; else Rail calls the library
+    "library": allreduce_by_messages_,  # for dtypes that the MPI library cannot sum
 }
-"""By the name that a plan gives them."""
+"""Algorithms by their names in a plan."""
 
 
 def pairwise_alltoall_(wire: Wire, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
-    """Send ``outgoing[r]`` to rank r, and replace ``incoming[r]`` by what rank r sends here.
+    """Send ``outgoing[r]`` to rank r, and receive ``incoming[r]`` from rank r.
 
     Collective. Tensors are flat and contiguous; outgoing ones may be the same tensor.
     """
@@ -197,9 +197,10 @@ def pairwise_alltoall_(wire: Wire, outgoing: Sequence[Tensor], incoming: Sequenc
 def pairwise_reduce_scatter(
     wire: Wire, parts: Sequence[Tensor], combination: Combination
 ) -> Tensor:
-    """Combine everybody's ``parts[rank]`` on this rank. Collective.
+    """Return the reduction over all ranks of this rank's part. Collective.
 
-    Parts are flat and contiguous, of dtype ``combination.storage_dtype``, alike on every rank.
+    Parts are flat and contiguous, of dtype ``combination.storage_dtype``, with equal sizes on all
+    ranks.
 
     Returns:
         A new tensor of dtype ``combination.accumulate_dtype``, as long as this rank's part.

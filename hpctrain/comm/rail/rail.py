@@ -1,4 +1,4 @@
-"""The rail level, and wires of MPI: owners of the same slice reduce it over the slow link."""
+"""Reductions between nodes, over MPI: the ranks of a rail reduce the same slice of a tensor."""
 
 import time
 from collections import deque
@@ -37,20 +37,21 @@ _MPI_TYPE = {
 
 
 def library_sums(dtype: torch.dtype) -> bool:
-    """Say whether the MPI library may sum this dtype.
+    """Return whether the MPI library can sum this dtype.
 
-    Not 8 and 16 bits: Open MPI saturates vectorised sums, 245 + 245 is 255 there and not 234.
+    False for 8 and 16 bits: vectorized sums of Open MPI saturate, 245 + 245 gives 255 instead of
+    234.
     """
     return dtype in _MPI_TYPE
 
 
 def buffer_of(tensor: torch.Tensor) -> list[object]:
-    """Describe a contiguous tensor that the library may sum to mpi4py, in place."""
+    """Return the buffer for mpi4py of a contiguous tensor that the library can sum."""
     return [_bytes_of(tensor), tensor.numel(), _MPI_TYPE[tensor.dtype]]
 
 
 def bytes_of(tensor: torch.Tensor) -> list[object]:
-    """Describe a contiguous tensor of any dtype to mpi4py as plain bytes, in place."""
+    """Return the buffer for mpi4py of a contiguous tensor of any dtype, as bytes."""
     return [_bytes_of(tensor), tensor.numel() * tensor.itemsize, MPI.BYTE]
 
 
@@ -61,21 +62,29 @@ def _bytes_of(tensor: torch.Tensor) -> MPI.buffer:
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """A message under way."""
+    """A message in flight."""
 
     tensor: Tensor
-    partner: int | None  # rank of the communicator at the other end; None until it is known
-    requests: list[MpiRequest]  # those that are not complete
-    expected: int  # bytes that have still to come; none of a message that is sent
+    partner: int | None  # rank of the other end; None until it is known
+    requests: list[MpiRequest]  # the incomplete ones
+    expected: int  # bytes still to be received; 0 for a sent message
 
     def cancel(self) -> None:
-        """Withdraw a receive of which nothing has arrived."""
+        """Cancel a receive that no message has matched."""
         for request in self.requests:
             request.cancel()
 
 
 class MpiWire(Wire):
-    """Point to point, by rank of an MPI communicator: counted, and waited for asleep."""
+    """Point-to-point messages between the ranks of an MPI communicator, with byte counts.
+
+    Args:
+        comm: the ranks.
+        watch: detects lost ranks while this rank waits.
+        world_ranks: the numbers of the ranks in the world; empty if they are the same.
+        name: for messages, such as ``rail 0``. A wire with a name is for collectives, each of
+            which has its own tags.
+    """
 
     def __init__(
         self,
@@ -85,12 +94,6 @@ class MpiWire(Wire):
         world_ranks: Sequence[int] = (),
         name: str = "",
     ) -> None:
-        """Take the ranks and how they are called.
-
-        ``world_ranks`` are the world's numbers of the ranks, empty where they are the same;
-        ``name``, such as ``rail 0``, is for messages, and makes this a wire of collectives, each
-        of which has tags that no other one has.
-        """
         self.rank: int = comm.rank
         self.size: int = comm.size
         self.num_bytes_sent = 0  # bytes that this rank has sent so far
@@ -101,34 +104,35 @@ class MpiWire(Wire):
         self._status = MPI.Status()
 
     def start_send(self, tensor: Tensor, dest: int, tag: int = 0) -> Transfer:
-        """Begin to send ``tensor``, which stays as it is until ``finish``."""
+        """Start sending ``tensor``, which must not change until ``finish``."""
         self.count(tensor.numel() * tensor.itemsize)
         return Transfer(tensor, dest, self._start(self._comm.Isend, tensor, dest, tag), 0)
 
     def count(self, num_bytes: int) -> None:
-        """Count bytes that this rank has sent, here or by other messages to the same ranks."""
+        """Count bytes that this rank has sent, on this wire or otherwise to the same ranks."""
         self.num_bytes_sent += num_bytes
 
     def start_receive(self, tensor: Tensor, source: int | None, tag: int = 0) -> Transfer:
-        """Begin to replace ``tensor``; nobody reads or writes it until ``finish``.
+        """Start receiving into ``tensor``, which must not be used until ``finish``.
 
-        It may come from any rank where ``source`` is None; the transfer's partner is then who has
-        sent it.
+        If ``source`` is None the message may come from any rank, and ``partner`` of the transfer
+        is then set to its sender.
         """
         if source is None and tensor.numel() > CHUNK_ELEMENTS:
             raise CommError(
-                f"a message of more than {CHUNK_ELEMENTS} elements travels in several, and needs "
-                f"a source, got any source and {tensor.numel()}; name the rank that sends it"
+                f"a message from any source must have at most {CHUNK_ELEMENTS} elements, because "
+                f"larger ones are sent in parts, got {tensor.numel()}; give the source"
             )
         sender = MPI.ANY_SOURCE if source is None else source
         started = self._start(self._comm.Irecv, tensor, sender, tag)
         return Transfer(tensor, source, started, tensor.nbytes)
 
     def finish(self, transfer: Transfer) -> None:
-        """Return when ``transfer`` is complete; sleep meanwhile.
+        """Wait until ``transfer`` is complete, sleeping.
 
-        ``RankLostError`` if a rank is lost, or the wait has lasted too long; ``CommError`` if the
-        other end sent more or less than this one takes.
+        Raises:
+            RankLostError: a rank is lost, or the wait has lasted too long.
+            CommError: the other end sent another number of bytes than this one expects.
         """
         if not self.is_finished(transfer):
             self.wait_for(transfer, partial(self.is_finished, transfer))
@@ -136,18 +140,18 @@ class MpiWire(Wire):
     def wait_for(
         self, transfer: Transfer, done: Callable[[], object], pace: Pace = BY_MPI
     ) -> None:
-        """Return when it is ``done``, which the other end of ``transfer`` has to do with."""
+        """Wait for the other end of ``transfer`` until ``done()``."""
         partner = None if transfer.partner is None else self._world_ranks[transfer.partner]
         self._watch.wait(done, pace, partner=partner, over=self._name)
 
     def withdraw_receives(self) -> None:
-        """Withdraw all receives: after an error the caller may use their memory again."""
+        """Cancel all receives, so that the caller can use their memory after an error."""
         for request in requests.pending(self._comm):
             with suppress(MPI.Exception):  # complete, with an error
                 request.cancel()
 
     def is_finished(self, transfer: Transfer) -> bool:
-        """Say whether ``transfer`` is complete; ``CommError`` as for ``finish``."""
+        """Return whether ``transfer`` is complete; raises ``CommError`` as ``finish`` does."""
         left, status = transfer.requests, self._status
         try:
             while left:
@@ -170,9 +174,9 @@ class MpiWire(Wire):
         sender = transfer.partner
         me, other = self._world_ranks[self.rank], sender and self._world_ranks[sender]
         return CommError(
-            f"both ends of a message must give tensors of the same size and dtype, rank {me} "
-            f"takes {format_bytes(transfer.tensor.nbytes)} and rank {other} sends {sent}; let "
-            f"every rank make the same calls in the same order"
+            f"both ends of a message must give tensors of the same size and dtype, but rank {me} "
+            f"expects {format_bytes(transfer.tensor.nbytes)} and rank {other} sends {sent}; make "
+            f"the same calls in the same order on every rank"
         )
 
     def _start(
@@ -186,31 +190,32 @@ class MpiWire(Wire):
 
 
 DEPTH = 8
-"""Parts in flight at once in addition to one that is waited for; less than ``TAGS_PER_CALL``."""
+"""Parts in flight besides the oldest one; less than ``TAGS_PER_CALL``."""
 
 
 @dataclass(slots=True, eq=False)
 class _Reduction:
-    """An all-reduce under way."""
+    """An all-reduce in flight."""
 
     steps: Iterator[Any]
-    transfer: Any  # what must be finished before the next step; None when it is over
+    transfer: Any  # must be finished before the next step; None if the reduction is complete
 
 
 class InFlight:
-    """All-reduces of parts, begun one after the other, each under a tag of its own.
+    """All-reduces of parts, started one after the other, each with its own tag.
 
-    A context: what it leaves under way is no longer in step with the other ranks.
+    As a context manager it fails the communicator if parts are still in flight at its end.
+
+    Args:
+        rail: None if all parts are empty.
+        combination: how flat, contiguous parts of dtype ``storage_dtype`` are combined.
+        watch: of the communicator.
     """
 
     def __init__(self, rail: "Rail | None", combination: Combination, watch: Watch) -> None:
-        """Take how flat, contiguous parts of dtype ``storage_dtype`` are combined.
-
-        Without a rail all parts are empty.
-        """
         self._rail, self._watch = rail, watch
         self._combination = combination
-        self._under_way: deque[_Reduction] = deque()
+        self._in_flight: deque[_Reduction] = deque()
         self._start_s = 0.0
 
     def __enter__(self) -> Self:
@@ -218,59 +223,58 @@ class InFlight:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._under_way:  # their messages would meet those of what comes next
+        if self._in_flight:  # their messages could match those of later calls
             self._watch.fail()
 
     def reduced(self, parts: Iterable[Tensor]) -> Iterator[None]:
-        """Replace ``parts`` by their reductions; yield when the next one, in order, is there.
+        """Replace ``parts`` by their reductions; yield after each one, in order.
 
-        The next ``DEPTH`` are begun by then, or all that are left, on every rank alike.
-        Collective over the rail.
+        The next ``DEPTH`` parts are then in flight, on every rank. Collective over the rail.
         """
         for number, part in enumerate(parts):
             self._start(part, number % (DEPTH + 1))
-            if len(self._under_way) > DEPTH:
+            if len(self._in_flight) > DEPTH:
                 self._finish_oldest()
                 yield
-        while self._under_way:
+        while self._in_flight:
             self._finish_oldest()
             yield
 
     def pace(self) -> Pace:
-        """Return that of the next wait: what is under way needs no haste where it takes long."""
+        """Return the pace of the next wait: slower if the parts have been in flight for long."""
         return BY_MPI.after(time.perf_counter() - self._start_s)
 
     def poll(self) -> None:
-        """Go on with all that is under way as far as that needs no waiting."""
+        """Advance all parts in flight as far as possible without waiting."""
         if self._rail is None:
             return
         is_finished = self._rail.wire.is_finished
-        for each in self._under_way:
+        for each in self._in_flight:
             while each.transfer is not None and is_finished(each.transfer):
                 each.transfer = next(each.steps, None)
 
     def _start(self, part: Tensor, tag: int) -> None:
         rail = self._rail
         if rail is None or not part.numel():
-            self._under_way.append(_Reduction(iter(()), None))
+            self._in_flight.append(_Reduction(iter(()), None))
             return
         with rail.timed():
             name = schedule_name(rail.table.at(part.nbytes), part.nbytes)
             steps = allreduce_steps(name, rail.wire, part, self._combination, tag)
-            self._under_way.append(_Reduction(steps, next(steps, None)))
+            self._in_flight.append(_Reduction(steps, next(steps, None)))
             self.poll()
 
     def _finish_oldest(self) -> None:
-        oldest = self._under_way[0]
+        oldest = self._in_flight[0]
         if oldest.transfer is not None:
             assert self._rail is not None
             with self._rail.timed():
                 while oldest.transfer is not None:
                     self._rail.wire.wait_for(oldest.transfer, self._moves(oldest), self.pace())
-        self._under_way.popleft()
+        self._in_flight.popleft()
 
     def _moves(self, oldest: _Reduction) -> Callable[[], bool]:
-        """Return what goes on with everything, and says whether this one has got anywhere."""
+        """Return a function that advances all parts, and whether ``oldest`` has advanced."""
         transfer = oldest.transfer
 
         def has_moved() -> bool:
@@ -281,11 +285,19 @@ class InFlight:
 
 
 class Rail:
-    """One rank of each node; every method but the counters is collective over them.
+    """One rank of each node; every method except the counters is collective over these ranks.
 
-    It is what a codec needs of a communicator to reduce what it has made of a slice. Messages of
-    different collectives do not match, so that their ranks wait, and compare them. Not found are
-    sums by the MPI library, which has no tags, of different sizes, dtypes or scales.
+    Codecs use it to reduce encoded slices. Messages of different collectives do not match, so that
+    ranks in different collectives wait and compare them. Differences of size, dtype or scale are
+    not detected if the MPI library computes the sum, because its collectives have no tags.
+
+    Args:
+        comm: the ranks; ``close`` frees it.
+        table: names of ``ALGORITHMS`` by bytes of the part.
+        chunk_bytes: as in a plan.
+        watch: detects lost ranks while this rank waits.
+        world_ranks: the numbers of the ranks in the world; empty if they are the same.
+        name: for messages, such as ``rail 0``.
     """
 
     def __init__(
@@ -298,11 +310,6 @@ class Rail:
         world_ranks: Sequence[int] = (),
         name: str = "",
     ) -> None:
-        """Take the ranks of ``comm``, which ``close`` frees.
-
-        ``table`` has names of ``ALGORITHMS`` by bytes of the part, ``chunk_bytes`` is as in a
-        plan; the rest as for ``MpiWire``.
-        """
         self.rank: int = comm.rank
         self.size: int = comm.size
         watch = watch or Watch()
@@ -317,13 +324,13 @@ class Rail:
         self._seconds = 0.0
 
     def use(self, plan: Plan) -> None:
-        """Choose algorithms by ``plan`` from now on."""
+        """Select algorithms by ``plan`` from now on."""
         self.table, self.chunk_bytes = plan.rail, plan.chunk_bytes
 
     def allreduce_(self, tensor: Tensor, *, op: Op = Op.SUM, scale: float | None = None) -> Work:
         """Replace ``tensor`` by its sum over the nodes, times ``scale``.
 
-        16-bit numbers travel as such, and are rounded whenever two are combined.
+        16-bit numbers are sent as 16 bits, and rounded after each addition.
         """
         check_scale(tensor, scale)
         how = combination(tensor.dtype, op)
@@ -345,7 +352,7 @@ class Rail:
             self.allreduce_by(self.table.at(part.nbytes), part, combination)
 
     def allreduce_by(self, name: str, part: Tensor, combination: Combination) -> None:
-        """Do what ``reduce_`` does by the algorithm of this name."""
+        """Like ``reduce_``, by the algorithm of this name."""
         if self.size == 1:
             return
         with self.timed():
@@ -357,7 +364,7 @@ class Rail:
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """Count what happens meanwhile, without waits, as work of the rail."""
+        """Add the time inside this context, without waits, to the time of the rail."""
         start, waited_s = time.perf_counter(), self._watch.waited_s
         yield
         self._seconds += time.perf_counter() - start - (self._watch.waited_s - waited_s)
@@ -365,12 +372,13 @@ class Rail:
     def start_alltoall(
         self, tensors: Sequence[Tensor], numels: Sequence[int]
     ) -> Callable[[], list[Tensor]]:
-        """Begin to send flat ``tensors[r]`` to rank r, to all at once.
+        """Start sending flat ``tensors[r]`` to rank r, to all ranks at once.
 
-        All are of one dtype. Several may be under way, if all ranks begin them in one order.
+        All tensors have one dtype. Several exchanges may be in flight if all ranks start them in
+        the same order.
 
         Returns:
-            What waits, and gives what came from each rank r, ``numels[r]`` elements.
+            A function that waits and returns the tensors from each rank r, ``numels[r]`` elements.
         """
         arrived = [tensors[0].new_empty(numel) for numel in numels]
         arrived[self.rank] = tensors[self.rank]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Wire(Protocol):
-    """Point to point, by rank: over MPI, or simulated.
+    """Point-to-point messages by rank, over MPI or simulated.
 
     Tensors are flat and contiguous. Sender and receiver give the same number of elements.
     """
@@ -18,27 +18,27 @@ class Wire(Protocol):
     size: int
 
     def start_send(self, tensor: Tensor, dest: int, tag: int = 0) -> Any:
-        """Begin to send ``tensor``, which stays as it is until ``finish`` of what is returned."""
+        """Start sending ``tensor``, which must not change until ``finish`` of the result."""
 
     def start_receive(self, tensor: Tensor, source: int, tag: int = 0) -> Any:
-        """Begin to replace ``tensor``; nobody reads or writes it until ``finish``."""
+        """Start receiving into ``tensor``, which must not be used until ``finish``."""
 
     def finish(self, transfer: Any) -> None:
-        """Return when a message under way is complete."""
+        """Wait until a message in flight is complete."""
 
     def is_finished(self, transfer: Any) -> bool:
-        """Say whether it is, without waiting; once it is, ``finish`` need not be called."""
+        """Return whether a message is complete; after True, ``finish`` is not needed."""
 
     def send(self, tensor: Tensor, dest: int, tag: int = 0) -> None:
         """Send ``tensor`` to ``dest``; it may be overwritten on return."""
         self.finish(self.start_send(tensor, dest, tag))
 
     def receive_(self, tensor: Tensor, source: int, tag: int = 0) -> None:
-        """Replace ``tensor`` by what ``source`` sends."""
+        """Receive ``tensor`` from ``source``."""
         self.finish(self.start_receive(tensor, source, tag))
 
     def exchange(self, outgoing: Tensor, dest: int, incoming: Tensor, source: int) -> None:
-        """Send ``outgoing`` to ``dest`` and replace ``incoming`` by what ``source`` sends."""
+        """Send ``outgoing`` to ``dest`` and receive ``incoming`` from ``source``."""
         arriving = self.start_receive(incoming, source)
         leaving = self.start_send(outgoing, dest)
         self.finish(arriving)
@@ -46,20 +46,20 @@ class Wire(Protocol):
 
 
 class Arrival(NamedTuple):
-    """A piece that will come."""
+    """An expected piece."""
 
-    tensor: Tensor  # where it goes
+    tensor: Tensor  # receives the piece
     source: int
 
 
 def receives(
     wire: Wire, expected: Iterable[Arrival], ahead: int, tag: int
 ) -> Iterator[tuple[Any, Tensor]]:
-    """Yield what is under way to the tensors of ``expected``, in order, for the caller to finish.
+    """Yield the transfers to the tensors of ``expected``, in order, for the caller to finish.
 
-    The next ``ahead`` receives are posted all the time, so they travel while the caller works.
-    A later arrival may go where an earlier one was ``ahead`` pieces before: it is posted when
-    the caller asks for the next piece.
+    The next ``ahead`` receives are always posted, so that they arrive while the caller computes. A
+    piece may use the tensor of the piece ``ahead`` positions before: its receive is posted when
+    the caller requests the next piece.
     """
 
     def start(arrival: Arrival) -> tuple[Any, Tensor]:
