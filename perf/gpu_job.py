@@ -37,7 +37,7 @@ RUNS = 20
 FAILING_RANK = 1
 LEAVES_S = 10.0
 """How long a rank that has failed lives on, for others to hear of its failure, not of its end."""
-NOT_HERE = "NCCL wants a card for each rank"
+NOT_HERE = "each rank must have its own GPU for NCCL"
 """Said where ranks share a card, and NCCL lets them not."""
 MARK = "gpu-check-ends: "
 """Stands before the time at which a rank fails on purpose."""

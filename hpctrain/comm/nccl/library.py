@@ -1,7 +1,7 @@
-"""NCCL's functions, of the library that torch has loaded: no build, no second copy.
+"""Functions of the NCCL library that torch has loaded.
 
-All communicators are non-blocking, so that no call keeps a thread inside of the library: what is
-not done yet is ``IN_PROGRESS``, which ``async_error`` tells the end of.
+All communicators are non-blocking: a call that is not complete returns ``IN_PROGRESS``, and
+``async_error`` reports its completion.
 """
 
 import ctypes
@@ -13,18 +13,18 @@ import torch
 from hpctrain.core.errors import CommError
 
 SUCCESS, IN_PROGRESS = 0, 7
-OLDEST = 21800  # the first whose configuration has the fields below
-MANY_PER_CARD = 23000
-"""From here on several ranks may share a card, where NCCL_MULTI_RANK_GPU_ENABLE=1."""
+OLDEST = 21800  # first version whose configuration has the fields below
+SHARED_GPU_VERSION = 23000
+"""From this version on several ranks can share a GPU, with NCCL_MULTI_RANK_GPU_ENABLE=1."""
 TYPES = {torch.float16: 6, torch.float32: 7, torch.float64: 8, torch.bfloat16: 9}
-"""What NCCL calls the numbers that it adds here."""
+"""NCCL's codes of data types."""
 
 _ID_BYTES = 128
 _SUM = 0
 _MAGIC = 0xCAFEBEEF
 _UNDEFINED = -(2**31)
 _NAMES = ("libnccl.so.2", "librccl.so.1")
-"""By which the loader finds what torch has loaded; the latter is that of ROCm."""
+"""File names of the library that torch has loaded, for CUDA and ROCm."""
 
 
 class _Id(ctypes.Structure):
@@ -32,7 +32,7 @@ class _Id(ctypes.Structure):
 
 
 class _Config(ctypes.Structure):
-    """As in version 2.18; later libraries take what is behind as not given."""
+    """The configuration of version 2.18; later versions treat further fields as unset."""
 
     _fields_ = (
         ("size", ctypes.c_size_t),
@@ -69,10 +69,10 @@ _TEXTS: dict[str, list[Any]] = {
 
 
 class Library:
-    """The functions, which return a code, or raise ``CommError`` where that is a failure."""
+    """NCCL's functions; they return a code, or raise ``CommError`` if the code is a failure."""
 
     def __init__(self, handle: ctypes.CDLL) -> None:
-        """Take a library that is loaded. Raises ``CommError``: it is too old."""
+        """Use a loaded library. Raises ``CommError`` if it is too old."""
         self._handle = handle
         found = ctypes.c_int()
         for name, arguments in {**_ARGUMENTS, **_TEXTS}.items():
@@ -84,7 +84,7 @@ class Library:
         self.version = found.value
         if self.version < OLDEST:
             raise CommError(
-                f"NCCL {self} is too old, 2.18 is the first that serves; install a newer torch"
+                f"NCCL must be version 2.18 or later, got {self}; install a newer torch"
             )
 
     def __str__(self) -> str:
@@ -93,13 +93,13 @@ class Library:
         return ".".join(map(str, (major, *divmod(rest, 100))))
 
     def unique_id(self) -> bytes:
-        """Make what the ranks of a communicator find each other by."""
+        """Return a new id by which the ranks of a communicator find each other."""
         made = _Id()
         self.check(self._handle.ncclGetUniqueId(ctypes.byref(made)), "ncclGetUniqueId")
         return bytes(made)
 
     def start(self, unique_id: bytes, size: int, rank: int) -> int:
-        """Begin to make this rank's end of a communicator, on the current device."""
+        """Start creating a communicator on the current device; return its handle."""
         config = _Config(
             size=ctypes.sizeof(_Config),
             magic=_MAGIC,
@@ -118,7 +118,7 @@ class Library:
         )
         self.check(code, name)
         if not comm.value:
-            raise CommError(f"{name} of NCCL {self} has made nothing")
+            raise CommError(f"{name} of NCCL {self} returned nothing; set NCCL_DEBUG=INFO")
         return comm.value
 
     def all_reduce(
@@ -131,14 +131,14 @@ class Library:
         return self.check(code, "ncclAllReduce", comm)
 
     def async_error(self, comm: int) -> int:
-        """Return the code of what was begun last, or of what has failed meanwhile."""
+        """Return the code of the last operation, or of an asynchronous error."""
         code = ctypes.c_int()
         name = "ncclCommGetAsyncError"
         self.check(self._handle.ncclCommGetAsyncError(comm, ctypes.byref(code)), name, comm)
         return code.value
 
     def finalize(self, comm: int) -> int:
-        """Begin to end a communicator whose work is done."""
+        """Start finalizing a communicator whose operations are complete."""
         return self.check(self._handle.ncclCommFinalize(comm), "ncclCommFinalize", comm)
 
     def destroy(self, comm: int) -> None:
@@ -146,17 +146,17 @@ class Library:
         self._handle.ncclCommDestroy(comm)
 
     def abort(self, comm: int) -> None:
-        """Free a communicator at once; what it has queued ends, with any values."""
+        """Free a communicator immediately; queued operations end with undefined results."""
         self._handle.ncclCommAbort(comm)
 
     def check(self, code: int, what: str, comm: int | None = None) -> int:
-        """Return the code of a call; raise ``CommError`` where it failed."""
+        """Return the code of a call; raise ``CommError`` if it is a failure."""
         if code not in (SUCCESS, IN_PROGRESS):
-            raise CommError(f"{what} has failed: {self.told(code, comm)}")
+            raise CommError(f"{what} has failed: {self.describe(code, comm)}")
         return code
 
-    def told(self, code: int, comm: int | None = None) -> str:
-        """Say what a code means, and what the library knows of it."""
+    def describe(self, code: int, comm: int | None = None) -> str:
+        """Return the text of a code, with details of the library."""
         text = self._handle.ncclGetErrorString(code)
         more = self._handle.ncclGetLastError(comm)
         lines = [each.decode(errors="replace").strip() for each in (text, more) if each]
@@ -165,14 +165,11 @@ class Library:
 
 @cache
 def library() -> Library:
-    """Return the library of this process.
-
-    Raises ``CommError``: there is none, or it is too old.
-    """
+    """Return the library of this process. Raises ``CommError`` if absent or too old."""
     found = []
     for name in _NAMES:
         try:
             return Library(ctypes.CDLL(name))
         except OSError as error:
             found.append(str(error))
-    raise CommError(f"torch has loaded no NCCL, and there is none: {'; '.join(found)}")
+    raise CommError(f"torch must contain NCCL, but {'; '.join(found)}; install torch for CUDA")

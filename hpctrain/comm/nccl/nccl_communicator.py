@@ -1,10 +1,10 @@
-"""A communicator of NCCL over the ranks of one of ours, which find each other through that.
+"""A communicator of NCCL over the ranks of a communicator of hpctrain.
 
-What NCCL has queued waits for all ranks, on the accelerator, without an end: where one dies or
-fails, no call of the host returns with an error, and the host that waits for a stream sleeps.
-So a thread of each rank looks twice a second whether NCCL knows of an error, and whether the
-others of this machine are still there. Then it breaks off what is queued, and raises an error in
-the thread that trains, before that can go on with values that are no sums.
+Queued operations of NCCL wait on the GPU for all ranks, without a limit: if a rank dies, no call
+of the host returns an error, and a host that waits for a stream sleeps. So a thread of each rank
+checks twice per second whether NCCL reports an error, and whether the other ranks of this machine
+exist. If not, it aborts the queued operations and raises an error in the training thread, before
+that thread can use wrong sums.
 """
 
 import ctypes
@@ -32,8 +32,8 @@ from hpctrain.core.units import by_rank, format_ranks
 
 LOOK_S = 0.5
 START_S = 120.0
-"""How long the ranks may take to find each other, and NCCL to connect them."""
-END_S = 30.0  # and how long to carry out what is queued, at the end of the program
+"""Limit for the ranks to find each other, and for NCCL to connect them."""
+END_S = 30.0  # limit for queued operations at the end of the program
 
 _PACE = Pace(spin_s=0.0, shortest_s=20e-6, longest_s=1e-3)  # backward needs Python meanwhile
 _LOG = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ _numbers = itertools.count()
 
 
 class Sign:
-    """An open file by which other processes of the machine see that this rank is at work."""
+    """An open file by which other processes of the machine see that this rank exists."""
 
     def __init__(self) -> None:
         name = f"hpctrain-nccl-{os.getpid()}-{next(_numbers)}"
@@ -50,7 +50,7 @@ class Sign:
         self.text = str(Path(self.path).readlink())
 
     def take_down(self) -> None:
-        """Let the others see that it is not, any more."""
+        """Close the file, so that other processes see that this rank has ended."""
         file, self._file = self._file, None
         if file is not None:
             os.close(file)
@@ -58,50 +58,49 @@ class Sign:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What a rank tells the others before NCCL begins."""
+    """Facts that each rank sends to the others before NCCL starts."""
 
-    refusal: str  # why it has no NCCL for them; empty where it has
+    refusal: str  # why this rank cannot use NCCL; empty if it can
     version: int
-    card: str  # the name of its accelerator, of which there is one in the world
-    may_share: bool  # whether NCCL lets several ranks have one
-    path: str  # of its sign
-    text: str  # what a reader of that finds
+    card: str  # unique name of its GPU
+    may_share: bool  # whether NCCL accepts several ranks per GPU
+    path: str  # of its ``Sign``
+    text: str  # target of the link at ``path``
 
     @property
     def is_seen(self) -> bool:
-        """Whether the sign is there, as seen by this process."""
+        """Whether this process sees the sign."""
         with suppress(OSError):
             return str(Path(self.path).readlink()) == self.text
         return False
 
 
 class NcclCommunicator:
-    """This rank's end of it; ``nccl_over`` makes it."""
+    """NCCL's communicator on this rank; created by ``nccl_over``."""
 
     def __init__(self, device: Device, rank: int, offers: Sequence[Offer], sign: Sign) -> None:
-        """Take what the ranks have told each other."""
         self.stream = device.new_stream()
-        """Of this communicator alone: else two of them could wait for each other."""
+        """Not shared: two communicators on one stream could wait for each other."""
         self._device, self._rank, self._size, self._sign = device, rank, len(offers), sign
         self._others = {
             number: other
             for number, other in enumerate(offers)
-            if number != rank and other.is_seen  # not those of other machines
+            if number != rank and other.is_seen  # ranks of this machine
         }
         self._library = nccl.library()
         self._lock = threading.Lock()
         self._handle: int | None = None
         self._failure = ""
         self._is_queueing = False
-        self._last: torch.Event | None = None  # behind what was queued before
+        self._last: torch.Event | None = None  # recorded after the last queued operation
         self._values: Tensor | None = None
-        """Memory of the sum that was queued last: an exception may leave it in flight."""
+        """Memory of the last queued sum, which is in flight after an exception."""
         self._trainer = threading.get_ident()
         self._is_over = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="hpctrain-nccl", daemon=True)
 
     def start(self, unique_id: bytes) -> None:
-        """Join the others. Collective. Raises ``CommError``: this rank cannot, or not in time."""
+        """Connect to the other ranks. Collective. Raises ``CommError`` on failure or timeout."""
         try:
             with self._device.on(self.stream):
                 self._handle = self._library.start(unique_id, self._size, self._rank)
@@ -114,8 +113,13 @@ class NcclCommunicator:
     def all_reduce_(self, values: Tensor) -> None:
         """Queue the sum over all ranks, in place, on the current stream, ``stream``.
 
-        Collective; all ranks have said before that they are here for it. ``values`` are flat, of
-        one of ``nccl.TYPES``. ``RankLostError`` where a rank is lost.
+        Collective; the ranks have agreed on it before.
+
+        Args:
+            values: flat, of a dtype in ``nccl.TYPES``.
+
+        Raises:
+            RankLostError: a rank is lost.
         """
         self._is_queueing, self._values = True, values
         try:
@@ -129,11 +133,11 @@ class NcclCommunicator:
             raise
 
     def ends_with(self, event: torch.Event) -> None:
-        """Take what comes behind all that was queued so far; every sum needs it."""
+        """Store an event that was recorded after the last sum; required after every sum."""
         self._last, self._is_queueing = event, False
 
     def break_off(self, reason: str) -> None:
-        """End all that is queued, with any values, and refuse all else. Not collective."""
+        """Abort queued operations and reject later ones. Not collective. Results are undefined."""
         with self._lock:
             if self._failure:
                 return
@@ -145,16 +149,16 @@ class NcclCommunicator:
             self._library.abort(handle)
 
     def close(self) -> None:
-        """Wait for what is queued, and free what it holds. Every rank does it."""
+        """Wait for queued operations and free the communicator. Every rank must call it."""
         if self._failure:
             return
-        in_time = wait_until(self._is_done, _nobody, _PACE, timeout_s=END_S)
+        in_time = wait_until(self._is_done, _check_nothing, _PACE, timeout_s=END_S)
         self._is_over.set()
         if self._watcher.is_alive():
             self._watcher.join()
         with self._lock:
             handle, self._handle = self._handle, None
-        if handle is not None:  # nothing was broken off meanwhile
+        if handle is not None:  # not aborted meanwhile
             self._failure = "this communicator was closed; make a new one"
             self._free(handle, in_time=in_time)
         self._sign.take_down()
@@ -166,14 +170,14 @@ class NcclCommunicator:
                 library.finalize(handle)
                 in_time = wait_until(
                     lambda: library.async_error(handle) != nccl.IN_PROGRESS,
-                    *(_nobody, _PACE),
+                    *(_check_nothing, _PACE),
                     timeout_s=END_S,
                 )
         (library.destroy if in_time else library.abort)(handle)
 
     @contextmanager
     def _working(self) -> Iterator[int]:
-        """Give the handle, which nobody frees inside."""
+        """Yield the handle, which is not freed inside this context."""
         with self._lock:
             if self._handle is None:
                 raise RankLostError(self._failure)
@@ -185,7 +189,7 @@ class NcclCommunicator:
         return not self._is_queueing and (self._last is None or self._last.query())
 
     def _settle(self, what: str) -> None:
-        """Wait until NCCL has begun what it was asked for."""
+        """Wait until NCCL has started the last request."""
         code = nccl.IN_PROGRESS
 
         def is_settled() -> bool:
@@ -200,37 +204,37 @@ class NcclCommunicator:
 
         if not wait_until(is_settled, look, _PACE, timeout_s=START_S):
             raise CommError(
-                f"NCCL takes longer than {START_S:g} s {what}; see whether the ranks reach each "
-                f"other (NCCL_SOCKET_IFNAME, NCCL_DEBUG=INFO), or set HPCTRAIN_DEVICE_SUMS=auto"
+                f"NCCL must take at most {START_S:g} s {what}, but takes longer; check the "
+                f"network (NCCL_SOCKET_IFNAME, NCCL_DEBUG=INFO), or use HPCTRAIN_DEVICE_SUMS=auto"
             )
         if code != nccl.SUCCESS:
-            raise CommError(f"NCCL fails {what}: {self._library.told(code)}")
+            raise CommError(f"NCCL fails {what}: {self._library.describe(code)}")
 
     def _watch(self) -> None:
-        """Break off where something is wrong, until it is over."""
+        """Abort if NCCL reports an error or a rank is lost; runs until the communicator ends."""
         missed: list[int] = []
         while not self._is_over.wait(LOOK_S):
             reason, lost = self._error(), self._lost()
             if not reason and lost and lost == missed:
                 reason = f"{_gone(lost)} while rank {self._rank} waits for a sum"
             missed = lost
-            # Those that end in peace have carried out what is queued, and so, soon, has this one.
+            # Ranks that end normally have completed the queued operations, and so will this one.
             if reason and not self._is_done():
-                self._tell(reason)
+                self._raise_in_trainer(reason)
 
     def _error(self) -> str:
         with suppress(CommError), self._working() as handle:
             code = self._library.async_error(handle)
             if code not in (nccl.SUCCESS, nccl.IN_PROGRESS):
-                return f"NCCL has failed: {self._library.told(code)}"
+                return f"NCCL has failed: {self._library.describe(code)}"
         return ""
 
     def _lost(self) -> list[int]:
         return [number for number, other in self._others.items() if not other.is_seen]
 
-    def _tell(self, reason: str) -> None:
-        """Raise in the thread that trains: it may wait for a stream, and nobody else would."""
-        _LOG.error("what NCCL was to sum is broken off: %s", reason)
+    def _raise_in_trainer(self, reason: str) -> None:
+        """Raise an error in the training thread, which may wait for a stream."""
+        _LOG.error("sums of NCCL are aborted: %s", reason)
         members = {"__str__": lambda _: reason, "__module__": RankLostError.__module__}
         error = type(RankLostError.__name__, (RankLostError,), members)
         ctypes.pythonapi.PyThreadState_SetAsyncExc(
@@ -243,9 +247,10 @@ _made: WeakKeyDictionary[Communicator, dict[torch.device, NcclCommunicator]] = W
 
 
 def nccl_over(comm: Communicator, device: Device) -> NcclCommunicator:
-    """Return what sums over the ranks of ``comm``, each with its device. Collective.
+    """Return NCCL's communicator over the ranks of ``comm``, each with its device. Collective.
 
-    ``CommError``, on all ranks, where NCCL cannot do that.
+    Raises:
+        CommError: on all ranks, if NCCL cannot be used.
     """
     of_comm = _made.setdefault(comm, {})
     if device.device not in of_comm:
@@ -255,9 +260,9 @@ def nccl_over(comm: Communicator, device: Device) -> NcclCommunicator:
 
 
 def asked_over(comm: Communicator, device: Device) -> tuple[str, str]:
-    """Return this rank's version, if it has NCCL, and why NCCL cannot sum over all. Collective.
+    """Return the version of NCCL, if any, and why it cannot be used. Collective.
 
-    Nothing is started.
+    Does not start NCCL.
     """
     sign = Sign()
     offers = comm.allgather_object(_offer(device, sign))
@@ -277,8 +282,7 @@ def _joined(comm: Communicator, device: Device) -> NcclCommunicator:
     if made is not None and not refusal:
         with _refusals() as refused:
             made.start(unique_id)
-        told = comm.allgather_object("".join(refused) or None)
-        refusal = by_rank(told)
+        refusal = by_rank(comm.allgather_object("".join(refused) or None))
     if made is None or refusal:
         if made is not None:
             made.break_off(refusal)
@@ -292,7 +296,9 @@ def _offer(device: Device, sign: Sign) -> Offer:
         version = nccl.library().version if not device.without_nccl else 0
     refusal = device.without_nccl or "".join(refused)
     if not refusal and config.setting("recover"):
-        refusal = "ranks that outlive others need sums that end by an error: HPCTRAIN_RECOVER"
+        refusal = (
+            "NCCL cannot be used with HPCTRAIN_RECOVER, because its sums do not return errors"
+        )
     may_share = ranks_share_gpus()
     card = "" if refusal else device.card()
     return Offer(refusal, 0 if refusal else version, card, may_share, sign.path, sign.text)
@@ -300,7 +306,7 @@ def _offer(device: Device, sign: Sign) -> Offer:
 
 @contextmanager
 def _refusals() -> Iterator[list[str]]:
-    """Collect what a rank cannot do, for all to hear of."""
+    """Collect errors of this rank, to be sent to all ranks."""
     found: list[str] = []
     try:
         yield found
@@ -309,23 +315,23 @@ def _refusals() -> Iterator[list[str]]:
 
 
 def why_not(offers: Sequence[Offer]) -> str:
-    """Say why NCCL cannot sum over these ranks; empty if it can."""
+    """Return why NCCL cannot be used by these ranks; empty if it can."""
     if any(offer.refusal for offer in offers):
         return by_rank([offer.refusal or None for offer in offers])
     if len({offer.version for offer in offers}) > 1:
         versions = by_rank([str(offer.version) for offer in offers])
-        return f"NCCL must be of one version on all ranks, got {versions}"
+        return f"NCCL must have the same version on all ranks, got {versions}"
     ranks_of: dict[str, list[int]] = {}
     for rank, offer in enumerate(offers):
         ranks_of.setdefault(offer.card, []).append(rank)
     shared = next((ranks for ranks in ranks_of.values() if len(ranks) > 1), None)
     if shared is None or (
-        offers[0].version >= nccl.MANY_PER_CARD and all(offer.may_share for offer in offers)
+        offers[0].version >= nccl.SHARED_GPU_VERSION and all(offer.may_share for offer in offers)
     ):
         return ""
     return (
-        f"NCCL wants a card for each rank, and {format_ranks(shared)} share one; start as many "
-        f"ranks on a node as there are cards, or for trials set {SHARES_GPUS}=1, from NCCL 2.30 on"
+        f"each rank must have its own GPU for NCCL, but {format_ranks(shared)} share one; start "
+        f"one rank per GPU, or for trials set {SHARES_GPUS}=1, with NCCL 2.30 or later"
     )
 
 
@@ -333,5 +339,5 @@ def _gone(lost: Sequence[int]) -> str:
     return f"{format_ranks(lost)} died, or failed,"
 
 
-def _nobody(_waited_s: float) -> None:
-    """Look for nobody: the watcher does."""
+def _check_nothing(_waited_s: float) -> None:
+    """No-op: the watcher thread checks the other ranks."""

@@ -1,4 +1,4 @@
-"""Ways of torch.distributed through the memory of a node, and by messages between nodes.
+"""Operations of torch.distributed by shared memory in a node and messages between nodes.
 
 Tensors here are flat and contiguous.
 """
@@ -17,11 +17,11 @@ from hpctrain.comm.process_group.transfers import Transfers
 from hpctrain.comm.tensor_arguments import name_of
 from hpctrain.core.errors import MismatchError
 
-_LINE = 64  # parts of a slot begin at multiples of a cache line
+_LINE = 64  # parts of a slot start at multiples of a cache line
 
 
 def by_memory(levels: HierarchicalCommunicator) -> "Transfers | NodeExchange":
-    """Choose the way of ranks of which some share memory. Collective."""
+    """Return the transfers for ranks of which some share memory. Collective."""
     if levels.num_rails == 0:
         return NodeExchange(levels.node, levels.node.slots)
     found = levels.allgather_object(levels.node_ranks if levels.node.local_rank == 0 else None)
@@ -32,19 +32,19 @@ def by_memory(levels: HierarchicalCommunicator) -> "Transfers | NodeExchange":
 
 
 class LevelTransfers(Transfers):
-    """Between nodes each rank talks to those with its own local number; the rest is in memory.
+    """Ranks with the same local rank exchange messages; ranks of a node use shared memory.
 
-    So every byte comes to a node once.
+    Each byte is sent to a node once. ``nodes`` has the ranks of each node, by local rank; all
+    nodes have the same number of ranks.
     """
 
     def __init__(self, levels: HierarchicalCommunicator, nodes: Sequence[Sequence[int]]) -> None:
-        """Take the ranks; ``nodes`` has those of each node, by local rank, equally many."""
         super().__init__(levels)
         self._nodes = nodes
         self._levels = levels
         self._memory = NodeExchange(levels.node, levels.node.slots)
         self._local = levels.node.local_rank
-        self._rail = [ranks[self._local] for ranks in nodes]  # of each node, my counterpart
+        self._rail = [ranks[self._local] for ranks in nodes]
         self._here = self._rail.index(self.rank)
 
     def all_gather(self, outs: Sequence[Tensor], mine: Tensor) -> None:
@@ -61,7 +61,7 @@ class LevelTransfers(Transfers):
     def reduce_scatter(
         self, out: Tensor, parts: Sequence[Tensor], op: Op, scale: float | None
     ) -> None:
-        """Reduce in the node what is for the ranks of a rail, then over the rail."""
+        """Reduce the parts of the ranks of this rail in the node, then over the rail."""
         numels = [part.numel() for part in parts]
         self._levels.meet(f"reduce_scatter of {numels} {name_of(out.dtype)}")
         sums = []
@@ -82,7 +82,7 @@ class LevelTransfers(Transfers):
         finish(total, scale, how.view(out))
 
     def broadcast(self, values: Tensor, root: int) -> None:
-        """Send along a tree of nodes, then in each node."""
+        """Send along a tree of nodes, then inside each node."""
         self._levels.meet(f"broadcast of {values.numel()} {name_of(values.dtype)} from {root}")
         node = next(number for number, ranks in enumerate(self._nodes) if root in ranks)
         local = list(self._nodes[node]).index(root)
@@ -105,7 +105,7 @@ class LevelTransfers(Transfers):
                 wire.send(values, self._rail[(place + span + root) % size])
 
     def _partners(self) -> list[tuple[int, int]]:
-        """Return, for each round, to whom this rank sends and from whom it receives."""
+        """Return the destination and the source of this rank in each round."""
         size = len(self._rail)
         steps = range(1, size)
         ends = [((self._here + step) % size, (self._here - step) % size) for step in steps]
@@ -115,12 +115,11 @@ class LevelTransfers(Transfers):
 class NodeExchange:
     """Exchanges of the ranks of one node through their slots; every method is collective.
 
-    Each rank writes into its own slot and comes to a meeting; after it all read. Two slots per
-    rank are used in turns, as ``SharedSlots`` does.
+    Each rank writes into its slot; after a synchronization all ranks read. Each rank has two
+    slots, which are used alternately, as in ``SharedSlots``.
     """
 
     def __init__(self, node: SharedMemory, slots: SharedSlots) -> None:
-        """Take the memory."""
         self._node, self._slots = node, slots
         self._rank, self._size = node.local_rank, node.local_size
 
@@ -140,13 +139,13 @@ class NodeExchange:
             self._count(piece)
 
     def all_gather(self, outs: Sequence[Tensor], mine: Tensor) -> None:
-        """Write what every rank has into ``outs``."""
+        """Copy ``mine`` of rank r into ``outs[r]`` on all ranks."""
         numels = [out.numel() for out in outs]
         call = call_of(f"all_gather of {numels} {name_of(mine.dtype)}")
         self._spread([_bytes(out) for out in outs], mine, call.text, max(numels))
 
     def gather(self, outs: Sequence[Tensor] | None, mine: Tensor, root: int) -> None:
-        """Write what every rank has into ``outs`` of rank ``root``."""
+        """Copy ``mine`` of rank r into ``outs[r]`` on rank ``root``."""
         text = f"gather of {mine.numel()} {name_of(mine.dtype)} on {root}"
         self._spread([_bytes(out) for out in outs or ()], mine, text, mine.numel())
 
@@ -163,7 +162,7 @@ class NodeExchange:
                 _copy(out[start : start + room], given)
 
     def scatter(self, out: Tensor, parts: Sequence[Tensor] | None, root: int) -> None:
-        """Write this rank's part of those of rank ``root`` into ``out``."""
+        """Copy ``parts[r]`` of rank ``root`` into ``out`` of rank r."""
         call = call_of(f"scatter of {out.numel()} {name_of(out.dtype)} from {root}")
         share, raw = self._share(0), _bytes(out)
         given = [_bytes(part) for part in parts or ()]
@@ -177,9 +176,12 @@ class NodeExchange:
             self._count(raw[start : start + share])
 
     def all_to_all(self, outs: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
-        """Write what every rank has for this one into ``outs``; ``MismatchError`` if it differs.
+        """Copy this rank's part of every rank r into ``outs[r]``.
 
-        The first slot begins with the sizes: nobody knows those of all pairs before.
+        The first slot starts with the sizes, since a rank knows only its own.
+
+        Raises:
+            MismatchError: two ranks give different sizes.
         """
         call = call_of(f"all_to_all of {name_of(parts[0].dtype)}")
         head = 2 * self._size * 8
@@ -202,13 +204,13 @@ class NodeExchange:
             start += share
 
     def _agreed(self, sizes: Sequence[Sequence[int]]) -> int:
-        """Return the largest size of a part, where all ranks expect what they are given."""
+        """Return the largest size of a part; raise ``MismatchError`` if two ends differ."""
         for rank, given in enumerate(sizes):
             for other, taken in enumerate(sizes):
                 if given[other] != taken[self._size + rank]:
                     raise MismatchError(
-                        f"all_to_all needs the same size at both ends, rank {rank} sends rank "
-                        f"{other} {given[other]} bytes, and that takes "
+                        f"all_to_all needs the same size at both ends, but rank {rank} sends "
+                        f"{given[other]} bytes to rank {other}, which expects "
                         f"{taken[self._size + rank]}; compare the split sizes of the two"
                     )
         return max(size for given in sizes for size in given)
@@ -223,7 +225,7 @@ class NodeExchange:
         call, share = call_of(text), self._share(0) // how.storage_dtype.itemsize
         given, total = [how.view(part) for part in parts], how.view(out)
         mine = given[self._rank]
-        # What is read third, after the result was written over it, has to be read from the slot.
+        # If the result overwrites the own part before it is read, the slot is read instead.
         overlaps = self._rank > 1 and total.data_ptr() == mine.data_ptr()
         for start in _starts(max(part.numel() for part in given), share):
             slots = [how.view(slot) for slot in self._all_slots()]
@@ -242,7 +244,7 @@ class NodeExchange:
                 self._count(piece)
 
     def _all_slots(self) -> tuple[Tensor, ...]:
-        """Return the bytes of this turn's slot of every rank."""
+        """Return the current slot of every rank, as bytes."""
         return self._slots.views(torch.uint8, self._shape, self._node.turn)
 
     @cached_property
@@ -251,11 +253,11 @@ class NodeExchange:
 
     @cached_property
     def _room(self) -> int:
-        """Bytes of a slot."""
+        """Size of a slot in bytes."""
         return self._slots.numel(torch.uint8)
 
     def _share(self, head: int) -> int:
-        """Return the bytes of a slot that are for each rank, behind ``head``."""
+        """Return the bytes of a slot per rank, after ``head`` bytes."""
         return (self._room - head) // self._size // _LINE * _LINE
 
     def _count(self, piece: Tensor) -> None:
@@ -267,12 +269,12 @@ def _bytes(values: Tensor) -> Tensor:
 
 
 def _starts(num: int, step: int) -> range:
-    """Return where pieces begin, of nothing one: all ranks come to one meeting at least."""
+    """Return the starts of pieces; at least one, so that all ranks synchronize."""
     return range(0, max(num, 1), step)
 
 
 def _copy(out: Tensor, given: Tensor) -> None:
-    """Copy as much as one of the two holds, unless it is the same memory."""
+    """Copy the elements that both tensors have, unless they are the same memory."""
     numel = min(out.numel(), given.numel())
     if numel and out.data_ptr() != given.data_ptr():
         out[:numel].copy_(given[:numel])
