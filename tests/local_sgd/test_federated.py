@@ -8,8 +8,8 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from hpctrain.core.errors import ConfigError, MismatchError
+from hpctrain.local_sgd.federated import Draw
 from hpctrain.local_sgd.local_sgd import STATES
-from hpctrain.local_sgd.rounds import Draw
 from tests.gradients.training import digits, make_model, sgd
 from tests.local_sgd.local_methods import Normed, Run, adam, num_kinds, replica_of, weights_of
 
@@ -169,7 +169,7 @@ def test_drift_falls_with_the_proximal_term_where_ranks_have_other_digits(world,
         run = Run(hvd_nodes, "LocalSGD", 40, proximal=proximal)
         for step in range(40):
             learn(run.model, run.optimizer, world.rank, step)
-        run.method.rounds.meet()
+        run.method.rounds.synchronize()
         drifts.append(run.method.facts["drift"])
         run.method.close()
     assert drifts == sorted(drifts, reverse=True)
