@@ -322,7 +322,7 @@ class LocalMethod(CommonBlock, StateFields):
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the method, without model and optimizer. Collective.
 
-        In the middle of a round every rank has its own model and optimizer state: save the states of
+        In the middle of a round every rank has its own model and optimizer state: save it on
         all ranks.
         """
         return {"shared": self.shared_state(), "own": self.own_state()}

@@ -90,7 +90,10 @@ def test_a_processor_that_reorders_stores_has_a_fence_at_each_end_of_a_message(h
     model = make_model(torch.float32)
     optimizer = sgd(model)
     with hvd.StaleSynchronous(model, optimizer, 0) as method:
-        fences = {one._fence for one in (method._messages.requests, method._messages.replies)}
+        fences = {
+            one._fence
+            for one in (method._client.messages.requests, method._client.messages.replies)
+        }
         assert None not in fences
         train(hvd, model, optimizer, 0, 3)
     assert len(calls) >= 2 * 3
