@@ -1,7 +1,7 @@
 """The base of methods whose workers exchange gradients and values with parameter servers."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum, auto
 from typing import Any
@@ -10,24 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hpctrain.async_sgd.parameter_layout import ParameterLayout, Slots, WriteWatch
+from hpctrain.async_sgd.parameter_layout import ParameterLayout, WriteWatch
 from hpctrain.async_sgd.parameter_shard import ParameterShard
-from hpctrain.async_sgd.requirements import (
-    Roles,
-    Servers,
-    first_not_finite,
-    require_servable,
-)
+from hpctrain.async_sgd.requirements import Roles, Servers, first_not_finite, require_servable
 from hpctrain.async_sgd.server import ParameterServer
 from hpctrain.async_sgd.server_client import ServerClient
-from hpctrain.async_sgd.server_messages import (
-    Push,
-    Read,
-    ServerMessages,
-    ServerReply,
-    Settings,
-    Settle,
-)
+from hpctrain.async_sgd.server_messages import Push, Read, ServerReply, Settings, Settle
 from hpctrain.async_sgd.staleness import StalenessHistogram
 from hpctrain.async_sgd.step_hooks import StepHooks
 from hpctrain.checkpoint.format.state_hash import value_hashes
@@ -47,7 +35,7 @@ from hpctrain.runtime.process_sets import global_process_set
 
 
 class _Phase(Enum):
-    """The relation of this rank's values to those of the servers."""
+    """The relation between the values of this rank and of the servers."""
 
     SETTLED = auto()  # all ranks have values with all updates
     STEPPING = auto()  # steps were taken since
@@ -70,6 +58,7 @@ class AsyncMethod(CommonBlock):
     Args:
         model: has equal parameters and buffers on every rank.
         optimizer: a plain optimizer of torch.
+        make_server: takes messages, slots, roles and shard of a server.
         servers: ranks that serve; None for all ranks.
         curvature: of the loss, for a warning; None if it is not known.
         same: further arguments that must be the same on every rank, by name.
@@ -83,6 +72,7 @@ class AsyncMethod(CommonBlock):
         model: nn.Module,
         optimizer: Optimizer,
         *,
+        make_server: Callable[..., ParameterServer],
         servers: Servers,
         curvature: float | None,
         same: Mapping[str, object],
@@ -119,7 +109,7 @@ class AsyncMethod(CommonBlock):
             number = roles.servers.index(here.comm.rank)
             shard = ParameterShard(self._layout, number, self.server_optimizer)
             client = self._client
-            self._server = self._make_server(client.messages, client.slots, roles, shard)
+            self._server = make_server(client.messages, client.slots, roles, shard)
         self._load()
         if self._server is not None:
             self._server.start()
@@ -271,12 +261,6 @@ class AsyncMethod(CommonBlock):
     _steps_here = False
     """Whether the optimizer steps this rank's replica, too, before servers are asked."""
 
-    def _make_server(
-        self, messages: ServerMessages, slots: Slots, roles: Roles, shard: ParameterShard
-    ) -> ParameterServer:
-        """Return the server of this rank."""
-        raise NotImplementedError
-
     def _optimizer_of_servers(self, parameters: list[Tensor]) -> Optimizer:
         """Return the optimizer whose steps the servers take."""
         del parameters
@@ -423,14 +407,14 @@ class AsyncMethod(CommonBlock):
     # -- checks ---------------------------------------------------------------------------------
 
     def _enter_check(self) -> None:
-        """Take part in the comparison of ranks at the end of the world."""
+        """Join the comparison of ranks at the end of the world."""
         if self._client.has_peers:
             sets = world.current().sets
             self._check = check_over(sets.communicator(global_process_set))
             self._member = self._check.enter(self)
 
     def __del__(self) -> None:
-        """Keep what is compared at the end of the world, see ``StepCounter``."""
+        """Keep the values for the comparison at the end of the world, see ``StepCounter``."""
         if self._check is not None and self._check.is_asked:
             has_values = not self._check.collection.is_running
             self._check.keep(self._member, self.left(has_values=has_values))

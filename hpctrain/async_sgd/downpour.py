@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,11 +10,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hpctrain.async_sgd.async_method import AsyncMethod
-from hpctrain.async_sgd.parameter_layout import Slots
-from hpctrain.async_sgd.parameter_shard import ParameterShard
-from hpctrain.async_sgd.requirements import Roles, Servers, bound_of
+from hpctrain.async_sgd.requirements import Servers, bound_of
 from hpctrain.async_sgd.server import ParameterServer, renumbered
-from hpctrain.async_sgd.server_messages import Push, Read, ServerMessages
+from hpctrain.async_sgd.server_messages import Push, Read
 from hpctrain.core.checks import Amount, Count, Number, checked
 
 _OF_SERVER = "server_"  # prefix of entries of the servers' state in the optimizer's state
@@ -61,21 +60,15 @@ class AsyncSGD(AsyncMethod):
         Raises:
             ConfigError: an argument is not valid; on every rank.
         """
-        self._scales_rate, self._bound = staleness_aware, bound_of(most_ahead)
+        bound = bound_of(most_ahead)
         super().__init__(
             model,
             optimizer,
+            make_server=partial(ImmediateServer, scales_rate=staleness_aware, bound=bound),
             servers=servers,
             curvature=curvature,
             same={"staleness_aware": staleness_aware, "most_ahead": most_ahead},
         )
-
-    def _make_server(
-        self, messages: ServerMessages, slots: Slots, roles: Roles, shard: ParameterShard
-    ) -> ParameterServer:
-        made = ImmediateServer(messages, slots, roles, shard, bound=self._bound)
-        made.scales_rate = self._scales_rate
-        return made
 
     def _exchange(self, weight: float, gradients: Sequence[Tensor | None]) -> None:
         self._push(weight, gradients, reads=True)
@@ -139,10 +132,11 @@ class Downpour(AsyncMethod):
             checked(name, number, Count if name == "warmup_steps" else Number)
         checked("rate", rate, Amount)
         self._n_push, self._n_fetch, self._rate = n_push, n_fetch, rate
-        self._bound, self._warmup_pushes = bound_of(most_ahead), -(-warmup_steps // n_push)
+        bound, warmup = bound_of(most_ahead), -(-warmup_steps // n_push)  # in pushes
         super().__init__(
             model,
             optimizer,
+            make_server=partial(ImmediateServer, bound=bound, warmup=warmup),
             servers=servers,
             curvature=curvature,
             same=numbers | {"rate": rate, "most_ahead": most_ahead},
@@ -154,12 +148,6 @@ class Downpour(AsyncMethod):
 
     def _optimizer_of_servers(self, parameters: list[Tensor]) -> Optimizer:
         return torch.optim.Adagrad(parameters, lr=self._rate)
-
-    def _make_server(
-        self, messages: ServerMessages, slots: Slots, roles: Roles, shard: ParameterShard
-    ) -> ParameterServer:
-        warmup = self._warmup_pushes
-        return ImmediateServer(messages, slots, roles, shard, bound=self._bound, warmup=warmup)
 
     def _join(self, *_: object) -> None:
         """Wait once, until the first worker has warmed up."""
@@ -244,12 +232,10 @@ class Downpour(AsyncMethod):
 class ImmediateServer(ParameterServer):
     """Applies each gradient when it arrives."""
 
-    scales_rate = False
-    """Whether the learning rate of a gradient is divided by its staleness."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        """Pass all arguments to ``ParameterServer``."""
+    def __init__(self, *args: Any, scales_rate: bool = False, **options: Any) -> None:
+        """Pass arguments to ``ParameterServer``; ``scales_rate`` divides rates by staleness."""
         super().__init__(*args, **options)
+        self._scales_rate = scales_rate
         self._num_updates = Counter[int]()  # by worker
         self._seen = Counter[int]()  # updates of others in the values of each worker
         self._staleness = Counter[int]()  # of the last gradient of each worker
@@ -257,7 +243,7 @@ class ImmediateServer(ParameterServer):
     def _push(self, source: int, push: Push) -> int:
         staleness = self._updates_of_others(source) - self._seen[source]
         settings = push.settings
-        if self.scales_rate and staleness > 1:
+        if self._scales_rate and staleness > 1:
             settings = [{**one, "lr": one["lr"] / staleness} for one in settings]
         if push.weight:
             self.shard.step([push], settings)

@@ -64,11 +64,7 @@ class ParameterServer(ABC):
         self._messages.serve(self._serve)
 
     def move(
-        self,
-        messages: ServerMessages,
-        slots: Slots,
-        roles: Roles,
-        numbers: Mapping[int, int],
+        self, messages: ServerMessages, slots: Slots, roles: Roles, numbers: Mapping[int, int]
     ) -> None:
         """Serve in a world of the surviving ranks, which repeat their last requests.
 

@@ -45,11 +45,7 @@ class ServerClient:
     _error: HpctrainError | None = None  # of a server
 
     def __init__(
-        self,
-        layout: ParameterLayout,
-        roles: Roles,
-        num_slots: int,
-        on_close: Callable[[], None],
+        self, layout: ParameterLayout, roles: Roles, num_slots: int, on_close: Callable[[], None]
     ) -> None:
         """Allocate memory and connect. Collective."""
         self.roles, self.comm = roles, world.current().comm

@@ -34,13 +34,7 @@ from hpctrain.async_sgd.sharded_embedding_ids import (
 )
 from hpctrain.async_sgd.sharded_embedding_memory import NodeRows, require_memory
 from hpctrain.async_sgd.sharded_embedding_owners import RowOwners
-from hpctrain.async_sgd.sharded_embedding_rows import (
-    Buffers,
-    Places,
-    RowSums,
-    bag_sums,
-    keys_of,
-)
+from hpctrain.async_sgd.sharded_embedding_rows import Buffers, Places, RowSums, bag_sums, keys_of
 from hpctrain.async_sgd.sharded_embedding_rules import learning_rate, make_rule
 from hpctrain.checkpoint.format.shard import Shard
 from hpctrain.comm.agreement import agreed, require_equal
@@ -71,7 +65,7 @@ class ShardedEmbedding(nn.Module):
     ``step`` are collective: all ranks call them, equally often and in the same order, with any
     number of ids, including none.
 
-    Source: Naumov et al. 2019, arXiv:1906.00091 (tables divided over ranks beside dense layers).
+    Source: Naumov et al. 2019, arXiv:1906.00091 (divided tables and dense layers).
     """
 
     steps = 0
@@ -424,7 +418,7 @@ class ShardedEmbedding(nn.Module):
 
 
 class _Lookup(torch.autograd.Function):
-    """Looks up rows, and keeps their gradients in backward."""
+    """Returns rows, and keeps their gradients in backward."""
 
     @staticmethod
     def forward(

@@ -87,12 +87,7 @@ class RowExchange:
     """Whether the world of the table was shut down."""
 
     def __init__(
-        self,
-        comm: Communicator,
-        name: str,
-        owners: RowOwners,
-        memory: NodeRows,
-        cache: RowCache,
+        self, comm: Communicator, name: str, owners: RowOwners, memory: NodeRows, cache: RowCache
     ) -> None:
         """Allocate the memory of reports. Collective."""
         self.comm, self.name, self.cache = comm, name, cache
@@ -232,7 +227,7 @@ class RowExchange:
     def _share(
         self, rows: Places, sums: RowSums | None, reports: Sequence[RowReport]
     ) -> tuple[list[Places], Tensor]:
-        """Write rows and sums to node memory, and read those of all ranks of this node.
+        """Write rows and sums to node memory, and read the results of all ranks of this node.
 
         Returns:
             Sorted keys of the rows of each rank of this node, and the values of all of them.

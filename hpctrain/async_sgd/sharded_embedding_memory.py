@@ -141,13 +141,13 @@ class NodeRows:
         own, pieces = self.pieces(), state["tensors"]
         if {*pieces} != {*own}:
             raise CheckpointError(
-                f"a table must load the state of its own optimizer, {sorted(own)}, got "
-                f"{sorted(pieces)}; make the table as it was when it was saved"
+                f"a table must load the state of the same optimizer, {sorted(own)}, got "
+                f"{sorted(pieces)}; make the table with the arguments of the saved one"
             )
         if state["table"] != what:  # rows that were not stepped yet are not in the state
             raise CheckpointError(
                 f"a table of {what} must load a state of such a table, but the state is of one of "
-                f"{state['table']}; make the table as it was when it was saved"
+                f"{state['table']}; make the table with the arguments of the saved one"
             )
         learning_rate(state["lr"])
         for name, piece in own.items():
@@ -161,7 +161,7 @@ class NodeRows:
             if found.tensor.dtype is not piece.tensor.dtype:
                 raise CheckpointError(
                     f"{name} of this table must be {piece.tensor.dtype}, got "
-                    f"{found.tensor.dtype}; make the table as it was when it was saved"
+                    f"{found.tensor.dtype}; make the table with the arguments of the saved one"
                 )
 
     def restore(self, pieces: Mapping[str, Piece]) -> None:

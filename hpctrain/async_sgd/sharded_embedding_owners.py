@@ -34,8 +34,8 @@ class RowOwners:
             for owner, (node, local) in enumerate(places)
             if (local if node == self.here else local % len(self.here)) == self.local_rank
         ]
-        """Owners that this rank exchanges rows with for its node: itself, and on each other node
-        those of a fixed share."""
+        """Owners that this rank exchanges rows with for its node: itself, and a fixed share of the
+        owners on each other node."""
 
     @property
     def local_size(self) -> int:

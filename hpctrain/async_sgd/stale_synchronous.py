@@ -3,17 +3,16 @@
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hpctrain.async_sgd.async_method import AsyncMethod
-from hpctrain.async_sgd.parameter_layout import Slots
-from hpctrain.async_sgd.parameter_shard import ParameterShard
-from hpctrain.async_sgd.requirements import Roles, Servers
+from hpctrain.async_sgd.requirements import Servers
 from hpctrain.async_sgd.server import ParameterServer, renumbered
-from hpctrain.async_sgd.server_messages import Push, ServerMessages
+from hpctrain.async_sgd.server_messages import Push
 from hpctrain.core.checks import Count, checked
 from hpctrain.core.errors import MismatchError, NodeMemoryError
 
@@ -72,6 +71,7 @@ class StaleSynchronous(AsyncMethod):
             super().__init__(
                 model,
                 optimizer,
+                make_server=partial(ClockedServer, bound=staleness),
                 servers=servers,
                 curvature=curvature,
                 same={"staleness": staleness},
@@ -85,11 +85,6 @@ class StaleSynchronous(AsyncMethod):
     @property
     def _num_slots(self) -> int:  # type: ignore[override]
         return self.staleness + 1
-
-    def _make_server(
-        self, messages: ServerMessages, slots: Slots, roles: Roles, shard: ParameterShard
-    ) -> ParameterServer:
-        return ClockedServer(messages, slots, roles, shard, bound=self.staleness)
 
     def _exchange(self, weight: float, gradients: Sequence[Tensor | None]) -> None:
         found = self._push(weight, gradients, reads=True)

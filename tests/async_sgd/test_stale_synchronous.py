@@ -347,9 +347,9 @@ def test_what_cannot_be_is_refused_at_the_start(hvd, world):
     for arguments, match in (
         ({"staleness": -1}, "must be (at least 0|an integer)"),
         ({"staleness": True}, "must be (at least 0|an integer)"),
-        ({"servers": 2}, "leaves a worker"),
-        ({"servers": [0, 0]}, "each once"),
-        ({"servers": [5]}, "each once"),
+        ({"servers": 2}, "leave a worker"),
+        ({"servers": [0, 0]}, "distinct ranks"),
+        ({"servers": [5]}, "distinct ranks"),
         ({"curvature": 0.0}, "curvature must be above 0"),
         ({"curvature": float("nan")}, "curvature must be above 0"),
     ):
