@@ -229,9 +229,9 @@ class Hogwild(CommonBlock):
             )
         if num_others := sum(p not in self._names for p in trained):
             raise ConfigError(
-                f"the parameters of the optimizer must be trained parameters of the model at the "
-                f"start of the block, but {num_others} of {len(trained)} in the optimizer are not; "
-                f"pass a model that has all, or end the block before parameters are added or "
+                f"parameters of the optimizer must be trained ones of the model at the start of "
+                f"the block, but {num_others} of {len(trained)} in the optimizer are not; pass "
+                f"a model that has all, or end the block before parameters are added or "
                 f"unfrozen, and begin another one"
             )
 

@@ -116,7 +116,7 @@ class LocalSGD(LocalMethod):
         opening = self._exchange.begin(self._averagings, self._samples[0])
         self._exchange.complete(self._averagings)
         if self._state == "reset":
-            self.replica.reset_state()
+            self._optimizer.state.clear()
         self._pace.learn(opening.step_s, opening.round_s)
         self.rounds.close(agrees=opening.total_weight > 0)
 

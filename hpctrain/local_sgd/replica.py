@@ -73,10 +73,6 @@ class Replica:
             for key, value in entries_with_mean(self.optimizer.state.get(parameter, {}))
         ]
 
-    def reset_state(self) -> None:
-        """Clear the optimizer's state."""
-        self.optimizer.state.clear()
-
     @contextmanager
     def as_mean(self, share: Share) -> Iterator[None]:
         """Give parameters and buffers their means over all ranks in the block. Collective."""
