@@ -38,6 +38,7 @@ from hpctrain.async_sgd.sharded_embedding_rows import Buffers, Places, RowSums, 
 from hpctrain.async_sgd.sharded_embedding_rules import learning_rate, make_rule
 from hpctrain.checkpoint.format.shard import Shard
 from hpctrain.comm.agreement import agreed, require_equal
+from hpctrain.comm.communicator import Communicator
 from hpctrain.core.errors import CheckpointError, ConfigError
 from hpctrain.core.logs import logger
 from hpctrain.core.paths import absolute
@@ -131,18 +132,25 @@ class ShardedEmbedding(nn.Module):
         self._repr = f"{rows}, {dim}, optimizer={{}}, mode={mode}, {what}, cache={cache}"
         require_equal(comm, [f"ShardedEmbedding({self._repr.format(rule)})"], "a table")
         self.dim, self.mode, self._rule, self._spread = dim, mode, rule, spread
-        # Ranks must not mistake one table for another of the same arguments.
-        name = f"table {comm.broadcast_object(secrets.token_hex(4))} of {rows} x {dim}"
-        nodes = sorted(set(comm.allgather_object(tuple(comm.node_ranks))))
-        owners, widths = RowOwners(rows, nodes, comm.rank), rule.widths(dim)
-        row_bytes = (dim + sum(widths.values())) * dtype.itemsize + 1
-        require_memory(comm, name, owners, row_bytes, cache_rows, disk)
-        self._memory = NodeRows(comm, owners, first, widths, disk)
-        copies = RowCache(*cache, dim, dtype)
-        self._exchange = RowExchange(comm, name, owners, self._memory, copies)
+        self._divide(comm, first, disk, cache)
         self._results, self._pending, self._samples = Buffers(), [], SampleCount()
         self._warned = set[str]()
         self._parameters, self._handle = _Hidden(), nn.Parameter(torch.zeros(()))
+
+    def _divide(
+        self, comm: Communicator, first: FirstRows, disk: Path | None, cache: tuple[int, int]
+    ) -> None:
+        """Allocate the rows of this rank, and connect it with the others. Collective."""
+        # Ranks must not mistake one table for another of the same arguments.
+        token = comm.broadcast_object(secrets.token_hex(4))
+        name = f"table {token} of {self.num_rows} x {self.dim}"
+        nodes = sorted(set(comm.allgather_object(tuple(comm.node_ranks))))
+        owners, widths = RowOwners(self.num_rows, nodes, comm.rank), self._rule.widths(self.dim)
+        row_bytes = (self.dim + sum(widths.values())) * first.dtype.itemsize + 1
+        require_memory(comm, name, owners, row_bytes, cache[0], disk)
+        self._memory = NodeRows(comm, owners, first, widths, disk)
+        copies = RowCache(*cache, self.dim, first.dtype)
+        self._exchange = RowExchange(comm, name, owners, self._memory, copies)
 
     @property
     def num_rows(self) -> int:
