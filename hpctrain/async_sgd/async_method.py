@@ -1,41 +1,32 @@
-"""The base of methods whose workers go by the values of parameter servers."""
+"""The base of methods whose workers exchange gradients and values with parameter servers."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from enum import Enum, auto
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hpctrain.async_sgd.connection import Farewell, connected
-from hpctrain.async_sgd.layout import VALUES, ParameterLayout, Slots
-from hpctrain.async_sgd.requirements import (
-    Roles,
-    Servers,
-    first_not_finite,
-    require_servable,
-)
-from hpctrain.async_sgd.server import (
-    Answer,
-    Leave,
-    ParameterServer,
-    Push,
-    Read,
-    Settings,
-    Settle,
-)
+from hpctrain.async_sgd.parameter_layout import ParameterLayout, WriteWatch
+from hpctrain.async_sgd.parameter_shard import ParameterShard
+from hpctrain.async_sgd.requirements import Roles, Servers, first_not_finite, require_servable
+from hpctrain.async_sgd.server import ParameterServer
+from hpctrain.async_sgd.server_client import ServerClient
+from hpctrain.async_sgd.server_messages import Push, Read, ServerReply, Settings, Settle
 from hpctrain.async_sgd.staleness import StalenessHistogram
 from hpctrain.async_sgd.step_hooks import StepHooks
 from hpctrain.checkpoint.format.state_hash import value_hashes
 from hpctrain.collectives.parameters import broadcast_parameters
 from hpctrain.comm.agreement import agreed, require_equal
 from hpctrain.comm.common_block import CommonBlock
+from hpctrain.comm.communicator import Communicator
 from hpctrain.core.checks import Amount, checked
-from hpctrain.core.errors import ConfigError, HpctrainError
+from hpctrain.core.errors import ConfigError
 from hpctrain.core.torch_compat import dynamo_disable
-from hpctrain.gradients.sample_count import check_count
+from hpctrain.gradients.sample_count import SampleCount
 from hpctrain.gradients.step_counter import check_over
 from hpctrain.gradients.step_header import StepAgreement
 from hpctrain.gradients.step_sync import StepSync
@@ -43,21 +34,40 @@ from hpctrain.runtime import recovery, world
 from hpctrain.runtime.process_sets import global_process_set
 
 
+class _Phase(Enum):
+    """The relation between the values of this rank and of the servers."""
+
+    SETTLED = auto()  # all ranks have values with all updates
+    STEPPING = auto()  # steps were taken since
+    ENDED = auto()  # the block has ended, with values and state in model and optimizer
+
+
 class AsyncMethod(CommonBlock):
-    """Hooks a plain optimizer: a step sends the gradient to the servers and takes their values.
+    """Hooks a plain optimizer: a step sends the gradient to servers and receives their values.
 
-    The training loop stays as it is, but for ``with``. Workers may take different numbers of
-    steps: one that leaves the block holds back nobody, and waits there for the others, so that
-    all ranks have one model behind it. Where an error leads a rank out of the block, those that
-    wait in it raise within seconds.
+    The training loop does not change, except for ``with``. Workers may take different numbers of
+    steps: at the end of the block a rank waits for the other ranks and delays none of them, and
+    all ranks have one model after it. If an error ends the block on some ranks, ranks that wait at
+    its end raise within seconds.
 
-    Values and optimizer state of the parameters lie on the servers, each of which is a thread
-    beside the training on its rank. Parameters that change outside of ``step()`` are an error at
-    the next one, or at the end, unless ``reload`` gives them to the servers; but what is written
-    in place through ``.data`` is lost. In a world of one the rank is its own server, in turn.
+    Values and optimizer state of the parameters are stored by the servers, each of which is a
+    thread of its rank. Parameters that change outside of ``step()`` raise an error in the next
+    step, or at the end, unless ``reload`` sends them to the servers; but writes in place through
+    ``.data`` are lost. In a world of one the server runs while the rank waits for it.
+
+    Args:
+        model: has equal parameters and buffers on every rank.
+        optimizer: a plain optimizer of torch.
+        make_server: takes messages, slots, roles and shard of a server.
+        servers: ranks that serve; None for all ranks.
+        curvature: of the loss, for a warning; None if it is not known.
+        same: further arguments that must be the same on every rank, by name.
     """
 
-    def __init__(  # noqa: PLR0913 - what methods differ in
+    _check: StepSync | None = None
+    _server: ParameterServer | None = None
+
+    def __init__(
         self,
         model: nn.Module,
         optimizer: Optimizer,
@@ -65,66 +75,77 @@ class AsyncMethod(CommonBlock):
         make_server: Callable[..., ParameterServer],
         servers: Servers,
         curvature: float | None,
-        alike: Mapping[str, object],
-        num_slots: int = 1,
-        server_optimizer: Callable[[list[Tensor]], Optimizer] | None = None,
+        same: Mapping[str, object],
     ) -> None:
-        """Give all ranks the model of rank 0, start the servers and hook the optimizer.
-
-        Collective. ``alike`` are arguments that are the same on every rank, by name;
-        ``num_slots`` gradients of a worker are under way at once; servers step as what
-        ``server_optimizer`` makes of the parameters, where that is another one.
-        """
+        """Broadcast the model of rank 0, start the servers and hook the optimizer. Collective."""
         here, name = world.current(), type(self).__name__
-        self.model, self.optimizer = model, optimizer
-        self.comm, self._presence = here.comm, here.presence
+        self.model, self.optimizer, self._presence = model, optimizer, here.presence
         self.is_compared = here.settings.check_weights != "off"
-        """Whether ranks that end with different values, and did not settle, are an error."""
-        with agreed(self.comm, ConfigError):
+        """Whether ranks that end with different values, and did not settle, raise an error."""
+        with agreed(here.comm, ConfigError):
             require_servable(name, model, optimizer)
             if curvature is not None:
                 checked("curvature", curvature, Amount)
-            self._roles = Roles.of(servers, self.comm.rank, self.comm.size)
-        self.servers = self._roles.servers
-        """Ranks that have a part of the parameters."""
-        self.workers = self._roles.workers
-        """Ranks that take steps."""
-        self.waited_s = 0.0  # seconds in which the last step waited for servers
-        self._histogram = StalenessHistogram(curvature)
-        self._samples, self._is_counted = (1.0, 1.0), False
-        self._clock, self._num_slots, self._is_settled = 0, num_slots, True
-        self._has_ended = False  # the block, with values and state in model and optimizer
-        self._known: list[tuple[int, int]] = []  # what parameters were when servers gave them
-        self._error: HpctrainError | None = None  # of a server
-        self._layout = ParameterLayout(optimizer, len(self.servers))
+            roles = Roles.of(servers, here.comm.rank, here.comm.size)
+        self._histogram, self._samples = StalenessHistogram(curvature), SampleCount()
+        self._clock, self._phase = 0, _Phase.SETTLED
         names = {id(p): text for text, p in model.named_parameters()}
-        self._names = [names[id(p)] for p in self._layout.parameters]
+        self._layout = ParameterLayout(optimizer, names, len(roles.servers))
+        self._watch = WriteWatch(self._layout)
         parameters = self._layout.parameters
-        self.server_optimizer = server_optimizer(parameters) if server_optimizer else optimizer
-        """Whose step servers take, and where its state is while it is here."""
+        self.server_optimizer = self._optimizer_of_servers(parameters)
+        """The optimizer of the servers; it has their state while this is not on the servers."""
         self._take_state()
         require_equal(
-            self.comm,
-            self._describe({"servers": self.servers, **alike}),
+            here.comm,
+            self._describe({"servers": roles.servers, **same}),
             "optimizer, arguments and parameters",
             "build the same model, optimizer and method on every rank",
         )
         broadcast_parameters(model.state_dict())
-        self._connect()
-        self._start_server(make_server)
+        self._client = ServerClient(self._layout, roles, self._num_slots, self._let_go)
+        self._enter_check()
+        if here.comm.rank in roles.servers:
+            number = roles.servers.index(here.comm.rank)
+            shard = ParameterShard(self._layout, number, self.server_optimizer)
+            client = self._client
+            self._server = make_server(client.messages, client.slots, roles, shard)
+        self._load()
+        if self._server is not None:
+            self._server.start()
         around = self._begin_step, self._end_step
         self._hooks = StepHooks(name, optimizer, parameters, *around, hides=not self._steps_here)
 
     # -- for the training loop ------------------------------------------------------------------
 
     @property
+    def comm(self) -> Communicator:
+        """All ranks."""
+        return self._client.comm
+
+    @property
+    def servers(self) -> list[int]:
+        """Ranks that serve a shard of the parameters."""
+        return self._client.roles.servers
+
+    @property
+    def workers(self) -> list[int]:
+        """Ranks that take steps."""
+        return self._client.roles.workers
+
+    @property
     def is_worker(self) -> bool:
-        """Whether this rank takes steps; where servers are dedicated, theirs do not."""
+        """Whether this rank takes steps; a dedicated server does not."""
         return self.comm.rank in self.workers
 
     @property
+    def waited_s(self) -> float:
+        """Time that the last step waited for servers, in seconds."""
+        return self._client.waited_s
+
+    @property
     def staleness_histogram(self) -> dict[int, int]:
-        """How often each staleness was met on this rank; see the method for what it counts."""
+        """Number of gradients or reads on this rank by staleness, which the method defines."""
         return dict(sorted(self._histogram.counts.items()))
 
     def total_histogram(self) -> dict[int, int]:
@@ -135,32 +156,32 @@ class AsyncMethod(CommonBlock):
         return dict(sorted(total.items()))
 
     def set_num_samples(self, num_samples: float, nominal: float = 1.0) -> None:
-        """Say how many samples the next step's loss is the mean of; not collective.
+        """Set how many samples the next step's loss is the mean of. Local.
 
         Gradients of one clock are weighted by ``num_samples / nominal``, until other numbers are
-        given; one with 0 samples counts for nothing, whatever it holds. All workers give numbers,
-        or none does; else a step raises ``MismatchError``.
+        set; a gradient of 0 samples does not count, even if it is not finite. All workers set
+        numbers, or none does; otherwise a step raises ``MismatchError``.
 
         Raises:
-            ConfigError: they are not valid.
+            ConfigError: the numbers are not valid.
         """
-        check_count(num_samples, nominal)
-        self._samples, self._is_counted = (num_samples, nominal), True
+        self._samples.set(num_samples, nominal)
 
     def skip_step(self) -> None:
-        """Take a step that counts for nothing, in the place of ``optimizer.step()``."""
+        """Take a step without weight, instead of ``optimizer.step()``."""
         self._require_open()
         self._step([None] * len(self._layout.parameters), weight=0.0)
 
     @dynamo_disable
     def settle(self, where: str = "settle()") -> None:
-        """Give all ranks the values in which every update is. Collective.
+        """Give all ranks the values with all updates. Collective.
 
-        A rank that comes here holds back nobody, and waits for all; ``where`` is for messages.
+        A rank in this call delays no other rank, and waits for all ranks; ``where`` is for
+        messages.
 
         Raises:
-            MismatchError: another rank has come to another place; on every rank.
-            ConfigError: parameters were written to outside of ``step()``, see ``reload``; or the
+            MismatchError: another rank has settled elsewhere; on every rank.
+            ConfigError: parameters were written outside of ``step()``, see ``reload``; or the
                 block has ended.
         """
         self._require_open()
@@ -170,7 +191,7 @@ class AsyncMethod(CommonBlock):
     def _settle(self, where: str, *, takes: bool = True) -> None:
         self._before_settle()
         self._clock = self._ask(Settle(where), takes=takes)[0].clock
-        self._is_settled = True
+        self._phase = _Phase.SETTLED
 
     def finish(self, *, ends: bool = False) -> None:
         """Settle, and average buffers such as running means over the workers. Collective."""
@@ -183,10 +204,10 @@ class AsyncMethod(CommonBlock):
 
     @contextmanager
     def settled(self, *, shows_all: bool = True) -> Iterator[None]:
-        """Let model and optimizer state be those of the servers inside, to save them. Collective.
+        """Give model and optimizer the state of the servers in the block. Collective.
 
-        ``optimizer.state_dict()`` inside is that of a plain optimizer, for any number of ranks;
-        with ``shows_all`` it also has what servers keep beside that, for ``Downpour``.
+        In the block ``optimizer.state_dict()`` is that of a plain optimizer, for any number of
+        ranks; with ``shows_all`` it includes the additional state of servers, for ``Downpour``.
         """
         self.settle("settled()")
         self._gather_state()
@@ -198,9 +219,9 @@ class AsyncMethod(CommonBlock):
             self._forget_state()
 
     def reload(self) -> None:
-        """Let servers take over what model and optimizer have now, as after loading. Collective.
+        """Send the current model and optimizer state to the servers, after loading. Collective.
 
-        Every rank has loaded both. A method that is made after loading does so by itself.
+        Every rank has loaded both. A new method does this when it is constructed.
         """
         self._require_open()
         self._take_state()
@@ -209,11 +230,11 @@ class AsyncMethod(CommonBlock):
         self.comm.barrier()
 
     def close(self) -> None:
-        """Remove the hooks. Not collective; servers end once all ranks have closed the method."""
-        if self._block is None and self._farewell is not None:
-            self._farewell()
-        elif self._hooks.are_on and not self._is_settled:
-            self._send(Settle("close()"))
+        """Remove the hooks. Local; servers end after all ranks have closed the method."""
+        if self._block is None and self._client.has_peers:
+            self._client.farewell()
+        elif self._hooks.are_on and self._phase is _Phase.STEPPING:
+            self._client.send(Settle("close()"))
         self._hooks.remove()
 
     def _steps_begun(self) -> int:
@@ -225,35 +246,38 @@ class AsyncMethod(CommonBlock):
     def _end_block(self) -> None:
         self.finish(ends=True)
         self._gather_state()
-        self._has_ended = True
+        self._phase = _Phase.ENDED
 
     def _leave_block(self, error: BaseException | None) -> None:
-        self._is_settled |= error is not None  # the others hear of the error
+        if error is not None and self._phase is _Phase.STEPPING:
+            self._phase = _Phase.SETTLED  # the other ranks receive the error
         self.close()
-        if self._farewell is not None and self._farewell.detach():
-            self._messages.leave(self.servers, Leave(""))
+        self._client.leave_settled()
 
-    # -- what methods differ in -----------------------------------------------------------------
+    # -- for methods ----------------------------------------------------------------------------
 
-    _farewell: Farewell | None = None
-    """Lets servers know that this rank sends no more requests; None in a world of one."""
-    _check: StepSync | None = None
-
+    _num_slots = 1
+    """Gradients of this rank that may be in flight at once."""
     _steps_here = False
-    """Whether the optimizer takes its step on this rank, too, before servers are asked."""
+    """Whether the optimizer steps this rank's replica, too, before servers are asked."""
+
+    def _optimizer_of_servers(self, parameters: list[Tensor]) -> Optimizer:
+        """Return the optimizer whose steps the servers take."""
+        del parameters
+        return self.optimizer
 
     def _exchange(self, weight: float, gradients: Sequence[Tensor | None]) -> None:
-        """Do what is due in a step, at this clock, and count it."""
+        """Exchange gradients and values that are due in a step, and count the step."""
         raise NotImplementedError
 
     def _before_settle(self) -> None:
-        """Send what was not sent yet."""
+        """Send gradients that were not sent yet."""
 
     def _show_state(self) -> None:
-        """Let the optimizer have what the one of the servers has, where that is another one."""
+        """Copy the state of another optimizer of the servers into the optimizer."""
 
     def _take_state(self) -> None:
-        """Do the reverse, before servers load."""
+        """Move the state that ``_show_state`` has copied back, before servers load it."""
 
     # -- steps ----------------------------------------------------------------------------------
 
@@ -268,32 +292,32 @@ class AsyncMethod(CommonBlock):
             self._step_by_gradients()
 
     def _step_by_gradients(self) -> None:
-        num_samples, nominal = self._samples
-        self._step([p.grad for p in self._layout.parameters], num_samples / nominal)
+        self._step([p.grad for p in self._layout.parameters], self._samples.weight)
 
     def _step(self, gradients: Sequence[Tensor | None], weight: float) -> None:
         if not self.is_worker:
             raise ConfigError(
-                f"rank {self.comm.rank} is a dedicated server and takes no steps, workers are "
-                f"{self.workers}; write `if method.is_worker:` before the loop, inside the block"
+                f"only workers, ranks {self.workers}, must take steps, but rank {self.comm.rank} "
+                f"is a dedicated server; write `if method.is_worker:` before the loop, inside "
+                f"the block"
             )
-        self.waited_s, self._is_settled = 0.0, False
+        self._client.waited_s, self._phase = 0.0, _Phase.STEPPING
         self._exchange(weight, gradients)
-        self._note_values()
+        self._watch.note()
 
     def _push(self, weight: float, gradients: Sequence[Tensor | None], *, reads: bool) -> int:
-        """Send gradients at this clock, which they end; return their staleness."""
+        """Send the gradients of this clock, and advance it; return their staleness."""
         slot = self._clock % self._num_slots
         has = bytes(grad is not None for grad in gradients)
         groups = self.server_optimizer.param_groups
         settings: Settings = [{k: v for k, v in g.items() if k != "params"} for g in groups]
-        wrong = first_not_finite(self._names, gradients) if weight else ""
-        answers = self._ask(
-            Push(self._clock, slot, weight, has, settings, reads, self._is_counted, wrong),
+        wrong = first_not_finite(self._layout.names, gradients) if weight else ""
+        replies = self._ask(
+            Push(self._clock, slot, weight, has, settings, reads, self._samples.is_set, wrong),
             gradients,
         )
         self._clock += 1
-        staleness = max(answer.staleness for answer in answers)
+        staleness = max(reply.staleness for reply in replies)
         self._histogram.add(staleness, (float(one["lr"]) for one in settings))
         return staleness
 
@@ -303,91 +327,30 @@ class AsyncMethod(CommonBlock):
         gradients: Sequence[Tensor | None] = (),
         *,
         takes: bool = True,
-    ) -> list[Answer]:
-        """Ask all servers, and take the values in their answers; raise what has failed there."""
+    ) -> list[ServerReply]:
+        """Ask all servers, again if ranks were lost and the others continue."""
         while True:
             try:
-                if isinstance(request, Push):
-                    self._layout.fill(self._slots.of(self.comm.rank, request.slot), gradients)
-                answers = self._answers(request)
-                if takes and all(answer.has_values for answer in answers):
-                    self._layout.take(self._slots.of(self.comm.rank, VALUES))
-                self._note_values()
+                replies = self._client.ask(request, gradients, takes=takes)
+                self._watch.note()
                 if isinstance(request, Settle):
-                    self.comm.barrier()  # nobody steps on while others read
+                    self.comm.barrier()  # no rank steps while others read
             except Exception as error:
-                self._go_on(error)
+                self._recover(error)
             else:
-                return answers
-
-    def _answers(self, request: Push | Read | Settle) -> list[Answer]:
-        came: dict[int, Answer] = {}
-        values = self._slots.of(self.comm.rank, VALUES)
-
-        def done() -> bool:
-            for source, answer, tensors in self._messages.replies.receive():
-                came[source] = answer
-                self._error = self._error or answer.error
-                own = self._layout.parts(values, self.servers.index(source)) if tensors else ()
-                for place, tensor in zip(own, tensors, strict=True):
-                    place.copy_(tensor)
-            return self._error is not None or len(came) == len(self.servers)
-
-        if self._error is None:
-            self._send(request)
-            self.waited_s += self._messages.wait(done)
-        if self._error is not None:
-            raise self._error
-        return [*came.values()]
-
-    def _send(self, request: Push | Read | Settle) -> None:
-        for number, rank in enumerate(self.servers):
-            parts: Sequence[Tensor] = ()
-            if isinstance(request, Push) and rank not in self._slots:
-                whole = self._slots.of(self.comm.rank, request.slot)
-                parts = self._layout.parts(whole, number)
-            self._messages.requests.send(rank, request, parts)
-
-    # -- servers --------------------------------------------------------------------------------
-
-    def _connect(self) -> None:
-        """Make memory and messages. Collective."""
-        here, rank = world.current(), self.comm.rank
-        mates = next(ranks for ranks in here.topology.nodes if rank in ranks)
-        self._slots = Slots(self.comm, self._layout, mates, self._num_slots + 1)
-        if self._farewell is not None:
-            self._farewell.detach()
-        self._messages, self._farewell = connected(self._let_go, self.comm, mates, self.servers)
-        if self._farewell is not None:
-            self._check = check_over(here.sets.communicator(global_process_set))
-            self._member = self._check.enter(self)
+                return replies
 
     def _let_go(self) -> None:
         """Remove the hooks at the end of the world."""
         self._hooks.remove()
-        if self._farewell is not None:
-            self._farewell.detach()
+        self._client.cancel_farewell()
 
-    def __del__(self) -> None:
-        """Keep what is compared at the end of the world, see ``StepCounter``."""
-        if self._check is not None and self._check.is_asked:
-            has_values = not self._check.collection.is_running
-            self._check.keep(self._member, self.left(has_values=has_values))
+    def _recover(self, error: Exception, before: Mapping[int, int] | None = None) -> None:
+        """Continue without lost ranks if the world recovers and they had no shard.
 
-    def _start_server(self, make_server: Callable[..., ParameterServer]) -> None:
-        self._server: ParameterServer | None = None
-        if self.comm.rank in self.servers:
-            both = self._layout, self._slots
-            self._server = make_server(self._messages, *both, self._roles, self.server_optimizer)
-        self._load()
-        if self._server is not None:
-            self._server.start()
-
-    def _go_on(self, error: Exception, before: Mapping[int, int] | None = None) -> None:
-        """Go on without lost ranks where the world recovers, and they had no part of the model.
-
-        Collective over those that are left; raises the ``error`` where that cannot be. ``before``
-        are numbers of ranks by those that the server knows, where it has not moved since.
+        Collective over the surviving ranks; raises ``error`` if the world does not recover.
+        ``before`` are current numbers of ranks by the numbers that the server has, if another
+        rank was lost before the server has moved.
         """
         if len(self.servers) == self.comm.size:
             recovery.give_up(error)
@@ -399,31 +362,31 @@ class AsyncMethod(CommonBlock):
         here, left = world.current(), [r for r in range(self.comm.size) if r not in lost]
         now = {rank: number for number, rank in enumerate(left)}
         numbers = now if before is None else {r: now[n] for r, n in before.items() if n in now}
-        self._messages.stop()
-        self.comm, self._presence = here.comm, here.presence
-        self.servers = [now[rank] for rank in self.servers]
-        self.workers = [now[rank] for rank in self.workers if rank in now]
-        self._roles = Roles(self.comm.rank, self.comm.size, self.servers, self.workers)
+        client, self._presence = self._client, here.presence
+        client.move(now)
         try:
             self._enter_again()
-            self._connect()
-        except Exception as another:
-            self._go_on(another, numbers)  # one more has died meanwhile
+            client.reconnect()
+            self._enter_check()
+        except Exception as another:  # one more rank was lost
+            self._recover(another, numbers)
             return
         if self._server is not None:
-            self._server.move(self._messages, self._slots, self._roles, numbers)
+            self._server.move(client.messages, client.slots, client.roles, numbers)
+
+    # -- state of the optimizer -----------------------------------------------------------------
 
     def _load(self) -> None:
-        """Let this rank's server have model and state as they are here, and nobody else."""
+        """Load this rank's server from model and optimizer, and clear the optimizer's state."""
         if self._server is not None:
-            self._server.load(self.server_optimizer)
+            self._server.shard.load(self.server_optimizer)
         self._forget_state()
-        self._note_values()
+        self._watch.note()
 
     def _gather_state(self) -> None:
-        """Put the state that the servers have into the optimizer. Collective, after ``settle``."""
+        """Copy the state of the servers into the optimizer. Collective, after ``settle``."""
         found: dict[int, dict[str, list[Any]]] = defaultdict(lambda: defaultdict(list))
-        own = self._server.state() if self._server is not None else []
+        own = self._server.shard.state() if self._server is not None else []
         for rank in self.servers:
             for number, entries in self.comm.broadcast_object(own, rank):
                 for name, value in entries.items():
@@ -433,7 +396,7 @@ class AsyncMethod(CommonBlock):
             self.server_optimizer.state[self._layout.parameters[number]] = state
 
     def _joined(self, number: int, values: Sequence[Any]) -> Any:
-        """Return an entry of the state of a parameter, of those of its pieces."""
+        """Return an entry of the state of a parameter, from the entries of its ranges."""
         has_elements = isinstance(values[0], Tensor) and values[0].dim()
         return self._layout.shaped(number, torch.cat([*values])) if has_elements else values[0]
 
@@ -443,58 +406,65 @@ class AsyncMethod(CommonBlock):
 
     # -- checks ---------------------------------------------------------------------------------
 
+    def _enter_check(self) -> None:
+        """Join the comparison of ranks at the end of the world."""
+        if self._client.has_peers:
+            sets = world.current().sets
+            self._check = check_over(sets.communicator(global_process_set))
+            self._member = self._check.enter(self)
+
+    def __del__(self) -> None:
+        """Keep the values for the comparison at the end of the world, see ``StepCounter``."""
+        if self._check is not None and self._check.is_asked:
+            has_values = not self._check.collection.is_running
+            self._check.keep(self._member, self.left(has_values=has_values))
+
     @property
     def steps(self) -> "AsyncMethod":
-        """Whose last step is compared when ranks take leave: see ``left``."""
+        """The object whose ``left`` is compared at the end of the world."""
         return self
 
     def left(self, *, has_values: bool = True) -> dict[str, str]:
-        """Return what ranks have that did not settle, and that must be alike; not collective."""
-        if self._is_settled or not self.is_compared:
+        """Return what must be equal between ranks that did not settle. Local."""
+        if self._phase is not _Phase.STEPPING or not self.is_compared:
             return {}
         how = f"{type(self).__name__}, whose block has not ended, by `with` or settle(), on all"
-        values = zip(self._names, self._layout.parameters, strict=True)
+        values = zip(self._layout.names, self._layout.parameters, strict=True)
         hashes = value_hashes(dict(values)) if has_values else {}
         return {f"the number of steps of {how}": str(self._clock)} | {
             f"{one} of {how}": text for one, text in hashes.items()
         }
 
     def stand_in(self, agreement: StepAgreement) -> None:
-        """Do nothing: its steps are opened by no message."""
+        """No-op: no message opens the steps of this method."""
 
     def _describe(self, arguments: Mapping[str, object]) -> list[str]:
         lines = [f"{name}={value}" for name, value in arguments.items()]
-        every = zip(self._names, self._layout.parameters, self._layout.describe(), strict=True)
-        for name, p, about in every:
+        every = zip(self._layout.parameters, self._layout.describe(), strict=True)
+        for p, about in every:
             state = self.server_optimizer.state.get(p, {})
             step = f" of step {float(state['step']):g}" if "step" in state else ""
-            lines.append(f"{name} {about}, state {sorted(state) or None}{step}")
+            lines.append(f"{about}, state {sorted(state) or None}{step}")
         return [f"optimizer {type(self.optimizer).__qualname__}", *lines]
 
-    def _note_values(self) -> None:
-        self._known = self._identities()
-
-    def _identities(self) -> list[tuple[int, int]]:
-        return [(p._version, p.data_ptr()) for p in self._layout.parameters]  # noqa: SLF001 - autograd's
-
     def _require_open(self) -> None:
-        if self._has_ended or (self._farewell is not None and not self._farewell.alive):
+        if self._phase is _Phase.ENDED or not self._client.is_open:
             raise ConfigError(
-                f"the block of {type(self).__name__} has ended, and model and optimizer have all "
-                f"that servers had; save and load them as plain ones, or call settle(), "
-                f"settled(), finish() and reload() before its end; make another method to go on"
+                f"the block of {type(self).__name__} has ended, and model and optimizer have the "
+                f"values and the state of the servers; save and load them as plain ones, or call "
+                f"settle(), settled(), finish() and reload() before its end; make another method "
+                f"to continue"
             )
 
     def _require_untouched(self) -> None:
-        """Raise if somebody else has written what the servers would not know of."""
-        both = zip(self._names, self._known, self._identities(), strict=True)
-        written = [name for name, was, now in both if was != now]
-        pairs = zip(self._names, self._layout.parameters, strict=True)
+        """Raise ``ConfigError`` after writes that the servers do not know of."""
+        written = self._watch.written()
+        pairs = zip(self._layout.names, self._layout.parameters, strict=True)
         loaded = [name for name, p in pairs if self.server_optimizer.state.get(p)]
         if found := written or loaded:
             what = "parameters were" if written else "state of the optimizer was"
             raise ConfigError(
-                f"values and state lie on the servers, and {what} changed outside of step() "
-                f"({', '.join(found[:3])}), which they do not know of; load before "
+                f"values and state must change in step() only, since servers store them, but "
+                f"{what} changed outside of step() ({', '.join(found[:3])}); load before "
                 f"{type(self).__name__} is made, or call reload() after loading, on every rank"
             )

@@ -1,4 +1,4 @@
-"""``AsyncSGD`` and ``Downpour``: servers apply each gradient as it comes."""
+"""``AsyncSGD`` and ``Downpour``: servers apply each gradient when it arrives."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -11,25 +11,26 @@ from torch.optim import Optimizer
 
 from hpctrain.async_sgd.async_method import AsyncMethod
 from hpctrain.async_sgd.requirements import Servers, bound_of
-from hpctrain.async_sgd.server import ParameterServer, Push, Read, renumbered
+from hpctrain.async_sgd.server import ParameterServer, renumbered
+from hpctrain.async_sgd.server_messages import Push, Read
 from hpctrain.core.checks import Amount, Count, Number, checked
 
-_OF_SERVER = "server_"  # begins the names of what servers keep, in the optimizer's state
-_GONE = -1  # the worker whose updates are those of all that have died
+_OF_SERVER = "server_"  # prefix of entries of the servers' state in the optimizer's state
+_LOST = -1  # key of the updates of all lost workers
 
 
 class AsyncSGD(AsyncMethod):
-    """Lets each worker send its gradient and go on with the values of that moment.
+    """Applies each worker's gradient when it arrives; the worker continues with current values.
 
-    Servers take the optimizer's step by each single gradient. A gradient's staleness is the
+    Servers take the optimizer's step by each single gradient. The staleness of a gradient is the
     number of updates by other workers between the reading of its values and its application, as
-    ``staleness_histogram`` counts it; the learning rate is divided by it, so that what is old
-    counts for less. With N workers N gradients are applied in the time of one synchronous step,
-    each with a whole learning rate: take a smaller one than for a mean of N.
+    ``staleness_histogram`` counts it; the learning rate is divided by it. With N workers N
+    gradients are applied in the time of one synchronous step, each with the whole learning rate:
+    use a smaller one than for a mean of N.
 
-    Each server divides by the staleness of its own part of the parameters, as gradients may come
-    to several servers in another order; the histogram counts the largest of them. With
-    ``servers=1`` there is one order, and one staleness.
+    Each server divides by the staleness of its own shard, since gradients may arrive at several
+    servers in different orders; the histogram counts the largest staleness. With ``servers=1``
+    there is one order, and one staleness.
 
     Source: Zhang et al. 2016, "Staleness-aware async-SGD for distributed deep learning", IJCAI.
     """
@@ -44,12 +45,12 @@ class AsyncSGD(AsyncMethod):
         servers: Servers = None,
         curvature: float | None = None,
     ) -> None:
-        """Give all ranks the model of rank 0, start the servers, hook the optimizer. Collective.
+        """Broadcast the model of rank 0, start the servers, hook the optimizer. Collective.
 
         Args:
             model: with equal parameters and buffers on every rank.
-            optimizer: a plain one of torch that steps every element by itself; its state lies on
-                the servers, its settings may differ between ranks.
+            optimizer: a plain optimizer of torch that steps each element separately; the servers
+                store its state, and its settings may differ between ranks.
             staleness_aware: divide the learning rate of a gradient by its staleness, where that
                 is above 1.
             most_ahead: steps that a worker may be ahead of the slowest one; None for any number.
@@ -59,15 +60,14 @@ class AsyncSGD(AsyncMethod):
         Raises:
             ConfigError: an argument is not valid; on every rank.
         """
+        bound = bound_of(most_ahead)
         super().__init__(
             model,
             optimizer,
-            make_server=partial(
-                ImmediateServer, scales_rate=staleness_aware, bound=bound_of(most_ahead)
-            ),
+            make_server=partial(ImmediateServer, scales_rate=staleness_aware, bound=bound),
             servers=servers,
             curvature=curvature,
-            alike={"staleness_aware": staleness_aware, "most_ahead": most_ahead},
+            same={"staleness_aware": staleness_aware, "most_ahead": most_ahead},
         )
 
     def _exchange(self, weight: float, gradients: Sequence[Tensor | None]) -> None:
@@ -75,26 +75,26 @@ class AsyncSGD(AsyncMethod):
 
 
 class Downpour(AsyncMethod):
-    """Lets replicas train by themselves, and tell servers what they have seen now and then.
+    """Trains a replica on each rank, and exchanges gradients and values with servers periodically.
 
-    Each step the optimizer steps this rank's replica, and the gradient is added to what has
-    accrued. Every ``n_push`` steps that goes to the servers, which take a step of Adagrad by it
-    as it comes; every ``n_fetch`` steps the replica is replaced by the servers' values. The
-    squares that Adagrad sums lie on the servers, as asynchrony is stable by their rates. Inside of
-    ``settled()`` they are in the state of the optimizer, as ``server_sum``: who saves that and
-    loads it before a new ``Downpour`` is made, or calls ``reload()``, goes on with them, and
-    without another warm-up.
+    In each step the optimizer steps this rank's replica, and the gradient is accumulated. Every
+    ``n_push`` steps the sum is sent to the servers, which take a step of Adagrad by it when it
+    arrives; every ``n_fetch`` steps the replica is replaced by the servers' values. The servers
+    store Adagrad's sums of squares, whose rates keep asynchronous training stable. Inside of
+    ``settled()`` the sums are in the state of the optimizer, as ``server_sum``: if that state is
+    loaded before a new ``Downpour`` is made, or before ``reload()``, training continues with
+    them, without another warm-up.
 
-    ``staleness_histogram`` counts, for each push, updates by others since the last fetch.
+    ``staleness_histogram`` counts, for each push, updates by other workers since the last fetch.
 
     Source: Dean et al. 2012, "Large scale distributed deep networks", NeurIPS, Algorithm 7.1.
     """
 
     _steps_here = True
-    _joins = False  # whether this rank waits for the first one before it begins
+    _joins = False  # whether this rank waits for the warm-up of the first worker
     _num_steps = 0
 
-    def __init__(  # noqa: PLR0913 - what a user may choose
+    def __init__(  # noqa: PLR0913 - keyword options of users
         self,
         model: nn.Module,
         optimizer: Optimizer,
@@ -107,18 +107,18 @@ class Downpour(AsyncMethod):
         servers: Servers = None,
         curvature: float | None = None,
     ) -> None:
-        """Give all ranks the model of rank 0, start the servers, hook the optimizer. Collective.
+        """Broadcast the model of rank 0, start the servers, hook the optimizer. Collective.
 
         Args:
             model: with equal parameters and buffers on every rank.
-            optimizer: what steps a replica between two fetches, a plain one of torch; its state
-                is the replica's own.
+            optimizer: a plain optimizer of torch that steps the replica between two fetches; each
+                rank has its own state.
             n_push: steps between two pushes.
             n_fetch: steps between two fetches.
             rate: learning rate of Adagrad on the servers.
-            warmup_steps: steps of the first worker alone before the others take their first one:
-                their first forward waits. A gradient by no forward of ``model`` counts all the
-                same, though its values are from before.
+            warmup_steps: steps of the first worker alone, before the first step of the others,
+                whose first forward waits. A gradient without a forward of ``model`` counts too,
+                although its values are older.
             most_ahead: pushes that a worker may be ahead of the slowest one when it fetches; None
                 for any number.
             servers: as for ``StaleSynchronous``.
@@ -131,24 +131,26 @@ class Downpour(AsyncMethod):
         for name, number in numbers.items():
             checked(name, number, Count if name == "warmup_steps" else Number)
         checked("rate", rate, Amount)
-        self._n_push, self._n_fetch = n_push, n_fetch
-        warmup = -(-warmup_steps // n_push)  # in pushes
+        self._n_push, self._n_fetch, self._rate = n_push, n_fetch, rate
+        bound, warmup = bound_of(most_ahead), -(-warmup_steps // n_push)  # in pushes
         super().__init__(
             model,
             optimizer,
-            make_server=partial(ImmediateServer, bound=bound_of(most_ahead), warmup=warmup),
+            make_server=partial(ImmediateServer, bound=bound, warmup=warmup),
             servers=servers,
             curvature=curvature,
-            alike=numbers | {"rate": rate, "most_ahead": most_ahead},
-            server_optimizer=partial(torch.optim.Adagrad, lr=rate),
+            same=numbers | {"rate": rate, "most_ahead": most_ahead},
         )
         self._accrued: list[Tensor | None] = [None] * len(self._layout.parameters)
         if warmup_steps and not self._is_resumed and self.comm.rank in self.workers[1:]:
             self._joins = True
             self._hooks.add(model.register_forward_pre_hook(self._join))
 
+    def _optimizer_of_servers(self, parameters: list[Tensor]) -> Optimizer:
+        return torch.optim.Adagrad(parameters, lr=self._rate)
+
     def _join(self, *_: object) -> None:
-        """Wait until the first worker is warm, once."""
+        """Wait once, until the first worker has warmed up."""
         if self._joins:
             self._require_untouched()
             self._ask_once()
@@ -160,7 +162,7 @@ class Downpour(AsyncMethod):
 
     @torch.no_grad()
     def _exchange(self, weight: float, gradients: Sequence[Tensor | None]) -> None:
-        self._ask_once()  # where no forward has waited: the gradient is of older values
+        self._ask_once()  # without a forward the gradient is of older values
         self._num_steps += 1
         for number, grad in enumerate(gradients):
             if grad is None or not weight:
@@ -185,14 +187,14 @@ class Downpour(AsyncMethod):
         if any(grad is not None for grad in self._accrued):
             self._push_accrued(reads=False)
 
-    # -- what servers keep, in the state of the replica's optimizer -----------------------------
+    # -- state of the servers in the replica's optimizer ----------------------------------------
 
     def _show_state(self) -> None:
         for p in self._layout.parameters:
             if kept := self.server_optimizer.state.get(p):
                 shown = {_OF_SERVER + name: value for name, value in kept.items()}
                 shown[_OF_SERVER + "step"] = float(kept["step"])  # no tensor to cast
-                # A dictionary of its own: one that was saved does not change.
+                # A new dictionary: one that was saved must not change.
                 self.optimizer.state[p] = {**self.optimizer.state.get(p, {}), **shown}
 
     def _take_state(self) -> None:
@@ -219,7 +221,7 @@ class Downpour(AsyncMethod):
         return {k.removeprefix(_OF_SERVER): v for k, v in shown.items()}
 
     def _load(self) -> None:
-        """Begin no warm-up where sums were loaded."""
+        """Load the servers; loaded sums of squares replace the warm-up."""
         super()._load()
         if self._is_resumed:
             self._joins = False
@@ -228,15 +230,15 @@ class Downpour(AsyncMethod):
 
 
 class ImmediateServer(ParameterServer):
-    """Applies each gradient as it comes."""
+    """Applies each gradient when it arrives."""
 
     def __init__(self, *args: Any, scales_rate: bool = False, **options: Any) -> None:
-        """Take what ``ParameterServer`` takes, and whether staleness divides the rate."""
+        """Pass arguments to ``ParameterServer``; ``scales_rate`` divides rates by staleness."""
         super().__init__(*args, **options)
         self._scales_rate = scales_rate
         self._num_updates = Counter[int]()  # by worker
-        self._seen = Counter[int]()  # updates of others that each one's values have
-        self._staleness = Counter[int]()  # of the last gradient of each
+        self._seen = Counter[int]()  # updates of others in the values of each worker
+        self._staleness = Counter[int]()  # of the last gradient of each worker
 
     def _push(self, source: int, push: Push) -> int:
         staleness = self._updates_of_others(source) - self._seen[source]
@@ -244,7 +246,7 @@ class ImmediateServer(ParameterServer):
         if self._scales_rate and staleness > 1:
             settings = [{**one, "lr": one["lr"] / staleness} for one in settings]
         if push.weight:
-            self._step([push], settings)
+            self.shard.step([push], settings)
             self._num_updates[source] += 1
         self._staleness[source] = staleness
         return staleness
@@ -252,7 +254,7 @@ class ImmediateServer(ParameterServer):
     def _read(self, source: int, clock: int, out: Sequence[Tensor]) -> int:
         del clock
         self._seen[source] = self._updates_of_others(source)
-        self._copy_to(out)
+        self.shard.copy_to(out)
         return self._staleness[source]
 
     def _renumber(self, numbers: Mapping[int, int]) -> None:
@@ -261,7 +263,7 @@ class ImmediateServer(ParameterServer):
             left = renumbered(counts, numbers)
             counts.clear()
             counts.update(left)
-        self._num_updates[_GONE] = total - self._num_updates.total()  # values have them
+        self._num_updates[_LOST] = total - self._num_updates.total()  # they are in the values
 
     def _updates_of_others(self, worker: int) -> int:
         return self._num_updates.total() - self._num_updates[worker]

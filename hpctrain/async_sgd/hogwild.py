@@ -12,29 +12,31 @@ from hpctrain.collectives.parameters import broadcast_parameters
 from hpctrain.comm.agreement import agreed, raise_if_any, require_equal
 from hpctrain.comm.common_block import CommonBlock
 from hpctrain.core.errors import ConfigError, NotFiniteError
+from hpctrain.core.torch_compat import version_of
 from hpctrain.runtime import world
 
 
 class LostUpdates(NamedTuple):
-    """What concurrent steps have overwritten, as far as sums can tell."""
+    """Updates that concurrent steps have overwritten, estimated from sums."""
 
     components: int
-    """Elements of parameters that have lost at least one update: each counts once."""
-    updates: int  # single elements that all ranks have stepped
-    share: float  # sum of what is missing over the sum of all steps, absolute values
+    """Elements of parameters that have lost at least one update."""
+    updates: int  # elements in the steps of all ranks
+    share: float  # sum of missing updates over the sum of all updates, absolute values
 
 
 class Hogwild(CommonBlock):
-    """Lets the ranks of one node step on the same parameters at any time.
+    """Lets the ranks of one node step shared parameters concurrently, without locks.
 
-    Parameters lie once in node memory. A step adds ``-lr * gradient`` to the elements that the
-    gradient has, row by row where it is sparse, and touches no others. Forward and backward read
-    while others write. Nothing is locked and no addition is atomic: two ranks that step one
-    element at the same moment may lose one of the updates. Only the store of a single aligned
-    element is whole, by the processor: a reader sees old or new numbers, never half of one.
+    Node memory has one copy of the parameters. A step adds ``-lr * gradient`` to the elements of
+    the gradient, row by row if it is sparse, and changes no others. Ranks read parameters while
+    other ranks write. Additions are not atomic: if two ranks step one element at the same moment,
+    one of the updates may be lost. Stores of single aligned elements are atomic: a reader sees the
+    old or the new number.
 
-    Made for sparse gradients, of ``nn.Embedding(sparse=True)`` for instance, where ranks rarely
-    meet. On dense models it is out of the theory, and caches bounce.
+    It is meant for sparse gradients, for instance of ``nn.Embedding(sparse=True)``, in which ranks
+    rarely step the same elements. For dense models the theory does not hold, and cache lines move
+    between cores in every step.
 
     Source: Recht et al. 2011, "Hogwild!: a lock-free approach to parallelizing stochastic
     gradient descent", NeurIPS.
@@ -47,7 +49,7 @@ class Hogwild(CommonBlock):
             model: with equal parameters on every rank, on the CPU.
             optimizer: ``torch.optim.SGD`` without momentum and weight decay, whose steps add up
                 in any order; its learning rate may change, and differ between ranks.
-            counts: whether ``lost_updates()`` can tell what was lost: each rank keeps the sum of
+            counts: whether ``lost_updates()`` is available: each rank keeps the sum of
                 its steps, a copy of the parameters in float64.
 
         Raises:
@@ -74,7 +76,7 @@ class Hogwild(CommonBlock):
             p: torch.zeros([*p.shape[:1], *[1] * (p.dim() - 1)], dtype=torch.float64)
             for p in counted
         }
-        """Of each row, the sum over steps of its largest number, which bounds their rounding."""
+        """For each row the sum over steps of its largest number, which bounds its rounding."""
         self._updates = 0
         self._places = {p: self._share(p) for p in self._names}
         self._comm.barrier()
@@ -82,7 +84,7 @@ class Hogwild(CommonBlock):
         self._versions = self._versions_now()
 
     def lost_updates(self) -> LostUpdates:
-        """Compare the parameters with the sum of all ranks' steps. Collective; nobody steps then.
+        """Compare the parameters with the sum of all ranks' steps. Collective, between steps.
 
         Raises:
             ConfigError: ``counts`` is off, or a rank has written to parameters by other means
@@ -90,14 +92,14 @@ class Hogwild(CommonBlock):
             NotFiniteError: parameters are not finite; on every rank.
         """
         if self._own.keys() != self._names.keys():
-            raise ConfigError("lost updates are known with counts=True alone; make Hogwild so")
+            raise ConfigError("lost_updates() needs counts=True; make Hogwild with it")
         self._comm.barrier()
         self._require_countable()
         components, missing, moved = 0, 0.0, 0.0
         for p, own in self._own.items():
             total, weight = self._comm.allreduce(own), self._comm.allreduce(own.abs())
             gap = (self._first[p] + total - p.detach().double()).abs()
-            # Each step rounds by half an ulp of what it writes, and so does the sum of steps.
+            # Each step rounds by half an ulp of the result, and so does the sum of steps.
             noise = 4 * (self._first[p].abs() + weight) + self._comm.allreduce(self._sizes[p])
             noise *= torch.finfo(p.dtype).eps
             components += int((gap > noise).sum())
@@ -108,7 +110,7 @@ class Hogwild(CommonBlock):
         return LostUpdates(components, updates, missing / moved if moved else 0.0)
 
     def _versions_now(self) -> dict[Tensor, int]:
-        return {p: p._version for p in self._names}  # noqa: SLF001 - autograd's
+        return {p: version_of(p) for p in self._names}
 
     def _require_countable(self) -> None:
         """Raise on all ranks unless steps alone have moved the parameters, to numbers."""
@@ -116,21 +118,21 @@ class Hogwild(CommonBlock):
         written = [name for p, name in self._names.items() if now[p] != self._versions[p]]
         wrong = [name for p, name in self._names.items() if not p.detach().isfinite().all()]
         text = (
-            f"lost updates are the difference between parameters and the sum of steps, and "
+            f"lost_updates() needs parameters that only steps have changed, but "
             f"{', '.join(written[:3])} changed outside of step(); load before Hogwild is made, or "
             f"end the block and make another one after loading"
         )
         raise_if_any(self._comm.allgather_object(text if written else None), ConfigError)
         text = (
-            f"lost updates are told of finite parameters, {', '.join(wrong[:3])} have nan or inf; "
-            f"take a smaller learning rate"
+            f"lost_updates() needs finite parameters, but {', '.join(wrong[:3])} have nan or inf; "
+            f"use a smaller learning rate"
         )
         raise_if_any(self._comm.allgather_object(text if wrong else None), NotFiniteError)
 
     def close(self) -> None:
-        """Give each rank parameters of its own, as they are, and remove the hooks. Collective."""
+        """Give each rank a private copy of the parameters, and remove the hooks. Collective."""
         if self._hooks.are_on:
-            self._comm.barrier()  # nobody steps any more
+            self._comm.barrier()  # after the last step of every rank
             self._unhook()
             self._comm.barrier()
 
@@ -143,11 +145,12 @@ class Hogwild(CommonBlock):
     def _end_block(self) -> None:
         self.close()
 
-    def _leave_block(self, error: BaseException | None) -> None:  # noqa: ARG002 - of others
+    def _leave_block(self, error: BaseException | None) -> None:
+        del error  # the same after an error
         self._unhook()
 
     def _share(self, p: Tensor) -> int:
-        """Let a parameter of all ranks be that of rank 0, in node memory. Collective."""
+        """Move a parameter of rank 0 to node memory, for all ranks. Collective."""
         bucket = self._comm.new_bucket(p.numel(), p.dtype)
         home = (bucket.peers or (bucket.flat,))[0].view(p.shape)
         if self._comm.rank == 0:
@@ -158,27 +161,27 @@ class Hogwild(CommonBlock):
     @torch.no_grad()
     def _on_step(self) -> None:
         if self._presence is not None:
-            self._presence.check(())  # who waits for nobody learns here of one that died
+            self._presence.check(())  # no other call finds lost ranks here
         self._check_settings()
         self._check_parameters()
         if wrong := first_not_finite(self._names.values(), [p.grad for p in self._names]):
             raise NotFiniteError(
                 f"gradients must be finite, but that of {wrong} is not on rank {self._comm.rank}; "
-                f"go back to a checkpoint with a smaller learning rate, or leave such a step out"
+                f"return to a checkpoint with a smaller learning rate, or leave such a step out"
             )
         for group in self.optimizer.param_groups:
             for p in group["params"]:
                 if p.grad is not None and p in self._names:
                     if p.data_ptr() != self._places[p]:
                         raise ConfigError(
-                            "parameters of Hogwild stay where they are in node memory, one was "
+                            "parameters of Hogwild must remain in node memory, but one was "
                             "replaced; change values in place"
                         )
                     self._add(p, p.grad, group["lr"] * (1 if group["maximize"] else -1))
 
     def _add(self, p: Tensor, grad: Tensor, factor: float) -> None:
-        """Add to the elements that a gradient has, one by one."""
-        before = p._version  # noqa: SLF001 - autograd's
+        """Add to the elements of a gradient."""
+        before = version_of(p)
         grad = grad.coalesce() if grad.is_sparse else grad
         values = (grad.values() if grad.is_sparse else grad) * float(factor)
         rows = grad.indices()[0] if grad.is_sparse else ...
@@ -190,19 +193,19 @@ class Hogwild(CommonBlock):
             if p in self._own and into.dtype is p.dtype and values.numel():  # else it rounds finer
                 self._sizes[p][rows] += _largest(into[rows])
         self._updates += values.numel()
-        self._versions[p] += p._version - before  # noqa: SLF001
+        self._versions[p] += version_of(p) - before
 
     def _check(self, num_nodes: int) -> None:
         if type(self.optimizer) is not SGD:
             raise ConfigError(
-                f"Hogwild takes torch.optim.SGD, whose steps add up in any order, got "
-                f"{type(self.optimizer).__name__}; take that, or AsyncSGD"
+                f"Hogwild needs torch.optim.SGD, whose steps add up in any order, got "
+                f"{type(self.optimizer).__name__}; use it, or AsyncSGD"
             )
         self._check_settings()
         if num_nodes > 1 or (self._comm.size > 1 and self._comm.node is None):
             raise ConfigError(
-                f"Hogwild is for ranks that share memory, these are on {num_nodes} nodes or share "
-                f"none; run it on one node, or take AsyncSGD or Downpour"
+                f"the ranks of Hogwild must share memory, but they are on {num_nodes} nodes or "
+                f"share none; run it on one node, or use AsyncSGD or Downpour"
             )
         if any(p.device.type != "cpu" for p in self.model.parameters()):
             raise ConfigError("Hogwild needs parameters on the CPU; move the model there")
@@ -211,9 +214,9 @@ class Hogwild(CommonBlock):
         for group in self.optimizer.param_groups:
             if group["momentum"] or group["weight_decay"]:
                 raise ConfigError(
-                    f"Hogwild steps touch the elements of their gradient alone, so momentum and "
-                    f"weight_decay are 0, got {group['momentum']} and {group['weight_decay']}; "
-                    f"leave them out"
+                    f"steps of Hogwild change only the elements of their gradient, so momentum "
+                    f"and weight_decay must be 0, got {group['momentum']} and "
+                    f"{group['weight_decay']}; leave them out"
                 )
 
     def _check_parameters(self) -> None:
@@ -226,10 +229,10 @@ class Hogwild(CommonBlock):
             )
         if num_others := sum(p not in self._names for p in trained):
             raise ConfigError(
-                f"Hogwild steps what lay in node memory at the start, trained parameters of the "
-                f"model, and {num_others} of {len(trained)} in the optimizer are others; give a "
-                f"model that has all, end the block before parameters are added or unfrozen, and "
-                f"begin another one"
+                f"parameters of the optimizer must be trained ones of the model at the start of "
+                f"the block, but {num_others} of {len(trained)} in the optimizer are not; pass "
+                f"a model that has all, or end the block before parameters are added or "
+                f"unfrozen, and begin another one"
             )
 
 

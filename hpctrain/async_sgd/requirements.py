@@ -1,7 +1,7 @@
 """Requirements of methods that hook a plain optimizer: model, optimizer, servers and numbers."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -11,6 +11,7 @@ from hpctrain.async_sgd.step_hooks import require_unhooked
 from hpctrain.comm.mpi_library import calls_from_threads
 from hpctrain.core.checks import Count, checked
 from hpctrain.core.errors import ConfigError
+from hpctrain.core.torch_compat import values_of
 from hpctrain.gradients.elementwise import is_known_as
 from hpctrain.gradients.optimizer import require_plain
 
@@ -18,7 +19,7 @@ Servers = int | Sequence[int] | None
 
 
 class Roles(NamedTuple):
-    """Who serves and who works, the same on every rank; and which one this is."""
+    """The ranks that serve and that work, the same on every rank, and this rank."""
 
     rank: int
     size: int
@@ -27,7 +28,7 @@ class Roles(NamedTuple):
 
     @classmethod
     def of(cls, servers: Servers, rank: int, size: int) -> "Roles":
-        """Return them as ``servers`` says; raises ``ConfigError`` where that cannot be."""
+        """Return the roles for ``servers``; raises ``ConfigError`` if it is not valid."""
         everyone = [*range(size)]
         if servers is None or size == 1:
             return cls(rank, size, everyone, everyone)
@@ -36,49 +37,56 @@ class Roles(NamedTuple):
         is_list = not isinstance(servers, int) and len({*ranks}) == len(ranks) > 0
         if not (is_number or (is_list and {*ranks} < {*everyone})):
             raise ConfigError(
-                f"servers is None for all ranks, a number of dedicated ranks (the last ones), or "
-                f"a list of them, each once, and leaves a worker, got {servers!r} of {size} ranks"
+                f"servers must be None for all ranks, a number of dedicated ranks (the last "
+                f"ones), or a list of distinct ranks, and leave a worker, got {servers!r} of "
+                f"{size} ranks"
             )
         return cls(rank, size, ranks, [r for r in everyone if r not in ranks])
 
+    def moved(self, rank: int, numbers: Mapping[int, int]) -> "Roles":
+        """Return the roles of ``rank`` and other surviving ranks, by their new numbers."""
+        servers = [numbers[each] for each in self.servers]
+        workers = [numbers[each] for each in self.workers if each in numbers]
+        return Roles(rank, len(numbers), servers, workers)
+
 
 def require_hookable(name: str, model: object, optimizer: object) -> None:
-    """Raise ``ConfigError`` unless these are a module and a plain optimizer that nobody hooks."""
+    """Raise ``ConfigError`` unless these are a module and a plain optimizer without a method."""
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"model is a torch.nn.Module, got {type(model).__name__}; give that")
+        raise ConfigError(f"model must be a torch.nn.Module, got {type(model).__name__}; pass one")
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(
-            f"optimizer is one of torch.optim, got {type(optimizer).__name__}; make one of the "
-            f"model's parameters"
+            f"optimizer must be one of torch.optim, got {type(optimizer).__name__}; pass one of "
+            f"the model's parameters"
         )
     require_plain(name, optimizer)
     require_unhooked(name, optimizer)
 
 
 def require_servable(name: str, model: nn.Module, optimizer: Optimizer) -> None:
-    """Raise ``ConfigError`` unless servers can have, and step, what the optimizer trains."""
+    """Raise ``ConfigError`` unless servers can step the parameters of the optimizer."""
     require_hookable(name, model, optimizer)
     trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     strangers = {*map(id, trained)} - {*map(id, model.parameters())}
     away = ", ".join(sorted({p.device.type for p in trained} - {"cpu"}))
     refusals = {
-        f"{name} cuts parameters over servers, so the optimizer must step every element by "
-        f"itself, and whether {type(optimizer).__qualname__} does is not known; take SGD, Adam, "
-        f"AdamW or another such, or say so by elementwise = True in a class of your own": (
+        f"{name} divides parameters between servers, so the optimizer must step each element "
+        f"separately, and it is not known whether {type(optimizer).__qualname__} does; use SGD, "
+        f"Adam, AdamW or a similar one, or set elementwise = True in your class": (
             not is_known_as("elementwise", optimizer)
         ),
-        f"the optimizer has the parameters of the model, {len(strangers)} of {len(trained)} are "
-        f"not in it; give the module that has them all": bool(strangers),
-        f"{name} needs trained parameters of floating point numbers": (
+        f"the parameters of the optimizer must be in the model, but {len(strangers)} of "
+        f"{len(trained)} are not; pass the module that has all of them": bool(strangers),
+        f"{name} needs trained parameters of floating-point numbers; unfreeze some": (
             not trained or any(not p.is_floating_point() for p in trained)
         ),
-        f"{name} needs parameters on the CPU, where its servers have them, got some on {away}; "
-        f"move them there, or take DistributedOptimizer or LocalSGD": bool(away),
-        f"{name} takes no step that is differentiated, got differentiable=True; leave it out": (
+        f"{name} needs parameters on the CPU, in the memory of its servers, got some on {away}; "
+        f"move them there, or use DistributedOptimizer or LocalSGD": bool(away),
+        f"{name} needs a step that is not differentiated, got differentiable=True; leave it out": (
             any(group.get("differentiable") for group in optimizer.param_groups)
         ),
         f"{name} needs an MPI that several threads may call at once (THREAD_MULTIPLE); see "
-        f"hpctrain doctor, or take DistributedOptimizer": not calls_from_threads(),
+        f"hpctrain doctor, or use DistributedOptimizer": not calls_from_threads(),
     }
     for refusal, is_due in refusals.items():
         if is_due:
@@ -86,17 +94,16 @@ def require_servable(name: str, model: nn.Module, optimizer: Optimizer) -> None:
 
 
 def first_not_finite(names: Iterable[str], gradients: Iterable[Tensor | None]) -> str:
-    """Return the name of the first gradient that is NaN or infinite somewhere; empty for none."""
+    """Return the name of the first gradient that has NaN or inf; empty without one."""
     for name, grad in zip(names, gradients, strict=True):
-        values = grad._values() if grad is not None and grad.is_sparse else grad  # noqa: SLF001
-        if values is None or not values.numel() or values.abs().max().isfinite():
-            continue
-        return name
+        values = None if grad is None else values_of(grad)
+        if values is not None and values.numel() and not values.abs().max().isfinite():
+            return name
     return ""
 
 
 def bound_of(most_ahead: int | None) -> float:
-    """Return how far a worker may be ahead, infinitely for None; raises ``ConfigError``."""
+    """Return the steps that a worker may be ahead, inf for None; raises ``ConfigError``."""
     if most_ahead is None:
         return math.inf
     checked("most_ahead", most_ahead, Count)

@@ -1,4 +1,4 @@
-"""Copies of the rows of other nodes that are looked up most often."""
+"""Copies of frequently read rows of other nodes."""
 
 from typing import NamedTuple, TypeAlias
 
@@ -8,19 +8,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 Numbers: TypeAlias = NDArray[np.int64]
-_DECAY = 0.99  # of scores, at each lookup of others
+_DECAY = 0.99  # of scores, at each lookup of other rows
 _NEVER = -(1 << 62)
 
 
 class CacheReport(NamedTuple):
-    """What copies have saved so far."""
+    """The savings of a cache so far."""
 
     lookups: int
-    """Rows of other nodes that were looked up, each once for each node and lookup."""
+    """Rows of other nodes that were read, once for each node and lookup."""
     hits: int
-    """Those of them of which there was a copy."""
+    """Reads of rows that had a copy."""
     bytes_saved: int
-    """Bytes of ids and rows that did not travel for it."""
+    """Bytes of ids and rows that were not sent."""
 
     @property
     def hit_rate(self) -> float:
@@ -29,17 +29,17 @@ class CacheReport(NamedTuple):
 
 
 class RowCache:
-    """Copies of some rows, each of which counts for so many steps. Not collective.
+    """A direct-mapped cache of rows, which expire after some steps. Local.
 
-    As a direct-mapped cache it has one place for all rows that are equal modulo its size. A row
-    stays while its score is at least 1: one for each lookup of it, which decays with each lookup
-    of others of its place.
+    Rows that are equal modulo the size of the cache have one place. A row remains while its score
+    is at least 1: each of its lookups adds 1, and each lookup of another row of its place reduces
+    it.
 
     Source of the score: Lee et al. 2001, IEEE Trans. Computers 50 (recency and frequency).
     """
 
     clock = 0
-    """Steps that were begun since the table was made."""
+    """Steps begun since the table was made."""
 
     def __init__(self, num_rows: int, max_age: int, dim: int, dtype: torch.dtype) -> None:
         self._max_age, self._row_bytes = max_age, 8 + dim * dtype.itemsize  # of number and row
@@ -49,10 +49,10 @@ class RowCache:
         self.report, self._versions = CacheReport(0, 0, 0), list[float]()
 
     def find(self, rows: Numbers, versions: list[float], *, exact: bool) -> NDArray[np.bool_]:
-        """Return of which rows, each once, there are copies that count.
+        """Return which of some distinct rows have a valid copy.
 
-        Those from before the last change of ``versions`` do not, and, where it must be ``exact``,
-        those of former steps.
+        Copies from before the last change of ``versions`` are not valid, and with ``exact`` copies
+        of earlier steps.
         """
         if versions != self._versions:
             self._versions = versions
@@ -66,7 +66,7 @@ class RowCache:
         return is_hit
 
     def join(self, rows: Numbers, is_hit: NDArray[np.bool_], fetched: Tensor) -> Tensor:
-        """Return the values of all rows, and keep copies of those that ``find`` missed."""
+        """Return the values of all rows, and copy some of the fetched rows to the cache."""
         if not len(self._values):
             return fetched
         places, scores = rows % len(self._rows), self._scores
@@ -76,7 +76,7 @@ class RowCache:
         is_kept = self._rows[places] == rows
         scores[places[is_kept]] += 1
         scores[places[~is_kept]] *= _DECAY
-        # Of several for a place the last one stays: not always the same.
+        # Of several rows for a place the last one remains: rotate, so that each can be last.
         new = np.roll(np.flatnonzero(~is_kept & (scores[places] < 1)), self.report.lookups)
         self._rows[places[new]], scores[places[new]] = rows[new], 1
         came = np.flatnonzero((self._rows[places] == rows) & ~is_hit)  # one for each place

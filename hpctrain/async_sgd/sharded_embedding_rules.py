@@ -1,4 +1,4 @@
-"""Rules by which the owner of a row steps it: on the row alone, when it was touched."""
+"""Optimizers of rows: each steps a row alone, in the steps in which it has a gradient."""
 
 import math
 from abc import ABC, abstractmethod
@@ -14,31 +14,31 @@ from hpctrain.core.target import hint
 
 @dataclass
 class Rule(ABC):
-    """How touched rows are stepped."""
+    """An optimizer of rows."""
 
     lr: float
-    """The learning rate; it may be set between two steps."""
+    """The learning rate, which may be set between two steps."""
     name: ClassVar[str]
     keeps: ClassVar[Mapping[str, int]] = {}
-    """How many numbers are kept of each row, by name; 0 for as many as it has."""
+    """Numbers of state of each row, by name; 0 for the width of a row."""
 
     def widths(self, dim: int) -> dict[str, int]:
-        """Return how many they are for rows of ``dim`` numbers."""
+        """Return the numbers of state for rows of ``dim`` numbers."""
         return {each: width or dim for each, width in self.keeps.items()}
 
     @abstractmethod
     def step(self, rows: Tensor, grads: Tensor, state: Mapping[str, Tensor], step: int) -> None:
-        """Step ``(touched, dim)`` rows, and what they keep, in place; ``step`` counts from 1."""
+        """Step ``(rows, dim)`` rows and their state in place; ``step`` counts from 1."""
 
 
 @dataclass
 class RowSGD(Rule):
-    """Plain gradient descent: as ``torch.optim.SGD`` on the rows that were touched."""
+    """Plain gradient descent: as ``torch.optim.SGD`` on rows with a gradient."""
 
     name = "sgd"
 
     def step(self, rows: Tensor, grads: Tensor, state: Mapping[str, Tensor], step: int) -> None:
-        """Descend."""
+        """Subtract ``lr`` times the gradients."""
         del state, step
         rows.sub_(grads, alpha=self.lr)
 
@@ -56,7 +56,7 @@ class RowAdagrad(Rule):
     keeps: ClassVar[Mapping[str, int]] = {"square": 1}
 
     def step(self, rows: Tensor, grads: Tensor, state: Mapping[str, Tensor], step: int) -> None:
-        """Add to the sum, and divide by its root."""
+        """Add to the sum of squares, and divide by its root."""
         del step
         total = state["square"].add_(grads.square().mean(dim=1, keepdim=True))
         rows.addcdiv_(grads, total.sqrt().add_(self.eps), value=-self.lr)
@@ -64,7 +64,7 @@ class RowAdagrad(Rule):
 
 @dataclass
 class RowAdam(Rule):
-    """Adam whose moments stand still while a row is not touched: as ``torch.optim.SparseAdam``.
+    """Adam whose moments change only with a gradient of their row: ``torch.optim.SparseAdam``.
 
     Source: Kingma and Ba 2015, arXiv:1412.6980.
     """
@@ -75,7 +75,7 @@ class RowAdam(Rule):
     keeps: ClassVar[Mapping[str, int]] = {"first": 0, "second": 0}
 
     def step(self, rows: Tensor, grads: Tensor, state: Mapping[str, Tensor], step: int) -> None:
-        """Step by the moments, corrected by the number of steps of the table."""
+        """Step by the moments, corrected for the number of steps of the table."""
         beta1, beta2 = self.betas
         first = state["first"].lerp_(grads, 1 - beta1)
         second = state["second"].lerp_(grads.square(), 1 - beta2)
@@ -87,9 +87,9 @@ _RULES = {kind.name: kind for kind in (RowSGD, RowAdagrad, RowAdam)}
 
 
 def make_rule(name: str, lr: float, options: Mapping[str, object]) -> Rule:
-    """Return a rule. Raises ``ConfigError``: there is none, or it does not take the options."""
+    """Return a rule; ``ConfigError`` for an unknown name or option."""
     if name not in _RULES:
-        raise ConfigError(f"optimizer is one of {', '.join(_RULES)}, got {name!r}")
+        raise ConfigError(f"optimizer must be one of {', '.join(_RULES)}, got {name!r}")
     kind = _RULES[name]
     valid = [field.name for field in fields(kind) if field.name != "lr"]
     if wrong := next((each for each in options if each not in valid), ""):
@@ -99,18 +99,18 @@ def make_rule(name: str, lr: float, options: Mapping[str, object]) -> Rule:
     are_valid = all(_is_number(beta) and 0 <= beta < 1 for beta in pair)
     if not (are_valid and _is_number(eps) and eps > 0):
         raise ConfigError(
-            f"eps is above 0 and betas are two numbers from 0 to below 1, got {dict(options)}"
+            f"eps must be above 0 and betas two numbers from 0 to below 1, got {dict(options)}"
         )
     made: Rule = kind(learning_rate(lr), **options)  # type: ignore[arg-type]
     return made
 
 
 def learning_rate(value: object) -> float:
-    """Return it as a number. Raises ``ConfigError``: it is none."""
+    """Return a learning rate as a float; ``ConfigError`` if it is not valid."""
     if not _is_number(value) or value < 0:
         raise ConfigError(
-            f"the lr of a table is a number of at least 0, got {value!r}; set table.lr = 0.01, "
-            f"on all ranks alike"
+            f"the lr of a table must be a number of at least 0, got {value!r}; set "
+            f"table.lr = 0.01 on all ranks"
         )
     return float(value)
 

@@ -1,4 +1,4 @@
-"""Staleness: how old gradients and values are, counted, and the step that a delay allows."""
+"""Staleness of gradients and values: its histogram, and the learning rate that it allows."""
 
 import logging
 import math
@@ -13,8 +13,9 @@ _LOG = logging.getLogger(__name__)
 def stable_rate(staleness: float, curvature: float = 1.0) -> float:
     """Return the learning rate below which delayed gradient descent on a quadratic is stable.
 
-    The iteration x(t+1) = x(t) - rate * curvature * x(t - staleness) converges below it and
-    diverges above. Without a delay it is 2 / curvature, with a long one pi / (2 * delay) of that.
+    The iteration x(t+1) = x(t) - rate * curvature * x(t - staleness) converges below this rate
+    and diverges above. Without a delay the rate is 2 / curvature, with a long delay
+    pi / (2 * delay * curvature).
 
     Args:
         staleness: updates between reading the parameters and applying the gradient, 0 or more.
@@ -31,15 +32,15 @@ def stable_rate(staleness: float, curvature: float = 1.0) -> float:
 
 
 class StalenessHistogram:
-    """Counts of staleness at one rank, and one warning where a rate is too large for it."""
+    """Counts the staleness of gradients on one rank, and warns once of a too large rate."""
 
     def __init__(self, curvature: float | None) -> None:
-        """Take the curvature of the loss, None where nobody knows it: then nothing is warned."""
+        """Take the curvature of the loss; None, if it is not known, disables the warning."""
         self.counts: Counter[int] = Counter()
         self._curvature, self._has_warned = curvature, False
 
     def add(self, staleness: int, rates: Iterable[float]) -> None:
-        """Count one, met by steps of these rates."""
+        """Count a staleness, in a step of these learning rates."""
         self.counts[staleness] += 1
         if self._curvature is None or self._has_warned or not staleness:
             return

@@ -1,4 +1,4 @@
-"""Hooks around the steps of a plain optimizer, and the mark of the method that has them."""
+"""Hooks around the steps of a plain optimizer, which one method may have at a time."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -11,14 +11,14 @@ from hpctrain.core.errors import ConfigError
 from hpctrain.core.torch_compat import dynamo_disable
 from hpctrain.gradients.optimizer import METHOD_MARK, require_plain
 
-_MARK = "_async_method"  # that of a parameter; copies of it, which carry it along, do not count
+_MARK = "_async_method"  # attribute of a parameter; in copies of it, it does not count
 
 
 class StepHooks:
-    """Calls a method around each step of an optimizer, which has one such method at a time.
+    """Calls functions before and after each step of an optimizer.
 
-    Its parameters have one, too, by whatever optimizer. With ``hides`` the step finds no
-    gradients, so that an optimizer does nothing; they are there again behind it.
+    An optimizer and a parameter have at most one such method at a time. With ``hides`` gradients
+    are None during the step, so that the optimizer does nothing, and are restored after it.
     """
 
     def __init__(
@@ -31,13 +31,13 @@ class StepHooks:
         *,
         hides: bool = True,
     ) -> None:
-        """Hook an optimizer for the method of this name; see ``require_unhooked``."""
+        """Hook an optimizer for the method ``name``; see ``require_unhooked``."""
         self._name, self._optimizer, self._parameters = name, optimizer, parameters
         self._before, self._after, self._hides = before, after, hides
         self._hidden: list[Tensor | None] = []
         self._handles: list[Any] = [
             optimizer.register_step_pre_hook(self._on_step),
-            optimizer.register_step_post_hook(lambda *_: self._behind_step()),
+            optimizer.register_step_post_hook(lambda *_: self._after_step()),
         ]
         setattr(optimizer, METHOD_MARK, name)
         for p in parameters:
@@ -45,15 +45,15 @@ class StepHooks:
 
     @property
     def are_on(self) -> bool:
-        """Whether nobody has removed them."""
+        """Whether the hooks were not removed."""
         return bool(self._handles)
 
     def add(self, handle: object) -> None:
-        """Take a handle of one more hook, which is removed with these."""
+        """Add the handle of another hook, which is removed with these hooks."""
         self._handles.append(handle)
 
     def remove(self) -> None:
-        """Leave optimizer and parameters to others. Harmless the second time."""
+        """Remove the hooks; a second call does nothing."""
         if self._handles:
             delattr(self._optimizer, METHOD_MARK)
             for p in self._parameters:
@@ -66,8 +66,8 @@ class StepHooks:
         require_plain(self._name, self._optimizer)
         if kwargs.get("closure") or len(args) > 1:
             raise ConfigError(
-                f"{self._name} steps by the gradients that there are before step(), and takes no "
-                f"closure; call backward() before step()"
+                f"{self._name} needs gradients before step(), but got a closure; call backward() "
+                f"before step()"
             )
         self._before()
         if self._hides:
@@ -76,7 +76,7 @@ class StepHooks:
                 p.grad = None
 
     @dynamo_disable
-    def _behind_step(self) -> None:
+    def _after_step(self) -> None:
         self._after()
         for p, grad in zip(self._parameters, self._hidden, strict=bool(self._hidden)):
             p.grad = grad
@@ -87,7 +87,7 @@ def require_unhooked(name: str, optimizer: Optimizer) -> None:
     """Raise ``ConfigError`` if another method has the optimizer, or one of its parameters."""
     if (has := getattr(optimizer, METHOD_MARK, None)) is not None:
         raise ConfigError(
-            f"an optimizer has one such method at a time, {name} comes beside {has}; end its "
+            f"an optimizer has one such method at a time, but {name} follows {has}; end its "
             f"block, or call its close(), before"
         )
     trained = [p for group in optimizer.param_groups for p in group["params"]]
@@ -95,7 +95,7 @@ def require_unhooked(name: str, optimizer: Optimizer) -> None:
     others = [m[2] for p, m in zip(trained, marks, strict=True) if m and m[:2] == _here(p)]
     if others:
         raise ConfigError(
-            f"a parameter has one such method at a time, {name} comes beside {others[0]}, which "
+            f"a parameter has one such method at a time, but {name} follows {others[0]}, which "
             f"has {len(others)} parameters of this optimizer by another one; end its block, or "
             f"call its close(), before"
         )

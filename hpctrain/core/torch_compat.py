@@ -118,6 +118,16 @@ unscale_: Callable[..., Any] = torch._amp_foreach_non_finite_check_and_unscale_
 unscale_grads: Callable[..., dict[torch.device, Tensor]] = GradScaler._unscale_grads_
 
 
+def version_of(tensor: Tensor) -> int:
+    """Return the version counter of a tensor, which each write in place increments."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def values_of(tensor: Tensor) -> Tensor:
+    """Return the values that a tensor stores; those of a sparse tensor may not be coalesced."""
+    return tensor._values() if tensor.is_sparse else tensor
+
+
 def replace_unscale_grads(function: Callable[..., dict[torch.device, Tensor]]) -> None:
     """Let every ``GradScaler`` unscale the gradients of an optimizer by a function."""
     GradScaler._unscale_grads_ = function  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""Tensors that replicas average, by name: which ones, the same on every rank."""
+"""The tensors that replicas average, by name, which are the same on every rank."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -10,48 +10,49 @@ from torch.optim import Optimizer
 from hpctrain.comm.agreement import require_equal
 from hpctrain.comm.communicator import Communicator
 from hpctrain.core.errors import MismatchError
+from hpctrain.core.torch_compat import version_of
 from hpctrain.gradients.parameter_names import places_of
 
 NamedTensors = Sequence[tuple[str, Tensor]]
 
-Mark = tuple[int, int]  # where a tensor lies, and how often it was changed
+Mark = tuple[int, int]  # address of a tensor, and how often it was written
 
 
 class Tensors:
-    """Tensors that are averaged as they are, such as buffers."""
+    """Tensors that are averaged unchanged, such as buffers."""
 
     def __init__(self, found: Callable[[], NamedTensors]) -> None:
-        """Take a function that returns the tensors of today, floating point or complex."""
+        """Take a function that returns the current tensors, floating point or complex."""
         self._found = found
 
     def find(self) -> dict[str, Tensor]:
-        """Return the tensors of today by name, also those that are no longer averaged."""
+        """Return the current tensors by name, including tensors that are no longer averaged."""
         return dict(self._found())
 
     def today(self) -> NamedTensors:
-        """Return what the next averaging is of; the same names on every rank after ``agree``."""
+        """Return the tensors of the next averaging, the same on every rank after ``agree``."""
         return [*self.find().items()]
 
     def is_outdated(self) -> bool:
-        """Say whether this rank's have changed since ``agree``."""
+        """Return whether this rank's tensors have changed since ``agree``."""
         return False
 
     def agree(self, comm: Communicator) -> None:
-        """Let the ranks of ``comm`` find out what they average from here on. Collective."""
+        """Agree on the tensors that the ranks of ``comm`` average from now on. Collective."""
 
     def held(self) -> Collection[str]:
-        """Return what takes over a mean as it is, whatever else a rank keeps of its own."""
+        """Return the names of tensors that are replaced by the mean, whatever a rank keeps."""
         return ()
 
     def became_equal(self, names: Collection[str]) -> None:
-        """Note that all ranks have the same in these now."""
+        """Record that all ranks have the same values of these tensors."""
 
 
 class Roster(Tensors):
-    """The parameters that some ranks average: trained ones, and what has changed before.
+    """The parameters that some ranks average: trained ones, and ones that have changed before.
 
-    A parameter that is frozen in the middle of a round differs by rank until it has been averaged
-    once more; so does one that is changed by somebody else than the optimizer.
+    A parameter that is frozen in the middle of a round, or changed without the optimizer, differs
+    between ranks until it was averaged once more.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
@@ -63,25 +64,25 @@ class Roster(Tensors):
         self._equal: dict[str, Mark] = {}
         self._stepped: set[Tensor] = set()
         self.inner: list[Roster] = []
-        """Those of fewer ranks, which have the same wherever these ranks do."""
+        """Rosters of fewer ranks, which agree wherever these ranks agree."""
 
     def note_step(self) -> None:
-        """Remember what the optimizer has stepped: it does so with all that has a gradient."""
+        """Record the parameters that the optimizer has stepped: those with a gradient."""
         self._stepped.update(p for p in self._optimized() if p.grad is not None)
         for roster in self.inner:
             roster.note_step()
 
     def changed(self) -> list[str]:
-        """Return the names of those in which ranks may differ."""
+        """Return the names of parameters that may differ between ranks."""
         return [name for name, p in self._model.named_parameters() if self._has_changed(name, p)]
 
     def set_changed(self, names: Collection[str]) -> None:
-        """Let ranks differ in these parameters, and in no others."""
+        """Record that these parameters may differ between ranks, and no others."""
         self._stepped.clear()
         self._equal = {n: _mark(p) for n, p in self._model.named_parameters() if n not in names}
 
     def became_equal(self, names: Collection[str]) -> None:
-        """Note that all ranks have the same in these parameters."""
+        """Record that all ranks have the same values of these parameters."""
         for name, parameter in self._model.named_parameters():
             if name in names:
                 self._equal[name] = _mark(parameter)
@@ -90,30 +91,31 @@ class Roster(Tensors):
             roster.became_equal(names)
 
     def shared_state(self) -> list[str]:
-        """Return the names of those that the ranks have agreed on."""
+        """Return the names that the ranks have agreed on."""
         return sorted(self._names)
 
     def load_shared_state(self, names: Collection[str]) -> None:
-        """Go on from some names; the ranks agree anew when they meet."""
+        """Restore the names; the ranks agree again when they synchronize."""
         self._names, self._told = {*names}, {}
 
     def today(self) -> NamedTensors:
-        """Return those that the ranks have agreed on."""
+        """Return the parameters that the ranks have agreed on."""
         return [(name, p) for name, p in self.find().items() if name in self._names]
 
     def held(self) -> Collection[str]:
-        """Return the agreed ones that are not trained."""
+        """Return the names of agreed parameters that are not trained."""
         return self._held
 
     def is_outdated(self) -> bool:
-        """Say whether this rank's parameters have changed since ``agree``."""
+        """Return whether this rank's parameters have changed since ``agree``."""
         return self._told != self._due() or bool(self._strangers())
 
     def agree(self, comm: Communicator) -> None:
-        """Take the parameters of today. Collective.
+        """Agree on the current parameters. Collective.
 
-        Where only some ranks train a parameter, or an optimizer has stepped one that its model
-        does not have, all raise ``MismatchError``.
+        Raises:
+            MismatchError: only some ranks train a parameter, or an optimizer has stepped a
+                parameter that is not in its model; on every rank.
         """
         self._stepped &= {*self._optimized()}
         self._told = self._due()
@@ -121,13 +123,13 @@ class Roster(Tensors):
         self._held = self._names - {name for name, is_trained in self._told.items() if is_trained}
 
     def union(self, comm: Communicator) -> set[str]:
-        """Return what ``agree`` would take. Collective; raises as ``agree`` does."""
+        """Return the names that ``agree`` would agree on. Collective; raises as ``agree`` does."""
         strangers = self._strangers()
         comm.agree(
             not strangers,
-            f"a local method averages the parameters of its model, the optimizer has stepped "
-            f"{len(strangers)} that are not in it, such as one of shape "
-            f"{tuple(strangers[0].shape) if strangers else ()}; give a module that has all of "
+            f"the parameters of an optimizer must be in the model of its local method, but it has "
+            f"stepped {len(strangers)} that are not in it, such as one of shape "
+            f"{tuple(strangers[0].shape) if strangers else ()}; pass a module that has all of "
             f"them, and the optimizer the parameters that the model has now",
         )
         today = self._due()
@@ -144,7 +146,7 @@ class Roster(Tensors):
         return {*trained, *(name for of_rank in others for name in of_rank)}
 
     def _due(self) -> dict[str, bool]:
-        """Return whether it is trained, by name, for each that is to be averaged on this rank."""
+        """Return whether each parameter that this rank averages is trained, by name."""
         return {
             name: p.requires_grad
             for name, p in self._model.named_parameters()
@@ -157,7 +159,7 @@ class Roster(Tensors):
         return has_mean and not is_equal
 
     def _strangers(self) -> list[Tensor]:
-        """Return what the optimizer has stepped and the model does not have."""
+        """Return parameters that the optimizer has stepped and that are not in the model."""
         known = set(self._model.parameters())
         return [p for p in self._optimized() if p in self._stepped and p not in known]
 
@@ -166,38 +168,37 @@ class Roster(Tensors):
 
 
 def _mark(tensor: Tensor) -> Mark:
-    """Return what changes with a tensor; kernels of fused optimizers keep it as it is."""
-    version = 0 if tensor.is_inference() else tensor._version  # noqa: SLF001 - autograd's own
-    return tensor.data_ptr(), version
+    """Return a mark that changes with a tensor, except in kernels of fused optimizers."""
+    return tensor.data_ptr(), version_of(tensor)
 
 
 Layout = dict[str, dict[str, Any]]
-"""Shape and dtype of each tensor of a parameter's state, None for other entries."""
+"""Shape and dtype of each tensor of a parameter's state; None for other entries."""
 
 _NUMBERS = "who has state, and numbers of steps"
 
 
 class OptimizerState(Tensors):
-    """The optimizer's state of each parameter: means over the ranks that have some.
+    """The optimizer's state of each parameter: means over the ranks that have a state.
 
-    A rank that has none, having skipped all steps or never used a layer, counts with zeros of
-    weight zero and takes over the mean. Numbers of steps become their rounded mean.
+    A rank without one, which has skipped all steps or never used a layer, adds zeros of weight
+    zero and receives the mean. Numbers of steps become their rounded mean.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         super().__init__(self._entries)
         self._optimizer = optimizer
         self._layout: Layout = {}
-        self._missing: set[str] = set()  # parameters of which some rank has no state
+        self._missing: set[str] = set()  # parameters without a state on some rank
         self._own_missing: set[str] = set()
         self._numbers = torch.zeros(0, dtype=torch.float64)
 
     def is_outdated(self) -> bool:
-        """Say whether this rank's state has other entries than the ranks have agreed on."""
+        """Return whether this rank's state has other entries than the ranks have agreed on."""
         return self._layout != self._own_layout()
 
     def agree(self, comm: Communicator) -> None:
-        """Give every rank all entries that some rank has. Collective."""
+        """Create entries that only other ranks have. Collective."""
         own = self._own_layout()
         of_ranks = comm.allgather_object((own, self._plain_entries()))
         layouts = [layout for layout, _ in of_ranks]
@@ -213,14 +214,15 @@ class OptimizerState(Tensors):
             if place in self._own_missing:
                 plain = {k: v for _, of in of_ranks for k, v in of.get(place, {}).items()}
                 for key, spec in self._layout[place].items():
-                    # Numbers of steps are the host's, as optimizers make them.
+                    # Optimizers keep numbers of steps on the host.
                     device = "cpu" if key == "step" else devices[place]
                     made = torch.zeros(spec[0], dtype=spec[1], device=device) if spec else None
                     state[key] = plain.get(key) if made is None else made
         self._numbers = torch.zeros(2, len(self._layout), dtype=torch.float64)
 
-    def became_equal(self, names: Collection[str]) -> None:  # noqa: ARG002 - always all of it
-        """Divide by the weight of those that have state; see ``Averaging.finish``."""
+    def became_equal(self, names: Collection[str]) -> None:
+        """Divide by the weight of the ranks that have a state; see ``Averaging.finish``."""
+        del names  # the state is averaged as a whole
         shares, steps = self._numbers.tolist()
         for (place, state), share, mean in zip(self._states(), shares, steps, strict=True):
             if place in self._missing and share > 0:
@@ -234,7 +236,7 @@ class OptimizerState(Tensors):
         self._missing, self._own_missing = set(), set()
 
     def _entries(self) -> NamedTensors:
-        """Return the state by name, and which of it counts on this rank."""
+        """Return the state by name, and the weight of each parameter on this rank."""
         tensors: list[tuple[str, Tensor]] = []
         for number, (place, state) in enumerate(self._states()):
             self._numbers[0, number] = float(place not in self._own_missing)
@@ -253,7 +255,7 @@ class OptimizerState(Tensors):
         }
 
     def _plain_entries(self) -> dict[str, dict[str, Any]]:
-        """Return numbers and the like, by parameter."""
+        """Return entries that are no tensors, by parameter."""
         return {
             place: {
                 key: value
@@ -270,7 +272,7 @@ class OptimizerState(Tensors):
 
 
 def _united(layouts: Sequence[Layout]) -> Layout:
-    """Return all entries of all ranks; ``MismatchError`` where two differ in shape or dtype."""
+    """Return all entries of all ranks; ``MismatchError`` if two differ in shape or dtype."""
     united: Layout = {}
     for layout in layouts:
         for place, keys in layout.items():
@@ -286,7 +288,7 @@ def _united(layouts: Sequence[Layout]) -> Layout:
 
 
 def entries_with_mean(state: Mapping[str, Any]) -> list[tuple[str, Tensor]]:
-    """Return the tensors of a parameter's state that have a mean; numbers of steps are apart."""
+    """Return the floating-point tensors of a parameter's state, without its number of steps."""
     return [
         (key, value)
         for key, value in sorted(state.items())

@@ -1,4 +1,4 @@
-"""The mean of some tensors over ranks: into buckets, through a codec, and back."""
+"""Weighted means of tensors over ranks, through buckets and a codec."""
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -22,13 +22,13 @@ from hpctrain.local_sgd.averaged_tensors import NamedTensors, Tensors
 
 @dataclass(frozen=True, slots=True)
 class FilledBucket:
-    """One bucket, and where the tensors lie in it."""
+    """One bucket, and the places of tensors in it."""
 
     bucket: Bucket
-    places: tuple[tuple[int, Tensor], ...]  # views in the shapes of tensors, by number of tensor
+    places: tuple[tuple[int, Tensor], ...]  # number of each tensor, and its view
 
     def places_in(self, flat: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Yield the same places of another tensor that is as long as the bucket."""
+        """Yield the same places in another tensor of the size of the bucket."""
         first = self.bucket.flat.storage_offset()
         for member, place in self.places:
             start = place.storage_offset() - first
@@ -38,9 +38,9 @@ class FilledBucket:
 class Averaging:
     """Replaces tensors by their weighted mean over ranks.
 
-    A round has two halves: ``start`` copies the tensors and lets the copies travel, ``finish``
-    waits and replaces them. Training may go on in between, and tensors may come and go: what
-    travels is bound to names. Collective, both.
+    ``start`` copies the tensors and begins to send the copies; ``finish`` waits and replaces the
+    tensors. Training may continue in between, and tensors may be added and removed, since places
+    in the buckets belong to names. Both are collective.
     """
 
     def __init__(
@@ -51,9 +51,9 @@ class Averaging:
         bucket_bytes: int,
         names: Callable[[], Collection[str]] | None = None,
     ) -> None:
-        """Lay the buckets out, of at most ``bucket_bytes``. Collective.
+        """Lay out buckets of at most ``bucket_bytes``. Collective.
 
-        ``names`` returns those of the tensors that are averaged here; None for all.
+        ``names`` returns the names of the tensors that are averaged here; None for all tensors.
         """
         self._comm, self._codec = comm, codec
         self._tensors, self._bucket_bytes, self._names = tensors, bucket_bytes, names
@@ -69,27 +69,36 @@ class Averaging:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of a rank that travel in a round."""
+        """Bytes that a rank sends in a round."""
         return sum(self._codec.num_bytes(load.bucket) for load in self._loads)
 
     def fits(self) -> bool:
-        """Say whether the tensors of today have the names, shapes and dtypes of the buckets."""
+        """Return whether the current tensors have the names, shapes and dtypes of the buckets."""
         tensors = self._tensors
         return not tensors.is_outdated() and self._specs == _specs(self._today())
 
-    def build(self, weight: float, scale: float) -> None:  # noqa: ARG002 - for what has an anchor
-        """Let the ranks agree on the tensors of today, and lay the buckets out. Collective.
+    def build(self, weight: float, scale: float) -> None:
+        """Agree on the current tensors, and lay out the buckets. Collective.
 
-        Ranks with other tensors all raise ``MismatchError``, without memory ``NodeMemoryError``.
+        Args:
+            weight: as for ``start``; used by subclasses.
+            scale: as for ``start``; used by subclasses.
+
+        Raises:
+            MismatchError: ranks have different tensors; on every rank.
+            NodeMemoryError: there is too little memory; on every rank.
         """
+        del weight, scale
         self._tensors.agree(self._comm)
         self._lay_out(self._today())
 
     @torch.no_grad()
     def start(self, weight: float, scale: float) -> None:
-        """Let copies travel; ``scale`` is one over the sum of all ranks' weights.
+        """Begin to send copies of the tensors. Collective.
 
-        A ``weight`` of 0 leaves this rank's tensors out, whatever they hold.
+        Args:
+            weight: of this rank; with 0 its tensors do not count, even if they are not finite.
+            scale: one over the sum of all ranks' weights.
         """
         found = self._tensors.find()
         self._held = {*self._tensors.held()}
@@ -104,10 +113,16 @@ class Averaging:
 
     @torch.no_grad()
     def finish(self, keep: float = 0.0) -> float:
-        """Replace the tensors that are still there; return their squared distance from the mean.
+        """Replace the tensors that still exist by their means. Collective.
 
-        The part ``keep`` of what they hold now stays, 0 to 1; what is not trained takes over the
-        mean as it is. Where the mean is not finite, all ranks raise ``NotFiniteError``.
+        Args:
+            keep: fraction of their current values that trained tensors keep, 0 to 1.
+
+        Returns:
+            Their squared distance from the mean.
+
+        Raises:
+            NotFiniteError: the mean is not finite; on every rank.
         """
         self.drop()
         found, squared = self._tensors.find(), 0.0
@@ -131,9 +146,9 @@ class Averaging:
         return squared
 
     def own_state(self) -> dict[str, Any] | None:
-        """Return copies of what has travelled, after a wait, and of what the codec remembers.
+        """Return copies of a round in flight, after a wait, and of the state of the codec.
 
-        None where nothing is under way or remembered.
+        None without either.
         """
         for work in self._works:
             work.wait()
@@ -146,7 +161,7 @@ class Averaging:
         return state or None
 
     def load_own_state(self, state: Mapping[str, Any] | None) -> None:
-        """Take what ``own_state`` returned: a round is under way, or none is. Collective."""
+        """Restore the state that ``own_state`` returned. Collective."""
         self.drop()
         state = state or {}
         if "flats" in state:
@@ -159,14 +174,14 @@ class Averaging:
             self._codec.load_state_dict(state["codec"])
 
     def drop(self) -> None:
-        """Forget a round that is under way."""
+        """Wait for a round in flight, and drop its result."""
         for work in self._works:
             work.wait()
         self._works = []
 
     @property
     def names(self) -> list[str]:
-        """Of the tensors that the buckets are laid out for."""
+        """Names of the tensors in the buckets."""
         return [name for name, _, _ in self._specs]
 
     def _today(self) -> NamedTensors:
@@ -177,7 +192,7 @@ class Averaging:
         return [(name, tensor) for name, tensor in today if name in names]
 
     def _lay_out(self, today: NamedTensors) -> None:
-        """Lay the buckets out for some tensors. Collective."""
+        """Lay out the buckets for some tensors. Collective."""
         self._specs = _specs(today)
         lines = [
             f"compression {settings_of(self._codec)}",
@@ -198,7 +213,7 @@ class Averaging:
             self._loads.append(FilledBucket(bucket, tuple(places)))
 
     def _lay_out_for(self, names: Collection[str]) -> None:
-        """Lay the buckets out for what has these names, if they are not. Collective."""
+        """Lay out the buckets for the tensors of these names, unless they are. Collective."""
         if {*names} != {*self.names}:
             found = self._tensors.find()
             self._lay_out([(name, tensor) for name, tensor in found.items() if name in names])
@@ -206,9 +221,9 @@ class Averaging:
     def _pairs(
         self, number: int, found: Mapping[str, Tensor]
     ) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Yield the names in a bucket, their tensors of today, and what travelled of them.
+        """Yield the names in a bucket, their current tensors, and their places in the bucket.
 
-        That is on the host, wherever the tensors are.
+        A bucket is in host memory, on any device of the tensors.
         """
         for member, place in self._loads[number].places:
             name, shape, _ = self._specs[member]
@@ -217,28 +232,29 @@ class Averaging:
                 yield name, tensor.detach(), place.to(tensor.dtype)
 
     def _fill(self, number: int, found: Mapping[str, Tensor]) -> None:
-        """Put into a bucket what shall travel."""
+        """Copy tensors into a bucket, to be sent."""
         for member, place in self._loads[number].places:
             place.copy_(found[self._specs[member][0]])
 
     def _restore_mean(self, number: int) -> None:
-        """Make a bucket that has travelled the mean of the tensors: it is that already."""
+        """Replace the result of a bucket by the mean of the tensors; no-op without an anchor."""
 
     def _advance(self) -> None:
-        """Find what the tensors become: the mean."""
+        """Compute the new values of the tensors from the means; no-op without an anchor."""
 
     def _read_result(self, number: int) -> None:
-        """Make a bucket what the tensors become: it is that already."""
+        """Fill a bucket with the new values of the tensors; no-op without an anchor."""
 
     def _require_finite(self, found: Mapping[str, Tensor]) -> None:
-        """Raise if the mean, which is the same on every rank, is not finite. Collective then."""
+        """Raise ``NotFiniteError`` if the mean is not finite, which all ranks find. Collective."""
         if all(bool(load.bucket.flat.isfinite().all()) for load in self._loads):
             return
         names = [n for n in self.names if n in found and not bool(found[n].isfinite().all())]
         of_ranks = self._comm.allgather_object(names[0] if names else None)
         raise NotFiniteError(
-            f"a mean over replicas must be finite, {by_rank(of_ranks) or 'the sum overflows'}; go "
-            f"back to a checkpoint with a smaller learning rate, or let that rank sit out"
+            f"a mean over replicas must be finite, but tensors are not: "
+            f"{by_rank(of_ranks) or 'the sum overflows'}; return to a checkpoint with a smaller "
+            f"learning rate, or exclude that rank by take_part(takes_part=False)"
         )
 
     def _reduce(self, bucket: Bucket, scale: float) -> None:
@@ -251,10 +267,10 @@ def _specs(tensors: NamedTensors) -> list[tuple[str, tuple[int, ...], torch.dtyp
 
 
 class NodeVector:
-    """A vector of zeros in node memory. What one rank writes, others read after a barrier."""
+    """A vector of zeros in node memory. A barrier separates writes from reads of other ranks."""
 
     def __init__(self, node: Communicator, numel: int, dtype: torch.dtype) -> None:
-        """Make it. Collective over ``node``: where its ranks share no memory each holds all."""
+        """Allocate it, whole on each rank without shared memory. Collective over ``node``."""
         slices = [slice_bounds(numel, node.size, rank) for rank in range(node.size)]
         largest = max(bounds.stop - bounds.start for bounds in slices)
         peers = node.new_bucket(largest, dtype).peers
@@ -263,42 +279,42 @@ class NodeVector:
                 (bounds, peer[: bounds.stop - bounds.start])
                 for bounds, peer in zip(slices, peers, strict=True)
             )
-            """All slices, and where they lie in the whole."""
+            """All slices, each with its bounds in the vector."""
             self.bounds, self.own = self.parts[node.rank]
         else:
             self.bounds, self.own = slice(0, numel), torch.zeros(numel, dtype=dtype)
             self.parts = ((self.bounds, self.own),)
 
     def read(self, out: Tensor) -> None:
-        """Copy all of it into a flat tensor; a barrier of the node comes before."""
+        """Copy it into a flat tensor; a barrier of the node must precede the call."""
         for bounds, part in self.parts:
             out[bounds].copy_(part)
 
 
 class AnchoredAveraging(Averaging):
-    """Averages θ_anchor - θ_k over the ranks k and lets the anchor, and all ranks, step by it.
+    """Averages θ_anchor - θ_k over the ranks k, and steps the anchor and all ranks by the mean.
 
-    What travels is the difference, which a codec may round: the error stays in proportion to what
-    has changed, and all ranks go on from the same bits. Anchor and momentum lie in node memory,
-    each local rank holding and moving a slice of both; where ranks share no memory each holds all.
+    The difference is sent, which a codec may round: the error is proportional to the change, and
+    all ranks continue with the same bits. Anchor and momentum are stored in node memory; each
+    local rank steps a slice of both. Ranks without shared memory each hold all of both.
     """
 
     def __init__(
         self, *averaging: Any, node: Communicator, lr: float = 1.0, momentum: float = 0.0
     ) -> None:
-        """Put the anchor where rank 0's tensors are. Collective.
+        """Set the anchor to the tensors of rank 0. Collective.
 
-        It takes a step of Nesterov's SGD by ``lr`` and ``momentum``, by default to the mean.
-        ``node`` has the ranks of this node, the rest is as for ``Averaging``.
+        It takes steps of Nesterov's SGD by ``lr`` and ``momentum``, by default to the mean.
+        ``node`` has the ranks of this node; for the other arguments see ``Averaging``.
         """
         self._node, self._lr, self._momentum = node, lr, momentum
         super().__init__(*averaging)
 
     @torch.no_grad()
     def build(self, weight: float, scale: float) -> None:
-        """Lay the buckets out for the tensors of today. Collective.
+        """Lay out the buckets for the current tensors. Collective.
 
-        Anchors and momenta stay. What has none yet gets one where its weighted mean is.
+        Anchors and momenta are kept. The anchor of a new tensor is its weighted mean.
         """
         before = self.shared_state() if self._loads else {"momentum": {}, "anchor": {}}
         super().build(weight, scale)
@@ -319,7 +335,7 @@ class AnchoredAveraging(Averaging):
     def anchor(self) -> dict[str, Tensor]:
         """Return copies of the anchor's tensors, by name. Collective."""
         found = self._by_name(self._anchors)
-        self._node.barrier()  # nobody moves it while others read
+        self._node.barrier()  # before a rank steps its slice
         return found
 
     def shared_state(self) -> dict[str, dict[str, Tensor]]:
@@ -329,13 +345,13 @@ class AnchoredAveraging(Averaging):
 
     @torch.no_grad()
     def load_shared_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from what ``shared_state`` returned, on any number of ranks. Collective."""
+        """Restore the state of any number of ranks. Collective."""
         self._lay_out_for(state["anchor"])
         self._put(state["anchor"], state["momentum"])
 
     @torch.no_grad()
     def take_anchor(self) -> None:
-        """Let this rank's tensors be the anchor. Not collective, but all ranks do it."""
+        """Set this rank's tensors to the anchor. Local, but all ranks call it."""
         found = self._tensors.find()
         for number in range(len(self._loads)):
             self._read_result(number)
@@ -363,10 +379,10 @@ class AnchoredAveraging(Averaging):
         self._subtract_from_anchor(number)
 
     def _advance(self) -> None:
-        """Let this rank's slices take the outer step.
+        """Take the outer step of this rank's slices.
 
         With momentum m and the mean difference d: m <- mu m + d, anchor <- anchor - lr (d + mu m),
-        as torch.optim.SGD(nesterov=True) takes it.
+        as in torch.optim.SGD(nesterov=True).
         """
         self._node.barrier()  # others may still be reading the slice that moves now
         lr, mu = self._lr, self._momentum

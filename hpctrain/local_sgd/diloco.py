@@ -1,4 +1,4 @@
-"""``DiLoCo``: ranks train alone for long, then one outer step is taken for all of them."""
+"""``DiLoCo``: long rounds of local steps, each followed by an outer step of all ranks."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,33 +14,36 @@ from hpctrain.core.errors import ConfigError
 from hpctrain.local_sgd.averaged_tensors import NamedTensors
 from hpctrain.local_sgd.federated import Federated
 from hpctrain.local_sgd.local_method import LocalMethod
-from hpctrain.local_sgd.rounds import Fields, RoundOpening, SampleSums, Share, Steps, SyncInterval
+from hpctrain.local_sgd.replica_weight import SampleSums, Share
+from hpctrain.local_sgd.rounds import RoundOpening
+from hpctrain.local_sgd.state_fields import Fields
+from hpctrain.local_sgd.sync_interval import Steps, SyncInterval
 
 
 class DiLoCo(LocalMethod):
-    """Takes an outer step of Nesterov's SGD by what the ranks have found in ``steps`` inner steps.
+    """Takes an outer step of Nesterov's SGD after every ``steps`` inner steps of the ranks.
 
-    The outer gradient is θ_old - mean θ_k: it points where a gradient would, uphill. The inner
-    optimizer is any, and keeps its state. Every rank goes on from the outer model; model and
-    outer momentum are held once per node. With ``fragments`` a part of the model at a time is
-    exchanged, evenly spread over the round, which cuts the peak of traffic; with ``delay`` it
-    travels while training goes on, and is taken over so many steps later.
+    The outer gradient is θ_old - mean θ_k. The inner optimizer keeps its state. Every rank
+    continues from the outer model; each node holds one copy of the model and of the outer
+    momentum. With ``fragments`` parts of the model are exchanged separately, evenly spread over
+    the round, which lowers the peak of traffic; with ``delay`` a fragment is sent while training
+    continues, and its outer step is taken ``delay`` steps later.
 
-    ``finish()`` takes over what travels, then lets all that has been stepped since it was sent
-    take an outer step, and gives every rank the outer model. A parameter that is unfrozen or added
-    later begins with the mean of the replicas, and comes to the smallest fragment.
+    ``finish()`` completes the exchanges in flight, takes an outer step for all fragments that were
+    stepped since they were sent, and gives every rank the outer model. A parameter that is
+    unfrozen or added later begins with the mean of the replicas, in the smallest fragment.
 
     With ``outer_lr=1``, ``outer_momentum=0`` this is ``LocalSGD``. Learning rate and momentum are
     not decayed.
 
     Source: Douillard et al. 2023, arXiv:2311.08105, Algorithm 1; fragments and delay: Douillard et
-    al. 2025, arXiv:2501.18512. Buffers that have a mean are averaged at the end of a round.
+    al. 2025, arXiv:2501.18512. Floating-point buffers are averaged at the end of a round.
     """
 
     _SHARED: ClassVar[Fields] = {"pace": "_pace", "parts": "_parts", "sent": "_sent"}
     _OWN: ClassVar[Fields] = {"under_way": "_fragments[]", "due": "_due"}
 
-    def __init__(  # noqa: PLR0913 - what a user may choose
+    def __init__(  # noqa: PLR0913 - keyword options of users
         self,
         model: nn.Module,
         optimizer: Optimizer,
@@ -66,15 +69,15 @@ class DiLoCo(LocalMethod):
             steps: inner steps of a round; as for ``LocalSGD``.
             outer_lr: learning rate of the outer step.
             outer_momentum: its Nesterov momentum.
-            fragments: parts of the model that are exchanged one after the other.
-            delay: inner steps between the sending of a fragment and its outer step, at most a
-                round's.
-            keep: part of its own parameters that a rank keeps where it takes over the outer
-                model, 0 to 1; None for 0 without delay and 0.5 with it, as what a rank has found
-                in the meantime would be lost.
+            fragments: number of parts of the model that are exchanged separately.
+            delay: inner steps between the sending of a fragment and its outer step, at most the
+                steps of a round.
+            keep: fraction of its own parameters that a rank keeps when it copies the outer model,
+                0 to 1; None for 0 without delay and 0.5 with it, since the steps in between would
+                be lost.
             share: as for ``LocalSGD``.
             most: as for ``LocalSGD``.
-            compression: what outer gradients travel as.
+            compression: codec of outer gradients.
             fraction: as for ``LocalSGD``, with one fragment, without delay and keep.
             seed: of the draws.
             proximal: as ``fraction``.
@@ -96,19 +99,19 @@ class DiLoCo(LocalMethod):
             )
             for number in range(fragments)
         ]
-        self._sent = [0] * fragments  # step after which a fragment was sent last
-        self._due = [0] * fragments  # step at which what is under way takes its outer step
+        self._sent = [0] * fragments  # step after which each fragment was sent last
+        self._due = [0] * fragments  # step of the outer step of each fragment in flight
         self._samples = [SampleSums() for _ in range(fragments)]
         self._buffers = self._exchange.averages_buffers()
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Figures for people and records; see ``LocalMethod``."""
+        """Human-readable figures; see ``LocalMethod``."""
         return {**super().facts, "steps": self._steps}
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Let the model be the outer one inside; see ``LocalMethod``."""
+        """Give the model the outer parameters in the block; see ``LocalMethod``."""
         if self.rounds.agrees:
             yield
             return
@@ -117,31 +120,31 @@ class DiLoCo(LocalMethod):
         for name, tensor in replica.unequal_parameters():
             if name in anchors and anchors[name].shape == tensor.shape:
                 outer[name] = anchors[name]
-            else:  # new since the ranks have met
+            else:  # added since the last exchange
                 others.append((name, tensor))
         with replica.holding(outer | replica.means(others, self.share())):
             yield
 
     def share(self) -> Share:
-        """Return what this rank's replica counts since buffers travelled, with the last part."""
+        """Return the factors of this rank's replica since the last fragment was sent."""
         return self.rounds.share(self._samples[-1])
 
     def _start_again(self) -> None:
         super()._start_again()
-        self.rounds.agrees = False  # replicas begin where they were, beside the outer model
+        self.rounds.agrees = False  # replicas differ from the outer model
 
     @property
     def _steps(self) -> int:
         steps = self._pace.steps_of(self.rounds.number)
         if steps < max(len(self._fragments), self._delay):
             raise ConfigError(
-                f"a round has at least as many steps as fragments and delay, got steps={steps}, "
-                f"fragments={len(self._fragments)}, delay={self._delay}"
+                f"a round must have at least as many steps as fragments and delay, got "
+                f"steps={steps}, fragments={len(self._fragments)}, delay={self._delay}"
             )
         return steps
 
     def _after_step(self) -> None:
-        self.rounds.agrees = False  # a rank alone has an outer model, too
+        self.rounds.agrees = False  # a single rank also has an outer model
         steps, step_in_round = self._steps, self.rounds.step_in_round
         agrees = len(self._fragments) == 1 and not self._keep and not self._delay
         for number, fragment in enumerate(self._fragments):
@@ -153,9 +156,10 @@ class DiLoCo(LocalMethod):
             self.rounds.close(agrees=agrees)
 
     def _send(self, number: int) -> bool:
-        """Let a fragment travel, and take the outer step now or after the delay.
+        """Send a fragment, and take the outer step now or after the delay.
 
-        Say whether it travels: not if all ranks sit out.
+        Returns:
+            Whether any rank takes part.
         """
         fragment, num_fragments = self._fragments[number], len(self._fragments)
         opening = self._begin(number)
@@ -167,7 +171,7 @@ class DiLoCo(LocalMethod):
         return opening.total_weight > 0
 
     def _begin(self, number: int) -> RoundOpening:
-        """Let a fragment travel; the buffers, which no fragment has, go with the last one."""
+        """Send a fragment; buffers, which are in no fragment, are averaged with the last one."""
         is_last = number == len(self._fragments) - 1
         buffers = [self._buffers] if is_last else []
         opening = self._exchange.begin([self._fragments[number], *buffers], self._samples[number])
@@ -190,7 +194,7 @@ class DiLoCo(LocalMethod):
         self.rounds.close(agrees=agrees)
 
     def _end_round_alike(self) -> None:
-        """Take no outer step for drawn ranks without samples, which are where the round began."""
+        """Reset replicas to the model of the round if no drawn rank has samples."""
         if not self.rounds.draw.is_partial:
             super()._end_round_alike()
             return
@@ -199,7 +203,7 @@ class DiLoCo(LocalMethod):
         self.rounds.agrees = True
 
     def _part(self, number: int) -> list[str]:
-        """Return the parameters of a fragment; a new one has come to the smallest."""
+        """Return the parameters of a fragment; new ones are added to the smallest fragment."""
         sizes = {name: tensor.nbytes for name, tensor in self.replica.roster.today()}
         known = {name for part in self._parts for name in part}
         for name in [name for name in sizes if name not in known]:
@@ -209,10 +213,10 @@ class DiLoCo(LocalMethod):
 
 
 def divided(parameters: NamedTensors, num_parts: int) -> list[list[str]]:
-    """Return the names of neighbouring parameters in parts of about as many bytes, none empty."""
+    """Return the names of consecutive parameters in nonempty parts of similar size in bytes."""
     if num_parts > len(parameters):
         raise ConfigError(
-            f"a fragment has at least one of {len(parameters)} parameters, got "
+            f"fragments must be at most the number of parameters, {len(parameters)}, got "
             f"fragments={num_parts}"
         )
     parts: list[list[str]] = [[] for _ in range(num_parts)]
@@ -239,10 +243,10 @@ def _check(
 
 
 def _refusal(fragments: int, delay: int, keep: float) -> str | None:
-    """Say why ranks cannot be drawn, or pulled to the model of the round; None if they can."""
+    """Return why fraction and proximal are not supported; None if they are."""
     if fragments == 1 and not delay and not keep:
         return None
     return (
-        f"fraction and proximal need rounds that all ranks begin with one model: fragments=1, "
+        f"with fraction or proximal all ranks must begin a round with one model: fragments=1, "
         f"delay=0, keep=0, got {fragments=}, {delay=}, {keep=}"
     )

@@ -1,7 +1,8 @@
-"""Federated rounds: which ranks are drawn for one, and what their local steps are taken by."""
+"""Federated rounds: which ranks are drawn for a round, and the gradients of their steps."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from hashlib import sha256
 from math import isfinite
 from numbers import Integral, Real
 from typing import Any, ClassVar
@@ -13,24 +14,59 @@ from torch.optim import Optimizer
 from hpctrain.comm.agreement import raise_if_any, require_equal
 from hpctrain.comm.communicator import Communicator
 from hpctrain.core.errors import ConfigError
-from hpctrain.local_sgd.rounds import Draw, Fields, StateFields
+from hpctrain.local_sgd.state_fields import Fields, StateFields
+
+
+class Draw(StateFields):
+    """The ranks that count in a round, drawn from a seed, the same on every rank.
+
+    Args:
+        rank: this rank.
+        size: number of ranks.
+        fraction: of the ranks, rounded, at least one; above 0 and at most 1.
+        seed: of all draws.
+    """
+
+    _SHARED: ClassVar[Fields] = {"seed": "_seed"}
+
+    def __init__(self, rank: int, size: int, fraction: float = 1.0, seed: int = 0) -> None:
+        self._rank, self._size, self._seed = rank, size, seed
+        self.is_partial = fraction < 1
+        self.num_ranks = max(1, int(fraction * size + 0.5))
+        self._drawn: tuple[int, int, list[int]] | None = None
+
+    def ranks(self, number: int) -> list[int]:
+        """Return the ranks of the round ``number``, ascending: those with the smallest hashes."""
+        if self._drawn is None or self._drawn[:2] != (self._seed, number):
+            hashes = {rank: self._hash(number, rank) for rank in range(self._size)}
+            drawn = sorted(sorted(hashes, key=hashes.__getitem__)[: self.num_ranks])
+            self._drawn = self._seed, number, drawn
+        return self._drawn[2]
+
+    def includes(self, number: int) -> bool:
+        """Return whether this rank is drawn for the round ``number``."""
+        return self.num_ranks == self._size or self._rank in self.ranks(number)
+
+    def _hash(self, number: int, rank: int) -> bytes:
+        return sha256(f"{self._seed} {number} {rank}".encode()).digest()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Federated:
-    """What a local method is told of its rounds."""
+    """Options of federated rounds, of a local method."""
 
     fraction: float = 1.0
     seed: int = 0
     proximal: float = 0.0
     state: str = "local"
-    refusal: str | None = None  # why the method cannot do so, if it cannot
+    refusal: str | None = None  # why the method does not support them, if it does not
 
     def draw(self, comm: Communicator, method: str) -> Draw:
-        """Return who is drawn by a ``method``; all ranks have given the same. Collective.
+        """Return the draws of a ``method``, after a check that all ranks agree. Collective.
 
-        Raises ``ConfigError``: an argument is not valid, or ``MismatchError``: ranks have given
-        others; on every rank.
+        Raises:
+            ConfigError: an option is not valid; on every rank.
+            MismatchError: ranks have different options; on every rank.
         """
         refusal = self._refusal()
         raise_if_any(comm.allgather_object(refusal), ConfigError)
@@ -42,11 +78,11 @@ class Federated:
 
     def _refusal(self) -> str | None:
         if not (_is_number(self.fraction) and 0 < self.fraction <= 1):
-            return f"fraction is a part of the ranks, above 0 and at most 1, got {self.fraction!r}"
+            return f"fraction must be above 0 and at most 1, got {self.fraction!r}"
         if not (_is_number(self.proximal) and self.proximal >= 0 and isfinite(self.proximal)):
-            return f"proximal is a finite number of at least 0, got {self.proximal!r}"
+            return f"proximal must be finite and at least 0, got {self.proximal!r}"
         if not (_is_number(self.seed, Integral) and 0 <= self.seed < 1 << 63):
-            return f"seed is a whole number in [0, 2^63), got {self.seed!r}"
+            return f"seed must be an integer in [0, 2^63), got {self.seed!r}"
         return self.refusal if self.fraction < 1 or self.proximal else None
 
 
@@ -55,12 +91,12 @@ def _is_number(value: object, kind: Any = Real) -> bool:
 
 
 class LocalGradients(StateFields):
-    """What stands in the place of gradients while the optimizer takes a local step.
+    """Replaces gradients while the optimizer takes a local step.
 
-    With a proximal term it is the gradient of loss + mu/2 ||w - w_round||^2 (Li et al. 2020,
-    arXiv:1812.06127), for parameters that have a gradient; in a step that does not count it is
-    nothing, so that the optimizer leaves parameters and state as they are. ``.grad`` is as before
-    after the step.
+    With a proximal term the gradient becomes that of loss + mu/2 ||w - w_round||^2 (Li et al.
+    2020, arXiv:1812.06127), for parameters that have a gradient. In a step that does not count
+    ``.grad`` becomes None, so that the optimizer changes neither parameters nor state. ``.grad``
+    is restored after the step.
     """
 
     _OWN: ClassVar[Fields] = {"start": "_start", "number": "_number"}
@@ -70,19 +106,24 @@ class LocalGradients(StateFields):
         self._kept: list[tuple[Tensor, Tensor]] = []
         self.begin_round()
 
+    @property
+    def are_proximal(self) -> bool:
+        """Whether there is a proximal term."""
+        return self._proximal > 0
+
     def begin_round(self) -> None:
         """Let the next step be the first one of a round."""
-        self._start: dict[str, Tensor] = {}  # parameters as the round has begun with them
+        self._start: dict[str, Tensor] = {}  # parameters at the start of the round
         self._number = -1  # of that round
 
     def load_own_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state; where it has none, the round's model is that of the next step."""
+        """Restore the model of the round; without one in the state the next step sets it."""
         self.begin_round()
         if state:
             super().load_own_state(state)
 
     def see(self, number: int) -> None:
-        """Keep the model of the round ``number``, in front of its first step."""
+        """Copy the model of the round ``number`` before its first step."""
         if not self._proximal:
             return
         if number != self._number:
@@ -93,7 +134,7 @@ class LocalGradients(StateFields):
 
     @torch.no_grad()
     def replace(self, *, counts: bool) -> None:
-        """Put what the step is taken by in the place of gradients; none if it does not count."""
+        """Replace gradients before a step, by None if it does not count."""
         self._kept = []
         if counts and not self._proximal:
             return
@@ -107,22 +148,24 @@ class LocalGradients(StateFields):
                 if not counts:
                     parameter.grad = None
                 elif start is not None:
-                    parameter.grad = self._pulled(parameter, start, group.get("maximize", False))
+                    parameter.grad = self._pulled(
+                        parameter, start, maximize=group.get("maximize", False)
+                    )
 
     def put_back(self) -> None:
-        """Let parameters have the gradients again that they had before the step."""
+        """Restore the gradients after the step."""
         for parameter, gradient in self._kept:
             parameter.grad = gradient
         self._kept = []
 
-    def _pulled(self, parameter: Tensor, start: Tensor, maximize: bool) -> Tensor:  # noqa: FBT001
+    def _pulled(self, parameter: Tensor, start: Tensor, *, maximize: bool) -> Tensor:
         assert parameter.grad is not None
         if parameter.grad.is_sparse:
             raise ConfigError(
-                f"proximal pulls all elements of a parameter, one of shape "
-                f"{tuple(parameter.shape)} has a sparse gradient; make the layer with sparse=False"
+                f"proximal needs dense gradients, but a parameter of shape "
+                f"{tuple(parameter.shape)} has a sparse one; make the layer with sparse=False"
             )
         pull = (parameter - start.to(parameter.device)).mul_(-1 if maximize else 1)
         if (scale := getattr(self._optimizer, "grad_scale", None)) is not None:
-            pull.mul_(scale)  # a fused optimizer below GradScaler divides by it
+            pull.mul_(scale)  # a fused optimizer divides gradients by the scale
         return parameter.grad.add(pull, alpha=self._proximal)

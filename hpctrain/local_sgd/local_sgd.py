@@ -1,6 +1,7 @@
-"""``LocalSGD`` and its kin: ranks take H steps of their own, then all take the mean of them.
+"""Methods whose ranks take several local steps, then average their parameters.
 
-All ranks at once, the ranks of a node more often, or after a synchronous phase.
+``LocalSGD`` averages over all ranks, ``HierarchicalLocalSGD`` more often inside a node, and
+``PostLocalSGD`` after a synchronous phase.
 """
 
 from itertools import zip_longest
@@ -13,26 +14,31 @@ from hpctrain.compress.by_name import Compressing
 from hpctrain.core.errors import ConfigError
 from hpctrain.local_sgd.federated import Federated
 from hpctrain.local_sgd.local_method import SWITCH, LocalMethod
-from hpctrain.local_sgd.rounds import Fields, Rounds, SampleSums, Steps, SyncInterval
+from hpctrain.local_sgd.replica_weight import SampleSums
+from hpctrain.local_sgd.round_clock import RoundClock
+from hpctrain.local_sgd.rounds import Rounds
+from hpctrain.local_sgd.state_fields import Fields
+from hpctrain.local_sgd.sync_interval import Steps, SyncInterval
 
 STATES = ("local", "average", "reset")
 
 
 class LocalSGD(LocalMethod):
-    """Averages parameters over all ranks after every ``steps`` steps instead of gradients in each.
+    """Averages parameters over all ranks every ``steps`` steps, instead of gradients in each step.
 
     With ``steps=1`` and plain SGD, or SGD with momentum whose state is averaged too, this is
-    synchronous SGD: the mean of steps is the step by the mean. With Adam it is not, since the
-    mean of normalised steps is another one. Learning rates are those of one rank's batch.
+    synchronous SGD: the mean of steps equals the step by the mean. With Adam it is not, since its
+    steps are normalised. Use a learning rate that suits the batch of one rank.
 
-    Buffers that have a mean, such as BatchNorm's statistics, are averaged with the parameters;
-    BatchNorm's counters stay, being equal where all ranks take all steps.
+    Floating-point buffers, such as BatchNorm's statistics, are averaged with the parameters;
+    BatchNorm's counters are not, since they are equal where all ranks take all steps.
 
-    Federated averaging (McMahan et al. 2017, arXiv:1602.05629) is this with ``set_num_samples``
-    and ``fraction``, FedProx (Li et al. 2020, arXiv:1812.06127) with ``proximal`` besides.
+    Federated averaging (McMahan et al. 2017, arXiv:1602.05629) is this method with
+    ``set_num_samples`` and ``fraction``; FedProx (Li et al. 2020, arXiv:1812.06127) adds
+    ``proximal``.
 
-    Source: Stich 2019, arXiv:1805.09767, Algorithm 1; with the last iterate, not a weighted mean
-    of all.
+    Source: Stich 2019, arXiv:1805.09767, Algorithm 1. Differs: the result is the last iterate, not
+    a weighted mean of all.
     """
 
     _SHARED: ClassVar[Fields] = {"pace": "_pace"}
@@ -40,7 +46,7 @@ class LocalSGD(LocalMethod):
 
     _refusal_of_draws: ClassVar[str | None] = None
 
-    def __init__(  # noqa: PLR0913 - what a user may choose
+    def __init__(  # noqa: PLR0913 - keyword options of users
         self,
         model: nn.Module,
         optimizer: Optimizer,
@@ -62,26 +68,26 @@ class LocalSGD(LocalMethod):
             steps: of a round: a number; a function from the number of the round, counted from 0;
                 or ``"auto"``: measured, so that averaging takes at most ``share`` of the time.
             state: of the optimizer, when replicas are averaged. ``local``: each rank keeps its
-                own, as it belongs to the gradients that it sees; nothing more travels, and torch,
-                post-local SGD and DiLoCo do so. ``average``: averaged too, which costs as many
-                bytes again for each kind of state and makes ``steps=1`` exact for momentum.
-                ``reset``: forgotten, for a state that no longer fits after a long round.
-            share: largest part of the time for averaging, with ``auto``.
+                own state, as in torch, post-local SGD and DiLoCo; no further bytes are sent.
+                ``average``: the state is averaged too, which sends as many bytes again for each
+                kind of state and makes ``steps=1`` exact for momentum. ``reset``: the state is
+                cleared, for states that no longer fit after a long round.
+            share: largest fraction of the time for averaging, with ``auto``.
             most: largest number of steps, with ``auto``.
-            compression: what parameters travel as; then it is their changes since the last round
-                that travel, and a copy of the model is held, once per node.
+            compression: codec of parameters; then their changes since the last round are sent,
+                and each node holds one copy of the model.
             fraction: of the ranks, rounded and at least one, drawn for each round: the mean is
-                over them alone, and all begin the next round from it. The others keep their
-                optimizer state until they are drawn again; ``reset`` forgets it everywhere.
-            seed: of the draws, the same on every rank. A state that is loaded brings its own.
+                over these ranks, and all ranks begin the next round from it. The other ranks keep
+                their optimizer state until they are drawn; ``reset`` clears it on all ranks.
+            seed: of the draws, the same on every rank. A loaded state includes its own seed.
             proximal: mu of the term mu/2 ||w - w_round||^2 that is added to the loss of local
-                steps, w_round being the model at the start of the round, of which a copy is held.
+                steps; each rank holds a copy of w_round, the model at the start of the round.
 
         Raises:
             ConfigError: an argument is not valid.
         """
         if state not in STATES:
-            raise ConfigError(f"state is one of {', '.join(STATES)}, got {state!r}")
+            raise ConfigError(f"state must be one of {', '.join(STATES)}, got {state!r}")
         self._pace = SyncInterval(steps, share=share, most=most)
         refusal = self._refusal_of_draws if fraction != 1 else None
         federated = Federated(
@@ -98,11 +104,11 @@ class LocalSGD(LocalMethod):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Figures for people and records; see ``LocalMethod``."""
+        """Human-readable figures; see ``LocalMethod``."""
         return {**super().facts, "steps": self._pace.steps_of(self.rounds.number)}
 
     def _after_step(self) -> None:
-        self.rounds.agrees = False  # a rank alone is in a round, too
+        self.rounds.agrees = False  # also on a single rank
         if self.rounds.step_in_round >= self._pace.steps_of(self.rounds.number):
             self._end_round()
 
@@ -110,7 +116,7 @@ class LocalSGD(LocalMethod):
         opening = self._exchange.begin(self._averagings, self._samples[0])
         self._exchange.complete(self._averagings)
         if self._state == "reset":
-            self.replica.reset_state()
+            self._optimizer.state.clear()
         self._pace.learn(opening.step_s, opening.round_s)
         self.rounds.close(agrees=opening.total_weight > 0)
 
@@ -118,15 +124,15 @@ class LocalSGD(LocalMethod):
 class HierarchicalLocalSGD(LocalSGD):
     """Averages parameters inside each node every ``node_steps``, over all ranks every ``steps``.
 
-    With ``node_steps=1`` the ranks of a node average gradients in every step, so that a node
-    trains as one rank with a larger batch does, and the nodes are local to each other.
+    With ``node_steps=1`` the ranks of a node average gradients in every step: a node trains as
+    one rank with a larger batch, and parameters are averaged between nodes.
 
     Source: Lin et al. 2020, arXiv:1808.07217, section 5 (hierarchical local SGD).
     """
 
     _refusal_of_draws = (
-        "HierarchicalLocalSGD averages inside each node, of which a draw of single ranks would "
-        "leave parts out; leave fraction out, or take LocalSGD"
+        "fraction must be 1 for HierarchicalLocalSGD, which averages over all ranks of a node; "
+        "leave fraction out, or use LocalSGD"
     )
 
     def __init__(
@@ -145,7 +151,7 @@ class HierarchicalLocalSGD(LocalSGD):
             optimizer: as for ``LocalSGD``.
             steps: between two averagings over all ranks, as for ``LocalSGD``.
             node_steps: between two averagings inside a node.
-            options: the others of ``LocalSGD``.
+            options: the other options of ``LocalSGD``.
 
         Raises:
             ConfigError: an argument is not valid.
@@ -156,9 +162,9 @@ class HierarchicalLocalSGD(LocalSGD):
         self._node_steps = node_steps
         node = self._exchange.node
         if node_steps == 1:
-            self._reducer_over(node)
+            self._synchronous.over(node)
             return
-        self._node_rounds = Rounds(node)
+        self._node_rounds = Rounds(node, RoundClock(), self._synchronous)
         self._samples.append(SampleSums())
         self._node_averagings = [
             self._exchange.averages_parameters(node),
@@ -183,14 +189,15 @@ class HierarchicalLocalSGD(LocalSGD):
             samples.clear()
 
 
-DROP = 0.5  # a learning rate has dropped when it is at most this part of the highest so far
+DROP = 0.5  # a learning rate has dropped if it is at most this fraction of its maximum
 
 
 class PostLocalSGD(LocalSGD):
-    """Averages gradients in every step first, and parameters in rounds later.
+    """Averages gradients in every step of a first phase, and parameters in rounds after it.
 
-    Source: Lin et al. 2020, arXiv:1808.07217, which switches at the first drop of the learning
-    rate. torch's ``PostLocalSGDOptimizer`` with ``PeriodicModelAverager`` takes the same steps.
+    Source: Lin et al. 2020, arXiv:1808.07217, which changes the phase at the first drop of the
+    learning rate. torch's ``PostLocalSGDOptimizer`` with ``PeriodicModelAverager`` takes the same
+    steps.
     """
 
     _SHARED: ClassVar[Fields] = {"is_local": "_is_local", "highest": "_highest"}
@@ -212,17 +219,17 @@ class PostLocalSGD(LocalSGD):
             steps: of a round, as for ``LocalSGD``.
             start: number of synchronous steps; or ``"lr_drop"``: until a step after that in which
                 the learning rate of a group is at most half of its highest.
-            options: the others of ``LocalSGD``.
+            options: the other options of ``LocalSGD``.
 
         Raises:
             ConfigError: an argument is not valid.
         """
         if not (start == "lr_drop" or (isinstance(start, int) and start >= 0)):
-            raise ConfigError(f'start is a number of steps or "lr_drop", got {start!r}')
+            raise ConfigError(f'start must be a number of steps or "lr_drop", got {start!r}')
         super().__init__(model, optimizer, steps, **options)
         self._start = start
         self._highest = [0.0 for _ in optimizer.param_groups]
-        self._reducer = self._reducer_over(self._comm)
+        self._reducer = self._synchronous.over(self._comm)
         self._go(is_local=start == 0)
 
     @property
@@ -231,7 +238,7 @@ class PostLocalSGD(LocalSGD):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Figures for people and records; see ``LocalMethod``."""
+        """Human-readable figures; see ``LocalMethod``."""
         return {**super().facts, "phase": "local" if self._is_local else "synchronous"}
 
     def _start_again(self) -> None:
@@ -254,9 +261,9 @@ class PostLocalSGD(LocalSGD):
             self._reducer.switch(is_on=not is_local)
 
     def _has_ended(self) -> bool:
-        """Say whether the synchronous steps are over: the same on every rank.
+        """Return whether the synchronous phase has ended, the same on every rank.
 
-        A rank that sees a drop raises a flag, which all ranks have with the next step.
+        A rank whose learning rate drops raises a flag, which all ranks receive in the next step.
         """
         if isinstance(self._start, int):
             return self.rounds.step >= self._start
@@ -264,7 +271,9 @@ class PostLocalSGD(LocalSGD):
         if self._reducer is not None:
             seen = bool(self._reducer.steps.raised_flags & SWITCH)
         rates = [float(group["lr"]) for group in self._optimizer.param_groups]
-        pairs = zip_longest(rates, self._highest[: len(rates)], fillvalue=0.0)  # more groups came
+        pairs = zip_longest(
+            rates, self._highest[: len(rates)], fillvalue=0.0
+        )  # groups may be added
         self._highest = [max(pair) for pair in pairs]
         both = zip(rates, self._highest, strict=True)
         self._wants_switch |= any(rate <= DROP * highest for rate, highest in both)

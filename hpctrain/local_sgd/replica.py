@@ -1,4 +1,4 @@
-"""A rank's own model and optimizer state, and how ranks exchange them."""
+"""The replica of a rank, and its exchange with the replicas of other ranks."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,34 +23,36 @@ from hpctrain.local_sgd.averaged_tensors import (
     entries_with_mean,
 )
 from hpctrain.local_sgd.averaging import AnchoredAveraging, Averaging
-from hpctrain.local_sgd.rounds import Fields, RoundOpening, Rounds, SampleSums, Share, StateFields
+from hpctrain.local_sgd.replica_weight import SampleSums, Share
+from hpctrain.local_sgd.rounds import RoundOpening, Rounds
+from hpctrain.local_sgd.state_fields import Fields, StateFields
 from hpctrain.runtime.world import World
 
 
 class Replica:
-    """The tensors of a model and its optimizer that have a mean over ranks."""
+    """The tensors of a model and its optimizer that are averaged over ranks."""
 
     def __init__(self, comm: Communicator, model: nn.Module, optimizer: Optimizer) -> None:
         self._comm, self._model, self.optimizer = comm, model, optimizer
         self.roster = Roster(model, optimizer)  # the parameters that all ranks average
 
     def inner_roster(self) -> Roster:
-        """Make the roster of some ranks that average among themselves in between."""
+        """Return a new roster, of some ranks that average more often."""
         made = Roster(self._model, self.optimizer)
         made.set_changed(self.roster.changed())
         self.roster.inner.append(made)
         return made
 
     def all_agree(self) -> None:
-        """Note that all ranks have the same parameters."""
+        """Record that all ranks have the same parameters."""
         self.load_own_state(())
 
     def own_state(self) -> list[list[str]]:
-        """Return the names of parameters in which ranks may differ: of all, of some."""
+        """Return the names of parameters that may differ between ranks, by roster."""
         return [roster.changed() for roster in (self.roster, *self.roster.inner)]
 
     def load_own_state(self, changed: Sequence[Collection[str]]) -> None:
-        """Let ranks differ in these parameters alone, which ``own_state`` returned; in none."""
+        """Restore the names that ``own_state`` returned; no names if it is empty."""
         for number, roster in enumerate((self.roster, *self.roster.inner)):
             roster.set_changed(changed[number] if changed else ())
 
@@ -60,29 +62,25 @@ class Replica:
         return [(name, parameter.detach()) for name, parameter in named if parameter.requires_grad]
 
     def buffers(self) -> NamedTensors:
-        """Return buffers such as running means; counters and truth values have no mean."""
+        """Return floating-point buffers such as running means; counters are not averaged."""
         return [(name, b) for name, b in self._model.named_buffers() if b.is_floating_point()]
 
     def state(self) -> NamedTensors:
-        """Return the optimizer's state of each parameter, but for numbers of steps."""
+        """Return the optimizer's state of each parameter, except numbers of steps."""
         return [
             (f"{name}, {key}", value)
             for name, parameter in places_of(self.optimizer)
             for key, value in entries_with_mean(self.optimizer.state.get(parameter, {}))
         ]
 
-    def reset_state(self) -> None:
-        """Let the optimizer begin anew."""
-        self.optimizer.state.clear()
-
     @contextmanager
     def as_mean(self, share: Share) -> Iterator[None]:
-        """Let parameters and buffers be their means over all ranks inside. Collective."""
+        """Give parameters and buffers their means over all ranks in the block. Collective."""
         with self.holding(self.means([*self.unequal_parameters(), *self.buffers()], share)):
             yield
 
     def unequal_parameters(self) -> NamedTensors:
-        """Return what the next averaging would be of, the same names on every rank. Collective."""
+        """Return the parameters of the next averaging, the same on every rank. Collective."""
         names = self.roster.union(self._comm)
         return [(n, p.detach()) for n, p in self._model.named_parameters() if n in names]
 
@@ -98,7 +96,7 @@ class Replica:
 
     @contextmanager
     def holding(self, values: dict[str, Tensor]) -> Iterator[None]:
-        """Let parameters and buffers have other values inside, by name."""
+        """Give parameters and buffers other values in the block, by name."""
         everything = (*self._model.named_parameters(), *self.buffers())
         tensors = {name: tensor.detach() for name, tensor in everything if name in values}
         kept = {name: tensor.clone() for name, tensor in tensors.items()}
@@ -122,7 +120,7 @@ class Replica:
 
     def _mean(self, tensor: Tensor, share: Share) -> Tensor:
         with torch.no_grad():
-            # What counts nothing is left out, whatever it holds.
+            # Zero weight must not turn inf into NaN.
             mean = tensor * share.weight if share.weight else torch.zeros_like(tensor)
             with on_host(mean) as values:
                 self._comm.allreduce_(values, scale=share.scale).wait()
@@ -130,7 +128,7 @@ class Replica:
 
 
 class Exchange(StateFields):
-    """Makes averagings over all ranks or some, and carries them out."""
+    """Creates averagings over all ranks or some, and runs them."""
 
     _SHARED: ClassVar[Fields] = {
         "bytes_sent": "bytes_sent",
@@ -141,8 +139,8 @@ class Exchange(StateFields):
     def __init__(
         self, here: World, replica: Replica, rounds: Rounds, compression: Compressing
     ) -> None:
-        """Begin without averagings; parameters travel compressed between all ranks."""
-        self.bytes_sent = 0  # bytes that this rank has given to averagings over all ranks
+        """Begin without averagings; ``compression`` is that of parameters between all ranks."""
+        self.bytes_sent = 0  # by this rank, in averagings over all ranks
         self._comm, self._topology = here.comm, here.topology
         self._bucket_bytes, self._note = here.plan.bucket_bytes, here.last_call.note
         self._replica, self._rounds, self._compression = replica, rounds, compression
@@ -151,7 +149,7 @@ class Exchange(StateFields):
 
     @cached_property
     def node(self) -> Communicator:
-        """The ranks of this node. Collective over all ranks when it is used first."""
+        """The ranks of this node. The first use is collective over all ranks."""
         groups = [self._comm.group(ranks) for ranks in self._topology.nodes]
         own = groups[self._topology.node]
         assert own is not None
@@ -159,19 +157,19 @@ class Exchange(StateFields):
 
     @property
     def is_under_way(self) -> bool:
-        """Whether replicas travel while training goes on."""
+        """Whether replicas are in flight while training continues."""
         return any(averaging.is_under_way for averaging in self._made)
 
     def averages_buffers(self, comm: Communicator | None = None) -> Averaging:
-        """Make what averages buffers, over all ranks or some. Collective."""
+        """Return an averaging of buffers, over all ranks or some. Collective."""
         return self._averages(Tensors(self._replica.buffers), comm or self._comm)
 
     def averages_state(self) -> Averaging:
-        """Make what averages the optimizer's state over all ranks. Collective."""
+        """Return an averaging of the optimizer's state over all ranks. Collective."""
         return self._averages(OptimizerState(self._replica.optimizer), self._comm)
 
     def averages_parameters(self, node: Communicator | None = None) -> Averaging:
-        """Make what averages parameters, over all ranks or those of this node. Collective."""
+        """Return an averaging of parameters, over all ranks or this node's. Collective."""
         if node is not None:
             return self._averages(self._replica.inner_roster(), node)
         if isinstance(codec_for(self._compression), Identity):
@@ -181,7 +179,7 @@ class Exchange(StateFields):
     def anchors_parameters(
         self, names: Callable[[], Collection[str]] | None = None, **outer: float
     ) -> AnchoredAveraging:
-        """Make what averages changes of all or some parameters over all ranks. Collective."""
+        """Return an averaging of changes of all or some parameters. Collective."""
         made = AnchoredAveraging(
             self._comm,
             codec_for(self._compression),
@@ -198,12 +196,15 @@ class Exchange(StateFields):
     def begin(
         self, averagings: Sequence[Averaging], samples: SampleSums, rounds: Rounds | None = None
     ) -> RoundOpening:
-        """Let ranks meet by ``rounds``, all of them if None, and then replicas travel. Collective.
+        """Synchronize the ranks and send their replicas. Collective.
 
-        Of the averagings that of parameters comes first. Samples are counted anew from here on.
+        Args:
+            averagings: the first one is of parameters.
+            samples: determine the weight of this rank; they are cleared.
+            rounds: of some ranks; None for the rounds of all ranks.
         """
         outdated = not all(averaging.fits() for averaging in averagings)
-        opening = (rounds or self._rounds).meet(samples, outdated=outdated)
+        opening = (rounds or self._rounds).synchronize(samples, outdated=outdated)
         samples.clear()
         if not opening.total_weight:
             return opening
@@ -218,23 +219,23 @@ class Exchange(StateFields):
     def complete(
         self, averagings: Sequence[Averaging], rounds: Rounds | None = None, keep: float = 0.0
     ) -> None:
-        """Take over the means of what ``begin`` has let travel, if anything is under way.
+        """Replace tensors by their means, in those averagings that ``begin`` has started.
 
-        Each tensor keeps the part ``keep`` of its own.
+        Each tensor keeps the fraction ``keep`` of its value.
         """
         rounds = rounds or self._rounds
-        under_way = [averaging for averaging in averagings if averaging.is_under_way]
-        distances = [averaging.finish(keep) for averaging in under_way]
-        if under_way:
+        in_flight = [averaging for averaging in averagings if averaging.is_under_way]
+        distances = [averaging.finish(keep) for averaging in in_flight]
+        if in_flight:
             rounds.own_drift = distances[0] if rounds.counts else 0.0
             self._note(f"averaging of replicas in round {self._rounds.number}")
 
     def anchor(self) -> dict[str, Any]:
-        """Return the anchors of all parameters that have one, by name. Collective."""
+        """Return the anchors of parameters, by name. Collective."""
         return {name: value for one in self._anchored for name, value in one.anchor().items()}
 
     def load_shared_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state, with nothing under way. Collective."""
+        """Continue from a state; averagings in flight are dropped. Collective."""
         for averaging in self._made:
             averaging.drop()
         super().load_shared_state(state)

@@ -1,4 +1,4 @@
-"""``StagedSGD``: synchronous at first and at last, local to the nodes in cycles between."""
+"""``StagedSGD``: synchronous warm-up and cool-down, and cycles of local steps between."""
 
 from typing import Any, ClassVar
 
@@ -9,30 +9,30 @@ from torch.optim import Optimizer
 from hpctrain.compress.by_name import Compressing
 from hpctrain.core.checks import Count, Decay, Number, checked, require
 from hpctrain.local_sgd.local_method import LocalMethod
-from hpctrain.local_sgd.rounds import Fields
+from hpctrain.local_sgd.state_fields import Fields
 
 
 class StagedSGD(LocalMethod):
-    """Averages over all ranks in every step at first and at last, and across nodes rarely between.
+    """Averages gradients over all ranks in a warm-up and a cool-down, and rarely between nodes.
 
-    Warm-up and cool-down average the gradients of all ranks. Between them the ranks of a node
-    average gradients, and every ``steps`` steps parameters are sent across all nodes, to be taken
-    over ``delay`` steps later: with P nodes and W such steps θ <- (2 W θ + P mean) / (2 W + P).
-    When the loss no longer falls, steps and delay are halved; when it does not fall at one step
-    either, both begin anew. On a single node all steps are synchronous.
+    Between warm-up and cool-down the ranks of a node average gradients, and every ``steps`` steps
+    parameters are sent across all nodes, to be merged ``delay`` steps later: with P nodes and W
+    such steps θ <- (2 W θ + P mean) / (2 W + P). When the loss no longer falls, steps and delay
+    are halved; when it does not fall with one step either, both return to their first values. On
+    a single node all steps are synchronous.
 
-    Buffers that have a mean travel with the parameters. Optimizer states stay local to a node, and
-    are averaged once, before the cool-down: ranks with other momenta would part again.
+    Floating-point buffers are averaged with the parameters. Optimizer states are local to a node,
+    and are averaged once, before the cool-down, since ranks with different momenta diverge.
 
-    Source: Coquelin et al. 2022, J. Big Data 9:14 (DASO). Differs: any placement of ranks, also
-    one per node or unequal numbers; every rank of a node takes part in the exchange, each with
-    its slice; what the ranks of a node do is a gradient average in every step.
+    Source: Coquelin et al. 2022, J. Big Data 9:14 (DASO). Differs: ranks may be placed in any
+    numbers per node; every rank of a node sends one slice of the parameters; the ranks of a node
+    average gradients in every step.
     """
 
     _SHARED: ClassVar[Fields] = {"cycle": ("_steps", "_delay", "_best", "_num_bad")}
     _OWN: ClassVar[Fields] = {"under_way": "_averagings[]", "due": ("_due", "_waits")}
 
-    def __init__(  # noqa: PLR0913 - what a user may choose
+    def __init__(  # noqa: PLR0913 - keyword options of users
         self,
         model: nn.Module,
         optimizer: Optimizer,
@@ -51,13 +51,13 @@ class StagedSGD(LocalMethod):
             model: with equal parameters and buffers on every rank.
             optimizer: a plain one of torch, which has the model's parameters.
             warmup_steps: synchronous steps at the start.
-            cooldown_start: steps after which the rest is synchronous again.
+            cooldown_start: number of the first step of the cool-down.
             steps: between two exchanges, at most.
-            delay: steps that an exchange may take while training goes on, at most ``steps``; None
-                for a quarter of ``steps``, 1 at least; 0 for none.
-            patience: losses in a row that have not fallen, before steps and delay change.
-            threshold: part by which a loss must be below the lowest one, to have fallen.
-            compression: what travels travels as.
+            delay: steps that an exchange may take while training continues, at most ``steps``;
+                None for a quarter of ``steps``, 1 at least; 0 for none.
+            patience: consecutive losses that have not fallen before steps and delay change.
+            threshold: fraction by which a loss must be below the lowest one, to have fallen.
+            compression: codec of tensors that are sent between all ranks.
 
         Raises:
             ConfigError: an argument is not valid.
@@ -75,20 +75,20 @@ class StagedSGD(LocalMethod):
         self._most_steps, self._most_delay = steps, delay
         self._patience, self._threshold = patience, threshold
         self._steps, self._delay = steps, delay
-        self._due, self._waits = 0, delay  # of what is under way
+        self._due, self._waits = 0, delay  # of the exchange in flight
         self._best, self._num_bad = float("inf"), 0
-        self._everywhere = self._reducer_over(self._comm)
+        self._everywhere = self._synchronous.over(self._comm)
         self._on_node = None
         self._averagings = []
         if self._topology.num_nodes > 1:
-            self._on_node = self._reducer_over(self._exchange.node)
+            self._on_node = self._synchronous.over(self._exchange.node)
             self._averagings.append(self._exchange.averages_parameters())
             self._averagings.append(self._exchange.averages_buffers())
         self._set_phase()
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Figures for people and records; see ``LocalMethod``."""
+        """Human-readable figures; see ``LocalMethod``."""
         return {
             **super().facts,
             "steps": self._steps if self._is_cycling else 1,
@@ -97,8 +97,8 @@ class StagedSGD(LocalMethod):
         }
 
     def observe(self, loss: float) -> None:
-        """Tell the training loss of an epoch, say; the mean over ranks decides. Collective."""
-        self.rounds.confirm()
+        """Adapt steps and delay to the mean over ranks of a training loss. Collective."""
+        self._synchronous.confirm()
         mean = torch.tensor(loss, dtype=torch.float64)
         self._comm.allreduce_(mean, scale=1.0 / self._comm.size).wait()
         if not self._is_cycling:
@@ -124,7 +124,7 @@ class StagedSGD(LocalMethod):
         return self._cycles_in(self.rounds.step)
 
     def _cycles_in(self, step: int) -> bool:
-        """Say whether the step after so many is one of a cycle."""
+        """Return whether the step after ``step`` is in a cycle."""
         several = self._topology.num_nodes > 1
         return several and self._warmup_steps <= step < self._cooldown_start
 
@@ -144,7 +144,7 @@ class StagedSGD(LocalMethod):
         self._set_phase()
 
     def _send(self) -> None:
-        """Let the replicas travel across nodes."""
+        """Send the replicas across nodes."""
         self._take_over()
         opening = self._exchange.begin(self._averagings, self._samples[0])
         self._due, self._waits = self.rounds.step + self._delay, self._delay
@@ -160,7 +160,7 @@ class StagedSGD(LocalMethod):
         self.rounds.close(agrees=opening.total_weight > 0)
 
     def _take_over(self) -> None:
-        """Let what is under way count among this rank's parameters, if there is anything."""
+        """Merge the exchange in flight, if any, with this rank's parameters."""
         own = 2 * self._waits
         self._exchange.complete(self._averagings, keep=own / (own + self._topology.num_nodes))
 

@@ -123,7 +123,7 @@ class LocalExchange(OwnStepsExchange):
     def begin(self, rate: float, *, must_agree: bool) -> None:
         """Set the learning rates of a step, and whether the ranks synchronize after it. Local."""
         super().begin(rate, must_agree=must_agree)
-        self.method.rounds.must_meet = must_agree
+        self.method.clock.must_synchronize = must_agree
 
     @property
     def takes_part(self) -> bool:
@@ -147,7 +147,7 @@ class LocalExchange(OwnStepsExchange):
 
     def resume_clock(self) -> None:
         """Leave the time since the last step out of the measured time of steps. Local."""
-        self.method.rounds.resume_clock()
+        self.method.clock.resume()
 
     def end_epoch(self, loss: float) -> None:
         """Give the mean training loss of an epoch to a method that has stages."""

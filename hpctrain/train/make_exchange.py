@@ -132,7 +132,7 @@ def _local_method(
     _check(kind, args)
     with _refusing(config.method):
         made = kind(model, optimizer, **args)
-    made.rounds.within_s = WITHIN_S
+    made.clock.within_s = WITHIN_S
     return made
 
 

@@ -26,7 +26,7 @@ def rows_of(table):
     own = table.sharded_state()["tensors"]["rows"]
     parts = current().comm.allgather_object((own.shard.offset[0], own.tensor.clone()))
     rows = torch.cat([values for _, values in sorted(parts, key=lambda part: part[0])])
-    return rows[torch.arange(ROWS) * table._factor % ROWS]
+    return rows[torch.arange(ROWS) * table._spread.factor % ROWS]
 
 
 def ids_of(step, num=20):

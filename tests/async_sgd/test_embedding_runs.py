@@ -124,7 +124,7 @@ def refuse(make, table, state):
     """Give a table what is no state of it, on one rank or on all."""
     own = "5000 rows of 6, padding_idx=2, init=0.05, seed=3, dtype=torch.float32"
     for other, text in (
-        ({"optimizer": "sgd"}, "goes on with the state of its own optimizer"),
+        ({"optimizer": "sgd"}, "must load the state of the same optimizer"),
         ({"seed": 4}, f"of one of {own}"),
         ({"init": 0.1}, "init=0.1"),
         ({"padding_idx": 3}, "padding_idx=3"),

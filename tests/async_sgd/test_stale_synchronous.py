@@ -90,7 +90,10 @@ def test_a_processor_that_reorders_stores_has_a_fence_at_each_end_of_a_message(h
     model = make_model(torch.float32)
     optimizer = sgd(model)
     with hvd.StaleSynchronous(model, optimizer, 0) as method:
-        fences = {one._fence for one in (method._messages.requests, method._messages.replies)}
+        fences = {
+            one._fence
+            for one in (method._client.messages.requests, method._client.messages.replies)
+        }
         assert None not in fences
         train(hvd, model, optimizer, 0, 3)
     assert len(calls) >= 2 * 3
@@ -344,9 +347,9 @@ def test_what_cannot_be_is_refused_at_the_start(hvd, world):
     for arguments, match in (
         ({"staleness": -1}, "must be (at least 0|an integer)"),
         ({"staleness": True}, "must be (at least 0|an integer)"),
-        ({"servers": 2}, "leaves a worker"),
-        ({"servers": [0, 0]}, "each once"),
-        ({"servers": [5]}, "each once"),
+        ({"servers": 2}, "leave a worker"),
+        ({"servers": [0, 0]}, "distinct ranks"),
+        ({"servers": [5]}, "distinct ranks"),
         ({"curvature": 0.0}, "curvature must be above 0"),
         ({"curvature": float("nan")}, "curvature must be above 0"),
     ):

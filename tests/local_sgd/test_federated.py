@@ -8,8 +8,8 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from hpctrain.core.errors import ConfigError, MismatchError
+from hpctrain.local_sgd.federated import Draw
 from hpctrain.local_sgd.local_sgd import STATES
-from hpctrain.local_sgd.rounds import Draw
 from tests.gradients.training import digits, make_model, sgd
 from tests.local_sgd.local_methods import Normed, Run, adam, num_kinds, replica_of, weights_of
 
@@ -169,7 +169,7 @@ def test_drift_falls_with_the_proximal_term_where_ranks_have_other_digits(world,
         run = Run(hvd_nodes, "LocalSGD", 40, proximal=proximal)
         for step in range(40):
             learn(run.model, run.optimizer, world.rank, step)
-        run.method.rounds.meet()
+        run.method.rounds.synchronize()
         drifts.append(run.method.facts["drift"])
         run.method.close()
     assert drifts == sorted(drifts, reverse=True)
@@ -241,7 +241,7 @@ WRONG = [
     ({"fraction": True}, "got True"),
     ({"proximal": -1}, "at least 0, got -1"),
     ({"proximal": float("inf")}, "got inf"),
-    ({"seed": 1.5}, "whole number"),
+    ({"seed": 1.5}, "seed must be an integer"),
 ]
 
 
@@ -276,8 +276,11 @@ def test_what_cannot_be_is_refused_on_every_rank_whoever_asks_for_it(world, hvd_
 def test_ranks_that_would_be_weighted_wrongly_are_told_all_of_them(world, hvd_nodes):
     rank = world.rank
     for told, message in (
-        ([(5, 4 + rank)] * 2, "nominal of set_num_samples is the same on every rank, the mean of"),
-        ([(5, 4), (5, 4) if rank else None], "comes before every step that a rank takes, this"),
+        ([(5, 4 + rank)] * 2, "nominal of set_num_samples must be the same on every rank, but"),
+        (
+            [(5, 4), (5, 4) if rank else None],
+            "must precede every step that a rank takes, but",
+        ),
         ([(5, 4) if rank else None] * 2, r"have called it; call .* before skip_step\(\)"),
     ):
         run = Run(hvd_nodes, "LocalSGD", 3)

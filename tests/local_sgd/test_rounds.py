@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from hpctrain.core.errors import CommError, ConfigError, MismatchError, RankLostError
-from hpctrain.local_sgd.rounds import SyncInterval
+from hpctrain.local_sgd.sync_interval import SyncInterval
 from tests.gradients.training import make_model, sgd
 from tests.harness.pace import scaled
 from tests.local_sgd.local_methods import (
@@ -64,7 +64,7 @@ def test_arguments_that_cannot_be_are_refused(hvd_nodes):
 def test_an_optimizer_is_plain_and_has_one_method_at_a_time(hvd_nodes):
     model = make_model()
     optimizer = sgd(model)
-    message = "DiLoCo comes beside LocalSGD"
+    message = "DiLoCo follows LocalSGD"
     with hvd_nodes.LocalSGD(model, optimizer, 2), pytest.raises(ConfigError, match=message):
         hvd_nodes.DiLoCo(model, optimizer, 2)
     run = Run(hvd_nodes, "DiLoCo", 2, model=model, optimizer=lambda _: optimizer).to(2)
@@ -145,7 +145,7 @@ def test_a_step_that_one_rank_does_not_take_is_an_error_or_is_counted(world, hvd
             assert run.to(3).num_kinds(world) == 1
         else:
             with pytest.raises(MismatchError, match="skip_step"):
-                run.method.rounds.meet()
+                run.method.rounds.synchronize()
         run.method.close()
 
 
@@ -158,7 +158,7 @@ def test_flags_are_known_to_all_at_the_next_meeting(world, hvd_nodes):
     with run.method as method:
         method.raise_flags(2 if world.rank == world.size - 1 else 0)
         for step in range(8):
-            method.rounds.must_meet = step == 5
+            method.clock.must_synchronize = step == 5
             run.to(step + 1)
             seen.append(method.raised_flags)
     alone = [2] * 8
@@ -169,11 +169,11 @@ def test_flags_are_known_to_all_at_the_next_meeting(world, hvd_nodes):
 def test_ranks_meet_within_the_time_that_was_asked_for(hvd_nodes):
     run, met = Run(hvd_nodes, "LocalSGD", 1000), []
     with run.method as method:
-        method.rounds.within_s = 0.05
+        method.clock.within_s = 0.05
         for step in range(20):
             time.sleep(0.01)
             run.to(step + 1)
-            met.append(method.rounds.has_met)
+            met.append(method.clock.has_synchronized)
     assert met[0]  # nothing is known of the time of a step yet
     assert 2 <= sum(met) <= 16
 
@@ -181,11 +181,11 @@ def test_ranks_meet_within_the_time_that_was_asked_for(hvd_nodes):
 @MANY
 def test_ranks_do_not_meet_behind_what_is_under_way(hvd_nodes):
     run, met = Run(hvd_nodes, "DiLoCo", 8, delay=6), []
-    run.method.rounds.within_s = 1e-9  # in every step, if possible
+    run.method.clock.within_s = 1e-9  # in every step, if possible
     for step in range(16):
-        run.method.rounds.must_meet = step == 11
+        run.method.clock.must_synchronize = step == 11
         run.to(step + 1)
-        met.append(run.method.rounds.has_met)
+        met.append(run.method.clock.has_synchronized)
     assert met == [True] * 8 + [False] * 3 + [True] + [False] + [True] * 3
     run.method.close()
 

@@ -13,7 +13,7 @@ from hpctrain.checkpoint.manager import Manager
 from hpctrain.core.errors import CheckpointError, ConfigError, HpctrainError
 from hpctrain.core.records import read
 from hpctrain.data.tools.label_split import split_by_label
-from hpctrain.local_sgd.rounds import Draw
+from hpctrain.local_sgd.federated import Draw
 from hpctrain.local_sgd.staged_sgd import StagedSGD
 from hpctrain.train import make_exchange
 from hpctrain.train.history import RunHistory

@@ -1,0 +1,135 @@
+"""The shard of a parameter server: its elements of all parameters, and their optimizer state."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from hpctrain.async_sgd.parameter_layout import ParameterLayout, ParameterRange
+from hpctrain.async_sgd.server_messages import Push, Settings
+from hpctrain.comm.node.shared_memory import combine_to
+from hpctrain.comm.ops import Op, combination, scaled_when
+from hpctrain.gradients.elementwise import PieceStep
+from hpctrain.gradients.rail_sums import weighted
+from hpctrain.gradients.sample_count import exponent_of
+
+
+class ParameterShard:
+    """Holds and steps the elements of parameters that one server has.
+
+    Args:
+        layout: of all parameters.
+        number: of the server.
+        optimizer: whose class takes the steps, on ranges of parameters.
+    """
+
+    def __init__(self, layout: ParameterLayout, number: int, optimizer: Optimizer) -> None:
+        self._layout, self._number = layout, number
+        self._ranges = list(layout.ranges(number))
+        self._values, self._sums = layout.new_parts(number), layout.new_parts(number)
+        self._held = self._tensors_in(self._values)
+        self._stepper = PieceStep(optimizer)
+        # Hooks would keep the method alive as long as the server's thread runs.
+        self._attributes = {
+            name: value
+            for name, value in vars(optimizer).items()
+            if name not in {"state", "step"} and not name.endswith("_hooks")
+        }
+
+    def parts(self, flats: Sequence[Tensor]) -> list[Tensor]:
+        """Return the parts of whole blocks that belong to this shard."""
+        return self._layout.parts(flats, self._number)
+
+    def copy_to(self, out: Sequence[Tensor]) -> None:
+        """Copy the values to parts of blocks."""
+        for copy, part in zip(out, self._values, strict=True):
+            copy.copy_(part)
+
+    @contextmanager
+    def on_copy(self, out: Sequence[Tensor]) -> Iterator[None]:
+        """Apply the steps in the block to ``out``, a copy of the values, and to copied state."""
+        held, state = self._held, self._stepper.state
+        try:
+            self._held = self._tensors_in(out)
+            self._stepper.state = defaultdict(dict)
+            for tensor, before in zip(self._held, held, strict=True):
+                if before in state:
+                    self._stepper.state[tensor] = {
+                        k: v.clone() if isinstance(v, Tensor) else v
+                        for k, v in state[before].items()
+                    }
+            yield
+        finally:
+            self._held, self._stepper.state = held, state
+
+    # -- its state ------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def load(self, optimizer: Optimizer) -> None:
+        """Copy the values of the parameters, and the optimizer's state of them."""
+        self._stepper.state.clear()
+        for own, tensor in zip(self._ranges, self._held, strict=True):
+            parameter = self._layout.parameters[own.number]
+            tensor.copy_(self._layout.flattened(own.number, parameter)[own.inside])
+            for name, value in optimizer.state.get(parameter, {}).items():
+                self._stepper.state[tensor][name] = self._part_of(name, value, own)
+
+    def _part_of(self, name: str, value: Any, own: ParameterRange) -> Any:
+        """Return a copy of the elements of a range, of an entry of its parameter's state."""
+        if not isinstance(value, Tensor):
+            return value
+        if name != "step" and value.shape == self._layout.parameters[own.number].shape:
+            value = self._layout.flattened(own.number, value)[own.inside]
+        return value.detach().to("cpu", copy=True)
+
+    def state(self) -> list[tuple[int, dict[str, Any]]]:
+        """Return the number of each parameter in this shard, and the state of its elements."""
+        both = zip(self._ranges, self._held, strict=True)
+        return [(own.number, dict(self._stepper.state[tensor])) for own, tensor in both]
+
+    # -- steps ----------------------------------------------------------------------------------
+
+    def step(self, pushes: Sequence[Push], settings: Settings, num_missing: int = 0) -> None:
+        """Step by the weighted mean of gradients; ``num_missing`` ones more count as zeros.
+
+        A missing gradient has the mean weight of the others.
+        """
+        having = [any(of) for of in zip(*(one.has_gradient for one in pushes), strict=True)]
+        by_group: defaultdict[int, list[Tensor]] = defaultdict(list)
+        grads = self._tensors_in(self._mean(pushes, num_missing))
+        for own, tensor, grad in zip(self._ranges, self._held, grads, strict=True):
+            if having[own.number]:
+                tensor.grad = grad
+                by_group[own.group].append(tensor)
+        self._stepper.read(SimpleNamespace(**self._attributes | {"param_groups": settings}))  # type: ignore[arg-type]
+        self._stepper.step(by_group)
+        for tensor in self._held:
+            tensor.grad = None
+
+    def _mean(self, pushes: Sequence[Push], num_missing: int) -> Sequence[Tensor]:
+        """Return the mean, with the bits of ``DistributedOptimizer`` on one node and on two."""
+        if len(pushes) == 1 and pushes[0].weight and not num_missing:
+            return pushes[0].parts  # with the bits of a plain loop
+        nodes = [n for near in (True, False) if (n := [p for p in pushes if p.is_near is near])]
+        top = 2.0 ** exponent_of(max(one.weight for one in pushes))  # no product overflows
+        total = sum(sum(one.weight for one in node) for node in nodes) / top
+        total += num_missing * total / len(pushes)
+        scale = None if total == 1.0 else 1.0 / (total or 1.0)
+        for block, out in enumerate(self._sums):
+            how = combination(out.dtype, Op.SUM)
+            early, late = scaled_when(scale, how) if len(nodes) > 1 else (scale, None)
+            sums = [out, *(torch.empty_like(out) for _ in nodes[1:])]
+            for into, node in zip(sums, nodes, strict=True):
+                parts = weighted([p.parts[block] for p in node], [p.weight / top for p in node])
+                combine_to(into, parts, how, early)
+            if len(nodes) > 1:
+                combine_to(out, sums, how, late)
+        return self._sums
+
+    def _tensors_in(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        return [parts[own.block][own.place] for own in self._ranges]

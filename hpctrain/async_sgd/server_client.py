@@ -1,0 +1,171 @@
+"""The connection of a rank to the parameter servers: memory, requests and replies."""
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+
+from torch import Tensor
+
+from hpctrain.async_sgd.parameter_layout import VALUES, ParameterLayout, Slots
+from hpctrain.async_sgd.requirements import Roles
+from hpctrain.async_sgd.server_messages import (
+    Leave,
+    LoopbackMessages,
+    Push,
+    Read,
+    ServerMessages,
+    ServerReply,
+    Settle,
+)
+from hpctrain.comm.direct_messages import DirectMessages
+from hpctrain.core.errors import HpctrainError
+from hpctrain.runtime import world
+from hpctrain.runtime.rebuild import Stage
+
+
+class _Farewell(weakref.finalize):  # type: ignore[type-arg]
+    """Sends the last request of a rank."""
+
+    __slots__ = ()
+
+
+class ServerClient:
+    """Sends requests of this rank to all servers, and takes values from their replies.
+
+    The last request of a rank, ``Leave``, is sent when ``leave`` is called or the owner of
+    ``on_close`` is garbage. In a world of one there is none.
+
+    Args:
+        layout: of the parameters.
+        roles: of all ranks.
+        num_slots: gradients of this rank in flight.
+        on_close: a method that the world calls before it closes the messages. The world does not
+            keep its object alive.
+    """
+
+    _error: HpctrainError | None = None  # of a server
+
+    def __init__(
+        self, layout: ParameterLayout, roles: Roles, num_slots: int, on_close: Callable[[], None]
+    ) -> None:
+        """Allocate memory and connect. Collective."""
+        self.roles, self.comm = roles, world.current().comm
+        self.waited_s = 0.0  # for replies
+        self._layout, self._num_slots = layout, num_slots
+        self._on_close = weakref.WeakMethod(on_close)
+        self._farewell: _Farewell | None = None
+        self.reconnect()
+
+    def reconnect(self) -> None:
+        """Allocate memory and connect in the current world. Collective."""
+        here = world.current()
+        mates = next(ranks for ranks in here.topology.nodes if self.comm.rank in ranks)
+        self.slots = Slots(self.comm, self._layout, mates, self._num_slots + 1)
+        self.cancel_farewell()
+        messages: ServerMessages = LoopbackMessages()
+        self._farewell = None
+        if here.ranks is not None and here.presence is not None:
+            requests = here.attachments.requests
+            requests.connect(self.comm, mates)
+            messages = DirectMessages(
+                here.ranks, requests, here.presence.check, here.settings.timeout
+            )
+            last = [*self.roles.servers], Leave("close()")
+            owner = self._on_close().__self__  # type: ignore[union-attr]
+            self._farewell = _Farewell(owner, messages.leave, *last)
+            self._farewell.atexit = False
+        self.messages, on_close = messages, self._on_close
+
+        def close() -> None:
+            if (function := on_close()) is not None:
+                function()
+            messages.close()
+
+        here.rebuild.register(Stage.HOLDERS, close=close)
+
+    def move(self, numbers: Mapping[int, int]) -> None:
+        """Stop in a world that has lost ranks; ``reconnect`` continues in the current world.
+
+        Args:
+            numbers: of the surviving ranks, by their old numbers.
+        """
+        self.messages.stop()
+        self.comm = world.current().comm
+        self.roles = self.roles.moved(self.comm.rank, numbers)
+
+    @property
+    def has_peers(self) -> bool:
+        """Whether there are other ranks."""
+        return self._farewell is not None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether this rank may send requests."""
+        return self._farewell is None or self._farewell.alive
+
+    def farewell(self) -> None:
+        """Send the last request of this rank, if it was not sent yet."""
+        if self._farewell is not None:
+            self._farewell()
+
+    def cancel_farewell(self) -> bool:
+        """Send no last request; return whether it was not sent yet."""
+        return self._farewell is not None and self._farewell.detach() is not None
+
+    def leave_settled(self) -> None:
+        """Send the last request of a rank that has settled or failed, if it was not sent yet."""
+        if self.cancel_farewell():
+            self.messages.leave(self.roles.servers, Leave(""))
+
+    def ask(
+        self,
+        request: Push | Read | Settle,
+        gradients: Sequence[Tensor | None] = (),
+        *,
+        takes: bool = True,
+    ) -> list[ServerReply]:
+        """Send a request to all servers and wait for their replies.
+
+        Args:
+            request: with a slot for ``gradients`` if it is a push.
+            gradients: of each parameter.
+            takes: whether values in the replies are copied into the parameters.
+
+        Raises:
+            HpctrainError: a server has failed.
+        """
+        own = self.comm.rank
+        if isinstance(request, Push):
+            self._layout.fill(self.slots.of(own, request.slot), gradients)
+        replies = self._replies(request)
+        if takes and all(reply.has_values for reply in replies):
+            self._layout.take(self.slots.of(own, VALUES))
+        return replies
+
+    def _replies(self, request: Push | Read | Settle) -> list[ServerReply]:
+        received: dict[int, ServerReply] = {}
+        values = self.slots.of(self.comm.rank, VALUES)
+
+        def done() -> bool:
+            for source, reply, tensors in self.messages.replies.receive():
+                received[source] = reply
+                self._error = self._error or reply.error
+                number = self.roles.servers.index(source)
+                own = self._layout.parts(values, number) if tensors else ()
+                for place, tensor in zip(own, tensors, strict=True):
+                    place.copy_(tensor)
+            return self._error is not None or len(received) == len(self.roles.servers)
+
+        if self._error is None:
+            self.send(request)
+            self.waited_s += self.messages.wait(done)
+        if self._error is not None:
+            raise self._error
+        return [*received.values()]
+
+    def send(self, request: Push | Read | Settle) -> None:
+        """Send a request to all servers, and do not wait."""
+        for number, rank in enumerate(self.roles.servers):
+            parts: Sequence[Tensor] = ()
+            if isinstance(request, Push) and rank not in self.slots:
+                parts = self._layout.parts(self.slots.of(self.comm.rank, request.slot), number)
+            self.messages.requests.send(rank, request, parts)

@@ -1,0 +1,256 @@
+"""Exchange of rows and of sums of gradients between the ranks of a table.
+
+A rank reads rows of its node in the node's shared memory. Between nodes a row is sent once for
+each pair of node and owner, for any number of ranks of the node that read it; gradients are summed
+over the node first.
+"""
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hpctrain.async_sgd.sharded_embedding_cache import RowCache
+from hpctrain.async_sgd.sharded_embedding_memory import NodeRows
+from hpctrain.async_sgd.sharded_embedding_owners import RowOwners
+from hpctrain.async_sgd.sharded_embedding_rows import (
+    Places,
+    RowSums,
+    keys_at,
+    keys_of,
+    places_of,
+    rows_of,
+    take,
+)
+from hpctrain.comm.agreement import agreed, raise_if_any
+from hpctrain.comm.call_check import call_of
+from hpctrain.comm.communicator import Communicator
+from hpctrain.comm.threaded import start_on
+from hpctrain.core.errors import ConfigError, MismatchError, NodeMemoryError, NotInitializedError
+from hpctrain.core.units import by_rank
+from hpctrain.runtime import world
+from hpctrain.runtime.rebuild import Stage
+
+T = TypeVar("T")
+
+IS_COUNTED, IS_FROZEN = 1, 2
+"""Flags of a step."""
+_FIRST_ROOM = 4096  # rows of each rank that are exchanged at once, until more are needed
+
+
+class RowReport(NamedTuple):
+    """The report of a rank before rows are exchanged."""
+
+    num_rows: int = 0  # rows of this rank that other ranks read or step
+    weight: float = 1.0  # of its gradients
+    lr: float = 0.0  # learning rate of the rows that it owns
+    flags: int = 0
+
+
+_NOTHING = RowReport()
+
+
+def require_same_step(reports: Sequence[RowReport]) -> None:
+    """Raise ``MismatchError`` unless the reports of all ranks are of one step."""
+    if len({each.lr for each in reports}) > 1:
+        raise MismatchError(
+            f"the lr of a table must be the same on every rank, since owners step their rows by "
+            f"it, got {by_rank([str(each.lr) for each in reports])}; set the same value"
+        )
+    for flag, what in (
+        (IS_COUNTED, "set_num_samples of a table must be called"),
+        (IS_FROZEN, "requires_grad_(False) of a table must be called"),
+    ):
+        num = sum(each.flags & flag != 0 for each in reports)
+        if num not in (0, len(reports)):
+            raise MismatchError(
+                f"{what} by all ranks or by none, but {num} of {len(reports)} have called it; "
+                f"call it on every rank"
+            )
+
+
+class RowExchange:
+    """Reads rows from their owners, and sums gradients for their owners. Collective.
+
+    Args:
+        comm: all ranks.
+        name: of the table, for messages.
+        owners: of the rows.
+        memory: of this node.
+        cache: copies of rows of other nodes.
+    """
+
+    is_over = False
+    """Whether the world of the table was shut down."""
+
+    def __init__(
+        self, comm: Communicator, name: str, owners: RowOwners, memory: NodeRows, cache: RowCache
+    ) -> None:
+        """Allocate the memory of reports. Collective."""
+        self.comm, self.name, self.cache = comm, name, cache
+        self._owners, self._memory, self._node = owners, memory, comm.node
+        self._is_one_node = comm.size == 1 or (
+            owners.local_size == comm.size and comm.node is not None
+        )
+        self._num_room = 0  # rows of each rank that can be exchanged at once, on every node
+        fields = len(RowReport._fields)
+        with agreed(comm, NodeMemoryError):
+            head = memory.allocate(fields * 16).view(np.float64)
+        # Two places, used alternately: ranks may still read the reports before.
+        self._head = head.reshape(2, owners.local_size, fields)
+        self._follow_world()
+
+    def _follow_world(self) -> None:
+        """Register for the end of the world, and for the loss of ranks."""
+        kept = weakref.ref(self)
+
+        def move() -> None:
+            if kept() is not None:
+                raise ConfigError(
+                    "a sharded embedding needs all ranks, but rows were lost with some of them; "
+                    "start again from the checkpoint"
+                )
+
+        def close() -> None:
+            if (one := kept()) is not None:
+                one.is_over = True
+
+        world.current().rebuild.register(Stage.HOLDERS, close=close, move=move)
+
+    def require_world(self) -> None:
+        """Raise ``NotInitializedError`` if the world of the table was shut down."""
+        if self.is_over:
+            raise NotInitializedError(
+                "this table is of a world that was shut down; make it again after hpctrain.init()"
+            )
+
+    def run(self, function: Callable[[], T]) -> T:
+        """Return the result of a function that communicates, in the order of operations."""
+        self.require_world()
+        found: list[T] = []
+        start_on(self.comm, lambda: found.append(function())).wait()
+        return found[0]
+
+    def agree(
+        self, call: str, refusal: str | None = None, report: RowReport = _NOTHING
+    ) -> Sequence[RowReport]:
+        """Return the reports of all ranks, by rank, if all ranks make one call.
+
+        Raises:
+            MismatchError: ranks make different calls, or one has a ``refusal``; on every rank.
+        """
+        call, node = f"{call} of {self.name}", self._node
+        if self._is_one_node and node is not None:
+            head = self._head[node.turn]
+            head[self._owners.local_rank] = report
+            if not node.compare(call_of(call), 0 if refusal is None else 1) or refusal:
+                raise_if_any(self.comm.allgather_object(refusal))
+            return [RowReport(int(n), weight, lr, int(fl)) for n, weight, lr, fl in head.tolist()]
+        heard = self.comm.allgather_object((refusal, report), call)
+        raise_if_any([refused for refused, _ in heard])
+        return [each for _, each in heard]
+
+    # -- reading ------------------------------------------------------------------------------
+
+    def read(self, rows: Places, flags: int, refusal: str | None = None) -> tuple[Tensor, Places]:
+        """Return ``values`` and ``index``: row ``rows[i]`` is ``values[index[i]]``.
+
+        The values may be node memory, which is valid until the next step. With any flag of any
+        rank no rank uses copies of earlier steps.
+        """
+        memory = self._memory
+        if self._is_one_node:
+            self.agree("lookup", refusal)
+            return memory.read(rows)
+        distinct, index = np.unique(rows, return_inverse=True)
+        is_here = memory.are_here(distinct)
+        found = torch.empty(len(distinct), memory.first.dim, dtype=memory.first.dtype)
+        report = RowReport(int((~is_here).sum()), memory.version, flags=flags)
+        reports = self.agree("lookup", refusal, report)
+        found[torch.from_numpy(is_here)] = take(*memory.read(distinct[is_here]))
+        if any(each.num_rows for each in reports):
+            found[torch.from_numpy(~is_here)] = self._fetch(distinct[~is_here], reports)
+        return found, index
+
+    def _fetch(self, rows: Places, reports: Sequence[RowReport]) -> Tensor:
+        """Return rows of other nodes, each of which is sent to this node once. Collective."""
+        owners = self._owners
+        wanted, _ = self._share(rows, None, reports)
+        of_owners = [owners.keys_for(wanted, owner) for owner in owners.partners]
+        numbers = np.unique(rows_of(np.concatenate(of_owners)))
+        versions, exact = [each.weight for each in reports], any(each.flags for each in reports)
+        missed = numbers[~(is_hit := self.cache.find(numbers, versions, exact=exact))]
+        bounds = {o: np.searchsorted(missed, owners.range_of(o)) for o in owners.partners}
+        asked = {owner: missed[slice(*part)] for owner, part in bounds.items()}
+        heard = self._cross({owner: torch.from_numpy(each) for owner, each in asked.items()})
+        read = {o: take(*self._memory.read(each.numpy())) for o, each in enumerate(heard)}
+        values = self.cache.join(numbers, is_hit, torch.cat(self._cross(read)))
+        came = RowSums(keys_at(numbers), values)
+        reports = self.agree("reply", None, RowReport(len(numbers)))
+        parts, values = self._share(numbers, came, reports)
+        keys = np.sort(np.concatenate(parts))
+        return take(values, places_of(keys[np.searchsorted(keys, keys_of(rows, 0))]))
+
+    def _cross(self, given: Mapping[int, Tensor]) -> list[Tensor]:
+        """Send tensors to owners; return the tensors received, by owner. Collective."""
+        nothing = next(iter(given.values()))[:0]
+        sent = [nothing] * self.comm.size
+        for owner, values in given.items():
+            sent[self._owners.ranks[owner]] = values
+        received = self.comm.alltoall(sent)
+        return [received[rank] for rank in self._owners.ranks]
+
+    # -- adding -------------------------------------------------------------------------------
+
+    def sum_own(self, sums: RowSums, reports: Sequence[RowReport]) -> RowSums:
+        """Return the sums over all ranks for the rows of this rank, in a fixed order.
+
+        Args:
+            sums: of this rank.
+            reports: of all ranks, by ``agree``. The result is valid until ranks agree again.
+        """
+        self.cache.clock += 1
+        if self.comm.size == 1:
+            return sums
+        owners = self._owners
+        parts, values = self._share(sums.rows, sums, reports)
+        mine = {o: RowSums(owners.keys_for(parts, o), values) for o in owners.partners}
+        if self._is_one_node:
+            return mine[owners.partners[0]]
+        rows = self._cross({owner: torch.from_numpy(each.rows) for owner, each in mine.items()})
+        values = torch.cat(self._cross({owner: each.all() for owner, each in mine.items()}))
+        return RowSums(keys_at(torch.cat(rows).numpy()), values)
+
+    def _share(
+        self, rows: Places, sums: RowSums | None, reports: Sequence[RowReport]
+    ) -> tuple[list[Places], Tensor]:
+        """Write rows and sums to node memory, and read the results of all ranks of this node.
+
+        Returns:
+            Sorted keys of the rows of each rank of this node, and the values of all of them.
+        """
+        largest, local_rank = max(each.num_rows for each in reports), self._owners.local_rank
+        if largest > self._num_room:  # on all ranks
+            self._grow(largest)
+        first = local_rank * self._num_room
+        self._keys[local_rank, : len(rows)] = keys_at(rows, first)
+        if sums is not None:
+            for part in sums.chunks():
+                self._values[first + part.start : first + part.stop] = sums.of(part)
+        if self._node is not None:
+            self._node.barrier()
+        counts = [reports[rank].num_rows for rank in self._owners.here]
+        return [keys[:num] for keys, num in zip(self._keys, counts, strict=True)], self._values
+
+    def _grow(self, num_rows: int) -> None:
+        """Allocate node memory for ``num_rows`` of each rank. Collective."""
+        self._num_room = max(num_rows, _FIRST_ROOM, 2 * self._num_room)
+        first = self._memory.first
+        with agreed(self.comm, NodeMemoryError):
+            keys = self._memory.allocate(self._num_room * 8)
+            values = self._memory.allocate(self._num_room * first.dim * first.dtype.itemsize)
+        self._keys = keys.view(np.int64).reshape(-1, self._num_room)
+        self._values = self._memory.as_rows(values, first.dim)

@@ -1,0 +1,113 @@
+"""Weights of replicas in a mean over ranks, from their numbers of samples."""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from hpctrain.core.errors import MismatchError
+
+
+class Share(NamedTuple):
+    """The factors of this rank's replica in a mean over ranks."""
+
+    weight: float
+    scale: float  # one over the sum of all ranks' weights
+
+
+class SampleSums:
+    """Sums the samples of a replica since the last averaging, if they are counted."""
+
+    def __init__(self) -> None:
+        self._sum = self._nominal = 0.0
+        self._of_step: list[tuple[float, float]] = []  # given for the current step
+        self._usual, self._num_unset = 0.0, 0  # nominal number of the steps without a number
+        self.is_counted = False  # whether a number was ever given
+        self.nominal = 0.0  # the last one given since the last averaging; 0 without one
+        self.num_uncounted = 0  # steps taken since the last averaging without a number
+
+    @property
+    def weight(self) -> float:
+        """Samples over their nominal number; 1 where they are not counted."""
+        num_samples = self._sum + sum(number for number, _ in self._of_step)
+        nominal = self._nominal + sum(nominal for _, nominal in self._of_step)
+        nominal += self._num_unset * self._usual
+        return num_samples / (nominal or 1.0) if self.is_counted else 1.0
+
+    @property
+    def counts_step(self) -> bool:
+        """Whether the current step has samples, or samples are not counted."""
+        return not self.is_counted or any(number for number, _ in self._of_step)
+
+    def add(self, num_samples: float, nominal: float) -> None:
+        """Add the samples of a step, see ``check_count``."""
+        self._of_step.append((num_samples, nominal))
+        self.is_counted, self.nominal = True, nominal
+
+    def end_step(self, *, is_skipped: bool) -> None:
+        """Count the samples of a step; a skipped step has none, but its nominal number counts."""
+        if not self._of_step:
+            self._num_unset += 1
+            self.num_uncounted += not is_skipped
+            return
+        self._sum += 0.0 if is_skipped else sum(number for number, _ in self._of_step)
+        self._usual = sum(nominal for _, nominal in self._of_step)
+        self._nominal += self._usual
+        self._of_step = []
+
+    def clear(self) -> None:
+        """Set all sums to zero, after an averaging."""
+        self._sum = self._nominal = 0.0
+        self._of_step, self._num_unset = [], 0
+        self.nominal, self.num_uncounted = 0.0, 0
+
+    def report(self) -> dict[str, float]:
+        """Return the numbers whose sums over ranks ``require_same_counting`` checks."""
+        nominal = self.nominal
+        uncounted = self.num_uncounted if self.is_counted else 0
+        return {
+            "has_nominal": nominal > 0,
+            "nominal": nominal,
+            "nominal_squared": nominal**2,
+            "uncounted": uncounted,
+            "uncounted_squared": uncounted**2,
+        }
+
+    def own_state(self) -> list[float]:
+        """Return the sums, the nominal number of a step, and whether samples are counted."""
+        return [self._sum, self._nominal, self._usual, self._num_unset, self.is_counted]
+
+    def load_own_state(self, state: Sequence[float]) -> None:
+        """Restore the sums."""
+        self._sum, self._nominal, *more, is_counted = state
+        self._usual, num_unset = more or (0.0, 0)  # of older checkpoints
+        self._num_unset, self.is_counted, self._of_step = int(num_unset), bool(is_counted), []
+
+
+def require_same_counting(total: Mapping[str, float], own: Mapping[str, float]) -> None:
+    """Raise ``MismatchError``, on all ranks, unless all ranks count samples in the same steps.
+
+    Args:
+        total: sums over ranks of their reports, with the numbers of ranks that ``takes_part`` and
+            ``has_count``.
+        own: the report of this rank.
+    """
+    if total["has_count"] not in (0, total["takes_part"]):
+        raise MismatchError(
+            f"set_num_samples must be called by all ranks or by none, but "
+            f"{total['has_count']:.0f} of {total['takes_part']:.0f} have called it; call it "
+            f"on every rank, set_num_samples(0) before skip_step()"
+        )
+    spread = total["nominal_squared"] * total["has_nominal"] - total["nominal"] ** 2
+    if spread > 1e-12 * total["nominal"] ** 2:
+        raise MismatchError(
+            f"nominal of set_num_samples must be the same on every rank, but the mean of "
+            f"{total['has_nominal']:.0f} ranks is {total['nominal'] / total['has_nominal']:g} and "
+            f"this rank has {own['nominal']:g}; give the usual number of samples, not that of "
+            f"this rank"
+        )
+    if total["uncounted_squared"] * total["takes_part"] != total["uncounted"] ** 2:
+        raise MismatchError(
+            f"set_num_samples must precede every step that a rank takes, but this rank has taken "
+            f"{own['uncounted']:.0f} steps of the round without it and the mean over ranks is "
+            f"{total['uncounted'] / total['takes_part']:g}; call it in each step, with 0 where "
+            f"there are no samples"
+        )

@@ -1,0 +1,78 @@
+"""The number of steps of each round: given, a function, or measured."""
+
+import math
+from collections.abc import Callable
+from typing import ClassVar
+
+from hpctrain.core.errors import ConfigError
+from hpctrain.local_sgd.state_fields import Fields, StateFields
+
+Steps = int | str | Callable[[int], int]
+"""A number, ``"auto"``, or a function from the number of a round, counted from 0."""
+
+TRIAL_ROUNDS = 3
+"""Rounds of ``least`` steps before ``auto`` decides; the first one is not measured."""
+
+
+class SyncInterval(StateFields):
+    """The number of steps of each round, the same on every rank.
+
+    ``auto`` measures the first rounds and chooses the smallest number of steps with which
+    averaging takes at most the fraction ``share`` of the time. It decides once: all later rounds
+    have the same length.
+
+    Args:
+        steps: a number, ``"auto"``, or a function from the number of a round.
+        share: largest fraction of the time for averaging, for ``auto``.
+        least: smallest number of steps, for ``auto``.
+        most: largest number of steps, for ``auto``.
+
+    Raises:
+        ConfigError: an argument is not valid.
+    """
+
+    _SHARED: ClassVar[Fields] = {"chosen": "_chosen", "measured": "_measured"}
+
+    def __init__(
+        self, steps: Steps, *, share: float = 0.1, least: int = 1, most: int = 512
+    ) -> None:
+        if isinstance(steps, str) and steps != "auto":
+            raise ConfigError(f'steps must be a number, a function or "auto", got {steps!r}')
+        if isinstance(steps, int) and steps < 1:
+            raise ConfigError(f"a round must have at least 1 step, got steps={steps}")
+        if not 0 < share < 1:
+            raise ConfigError(f"share must be above 0 and below 1, got {share}")
+        if not 1 <= least <= most:
+            raise ConfigError(f"least must be from 1 to most, got least={least}, most={most}")
+        self._steps, self._share, self._least, self._most = steps, share, least, most
+        self._chosen: int | None = None
+        self._measured: list[list[float]] = []
+
+    def steps_of(self, number: int) -> int:
+        """Return the steps of a round; ``ConfigError`` if a function returns less than 1."""
+        if isinstance(self._steps, int):
+            return self._steps
+        if isinstance(self._steps, str):
+            return self._chosen or self._least
+        steps = self._steps(number)
+        if steps < 1:
+            raise ConfigError(f"steps({number}) must be at least 1, got {steps!r}")
+        return steps
+
+    def learn(self, step_s: float, round_s: float) -> None:
+        """Add a measurement, the same on every rank: of a step alone, and of an averaging."""
+        if self._steps != "auto" or self._chosen is not None:
+            return
+        self._measured.append([step_s, round_s])
+        if len(self._measured) == TRIAL_ROUNDS:
+            measured = self._measured[1:]
+            step_s = min(step for step, _ in measured)
+            round_s = min(seconds for _, seconds in measured)
+            self._chosen = self._affordable(step_s, round_s)
+
+    def _affordable(self, step_s: float, round_s: float) -> int:
+        """Return the fewest steps with which a round costs at most its share, within bounds."""
+        if step_s <= 0:
+            return self._most
+        steps = math.ceil(round_s * (1 - self._share) / (self._share * step_s))
+        return min(max(steps, self._least), self._most)
