@@ -6,13 +6,13 @@ communication: theory, practice, and experience".
 
 import math
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import NamedTuple
 
 from hpctrain.core.errors import ConfigError
-from hpctrain.cost.machine import Machine
-from hpctrain.cost.messages import phases
+from hpctrain.cost.machine import Machine, MachineShape
+from hpctrain.cost.round_messages import phases
 from hpctrain.cost.schedules import SCHEDULES
 
 
@@ -121,22 +121,21 @@ def allreduce(machine: Machine, num_bytes: float, way: Way) -> Load:
     rails, sent = between_nodes(machine, num_bytes, way)
     if (machine.nodes if rails else machine.num_ranks) == 1:
         return before + after
-    shape = Machine(**{name: getattr(machine, name) for name in _SHAPE})
+    shape = MachineShape(
+        **{each.name: getattr(machine, each.name) for each in fields(MachineShape)}
+    )
     of_messages = _double_tree if way.algorithm == "double_tree" else _in_rounds
     return before + of_messages(sent, way.algorithm, shape, rails) + after
 
 
-_SHAPE = ("nodes", "ranks_per_node", "nics", "ranks_per_core", "leaf_size", "oversubscription")
-
-
-def _in_rounds(num_bytes: float, algorithm: str, shape: Machine, rails: int) -> Load:
+def _in_rounds(num_bytes: float, algorithm: str, shape: MachineShape, rails: int) -> Load:
     """Add up the rounds of a schedule; of those under way together the slowest counts."""
     each = _of_one_byte(algorithm, shape, rails)._asdict().items()
     return Load(*(many if "rounds" in name else many * num_bytes for name, many in each))
 
 
 @lru_cache(maxsize=1024)
-def _of_one_byte(algorithm: str, shape: Machine, rails: int) -> Load:
+def _of_one_byte(algorithm: str, shape: MachineShape, rails: int) -> Load:
     schedule, total = SCHEDULES[algorithm], Load()
     num_parts = schedule.num_parts(shape.nodes if rails else shape.num_ranks)
     for steps, _, _ in phases(schedule, 1, shape, rails):
@@ -148,7 +147,7 @@ def _of_one_byte(algorithm: str, shape: Machine, rails: int) -> Load:
 
 
 def _asked(
-    shape: Machine, rails: int, rounds: float, num_bytes: float, width: float, combined: float
+    shape: MachineShape, rails: int, rounds: float, num_bytes: float, width: float, combined: float
 ) -> Load:
     """Return the load of rounds; a width of 0 says that none of them leaves a node."""
     turns = shape.turns(rails or shape.ranks_per_node)
@@ -158,7 +157,7 @@ def _asked(
     return both + Load(0, 0, turns * rounds, width * num_bytes, turns * num_bytes)
 
 
-def _double_tree(num_bytes: float, algorithm: str, shape: Machine, rails: int) -> Load:
+def _double_tree(num_bytes: float, algorithm: str, shape: MachineShape, rails: int) -> Load:
     """Return what a rank inside one of two trees waits for: it is a leaf of the other."""
     size = shape.nodes if rails else shape.num_ranks
     depth = (size - 1).bit_length()

@@ -13,7 +13,7 @@ from hpctrain.core.checks import Bounds, CheckedFields, Number, checked
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.keys import keys_of
 from hpctrain.cost.collectives import Load
-from hpctrain.cost.layout import SCHEDULES, Layout, Memory, Placed, Terms
+from hpctrain.cost.layout_cost import SCHEDULES, Memory, ParallelLayout, Placed, Terms
 from hpctrain.cost.machine import Machine
 from hpctrain.cost.transformer import RECOMPUTE, Transformer
 
@@ -28,19 +28,20 @@ class LayoutRules(CheckedFields):
 
     batch: Number  # samples of a step, over all ranks
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    """Values of a ``Layout`` that are settled, by name."""
+    """Values of a ``ParallelLayout`` that are settled, by name."""
     tp_across_nodes: bool = False  # whether tensor parallel groups may lie on several
     memory_part: Annotated[float, Bounds(above=0)] = 0.9
     """Of a rank's memory, for what is counted: the rest is of libraries and gaps."""
 
     def check(self) -> None:
         """Raise ``ConfigError`` if values contradict each other."""
+        keys = keys_of(ParallelLayout)
         for name, value in self.fixed.items():
-            if name not in keys_of(Layout):
+            if name not in keys:
                 raise ConfigError(
-                    f"a layout has {', '.join(keys_of(Layout))}, got {name!r}; fix one of these"
+                    f"a layout has {', '.join(keys)}, got {name!r}; fix one of these"
                 )
-            checked(name, value, keys_of(Layout)[name].hint)
+            checked(name, value, keys[name].hint)
 
     def limit(self, machine: Machine) -> float:
         """Return the bytes of a rank for what is counted."""
@@ -51,7 +52,7 @@ class LayoutRules(CheckedFields):
 class LayoutChoice:
     """A layout that fits."""
 
-    layout: Layout
+    layout: ParallelLayout
     memory: Memory
     terms: Terms
     placed: Placed
@@ -153,7 +154,7 @@ class _Space:
             else:
                 self.placed.append(Placed(machine, model, layout, rules.batch))
 
-    def _fault(self, one: Layout) -> str:
+    def _fault(self, one: ParallelLayout) -> str:
         """Return the first rule that a layout breaks, or nothing."""
         model, rules, fixed = self.model, self.rules, self.rules.fixed
         micro_batch, virtual = fixed.get("micro_batch", 1), fixed.get("virtual", 1)
@@ -173,7 +174,7 @@ class _Space:
         }
         return next((rule for rule, is_so in broken.items() if is_so), "")
 
-    def _orders(self, one: Layout, micro_batch: int) -> list[tuple[int, str]]:
+    def _orders(self, one: ParallelLayout, micro_batch: int) -> list[tuple[int, str]]:
         """Return the stages of a rank, and schedules, that torch has for so many micro-batches."""
         found, fixed, pp = [(1, "1f1b")], self.rules.fixed, one.pp
         if pp > 1 and self.rules.batch // (one.dp * micro_batch) % pp == 0:  # it goes by rounds
@@ -189,7 +190,7 @@ class _Space:
             and fixed.get("schedule", schedule) == schedule
         ]
 
-    def variants(self) -> Iterator[tuple[Placed, Callable[..., Layout], list[int]]]:
+    def variants(self) -> Iterator[tuple[Placed, Callable[..., ParallelLayout], list[int]]]:
         """Yield layouts that lack their micro-batches, and the sizes of these, the smallest first.
 
         Without what would come to the same.
@@ -213,7 +214,7 @@ class _Space:
                     how = partial(replace, placed.axes, zero=zero, recompute=mode, **order)
                     yield placed, how, some
 
-    def smallest(self) -> tuple[Memory, Layout] | None:
+    def smallest(self) -> tuple[Memory, ParallelLayout] | None:
         """Return the layout that takes least memory, or None if none keeps the rules."""
         all_first = (
             (placed, how(micro_batch=size)) for placed, how, (size, *_) in self.variants()
@@ -222,12 +223,12 @@ class _Space:
         return min(found, key=lambda each: sum(each[0]), default=None)
 
 
-def _products(size: int) -> Iterator[Layout]:
+def _products(size: int) -> Iterator[ParallelLayout]:
     """Yield all axes that multiply to ``size``."""
     for tp in _divisors(size):
         for pp in _divisors(size // tp):
             for dp in _divisors(size // (tp * pp)):
-                yield Layout(tp=tp, pp=pp, dp=dp, cp=size // (tp * pp * dp))
+                yield ParallelLayout(tp=tp, pp=pp, dp=dp, cp=size // (tp * pp * dp))
 
 
 @lru_cache(maxsize=1024)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from hpctrain.core.errors import ConfigError
 from hpctrain.cost.collectives import Way, around, between_nodes
 from hpctrain.cost.machine import Machine
-from hpctrain.cost.messages import Step, members, phases
+from hpctrain.cost.round_messages import Step, members, phases
 from hpctrain.cost.schedules import SCHEDULES
 
 Times = NDArray[np.float64]

@@ -16,7 +16,7 @@ from hpctrain.launch import mpiexec
 from hpctrain.launch.mpirun import Mpirun
 from hpctrain.launch.program import resolve
 from hpctrain.launch.stderr import say
-from hpctrain.launch.supervise import TIMED_OUT, End, session, supervise
+from hpctrain.launch.supervise import TIMED_OUT, LaunchEnd, session, supervise
 
 MISTAKE = 2  # exit code of a wrong option or configuration, which stays wrong
 
@@ -88,7 +88,7 @@ class Launch:
         num_ranks = max(1, min(self.num_ranks, places - self.options(None).spares))
         return replace(self, words=words, hosts=",".join(hosts), num_ranks=num_ranks)
 
-    def _supervised(self, limit: float | None) -> End:
+    def _supervised(self, limit: float | None) -> LaunchEnd:
         """Run it once, until ``limit`` by the monotonic clock."""
         rest_s = None if limit is None else max(limit - time.monotonic(), 1e-3)
         return supervise(self.line(), environ=mpiexec.environment(), timeout_s=rest_s)

@@ -42,7 +42,7 @@ TIMED_OUT = 124  # exit code of a launch that ran past its limit, as ``timeout``
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGTSTP)
 
 
-class End(NamedTuple):
+class LaunchEnd(NamedTuple):
     """How a launch has ended."""
 
     code: int  # exit code
@@ -56,7 +56,7 @@ def supervise(
     timeout_s: float | None = None,
     grace_s: float = GRACE_S,
     save_s: float = SAVE_S,
-) -> End:
+) -> LaunchEnd:
     """Run a command line of ``mpiexec.command`` to its end.
 
     SIGINT, SIGTERM and SIGHUP are sent to mpirun's process group; processes that are left
@@ -96,14 +96,14 @@ def supervise(
             ending.close()
             told.join(LOOK_S)  # a process that a rank left behind may hold the pipe for ever
     if ending.timed_out:
-        return End(TIMED_OUT, is_wanted=True)
+        return LaunchEnd(TIMED_OUT, is_wanted=True)
     if ending.first_signal is not None and code not in (0, STOPPED) and not ending.is_granted:
         say(f"the launch was ended by {signal.Signals(ending.first_signal).name}")
         if ending.first_signal == signal.SIGINT:
             raise KeyboardInterrupt
-        return End(128 + ending.first_signal, is_wanted=True)
+        return LaunchEnd(128 + ending.first_signal, is_wanted=True)
     code = _meant(code, heard)
-    return End(code if code >= 0 else 128 - code, is_wanted=ending.first_signal is not None)
+    return LaunchEnd(code if code >= 0 else 128 - code, is_wanted=ending.first_signal is not None)
 
 
 def _meant(code: int, heard: Counter[str]) -> int:

@@ -11,15 +11,15 @@ from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
 
-from hpctrain.cluster.load import LoadMeter
+from hpctrain.cluster.machine_load import LoadMeter
 from hpctrain.core.atomic import make_folder
 from hpctrain.core.checks import seconds
 from hpctrain.core.config import variable_of
 from hpctrain.core.errors import DataError, HpctrainError
 from hpctrain.launch.program import resolve
 from hpctrain.studies.measurement import measure
-from hpctrain.studies.points import Attempt
-from hpctrain.studies.records import PointRecord, StudyFolder
+from hpctrain.studies.point_records import PointRecord, StudyFolder
+from hpctrain.studies.points import PointRepeat
 from hpctrain.studies.study_file import StudyConfig
 
 RECORDS = "records"  # the folder in that of an attempt where ranks write
@@ -30,7 +30,7 @@ _VARIABLE = variable_of("records")
 _GRACE_S, _LOOK_S = 5.0, 0.01
 
 
-def carry_out(config: StudyConfig, attempt: Attempt, folder: StudyFolder) -> PointRecord:
+def carry_out(config: StudyConfig, attempt: PointRepeat, folder: StudyFolder) -> PointRecord:
     """Measure one repeat of one point. What fails is in the record, and no error.
 
     A half-done attempt of the same name is cleared away first, and so are its processes.
@@ -58,7 +58,7 @@ def carry_out(config: StudyConfig, attempt: Attempt, folder: StudyFolder) -> Poi
     )
 
 
-def clear(folder: StudyFolder, attempt: Attempt) -> Path:
+def clear(folder: StudyFolder, attempt: PointRepeat) -> Path:
     """Remove what is left of an attempt that was broken off; return the path of its folder."""
     place = folder.attempts / attempt.name
     if place.exists():
@@ -67,7 +67,7 @@ def clear(folder: StudyFolder, attempt: Attempt) -> Path:
     return place
 
 
-def _run(config: StudyConfig, attempt: Attempt, place: Path) -> None:
+def _run(config: StudyConfig, attempt: PointRepeat, place: Path) -> None:
     """Start the ranks and wait for them. Raises ``HpctrainError``: they fail."""
     launcher, command, variables = config.filled(attempt.names(config.study.mode, place))
     words = [*(resolve(launcher) if launcher else ()), *resolve(command)]

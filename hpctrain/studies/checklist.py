@@ -10,9 +10,9 @@ from importlib import resources
 from itertools import pairwise
 
 from hpctrain.core.python_compat import tomllib
+from hpctrain.studies.point_records import PointRecord
 from hpctrain.studies.points import attempts_of
-from hpctrain.studies.records import PointRecord
-from hpctrain.studies.results import StudyResults, shown_batch
+from hpctrain.studies.study_results import StudyResults, shown_batch
 
 MIN_REPEATS = 5
 

@@ -6,8 +6,8 @@ from rich.text import Text
 from hpctrain.core.errors import DataError
 from hpctrain.report.figure import Estimate, shown
 from hpctrain.report.page import Cell, text_table, value_cell
-from hpctrain.studies.results import StudyResults, key_of
 from hpctrain.studies.statistics import ratio, repeats_needed
+from hpctrain.studies.study_results import StudyResults, key_of
 
 _HEADS = ("point", "second by first", "repeats", "verdict")
 _WHERE = ("cpu", "cores", "host", "versions", "commit")

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from hpctrain.report.figure import PARTS, RANKS, Figure, Kind, Series, shown
-from hpctrain.studies.results import PointSummary, StudyResults, label_of
+from hpctrain.studies.study_results import PointSummary, StudyResults, label_of
 
 LEVELS = {"node_bytes": "in nodes", "rail_bytes": "between nodes"}
 

@@ -30,7 +30,7 @@ class Placement(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Attempt:
+class PointRepeat:
     """One repeat of one point."""
 
     point: Point
@@ -83,7 +83,7 @@ def layout_of(point: Point) -> Placement | None:
     return Placement(ranks, nodes, -(-ranks // nodes))
 
 
-def attempts_of(config: StudyConfig) -> list[Attempt]:
+def attempts_of(config: StudyConfig) -> list[PointRepeat]:
     """Return all repeats of all points in the order in which they are measured.
 
     In every repeat all points come, in an order of its own: whatever drifts while a study runs
@@ -103,11 +103,11 @@ def attempts_of(config: StudyConfig) -> list[Attempt]:
             f"a point has at least as many ranks as nodes, and nodes x ranks_per_node ranks where "
             f"all are told; none of these has: {dict(config.factors)}"
         )
-    found: list[Attempt] = []
+    found: list[PointRepeat] = []
     for repeat in range(config.study.repeats):
         shuffled = random.Random(f"{config.study.seed}/{repeat}").sample(points, len(points))  # noqa: S311
         for point in shuffled:
-            found.append(Attempt(point=point, repeat=repeat, order=len(found)))
+            found.append(PointRepeat(point=point, repeat=repeat, order=len(found)))
     if config.study.mode == "strong" and config.uses("rank_batch"):
         for attempt in found:
             batch, ranks = attempt.point["batch"], attempt.layout.ranks

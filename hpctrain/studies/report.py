@@ -26,8 +26,8 @@ from hpctrain.report.page import (
 )
 from hpctrain.studies.checklist import MIN_REPEATS, verdicts
 from hpctrain.studies.figures import LEVELS, figures_of
-from hpctrain.studies.results import PointSummary, StudyResults
 from hpctrain.studies.study_file import StudyConfig
+from hpctrain.studies.study_results import PointSummary, StudyResults
 
 MAX_TEXT = 400  # characters of a cell; more can be folded out
 

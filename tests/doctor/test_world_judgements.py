@@ -9,8 +9,8 @@ from hpctrain.cluster.env import launched
 from hpctrain.cluster.topology import RankFacts, Topology
 from hpctrain.core.config import Settings
 from hpctrain.doctor.checks import environment, gpus, job, network, node
-from hpctrain.doctor.checks.facts import Carried, Link, WorldFacts
-from hpctrain.doctor.ranks.probe import wrong_interface
+from hpctrain.doctor.checks.facts import Carried, MeasuredLink, WorldFacts
+from hpctrain.doctor.ranks.examine_ranks import wrong_interface
 from hpctrain.doctor.ranks.traffic import difference, interface_bytes
 from tests.doctor.healthy import assert_judged, rank, rows, smi
 
@@ -71,7 +71,7 @@ def carried(host, *, interface=0, card=0, sent=100 << 20, cards=("mlx5_0",)):
 def between(nodes, slow_pairs=(), latency_s=20e-6, bytes_per_s=1e9):
     pairs = [(a, b) for a in range(nodes) for b in range(a + 1, nodes)]
     return [
-        Link(
+        MeasuredLink(
             ranks=pair,
             latency_s=latency_s,
             bytes_per_s=bytes_per_s / (10 if pair in slow_pairs else 1),
@@ -81,7 +81,7 @@ def between(nodes, slow_pairs=(), latency_s=20e-6, bytes_per_s=1e9):
 
 
 def clock(other, clock_s):
-    link = Link(ranks=(0, other), latency_s=1, bytes_per_s=1)
+    link = MeasuredLink(ranks=(0, other), latency_s=1, bytes_per_s=1)
     return replace(link, clock_s=clock_s, clock_error_s=0.01)
 
 
@@ -311,7 +311,7 @@ def test_counters_of_the_kernel_are_read(tmp_path):
 
 def test_late_links_are_slow_too_and_noise_is_not():
     found = between(4)
-    late = Link(ranks=(0, 1), latency_s=2e-3, bytes_per_s=1e9)
-    noisy = Link(ranks=(0, 1), latency_s=2e-4, bytes_per_s=0.5e9)
+    late = MeasuredLink(ranks=(0, 1), latency_s=2e-3, bytes_per_s=1e9)
+    noisy = MeasuredLink(ranks=(0, 1), latency_s=2e-4, bytes_per_s=0.5e9)
     assert network.slow([late, *found[1:]]) == [late]
     assert network.slow([noisy, *found[1:]]) == []

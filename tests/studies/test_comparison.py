@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from hpctrain.cli.main import app
 from hpctrain.core.errors import ConfigError, DataError
 from hpctrain.studies.comparison import StudyComparison
-from hpctrain.studies.results import shown
+from hpctrain.studies.study_results import shown
 from tests.studies import generated
 from tests.studies.test_statistics import noise
 

@@ -18,9 +18,9 @@ from hpctrain.core.errors import CheckpointError, ConfigError
 from hpctrain.core.records import Records
 from hpctrain.launch.lease import Times
 from hpctrain.studies.attempt import OUTPUT, carry_out
-from hpctrain.studies.records import StudyFolder
-from hpctrain.studies.study import Study
+from hpctrain.studies.point_records import StudyFolder
 from hpctrain.studies.study_file import CommandTable, StudyConfig, StudyTable, load
+from hpctrain.studies.study_run import Study
 
 RANKS = [1, 2, 3]
 

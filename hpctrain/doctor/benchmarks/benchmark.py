@@ -10,7 +10,7 @@ from statistics import fmean, median
 import torch
 from rich.console import Console
 
-from hpctrain.cluster.load import LoadMeter, MachineLoad
+from hpctrain.cluster.machine_load import LoadMeter, MachineLoad
 from hpctrain.comm.agreement import on_root
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.ops import Op, combination

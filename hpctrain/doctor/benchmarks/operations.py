@@ -88,7 +88,7 @@ class Setup:
         return max(self.num_bytes // self.dtype.itemsize, 1)
 
 
-class Part(NamedTuple):
+class ExpectedTensor(NamedTuple):
     """What a tensor should hold."""
 
     values: Tensor  # flat
@@ -110,9 +110,9 @@ class Case:
 
     numel: int  # elements of the message, as the bandwidth counts it
     call: Callable[[], object]  # carry the operation out once. Collective
-    given: list[Part] = field(default_factory=list)
+    given: list[ExpectedTensor] = field(default_factory=list)
     """What stands there before a call that is checked."""
-    expected: Callable[[], list[Part]] = list  # what should stand there after it
+    expected: Callable[[], list[ExpectedTensor]] = list  # what should stand there after it
 
     def num_wrong(self) -> int:
         """Carry the operation out on known values, and count what is wrong on this rank.
@@ -141,8 +141,8 @@ def allreduce(comm: Communicator, setup: Setup) -> Case:
     return Case(
         numel=setup.numel,
         call=lambda: comm.allreduce_(target).wait(),
-        given=[Part(flat, values_of(comm.rank, comm.size, setup.dtype))],
-        expected=lambda: [Part(flat, total)],
+        given=[ExpectedTensor(flat, values_of(comm.rank, comm.size, setup.dtype))],
+        expected=lambda: [ExpectedTensor(flat, total)],
     )
 
 
@@ -155,8 +155,8 @@ def reduce_scatter(comm: Communicator, setup: Setup) -> Case:
     return Case(
         numel=setup.numel,
         call=lambda: got.take([comm.reduce_scatter(given)]),
-        given=[Part(given, values_of(comm.rank, comm.size, setup.dtype))],
-        expected=lambda: [Part(got.tensors[0], total, start, mine)],
+        given=[ExpectedTensor(given, values_of(comm.rank, comm.size, setup.dtype))],
+        expected=lambda: [ExpectedTensor(got.tensors[0], total, start, mine)],
     )
 
 
@@ -168,7 +168,7 @@ def all_gather(comm: Communicator, setup: Setup) -> Case:
     return Case(
         numel=each * comm.size,
         call=lambda: got.take(comm.all_gather(given)),
-        given=[Part(given, values[comm.rank])],
+        given=[ExpectedTensor(given, values[comm.rank])],
         expected=lambda: _from_all(got, values, 0, each),
     )
 
@@ -182,7 +182,9 @@ def alltoall(comm: Communicator, setup: Setup) -> Case:
         numel=each * comm.size,
         call=lambda: got.take(comm.alltoall(given)),
         # Those for rank r begin at the element r of the period.
-        given=[Part(tensor, values[comm.rank], dest) for dest, tensor in enumerate(given)],
+        given=[
+            ExpectedTensor(tensor, values[comm.rank], dest) for dest, tensor in enumerate(given)
+        ],
         expected=lambda: _from_all(got, values, comm.rank, each),
     )
 
@@ -193,8 +195,8 @@ def broadcast(comm: Communicator, setup: Setup) -> Case:
     return Case(
         numel=setup.numel,
         call=lambda: comm.broadcast_(tensor).wait(),
-        given=[Part(tensor, period if comm.rank == 0 else torch.zeros_like(period))],
-        expected=lambda: [Part(tensor, period)],
+        given=[ExpectedTensor(tensor, period if comm.rank == 0 else torch.zeros_like(period))],
+        expected=lambda: [ExpectedTensor(tensor, period)],
     )
 
 
@@ -214,8 +216,8 @@ def send(comm: Communicator, setup: Setup) -> Case:
     return Case(
         numel=setup.numel,
         call=there_and_back,
-        given=[Part(tensor, period if comm.rank == 0 else torch.zeros_like(period))],
-        expected=lambda: [Part(tensor, period)] if comm.rank in (0, last) else [],
+        given=[ExpectedTensor(tensor, period if comm.rank == 0 else torch.zeros_like(period))],
+        expected=lambda: [ExpectedTensor(tensor, period)] if comm.rank in (0, last) else [],
     )
 
 
@@ -263,9 +265,12 @@ class _Got:
         self.tensors = tensors
 
 
-def _from_all(got: _Got, values: list[Tensor], start: int, numel: int) -> list[Part]:
+def _from_all(got: _Got, values: list[Tensor], start: int, numel: int) -> list[ExpectedTensor]:
     """Return what each rank should have given, of its own values."""
-    return [Part(one, own, start, numel) for one, own in zip(got.tensors, values, strict=True)]
+    return [
+        ExpectedTensor(one, own, start, numel)
+        for one, own in zip(got.tensors, values, strict=True)
+    ]
 
 
 def _of_all(comm: Communicator, setup: Setup) -> list[Tensor]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from hpctrain.cluster.env import Launched
-from hpctrain.cluster.load import MachineLoad
+from hpctrain.cluster.machine_load import MachineLoad
 from hpctrain.cluster.resources import Room
 from hpctrain.cluster.topology import Topology
 from hpctrain.core.config import Settings
@@ -136,7 +136,7 @@ class Facts:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Link:
+class MeasuredLink:
     """What two ranks measured between them."""
 
     ranks: tuple[int, int]  # the rank that measured, and the one that answered
@@ -146,7 +146,7 @@ class Link:
     clock_s: float = 0.0  # how far the clock of the second rank is ahead of that of the first
     clock_error_s: float = 0.0  # the true difference lies within so much of ``clock_s``
 
-    def with_best_of(self, other: "Link") -> "Link":
+    def with_best_of(self, other: "MeasuredLink") -> "MeasuredLink":
         """Return this link with the better figures of two measurements."""
         return replace(
             self,
@@ -184,8 +184,10 @@ class WorldFacts:
     why_not_nccl: str = ""  # why it cannot sum over all ranks; empty if it can
     obstacles: Sequence[Finding] = ()  # what was forced and could not be had
     plan: Sequence[str] = ()  # what the plan says and was chosen by, in sentences
-    inside: Sequence[Link] = ()  # links of two ranks of a node
-    between: Sequence[Link] = ()  # links of first ranks of nodes; slow ones were measured again
+    inside: Sequence[MeasuredLink] = ()  # links of two ranks of a node
+    between: Sequence[
+        MeasuredLink
+    ] = ()  # links of first ranks of nodes; slow ones were measured again
     carried: Sequence[Carried] = ()  # what left each node meanwhile
 
     @property

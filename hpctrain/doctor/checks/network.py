@@ -8,7 +8,7 @@ from hpctrain.cluster.env import COPIES_OFF, tuning
 from hpctrain.core.finding import Finding
 from hpctrain.core.units import format_bytes, format_seconds
 from hpctrain.doctor.checks.check import Found, few, listed, note, ok, plural, warning
-from hpctrain.doctor.checks.facts import Carried, Facts, Link, WorldFacts
+from hpctrain.doctor.checks.facts import Carried, Facts, MeasuredLink, WorldFacts
 
 _FAST_UCX = ("all", "rc", "dc", "ud", "ib")
 _SLOW_PROVIDERS = ("tcp", "sockets", "udp")
@@ -139,7 +139,7 @@ def check_links(world: WorldFacts) -> list[Finding]:
     return found
 
 
-def slow(links: Sequence[Link]) -> list[Link]:
+def slow(links: Sequence[MeasuredLink]) -> list[MeasuredLink]:
     """Return the links that are much slower than usual, or than any should be.
 
     Usual is the median over nodes of the best link that each has: with one bad node of three,
@@ -148,7 +148,7 @@ def slow(links: Sequence[Link]) -> list[Link]:
     return [link for link in links if _is_slow(link, *_usual(links))]
 
 
-def _blame(bad: Sequence[Link], world: WorldFacts) -> list[Finding]:
+def _blame(bad: Sequence[MeasuredLink], world: WorldFacts) -> list[Finding]:
     """Name the nodes all of whose links are slow while others' are not; else the pairs."""
     if not bad:
         return []
@@ -184,7 +184,7 @@ def _blame(bad: Sequence[Link], world: WorldFacts) -> list[Finding]:
     return [*few(nodes), *few(pairs)]
 
 
-def _usual(links: Sequence[Link]) -> tuple[float, float]:
+def _usual(links: Sequence[MeasuredLink]) -> tuple[float, float]:
     """Return latency and bandwidth of the usual node's best link."""
     nodes = {rank for link in links for rank in link.ranks}
     own = [[link for link in links if rank in link.ranks] for rank in nodes]
@@ -194,7 +194,7 @@ def _usual(links: Sequence[Link]) -> tuple[float, float]:
     )
 
 
-def _is_slow(link: Link, latency_s: float, bytes_per_s: float) -> bool:
+def _is_slow(link: MeasuredLink, latency_s: float, bytes_per_s: float) -> bool:
     late = link.latency_s > max(LATER * latency_s, latency_s + LATER_S)
     return (
         late
@@ -203,12 +203,12 @@ def _is_slow(link: Link, latency_s: float, bytes_per_s: float) -> bool:
     )
 
 
-def _figures(links: Sequence[Link]) -> str:
+def _figures(links: Sequence[MeasuredLink]) -> str:
     latency_s = min(link.latency_s for link in links)
     return f"{format_seconds(latency_s)}, {_rate(max(link.bytes_per_s for link in links))}"
 
 
-def _spreads(links: Sequence[Link]) -> str:
+def _spreads(links: Sequence[MeasuredLink]) -> str:
     latency = _spread((link.latency_s for link in links), format_seconds)
     return f"{latency} latency, {_spread((link.bytes_per_s for link in links), _rate)}"
 
@@ -249,7 +249,7 @@ def check_clocks(world: WorldFacts) -> Found:
     )
 
 
-def offsets(links: Sequence[Link], root: int) -> dict[int, tuple[float, float]]:
+def offsets(links: Sequence[MeasuredLink], root: int) -> dict[int, tuple[float, float]]:
     """Return how far each rank's clock is ahead of that of ``root``, and by how much that may err.
 
     Goes along the links from one rank to the next where no pair with ``root`` was measured.

@@ -12,7 +12,7 @@ from pathlib import Path
 from hpctrain.cluster import resources
 from hpctrain.cluster.env import launched
 from hpctrain.cluster.libraries import MPI_WHEELS, copy_error, family, libmpi_of
-from hpctrain.cluster.load import measured_for
+from hpctrain.cluster.machine_load import measured_for
 from hpctrain.cluster.resources import CLASSES, live_cards, rooms
 from hpctrain.core import config
 from hpctrain.core.errors import ConfigError, LaunchError

@@ -11,7 +11,7 @@ from hpctrain.cluster.resources import live_cards
 from hpctrain.cluster.topology import Topology
 from hpctrain.comm.communicator import Communicator
 from hpctrain.core.units import KIB, MIB
-from hpctrain.doctor.checks.facts import Carried, Link
+from hpctrain.doctor.checks.facts import Carried, MeasuredLink
 from hpctrain.doctor.checks.network import slow
 
 PING, LARGE, STOP = range(3)
@@ -32,20 +32,20 @@ _WORD_BYTES = 4  # InfiniBand counts words
 Clock = Callable[[], float]
 
 
-def links_inside(comm: Communicator, topology: Topology) -> list[Link]:
+def links_inside(comm: Communicator, topology: Topology) -> list[MeasuredLink]:
     """Measure between two ranks of each node. Collective."""
     return measure(comm, [(ranks[0], ranks[1]) for ranks in topology.nodes if len(ranks) > 1])
 
 
 def links_between(
     comm: Communicator, topology: Topology, fast_cards: tuple[str, ...], seconds: float
-) -> tuple[list[Link], list[Carried]]:
+) -> tuple[list[MeasuredLink], list[Carried]]:
     """Measure between first ranks of nodes as long as there is time, doubtful links again.
 
     Collective. What left each node meanwhile comes second; all is the same on every rank.
     """
     before = interface_bytes(), card_bytes()
-    links: list[Link] = []
+    links: list[MeasuredLink] = []
     end = time.monotonic() + seconds
     for number, pairs in enumerate(rounds([ranks[0] for ranks in topology.nodes]), start=1):
         links += measure(comm, pairs)
@@ -101,12 +101,12 @@ def difference(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str,
 
 def measure(
     comm: Communicator, pairs: Sequence[tuple[int, int]], clock: Clock = time.time
-) -> list[Link]:
+) -> list[MeasuredLink]:
     """Measure pairs of ranks, all at the same time. Collective; ranks in no pair wait.
 
     Pairs are disjoint, and the same on every rank; so are their links, in the same order.
     """
-    mine: Link | None = None
+    mine: MeasuredLink | None = None
     for first, second in pairs:
         if comm.rank == first:
             mine = _ask(comm, second, clock)
@@ -130,7 +130,7 @@ def rounds(ranks: Sequence[int]) -> list[list[tuple[int, int]]]:
     return [pairs for pairs in found if pairs]
 
 
-def _ask(comm: Communicator, partner: int, clock: Clock) -> Link:
+def _ask(comm: Communicator, partner: int, clock: Clock) -> MeasuredLink:
     """Lead the measurement: every request is one small message, and the partner obeys."""
     _ping(comm, partner, clock)  # opens the connection
     trips: list[tuple[float, float]] = []
@@ -140,7 +140,7 @@ def _ask(comm: Communicator, partner: int, clock: Clock) -> Link:
     quickest_s, ahead_s = min(trips)
     one_way_s, num_bytes, sent_bytes = _large(comm, partner)
     _send(comm, partner, STOP)
-    return Link(
+    return MeasuredLink(
         ranks=(comm.rank, partner),
         latency_s=quickest_s / 2,
         bytes_per_s=num_bytes / one_way_s,

@@ -31,7 +31,7 @@ SCHEDULES = ("1f1b", "zero_bubble")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class ParallelLayout:
     """How many ranks share what, and how a step is cut."""
 
     tp: Number = 1
@@ -115,7 +115,9 @@ class Placed:
     The axes multiply to the ranks, and dp times the micro-batch divides the batch.
     """
 
-    def __init__(self, machine: Machine, model: Transformer, axes: Layout, batch: int) -> None:
+    def __init__(
+        self, machine: Machine, model: Transformer, axes: ParallelLayout, batch: int
+    ) -> None:
         self.machine, self.model, self.axes, self.batch = machine, model, axes, batch
         tp, pp, dp, cp = axes.tp, axes.pp, axes.dp, axes.cp
         local, inner = machine.ranks_per_node, (1, tp, tp * cp, tp * cp * pp)
@@ -138,11 +140,11 @@ class Placed:
         self._of_layer: dict[tuple[int, str], dict[str, float]] = {}
         self._parameters = [(layers * per_layer + more) / tp for layers, more, _ in self._ends]
 
-    def micro_batches(self, one: Layout) -> int:
+    def micro_batches(self, one: ParallelLayout) -> int:
         """Return how many a step has."""
         return self.batch // (one.dp * one.micro_batch)
 
-    def bubble(self, one: Layout) -> float:
+    def bubble(self, one: ParallelLayout) -> float:
         """Return which part of a pipeline's time equal stages wait that have no more to do.
 
         With a zero bubble where forward and both halves of backward take equally long.
@@ -150,7 +152,7 @@ class Placed:
         thirds = 3 if one.schedule == "zero_bubble" else 1
         return (one.pp - 1) / (self.micro_batches(one) * one.virtual * thirds + one.pp - 1)
 
-    def _in_flight(self, one: Layout) -> tuple[float, float]:
+    def _in_flight(self, one: ParallelLayout) -> tuple[float, float]:
         """Return how many micro-batches the first and the last rank of a pipeline hold at once."""
         num_micro, pp, virtual = self.micro_batches(one), one.pp, one.virtual
         if one.schedule == "zero_bubble":
@@ -160,7 +162,7 @@ class Placed:
         last = (virtual - 1) * pp + 1  # stages of one layer group each; the first has more ahead
         return min(num_micro, (last + 2 * (pp - 1)) / virtual), min(num_micro, last / virtual)
 
-    def memory(self, one: Layout) -> Memory:
+    def memory(self, one: ParallelLayout) -> Memory:
         """Return the bytes of the fullest rank, which is of the first or the last stage."""
         model, ranks = self.model, self.data.size
         zero = one.zero if ranks > 1 else 0  # alone, nothing is gathered or scattered
@@ -182,7 +184,7 @@ class Placed:
             found.append(Memory(*shares, share * held, buffers))
         return max(found, key=sum)
 
-    def _share_s(self, one: Layout) -> float:
+    def _share_s(self, one: ParallelLayout) -> float:
         """Return the seconds of an operation for each sample, where all of a node work."""
         return self._turns * one.micro_batch / (self._shared * self.machine.flops_per_s)
 
@@ -190,14 +192,14 @@ class Placed:
         """Return what computing does not hide of messages that travel beside it."""
         return max(seconds - beside_s, least_s) if self._turns == 1 else seconds
 
-    def _layer(self, one: Layout) -> dict[str, float]:
+    def _layer(self, one: ParallelLayout) -> dict[str, float]:
         """Return seconds of a layer for a micro-batch, forward and backward, by term."""
         key = one.micro_batch, one.recompute  # all that it depends on, of many layouts alike
         if key not in self._of_layer:
             self._of_layer[key] = self._layer_anew(one)
         return self._of_layer[key]
 
-    def _layer_anew(self, one: Layout) -> dict[str, float]:
+    def _layer_anew(self, one: ParallelLayout) -> dict[str, float]:
         share_s = self._share_s(one)
         pass_s = self.machine.pass_s + (one.tp > 1) * self.machine.tensor_pass_s
         forward_s = self.model.layer_flops * share_s + self._turns * pass_s
@@ -212,7 +214,7 @@ class Placed:
             "context_s": self._exposed(context, beside_s),
         }
 
-    def _loads(self, one: Layout, layers: float) -> tuple[Load, Load]:
+    def _loads(self, one: ParallelLayout, layers: float) -> tuple[Load, Load]:
         """Return what passes between tensor and between context ranks, forward and backward.
 
         In a pass through a layer activations are gathered twice and scattered twice, keys and
@@ -224,12 +226,12 @@ class Placed:
         ring = self.context.passed(2 * whole * steps / self._shared * context, steps * context)
         return self.tensor.moved(whole / one.cp, 4 * tensor), ring
 
-    def _handed(self, one: Layout, times: float) -> Load:
+    def _handed(self, one: ParallelLayout, times: float) -> Load:
         """Return what a stage hands on of a micro-batch, or back, so many times."""
         num_bytes = one.micro_batch * self.model.input_bytes / self._shared
         return self.stages.passed(times * num_bytes, times)
 
-    def terms(self, one: Layout) -> Terms:
+    def terms(self, one: ParallelLayout) -> Terms:
         """Predict a step."""
         pp, num_micro, layer = one.pp, self.micro_batches(one), self._layer(one)
         output_s = 3 * self.model.output_flops * self._share_s(one)
@@ -285,7 +287,7 @@ class Placed:
         times = num_micro if zero == 2 else 1
         return times * exposed(scatter_s, backward_s) + exposed(gather_s, forward_s)
 
-    def load(self, one: Layout) -> Load:
+    def load(self, one: ParallelLayout) -> Load:
         """Return what a step asks of the links of the busiest rank, hidden or not."""
         num_micro, model, most = self.micro_batches(one), self.model, self._most
         tensor, context = self._loads(one, most * num_micro)

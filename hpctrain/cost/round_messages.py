@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.cost.machine import Machine
+from hpctrain.cost.machine import MachineShape
 from hpctrain.cost.schedules import COPY, NOBODY, Schedule
 
 Indices = NDArray[np.int64]
@@ -33,7 +33,7 @@ class Step(NamedTuple):
     repeats: int
 
 
-def members(machine: Machine, rails: int) -> Indices:
+def members(machine: MachineShape, rails: int) -> Indices:
     """Return the ranks of each group in a row: those of each rail, or all of them."""
     ranks = np.arange(machine.num_ranks)
     return ranks.reshape(machine.nodes, -1)[:, :rails].T if rails else ranks[None]
@@ -41,7 +41,7 @@ def members(machine: Machine, rails: int) -> Indices:
 
 @lru_cache(maxsize=64)
 def phases(
-    schedule: Schedule, num_segments: int, machine: Machine, rails: int
+    schedule: Schedule, num_segments: int, machine: MachineShape, rails: int
 ) -> list[tuple[list[Step], int, bool]]:
     """Return what all ranks do in each phase, those of each rail at the same time.
 
@@ -64,7 +64,7 @@ def phases(
     return found
 
 
-def _messages(source: Indices, groups: Indices, machine: Machine) -> Messages:
+def _messages(source: Indices, groups: Indices, machine: MachineShape) -> Messages:
     """Return the messages that come from these places of each group, or from nobody."""
     firsts = np.arange(0, groups.size, groups.shape[1])[:, None]
     to = np.flatnonzero(source != NOBODY)

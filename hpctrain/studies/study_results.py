@@ -13,8 +13,8 @@ from hpctrain.cost.step import least_step_s
 from hpctrain.report.figure import Estimate, shown
 from hpctrain.studies.attempt import RECORDS
 from hpctrain.studies.measurement import begin_of
+from hpctrain.studies.point_records import Environment, PointRecord, StudyFolder
 from hpctrain.studies.points import Placement, Point
-from hpctrain.studies.records import Environment, PointRecord, StudyFolder
 from hpctrain.studies.statistics import median, ratio
 from hpctrain.studies.study_file import StudyConfig, load
 

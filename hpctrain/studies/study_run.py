@@ -21,8 +21,8 @@ from hpctrain.core.records import Records
 from hpctrain.core.units import format_numbers
 from hpctrain.launch.lease import Lease, Times, WaysOut
 from hpctrain.studies.attempt import RECORDS, carry_out, clear
-from hpctrain.studies.points import Attempt, attempts_of
-from hpctrain.studies.records import Environment, PointRecord, StudyFolder
+from hpctrain.studies.point_records import Environment, PointRecord, StudyFolder
+from hpctrain.studies.points import PointRepeat, attempts_of
 from hpctrain.studies.study_file import StudyConfig, load
 
 TIMES = Times(wait_s=6.0)  # nobody waits for a whole repeat
@@ -40,7 +40,7 @@ class Study:
         self.folder, self._times = StudyFolder(path), times
         self.attempts = attempts_of(config)
 
-    def missing(self, *, repeat: int | None = None, failed: bool = False) -> list[Attempt]:
+    def missing(self, *, repeat: int | None = None, failed: bool = False) -> list[PointRepeat]:
         """Return the attempts that have no record yet, in order.
 
         ``repeat`` takes those of one repeat alone, ``failed`` those that have failed too.
@@ -53,7 +53,7 @@ class Study:
             if attempt.order not in known and repeat in (None, attempt.repeat)
         ]
 
-    def expected_s(self, attempts: Iterable[Attempt]) -> float | None:
+    def expected_s(self, attempts: Iterable[PointRepeat]) -> float | None:
         """Return what attempts will take, by others that succeeded, of as many ranks if any did.
 
         None where nothing was measured yet.
@@ -82,9 +82,9 @@ class Study:
 
     def measure(
         self,
-        attempts: Iterable[Attempt],
+        attempts: Iterable[PointRepeat],
         *,
-        begun: Callable[[Attempt], object] = lambda _: None,
+        begun: Callable[[PointRepeat], object] = lambda _: None,
         ended: Callable[[PointRecord], object] = lambda _: None,
     ) -> None:
         """Carry attempts out, one after the other; a record is on disk before the next begins.
@@ -142,7 +142,7 @@ class Study:
                     f"folder by --out, unless that makes no difference"
                 )
 
-    def _keep_plan(self, attempt: Attempt) -> None:
+    def _keep_plan(self, attempt: PointRepeat) -> None:
         """Keep topology and plan of a point, where its ranks have told them."""
         folder, before = self.folder, self.folder.read_environment()
         path = folder.attempts / attempt.name / RECORDS / "plan.json"
