@@ -138,7 +138,7 @@ def _summary(cls: type) -> str:
 
 def _sentences(cls: type) -> dict[str, str]:
     """Read the string below each field, inherited ones included; Python itself drops them."""
-    sentences = {}
+    sentences: dict[str, str] = {}
     for base in filter(is_dataclass, cls.__mro__):
         tree = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
         assert isinstance(tree, ast.ClassDef)

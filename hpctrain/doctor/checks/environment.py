@@ -19,12 +19,12 @@ def check_versions(facts: Facts) -> Found:
     """Name what is missing."""
     found = [_missing(name) for name, version in facts.versions.items() if version is None]
     installed = [f"{name} {version}" for name, version in facts.versions.items() if version]
-    return found or ok(", ".join([f"python {facts.python}", *installed, facts.place]))
+    return found or ok(", ".join([*installed, facts.place]))
 
 
 def check_equal_versions(world: WorldFacts) -> Found:
     """Name packages and libraries of which the ranks have different versions."""
-    versions = [{"python": each.python, **each.versions} for each in world.ranks]
+    versions = [each.versions for each in world.ranks]
     do = (
         "start all ranks from one environment, on a file system that all nodes see, or staged to "
         "each node from one archive; look for modules and PATH in the nodes' start files"
@@ -97,9 +97,9 @@ def check_engines(facts: Facts) -> Found:
     if facts.horovod_error:
         what, _, do = facts.horovod_error.rpartition("; ")
         return error(what, do)
-    if facts.horovod is None:
-        return ok("hpctrain's own; Horovod by `hpctrain horovod build`")
-    return ok(f"hpctrain's own; Horovod {facts.horovod} is installed")
+    if version := facts.versions.get("horovod"):
+        return ok(f"hpctrain's own; Horovod {version} is installed")
+    return ok("hpctrain's own; Horovod by `hpctrain horovod build`")
 
 
 OWN_TO_A_NODE = ("log_dir", "stage_dir")

@@ -19,7 +19,7 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 def check_gpus(facts: Facts) -> Found:
     """Name a device given twice, more ranks than devices, and what keeps torch from them."""
     found = [*_given_twice(facts), *_too_few(facts), *_unused(facts)]
-    text = f"{facts.num_gpus} in this machine"
+    text = f"{facts.gpus.num_devices} in this machine"
     if facts.gpus.driver:
         text += f", driver {facts.gpus.driver} for CUDA up to {facts.gpus.cuda}"
     if _VISIBLE in facts.environ:
@@ -30,20 +30,20 @@ def check_gpus(facts: Facts) -> Found:
 def check_own_gpus(world: WorldFacts) -> Found:
     """Compare what the ranks of each node take: the one they see, or that of their local rank."""
     ranks = world.ranks
-    if not any(facts.visible for facts in ranks):
+    if not any(facts.visible.names for facts in ranks):
         return ok("no rank sees a GPU: the CPU calculates")
     found = []
     for members, host in zip(world.topology.nodes, world.topology.hosts, strict=True):
         takers: dict[str, list[int]] = {}
         for number, rank in enumerate(members):
-            if seen := ranks[rank].visible:
+            if seen := ranks[rank].visible.names:
                 takers.setdefault(seen[number % len(seen)], []).append(rank)
         found += [
             _shared(device, sharing, host, ranks)
             for device, sharing in takers.items()
             if len(sharing) > 1
         ]
-        blind = [rank for rank in members if not ranks[rank].visible]
+        blind = [rank for rank in members if not ranks[rank].visible.names]
         if 0 < len(blind) < len(members):
             what = f"{format_ranks(blind)} on {host} see no GPU, the other ranks there do"
             found.append(warning(what, "ask for a GPU for every rank: #SBATCH --gpus-per-node"))
@@ -51,9 +51,9 @@ def check_own_gpus(world: WorldFacts) -> Found:
         found += _far(members, host, ranks)
     if found:
         return few(found)
-    counts = sorted(len(facts.visible) for facts in ranks)
+    counts = sorted(len(facts.visible.names) for facts in ranks)
     seen_by = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
-    if not any(facts.by_torch for facts in ranks):
+    if not any(facts.visible.by_torch for facts in ranks):
         return note(
             f"the environment gives {seen_by} GPUs to each rank, and torch sees none of them"
         )
@@ -62,14 +62,15 @@ def check_own_gpus(world: WorldFacts) -> Found:
 
 def check_nccl(world: WorldFacts) -> Found:
     """Tell whether NCCL could sum gradients of all ranks on their GPUs, or why not."""
-    if not any(facts.by_torch for facts in world.ranks):
+    if not any(facts.visible.by_torch for facts in world.ranks):
         return ok("nothing to sum: torch sees no GPU")
-    version = f"NCCL {world.nccl}" if world.nccl else "NCCL"
-    if not world.why_not_nccl:
+    version, obstacle = world.nccl
+    version = f"NCCL {version}" if version else "NCCL"
+    if not obstacle:
         return ok(f"{version} could sum gradients of all ranks: HPCTRAIN_DEVICE_SUMS=nccl")
     is_wanted = world.settings.device_sums == "nccl"
     do = "unset HPCTRAIN_DEVICE_SUMS, which is nccl" if is_wanted else ""
-    what = f"{version} cannot sum gradients of all ranks: {world.why_not_nccl}"
+    what = f"{version} cannot sum gradients of all ranks: {obstacle}"
     return error(what, do) if is_wanted else note(what)
 
 
@@ -117,12 +118,12 @@ def _too_few(facts: Facts) -> list[Finding]:
 
 def _unused(facts: Facts) -> list[Finding]:
     torch = facts.versions.get("torch") or ""
-    if facts.num_gpus and torch.endswith("+cpu"):
-        what = f"{facts.num_gpus} GPUs are here, and torch {torch} cannot use them"
+    if facts.gpus.num_devices and torch.endswith("+cpu"):
+        what = f"{facts.gpus.num_devices} GPUs are here, and torch {torch} cannot use them"
         do = "install the build of torch for CUDA: https://pytorch.org/get-started/locally"
         return [warning(what, do)]
-    if facts.num_gpus and facts.environ.get(_VISIBLE) in ("", "-1"):
-        what = f"{_VISIBLE} hides all {facts.num_gpus} GPUs of this machine"
+    if facts.gpus.num_devices and facts.environ.get(_VISIBLE) in ("", "-1"):
+        what = f"{_VISIBLE} hides all {facts.gpus.num_devices} GPUs of this machine"
         return [note(what, f"unset {_VISIBLE}")]
     if facts.gpus.error:
         what = f"nvidia-smi cannot tell of the GPUs: {facts.gpus.error}"
@@ -141,7 +142,7 @@ def _unused(facts: Facts) -> list[Finding]:
 
 
 def _shared(device: str, members: Sequence[int], host: str, ranks: Sequence[Facts]) -> Finding:
-    certain = all(ranks[rank].by_torch for rank in members)
+    certain = all(ranks[rank].visible.by_torch for rank in members)
     source = "" if certain else ", as the environment numbers them"
     what = f"{format_ranks(members)} on {host} take the same GPU {device}{source}"
     do = (
@@ -153,13 +154,13 @@ def _shared(device: str, members: Sequence[int], host: str, ranks: Sequence[Fact
 
 def _unreached(members: Sequence[int], host: str, ranks: Sequence[Facts]) -> Iterator[Finding]:
     """Tell what keeps ranks of a node from the memory of each other's GPUs."""
-    if not all(ranks[rank].by_torch for rank in members):
+    if not all(ranks[rank].visible.by_torch for rank in members):
         return
-    if len({frozenset(ranks[rank].visible) for rank in members}) > 1:
+    if len({frozenset(ranks[rank].visible.names) for rank in members}) > 1:
         what = f"{format_ranks(members)} on {host} see other GPUs each and reach no other memory"
         do = "#SBATCH --gpus-per-node without --gpus-per-task, or srun --gpu-bind=none"
         yield warning(f"{what}: the host sums their gradients", do)
-    if pairs := sorted({pair for rank in members for pair in ranks[rank].no_peers}):
+    if pairs := sorted({pair for rank in members for pair in ranks[rank].visible.no_peers}):
         shown = ", ".join(f"{one}-{other}" for one, other in pairs[:_SHOWN])
         what = f"{plural(len(pairs), 'pair')} of GPUs on {host} ({shown}) share no memory"
         do = "`nvidia-smi topo -p2p rw` says why; often an IOMMU or ACS that the site can turn off"
@@ -172,7 +173,7 @@ def _far(members: Sequence[int], host: str, ranks: Sequence[Facts]) -> Iterator[
     gpus = ranks[members[0]].gpus
     links = GpuLinks(gpus.topology)
     for number, rank in enumerate(members):
-        if not (seen := ranks[rank].visible):
+        if not (seen := ranks[rank].visible.names):
             continue
         gpu = _index(seen[number % len(seen)], gpus)
         near = links.cores.get(gpu, set()) if gpu is not None else set()
@@ -283,8 +284,10 @@ def _numbers(text: str) -> Iterator[int]:
 def check_gpu_links(facts: Facts) -> Found:
     """Tell what lies between the GPUs of a machine, and between them and the network."""
     links = GpuLinks(facts.gpus.topology)
-    if not facts.num_gpus or not facts.gpus.topology:
-        return ok("no GPUs to tell of" if not facts.num_gpus else "nvidia-smi does not tell them")
+    if not facts.gpus.num_devices or not facts.gpus.topology:
+        return ok(
+            "no GPUs to tell of" if not facts.gpus.num_devices else "nvidia-smi does not tell them"
+        )
     module = "loaded" if facts.gpus.has_peermem else "not loaded, nor needed"
     told = []
     for title, ways in (

@@ -90,7 +90,7 @@ def check_nodes(world: WorldFacts) -> Found:
 
 def check_level(world: WorldFacts) -> Found:
     """Say whether threads may call MPI."""
-    levels = [facts.thread_level for facts in world.ranks]
+    levels = [facts.mpi.thread_level for facts in world.ranks]
     low = [rank for rank, level in enumerate(levels) if level != "MULTIPLE"]
     if not low:
         return ok("MPI_THREAD_MULTIPLE is granted")

@@ -71,7 +71,7 @@ def check_copies(facts: Facts) -> Found:
 
 def check_ways(world: WorldFacts) -> Found:
     """Say how messages leave the nodes, and where a fast network lies idle."""
-    carried = world.carried
+    carried = world.traffic.carried
     if len(carried) < 2:
         return ok("one node: nothing goes over a network")
     if idle := [node for node in carried if node.fast_cards and _by_tcp(node)]:
@@ -130,12 +130,12 @@ WRONG_S = 1.0  # clocks that are kept by NTP differ by milliseconds
 def check_links(world: WorldFacts) -> list[Finding]:
     """Tell how fast messages are inside nodes and between them, and name the slow links."""
     found = []
-    if world.inside:
-        found.append(note(f"inside a node: {_spreads(world.inside)}"))
-    if world.between:
-        pairs = plural(len(world.between), "pair")
-        found.append(note(f"between nodes: {_spreads(world.between)}, by {pairs}"))
-        found += _blame(slow(world.between), world)
+    if world.traffic.inside:
+        found.append(note(f"inside a node: {_spreads(world.traffic.inside)}"))
+    if world.traffic.between:
+        pairs = plural(len(world.traffic.between), "pair")
+        found.append(note(f"between nodes: {_spreads(world.traffic.between)}, by {pairs}"))
+        found += _blame(slow(world.traffic.between), world)
     return found
 
 
@@ -152,7 +152,7 @@ def _blame(bad: Sequence[MeasuredLink], world: WorldFacts) -> list[Finding]:
     """Name the nodes all of whose links are slow while others' are not; else the pairs."""
     if not bad:
         return []
-    links, host_of = world.between, world.host_of
+    links, host_of = world.traffic.between, world.host_of
     mine = {r: [link for link in links if r in link.ranks] for r in sorted(host_of)}
     guilty = [
         rank
@@ -226,7 +226,7 @@ def check_clocks(world: WorldFacts) -> Found:
     """Compare the clocks of all nodes with that of the middle one."""
     if world.topology.num_nodes == 1:
         return ok("one node, one clock")
-    found = offsets(world.between, world.topology.nodes[0][0])
+    found = offsets(world.traffic.between, world.topology.nodes[0][0])
     middle = sorted(ahead for ahead, _ in found.values())[(len(found) - 1) // 2]
     wrong = [
         f"{world.host_of[rank]} is {format_seconds(abs(ahead - middle))} "

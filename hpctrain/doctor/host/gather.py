@@ -7,6 +7,7 @@ import shutil
 import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from hpctrain.cluster import resources
@@ -26,6 +27,7 @@ from hpctrain.doctor.checks.facts import (
     MpiFacts,
     NetworkFacts,
     Reached,
+    VisibleGpus,
 )
 from hpctrain.doctor.checks.gpus import named
 from hpctrain.doctor.checks.node import SHM
@@ -55,13 +57,17 @@ def gather(
     for all ranks of a node: MPI library and GPUs.
     """
     environ = dict(environ)
+    versions = {"python": platform.python_version(), **{n: version_of(n) for n in PACKAGES}}
+    if horovod := version_of("horovod"):
+        versions["horovod"] = horovod
     num_gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    gpus = gpus_of(environ) if num_gpus and not lightly else GpuFacts()
     libc = " ".join(platform.libc_ver())
     return Facts(
         environ=environ,
-        python=platform.python_version(),
+        host=socket.gethostname(),
         place=f"{platform.system()} {platform.machine()}, {libc}, {sys.prefix}",
-        versions={name: version_of(name) for name in PACKAGES},
+        versions=versions,
         mpi=MpiFacts() if lightly else _mpi(environ),
         cores=CoreFacts(
             mask=resources.affinity(),
@@ -71,14 +77,11 @@ def gather(
         ),
         memory=_memory(),
         network=_network(),
-        horovod=version_of("horovod"),
         horovod_error="" if lightly else _horovod_error(environ),
-        num_gpus=num_gpus,
-        gpus=gpus_of(environ) if num_gpus and not lightly else GpuFacts(),
+        gpus=replace(gpus, num_devices=num_gpus),
+        visible=VisibleGpus(names=named(environ)),
         load=None if lightly or launched(environ) else measured_for(LOAD_S),
         directories=tuple(try_directory(each, trial_s) for each in directories),
-        host=socket.gethostname(),
-        visible=named(environ),
     )
 
 
