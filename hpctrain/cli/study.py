@@ -295,7 +295,7 @@ def _submit(
         config=str(found.folder.file),
         directory=str(where),
         nodes=max(layout.nodes for layout in layouts),
-        tasks_per_node=max(layout.ranks_per_node for layout in layouts),
+        ntasks_per_node=max(layout.ranks_per_node for layout in layouts),
         time=None if time is None else sbatch_time(time),
         output=f"{where}/slurm-%A_%a.out",
         array=repeats,
@@ -313,7 +313,7 @@ def _submit(
     after = replace(
         array,
         nodes=1,
-        tasks_per_node=1,
+        ntasks_per_node=1,
         time=None,
         output=f"{where}/slurm-report-%j.out",
         array=None,
