@@ -197,8 +197,11 @@ def copy_error() -> str:
 
 def missing_home(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return ``HOME`` if it is not set, since Open MPI does not start without it."""
-    home = os.path.expanduser("~")  # noqa: PTH111 - Path.home() raises where nobody knows it
-    return {} if "HOME" in environ else {"HOME": home if home != "~" else "/"}
+    try:
+        home = str(Path.home())
+    except RuntimeError:  # the user has no entry in the password database
+        home = "/"
+    return {} if "HOME" in environ else {"HOME": home}
 
 
 def copies_off(environ: Mapping[str, str] = os.environ) -> dict[str, str]:

@@ -10,13 +10,13 @@ import signal
 import subprocess
 import sys
 import sysconfig
-import tarfile
 import tempfile
 import venv
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 from zlib import crc32
 
 from hpctrain.cluster.env import launched
@@ -27,7 +27,7 @@ from hpctrain.core.config import cache_folder
 from hpctrain.core.errors import LaunchError
 from hpctrain.core.units import GIB
 from hpctrain.launch.pmi import NAMES, TIMEOUT_S, Mpi, load
-from hpctrain.launch.program import ask
+from hpctrain.launch.program import ask, start
 
 Say = Callable[[str], None]  # is told what happens, a line each
 
@@ -253,7 +253,8 @@ def _make(mpi: Mpi, folder: Path, say: Say, jobs: int | None) -> Path:
         words = [*pip, "download", "--no-deps", "--no-build-isolation", "--no-binary", ":all:"]
         failure = f"pip fetches the sources of Horovod {VERSION}: {online}"
         run_logged(log, [*words, "--dest", name, "-r", str(wanted)], scratch, environ, failure)
-        sources = _unpacked(scratch)
+        sources = scratch / f"horovod-{VERSION}"
+        shutil.unpack_archive(f"{sources}.tar.gz", scratch)  # pip has checked the hash
         for change in patch(sources):
             say(f"changed {change}")
         memory, num_cores = available_bytes(), len(affinity())
@@ -283,14 +284,6 @@ def _environment(scratch: Path) -> tuple[str, dict[str, str]]:
     here = (str(tree / "bin"), str(Path(sys.executable).parent), *os.get_exec_path())
     path = os.pathsep.join(here)
     return str(tree / "bin" / "python"), {**kept, **_WISHES, "PATH": path}
-
-
-def _unpacked(scratch: Path) -> Path:
-    with tarfile.open(scratch / f"horovod-{VERSION}.tar.gz") as file:
-        # Python 3.11.0 to 3.11.3, Debian 12's among them, have no filter; nor the argument for it.
-        file.extraction_filter = getattr(tarfile, "data_filter", None)
-        file.extractall(scratch)  # noqa: S202 - pip has checked the hash
-    return scratch / f"horovod-{VERSION}"
 
 
 def _wishes(scratch: Path, mpi: Mpi, jobs: int) -> dict[str, str]:
@@ -350,16 +343,9 @@ def run_logged(
     with log.open("a+", encoding="utf-8", errors="replace") as file:
         file.write(f"$ {shlex.join(words)}\n")
         file.flush()
-        start = file.tell()
-        with subprocess.Popen(  # noqa: S603 - pip and compilers
-            words,
-            cwd=folder,
-            env=environ,
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        ) as child:
+        begin = file.tell()
+        output: dict[str, Any] = {"stdout": file, "stderr": subprocess.STDOUT}
+        with start(words, cwd=folder, env=environ, **output) as child:
             try:
                 code = child.wait()
             except BaseException:
@@ -367,7 +353,7 @@ def run_logged(
                     os.killpg(child.pid, signal.SIGKILL)
                 raise
         if code:
-            file.seek(start)
+            file.seek(begin)
             said = file.read().splitlines()
             lines = telling(said) or [f"exit code {code}, it has printed nothing"]
             raise LaunchError(f"{failure}; {log} ends with:\n" + "\n".join(lines))

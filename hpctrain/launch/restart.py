@@ -14,7 +14,7 @@ from hpctrain.cluster.env import STOPPED
 from hpctrain.core.errors import LaunchError
 from hpctrain.launch import mpiexec
 from hpctrain.launch.mpirun import Mpirun
-from hpctrain.launch.program import resolve
+from hpctrain.launch.program import resolve, start
 from hpctrain.launch.stderr import say
 from hpctrain.launch.supervise import TIMED_OUT, LaunchEnd, session, supervise
 
@@ -25,7 +25,8 @@ NUM_ROUNDS = 3  # of questions, while no host answers at all
 MOST_AT_ONCE = 64  # hosts that are asked at the same time
 HERE = "hpctrain: this host is there"
 PROBE = ("sh", "-c", f"echo '{HERE}'; exec sleep {ANSWER_S:g}")
-"""What it says is enough: Open MPI's launcher may wait for ever for what ends at once."""
+"""Its output is sufficient: Open MPI's launcher may hang if a program ends at once."""
+_PIPED = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,7 +59,7 @@ class Launch:
         or on no host any more. ``KeyboardInterrupt``: see ``supervise``.
         """
         limit = time.monotonic() + timeout_s if timeout_s else None
-        launch, end = self, self._supervised(limit)
+        launch, end = self, self.run_once(limit)
         for left in reversed(range(restarts)):
             if end.is_wanted or end.code in (0, STOPPED, MISTAKE):
                 break
@@ -67,7 +68,7 @@ class Launch:
                 f"the launch has failed with code {end.code}; {launch.num_ranks} ranks start "
                 f"again on {launch.hosts or 'the same hosts'}, and may do so {left} more times"
             )
-            end = launch._supervised(limit)  # noqa: SLF001 - of another launch of this class
+            end = launch.run_once(limit)
         if end == (TIMED_OUT, True):
             say(f"the launch was ended after {timeout_s:g} s, as --timeout asks")
         return end.code
@@ -88,7 +89,7 @@ class Launch:
         num_ranks = max(1, min(self.num_ranks, places - self.options(None).spares))
         return replace(self, words=words, hosts=",".join(hosts), num_ranks=num_ranks)
 
-    def _supervised(self, limit: float | None) -> LaunchEnd:
+    def run_once(self, limit: float | None) -> LaunchEnd:
         """Run it once, until ``limit`` by the monotonic clock."""
         rest_s = None if limit is None else max(limit - time.monotonic(), 1e-3)
         return supervise(self.line(), environ=mpiexec.environment(), timeout_s=rest_s)
@@ -111,14 +112,7 @@ class Launch:
         limit, said = time.monotonic() + ANSWER_S, b""
         with (
             session(mpiexec.environment()) as environ,
-            subprocess.Popen(  # noqa: S603 - the launcher that was found
-                probe.line(),
-                env=environ,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-            ) as process,
+            start(probe.line(), env=environ, **_PIPED) as process,
         ):
             assert process.stdout is not None
             while select.select([process.stdout], [], [], max(limit - time.monotonic(), 0))[0]:

@@ -22,6 +22,7 @@ from hpctrain.core.config import Settings
 from hpctrain.core.errors import LaunchError
 from hpctrain.core.units import format_ranks
 from hpctrain.launch.mpiexec import is_guard
+from hpctrain.launch.program import start
 from hpctrain.launch.stderr import KILLED, LOST, fold, say
 
 FOLDER = "PRTE_MCA_prte_local_tmpdir_base"
@@ -145,15 +146,10 @@ def _started(line: Sequence[str], environ: Mapping[str, str]) -> subprocess.Pope
     """Start mpirun; what is typed on a terminal is handed to it."""
     terminal = sys.__stdin__ is not None and sys.__stdin__.isatty()
     try:
-        process = subprocess.Popen(  # noqa: S603 - this is the user's command
-            line,
-            env=environ,
-            # mpirun would swallow a file or pipe that belongs to the script around it.
-            stdin=subprocess.PIPE if terminal else subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            # Away from the terminal: its Ctrl-C would make mpirun kill ranks that could save.
-            start_new_session=True,
-        )
+        # mpirun would read a file or pipe that belongs to the script around it. In its own session
+        # mpirun gets no Ctrl-C of the terminal, at which it kills ranks that could save.
+        stdin = subprocess.PIPE if terminal else subprocess.DEVNULL
+        process = start(line, env=environ, stdin=stdin, stderr=subprocess.PIPE)
     except OSError as error:
         raise LaunchError(f"{line[0]} cannot be started: {error}") from None
     if process.stdin is not None:

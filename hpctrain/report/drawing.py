@@ -64,12 +64,11 @@ def missing(name: str) -> ConfigError:
 @contextmanager
 def _canvases() -> Iterator[Any]:
     try:
-        import matplotlib as mpl  # noqa: PLC0415
-        from matplotlib import figure  # noqa: PLC0415
+        from matplotlib import figure, rc_context  # noqa: PLC0415 - an optional package
     except ImportError:
         raise missing("matplotlib") from None
-    # What users name is no formula: a "$" would make it one.
-    with mpl.rc_context({"text.parse_math": False}):
+    # Names of users are not formulas, also with a "$".
+    with rc_context({"text.parse_math": False}):
         yield figure.Figure
 
 

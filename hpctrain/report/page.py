@@ -31,7 +31,7 @@ def page(title: str, parts: Iterable[str], figures: list[Figure]) -> str:
     Raises ``ConfigError``: plotly is not installed.
     """
     try:
-        from plotly.offline import get_plotlyjs  # noqa: PLC0415
+        from plotly.offline import get_plotlyjs  # noqa: PLC0415 - an optional package
     except ImportError:
         raise missing("plotly") from None
     folder = resources.files("hpctrain.report") / "templates"

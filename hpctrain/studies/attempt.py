@@ -16,7 +16,7 @@ from hpctrain.core.atomic import make_folder
 from hpctrain.core.checks import seconds
 from hpctrain.core.config import variable_of
 from hpctrain.core.errors import DataError, HpctrainError
-from hpctrain.launch.program import resolve
+from hpctrain.launch.program import resolve, start
 from hpctrain.studies.measurement import measure
 from hpctrain.studies.point_records import PointRecord, StudyFolder
 from hpctrain.studies.points import PointRepeat
@@ -87,14 +87,7 @@ def _wait(
     process = None
     with output.open("wb") as file:
         try:  # a signal may end this while the program is started, too
-            process = subprocess.Popen(  # noqa: S603 - this is the user's command
-                words,
-                env=environ,
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C is ours
-            )
+            process = start(words, env=environ, stdout=file, stderr=subprocess.STDOUT)
             return process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             return None

@@ -182,7 +182,7 @@ def test_what_sbatch_could_not_read_is_refused(settings):
 
 
 def test_an_unknown_template_is_answered_with_the_known_ones():
-    with pytest.raises(ConfigError, match="must be one of apptainer, .* got .multi."):
+    with pytest.raises(ConfigError, match=r"must be one of apptainer, .* got .multi."):
         batch_script.text("multi")
 
 

@@ -115,7 +115,7 @@ def site(tmp_path, monkeypatch):
     monkeypatch.setattr(recipe, "launched", lambda: None)
     monkeypatch.setattr(recipe, "check", lambda _mpi: None)
     monkeypatch.setattr(recipe, "_environment", lambda _scratch: ("python", {}))
-    monkeypatch.setattr(recipe, "_unpacked", lambda scratch: scratch / "x")
+    monkeypatch.setattr(recipe.shutil, "unpack_archive", lambda *_: None)
     monkeypatch.setattr(recipe, "run_logged", run)
     return tmp_path, compiled
 

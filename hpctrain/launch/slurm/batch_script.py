@@ -44,7 +44,7 @@ class SbatchOptions:
     output: str | None = None  # output file, with patterns of Slurm such as ``%j``
     array: str | None = None  # indices of a job array, such as ``0-7%2``
     dependency: str | None = None
-    """Condition for the start, such as ``afterok:123``; Slurm cancels a job that can never start."""
+    """Condition for the start, such as ``afterok:123``; Slurm cancels a job that cannot start."""
     requeue: bool | None = None  # whether Slurm may queue the job again
     extra: tuple[str, ...] = ()  # further options of sbatch, such as ``--qos=high``
 
