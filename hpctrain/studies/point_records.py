@@ -1,4 +1,4 @@
-"""Files of a study: what was asked, where it ran, and a record for each point and repeat."""
+"""Files of a study: configuration, environment, and a record for each repeat of each point."""
 
 import json
 import math
@@ -106,9 +106,9 @@ class PointRecord(HostRecord, LearningRecord, StepRecord, PointRepeat):
 
 
 Environment = Mapping[str, Any]
-"""Where a study ran: versions, mpi (the library of the ranks), cpu, cores and name of the host,
-commit ("+" if changed), topology and plan of each point, slurm_job, and pinning: cores that it may
-use, and what binds ranks."""
+"""Environment of a study: versions, mpi (the library of the ranks), cpu, cores and name of the
+host, commit ("+" if changed), topology and plan of each point, slurm_job, and pinning: the allowed
+cores and the variables that bind ranks."""
 
 
 class StudyFolder:
@@ -116,23 +116,23 @@ class StudyFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.file = path / "STUDY.toml"  # as it is measured
+        self.file = path / "STUDY.toml"  # the configuration
         self.environment = path / "environment.json"
-        self.attempts = path / "attempts"  # a folder for each, with all output
+        self.attempts = path / "attempts"  # a folder for each repeat
 
     def points_file(self, repeat: int) -> Path:
-        """Return the file of the records of a repeat: jobs may measure one each."""
+        """Return the file for the records of a repeat; each job may measure another repeat."""
         return self.path / f"points-{repeat}.jsonl"
 
     def read_environment(self) -> Environment | None:
-        """Read where it ran; None where nobody has told, or what is told is not whole."""
+        """Read the environment; None if the file is missing or incomplete."""
         with suppress(OSError, ValueError):
             found: Environment = json.loads(self.environment.read_text(encoding="utf-8"))
             return found if isinstance(found, dict) else None
         return None
 
     def read_points(self) -> list[PointRecord]:
-        """Read all records, in the order of the study; of one repeat the last counts."""
+        """Read all records, in the order of the study; the last record of a repeat counts."""
         found = {}
         for path in sorted(self.path.glob("points*.jsonl")):
             for values in read(path, key="status"):
@@ -147,8 +147,8 @@ class StudyFolder:
         return [found[order] for order in sorted(found)]
 
     def write(self, path: Path, value: Environment | str) -> None:
-        """Write a file of the study at once or not at all."""
+        """Write a file of the study atomically."""
         text = value if isinstance(value, str) else json.dumps(value, indent=2) + "\n"
-        # Jobs of an array may write at the same time.
+        # Jobs of an array may write concurrently.
         with publishing(path, f"{path.name}.{platform.node()}-{os.getpid()}") as part:
             part.write_text(text, encoding="utf-8")

@@ -105,7 +105,11 @@ def site(tmp_path, monkeypatch):
 
     def run(_log, words, _folder, _environ, _failure):
         if "download" in words:
-            sources(Path(words[words.index("--dest") + 1]) / "x", PUBLISHED, PUBLISHED)
+            sources(
+                Path(words[words.index("--dest") + 1]) / f"horovod-{recipe.VERSION}",
+                PUBLISHED,
+                PUBLISHED,
+            )
         elif words[1] == "-c":
             compiled.append(words)
             Path(words[-1]).mkdir()
