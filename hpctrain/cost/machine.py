@@ -13,7 +13,7 @@ from hpctrain.core.toml_values import TomlValues, read_toml
 
 @dataclass(frozen=True, slots=True)
 class Link(CheckedFields):
-    """A link: a message of m bytes takes ``latency_s + m / bytes_per_s`` if it travels alone."""
+    """A link: a message of m bytes takes ``latency_s + m / bytes_per_s`` on an idle link."""
 
     latency_s: AtLeast0
     """Time of an empty message."""
@@ -23,18 +23,18 @@ class Link(CheckedFields):
 
 @dataclass(frozen=True, kw_only=True)
 class MachineShape(CheckedFields):
-    """Number and arrangement of ranks, network cards and switches; ranks are numbered by node."""
+    """Number and arrangement of ranks, NICs and switches; ranks are numbered by node."""
 
     nodes: Number = 1
     """Number of nodes; a planner may use fewer."""
     ranks_per_node: Number = 1
     """Ranks on each node, for example one per GPU."""
     nics: Number = 1
-    """Network cards of a node; local rank r uses card r modulo this number."""
+    """NICs of a node; local rank r uses NIC r modulo this number."""
     ranks_per_core: Positive = 1.0
     """Ranks that share a core; a waiting rank yields the core."""
     leaf_size: Count = 0
-    """Nodes below a leaf switch of a fat tree; 0 for a network that shares only its cards."""
+    """Nodes below a leaf switch of a fat tree; 0 for a network in which ranks share only NICs."""
     oversubscription: Annotated[float, Bounds(least=1)] = 1.0
     """Bandwidth of a leaf's nodes divided by the bandwidth of the leaf's uplinks."""
 
@@ -55,13 +55,13 @@ class MachineLinks(CheckedFields):
     node: Link = Link(1e-6, 10e9)
     """Link between two ranks of a node."""
     network: Link = Link(2e-6, 12.5e9)
-    """Link between two nodes, through one network card of each node."""
+    """Link between two nodes, through one NIC of each node."""
     spine_latency_s: AtLeast0 = 0.0
     """Additional latency of a message that leaves its leaf switch."""
     reduce_bytes_per_s: Positive = math.inf
     """Rate at which a rank combines two tensors, in bytes of one tensor."""
     handle_bytes_per_s: Positive = math.inf
-    """Rate at which a processor copies bytes to a network card that has no DMA."""
+    """Rate at which a processor copies bytes to a NIC without DMA."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,5 +114,5 @@ class Machine(MachineFailures, MachineProcessors, MachineLinks, MachineShape):
         way_out = "hpctrain bench fit --out writes one"
         values.merge(read_toml(absolute(path), cls, way_out), f"file {path}")
         if "nodes" not in values.origins:
-            raise ConfigError(f"file {path}: a machine has nodes; say how many: nodes = 64")
+            raise ConfigError(f"file {path}: a machine must have nodes; add nodes = 64")
         return values.build()
