@@ -199,7 +199,7 @@ TABLE = {
     ],
     gpus.check_gpu_links: [
         ({}, {}, "ok", "no GPUs"),
-        ({}, {"gpus": {"num_devices": 1}}, "ok", "nvidia-smi does not tell them"),
+        ({}, {"gpus": {"num_devices": 1}}, "ok", "nvidia-smi does not report them"),
         ({}, smi(), "ok", "between GPUs NVLink; to the nearest network card a PCIe switch (2 "),
         ({}, smi(), "ok", "and the link between the sockets (2 of 4); GPUDirect"),
         ({}, smi(topology=PCIE), "ok", "between GPUs PCIe through the processor; GPUDirect RDMA"),
@@ -232,7 +232,7 @@ TABLE = {
         ({"OMPI_MCA_pml": "ob1"}, cards(DOWN), "note", "no port of mlx5_0 is active"),
         ({"OMPI_MCA_pml": "ob1"}, cards(INFINIBAND), "warning", "OMPI_MCA_pml=ob1 makes MPI use"),
         ({"UCX_TLS": "tcp,sm"}, cards(INFINIBAND), "warning", "do: unset UCX_TLS"),
-        ({}, cards(SLINGSHOT), "warning", "cxi0 is a Slingshot card"),
+        ({}, cards(SLINGSHOT), "warning", "cxi0 is a Slingshot adapter"),
         ({}, cards(SLINGSHOT) | {"mpi": {"is_wheel": False}}, "ok", ""),
     ],
     network.check_copies: [

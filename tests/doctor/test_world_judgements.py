@@ -183,7 +183,7 @@ TABLE = {
             "warning",
             "1 pair of GPUs on a (0-1) share no memory",
         ),
-        (world(near(0, 1), near(2, 3), near(4, 5), near(6, 7)), "ok", "a GPU of its own"),
+        (world(near(0, 1), near(2, 3), near(4, 5), near(6, 7)), "ok", "its own GPU"),
         (
             world(near(4, 5), near(6, 7), near(0, 1), near(2, 3)),
             "warning",

@@ -31,7 +31,7 @@ def check_own_gpus(world: WorldFacts) -> Found:
     """Compare what the ranks of each node take: the one they see, or that of their local rank."""
     ranks = world.ranks
     if not any(facts.visible.names for facts in ranks):
-        return ok("no rank sees a GPU: the CPU calculates")
+        return ok("no rank sees a GPU: the CPU computes")
     found = []
     for members, host in zip(world.topology.nodes, world.topology.hosts, strict=True):
         takers: dict[str, list[int]] = {}
@@ -57,11 +57,11 @@ def check_own_gpus(world: WorldFacts) -> Found:
         return note(
             f"the environment gives {seen_by} GPUs to each rank, and torch sees none of them"
         )
-    return ok(f"each rank has a GPU of its own among the {seen_by} it sees")
+    return ok(f"each rank has its own GPU among the {seen_by} it sees")
 
 
 def check_nccl(world: WorldFacts) -> Found:
-    """Tell whether NCCL could sum gradients of all ranks on their GPUs, or why not."""
+    """Report whether NCCL can sum gradients of all ranks on their GPUs, or why not."""
     if not any(facts.visible.by_torch for facts in world.ranks):
         return ok("nothing to sum: torch sees no GPU")
     version, obstacle = world.nccl
@@ -77,7 +77,7 @@ def check_nccl(world: WorldFacts) -> Found:
 def named(environ: Mapping[str, str]) -> tuple[str, ...]:
     """Return the GPUs that the environment gives to a process.
 
-    Their names mean the same to all of a host only where no container numbers the GPUs anew.
+    The names identify the same GPU in all processes of a host unless a container renumbers GPUs.
     """
     return _words(visible_devices(environ))
 
@@ -126,8 +126,8 @@ def _unused(facts: Facts) -> list[Finding]:
         what = f"{_VISIBLE} hides all {facts.gpus.num_devices} GPUs of this machine"
         return [note(what, f"unset {_VISIBLE}")]
     if facts.gpus.error:
-        what = f"nvidia-smi cannot tell of the GPUs: {facts.gpus.error}"
-        do = "where the driver was updated, load its module anew or boot again; else ask the site"
+        what = f"nvidia-smi does not report the GPUs: {facts.gpus.error}"
+        do = "where the driver was updated, reload its module or reboot; else ask the site"
         return [warning(what, do)]
     needs = re.search(r"\+cu(\d+)\d$", torch) or re.match(r"(\d+)\.", facts.gpus.runtime)
     if needs and facts.gpus.cuda and int(needs[1]) > float(facts.gpus.cuda):
@@ -153,7 +153,7 @@ def _shared(device: str, members: Sequence[int], host: str, ranks: Sequence[Fact
 
 
 def _unreached(members: Sequence[int], host: str, ranks: Sequence[Facts]) -> Iterator[Finding]:
-    """Tell what keeps ranks of a node from the memory of each other's GPUs."""
+    """Report GPUs of a node that cannot access the memory of each other."""
     if not all(ranks[rank].visible.by_torch for rank in members):
         return
     if len({frozenset(ranks[rank].visible.names) for rank in members}) > 1:
@@ -168,7 +168,7 @@ def _unreached(members: Sequence[int], host: str, ranks: Sequence[Facts]) -> Ite
 
 
 def _far(members: Sequence[int], host: str, ranks: Sequence[Facts]) -> Iterator[Finding]:
-    """Name ranks whose cores are none of those that their GPU is connected to."""
+    """Report ranks whose cores are not local to their GPU."""
     far: dict[int, int] = {}
     gpus = ranks[members[0]].gpus
     links = GpuLinks(gpus.topology)
@@ -208,12 +208,12 @@ _WAYS = {
     "NODE": "PCIe through one NUMA node",
     "SYS": "the link between the sockets",
 }
-"""How nvidia-smi calls what lies between two devices, the nearest first."""
+"""Connections of two devices in the terms of nvidia-smi, the fastest first."""
 
 
 @dataclass(frozen=True)
 class GpuLinks:
-    """The matrix of ``nvidia-smi topo -m``: what lies between GPUs, network cards and cores."""
+    """The matrix of ``nvidia-smi topo -m``: connections of GPUs, NICs and cores."""
 
     text: str
 
@@ -232,7 +232,7 @@ class GpuLinks:
 
     @property
     def between_gpus(self) -> dict[tuple[int, int], str]:
-        """What lies between two GPUs, by their numbers: ``NV18``, ``PIX`` and so on."""
+        """Connection of two GPUs, by their numbers: ``NV18``, ``PIX`` and so on."""
         gpus = sorted(int(name[3:]) for name in self._rows if re.fullmatch(r"GPU\d+", name))
         return {
             (one, other): self._rows[f"GPU{one}"].get(f"GPU{other}", "")
@@ -241,7 +241,7 @@ class GpuLinks:
 
     @property
     def cards(self) -> dict[int, str]:
-        """What lies between a GPU and the nearest network card, where there is one."""
+        """Connection of each GPU with its nearest NIC, if the machine has one."""
         order = [*_WAYS]
         found = {}
         for name, cells in self._rows.items():
@@ -282,23 +282,21 @@ def _numbers(text: str) -> Iterator[int]:
 
 
 def check_gpu_links(facts: Facts) -> Found:
-    """Tell what lies between the GPUs of a machine, and between them and the network."""
+    """Report the connections between GPUs, and between GPUs and NICs."""
     links = GpuLinks(facts.gpus.topology)
     if not facts.gpus.num_devices or not facts.gpus.topology:
-        return ok(
-            "no GPUs to tell of" if not facts.gpus.num_devices else "nvidia-smi does not tell them"
-        )
+        return ok("no GPUs" if not facts.gpus.num_devices else "nvidia-smi does not report them")
     module = "loaded" if facts.gpus.has_peermem else "not loaded, nor needed"
-    told = []
+    texts = []
     for title, ways in (
         ("between GPUs", [*links.between_gpus.values()]),
         ("to the nearest network card", [*links.cards.values()]),
     ):
         kinds = Counter(map(_kind, ways))
         words = [f"{_WAYS[kind]}{_of(kinds[kind], len(ways))}" for kind in _WAYS if kinds[kind]]
-        told += [f"{title} {' and '.join(words)}"] if words else []
-    told += [f"GPUDirect RDMA: nvidia_peermem {module}"]
-    return ok("; ".join(told))
+        texts += [f"{title} {' and '.join(words)}"] if words else []
+    texts += [f"GPUDirect RDMA: nvidia_peermem {module}"]
+    return ok("; ".join(texts))
 
 
 def _of(number: int, whole: int) -> str:

@@ -1,4 +1,4 @@
-"""The network: the fast one is used, links are alike, and clocks agree."""
+"""Checks of the network: use of fast adapters, speed of links, agreement of clocks."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,7 +17,7 @@ FEWEST_BYTES = 1 << 18  # fewer bytes drown in what else leaves a host
 
 
 def check_cards(facts: Facts) -> Found:
-    """Name a fast card that is down, that MPI is told not to use, or that it has no driver for."""
+    """Report a fast adapter that is down, disabled by a variable, or unknown to MPI."""
     cards = facts.network.cards
     live = [card for card in cards if card.is_live]
     if not cards:
@@ -32,7 +32,7 @@ def check_cards(facts: Facts) -> Found:
     slingshot = [card.name for card in live if card.family == "cxi"]
     if slingshot and facts.mpi.is_wheel:
         what = (
-            f"{slingshot[0]} is a Slingshot card, and the MPI of a pip package knows none: "
+            f"{slingshot[0]} is a Slingshot adapter, unknown to the MPI of a pip package: "
             "messages between nodes go by TCP"
         )
         do = "load the site's MPI module and export MPI4PY_LIBMPI=.../libmpi.so of it"
@@ -41,7 +41,7 @@ def check_cards(facts: Facts) -> Found:
 
 
 def slow_settings(environ: Mapping[str, str]) -> list[str]:
-    """Return the variables, with their values, that keep MPI off a fast card."""
+    """Return the variables, with their values, that disable fast adapters in MPI."""
     pml = tuning(environ).get("OMPI_MCA_pml")
     return [
         f"{name}={environ[name]}"
@@ -58,7 +58,7 @@ def slow_settings(environ: Mapping[str, str]) -> list[str]:
 
 
 def check_copies(facts: Facts) -> Found:
-    """Name what keeps MPI from copying between the ranks of a node in one go."""
+    """Report whether MPI can copy between the ranks of a node directly."""
     if not facts.network.copy_error:
         return ok("ranks of a node may read each other's memory")
     return warning(
@@ -70,7 +70,7 @@ def check_copies(facts: Facts) -> Found:
 
 
 def check_ways(world: WorldFacts) -> Found:
-    """Say how messages leave the nodes, and where a fast network lies idle."""
+    """Report the interfaces of messages between nodes, and unused fast networks."""
     carried = world.traffic.carried
     if len(carried) < 2:
         return ok("one node: nothing goes over a network")
@@ -119,16 +119,16 @@ def _is_slow_ucx(words: list[str]) -> bool:
 
 
 SLOWER = 3.0
-"""A link is slow below such a share of the usual bandwidth; what is healthy differs by two."""
+"""A link is slow below the usual bandwidth divided by this; healthy links differ by two."""
 LATER, LATER_S = 4.0, 300e-6
-"""A link is slow above so many times the usual latency, and so much more: the rest is noise."""
+"""A link is slow above this multiple of the usual latency plus this time; less is noise."""
 SLOWEST_BYTES_PER_S, LONGEST_S = 12e6, 5e-3
 """Worse than any network that is made for computing; a gigabit carries 118e6 bytes."""
 WRONG_S = 1.0  # clocks that are kept by NTP differ by milliseconds
 
 
 def check_links(world: WorldFacts) -> list[Finding]:
-    """Tell how fast messages are inside nodes and between them, and name the slow links."""
+    """Report the speed of messages inside and between nodes, and the slow links."""
     found = []
     if world.traffic.inside:
         found.append(note(f"inside a node: {_spreads(world.traffic.inside)}"))
@@ -161,7 +161,7 @@ def _blame(bad: Sequence[MeasuredLink], world: WorldFacts) -> list[Finding]:
     ]
     latency_s, bytes_per_s = _usual(links)
     usual = f"usual here is {format_seconds(latency_s)}, {_rate(bytes_per_s)}"
-    look = "ask the site to look at its cable, switch port and card"
+    look = "ask the site to check its cable, switch port and adapter"
     nodes = [
         warning(
             f"slow link: {host_of[rank]} reaches every other node only with "
@@ -250,11 +250,10 @@ def check_clocks(world: WorldFacts) -> Found:
 
 
 def offsets(links: Sequence[MeasuredLink], root: int) -> dict[int, tuple[float, float]]:
-    """Return how far each rank's clock is ahead of that of ``root``, and by how much that may err.
+    """Return the offset of each rank's clock from that of ``root``, and the bound of its error.
 
-    Goes along the links from one rank to the next where no pair with ``root`` was measured.
-
-    Ranks without a way to it are left out.
+    Offsets add up along a path of links if no pair with ``root`` was measured. Ranks without a
+    path are omitted.
     """
     found = {root: (0.0, 0.0)}
     edge = [root]

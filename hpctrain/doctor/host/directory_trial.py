@@ -1,7 +1,7 @@
-"""A trial of a directory, in a process of its own: what hangs there must not hang the doctor.
+"""A trial of a directory, in a separate process: a hanging file system must not block the caller.
 
 The process, ``python -m hpctrain.doctor.host.directory_trial DIR NAME``, writes a line of JSON
-before and after each step, so that whoever started it knows where it hangs.
+before and after each step, so that the caller knows the step that hangs.
 """
 
 import fcntl
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 TRIAL_S = 10.0  # enough for a slow file system, short enough to wait for
 
-_GRACE_S = 1.0  # a process that waits for a dead file server cannot even be killed
+_GRACE_S = 1.0  # a process that waits for a file server cannot be killed
 _VALUE = b"hpctrain doctor"
 
 
 def try_directory(path: Path, limit_s: float = TRIAL_S) -> DirectoryFacts:
-    """Write, lock and read there as hpctrain and HDF5 do, and remove what was written.
+    """Write, lock and read files there as hpctrain and HDF5 do, and remove these files.
 
-    What lasts longer than ``limit_s`` counts as hanging.
+    A trial longer than ``limit_s`` hangs.
     """
     name = f".hpctrain-doctor-{uuid.uuid4().hex[:8]}"
     line = [sys.executable, "-m", __name__, str(path), name]
@@ -47,13 +47,13 @@ def try_directory(path: Path, limit_s: float = TRIAL_S) -> DirectoryFacts:
                 output, _ = child.communicate(timeout=_GRACE_S)
             except subprocess.TimeoutExpired as error:
                 output = error.output or b""
-                child.returncode = -9  # nobody waits for it
+                child.returncode = -9  # do not wait for it
             _remove(path / name)
     return facts_of(path, output.decode(errors="replace").splitlines(), hung=hung)
 
 
 def facts_of(path: Path, lines: Iterable[str], *, hung: bool) -> DirectoryFacts:
-    """Read what the process said before it ended: its place, and each step twice."""
+    """Read the output of the process: the file system, and two lines for each step."""
     file_system, free_bytes, last = "", 0, "start"
     steps: dict[str, str | None] = {}
     for line in lines:
@@ -76,11 +76,11 @@ def facts_of(path: Path, lines: Iterable[str], *, hung: bool) -> DirectoryFacts:
 
 
 def _remove(folder: Path) -> None:
-    """Remove what a trial that was ended has left, in a process that may hang as well."""
+    """Remove the files of a killed trial, in a process that may hang, too."""
     remover = start(["/bin/rm", "-rf", "--", folder], stderr=subprocess.DEVNULL)
     with suppress(subprocess.TimeoutExpired):
         remover.wait(_GRACE_S)
-    remover.returncode = remover.returncode or 0  # nobody waits for it
+    remover.returncode = remover.returncode or 0  # do not wait for it
 
 
 def file_system_of(path: Path) -> str:
@@ -93,12 +93,12 @@ def file_system_of(path: Path) -> str:
 
 
 def take_steps(directory: Path, name: str) -> None:
-    """Take all steps that make sense, and tell each; what is made is below ``name``."""
+    """Run the steps and report each; all files are created below ``name``."""
     try:
         free_bytes = shutil.disk_usage(directory).free
     except OSError:
         free_bytes = 0
-    _say("place", file_system_of(directory), free_bytes)
+    _report("place", file_system_of(directory), free_bytes)
     if not _step("list", lambda: list(directory.iterdir())):
         return
     folder = directory / name
@@ -113,19 +113,19 @@ def take_steps(directory: Path, name: str) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _say(*words: object) -> None:
+def _report(*words: object) -> None:
     sys.stdout.write(json.dumps(words) + "\n")
     sys.stdout.flush()
 
 
 def _step(name: str, act: Callable[[], object]) -> bool:
-    _say(name, None)
+    _report(name, None)
     refusal = ""
     try:
         act()
     except (OSError, ImportError, ValueError) as error:
         refusal = f"{type(error).__name__}: {error}"
-    _say(name, refusal)
+    _report(name, refusal)
     return not refusal
 
 
@@ -151,7 +151,7 @@ def _hdf5(path: Path, *, locking: bool) -> None:
         file["value"] = list(_VALUE)
     with _opened(path, "r", locking=locking) as file:
         if bytes(file["value"][:].tolist()) != _VALUE:
-            raise ValueError(f"{path.name} does not hold what was written to it")
+            raise ValueError(f"{path.name} does not contain the written value")
 
 
 def _opened(path: Path, mode: str, *, locking: bool) -> "h5py.File":
