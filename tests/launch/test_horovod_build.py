@@ -134,7 +134,7 @@ def test_a_wheel_is_built_once(site):
     assert (first, len(site[1])) == (again, 1)
     assert [line for line in lines if "wheel: " in line] == [
         f"wheel: {first} (built)",
-        f"wheel: {first} (built before, --force builds it anew)",
+        f"wheel: {first} (built before, --force rebuilds it)",
     ]
     assert sum("14) -> set(CMAKE_CXX_STANDARD 20)" in line for line in lines) == 2
     forced = make(site, force=True)
