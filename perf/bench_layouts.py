@@ -25,7 +25,7 @@ from mpi4py import MPI
 from torch.distributed.tensor.parallel import loss_parallel
 
 from hpctrain.core.units import MIB
-from hpctrain.cost.layout import Layout, Placed
+from hpctrain.cost.layout_cost import ParallelLayout, Placed
 from hpctrain.cost.machine import Machine
 from hpctrain.cost.transformer import Transformer
 from hpctrain.parallel import build_mesh
@@ -119,7 +119,7 @@ def measured_machine(given: Namespace, model: Transformer) -> str:
 def predicted(machine: Machine, model: Transformer, axes: dict[str, int], batch: int) -> float:
     """Return the seconds of a step, in micro-batches as the example makes them."""
     pieces = 2 * axes["pp"] if "pp" in axes else 1
-    layout = Layout(**axes, micro_batch=batch // axes.get("dp", 1) // pieces)
+    layout = ParallelLayout(**axes, micro_batch=batch // axes.get("dp", 1) // pieces)
     return sum(Placed(machine, model, layout, batch).terms(layout))
 
 

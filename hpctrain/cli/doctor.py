@@ -107,7 +107,7 @@ def _examine(directories: Sequence[Path]) -> tuple[list[Finding], bool]:
     # Programs are started, files are written and so on by one rank of each node.
     is_first = not found.local_rank
     facts = gather(directories=directories if is_first else (), lightly=not is_first)
-    from hpctrain.doctor.ranks.probe import probe  # noqa: PLC0415 - loads torch and MPI
+    from hpctrain.doctor.ranks.examine_ranks import probe  # noqa: PLC0415 - loads torch and MPI
 
     # Where every rank is alone, each is the first of its world: the launcher's word counts.
     return probe(facts), found.rank == 0

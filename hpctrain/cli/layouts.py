@@ -75,7 +75,7 @@ def plan_layouts(asked: dict[str, Any], *, as_json: bool) -> None:
         f"parameter (itself {model.parameter_bytes:g}, gradient {model.gradient_bytes:g}, "
         f"optimizer {model.optimizer_bytes:g})\n"
         f"machine  {machine.nodes} x {machine.ranks_per_node} GPUs of "
-        f"{_size(machine.memory_bytes)}, {_size(rules.limit(machine))} of it for what is counted, "
+        f"{_size(machine.memory_bytes)}, {_size(rules.limit(machine))} of it for modelled bytes, "
         f"{machine.flops_per_s / 1e12:.4g} Tflop/s reached\n"
         f"links    {machine.node.bytes_per_s / 1e9:.4g} GB/s from GPU to GPU inside a node, "
         f"{machine.nics} x {machine.network.bytes_per_s / 1e9:.4g} GB/s between nodes{where}\n"

@@ -21,9 +21,9 @@ from hpctrain.core.units import format_seconds
 from hpctrain.train.console import make_console
 
 if TYPE_CHECKING:
-    from hpctrain.studies.points import Attempt
-    from hpctrain.studies.records import PointRecord
-    from hpctrain.studies.study import Study
+    from hpctrain.studies.point_records import PointRecord
+    from hpctrain.studies.points import PointRepeat
+    from hpctrain.studies.study_run import Study
 
 FAILED = 1  # exit code of run where points have failed
 SLOWER = 1  # and of compare --fail-slower
@@ -140,7 +140,7 @@ def run(  # noqa: PLR0913 - a command's options
     """
     from hpctrain.studies import study_file  # noqa: PLC0415
     from hpctrain.studies.points import on_slurm  # noqa: PLC0415
-    from hpctrain.studies.study import Study  # noqa: PLC0415
+    from hpctrain.studies.study_run import Study  # noqa: PLC0415
 
     config = study_file.load(path)
     for word in shlex.split(config.command.run):
@@ -204,7 +204,7 @@ def report(
     """
     from hpctrain.cost.machine import Machine  # noqa: PLC0415
     from hpctrain.studies.report import summary_of, write_report  # noqa: PLC0415
-    from hpctrain.studies.results import StudyResults  # noqa: PLC0415
+    from hpctrain.studies.study_results import StudyResults  # noqa: PLC0415
 
     results = StudyResults.read(directory)
     if machine is not None:
@@ -238,7 +238,7 @@ def compare(
       hpctrain study compare studies/before studies/after --fail-slower
     """
     from hpctrain.studies.comparison import StudyComparison  # noqa: PLC0415
-    from hpctrain.studies.results import StudyResults  # noqa: PLC0415
+    from hpctrain.studies.study_results import StudyResults  # noqa: PLC0415
 
     found = StudyComparison(StudyResults.read(first), StudyResults.read(second), alpha)
     Console(highlight=False, markup=False).print(found.summary())
@@ -250,7 +250,9 @@ def compare(
         raise typer.Exit(SLOWER)
 
 
-def _describe(found: "Study", attempts: "list[Attempt]", seconds_per_point: float | None) -> None:
+def _describe(
+    found: "Study", attempts: "list[PointRepeat]", seconds_per_point: float | None
+) -> None:
     """List the points that are left, a command line, and the cost."""
     cores, hosts = found.config.study.cores, found.config.study.hosts
     points = Counter(each.text for each in sorted(attempts, key=lambda each: each.layout))
@@ -275,7 +277,7 @@ def _describe(found: "Study", attempts: "list[Attempt]", seconds_per_point: floa
 
 
 def _submit(
-    found: "Study", attempts: "list[Attempt]", time: str | None, settings: dict[str, Any]
+    found: "Study", attempts: "list[PointRepeat]", time: str | None, settings: dict[str, Any]
 ) -> None:
     """Submit a job for each repeat that is left, and behind them one that reports."""
     from hpctrain.cli.submit import check  # noqa: PLC0415
@@ -293,7 +295,7 @@ def _submit(
         config=str(found.folder.file),
         directory=str(where),
         nodes=max(layout.nodes for layout in layouts),
-        tasks_per_node=max(layout.ranks_per_node for layout in layouts),
+        ntasks_per_node=max(layout.ranks_per_node for layout in layouts),
         time=None if time is None else sbatch_time(time),
         output=f"{where}/slurm-%A_%a.out",
         array=repeats,
@@ -311,7 +313,7 @@ def _submit(
     after = replace(
         array,
         nodes=1,
-        tasks_per_node=1,
+        ntasks_per_node=1,
         time=None,
         output=f"{where}/slurm-report-%j.out",
         array=None,
@@ -322,7 +324,7 @@ def _submit(
     typer.echo(f"job {job('report', after)}: the report")
 
 
-def _measure(found: "Study", attempts: "list[Attempt]") -> None:
+def _measure(found: "Study", attempts: "list[PointRepeat]") -> None:
     """Measure under a bar that shows the time left, with a line for each attempt."""
     left = {attempt.order: attempt for attempt in attempts}
     console = make_console(shown=True)
@@ -336,7 +338,7 @@ def _measure(found: "Study", attempts: "list[Attempt]") -> None:
     with Progress(count, BarColumn(), text, **how) as bar:
         task = bar.add_task("", total=len(attempts))
 
-        def begun(attempt: "Attempt") -> None:
+        def begun(attempt: "PointRepeat") -> None:
             left_s = found.expected_s(left.values())
             time_left = f"  {format_seconds(left_s)} left" if left_s else ""
             done = len(attempts) - len(left)

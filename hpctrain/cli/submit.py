@@ -249,7 +249,7 @@ def submit(  # noqa: PLR0913 - a command's options
         partition=partition,
         account=account,
         nodes=nodes,
-        tasks_per_node=tasks or gpus,
+        ntasks_per_node=tasks or gpus,
         cpus_per_task=cpus,
         mem=mem,
         time=None if time is None else sbatch_time(time),

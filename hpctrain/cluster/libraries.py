@@ -1,4 +1,4 @@
-"""MPI libraries: which are loaded or would be, and the interface that their ranks need.
+"""MPI libraries: the loaded library, and the interface that its ranks need.
 
 Ranks that srun starts find each other by a process management interface. ``srun --mpi=`` selects
 it, and the MPI library must support it. Otherwise some libraries abort with unclear messages, and
@@ -204,7 +204,7 @@ def copies_off(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return settings that keep MPI from ``process_vm_readv`` if the kernel refuses that call.
 
     MPICH 5 fails at the first message of some KB, and Open MPI 4 prints a line per message. Open
-    MPI 5 and Intel MPI detect the refusal. Variables that the user has set are left out.
+    MPI 5 and Intel MPI detect the refusal. Variables that the user has set are omitted.
     """
     wanted = COPIES_OFF if copy_error() else {}
     return {name: value for name, value in wanted.items() if name not in environ}

@@ -137,15 +137,16 @@ def _summary(cls: type) -> str:
 
 
 def _sentences(cls: type) -> dict[str, str]:
-    """Read the string below each field, which Python itself does not keep."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
-    assert isinstance(tree, ast.ClassDef)
-    sentences = {}
-    for statement, following in pairwise(tree.body):
-        match statement, following:
-            case (
-                ast.AnnAssign(target=ast.Name(id=name)),
-                ast.Expr(value=ast.Constant(value=str(text))),
-            ):
-                sentences[name] = inspect.cleandoc(text).replace("\n", " ")
+    """Read the string below each field, inherited ones included; Python itself drops them."""
+    sentences: dict[str, str] = {}
+    for base in filter(is_dataclass, cls.__mro__):
+        tree = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
+        assert isinstance(tree, ast.ClassDef)
+        for statement, following in pairwise(tree.body):
+            match statement, following:
+                case (
+                    ast.AnnAssign(target=ast.Name(id=name)),
+                    ast.Expr(value=ast.Constant(value=str(text))),
+                ):
+                    sentences.setdefault(name, inspect.cleandoc(text).replace("\n", " "))
     return sentences

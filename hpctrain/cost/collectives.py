@@ -1,37 +1,37 @@
-"""Closed forms of sums over all ranks: what each asks of links and processors, and the least.
+"""Closed forms of all-reduces: the load of links and processors, and its lower bound.
 
-Sources: those of ``hpctrain.cost.schedules``; of the least, Chan et al. 2007, "Collective
+Sources: see ``hpctrain.cost.schedules``; for the lower bound, Chan et al. 2007, "Collective
 communication: theory, practice, and experience".
 """
 
 import math
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import NamedTuple
 
 from hpctrain.core.errors import ConfigError
-from hpctrain.cost.machine import Machine
-from hpctrain.cost.messages import phases
+from hpctrain.cost.machine import Machine, MachineShape
+from hpctrain.cost.round_messages import phases
 from hpctrain.cost.schedules import SCHEDULES
 
 
 class Load(NamedTuple):
-    """What a sum asks of the rank or link that is busy longest, one after the other.
+    """Work of the busiest rank or link in an all-reduce, without concurrency.
 
-    Its time is linear in the figures of a machine, so these are fitted to measured times. What
-    processors do counts as many times as ranks take turns on a core.
+    The time is linear in the figures of a machine, so that the figures can be fitted to measured
+    times. The work of processors is multiplied by the number of ranks that share a core.
     """
 
     node_rounds: float = 0.0  # messages inside a node
     node_bytes: float = 0.0
     network_rounds: float = 0.0  # messages between nodes
-    network_bytes: float = 0.0  # through one network card, in one direction
-    handled_bytes: float = 0.0  # of those, by one rank's processor
-    combined_bytes: float = 0.0  # of one of two tensors, by one rank
-    codec_s: float = 0.0  # seconds that a codec takes on any machine
+    network_bytes: float = 0.0  # through one NIC, in one direction
+    handled_bytes: float = 0.0  # network bytes that the processor of a rank copies
+    combined_bytes: float = 0.0  # that a rank combines, in bytes of one tensor
+    codec_s: float = 0.0  # time of the codec, equal on all machines
 
-    def __add__(self, other: "Load") -> "Load":  # type: ignore[override] # not a longer tuple
+    def __add__(self, other: "Load") -> "Load":  # type: ignore[override] # no concatenation
         return Load(*map(operator.add, self, other))
 
     def seconds(self, machine: Machine) -> float:
@@ -47,11 +47,11 @@ def seconds_of_one(machine: Machine) -> Load:
 
 
 class CodecCost(NamedTuple):
-    """What a codec does to a message of float32."""
+    """Cost of a codec for a message of float32."""
 
-    bytes_per_element: float  # that travel, of 4
-    s_per_byte: float = 0.0  # processor time for each byte of the message, both ways
-    passes: float = 0.0  # as many times a rank goes over what it sends, besides combining it
+    bytes_per_element: float  # bytes sent, of 4
+    s_per_byte: float = 0.0  # time per byte of the message, to encode and decode
+    passes: float = 0.0  # additional passes of a rank over the bytes that it sends
 
 
 CODECS = {
@@ -59,14 +59,14 @@ CODECS = {
     "fp16": CodecCost(2.0, passes=2.0),
     "bf16": CodecCost(2.0, passes=2.0),
 }
-"""By name, those of ``hpctrain.Compression``."""
+"""By name, as in ``hpctrain.Compression``."""
 
 
 def codec_cost(name: str) -> CodecCost:
-    """Return what a codec costs: one of ``CODECS``, or ``NAME:BYTES:SECONDS``.
+    """Return the cost of a codec: one of ``CODECS``, or ``NAME:BYTES:SECONDS``.
 
-    The latter says what no row of the table does: the bytes for each element, and the seconds of a
-    processor for each byte of the message. Raises ``ConfigError``: it is neither.
+    BYTES are per element, SECONDS are processor time per byte of the message. Raises
+    ``ConfigError``: the name has neither form.
     """
     if name in CODECS:
         return CODECS[name]
@@ -77,28 +77,28 @@ def codec_cost(name: str) -> CodecCost:
         found = CodecCost(0.0)
     if not (0 < found.bytes_per_element < math.inf and 0 <= found.s_per_byte < math.inf):
         raise ConfigError(
-            f"a codec of a model is one of {', '.join(CODECS)}, or NAME:BYTES:SECONDS such as "
-            f"int8:1:2e-10, bytes of an element and seconds for a byte, got {name!r}"
+            f"a codec must be one of {', '.join(CODECS)}, or NAME:BYTES:SECONDS such as "
+            f"int8:1:2e-10, bytes per element, seconds per byte, got {name!r}"
         )
     return found
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How all ranks sum a message; ``ConfigError`` if it has no such name."""
+    """Algorithm of an all-reduce; ``ConfigError`` for an unknown name."""
 
     algorithm: str
     """A name of ``schedules.SCHEDULES``; on one node with rails also ``slices`` or ``direct``."""
     rails: int = 0
-    """Ranks of each node that sum their parts between nodes, after the node has summed in its
-    memory; 0 where the algorithm runs flat over all ranks."""
-    codec: str = "none"  # what ``codec_cost`` takes, for what travels between nodes
+    """Ranks of each node that reduce slices between nodes after the reduction in node memory; 0
+    for a flat algorithm."""
+    codec: str = "none"  # of messages between nodes, see ``codec_cost``
 
     def __post_init__(self) -> None:
         known = [*SCHEDULES, *(ON_A_NODE if self.rails else ())]
         if self.algorithm not in known:
             raise ConfigError(
-                f"an algorithm of a model is one of {', '.join(known)}, got {self.algorithm!r}"
+                f"an algorithm must be one of {', '.join(known)}, got {self.algorithm!r}"
             )
         codec_cost(self.codec)
 
@@ -111,32 +111,31 @@ ON_A_NODE = ("slices", "direct")
 
 
 def allreduce(machine: Machine, num_bytes: float, way: Way) -> Load:
-    """Return the load of a sum over all ranks of a machine; its links do not matter.
+    """Return the load of an all-reduce over all ranks; the speed of links is not used.
 
-    Ranks are numbered node by node. Inside a node every rank sums a slice of the message, or all
-    of it if ``direct``, out of memory that all of them read: no message passes there but by flat
-    algorithms. What shares a card waits for it.
+    Ranks are numbered by node. Inside a node every rank sums a slice of the message, or the whole
+    message if ``direct``, in shared memory; only flat algorithms send messages there. Messages
+    that share a NIC are sent one after the other.
     """
     before, after = around(machine, num_bytes, way)
     rails, sent = between_nodes(machine, num_bytes, way)
     if (machine.nodes if rails else machine.num_ranks) == 1:
         return before + after
-    shape = Machine(**{name: getattr(machine, name) for name in _SHAPE})
+    shape = MachineShape(
+        **{each.name: getattr(machine, each.name) for each in fields(MachineShape)}
+    )
     of_messages = _double_tree if way.algorithm == "double_tree" else _in_rounds
     return before + of_messages(sent, way.algorithm, shape, rails) + after
 
 
-_SHAPE = ("nodes", "ranks_per_node", "nics", "ranks_per_core", "leaf_size", "oversubscription")
-
-
-def _in_rounds(num_bytes: float, algorithm: str, shape: Machine, rails: int) -> Load:
-    """Add up the rounds of a schedule; of those under way together the slowest counts."""
+def _in_rounds(num_bytes: float, algorithm: str, shape: MachineShape, rails: int) -> Load:
+    """Sum the rounds of a schedule; the slowest of concurrent messages counts."""
     each = _of_one_byte(algorithm, shape, rails)._asdict().items()
     return Load(*(many if "rounds" in name else many * num_bytes for name, many in each))
 
 
 @lru_cache(maxsize=1024)
-def _of_one_byte(algorithm: str, shape: Machine, rails: int) -> Load:
+def _of_one_byte(algorithm: str, shape: MachineShape, rails: int) -> Load:
     schedule, total = SCHEDULES[algorithm], Load()
     num_parts = schedule.num_parts(shape.nodes if rails else shape.num_ranks)
     for steps, _, _ in phases(schedule, 1, shape, rails):
@@ -148,9 +147,9 @@ def _of_one_byte(algorithm: str, shape: Machine, rails: int) -> Load:
 
 
 def _asked(
-    shape: Machine, rails: int, rounds: float, num_bytes: float, width: float, combined: float
+    shape: MachineShape, rails: int, rounds: float, num_bytes: float, width: float, combined: float
 ) -> Load:
-    """Return the load of rounds; a width of 0 says that none of them leaves a node."""
+    """Return the load of rounds; with a width of 0 all messages stay inside nodes."""
     turns = shape.turns(rails or shape.ranks_per_node)
     both = Load(combined_bytes=turns * combined)
     if not width:
@@ -158,8 +157,8 @@ def _asked(
     return both + Load(0, 0, turns * rounds, width * num_bytes, turns * num_bytes)
 
 
-def _double_tree(num_bytes: float, algorithm: str, shape: Machine, rails: int) -> Load:
-    """Return what a rank inside one of two trees waits for: it is a leaf of the other."""
+def _double_tree(num_bytes: float, algorithm: str, shape: MachineShape, rails: int) -> Load:
+    """Return the load of an inner rank of one of the two trees, a leaf of the other tree."""
     size = shape.nodes if rails else shape.num_ranks
     depth = (size - 1).bit_length()
     segment = min(SCHEDULES[algorithm].segment_bytes, num_bytes / 2)
@@ -170,15 +169,17 @@ def _double_tree(num_bytes: float, algorithm: str, shape: Machine, rails: int) -
 
 
 def between_nodes(machine: Machine, num_bytes: float, way: Way) -> tuple[int, float]:
-    """Return the rails of each node, and the bytes of a message that ranks sum by messages."""
+    """Return the rails of each node, and the bytes that each rail reduces between nodes."""
     if way.algorithm in ON_A_NODE and machine.nodes > 1:
-        raise ConfigError(f"{way.algorithm} sums on one node, got {machine.nodes}; name another")
+        raise ConfigError(
+            f"{way.algorithm} must run on one node, got {machine.nodes}; choose another algorithm"
+        )
     rails = min(way.rails, machine.ranks_per_node)
     return rails, codec_cost(way.codec).bytes_per_element / 4 * num_bytes / (rails or 1)
 
 
 def around(machine: Machine, num_bytes: float, way: Way) -> tuple[Load, Load]:
-    """Return what ranks do before they send and afterwards: a codec, and the memory of a node."""
+    """Return the load before and after the messages: codec, and reduction in node memory."""
     local, codec, before, after = machine.ranks_per_node, codec_cost(way.codec), Load(), Load()
     rails = min(way.rails, local)
     if machine.nodes > 1 or (local > 1 and not rails):
@@ -195,7 +196,7 @@ def around(machine: Machine, num_bytes: float, way: Way) -> tuple[Load, Load]:
 
 
 def fastest(machine: Machine, num_bytes: float, codec: str = "none") -> Way:
-    """Return the way of two levels that takes least time: which algorithm, how many rails."""
+    """Return the fastest two-level algorithm and number of rails."""
     local = machine.ranks_per_node
     if machine.nodes == 1:
         return Way("slices", rails=1)
@@ -205,10 +206,9 @@ def fastest(machine: Machine, num_bytes: float, codec: str = "none") -> Way:
 
 
 def bound(machine: Machine, num_bytes: float) -> Load:
-    """Return what no way to sum goes below: of N nodes each sends 2(N-1)/N of the message.
+    """Return the lower bound of all algorithms: each of N nodes sends 2(N-1)/N of the message.
 
-    And no result is known to all before log2 N messages have followed each other. On one node,
-    the same of its ranks.
+    At least log2 N messages follow each other. On one node, N is the number of its ranks.
     """
     size = machine.nodes if machine.nodes > 1 else machine.ranks_per_node
     rounds, sent = math.ceil(math.log2(size)), 2 * (size - 1) / size * num_bytes
@@ -220,15 +220,15 @@ def bound(machine: Machine, num_bytes: float) -> Load:
 def parameter_server(
     machine: Machine, num_bytes: float, servers: int, *, largest: float = 0.0
 ) -> Load:
-    """Return what the busiest of the servers takes in, and as much again goes out of it.
+    """Return the load of the busiest parameter server in one direction; the other is equal.
 
-    Every rank sends it its share of the gradients and gets back as much of the parameters.
-    Servers lie on nodes that train too, one on each at most; ``largest`` is the largest tensor
-    in bytes, which no two servers share.
+    Every rank sends a share of the gradients to each server and receives as many bytes of
+    parameters. Servers run on nodes that also train, at most one on each; ``largest`` is the
+    largest tensor in bytes, which servers do not divide.
     """
     if not 1 <= servers <= machine.nodes:
         raise ConfigError(
-            f"servers lie on nodes, one on each at most, got {servers} for {machine.nodes} nodes"
+            f"servers must be at most one per node, got {servers} for {machine.nodes} nodes"
         )
     share = max(num_bytes / servers, largest)
     sent = (machine.num_ranks - machine.ranks_per_node) * share

@@ -1,4 +1,4 @@
-"""The search for layouts: of all that fit the fastest, and why the others lost."""
+"""Search for the fastest layouts that fit, with the reasons against the other layouts."""
 
 import heapq
 import math
@@ -13,37 +13,36 @@ from hpctrain.core.checks import Bounds, CheckedFields, Number, checked
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.keys import keys_of
 from hpctrain.cost.collectives import Load
-from hpctrain.cost.layout import SCHEDULES, Layout, Memory, Placed, Terms
+from hpctrain.cost.layout_cost import SCHEDULES, Memory, ParallelLayout, Placed, Terms
 from hpctrain.cost.machine import Machine
 from hpctrain.cost.transformer import RECOMPUTE, Transformer
 
-NOT_TOGETHER = ("selective", "zero_bubble")  # torch keeps things for one backward
+NOT_TOGETHER = ("selective", "zero_bubble")  # torch stores activations for a single backward
 MOST_VIRTUAL = 4  # stages of a rank, unless more are fixed
-MOST_NODES = 1 << 14  # among which it is looked for enough memory
+MOST_NODES = 1 << 14  # limit of the search for enough memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutRules(CheckedFields):
-    """What a layout keeps to; ``ConfigError`` where it cannot."""
+    """Constraints of a layout; ``ConfigError`` for contradictions."""
 
     batch: Number  # samples of a step, over all ranks
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    """Values of a ``Layout`` that are settled, by name."""
-    tp_across_nodes: bool = False  # whether tensor parallel groups may lie on several
+    """Fixed values of a ``ParallelLayout``, by name."""
+    tp_across_nodes: bool = False  # whether tensor parallel groups may span nodes
     memory_part: Annotated[float, Bounds(above=0)] = 0.9
-    """Of a rank's memory, for what is counted: the rest is of libraries and gaps."""
+    """Fraction of a rank's memory for the modelled bytes; the rest is for libraries and gaps."""
 
     def check(self) -> None:
         """Raise ``ConfigError`` if values contradict each other."""
+        keys = keys_of(ParallelLayout)
         for name, value in self.fixed.items():
-            if name not in keys_of(Layout):
-                raise ConfigError(
-                    f"a layout has {', '.join(keys_of(Layout))}, got {name!r}; fix one of these"
-                )
-            checked(name, value, keys_of(Layout)[name].hint)
+            if name not in keys:
+                raise ConfigError(f"fixed values must be {', '.join(keys)}, got {name!r}")
+            checked(name, value, keys[name].hint)
 
     def limit(self, machine: Machine) -> float:
-        """Return the bytes of a rank for what is counted."""
+        """Return the limit of the modelled bytes of a rank."""
         return self.memory_part * machine.memory_bytes
 
 
@@ -51,49 +50,49 @@ class LayoutRules(CheckedFields):
 class LayoutChoice:
     """A layout that fits."""
 
-    layout: Layout
+    layout: ParallelLayout
     memory: Memory
     terms: Terms
     placed: Placed
 
     @property
     def load(self) -> Load:
-        """What a step asks of the links of the busiest rank."""
+        """Load of the links of the busiest rank in a step."""
         return self.placed.load(self.layout)
 
     @property
     def bubble(self) -> float:
-        """Part of a pipeline's time in which a stage waits, of equal stages."""
+        """Fraction of the time in which a stage of an equal pipeline waits."""
         return self.placed.bubble(self.layout)
 
 
 @dataclass(frozen=True, slots=True)
 class LayoutAdvice:
-    """What the search has found."""
+    """Result of the search."""
 
     best: tuple[LayoutChoice, ...]  # the fastest first
-    num_meshes: int  # ways to divide the ranks by tp, pp, dp and cp
-    num_layouts: int  # of those that keep the rules
-    broken: dict[str, int]  # meshes by the first rule that they break
-    lost: dict[str, int]  # layouts by why they are not among the best
+    num_meshes: int  # divisions of the ranks by tp, pp, dp and cp
+    num_layouts: int  # layouts of meshes that obey the rules
+    broken: dict[str, int]  # number of meshes by the first broken rule
+    lost: dict[str, int]  # number of layouts by the reason against them
 
 
 def best_layouts(
     machine: Machine, model: Transformer, rules: LayoutRules, *, keep: int = 5
 ) -> LayoutAdvice:
-    """Try all layouts; return the ``keep`` fastest that fit, and why the others do not join them.
+    """Return the ``keep`` fastest layouts that fit, and the reasons against the others.
 
-    Of two that take equally long the one of larger pieces comes first, which processors are
-    quicker with, then the one that needs less memory, then the one that cuts less.
+    Of equally fast layouts, larger pieces are preferred, which processors compute faster, then
+    less memory, then fewer divisions.
 
-    Raises ``ConfigError``: no layout keeps the rules, or none fits; says what would do.
+    Raises ``ConfigError``: no layout obeys the rules, or no layout fits; names a remedy.
     """
     space = _Space(machine, model, rules)
     if not space.placed:
         counts = ", ".join(f"{name}: {number}" for name, number in space.broken.most_common())
         raise ConfigError(
-            f"a layout keeps all rules, got {space.broken.total()} ways to divide "
-            f"{machine.num_ranks} ranks: {counts}; change batch, nodes or what is fixed"
+            f"a layout must obey all rules, got {space.broken.total()} divisions of "
+            f"{machine.num_ranks} ranks: {counts}; change batch, nodes or the fixed values"
         )
     found: list[LayoutChoice] = []
     num_layouts = 0
@@ -102,7 +101,7 @@ def best_layouts(
         for size in sizes:
             one = how(micro_batch=size)
             memory = placed.memory(one)
-            if sum(memory) > rules.limit(machine):  # larger ones take as much at least
+            if sum(memory) > rules.limit(machine):  # larger pieces need at least as much
                 break
             found.append(LayoutChoice(one, memory, placed.terms(one), placed))
     if not found:
@@ -129,11 +128,11 @@ def _order(one: LayoutChoice) -> tuple[float, ...]:
 
 
 def _rounded(value: float) -> float:
-    return float(f"{value:.9g}")  # so that sums of the same numbers in another order are the same
+    return float(f"{value:.9g}")  # equal for sums in another order
 
 
 def _reason(terms: Terms, best: Terms) -> str:
-    """Return the term by which a layout loses most."""
+    """Return the term with the largest difference from the best layout."""
     if _rounded(sum(terms)) == _rounded(sum(best)):
         return "as fast, of smaller pieces or more memory"
     more = {name: value - getattr(best, name) for name, value in terms._asdict().items()}
@@ -141,7 +140,7 @@ def _reason(terms: Terms, best: Terms) -> str:
 
 
 class _Space:
-    """What keeps the rules, and how often each is the first that is broken."""
+    """Meshes that obey the rules, and counts of the first broken rule of the others."""
 
     def __init__(self, machine: Machine, model: Transformer, rules: LayoutRules) -> None:
         self.machine, self.model, self.rules = machine, model, rules
@@ -153,8 +152,8 @@ class _Space:
             else:
                 self.placed.append(Placed(machine, model, layout, rules.batch))
 
-    def _fault(self, one: Layout) -> str:
-        """Return the first rule that a layout breaks, or nothing."""
+    def _fault(self, one: ParallelLayout) -> str:
+        """Return the first broken rule, or an empty text."""
         model, rules, fixed = self.model, self.rules, self.rules.fixed
         micro_batch, virtual = fixed.get("micro_batch", 1), fixed.get("virtual", 1)
         settled = {"tp", "pp", "dp", "cp"} & {*fixed}
@@ -173,10 +172,12 @@ class _Space:
         }
         return next((rule for rule, is_so in broken.items() if is_so), "")
 
-    def _orders(self, one: Layout, micro_batch: int) -> list[tuple[int, str]]:
-        """Return the stages of a rank, and schedules, that torch has for so many micro-batches."""
+    def _orders(self, one: ParallelLayout, micro_batch: int) -> list[tuple[int, str]]:
+        """Return the stages per rank and the schedules that torch has for the micro-batches."""
         found, fixed, pp = [(1, "1f1b")], self.rules.fixed, one.pp
-        if pp > 1 and self.rules.batch // (one.dp * micro_batch) % pp == 0:  # it goes by rounds
+        if (
+            pp > 1 and self.rules.batch // (one.dp * micro_batch) % pp == 0
+        ):  # torch interleaves in rounds
             most = fixed.get("virtual", MOST_VIRTUAL)
             per_rank = [
                 v for v in range(1, most + 1) if v == 1 or self.model.layers % (v * pp) == 0
@@ -189,10 +190,10 @@ class _Space:
             and fixed.get("schedule", schedule) == schedule
         ]
 
-    def variants(self) -> Iterator[tuple[Placed, Callable[..., Layout], list[int]]]:
-        """Yield layouts that lack their micro-batches, and the sizes of these, the smallest first.
+    def variants(self) -> Iterator[tuple[Placed, Callable[..., ParallelLayout], list[int]]]:
+        """Yield layouts without their micro-batch, and its sizes, the smallest first.
 
-        Without what would come to the same.
+        Equivalent layouts are omitted.
         """
         fixed = {name: [value] for name, value in self.rules.fixed.items()}
         modes = [
@@ -213,8 +214,8 @@ class _Space:
                     how = partial(replace, placed.axes, zero=zero, recompute=mode, **order)
                     yield placed, how, some
 
-    def smallest(self) -> tuple[Memory, Layout] | None:
-        """Return the layout that takes least memory, or None if none keeps the rules."""
+    def smallest(self) -> tuple[Memory, ParallelLayout] | None:
+        """Return the layout with the least memory, or None if no layout obeys the rules."""
         all_first = (
             (placed, how(micro_batch=size)) for placed, how, (size, *_) in self.variants()
         )
@@ -222,12 +223,12 @@ class _Space:
         return min(found, key=lambda each: sum(each[0]), default=None)
 
 
-def _products(size: int) -> Iterator[Layout]:
+def _products(size: int) -> Iterator[ParallelLayout]:
     """Yield all axes that multiply to ``size``."""
     for tp in _divisors(size):
         for pp in _divisors(size // tp):
             for dp in _divisors(size // (tp * pp)):
-                yield Layout(tp=tp, pp=pp, dp=dp, cp=size // (tp * pp * dp))
+                yield ParallelLayout(tp=tp, pp=pp, dp=dp, cp=size // (tp * pp * dp))
 
 
 @lru_cache(maxsize=1024)
@@ -252,8 +253,8 @@ def _too_large(space: _Space) -> str:
         nodes *= 2
     ways += ["shorten the sequence"] * (memory.activations > limit / 2)
     return (
-        f"a rank has {limit / 1e9:.4g} GB for what is counted ({rules.memory_part:.0%} of "
-        f"{machine.memory_bytes / 1e9:.4g}), and the layout that takes least, {layout}, needs "
+        f"a rank has {limit / 1e9:.4g} GB for the modelled bytes ({rules.memory_part:.0%} of "
+        f"{machine.memory_bytes / 1e9:.4g}), but the smallest layout, {layout}, needs "
         f"{total / 1e9:.4g} GB, {(total - limit) / 1e9:.3g} GB too much ({parts}); "
         f"{', or '.join(ways + ['fix less'] * bool(rules.fixed))}"
     )

@@ -1,19 +1,11 @@
-"""A machine as the models of time see it: links, cards, switches, stragglers and failures."""
+"""A machine in the cost models: nodes, links, processors and failures."""
 
 import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from hpctrain.core.checks import (
-    Amount,
-    AtLeast0,
-    Bounds,
-    CheckedFields,
-    Count,
-    Number,
-    Positive,
-)
+from hpctrain.core.checks import Amount, AtLeast0, Bounds, CheckedFields, Count, Number, Positive
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.paths import absolute
 from hpctrain.core.toml_values import TomlValues, read_toml
@@ -21,65 +13,96 @@ from hpctrain.core.toml_values import TomlValues, read_toml
 
 @dataclass(frozen=True, slots=True)
 class Link(CheckedFields):
-    """A way for messages: one of m bytes takes ``latency_s + m / bytes_per_s`` if alone."""
+    """A link: a message of m bytes takes ``latency_s + m / bytes_per_s`` on an idle link."""
 
     latency_s: AtLeast0
-    """Of a message without bytes."""
+    """Time of an empty message."""
     bytes_per_s: Positive
-    """In each direction."""
+    """Bandwidth in each direction."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Machine(CheckedFields):
-    """Nodes that are alike, with ranks numbered node by node.
-
-    Links work in both directions at once. A level that is not there costs nothing if it is not
-    used: ``node`` where there is one rank per node, ``network`` where there is one node. Raises
-    ``ConfigError`` where a value breaks the rule of its field.
-    """
+@dataclass(frozen=True, kw_only=True)
+class MachineShape(CheckedFields):
+    """Number and arrangement of ranks, NICs and switches; ranks are numbered by node."""
 
     nodes: Number = 1
-    """As many as there are, or as you may have."""
+    """Number of nodes; a planner may use fewer."""
     ranks_per_node: Number = 1
-    """Processes of each node, one for each GPU, say."""
-    node: Link = Link(1e-6, 10e9)
-    """Between two ranks of a node."""
-    network: Link = Link(2e-6, 12.5e9)
-    """Between two nodes, through one card of each."""
+    """Ranks on each node, for example one per GPU."""
     nics: Number = 1
-    """Network cards of a node; local rank r uses card r modulo their number."""
+    """NICs of a node; local rank r uses NIC r modulo this number."""
     ranks_per_core: Positive = 1.0
-    """How many ranks take turns on a core; those that have nothing to do leave it."""
-    reduce_bytes_per_s: Positive = math.inf
-    """How fast one rank combines two tensors, in bytes of one of them."""
-    handle_bytes_per_s: Positive = math.inf
-    """How fast a processor hands bytes to a card, where the card does not fetch them."""
-    memory_bytes: Amount = 80e9
-    """Memory of a rank, such as that of its GPU."""
-    flops_per_s: Amount = 150e12
-    """Operations a second that a rank reaches in training: half of a data sheet's, say."""
-    pass_s: AtLeast0 = 0.0
-    """Of a layer beside its arithmetic, forward, and twice backward: starting kernels, say."""
-    tensor_pass_s: AtLeast0 = 0.0
-    """And besides where ranks share its matrices: torch then places each operation in Python."""
+    """Ranks that share a core; a waiting rank yields the core."""
     leaf_size: Count = 0
-    """Nodes below a leaf switch of a fat tree; 0 for a network in which only cards are shared."""
+    """Nodes below a leaf switch of a fat tree; 0 for a network in which ranks share only NICs."""
     oversubscription: Annotated[float, Bounds(least=1)] = 1.0
-    """Bandwidth of a leaf's nodes over that of the leaf's links upwards."""
+    """Bandwidth of a leaf's nodes divided by the bandwidth of the leaf's uplinks."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks on all nodes."""
+        return self.nodes * self.ranks_per_node
+
+    def turns(self, at_work: int) -> float:
+        """Return the slowdown of a processor while ``at_work`` ranks of a node compute."""
+        return max(1.0, self.ranks_per_core * at_work / self.ranks_per_node)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineLinks(CheckedFields):
+    """Speed of messages, and of the work that ranks do on messages."""
+
+    node: Link = Link(1e-6, 10e9)
+    """Link between two ranks of a node."""
+    network: Link = Link(2e-6, 12.5e9)
+    """Link between two nodes, through one NIC of each node."""
     spine_latency_s: AtLeast0 = 0.0
-    """By how much a message is later that leaves its leaf."""
+    """Additional latency of a message that leaves its leaf switch."""
+    reduce_bytes_per_s: Positive = math.inf
+    """Rate at which a rank combines two tensors, in bytes of one tensor."""
+    handle_bytes_per_s: Positive = math.inf
+    """Rate at which a processor copies bytes to a NIC without DMA."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineProcessors(CheckedFields):
+    """Speed and memory of a rank, and the differences between ranks."""
+
+    memory_bytes: Amount = 80e9
+    """Memory of a rank, for example of its GPU."""
+    flops_per_s: Amount = 150e12
+    """Operations per second that a rank reaches in training, often half of the data sheet."""
+    pass_s: AtLeast0 = 0.0
+    """Overhead of a layer in the forward pass, such as kernel launches; backward has twice it."""
+    tensor_pass_s: AtLeast0 = 0.0
+    """Additional overhead with tensor parallelism: torch dispatches each operation in Python."""
     jitter: AtLeast0 = 0.0
-    """Spread of a rank's time to compute: standard deviation of its logarithm."""
+    """Standard deviation of the logarithm of a rank's compute time."""
     slow_fraction: Annotated[float, Bounds(least=0, most=1)] = 0.0
-    """Part of the nodes that compute more slowly, all the time."""
+    """Fraction of the nodes that always compute more slowly."""
     slow_factor: Annotated[float, Bounds(least=1)] = 1.0
-    """How many times as long those take."""
+    """Compute time of a slow node relative to the other nodes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineFailures(CheckedFields):
+    """Failures of nodes, and the cost of checkpoints and restarts."""
+
     mtbf_s: Positive = math.inf
     """Mean time between failures of one node."""
     checkpoint_s: AtLeast0 = 0.0
-    """For how long a checkpoint holds up the training."""
+    """Time for which a checkpoint blocks the training."""
     restart_s: AtLeast0 = 0.0
-    """From a failure until the training goes on where its last checkpoint was."""
+    """Time from a failure until the training continues from its last checkpoint."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine(MachineFailures, MachineProcessors, MachineLinks, MachineShape):
+    """A machine of identical nodes.
+
+    Links work in both directions at once. ``node`` is unused with one rank per node, ``network``
+    with one node. Raises ``ConfigError``: a value breaks the rule of its field.
+    """
 
     @classmethod
     def read(cls, path: str | Path) -> "Machine":
@@ -91,14 +114,5 @@ class Machine(CheckedFields):
         way_out = "hpctrain bench fit --out writes one"
         values.merge(read_toml(absolute(path), cls, way_out), f"file {path}")
         if "nodes" not in values.origins:
-            raise ConfigError(f"file {path}: a machine has nodes; say how many: nodes = 64")
+            raise ConfigError(f"file {path}: a machine must have nodes; add nodes = 64")
         return values.build()
-
-    @property
-    def num_ranks(self) -> int:
-        """Ranks in all."""
-        return self.nodes * self.ranks_per_node
-
-    def turns(self, at_work: int) -> float:
-        """Return how many times as long processors take while so many ranks of a node work."""
-        return max(1.0, self.ranks_per_core * at_work / self.ranks_per_node)

@@ -16,50 +16,50 @@ from hpctrain.cost.machine import Machine
 from hpctrain.cost.step import Model, StepTime, step_time
 
 PAYS = 0.75
-"""More nodes pay as long as twice as many take at most this part of the time: then a run costs at
-most half as much again."""
+"""More nodes are worthwhile if doubling them reduces the time to this fraction or less: then a run
+costs at most 50 % more."""
 GAIN = 0.95
-"""A codec, and local steps, are taken where they bring the time down to this part or below: both
-change what is computed, and models are not exact."""
-SLOWEST, FASTEST = 1e3, 1e15  # bytes a second, between which it is looked for what pays
+"""A codec or local steps are used if they reduce the time to this fraction or less: both change
+results of training, and models are not exact."""
+SLOWEST, FASTEST = 1e3, 1e15  # bytes per second, limits of the search for the break-even
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goal(CheckedFields):
-    """What shall be reached; ``ConfigError`` if it cannot."""
+    """Goal of a training run; ``ConfigError`` if a value is not valid."""
 
-    samples: Amount  # to learn from until the goal, in batches of ``batch``
+    samples: Amount  # needed for the goal in batches of ``batch``
     batch: Number
-    """Batch of all ranks by which ``samples`` is known; it is kept where no noise scale says what
-    another one takes."""
+    """Batch of all ranks for ``samples``; fixed without a noise scale, which predicts the samples
+    of other batches."""
     noise_scale: Positive = math.inf  # in samples: ``learning.noise_scale``
     deadline_s: Positive = math.inf
     max_local_steps: Number = 1  # between two averagings; 1 averages gradients in every step
     codecs: tuple[str, ...] = tuple(CODECS)
-    """What may be taken, as ``collectives.codec_cost`` names it; ``none`` always may."""
+    """Allowed codecs, see ``collectives.codec_cost``; ``none`` is always allowed."""
 
     def samples_at(self, batch: int) -> float:
-        """Return how many samples it takes in batches of another size."""
+        """Return the samples needed in batches of another size."""
         tiny = self.samples / (1 + self.batch / self.noise_scale)
         return samples_needed(tiny, self.noise_scale, batch)
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A way to reach the goal."""
+    """A configuration that reaches the goal."""
 
-    machine: Machine  # with as many nodes as it takes
+    machine: Machine  # with the nodes of this candidate
     batch: int  # samples of a step, over all ranks
     way: Way
     local_steps: int
     step: StepTime
     num_steps: float
     checkpoint_every_s: float  # of computing; infinite where nothing fails
-    goodput: float  # part of the time that failures and checkpoints leave
+    goodput: float  # fraction of the time without failures and checkpoints
 
     @property
     def nodes(self) -> int:
-        """Nodes that it takes."""
+        """Number of nodes."""
         return self.machine.nodes
 
     @property
@@ -69,59 +69,60 @@ class Candidate:
 
     @property
     def node_hours(self) -> float:
-        """What it costs."""
+        """Node-hours until the goal."""
         return self.nodes * self.seconds / 3600
 
     @property
     def score(self) -> float:
-        """Seconds, and more for what departs from plain averaging in every step."""
+        """Seconds, with a penalty for a codec and for local steps."""
         departures = (self.way.codec != "none") + (self.local_steps > 1)
         return self.seconds / GAIN**departures
 
 
 @dataclass(frozen=True, slots=True)
 class Payoff:
-    """What a codec, or local steps, do to a step of the best candidate, beside neither."""
+    """Effect of a codec or of local steps on the best candidate, relative to neither."""
 
     codec: str
     local_steps: int
     step: StepTime
-    saves: float  # part of the time of a step, below 0 where it costs more
-    pays_below: float  # bytes a second of a network card; 0 where it never pays
+    saves: float  # fraction of the step time, negative for a loss
+    pays_below: float  # bytes per second of a NIC; 0 for none
 
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """What the planner has found."""
+    """Result of the planner."""
 
     best: Candidate
     next_best: tuple[Candidate, ...]  # three others: first the best with another codec or method
     by_nodes: tuple[Candidate, ...]  # the best on each number of nodes, fewest first
-    pays_up_to: int  # nodes beyond which more stop paying
-    payoffs: tuple[Payoff, ...]  # of each codec, and of local steps
-    reason: str  # why ``best`` is the best, for people
+    pays_up_to: int  # largest worthwhile number of nodes
+    payoffs: tuple[Payoff, ...]  # for each codec, and for local steps
+    reason: str  # rule that selected ``best``
 
 
 def advise(machine: Machine, model: Model, goal: Goal) -> Advice:
     """Try all numbers of nodes, batches, codecs and local steps that are sensible.
 
-    The best is the fastest on a number of nodes that pays (``PAYS``), or, with a deadline, the
-    one of least node-hours that meets it.
+    The best candidate is the fastest on a worthwhile number of nodes (``PAYS``), or the one with
+    the fewest node-hours within the deadline.
 
-    Raises ``ConfigError``: nothing meets the deadline, no batch is large enough for the ranks, or
-    failures leave no time.
+    Raises ``ConfigError``: no candidate is within the deadline, no batch is large enough for the
+    ranks, or failures leave no time.
     """
     found = list(_candidates(machine, model, goal))
     if not found:
         raise ConfigError(
-            f"a batch has a sample for each rank at least, got {goal.batch} samples for the "
+            f"a batch must have at least one sample per rank, got {goal.batch} samples for the "
             f"{machine.ranks_per_node} ranks of a node; give a larger batch"
         )
     candidates = [each for each in found if each.goodput > 0]
     if not candidates:
         raise ConfigError(
-            f"a run gets on between two failures, got mtbf_s={machine.mtbf_s:g} of a node and "
-            f"restart_s={machine.restart_s:g}, which leave no time to train; set them right"
+            f"a run must make progress between two failures, got "
+            f"mtbf_s={machine.mtbf_s:g} per node and restart_s={machine.restart_s:g}: no time "
+            f"remains to train; correct the machine file"
         )
     groups = groupby(candidates, key=attrgetter("nodes"))  # fewest nodes first
     by_nodes = [min(group, key=attrgetter("score")) for _, group in groups]
@@ -133,11 +134,11 @@ def advise(machine: Machine, model: Model, goal: Goal) -> Advice:
     else:
         eligible = [c for c in candidates if c.nodes <= pays_up_to]
         eligible.sort(key=attrgetter("score"))
-        reason = "fastest on a number of nodes that pays"
+        reason = "fastest on a worthwhile number of nodes"
     if not eligible:
         soonest = min(candidates, key=lambda c: c.seconds)
         raise ConfigError(
-            f"the deadline is {goal.deadline_s / 3600:.3g} h and the fastest way takes "
+            f"the deadline is {goal.deadline_s / 3600:.3g} h, but the fastest candidate takes "
             f"{soonest.seconds / 3600:.3g} h, on {soonest.nodes} nodes; give more nodes, a later "
             f"deadline or another goal"
         )
@@ -164,7 +165,7 @@ def _pays_up_to(by_nodes: list[Candidate]) -> int:
 
 
 def _candidates(machine: Machine, model: Model, goal: Goal) -> Iterator[Candidate]:
-    # Of codecs that cost alike one is enough.
+    # One codec of each cost is sufficient.
     codecs = {codec_cost(name): name for name in ("none", *goal.codecs)}.values()
     for nodes in _numbers_of_nodes(machine.nodes):
         part = replace(machine, nodes=nodes)
@@ -177,14 +178,14 @@ def _candidates(machine: Machine, model: Model, goal: Goal) -> Iterator[Candidat
                 share = batch / part.num_ranks
                 step = step_time(part, model, share, way, local_steps=local_steps)
                 every_s = daly(machine.checkpoint_s, mtbf_s) if mtbf_s < math.inf else math.inf
-                # After a step at the earliest, and after one where it holds up nothing.
+                # At least one step, also if a checkpoint costs nothing.
                 every_s = max(every_s, step.total_s)
                 left = goodput(every_s, machine.checkpoint_s, machine.restart_s, mtbf_s)
                 yield Candidate(part, batch, way, local_steps, step, num_steps, every_s, left)
 
 
 def _fastest(machine: Machine, model: Model, codec: str) -> Way:
-    # It depends on the size of a message alone, and all buckets have one.
+    # The choice depends only on the message size, which is equal for all buckets.
     return fastest(machine, min(model.num_bytes, model.bucket_bytes), codec)
 
 
@@ -223,7 +224,7 @@ def _payoffs(best: Candidate, model: Model, goal: Goal) -> Iterator[Payoff]:
 
 
 def _numbers_of_nodes(most: int) -> list[int]:
-    """Return powers of two and what lies halfway between, and the most there are."""
+    """Return powers of two, the midpoints between them, and ``most``."""
     numbers = [n for power in _powers(most) for n in (power, 3 * power // 2)]
     return sorted({*(n for n in numbers if n <= most), most})
 

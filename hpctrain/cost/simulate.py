@@ -1,10 +1,10 @@
-"""Event model of collectives: when each rank of a machine has the result.
+"""Event model of collectives: the time at which each rank of a machine has the result.
 
-The messages are those of ``hpctrain.cost.schedules``, which the ranks carry out; all of a round
-are taken at once. A message takes the latency of its link and its bytes over the bandwidth, and
-its send is finished when it has arrived. Ports work in both directions at once and carry one
-message after the other in each; messages of one round that share a card, or a leaf switch's links
-upwards, share its bandwidth.
+The messages are defined in ``hpctrain.cost.schedules``, which the ranks execute; all messages of a
+round are simulated together. A message takes the latency of its link plus its bytes over the
+bandwidth, and a send ends when the message has arrived. Ports are full duplex and send one message
+after the other in each direction; messages of a round share the bandwidth of a common NIC, or of
+the uplinks of a common leaf switch.
 """
 
 from collections import deque
@@ -17,28 +17,28 @@ from numpy.typing import NDArray
 from hpctrain.core.errors import ConfigError
 from hpctrain.cost.collectives import Way, around, between_nodes
 from hpctrain.cost.machine import Machine
-from hpctrain.cost.messages import Step, members, phases
+from hpctrain.cost.round_messages import Step, members, phases
 from hpctrain.cost.schedules import SCHEDULES
 
 Times = NDArray[np.float64]
-"""Seconds, one number for each rank."""
+"""Seconds, one value per rank."""
 
-_LOOK_EACH = 32  # equal rounds: whether they have become steady
+_LOOK_EACH = 32  # rounds between two checks whether equal rounds have become steady
 
 
 def allreduce_times(
     way: Way, num_bytes: float, machine: Machine, start: Times | None = None
 ) -> Times:
-    """Return when each rank has the sum over all ranks.
+    """Return the time at which each rank has the sum over all ranks.
 
-    What ranks do before they send and afterwards takes as long as in closed form
-    (``collectives.around``); those of a node wait for each other there.
+    The work before and after the messages takes as long as in closed form
+    (``collectives.around``); ranks of a node synchronize there.
 
     Args:
-        way: how they sum.
+        way: algorithm.
         num_bytes: length of the message.
-        machine: its ranks and links.
-        start: when each rank enters; all at 0 if left out.
+        machine: ranks and links.
+        start: time at which each rank enters; 0 by default.
     """
     rails, sent = between_nodes(machine, num_bytes, way)
     before, after = (each.seconds(machine) for each in around(machine, num_bytes, way))
@@ -61,31 +61,31 @@ def _started(start: Times | None, machine: Machine) -> Times:
         return np.zeros(machine.num_ranks)
     if len(start) != machine.num_ranks:
         raise ConfigError(
-            f"a start is a time for each rank, got {len(start)} for {machine.num_ranks} ranks"
+            f"start must have a time for each rank, got {len(start)} for {machine.num_ranks} ranks"
         )
     return np.asarray(start, dtype=np.float64)
 
 
 def _met(times: Times, machine: Machine, rails: int) -> Times:
-    """Let the ranks of each node wait for each other, where there are rails."""
+    """Synchronize the ranks of each node if there are rails."""
     if not rails:
         return times
     return np.repeat(times.reshape(machine.nodes, -1).max(axis=1), machine.ranks_per_node)
 
 
 class _Clocks:
-    """When each rank is done with what it has done so far, and its ports."""
+    """Time at which each rank and each of its ports becomes idle."""
 
     def __init__(self, ready: Times, piece_bytes: float, machine: Machine, turns: float) -> None:
         self.ready = ready
         self._sent = np.full_like(ready, -np.inf)
         self._received = np.full_like(ready, -np.inf)
-        self._delivered = np.full_like(ready, -np.inf)  # what the rank has sent
+        self._delivered = np.full_like(ready, -np.inf)  # messages of the rank
         self._piece_bytes = piece_bytes
         self._machine, self._turns = machine, turns
 
     def take(self, steps: list[Step], lead: int, *, waits: bool) -> None:
-        """Let all ranks go through a phase."""
+        """Simulate a phase on all ranks."""
         past = deque([self.ready] * lead, maxlen=lead)
         for step in steps:
             self._repeat(step, past, waits=waits)
@@ -102,7 +102,7 @@ class _Clocks:
         across_s = messages.width / outside.bytes_per_s + turns / machine.handle_bytes_per_s
         sending_s = num_bytes * np.where(crosses, across_s, within_s)
         combining_s = num_bytes * turns / machine.reduce_bytes_per_s if step.combined else 0.0
-        # A port takes its next message after the one before.
+        # A port sends its next message after the previous one.
         everybody, ready = messages.receivers is None, self.ready
         to: Any = slice(None) if everybody else messages.receivers
         arrived = np.maximum(self._sent[senders] + latency_s, self._received[to])
@@ -124,7 +124,7 @@ class _Clocks:
                 ready[senders] = np.maximum(ready[senders], arrived)
             past.append(ready)
             if before and (grown_s := _growth(zip((ready, arrived), before, strict=True))):
-                ready += left * grown_s  # as in each of the rounds that are left
+                ready += left * grown_s  # as in each remaining round
                 arrived += left * grown_s
                 break
         self.ready = ready
@@ -134,7 +134,7 @@ class _Clocks:
 
 
 def _growth(pairs: Iterable[tuple[Times, Times]]) -> float | None:
-    """Return by how much all times have grown if they did alike: then they go on like this."""
+    """Return the growth of all times if it is uniform: then the rounds are steady."""
     grown = [now - before for now, before in pairs]
     least, most = (float(f([f(each) for each in grown])) for f in (np.min, np.max))
     return most if most - least <= 1e-6 * most else None

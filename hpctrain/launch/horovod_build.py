@@ -10,13 +10,13 @@ import signal
 import subprocess
 import sys
 import sysconfig
-import tarfile
 import tempfile
 import venv
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 from zlib import crc32
 
 from hpctrain.cluster.env import launched
@@ -27,9 +27,9 @@ from hpctrain.core.config import cache_folder
 from hpctrain.core.errors import LaunchError
 from hpctrain.core.units import GIB
 from hpctrain.launch.pmi import NAMES, TIMEOUT_S, Mpi, load
-from hpctrain.launch.program import ask
+from hpctrain.launch.program import ask, start
 
-Say = Callable[[str], None]  # is told what happens, a line each
+Say = Callable[[str], None]  # receives progress, one line per call
 
 VERSION = "0.28.1"
 SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
@@ -97,7 +97,7 @@ def build(
     folder = (cache / key_of(mpi, torch)).absolute()
     say(f"Horovod {VERSION} for torch {torch}, {NAMES[mpi.vendor]} {mpi.version} ({mpi.library})")
     wheel = None if force else max(folder.glob("horovod-*.whl"), default=None)
-    kind = "built" if wheel is None else "built before, --force builds it anew"
+    kind = "built" if wheel is None else "built before, --force rebuilds it"
     if wheel is None:
         check(mpi)
         try:
@@ -151,7 +151,7 @@ def check(mpi: Mpi) -> None:
 def mpicxx_of(mpi: Mpi) -> Path | None:
     """Find the compiler of an MPI library: in the tree of the library, else in PATH."""
     above = mpi.library.resolve().parents[:-1]
-    # Debian's own names for what lies in /usr/bin: the plain ones are links to either.
+    # Debian's names of the programs in /usr/bin: the plain names are links.
     folders = [*(folder / "bin" for folder in above), *map(Path, os.get_exec_path())]
     names = (f"mpicxx.{mpi.vendor}", "mpicxx", "mpic++")
     programs = (folder / name for folder in folders for name in names)
@@ -162,7 +162,7 @@ def key_of(mpi: Mpi, torch: str) -> str:
     """Name the folder of a wheel: another one as soon as any version differs."""
     library = mpi.library.resolve()
     is_own = library.is_relative_to(Path(sys.prefix).resolve())
-    # Tells MPI libraries of a site apart, and those that do not say their version.
+    # Distinguishes MPI libraries of a site, and libraries without a version.
     place = "" if is_own and mpi.version else f"{crc32(os.fsencode(library.parent)):08x}"
     python = f"{sys.implementation.name[:1]}p{sys.version_info[0]}{sys.version_info[1]}"
     machine = re.sub(r"[-.]", "_", sysconfig.get_platform())
@@ -171,7 +171,7 @@ def key_of(mpi: Mpi, torch: str) -> str:
 
 
 def patch(sources: Path) -> list[str]:
-    """Make Horovod compile with another C++ standard; return what was changed, a line each."""
+    """Make Horovod compile with another C++ standard; return the changes, one line each."""
     texts: dict[Path, str] = {}
     changes = []
     for name in PATCHED:
@@ -195,9 +195,9 @@ def patch(sources: Path) -> list[str]:
 
 
 def check_import(mpi: Mpi) -> Path:
-    """Import the installed package in a process of its own; return the MPI library it loads."""
+    """Import the installed package in a separate process; return the MPI library it loads."""
     done = ask([sys.executable, "-P", "-c", _IMPORT], timeout_s=4 * TIMEOUT_S)
-    again = "`hpctrain horovod build --force` builds it anew"
+    again = "`hpctrain horovod build --force` rebuilds it"
     if done.returncode:
         said = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         raise LaunchError(f"horovod.torch must import in {sys.prefix}, it says: {said}; {again}")
@@ -253,7 +253,8 @@ def _make(mpi: Mpi, folder: Path, say: Say, jobs: int | None) -> Path:
         words = [*pip, "download", "--no-deps", "--no-build-isolation", "--no-binary", ":all:"]
         failure = f"pip fetches the sources of Horovod {VERSION}: {online}"
         run_logged(log, [*words, "--dest", name, "-r", str(wanted)], scratch, environ, failure)
-        sources = _unpacked(scratch)
+        sources = scratch / f"horovod-{VERSION}"
+        shutil.unpack_archive(f"{sources}.tar.gz", scratch)  # pip has checked the hash
         for change in patch(sources):
             say(f"changed {change}")
         memory, num_cores = available_bytes(), len(affinity())
@@ -285,16 +286,8 @@ def _environment(scratch: Path) -> tuple[str, dict[str, str]]:
     return str(tree / "bin" / "python"), {**kept, **_WISHES, "PATH": path}
 
 
-def _unpacked(scratch: Path) -> Path:
-    with tarfile.open(scratch / f"horovod-{VERSION}.tar.gz") as file:
-        # Python 3.11.0 to 3.11.3, Debian 12's among them, have no filter; nor the argument for it.
-        file.extraction_filter = getattr(tarfile, "data_filter", None)
-        file.extractall(scratch)  # noqa: S202 - pip has checked the hash
-    return scratch / f"horovod-{VERSION}"
-
-
 def _wishes(scratch: Path, mpi: Mpi, jobs: int) -> dict[str, str]:
-    """Write the program that setup.py calls as cmake: it adds what setup.py cannot be told.
+    """Write the program that setup.py calls as cmake: it adds options that setup.py does not have.
 
     The module finds torch and MPI from its own place, so that a wheel can be installed into
     another environment. It carries no debug information, 45 of its 50 MB.
@@ -325,14 +318,14 @@ def _wishes(scratch: Path, mpi: Mpi, jobs: int) -> dict[str, str]:
 
 
 def _install(wheel: Path, log: Path) -> None:
-    """Install the wheel in place of any other, then what it needs to run."""
+    """Install the wheel instead of any other, then its dependencies."""
     pip = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check"]
     failure = f"{wheel} must be installed into {sys.prefix}"
     for words in (["--force-reinstall", "--no-deps"], []):
         run_logged(log, [*pip, *words, str(wheel)], wheel.parent, dict(os.environ), failure)
 
 
-LAST_LINES = 12  # so much of a log is shown when something fails
+LAST_LINES = 12  # of a log in the message of a failure
 
 _TELLING = re.compile(
     r"\berror\b|undefined reference|No space left|Killed|No matching distribution|not find|HASHES",
@@ -350,16 +343,9 @@ def run_logged(
     with log.open("a+", encoding="utf-8", errors="replace") as file:
         file.write(f"$ {shlex.join(words)}\n")
         file.flush()
-        start = file.tell()
-        with subprocess.Popen(  # noqa: S603 - pip and compilers
-            words,
-            cwd=folder,
-            env=environ,
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        ) as child:
+        begin = file.tell()
+        output: dict[str, Any] = {"stdout": file, "stderr": subprocess.STDOUT}
+        with start(words, cwd=folder, env=environ, **output) as child:
             try:
                 code = child.wait()
             except BaseException:
@@ -367,13 +353,13 @@ def run_logged(
                     os.killpg(child.pid, signal.SIGKILL)
                 raise
         if code:
-            file.seek(start)
+            file.seek(begin)
             said = file.read().splitlines()
             lines = telling(said) or [f"exit code {code}, it has printed nothing"]
             raise LaunchError(f"{failure}; {log} ends with:\n" + "\n".join(lines))
 
 
 def telling(lines: list[str]) -> list[str]:
-    """Pick the lines of a failure that people look for: errors, or else the last ones."""
+    """Return the relevant lines of a failure: errors, or else the last lines."""
     errors = [line for line in lines if _TELLING.search(line)]
     return (errors or [line for line in lines if line.strip()])[-LAST_LINES:]

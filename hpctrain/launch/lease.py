@@ -1,7 +1,7 @@
 """The lease on a directory: one job at a time writes there, on any file system.
 
-It needs neither file locks nor clocks that agree: a file is created where there is none, or a name
-is replaced at once, and whoever waits watches by its own clock whether a counter still changes.
+The lease needs neither file locks nor synchronized clocks: a file is created exclusively, or
+replaced atomically, and a waiting process checks by its own clock whether a counter still changes.
 """
 
 import json
@@ -30,25 +30,25 @@ BEAT = ".beat"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Times:
-    """How long those who share a directory wait for each other, in seconds."""
+    """Intervals and limits in seconds."""
 
     beat_s: float = 5.0  # between two heartbeats of the holder
     stale_s: float = 30.0
-    """A holder whose heartbeat stands still for so long is dead, or as good as that."""
-    wait_s: float = 60.0  # so long a holder that is alive is waited for
+    """Time without a heartbeat after which a holder counts as dead."""
+    wait_s: float = 60.0  # maximum wait for a holder that is alive
     look_s: float = 1.0
-    """Between two looks at the lease; the holder writes if its last one is no older."""
+    """Interval of checks of the lease; a holder may write after a check that is no older."""
     settle_s: float = 2.0
-    """From taking over to the first write: by then a holder that lives has looked."""
+    """Time from taking over to the first write, in which a living holder checks the lease."""
 
 
 TIMES = Times()
 
 
 class WaysOut(NamedTuple):
-    """What to do about a lease that others have; the ends of errors."""
+    """Remedies for errors about a lease of another process."""
 
-    held: str  # by one that lives
+    held: str  # the holder lives
     gone: str
     taken: str
 
@@ -56,28 +56,28 @@ class WaysOut(NamedTuple):
 OF_RUN = WaysOut(
     held=(
         "wait for its end, choose another folder with --set output_dir=…, or let --force end it "
-        "and go on from its last checkpoint"
+        "and resume from its last checkpoint"
     ),
     gone=(
-        "hpctrain status tells how the run stands, and --resume goes on from its last checkpoint"
+        "hpctrain status shows the state of the run, --resume continues from its last checkpoint"
     ),
-    taken="for both to go on, choose another folder for one with --set output_dir=…",
+    taken="to continue both, choose another folder for one with --set output_dir=…",
 )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Holder:
-    """Who holds a lease."""
+    """Holder of a lease."""
 
     host: str
-    job: str  # what the scheduler calls the job; empty outside of one
-    restarts: int  # how often Slurm has started the job again
+    job: str  # id of the job; empty outside of jobs
+    restarts: int  # restarts of the job by Slurm
     pid: int  # of rank 0
     born: int | None
-    """When the process started, in clock ticks since boot: ids of processes come again."""
-    namespace: tuple[str, int]  # where ``pid`` means this process
+    """Start of the process in clock ticks since boot: process ids are reused."""
+    namespace: tuple[str, int]  # PID namespace of ``pid``
     since: str
-    token: str  # no other holder has this one
+    token: str  # unique
 
     @classmethod
     def here(cls) -> Self:
@@ -96,14 +96,14 @@ class Holder:
 
     @classmethod
     def read(cls, folder: Path) -> Self | None:
-        """Return who holds the lease of a directory; None where nobody does or can tell."""
+        """Return the holder of the lease of a directory; None if free or not readable."""
         with suppress(OSError):
             return cls.parse((folder / NAME).read_bytes())
         return None
 
     @classmethod
     def parse(cls, text: bytes) -> Self | None:
-        """Return what a lease says; None where it is none."""
+        """Parse the file of a lease; None for another file."""
         try:
             found = json.loads(text)
             boot, number = found["namespace"]
@@ -114,29 +114,29 @@ class Holder:
             return None
 
     def is_gone(self, seen_by: "Holder") -> bool:
-        """Say whether this process is known to be dead; False where nobody can tell."""
+        """Return True if this process is known to be dead; False if unknown."""
         if self.namespace == seen_by.namespace and self.born is not None:
             try:
                 os.kill(self.pid, 0)
             except PermissionError:
-                return False  # of another user, of whom /proc may say nothing
+                return False  # of another user, possibly hidden in /proc
             except OSError:
                 return True
             return birth(self.pid) != self.born
         return bool(self.job) and self.job == seen_by.job and self.restarts < seen_by.restarts
 
     def describe(self) -> str:
-        """Say it in one line, for people."""
+        """Return a line for messages."""
         again = f", restart {self.restarts}" if self.restarts else ""
         job = f"job {self.job}{again}, " if self.job else ""
         return f"{job}process {self.pid} on {self.host} (since {self.since})"
 
 
 class Lease:
-    """The lease on one directory, as one process sees it that wants it, has it or has lost it.
+    """The lease on one directory, in a process that requests, holds or has lost it.
 
-    A thread of the holder counts up in a file of its own, so that a holder which was thought dead
-    can never overwrite the lease of another; it sleeps in between. It goes on while the main
+    A thread of the holder increments a counter in a separate file, so that a holder that counted
+    as dead never overwrites the lease of another process. The thread continues while the main
     thread hangs: such a holder counts as alive until its launcher ends it.
     """
 
@@ -152,7 +152,7 @@ class Lease:
         self._held_at = float("-inf")
         self._loss = ""
         self._told: set[str] = set()
-        # While it waits:
+        # State of a waiting process:
         self._looked_at: float | None = None
         self._sign: tuple[bytes, bytes | None] = b"", None
         self._quiet_s = self._waited_s = self._settled_s = 0.0
@@ -160,26 +160,24 @@ class Lease:
 
     @property
     def token(self) -> str:
-        """What tells this holder from all others."""
+        """Unique id of this holder."""
         return self._me.token
 
-    # -- who wants it ------------------------------------------------------------------------
-
     def attempt(self, *, force: bool = False) -> str:
-        """Take the lease if nobody has it, or its holder is dead; else to be called again.
+        """Take the lease if it is free or its holder is dead; else the caller repeats the call.
 
-        Only the time between two calls counts that is near ``look_s``: while the file system or
-        this process was held up, the holder may have been so too. ``force`` takes it, once, from a
-        holder that lives. Returns whom this process waits for, for people; empty once it holds the
-        lease. Raises ``ConfigError``: the holder lives, and was waited for. ``OSError``: the
-        directory cannot be written.
+        At most twice ``look_s`` counts between two calls: if the file system or this process was
+        blocked, the holder may have been blocked, too. ``force`` takes the lease once from a
+        living holder. Returns a text about the holder, empty once this process holds the lease.
+        Raises ``ConfigError``: the holder is alive after ``wait_s``. ``OSError``: the directory
+        cannot be written.
         """
         if self._create():
             return self._begin()
         passed_s = self._passed()
         found = self._read()
         if found is None:
-            return "the job before gives its lease back"
+            return "the previous job releases its lease"
         if found == self._mine:
             self._settled_s += passed_s
             done = self._settled_s >= self._times.settle_s
@@ -187,7 +185,7 @@ class Lease:
         return self._judge(found, passed_s, force=force)
 
     def _judge(self, found: bytes, passed_s: float, *, force: bool) -> str:
-        """Take the lease over, name whom this process waits for, or raise."""
+        """Take the lease over, return a text about the holder, or raise."""
         holder = Holder.parse(found)
         who = "a job whose lease is not readable" if holder is None else holder.describe()
         beat = self._folder / f"lease-{holder.token if holder else ''}{BEAT}"
@@ -217,7 +215,7 @@ class Lease:
         return min(self._looked_at - (before or self._looked_at), 2 * self._times.look_s)
 
     def _create(self) -> bool:
-        """Create the file unless there is one; an own one that is not whole is removed."""
+        """Create the file exclusively; remove it if it cannot be written completely."""
         try:
             file = os.fdopen(
                 os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "wb"
@@ -237,7 +235,7 @@ class Lease:
 
     def _begin(self) -> str:
         self._count(0)
-        for path in self._folder.glob(f"lease-*{BEAT}*"):  # of holders that are none any more
+        for path in self._folder.glob(f"lease-*{BEAT}*"):  # of former holders
             if path != self._counter:
                 path.unlink(missing_ok=True)
         self._held_at = time.monotonic()
@@ -245,20 +243,18 @@ class Lease:
         self._thread.start()
         return ""
 
-    # -- who has it --------------------------------------------------------------------------
-
     @property
     def is_lost(self) -> bool:
-        """Whether this process knows that another one has taken the lease over; costs nothing."""
+        """Whether this process knows that it lost the lease; no file access."""
         return bool(self._loss)
 
     def is_held(self, *, looks: bool = False) -> bool:
-        """Say whether the lease is still of this process, which is to be asked before it writes.
+        """Return True if this process holds the lease; to be called before each write.
 
-        A lease that is gone is lost, and not put back: another job may have taken it over, come to
-        its end and given it back while this one was stopped. Where the file cannot be read for
-        another reason the last answer stands, with a warning: a disk that is away is no end.
-        ``looks`` looks at the file also if that was done less than ``look_s`` ago.
+        A missing file is a lost lease and is not restored: another job may have taken the lease,
+        finished and released it while this process was stopped. If the file cannot be read for
+        another reason, the last result is kept, with a warning: the file system may recover.
+        ``looks`` reads the file also if the last check is less than ``look_s`` ago.
         """
         with self._lock:
             now = time.monotonic()
@@ -278,20 +274,20 @@ class Lease:
             return True
 
     def check(self) -> None:
-        """Return if the lease is still of this process, by a look at the file."""
+        """Read the file. Raises ``CheckpointError``: this process has lost the lease."""
         if not self.is_held(looks=True):
             raise CheckpointError(self.loss())
 
     def loss(self) -> str:
-        """Say what has happened to a lease that is not held any more."""
+        """Return the reason for a lost lease."""
         return self._loss or self._described_loss(None)
 
     def _described_loss(self, found: bytes | None) -> str:
         if found is None:
             return (
                 f"one job at a time writes into {self._folder}, and the {NAME} of this one is gone"
-                f": another job has been at work there while this one gave no sign of life, or "
-                f"somebody has removed the file; this one stops, and writes no more; "
+                f": another job has written there while this one gave no sign of life, or the "
+                f"file was removed; this one stops, and writes no more; "
                 f"{self._ways_out.gone}"
             )
         holder = Holder.parse(found)
@@ -303,7 +299,7 @@ class Lease:
         )
 
     def release(self) -> None:
-        """Give the lease back, if it is still of this process; harmless twice and before."""
+        """Release the lease if this process holds it; a no-op otherwise."""
         self._ended.set()
         thread, self._thread = self._thread, None
         if thread is not None:

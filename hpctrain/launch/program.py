@@ -1,4 +1,4 @@
-"""Programs: commands as users write them, and commands run for what they print."""
+"""Programs: commands of users, and how this package starts programs."""
 
 import os
 import shutil
@@ -6,21 +6,22 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from hpctrain.cluster.libraries import missing_home
 from hpctrain.core.errors import LaunchError
 
-Said = subprocess.CompletedProcess[str]  # what a program has written, and its exit code
+Said = subprocess.CompletedProcess[str]  # output and exit code of a program
 
 
 def resolve(argv: Sequence[str]) -> list[str]:
-    """Make a command one that ranks can run, wherever PATH leads there.
+    """Return a command that ranks can run with any PATH.
 
-    A bare ``python`` or ``hpctrain`` is this environment's; a Python script runs under this
-    interpreter. Raises ``LaunchError``: there is no command, or no such program or script.
+    ``python`` and ``hpctrain`` resolve to this environment; a Python script runs in this
+    interpreter. Raises ``LaunchError``: the command is empty, or its program does not exist.
     """
     if not argv:
-        raise LaunchError("a launch needs a command, got none; say e.g. `python train.py`")
+        raise LaunchError("a launch needs a command, got none; add one, such as `python train.py`")
     first, *rest = argv
     if first in ("python", "python3"):
         return [sys.executable, *rest]
@@ -39,7 +40,7 @@ def resolve(argv: Sequence[str]) -> list[str]:
 
 
 def with_home(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Copy an environment, with ``HOME``, without which Open MPI's programs do not start."""
+    """Copy an environment, with ``HOME``: programs of Open MPI do not start without it."""
     return {**missing_home(environ), **environ}
 
 
@@ -55,7 +56,7 @@ def ask(
     Raises ``OSError``: it cannot be run; ``TimeoutError`` where it does not end in time.
     """
     try:
-        return subprocess.run(  # noqa: S603 - whoever asks names a program of the user's own
+        return subprocess.run(  # noqa: S603 - a program of the user
             line,
             check=False,
             capture_output=True,
@@ -66,3 +67,9 @@ def ask(
         )
     except subprocess.TimeoutExpired as error:
         raise TimeoutError(str(error)) from None
+
+
+def start(line: Sequence[str | Path], **options: Any) -> subprocess.Popen[bytes]:
+    """Start a program in its own session, without standard input unless ``options`` give one."""
+    options = {"stdin": subprocess.DEVNULL, "start_new_session": True, **options}
+    return subprocess.Popen(line, **options)  # noqa: S603 - a program of the user

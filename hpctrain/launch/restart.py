@@ -1,4 +1,4 @@
-"""A launch that fails is begun again, on the hosts that are left."""
+"""Restart a failed launch on the remaining hosts."""
 
 import contextlib
 import os
@@ -14,9 +14,9 @@ from hpctrain.cluster.env import STOPPED
 from hpctrain.core.errors import LaunchError
 from hpctrain.launch import mpiexec
 from hpctrain.launch.mpirun import Mpirun
-from hpctrain.launch.program import resolve
+from hpctrain.launch.program import resolve, start
 from hpctrain.launch.stderr import say
-from hpctrain.launch.supervise import TIMED_OUT, End, session, supervise
+from hpctrain.launch.supervise import TIMED_OUT, LaunchEnd, session, supervise
 
 MISTAKE = 2  # exit code of a wrong option or configuration, which stays wrong
 
@@ -25,7 +25,8 @@ NUM_ROUNDS = 3  # of questions, while no host answers at all
 MOST_AT_ONCE = 64  # hosts that are asked at the same time
 HERE = "hpctrain: this host is there"
 PROBE = ("sh", "-c", f"echo '{HERE}'; exec sleep {ANSWER_S:g}")
-"""What it says is enough: Open MPI's launcher may wait for ever for what ends at once."""
+"""Its output is sufficient: Open MPI's launcher may hang if a program ends at once."""
+_PIPED = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,7 +59,7 @@ class Launch:
         or on no host any more. ``KeyboardInterrupt``: see ``supervise``.
         """
         limit = time.monotonic() + timeout_s if timeout_s else None
-        launch, end = self, self._supervised(limit)
+        launch, end = self, self.run_once(limit)
         for left in reversed(range(restarts)):
             if end.is_wanted or end.code in (0, STOPPED, MISTAKE):
                 break
@@ -67,16 +68,16 @@ class Launch:
                 f"the launch has failed with code {end.code}; {launch.num_ranks} ranks start "
                 f"again on {launch.hosts or 'the same hosts'}, and may do so {left} more times"
             )
-            end = launch._supervised(limit)  # noqa: SLF001 - of another launch of this class
+            end = launch.run_once(limit)
         if end == (TIMED_OUT, True):
             say(f"the launch was ended after {timeout_s:g} s, as --timeout asks")
         return end.code
 
     def again(self) -> "Launch":
-        """Return the launch that goes on after this one has failed.
+        """Return the launch that follows a failed one.
 
-        A ``hpctrain train`` goes on with the run that there is, any other command is the same. Of
-        ``hosts`` those are left on which a program can be started now.
+        A ``hpctrain train`` resumes its run, other commands are repeated. ``hosts`` keeps only the
+        hosts on which a program starts now.
         """
         words = self.words
         if [*words[:2]] == ["hpctrain", "train"]:
@@ -88,7 +89,7 @@ class Launch:
         num_ranks = max(1, min(self.num_ranks, places - self.options(None).spares))
         return replace(self, words=words, hosts=",".join(hosts), num_ranks=num_ranks)
 
-    def _supervised(self, limit: float | None) -> End:
+    def run_once(self, limit: float | None) -> LaunchEnd:
         """Run it once, until ``limit`` by the monotonic clock."""
         rest_s = None if limit is None else max(limit - time.monotonic(), 1e-3)
         return supervise(self.line(), environ=mpiexec.environment(), timeout_s=rest_s)
@@ -100,8 +101,8 @@ class Launch:
                 if left := [host for host, answer in zip(hosts, answers, strict=True) if answer]:
                     return left
         raise LaunchError(
-            f"a launch is begun again on hosts that are left, and on none of {', '.join(hosts)} a "
-            f"program starts within {ANSWER_S:g} s; see whether they are up and can be reached"
+            f"a restart needs at least one host, but no program starts on {', '.join(hosts)} "
+            f"within {ANSWER_S:g} s; check that the hosts are up and reachable"
         )
 
     def _answers(self, entry: str) -> bool:
@@ -111,14 +112,7 @@ class Launch:
         limit, said = time.monotonic() + ANSWER_S, b""
         with (
             session(mpiexec.environment()) as environ,
-            subprocess.Popen(  # noqa: S603 - the launcher that was found
-                probe.line(),
-                env=environ,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-            ) as process,
+            start(probe.line(), env=environ, **_PIPED) as process,
         ):
             assert process.stdout is not None
             while select.select([process.stdout], [], [], max(limit - time.monotonic(), 0))[0]:

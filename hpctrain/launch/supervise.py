@@ -1,4 +1,4 @@
-"""Run ``mpirun`` to its end: signals handed on, every way out bounded in time."""
+"""Run ``mpirun`` to its end: forward signals, and bound the time of every exit path."""
 
 import contextlib
 import os
@@ -22,10 +22,11 @@ from hpctrain.core.config import Settings
 from hpctrain.core.errors import LaunchError
 from hpctrain.core.units import format_ranks
 from hpctrain.launch.mpiexec import is_guard
+from hpctrain.launch.program import start
 from hpctrain.launch.stderr import KILLED, LOST, fold, say
 
 FOLDER = "PRTE_MCA_prte_local_tmpdir_base"
-"""Tells mpirun of Open MPI 5 where to keep them; others do not look at it."""
+"""Folder for session files of mpirun of Open MPI 5; other launchers ignore it."""
 
 GRACE_S = 5.0  # time that ranks get after a signal, and again after the SIGTERM that follows it
 
@@ -33,7 +34,7 @@ SAVE_S = 60.0
 """Time that ranks get to save their state after a request, before anything else is sent."""
 
 LOOK_S, ORPHANED_S = 1.0, 5.0
-"""Between two looks at mpirun's children, and how long it may outlive the last of them."""
+"""Interval of checks of mpirun's children, and how long mpirun may outlive its last child."""
 
 FEW_S = 3.0  # how long ranks may wait in MPI_Init for one that has ended
 
@@ -42,11 +43,11 @@ TIMED_OUT = 124  # exit code of a launch that ran past its limit, as ``timeout``
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGTSTP)
 
 
-class End(NamedTuple):
-    """How a launch has ended."""
+class LaunchEnd(NamedTuple):
+    """Result of a launch."""
 
     code: int  # exit code
-    is_wanted: bool  # a signal, or the limit of its time, has ended it
+    is_wanted: bool  # whether a signal or the time limit ended it
 
 
 def supervise(
@@ -56,10 +57,10 @@ def supervise(
     timeout_s: float | None = None,
     grace_s: float = GRACE_S,
     save_s: float = SAVE_S,
-) -> End:
+) -> LaunchEnd:
     """Run a command line of ``mpiexec.command`` to its end.
 
-    SIGINT, SIGTERM and SIGHUP are sent to mpirun's process group; processes that are left
+    SIGINT, SIGTERM and SIGHUP are sent to mpirun's process group; remaining processes
     ``grace_s`` seconds later get SIGTERM, then SIGKILL, ranks included. A second signal kills at
     once. If all ranks handle requests to stop, SIGUSR1 is sent instead, and the signals above
     follow ``save_s`` seconds later: Open MPI's mpirun kills ranks as it ends, saved or not.
@@ -96,14 +97,14 @@ def supervise(
             ending.close()
             told.join(LOOK_S)  # a process that a rank left behind may hold the pipe for ever
     if ending.timed_out:
-        return End(TIMED_OUT, is_wanted=True)
+        return LaunchEnd(TIMED_OUT, is_wanted=True)
     if ending.first_signal is not None and code not in (0, STOPPED) and not ending.is_granted:
         say(f"the launch was ended by {signal.Signals(ending.first_signal).name}")
         if ending.first_signal == signal.SIGINT:
             raise KeyboardInterrupt
-        return End(128 + ending.first_signal, is_wanted=True)
+        return LaunchEnd(128 + ending.first_signal, is_wanted=True)
     code = _meant(code, heard)
-    return End(code if code >= 0 else 128 - code, is_wanted=ending.first_signal is not None)
+    return LaunchEnd(code if code >= 0 else 128 - code, is_wanted=ending.first_signal is not None)
 
 
 def _meant(code: int, heard: Counter[str]) -> int:
@@ -116,7 +117,7 @@ def _meant(code: int, heard: Counter[str]) -> int:
     if heard[FAILED] or has_hung or code == 128 + signal.SIGKILL:
         return RANK_LOST  # as the other ranks report it where they find that first
     if code == 0 and (heard[LOST] or heard[BEGUN] > heard[ENDED]):
-        why = "a node is lost" if heard[LOST] else "the ranks have not come to their end"
+        why = "a node is lost" if heard[LOST] else "the ranks have not completed"
         say(f"{why}: the run has failed")
         return RANK_LOST
     return code
@@ -134,7 +135,7 @@ def session(environ: Mapping[str, str]) -> Iterator[dict[str, str]]:
     """
     try:
         folder = TemporaryDirectory(prefix="hpctrain-mpirun-", ignore_cleanup_errors=True)
-    except OSError:  # nor can mpirun have one: it says so itself
+    except OSError:  # mpirun cannot create one either, and reports it
         yield dict(environ)
         return
     with folder as name:
@@ -142,18 +143,13 @@ def session(environ: Mapping[str, str]) -> Iterator[dict[str, str]]:
 
 
 def _started(line: Sequence[str], environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Start mpirun; what is typed on a terminal is handed to it."""
+    """Start mpirun, and forward the input of a terminal."""
     terminal = sys.__stdin__ is not None and sys.__stdin__.isatty()
     try:
-        process = subprocess.Popen(  # noqa: S603 - this is the user's command
-            line,
-            env=environ,
-            # mpirun would swallow a file or pipe that belongs to the script around it.
-            stdin=subprocess.PIPE if terminal else subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            # Away from the terminal: its Ctrl-C would make mpirun kill ranks that could save.
-            start_new_session=True,
-        )
+        # mpirun would read a file or pipe that belongs to the script around it. In its own session
+        # mpirun gets no Ctrl-C of the terminal, at which it kills ranks that could save.
+        stdin = subprocess.PIPE if terminal else subprocess.DEVNULL
+        process = start(line, env=environ, stdin=stdin, stderr=subprocess.PIPE)
     except OSError as error:
         raise LaunchError(f"{line[0]} cannot be started: {error}") from None
     if process.stdin is not None:
@@ -207,7 +203,7 @@ class _Ending:
             if few_s >= FEW_S:
                 say(
                     f"{gone} ended before MPI_Init, where the others wait for it: all are killed; "
-                    f"start every rank in the same way, and end none with 0 before"
+                    f"start every rank identically, and let no rank exit with 0 before"
                 )
                 self.heard[FAILED] += 1
                 self.kill()
@@ -299,7 +295,7 @@ class _Ending:
                 os.killpg(self.process.pid, number)
 
     def kill(self) -> None:
-        """Kill mpirun and everything below it: ranks sit in process groups of their own."""
+        """Kill mpirun and its descendants: ranks have separate process groups."""
         self.is_granted = False
         if self.process.returncode is not None:
             return
@@ -318,10 +314,10 @@ RANK_VARIABLES = (b"OMPI_COMM_WORLD_RANK", b"PMI_RANK", b"PMIX_RANK")
 
 
 def stop_when_asked(pid: int) -> bool:
-    """Say whether all ranks below ``pid``, on this host, handle SIGUSR1, and SIGTERM as well.
+    """Return True if all ranks below ``pid`` on this host handle SIGUSR1 and SIGTERM.
 
-    Who catches both has a way to stop in its own time. To any other program SIGUSR1 is the end,
-    or a question of another kind.
+    A program that handles both can stop at a point of its choice. Other programs end at SIGUSR1,
+    or use it for another purpose.
     """
     ranks: dict[bytes, bool] = {}
     for below, rank, _ in _ranks(descendants(pid)):
@@ -349,8 +345,8 @@ SIZES = (b"OMPI_COMM_WORLD_SIZE", b"PMI_SIZE")
 def gone_before_init(pid: int) -> str:
     """Name the ranks on this host that are gone while others below ``pid`` are in ``MPI_Init``.
 
-    Empty where nobody is there, or all are. No rank ends in an ordinary way while another is
-    there: ``MPI_Finalize`` waits for it.
+    Empty if no rank or all ranks are in it. No rank ends normally while another rank is in
+    ``MPI_Init``: ``MPI_Finalize`` waits for it.
     """
     below = list(_below(pid))
     if not any(name_of(each) == JOINING for each in below):
@@ -390,7 +386,7 @@ def late_in_mpi(pid: int) -> str:
 
 
 def _below(pid: int) -> Iterator[int]:
-    """Yield the processes below another one, without a look at all others of the host."""
+    """Yield the descendants of a process, without a scan of all processes of the host."""
     for child in _children(pid):
         if (found := stat(child)) and found.state not in {"Z", "X"}:
             yield child
@@ -398,7 +394,7 @@ def _below(pid: int) -> Iterator[int]:
 
 
 def _children(pid: int) -> list[int]:
-    """List what a process has started; empty where it ends meanwhile, or /proc does not say."""
+    """List the children of a process; empty if it ends meanwhile, or without /proc."""
     children: list[str] = []
     with contextlib.suppress(OSError):
         for listed in Path(f"/proc/{pid}/task").glob("*/children"):
@@ -418,7 +414,7 @@ def catches(pid: int) -> set[int]:
 
 
 def has_only_dead_children(pid: int) -> bool:
-    """Say whether a process has children that ended, and none that lives."""
+    """Return True if a process has children, and all of them have ended."""
     states = {found.state for child in _children(pid) if (found := stat(child))}
     return bool(states) and states <= {"Z", "X"}
 
@@ -449,7 +445,7 @@ def hand_on_input(sink: IO[bytes]) -> None:
     def hand_on() -> None:
         # To read a terminal from the background stops a process, unless it blocks the signal.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTTIN})
-        with contextlib.suppress(OSError), sink:  # a pipe that nobody reads any more
+        with contextlib.suppress(OSError), sink:  # a pipe without a reader
             while True:
                 try:
                     typed = os.read(source.fileno(), 4096)

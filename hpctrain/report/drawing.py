@@ -9,7 +9,7 @@ from typing import Any
 from hpctrain.core.errors import ConfigError
 from hpctrain.report.figure import RANKS, Figure, Series
 
-# Tol's bright colours, which colour-blind readers tell apart, on white and on black.
+# Tol's bright colours, distinct for colour-blind readers, on white and on black.
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#ee8866", "#999999")
 
 _WIDTH = 75  # characters of a warning
@@ -19,7 +19,7 @@ _ROOM = 1.3  # of an axis with parts on top of each other: above them is the leg
 def draw_files(figures: list[Figure], folder: Path, about: str = "") -> list[Path]:
     """Draw each figure into a PNG and an SVG in a folder, and return their paths.
 
-    ``about`` stands below each of them, so that a picture says what it is of.
+    ``about`` stands below each of them, as a caption.
 
     Raises ``ConfigError``: matplotlib is not installed. ``OSError``: the file system refuses.
     """
@@ -55,7 +55,7 @@ def draw_panels(figures: Sequence[Figure], path: Path, title: str, about: str = 
 
 
 def missing(name: str) -> ConfigError:
-    """Return the error that says how to get a library."""
+    """Return the error for a missing library, with the command that installs it."""
     return ConfigError(
         f"a figure or a report needs {name}, which is not installed; pip install 'hpctrain[plots]'"
     )
@@ -64,12 +64,11 @@ def missing(name: str) -> ConfigError:
 @contextmanager
 def _canvases() -> Iterator[Any]:
     try:
-        import matplotlib as mpl  # noqa: PLC0415
-        from matplotlib import figure  # noqa: PLC0415
+        from matplotlib import figure, rc_context  # noqa: PLC0415 - an optional package
     except ImportError:
         raise missing("matplotlib") from None
-    # What users name is no formula: a "$" would make it one.
-    with mpl.rc_context({"text.parse_math": False}):
+    # Names of users are not formulas, also with a "$".
+    with rc_context({"text.parse_math": False}):
         yield figure.Figure
 
 
@@ -96,8 +95,8 @@ def _draw(axes: Any, figure: Figure) -> None:
     if figure.warning:
         style: dict[str, Any] = {"color": "#cf222e", "fontsize": 9, "va": "bottom"}
         style["bbox"] = {"facecolor": "white", "alpha": 0.8, "linewidth": 0}
-        told = fill(figure.warning, _WIDTH)
-        axes.text(0.02, 0.03, told, transform=axes.transAxes, **style).set_in_layout(False)
+        text = fill(figure.warning, _WIDTH)
+        axes.text(0.02, 0.03, text, transform=axes.transAxes, **style).set_in_layout(False)
     named: dict[str, Any] = {}
     for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
         named.setdefault(label, handle)  # hollow points have the name of the others
@@ -129,7 +128,7 @@ def _scale(axes: Any, figure: Figure, names: list[Any]) -> None:
 
 def _draw_points(axes: Any, series: Series, x: list[Any]) -> None:
     style: dict[str, Any] = {"color": _colour(series)}
-    if not series.x:  # a legend names what is drawn
+    if not series.x:  # an empty series has no legend
         return
     width = 0.8 * series.width
     if series.kind == "marks":
@@ -152,7 +151,7 @@ def _draw_points(axes: Any, series: Series, x: list[Any]) -> None:
 
 
 def _draw_areas(axes: Any, areas: list[Series]) -> None:
-    """Draw areas on top of each other; all have the same places."""
+    """Draw stacked areas; all have the same x."""
     if areas and areas[0].x:
         style = {"labels": [each.name for each in areas], "colors": list(map(_colour, areas))}
         axes.stackplot(areas[0].x, *(each.y for each in areas), **style)

@@ -1,4 +1,4 @@
-"""Figures as plain values, which pages and files draw alike."""
+"""Figures as plain values, the input of pages and of image files."""
 
 import math
 from collections.abc import Iterable
@@ -30,7 +30,7 @@ class Estimate:
     """A value, and the interval that holds the true one with a confidence."""
 
     value: float
-    low: float | None  # None where one sample tells no interval
+    low: float | None  # None for a single sample
     high: float | None
     confidence: float  # that of the interval
     wanted: float = CONFIDENCE  # which few samples cannot give
@@ -52,17 +52,17 @@ class Series:
     y: list[float | None]  # None is a gap in a line
     below: list[float] | None = None  # how far an interval reaches from y
     above: list[float] | None = None
-    width: float = 1.5  # of a line: those of several runs differ, so that equal ones are seen
+    width: float = 1.5  # of a line; differs between runs, so that equal lines stay visible
 
     @classmethod
     def of(cls, values: Iterable[tuple[Any, Estimate | float | None]], **how: Any) -> "Series":
-        """Make one of pairs of x and y, without those that nobody knows."""
-        told = [(x, y) for x, y in values if y is not None and math.isfinite(_value(y))]
-        got = [y for _, y in told if isinstance(y, Estimate)]
+        """Make a series from pairs of x and y, without unknown values."""
+        known = [(x, y) for x, y in values if y is not None and math.isfinite(_value(y))]
+        got = [y for _, y in known if isinstance(y, Estimate)]
         if got:
             how["below"] = [0 if y.low is None else y.value - y.low for y in got]
             how["above"] = [0 if y.high is None else y.high - y.value for y in got]
-        return cls(x=[x for x, _ in told], y=[_value(y) for _, y in told], **how)
+        return cls(x=[x for x, _ in known], y=[_value(y) for _, y in known], **how)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +78,7 @@ class Figure:
     scale: Literal["linear", "log", "zoom"] = "linear"  # of y; linear begins at 0
     is_stacked: bool = False
     top: float | None = None  # where y ends; all of it is seen where there is none
-    warning: str = ""  # what a reader must not miss
+    warning: str = ""  # shown in the figure
 
 
 def shown(value: Any, width: int = MAX_NAME) -> str:

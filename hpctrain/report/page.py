@@ -1,4 +1,4 @@
-"""Pages and tables: what a run, a study or a comparison shows, in a browser and on a terminal."""
+"""Pages and tables of runs, studies and comparisons, for a browser and a terminal."""
 
 import json
 import math
@@ -22,16 +22,16 @@ from hpctrain.report.figure import Estimate, Figure
 NOTHING = "\N{EN DASH}"
 
 Cell = str | tuple[str, float]
-"""What a cell shows, and the number by which it is sorted."""
+"""The text of a cell, and the number that sorts it."""
 
 
 def page(title: str, parts: Iterable[str], figures: list[Figure]) -> str:
-    """Return a page of parts in HTML, in which all that users name is escaped.
+    """Return a page from HTML fragments; the caller has escaped all names of users.
 
     Raises ``ConfigError``: plotly is not installed.
     """
     try:
-        from plotly.offline import get_plotlyjs  # noqa: PLC0415
+        from plotly.offline import get_plotlyjs  # noqa: PLC0415 - an optional package
     except ImportError:
         raise missing("plotly") from None
     folder = resources.files("hpctrain.report") / "templates"
@@ -39,7 +39,7 @@ def page(title: str, parts: Iterable[str], figures: list[Figure]) -> str:
         (folder / name).read_text(encoding="utf-8") for name in ("report.html", "report.js")
     )
     plotly = str(get_plotlyjs())
-    # A browser runs these two scripts and no other, whatever stands in names and errors.
+    # A browser runs only these two scripts, also if a name or an error contains a script.
     digests = [b64encode(sha256(each.encode()).digest()).decode() for each in (plotly, script)]
     drawn = {"colours": COLOURS, "figures": [asdict(figure) for figure in figures]}
     return Template(template).substitute(
@@ -53,11 +53,11 @@ def page(title: str, parts: Iterable[str], figures: list[Figure]) -> str:
 
 
 def write_page(path: Path, text: str) -> Path:
-    """Write a page at once or not at all. Raises ``ConfigError``: the file system refuses."""
+    """Write a page atomically. Raises ``ConfigError``: the file system refuses."""
     try:
         make_folder(path.parent)
         with publishing(path) as part:
-            # Half of a surrogate pair has no UTF-8: a question mark stands for it.
+            # Half of a surrogate pair has no UTF-8 and is replaced by a question mark.
             part.write_text(text, encoding="utf-8", errors="replace")
     except OSError as error:
         raise ConfigError(
@@ -67,7 +67,7 @@ def write_page(path: Path, text: str) -> Path:
 
 
 def figures_html(figures: list[Figure]) -> str:
-    """Return places for figures, with their titles and what is to be seen."""
+    """Return the HTML of figures, with titles and captions."""
     found = [
         f'<figure><h3>{escape(figure.title)}</h3><div class="plot" id="{figure.name}"></div>'
         f"<figcaption>{escape(figure.note)}{_warning(figure)}</figcaption></figure>"
@@ -87,7 +87,7 @@ def table(name: str, heads: Sequence[str], rows: Iterable[Sequence[Cell]]) -> st
 
 
 def text_table(heads: Iterable[str], rows: Iterable[Sequence[Cell]]) -> Table:
-    """Return the same for a terminal."""
+    """Return a table for a terminal."""
     found = Table(*heads, box=None, pad_edge=False)
     for row in rows:
         found.add_row(*(Text(cell if isinstance(cell, str) else cell[0]) for cell in row))
@@ -95,9 +95,9 @@ def text_table(heads: Iterable[str], rows: Iterable[Sequence[Cell]]) -> Table:
 
 
 def value_cell(value: Estimate | float | None, form: Callable[[float], str]) -> Cell:
-    """Return a value with its interval, and the confidence of that where it falls short.
+    """Return a value with its interval, and the confidence if it is below the wanted one.
 
-    It is rounded down: no interval claims more than it holds.
+    The confidence is rounded down.
     """
     if value is None:
         return NOTHING

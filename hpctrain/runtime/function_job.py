@@ -148,7 +148,7 @@ def submit(  # noqa: PLR0913 - options of a job
         partition=partition,
         account=account,
         nodes=nodes,
-        tasks_per_node=tasks,
+        ntasks_per_node=tasks,
         cpus_per_task=cpus,
         time=scheduler.sbatch_time(time),
         gpus_per_node=gpus,
@@ -176,7 +176,7 @@ def _sent(
     )
     script = batch_script.script("requeue" if settings.requeue else "multi_node", settings)
     number = scheduler.submit_in(folder, script, environment_of_ranks())
-    return Job(number, folder, (settings.nodes or 1) * (settings.tasks_per_node or 1))
+    return Job(number, folder, (settings.nodes or 1) * (settings.ntasks_per_node or 1))
 
 
 def _new_folder(name: str) -> Path:

@@ -1,4 +1,4 @@
-"""Carrying out of one attempt: its processes, its folder, its record."""
+"""Measurement of one repeat of one point: processes, folder and record."""
 
 import contextlib
 import os
@@ -11,29 +11,29 @@ from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
 
-from hpctrain.cluster.load import LoadMeter
+from hpctrain.cluster.machine_load import LoadMeter
 from hpctrain.core.atomic import make_folder
 from hpctrain.core.checks import seconds
 from hpctrain.core.config import variable_of
 from hpctrain.core.errors import DataError, HpctrainError
-from hpctrain.launch.program import resolve
+from hpctrain.launch.program import resolve, start
 from hpctrain.studies.measurement import measure
-from hpctrain.studies.points import Attempt
-from hpctrain.studies.records import PointRecord, StudyFolder
+from hpctrain.studies.point_records import PointRecord, StudyFolder
+from hpctrain.studies.points import PointRepeat
 from hpctrain.studies.study_file import StudyConfig
 
-RECORDS = "records"  # the folder in that of an attempt where ranks write
-OUTPUT = "output.txt"  # what its processes have printed
+RECORDS = "records"  # folder below that of a repeat in which ranks write
+OUTPUT = "output.txt"  # output of its processes
 
-_SHOWN = 15  # last lines of the output that an error has
+_SHOWN = 15  # last lines of the output that an error contains
 _VARIABLE = variable_of("records")
 _GRACE_S, _LOOK_S = 5.0, 0.01
 
 
-def carry_out(config: StudyConfig, attempt: Attempt, folder: StudyFolder) -> PointRecord:
-    """Measure one repeat of one point. What fails is in the record, and no error.
+def carry_out(config: StudyConfig, attempt: PointRepeat, folder: StudyFolder) -> PointRecord:
+    """Measure one repeat of one point. The record reports a failure; no error is raised.
 
-    A half-done attempt of the same name is cleared away first, and so are its processes.
+    Files and processes of an interrupted measurement of the same repeat are removed first.
     """
     place, study = clear(folder, attempt), config.study
     make_folder(place / RECORDS)
@@ -58,8 +58,8 @@ def carry_out(config: StudyConfig, attempt: Attempt, folder: StudyFolder) -> Poi
     )
 
 
-def clear(folder: StudyFolder, attempt: Attempt) -> Path:
-    """Remove what is left of an attempt that was broken off; return the path of its folder."""
+def clear(folder: StudyFolder, attempt: PointRepeat) -> Path:
+    """Remove files and processes of an interrupted repeat; return the path of its folder."""
     place = folder.attempts / attempt.name
     if place.exists():
         _kill_left_over(place / RECORDS)
@@ -67,8 +67,8 @@ def clear(folder: StudyFolder, attempt: Attempt) -> Path:
     return place
 
 
-def _run(config: StudyConfig, attempt: Attempt, place: Path) -> None:
-    """Start the ranks and wait for them. Raises ``HpctrainError``: they fail."""
+def _run(config: StudyConfig, attempt: PointRepeat, place: Path) -> None:
+    """Start the ranks and wait for their end. Raises ``HpctrainError``: the ranks failed."""
     launcher, command, variables = config.filled(attempt.names(config.study.mode, place))
     words = [*(resolve(launcher) if launcher else ()), *resolve(command)]
     records = str((place / RECORDS).absolute())
@@ -83,23 +83,16 @@ def _run(config: StudyConfig, attempt: Attempt, place: Path) -> None:
 def _wait(
     words: Sequence[str], environ: Mapping[str, str], output: Path, timeout_s: float | None
 ) -> int | None:
-    """Return the exit code of a program, None where it took too long; nothing of it is left."""
+    """Return the exit code of a program, or None after the timeout; all its processes end."""
     process = None
     with output.open("wb") as file:
-        try:  # a signal may end this while the program is started, too
-            process = subprocess.Popen(  # noqa: S603 - this is the user's command
-                words,
-                env=environ,
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C is ours
-            )
+        try:  # a signal may interrupt the start of the program
+            process = start(words, env=environ, stdout=file, stderr=subprocess.STDOUT)
             return process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             return None
         finally:
-            # At the second signal `hpctrain launch` waits for no rank.
+            # `hpctrain launch` kills its ranks at the second signal.
             for patience_s in (1.0, _GRACE_S):
                 if process is not None and process.returncode is None:
                     process.terminate()
@@ -111,7 +104,7 @@ def _wait(
 
 
 def _left_over(records: Path) -> list[int]:
-    """List the processes of this host and user that belong to an attempt, by their environment."""
+    """List the processes of this host and user that belong to a repeat, by their environment."""
     mark = f"{_VARIABLE}={records.absolute()}".encode()
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
@@ -122,7 +115,7 @@ def _left_over(records: Path) -> list[int]:
 
 
 def _kill_left_over(records: Path) -> None:
-    """Kill them, and wait until they are gone: what they write would spoil the next attempt."""
+    """Kill the processes of a repeat and wait until they have ended."""
     give_up = time.monotonic() + _GRACE_S
     while (pids := _left_over(records)) and time.monotonic() < give_up:
         for pid in pids:

@@ -1,4 +1,4 @@
-"""Checklist of what a report on performance must contain, computed from the data of a study.
+"""Checklist for reports on performance, computed from the data of a study.
 
 Sources: Hoefler and Belli, Scientific Benchmarking of Parallel Computing Systems, SC15 (twelve
 rules, numbered as there); Bailey, Twelve Ways to Fool the Masses, 1991; rules of MLPerf HPC.
@@ -10,9 +10,9 @@ from importlib import resources
 from itertools import pairwise
 
 from hpctrain.core.python_compat import tomllib
+from hpctrain.studies.point_records import PointRecord
 from hpctrain.studies.points import attempts_of
-from hpctrain.studies.records import PointRecord
-from hpctrain.studies.results import StudyResults, shown_batch
+from hpctrain.studies.study_results import StudyResults, shown_batch
 
 MIN_REPEATS = 5
 
@@ -21,17 +21,17 @@ _Fault = Callable[[StudyResults], str]
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Whether a study keeps one rule."""
+    """Result of one rule for a study."""
 
     name: str
     source: str
     rule: str
     remedy: str
-    fault: str  # why it is not kept; empty where it is
+    fault: str  # why the study breaks the rule; empty if it does not
 
     @property
     def advice(self) -> str:
-        """What is missing, and what to do about it; empty where nothing is."""
+        """The fault and its remedy; empty without a fault."""
         return f"{self.fault}; {self.remedy}" if self.fault else ""
 
 
@@ -122,7 +122,7 @@ def _target(results: StudyResults) -> str:
 
 
 def _lacking(is_bare: Callable[[PointRecord], bool], what: str) -> _Fault:
-    """Make a fault of a condition that no measured repeat may meet."""
+    """Make a rule: no measured repeat may satisfy the condition."""
 
     def fault(results: StudyResults) -> str:
         return _named(results, list(filter(is_bare, results.done)), what) or _nothing(results)
@@ -131,7 +131,7 @@ def _lacking(is_bare: Callable[[PointRecord], bool], what: str) -> _Fault:
 
 
 def _unknown(*names: str) -> _Fault:
-    """Make a fault of fields that every measured repeat must have."""
+    """Make a rule: every measured repeat must have the fields."""
     return _lacking(
         lambda record: any(getattr(record, name) is None for name in names),
         f"no {', '.join(names)}",

@@ -1,4 +1,4 @@
-"""Two studies compared: the time of a step at each point that both have measured."""
+"""Comparison of the step times of two studies at each point that both measured."""
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -6,23 +6,23 @@ from rich.text import Text
 from hpctrain.core.errors import DataError
 from hpctrain.report.figure import Estimate, shown
 from hpctrain.report.page import Cell, text_table, value_cell
-from hpctrain.studies.results import StudyResults, key_of
 from hpctrain.studies.statistics import ratio, repeats_needed
+from hpctrain.studies.study_results import StudyResults, key_of
 
 _HEADS = ("point", "second by first", "repeats", "verdict")
 _WHERE = ("cpu", "cores", "host", "versions", "commit")
 
 
 class StudyComparison:
-    """The second of two studies by the first.
+    """Ratios of step times, second study divided by first.
 
-    At each point an exact rank-sum test tells slower or faster from noise, and its interval leaves
-    out 1 then. All points together call studies different that are not with a probability of at
-    most ``alpha``: each has its share of it (Bonferroni).
+    At each point an exact rank-sum test separates a difference from noise; the interval of the
+    ratio excludes 1 if there is a difference. The probability of a false difference at any point
+    is at most ``alpha`` (Bonferroni correction).
     """
 
     def __init__(self, first: StudyResults, second: StudyResults, alpha: float) -> None:
-        """Compare them. Raises ``DataError``: no point is in both."""
+        """Compare two studies. Raises ``DataError``: no point is in both."""
         before, after = (
             {key_of(each.point): each for each in study.summaries} for study in (first, second)
         )
@@ -30,8 +30,8 @@ class StudyComparison:
         shared = [key for key in labels if all(key in s and s[key].done for s in (before, after))]
         if not shared:
             raise DataError(
-                "two studies are compared at the points that both have measured, and these share "
-                "none"
+                "two compared studies must share measured points, but these share none; compare "
+                "studies with equal factors"
             )
         confidence = 1 - alpha / len(shared)
         pairs = [(before[key].times_s, after[key].times_s) for key in shared]
@@ -39,15 +39,22 @@ class StudyComparison:
             (labels[key], ratio(*pair, confidence))
             for key, pair in zip(shared, pairs, strict=True)
         ]
-        """Each point by its label, and the ratio there."""
+        """Label and ratio of each point."""
         self.verdicts = [_verdict(found) for _, found in self.points]
-        """Of each point: ``slower``, ``faster``, or why neither."""
+        """For each point: ``slower``, ``faster``, or the reason for neither."""
         self._rows: list[list[Cell]] = [
-            [label, value_cell(found, "{:.3f}".format), ", ".join(str(len(s)) for s in pair), told]
-            for (label, found), pair, told in zip(self.points, pairs, self.verdicts, strict=True)
+            [
+                label,
+                value_cell(found, "{:.3f}".format),
+                ", ".join(str(len(s)) for s in pair),
+                verdict,
+            ]
+            for (label, found), pair, verdict in zip(
+                self.points, pairs, self.verdicts, strict=True
+            )
         ]
         names = [each.config.study.name for each in (second, first)]
-        if len(set(names)) == 1:  # one study, measured again
+        if len(set(names)) == 1:  # the same study, measured twice
             names = [str(each.directory) for each in (second, first)]
         self.headline = (
             f"{' by '.join(map(shown, names))}: time of a step, {len(shared)} points, alpha "
@@ -61,9 +68,9 @@ class StudyComparison:
             f"Ratios of medians, with intervals by an exact rank-sum test of alpha "
             f"{alpha / len(shared):.2g} at each point (Bonferroni), which assumes no "
             f"distribution. {_SHORT * short}"
-            f"Whatever changed in between counts, load of the machine too: make variants a factor "
-            f"of one study, and they are measured in turn. Of where they ran differ: "
-            f"{', '.join(other) or 'nothing'}. Left out, as not in both: "
+            f"The ratios include all changes between the studies, also of the machine's load: "
+            f"make variants a factor of one study to measure them interleaved. Differences of the "
+            f"environments: {', '.join(other) or 'nothing'}. Left out, as not in both: "
             f"{'; '.join(alone) or 'nothing'}."
         )
 
@@ -73,14 +80,14 @@ class StudyComparison:
 
 
 _SHORT = (
-    "Where repeats are too few for that, the interval has the confidence that stands behind it, "
-    "or there is none. "
+    "With too few repeats for this confidence, the table shows the confidence of the interval, "
+    "or no interval. "
 )
 
 
 def _verdict(found: Estimate) -> str:
     if found.low is None or found.high is None or found.falls_short:
-        return f"too few repeats to tell, {repeats_needed(found.wanted)} are needed"
+        return f"too few repeats, {repeats_needed(found.wanted)} are needed"
     if found.low <= 1 <= found.high:
         return "no difference beyond noise"
     return "slower" if found.value > 1 else "faster"

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from hpctrain.report.figure import PARTS, RANKS, Figure, Kind, Series, shown
-from hpctrain.studies.results import PointSummary, StudyResults, label_of
+from hpctrain.studies.study_results import PointSummary, StudyResults, label_of
 
 LEVELS = {"node_bytes": "in nodes", "rail_bytes": "between nodes"}
 
@@ -14,7 +14,7 @@ SPEED_UP = "speed_up"
 _RATIOS = (EFFICIENCY, SPEED_UP)
 
 _Line = Callable[[PointSummary, float], float]
-"""What a time of a step means at a point."""
+"""Value of a figure for a step time at a point."""
 
 _INTERVALS = "with intervals, whose confidence is in the table."
 _LINES: dict[Kind, str] = {"dashed": "ideal", "dotted": "bound of the machine"}
@@ -31,7 +31,7 @@ _NOTES = {
     "dashed": "Dashed: ideal, from the smallest point that has a core for each rank.",
     "dotted": "Dotted: what the model of the machine allows.",
 }
-"""What to say where a series is of such a kind."""
+"""Note by the kind of a series."""
 
 
 def figures_of(results: StudyResults) -> list[Figure]:
@@ -48,7 +48,7 @@ def _noted(figure: Figure) -> Figure:
 
 
 def _by_size(results: StudyResults) -> Iterator[Figure]:
-    """Yield what changes with the number of ranks, curve by curve."""
+    """Yield the figures by number of ranks, one curve after the other."""
     target = f"Time to {label_of(results.config.study.target)}"
     rows: list[tuple[str, str, str, str, _Line | None]] = [
         ("time", "Time of a step", "seconds", "mean_step_s", lambda _, seconds: seconds),
@@ -89,7 +89,7 @@ def _cost(summary: PointSummary, seconds: float) -> float:
 
 
 def _by_point(results: StudyResults) -> list[Figure]:
-    """Return what each point consists of, and what its repeats have learned."""
+    """Return the breakdown of each point, and the learning curves of its repeats."""
     name = next((each.metric_name for each in results.done if each.metric is not None), None)
     learned, sent = list[Series](), list[Series]()
     how: dict[str, Any] = {"y_label": shown(name or "loss"), "scale": "zoom"}
@@ -116,12 +116,12 @@ def _by_point(results: StudyResults) -> list[Figure]:
             name="bytes",
             title="Bytes of a step",
             y_label="bytes, over all ranks",
-            note="What moved through the memory of nodes, and what was sent between them.",
+            note="Bytes copied in the memory of nodes, and bytes sent between nodes.",
             series=_bars(results, LEVELS),
         ),
         Figure(
             name="learning",
-            title="What was learned",
+            title="Learning curves",
             x_label="seconds from the begin of the first step",
             note="A line for each repeat, by one rank; a point where only its end is known.",
             series=learned,
@@ -129,7 +129,7 @@ def _by_point(results: StudyResults) -> list[Figure]:
         ),
         Figure(
             name="learned-by-bytes",
-            title="What was learned, by what was sent",
+            title="Learning by bytes sent",
             x_label="bytes between nodes, of all ranks and steps",
             note="A point for each repeat, at its end. On one node nothing is sent.",
             series=sent,
@@ -143,10 +143,10 @@ def _is_scaling(results: StudyResults) -> bool:
 
 
 def _series(results: StudyResults, field: str, line: _Line | None) -> list[Series]:
-    """Return a field of each repeat, its median at each point, and what ideal and model say.
+    """Return a field of each repeat, its median at each point, and the ideal and modelled lines.
 
-    They are drawn by curves: one where all sizes are alike. The lines are at points that were
-    measured.
+    Each curve has its own series; a study of one size has one curve. The lines connect measured
+    points.
     """
     is_scaling, found = _is_scaling(results), []
     lines: list[Series] = []
@@ -155,14 +155,14 @@ def _series(results: StudyResults, field: str, line: _Line | None) -> list[Serie
         name = results.curve(summary.point) if is_scaling else ""
         curves.setdefault(name, []).append(summary)
     for colour, (name, summaries) in enumerate(curves.items()):
-        told: dict[Kind, list[tuple[Any, Any]]] = {"repeats": [], "points": [], "hollow": []}
+        measured: dict[Kind, list[tuple[Any, Any]]] = {"repeats": [], "points": [], "hollow": []}
         least: dict[Kind, list[tuple[Any, Any]]] = {"dashed": [], "dotted": []}
         for one in summaries:
             x = one.ranks if is_scaling else results.label(one.point)
             y = getattr(one, field) if field in _RATIOS else one.median_of(field)
-            told["hollow" if one.oversubscribed else "points"].append((x, y))
+            measured["hollow" if one.oversubscribed else "points"].append((x, y))
             if y and field not in _RATIOS:
-                told["repeats"] += [(x, getattr(record, field)) for record in one.done]
+                measured["repeats"] += [(x, getattr(record, field)) for record in one.done]
             if line and one.step_s and is_scaling:
                 bound_s = results.bound(one.point) if results.bound else None
                 least["dashed"] += [(x, line(one, one.ideal_s))] if one.ideal_s else []
@@ -174,7 +174,8 @@ def _series(results: StudyResults, field: str, line: _Line | None) -> list[Serie
             "hollow": f"{own}{_MANY}",
         }
         found += [
-            Series.of(v, kind=kind, name=names[kind], colour=colour) for kind, v in told.items()
+            Series.of(v, kind=kind, name=names[kind], colour=colour)
+            for kind, v in measured.items()
         ]
         lines += [
             Series.of(v, kind=kind, name=_LINES[kind], colour=colour) for kind, v in least.items()
@@ -183,7 +184,7 @@ def _series(results: StudyResults, field: str, line: _Line | None) -> list[Serie
 
 
 def _measured(summaries: Sequence[PointSummary], field: str) -> str:
-    """Return what the points and the bars around them are."""
+    """Return the legend of the points and their error bars."""
     kept = [each.efficiency if field in _RATIOS else each.median_of(field) for each in summaries]
     confidences = {
         round(100 * each.confidence, 1) for each in kept if each and each.low != each.high
@@ -192,12 +193,12 @@ def _measured(summaries: Sequence[PointSummary], field: str) -> str:
     if not confidences:
         return what
     least, most = min(confidences), max(confidences)
-    told = f"{least:g}" if least == most else f"{least:g} to {most:g}"
-    return f"{what}, bars: {told} % interval"
+    range_text = f"{least:g}" if least == most else f"{least:g} to {most:g}"
+    return f"{what}, bars: {range_text} % interval"
 
 
 def _bars(results: StudyResults, titles: Mapping[str, str]) -> list[Series]:
-    """Return a bar for each field at each point where it is known."""
+    """Return a bar for each known field at each point."""
     found = []
     for colour, (name, title) in enumerate(titles.items()):
         values = [(results.label(each.point), each.median_of(name)) for each in results.summaries]

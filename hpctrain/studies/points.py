@@ -14,7 +14,7 @@ SRUN = (
     "srun --nodes={nodes} --ntasks={ranks} --ntasks-per-node={ranks_per_node} "
     "--kill-on-bad-exit=1 --cpu-bind=cores"
 )
-"""Takes the place of ``LAUNCH`` in jobs of Slurm."""
+"""Replaces ``LAUNCH`` in jobs of Slurm."""
 
 
 Point = Mapping[str, Any]
@@ -22,40 +22,40 @@ Point = Mapping[str, Any]
 
 
 class Placement(NamedTuple):
-    """How large a point is."""
+    """Number of ranks and nodes of a point."""
 
     ranks: int
     nodes: int
-    ranks_per_node: int  # the most of a node
+    ranks_per_node: int  # maximum over nodes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Attempt:
+class PointRepeat:
     """One repeat of one point."""
 
     point: Point
     repeat: int  # from 0
-    order: int  # its place among all points and repeats of the study, from 0
+    order: int  # index among all repeats of all points, from 0
 
     @property
     def layout(self) -> Placement:
-        """How large it is."""
+        """Ranks and nodes of the point."""
         found = layout_of(self.point)
         assert found is not None
         return found
 
     @property
     def name(self) -> str:
-        """Name of its folder."""
+        """Name of the folder."""
         return f"{self.order:04d}"
 
     @property
     def text(self) -> str:
-        """The point in one line, for people and as a key."""
+        """The factors in one line, also a key."""
         return " ".join(f"{name}={value}" for name, value in self.point.items())
 
     def names(self, mode: str, folder: Path) -> dict[str, Any]:
-        """Return what names in braces stand for."""
+        """Return the values of the names in braces."""
         found = {**self.point, **self.layout._asdict(), "repeat": self.repeat, "folder": folder}
         if "batch" in found:
             batch, ranks = found["batch"], self.layout.ranks
@@ -64,14 +64,14 @@ class Attempt:
         return found
 
     def is_oversubscribed(self, cores: int, hosts: int) -> bool:
-        """Say whether it has more ranks than cores, on so many hosts of so many cores."""
+        """Return True if the point has more ranks than ``hosts`` hosts have ``cores`` cores."""
         return self.layout.ranks > cores * min(self.layout.nodes, hosts)
 
 
 def layout_of(point: Point) -> Placement | None:
-    """Return how large a point is; None where its factors contradict each other.
+    """Return ranks and nodes of a point; None if its factors contradict each other.
 
-    Nodes that nobody tells are as many as needed, one without ranks per node.
+    Without the factor ``nodes``, the point has the minimum number of nodes for its ranks per node.
     """
     ranks, nodes, each = (point.get(name) for name in Placement._fields)
     if ranks is None:
@@ -83,12 +83,12 @@ def layout_of(point: Point) -> Placement | None:
     return Placement(ranks, nodes, -(-ranks // nodes))
 
 
-def attempts_of(config: StudyConfig) -> list[Attempt]:
-    """Return all repeats of all points in the order in which they are measured.
+def attempts_of(config: StudyConfig) -> list[PointRepeat]:
+    """Return all repeats of all points in the order of measurement.
 
-    In every repeat all points come, in an order of its own: whatever drifts while a study runs
-    meets all points alike. The order of a repeat depends on seed and points alone, so that more
-    repeats can follow later.
+    Every repeat contains all points in a new random order, so that drift during a study affects
+    all points equally. The order of a repeat depends only on seed and points: further repeats can
+    follow later.
 
     Raises ``ConfigError``: factors contradict each other in all points, or the ranks of one
     cannot share its batch.
@@ -100,27 +100,27 @@ def attempts_of(config: StudyConfig) -> list[Attempt]:
     points = [point for point in combinations if layout_of(point) is not None]
     if not points:
         raise ConfigError(
-            f"a point has at least as many ranks as nodes, and nodes x ranks_per_node ranks where "
-            f"all are told; none of these has: {dict(config.factors)}"
+            f"a point must have at least as many ranks as nodes, and nodes x ranks_per_node ranks "
+            f"if all three are factors, but no combination has: got {dict(config.factors)}"
         )
-    found: list[Attempt] = []
+    found: list[PointRepeat] = []
     for repeat in range(config.study.repeats):
         shuffled = random.Random(f"{config.study.seed}/{repeat}").sample(points, len(points))  # noqa: S311
         for point in shuffled:
-            found.append(Attempt(point=point, repeat=repeat, order=len(found)))
+            found.append(PointRepeat(point=point, repeat=repeat, order=len(found)))
     if config.study.mode == "strong" and config.uses("rank_batch"):
         for attempt in found:
             batch, ranks = attempt.point["batch"], attempt.layout.ranks
             if batch % ranks:
                 raise ConfigError(
-                    f"factors.batch is divided among the ranks for {{rank_batch}}, and {ranks} "
-                    f"ranks cannot share {batch} samples alike; choose a multiple, or mode = weak"
+                    f"factors.batch must be a multiple of the ranks for {{rank_batch}}, got a "
+                    f"batch of {batch} for {ranks} ranks; choose a multiple, or mode = weak"
                 )
     return found
 
 
 def on_slurm(config: StudyConfig) -> StudyConfig:
-    """Return a study on real nodes, started by ``srun`` unless another launcher is set."""
+    """Return the study for real nodes, with ``srun`` unless another launcher is set."""
     nodes = max(attempt.layout.nodes for attempt in attempts_of(config))
     launcher = SRUN if config.command.launcher == LAUNCH else config.command.launcher
     return replace(

@@ -26,10 +26,10 @@ from hpctrain.report.page import (
 )
 from hpctrain.studies.checklist import MIN_REPEATS, verdicts
 from hpctrain.studies.figures import LEVELS, figures_of
-from hpctrain.studies.results import PointSummary, StudyResults
 from hpctrain.studies.study_file import StudyConfig
+from hpctrain.studies.study_results import PointSummary, StudyResults
 
-MAX_TEXT = 400  # characters of a cell; more can be folded out
+MAX_TEXT = 400  # characters of a cell; longer texts are folded
 
 POINT_HEADS = (
     *("point", "step", "samples/s", "efficiency", "slow steps"),
@@ -42,14 +42,15 @@ _NUM_SHOWN = 4  # columns of points on a terminal
 _KEPT, _MISSING = ("\N{CHECK MARK} kept", 1), ("\N{BALLOT X} missing", 0)
 
 _METHOD = (
-    "A step lasts as long as on its slowest rank. Of each repeat counts the mean of its steps "
-    "behind {warm_up} of warm-up, and all its samples by all its seconds as its rate; of a point "
-    "the median over repeats. Intervals of medians are repeats, by the sign test; efficiency is "
-    "the ratio of medians to the smallest point of the curve that has a core for each rank, with "
-    "an interval by the rank-sum test. Both assume no distribution, and hold the true value with "
-    "95 % or more, or with what stands behind them; each point for itself. 95 % of all steps are "
-    "faster than slow steps. Time to target is a median, only where every repeat reached it; "
-    "without extremes it is the mean without the best and the worst repeat, as MLPerf HPC scores."
+    "A step lasts as long as on its slowest rank. The time of a repeat is the mean of its steps "
+    "after {warm_up} of warm-up, its rate all samples divided by all seconds; a point has the "
+    "median over repeats. Intervals of medians are from the sign test. Efficiency is the "
+    "ratio of medians to the smallest point of the curve with a core for each rank, with an "
+    "interval from the rank-sum test. Both tests assume no distribution; the interval of a point "
+    "contains the true value with a confidence of 95 %, or with the confidence in the table. 95 % "
+    "of all steps are faster than slow steps. Time to target is the median if all repeats reached "
+    "the target; without extremes it is the mean without the best and the worst repeat, as in "
+    "MLPerf HPC."
 )
 
 
@@ -89,8 +90,8 @@ def study_page(results: StudyResults, figures: list[Figure]) -> str:
         "<h2>Points that failed</h2>" if failures else "",
         table("failed", ("point", "repeat", "folder", "error"), failures) if failures else "",
         "<h2>Checklist</h2>",
-        table("checklist", ("state", "rule", "what is missing, and what to do", "source"), checks),
-        "<h2>What was run, and how</h2>",
+        table("checklist", ("state", "rule", "fault and remedy", "source"), checks),
+        "<h2>Command and environment</h2>",
         _setup(results),
     ]
     return page(shown(study.name), parts, figures)
@@ -114,7 +115,7 @@ def summary_of(results: StudyResults) -> RenderableType:
 
 
 def point_cells(results: StudyResults, summary: PointSummary) -> list[Cell]:
-    """Return what is known of a point, in the order of ``POINT_HEADS``."""
+    """Return the cells of a point, in the order of ``POINT_HEADS``."""
     mark = "\n(more ranks than cores)" if summary.oversubscribed else ""
     steps = [seconds for record in summary.done for seconds in record.step_s]
     slow_s = float(np.quantile(steps, 0.95)) if steps else None
@@ -167,4 +168,4 @@ def _setup(results: StudyResults) -> str:
         for name, text in texts.items()
         if len(text) >= MAX_TEXT
     ]
-    return "\n".join([table("setup", ("what", "value"), rows), *details])
+    return "\n".join([table("setup", ("name", "value"), rows), *details])

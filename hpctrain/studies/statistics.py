@@ -1,7 +1,7 @@
 """Statistics of a study: medians and their ratios, with intervals that assume no distribution.
 
 A repeat is one sample: steps of one run are not independent. Intervals are exact for any
-continuous distribution, and tell their confidence, also where repeats are too few for 95 %.
+continuous distribution; each has its confidence, also with too few repeats for 95 %.
 Sources: Hoefler and Belli, Scientific Benchmarking of Parallel Computing Systems, SC15; of the
 ratio, Mann and Whitney, The Annals of Mathematical Statistics 18 (1947), inverted as by Hodges and
 Lehmann, the same 34 (1963).
@@ -48,9 +48,9 @@ def repeats_needed(confidence: float) -> int:
 def _estimate(
     value: float, candidates: Iterable[float], chances: Iterable[float], confidence: float
 ) -> Estimate:
-    """Cut off as many candidates at both ends as the confidence allows.
+    """Drop as many candidates at both ends as the confidence allows.
 
-    ``chances`` are those that none, one, two, ... of the candidates are below the true value.
+    ``chances[k]`` is the probability that k candidates are below the true value.
     """
     ordered, outside = sorted(candidates), 2 * np.cumsum(list(chances))
     cut = max(0, int(np.count_nonzero(outside <= 1 - confidence + 1e-12)) - 1)

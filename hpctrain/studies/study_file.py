@@ -1,4 +1,4 @@
-"""File of a study, ``STUDY.toml``: what to measure, and what each factor changes."""
+"""File of a study, ``STUDY.toml``: the command, and the factors that vary it."""
 
 import math
 import re
@@ -19,54 +19,54 @@ LAUNCH = "hpctrain launch -n {ranks} --nodes {nodes} --"
 _LAYOUT = ("ranks", "nodes", "ranks_per_node")
 _ATTEMPT = ("folder", "repeat")
 
-_NAME = re.compile(r"(?<!\$)\{([a-z]\w*)\}")  # ${x} is a shell's
+_NAME = re.compile(r"(?<!\$)\{([a-z]\w*)\}")  # the shell expands ${x}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StudyTable(CheckedFields):
-    """What is asked, and how it is measured."""
+    """Name, mode and limits of the measurement."""
 
     table: ClassVar = "study"
     name: str = "study"
     """Name of the study, and of its folder studies/NAME."""
     mode: Literal["strong", "weak"] = "strong"
-    """strong: the same work on more ranks, so that the factor batch is that of all ranks; weak:
-    more work on more ranks, so that it is that of each rank."""
+    """strong: equal work on more ranks, factor batch is the batch of all ranks; weak: more work on
+    more ranks, factor batch is the batch of each rank."""
     repeats: Number = 5
-    """How often each point is measured: in every repeat all points, in random order."""
+    """Measurements of each point: every repeat measures all points, in random order."""
     seed: Count = 0
-    """Of the random order."""
+    """Seed of the random order."""
     warm_up: Count = 10
-    """First steps of each repeat that do not count; at least the very first, of which nobody knows
-    when it began, unless records tell its seconds."""
+    """First steps of each repeat that do not count; at least the very first step, whose start is
+    unknown unless records contain its seconds."""
     target: Mapping[str, Any] = field(default_factory=dict)
-    """What to take the time to, such as { accuracy = 0.95 } or { loss = 0.1 }, by the names of
+    """Goal of the time to target, such as { accuracy = 0.95 } or { loss = 0.1 }, by the names of
     hpctrain.record; loss is the mean of ten steps, a name that ends in loss falls, others grow."""
     timeout: Time = "1h"
-    """Time after which a repeat of a point has failed."""
+    """Time limit of a repeat of a point."""
     cores: Count = 0
-    """Cores of a host; 0 counts those of this machine."""
+    """Cores of a host; 0 counts the cores of this machine."""
     hosts: Number = 1
-    """Real hosts. Further nodes of a point are declared ones that share their cores; a point with
-    more ranks than cores is oversubscribed: measured, and kept out of efficiency."""
+    """Real hosts. Further nodes of a point are declared nodes that share their cores; a point with
+    more ranks than cores is oversubscribed: measured, but without an efficiency."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommandTable(CheckedFields):
-    """What is started. In every text {NAME} stands for the value of a factor.
+    """The command. In every text {NAME} is replaced by the value of a factor.
 
-    Also for {ranks}, {nodes}, {ranks_per_node}, for {global_batch} and {rank_batch}, and for
+    So are {ranks}, {nodes}, {ranks_per_node}, {global_batch} and {rank_batch}, and
     {folder} and {repeat} of an attempt.
     """
 
     table: ClassVar = "command"
     run: str = ""
-    """What is measured: hpctrain train CONFIG.toml, or any program whose ranks call
+    """Measured command: hpctrain train CONFIG.toml, or any program whose ranks call
     hpctrain.record(step=..., samples=...)."""
     launcher: str = LAUNCH
-    """What stands before it and starts its ranks; --slurm replaces this default by srun."""
+    """Launcher in front of the command; --slurm replaces this default by srun."""
     set: Mapping[str, Any] = field(default_factory=dict)
-    """Keys of hpctrain train, which become --set KEY=VALUE behind the command."""
+    """Keys of hpctrain train, appended to the command as --set KEY=VALUE."""
     environment: Mapping[str, Any] = field(default_factory=dict)
     """Variables of the environment."""
 
@@ -76,9 +76,9 @@ class StudyConfig(CheckedFields):
     """A scaling study; hpctrain study run measures it."""
 
     factors: Mapping[str, Any] = field(default_factory=dict)
-    """What is varied: a list for each factor, and a point for each combination. ranks, nodes and
-    ranks_per_node say how large a point is, each may be left out; batch and any other name, such
-    as codec or steps, change what the texts of [command] say."""
+    """Factors: a list of values for each, and a point for each combination. ranks, nodes and
+    ranks_per_node are the size of a point, each may be left out; batch and any other name, such
+    as codec or steps, are used in the texts of [command]."""
     study: StudyTable = field(default_factory=StudyTable)
     command: CommandTable = field(default_factory=CommandTable)
 
@@ -86,18 +86,20 @@ class StudyConfig(CheckedFields):
         """Raise ``ConfigError`` if factors or texts are not valid."""
         for name, values in self.factors.items():
             is_list = isinstance(values, list) and 0 < len(values) == len(set(map(repr, values)))
-            require(is_list, f"factors.{name} is a list of different values", values)
+            require(is_list, f"factors.{name} must be a list of different values", values)
             is_word = re.fullmatch(r"[a-z]\w*", name) is not None and name not in _ATTEMPT
             require(
-                is_word, "factors are words of small letters, other than folder and repeat", name
+                is_word,
+                "factors must be words of small letters, other than folder and repeat",
+                name,
             )
             is_size = all(type(value) is int and value > 0 for value in values)
             is_free = name not in (*_LAYOUT, "batch")
-            require(is_free or is_size, f"factors.{name} has whole numbers above 0", values)
+            require(is_free or is_size, f"factors.{name} must be integers above 0", values)
         for name, value in self.study.target.items():
             is_number = type(value) in (int, float) and math.isfinite(value)
-            require(is_number, f"study.target.{name} is a number", value)
-        require(len(self.study.target) < 2, "study.target has one name", self.study.target)
+            require(is_number, f"study.target.{name} must be a number", value)
+        require(len(self.study.target) < 2, "study.target must have one name", self.study.target)
         if self.command.run:
             self._check_names()
 
@@ -107,14 +109,14 @@ class StudyConfig(CheckedFields):
         used = {name for text in self._texts() for name in _NAME.findall(text)}
         for name in sorted(used - known):
             raise ConfigError(
-                f"[command] has names of factors in {{}}, {{{name}}} is none{hint(name, known)}"
+                f"names in {{}} in [command] must be factors, got {{{name}}}{hint(name, known)}"
             )
         also = {name: {"ranks", "ranks_per_node"} for name in _LAYOUT}
         also["batch"] = {"global_batch", "rank_batch"}
         for name in self.factors:
             require(
                 bool(({name} | also.get(name, set())) & used),
-                f"factors.{name} changes something: write {{{name}}} in a text of [command]",
+                f"factors.{name} must be used: write {{{name}}} in a text of [command]",
                 sorted(used),
             )
 
@@ -126,7 +128,7 @@ class StudyConfig(CheckedFields):
     def filled(self, names: Mapping[str, Any]) -> tuple[list[str], list[str], dict[str, str]]:
         """Return the words of the launcher and of the command, and the variables.
 
-        What ``{...}`` stand for is in ``names``.
+        ``names`` are the values of ``{...}``.
         """
 
         def fill(value: Any) -> str:
@@ -141,13 +143,13 @@ class StudyConfig(CheckedFields):
         return launcher, run, {name: fill(value) for name, value in command.environment.items()}
 
     def uses(self, name: str) -> bool:
-        """Say whether a text of [command] has ``{name}``."""
+        """Return True if a text of [command] has ``{name}``."""
         return any(name in _NAME.findall(text) for text in self._texts())
 
     def changes(self, other: "StudyConfig") -> list[str]:
-        """Return the keys in which another study asks something else, so that points differ.
+        """Return the keys by which another study has different points.
 
-        More repeats, other limits of time, and what the machine has, do not.
+        Repeats, time limits and the size of the machine do not change points.
         """
         free = ("study.repeats", "study.timeout", "study.cores", "study.hosts")
         keys = [name for name in keys_of(StudyConfig) if name not in free]
@@ -157,25 +159,27 @@ class StudyConfig(CheckedFields):
 def load(path: Path) -> StudyConfig:
     """Read the file of a study.
 
-    Raises ``ConfigError``: names the file, the key, what it takes and what it got.
+    Raises ``ConfigError``: the file or a value is not valid.
     """
     values = TomlValues(StudyConfig)
     way_out = f"hpctrain study init {path} writes one"
     values.merge(read_toml(path, StudyConfig, way_out), f"file {path}")
     config = values.build()
-    require(bool(config.command.run), f"file {path}: command.run says what to measure", "")
+    require(
+        bool(config.command.run), f"file {path}: command.run must be the command to measure", ""
+    )
     for text in (config.command.run, config.command.launcher):
         try:
             shlex.split(text)
         except ValueError as error:
             raise ConfigError(
-                f"file {path}: texts of [command] are quoted as for a shell, got {text!r}: {error}"
+                f"file {path}: [command] must be quoted as for a shell, got {text!r}: {error}"
             ) from None
     return config
 
 
 def example(mode: Literal["strong", "weak"], script: str = "") -> StudyConfig:
-    """Return a study to begin with: of ``script``, else of the handwritten digits."""
+    """Return an example study of ``script``, or of the handwritten digits."""
     variables: dict[str, Any] = {"OMP_NUM_THREADS": 1}
     if script:
         name, run, target, settings = "script", script, {}, {}

@@ -121,7 +121,7 @@ def test_a_plan_by_numbers_loads_neither_torch_nor_mpi():
         (("--nodes", "1", "--gpus-per-node", "1"), "give --params, or --layers and --hidden"),
         ((*GIVEN, "--memory", "8GB", "--nodes", "1"), "GB too much .*; take 4 nodes, or"),
         ((*GIVEN, "--fix", "tp"), "tp must be an integer, got ''"),
-        ((*GIVEN, "--fix", "tp=3"), "84 ways to divide 64 ranks: not as fixed: 84"),
+        ((*GIVEN, "--fix", "tp=3"), "84 divisions of 64 ranks: not as fixed: 84"),
         ((*GIVEN, "--heads", "7"), "got 7 heads and a hidden size of 4096"),
         ((*GIVEN, "--layers", "1", "--hidden", "999983"), "layers have parameters beside"),
         (("--samples", "3", "--batch", "4"), "give --machine with a file"),

@@ -119,4 +119,4 @@ def test_what_is_missing_or_wrong_is_said(ask, tmp_path):
     assert "give its directory" in str(ask("--target-loss", "1", **GIVEN).exception)
     assert "no run directory" in str(ask(str(tmp_path), **GIVEN).exception)
     assert ask(**GIVEN | {"--samples": "many"}).exit_code == 2
-    assert "the fastest way takes" in str(ask("--deadline", "1s", **GIVEN).exception)
+    assert "the fastest candidate takes" in str(ask("--deadline", "1s", **GIVEN).exception)

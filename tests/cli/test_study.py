@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from hpctrain.cli.study import study
 from hpctrain.core.errors import ConfigError
-from hpctrain.studies.records import StudyFolder
+from hpctrain.studies.point_records import StudyFolder
 from tests.studies import generated
 from tests.train.starting import ROOT
 

@@ -15,7 +15,7 @@ PROBE = """
 import dataclasses, json
 from hpctrain.cluster.env import launched
 from hpctrain.doctor.host.gather import gather
-from hpctrain.doctor.ranks.probe import probe
+from hpctrain.doctor.ranks.examine_ranks import probe
 
 findings = [dataclasses.asdict(finding) for finding in probe(gather(lightly=True))]
 if launched().rank == 0:

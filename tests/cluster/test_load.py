@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from hpctrain.cluster.load import LoadMeter, MachineLoad, _own_s
+from hpctrain.cluster.machine_load import LoadMeter, MachineLoad, _own_s
 
 TICKS = "cpu {user} 5 10 900 7 0 0 0 0 0\ncpu0 0 0 0 0 0 0 0 0 0 0\n"
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from hpctrain.cost.layout import Layout, Placed, inside
+from hpctrain.cost.layout_cost import ParallelLayout, Placed, inside
 from hpctrain.cost.layout_search import LayoutChoice
 from hpctrain.cost.machine import Link, Machine
 from hpctrain.cost.transformer import RECOMPUTE, Transformer
@@ -15,7 +15,7 @@ PSI = MODEL.parameters
 
 
 def placed(batch=64, model=MODEL, local=8, **axes):
-    layout = Layout(**axes)
+    layout = ParallelLayout(**axes)
     world = layout.tp * layout.pp * layout.dp * layout.cp
     machine = Machine(
         nodes=max(1, world // local),
@@ -152,7 +152,7 @@ def test_selective_recomputation_saves_what_was_measured():
         nodes=280, ranks_per_node=8, nics=8, node=Link(3e-6, 250e9), network=Link(5e-6, 25e9),
         flops_per_s=190e12,
     )  # fmt: skip
-    here = Placed(a100, model, Layout(tp=8, pp=35, dp=8), 2240)
+    here = Placed(a100, model, ParallelLayout(tp=8, pp=35, dp=8), 2240)
     full_s, selective_s = (
         sum(here.terms(how(here, 0, 1, recompute))) for recompute in ("full", "selective")
     )
@@ -161,7 +161,7 @@ def test_selective_recomputation_saves_what_was_measured():
 
 def test_where_links_cost_nothing_all_ranks_compute_all_the_time():
     free = Machine(nodes=8, ranks_per_node=8, node=Link(0, math.inf), network=Link(0, math.inf))
-    here = Placed(free, MODEL, Layout(tp=4, dp=8, cp=2), 64)
+    here = Placed(free, MODEL, ParallelLayout(tp=4, dp=8, cp=2), 64)
     terms = here.terms(how(here, 3, 2, "none"))
     assert sum(terms) == terms.compute_s
     assert terms.compute_s == pytest.approx(

@@ -88,7 +88,7 @@ def of_brute_force(seed):
 def test_the_search_finds_what_brute_force_finds(seed):
     case, (fitting, num_layouts, least) = of_brute_force(seed)
     if not num_layouts:
-        with pytest.raises(ConfigError, match="keeps all rules"):
+        with pytest.raises(ConfigError, match="must obey all rules"):
             best_layouts(*asked(case))
         return
     if not fitting:
@@ -225,7 +225,7 @@ def test_what_fits_nowhere_says_how_much_is_missing_and_what_would_do():
     with pytest.raises(ConfigError) as caught:
         best_layouts(small, Transformer.of(70e9), RULES)
     told = str(caught.value)
-    assert "a rank has 72 GB for what is counted (90% of 80)" in told
+    assert "a rank has 72 GB for the modelled bytes (90% of 80)" in told
     least, missing = (
         float(re.search(rf"([\d.]+) GB{word}", told)[1]) for word in (", ", " too much")
     )
@@ -247,7 +247,7 @@ def test_where_no_layout_keeps_the_rules_they_are_counted():
     prime = Machine(nodes=7, ranks_per_node=1)
     model = Transformer.of(layers=2, hidden=64)
     with pytest.raises(
-        ConfigError, match=r"4 ways to divide 7 ranks: .*does not divide the batch: 1"
+        ConfigError, match=r"4 divisions of 7 ranks: .*does not divide the batch: 1"
     ):
         best_layouts(prime, model, LayoutRules(batch=1))
     assert axes(best_layouts(prime, model, LayoutRules(batch=7)).best[0]) == (1, 1, 7, 1)

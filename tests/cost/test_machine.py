@@ -37,7 +37,7 @@ def test_a_file_says_what_differs_from_the_defaults(tmp_path):
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("", "a machine has nodes; say how many"),
+        ("", "a machine must have nodes"),
         ("nodes = 0", "nodes must be at least 1, got 0"),
         ("nodes = 2.5", "nodes must be an integer, got 2.5"),
         ("nodes = true", "nodes must be an integer, got True"),

@@ -11,7 +11,7 @@ from torch.distributed.pipelining.schedules import (
     ScheduleInterleavedZeroBubble,
 )
 
-from hpctrain.cost.layout import Layout, Placed
+from hpctrain.cost.layout_cost import ParallelLayout, Placed
 from hpctrain.cost.machine import Link, Machine
 from hpctrain.cost.transformer import Transformer
 
@@ -130,7 +130,7 @@ def planned(layers, pp, micro, words=1, heads=4):
     """A pipeline on links that cost nothing, and the forward seconds of each stage."""
     model = Transformer.of(layers=layers, hidden=64, heads=heads, sequence=32, vocabulary=words)
     free = Machine(nodes=pp, network=Link(0.0, 1e30), flops_per_s=1e9)
-    one = Layout(pp=pp)
+    one = ParallelLayout(pp=pp)
     here = Placed(free, model, one, micro)
     per_stage = [len(range(stage, layers, pp)) * model.layer_flops / 1e9 for stage in range(pp)]
     per_stage[-1] += model.output_flops / 1e9

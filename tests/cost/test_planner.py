@@ -126,7 +126,7 @@ def test_a_deadline_is_met_for_the_least_node_hours():
     assert found.seconds <= deadline_s
     in_time = [c for c in everything if c.seconds <= deadline_s]
     assert found.score * found.nodes <= min(c.score * c.nodes for c in in_time)
-    with pytest.raises(ConfigError, match="the fastest way takes"):
+    with pytest.raises(ConfigError, match="the fastest candidate takes"):
         advise(MACHINE, MODEL, replace(GOAL, deadline_s=1.0))
 
 
@@ -162,5 +162,5 @@ def test_nodes_that_hardly_ever_work_are_left_out_and_none_is_an_error():
     assert 0 < found.by_nodes[-1].goodput < found.best.goodput < 1e-9
     assert found.best.nodes == 1
     assert found.by_nodes[-1].nodes < 64
-    with pytest.raises(ConfigError, match=r"got mtbf_s=0.1 of a node and restart_s=300, which"):
+    with pytest.raises(ConfigError, match=r"got mtbf_s=0.1 per node and restart_s=300"):
         advise(replace(failing, mtbf_s=0.1), MODEL, GOAL)

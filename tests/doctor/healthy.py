@@ -27,8 +27,7 @@ SLINGSHOT = Card(name="cxi0", family="cxi", is_live=True)
 
 HEALTHY = Facts(
     environ={},
-    python="3.11.7",
-    versions={"hpctrain": "0.1.0", "torch": "2.13.0", "mpi4py": "4.1.2"},
+    versions={"python": "3.11.7", "hpctrain": "0.1.0", "torch": "2.13.0", "mpi4py": "4.1.2"},
     mpi=MpiFacts(
         library=LIBRARY,
         reached=(Reached(library=LIBRARY, by="mpirun", program=Path("/venv/bin/mpirun")),),
@@ -106,7 +105,7 @@ def smi(**told):
     """The facts of a machine with four GPUs, as nvidia-smi tells them."""
     uuids = tuple(f"GPU-{number}" for number in "abcd")
     usual = {"driver": "570.86.15", "cuda": "12.8", "topology": NVLINK, "uuids": uuids}
-    return {"num_gpus": 4, "gpus": GpuFacts(**usual | told)}
+    return {"gpus": GpuFacts(num_devices=4, **usual | told)}
 
 
 def with_(environ=None, **changes):

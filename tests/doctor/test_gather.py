@@ -15,7 +15,7 @@ def test_gathering_lightly_leaves_out_what_is_the_same_for_a_node():
     facts = gather({"CUDA_VISIBLE_DEVICES": "0, 3"}, lightly=True)
     assert facts.mpi.library is None
     assert facts.cores.mask
-    assert facts.visible == ("0", "3")
+    assert facts.visible.names == ("0", "3")
     assert facts.network.copy_error == ""
 
 

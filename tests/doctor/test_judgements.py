@@ -111,7 +111,7 @@ TABLE = {
     ],
     environment.check_engines: [
         ({}, {}, "ok", "hpctrain horovod build"),
-        ({}, {"horovod": "0.28.1"}, "ok", "Horovod 0.28.1 is installed"),
+        ({}, {"versions": {"horovod": "0.28.1"}}, "ok", "Horovod 0.28.1 is installed"),
         ({}, {"horovod_error": "it says: no; build"}, "error", "it says: no do: build"),
     ],
     job.check_job: [
@@ -163,18 +163,33 @@ TABLE = {
     ],
     gpus.check_gpus: [
         ({}, {}, "ok", "0 in this machine"),
-        ({"CUDA_VISIBLE_DEVICES": "0, 1,0"}, {"num_gpus": 2}, "error", "_DEVICES=0,1"),
+        (
+            {"CUDA_VISIBLE_DEVICES": "0, 1,0"},
+            {"gpus": {"num_devices": 2}},
+            "error",
+            "_DEVICES=0,1",
+        ),
         (BATCH | {"SLURM_GPUS_ON_NODE": "2"}, {}, "warning", "4 tasks on this node share 2 GPUs"),
         (BATCH | {"SLURM_JOB_GPUS": "0,1,2"}, {}, "warning", "share 3 GPUs"),
         (BATCH | {"CUDA_VISIBLE_DEVICES": "0,1"}, {}, "warning", "--ntasks-per-node=2"),
         (BATCH | {"SLURM_GPUS_ON_NODE": "4"}, {}, "ok", ""),
         (BATCH | {"SLURM_GPUS_ON_NODE": "8"}, {}, "note", "some idle"),
         (SRUN | {"SLURM_GPUS_ON_NODE": "1"}, {}, "ok", ""),  # ranks compare theirs themselves
-        ({}, torch("2.13.0+cpu", num_gpus=4), "warning", "torch 2.13.0+cpu cannot use them"),
+        (
+            {},
+            torch("2.13.0+cpu", gpus={"num_devices": 4}),
+            "warning",
+            "torch 2.13.0+cpu cannot use them",
+        ),
         ({}, torch("2.13.0+cpu"), "ok", ""),
-        ({}, torch("2.13.0+cu130", num_gpus=4), "ok", ""),
-        ({"CUDA_VISIBLE_DEVICES": ""}, {"num_gpus": 4}, "note", "hides all 4 GPUs"),
-        ({"CUDA_VISIBLE_DEVICES": "-1"}, {"num_gpus": 4}, "note", "unset CUDA_VISIBLE_DEVICES"),
+        ({}, torch("2.13.0+cu130", gpus={"num_devices": 4}), "ok", ""),
+        ({"CUDA_VISIBLE_DEVICES": ""}, {"gpus": {"num_devices": 4}}, "note", "hides all 4 GPUs"),
+        (
+            {"CUDA_VISIBLE_DEVICES": "-1"},
+            {"gpus": {"num_devices": 4}},
+            "note",
+            "unset CUDA_VISIBLE_DEVICES",
+        ),
         ({"CUDA_VISIBLE_DEVICES": "-1"}, {}, "ok", ""),
         ({}, smi(), "ok", "4 in this machine, driver 570.86.15 for CUDA up to 12.8"),
         ({}, smi(runtime="12.6.77"), "ok", ""),
@@ -184,7 +199,7 @@ TABLE = {
     ],
     gpus.check_gpu_links: [
         ({}, {}, "ok", "no GPUs"),
-        ({}, {"num_gpus": 1}, "ok", "nvidia-smi does not tell them"),
+        ({}, {"gpus": {"num_devices": 1}}, "ok", "nvidia-smi does not report them"),
         ({}, smi(), "ok", "between GPUs NVLink; to the nearest network card a PCIe switch (2 "),
         ({}, smi(), "ok", "and the link between the sockets (2 of 4); GPUDirect"),
         ({}, smi(topology=PCIE), "ok", "between GPUs PCIe through the processor; GPUDirect RDMA"),
@@ -195,7 +210,7 @@ TABLE = {
     node.check_room: [
         (SRUN, room(2 * GIB), "ok", "/job_7"),
         (SRUN, room(2 * GIB - 1), "warning", "2.0 GiB left in /job_7 for 4 ranks"),
-        ({}, {"memory": {"rooms": ()}}, "ok", "does not say"),
+        ({}, {"memory": {"rooms": ()}}, "ok", "memory is unknown"),
     ],
     node.check_ways: [
         ({}, shm(64 * MIB), "warning", "--shm-size"),  # a rank for each of eight cores
@@ -217,7 +232,7 @@ TABLE = {
         ({"OMPI_MCA_pml": "ob1"}, cards(DOWN), "note", "no port of mlx5_0 is active"),
         ({"OMPI_MCA_pml": "ob1"}, cards(INFINIBAND), "warning", "OMPI_MCA_pml=ob1 makes MPI use"),
         ({"UCX_TLS": "tcp,sm"}, cards(INFINIBAND), "warning", "do: unset UCX_TLS"),
-        ({}, cards(SLINGSHOT), "warning", "cxi0 is a Slingshot card"),
+        ({}, cards(SLINGSHOT), "warning", "cxi0 is a Slingshot adapter"),
         ({}, cards(SLINGSHOT) | {"mpi": {"is_wheel": False}}, "ok", ""),
     ],
     network.check_copies: [

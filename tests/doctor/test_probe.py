@@ -8,7 +8,7 @@ import hpctrain
 from hpctrain.comm import mpi_world
 from hpctrain.core.finding import Finding
 from hpctrain.doctor.host.gather import gather
-from hpctrain.doctor.ranks import probe as module
+from hpctrain.doctor.ranks import examine_ranks as module
 from hpctrain.doctor.ranks import traffic
 
 SIZES = pytest.mark.ranks(1, 2, 3, 4)

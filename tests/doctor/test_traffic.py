@@ -7,7 +7,7 @@ import pytest
 from hpctrain.comm.factory import connect
 from hpctrain.comm.mpi import MpiCommunicator
 from hpctrain.core.config import Settings
-from hpctrain.doctor.checks.facts import Link, WorldFacts
+from hpctrain.doctor.checks.facts import MeasuredLink, TrafficFacts, WorldFacts
 from hpctrain.doctor.checks.network import check_clocks, offsets
 from hpctrain.doctor.ranks.traffic import measure, rounds
 
@@ -50,7 +50,7 @@ def test_a_clock_that_goes_ahead_is_found_within_the_error_that_is_told(world, m
     assert found.keys() == set(range(world.size))
     for rank, (offset, error) in found.items():
         assert abs(offset - 7.5 * rank) <= error + 1e-6
-    facts = WorldFacts(ranks=(), topology=connection.topology, between=links)
+    facts = WorldFacts(ranks=(), topology=connection.topology, traffic=TrafficFacts(between=links))
     finding = check_clocks(facts)
     assert finding.level == "warning"
     assert f"#{world.size} is " in finding.what
@@ -59,7 +59,7 @@ def test_a_clock_that_goes_ahead_is_found_within_the_error_that_is_told(world, m
 
 
 def link(first, second, clock_s, clock_error_s=0.001):
-    return Link(
+    return MeasuredLink(
         ranks=(first, second),
         latency_s=1e-5,
         bytes_per_s=1e9,

@@ -1,6 +1,6 @@
 """What the checks make of the facts of all ranks: pure, so every machine can be told."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -9,8 +9,14 @@ from hpctrain.cluster.env import launched
 from hpctrain.cluster.topology import RankFacts, Topology
 from hpctrain.core.config import Settings
 from hpctrain.doctor.checks import environment, gpus, job, network, node
-from hpctrain.doctor.checks.facts import Carried, Link, WorldFacts
-from hpctrain.doctor.ranks.probe import wrong_interface
+from hpctrain.doctor.checks.facts import (
+    Carried,
+    MeasuredLink,
+    TrafficFacts,
+    VisibleGpus,
+    WorldFacts,
+)
+from hpctrain.doctor.ranks.examine_ranks import wrong_interface
 from hpctrain.doctor.ranks.traffic import difference, interface_bytes
 from tests.doctor.healthy import assert_judged, rank, rows, smi
 
@@ -25,6 +31,8 @@ OPENMPI = {"launched": launched(SRUN), "mpi": "Open MPI v5"}
 
 def world(*ranks, **more):
     """A world of ranks, each given by its host or by its facts."""
+    parts = {each.name for each in fields(TrafficFacts)} & {*more}
+    more["traffic"] = TrafficFacts(**{name: more.pop(name) for name in parts})
     facts = [rank(each) if isinstance(each, str) else each for each in ranks]
     place = Topology.from_facts([RankFacts(host=each.host, cores=(0,)) for each in facts], 0)
     return WorldFacts(ranks=facts, topology=place, **more)
@@ -45,8 +53,8 @@ def bound(host, *mask, granted=4, omp=None, quota=None):
     return rank(host, environ=environ, cores=limits)
 
 
-def seeing(*visible, host="a", by_torch=False):
-    return rank(host, visible=visible, by_torch=by_torch)
+def seeing(*names, host="a", **more):
+    return rank(host, visible=VisibleGpus(names=names, **more))
 
 
 TWO_CARDS = [seeing("a", by_torch=True), seeing("b", by_torch=True)]
@@ -71,7 +79,7 @@ def carried(host, *, interface=0, card=0, sent=100 << 20, cards=("mlx5_0",)):
 def between(nodes, slow_pairs=(), latency_s=20e-6, bytes_per_s=1e9):
     pairs = [(a, b) for a in range(nodes) for b in range(a + 1, nodes)]
     return [
-        Link(
+        MeasuredLink(
             ranks=pair,
             latency_s=latency_s,
             bytes_per_s=bytes_per_s / (10 if pair in slow_pairs else 1),
@@ -81,7 +89,7 @@ def between(nodes, slow_pairs=(), latency_s=20e-6, bytes_per_s=1e9):
 
 
 def clock(other, clock_s):
-    link = Link(ranks=(0, other), latency_s=1, bytes_per_s=1)
+    link = MeasuredLink(ranks=(0, other), latency_s=1, bytes_per_s=1)
     return replace(link, clock_s=clock_s, clock_error_s=0.01)
 
 
@@ -106,7 +114,7 @@ TABLE = {
     job.check_level: [
         (world(*"aa"), "ok", ""),
         (
-            world("a", rank(thread_level="SERIALIZED")),
+            world("a", rank(mpi={"thread_level": "SERIALIZED"})),
             "warning",
             "MPI_THREAD_SERIALIZED to rank 1",
         ),
@@ -141,14 +149,14 @@ TABLE = {
     ],
     gpus.check_nccl: [
         (world("a", "b"), "ok", "torch sees no GPU"),
-        (world(*TWO_CARDS, nccl="2.28.9"), "ok", "NCCL 2.28.9 could sum"),
+        (world(*TWO_CARDS, nccl=("2.28.9", "")), "ok", "NCCL 2.28.9 could sum"),
         (
-            world(*TWO_CARDS, why_not_nccl="of wood"),
+            world(*TWO_CARDS, nccl=("", "of wood")),
             "note",
             "cannot sum gradients of all ranks: of",
         ),
         (
-            world(*TWO_CARDS, why_not_nccl="old", settings=Settings(device_sums="nccl")),
+            world(*TWO_CARDS, nccl=("", "old"), settings=Settings(device_sums="nccl")),
             *("error", "unset HPCTRAIN_DEVICE_SUMS"),
         ),
     ],
@@ -171,11 +179,11 @@ TABLE = {
             "ranks 0-1 on a see other GPUs each and reach no other memory: the host sums",
         ),
         (
-            world(*[replace(seeing("a", "b", by_torch=True), no_peers=((0, 1),))] * 2),
+            world(*[seeing("a", "b", by_torch=True, no_peers=((0, 1),))] * 2),
             "warning",
             "1 pair of GPUs on a (0-1) share no memory",
         ),
-        (world(near(0, 1), near(2, 3), near(4, 5), near(6, 7)), "ok", "a GPU of its own"),
+        (world(near(0, 1), near(2, 3), near(4, 5), near(6, 7)), "ok", "its own GPU"),
         (
             world(near(4, 5), near(6, 7), near(0, 1), near(2, 3)),
             "warning",
@@ -311,7 +319,7 @@ def test_counters_of_the_kernel_are_read(tmp_path):
 
 def test_late_links_are_slow_too_and_noise_is_not():
     found = between(4)
-    late = Link(ranks=(0, 1), latency_s=2e-3, bytes_per_s=1e9)
-    noisy = Link(ranks=(0, 1), latency_s=2e-4, bytes_per_s=0.5e9)
+    late = MeasuredLink(ranks=(0, 1), latency_s=2e-3, bytes_per_s=1e9)
+    noisy = MeasuredLink(ranks=(0, 1), latency_s=2e-4, bytes_per_s=0.5e9)
     assert network.slow([late, *found[1:]]) == [late]
     assert network.slow([noisy, *found[1:]]) == []

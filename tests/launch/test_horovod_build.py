@@ -105,7 +105,11 @@ def site(tmp_path, monkeypatch):
 
     def run(_log, words, _folder, _environ, _failure):
         if "download" in words:
-            sources(Path(words[words.index("--dest") + 1]) / "x", PUBLISHED, PUBLISHED)
+            sources(
+                Path(words[words.index("--dest") + 1]) / f"horovod-{recipe.VERSION}",
+                PUBLISHED,
+                PUBLISHED,
+            )
         elif words[1] == "-c":
             compiled.append(words)
             Path(words[-1]).mkdir()
@@ -115,7 +119,7 @@ def site(tmp_path, monkeypatch):
     monkeypatch.setattr(recipe, "launched", lambda: None)
     monkeypatch.setattr(recipe, "check", lambda _mpi: None)
     monkeypatch.setattr(recipe, "_environment", lambda _scratch: ("python", {}))
-    monkeypatch.setattr(recipe, "_unpacked", lambda scratch: scratch / "x")
+    monkeypatch.setattr(recipe.shutil, "unpack_archive", lambda *_: None)
     monkeypatch.setattr(recipe, "run_logged", run)
     return tmp_path, compiled
 
@@ -130,7 +134,7 @@ def test_a_wheel_is_built_once(site):
     assert (first, len(site[1])) == (again, 1)
     assert [line for line in lines if "wheel: " in line] == [
         f"wheel: {first} (built)",
-        f"wheel: {first} (built before, --force builds it anew)",
+        f"wheel: {first} (built before, --force rebuilds it)",
     ]
     assert sum("14) -> set(CMAKE_CXX_STANDARD 20)" in line for line in lines) == 2
     forced = make(site, force=True)

@@ -89,3 +89,20 @@ def test_a_rank_that_does_not_come_to_init_ends_all(options):
     assert done.returncode == RANK_LOST, done.stderr
     assert "for the other ranks, longer than HPCTRAIN_TIMEOUT=" in done.stderr
     assert "MPI_Finalize" not in done.stderr
+
+
+DOCTOR = """
+import os, signal, sys
+from hpctrain.cli.main import main
+from hpctrain.comm.mpi_start import MPI
+
+MPI.COMM_WORLD.rank == 1 and os.kill(os.getpid(), signal.SIGSTOP)
+sys.argv = ["hpctrain", "doctor"]
+main()
+"""
+
+
+def test_a_rank_that_does_not_join_the_doctor_ends_all_ranks():
+    done = run(DOCTOR, 2, python=[sys.executable])
+    assert done.returncode == RANK_LOST, done.stderr
+    assert "for the other ranks, longer than HPCTRAIN_TIMEOUT=" in done.stderr

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from hpctrain.studies.records import StudyFolder
+from hpctrain.studies.point_records import StudyFolder
 from tests.train.starting import ROOT
 
 pytestmark = [pytest.mark.launches, pytest.mark.requires("slurm"), pytest.mark.conformance]

@@ -6,9 +6,9 @@ import numpy as np
 
 from hpctrain.core.keys import render
 from hpctrain.core.records import Records
-from hpctrain.studies.records import PointRecord, StudyFolder
-from hpctrain.studies.results import StudyResults
+from hpctrain.studies.point_records import PointRecord, StudyFolder
 from hpctrain.studies.study_file import CommandTable, StudyConfig, StudyTable
+from hpctrain.studies.study_results import StudyResults
 
 NUM_STEPS = 20
 BATCH = 64

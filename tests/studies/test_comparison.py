@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from hpctrain.cli.main import app
 from hpctrain.core.errors import ConfigError, DataError
 from hpctrain.studies.comparison import StudyComparison
-from hpctrain.studies.results import shown
+from hpctrain.studies.study_results import shown
 from tests.studies import generated
 from tests.studies.test_statistics import noise
 
@@ -98,8 +98,8 @@ def test_intervals_hold_the_truth_as_often_as_they_say_where_repeats_are_few(num
     ratios = [ratio for pair in pairs for _, ratio in pair.points]
     text = " ".join(printed(pairs[0]).split())
     # 2.5 % at each of the two points takes five repeats: two of C(10, 5) orders.
-    assert ("too few repeats to tell, 5 are needed" in text) == (num < 5)
-    assert ("confidence that stands behind it" in text) == (num < 5)
+    assert ("too few repeats, 5 are needed" in text) == (num < 5)
+    assert ("With too few repeats" in text) == (num < 5)
     if num == 1:
         assert {ratio.low for ratio in ratios} == {None}
         assert "[" not in text
@@ -123,7 +123,7 @@ def test_too_few_repeats_say_how_many_are_needed(tmp_path):
     fast, slow = generated.complete(), generated.records()
     slow = generated.complete(records=[replace(e, step_s=[2 * s for s in e.step_s]) for e in slow])
     found = StudyComparison(fast, slow, 0.05)
-    assert set(found.verdicts) == {"too few repeats to tell, 6 are needed"}
+    assert set(found.verdicts) == {"too few repeats, 6 are needed"}
     assert StudyComparison(fast, slow, 0.1).verdicts == ["slower"] * 8
     folders = [str(generated.write(each, tmp_path / str(id(each)))) for each in (fast, slow)]
     done = CliRunner().invoke(app, ["study", "compare", *folders, "--fail-slower"])
@@ -159,8 +159,9 @@ def test_points_of_one_study_alone_are_named():
 
 def test_what_differs_of_where_two_studies_ran_is_told():
     other = generated.complete(environment=generated.environment(host="login2", commit="0"))
-    assert "ran differ: host, commit." in StudyComparison(generated.complete(), other, 0.05).method
-    assert "ran differ: nothing." in StudyComparison(study(), study(), 0.05).method
+    found = StudyComparison(generated.complete(), other, 0.05)
+    assert "environments: host, commit." in found.method
+    assert "environments: nothing." in StudyComparison(study(), study(), 0.05).method
 
 
 @pytest.mark.parametrize(("factor", "code"), [(1.2, 1), (1.0, 0), (0.8, 0)])

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpctrain.core.errors import ConfigError
-from hpctrain.studies.points import Attempt, Placement, attempts_of, layout_of
+from hpctrain.studies.points import Placement, PointRepeat, attempts_of, layout_of
 from hpctrain.studies.study_file import CommandTable, StudyConfig, StudyTable
 
 TEXT = "run {ranks} {nodes} {batch} {codec}"
@@ -83,23 +83,23 @@ def test_a_point_tells_ranks_and_nodes_or_contradicts_itself(point, layout):
 def test_points_that_contradict_themselves_are_left_out_and_all_of_them_are_an_error():
     asked = config({"ranks": [1, 2, 4], "nodes": [1, 2]})
     assert len(points_of(asked)) == 5
-    with pytest.raises(ConfigError, match="none of these has"):
+    with pytest.raises(ConfigError, match="no combination has"):
         points_of(config({"ranks": [1], "nodes": [2]}))
 
 
 def test_the_batch_is_of_all_ranks_in_a_strong_study_and_of_each_in_a_weak_one():
-    attempt = Attempt(point={"ranks": 4, "batch": 64}, repeat=0, order=0)
+    attempt = PointRepeat(point={"ranks": 4, "batch": 64}, repeat=0, order=0)
     strong, weak = (attempt.names(mode, Path("f")) for mode in ("strong", "weak"))
     assert (strong["global_batch"], strong["rank_batch"]) == (64, 16)
     assert (weak["global_batch"], weak["rank_batch"]) == (256, 64)
     factors = {"ranks": [3], "batch": [64]}
-    with pytest.raises(ConfigError, match="3 ranks cannot share 64"):
+    with pytest.raises(ConfigError, match="batch of 64 for 3 ranks"):
         points_of(config(factors, "run {ranks} {rank_batch}"))
     assert points_of(config(factors, "run {ranks} {rank_batch}", mode="weak"))
 
 
 def test_more_ranks_than_cores_of_real_hosts_are_oversubscribed():
-    attempt = Attempt(point={"ranks": 8, "nodes": 4}, repeat=0, order=0)
+    attempt = PointRepeat(point={"ranks": 8, "nodes": 4}, repeat=0, order=0)
     assert attempt.is_oversubscribed(cores=2, hosts=1)
     assert attempt.is_oversubscribed(cores=2, hosts=3)
     assert not attempt.is_oversubscribed(cores=2, hosts=4)

@@ -8,7 +8,7 @@ import pytest
 
 from hpctrain.core.keys import render
 from hpctrain.core.records import read
-from hpctrain.studies.records import StudyFolder
+from hpctrain.studies.point_records import StudyFolder
 from hpctrain.studies.study_file import example
 from tests.processes import ended
 from tests.train.starting import ROOT, write_config

@@ -7,7 +7,7 @@ import pytest
 
 from hpctrain.core.errors import DataError
 from hpctrain.core.records import Records
-from hpctrain.studies.records import PointRecord, StudyFolder
+from hpctrain.studies.point_records import PointRecord, StudyFolder
 
 
 def record(order: int, **values) -> PointRecord:

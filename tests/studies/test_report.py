@@ -16,8 +16,8 @@ from hpctrain.core.errors import ConfigError, DataError
 from hpctrain.report.drawing import draw_files
 from hpctrain.studies.figures import figures_of
 from hpctrain.studies.report import POINT_HEADS, study_page, summary_of, write_report
-from hpctrain.studies.results import StudyResults
 from hpctrain.studies.study_file import CommandTable, StudyConfig, StudyTable
+from hpctrain.studies.study_results import StudyResults
 from tests.studies import generated
 
 HOSTILE = "[red]\x1b[2J$\\frac{$</script><script>alert(1)</script><img onerror=alert()>&amp;\ud800"

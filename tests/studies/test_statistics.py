@@ -5,8 +5,8 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from hpctrain.studies.results import summarize
 from hpctrain.studies.statistics import median, ratio
+from hpctrain.studies.study_results import summarize
 from tests.studies.test_records import record
 
 DRAWS = 500

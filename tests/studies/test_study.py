@@ -18,9 +18,9 @@ from hpctrain.core.errors import CheckpointError, ConfigError
 from hpctrain.core.records import Records
 from hpctrain.launch.lease import Times
 from hpctrain.studies.attempt import OUTPUT, carry_out
-from hpctrain.studies.records import StudyFolder
-from hpctrain.studies.study import Study
+from hpctrain.studies.point_records import StudyFolder
 from hpctrain.studies.study_file import CommandTable, StudyConfig, StudyTable, load
+from hpctrain.studies.study_run import Study
 
 RANKS = [1, 2, 3]
 
@@ -83,7 +83,7 @@ def test_more_repeats_go_on_and_another_question_is_refused(tmp_path):
         assert len(study.missing()) == 3
         study.measure(study.missing())
     assert len(points(tmp_path)) == 6
-    with pytest.raises(ConfigError, match=r"of other study.seed, study.warm_up; only repeats"):
+    with pytest.raises(ConfigError, match=r"another study.seed, study.warm_up"):
         Study(config(seed=3, warm_up=0), tmp_path).prepare()
 
 
@@ -116,7 +116,7 @@ def test_a_point_that_fails_is_recorded_with_its_last_words_and_others_follow(tm
 @pytest.mark.parametrize(
     ("command", "said"),
     [
-        ("true {ranks}", r"of \d ranks 0 did"),
+        ("true {ranks}", r"0 of \d ranks did"),
         ("nowhere {ranks}", "got 'nowhere'"),
         ("sh -c 'sleep 600 & sleep 600; {ranks}'", "it took longer than study.timeout = 1s"),
     ],
@@ -157,7 +157,7 @@ def test_one_process_at_a_time_measures_a_repeat_and_others_go_side_by_side(tmp_
 
     def also(_attempt):
         for attempts in (study.missing(repeat=0), study.missing()):
-            with pytest.raises(ConfigError, match=r"still does so.*this command goes on"):
+            with pytest.raises(ConfigError, match=r"still does so.*run this command again"):
                 Study(config(), tmp_path, times).measure(attempts)
         Study(config(), tmp_path, times).measure(study.missing(repeat=1))
 
@@ -173,7 +173,7 @@ def test_who_has_lost_a_repeat_to_another_process_writes_no_more_of_it(tmp_path)
         [lease] = (tmp_path / "leases").glob("*/lease.json")
         lease.write_text(lease.read_text().replace('"token": "', '"token": "a'))
 
-    with pytest.raises(CheckpointError, match=r"has taken it over.*this command goes on"):
+    with pytest.raises(CheckpointError, match=r"has taken it over.*run this command again"):
         study.measure(study.missing(), begun=take)
     assert study.folder.read_points() == []
 

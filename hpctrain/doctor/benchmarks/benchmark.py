@@ -1,4 +1,4 @@
-"""A benchmark: its request, checked before any rank meets another, and its lines."""
+"""A benchmark: its request, checked before the ranks connect, and its output."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -10,9 +10,10 @@ from statistics import fmean, median
 import torch
 from rich.console import Console
 
-from hpctrain.cluster.load import LoadMeter, MachineLoad
+from hpctrain.cluster.machine_load import LoadMeter, MachineLoad
 from hpctrain.comm.agreement import on_root
 from hpctrain.comm.communicator import Communicator
+from hpctrain.comm.mpi_library import LibraryAllreduce, require_type
 from hpctrain.comm.ops import Op, combination
 from hpctrain.core.errors import CommError, ConfigError
 from hpctrain.core.torch_compat import FLOAT8_SCALE
@@ -43,20 +44,20 @@ class BenchmarkRequest:
     """Timed calls of each size; None for as many as fit into half a second, 5 to 1000."""
 
     def __post_init__(self) -> None:
-        """Check everything."""
+        """Check all fields."""
         if self.operation not in OPERATIONS:
             raise ConfigError(
-                f"an operation is one of {', '.join(OPERATIONS)}, got {self.operation!r}"
+                f"an operation must be one of {', '.join(OPERATIONS)}, got {self.operation!r}"
             )
         if not 1 <= self.min_bytes <= self.max_bytes:
             raise ConfigError(
-                f"sizes go from 1 byte or more upwards, got --min-bytes {self.min_bytes} and "
+                f"sizes must go from 1 byte or more upwards, got --min-bytes {self.min_bytes} and "
                 f"--max-bytes {self.max_bytes}"
             )
         for option, given in (("--bucket", self.in_bucket), ("--peers", self.peers)):
             if given and self.operation != "allreduce":
                 raise ConfigError(f"{option} is for allreduce, got {self.operation}; leave it out")
-        self.setup(0)  # looks at the dtype
+        self.setup(0)  # checks the dtype
 
     def setups(self) -> list[Setup]:
         """Return the messages, smallest first; a barrier has one, of nothing."""
@@ -96,12 +97,12 @@ ALONE = (
 BUDGET_S = 0.5  # time that one size may take where the number of iterations is not given
 FEWEST, MOST = 5, 1000  # iterations that are chosen by ``BUDGET_S``
 WARM_UP = 5  # calls before them that are not timed
-PEER_ROUNDS = 5  # turns that ours and the library take, so that both meet the same disturbances
+PEER_ROUNDS = 5  # interleaved rounds of hpctrain and MPI, for equal disturbances
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """What was measured for one message size; the same on every rank."""
+    """Measurement of one message size; identical on every rank."""
 
     num_bytes: int  # bytes of the message
     numel: int
@@ -121,7 +122,7 @@ class Row:
 def run(
     request: BenchmarkRequest, make_console: Callable[..., Console], json: Path | None = None
 ) -> bool:
-    """Measure all sizes, and print each as soon as it is measured.
+    """Measure all sizes, and print each result immediately.
 
     Collective over all ranks that were started together. With ``json``, rank 0 writes the points
     to which the models of ``hpctrain.cost`` can be fitted.
@@ -141,8 +142,6 @@ def run(
             "send takes two ranks, got one; for instance: hpctrain launch -n 2 hpctrain bench send"
         )
     if request.peers:
-        from hpctrain.comm.mpi_library import require_type  # noqa: PLC0415 - one rank needs no MPI
-
         on_root(comm, lambda: require_type(request.torch_dtype))
     if json is not None:
         on_root(comm, lambda: _check_modelled(request, here, json.parent), ConfigError)
@@ -155,7 +154,7 @@ def run(
         points = list(_points(rows, request, here))
         write_points(json, points)
         if left := len(rows) - len(points):
-            console.print(f"# {left} sizes went by a way that no model knows: not in {json}")
+            console.print(f"# {left} sizes used an algorithm without a model: not in {json}")
     num_wrong = sum(row.num_wrong for row in rows)
     if num_wrong:
         console.print(f"{num_wrong} wrong values: the results of this world cannot be trusted")
@@ -249,7 +248,7 @@ def line(row: Row) -> str:
 
 
 def measure(comm: Communicator, request: BenchmarkRequest, setup: Setup) -> Row:
-    """Measure what is asked for with one message. Collective."""
+    """Measure the operation with one message size. Collective."""
     operation = OPERATIONS[request.operation]
     case = operation.case(comm, setup)
     case.fill()
@@ -258,12 +257,12 @@ def measure(comm: Communicator, request: BenchmarkRequest, setup: Setup) -> Row:
     iterations = request.iterations or min(max(affordable, FEWEST), MOST)
     library_s: list[float] | None = None
     if request.peers:
-        seconds, library_s = _in_turn(comm, case, iterations)
+        seconds, library_s = _interleaved(comm, case, iterations)
     else:
         seconds = _seconds(comm, case.call, iterations)
     if request.operation == "send":  # the ranks in between do nothing
         seconds = [seconds[0], seconds[-1]]
-    seconds = [second / operation.ways for second in seconds]
+    seconds = [second / operation.messages for second in seconds]
     mean = fmean(seconds)
     num_bytes = case.numel * setup.dtype.itemsize
     bandwidth = num_bytes / mean / 1e9
@@ -291,10 +290,10 @@ def _seconds(comm: Communicator, work: Callable[[], object], iterations: int) ->
     return comm.allgather_object((time.perf_counter() - start) / iterations)
 
 
-def _in_turn(comm: Communicator, case: Case, iterations: int) -> tuple[list[float], list[float]]:
-    """Time ours and the library in turn; return the median turn of each rank for both."""
-    from hpctrain.comm.mpi_library import LibraryAllreduce  # noqa: PLC0415 - one rank needs no MPI
-
+def _interleaved(
+    comm: Communicator, case: Case, iterations: int
+) -> tuple[list[float], list[float]]:
+    """Time hpctrain and MPI interleaved; return the median round of each rank for both."""
     library = LibraryAllreduce(case.given[0].values, Op.SUM)
     ours: list[list[float]] = []
     theirs: list[list[float]] = []

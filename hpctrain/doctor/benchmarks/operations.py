@@ -1,13 +1,13 @@
-"""Operations that a benchmark measures: a table, and for each a function that makes its case.
+"""Operations of benchmarks: a table, and a function for the case of each operation.
 
-The values are such that every operation is exact in every dtype, so that each element can be
-checked. Those of a rank repeat after ``PERIOD`` elements: what all ranks make of them is worked
-out for one period, in whole numbers, and compared bit by bit with all the others.
+Every operation is exact for the chosen values in every dtype, so that each element can be checked.
+The values of a rank repeat after ``PERIOD`` elements: the expected result is computed for one
+period, in integers, and compared bitwise with all periods.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from hpctrain.comm.bucket import Bucket
 from hpctrain.comm.communicator import Communicator
 
 PERIOD = 61
-"""A prime: no slice, chunk or cache line of any size has the same values as the next one."""
+"""A prime: adjacent slices, chunks and cache lines of any size have different values."""
 _TILE_PERIODS = 1 << 14  # periods that are written or compared at once: 1 Mi elements
 
 
@@ -44,7 +44,7 @@ def num_wrong(values: Tensor, period: Tensor, start: int = 0) -> int:
 
 
 def _whole(rank: int, size: int, dtype: torch.dtype) -> Tensor:
-    """Return the values as whole numbers; bool takes what is not 0 as true."""
+    """Return the values as integers; bool converts nonzero values to True."""
     place = torch.arange(PERIOD)
     if dtype is torch.bool:
         # False everywhere in a few places only.
@@ -57,7 +57,7 @@ def _whole(rank: int, size: int, dtype: torch.dtype) -> Tensor:
 
 
 def _largest_exact(dtype: torch.dtype) -> int:
-    """Return a whole number up to which ``dtype`` holds all others."""
+    """Return a bound below which ``dtype`` represents all integers."""
     if dtype.is_floating_point or dtype.is_complex:
         return min(round(2 / torch.finfo(dtype).eps), 1 << 20)
     return min(torch.iinfo(dtype).max, 1 << 20)
@@ -88,14 +88,14 @@ class Setup:
         return max(self.num_bytes // self.dtype.itemsize, 1)
 
 
-class Part(NamedTuple):
-    """What a tensor should hold."""
+class ExpectedTensor(NamedTuple):
+    """Expected content of a tensor."""
 
     values: Tensor  # flat
     period: Tensor  # repeated all through it
-    start: int = 0  # the place in the period where the tensor begins
+    start: int = 0  # index in the period of the first element
     numel: int | None = None
-    """Elements that a result should have; one of another length is wrong as a whole."""
+    """Expected length; all elements of a tensor of another length are wrong."""
 
     def num_wrong(self) -> int:
         """Count the wrong elements."""
@@ -109,19 +109,19 @@ class Case:
     """One operation on one message, on one rank."""
 
     numel: int  # elements of the message, as the bandwidth counts it
-    call: Callable[[], object]  # carry the operation out once. Collective
-    given: list[Part] = field(default_factory=list)
-    """What stands there before a call that is checked."""
-    expected: Callable[[], list[Part]] = list  # what should stand there after it
+    call: Callable[[], Any]  # runs the operation once. Collective
+    given: list[ExpectedTensor] = field(default_factory=list)
+    """Content before a checked call."""
+    expected: Callable[[Any], list[ExpectedTensor]] = lambda _: []
+    """Content after it, of the result of the call."""
 
     def num_wrong(self) -> int:
-        """Carry the operation out on known values, and count what is wrong on this rank.
+        """Run the operation on known values, and count the wrong elements of this rank.
 
         Collective.
         """
         self.fill()
-        self.call()
-        return sum(part.num_wrong() for part in self.expected())
+        return sum(part.num_wrong() for part in self.expected(self.call()))
 
     def fill(self) -> None:
         """Write the known values."""
@@ -141,49 +141,51 @@ def allreduce(comm: Communicator, setup: Setup) -> Case:
     return Case(
         numel=setup.numel,
         call=lambda: comm.allreduce_(target).wait(),
-        given=[Part(flat, values_of(comm.rank, comm.size, setup.dtype))],
-        expected=lambda: [Part(flat, total)],
+        given=[ExpectedTensor(flat, values_of(comm.rank, comm.size, setup.dtype))],
+        expected=lambda _: [ExpectedTensor(flat, total)],
     )
 
 
 def reduce_scatter(comm: Communicator, setup: Setup) -> Case:
     """``reduce_scatter``; the message is the whole tensor that each rank gives."""
-    given, got = torch.empty(setup.numel, dtype=setup.dtype), _Got()
+    given = torch.empty(setup.numel, dtype=setup.dtype)
     total = combined(comm.size, setup.dtype)
     sizes = [len(part) for part in torch.arange(setup.numel).tensor_split(comm.size)]
     start, mine = sum(sizes[: comm.rank]), sizes[comm.rank]
     return Case(
         numel=setup.numel,
-        call=lambda: got.take([comm.reduce_scatter(given)]),
-        given=[Part(given, values_of(comm.rank, comm.size, setup.dtype))],
-        expected=lambda: [Part(got.tensors[0], total, start, mine)],
+        call=lambda: comm.reduce_scatter(given),
+        given=[ExpectedTensor(given, values_of(comm.rank, comm.size, setup.dtype))],
+        expected=lambda got: [ExpectedTensor(got, total, start, mine)],
     )
 
 
 def all_gather(comm: Communicator, setup: Setup) -> Case:
     """``all_gather``; the message is what every rank holds in the end."""
-    each, got = max(setup.numel // comm.size, 1), _Got()
+    each = max(setup.numel // comm.size, 1)
     given = torch.empty(each, dtype=setup.dtype)
     values = _of_all(comm, setup)
     return Case(
         numel=each * comm.size,
-        call=lambda: got.take(comm.all_gather(given)),
-        given=[Part(given, values[comm.rank])],
-        expected=lambda: _from_all(got, values, 0, each),
+        call=lambda: comm.all_gather(given),
+        given=[ExpectedTensor(given, values[comm.rank])],
+        expected=lambda got: _from_all(got, values, 0, each),
     )
 
 
 def alltoall(comm: Communicator, setup: Setup) -> Case:
     """``alltoall``; the message is all that one rank gives away."""
-    each, got = max(setup.numel // comm.size, 1), _Got()
+    each = max(setup.numel // comm.size, 1)
     given = [torch.empty(each, dtype=setup.dtype) for _ in range(comm.size)]
     values = _of_all(comm, setup)
     return Case(
         numel=each * comm.size,
-        call=lambda: got.take(comm.alltoall(given)),
+        call=lambda: comm.alltoall(given),
         # Those for rank r begin at the element r of the period.
-        given=[Part(tensor, values[comm.rank], dest) for dest, tensor in enumerate(given)],
-        expected=lambda: _from_all(got, values, comm.rank, each),
+        given=[
+            ExpectedTensor(tensor, values[comm.rank], dest) for dest, tensor in enumerate(given)
+        ],
+        expected=lambda got: _from_all(got, values, comm.rank, each),
     )
 
 
@@ -193,13 +195,13 @@ def broadcast(comm: Communicator, setup: Setup) -> Case:
     return Case(
         numel=setup.numel,
         call=lambda: comm.broadcast_(tensor).wait(),
-        given=[Part(tensor, period if comm.rank == 0 else torch.zeros_like(period))],
-        expected=lambda: [Part(tensor, period)],
+        given=[ExpectedTensor(tensor, period if comm.rank == 0 else torch.zeros_like(period))],
+        expected=lambda _: [ExpectedTensor(tensor, period)],
     )
 
 
 def send(comm: Communicator, setup: Setup) -> Case:
-    """``send`` from rank 0 to the last rank and back; a call is one of the two ways."""
+    """``send`` from rank 0 to the last rank and back; a call is one direction."""
     tensor, period = torch.zeros(setup.numel, dtype=setup.dtype), _of_root(comm, setup)
     last = comm.size - 1
 
@@ -214,8 +216,8 @@ def send(comm: Communicator, setup: Setup) -> Case:
     return Case(
         numel=setup.numel,
         call=there_and_back,
-        given=[Part(tensor, period if comm.rank == 0 else torch.zeros_like(period))],
-        expected=lambda: [Part(tensor, period)] if comm.rank in (0, last) else [],
+        given=[ExpectedTensor(tensor, period if comm.rank == 0 else torch.zeros_like(period))],
+        expected=lambda _: [ExpectedTensor(tensor, period)] if comm.rank in (0, last) else [],
     )
 
 
@@ -225,13 +227,13 @@ def barrier(comm: Communicator, _: Setup) -> Case:
 
 
 class MeasuredOperation(NamedTuple):
-    """What a benchmark knows of an operation."""
+    """Properties of an operation."""
 
     case: Callable[[Communicator, Setup], Case]
     bus_factor: Callable[[int], float]
     """Of the number of ranks: bytes that the busiest link must carry, by bytes of the message.
     Source: PERFORMANCE.md of nccl-tests."""
-    ways: int = 1  # messages of one call that follow each other
+    messages: int = 1  # consecutive messages of one call
 
 
 def _all_but_mine(size: int) -> float:
@@ -249,23 +251,16 @@ OPERATIONS = {
     "alltoall": MeasuredOperation(alltoall, _all_but_mine),
     "broadcast": MeasuredOperation(broadcast, _once),
     "barrier": MeasuredOperation(barrier, _once),
-    "send": MeasuredOperation(send, _once, ways=2),
+    "send": MeasuredOperation(send, _once, messages=2),
 }
 """By the names of the command line."""
 
 
-class _Got:
-    """Tensors that the last call has returned."""
-
-    tensors: Sequence[Tensor] = ()
-
-    def take(self, tensors: Sequence[Tensor]) -> None:
-        self.tensors = tensors
-
-
-def _from_all(got: _Got, values: list[Tensor], start: int, numel: int) -> list[Part]:
+def _from_all(
+    got: Sequence[Tensor], values: list[Tensor], start: int, numel: int
+) -> list[ExpectedTensor]:
     """Return what each rank should have given, of its own values."""
-    return [Part(one, own, start, numel) for one, own in zip(got.tensors, values, strict=True)]
+    return [ExpectedTensor(one, own, start, numel) for one, own in zip(got, values, strict=True)]
 
 
 def _of_all(comm: Communicator, setup: Setup) -> list[Tensor]:

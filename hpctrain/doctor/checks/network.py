@@ -1,4 +1,4 @@
-"""The network: the fast one is used, links are alike, and clocks agree."""
+"""Checks of the network: use of fast adapters, speed of links, agreement of clocks."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -8,7 +8,7 @@ from hpctrain.cluster.env import COPIES_OFF, tuning
 from hpctrain.core.finding import Finding
 from hpctrain.core.units import format_bytes, format_seconds
 from hpctrain.doctor.checks.check import Found, few, listed, note, ok, plural, warning
-from hpctrain.doctor.checks.facts import Carried, Facts, Link, WorldFacts
+from hpctrain.doctor.checks.facts import Carried, Facts, MeasuredLink, WorldFacts
 
 _FAST_UCX = ("all", "rc", "dc", "ud", "ib")
 _SLOW_PROVIDERS = ("tcp", "sockets", "udp")
@@ -17,7 +17,7 @@ FEWEST_BYTES = 1 << 18  # fewer bytes drown in what else leaves a host
 
 
 def check_cards(facts: Facts) -> Found:
-    """Name a fast card that is down, that MPI is told not to use, or that it has no driver for."""
+    """Report a fast adapter that is down, disabled by a variable, or unknown to MPI."""
     cards = facts.network.cards
     live = [card for card in cards if card.is_live]
     if not cards:
@@ -32,7 +32,7 @@ def check_cards(facts: Facts) -> Found:
     slingshot = [card.name for card in live if card.family == "cxi"]
     if slingshot and facts.mpi.is_wheel:
         what = (
-            f"{slingshot[0]} is a Slingshot card, and the MPI of a pip package knows none: "
+            f"{slingshot[0]} is a Slingshot adapter, unknown to the MPI of a pip package: "
             "messages between nodes go by TCP"
         )
         do = "load the site's MPI module and export MPI4PY_LIBMPI=.../libmpi.so of it"
@@ -41,7 +41,7 @@ def check_cards(facts: Facts) -> Found:
 
 
 def slow_settings(environ: Mapping[str, str]) -> list[str]:
-    """Return the variables, with their values, that keep MPI off a fast card."""
+    """Return the variables, with their values, that disable fast adapters in MPI."""
     pml = tuning(environ).get("OMPI_MCA_pml")
     return [
         f"{name}={environ[name]}"
@@ -58,7 +58,7 @@ def slow_settings(environ: Mapping[str, str]) -> list[str]:
 
 
 def check_copies(facts: Facts) -> Found:
-    """Name what keeps MPI from copying between the ranks of a node in one go."""
+    """Report whether MPI can copy between the ranks of a node directly."""
     if not facts.network.copy_error:
         return ok("ranks of a node may read each other's memory")
     return warning(
@@ -70,8 +70,8 @@ def check_copies(facts: Facts) -> Found:
 
 
 def check_ways(world: WorldFacts) -> Found:
-    """Say how messages leave the nodes, and where a fast network lies idle."""
-    carried = world.carried
+    """Report the interfaces of messages between nodes, and unused fast networks."""
+    carried = world.traffic.carried
     if len(carried) < 2:
         return ok("one node: nothing goes over a network")
     if idle := [node for node in carried if node.fast_cards and _by_tcp(node)]:
@@ -119,27 +119,27 @@ def _is_slow_ucx(words: list[str]) -> bool:
 
 
 SLOWER = 3.0
-"""A link is slow below such a share of the usual bandwidth; what is healthy differs by two."""
+"""A link is slow below the usual bandwidth divided by this; healthy links differ by two."""
 LATER, LATER_S = 4.0, 300e-6
-"""A link is slow above so many times the usual latency, and so much more: the rest is noise."""
+"""A link is slow above this multiple of the usual latency plus this time; less is noise."""
 SLOWEST_BYTES_PER_S, LONGEST_S = 12e6, 5e-3
 """Worse than any network that is made for computing; a gigabit carries 118e6 bytes."""
 WRONG_S = 1.0  # clocks that are kept by NTP differ by milliseconds
 
 
 def check_links(world: WorldFacts) -> list[Finding]:
-    """Tell how fast messages are inside nodes and between them, and name the slow links."""
+    """Report the speed of messages inside and between nodes, and the slow links."""
     found = []
-    if world.inside:
-        found.append(note(f"inside a node: {_spreads(world.inside)}"))
-    if world.between:
-        pairs = plural(len(world.between), "pair")
-        found.append(note(f"between nodes: {_spreads(world.between)}, by {pairs}"))
-        found += _blame(slow(world.between), world)
+    if world.traffic.inside:
+        found.append(note(f"inside a node: {_spreads(world.traffic.inside)}"))
+    if world.traffic.between:
+        pairs = plural(len(world.traffic.between), "pair")
+        found.append(note(f"between nodes: {_spreads(world.traffic.between)}, by {pairs}"))
+        found += _blame(slow(world.traffic.between), world)
     return found
 
 
-def slow(links: Sequence[Link]) -> list[Link]:
+def slow(links: Sequence[MeasuredLink]) -> list[MeasuredLink]:
     """Return the links that are much slower than usual, or than any should be.
 
     Usual is the median over nodes of the best link that each has: with one bad node of three,
@@ -148,11 +148,11 @@ def slow(links: Sequence[Link]) -> list[Link]:
     return [link for link in links if _is_slow(link, *_usual(links))]
 
 
-def _blame(bad: Sequence[Link], world: WorldFacts) -> list[Finding]:
+def _blame(bad: Sequence[MeasuredLink], world: WorldFacts) -> list[Finding]:
     """Name the nodes all of whose links are slow while others' are not; else the pairs."""
     if not bad:
         return []
-    links, host_of = world.between, world.host_of
+    links, host_of = world.traffic.between, world.host_of
     mine = {r: [link for link in links if r in link.ranks] for r in sorted(host_of)}
     guilty = [
         rank
@@ -161,7 +161,7 @@ def _blame(bad: Sequence[Link], world: WorldFacts) -> list[Finding]:
     ]
     latency_s, bytes_per_s = _usual(links)
     usual = f"usual here is {format_seconds(latency_s)}, {_rate(bytes_per_s)}"
-    look = "ask the site to look at its cable, switch port and card"
+    look = "ask the site to check its cable, switch port and adapter"
     nodes = [
         warning(
             f"slow link: {host_of[rank]} reaches every other node only with "
@@ -184,7 +184,7 @@ def _blame(bad: Sequence[Link], world: WorldFacts) -> list[Finding]:
     return [*few(nodes), *few(pairs)]
 
 
-def _usual(links: Sequence[Link]) -> tuple[float, float]:
+def _usual(links: Sequence[MeasuredLink]) -> tuple[float, float]:
     """Return latency and bandwidth of the usual node's best link."""
     nodes = {rank for link in links for rank in link.ranks}
     own = [[link for link in links if rank in link.ranks] for rank in nodes]
@@ -194,7 +194,7 @@ def _usual(links: Sequence[Link]) -> tuple[float, float]:
     )
 
 
-def _is_slow(link: Link, latency_s: float, bytes_per_s: float) -> bool:
+def _is_slow(link: MeasuredLink, latency_s: float, bytes_per_s: float) -> bool:
     late = link.latency_s > max(LATER * latency_s, latency_s + LATER_S)
     return (
         late
@@ -203,12 +203,12 @@ def _is_slow(link: Link, latency_s: float, bytes_per_s: float) -> bool:
     )
 
 
-def _figures(links: Sequence[Link]) -> str:
+def _figures(links: Sequence[MeasuredLink]) -> str:
     latency_s = min(link.latency_s for link in links)
     return f"{format_seconds(latency_s)}, {_rate(max(link.bytes_per_s for link in links))}"
 
 
-def _spreads(links: Sequence[Link]) -> str:
+def _spreads(links: Sequence[MeasuredLink]) -> str:
     latency = _spread((link.latency_s for link in links), format_seconds)
     return f"{latency} latency, {_spread((link.bytes_per_s for link in links), _rate)}"
 
@@ -226,7 +226,7 @@ def check_clocks(world: WorldFacts) -> Found:
     """Compare the clocks of all nodes with that of the middle one."""
     if world.topology.num_nodes == 1:
         return ok("one node, one clock")
-    found = offsets(world.between, world.topology.nodes[0][0])
+    found = offsets(world.traffic.between, world.topology.nodes[0][0])
     middle = sorted(ahead for ahead, _ in found.values())[(len(found) - 1) // 2]
     wrong = [
         f"{world.host_of[rank]} is {format_seconds(abs(ahead - middle))} "
@@ -249,12 +249,11 @@ def check_clocks(world: WorldFacts) -> Found:
     )
 
 
-def offsets(links: Sequence[Link], root: int) -> dict[int, tuple[float, float]]:
-    """Return how far each rank's clock is ahead of that of ``root``, and by how much that may err.
+def offsets(links: Sequence[MeasuredLink], root: int) -> dict[int, tuple[float, float]]:
+    """Return the offset of each rank's clock from that of ``root``, and the bound of its error.
 
-    Goes along the links from one rank to the next where no pair with ``root`` was measured.
-
-    Ranks without a way to it are left out.
+    Offsets add up along a path of links if no pair with ``root`` was measured. Ranks without a
+    path are omitted.
     """
     found = {root: (0.0, 0.0)}
     edge = [root]

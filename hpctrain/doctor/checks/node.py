@@ -55,7 +55,7 @@ def _narrow(host: str, members: Sequence[int], ranks: Sequence[Facts]) -> list[F
     cores = first.cores
     who = "this process" if len(ranks) == 1 else f"{format_ranks(narrow)} on {host}"
     asked = slurm_number("cpus_per_task", first.environ) or 0
-    # A mask of several cores may be what was wanted.
+    # A mask of several cores may be intended.
     is_wrong = len(cores.mask) <= cores.num_siblings or len(cores.mask) < min(asked, each)
     what = (
         f"{who} may use {len(cores.mask)} of {plural(cores.num_granted, 'core')} (mask "
@@ -66,7 +66,7 @@ def _narrow(host: str, members: Sequence[int], ranks: Sequence[Facts]) -> list[F
 
 def check_load(facts: Facts) -> Found:
     """Find a machine that is busy with the work of others."""
-    if facts.load is None:  # a rank, beside which others work, or a system that does not tell
+    if facts.load is None:  # a rank of a launch, or an unknown load
         return ()
     if facts.load.is_busy:
         what = f"{facts.load.describe()}: measured times will be too long"
@@ -134,18 +134,17 @@ def _crowded(members: Sequence[int], ranks: Sequence[Facts]) -> list[int]:
     return sorted(found)
 
 
-SHM = Path("/dev/shm")  # noqa: S108 - a place to look at
+SHM = Path("/dev") / "shm"
 RANK_BYTES = 512 * MIB  # what Python, torch and MPI take before there is a model
 SEGMENT_BYTES = {"openmpi": 16 * MIB, "mpich": 4 * MIB, "abi": 16 * MIB}
-"""What a rank puts into /dev/shm to talk to the others of its node: measured, Open MPI 5 and
-MPICH 5."""
+"""Size of the segment of a rank in /dev/shm, measured with Open MPI 5 and MPICH 5."""
 
 
 def check_room(facts: Facts) -> Found:
     """Name a control group or a machine with no room for the ranks."""
     room = min(facts.memory.rooms, key=lambda each: each.left_bytes, default=None)
     if room is None:
-        return ok("the system does not say how much is left")
+        return ok("the available memory is unknown")
     ranks = ranks_per_node(facts.environ) or 1
     what = f"{format_bytes(room.left_bytes)} left in {room.name}"
     if room.left_bytes >= ranks * RANK_BYTES:
@@ -175,7 +174,7 @@ def check_ways(facts: Facts) -> Found:
 
 
 def check_way(world: WorldFacts) -> Found:
-    """Say which memory the ranks of a node share."""
+    """Report the memory that the ranks of a node share."""
     way, wanted = world.node_memory, world.settings.shared_memory
     if world.engine == "horovod" and world.topology.size > 1:
         return note("not used: Horovod moves the tensors")
@@ -204,7 +203,7 @@ def _no_memfd(refusal: str, way: str) -> Finding:
 
 
 def _small_shm(facts: Facts) -> list[Finding]:
-    """Compare what is free in /dev/shm with what MPI puts there for the ranks of this node."""
+    """Compare free space in /dev/shm with the segments of MPI for the ranks of this node."""
     ranks = ranks_per_node(facts.environ) or len(facts.cores.mask)
     library = facts.mpi.library
     segment_bytes = SEGMENT_BYTES[family(library)] if library else 0
@@ -218,6 +217,6 @@ def _small_shm(facts: Facts) -> list[Finding]:
             f"{format_bytes(needed_bytes)} there, each {format_bytes(segment_bytes)} of messages: "
             f"a rank that finds it full dies of SIGBUS",
             f"enlarge it: docker run --shm-size=1g, apptainer: bind a larger {SHM}, else "
-            f"mount -o remount,size=1g {SHM}; or remove what lies there",
+            f"mount -o remount,size=1g {SHM}; or remove files there",
         )
     ]

@@ -1,4 +1,4 @@
-"""Every check, in the order people read them."""
+"""Table of all checks, in the order of the output."""
 
 from collections.abc import Callable
 
@@ -47,18 +47,18 @@ OF_WORLD: tuple[tuple[str, Callable[[WorldFacts], Found]], ...] = (
 
 
 def examine(facts: Facts) -> list[Finding]:
-    """Return what the checks say about a process; pure."""
+    """Return the findings about a process; pure."""
     found = [each for name, judge in OF_PROCESS for each in named(name, judge(facts))]
-    if launched(facts.environ) is None:  # ranks are compared with each other
+    if launched(facts.environ) is None:  # a launch compares its ranks
         found += named("cores", node.check_masks([facts]))
         found += named("threads", node.check_threads([facts]))
     return found
 
 
 def examine_all(world: WorldFacts, local: list[list[Finding]]) -> list[Finding]:
-    """Return what the checks say about all ranks; pure.
+    """Return the findings about all ranks; pure.
 
-    ``local`` is what each rank has found by itself.
+    ``local`` are the findings of each rank about itself.
     """
     merged = merge(local, [facts.host for facts in world.ranks])
     found = (each for name, judge in OF_WORLD for each in named(name, judge(world)))

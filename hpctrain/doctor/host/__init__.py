@@ -1,4 +1,4 @@
 """Checks of ``hpctrain doctor`` in one process, without MPI and torch.
 
-``gather`` collects facts, every other module judges some of them: facts go in, findings come out.
+``gather`` collects the facts that ``hpctrain.doctor.checks`` judges.
 """

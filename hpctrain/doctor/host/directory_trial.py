@@ -1,7 +1,7 @@
-"""A trial of a directory, in a process of its own: what hangs there must not hang the doctor.
+"""A trial of a directory, in a separate process: a hanging file system must not block the caller.
 
 The process, ``python -m hpctrain.doctor.host.directory_trial DIR NAME``, writes a line of JSON
-before and after each step, so that whoever started it knows where it hangs.
+before and after each step, so that the caller knows the step that hangs.
 """
 
 import fcntl
@@ -14,31 +14,30 @@ import uuid
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hpctrain.core.atomic import sync
 from hpctrain.doctor.checks.facts import DirectoryFacts
+from hpctrain.launch.program import ask, start
+
+if TYPE_CHECKING:
+    import h5py
 
 TRIAL_S = 10.0  # enough for a slow file system, short enough to wait for
 
-_GRACE_S = 1.0  # a process that waits for a dead file server cannot even be killed
+_GRACE_S = 1.0  # a process that waits for a file server cannot be killed
 _VALUE = b"hpctrain doctor"
 
 
 def try_directory(path: Path, limit_s: float = TRIAL_S) -> DirectoryFacts:
-    """Write, lock and read there as hpctrain and HDF5 do, and remove what was written.
+    """Write, lock and read files there as hpctrain and HDF5 do, and remove these files.
 
-    What lasts longer than ``limit_s`` counts as hanging.
+    A trial longer than ``limit_s`` hangs.
     """
     name = f".hpctrain-doctor-{uuid.uuid4().hex[:8]}"
-    with subprocess.Popen(  # noqa: S603 - our own interpreter
-        [sys.executable, "-m", __name__, str(path), name],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        start_new_session=True,
-    ) as child:
-        hung, output = False, ""
+    line = [sys.executable, "-m", __name__, str(path), name]
+    with start(line, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as child:
+        hung, output = False, b""
         try:
             output, _ = child.communicate(timeout=limit_s)
         except subprocess.TimeoutExpired:
@@ -47,14 +46,14 @@ def try_directory(path: Path, limit_s: float = TRIAL_S) -> DirectoryFacts:
             try:
                 output, _ = child.communicate(timeout=_GRACE_S)
             except subprocess.TimeoutExpired as error:
-                output = bytes(error.output or b"").decode(errors="replace")
-                child.returncode = -9  # nobody waits for it
+                output = error.output or b""
+                child.returncode = -9  # do not wait for it
             _remove(path / name)
-    return facts_of(path, output.splitlines(), hung=hung)
+    return facts_of(path, output.decode(errors="replace").splitlines(), hung=hung)
 
 
 def facts_of(path: Path, lines: Iterable[str], *, hung: bool) -> DirectoryFacts:
-    """Read what the process said before it ended: its place, and each step twice."""
+    """Read the output of the process: the file system, and two lines for each step."""
     file_system, free_bytes, last = "", 0, "start"
     steps: dict[str, str | None] = {}
     for line in lines:
@@ -77,36 +76,30 @@ def facts_of(path: Path, lines: Iterable[str], *, hung: bool) -> DirectoryFacts:
 
 
 def _remove(folder: Path) -> None:
-    """Remove what a trial that was ended has left, in a process that may hang as well."""
-    remover = subprocess.Popen(  # noqa: S603 - a folder that the trial made
-        ["/bin/rm", "-rf", "--", folder],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    """Remove the files of a killed trial, in a process that may hang, too."""
+    remover = start(["/bin/rm", "-rf", "--", folder], stderr=subprocess.DEVNULL)
     with suppress(subprocess.TimeoutExpired):
         remover.wait(_GRACE_S)
-    remover.returncode = remover.returncode or 0  # nobody waits for it
+    remover.returncode = remover.returncode or 0  # do not wait for it
 
 
 def file_system_of(path: Path) -> str:
     """Return the kind of file system a path is on, such as ``xfs`` or ``lustre``."""
     line = ["stat", "--file-system", "--format=%T", "--", str(path)]
     try:
-        done = subprocess.run(line, capture_output=True, text=True, check=False)  # noqa: S603
+        return ask(line, timeout_s=TRIAL_S).stdout.strip()
     except OSError:
         return ""
-    return done.stdout.strip()
 
 
 def take_steps(directory: Path, name: str) -> None:
-    """Take all steps that make sense, and tell each; what is made is below ``name``."""
+    """Run the steps and report each; all files are created below ``name``."""
     try:
         free_bytes = shutil.disk_usage(directory).free
     except OSError:
         free_bytes = 0
-    _say("place", file_system_of(directory), free_bytes)
-    if not _step("list", lambda: os.listdir(directory)):  # noqa: PTH208 - errors come at once
+    _report("place", file_system_of(directory), free_bytes)
+    if not _step("list", lambda: list(directory.iterdir())):
         return
     folder = directory / name
     try:
@@ -115,24 +108,24 @@ def take_steps(directory: Path, name: str) -> None:
             _step("hdf5", lambda: _hdf5(folder / "plain.h5", locking=False))
             _step("hdf5 locked", lambda: _hdf5(folder / "locked.h5", locking=True))
         elif shards := sorted(directory.glob("*.h5")):
-            _step("read hdf5", lambda: _read(shards[0]))
+            _step("read hdf5", lambda: _opened(shards[0], "r", locking=False).close())
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _say(*words: object) -> None:
+def _report(*words: object) -> None:
     sys.stdout.write(json.dumps(words) + "\n")
     sys.stdout.flush()
 
 
 def _step(name: str, act: Callable[[], object]) -> bool:
-    _say(name, None)
+    _report(name, None)
     refusal = ""
     try:
         act()
     except (OSError, ImportError, ValueError) as error:
         refusal = f"{type(error).__name__}: {error}"
-    _say(name, refusal)
+    _report(name, refusal)
     return not refusal
 
 
@@ -154,20 +147,17 @@ def _lock(path: Path) -> None:
 
 
 def _hdf5(path: Path, *, locking: bool) -> None:
-    import h5py  # noqa: PLC0415 - its absence is a finding
-
-    with h5py.File(path, "w", locking=locking) as file:
+    with _opened(path, "w", locking=locking) as file:
         file["value"] = list(_VALUE)
-    with h5py.File(path, "r", locking=locking) as file:
+    with _opened(path, "r", locking=locking) as file:
         if bytes(file["value"][:].tolist()) != _VALUE:
-            raise ValueError(f"{path.name} does not hold what was written to it")
+            raise ValueError(f"{path.name} does not contain the written value")
 
 
-def _read(path: Path) -> None:
-    import h5py  # noqa: PLC0415 - its absence is a finding
+def _opened(path: Path, mode: str, *, locking: bool) -> "h5py.File":
+    import h5py  # noqa: PLC0415 - a missing package is a finding
 
-    with h5py.File(path, "r", locking=False) as file:
-        list(file)
+    return h5py.File(path, mode, locking=locking)
 
 
 if __name__ == "__main__":

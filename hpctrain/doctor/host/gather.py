@@ -1,4 +1,4 @@
-"""Facts of this process, gathered: the only place that looks at the machine as a whole."""
+"""Gather the facts of this process and its machine."""
 
 import os
 import platform
@@ -7,12 +7,13 @@ import shutil
 import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from hpctrain.cluster import resources
 from hpctrain.cluster.env import launched
 from hpctrain.cluster.libraries import MPI_WHEELS, copy_error, family, libmpi_of
-from hpctrain.cluster.load import measured_for
+from hpctrain.cluster.machine_load import measured_for
 from hpctrain.cluster.resources import CLASSES, live_cards, rooms
 from hpctrain.core import config
 from hpctrain.core.errors import ConfigError, LaunchError
@@ -26,6 +27,7 @@ from hpctrain.doctor.checks.facts import (
     MpiFacts,
     NetworkFacts,
     Reached,
+    VisibleGpus,
 )
 from hpctrain.doctor.checks.gpus import named
 from hpctrain.doctor.checks.node import SHM
@@ -36,9 +38,9 @@ from hpctrain.launch.program import ask
 from hpctrain.launch.slurm import scheduler
 
 PACKAGES = ("hpctrain", "torch", "numpy", "mpi4py", "h5py")
-LOAD_S = 0.3  # in which the load of the machine is measured
+LOAD_S = 0.3  # duration of the measurement of the load
 SRUN_TIMEOUT_S = 5.0
-SMI_TIMEOUT_S = 20.0  # a driver that was asleep takes its time
+SMI_TIMEOUT_S = 20.0  # a driver without persistence starts slowly
 _PAGE = 4096
 
 
@@ -49,19 +51,23 @@ def gather(
     trial_s: float = TRIAL_S,
     lightly: bool = False,
 ) -> Facts:
-    """Collect what the checks judge; takes about a second and changes nothing.
+    """Gather the facts for the checks in about a second.
 
-    What is written into ``directories`` is removed again. ``lightly`` leaves out what is the same
-    for all ranks of a node: MPI library and GPUs.
+    Files in ``directories`` are removed after the trial. ``lightly`` skips facts that are equal on
+    all ranks of a node: MPI library and GPUs.
     """
     environ = dict(environ)
+    versions = {"python": platform.python_version(), **{n: version_of(n) for n in PACKAGES}}
+    if horovod := version_of("horovod"):
+        versions["horovod"] = horovod
     num_gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    gpus = gpus_of(environ) if num_gpus and not lightly else GpuFacts()
     libc = " ".join(platform.libc_ver())
     return Facts(
         environ=environ,
-        python=platform.python_version(),
+        host=socket.gethostname(),
         place=f"{platform.system()} {platform.machine()}, {libc}, {sys.prefix}",
-        versions={name: version_of(name) for name in PACKAGES},
+        versions=versions,
         mpi=MpiFacts() if lightly else _mpi(environ),
         cores=CoreFacts(
             mask=resources.affinity(),
@@ -71,14 +77,11 @@ def gather(
         ),
         memory=_memory(),
         network=_network(),
-        horovod=version_of("horovod"),
         horovod_error="" if lightly else _horovod_error(environ),
-        num_gpus=num_gpus,
-        gpus=gpus_of(environ) if num_gpus and not lightly else GpuFacts(),
+        gpus=replace(gpus, num_devices=num_gpus),
+        visible=VisibleGpus(names=named(environ)),
         load=None if lightly or launched(environ) else measured_for(LOAD_S),
         directories=tuple(try_directory(each, trial_s) for each in directories),
-        host=socket.gethostname(),
-        visible=named(environ),
     )
 
 
@@ -98,7 +101,7 @@ def _mpi(environ: Mapping[str, str]) -> MpiFacts:
 
 
 def _horovod_error(environ: Mapping[str, str]) -> str:
-    """Load Horovod in a process of its own, where ranks are to run on it."""
+    """Load Horovod in a separate process, if it is the engine of the ranks."""
     try:
         if config.setting("engine", environ) != "horovod":
             return ""
@@ -119,7 +122,7 @@ def _is_of_wheel(library: Path | None) -> bool:
 
 
 def _srun_types(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Ask Slurm what its ``srun --mpi=`` can be; nothing where it does not answer."""
+    """Return the types of ``srun --mpi=``; empty if Slurm does not answer."""
     try:
         done = scheduler.run(["srun", "--mpi=list"], environ, timeout_s=SRUN_TIMEOUT_S)
     except LaunchError:
@@ -128,14 +131,14 @@ def _srun_types(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def srun_types_of(text: str) -> tuple[str, ...]:
-    """Read the answer of ``srun --mpi=list``: a name a line, and versions behind a heading."""
+    """Parse the output of ``srun --mpi=list``: a name per line, then versions after a heading."""
     words = text.replace("srun:", " ").replace(",", " ").split()
     known = ("none", "pmi", "cray", "openmpi")
     return tuple(dict.fromkeys(word for word in words if word.startswith(known)))
 
 
 def gpus_of(environ: Mapping[str, str]) -> GpuFacts:
-    """Ask nvidia-smi, where there is one."""
+    """Return the output of nvidia-smi, if it is installed."""
     names = ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12")
     runtime = next(filter(None, map(version_of, names)), "")
     program = shutil.which("nvidia-smi", path=environ.get("PATH"))
@@ -150,7 +153,7 @@ def gpus_of(environ: Mapping[str, str]) -> GpuFacts:
     found = re.search(r"Driver Version: (\S+)\s+CUDA Version: ([\d.]+)", table)
     if not found:
         words = (said[0].stdout + said[0].stderr).strip().splitlines()
-        return GpuFacts(runtime=runtime, error=words[0] if words else "it says nothing")
+        return GpuFacts(runtime=runtime, error=words[0] if words else "no output")
     return GpuFacts(
         driver=found[1],
         cuda=found[2],
@@ -172,7 +175,7 @@ def _memory() -> MemoryFacts:
 
 
 def _memfd_error() -> str:
-    """Try what the ranks will do, with one page; return what stood in the way."""
+    """Create anonymous shared memory of one page, as ranks do; return the error."""
     try:
         descriptor = os.memfd_create("hpctrain-doctor", os.MFD_CLOEXEC)
         try:
@@ -208,7 +211,7 @@ def _speaks_ethernet(card: Path) -> bool:
 
 
 _VERSIONED = re.compile(r"\.so\.\d")
-"""A libmpi.so that is no link to such a file is a text for the linker."""
+"""A libmpi.so that is no link to such a file is a linker script."""
 
 
 def reached(environ: Mapping[str, str]) -> tuple[Reached, ...]:
@@ -244,7 +247,7 @@ def _of_mpirun(environ: Mapping[str, str]) -> Iterator[Reached]:
     if word is None:
         return
     program = Path(word)
-    # A link to /usr/bin/orterun, by way of /etc/alternatives, ends in the tree of the library.
+    # A link through /etc/alternatives to /usr/bin/orterun resolves to the tree of the library.
     for tree in dict.fromkeys((program.parent.parent, program.resolve().parent.parent)):
         for folder in (tree / "lib", tree / "lib64", *sorted((tree / "lib").glob("*-linux-gnu"))):
             for library in libraries_in(folder):

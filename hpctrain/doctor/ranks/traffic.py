@@ -11,7 +11,7 @@ from hpctrain.cluster.resources import live_cards
 from hpctrain.cluster.topology import Topology
 from hpctrain.comm.communicator import Communicator
 from hpctrain.core.units import KIB, MIB
-from hpctrain.doctor.checks.facts import Carried, Link
+from hpctrain.doctor.checks.facts import Carried, MeasuredLink
 from hpctrain.doctor.checks.network import slow
 
 PING, LARGE, STOP = range(3)
@@ -22,30 +22,30 @@ GROWTH = 4
 LARGE_S = 8e-3  # a message that takes so long in one direction is large enough
 ENDLESS_S = 0.2  # and one that takes so long needs no second try
 LARGE_RUNS = 3
-FEWEST_ROUNDS = 3  # a node is compared with so many others at least; two join all nodes by a way
+FEWEST_ROUNDS = 3  # minimum partners of a node; with two, links connect all nodes
 MOST_DOUBTS, DOUBTED, PAUSE_S = 4, 4, 0.1
-"""So many slow links are measured again, each alone, so often, and after so many seconds: what
-else hosts were busy with has passed by then, and a bad cable has not."""
+"""Number of slow links that are measured again, repetitions, and pause before each in seconds:
+other work of a host ends meanwhile, a bad cable stays bad."""
 COUNTED = Path("/proc/net/dev")
 _WORD_BYTES = 4  # InfiniBand counts words
 
 Clock = Callable[[], float]
 
 
-def links_inside(comm: Communicator, topology: Topology) -> list[Link]:
+def links_inside(comm: Communicator, topology: Topology) -> list[MeasuredLink]:
     """Measure between two ranks of each node. Collective."""
     return measure(comm, [(ranks[0], ranks[1]) for ranks in topology.nodes if len(ranks) > 1])
 
 
 def links_between(
     comm: Communicator, topology: Topology, fast_cards: tuple[str, ...], seconds: float
-) -> tuple[list[Link], list[Carried]]:
+) -> tuple[list[MeasuredLink], list[Carried]]:
     """Measure between first ranks of nodes as long as there is time, doubtful links again.
 
     Collective. What left each node meanwhile comes second; all is the same on every rank.
     """
     before = interface_bytes(), card_bytes()
-    links: list[Link] = []
+    links: list[MeasuredLink] = []
     end = time.monotonic() + seconds
     for number, pairs in enumerate(rounds([ranks[0] for ranks in topology.nodes]), start=1):
         links += measure(comm, pairs)
@@ -66,12 +66,12 @@ def links_between(
         by_card=difference(before[1], after[1]),
         fast_cards=fast_cards,
     )
-    told = comm.allgather_object(mine if topology.local_rank == 0 else None)
-    return links, [node for node in told if node is not None]
+    nodes = comm.allgather_object(mine if topology.local_rank == 0 else None)
+    return links, [node for node in nodes if node is not None]
 
 
 def interface_bytes(table: Path = COUNTED) -> dict[str, int]:
-    """Return the bytes that left by each interface of this network namespace so far."""
+    """Return the bytes sent so far by each interface of this network namespace."""
     try:
         lines = table.read_text().splitlines()[2:]
     except OSError:
@@ -81,7 +81,7 @@ def interface_bytes(table: Path = COUNTED) -> dict[str, int]:
 
 
 def card_bytes() -> dict[str, int]:
-    """Return the bytes that left by each fast card so far."""
+    """Return the bytes sent so far by each fast adapter."""
     found: dict[str, int] = {}
     for card in live_cards():
         for file in card.glob("ports/*/counters/port_xmit_data"):
@@ -94,19 +94,19 @@ def card_bytes() -> dict[str, int]:
 
 
 def difference(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, int]:
-    """Return what the counters grew by, without those that stood still."""
+    """Return the increase of each counter, without unchanged counters."""
     grown = {name: value - before.get(name, 0) for name, value in after.items()}
     return {name: value for name, value in grown.items() if value > 0}
 
 
 def measure(
     comm: Communicator, pairs: Sequence[tuple[int, int]], clock: Clock = time.time
-) -> list[Link]:
+) -> list[MeasuredLink]:
     """Measure pairs of ranks, all at the same time. Collective; ranks in no pair wait.
 
     Pairs are disjoint, and the same on every rank; so are their links, in the same order.
     """
-    mine: Link | None = None
+    mine: MeasuredLink | None = None
     for first, second in pairs:
         if comm.rank == first:
             mine = _ask(comm, second, clock)
@@ -130,8 +130,8 @@ def rounds(ranks: Sequence[int]) -> list[list[tuple[int, int]]]:
     return [pairs for pairs in found if pairs]
 
 
-def _ask(comm: Communicator, partner: int, clock: Clock) -> Link:
-    """Lead the measurement: every request is one small message, and the partner obeys."""
+def _ask(comm: Communicator, partner: int, clock: Clock) -> MeasuredLink:
+    """Lead the measurement: each request is a small message to the partner."""
     _ping(comm, partner, clock)  # opens the connection
     trips: list[tuple[float, float]] = []
     end = time.perf_counter() + PINGS_S
@@ -140,7 +140,7 @@ def _ask(comm: Communicator, partner: int, clock: Clock) -> Link:
     quickest_s, ahead_s = min(trips)
     one_way_s, num_bytes, sent_bytes = _large(comm, partner)
     _send(comm, partner, STOP)
-    return Link(
+    return MeasuredLink(
         ranks=(comm.rank, partner),
         latency_s=quickest_s / 2,
         bytes_per_s=num_bytes / one_way_s,
@@ -161,12 +161,12 @@ def _ping(comm: Communicator, partner: int, clock: Clock) -> tuple[float, float]
 
 
 def _large(comm: Communicator, partner: int) -> tuple[float, int, int]:
-    """Return the seconds of a large message one way, its bytes, and all bytes that were sent."""
+    """Return the seconds of a large message in one direction, its bytes, and all bytes sent."""
     sent_bytes = 0
     num_bytes = FIRST_BYTES
     while True:
         one_way_s = math.inf
-        for _ in range(LARGE_RUNS):  # the best: anything else may happen on a host meanwhile
+        for _ in range(LARGE_RUNS):  # the minimum excludes other work of the host
             one_way_s = min(one_way_s, _round_trip(comm, partner, num_bytes) / 2)
             sent_bytes += num_bytes
             if one_way_s > ENDLESS_S:
@@ -186,7 +186,7 @@ def _round_trip(comm: Communicator, partner: int, num_bytes: int) -> float:
 
 
 def _answer(comm: Communicator, partner: int, clock: Clock) -> None:
-    """Do what the partner asks for, until it has enough."""
+    """Serve the requests of the partner until STOP."""
     message = torch.empty(2, dtype=torch.int64)
     while True:
         comm.recv_(message, partner)

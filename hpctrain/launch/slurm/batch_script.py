@@ -1,8 +1,8 @@
-"""Batch scripts for Slurm: templates that come with the package, as they are or with settings."""
+"""Batch scripts for Slurm: templates of the package, unchanged or with settings."""
 
 import re
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib import resources
 
 from hpctrain.cluster.env import STOPPING
@@ -12,7 +12,7 @@ from hpctrain.launch.slurm.scheduler import time_limit_s
 
 SUFFIX = ".sbatch"
 
-ENDED = "exit_code"  # file in the folder of a program's run: how its last job has ended, if it has
+ENDED = "exit_code"  # file in the run's folder: exit code of the last job of a program
 
 _CONFIG = re.compile(r"^config=.*$", re.MULTILINE)
 _DIRECTORY = re.compile(r"^directory=.*$", re.MULTILINE)
@@ -20,64 +20,38 @@ _TRAIN = re.compile(
     r'(hpctrain|"\$\{hpctrain\[@\]\}") train "\$config".*?(?="(\$@|\$\{options\[@\]\})")',
     re.DOTALL,
 )
-"""What a template starts on the ranks, up to the words behind the script."""
+"""Command that a template starts on the ranks, up to the arguments of the script."""
 _JUDGED = re.compile(r"^( *)(?=# The run's own last record)", re.MULTILINE)
 _AGAIN = re.compile(r'echo "to go on: .*"')
 _OPPOSITE = {"--requeue": "--no-requeue", "--no-requeue": "--requeue"}
 _OPTION = re.compile(r"^#SBATCH (--[a-z-]+).*$")
 
 
-_PLAIN = (
-    *(
-        "job_name",
-        "partition",
-        "account",
-        "nodes",
-        "tasks_per_node",
-        "cpus_per_task",
-        "mem",
-        "time",
-    ),
-    *("gpus_per_node", "output", "array", "dependency"),
-)
-"""Settings that are options of sbatch with a value, in the order of the script."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
-class BatchSettings:
-    """What a user says about a job; None leaves the template's line as it is."""
+class SbatchOptions:
+    """Options of sbatch; None keeps the line of the template."""
 
     job_name: str | None = None
-    """Name of the job, and first part of its output and its run directory."""
-    partition: str | None = None  # partition, or several with commas between
-    account: str | None = None  # whom to charge
-    nodes: int | None = None  # how many nodes
-    tasks_per_node: int | None = None  # ranks on each node
-    cpus_per_task: int | None = None  # cores of each rank
-    mem: str | None = None  # memory on each node, such as ``64G``; ``0`` is all of it
-    time: str | None = None  # time limit as Slurm writes it, such as ``01:30:00``
-    gpus_per_node: int | None = None  # GPUs on each node
-    output: str | None = None  # file of the job's output, with Slurm's patterns such as ``%j``
+    """Name of the job, and prefix of its output and its run directory."""
+    partition: str | None = None  # one partition, or several with commas
+    account: str | None = None
+    nodes: int | None = None
+    ntasks_per_node: int | None = None  # ranks on each node
+    cpus_per_task: int | None = None  # CPUs of each rank
+    mem: str | None = None  # memory on each node, such as ``64G``; ``0`` is all memory
+    time: str | None = None  # time limit in the format of Slurm, such as ``01:30:00``
+    gpus_per_node: int | None = None
+    output: str | None = None  # output file, with patterns of Slurm such as ``%j``
     array: str | None = None  # indices of a job array, such as ``0-7%2``
     dependency: str | None = None
-    """When the job may start, such as ``afterok:123``; one that never can is cancelled."""
+    """Condition for the start, such as ``afterok:123``; Slurm cancels a job that cannot start."""
     requeue: bool | None = None  # whether Slurm may queue the job again
-    config: str | None = None
-    """The TOML file to train; else what the variable CONFIG of the job says."""
-    directory: str | None = None
-    """The run's folder, in which Slurm's variables such as ``$SLURM_ARRAY_TASK_ID`` count; else
-    what the variable RUN_DIRECTORY says, or one named after the job."""
-    program: tuple[str, ...] = ()
-    """What runs in place of ``hpctrain train``: a command, in whose words Slurm's variables count.
-    It finds the run's folder in RUN_DIRECTORY; its exit code is kept there."""
-    overrides: tuple[str, ...] = ()
-    """``KEY=VALUE`` for ``hpctrain train --set``, one each; Slurm's variables count."""
-    extra: tuple[str, ...] = ()  # further options of sbatch, such as ``--qos=high``, one each
+    extra: tuple[str, ...] = ()  # further options of sbatch, such as ``--qos=high``
 
-    def options(self) -> dict[str, str]:
-        """Return the line of each option that is set, by the option's name."""
-        values = {f"--{name.replace('_', '-')}": getattr(self, name) for name in _PLAIN}
-        values["--ntasks-per-node"] = values.pop("--tasks-per-node")
+    def lines(self) -> dict[str, str]:
+        """Return the option and its value by the name of the option."""
+        plain = [each.name for each in fields(SbatchOptions)][:-2]
+        values = {f"--{name.replace('_', '-')}": getattr(self, name) for name in plain}
         if self.dependency:
             values["--kill-on-invalid-dep"] = "yes"
         found = {name: f"{name}={_word(name, v)}" for name, v in values.items() if v is not None}
@@ -87,11 +61,27 @@ class BatchSettings:
         for option in self.extra:
             if not re.fullmatch(r"--[a-z][a-z-]*(=.*)?", option):
                 raise ConfigError(
-                    f"a further option of sbatch is --name or --name=value, got {option!r}"
+                    f"a further option of sbatch must be --name or --name=value, got {option!r}"
                 )
             name, mark, value = option.partition("=")
             found[name] = f"{name}={_word(name, value)}" if mark else name
         return found
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchSettings(SbatchOptions):
+    """Options of sbatch, and the command that the job runs."""
+
+    config: str | None = None
+    """TOML file to train; by default the value of the job's variable CONFIG."""
+    directory: str | None = None
+    """Folder of the run, with variables of Slurm such as ``$SLURM_ARRAY_TASK_ID``; by default the
+    value of the variable RUN_DIRECTORY, or a folder named after the job."""
+    program: tuple[str, ...] = ()
+    """Command that runs instead of ``hpctrain train``, with variables of Slurm. RUN_DIRECTORY
+    holds the folder of the run, where the exit code is stored."""
+    overrides: tuple[str, ...] = ()
+    """``KEY=VALUE`` for ``hpctrain train --set``, with variables of Slurm."""
 
 
 def names() -> list[str]:
@@ -101,19 +91,19 @@ def names() -> list[str]:
 
 
 def text(name: str) -> str:
-    """Return a template, byte for byte as the package has it."""
+    """Return the unchanged text of a template."""
     if name not in names():
-        raise ConfigError(f'there is no template "{name}"; there are {", ".join(names())}')
+        raise ConfigError(f"a template must be one of {', '.join(names())}, got {name!r}")
     return (_folder() / f"{name}{SUFFIX}").read_text(encoding="utf-8")
 
 
 def script(name: str, settings: BatchSettings) -> str:
-    """Return a template in which the lines of sbatch say what ``settings`` say.
+    """Return a template with the settings.
 
-    An option that the template has is replaced in its place; others follow the last one. Raises
-    ``ConfigError``: there is no template of this name, or a setting cannot stand in a script.
+    An option of the template is replaced; other options follow the last one. Raises
+    ``ConfigError``: no template has this name, or a script cannot contain a setting.
     """
-    options = settings.options()
+    options = settings.lines()
     lines = [_in_time(line, settings.time) for line in text(name).splitlines()]
     opposites = {_OPPOSITE[option] for option in options if option in _OPPOSITE}
     written = []
@@ -137,7 +127,7 @@ def script(name: str, settings: BatchSettings) -> str:
 
 
 def _starting(whole: str, program: tuple[str, ...]) -> str:
-    """Let a script that trains start a program in its place, and keep how that has ended."""
+    """Replace the training in a script by a program, and store its exit code."""
     words = " ".join(_quoted(word) if "$" in word else shlex.quote(word) for word in program)
     whole = _CONFIG.sub(lambda _: f"program=({words})", whole, count=1)
     begin = (
@@ -155,7 +145,7 @@ def _folder() -> Traversable:
 
 
 def _in_time(line: str, limit: str | None) -> str:
-    """Let a signal come at the earliest when three quarters of a job's time are over."""
+    """Send a signal after three quarters of the job's time at the earliest."""
     signal, mark, margin_s = line.partition("USR1@")
     limit_s = time_limit_s(limit or "")
     if not mark or limit_s is None or not line.startswith("#SBATCH --signal="):
@@ -164,16 +154,16 @@ def _in_time(line: str, limit: str | None) -> str:
 
 
 def _word(name: str, value: str | int) -> str:
-    """Return a value as sbatch reads it in a line of a script; quotes keep blanks together."""
+    """Return a value in the syntax of a #SBATCH line; quotes protect blanks."""
     text = str(value)
     if not text or not text.isprintable() or '"' in text or "\\" in text:
         raise ConfigError(
-            f'{name} is one line without " and \\, and not empty, got {text!r}; '
-            f"sbatch could not read it in a script"
+            f'{name} must be one line without " and \\, and not empty, got {text!r}: sbatch reads '
+            f"no other value in a script"
         )
     return f'"{text}"' if re.search(r"[\s#;'$`]", text) else text
 
 
 def _quoted(text: str) -> str:
-    """Quote for a shell that is to put in the values of variables."""
+    """Quote for a shell that expands variables."""
     return '"' + re.sub(r'(["\\`])', r"\\\1", text) + '"'

@@ -39,7 +39,7 @@ def test_a_launcher_that_says_0_is_not_believed_where_no_rank_has_come_to_its_en
     gone = "import os, hpctrain; hpctrain.init(); hpctrain.barrier(); os._exit(0)"
     done = ended([*line, sys.executable, "-c", gone], timeout=100)
     assert done.returncode == RANK_LOST, done.stderr
-    assert "the ranks have not come to their end: the run has failed" in done.stderr
+    assert "the ranks have not completed: the run has failed" in done.stderr
     assert ended([*line, sys.executable, "-c", "pass"], timeout=100).returncode == 0
 
 

@@ -50,8 +50,10 @@ def test_no_template_has_a_finding(name, environ):
 
 
 SETTINGS = [
-    BatchSettings(nodes=2, tasks_per_node=4, cpus_per_task=3, config="a.toml", directory="runs/a"),
-    BatchSettings(nodes=3, tasks_per_node=4, gpus_per_node=4, requeue=True, array="0-3"),
+    BatchSettings(
+        nodes=2, ntasks_per_node=4, cpus_per_task=3, config="a.toml", directory="runs/a"
+    ),
+    BatchSettings(nodes=3, ntasks_per_node=4, gpus_per_node=4, requeue=True, array="0-3"),
     BatchSettings(time="00:20:00", requeue=False, overrides=("seed=$SLURM_ARRAY_TASK_ID",)),
 ]
 
@@ -63,7 +65,7 @@ def test_no_template_with_settings_has_a_finding(name, settings):
         assert wrong(batch_script.script(name, settings)) == {("requeue", "warning")}
         return
     if name == "gpu" and settings.gpus_per_node is None:
-        settings = replace(settings, gpus_per_node=settings.tasks_per_node)
+        settings = replace(settings, gpus_per_node=settings.ntasks_per_node)
     assert wrong(batch_script.script(name, settings)) == set()
 
 

@@ -1,4 +1,4 @@
-"""Results of a study as reports need them: records, summaries, bounds, and names of points."""
+"""Results of a study for reports: records, summaries, bounds, and names of points."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -13,13 +13,13 @@ from hpctrain.cost.step import least_step_s
 from hpctrain.report.figure import Estimate, shown
 from hpctrain.studies.attempt import RECORDS
 from hpctrain.studies.measurement import begin_of
+from hpctrain.studies.point_records import Environment, PointRecord, StudyFolder
 from hpctrain.studies.points import Placement, Point
-from hpctrain.studies.records import Environment, PointRecord, StudyFolder
 from hpctrain.studies.statistics import median, ratio
 from hpctrain.studies.study_file import StudyConfig, load
 
 StepBound = Callable[[Point], float]
-"""Seconds which a step at a point takes at least, by a model of the machine."""
+"""Lower bound of the step time of a point in seconds, by a model of the machine."""
 
 MAX_POINTS = 100  # of a curve
 MAX_CAPTION = 140  # characters of a line of a caption
@@ -27,12 +27,12 @@ MAX_CAPTION = 140  # characters of a line of a caption
 
 @dataclass(frozen=True)
 class PointSummary:
-    """What all repeats of one point say together; None is what they do not tell."""
+    """Statistics over the repeats of one point; None for unknown values."""
 
     records: list[PointRecord]
     base: "PointSummary | None" = None
-    """Of its curve the point with the fewest ranks that is not oversubscribed and was measured."""
-    growth: float = 1.0  # a step of the base by its own, if all ranks are used as well
+    """The smallest measured point of the curve that is not oversubscribed."""
+    growth: float = 1.0  # ideal step time of the base divided by that of the point
 
     @property
     def point(self) -> Point:
@@ -41,7 +41,7 @@ class PointSummary:
 
     @property
     def ranks(self) -> int:
-        """How large it is."""
+        """Number of ranks."""
         return self.records[0].layout.ranks
 
     @property
@@ -51,27 +51,27 @@ class PointSummary:
 
     @cached_property
     def done(self) -> list[PointRecord]:
-        """Repeats that have measured something."""
+        """Successful repeats."""
         return [each for each in self.records if each.is_done]
 
     @cached_property
     def times_s(self) -> list[float]:
-        """Time of a step in each repeat that has measured something."""
+        """Step time of each successful repeat."""
         return [each.mean_step_s for each in self.done]
 
     @cached_property
     def step_s(self) -> Estimate | None:
-        """Time of a step: median over repeats of the means of their steps."""
+        """Step time: median over repeats of the mean of each."""
         return self.median_of("mean_step_s")
 
     @cached_property
     def samples_per_s(self) -> Estimate | None:
-        """Median over repeats of all samples by all seconds."""
+        """Throughput: median over repeats of samples divided by seconds."""
         return self.median_of("samples_per_s")
 
     @cached_property
     def efficiency(self) -> Estimate | None:
-        """How well its ranks are used, those of the base being 1; None where oversubscribed."""
+        """Parallel efficiency relative to the base; None if oversubscribed."""
         if not self.times_s or self.base is None or self.oversubscribed:
             return None
         found = ratio(self.times_s, [each / self.growth for each in self.base.times_s])
@@ -81,7 +81,7 @@ class PointSummary:
 
     @cached_property
     def speed_up(self) -> Estimate | None:
-        """How much faster the work is done than at the base; None where oversubscribed."""
+        """Speed-up relative to the base; None if oversubscribed."""
         found = self.efficiency
         if found is None or self.base is None:
             return None
@@ -91,26 +91,26 @@ class PointSummary:
 
     @property
     def ideal_s(self) -> float | None:
-        """The time of a step if every rank were used as well as those of the base."""
+        """Step time with the efficiency of the base."""
         return median(self.base.times_s).value / self.growth if self.base else None
 
     def median_of(self, name: str) -> Estimate | None:
-        """Return the median of a field of the repeats, of lists that of their means.
+        """Return the median of a field over the repeats; lists are averaged first.
 
-        None where one of them lacks it: a median of those that reached a target, without the
-        others, would flatter the point.
+        None if a repeat lacks the field: a median over the repeats that reached a target, without
+        the other repeats, would be too good.
         """
-        told = [getattr(each, name) for each in self.done]
-        if not told or None in told:
+        values = [getattr(each, name) for each in self.done]
+        if not values or None in values:
             return None
-        return median([fmean(each) if isinstance(each, list) else each for each in told])
+        return median([fmean(each) if isinstance(each, list) else each for each in values])
 
 
 def summarize(records: Iterable[PointRecord], mode: str) -> list[PointSummary]:
     """Return a summary of each point, curve by curve, small machines first.
 
-    Points that differ in a factor other than those of ``Placement`` are on other curves; in a weak
-    study the batch of a rank belongs to the curve, in a strong one the batch of all.
+    Points of a curve differ only in the factors of ``Placement``. The factor batch, of a rank in a
+    weak study and of all ranks in a strong study, belongs to the curve.
     """
     curves: dict[str, dict[str, list[PointRecord]]] = {}
     for record in records:
@@ -127,7 +127,7 @@ def summarize(records: Iterable[PointRecord], mode: str) -> list[PointSummary]:
 
 
 def key_of(point: Point) -> str:
-    """Return the same text for the same point."""
+    """Return a text that identifies a point."""
     return repr(sorted(point.items()))
 
 
@@ -137,7 +137,7 @@ def _curve_of(point: Point) -> Point:
 
 @dataclass(frozen=True)
 class StudyResults:
-    """What a study has measured."""
+    """Configuration, environment and records of a study."""
 
     config: StudyConfig
     environment: Environment | None
@@ -151,35 +151,35 @@ class StudyResults:
         folder = StudyFolder(directory)
         if not folder.file.exists():
             raise DataError(
-                f"the folder of a study has a {folder.file.name}, {directory} has none; "
+                f"a study must contain {folder.file.name}, but {directory} does not; "
                 f"hpctrain study run writes it"
             )
         return cls(load(folder.file), folder.read_environment(), folder.read_points(), directory)
 
     @cached_property
     def summaries(self) -> list[PointSummary]:
-        """One for each point, curve by curve, in the order of the factors."""
+        """Summaries of all points, curve by curve, in the order of the factors."""
         factors = _curve_of(self.config.factors).items()
 
         def place(summary: PointSummary) -> list[int]:
-            told = [(summary.point.get(name), values) for name, values in factors]
-            return [[*values, mine].index(mine) for mine, values in told]
+            pairs = [(summary.point.get(name), values) for name, values in factors]
+            return [[*values, mine].index(mine) for mine, values in pairs]
 
         return sorted(summarize(self.records, self.config.study.mode), key=place)
 
     @cached_property
     def done(self) -> list[PointRecord]:
-        """Records of what was measured."""
+        """Records of successful repeats."""
         return [each for each in self.records if each.is_done]
 
     @cached_property
     def failed(self) -> list[PointRecord]:
-        """Records of what was tried and gave nothing."""
+        """Records of failed repeats."""
         return [each for each in self.records if not each.is_done]
 
     @cached_property
     def headline(self) -> str:
-        """What was measured, in one line."""
+        """Summary of the study in one line."""
         host = f" on {shown(self.environment.get('host'))}" if self.environment else ""
         table = self.config.study
         return (
@@ -189,7 +189,7 @@ class StudyResults:
 
     @cached_property
     def caption(self) -> str:
-        """Machine, mode, batch and versions: what a figure that stands alone must say."""
+        """Machine, mode, batch and versions: the caption of a figure file."""
         table, about = self.config.study, self.environment or {}
         batches = sorted({each.batch for each in self.done})
         whole = ", ".join(map(shown_batch, batches[:4])) + ", ..." * (len(batches) > 4)
@@ -207,10 +207,10 @@ class StudyResults:
         return "\n".join(shown(line, MAX_CAPTION) for line in (what, where))
 
     def beside(self, machine: Machine) -> "StudyResults":
-        """Return these results with a bound: what a machine's links allow for the bytes moved.
+        """Return these results with the bound of the step time on a machine.
 
-        A step takes at least the ideal time, as if all communication were hidden, and at least
-        as long as the rounds of a sum and its bytes need; see ``hpctrain.cost.least_step_s``.
+        The bound is the maximum of the ideal compute time and the time in which the links move the
+        measured bytes; see ``hpctrain.cost.least_step_s``.
         """
 
         def least_s(point: Point) -> float:
@@ -225,26 +225,26 @@ class StudyResults:
         return replace(self, bound=least_s)
 
     def learning_curve(self, record: PointRecord, name: str) -> list[tuple[float, float]]:
-        """Return seconds and value of what one of its ranks told; empty where that is gone.
+        """Return seconds and values that one rank recorded; empty if the file was removed.
 
-        Seconds count from the begin of the first step, as in ``time_to_target_s``.
+        Seconds count from the start of the first step, as in ``time_to_target_s``.
         """
         for path in sorted((self.directory / record.folder / RECORDS).glob("*.jsonl")):
             lines = read(path, key="at")
-            told = [(each["at"] - begin_of(lines), each[name]) for each in lines if name in each]
-            if told:
-                return told[:: len(told) // MAX_POINTS + 1]
+            curve = [(each["at"] - begin_of(lines), each[name]) for each in lines if name in each]
+            if curve:
+                return curve[:: len(curve) // MAX_POINTS + 1]
         return []
 
     def label(self, point: Point) -> str:
-        """Return what tells a point from the others."""
-        return label_of(self._told(point) or point)
+        """Return the factors that distinguish a point from the others."""
+        return label_of(self._distinct(point) or point)
 
     def curve(self, point: Point) -> str:
-        """Return what tells the curve of a point from others; empty where there is one."""
-        return label_of(self._told(_curve_of(point)))
+        """Return the factors that distinguish the curve of a point; empty for a single curve."""
+        return label_of(self._distinct(_curve_of(point)))
 
-    def _told(self, point: Point) -> Point:
+    def _distinct(self, point: Point) -> Point:
         return {name: value for name, value in point.items() if name in self._varying}
 
     @cached_property

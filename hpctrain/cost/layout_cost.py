@@ -1,12 +1,11 @@
-"""What a layout of a transformer over ranks costs: memory, bytes on links, time of a step.
+"""Cost of a layout of a transformer over ranks: memory, bytes on links, time of a step.
 
-Ranks are placed as ``hpctrain.parallel`` places them: those of a tensor parallel group are
-neighbours, then come context, pipeline and data parallel ones. A tensor parallel group splits the
-sequence too, so that it gathers and scatters instead of summing; stages take micro-batches one
-forward, one backward, and the first ones have a layer more where layers do not divide. Unequal
-stages can be quicker than predicted, by the time in which the slowest does not wait for others.
-Where ranks take turns on cores, those that wait leave theirs to others, and messages are carried
-by cores that would compute: nothing hides them.
+Ranks are placed as in ``hpctrain.parallel``: tensor parallel groups are neighbours, followed by
+context, pipeline and data parallel groups. A tensor parallel group also splits the sequence, so
+that it gathers and scatters instead of summing; stages alternate between forward and backward of
+micro-batches, and the first stages have one more layer if the layers do not divide. Unequal stages
+can be faster than predicted, by the time in which the slowest stage does not wait. On shared
+cores, waiting ranks yield the core, and messages use cores that could compute: nothing hides them.
 
 Sources: Rajbhandari et al. 2020, "ZeRO: Memory optimizations toward training trillion parameter
 models"; Narayanan et al. 2021, "Efficient large-scale language model training on GPU clusters
@@ -31,8 +30,8 @@ SCHEDULES = ("1f1b", "zero_bubble")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
-    """How many ranks share what, and how a step is cut."""
+class ParallelLayout:
+    """Parallel axes, and the division of a step."""
 
     tp: Number = 1
     """Ranks that share the matrices of a layer."""
@@ -43,15 +42,16 @@ class Layout:
     cp: Number = 1
     """Ranks that share a sample."""
     zero: Annotated[int, Bounds(least=0, below=4)] = 0
-    """What data parallel ranks share: 1 the optimizer's state, 2 gradients, 3 parameters too."""
+    """ZeRO stage: data parallel ranks divide 1 the optimizer state, 2 also gradients, 3 also
+    parameters."""
     micro_batch: Number = 1
-    """Samples that a stage takes at once."""
+    """Samples of a micro-batch."""
     recompute: Annotated[str, Bounds(names=RECOMPUTE)] = "none"
-    """What backward computes again."""
+    """Activations that backward recomputes."""
     virtual: Number = 1
-    """Stages of each rank, which are interleaved."""
+    """Interleaved stages of each rank."""
     schedule: Annotated[str, Bounds(names=SCHEDULES)] = "1f1b"
-    """In which order stages take micro-batches."""
+    """Order of micro-batches in a stage."""
 
     def __str__(self) -> str:
         axes = f"tp={self.tp} pp={self.pp} dp={self.dp} cp={self.cp} zero={self.zero}"
@@ -60,7 +60,7 @@ class Layout:
 
 
 class Memory(NamedTuple):
-    """Bytes of the fullest rank; their sum is what it needs."""
+    """Bytes of the fullest rank, by kind."""
 
     parameters: float
     gradients: float
@@ -70,27 +70,27 @@ class Memory(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """Seconds of a step; their sum is all of it. Of communication what is not hidden."""
+    """Seconds of a step by term; only exposed communication counts."""
 
     compute_s: float
     recompute_s: float
     tensor_s: float
     context_s: float
-    pipeline_s: float  # handing over between stages
+    pipeline_s: float  # messages between stages
     bubble_s: float  # stages wait for the first and the last micro-batch
     imbalance_s: float  # and for the slowest stage
     data_s: float
 
 
 class Group(NamedTuple):
-    """Ranks that speak with each other, while all others of a node do the like."""
+    """Ranks that communicate, concurrently with the other groups of a node."""
 
     size: int
-    inside: int  # of them on one node; 1 where groups and nodes do not fit: everything crosses
-    per_card: int  # ranks of a node that share a network card
+    inside: int  # ranks on one node; 1 if all messages leave nodes
+    per_card: int  # ranks of a node that share a NIC
 
     def moved(self, num_bytes: float, times: float = 1) -> Load:
-        """Return the load of a message of which each gets, or adds up, the parts of all."""
+        """Return the load of an all-gather or reduce-scatter of a message."""
         nodes = self.size // self.inside
         rounds = [times * (many - 1).bit_length() for many in (self.inside, nodes)]
         within = (self.inside - 1) / self.inside * times * num_bytes
@@ -98,14 +98,14 @@ class Group(NamedTuple):
         return Load(rounds[0], within, rounds[1], self.per_card * across, across)
 
     def passed(self, num_bytes: float, rounds: float) -> Load:
-        """Return the load of messages from each to its neighbour, of the one on another node."""
+        """Return the load of messages to neighbours, of the slowest of them."""
         if self.inside == self.size:
             return Load(rounds, num_bytes)
         return Load(0.0, 0.0, rounds, self.per_card * num_bytes, num_bytes)
 
 
 def inside(ranks_per_node: int, inner: int, size: int) -> int:
-    """Return how many of ``size`` neighbours, each of ``inner`` ranks, lie on a node at least."""
+    """Return the minimum number of ``size`` groups of ``inner`` ranks on the same node."""
     return math.gcd(ranks_per_node // inner, size) if ranks_per_node % inner == 0 else 1
 
 
@@ -115,7 +115,9 @@ class Placed:
     The axes multiply to the ranks, and dp times the micro-batch divides the batch.
     """
 
-    def __init__(self, machine: Machine, model: Transformer, axes: Layout, batch: int) -> None:
+    def __init__(
+        self, machine: Machine, model: Transformer, axes: ParallelLayout, batch: int
+    ) -> None:
         self.machine, self.model, self.axes, self.batch = machine, model, axes, batch
         tp, pp, dp, cp = axes.tp, axes.pp, axes.dp, axes.cp
         local, inner = machine.ranks_per_node, (1, tp, tp * cp, tp * cp * pp)
@@ -138,19 +140,19 @@ class Placed:
         self._of_layer: dict[tuple[int, str], dict[str, float]] = {}
         self._parameters = [(layers * per_layer + more) / tp for layers, more, _ in self._ends]
 
-    def micro_batches(self, one: Layout) -> int:
+    def micro_batches(self, one: ParallelLayout) -> int:
         """Return how many a step has."""
         return self.batch // (one.dp * one.micro_batch)
 
-    def bubble(self, one: Layout) -> float:
-        """Return which part of a pipeline's time equal stages wait that have no more to do.
+    def bubble(self, one: ParallelLayout) -> float:
+        """Return the fraction of the time in which equal stages of a pipeline wait.
 
-        With a zero bubble where forward and both halves of backward take equally long.
+        For zero bubble, forward and both halves of backward are assumed to take equally long.
         """
         thirds = 3 if one.schedule == "zero_bubble" else 1
         return (one.pp - 1) / (self.micro_batches(one) * one.virtual * thirds + one.pp - 1)
 
-    def _in_flight(self, one: Layout) -> tuple[float, float]:
+    def _in_flight(self, one: ParallelLayout) -> tuple[float, float]:
         """Return how many micro-batches the first and the last rank of a pipeline hold at once."""
         num_micro, pp, virtual = self.micro_batches(one), one.pp, one.virtual
         if one.schedule == "zero_bubble":
@@ -160,7 +162,7 @@ class Placed:
         last = (virtual - 1) * pp + 1  # stages of one layer group each; the first has more ahead
         return min(num_micro, (last + 2 * (pp - 1)) / virtual), min(num_micro, last / virtual)
 
-    def memory(self, one: Layout) -> Memory:
+    def memory(self, one: ParallelLayout) -> Memory:
         """Return the bytes of the fullest rank, which is of the first or the last stage."""
         model, ranks = self.model, self.data.size
         zero = one.zero if ranks > 1 else 0  # alone, nothing is gathered or scattered
@@ -182,22 +184,22 @@ class Placed:
             found.append(Memory(*shares, share * held, buffers))
         return max(found, key=sum)
 
-    def _share_s(self, one: Layout) -> float:
+    def _share_s(self, one: ParallelLayout) -> float:
         """Return the seconds of an operation for each sample, where all of a node work."""
         return self._turns * one.micro_batch / (self._shared * self.machine.flops_per_s)
 
     def _exposed(self, seconds: float, beside_s: float, least_s: float = 0.0) -> float:
-        """Return what computing does not hide of messages that travel beside it."""
+        """Return the exposed time of messages that are sent during computation."""
         return max(seconds - beside_s, least_s) if self._turns == 1 else seconds
 
-    def _layer(self, one: Layout) -> dict[str, float]:
+    def _layer(self, one: ParallelLayout) -> dict[str, float]:
         """Return seconds of a layer for a micro-batch, forward and backward, by term."""
-        key = one.micro_batch, one.recompute  # all that it depends on, of many layouts alike
+        key = one.micro_batch, one.recompute  # equal for many layouts
         if key not in self._of_layer:
             self._of_layer[key] = self._layer_anew(one)
         return self._of_layer[key]
 
-    def _layer_anew(self, one: Layout) -> dict[str, float]:
+    def _layer_anew(self, one: ParallelLayout) -> dict[str, float]:
         share_s = self._share_s(one)
         pass_s = self.machine.pass_s + (one.tp > 1) * self.machine.tensor_pass_s
         forward_s = self.model.layer_flops * share_s + self._turns * pass_s
@@ -212,7 +214,7 @@ class Placed:
             "context_s": self._exposed(context, beside_s),
         }
 
-    def _loads(self, one: Layout, layers: float) -> tuple[Load, Load]:
+    def _loads(self, one: ParallelLayout, layers: float) -> tuple[Load, Load]:
         """Return what passes between tensor and between context ranks, forward and backward.
 
         In a pass through a layer activations are gathered twice and scattered twice, keys and
@@ -224,12 +226,12 @@ class Placed:
         ring = self.context.passed(2 * whole * steps / self._shared * context, steps * context)
         return self.tensor.moved(whole / one.cp, 4 * tensor), ring
 
-    def _handed(self, one: Layout, times: float) -> Load:
-        """Return what a stage hands on of a micro-batch, or back, so many times."""
+    def _handed(self, one: ParallelLayout, times: float) -> Load:
+        """Return the load of ``times`` messages of a micro-batch between stages."""
         num_bytes = one.micro_batch * self.model.input_bytes / self._shared
         return self.stages.passed(times * num_bytes, times)
 
-    def terms(self, one: Layout) -> Terms:
+    def terms(self, one: ParallelLayout) -> Terms:
         """Predict a step."""
         pp, num_micro, layer = one.pp, self.micro_batches(one), self._layer(one)
         output_s = 3 * self.model.output_flops * self._share_s(one)
@@ -246,9 +248,7 @@ class Placed:
             later_s = 2 * self._share_s(one) * flops / pp
         bubble_s = (pp - 1) * (mean_s - later_s) / one.virtual
         imbalance_s = (num_micro - 1) * (max(ends) + hand_s - mean_s)
-        if (
-            self._turns > 1 and pp > 1
-        ):  # who waits leaves the core to others, which then are quicker
+        if self._turns > 1 and pp > 1:  # waiting ranks yield the core to other ranks
             waits_s = bubble_s + imbalance_s
             left_s = max(0.0, (num_micro * mean_s + waits_s) / self._turns - num_micro * mean_s)
             bubble_s, imbalance_s = (each * left_s / waits_s for each in (bubble_s, imbalance_s))
@@ -261,10 +261,10 @@ class Placed:
         )
 
     def _data_s(self, zero: int, num_micro: int, layer: dict[str, float]) -> float:
-        """Return what computing does not hide of gradients, and of parameters that are shared.
+        """Return the exposed time of gradients and of sharded parameters.
 
-        They travel layer by layer, beside the pass that has or needs them: of the last layer
-        nothing is hidden.
+        They are sent layer by layer during the pass that produces or needs them; the last layer is
+        exposed.
         """
         most, model = self._most, self.model
         forward_s = most * layer["compute_s"] / 3
@@ -285,8 +285,8 @@ class Placed:
         times = num_micro if zero == 2 else 1
         return times * exposed(scatter_s, backward_s) + exposed(gather_s, forward_s)
 
-    def load(self, one: Layout) -> Load:
-        """Return what a step asks of the links of the busiest rank, hidden or not."""
+    def load(self, one: ParallelLayout) -> Load:
+        """Return the load of the links of the busiest rank in a step, hidden or not."""
         num_micro, model, most = self.micro_batches(one), self.model, self._most
         tensor, context = self._loads(one, most * num_micro)
         times = 2 * one.virtual - (one.pp == 2) if one.pp > 1 else 0

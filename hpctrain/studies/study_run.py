@@ -1,4 +1,4 @@
-"""A study in its folder: begun, gone on with after any kill, complete."""
+"""Measurement of a study in its folder, resumable after any interruption."""
 
 import json
 import platform
@@ -21,29 +21,29 @@ from hpctrain.core.records import Records
 from hpctrain.core.units import format_numbers
 from hpctrain.launch.lease import Lease, Times, WaysOut
 from hpctrain.studies.attempt import RECORDS, carry_out, clear
-from hpctrain.studies.points import Attempt, attempts_of
-from hpctrain.studies.records import Environment, PointRecord, StudyFolder
+from hpctrain.studies.point_records import Environment, PointRecord, StudyFolder
+from hpctrain.studies.points import PointRepeat, attempts_of
 from hpctrain.studies.study_file import StudyConfig, load
 
-TIMES = Times(wait_s=6.0)  # nobody waits for a whole repeat
+TIMES = Times(wait_s=6.0)  # shorter than a repeat
 
-_WAY_OUT = "this command goes on with what is left when that has ended, or elsewhere by --out"
+_WAY_OUT = "run this command again after the end of that one, or choose another folder with --out"
 
 
 class Study:
-    """What is asked, where its files lie, and what is left to do."""
+    """A study: configuration, folder and repeats."""
 
     def __init__(self, config: StudyConfig, path: Path, times: Times = TIMES) -> None:
-        """Look at the points; nothing is written. Raises ``ConfigError``: there is none."""
+        """List the repeats; write nothing. Raises ``ConfigError``: the study has no point."""
         cores = config.study.cores or num_granted()
         self.config = replace(config, study=replace(config.study, cores=cores))
         self.folder, self._times = StudyFolder(path), times
         self.attempts = attempts_of(config)
 
-    def missing(self, *, repeat: int | None = None, failed: bool = False) -> list[Attempt]:
-        """Return the attempts that have no record yet, in order.
+    def missing(self, *, repeat: int | None = None, failed: bool = False) -> list[PointRepeat]:
+        """Return the repeats of points without a record, in order.
 
-        ``repeat`` takes those of one repeat alone, ``failed`` those that have failed too.
+        ``repeat`` selects one repeat, ``failed`` includes failed repeats.
         """
         records = self.folder.read_points()
         known = {each.order for each in records if not (failed and each.status == "failed")}
@@ -53,10 +53,10 @@ class Study:
             if attempt.order not in known and repeat in (None, attempt.repeat)
         ]
 
-    def expected_s(self, attempts: Iterable[Attempt]) -> float | None:
-        """Return what attempts will take, by others that succeeded, of as many ranks if any did.
+    def expected_s(self, attempts: Iterable[PointRepeat]) -> float | None:
+        """Estimate the seconds of attempts from successful ones, with equal ranks if possible.
 
-        None where nothing was measured yet.
+        None without a successful attempt.
         """
         walls: dict[int, list[float]] = {}
         for record in self.folder.read_points():
@@ -68,36 +68,36 @@ class Study:
         return sum(fmean(walls.get(attempt.layout.ranks, every)) for attempt in attempts)
 
     def prepare(self) -> None:
-        """Write what is asked, or check that it is the same."""
+        """Write the configuration, or check that the folder has the same one."""
         folder = self.folder
         with self._explained():
             make_folder(folder.attempts)
             changed = self.config.changes(load(folder.file)) if folder.file.exists() else []
             if changed:
                 raise ConfigError(
-                    f"{folder.path} holds a study of other {', '.join(changed)}; only repeats "
-                    f"and limits may change: measure into another folder by --out"
+                    f"only repeats and limits of a study may change, but {folder.path} contains a "
+                    f"study with another {', '.join(changed)}; choose another folder with --out"
                 )
             folder.write(folder.file, render(self.config))
 
     def measure(
         self,
-        attempts: Iterable[Attempt],
+        attempts: Iterable[PointRepeat],
         *,
-        begun: Callable[[Attempt], object] = lambda _: None,
+        begun: Callable[[PointRepeat], object] = lambda _: None,
         ended: Callable[[PointRecord], object] = lambda _: None,
     ) -> None:
-        """Carry attempts out, one after the other; a record is on disk before the next begins.
+        """Measure attempts one after the other; write each record before the next begins.
 
-        Each repeat has a lease and a file of its own, so that several jobs may measure a study.
-        ``begun`` and ``ended`` hear of each attempt. Raises ``ConfigError``: another process
-        measures the same repeat, or the folder cannot be written.
+        Each repeat has its own lease and file, so that several jobs may measure a study. ``begun``
+        and ``ended`` are called for each attempt. Raises ``ConfigError``: another process measures
+        the same repeat, or the folder cannot be written.
         """
         for repeat, found in groupby(attempts, lambda each: each.repeat):
             of_repeat = list(found)
             path = self.folder.points_file(repeat)
             with self._explained(), self._held(repeat) as lease, Records(path) as records:
-                # Another process may have measured some since they were found missing.
+                # Another process may have measured some of the missing attempts.
                 done = {each.order for each in self.folder.read_points() if each.status == "done"}
                 left = [attempt for attempt in of_repeat if attempt.order not in done]
                 self._keep_environment()
@@ -114,22 +114,22 @@ class Study:
 
     @contextmanager
     def _held(self, repeat: int) -> Iterator[Lease]:
-        """Hold the lease of a repeat in the block; wait for one that a dead process has left."""
+        """Hold the lease of a repeat; wait for the lease of a dead process to expire."""
         place = self.folder.path / "leases" / str(repeat)
         make_folder(place)
-        lease, told = Lease(place, self._times, ways_out=WaysOut(*3 * [_WAY_OUT])), False
+        lease, is_first = Lease(place, self._times, ways_out=WaysOut(*3 * [_WAY_OUT])), True
         try:
             while waits_for := lease.attempt():
-                if not told:
+                if is_first:
                     logger.warning(waits_for)
-                told = True
+                is_first = False
                 time.sleep(self._times.look_s)
             yield lease
         finally:
             lease.release()
 
     def _keep_environment(self) -> None:
-        """Write where the study runs; a warning tells what is not as it was before."""
+        """Write the environment, or log a warning for each change of the environment."""
         now, before = _environment(), self.folder.read_environment()
         if before is None:
             self.folder.write(self.folder.environment, now)
@@ -137,21 +137,21 @@ class Study:
         for name in ("versions", "cpu", "cores", "commit"):
             if before.get(name) != now[name]:
                 logger.warning(
-                    f"{self.folder.path} was begun with {name} {before.get(name)} and goes on "
-                    f"with {now[name]}: its points may not be comparable; measure into another "
-                    f"folder by --out, unless that makes no difference"
+                    f"{self.folder.path} was begun with {name} {before.get(name)} and continues "
+                    f"with {now[name]}: its points may not be comparable; choose another folder "
+                    f"with --out, unless the change makes no difference"
                 )
 
-    def _keep_plan(self, attempt: Attempt) -> None:
-        """Keep topology and plan of a point, where its ranks have told them."""
+    def _keep_plan(self, attempt: PointRepeat) -> None:
+        """Store topology and plan of a point, if its ranks wrote them."""
         folder, before = self.folder, self.folder.read_environment()
         path = folder.attempts / attempt.name / RECORDS / "plan.json"
         with suppress(FileNotFoundError, ValueError):
             plan = json.loads(path.read_text(encoding="utf-8"))
             mpi = plan.pop("mpi", None) or (before or {}).get("mpi")
-            told = {"topology": plan.pop("topology", None), "plan": plan}
+            found = {"topology": plan.pop("topology", None), "plan": plan}
             if before and attempt.text not in before["plan"]:
-                kept = {n: {**before[n], attempt.text: value} for n, value in told.items()}
+                kept = {n: {**before[n], attempt.text: value} for n, value in found.items()}
                 folder.write(folder.environment, {**before, **kept, "mpi": mpi})
 
     @contextmanager
@@ -161,7 +161,7 @@ class Study:
         except OSError as error:
             raise ConfigError(
                 f"the folder {self.folder.path} of the study cannot be written: "
-                f"{refusal(error, 'name another one by --out')}; what was measured stays"
+                f"{refusal(error, 'choose another folder with --out')}; existing records stay"
             ) from None
 
 

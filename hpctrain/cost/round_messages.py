@@ -1,4 +1,4 @@
-"""The messages of a schedule on a machine: which are under way together, and what they share."""
+"""Concurrent messages of a schedule on a machine, and the links that they share."""
 
 from functools import lru_cache
 from typing import NamedTuple
@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from hpctrain.cost.machine import Machine
+from hpctrain.cost.machine import MachineShape
 from hpctrain.cost.schedules import COPY, NOBODY, Schedule
 
 Indices = NDArray[np.int64]
@@ -14,18 +14,18 @@ Numbers = NDArray[np.float64]
 
 
 class Messages(NamedTuple):
-    """One from each of some ranks, all on their way at once."""
+    """Concurrent messages, at most one from each rank."""
 
-    senders: Indices  # places among ``members``, group by group
-    receivers: Indices | None  # None where every member receives, in order
-    crosses: Numbers  # 1 for one that leaves its node, else 0
-    climbs: Numbers  # 1 for one that leaves its leaf switch
+    senders: Indices  # index into ``members``, group by group
+    receivers: Indices | None  # None if every member receives, in order
+    crosses: Numbers  # 1 for a message that leaves its node, else 0
+    climbs: Numbers  # 1 for a message that leaves its leaf switch
     width: Numbers
-    """How many times as long one that crosses takes, beside the others, as alone."""
+    """Slowdown of a message between nodes by concurrent messages."""
 
 
 class Step(NamedTuple):
-    """Equal rounds in a row."""
+    """Consecutive equal rounds."""
 
     messages: Messages
     num_pieces: int
@@ -33,19 +33,19 @@ class Step(NamedTuple):
     repeats: int
 
 
-def members(machine: Machine, rails: int) -> Indices:
-    """Return the ranks of each group in a row: those of each rail, or all of them."""
+def members(machine: MachineShape, rails: int) -> Indices:
+    """Return the ranks of each rail, or all ranks, one group per row."""
     ranks = np.arange(machine.num_ranks)
     return ranks.reshape(machine.nodes, -1)[:, :rails].T if rails else ranks[None]
 
 
 @lru_cache(maxsize=64)
 def phases(
-    schedule: Schedule, num_segments: int, machine: Machine, rails: int
+    schedule: Schedule, num_segments: int, machine: MachineShape, rails: int
 ) -> list[tuple[list[Step], int, bool]]:
-    """Return what all ranks do in each phase, those of each rail at the same time.
+    """Return the steps of each phase, its lead, and whether a round waits for its sends.
 
-    With it the phase's lead, and whether each round waits for its sends.
+    All rails run concurrently.
     """
     groups = members(machine, rails)
     size = groups.shape[1]
@@ -64,8 +64,8 @@ def phases(
     return found
 
 
-def _messages(source: Indices, groups: Indices, machine: Machine) -> Messages:
-    """Return the messages that come from these places of each group, or from nobody."""
+def _messages(source: Indices, groups: Indices, machine: MachineShape) -> Messages:
+    """Return the messages to each member of a group from ``source``."""
     firsts = np.arange(0, groups.size, groups.shape[1])[:, None]
     to = np.flatnonzero(source != NOBODY)
     senders, receivers = (firsts + source[to]).ravel(), (firsts + to).ravel()

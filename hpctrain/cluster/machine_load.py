@@ -1,4 +1,4 @@
-"""How busy this machine is with the work of others: load, processor time, clock rates."""
+"""Load of this machine by other processes: load average, processor time, clock rates."""
 
 import os
 import re
@@ -11,28 +11,28 @@ from statistics import fmean
 
 PROC, CPU = Path("/proc"), Path("/sys/devices/system/cpu")
 
-BUSY = 0.1  # part of the cores that others may use before measured times count as disturbed
+BUSY = 0.1  # fraction of the cores above which other processes disturb measurements
 
 _IDLE = (3, 4)  # columns of /proc/stat, after the name: idle, and waiting for a disk
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MachineLoad:
-    """What this machine did in a stretch of time, besides one program and its children."""
+    """Load of this machine during a measurement, with and without one program."""
 
     cores: int  # of the machine
-    load: float  # mean number of processes that ran or waited to, in the last minute
-    own_cores: float  # how many cores the program has used, on average
-    other_cores: float  # how many cores other processes have used, on average
-    mhz: float | None  # mean clock rate of the cores at the end; None where nobody tells
+    load: float  # load average of the last minute
+    own_cores: float  # mean number of cores that the program used
+    other_cores: float  # mean number of cores that other processes used
+    mhz: float | None  # mean clock rate of the cores at the end; None if unknown
 
     @property
     def is_busy(self) -> bool:
-        """Whether others have used so much that measured times are disturbed."""
+        """Whether other processes disturb measured times."""
         return self.other_cores > BUSY * self.cores
 
     def without(self, ranks: Iterable["MachineLoad"]) -> "MachineLoad":
-        """Return this load as it is beside other ranks on the machine, which are no others."""
+        """Return this load without the cores that other ranks of the program used."""
         used = sum(each.own_cores for each in ranks)
         return replace(self, other_cores=max(self.other_cores - used, 0.0))
 
@@ -46,15 +46,15 @@ class MachineLoad:
 
 
 class LoadMeter:
-    """Measures from its making on."""
+    """Measures the load from its construction on."""
 
     def __init__(self, proc: Path = PROC, cpu: Path = CPU) -> None:
-        """Begin; ``proc`` and ``cpu`` are where the system tells of itself."""
+        """Start; ``proc`` and ``cpu`` are the folders of the system."""
         self._proc, self._cpu = proc, cpu
         self._since = time.monotonic(), _busy_s(proc), _own_s()
 
     def read(self) -> MachineLoad | None:
-        """Return what happened since; None where the system does not tell."""
+        """Return the load since the start; None if the system does not report it."""
         (start, busy_s, own_s), now_s = self._since, _busy_s(self._proc)
         passed_s = time.monotonic() - start
         if busy_s is None or now_s is None or passed_s <= 0:

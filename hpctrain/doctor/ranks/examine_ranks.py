@@ -1,0 +1,207 @@
+"""Examine all ranks of a launch together: gather their facts, measure links, judge them."""
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import combinations
+from pathlib import Path
+
+import torch
+
+from hpctrain import __version__
+from hpctrain.cluster import env
+from hpctrain.cluster.env import Launched
+from hpctrain.cluster.libraries import expected_libmpi, mismatch
+from hpctrain.comm import mpi_library
+from hpctrain.comm.communicator import Communicator
+from hpctrain.comm.device import Device, device_of
+from hpctrain.comm.factory import Connection, connect
+from hpctrain.comm.mpi_world import find_world
+from hpctrain.comm.nccl.nccl_communicator import asked_over
+from hpctrain.core.config import PREFIX, Settings
+from hpctrain.core.errors import ConfigError, LaunchError, NodeMemoryError
+from hpctrain.core.finding import Finding
+from hpctrain.doctor.checks.facts import (
+    Facts,
+    MemoryFacts,
+    MpiFacts,
+    TrafficFacts,
+    VisibleGpus,
+    WorldFacts,
+)
+from hpctrain.doctor.checks.node import THREAD_VARIABLES
+from hpctrain.doctor.checks.table import examine, examine_all
+from hpctrain.doctor.ranks.traffic import links_between, links_inside
+from hpctrain.runtime.abort import FailureHooks, leave
+
+
+def probe(facts: Facts, *, seconds: float = 5.0) -> list[Finding]:
+    """Examine all ranks of this launch. Collective.
+
+    If launcher and MPI do not form one world, each process reports that itself.
+
+    Args:
+        facts: of this rank.
+        seconds: approximate time for measurements between many nodes; few nodes need less.
+
+    Returns:
+        The merged findings of all ranks, then at least one finding for each check of all ranks;
+        identical on every rank.
+
+    Raises:
+        RankLostError: a rank did not arrive within ``HPCTRAIN_TIMEOUT``.
+    """
+    local = examine(facts)
+    if refusal := wrong_interface(env.launched(), expected_libmpi()):
+        return [*local, refusal]
+    try:
+        settings = Settings.from_env()
+    except ConfigError:  # the check of settings reports the error
+        settings = Settings()
+    try:
+        with _connected(settings) as (found, obstacles):
+            comm = found.comm
+            gathered = comm.allgather_object((_of_rank(facts, comm.size), local))
+            world = _world_of(found, settings, [of_rank for of_rank, _ in gathered], seconds)
+            world = replace(world, obstacles=obstacles)
+            findings = examine_all(world, [own for _, own in gathered])
+            # Some checks use local values of the rank: the findings of rank 0 apply to all ranks.
+            return comm.broadcast_object(findings)
+    except LaunchError as error:
+        what, _, way_out = str(error).partition("; ")
+        return [*local, Finding("world", "error", what, way_out)]
+
+
+def wrong_interface(
+    launched: Launched | None, library: Path | None, prefix: str = sys.prefix
+) -> Finding | None:
+    """Return an error if MPI cannot connect the ranks; MPI itself would end the process.
+
+    Only libraries of wheels in the Python environment ``prefix`` are checked: the interface of a
+    library of the site is not known.
+    """
+    if library is None or not library.is_relative_to(prefix):
+        return None
+    what, _, do = mismatch(launched, library).partition("; should MPI stop now, ")
+    return Finding("world", "error", what, do) if what else None
+
+
+def _world_of(
+    found: Connection, settings: Settings, ranks: Sequence[Facts], seconds: float
+) -> WorldFacts:
+    """Measure the links between the ranks, and return the facts of the world. Collective."""
+    comm, topology = found.comm, found.topology
+    launched, settings, notes = comm.broadcast_object((env.launched(), settings, found.notes))
+    inside = links_inside(comm, topology)
+    fast = [card.name for card in ranks[comm.rank].network.cards if card.is_fast]
+    between, carried = links_between(comm, topology, tuple(fast), seconds)
+    return WorldFacts(
+        ranks=ranks,
+        topology=topology,
+        launched=launched,
+        mpi=mpi_library.version() if comm.size > 1 else "no MPI",
+        settings=settings,
+        engine=found.plan.engine,
+        node_memory=found.plan.node_memory,
+        overlap=found.plan.overlap,
+        notes=notes,
+        nccl=_nccl(comm, topology.host_rank),
+        plan=_in_sentences(found),
+        traffic=TrafficFacts(inside=inside, between=between, carried=carried),
+    )
+
+
+def _of_rank(facts: Facts, size: int) -> Facts:
+    """Complete the facts of this rank, without facts that other ranks do not compare."""
+    compared = (PREFIX, *env.TUNING, *THREAD_VARIABLES, "SLURM_CPUS_PER_TASK")
+    versions = {**facts.versions, "hpctrain": __version__, "torch": torch.__version__}
+    visible = facts.visible
+    if torch.cuda.is_available():  # torch's names are equal in all processes of a machine
+        numbers = range(torch.cuda.device_count())
+        pairs = combinations(numbers, 2)
+        visible = VisibleGpus(
+            names=tuple(str(torch.cuda.get_device_properties(i).uuid) for i in numbers),
+            by_torch=True,
+            no_peers=tuple(p for p in pairs if not torch.cuda.can_device_access_peer(*p)),
+        )
+    mpi = MpiFacts()
+    if size > 1:
+        versions["MPI library"] = mpi_library.version()
+        mpi = MpiFacts(thread_level=mpi_library.thread_level())
+    return replace(
+        facts,
+        environ={name: text for name, text in facts.environ.items() if name.startswith(compared)},
+        versions=versions,
+        mpi=mpi,
+        memory=MemoryFacts(),
+        directories=(),
+        visible=visible,
+    )
+
+
+def _nccl(comm: Communicator, host_rank: int) -> tuple[str, str]:
+    """Return the version of NCCL, and why it cannot sum over all ranks. Collective."""
+    count = torch.cuda.device_count()
+    if not any(comm.allgather_object(count)):
+        return "", ""
+    own = torch.device("cuda", host_rank % count) if count else torch.device("cpu")
+    return asked_over(comm, device_of(own) or Device(own))
+
+
+@contextmanager
+def _connected(settings: Settings) -> Iterator[tuple[Connection, list[Finding]]]:
+    """Connect all ranks as a training does, and disconnect them at the end. Collective.
+
+    A requested feature that is not available becomes a finding, and the ranks connect without it.
+    The global world of ``hpctrain.init`` is not used. The settings of rank 0 apply to all ranks.
+
+    Raises:
+        LaunchError: launcher, MPI library and world do not match.
+        RankLostError: a rank did not arrive within the timeout of the settings.
+    """
+    ranks = find_world(timeout_s=settings.timeout)
+    # The hooks stay installed after an error, and end all ranks.
+    hooks = FailureHooks(ranks, settings.log_dir) if ranks else None
+    threads = torch.get_num_threads()
+    obstacles: list[Finding] = []
+    try:
+        found = connect(ranks, settings)
+    except (
+        ConfigError,
+        NodeMemoryError,
+        LaunchError,
+    ) as error:  # LaunchError: Horovod does not load
+        obstacles = [_obstacle(error)]
+        engine = "hpctrain" if isinstance(error, LaunchError) else settings.engine
+        settings = replace(settings, plan=None, shared_memory="auto", engine=engine)
+        found = connect(ranks, settings)
+    yield found, obstacles
+    torch.set_num_threads(threads)
+    if found.presence is not None and hooks is not None:
+        leave(found.presence, hooks)
+    found.comm.close()
+    if hooks is not None:
+        hooks.uninstall()
+
+
+def _obstacle(error: ConfigError | NodeMemoryError | LaunchError) -> Finding:
+    name, do = {
+        ConfigError: ("plan", "unset HPCTRAIN_PLAN, or measure again"),
+        NodeMemoryError: ("node memory", "set HPCTRAIN_SHARED_MEMORY=auto"),
+        LaunchError: ("engine", "`hpctrain horovod build`, or HPCTRAIN_ENGINE=hpctrain"),
+    }[type(error)]
+    return Finding(name, "error", str(error), do)
+
+
+def _in_sentences(found: Connection) -> list[str]:
+    """Return sentences about the plan, its origin and its measurements."""
+    rows = [f"{name} {text}" for name, text in found.plan.describe()]
+    sentences = [f"{'; '.join(rows)}; chosen by {found.plan_origin}"]
+    for what, where in (("rail", "between nodes"), ("tensors", "over all ranks")):
+        table = found.plan.measurements(what)
+        for size, *cells in table[1:]:
+            pairs = zip(table[0][1:], cells, strict=True)
+            times = ", ".join(f"{name} {cell}" for name, cell in pairs if cell)
+            sentences.append(f"{size} {where}: {times}")
+    return sentences

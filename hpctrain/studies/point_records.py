@@ -1,0 +1,154 @@
+"""Files of a study: configuration, environment, and a record for each repeat of each point."""
+
+import json
+import math
+import os
+import platform
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Literal
+
+from hpctrain.cluster.machine_load import BUSY
+from hpctrain.core.atomic import publishing
+from hpctrain.core.errors import DataError
+from hpctrain.core.records import read
+from hpctrain.studies.points import PointRepeat
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """Steps after the warm-up: durations, samples and bytes.
+
+    Times and bytes are per step. Lists have one entry per step. A step lasts as long as on the
+    slowest rank. None means that no rank recorded the value.
+    """
+
+    num_steps: int = 0
+    warm_up_steps: int = 0  # dropped before the counted steps
+    step_s: list[float] = field(default_factory=list)  # empty if the repeat failed
+    samples: int = 0  # of all ranks and steps
+    seconds: float = 0.0  # of all steps
+    compute_s: list[float] | None = None  # mean over ranks
+    communication_s: list[float] | None = None  # exposed communication on the last rank to arrive
+    input_s: list[float] | None = None  # wait for data, mean over ranks
+    idle_s: list[float] | None = None  # wait for slower ranks, mean over ranks
+    node_bytes: float | None = None  # copied in node memory, sum over ranks
+    rail_bytes: float | None = None  # sent between nodes, sum over ranks
+
+    @property
+    def mean_step_s(self) -> float:
+        """Mean step time; a median would ignore work that is done every few steps."""
+        return fmean(self.step_s)
+
+    @property
+    def batch(self) -> float:
+        """Mean samples per step of all ranks; the last batch of an epoch may be smaller."""
+        return self.samples / len(self.step_s)
+
+    @property
+    def samples_per_s(self) -> float | None:
+        """Throughput of all ranks; None if no samples were recorded."""
+        return self.samples / self.seconds if self.samples and self.seconds else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearningRecord:
+    """Progress of the training, with times from the start of the first step, warm-up included."""
+
+    elapsed_s: float | None = None
+    loss: float | None = None  # of the last step
+    metric: float | None = None  # of the last test
+    metric_name: str | None = None
+    time_to_target_s: float | None = None  # None if the target was not reached
+    steps_to_target: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostRecord:
+    """Load of the host that started the repeat, measured at the end of the repeat."""
+
+    load: float | None = None
+    other_cores: float | None = None  # mean number of cores that other processes used
+    machine_cores: int | None = None
+    mhz: float | None = None  # mean clock rate of the cores
+
+    @property
+    def is_disturbed(self) -> bool:
+        """Whether other processes used a large fraction of the cores."""
+        return (self.other_cores or 0.0) > BUSY * (self.machine_cores or math.inf)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PointRecord(HostRecord, LearningRecord, StepRecord, PointRepeat):
+    """Result of one repeat of one point; a line of ``points-REPEAT.jsonl``."""
+
+    status: Literal["done", "failed"]
+    oversubscribed: bool  # more ranks than cores: a test of function, not of speed
+    started: str  # in UTC
+    folder: str  # of the output, relative to the folder of the study
+    error: str | None = None  # cause of the failure, with the last lines of the output
+    wall_s: float | None = None  # of the whole repeat, with start-up and exit
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the repeat measured steps that all have a positive, finite duration."""
+        times = [each or 0.0 for each in self.step_s]  # a file stores None for NaN and infinity
+        return self.status == "done" and bool(times) and all(0 < each < math.inf for each in times)
+
+    @property
+    def core_hours(self) -> float | None:
+        """Core-hours per million samples with one core per rank; None without samples."""
+        rate = self.samples_per_s
+        return None if rate is None else 1e6 * self.layout.ranks / rate / 3600
+
+
+Environment = Mapping[str, Any]
+"""Environment of a study: versions, mpi (the library of the ranks), cpu, cores and name of the
+host, commit ("+" if changed), topology and plan of each point, slurm_job, and pinning: the allowed
+cores and the variables that bind ranks."""
+
+
+class StudyFolder:
+    """The folder of a study, and its files."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.file = path / "STUDY.toml"  # the configuration
+        self.environment = path / "environment.json"
+        self.attempts = path / "attempts"  # a folder for each repeat
+
+    def points_file(self, repeat: int) -> Path:
+        """Return the file for the records of a repeat; each job may measure another repeat."""
+        return self.path / f"points-{repeat}.jsonl"
+
+    def read_environment(self) -> Environment | None:
+        """Read the environment; None if the file is missing or incomplete."""
+        with suppress(OSError, ValueError):
+            found: Environment = json.loads(self.environment.read_text(encoding="utf-8"))
+            return found if isinstance(found, dict) else None
+        return None
+
+    def read_points(self) -> list[PointRecord]:
+        """Read all records, in the order of the study; the last record of a repeat counts."""
+        found = {}
+        for path in sorted(self.path.glob("points*.jsonl")):
+            for values in read(path, key="status"):
+                try:
+                    record = PointRecord(**values)
+                except TypeError as error:
+                    raise DataError(
+                        f"{path} was written by another version of hpctrain: {error}; measure "
+                        f"again into another folder, or read it with that version"
+                    ) from None
+                found[record.order] = record
+        return [found[order] for order in sorted(found)]
+
+    def write(self, path: Path, value: Environment | str) -> None:
+        """Write a file of the study atomically."""
+        text = value if isinstance(value, str) else json.dumps(value, indent=2) + "\n"
+        # Jobs of an array may write concurrently.
+        with publishing(path, f"{path.name}.{platform.node()}-{os.getpid()}") as part:
+            part.write_text(text, encoding="utf-8")
