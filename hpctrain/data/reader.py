@@ -1,7 +1,7 @@
 """Read a data set: any samples, in any order, gathered straight into one tensor per field."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from hpctrain.comm.agreement import agreed, on_root
@@ -69,11 +69,6 @@ class ShardedDataset(Indexable):
         self._opener = opener
         self._starts = np.cumsum([0] + [shard.num_samples for shard in self.manifest.shards])
         self._num_samples = int(self._starts[-1])
-        self._fields = [
-            (name, field.shape, np.dtype(field.dtype), field.ragged)
-            for name, field in self.fields.items()
-        ]
-        self._is_ragged = any(field.ragged for field in self.fields.values())
         self._own: Handles | None = None
         self._inherited: list[Handles] = []
         if manifest is None:
@@ -152,38 +147,29 @@ class ShardedDataset(Indexable):
 
         Returns:
             For each field a tensor ``(num_samples, *shape)`` on the CPU, or the samples of a
-            ragged field. They belong to the caller; their memory is used again when nothing
-            refers to it any more.
+            ragged field. They belong to the caller.
 
         Raises:
             CorruptError: samples cannot be read; the error has their range.
             DataError: an index is out of range.
         """
         wanted = self._in_range(indices)
-        handles = self._handles()
-        empty = handles.buffers.empty
-        found = handles.rows_of(wanted)
-        is_checked = found and self._verify != "always"
-        if found and self._verify == "first":
-            is_checked = found[0].is_checked(found[1])
-        parts = None if is_checked and not self._is_ragged else self._parts(handles, wanted)
-        if parts is not None and not is_checked:
-            self._check(parts)
-            # The error may have been healed by reopening the file.
-            found = handles.rows_of(wanted)
+        parts = [
+            ShardRows(self._handles().shard(home), rows, places)
+            for home, rows, places in _split(wanted, self._starts)
+        ]
+        for shard, rows, _ in parts:
+            # Without checks too, a file that has changed is noticed.
+            some = rows[:0] if self._verify == "off" else rows
+            shard.check_blocks(some, again=self._verify == "always")
         batch: dict[str, Values] = {}
-        for name, shape, dtype, is_ragged in self._fields:
-            if is_ragged:
-                assert parts is not None
-                batch[name] = _gather_ragged(name, parts, shape, dtype, empty)
+        for name, field in self.fields.items():
+            if field.ragged:
+                batch[name] = _gather_ragged(name, parts, field)
                 continue
-            out = empty((len(wanted), *shape), dtype)
-            if found:
-                joined, rows = found
-                joined.take(name, rows, out)
-            elif out.size:
-                for shard, rows, places in parts or ():
-                    shard.gather(name, rows, out, places)
+            out = np.empty((len(wanted), *field.shape), field.dtype)
+            for shard, rows, places in parts if out.size else ():
+                shard.gather(name, rows, out, places)
             batch[name] = torch.from_numpy(out)
         return batch
 
@@ -227,20 +213,6 @@ class ShardedDataset(Indexable):
             open_shard = partial(self._opener, self.path, self.manifest, chunks=ChunkCache())
             self._own = own = Handles(self.manifest, open_shard, self._io)
         return own
-
-    def _parts(self, handles: Handles, wanted: Array) -> list["ShardRows"]:
-        return [
-            ShardRows(handles.shard(home), rows, places)
-            for home, rows, places in _split(wanted, self._starts)
-        ]
-
-    def _check(self, parts: Iterable["ShardRows"]) -> None:
-        for shard, rows, _ in parts:
-            if self._verify == "off":
-                # Only whether the file is still the same.
-                shard.check_blocks(rows[:0], again=False)
-            else:
-                shard.check_blocks(rows, again=self._verify == "always")
 
     def _check_files(self, indices: Iterable[int]) -> None:
         for index in indices:
@@ -287,23 +259,15 @@ def _split(wanted: Array, starts: Array) -> Iterator[tuple[int, Array, Array | N
             yield home, wanted[places] - starts[home], places
 
 
-def _gather_ragged(
-    name: str,
-    parts: Sequence[ShardRows],
-    shape: Sequence[int],
-    dtype: np.dtype[Any],
-    empty: Callable[..., NDArray[Any]],
-) -> Ragged:
-    """Return the samples of a ragged field, whose rows have ``shape``."""
-    num_samples = sum(len(part.rows) for part in parts)
-    offsets = np.zeros(num_samples + 1, np.int64)
+def _gather_ragged(name: str, parts: Sequence[ShardRows], field: Field) -> Ragged:
+    """Return the samples of a ragged field."""
+    offsets = np.zeros(sum(len(part.rows) for part in parts) + 1, np.int64)
     lengths = offsets[1:]
     for shard, rows, places in parts:
         lengths[slice(None) if places is None else places] = shard.lengths(name, rows)
     np.cumsum(lengths, out=lengths)
-    out = empty((int(offsets[-1]), *shape), dtype)
-    if out.size:
-        for shard, rows, places in parts:
-            starts = offsets[:-1] if places is None else offsets[places]
-            shard.gather_ragged(name, rows, out, starts)
+    out = np.empty((int(offsets[-1]), *field.shape), field.dtype)
+    for shard, rows, places in parts if out.size else ():
+        starts = offsets[:-1] if places is None else offsets[places]
+        shard.gather_ragged(name, rows, out, starts)
     return Ragged(torch.from_numpy(out), torch.from_numpy(offsets))

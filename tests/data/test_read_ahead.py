@@ -48,7 +48,6 @@ def shard(request, directory):
 @pytest.mark.parametrize("at_once", [1, 10**9])
 def test_blocks_of_any_size_are_brought_ahead(shard, monkeypatch, at_once):
     monkeypatch.setattr("hpctrain.data.io.open_files._PIECE_BYTES", at_once)
-    monkeypatch.setattr("hpctrain.data.io.mapped.READ_BYTES", at_once)
     with ThreadPoolExecutor(2) as threads:
         read_ahead(threads, shard.file, np.array([39, 3, 20]), check=True)
     assert np.flatnonzero(shard.file.checked).tolist() == [0, 2, 5]
