@@ -28,7 +28,7 @@ import torch
 from hpctrain.core.errors import DataError
 from hpctrain.core.user_error import user_lines
 from hpctrain.data.transform import begin_generators
-from hpctrain.data.workers.shm_message import Outbox, portable
+from hpctrain.data.workers.shm_message import pack, portable
 from hpctrain.launch.mpiexec import marks_rank
 
 END_S = 5.0
@@ -267,10 +267,9 @@ def _run(descriptor: int, notes: int) -> None:
 
 
 def _work(rank: "Connection[Any, Any]", notes: Notes) -> None:
-    """Load the task, then answer every request with a parcel or a failure."""
+    """Load the task, then answer every request with a message or a failure."""
     notes.catch_signals()
     torch.set_num_threads(1)
-    outbox = Outbox()
     rank.send("started")
     try:
         task = cloudpickle.loads(rank.recv_bytes())
@@ -279,20 +278,17 @@ def _work(rank: "Connection[Any, Any]", notes: Notes) -> None:
         return
     rank.send("ready")
     while True:
-        offered, surplus, indices, epoch, seed = rank.recv()
-        outbox.forget(surplus)
+        indices, epoch, seed = rank.recv()
         try:
             # Random numbers depend on the samples, not on which worker happened to get them.
             begin_generators(indices, epoch, seed)
-            value = task(indices, epoch, seed, notes.note)
-            parcel, descriptor = outbox.pack(value, offered)
-            del value
+            message, descriptor = pack(task(indices, epoch, seed, notes.note))
         except Exception as error:  # the rank raises it
             rank.send(_failure(error))
             continue
         finally:
             notes.note(None)
-        rank.send(parcel)
+        rank.send(message)
         if descriptor is not None:
             reduction.send_handle(rank, descriptor, 0)
             os.close(descriptor)
