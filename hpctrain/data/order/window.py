@@ -116,38 +116,6 @@ class WindowOrder:
         lanes[rest] = self._rest.samples_at(rest_numbers) // self._block % self._num_lanes
         return lanes
 
-    def turn_of(self, position: int) -> int:
-        """Return how many blocks of each lane have been used up before a position, about."""
-        number = position - min(position // self._stride, self._num_rest)
-        return number // (self._num_lanes * self._block)
-
-    def turns_begun(self, position: int) -> range:
-        """Return the turns of the window around a position, up to one window after it."""
-        turn = self.turn_of(position)
-        if turn >= self._num_turns:
-            return range(self._num_turns, self._num_turns)
-        _, start, _ = self._windows.of(np.array([turn]))
-        return range(int(start[0]), self.turns_needed(position))
-
-    def turns_needed(self, position: int, together: int = 1) -> int:
-        """Return before which turn blocks should be in memory: one window after a position.
-
-        A multiple of ``together``, or the end.
-        """
-        turn = self.turn_of(position) + self._windows.longest
-        return min(self._num_turns, -(-turn // together) * together)
-
-    def blocks(self, lanes: range, turns: range) -> Indices:
-        """Return the numbers of the blocks that some lanes have in some turns."""
-        lane = np.tile(np.arange(lanes.start, lanes.stop), len(turns))
-        turn = np.repeat(np.arange(turns.start, turns.stop), len(lanes))
-        return self._in_slots(self._slots(lane, turn))
-
-    def rest_blocks(self, lanes: range) -> Indices:
-        """Return the numbers of the blocks of some lanes that have no turn."""
-        slots = self._num_turns * self._num_lanes + np.arange(lanes.start, lanes.stop)
-        return self._in_slots(slots[slots * self._block < self._n])
-
     def _in_slots(self, slots: Indices) -> Indices:
         """Return the blocks in some slots; a short last block keeps its number."""
         full = slots < self._num_full
@@ -198,7 +166,8 @@ class WindowOrder:
         all_turns = range(first_turn, int(turns.max()) + 1)
         if len(all_lanes) * len(all_turns) > lanes.size:
             return self._in_slots(self._slots(lanes, turns))
-        table = self.blocks(all_lanes, all_turns)
+        lane, turn = (axis.ravel() for axis in np.meshgrid(all_lanes, all_turns))
+        table = self._in_slots(self._slots(lane, turn))
         blocks: Indices = table[(turns - first_turn) * len(all_lanes) + lanes - first_lane]
         return blocks
 
@@ -232,11 +201,3 @@ def _tweaks(key: int, numbers: Indices) -> Words:
     words = as_words(numbers) + np.uint64(key)
     splitmix64_(words)
     return words
-
-
-def rank_lanes(first: int, last: int, *, size: int, lanes: int) -> range:
-    """Return the lanes that the ranks ``[first, last)`` of ``size`` read, in every epoch.
-
-    A few of their samples are of the next lane, where lanes do not go into ranks or batches.
-    """
-    return range(first * lanes // size, -(-last * lanes // size))
