@@ -32,7 +32,7 @@ class StateCopy:
     """Holds one copy at a time; the memory of the first serves all later ones of equal shapes.
 
     Of replicated tensors a rank copies what it will write, so the ranks share time and memory, and
-    reads the rest for its checksum. Memory: its share of the state, from the first copy on.
+    reads all for checksums. Memory: its share of the state, from the first copy on.
     """
 
     def __init__(self, rank: int = 0, num_ranks: int = 1) -> None:
@@ -64,7 +64,7 @@ class StateCopy:
                 copies[path] = self._copied(path, leaf, parts[path].get(self._rank), held)
         began, self.checksums = time.perf_counter(), {}
         if self._num_ranks > 1 and source_rank is None:
-            self.checksums = checksums(leaves, parts, self._rank)
+            self.checksums = checksums(leaves)
         self.compare_s = time.perf_counter() - began
         tensors = (leaf.tensor if isinstance(leaf, Piece) else leaf for leaf in leaves.values())
         for place in {each.device for each in tensors if not each.is_meta}:

@@ -76,8 +76,7 @@ class SaveSource:
         began = time.perf_counter()
         found = {}
         if comm.size > 1 and source_rank is None:
-            leaves, _ = flatten(state)
-            found = checksums(leaves, divided(leaves, comm.size, None), comm.rank)
+            found = checksums(flatten(state)[0])
         return cls(state, private, found, time.perf_counter() - began)
 
 
@@ -169,13 +168,11 @@ def write(  # noqa: PLR0913 - what belongs to a checkpoint
             share = {**_share(contents.leaves, parts, comm.rank), **contents.own}
             crcs = tensor_file.write(room / file_name(comm.rank), share)
             written = time.perf_counter()
-            found = {
-                **_of_replicated(source.checksums, share, crcs),
-                **_of_copies(contents.leaves, pieces, source_rank),
-            }
+            found = {path: checksum.value for path, checksum in source.checksums.items()}
+            of_copies = _of_copies(contents.leaves, pieces, source_rank)
             compare_s = source.compare_s + time.perf_counter() - written
         exchanged = time.perf_counter()
-        require_same(comm, found)
+        require_same(comm, {**found, **of_copies})
         compare_s += time.perf_counter() - exchanged
         own = crcs, {name: _spec(tensor) for name, tensor in contents.own.items()}
         make = partial(_manifest, tree, parts, comm.gather_object(own), step, facts)
@@ -315,16 +312,6 @@ def _holders(pieces: Sequence[Mapping[str, Shard]]) -> dict[tuple[str, Shard], l
         for path, shard in held.items():
             holders.setdefault((path, shard), []).append(rank)
     return holders
-
-
-def _of_replicated(
-    around: Mapping[str, Checksum], share: Mapping[str, Tensor], crcs: Mapping[str, Sequence[int]]
-) -> dict[str, int]:
-    """Return the checksums of replicated tensors, with the parts that were written here."""
-    return {
-        path: checksum.joined(crcs[path], share[path].nbytes) if path in share else checksum.before
-        for path, checksum in around.items()
-    }
 
 
 def _of_copies(

@@ -58,17 +58,8 @@ def flip(tensor, draw):
 
 
 @pytest.mark.ranks(2, 3, 4)
-@pytest.mark.parametrize(
-    "combines",
-    [pytest.param(True, marks=pytest.mark.requires("isal")), False],
-    ids=["isal", "zlib"],
-)
 @pytest.mark.parametrize("background", [True, False], ids=["background", "foreground"])
-def test_a_checkpoint_is_the_state_of_one_rank_or_an_error_on_all(
-    comm, root, background, combines, monkeypatch
-):
-    if not combines:
-        monkeypatch.setattr(replicas, "crc32_combine", None)
+def test_a_checkpoint_is_the_state_of_one_rank_or_an_error_on_all(comm, root, background):
     draw = random.Random(comm.size)
     with_error = 0
     for number in range(20):
