@@ -4,9 +4,8 @@ import os
 import resource
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
 from threading import Lock
 from typing import Any
 
@@ -82,8 +81,8 @@ _REQUEST_BYTES = 128 * KIB
 def read_ahead(threads: Executor, file: ShardFile, rows: Array, *, check: bool) -> None:
     """Let threads bring rows of a file into memory, in its order, and return at once.
 
-    ``check`` brings the whole of their blocks, and checks the new ones; readers wait for them by
-    ``ShardFile.wait_for``, and raise the errors.
+    ``check`` brings the whole of their blocks, and checks the new ones; who takes samples of a
+    damaged block raises the error.
     """
     if file.was_cached or not len(rows):
         return
@@ -91,29 +90,18 @@ def read_ahead(threads: Executor, file: ShardFile, rows: Array, *, check: bool) 
         threads.submit(_advise, file, np.unique(rows), 1)
         return
     blocks = np.unique(rows // file.block_size)
-    is_new = ~file.checked[blocks]
-    threads.submit(_advise, file, blocks[~is_new], file.block_size)
-    new, shard = blocks[is_new], file.shard
-    block_bytes = max(1, file.block_size * shard.num_bytes // shard.num_samples)
-    num_pieces = min(len(new), -(-len(new) * block_bytes // _PIECE_BYTES))
-    for piece in np.array_split(new, num_pieces) if num_pieces else []:
-        future = threads.submit(_bring, file, piece)
-        file.coming.update(dict.fromkeys(piece.tolist(), future))
-        future.add_done_callback(partial(_arrived, file, piece.tolist()))
+    shard = file.shard
+    piece = max(1, _PIECE_BYTES * shard.num_samples // (shard.num_bytes * file.block_size))
+    for start in range(0, len(blocks), piece):
+        threads.submit(_bring, file, blocks[start : start + piece])
 
 
 def _bring(file: ShardFile, blocks: Array) -> None:
-    """Read and check blocks, unless that was done; damaged blocks stay unchecked."""
+    """Read blocks, and check the new ones; damaged blocks stay unchecked."""
     _advise(file, blocks, file.block_size)
     new = blocks[~file.checked[blocks]]
     if not file.is_changed():
         file.found(new, file.wrong_blocks(new))
-
-
-def _arrived(file: ShardFile, blocks: list[int], future: Future[None]) -> None:
-    for block in blocks:
-        if file.coming.get(block) is future:
-            file.coming.pop(block, None)
 
 
 def _advise(file: ShardFile, blocks: Array, block_size: int) -> None:

@@ -131,7 +131,6 @@ class ShardFile(RawShard):
         self.checked = np.zeros(manifest.num_blocks(self.shard), bool)
         """Blocks whose crc32 was right."""
         self.all_checked = False
-        self.coming: dict[int, Any] = {}  # futures of blocks that are read ahead
         self.identity = self._identity()
         """Device, inode, size and time of change: all equal as long as the file is unchanged."""
         if problem := size_problem(self.shard, self.identity[2]):
@@ -165,12 +164,6 @@ class ShardFile(RawShard):
     def wrong_blocks(self, blocks: Array) -> list[int]:
         """Return which of these blocks are not as they were written; ``problem`` says why."""
         return [block for block in blocks.tolist() if self.problem(block)]
-
-    def wait_for(self, blocks: Array) -> None:
-        """Return when none of these blocks is being read."""
-        for block in blocks.tolist():
-            if (future := self.coming.get(block)) is not None:
-                future.exception()
 
     def found(self, blocks: Array, wrong: list[int]) -> None:
         """Count blocks as checked, without the ``wrong`` ones.
@@ -354,7 +347,6 @@ class OpenShard:
             return
         blocks = np.unique(rows // self._manifest.block_size)
         if not again:
-            file.wait_for(blocks[~file.checked[blocks]])
             blocks = blocks[~file.checked[blocks]]
         wrong = file.wrong_blocks(blocks)
         file.found(blocks, wrong)
