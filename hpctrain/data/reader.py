@@ -49,9 +49,8 @@ class ShardedDataset(Indexable):
             path: directory with ``manifest.json``.
             verify: when to check the crc32 of a block: at its first touch, always, never.
             io: ``map`` shards into memory, ``read`` the wanted rows, or ``auto``: map a data set
-                that fits into free memory twice, and shards that are in memory already. A mapped
-                page that the disk cannot read ends the process; the blocks of a shard not in
-                memory are read before, to be checked: so this is rare.
+                that fits into free memory twice. A mapped page that the disk cannot read ends the
+                process; this is rare, as blocks are read and checked before.
             opener: opens a shard.
             manifest: of this directory, where it was read and checked before.
 
@@ -219,9 +218,6 @@ class ShardedDataset(Indexable):
             check_file(self.path, self.manifest, index)
 
 
-_MANY = 4096  # samples from which it is worth a check whether they grow
-
-
 class ShardRows(NamedTuple):
     """The samples of a batch that one shard has."""
 
@@ -238,24 +234,13 @@ def _split(wanted: Array, starts: Array) -> Iterator[tuple[int, Array, Array | N
     if len(starts) == 2:
         yield 0, wanted, None
         return
-    if len(wanted) > _MANY and (wanted[1:] >= wanted[:-1]).all():
-        edges = np.searchsorted(wanted, starts).tolist()
-        for home, (start, stop) in enumerate(pairwise(edges)):
-            if start < stop:
-                yield home, wanted[start:stop] - starts[home], np.arange(start, stop)
-        return
     homes = np.searchsorted(starts, wanted, side="right") - 1
     order = np.argsort(homes, kind="stable")
     homes = homes[order]
     cuts = [0, *(np.flatnonzero(np.diff(homes)) + 1).tolist(), len(wanted)]
     for start, stop in pairwise(cuts):
-        if start == stop:
-            continue
-        home = int(homes[start])
-        if stop - start == len(wanted):
-            yield home, wanted - starts[home], None
-        else:
-            places = order[start:stop]
+        if start < stop:
+            home, places = int(homes[start]), order[start:stop]
             yield home, wanted[places] - starts[home], places
 
 

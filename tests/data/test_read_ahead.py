@@ -17,12 +17,6 @@ from tests.data.conftest import numbered
 from tests.data.mixed_set import flip
 
 
-@pytest.fixture(autouse=True)
-def not_cached(monkeypatch):
-    """Let no file seem to lie in the page cache, where writing has left them."""
-    monkeypatch.setattr("hpctrain.data.io.shardfile.is_cached", lambda *_: False)
-
-
 class Held(Executor):
     """Does work when it is told to."""
 

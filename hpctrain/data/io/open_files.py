@@ -58,11 +58,11 @@ class Handles:
         return found
 
     def is_in_memory(self) -> bool:
-        """Return whether all shards are mapped, and were in memory or have come there."""
-        if len(self._shards) < len(self._manifest.shards):
+        """Return whether all shards are mapped, and have come into memory."""
+        if not self._fits or len(self._shards) < len(self._manifest.shards):
             return False
         with self._lock:
-            return all(s.file.is_in_memory(fits=self._fits) for s in self._shards.values())
+            return all(shard.file.is_in_memory for shard in self._shards.values())
 
     def will_need(self, parts: Iterable[tuple[int, Array, Any]], *, check: bool) -> None:
         """Begin to bring rows of shards into memory, in separate threads."""
@@ -84,7 +84,7 @@ def read_ahead(threads: Executor, file: ShardFile, rows: Array, *, check: bool) 
     ``check`` brings the whole of their blocks, and checks the new ones; who takes samples of a
     damaged block raises the error.
     """
-    if file.was_cached or not len(rows):
+    if not len(rows):
         return
     if not check:
         threads.submit(_advise, file, np.unique(rows), 1)

@@ -36,7 +36,6 @@ IO = Literal["map", "read", "auto"]
 
 _KEPT_ROW_BYTES = 16
 _KEPT_FIELD_BYTES = 64 * MIB
-_NUM_PROBES = 32
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
 
 
@@ -135,10 +134,7 @@ class ShardFile(RawShard):
         """Device, inode, size and time of change: all equal as long as the file is unchanged."""
         if problem := size_problem(self.shard, self.identity[2]):
             raise ValueError(problem)
-        self.was_cached = is_cached(self.descriptor, self.shard.num_bytes)
-        """Whether it was in memory when it was opened."""
-        self.is_mapped = io == "map" or (io == "auto" and self.was_cached)
-        if self.is_mapped:
+        if io == "map":
             self._map = _mapped(self.descriptor, self.shard.num_bytes)
         self._crcs = {name: self.table(name) for name in manifest.fields}
         for name, crcs in self._crcs.items():
@@ -152,10 +148,11 @@ class ShardFile(RawShard):
         self._unmapped = {name: self._unmapped_values(name, chunks) for name in manifest.fields}
         self.values = {name: self._mapped_values(name) for name in manifest.fields}
 
-    def is_in_memory(self, *, fits: bool) -> bool:
-        """Return whether reading is a copy in memory; ``fits`` means that checked blocks stay."""
-        is_read = self.was_cached or (fits and self.all_checked)
-        return self.is_mapped and is_read and not is_compressed(self._manifest.fields)
+    @property
+    def is_in_memory(self) -> bool:
+        """Whether reading is a copy in memory, if blocks that were read stay there."""
+        is_mapped = self._map is not None and not is_compressed(self._manifest.fields)
+        return is_mapped and self.all_checked
 
     def is_changed(self) -> bool:
         """Return whether the file was written to or truncated since it was opened."""
@@ -226,7 +223,7 @@ class ShardFile(RawShard):
 
     def _mapped_values(self, name: str) -> Values:
         values, offset = self._unmapped[name], self.shard.places[name].offset
-        if not self.is_mapped or offset is None or isinstance(values, MappedValues):
+        if self._map is None or offset is None or isinstance(values, MappedValues):
             return values
         dtype = self._manifest.fields[name].dtype
         return MappedValues(self._plain(offset, self._shape(name), dtype))
@@ -240,23 +237,6 @@ def _mapped(descriptor: int, num_bytes: int) -> NDArray[np.uint8]:
     found: NDArray[np.uint8] = np.frombuffer(memoryview(segment), np.uint8)
     found.flags.writeable = False
     return found
-
-
-def is_cached(descriptor: int, num_bytes: int) -> bool:
-    """Return whether a file is in the page cache, by probes.
-
-    Differs from mincore(2), which works for the owner of a file only and calls every page of other
-    files resident: one byte here and there is read without waiting (``RWF_NOWAIT``).
-    """
-    byte = bytearray(1)
-    try:
-        return all(
-            os.preadv(descriptor, [byte], num_bytes * probe // _NUM_PROBES, os.RWF_NOWAIT)
-            for probe in range(_NUM_PROBES)
-        )
-    except OSError:
-        # Not in the cache, or a file system that cannot answer.
-        return False
 
 
 def _check_table(what: str, table: NDArray[Any], want: int | None) -> None:
@@ -323,8 +303,8 @@ class OpenShard:
     ) -> None:
         """Open the file of shard ``index`` in ``directory``.
 
-        ``io`` is as of ``ShardedDataset``; ``auto`` maps a file that is in memory. ``chunks``
-        keeps decoded chunks of several shards. Raises ``CorruptError``: the file is missing, or
+        ``io`` is as of ``ShardedDataset``; ``auto`` does not map. ``chunks`` keeps decoded chunks
+        of several shards. Raises ``CorruptError``: the file is missing, or
         not the one that the manifest describes.
         """
         self._manifest, self._index = manifest, index
