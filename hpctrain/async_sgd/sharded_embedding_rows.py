@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hpctrain.async_sgd.sharded_embedding_cache import RowCache
 from hpctrain.async_sgd.sharded_embedding_rules import learning_rate
-from hpctrain.checkpoint.format.shard import Piece, Shard
+from hpctrain.checkpoint.format.shard import Shard, TensorPiece
 from hpctrain.cluster.resources import available_bytes
 from hpctrain.comm.agreement import agreed, raise_if_any
 from hpctrain.comm.call_check import call_of
@@ -394,14 +394,16 @@ class RowShards:
 
     # -- in checkpoints -----------------------------------------------------------------------
 
-    def pieces(self) -> dict[str, Piece]:
+    def pieces(self) -> dict[str, TensorPiece]:
         """Return what this rank owns, by name, and which part it is. Not collective."""
         found = {}
         for name, whole in {**self.own, "is_stored": self._stored}.items():
             values = whole[: self.stop - self.start]
             rest = tuple(values.shape[1:])
             start = (self.start, *(0 for _ in rest))
-            found[name] = Piece(values, Shard((self.num_rows, *rest), start, tuple(values.shape)))
+            found[name] = TensorPiece(
+                values, Shard((self.num_rows, *rest), start, tuple(values.shape))
+            )
         return found
 
     def check(self, what: str, state: Any) -> None:
@@ -426,8 +428,8 @@ class RowShards:
         learning_rate(state["lr"])
         for name, piece in own.items():
             found, shard = pieces[name], piece.shard
-            if not isinstance(found, Piece) or found.shard != shard:
-                got = str(found.shard) if isinstance(found, Piece) else type(found).__name__
+            if not isinstance(found, TensorPiece) or found.shard != shard:
+                got = str(found.shard) if isinstance(found, TensorPiece) else type(found).__name__
                 raise CheckpointError(
                     f"{name} of a table is read in parts, by load(into=table.wanted(path)), of "
                     f"which this rank's is {shard}, got {got}"
@@ -438,7 +440,7 @@ class RowShards:
                     f"make it as it was saved"
                 )
 
-    def restore(self, pieces: Mapping[str, Piece]) -> None:
+    def restore(self, pieces: Mapping[str, TensorPiece]) -> None:
         """Take back what is stored; everything else is as in a new table. Not collective."""
         is_stored = pieces["is_stored"].tensor.bool()
         is_over = torch.from_numpy(self.is_stored[: len(is_stored)]).bool() & ~is_stored

@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from hpctrain.checkpoint.format.shard import Piece, Shard
+from hpctrain.checkpoint.format.shard import Shard, TensorPiece
 from hpctrain.checkpoint.format.state_hash import is_dense
 from hpctrain.checkpoint.format.state_tree import flatten, unflatten
 from hpctrain.checkpoint.replicas import Checksum, checksums
@@ -55,18 +55,22 @@ class StateCopy:
         parts = divided(leaves, self._num_ranks, source_rank)
         held, self._copies = self._copies, {}  # what this state has no more is given back
         self.num_bytes = 0
-        copies: dict[str, Tensor | Piece] = {}
+        copies: dict[str, Tensor | TensorPiece] = {}
         for path, leaf in leaves.items():
-            if isinstance(leaf, Piece):
+            if isinstance(leaf, TensorPiece):
                 whole = Shard.whole(leaf.tensor.shape)
-                copies[path] = Piece(self._copied(path, leaf.tensor, whole, held), leaf.shard)
+                copies[path] = TensorPiece(
+                    self._copied(path, leaf.tensor, whole, held), leaf.shard
+                )
             else:
                 copies[path] = self._copied(path, leaf, parts[path].get(self._rank), held)
         began, self.checksums = time.perf_counter(), {}
         if self._num_ranks > 1 and source_rank is None:
             self.checksums = checksums(leaves)
         self.compare_s = time.perf_counter() - began
-        tensors = (leaf.tensor if isinstance(leaf, Piece) else leaf for leaf in leaves.values())
+        tensors = (
+            leaf.tensor if isinstance(leaf, TensorPiece) else leaf for leaf in leaves.values()
+        )
         for place in {each.device for each in tensors if not each.is_meta}:
             if (device := device_of(place)) is not None:
                 device.current_stream().synchronize()

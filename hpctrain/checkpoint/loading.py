@@ -18,7 +18,7 @@ from hpctrain.checkpoint.format.manifest import (
     file_name,
     read_bytes,
 )
-from hpctrain.checkpoint.format.shard import Piece, Shard
+from hpctrain.checkpoint.format.shard import Shard, TensorPiece
 from hpctrain.checkpoint.format.state_tree import unflatten
 from hpctrain.checkpoint.format.tensor_file import (
     BLOCK_BYTES,
@@ -57,7 +57,7 @@ def load(
     Args:
         directory: of the checkpoint.
         comm: the ranks that read.
-        into: which part of a tensor this rank wants, by path; its leaf is a ``Piece`` then, and
+        into: part of a tensor that this rank wants, by path; its leaf is a ``TensorPiece``, and
             only the blocks of the files that it touches are read.
 
     Raises:
@@ -169,7 +169,7 @@ def _read_state(
                 f"{list(shard.global_shape)} is wanted; change the model or convert the checkpoint"
             )
     tensors = _read(directory, manifest.tensors, into, first=rank % manifest.world)
-    pieces = {path: Piece(tensors[path], shard) for path, shard in into.items()}
+    pieces = {path: TensorPiece(tensors[path], shard) for path, shard in into.items()}
     return _assembled(directory, manifest.skeleton, {**tensors, **pieces})
 
 
@@ -183,7 +183,7 @@ def _read(
     pieces = {}
     for name, record in records.items():
         shard = into.get(name) or Shard.whole(record.shape)
-        pieces[name] = Piece(torch.empty(shard.shape, dtype=DTYPES[record.dtype]), shard)
+        pieces[name] = TensorPiece(torch.empty(shard.shape, dtype=DTYPES[record.dtype]), shard)
     stored = _by_rank([records], {name: piece.shard for name, piece in pieces.items()})
     for rank in sorted(stored, key=lambda rank: (rank < first, rank)):
         with opened(directory / file_name(rank)) as file:
@@ -193,7 +193,7 @@ def _read(
     return {name: piece.tensor for name, piece in pieces.items()}
 
 
-def _read_part(file: TensorFile, name: str, part: StoredPart, target: Piece) -> None:
+def _read_part(file: TensorFile, name: str, part: StoredPart, target: TensorPiece) -> None:
     common = part.shard.intersection(target.shard)
     assert common
     place = target.tensor[target.shard.slices(common)]

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hpctrain.checkpoint.format.shard import Piece
+from hpctrain.checkpoint.format.shard import TensorPiece
 from hpctrain.checkpoint.format.state_hash import crc_of, device_checksum, is_dense
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.ops import Op
@@ -28,7 +28,7 @@ class Checksum(NamedTuple):
     device: str  # its kind; checksums of different kinds are not comparable
 
 
-def checksums(leaves: Mapping[str, Tensor | Piece]) -> dict[str, Checksum]:
+def checksums(leaves: Mapping[str, Tensor | TensorPiece]) -> dict[str, Checksum]:
     """Return the checksums of replicated tensors. Not collective.
 
     The rate is that of memory: crc32 on the host, in as many threads as torch has, and integer

@@ -27,7 +27,7 @@ from hpctrain.checkpoint.format.manifest import (
     file_name,
     require_named,
 )
-from hpctrain.checkpoint.format.shard import Piece, Shard, fault_of_cover
+from hpctrain.checkpoint.format.shard import Shard, TensorPiece, fault_of_cover
 from hpctrain.checkpoint.format.state_hash import crc_of
 from hpctrain.checkpoint.format.state_tree import flatten, lines
 from hpctrain.checkpoint.refusal import explained, mismatches
@@ -82,7 +82,7 @@ class SaveSource:
 
 @dataclass(frozen=True, slots=True)
 class _Contents:
-    leaves: dict[str, Tensor | Piece]
+    leaves: dict[str, Tensor | TensorPiece]
     skeleton: Any
     own: dict[str, Tensor]
     common: list[str]  # what must be the same on every rank
@@ -90,7 +90,9 @@ class _Contents:
     @property
     def pieces(self) -> dict[str, Shard]:
         """What this rank holds of sharded tensors."""
-        return {path: leaf.shard for path, leaf in self.leaves.items() if isinstance(leaf, Piece)}
+        return {
+            path: leaf.shard for path, leaf in self.leaves.items() if isinstance(leaf, TensorPiece)
+        }
 
 
 def save(  # noqa: PLR0913 - what belongs to a checkpoint
@@ -197,8 +199,8 @@ def _contents(source: SaveSource, facts: Mapping[str, Any], *, is_compared: bool
     leaves, skeleton = flatten(source.state)
     common = lines(source.state) if is_compared else []
     for path, leaf in leaves.items():
-        is_piece = isinstance(leaf, Piece)
-        tensor_file.check_storable(path, leaf.tensor if isinstance(leaf, Piece) else leaf)
+        is_piece = isinstance(leaf, TensorPiece)
+        tensor_file.check_storable(path, leaf.tensor if isinstance(leaf, TensorPiece) else leaf)
         dtype, shape = _spec(leaf)
         if is_piece or is_compared:
             common.append(f"{path} is {'a piece of ' * is_piece}{dtype} {list(shape)}")
@@ -207,7 +209,7 @@ def _contents(source: SaveSource, facts: Mapping[str, Any], *, is_compared: bool
     own: dict[str, Tensor] = {}
     leaves_of_own, own_skeleton = flatten(source.private)
     for path, leaf in leaves_of_own.items():
-        if isinstance(leaf, Piece):
+        if isinstance(leaf, TensorPiece):
             raise CheckpointError(
                 f"what a rank has of its own is no piece of a tensor, got one at {path}; put it "
                 f"into the state"
@@ -224,8 +226,8 @@ def _contents(source: SaveSource, facts: Mapping[str, Any], *, is_compared: bool
     return _Contents(leaves, skeleton, own, common)
 
 
-def _spec(leaf: Tensor | Piece) -> _Spec:
-    if isinstance(leaf, Piece):
+def _spec(leaf: Tensor | TensorPiece) -> _Spec:
+    if isinstance(leaf, TensorPiece):
         return name_of(leaf.tensor.dtype), leaf.shard.global_shape
     return name_of(leaf.dtype), tuple(leaf.shape)
 
@@ -246,7 +248,7 @@ def _plan(
 
 
 def divided(
-    leaves: Mapping[str, Tensor | Piece], num_ranks: int, source_rank: int | None
+    leaves: Mapping[str, Tensor | TensorPiece], num_ranks: int, source_rank: int | None
 ) -> dict[str, Parts]:
     """Return the part of each rank of the replicated tensors among the leaves of a state."""
     whole = {path: _spec(leaf) for path, leaf in leaves.items() if isinstance(leaf, Tensor)}
@@ -315,7 +317,7 @@ def _holders(pieces: Sequence[Mapping[str, Shard]]) -> dict[tuple[str, Shard], l
 
 
 def _of_copies(
-    leaves: Mapping[str, Tensor | Piece],
+    leaves: Mapping[str, Tensor | TensorPiece],
     pieces: Sequence[Mapping[str, Shard]],
     source_rank: int | None,
 ) -> dict[str, int | None]:
@@ -325,19 +327,19 @@ def _of_copies(
         if len(ranks) > 1 and shard.numel and source_rank not in ranks:
             name, leaf = f"{path} at {list(shard.offset)}", leaves[path]
             found[name] = None
-            if isinstance(leaf, Piece) and leaf.shard == shard:
+            if isinstance(leaf, TensorPiece) and leaf.shard == shard:
                 found[name] = crc_of(leaf.tensor)
     return found
 
 
 def _share(
-    leaves: Mapping[str, Tensor | Piece], parts: Mapping[str, Parts], rank: int
+    leaves: Mapping[str, Tensor | TensorPiece], parts: Mapping[str, Parts], rank: int
 ) -> dict[str, Tensor]:
     share = {}
     for path, of_ranks in parts.items():
         if rank in of_ranks:
             leaf = leaves[path]
-            if isinstance(leaf, Piece):
+            if isinstance(leaf, TensorPiece):
                 share[path] = leaf.tensor
             else:
                 share[path] = leaf.detach()[Shard.whole(leaf.shape).slices(of_ranks[rank])]
