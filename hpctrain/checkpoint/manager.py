@@ -177,14 +177,19 @@ class Manager:
         if step == self._step and (self._has_score or not told):
             return
         taken = self._taken(step, state, private or {}, source_rank)
-        contents = {"step": step, "facts": {**(facts or {}), **told}, "source_rank": source_rank}
+        options = saving.SaveOptions(
+            step=step,
+            facts={**(facts or {}), **told},
+            guard=self._guard,
+            source_rank=source_rank,
+        )
         self._schedule.taken(step, began)
         self._step, self._has_score = step, bool(told)
         self._stall_s = time.monotonic() - began
         stall_s = None if self._beside.at_once else self._stall_s
         damaged = {*self._damaged}
         self._beside.start(
-            lambda comm: self._write(comm, taken, contents, stall_s=stall_s, damaged=damaged)
+            lambda comm: self._write(comm, taken, options, stall_s=stall_s, damaged=damaged)
         )
         if wait or self._beside.at_once:
             self.wait()
@@ -284,7 +289,7 @@ class Manager:
         self,
         comm: Communicator,
         taken: saving.SaveSource | CheckpointError,
-        contents: dict[str, Any],
+        options: saving.SaveOptions,
         *,
         stall_s: float | None,
         damaged: set[int],
@@ -297,9 +302,9 @@ class Manager:
                 raise taken
             return taken
 
-        step = contents["step"]
+        step = options.step
         with of_save(step):
-            saved = saving.write(self._shelf.path(step), take, comm, guard=self._guard, **contents)
+            saved = saving.write(self._shelf.path(step), take, comm, options)
             tidy = partial(self._tidy, step, damaged=damaged - {step})
             on_root(comm, explained(f"tidy {self._shelf.root}")(tidy), CheckpointError)
         seconds = time.monotonic() - began

@@ -130,25 +130,31 @@ def save(  # noqa: PLR0913 - what belongs to a checkpoint
             there before is intact.
     """
     take = partial(SaveSource.of, state, private or {}, comm, source_rank)
-    return write(
-        directory, take, comm, step=step, facts=facts, guard=guard, source_rank=source_rank
-    )
+    options = SaveOptions(step=step, facts=dict(facts or {}), guard=guard, source_rank=source_rank)
+    return write(directory, take, comm, options)
 
 
-def write(  # noqa: PLR0913 - what belongs to a checkpoint
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SaveOptions:
+    """Arguments of ``save``, without the state and the place."""
+
+    step: int
+    facts: dict[str, Any]
+    guard: Callable[[], None] | None
+    source_rank: int | None
+
+
+def write(
     directory: Path | str,
     take: Callable[[], SaveSource],
     comm: Communicator,
-    *,
-    step: int,
-    facts: Mapping[str, Any] | None = None,
-    guard: Callable[[], None] | None = None,
-    source_rank: int | None = None,
+    options: SaveOptions,
 ) -> Saved:
     """Write a checkpoint of what ``take`` returns; see ``save``. Collective."""
     began = time.perf_counter()
     what = f"write checkpoint {directory}"
-    facts = dict(facts or {})
+    step, facts, guard = options.step, options.facts, options.guard
+    source_rank = options.source_rank
     with agreed(comm, CheckpointError), explained(what):
         directory = absolute(directory)
         require_named(directory, step)
