@@ -8,10 +8,11 @@ import h5py
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from hpctrain.core.checksum import crc32
 from hpctrain.core.errors import DataError
 from hpctrain.core.python_compat import Self
 from hpctrain.core.units import MIB
-from hpctrain.data.format.dataset_manifest import Field
+from hpctrain.data.format.dataset_manifest import Field, Place
 from hpctrain.data.format.hdf5_values import filters, rows_per_chunk
 from hpctrain.data.samples import Ragged
 
@@ -106,7 +107,7 @@ _COPY_BYTES = 4 * MIB
 
 
 class Column:
-    """The values of one field of a shard, ``/data/<field>``.
+    """The samples of one field of a shard: ``/data/<field>`` and its tables.
 
     They wait in a temporary file, as HDF5 stores plain bytes in one stretch of known size.
     """
@@ -114,29 +115,54 @@ class Column:
     def __init__(self, name: str, field: Field, spool: IO[bytes]) -> None:
         self._name, self._field, self._spool = name, field, spool
         self._num_rows = 0
+        self._ends = [np.zeros(1, np.int64)]  # of samples of a ragged field, in rows
 
-    def append(self, rows: NDArray[Any]) -> None:
-        """Add rows ``(num_rows, *shape)``, in the dtype of the field."""
-        self._spool.write(np.ascontiguousarray(rows).data.cast("B") if rows.size else b"")
+    def append(self, samples: "NDArray[Any] | RaggedRows") -> None:
+        """Add samples, in the dtype of the field."""
+        rows = samples.used if isinstance(samples, RaggedRows) else samples
+        if isinstance(samples, RaggedRows):
+            ends = samples.offsets[1:] - samples.offsets[0] + self._num_rows
+            self._ends.append(ends)
         self._num_rows += len(rows)
+        data = np.ascontiguousarray(rows)
+        self._spool.write(data.data.cast("B") if data.size else b"")
 
-    def write(self, file: h5py.File, block_size: int) -> None:
-        """Write all rows to a file."""
-        field, shape = self._field, (self._num_rows, *self._field.shape)
+    def write(self, file: h5py.File, block_size: int) -> Place:
+        """Write all samples to a file, and the crc32 of each block."""
+        self._write_values(file, block_size)
+        index = np.concatenate(self._ends).astype("<u8")
+        starts = np.arange(0, self._num_rows, block_size)
+        if self._field.ragged:
+            starts = index[:-1:block_size].astype(np.int64)
+        sizes = np.diff(np.append(starts, self._num_rows)) * self._field.sample_bytes
+        self._spool.seek(0)
+        crcs = np.array([crc32(self._spool.read(size)) for size in sizes], "<u4")
+        file.create_dataset(f"crc/{self._name}", data=crcs)
+        place = Place(offset=None, crc_offset=None, crc32=crc32(crcs.data))
+        if not self._field.ragged:
+            return place
+        file.create_dataset(f"index/{self._name}", data=index)
+        return replace(place, index_crc32=crc32(index.data), num_rows=self._num_rows)
+
+    def _write_values(self, file: h5py.File, block_size: int) -> None:
+        field, num_rows = self._field, self._num_rows
         step = max(1, _COPY_BYTES // max(1, field.sample_bytes))
         properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
         properties.set_fill_time(h5py.h5d.FILL_TIME_NEVER)  # the argument needs h5py 3.12
         options: dict[str, Any] = {"dcpl": properties}
         if field.compression and field.sample_bytes:
-            step = _rows_of_chunk(field, block_size, self._num_rows)
+            step = _rows_of_chunk(field, block_size, num_rows)
             maxshape, chunks = (None, *field.shape), (step, *field.shape)
             options = {"maxshape": maxshape, "chunks": chunks, **filters()}
-        dataset = file.create_dataset(f"data/{self._name}", shape, field.dtype, **options)
+        dataset = file.create_dataset(
+            f"data/{self._name}", (num_rows, *field.shape), field.dtype, **options
+        )
         self._spool.seek(0)
-        for start in range(0, self._num_rows if field.sample_bytes else 0, step):
-            num_rows = min(step, self._num_rows - start)
-            rows = np.frombuffer(self._spool.read(num_rows * field.sample_bytes), field.dtype)
-            dataset[start : start + num_rows] = rows.reshape(num_rows, *field.shape)
+        for start in range(0, num_rows if field.sample_bytes else 0, step):
+            stop = min(start + step, num_rows)
+            data = self._spool.read((stop - start) * field.sample_bytes)
+            rows = np.frombuffer(data, field.dtype)
+            dataset[start:stop] = rows.reshape(stop - start, *field.shape)
 
 
 def _rows_of_chunk(field: Field, block_size: int, num_rows: int) -> int:

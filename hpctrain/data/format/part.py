@@ -11,14 +11,12 @@ from tempfile import TemporaryFile
 from typing import Any
 
 import h5py
-import numpy as np
-from numpy.typing import NDArray
 
 from hpctrain import __version__
 from hpctrain.core.atomic import crc32_of, sync
 from hpctrain.core.checksum import crc32, crc32_combine
 from hpctrain.core.units import KIB
-from hpctrain.data.format.columns import Column, RaggedRows, Rows, count
+from hpctrain.data.format.columns import Column, Rows, count
 from hpctrain.data.format.dataset_manifest import FORMAT, VERSION, Manifest, Place, ShardEntry
 from hpctrain.data.format.hdf5_values import own_dataset, raw_offset
 
@@ -81,10 +79,6 @@ class ShardPart:
         """Start a shard; ``draft`` has the shards before it."""
         self.num_samples = 0
         self._path, self._draft, self._capacity = path, draft, capacity
-        self._crcs = {name: BlockCrcs(draft.block_size) for name in draft.fields}
-        self._lengths: dict[str, list[NDArray[np.int64]]] = {
-            name: [] for name, field in draft.fields.items() if field.ragged
-        }
         self._columns: dict[str, Column] = {}
         with ExitStack() as stack:
             for name, field in draft.fields.items():
@@ -100,11 +94,8 @@ class ShardPart:
 
     def append(self, rows: Rows) -> None:
         """Add at most ``num_free`` samples, with the shapes and dtypes of the fields."""
-        for name, some in rows.items():
-            self._crcs[name].extend(some)
-            if isinstance(some, RaggedRows):
-                self._lengths[name].append(np.diff(some.offsets))
-            self._columns[name].append(_values_of(some))
+        for name, samples in rows.items():
+            self._columns[name].append(samples)
         self.num_samples += count(rows)
 
     def finish(self) -> ShardEntry:
@@ -121,9 +112,8 @@ class ShardPart:
                 alignment_interval=_PAGE_BYTES,
             ) as file:
                 file.attrs.update(self._attributes())
-                for column in self._columns.values():
-                    column.write(file, self._draft.block_size)
-                places = {name: self._write_tables(file, name) for name in self._columns}
+                size = self._draft.block_size
+                places = {name: one.write(file, size) for name, one in self._columns.items()}
             storage.check()
         self._spools.close()
         sync(self._path)
@@ -157,17 +147,6 @@ class ShardPart:
             "complete": 1,
         }
 
-    def _write_tables(self, file: h5py.File, name: str) -> Place:
-        crcs = self._crcs[name].table
-        file.create_dataset(f"crc/{name}", data=crcs)
-        place = Place(offset=None, crc_offset=None, crc32=crc32(crcs.data))
-        if name not in self._lengths:
-            return place
-        none = np.zeros(1, np.int64)
-        index = np.cumsum(np.concatenate([none, *self._lengths[name]])).astype("<u8")
-        file.create_dataset(f"index/{name}", data=index)
-        return replace(place, index_crc32=crc32(index.data), num_rows=int(index[-1]))
-
 
 def _with_offsets(path: Path, places: Mapping[str, Place]) -> dict[str, Place]:
     """Return the places of fields and their tables in a finished file."""
@@ -186,37 +165,6 @@ def _with_offsets(path: Path, places: Mapping[str, Place]) -> dict[str, Place]:
             )
             for name, place in places.items()
         }
-
-
-def _values_of(rows: NDArray[Any] | RaggedRows) -> NDArray[Any]:
-    return rows.used if isinstance(rows, RaggedRows) else rows
-
-
-class BlockCrcs:
-    """Checksums of one field of a shard."""
-
-    def __init__(self, block_size: int) -> None:
-        self._block_size = block_size
-        self._num_samples = 0
-        self._crcs: list[int] = []
-
-    def extend(self, rows: NDArray[Any] | RaggedRows) -> None:
-        """Add samples."""
-        done = 0
-        while done < len(rows):
-            inside = self._num_samples % self._block_size
-            if not inside:
-                self._crcs.append(0)
-            piece = rows[done : min(len(rows), done + self._block_size - inside)]
-            data = np.ascontiguousarray(_values_of(piece)).data
-            self._crcs[-1] = crc32(data, self._crcs[-1])
-            self._num_samples += len(piece)
-            done += len(piece)
-
-    @property
-    def table(self) -> NDArray[np.uint32]:
-        """Return ``(num_blocks,)``, as ``/crc/<field>`` has it."""
-        return np.array(self._crcs, "<u4")
 
 
 _PAGE_BYTES = 4096
