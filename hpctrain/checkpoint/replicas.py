@@ -1,4 +1,4 @@
-"""Comparison of the state that ranks must hold alike: a checkpoint never mixes different ranks."""
+"""Comparison of replicated state: a checkpoint never mixes different ranks."""
 
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -49,15 +49,15 @@ def checksums(leaves: Mapping[str, Tensor | TensorPiece]) -> dict[str, Checksum]
 
 
 def require_same(comm: Communicator, found: Mapping[str, int | None]) -> None:
-    """Return if all ranks that have a checksum of a name have the same one. Collective.
+    """Check that all ranks with a checksum of a name have the same one. Collective.
 
-    One all-reduce, of the largest of each checksum and of its negative, so that its size does not
-    depend on the number of ranks; ranks are compared by name only where checksums differ.
+    One all-reduce finds the maximum of each checksum and of its negative, so its size does not
+    depend on the number of ranks; only differing checksums are gathered.
 
     Args:
         comm: of the ranks.
-        found: checksums by name, of the same names in the same order on every rank; None of what
-            this rank does not hold.
+        found: checksums by name, with the same names in the same order on every rank; None where
+            this rank holds no value.
 
     Raises:
         CheckpointError: some differ; names tensors and ranks, on every rank.

@@ -43,7 +43,7 @@ from hpctrain.core.units import MIB
 _Spec = tuple[str, tuple[int, ...]]  # dtype and shape of a whole tensor
 
 _Written = tuple[dict[str, list[int]], dict[str, _Spec]]
-"""Of one rank: the checksums of what it wrote, and what it has of its own."""
+"""Checksums of the tensors that a rank wrote, and the specs of its private ones."""
 
 WHOLE_BYTES = MIB  # smaller tensors are not cut
 
@@ -52,7 +52,7 @@ Parts = dict[int, Shard]  # what each writing rank writes of one tensor
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """What a save took."""
+    """Size and duration of a save."""
 
     bytes: int  # of all tensors, on all ranks
     seconds: float
@@ -61,7 +61,7 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class SaveSource:
-    """What a save writes: a state, or a copy of what this rank writes of it."""
+    """The state that a save writes, or a copy of the share of this rank."""
 
     state: Any
     private: Any
@@ -72,7 +72,7 @@ class SaveSource:
     def of(
         cls, state: Any, private: Any, comm: Communicator, source_rank: int | None
     ) -> "SaveSource":
-        """Return a state as it is. Not collective."""
+        """Return the state itself, without a copy. Not collective."""
         began = time.perf_counter()
         found = {}
         if comm.size > 1 and source_rank is None:
@@ -85,11 +85,11 @@ class _Contents:
     leaves: dict[str, Tensor | TensorPiece]
     skeleton: Any
     own: dict[str, Tensor]
-    common: list[str]  # what must be the same on every rank
+    common: list[str]  # lines that must be the same on every rank
 
     @property
     def pieces(self) -> dict[str, Shard]:
-        """What this rank holds of sharded tensors."""
+        """Pieces of sharded tensors on this rank."""
         return {
             path: leaf.shard for path, leaf in self.leaves.items() if isinstance(leaf, TensorPiece)
         }
@@ -108,7 +108,7 @@ def save(  # noqa: PLR0913 - what belongs to a checkpoint
 ) -> Saved:
     """Write a checkpoint, which appears whole and on disk, or not at all.
 
-    Collective. Needs no memory beside the state where its tensors are contiguous.
+    Collective. Needs no further memory if the tensors of the state are contiguous.
 
     Args:
         directory: of this checkpoint; its parents are made. An older one there is replaced.
@@ -117,17 +117,17 @@ def save(  # noqa: PLR0913 - what belongs to a checkpoint
             each rank writes a part of them; pieces are written by a rank that has them.
         comm: the ranks that write.
         step: that the state belongs to.
-        private: what each rank has of its own, such as random states; kept by rank.
-        facts: values for JSON, for people and for checks before a load; rank 0's are kept.
+        private: values of each rank, such as random states; stored by rank.
+        facts: values for JSON, for example for checks before a load; those of rank 0 are stored.
         guard: called on rank 0 before anything is written, and again before it appears, which a
             CheckpointError of it prevents.
         source_rank: write the plain values and tensors of this rank alone, and of a piece that
             several ranks hold its copy; only pieces are taken from the states of other ranks.
 
     Raises:
-        CheckpointError: the state is no state, the ranks disagree or hold different tensors, the
-            directory has the name of another step, or a disk refuses; on every rank, and what was
-            there before is intact.
+        CheckpointError: a value of the state is not supported, the ranks disagree or hold
+            different tensors, the directory has the name of another step, or a disk refuses; on
+            every rank, and an older checkpoint is intact.
     """
     take = partial(SaveSource.of, state, private or {}, comm, source_rank)
     options = SaveOptions(step=step, facts=dict(facts or {}), guard=guard, source_rank=source_rank)
@@ -162,7 +162,7 @@ def write(
         source = take()
         contents = _contents(source, facts, is_compared=source_rank is None)
     call = [f"directory {directory}", f"step {step}", f"source_rank {source_rank}"]
-    way_out = "what a rank has of its own goes into private"
+    way_out = "pass values that differ between ranks as private"
     with mismatches():
         require_equal(comm, call + contents.common, "the state of a checkpoint", way_out)
     tree = contents.skeleton, {path: _spec(leaf) for path, leaf in contents.leaves.items()}
@@ -194,7 +194,7 @@ def write(
 
 
 def check_source(source_rank: int | None, num_ranks: int) -> None:
-    """Refuse a source rank that is none of the ranks."""
+    """Check that the source rank is one of the ranks."""
     if source_rank is not None and not 0 <= source_rank < num_ranks:
         raise CheckpointError(
             f"source_rank must be a rank from 0 to {num_ranks - 1}, got {source_rank}"
@@ -217,8 +217,8 @@ def _contents(source: SaveSource, facts: Mapping[str, Any], *, is_compared: bool
     for path, leaf in leaves_of_own.items():
         if isinstance(leaf, TensorPiece):
             raise CheckpointError(
-                f"what a rank has of its own is no piece of a tensor, got one at {path}; put it "
-                f"into the state"
+                f"private values must not be pieces of a tensor, got one at {path}; put it into "
+                f"the state"
             )
         tensor_file.check_storable(path, leaf)
         own[f"{PRIVATE}/{path}"] = leaf
@@ -305,7 +305,7 @@ def _cut(shape: tuple[int, ...], num_bytes: int, cuts: Sequence[int]) -> Parts:
 def owners(
     pieces: Sequence[Mapping[str, Shard]], source_rank: int | None = None
 ) -> dict[str, Parts]:
-    """Choose who writes each piece of sharded tensors: copies of one are written once."""
+    """Choose the rank that writes each piece of sharded tensors; copies are written once."""
     chosen: dict[str, Parts] = {}
     for number, ((path, shard), ranks) in enumerate(_holders(pieces).items()):
         parts = chosen.setdefault(path, {})
@@ -327,7 +327,7 @@ def _of_copies(
     pieces: Sequence[Mapping[str, Shard]],
     source_rank: int | None,
 ) -> dict[str, int | None]:
-    """Return the crc32 of the pieces that several ranks hold, None of those of other ranks."""
+    """Return the crc32 of pieces that several ranks hold, None for pieces of other ranks."""
     found: dict[str, int | None] = {}
     for (path, shard), ranks in _holders(pieces).items():
         if len(ranks) > 1 and shard.numel and source_rank not in ranks:
@@ -387,9 +387,9 @@ def _manifest(
 
 
 def _make_room(directory: Path, guard: Callable[[], None] | None) -> Path:
-    """Return a new folder beside a checkpoint; remove those that were left or are of nobody now.
+    """Return a new folder next to a checkpoint; remove folders of killed saves.
 
-    Its name is of this save alone: what another job does with its own, late, touches no file here.
+    Its random name keeps the files of another, late job apart.
     """
     if guard is not None:
         guard()

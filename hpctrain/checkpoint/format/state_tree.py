@@ -1,4 +1,4 @@
-"""A state as tensors by path and a skeleton in JSON: no value of it can run code when read."""
+"""A state as tensors by path and a skeleton in JSON, which runs no code when it is read."""
 
 import base64
 import re
@@ -17,7 +17,7 @@ _LIKE_INT = re.compile(r"-?\d+")
 
 
 def flatten(state: object) -> tuple[dict[str, Tensor | TensorPiece], Any]:
-    """Take a state apart: its tensors and pieces by path, and the rest as a value for JSON.
+    """Return the tensors and pieces of a state by path, and the rest as a value for JSON.
 
     A path is the keys and indices down to the tensor, ``optimizer/state/0/exp_avg``. Keys that
     hold ``/`` or ``%``, or that read as a number, have that character escaped as ``%2F``. Raises
@@ -29,7 +29,7 @@ def flatten(state: object) -> tuple[dict[str, Tensor | TensorPiece], Any]:
 
 
 def unflatten(skeleton: object, tensor_of: Callable[[str], Any]) -> Any:
-    """Put a state together again, of a skeleton that may come from a file of a stranger.
+    """Rebuild a state from a skeleton, which may be untrusted.
 
     Raises ``CheckpointError``: the skeleton is not one.
     """
@@ -37,7 +37,7 @@ def unflatten(skeleton: object, tensor_of: Callable[[str], Any]) -> Any:
 
 
 def component(key: str | int) -> str:
-    """Return how a key or an index stands in a path."""
+    """Return the component of a path for a key or an index."""
     if isinstance(key, int):
         return str(key)
     text = key.replace("%", "%25").replace("/", "%2F")
@@ -136,7 +136,7 @@ def _plain(kind: str, text: str) -> int | float | bytes:
 
 
 def walk(value: Any, at: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
-    """Yield all values of a state with their paths: a container, then what is in it."""
+    """Yield all values of a state with their paths, a container before its items."""
     yield "/".join(at), value
     items: Iterable[tuple[str | int, Any]] = ()
     if isinstance(value, Mapping):
@@ -148,7 +148,7 @@ def walk(value: Any, at: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
 
 
 def mapped(tree: Any, change: Callable[[Tensor], Any]) -> Any:
-    """Return a tree of dicts, lists and tuples with its tensors changed, and all else as it is."""
+    """Return a tree of dicts, lists and tuples with each tensor replaced by ``change(tensor)``."""
     match tree:
         case Tensor():
             return change(tree)
