@@ -19,8 +19,6 @@ from hpctrain.data.order.feistel import Feistel, Words, key_of, splitmix64_
 from hpctrain.data.order.order import as_indices, as_words, check_order, global_order
 from hpctrain.data.samples import Indices
 
-_PIECE = 1 << 16  # positions whose intermediate results fit the caches
-
 BLOCK_BYTES = 64 * KIB  # a read of this size from a disk costs little more than a smaller one
 LANES = 1024  # at most about this number by default: every rank of a usual job has its own lanes
 MIXED_PER_SAMPLE, MIXED = 32, 8192
@@ -102,12 +100,7 @@ class WindowOrder:
 
     def samples_at(self, positions: Indices) -> Indices:
         """Compute the samples."""
-        flat = positions.ravel()
-        samples = np.empty_like(flat)
-        for start in range(0, len(flat), _PIECE):
-            some = slice(start, start + _PIECE)
-            samples[some] = self._samples_at(flat[some])
-        return samples.reshape(positions.shape)
+        return self._samples_at(positions.ravel()).reshape(positions.shape)
 
     def lanes_of(self, positions: Indices) -> Indices:
         """Return the lanes of the samples at some positions, cheaper than the samples."""
@@ -155,21 +148,7 @@ class WindowOrder:
         tweaks = _tweaks(self._inside_key, windows * self._num_lanes + lanes)
         inside = as_indices(self._inside.forward(as_words(inside), limits, tweaks))
         turns, offsets = _divided(inside, self._block)
-        return self._lane_slots_blocks(lanes, turns + starts) * self._block + offsets
-
-    def _lane_slots_blocks(self, lanes: Indices, turns: Indices) -> Indices:
-        """Return the block of each lane and turn, computed once where they repeat."""
-        if not lanes.size:
-            return lanes
-        first_lane, first_turn = int(lanes.min()), int(turns.min())
-        all_lanes = range(first_lane, int(lanes.max()) + 1)
-        all_turns = range(first_turn, int(turns.max()) + 1)
-        if len(all_lanes) * len(all_turns) > lanes.size:
-            return self._in_slots(self._slots(lanes, turns))
-        lane, turn = (axis.ravel() for axis in np.meshgrid(all_lanes, all_turns))
-        table = self._in_slots(self._slots(lane, turn))
-        blocks: Indices = table[(turns - first_turn) * len(all_lanes) + lanes - first_lane]
-        return blocks
+        return self._in_slots(self._slots(lanes, turns + starts)) * self._block + offsets
 
     def _slots(self, lanes: Indices, turns: Indices) -> Indices:
         turned = self._turn.forward(as_words(turns), None, _tweaks(self._turn_key, lanes))

@@ -8,7 +8,6 @@ a world that it is no part of. Workers are forks of the server, so that torch is
 import contextlib
 import faulthandler
 import json
-import mmap
 import os
 import signal
 import socket
@@ -22,7 +21,6 @@ from multiprocessing.connection import Connection, wait
 from typing import Any, TypeAlias
 
 import cloudpickle  # type: ignore[import-untyped]
-import numpy as np
 import torch
 
 from hpctrain.core.errors import DataError
@@ -146,36 +144,35 @@ def _environment() -> dict[str, str]:
     return kept | dict.fromkeys(threads, "1") | {"MPI4PY_RC_INITIALIZE": "0"}
 
 
-_NONE = -1
+_NONE, _NUMBER_BYTES = -1, 8
 _MODULES = "\n\nExtension modules: "  # ``faulthandler`` writes this after the stacks
 
 
 class Notes:
-    """A page for the number of the sample in work, followed by the output of ``faulthandler``."""
+    """A file in memory: the number of the sample in work, then the output of ``faulthandler``."""
 
     def __init__(self, descriptor: int | None = None) -> None:
-        """Make the memory, or map that of the process from which a descriptor was inherited."""
+        """Make the file, or open the one of an inherited descriptor."""
         if descriptor is None:
             descriptor = os.memfd_create("hpctrain-notes", os.MFD_CLOEXEC)
-            os.ftruncate(descriptor, mmap.PAGESIZE)
         self._file = os.fdopen(descriptor, "r+b", buffering=0)
-        self._sample = np.frombuffer(mmap.mmap(descriptor, mmap.PAGESIZE), np.int64, 1)
         self.note(None)
 
     @property
     def descriptor(self) -> int:
-        """Of the memory, for a process that inherits it."""
+        """Descriptor of the file, for a process that inherits it."""
         return self._file.fileno()
 
     @property
     def sample(self) -> int | None:
         """The sample in work; None between samples and for transforms of whole batches."""
-        number = int(self._sample[0])
+        number = int.from_bytes(os.pread(self.descriptor, _NUMBER_BYTES, 0), "little", signed=True)
         return None if number == _NONE else number
 
     def note(self, index: int | None) -> None:
         """Note that the work on a sample begins, or with None that there is none in progress."""
-        self._sample[0] = _NONE if index is None else index
+        number = _NONE if index is None else index
+        os.pwrite(self.descriptor, number.to_bytes(_NUMBER_BYTES, "little", signed=True), 0)
 
     def catch_signals(self) -> None:
         """Let signals that end this process, SIGABRT too, write the stacks of its threads."""
@@ -185,8 +182,8 @@ class Notes:
     def stack(self) -> str:
         """Return the stack that the worker wrote at a signal, or an empty string."""
         with contextlib.suppress(OSError, ValueError):  # closed meanwhile
-            size = os.fstat(self.descriptor).st_size - mmap.PAGESIZE
-            text = os.pread(self.descriptor, size, mmap.PAGESIZE).decode(errors="replace")
+            size = os.fstat(self.descriptor).st_size - _NUMBER_BYTES
+            text = os.pread(self.descriptor, size, _NUMBER_BYTES).decode(errors="replace")
             # The signal is named in a separate paragraph, before the stacks.
             return text.partition(_MODULES)[0].partition("\n\n")[2].strip()
         return ""
