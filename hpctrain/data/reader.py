@@ -28,7 +28,7 @@ Verify = Literal["first", "always", "off"]
 
 
 class ShardedDataset(Indexable):
-    """A data set on disk, read through memory maps where it is in memory.
+    """A data set on disk, mapped into memory if it fits.
 
     Cheap to pickle and safe to use after a fork: each process opens shards for itself, at first
     use. Several threads may read at once.
@@ -40,7 +40,6 @@ class ShardedDataset(Indexable):
         *,
         verify: Verify = "first",
         io: IO = "auto",
-        opener: Opener = OpenShard,
         manifest: Manifest | None = None,
     ) -> None:
         """Read the manifest and check that every shard is there with its full size.
@@ -51,8 +50,7 @@ class ShardedDataset(Indexable):
             io: ``map`` shards into memory, ``read`` the wanted rows, or ``auto``: map a data set
                 that fits into free memory twice. A mapped page that the disk cannot read ends the
                 process; this is rare, as blocks are read and checked before.
-            opener: opens a shard.
-            manifest: of this directory, where it was read and checked before.
+            manifest: of this directory, if it was read and checked before.
 
         Raises:
             DataError: the data set is missing, damaged or incomplete.
@@ -65,7 +63,7 @@ class ShardedDataset(Indexable):
         self.manifest = manifest or Manifest.read(self.path)
         self._verify: Verify = verify
         self._io: IO = io
-        self._opener = opener
+        self._opener: Opener = OpenShard
         self._starts = np.cumsum([0] + [shard.num_samples for shard in self.manifest.shards])
         self._num_samples = int(self._starts[-1])
         self._own: Handles | None = None
@@ -81,7 +79,6 @@ class ShardedDataset(Indexable):
         *,
         verify: Verify = "first",
         io: IO = "auto",
-        opener: Opener = OpenShard,
     ) -> Self:
         """Open a data set on all ranks: one reads the manifest, each checks some of the shards.
 
@@ -94,7 +91,7 @@ class ShardedDataset(Indexable):
         # At least one each, so that a rank without the mount finds out.
         num_shards = len(found.shards)
         with agreed(comm, DataError):
-            dataset = cls(path, verify=verify, io=io, opener=opener, manifest=found)
+            dataset = cls(path, verify=verify, io=io, manifest=found)
             dataset._check_files(range(comm.rank % num_shards, num_shards, comm.size))
         return dataset
 
@@ -134,9 +131,9 @@ class ShardedDataset(Indexable):
 
     def with_opener(self, opener: Opener) -> "ShardedDataset":
         """Return this data set with its shards opened by another opener."""
-        return ShardedDataset(
-            self.path, verify=self._verify, io=self._io, opener=opener, manifest=self.manifest
-        )
+        found = ShardedDataset(self.path, verify=self._verify, io=self._io, manifest=self.manifest)
+        found._opener = opener
+        return found
 
     def take(self, indices: ArrayLike) -> dict[str, Values]:
         """Gather samples.
