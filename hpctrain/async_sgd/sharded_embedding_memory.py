@@ -15,7 +15,7 @@ from hpctrain.async_sgd.sharded_embedding_ids import FirstRows
 from hpctrain.async_sgd.sharded_embedding_owners import RowOwners
 from hpctrain.async_sgd.sharded_embedding_rows import Bytes, Places, put, take
 from hpctrain.async_sgd.sharded_embedding_rules import Rule, learning_rate
-from hpctrain.checkpoint.format.shard import Piece, Shard
+from hpctrain.checkpoint.format.shard import TensorPiece, Shard
 from hpctrain.cluster.resources import available_bytes
 from hpctrain.comm.agreement import agreed, raise_if_any
 from hpctrain.comm.communicator import Communicator
@@ -119,7 +119,7 @@ class NodeRows:
 
     # -- checkpoints --------------------------------------------------------------------------
 
-    def pieces(self) -> dict[str, Piece]:
+    def pieces(self) -> dict[str, TensorPiece]:
         """Return the tensors of this rank, by name, with their places in the table. Local."""
         found = {}
         for name, whole in {**self._own, "is_stored": self._stored}.items():
@@ -127,7 +127,7 @@ class NodeRows:
             rest = tuple(values.shape[1:])
             start = (self._owners.start, *(0 for _ in rest))
             shape = (self._owners.num_rows, *rest)
-            found[name] = Piece(values, Shard(shape, start, tuple(values.shape)))
+            found[name] = TensorPiece(values, Shard(shape, start, tuple(values.shape)))
         return found
 
     def check(self, what: str, state: Any) -> None:
@@ -152,8 +152,8 @@ class NodeRows:
         learning_rate(state["lr"])
         for name, piece in own.items():
             found, shard = pieces[name], piece.shard
-            if not isinstance(found, Piece) or found.shard != shard:
-                got = str(found.shard) if isinstance(found, Piece) else type(found).__name__
+            if not isinstance(found, TensorPiece) or found.shard != shard:
+                got = str(found.shard) if isinstance(found, TensorPiece) else type(found).__name__
                 raise CheckpointError(
                     f"{name} of a table must be read in parts, of which this rank has {shard}, "
                     f"got {got}; use load(into=table.wanted(path))"
@@ -164,7 +164,7 @@ class NodeRows:
                     f"{found.tensor.dtype}; make the table with the arguments of the saved one"
                 )
 
-    def restore(self, pieces: Mapping[str, Piece]) -> None:
+    def restore(self, pieces: Mapping[str, TensorPiece]) -> None:
         """Restore stored rows and their state; all other rows are as in a new table. Local."""
         is_stored = pieces["is_stored"].tensor.bool()
         is_over = torch.from_numpy(self._is_stored[: len(is_stored)]).bool() & ~is_stored

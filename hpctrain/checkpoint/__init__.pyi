@@ -1,5 +1,5 @@
-from hpctrain.checkpoint.format.shard import Piece as Piece
 from hpctrain.checkpoint.format.shard import Shard as Shard
+from hpctrain.checkpoint.format.shard import TensorPiece as TensorPiece
 from hpctrain.checkpoint.format.state_hash import state_hash as state_hash
 from hpctrain.checkpoint.loading import Loaded as Loaded
 from hpctrain.checkpoint.loading import load as load

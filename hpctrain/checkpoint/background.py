@@ -1,4 +1,4 @@
-"""Work beside the training: a copy of the state in memory, and the thread that writes it."""
+"""Saves in the background: a copy of the state in memory, and the thread that writes it."""
 
 import logging
 import time
@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from hpctrain.checkpoint.format.shard import Piece, Shard
+from hpctrain.checkpoint.format.shard import Shard, TensorPiece
 from hpctrain.checkpoint.format.state_hash import is_dense
 from hpctrain.checkpoint.format.state_tree import flatten, unflatten
 from hpctrain.checkpoint.replicas import Checksum, checksums
@@ -25,14 +25,14 @@ T = TypeVar("T")
 _LOG = logging.getLogger(__name__)
 
 _PINNED_BYTES = MIB
-"""Copies of so much of a device's are registered with its driver: others share their pages."""
+"""Copies of at least this size of device memory are pinned; smaller ones share their pages."""
 
 
 class StateCopy:
-    """Holds one copy at a time; the memory of the first serves all later ones of equal shapes.
+    """Holds one copy of a state; later copies of equal shapes use the same memory.
 
-    Of replicated tensors a rank copies what it will write, so the ranks share time and memory, and
-    reads the rest for its checksum. Memory: its share of the state, from the first copy on.
+    A rank copies only its share of replicated tensors, and computes checksums of all of them.
+    Memory: the share of the rank, from the first copy on.
     """
 
     def __init__(self, rank: int = 0, num_ranks: int = 1) -> None:
@@ -44,29 +44,33 @@ class StateCopy:
         self.compare_s = 0.0  # how long they took
 
     def take(self, state: Any, source_rank: int | None = None) -> Any:
-        """Return a copy of a state, on the CPU; what the one before returned is overwritten.
+        """Return a copy of a state on the CPU, which overwrites the last copy.
 
-        What another rank writes has its shape and dtype in the copy, but not its values: all of
-        that is of ``source_rank``, if there is one. Raises ``CheckpointError``: the state holds
-        something else; the copy before is intact then.
+        The shares of other ranks have shape and dtype, but no values; with ``source_rank`` all
+        replicated tensors are its share. Raises ``CheckpointError``: the state holds another type
+        of value; the last copy is intact.
         """
         leaves, skeleton = flatten(state)
         # The same division as in the save, which it must be.
         parts = divided(leaves, self._num_ranks, source_rank)
-        held, self._copies = self._copies, {}  # what this state has no more is given back
+        held, self._copies = self._copies, {}  # memory of tensors that this state lacks is freed
         self.num_bytes = 0
-        copies: dict[str, Tensor | Piece] = {}
+        copies: dict[str, Tensor | TensorPiece] = {}
         for path, leaf in leaves.items():
-            if isinstance(leaf, Piece):
+            if isinstance(leaf, TensorPiece):
                 whole = Shard.whole(leaf.tensor.shape)
-                copies[path] = Piece(self._copied(path, leaf.tensor, whole, held), leaf.shard)
+                copies[path] = TensorPiece(
+                    self._copied(path, leaf.tensor, whole, held), leaf.shard
+                )
             else:
                 copies[path] = self._copied(path, leaf, parts[path].get(self._rank), held)
         began, self.checksums = time.perf_counter(), {}
         if self._num_ranks > 1 and source_rank is None:
-            self.checksums = checksums(leaves, parts, self._rank)
+            self.checksums = checksums(leaves)
         self.compare_s = time.perf_counter() - began
-        tensors = (leaf.tensor if isinstance(leaf, Piece) else leaf for leaf in leaves.values())
+        tensors = (
+            leaf.tensor if isinstance(leaf, TensorPiece) else leaf for leaf in leaves.values()
+        )
         for place in {each.device for each in tensors if not each.is_meta}:
             if (device := device_of(place)) is not None:
                 device.current_stream().synchronize()
@@ -76,7 +80,7 @@ class StateCopy:
         self, path: str, tensor: Tensor, part: Shard | None, held: dict[str, Tensor]
     ) -> Tensor:
         if not is_dense(tensor):
-            return tensor  # what writes it says why it cannot
+            return tensor  # the write raises the error
         if part is None:
             return torch.empty((), dtype=tensor.dtype).expand(tensor.shape)  # no memory
         copy, here = held.get(path), Shard.whole(part.global_shape).slices(part)
@@ -94,13 +98,13 @@ class StateCopy:
 
 
 class BackgroundWriter(Generic[T]):
-    """Runs jobs on a thread; where that cannot be, at once, with the communicator of all else."""
+    """Runs jobs on a thread with a separate communicator, or immediately without one."""
 
     def __init__(self, comm: Communicator, *, background: bool) -> None:
         """Make the thread and its communicator. Collective.
 
-        Jobs run at once where ``background`` is false, or the MPI library does not allow calls
-        from two threads, which is said once.
+        Jobs run immediately if ``background`` is false, or if the MPI library does not allow calls
+        from two threads, which is logged once.
         """
         self._comm = comm
         self._running: Future[T] | None = None
@@ -113,13 +117,13 @@ class BackgroundWriter(Generic[T]):
 
     @property
     def at_once(self) -> bool:
-        """Whether ``start`` returns when the job is done."""
+        """Whether jobs run in ``start``."""
         return self._thread is None
 
     def start(self, job: Callable[[Communicator], T]) -> None:
         """Run a job, which may be collective. Only after ``join``.
 
-        It takes the communicator to use; its errors are raised by ``join``.
+        The job gets the communicator to use; ``join`` raises its errors.
         """
         assert self._running is None, "one job at a time"
         if self._thread is not None:
@@ -140,13 +144,13 @@ class BackgroundWriter(Generic[T]):
         """Wait for the job and return its result, once; None where there is none. Not collective.
 
         Raises:
-            Exception: what the job has raised, once.
+            Exception: the error of the job, once.
         """
         running, self._running = self._running, None
         return None if running is None else running.result()
 
     def close(self) -> None:
-        """End the thread after its job, and give its communicator back; harmless twice."""
+        """End the thread after its job, and free its communicator; idempotent."""
         if self._thread is not None:
             self._thread.shutdown()
             self._thread = None

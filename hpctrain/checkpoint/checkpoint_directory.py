@@ -1,4 +1,4 @@
-"""The directory of a run's checkpoints: their names, which stay, and how the others go."""
+"""The directory of the checkpoints of a run: names, retention and removal."""
 
 import logging
 import math
@@ -16,7 +16,7 @@ from hpctrain.core.errors import CheckpointError
 SCORE = "score"  # among the facts of a checkpoint: how good its model is
 
 ASIDE = ".aside"
-"""Ending of a checkpoint that a run went back behind; it is kept for people, and never loaded."""
+"""Ending of a checkpoint of later steps than a resumed run; kept, and never loaded."""
 
 T = TypeVar("T")
 
@@ -25,7 +25,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A checkpoint as the rules see it."""
+    """Properties of a checkpoint that decide whether it is kept."""
 
     step: int
     whole: bool = True  # whether it can be loaded, as far as is known
@@ -34,11 +34,11 @@ class Kept:
 
 
 def expendable(present: Iterable[Kept], *, keep: int, keep_best: int = 0) -> list[int]:
-    """Return the steps whose checkpoints can go, oldest first.
+    """Return the steps whose checkpoints can be removed, oldest first.
 
-    The ``keep`` newest whole ones and the ``keep_best`` best whole ones stay, of equal scores the
-    newer one. A damaged one counts for neither; it stays until ``keep`` whole ones are newer, so
-    that there is time to look at it, and it never pushes a whole one out.
+    The ``keep`` newest and the ``keep_best`` best whole checkpoints are kept, the newer one of
+    equal scores. A damaged checkpoint does not count; it is kept for inspection until ``keep``
+    whole checkpoints are newer.
     """
     present = sorted(present, key=lambda kept: kept.step)
     whole = [kept for kept in present if kept.whole]
@@ -68,13 +68,13 @@ class CheckpointDirectory:
         return self.root / name_of(step)
 
     def is_there(self, step: int) -> bool:
-        """Say whether there is a checkpoint of that step, damaged or not."""
+        """Return whether there is a checkpoint of a step, damaged or not."""
         return self.path(step).exists()
 
     def steps(self) -> list[int]:
-        """Return the steps of all checkpoints, also damaged ones, newest first.
+        """Return the steps of all checkpoints, damaged ones included, newest first.
 
-        Raises ``CheckpointError``: the directory is there and cannot be read.
+        Raises ``CheckpointError``: the directory exists and cannot be read.
         """
         found = (step_of(name) for name in self._names())
         return sorted((step for step in found if step is not None), reverse=True)
@@ -82,11 +82,10 @@ class CheckpointDirectory:
     def newest(self, passed_over: Collection[int] = ()) -> tuple[int | None, dict[int, str]]:
         """Return the newest step whose manifest is whole, and by step why newer ones are not.
 
-        Those that are ``passed_over`` are known as damaged. Raises ``CheckpointError``: as
-        ``steps``.
+        ``passed_over`` are steps of known damage. Raises ``CheckpointError``: as ``steps``.
         """
         faults: dict[int, str] = {}
-        gone: dict[int, str] = {}  # removed by another job: what is there is listed again
+        gone: dict[int, str] = {}  # removed by another job: the directory is listed again
         while steps := [s for s in self.steps() if s not in {*passed_over, *faults, *gone}]:
             try:
                 CheckpointManifest.read(self.path(steps[0]))
@@ -95,20 +94,18 @@ class CheckpointDirectory:
                 found[steps[0]] = str(error)
             else:
                 return steps[0], faults
-        # Some file systems list for a while what is gone: that is no run without checkpoints.
+        # Some file systems list removed files for a while: then the run has checkpoints.
         listed = self.steps() if gone else []
         return None, faults | {step: why for step, why in gone.items() if step in listed}
 
     def tidy(
         self, newest: int, *, keep: int, keep_best: int = 0, damaged: Collection[int] = ()
     ) -> None:
-        """Remove what need not stay, after ``newest`` was written; and warn where that fails.
+        """Remove expendable checkpoints after ``newest`` was written; log failures.
 
-        A removal is a change of name first, on disk: a kill or a loss of power in between leaves a
-        leftover, not a damaged checkpoint. Checkpoints of later steps are of a course that the
-        run went back behind. They get another name, as a restart would take them for the newest.
-
-        What is known as ``damaged`` counts for nothing.
+        A checkpoint is renamed before it is removed: a kill or a loss of power leaves a leftover,
+        not a damaged checkpoint. Checkpoints of later steps, from before a resume, get another
+        name, as a restart would take them for the newest. ``damaged`` steps do not count.
         """
         self._sweep()
         steps = self._try(self.steps) or []
@@ -127,7 +124,7 @@ class CheckpointDirectory:
         self._sweep()
 
     def _sweep(self) -> None:
-        """Remove what dead writers and removals that were cut short have left."""
+        """Remove leftovers of killed writers and interrupted removals."""
         for name in self._try(self._names) or []:
             if name.startswith("step-") and name.endswith(PART):
                 self._try(partial(shutil.rmtree, self.root / name))
@@ -149,8 +146,8 @@ class CheckpointDirectory:
             return []
         except OSError as error:
             raise CheckpointError(
-                f"cannot look for checkpoints in {self.root}: {reason_of(error)}; check the path "
-                f"and its rights"
+                f"cannot list checkpoints in {self.root}: {reason_of(error)}; check the path and "
+                f"its permissions"
             ) from error
 
     def _kept(self, step: int, damaged: Collection[int]) -> Kept:
@@ -171,8 +168,8 @@ class CheckpointDirectory:
         self.path(step).rename(aside)
         self._known.pop(step, None)
         _LOG.warning(
-            "checkpoint %s is of a course that this run went back behind, or is damaged; it is "
-            "%s now, remove it when nobody needs it",
+            "checkpoint %s is damaged, or of a step after the one that this run resumed from; it "
+            "is renamed to %s, remove it if it is not needed",
             self.path(step),
             aside.name,
         )

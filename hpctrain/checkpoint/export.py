@@ -34,7 +34,7 @@ def newest_state(path: Path | str, only: str | None = None) -> tuple[Path, dict[
 
 
 def part_of(state: Mapping[str, Any], path: str) -> Any:
-    """Return what lies at a path such as ``model`` or ``optimizer/state/0``."""
+    """Return the value at a path such as ``model`` or ``optimizer/state/0``."""
     value: Any = state
     for number, name in enumerate(names := path.split("/")):
         inside = (
@@ -52,7 +52,7 @@ def part_of(state: Mapping[str, Any], path: str) -> Any:
 
 
 def check_ending(path: Path) -> None:
-    """Return if the ending of a name tells what to write."""
+    """Check that the ending of a name selects a format."""
     if path.suffix not in ENDINGS:
         raise CheckpointError(
             f"a state is exported to a file that ends in {', '.join(ENDINGS)}; got {path.name!r}"
@@ -60,11 +60,10 @@ def check_ending(path: Path) -> None:
 
 
 def export(state: Mapping[str, Any], path: Path | str, *, overwrite: bool = False) -> None:
-    """Write a state; the file appears whole or not at all.
+    """Write a state atomically. Not collective.
 
-    Needs memory for copies of the tensors that are views of others. Not collective. A file that
-    ends in ``.pt`` is for ``torch.load(..., weights_only=True)``; one in ``.safetensors`` holds
-    nothing but tensors by name.
+    Needs memory for copies of the tensors that are views of others. ``torch.load(...,
+    weights_only=True)`` reads a file ``.pt``; a file ``.safetensors`` holds only tensors by name.
     """
     path = absolute(path)
     check_ending(path)
@@ -95,7 +94,7 @@ def export(state: Mapping[str, Any], path: Path | str, *, overwrite: bool = Fals
 
 
 def _owner() -> Callable[[Tensor], Tensor]:
-    """Give each tensor its own memory: a view would be written with all that it is a view of."""
+    """Copy views: a view would be written with its whole base tensor."""
     taken: set[int] = set()
 
     def own(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Checkpoints as people see them: which there are, what one holds, which are whole."""
+"""Listing, description and verification of checkpoints."""
 
 from collections.abc import Iterator, Mapping
 from datetime import datetime, timezone
@@ -14,13 +14,13 @@ from hpctrain.core.units import format_bytes
 
 _LONGEST = 200  # characters shown of a fact
 
-FOLDER = "checkpoints"  # where the checkpoints of a run directory lie
+FOLDER = "checkpoints"  # of the checkpoints in a run directory
 
 
 def checkpoints_in(path: Path | str) -> list[Path]:
-    """Return the checkpoints that a path names, by step: itself, or those of a run directory.
+    """Return the checkpoint at a path, or all of a run directory, by step.
 
-    One that is not finished, or that its run went back behind, is not among them.
+    Unfinished checkpoints and those that were set aside are left out.
     """
     path = Path(path)
     if (path / manifest.NAME).exists() or step_of(path.name) is not None:
@@ -41,14 +41,14 @@ def checkpoint_of(path: Path | str, which: str) -> Path:
     if which == "last":
         return found[-1]
     if which == "best":
-        # The newest of equal ones, as that is what a run keeps.
+        # The newest of equal scores, which a run keeps.
         facts = ((CheckpointManifest.read(one).facts, one) for one in found)
-        scored = [(told[SCORE], one) for told, one in facts if SCORE in told]
+        scored = [(of_one[SCORE], one) for of_one, one in facts if SCORE in of_one]
         if scored:
             return max(scored)[1]
         raise CheckpointError(
-            f"no checkpoint of {path} was taken behind a test, so that none is the best; "
-            f"checkpoint.keep_best or test.patience does so"
+            f"the best checkpoint needs a score, but none of {path} was saved after a test; set "
+            f"checkpoint.keep_best or test.patience"
         )
     steps = {str(step_of(one.name)): one for one in found}
     if which not in steps:
@@ -60,26 +60,26 @@ def checkpoint_of(path: Path | str, which: str) -> Path:
 
 
 def describe(directory: Path | str, *, num_largest: int = 10) -> dict[str, Any]:
-    """Tell what a checkpoint holds, as values for JSON; reads its manifest only.
+    """Describe a checkpoint by its manifest, as values for JSON.
 
     Raises ``CheckpointError``: there is none, or its manifest is damaged.
     """
     directory = Path(directory)
-    told = CheckpointManifest.read(directory)
-    largest = sorted(told.tensors.items(), key=lambda item: -item[1].num_bytes)[:num_largest]
-    private = [record for own in told.private.values() for record in own.values()]
-    records = [*told.tensors.values(), *private]
-    parts = [part for record in told.tensors.values() for part in record.parts]
+    found = CheckpointManifest.read(directory)
+    largest = sorted(found.tensors.items(), key=lambda item: -item[1].num_bytes)[:num_largest]
+    private = [record for own in found.private.values() for record in own.values()]
+    records = [*found.tensors.values(), *private]
+    parts = [part for record in found.tensors.values() for part in record.parts]
     files = sorted({manifest.file_name(part.rank) for each in records for part in each.parts})
     written = datetime.fromtimestamp((directory / manifest.NAME).stat().st_mtime, timezone.utc)
     return {
         "directory": str(directory),
-        "step": told.step,
+        "step": found.step,
         "written": written.isoformat(timespec="seconds"),
-        "world": told.world,
-        "num_tensors": len(told.tensors),
+        "world": found.world,
+        "num_tensors": len(found.tensors),
         "num_elements": sum(part.shard.numel for part in parts),
-        "state_bytes": sum(record.num_bytes for record in told.tensors.values()),
+        "state_bytes": sum(record.num_bytes for record in found.tensors.values()),
         "private_bytes": sum(record.num_bytes for record in private),
         "files": [{"name": name, "num_bytes": _size_of(directory / name)} for name in files],
         "largest": [
@@ -92,34 +92,34 @@ def describe(directory: Path | str, *, num_largest: int = 10) -> dict[str, Any]:
             }
             for path, record in largest
         ],
-        "facts": told.facts,
+        "facts": found.facts,
     }
 
 
-def lines_of(told: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what people read of a description."""
-    yield f"{told['directory']}: step {told['step']}"
-    yield f"written    {told['written']}"
-    yield f"ranks      {told['world']}"
+def lines_of(about: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the human-readable lines of a description."""
+    yield f"{about['directory']}: step {about['step']}"
+    yield f"written    {about['written']}"
+    yield f"ranks      {about['world']}"
     yield (
-        f"state      {told['num_tensors']} tensors, {told['num_elements']} elements, "
-        f"{format_bytes(told['state_bytes'])}"
+        f"state      {about['num_tensors']} tensors, {about['num_elements']} elements, "
+        f"{format_bytes(about['state_bytes'])}"
     )
-    yield f"private    {format_bytes(told['private_bytes'])} of the ranks' own"
-    missing = [file["name"] for file in told["files"] if file["num_bytes"] is None]
-    size = format_bytes(sum(file["num_bytes"] or 0 for file in told["files"]))
-    yield f"files      {len(told['files'])}, {size}" + (
+    yield f"private    {format_bytes(about['private_bytes'])} of the ranks' own"
+    missing = [file["name"] for file in about["files"] if file["num_bytes"] is None]
+    size = format_bytes(sum(file["num_bytes"] or 0 for file in about["files"]))
+    yield f"files      {len(about['files'])}, {size}" + (
         f"; missing: {', '.join(missing)}" if missing else ""
     )
-    if told["largest"]:
+    if about["largest"]:
         yield from ("", "largest tensors")
-    for held in told["largest"]:
+    for held in about["largest"]:
         shape = f"({', '.join(map(str, held['shape']))})"
         size = format_bytes(held["num_bytes"])
         yield f"  {size:>10}  {held['dtype']:10} {shape:16} {held['path']}"
-    if told["facts"]:
+    if about["facts"]:
         yield from ("", "facts")
-    for name, value in told["facts"].items():
+    for name, value in about["facts"].items():
         yield f"  {name:16} {_short(value)}"
 
 
@@ -138,10 +138,10 @@ def _short(value: object) -> str:
 
 
 def verify(path: Path | str) -> Iterator[tuple[Path, list[str]]]:
-    """Read every byte of one checkpoint, or of all of a run directory, and compare.
+    """Read every byte of one checkpoint, or of all of a run directory, and compare checksums.
 
-    Not collective. Yields each checkpoint and what is wrong with it, oldest first, as soon as it
-    is read; none that its run removed meanwhile. Raises ``CheckpointError``: there is none.
+    Not collective. Yields each checkpoint and its faults, oldest first; checkpoints that the run
+    removes meanwhile are left out. Raises ``CheckpointError``: there is none.
     """
     has_checked = False
     for directory in checkpoints_in(path):

@@ -18,7 +18,7 @@ from hpctrain.checkpoint.format.manifest import (
     file_name,
     read_bytes,
 )
-from hpctrain.checkpoint.format.shard import Piece, Shard
+from hpctrain.checkpoint.format.shard import Shard, TensorPiece
 from hpctrain.checkpoint.format.state_tree import unflatten
 from hpctrain.checkpoint.format.tensor_file import (
     BLOCK_BYTES,
@@ -38,10 +38,10 @@ _Stored = tuple[str, str, StoredPart]
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What a checkpoint holds."""
+    """Contents of a checkpoint."""
 
     state: Any
-    private: "Privates"  # what each rank had of its own, by the rank it had then
+    private: "Privates"  # private values of each rank that saved
     facts: dict[str, Any]
     step: int
 
@@ -57,7 +57,7 @@ def load(
     Args:
         directory: of the checkpoint.
         comm: the ranks that read.
-        into: which part of a tensor this rank wants, by path; its leaf is a ``Piece`` then, and
+        into: part of a tensor that this rank wants, by path; its leaf is a ``TensorPiece``, and
             only the blocks of the files that it touches are read.
 
     Raises:
@@ -77,9 +77,9 @@ def load(
 
 
 def check(directory: Path | str) -> list[str]:
-    """Read all of a checkpoint; return what is wrong with it. Not collective.
+    """Read all of a checkpoint and return its faults. Not collective.
 
-    What ``load`` refuses on any number of ranks is a fault.
+    Everything that ``load`` refuses on any number of ranks is a fault.
     """
     directory = Path(directory)
     try:
@@ -91,7 +91,7 @@ def check(directory: Path | str) -> list[str]:
         partial(_check_file, directory / file_name(rank), parts)
         for rank, parts in sorted(_by_rank(everything).items())
     ]
-    # Not even a whole file helps if what is built of its tensors cannot be.
+    # Files can be whole and the state still not be built from them.
     checks.append(
         partial(_assembled, directory, manifest.skeleton, dict.fromkeys(manifest.tensors))
     )
@@ -111,7 +111,7 @@ def check(directory: Path | str) -> list[str]:
 
 
 class Privates(Mapping[int, Any]):
-    """What each rank had of its own, read when asked for, as it may be much."""
+    """Private values of each rank that saved, read at first use."""
 
     def __init__(self, directory: Path, manifest: CheckpointManifest) -> None:
         self._directory = directory
@@ -119,10 +119,10 @@ class Privates(Mapping[int, Any]):
         self._read: dict[int, Any] = {}
 
     def __getitem__(self, rank: int) -> Any:
-        """Return what the rank of that number saved. Not collective.
+        """Return the private values of a rank. Not collective.
 
-        Raises ``KeyError``: there was no such rank, or it had nothing. ``CheckpointError``: its
-        file is damaged.
+        Raises ``KeyError``: the rank did not exist or had none. ``CheckpointError``: its file is
+        damaged.
         """
         if rank not in self._read:
             records = self._records[rank]
@@ -142,13 +142,13 @@ class Privates(Mapping[int, Any]):
 def _private_tree(
     directory: Path, records: Mapping[str, Record], tensors: Mapping[str, Any]
 ) -> Any:
-    """Return what a rank had of its own, with these ``tensors`` in it."""
+    """Return the private values of a rank, with these ``tensors``."""
     text = _read(directory, {PRIVATE: records[PRIVATE]}, {})[PRIVATE]
     try:
         skeleton = json.loads(bytes(host_bytes(text)))
     except (ValueError, RecursionError) as error:
         raise CheckpointError(
-            f"checkpoint {directory} is damaged: what a rank had of its own is no JSON, {error}; "
+            f"checkpoint {directory} is damaged: private values of a rank are no JSON, {error}; "
             f"use another checkpoint"
         ) from error
     return _assembled(directory, skeleton, tensors, f"{PRIVATE}/")
@@ -169,7 +169,7 @@ def _read_state(
                 f"{list(shard.global_shape)} is wanted; change the model or convert the checkpoint"
             )
     tensors = _read(directory, manifest.tensors, into, first=rank % manifest.world)
-    pieces = {path: Piece(tensors[path], shard) for path, shard in into.items()}
+    pieces = {path: TensorPiece(tensors[path], shard) for path, shard in into.items()}
     return _assembled(directory, manifest.skeleton, {**tensors, **pieces})
 
 
@@ -178,12 +178,12 @@ def _read(
 ) -> dict[str, Tensor]:
     """Read tensors, or the parts of them in ``into``, file by file.
 
-    Ranks that begin at different files, by ``first``, do not queue up.
+    Ranks begin at different files, by ``first``, to spread the load.
     """
     pieces = {}
     for name, record in records.items():
         shard = into.get(name) or Shard.whole(record.shape)
-        pieces[name] = Piece(torch.empty(shard.shape, dtype=DTYPES[record.dtype]), shard)
+        pieces[name] = TensorPiece(torch.empty(shard.shape, dtype=DTYPES[record.dtype]), shard)
     stored = _by_rank([records], {name: piece.shard for name, piece in pieces.items()})
     for rank in sorted(stored, key=lambda rank: (rank < first, rank)):
         with opened(directory / file_name(rank)) as file:
@@ -193,7 +193,7 @@ def _read(
     return {name: piece.tensor for name, piece in pieces.items()}
 
 
-def _read_part(file: TensorFile, name: str, part: StoredPart, target: Piece) -> None:
+def _read_part(file: TensorFile, name: str, part: StoredPart, target: TensorPiece) -> None:
     common = part.shard.intersection(target.shard)
     assert common
     place = target.tensor[target.shard.slices(common)]
@@ -229,7 +229,7 @@ def _assembled(
 def _by_rank(
     groups: Sequence[Mapping[str, Record]], wanted: Mapping[str, Shard] | None = None
 ) -> dict[int, list[_Stored]]:
-    """Return what the file of each rank holds, of the shards that are wanted or of all."""
+    """Return the parts in the file of each rank, of the ``wanted`` shards or of all."""
     stored: dict[int, list[_Stored]] = {}
     for name, record in (item for records in groups for item in records.items()):
         for part in record.parts:

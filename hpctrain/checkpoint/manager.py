@@ -1,4 +1,4 @@
-"""The checkpoints of a run: when they are taken, how many stay, which one a restart takes."""
+"""The checkpoints of a run: schedule, retention and the choice at a restart."""
 
 import logging
 import math
@@ -24,27 +24,27 @@ _LOG = logging.getLogger(__name__)
 
 
 class Stateful(Protocol):
-    """Has a state that the next step depends on, such as the error a codec has not sent yet.
+    """Has a state that the next step depends on, such as the error feedback of a codec.
 
-    The state is a tree of tensors and plain values, each rank's own.
+    The state is a tree of tensors and plain values, separate on each rank.
     """
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of this rank; what is returned is not changed later."""
+        """Return the state of this rank, which later steps do not change."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state; it is that of the same rank of as many ranks."""
+        """Continue from a state of the same rank and number of ranks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Figures:
-    """What a checkpoint cost."""
+    """Cost of a checkpoint, the maximum over all ranks."""
 
     step: int
     num_bytes: int  # of all tensors, on all ranks
-    stall_s: float  # how long the training stood still, the longest of all ranks
-    write_s: float  # until all was on disk, the longest of all ranks
-    compare_s: float  # of both: for the comparison of states, the longest of all ranks
+    stall_s: float  # time that training waited
+    write_s: float  # until all was on disk
+    compare_s: float  # part of both: comparison of the states
 
     @property
     def bytes_per_s(self) -> float:
@@ -53,16 +53,14 @@ class Figures:
 
 
 class Manager:
-    """Takes checkpoints beside the training and finds the one to go on from.
+    """Saves checkpoints in the background and finds the one to resume from.
 
-    In the background the training thread pays for a copy of this rank's share into memory, which
-    is kept, and for a checksum of what other ranks write; a thread writes the copy, with a
-    communicator of its own, and removes what need not stay. One save is in work at a time: the
-    next one waits for it.
+    The training thread copies the share of this rank into memory, which is kept, and computes
+    checksums; a thread with a separate communicator writes the copy and removes expendable
+    checkpoints. One save is in flight at a time: the next one waits for it.
 
-    A save that fails leaves the checkpoints before it. The next ``save``, ``wait`` or ``close``
-    raises its error on every rank, which names the step of the failed save; training may continue,
-    and save again.
+    A failed save keeps the older checkpoints. The next ``save``, ``wait`` or ``close`` raises its
+    error on every rank, with the step of the failed save; training may continue, and save again.
     """
 
     def __init__(  # noqa: PLR0913 - the keys of a table of a run's configuration
@@ -81,17 +79,16 @@ class Manager:
 
         Args:
             directory: of all checkpoints of the run, seen by all ranks; need not exist.
-            comm: of the ranks; used in those calls only that are collective.
+            comm: of the ranks; used only in collective calls.
             every: number of steps, a time such as ``"10min"``, ``"auto"`` or ``"none"``.
-            keep: so many of the newest stay, at least 1.
-            keep_best: so many of those with the best score stay as well.
+            keep: number of newest checkpoints that are kept, at least 1.
+            keep_best: number of checkpoints with the best score that are kept in addition.
             mtbf: mean time between two failures of the whole job, in seconds or such as
                 ``"24h"``; ``"auto"`` needs it.
-            background: whether the training goes on while a checkpoint is written. Where the MPI
-                library does not allow calls from two threads it waits all the same.
+            background: whether training continues while a checkpoint is written; it waits if the
+                MPI library does not allow calls from two threads.
             guard: called on rank 0, in any thread, before a checkpoint is written, before it
-                appears and before others are removed; raises CheckpointError where that must not
-                be.
+                appears and before others are removed; may raise CheckpointError to prevent it.
 
         Raises:
             ConfigError: a value is not valid.
@@ -114,15 +111,15 @@ class Manager:
         self._step: int | None = None  # of the last one saved or loaded
         self._has_score = False  # that one
         self._stall_s = 0.0
-        # Of the state, and of what is private.
+        # Of the state, and of private values.
         self._snapshots = (StateCopy(comm.rank, comm.size), StateCopy())
-        self._beside = BackgroundWriter[Figures](comm, background=background)
+        self._writer = BackgroundWriter[Figures](comm, background=background)
 
     def due(self, step: int, now: float | None = None) -> bool:
         """Return whether this rank would take a checkpoint now. Not collective.
 
-        For a number of steps all ranks say the same. For a time, only rank 0 ever says yes: the
-        ranks combine their answers in a message of theirs, and call ``save`` if any says yes.
+        For a number of steps all ranks return the same. For a time, only rank 0 returns True: the
+        ranks must combine their results, and call ``save`` if any is True.
 
         Args:
             step: number of steps done.
@@ -145,23 +142,23 @@ class Manager:
     ) -> None:
         """Take a checkpoint, unless the last one saved or loaded here is of this very step.
 
-        Collective. Returns when the state may change again: it is copied, or written. A score that
-        the last one lacks, as after a stop in front of a test, replaces it.
+        Collective. Returns when the state may change again: it is copied, or written. A save with
+        a score replaces one of the same step without.
 
         Args:
             state: the same tree and the same bits on every rank; see ``save``. Tensors may be on
                 any device.
             step: number of steps done.
-            private: what this rank has of its own.
-            facts: for people and checks; values for JSON.
-            wait: return when the checkpoint is on disk. An error of the save before is only
-                logged then, as this one replaces it.
+            private: values of this rank.
+            facts: values for JSON, for example for checks before a load.
+            wait: return when the checkpoint is on disk. An error of the last save is only logged,
+                as this one replaces it.
             score: how good the model is, the larger the better; for ``keep_best``.
             source_rank: write the state of this rank alone; see ``save``.
 
         Raises:
-            CheckpointError: this save failed, or the one before, which leaves this one undone; or
-                step, score or source_rank differ between ranks; on every rank.
+            CheckpointError: this save or the last one failed, and this one is not done; or step,
+                score or source_rank differ between ranks; on every rank.
         """
         began = time.monotonic()
         try:
@@ -170,35 +167,40 @@ class Manager:
             if not wait:
                 raise
             self._warn(str(error))
-        told = {SCORE: float(score)} if score is not None and math.isfinite(score) else {}
-        call = [f"step {step}", f"score {told.get(SCORE)}", f"source_rank {source_rank}"]
+        scored = {SCORE: float(score)} if score is not None and math.isfinite(score) else {}
+        call = [f"step {step}", f"score {scored.get(SCORE)}", f"source_rank {source_rank}"]
         with mismatches():
             require_equal(self._comm, call, "an argument of Manager.save", "pass the same values")
-        if step == self._step and (self._has_score or not told):
+        if step == self._step and (self._has_score or not scored):
             return
         taken = self._taken(step, state, private or {}, source_rank)
-        contents = {"step": step, "facts": {**(facts or {}), **told}, "source_rank": source_rank}
-        self._schedule.taken(step, began)
-        self._step, self._has_score = step, bool(told)
-        self._stall_s = time.monotonic() - began
-        stall_s = None if self._beside.at_once else self._stall_s
-        damaged = {*self._damaged}
-        self._beside.start(
-            lambda comm: self._write(comm, taken, contents, stall_s=stall_s, damaged=damaged)
+        options = saving.SaveOptions(
+            step=step,
+            facts={**(facts or {}), **scored},
+            guard=self._guard,
+            source_rank=source_rank,
         )
-        if wait or self._beside.at_once:
+        self._schedule.taken(step, began)
+        self._step, self._has_score = step, bool(scored)
+        self._stall_s = time.monotonic() - began
+        stall_s = None if self._writer.at_once else self._stall_s
+        damaged = {*self._damaged}
+        self._writer.start(
+            lambda comm: self._write(comm, taken, options, stall_s=stall_s, damaged=damaged)
+        )
+        if wait or self._writer.at_once:
             self.wait()
         self._damaged.pop(step, None)
 
     def wait(self) -> None:
-        """Return when nothing is being written. Collective.
+        """Wait for the save in flight. Collective.
 
         Raises:
             CheckpointError: the last save failed; on every rank, once.
         """
         try:
             with agreed(self._comm, CheckpointError):
-                figures = self._beside.join()
+                figures = self._writer.join()
         except CheckpointError:
             self._step = None
             self._schedule.cost(self._stall_s, 0.0)  # so that "auto" does not try at every step
@@ -210,8 +212,8 @@ class Manager:
     def latest(self) -> Path | None:
         """Return the newest checkpoint with a whole manifest; None where there is none at all.
 
-        Collective; waits for what is being written. Damaged ones that are newer are told, once,
-        and passed over from now on.
+        Collective; waits for the save in flight. Newer damaged checkpoints are logged once and
+        skipped from now on.
 
         Raises:
             CheckpointError: there are checkpoints, and all are damaged; on every rank.
@@ -222,12 +224,11 @@ class Manager:
     def load_latest(self, *, into: Mapping[str, Any] | None = None) -> loading.Loaded | None:
         """Read the newest checkpoint that can be read; None where there is none at all.
 
-        Collective; waits for what is being written. Damaged ones are told and passed over, as by
-        ``latest``; where one goes away while it is read, as another job prunes, the directory is
-        listed again.
+        Collective; waits for the save in flight. Damaged checkpoints are logged and skipped, as by
+        ``latest``; if another job removes one while it is read, the directory is listed again.
 
         Args:
-            into: the pieces that this rank wants; see ``load``.
+            into: parts of tensors that this rank wants; see ``load``.
 
         Raises:
             CheckpointError: there are checkpoints, and none can be read; on every rank.
@@ -236,22 +237,22 @@ class Manager:
             try:
                 loaded = loading.load(self._shelf.path(step), self._comm, into=into)
             except CheckpointError as error:
-                # What another job removed meanwhile is not damaged: others may be there now.
+                # A checkpoint that another job removed is not damaged: there may be newer ones.
                 if self._comm.broadcast_object(self._shelf.is_there(step)):
                     self._pass_over(step, str(error))
                 continue
             self._step, self._has_score = step, SCORE in loaded.facts
             self._schedule.taken(step, time.monotonic())
             return loaded
-        self._step = None  # whatever was saved is gone
+        self._step = None  # saved checkpoints were removed
         return None
 
     def figures(self) -> Figures | None:
-        """Return what the last checkpoint cost that is known to be on disk; None before."""
+        """Return the cost of the last checkpoint that is on disk; None before the first."""
         return self._figures
 
     def close(self) -> None:
-        """Wait for what is being written, and end the thread. Collective; harmless twice.
+        """Wait for the save in flight, and end the thread. Collective; idempotent.
 
         Raises:
             CheckpointError: the last save failed; on every rank.
@@ -259,18 +260,18 @@ class Manager:
         try:
             self.wait()
         finally:
-            self._beside.close()
+            self._writer.close()
 
     def _taken(
         self, step: int, state: Any, private: Any, source_rank: int | None
     ) -> saving.SaveSource | CheckpointError:
-        """Return what to write, or the error, which the thread reports to the other ranks.
+        """Return the state to write, or the error, which the thread passes to the other ranks.
 
-        So no rank waits here for the slowest copy.
+        So no rank waits for the slowest copy.
         """
         try:
             with explained(f"copy the state of step {step}"):
-                if self._beside.at_once:
+                if self._writer.at_once:
                     return saving.SaveSource.of(state, private, self._comm, source_rank)
                 saving.check_source(source_rank, self._comm.size)
                 of_state, of_private = self._snapshots
@@ -284,12 +285,12 @@ class Manager:
         self,
         comm: Communicator,
         taken: saving.SaveSource | CheckpointError,
-        contents: dict[str, Any],
+        options: saving.SaveOptions,
         *,
         stall_s: float | None,
         damaged: set[int],
     ) -> Figures:
-        """Write and tidy. Collective; on the thread that is beside."""
+        """Write and remove expendable checkpoints. Collective; called by the background thread."""
         began = time.monotonic()
 
         def take() -> saving.SaveSource:
@@ -297,9 +298,9 @@ class Manager:
                 raise taken
             return taken
 
-        step = contents["step"]
+        step = options.step
         with of_save(step):
-            saved = saving.write(self._shelf.path(step), take, comm, guard=self._guard, **contents)
+            saved = saving.write(self._shelf.path(step), take, comm, options)
             tidy = partial(self._tidy, step, damaged=damaged - {step})
             on_root(comm, explained(f"tidy {self._shelf.root}")(tidy), CheckpointError)
         seconds = time.monotonic() - began
@@ -314,28 +315,28 @@ class Manager:
         )
 
     def _tidy(self, step: int, *, damaged: set[int]) -> None:
-        if self._guard is not None:  # again: on a slow disk much may happen since it has appeared
+        if self._guard is not None:  # again: time has passed since the checkpoint appeared
             self._guard()
         self._shelf.tidy(step, keep=self._keep, keep_best=self._keep_best, damaged=damaged)
 
     def _newest(self) -> int | None:
         """Return the newest step that is not known as damaged. Collective."""
-        self._beside.settle()
-        look = explained(f"look for checkpoints in {self._shelf.root}")(self._shelf.newest)
+        self._writer.settle()
+        look = explained(f"list checkpoints in {self._shelf.root}")(self._shelf.newest)
         step, faults = on_root(self._comm, partial(look, self._damaged), CheckpointError)
         for damaged, fault in faults.items():
             self._pass_over(damaged, fault)
         if step is None and self._damaged:
-            told = "; ".join(self._damaged.values())
+            reasons = "; ".join(self._damaged.values())
             raise CheckpointError(
                 f"none of {len(self._damaged)} checkpoints in {self._shelf.root} can be read: "
-                f"{told}; bring one back, or move them away to start anew"
+                f"{reasons}; restore one, or move them away to start again"
             )
         return step
 
     def _pass_over(self, step: int, fault: str) -> None:
         self._damaged[step] = fault
-        self._warn(f"{fault}; the checkpoint of step {step} is passed over")
+        self._warn(f"{fault}; the checkpoint of step {step} is skipped")
 
     def _warn(self, text: str) -> None:
         if self._comm.rank == 0:

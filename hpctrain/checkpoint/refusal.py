@@ -1,4 +1,4 @@
-"""Refusals of files and memory, and damage, as errors that say what to do."""
+"""Errors of files, memory and damage as CheckpointError with a remedy."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,13 +10,13 @@ from hpctrain.core.errors import CheckpointError, MismatchError
 
 @contextmanager
 def explained(what: str) -> Iterator[None]:
-    """Let what files and memory refuse in the block be a CheckpointError: "cannot ``what``"."""
+    """Raise errors of files and memory in the block as CheckpointError: "cannot ``what``"."""
     try:
         yield
     except (OSError, MemoryError, RuntimeError) as error:
         named = f" ({error.filename})" if isinstance(error, OSError) and error.filename else ""
-        told = refusal(error, "use another directory")
-        raise CheckpointError(f"cannot {what}{named}: {told}") from error
+        reason = refusal(error, "use another directory")
+        raise CheckpointError(f"cannot {what}{named}: {reason}") from error
 
 
 @contextmanager
@@ -30,7 +30,7 @@ def of_save(step: int) -> Iterator[None]:
 
 @contextmanager
 def mismatches() -> Iterator[None]:
-    """Raise a MismatchError of the block, which is one of all ranks, as a CheckpointError."""
+    """Raise a MismatchError of the block, which all ranks raise, as a CheckpointError."""
     try:
         yield
     except MismatchError as error:
@@ -38,12 +38,12 @@ def mismatches() -> Iterator[None]:
 
 
 def damaged(path: Path, what: str) -> CheckpointError:
-    """Return the error that a file of a checkpoint is not what was written."""
+    """Return the error for a file of a checkpoint that has changed."""
     return CheckpointError(
         f"checkpoint file {path} is damaged: {printable(what)}; use another checkpoint"
     )
 
 
 def printable(text: str) -> str:
-    """Return a text that may come from a stranger in one line, without escapes, not too long."""
+    """Return an untrusted text in one short line without control characters."""
     return "".join(char if char.isprintable() else "?" for char in text[:400])

@@ -1,19 +1,17 @@
-"""Comparison of the state that ranks must hold alike: a checkpoint never mixes different ranks."""
+"""Comparison of replicated state: a checkpoint never mixes different ranks."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from hpctrain.checkpoint.format import tensor_file
-from hpctrain.checkpoint.format.shard import Piece, Shard
+from hpctrain.checkpoint.format.shard import TensorPiece
 from hpctrain.checkpoint.format.state_hash import crc_of, device_checksum, is_dense
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.ops import Op
-from hpctrain.core.checksum import crc32_combine
 from hpctrain.core.errors import CheckpointError
 from hpctrain.core.units import MIB, format_ranks
 
@@ -23,85 +21,43 @@ _MOST_NAMED = 3
 _MOST_GROUPS = 4
 
 
-@dataclass(frozen=True, slots=True)
-class Checksum:
-    """Checksum of a tensor without the part that this rank writes, whose bytes the write checks.
+class Checksum(NamedTuple):
+    """Checksum of a tensor."""
 
-    On other devices than the host, and where no library combines checksums, ``before`` is of the
-    whole tensor.
-    """
-
-    before: int  # the part
-    after: int = 0
-    after_bytes: int | None = None  # None: ``before`` is of the whole tensor
-    device: str = "cpu"  # its kind; checksums of different kinds are not comparable
-
-    def joined(self, crcs: Sequence[int], part_bytes: int) -> int:
-        """Return the checksum of the whole tensor, with the crc32 of each block of the part."""
-        crc = self.before
-        if self.after_bytes is None:
-            return crc
-        assert crc32_combine is not None, "the whole tensor is read without it"
-        for number, of_block in enumerate(crcs):
-            start = number * tensor_file.BLOCK_BYTES
-            num_bytes = min(tensor_file.BLOCK_BYTES, part_bytes - start)
-            crc = crc32_combine(crc, of_block, num_bytes)
-        return crc32_combine(crc, self.after, self.after_bytes)
+    value: int
+    device: str  # its kind; checksums of different kinds are not comparable
 
 
-def checksums(
-    leaves: Mapping[str, Tensor | Piece], parts: Mapping[str, Mapping[int, Shard]], rank: int
-) -> dict[str, Checksum]:
-    """Return the checksums of replicated tensors, of which ``rank`` writes its ``parts``.
+def checksums(leaves: Mapping[str, Tensor | TensorPiece]) -> dict[str, Checksum]:
+    """Return the checksums of replicated tensors. Not collective.
 
-    Not collective. Every rank reads all that other ranks write, while nothing changes it: a copy
-    for later would need the memory and the time of the whole state. The rate is that of memory:
-    crc32 on the host, in as many threads as torch has, and integer arithmetic on other devices.
+    The rate is that of memory: crc32 on the host, in as many threads as torch has, and integer
+    arithmetic on other devices.
     """
     tensors = {path: t for path, t in leaves.items() if isinstance(t, Tensor) and is_dense(t)}
     remote = {path: device_checksum(t) for path, t in tensors.items() if not t.is_cpu}
-    local = [path for path in tensors if path not in remote]
+    local = {path: t for path, t in tensors.items() if t.is_cpu}
     # A pool costs about as long as the checksums of a few MiB.
-    many = sum(tensors[path].nbytes for path in local) >= _POOL_BYTES
+    many = sum(tensor.nbytes for tensor in local.values()) >= _POOL_BYTES
     with ThreadPoolExecutor(torch.get_num_threads()) if many else nullcontext() as pool:
-        found = dict(
-            zip(
-                local,
-                (pool.map if pool else map)(
-                    lambda path: _around(tensors[path], parts[path].get(rank)), local
-                ),
-                strict=True,
-            )
-        )
-    return found | {
-        path: Checksum(int(value) & _BITS, device=tensors[path].device.type)
-        for path, value in remote.items()
+        crcs = list((pool.map if pool else map)(crc_of, local.values()))
+    values: dict[str, int | Tensor] = {**dict(zip(local, crcs, strict=True)), **remote}
+    return {
+        path: Checksum(int(values[path]) & _BITS, tensor.device.type)
+        for path, tensor in tensors.items()
     }
 
 
-def _around(tensor: Tensor, part: Shard | None) -> Checksum:
-    if part is None or crc32_combine is None:
-        return Checksum(crc_of(tensor))
-    sizes = zip(tensor.shape, part.shape, strict=True)
-    dim = next((dim for dim, (whole, here) in enumerate(sizes) if whole != here), None)
-    if dim is None:
-        return Checksum(0, 0, 0)
-    start, size = part.offset[dim], tensor.shape[dim]
-    stop = start + part.shape[dim]
-    after = tensor.narrow(dim, stop, size - stop)
-    return Checksum(crc_of(tensor.narrow(dim, 0, start)), crc_of(after), after.nbytes)
-
-
 def require_same(comm: Communicator, found: Mapping[str, int | None]) -> None:
-    """Return if all ranks that have a checksum of a name have the same one. Collective.
+    """Check that all ranks with a checksum of a name have the same one. Collective.
 
-    One all-reduce, of the largest of each checksum and of its negative, so that its size does not
-    depend on the number of ranks; ranks are compared by name only where checksums differ.
+    One all-reduce finds the maximum of each checksum and of its negative, so its size does not
+    depend on the number of ranks; only differing checksums are gathered.
 
     Args:
         comm: of the ranks.
-        found: checksums by name, of the same names in the same order on every rank; None of what
-            this rank does not hold.
+        found: checksums by name, with the same names in the same order on every rank; None where
+            this rank holds no value.
 
     Raises:
         CheckpointError: some differ; names tensors and ranks, on every rank.

@@ -27,7 +27,7 @@ from hpctrain.checkpoint.format.manifest import (
     file_name,
     require_named,
 )
-from hpctrain.checkpoint.format.shard import Piece, Shard, fault_of_cover
+from hpctrain.checkpoint.format.shard import Shard, TensorPiece, fault_of_cover
 from hpctrain.checkpoint.format.state_hash import crc_of
 from hpctrain.checkpoint.format.state_tree import flatten, lines
 from hpctrain.checkpoint.refusal import explained, mismatches
@@ -43,7 +43,7 @@ from hpctrain.core.units import MIB
 _Spec = tuple[str, tuple[int, ...]]  # dtype and shape of a whole tensor
 
 _Written = tuple[dict[str, list[int]], dict[str, _Spec]]
-"""Of one rank: the checksums of what it wrote, and what it has of its own."""
+"""Checksums of the tensors that a rank wrote, and the specs of its private ones."""
 
 WHOLE_BYTES = MIB  # smaller tensors are not cut
 
@@ -52,7 +52,7 @@ Parts = dict[int, Shard]  # what each writing rank writes of one tensor
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """What a save took."""
+    """Size and duration of a save."""
 
     bytes: int  # of all tensors, on all ranks
     seconds: float
@@ -61,7 +61,7 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class SaveSource:
-    """What a save writes: a state, or a copy of what this rank writes of it."""
+    """The state that a save writes, or a copy of the share of this rank."""
 
     state: Any
     private: Any
@@ -72,26 +72,27 @@ class SaveSource:
     def of(
         cls, state: Any, private: Any, comm: Communicator, source_rank: int | None
     ) -> "SaveSource":
-        """Return a state as it is. Not collective."""
+        """Return the state itself, without a copy. Not collective."""
         began = time.perf_counter()
         found = {}
         if comm.size > 1 and source_rank is None:
-            leaves, _ = flatten(state)
-            found = checksums(leaves, divided(leaves, comm.size, None), comm.rank)
+            found = checksums(flatten(state)[0])
         return cls(state, private, found, time.perf_counter() - began)
 
 
 @dataclass(frozen=True, slots=True)
 class _Contents:
-    leaves: dict[str, Tensor | Piece]
+    leaves: dict[str, Tensor | TensorPiece]
     skeleton: Any
     own: dict[str, Tensor]
-    common: list[str]  # what must be the same on every rank
+    common: list[str]  # lines that must be the same on every rank
 
     @property
     def pieces(self) -> dict[str, Shard]:
-        """What this rank holds of sharded tensors."""
-        return {path: leaf.shard for path, leaf in self.leaves.items() if isinstance(leaf, Piece)}
+        """Pieces of sharded tensors on this rank."""
+        return {
+            path: leaf.shard for path, leaf in self.leaves.items() if isinstance(leaf, TensorPiece)
+        }
 
 
 def save(  # noqa: PLR0913 - what belongs to a checkpoint
@@ -107,7 +108,7 @@ def save(  # noqa: PLR0913 - what belongs to a checkpoint
 ) -> Saved:
     """Write a checkpoint, which appears whole and on disk, or not at all.
 
-    Collective. Needs no memory beside the state where its tensors are contiguous.
+    Collective. Needs no further memory if the tensors of the state are contiguous.
 
     Args:
         directory: of this checkpoint; its parents are made. An older one there is replaced.
@@ -116,38 +117,44 @@ def save(  # noqa: PLR0913 - what belongs to a checkpoint
             each rank writes a part of them; pieces are written by a rank that has them.
         comm: the ranks that write.
         step: that the state belongs to.
-        private: what each rank has of its own, such as random states; kept by rank.
-        facts: values for JSON, for people and for checks before a load; rank 0's are kept.
+        private: values of each rank, such as random states; stored by rank.
+        facts: values for JSON, for example for checks before a load; those of rank 0 are stored.
         guard: called on rank 0 before anything is written, and again before it appears, which a
             CheckpointError of it prevents.
         source_rank: write the plain values and tensors of this rank alone, and of a piece that
             several ranks hold its copy; only pieces are taken from the states of other ranks.
 
     Raises:
-        CheckpointError: the state is no state, the ranks disagree or hold different tensors, the
-            directory has the name of another step, or a disk refuses; on every rank, and what was
-            there before is intact.
+        CheckpointError: a value of the state is not supported, the ranks disagree or hold
+            different tensors, the directory has the name of another step, or a disk refuses; on
+            every rank, and an older checkpoint is intact.
     """
     take = partial(SaveSource.of, state, private or {}, comm, source_rank)
-    return write(
-        directory, take, comm, step=step, facts=facts, guard=guard, source_rank=source_rank
-    )
+    options = SaveOptions(step=step, facts=dict(facts or {}), guard=guard, source_rank=source_rank)
+    return write(directory, take, comm, options)
 
 
-def write(  # noqa: PLR0913 - what belongs to a checkpoint
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SaveOptions:
+    """Arguments of ``save``, without the state and the place."""
+
+    step: int
+    facts: dict[str, Any]
+    guard: Callable[[], None] | None
+    source_rank: int | None
+
+
+def write(
     directory: Path | str,
     take: Callable[[], SaveSource],
     comm: Communicator,
-    *,
-    step: int,
-    facts: Mapping[str, Any] | None = None,
-    guard: Callable[[], None] | None = None,
-    source_rank: int | None = None,
+    options: SaveOptions,
 ) -> Saved:
     """Write a checkpoint of what ``take`` returns; see ``save``. Collective."""
     began = time.perf_counter()
     what = f"write checkpoint {directory}"
-    facts = dict(facts or {})
+    step, facts, guard = options.step, options.facts, options.guard
+    source_rank = options.source_rank
     with agreed(comm, CheckpointError), explained(what):
         directory = absolute(directory)
         require_named(directory, step)
@@ -155,7 +162,7 @@ def write(  # noqa: PLR0913 - what belongs to a checkpoint
         source = take()
         contents = _contents(source, facts, is_compared=source_rank is None)
     call = [f"directory {directory}", f"step {step}", f"source_rank {source_rank}"]
-    way_out = "what a rank has of its own goes into private"
+    way_out = "pass values that differ between ranks as private"
     with mismatches():
         require_equal(comm, call + contents.common, "the state of a checkpoint", way_out)
     tree = contents.skeleton, {path: _spec(leaf) for path, leaf in contents.leaves.items()}
@@ -169,13 +176,11 @@ def write(  # noqa: PLR0913 - what belongs to a checkpoint
             share = {**_share(contents.leaves, parts, comm.rank), **contents.own}
             crcs = tensor_file.write(room / file_name(comm.rank), share)
             written = time.perf_counter()
-            found = {
-                **_of_replicated(source.checksums, share, crcs),
-                **_of_copies(contents.leaves, pieces, source_rank),
-            }
+            found = {path: checksum.value for path, checksum in source.checksums.items()}
+            of_copies = _of_copies(contents.leaves, pieces, source_rank)
             compare_s = source.compare_s + time.perf_counter() - written
         exchanged = time.perf_counter()
-        require_same(comm, found)
+        require_same(comm, {**found, **of_copies})
         compare_s += time.perf_counter() - exchanged
         own = crcs, {name: _spec(tensor) for name, tensor in contents.own.items()}
         make = partial(_manifest, tree, parts, comm.gather_object(own), step, facts)
@@ -189,7 +194,7 @@ def write(  # noqa: PLR0913 - what belongs to a checkpoint
 
 
 def check_source(source_rank: int | None, num_ranks: int) -> None:
-    """Refuse a source rank that is none of the ranks."""
+    """Check that the source rank is one of the ranks."""
     if source_rank is not None and not 0 <= source_rank < num_ranks:
         raise CheckpointError(
             f"source_rank must be a rank from 0 to {num_ranks - 1}, got {source_rank}"
@@ -200,8 +205,8 @@ def _contents(source: SaveSource, facts: Mapping[str, Any], *, is_compared: bool
     leaves, skeleton = flatten(source.state)
     common = lines(source.state) if is_compared else []
     for path, leaf in leaves.items():
-        is_piece = isinstance(leaf, Piece)
-        tensor_file.check_storable(path, leaf.tensor if isinstance(leaf, Piece) else leaf)
+        is_piece = isinstance(leaf, TensorPiece)
+        tensor_file.check_storable(path, leaf.tensor if isinstance(leaf, TensorPiece) else leaf)
         dtype, shape = _spec(leaf)
         if is_piece or is_compared:
             common.append(f"{path} is {'a piece of ' * is_piece}{dtype} {list(shape)}")
@@ -210,10 +215,10 @@ def _contents(source: SaveSource, facts: Mapping[str, Any], *, is_compared: bool
     own: dict[str, Tensor] = {}
     leaves_of_own, own_skeleton = flatten(source.private)
     for path, leaf in leaves_of_own.items():
-        if isinstance(leaf, Piece):
+        if isinstance(leaf, TensorPiece):
             raise CheckpointError(
-                f"what a rank has of its own is no piece of a tensor, got one at {path}; put it "
-                f"into the state"
+                f"private values must not be pieces of a tensor, got one at {path}; put it into "
+                f"the state"
             )
         tensor_file.check_storable(path, leaf)
         own[f"{PRIVATE}/{path}"] = leaf
@@ -227,8 +232,8 @@ def _contents(source: SaveSource, facts: Mapping[str, Any], *, is_compared: bool
     return _Contents(leaves, skeleton, own, common)
 
 
-def _spec(leaf: Tensor | Piece) -> _Spec:
-    if isinstance(leaf, Piece):
+def _spec(leaf: Tensor | TensorPiece) -> _Spec:
+    if isinstance(leaf, TensorPiece):
         return name_of(leaf.tensor.dtype), leaf.shard.global_shape
     return name_of(leaf.dtype), tuple(leaf.shape)
 
@@ -249,7 +254,7 @@ def _plan(
 
 
 def divided(
-    leaves: Mapping[str, Tensor | Piece], num_ranks: int, source_rank: int | None
+    leaves: Mapping[str, Tensor | TensorPiece], num_ranks: int, source_rank: int | None
 ) -> dict[str, Parts]:
     """Return the part of each rank of the replicated tensors among the leaves of a state."""
     whole = {path: _spec(leaf) for path, leaf in leaves.items() if isinstance(leaf, Tensor)}
@@ -300,7 +305,7 @@ def _cut(shape: tuple[int, ...], num_bytes: int, cuts: Sequence[int]) -> Parts:
 def owners(
     pieces: Sequence[Mapping[str, Shard]], source_rank: int | None = None
 ) -> dict[str, Parts]:
-    """Choose who writes each piece of sharded tensors: copies of one are written once."""
+    """Choose the rank that writes each piece of sharded tensors; copies are written once."""
     chosen: dict[str, Parts] = {}
     for number, ((path, shard), ranks) in enumerate(_holders(pieces).items()):
         parts = chosen.setdefault(path, {})
@@ -317,40 +322,30 @@ def _holders(pieces: Sequence[Mapping[str, Shard]]) -> dict[tuple[str, Shard], l
     return holders
 
 
-def _of_replicated(
-    around: Mapping[str, Checksum], share: Mapping[str, Tensor], crcs: Mapping[str, Sequence[int]]
-) -> dict[str, int]:
-    """Return the checksums of replicated tensors, with the parts that were written here."""
-    return {
-        path: checksum.joined(crcs[path], share[path].nbytes) if path in share else checksum.before
-        for path, checksum in around.items()
-    }
-
-
 def _of_copies(
-    leaves: Mapping[str, Tensor | Piece],
+    leaves: Mapping[str, Tensor | TensorPiece],
     pieces: Sequence[Mapping[str, Shard]],
     source_rank: int | None,
 ) -> dict[str, int | None]:
-    """Return the crc32 of the pieces that several ranks hold, None of those of other ranks."""
+    """Return the crc32 of pieces that several ranks hold, None for pieces of other ranks."""
     found: dict[str, int | None] = {}
     for (path, shard), ranks in _holders(pieces).items():
         if len(ranks) > 1 and shard.numel and source_rank not in ranks:
             name, leaf = f"{path} at {list(shard.offset)}", leaves[path]
             found[name] = None
-            if isinstance(leaf, Piece) and leaf.shard == shard:
+            if isinstance(leaf, TensorPiece) and leaf.shard == shard:
                 found[name] = crc_of(leaf.tensor)
     return found
 
 
 def _share(
-    leaves: Mapping[str, Tensor | Piece], parts: Mapping[str, Parts], rank: int
+    leaves: Mapping[str, Tensor | TensorPiece], parts: Mapping[str, Parts], rank: int
 ) -> dict[str, Tensor]:
     share = {}
     for path, of_ranks in parts.items():
         if rank in of_ranks:
             leaf = leaves[path]
-            if isinstance(leaf, Piece):
+            if isinstance(leaf, TensorPiece):
                 share[path] = leaf.tensor
             else:
                 share[path] = leaf.detach()[Shard.whole(leaf.shape).slices(of_ranks[rank])]
@@ -392,9 +387,9 @@ def _manifest(
 
 
 def _make_room(directory: Path, guard: Callable[[], None] | None) -> Path:
-    """Return a new folder beside a checkpoint; remove those that were left or are of nobody now.
+    """Return a new folder next to a checkpoint; remove folders of killed saves.
 
-    Its name is of this save alone: what another job does with its own, late, touches no file here.
+    Its random name keeps the files of another, late job apart.
     """
     if guard is not None:
         guard()

@@ -1,4 +1,4 @@
-"""Schedule of checkpoints: after steps, after a time, or by what they cost."""
+"""Schedule of checkpoints: by steps, by time, or by their cost."""
 
 import statistics
 from collections import deque
@@ -8,17 +8,17 @@ from hpctrain.core.units import parse_seconds
 from hpctrain.cost.failures import daly
 
 _COSTS_KEPT = 5
-"""Of so many checkpoints the median counts: one slow write does not move the interval."""
+"""Checkpoints whose median cost counts: one slow write does not change the interval."""
 
 
 class CheckpointSchedule:
     """Decides on one rank; nothing here is collective.
 
-    ``auto`` takes the first checkpoint at once, to learn what it costs, and then follows Daly.
+    ``auto`` saves immediately to measure the cost, and then uses the interval of Daly.
     """
 
     def __init__(self, every: int | str, *, mtbf_s: float | None = None, now: float = 0.0) -> None:
-        """Read the wish.
+        """Parse ``every``.
 
         Args:
             every: as for ``Manager``.
@@ -78,15 +78,14 @@ class CheckpointSchedule:
         return self.interval_s is not None and now - self._last_s >= self.interval_s
 
     def taken(self, step: int, now: float) -> None:
-        """Take note that a checkpoint was started, or one was loaded, at this step and time."""
+        """Record that a checkpoint was started, or loaded, at this step and time."""
         self._last_step = step
         self._last_s = now
 
     def cost(self, stall_s: float, write_s: float) -> None:
-        """Take note of what a checkpoint cost.
+        """Record the cost of a checkpoint.
 
-        Both are the longest of all ranks: of the training that stood still, and until all was on
-        disk.
+        Both are the maximum over ranks: the time that training waited, and until all is on disk.
         """
         self._costs_s.append(stall_s)
         self._write_s = write_s

@@ -17,13 +17,13 @@ from hpctrain.checkpoint.loading import load
 from hpctrain.comm.serial import SerialCommunicator
 from hpctrain.comm.tensor_arguments import name_of
 
-PRIVATE = "private"  # begins the paths of what a rank has of its own: ``private/3/random``
+PRIVATE = "private"  # first component of the paths of private values: ``private/3/random``
 
 NO_RESULTS = {"time", "records"}
 """Kinds of differences that runs with equal results may have."""
 
 _NOTED = {"training_s": "time", "num_records": "records"}
-"""Where the state of ``hpctrain train`` holds what is no result."""
+"""Paths in the state of ``hpctrain train`` that are no results."""
 _SUMS = re.compile(rf"({PRIVATE}/\d+/)?(epoch_)?tally/sums")
 _DURATIONS = slice(2, 5)  # of these sums
 
@@ -40,17 +40,17 @@ class Difference:
     what: str
     """``values``, ``shape``, ``dtype``, ``missing``, ``plain``; or ``time`` that a run of
     ``hpctrain train`` has measured, and ``records``, their number, which are no results."""
-    text: str  # for people, in one line
+    text: str  # human-readable, in one line
     num_different: int = 0  # elements whose bits differ; 0 unless ``what`` is ``values``
     max_abs: float = 0.0  # largest difference of two finite elements
 
 
 def compare(a: Path | str, b: Path | str, only: Sequence[str] = ()) -> list[Difference]:
-    """Return how two checkpoints differ: tensors first, then plain values, then what ranks have.
+    """Return the differences of two checkpoints: tensors, plain values, then private values.
 
-    Reads both into memory; of a run directory the newest one. What is private to ranks counts
-    where there are no paths of parts, ``only``. Raises ``CheckpointError``: one of them cannot be
-    read, or has no such part.
+    Reads both into memory, the newest one of a run directory. With paths of parts, ``only``,
+    private values are left out. Raises ``CheckpointError``: a checkpoint cannot be read, or lacks
+    a part.
     """
     mine, theirs = _read(a, only), _read(b, only)
     return [replace(one, what=_kind_of(one, mine, theirs)) for one in differences(mine, theirs)]
@@ -77,24 +77,26 @@ def leaves(state: object, *at: str) -> dict[str, Any]:
 
 
 def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Difference]:
-    """Yield how values of the same path differ: first in the order of ``a``, then what it lacks.
+    """Yield the differences of values by path, in the order of ``a``, then of paths only in ``b``.
 
     Bits are compared: two equal NaN are the same, 0.0 and -0.0 are not, nor are 1 and 1.0.
     """
     for path, value in a.items():
         if path not in b:
-            yield Difference(path, "missing", f"{path}: {_told(value)} in A, not in B")
+            yield Difference(path, "missing", f"{path}: {_described(value)} in A, not in B")
         elif isinstance(value, Tensor) and isinstance(b[path], Tensor):
             yield from _of_tensors(path, value.detach(), b[path].detach())
         elif not _is_same(value, b[path]):
-            yield Difference(path, "plain", f"{path}: {_told(value)}, and {_told(b[path])}")
+            yield Difference(
+                path, "plain", f"{path}: {_described(value)}, and {_described(b[path])}"
+            )
     for path, value in b.items():
         if path not in a:
-            yield Difference(path, "missing", f"{path}: {_told(value)} in B, not in A")
+            yield Difference(path, "missing", f"{path}: {_described(value)} in B, not in A")
 
 
 def _kind_of(found: Difference, a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
-    """Return what a difference is, where the state is one of ``hpctrain train``."""
+    """Return the kind of a difference in the state of ``hpctrain train``."""
     path = found.path
     if found.what == "plain":
         return _NOTED.get(path, found.what)
@@ -105,7 +107,7 @@ def _kind_of(found: Difference, a: Mapping[str, Any], b: Mapping[str, Any]) -> s
     return found.what
 
 
-def _told(value: object) -> str:
+def _described(value: object) -> str:
     if isinstance(value, Tensor):
         return f"{name_of(value.dtype)} {tuple(value.shape)}"
     text = repr(value)
@@ -114,14 +116,14 @@ def _told(value: object) -> str:
 
 def _is_same(a: object, b: object) -> bool:
     if isinstance(a, float) and isinstance(b, float):
-        return a.hex() == b.hex()  # tells 0.0 from -0.0, and holds nan equal to itself
+        return a.hex() == b.hex()  # 0.0 and -0.0 differ, and nan equals itself
     return type(a) is type(b) and a == b
 
 
 def _of_tensors(path: str, a: Tensor, b: Tensor) -> Iterator[Difference]:
     for what in ("shape", "dtype"):
         if getattr(a, what) != getattr(b, what):
-            yield Difference(path, what, f"{path}: {_told(a)}, and {_told(b)}")
+            yield Difference(path, what, f"{path}: {_described(a)}, and {_described(b)}")
             return
     # A complex number is two, which differ by themselves.
     x, y = (_real(each).contiguous().reshape(a.numel(), 1 + a.is_complex()) for each in (a, b))
@@ -132,8 +134,9 @@ def _of_tensors(path: str, a: Tensor, b: Tensor) -> Iterator[Difference]:
     count, max_abs = int(unequal.sum()), _gap(x[unequal], y[unequal])
     index = tuple(map(int, np.unravel_index(int(unequal.int().argmax()), a.shape)))
     text = (
-        f"{path} {_told(a)}: {count} of {a.numel()} elements differ by at most {max_abs:.6g}; the "
-        f"first is {list(index)}: {_told(a[index].item())}, and {_told(b[index].item())}"
+        f"{path} {_described(a)}: {count} of {a.numel()} elements differ by at most {max_abs:.6g}"
+        f"; the first is {list(index)}: {_described(a[index].item())}, and "
+        f"{_described(b[index].item())}"
     )
     yield Difference(path, "values", text, count, max_abs)
 

@@ -228,12 +228,11 @@ def _no_split_by_label(
 def _split_by_label(
     directory: Path, out: Path, parts: int, alpha: float, *, label: str, seed: int
 ) -> None:
-    from hpctrain.data.tools.label_split import split_by_label  # noqa: PLC0415
+    from hpctrain.data.tools.label_split import LabelShares, split_by_label  # noqa: PLC0415
 
+    shares = LabelShares(num_parts=parts, alpha=alpha, label=label, seed=seed)
     with _together("reading labels") as (comm, start):
-        found = split_by_label(
-            directory, out, parts, alpha, comm, label=label, seed=seed, start=start
-        )
+        found = split_by_label(directory, out, shares, comm, start=start)
     names, counts = found.labels.tolist(), found.counts
     shown = range(min(len(names), _MOST_LABELS))
     more = ["..."] if len(names) > _MOST_LABELS else []

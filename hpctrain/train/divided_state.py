@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from hpctrain.checkpoint.format.manifest import Record
-from hpctrain.checkpoint.format.shard import Piece, Shard
+from hpctrain.checkpoint.format.shard import Shard, TensorPiece
 from hpctrain.checkpoint.format.state_tree import component
 from hpctrain.checkpoint.format.tensor_file import DTYPES
 from hpctrain.core.errors import CheckpointError
@@ -140,12 +140,12 @@ def _leaf(value: Any) -> Any:
     """Return how a value stands in a state; what has no dimension has no pieces."""
     if not isinstance(value, Tensor):
         return value
-    return Piece(local(value), _shard(value)) if value.dim() else local(value)
+    return TensorPiece(local(value), _shard(value)) if value.dim() else local(value)
 
 
 def _told(leaf: Any) -> Any:
     """Return what other stages need to know of a leaf."""
-    return (leaf.shard.global_shape, leaf.tensor.dtype) if isinstance(leaf, Piece) else leaf
+    return (leaf.shard.global_shape, leaf.tensor.dtype) if isinstance(leaf, TensorPiece) else leaf
 
 
 def _absent(told: Any) -> Any:
@@ -154,7 +154,7 @@ def _absent(told: Any) -> Any:
         return told
     shape, dtype = told
     nothing = _nothing(shape)
-    return Piece(torch.empty(nothing.shape, dtype=dtype), nothing)
+    return TensorPiece(torch.empty(nothing.shape, dtype=dtype), nothing)
 
 
 def _nothing(shape: tuple[int, ...]) -> Shard:
@@ -162,13 +162,13 @@ def _nothing(shape: tuple[int, ...]) -> Shard:
 
 
 def _tensor(leaf: Any) -> Tensor:
-    found: Tensor = leaf.tensor if isinstance(leaf, Piece) else leaf
+    found: Tensor = leaf.tensor if isinstance(leaf, TensorPiece) else leaf
     return found
 
 
 def _like(value: Any, parameter: Tensor) -> Any:
     """Return a value of an optimizer's state as it lies beside its parameter."""
-    if not isinstance(value, Piece):
+    if not isinstance(value, TensorPiece):
         return value.clone() if isinstance(value, Tensor) else value
     here = value.tensor.to(parameter.device, copy=True)
     if not isinstance(parameter, DTensor):

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 import hpctrain
-from hpctrain.checkpoint.format.shard import Piece
+from hpctrain.checkpoint.format.shard import TensorPiece
 from hpctrain.checkpoint.manager import Manager
 from hpctrain.core.errors import MismatchError
 from hpctrain.data.loader import Loader
@@ -135,7 +135,7 @@ def refuse(make, table, state):
             make(**other).load_sharded_state(state)
     before, lone = copy_of(table), current().topology.rank == 0
     pieces = state["tensors"]
-    double = Piece(pieces["rows"].tensor.double(), pieces["rows"].shard)
+    double = TensorPiece(pieces["rows"].tensor.double(), pieces["rows"].shard)
     for wrong in (
         None,
         {"tensors": {}},

@@ -2,7 +2,7 @@
 
 import torch
 
-from hpctrain.checkpoint.format.shard import Piece
+from hpctrain.checkpoint.format.shard import TensorPiece
 from hpctrain.checkpoint.format.tensor_file import DTYPES
 
 # Part of the golden checkpoint: never changed.
@@ -43,8 +43,8 @@ def of_every_kind():
 
 def same(a, b):
     """Tell whether two states are equal in types, order and every bit."""
-    if isinstance(a, Piece):
-        return isinstance(b, Piece) and a.shard == b.shard and same(a.tensor, b.tensor)
+    if isinstance(a, TensorPiece):
+        return isinstance(b, TensorPiece) and a.shard == b.shard and same(a.tensor, b.tensor)
     if isinstance(a, torch.Tensor):
         return (a.dtype, a.shape) == (b.dtype, b.shape) and torch.equal(bits(a), bits(b))
     if isinstance(a, dict):

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hpctrain.checkpoint.format.manifest import VERSION, CheckpointManifest
-from hpctrain.checkpoint.format.shard import Piece, Shard
+from hpctrain.checkpoint.format.shard import Shard, TensorPiece
 from hpctrain.checkpoint.format.tensor_file import DTYPES
 from hpctrain.checkpoint.loading import check, load
 from hpctrain.comm.mpi import MpiCommunicator
@@ -38,7 +38,7 @@ def golden_state(rank=None):
         "model": {"0.weight": torch.arange(6.0).reshape(2, 3), 0: torch.arange(3)},
         "columns": COLUMNS
         if rank is None
-        else Piece(COLUMNS[Shard.whole((5, 6)).slices(piece)], piece),
+        else TensorPiece(COLUMNS[Shard.whole((5, 6)).slices(piece)], piece),
     }
 
 
@@ -71,6 +71,6 @@ def test_it_is_loaded_bit_for_bit(world):
     assert (loaded.step, loaded.facts) == (1200, FACTS)
     shard = Shard((5, 6), (1, 3), (3, 2))
     piece = load(GOLDEN, comm, into={"columns": shard}).state["columns"]
-    assert same(piece, Piece(COLUMNS[1:4, 3:5].clone(), shard))
+    assert same(piece, TensorPiece(COLUMNS[1:4, 3:5].clone(), shard))
     assert check(GOLDEN) == []
     comm.close()

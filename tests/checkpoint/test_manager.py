@@ -8,7 +8,7 @@ import torch
 from hpctrain.checkpoint import manager as module
 from hpctrain.checkpoint import saving
 from hpctrain.checkpoint.background import StateCopy
-from hpctrain.checkpoint.format.shard import Piece, Shard
+from hpctrain.checkpoint.format.shard import Shard, TensorPiece
 from hpctrain.checkpoint.manager import Manager
 from hpctrain.comm.threaded import ThreadedCommunicator
 from hpctrain.core.errors import CheckpointError, ConfigError
@@ -74,7 +74,7 @@ def test_cut_tensors_and_pieces_come_back_bit_for_bit(comm, root):
     whole = {str(i): torch.randn(n, generator=generator) for i, n in enumerate(numels)}
     whole["square"] = torch.randn(801, 800, generator=generator).T
     shard = Shard((2 * comm.size, 3), (2 * comm.rank, 0), (2, 3))
-    piece = Piece(torch.full((2, 3), float(comm.rank)), shard)
+    piece = TensorPiece(torch.full((2, 3), float(comm.rank)), shard)
     with managed(root, comm) as manager:
         for step in (1, 2):
             manager.save({"whole": whole, "piece": piece}, step, {"mine": whole["4"] + comm.rank})
@@ -235,7 +235,7 @@ def mixed(value):
     weights = torch.full((3, 4), value).requires_grad_()
     return {
         "model": {"w": weights, "b": torch.tensor(value).bfloat16()},
-        "pieces": [Piece(torch.full((2,), value), Shard((4,), (2,), (2,)))],
+        "pieces": [TensorPiece(torch.full((2,), value), Shard((4,), (2,), (2,)))],
         "turned": torch.arange(6.0).view(2, 3).T + value,
         "plain": (1, value, "text", None, b"bytes"),
     }
@@ -275,7 +275,7 @@ def test_memory_follows_the_state():
 
 def test_the_ranks_share_the_copy_of_what_is_replicated():
     large = torch.randn(1001, 1000)
-    piece = Piece(torch.ones(7), Shard((21,), (7,), (7,)))
+    piece = TensorPiece(torch.ones(7), Shard((21,), (7,), (7,)))
     original = {"large": large, "small": torch.ones(3), "one": torch.tensor(1), "piece": piece}
     snapshots = [StateCopy(rank, 3) for rank in range(3)]
     taken = [snapshot.take(original) for snapshot in snapshots]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hpctrain.checkpoint import replicas
-from hpctrain.checkpoint.format.shard import Piece, Shard
+from hpctrain.checkpoint.format.shard import Shard, TensorPiece
 from hpctrain.checkpoint.format.state_hash import _MIX, device_checksum, state_hash
 from hpctrain.checkpoint.loading import load
 from hpctrain.checkpoint.manager import Manager
@@ -58,17 +58,8 @@ def flip(tensor, draw):
 
 
 @pytest.mark.ranks(2, 3, 4)
-@pytest.mark.parametrize(
-    "combines",
-    [pytest.param(True, marks=pytest.mark.requires("isal")), False],
-    ids=["isal", "zlib"],
-)
 @pytest.mark.parametrize("background", [True, False], ids=["background", "foreground"])
-def test_a_checkpoint_is_the_state_of_one_rank_or_an_error_on_all(
-    comm, root, background, combines, monkeypatch
-):
-    if not combines:
-        monkeypatch.setattr(replicas, "crc32_combine", None)
+def test_a_checkpoint_is_the_state_of_one_rank_or_an_error_on_all(comm, root, background):
     draw = random.Random(comm.size)
     with_error = 0
     for number in range(20):
@@ -145,7 +136,7 @@ def test_copies_of_a_piece_are_compared_and_the_source_rank_wins(comm, root, bac
     shard = shards[0] if is_first else shards[1]
 
     def state(value):
-        return {"piece": Piece(torch.full((2, 3), float(value)), shard)}
+        return {"piece": TensorPiece(torch.full((2, 3), float(value)), shard)}
 
     manager = Manager(root, comm, background=background)
     manager.save(state(is_first), 1, wait=True)

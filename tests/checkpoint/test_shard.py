@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from hpctrain.checkpoint.format.shard import Piece, Shard, fault_of_cover
+from hpctrain.checkpoint.format.shard import Shard, TensorPiece, fault_of_cover
 from hpctrain.checkpoint.saving import WHOLE_BYTES, divide
 from hpctrain.core.errors import CheckpointError
 
@@ -47,7 +47,7 @@ def test_the_intersection_holds_the_elements_that_both_hold(shape):
         (lambda: Shard((4,), (-1,), (2,)), "a shard lies inside its tensor"),
         (lambda: Shard((4,), (0, 0), (1, 1)), "a shard lies inside its tensor"),
         (lambda: Shard.whole((3,)).intersection(Shard.whole((4,))), "have one global shape"),
-        (lambda: Piece(torch.zeros(3), Shard.whole((4,))), r"got \[3\] and \[4\]"),
+        (lambda: TensorPiece(torch.zeros(3), Shard.whole((4,))), r"got \[3\] and \[4\]"),
     ],
 )
 def test_boxes_that_do_not_fit_are_refused(make, told):

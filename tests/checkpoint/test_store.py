@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from hpctrain.checkpoint import saving
 from hpctrain.checkpoint.format import tensor_file
 from hpctrain.checkpoint.format.manifest import CheckpointManifest
-from hpctrain.checkpoint.format.shard import Piece, Shard
+from hpctrain.checkpoint.format.shard import Shard, TensorPiece
 from hpctrain.checkpoint.loading import check, load
 from hpctrain.checkpoint.saving import save
 from hpctrain.comm.mpi import MpiCommunicator
@@ -69,7 +69,7 @@ def by(dim, rank, size):
 
 
 def piece(shard):
-    return Piece(matrix()[Shard.whole((ROWS, COLS)).slices(shard)], shard)
+    return TensorPiece(matrix()[Shard.whole((ROWS, COLS)).slices(shard)], shard)
 
 
 @SIZES

@@ -305,8 +305,7 @@ def is_refused(dataset, samples, path):
 
 
 @pytest.mark.parametrize("io", ["map", "read"])
-def test_every_flipped_bit_of_the_data_is_found(in_memory, io, monkeypatch):
-    monkeypatch.setattr("hpctrain.data.io.mapped.READ_BYTES", 64)  # blocks in several reads
+def test_every_flipped_bit_of_the_data_is_found(in_memory, io):
     manifest = Manifest.read(in_memory)
     dice = random.Random(0)
     places, first = [], 0

@@ -19,7 +19,7 @@ import torch
 from hpctrain.core.errors import CorruptError, DataError
 from hpctrain.data.samples import Ragged
 from hpctrain.data.workers.pool import DecodePool
-from hpctrain.data.workers.shm_message import Inbox, Outbox
+from hpctrain.data.workers.shm_message import pack, unpack
 from hpctrain.launch import mpiexec
 from tests.processes import ended, is_alive, wait_until
 
@@ -266,33 +266,29 @@ def test_a_pool_lives_beside_mpi_and_threads_in_a_script_without_a_guard(
         assert word not in done.stderr
 
 
-def test_segments_are_used_again_and_too_many_are_given_back():
-    outbox, inbox = Outbox(), Inbox()
-
+def test_memory_of_a_batch_is_kept_by_its_tensors_alone():
     def send(value):
-        offered, surplus = inbox.offer()
-        outbox.forget(surplus)
-        parcel, descriptor = outbox.pack(value, offered)
-        found = inbox.unpack(pickle.loads(pickle.dumps(parcel)), offered, descriptor)
-        if descriptor is not None:
-            os.close(descriptor)
-        return found
+        message, descriptor = pack(value)
+        return unpack(pickle.loads(pickle.dumps(message)), descriptor)
 
-    def same_segments():
-        return outbox._segments.keys() == inbox._segments.keys()
+    def is_mapped():
+        return "hpctrain-batch" in Path("/proc/self/maps").read_text()
 
-    for size in (10, 1000, 5000, 5000, 0, 10):
+    def descriptors():
+        gc.collect()
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    before = descriptors()
+    assert send("no tensor") == "no tensor"
+    for size in (10, 1000, 5000, 0):
         assert (send([torch.full((size,), 7)])[0] == 7).all()
-    gc.collect()
-    assert len(outbox._segments) == 1
     kept = [send(torch.full((100,), n)) for n in range(20)]
-    assert len(outbox._segments) == 20
     assert [batch[0].item() for batch in kept] == list(range(20))
     view = kept[3][5:]
     del kept
-    assert send("no tensor") == "no tensor"
-    for _ in range(3):
-        send(torch.ones(3))
-    assert len(outbox._segments) <= 6
-    assert same_segments()
+    gc.collect()
+    assert is_mapped()
     assert (view == 3).all()
+    del view
+    assert descriptors() == before
+    assert not is_mapped()

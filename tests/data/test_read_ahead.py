@@ -1,4 +1,4 @@
-"""Blocks read ahead are read once, waited for, and told as damaged to who takes them."""
+"""Blocks that are read ahead are checked; who takes samples of a damaged one gets the error."""
 
 import os
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -15,12 +15,6 @@ from hpctrain.data.order.window import WindowShape
 from hpctrain.data.reader import ShardedDataset
 from tests.data.conftest import numbered
 from tests.data.mixed_set import flip
-
-
-@pytest.fixture(autouse=True)
-def not_cached(monkeypatch):
-    """Let no file seem to lie in the page cache, where writing has left them."""
-    monkeypatch.setattr("hpctrain.data.io.shardfile.is_cached", lambda *_: False)
 
 
 class Held(Executor):
@@ -48,28 +42,9 @@ def shard(request, directory):
 @pytest.mark.parametrize("at_once", [1, 10**9])
 def test_blocks_of_any_size_are_brought_ahead(shard, monkeypatch, at_once):
     monkeypatch.setattr("hpctrain.data.io.open_files._PIECE_BYTES", at_once)
-    monkeypatch.setattr("hpctrain.data.io.mapped.READ_BYTES", at_once)
     with ThreadPoolExecutor(2) as threads:
         read_ahead(threads, shard.file, np.array([39, 3, 20]), check=True)
     assert np.flatnonzero(shard.file.checked).tolist() == [0, 2, 5]
-    assert not shard.file.coming
-
-
-def test_what_is_on_its_way_is_waited_for_and_read_once(shard, monkeypatch):
-    read = []
-    wrong_blocks = shard.file.wrong_blocks
-    monkeypatch.setattr(
-        shard.file, "wrong_blocks", lambda blocks: read.extend(blocks) or wrong_blocks(blocks)
-    )
-    held = Held()
-    read_ahead(held, shard.file, np.arange(30), check=True)
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(shard.check_blocks, np.arange(40), again=False)
-        with pytest.raises(TimeoutError):
-            waiting.result(timeout=0.1)
-        held.go()
-        waiting.result()
-    assert sorted(read) == [0, 1, 2, 3, 4, 5]
 
 
 def test_damage_that_was_brought_ahead_is_told_to_who_takes_it(directory):
@@ -88,7 +63,6 @@ def test_damage_that_was_brought_ahead_is_told_to_who_takes_it(directory):
 def test_without_checks_samples_are_asked_for_and_nothing_is_waited_for(shard):
     held = Held()
     read_ahead(held, shard.file, np.array([39, 3, 20]), check=False)
-    assert not shard.file.coming
     held.go()
     assert not shard.file.checked.any()
 

@@ -16,7 +16,7 @@ from hpctrain.data.loader import Loader
 from hpctrain.data.reader import ShardedDataset
 from hpctrain.data.samples import collate
 from hpctrain.data.tools import label_split
-from hpctrain.data.tools.label_split import parts_by_label, split_by_label
+from hpctrain.data.tools.label_split import LabelShares, parts_by_label, split_by_label
 from hpctrain.data.writer import write_arrays
 from tests.data.memory import InMemory, numbers
 
@@ -68,7 +68,13 @@ def test_a_file_is_the_same_for_any_number_of_ranks_and_has_what_the_table_says(
     monkeypatch.setattr(label_split, "_PIECE", 16)
     original, out = comm.broadcast_object(original), comm.broadcast_object(tmp_path / "c.npz")
     told: list[int] = []
-    found = split_by_label(original, out, 5, 0.3, comm, seed=4, start=lambda _: told.append)
+    found = split_by_label(
+        original,
+        out,
+        LabelShares(num_parts=5, alpha=0.3, seed=4),
+        comm,
+        start=lambda _: told.append,
+    )
     assert sum(comm.allgather_object(sum(told))) == NUM_SAMPLES == sum(found.split.sizes)
     assert np.array_equal(found.split.parts, parts_by_label(LABELS, 5, 0.3, 4))
     assert found.labels.tolist() == [-2, -1, 0, 1, 2, 3]
@@ -86,18 +92,19 @@ def test_a_file_is_the_same_for_any_number_of_ranks_and_has_what_the_table_says(
         assert mine[-1]["y"] == LABELS[own][-1]
         with pytest.raises(IndexError, match="samples, got index"):
             mine[len(mine)]
-    with pytest.raises(DataError, match="is there, and a split replaces nothing"):
-        split_by_label(original, out, 5, 0.3, comm)
+    with pytest.raises(DataError, match="exists, and a split replaces nothing"):
+        split_by_label(original, out, LabelShares(num_parts=5, alpha=0.3), comm)
     other = out.with_name("late.npz")
-    assert split_by_label(original, other, 5, 0.3, comm, label="late").labels[0] == 3
+    late = LabelShares(num_parts=5, alpha=0.3, label="late")
+    assert split_by_label(original, other, late, comm).labels[0] == 3
 
 
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_parts": 0}, "at least 1 part"),
-        ({"num_parts": 2, "alpha": 0.0}, "ALPHA is above 0, inf for equal shares, got 0"),
+        ({"num_parts": 0}, "num_parts must be positive"),
+        ({"num_parts": 2, "alpha": 0.0}, "ALPHA must be above 0, inf for equal shares, got 0"),
         ({"num_parts": 2, "alpha": float("nan")}, "got nan"),
         (
             {"num_parts": 90, "alpha": 0.01},
@@ -113,7 +120,7 @@ def test_what_cannot_be_split_is_refused_on_every_rank_and_leaves_no_file(
 ):
     original, out = comm.broadcast_object(original), comm.broadcast_object(tmp_path / "c.npz")
     with pytest.raises(DataError, match=message):
-        split_by_label(original, out, **{"alpha": 1.0, **options}, comm=comm)
+        split_by_label(original, out, LabelShares(**{"alpha": 1.0, **options}), comm)
     comm.barrier()
     assert list(out.parent.iterdir()) == []
 
@@ -122,7 +129,7 @@ def test_a_file_that_is_damaged_or_of_other_data_is_refused(original, tmp_path):
     path = tmp_path / "c.npz"
     with pytest.raises(DataError, match="No such file"):
         Split.read(path)
-    split_by_label(original, path, 3, 1.0)
+    split_by_label(original, path, LabelShares(num_parts=3, alpha=1.0))
     whole = path.read_bytes()
     for damaged in (b"", whole[:200], whole[:700] + b"\xff" + whole[701:], b"parts"):
         path.write_bytes(damaged)

@@ -12,7 +12,7 @@ import torch
 from hpctrain.checkpoint.manager import Manager
 from hpctrain.core.errors import CheckpointError, ConfigError, HpctrainError
 from hpctrain.core.records import read
-from hpctrain.data.tools.label_split import split_by_label
+from hpctrain.data.tools.label_split import LabelShares, split_by_label
 from hpctrain.local_sgd.federated import Draw
 from hpctrain.local_sgd.staged_sgd import StagedSGD
 from hpctrain.train import make_exchange
@@ -83,7 +83,8 @@ def test_a_run_that_died_in_a_round_ends_with_the_same_bits(here, configure, sha
 def test_ranks_that_are_drawn_learn_from_their_parts_also_over_a_stop(here, configure, shared):
     """Noise shows whether a rank that is not drawn calculates, which it does in no step."""
     build(configure(), here.comm)  # writes the data
-    split = split_by_label(shared / "d", shared / "c.npz", 4, 1.0, here.comm).split
+    shares = LabelShares(num_parts=4, alpha=1.0)
+    split = split_by_label(shared / "d", shared / "c.npz", shares, here.comm).split
     overrides = local("local_sgd", "sync.fraction=0.5", "sync.proximal=0.1")
     overrides += ["model.args.norm=false", f"data.split={shared}/c.npz"]  # no batch is large
     overrides += ["checkpoint.every=3", "log.hash_every=1"]

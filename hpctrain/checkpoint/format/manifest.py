@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: its tensors and files; written last, checked before use."""
+"""The manifest of a checkpoint: tensors and files; written last, checked before use."""
 
 import json
 import os
@@ -20,7 +20,7 @@ NAME = "manifest.json"
 VERSION = 1
 
 PRIVATE = "%private"
-"""Begins the names, in a rank's file, of what it has of its own; no path of a state does."""
+"""Prefix of private values in the file of a rank; no path of a state has it."""
 
 _FORMAT = "hpctrain checkpoint"
 _DIRECTORY = re.compile(r"step-(\d{8,})")
@@ -29,7 +29,7 @@ _FIRST_LINE = re.compile(rb'\{"crc32": "([0-9a-f]{8})",\n')
 
 @dataclass(frozen=True, slots=True)
 class StoredPart:
-    """A box of a tensor that one rank wrote: in which file, and the crc32 of its blocks."""
+    """A part of a tensor in the file of one rank, and the crc32 of its blocks."""
 
     rank: int
     shard: Shard
@@ -52,7 +52,7 @@ class Record:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointManifest:
-    """What a checkpoint holds and where."""
+    """Contents of a checkpoint and their files."""
 
     step: int
     world: int  # number of ranks that wrote it
@@ -78,7 +78,7 @@ class CheckpointManifest:
 
     @classmethod
     def parse(cls, data: bytes, directory: Path | str) -> "CheckpointManifest":
-        """Read a manifest from its bytes; ``directory`` is where it lies."""
+        """Parse the bytes of the manifest of ``directory``."""
         path = Path(directory) / NAME
         first = _FIRST_LINE.match(data)
         if not first:
@@ -86,37 +86,37 @@ class CheckpointManifest:
         if crc32(data[first.end() :]) != int(first[1], 16):
             raise damaged(path, "its bytes have changed")
         try:
-            told = json.loads(data)
-            version = told["version"]
-            if told["format"] != _FORMAT or type(version) is not int:
-                raise damaged(path, f"its format is {told['format']!r}")
+            given = json.loads(data)
+            version = given["version"]
+            if given["format"] != _FORMAT or type(version) is not int:
+                raise damaged(path, f"its format is {given['format']!r}")
             if version > VERSION:
                 raise CheckpointError(
                     f"checkpoint {directory} has version {version}, this hpctrain reads up to "
                     f"{VERSION}; use a newer hpctrain"
                 )
-            found = _manifest(told)
+            found = _manifest(given)
             require_named(directory, found.step)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise damaged(path, f"{type(error).__name__} {error}") from error
         return found
 
     def to_bytes(self) -> bytes:
-        """Return the manifest as it stands in its file."""
-        told = {
+        """Return the bytes of the file."""
+        given = {
             "format": _FORMAT,
             "version": VERSION,
             "step": self.step,
             "world": self.world,
             "facts": self.facts,
-            "tensors": {path: _told(record) for path, record in self.tensors.items()},
+            "tensors": {path: _record_in_json(record) for path, record in self.tensors.items()},
             "private": {
-                str(rank): {name: _told(record) for name, record in records.items()}
+                str(rank): {name: _record_in_json(record) for name, record in records.items()}
                 for rank, records in self.private.items()
             },
             "skeleton": self.skeleton,
         }
-        lines = (f"{json.dumps(key)}: {dumps(value)}" for key, value in told.items())
+        lines = (f"{json.dumps(key)}: {dumps(value)}" for key, value in given.items())
         body = (",\n".join(lines) + "\n}\n").encode()
         return b'{"crc32": "%08x",\n' % crc32(body) + body
 
@@ -174,7 +174,7 @@ def dumps(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"), allow_nan=False)
 
 
-def _told(record: Record) -> dict[str, Any]:
+def _record_in_json(record: Record) -> dict[str, Any]:
     parts = [
         {"rank": part.rank, "offset": part.shard.offset, "shape": part.shard.shape,
          "crc32": part.crcs}
@@ -183,40 +183,40 @@ def _told(record: Record) -> dict[str, Any]:
     return {"dtype": record.dtype, "shape": record.shape, "parts": parts}
 
 
-def _manifest(told: Any) -> CheckpointManifest:
-    world = _natural(told["world"])
+def _manifest(given: Any) -> CheckpointManifest:
+    world = _natural(given["world"])
     if world < 1:
         raise ValueError("no rank wrote it")
-    private = {int(rank): _records(records, world) for rank, records in told["private"].items()}
+    private = {int(rank): _records(records, world) for rank, records in given["private"].items()}
     for rank, records in private.items():
         for name, record in records.items():
             if any(part.rank != rank for part in record.parts) or not name.startswith(PRIVATE):
                 raise ValueError(f"{name} is not private to rank {rank}")
-    tensors = _records(told["tensors"], world)
+    tensors = _records(given["tensors"], world)
     if foreign := [path for path in tensors if path.startswith(PRIVATE)]:
         raise ValueError(f"{foreign[0]} is not the path of a tensor")
-    if not isinstance(told["facts"], dict):
+    if not isinstance(given["facts"], dict):
         raise TypeError("facts must be a table")
     return CheckpointManifest(
-        step=_natural(told["step"]),
+        step=_natural(given["step"]),
         world=world,
-        facts=told["facts"],
-        skeleton=told["skeleton"],
+        facts=given["facts"],
+        skeleton=given["skeleton"],
         tensors=tensors,
         private=private,
     )
 
 
-def _records(told: Mapping[str, Any], world: int) -> dict[str, Record]:
-    return {path: _record(path, record, world) for path, record in told.items()}
+def _records(given: Mapping[str, Any], world: int) -> dict[str, Record]:
+    return {path: _record(path, record, world) for path, record in given.items()}
 
 
-def _record(path: str, told: Mapping[str, Any], world: int) -> Record:
-    shape = tuple(map(_natural, told["shape"]))
-    dtype = told["dtype"]
+def _record(path: str, given: Mapping[str, Any], world: int) -> Record:
+    shape = tuple(map(_natural, given["shape"]))
+    dtype = given["dtype"]
     if dtype not in DTYPES:
         raise ValueError(f"{path} has the unknown dtype {str(dtype)[:40]!r}")
-    parts = tuple(_part(part, shape, DTYPES[dtype].itemsize) for part in told["parts"])
+    parts = tuple(_part(part, shape, DTYPES[dtype].itemsize) for part in given["parts"])
     ranks = {part.rank for part in parts}
     if len(ranks) != len(parts) or not all(rank < world for rank in ranks):
         raise ValueError(f"the parts of {path} are not of different ranks below {world}")
@@ -225,16 +225,16 @@ def _record(path: str, told: Mapping[str, Any], world: int) -> Record:
     return Record(dtype, shape, parts)
 
 
-def _part(told: Mapping[str, Any], shape: tuple[int, ...], itemsize: int) -> StoredPart:
-    box = [tuple(map(_natural, told[name])) for name in ("offset", "shape")]
+def _part(given: Mapping[str, Any], shape: tuple[int, ...], itemsize: int) -> StoredPart:
+    box = [tuple(map(_natural, given[name])) for name in ("offset", "shape")]
     try:
         shard = Shard(shape, *box)
     except CheckpointError as error:
         raise ValueError(str(error)) from None
-    crcs = tuple(map(_natural, told["crc32"]))
+    crcs = tuple(map(_natural, given["crc32"]))
     if len(crcs) != -(-shard.numel * itemsize // BLOCK_BYTES):
         raise ValueError(f"{len(crcs)} checksums for {shard.numel * itemsize} bytes")
-    return StoredPart(_natural(told["rank"]), shard, crcs)
+    return StoredPart(_natural(given["rank"]), shard, crcs)
 
 
 def _natural(value: Any) -> int:

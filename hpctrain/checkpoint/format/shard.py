@@ -81,7 +81,7 @@ class Shard:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TensorPiece:
     """What this rank holds of a sharded tensor: ``tensor`` has the shape of ``shard``."""
 
     tensor: Tensor

@@ -13,7 +13,7 @@ from hpctrain.core.checksum import crc32
 from hpctrain.core.errors import CheckpointError
 
 _PIECE_BYTES = 64 << 20
-"""What is copied at once from a device, or from memory that is not contiguous."""
+"""Bytes of one copy from a device, or from memory that is not contiguous."""
 
 _LANES = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # the others are read as int64
 _MIX = (-0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)
@@ -23,12 +23,12 @@ _MIX = (-0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)
 def state_hash(state: Mapping[str, Any], comm: Communicator | None = None) -> str:
     """Return a 64-bit hash of a state, as 16 hexadecimal digits.
 
-    It tells names, types, shapes, dtypes and every bit of every value, so 0 from -0 and one NaN
-    from another; it does not depend on the order of names, on devices, on how tensors lie in
-    memory or on the number of ranks. Text, since a number above 2^53 does not survive JSON.
+    The hash depends on names, types, shapes, dtypes and every bit of every value: 0 and -0 differ,
+    and so do NaNs. It does not depend on the order of names, devices, strides or the number of
+    ranks. It is text, since JSON rounds numbers above 2^53.
 
-    SHA-256 of the standard library, cut to 64 bits: with the instructions that CPUs have for it,
-    the fastest kept hash there (1.8 GB/s of a core, 0.6 GB/s of BLAKE2b).
+    SHA-256, cut to 64 bits: with the instructions of CPUs the fastest hash of the standard library
+    (1.8 GB/s of a core, 0.6 GB/s for BLAKE2b).
 
     Args:
         state: ``{"model": model.state_dict(), "optimizer": optimizer.state_dict()}``, for
@@ -86,13 +86,13 @@ def _gathered(
 
 
 def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Yield what is no container, and of a container its kind, each with its path."""
+    """Yield leaves, and an empty container for each container, with their paths."""
     if isinstance(value, Mapping):
         yield path, {}
         for key, item in value.items():
             if not isinstance(key, str | int):
                 raise CheckpointError(
-                    f"keys of a state are text or whole numbers, got {key!r} in {path or 'it'}"
+                    f"keys of a state must be str or int, got {key!r} in {path or 'it'}"
                 )
             yield from _leaves(item, f"{path}/{key!r}")
     elif isinstance(value, list | tuple):
@@ -113,7 +113,7 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _deal(leaves: list[tuple[str, Any]], size: int) -> list[list[int]]:
-    """Share the leaves over the ranks, about equal in bytes: the largest first."""
+    """Distribute the leaves over the ranks, about equal in bytes, the largest first."""
     weights = [value.nbytes if isinstance(value, Tensor) else 0 for _, value in leaves]
     hands: list[list[int]] = [[] for _ in range(size)]
     loads = [0] * size
@@ -133,7 +133,7 @@ def _digest(path: str, value: Any) -> bytes:
 
 
 def _head(path: str, value: Any) -> bytes:
-    """Return all of a leaf but the elements of a tensor."""
+    """Return a leaf without the elements of a tensor."""
     if isinstance(value, Tensor):
         return repr((path, str(value.dtype), tuple(value.shape))).encode()
     plain = value.hex() if isinstance(value, float) else value

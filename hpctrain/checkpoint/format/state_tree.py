@@ -1,4 +1,4 @@
-"""A state as tensors by path and a skeleton in JSON: no value of it can run code when read."""
+"""A state as tensors by path and a skeleton in JSON, which runs no code when it is read."""
 
 import base64
 import re
@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hpctrain.checkpoint.format.shard import Piece
+from hpctrain.checkpoint.format.shard import TensorPiece
 from hpctrain.core.errors import CheckpointError
 
 MAX_DEPTH = 100  # containers inside containers; a state that holds itself has no end
@@ -16,20 +16,20 @@ _INT64 = 1 << 63
 _LIKE_INT = re.compile(r"-?\d+")
 
 
-def flatten(state: object) -> tuple[dict[str, Tensor | Piece], Any]:
-    """Take a state apart: its tensors and pieces by path, and the rest as a value for JSON.
+def flatten(state: object) -> tuple[dict[str, Tensor | TensorPiece], Any]:
+    """Return the tensors and pieces of a state by path, and the rest as a value for JSON.
 
     A path is the keys and indices down to the tensor, ``optimizer/state/0/exp_avg``. Keys that
     hold ``/`` or ``%``, or that read as a number, have that character escaped as ``%2F``. Raises
     ``CheckpointError``: it holds something else than None, bool, int, float, str, bytes, tensors,
     pieces, and lists, tuples and dicts (by str or int) of these; names path and type.
     """
-    leaves: dict[str, Tensor | Piece] = {}
+    leaves: dict[str, Tensor | TensorPiece] = {}
     return leaves, _take(state, (), leaves)
 
 
 def unflatten(skeleton: object, tensor_of: Callable[[str], Any]) -> Any:
-    """Put a state together again, of a skeleton that may come from a file of a stranger.
+    """Rebuild a state from a skeleton, which may be untrusted.
 
     Raises ``CheckpointError``: the skeleton is not one.
     """
@@ -37,7 +37,7 @@ def unflatten(skeleton: object, tensor_of: Callable[[str], Any]) -> Any:
 
 
 def component(key: str | int) -> str:
-    """Return how a key or an index stands in a path."""
+    """Return the component of a path for a key or an index."""
     if isinstance(key, int):
         return str(key)
     text = key.replace("%", "%25").replace("/", "%2F")
@@ -48,13 +48,13 @@ def component(key: str | int) -> str:
     return text
 
 
-def _take(value: Any, at: tuple[str, ...], leaves: dict[str, Tensor | Piece]) -> Any:
+def _take(value: Any, at: tuple[str, ...], leaves: dict[str, Tensor | TensorPiece]) -> Any:
     if len(at) > MAX_DEPTH:
         raise CheckpointError(
             f"a state has at most {MAX_DEPTH} containers inside each other, got more at "
             f"{'/'.join(at[:4])}/...; does it hold itself?"
         )
-    if isinstance(value, Tensor | Piece):
+    if isinstance(value, Tensor | TensorPiece):
         path = "/".join(at)
         leaves[path] = value
         return {"tensor": path}
@@ -85,7 +85,7 @@ def _take_plain(value: Any, at: tuple[str, ...]) -> Any:
 
 
 def _take_item(
-    key: object, value: object, at: tuple[str, ...], leaves: dict[str, Tensor | Piece]
+    key: object, value: object, at: tuple[str, ...], leaves: dict[str, Tensor | TensorPiece]
 ) -> list[Any]:
     if type(key) not in (str, int) or (isinstance(key, int) and not -_INT64 <= key < _INT64):
         raise CheckpointError(
@@ -136,7 +136,7 @@ def _plain(kind: str, text: str) -> int | float | bytes:
 
 
 def walk(value: Any, at: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
-    """Yield all values of a state with their paths: a container, then what is in it."""
+    """Yield all values of a state with their paths, a container before its items."""
     yield "/".join(at), value
     items: Iterable[tuple[str | int, Any]] = ()
     if isinstance(value, Mapping):
@@ -148,12 +148,12 @@ def walk(value: Any, at: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
 
 
 def mapped(tree: Any, change: Callable[[Tensor], Any]) -> Any:
-    """Return a tree of dicts, lists and tuples with its tensors changed, and all else as it is."""
+    """Return a tree of dicts, lists and tuples with each tensor replaced by ``change(tensor)``."""
     match tree:
         case Tensor():
             return change(tree)
-        case Piece():
-            return Piece(change(tree.tensor), tree.shard)
+        case TensorPiece():
+            return TensorPiece(change(tree.tensor), tree.shard)
         case Mapping():
             return {key: mapped(item, change) for key, item in tree.items()}
         case _ if type(tree) in (list, tuple):
@@ -167,6 +167,6 @@ def lines(state: object) -> list[str]:
     for path, value in walk(state):
         if isinstance(value, Mapping | list | tuple):
             found.append(f"{path} has {len(value)} items")
-        elif not isinstance(value, Tensor | Piece):
+        elif not isinstance(value, Tensor | TensorPiece):
             found.append(f"{path} = {_take_plain(value, ())!r}")
     return found

@@ -1,8 +1,8 @@
 """One file of tensors in the safetensors format, written and read in one pass with checksums.
 
 The format is a length, a JSON header with name, dtype, shape and offsets, and the bytes. It has
-no code in it, other programs read it, and a reader that checks every offset needs no more than
-``pread``; the checksums lie in the manifest, one for each block of a tensor.
+no code in it, other programs read it, and ``pread`` with checked offsets reads it. The manifest
+holds one checksum for each block of a tensor.
 """
 
 import json
@@ -40,7 +40,7 @@ _AS_BYTES = ("complex128",)  # safetensors has no name for it: it is U8 with one
 DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name) for name in (*_SAFETENSORS, *_AS_BYTES) if hasattr(torch, name)
 }
-"""What a checkpoint can hold, by the name in its manifest."""
+"""The dtypes that a checkpoint can hold, by the name in its manifest."""
 
 
 def check_storable(path: str, tensor: Tensor) -> None:
@@ -164,20 +164,22 @@ class TensorFile:
         except (ValueError, RecursionError, AttributeError, TypeError, KeyError):
             raise self._fault("its header is not that of a safetensors file") from None
         end = 0
-        for name, told in entries:
-            entry = self._entry(told, end, 8 + length)
+        for name, record in entries:
+            entry = self._entry(record, end, 8 + length)
             end += entry.num_bytes
             yield name, entry
         if 8 + length + end != size:
             raise self._fault(f"it has {size} bytes where its header needs {8 + length + end}")
 
-    def _entry(self, told: Any, end: int, origin: int) -> _Entry:
+    def _entry(self, record: Any, end: int, origin: int) -> _Entry:
         try:
-            dtype, shape, (start, stop) = told["dtype"], told["shape"], told["data_offsets"]
+            dtype, shape, (start, stop) = (
+                record[key] for key in ("dtype", "shape", "data_offsets")
+            )
         except (ValueError, TypeError, KeyError):
             raise self._fault("its header is not that of a safetensors file") from None
         if type(start) is not int or type(stop) is not int or not start == end <= stop:
-            raise self._fault(f"a tensor lies at [{start}, {stop}), it must begin at {end}")
+            raise self._fault(f"a tensor is at [{start}, {stop}), it must begin at {end}")
         return _Entry(dtype, shape, origin + start, stop - start)
 
     def _bytes(self, start: int, length: int, size: int) -> bytes:

@@ -1,24 +1,18 @@
-"""Samples that are written to a shard: checked, cut, and kept in columns of three kinds.
+"""Samples that are written to a shard: checked, and kept in columns until it is full."""
 
-A field that is stored as plain bytes needs its full size at once: known for samples of
-one shape (``FixedColumn``), and only at the end for ragged ones (``SpooledColumn``). A filtered
-field grows chunk by chunk (``ChunkedColumn``).
-"""
-
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import h5py
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from hpctrain.core.checksum import crc32
 from hpctrain.core.errors import DataError
 from hpctrain.core.python_compat import Self
 from hpctrain.core.units import MIB
-from hpctrain.data.format.dataset_manifest import Field
+from hpctrain.data.format.dataset_manifest import Field, Place
 from hpctrain.data.format.hdf5_values import filters, rows_per_chunk
 from hpctrain.data.samples import Ragged
 
@@ -113,146 +107,65 @@ _COPY_BYTES = 4 * MIB
 
 
 class Column:
-    """The values of one field in one file, ``/data/<field>``."""
+    """The samples of one field of a shard: ``/data/<field>`` and its tables.
 
-    capacity: int | None = None  # rows that the file has room for, None for any number
-
-    def __init__(self, name: str, field: Field) -> None:
-        self._name, self._field = name, field
-        self._num_rows = 0  # in the column, without the rows that wait for a whole chunk
-        self._file: Any = None
-
-    def append(self, rows: NDArray[Any]) -> None:
-        """Add rows ``(num_rows, *shape)``, in the dtype of the field."""
-        raise NotImplementedError
-
-    def move(self, file: h5py.File) -> None:
-        """Continue in another file, which has no more room than is needed."""
-        self._file = file
-
-    def finish(self) -> None:
-        """Bring everything to the file."""
-
-
-def new_column(path: Path, name: str, field: Field, block_size: int, capacity: int) -> Column:
-    """Return what writes a field; temporary files go to the directory of the shard."""
-    if field.compression and field.sample_bytes:
-        return ChunkedColumn(name, field, block_size)
-    if field.ragged:
-        return SpooledColumn(name, field, path.parent)
-    return FixedColumn(name, field, capacity)
-
-
-class FixedColumn(Column):
-    """A contiguous dataset that has its full size from the start."""
-
-    def __init__(self, name: str, field: Field, capacity: int) -> None:
-        super().__init__(name, field)
-        self.capacity = capacity
-        self._dataset: Any = None
-
-    def append(self, rows: NDArray[Any]) -> None:
-        """Write rows to their place."""
-        self._dataset[self._num_rows : self._num_rows + len(rows)] = rows
-        self._num_rows += len(rows)
-
-    def move(self, file: h5py.File) -> None:
-        """Copy the rows to a dataset of just that size."""
-        old = self._dataset
-        if old is not None:
-            self.capacity = self._num_rows
-        self._dataset = _contiguous(file, self._name, self._field, self.capacity or 0)
-        step = max(1, _COPY_BYTES // max(1, self._field.sample_bytes))
-        for start in range(0, self._num_rows, step):
-            some = slice(start, min(start + step, self._num_rows))
-            self._dataset[some] = old[some]
-
-
-class SpooledColumn(Column):
-    """A contiguous dataset whose values wait in a temporary file until their number is known.
-
-    The temporary file has no name, so that nothing of it remains after a kill.
+    They wait in a temporary file, as HDF5 stores plain bytes in one stretch of known size.
     """
 
-    def __init__(self, name: str, field: Field, directory: Path) -> None:
-        super().__init__(name, field)
-        self._spool = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115 - closed at the end
+    def __init__(self, name: str, field: Field, spool: IO[bytes]) -> None:
+        self._name, self._field, self._spool = name, field, spool
+        self._num_rows = 0
+        self._ends = [np.zeros(1, np.int64)]  # of samples of a ragged field, in rows
 
-    def append(self, rows: NDArray[Any]) -> None:
-        """Keep rows for the end."""
-        self._spool.write(np.ascontiguousarray(rows).data.cast("B") if rows.size else b"")
+    def append(self, samples: "NDArray[Any] | RaggedRows") -> None:
+        """Add samples, in the dtype of the field."""
+        rows = samples.used if isinstance(samples, RaggedRows) else samples
+        if isinstance(samples, RaggedRows):
+            ends = samples.offsets[1:] - samples.offsets[0] + self._num_rows
+            self._ends.append(ends)
         self._num_rows += len(rows)
+        data = np.ascontiguousarray(rows)
+        self._spool.write(data.data.cast("B") if data.size else b"")
 
-    def finish(self) -> None:
-        """Copy the temporary file to the dataset."""
-        dataset = _contiguous(self._file, self._name, self._field, self._num_rows)
-        row_bytes = self._field.sample_bytes
-        if row_bytes:
-            step = max(1, _COPY_BYTES // row_bytes)
-            self._spool.seek(0)
-            for start in range(0, self._num_rows, step):
-                stop = min(start + step, self._num_rows)
-                piece = self._spool.read((stop - start) * row_bytes)
-                rows = np.frombuffer(piece, self._field.dtype)
-                dataset[start:stop] = rows.reshape(stop - start, *self._field.shape)
-        self._spool.close()
+    def write(self, file: h5py.File, block_size: int) -> Place:
+        """Write all samples to a file, and the crc32 of each block."""
+        self._write_values(file, block_size)
+        index = np.concatenate(self._ends).astype("<u8")
+        starts = np.arange(0, self._num_rows, block_size)
+        if self._field.ragged:
+            starts = index[:-1:block_size].astype(np.int64)
+        sizes = np.diff(np.append(starts, self._num_rows)) * self._field.sample_bytes
+        self._spool.seek(0)
+        crcs = np.array([crc32(self._spool.read(size)) for size in sizes], "<u4")
+        file.create_dataset(f"crc/{self._name}", data=crcs)
+        place = Place(offset=None, crc_offset=None, crc32=crc32(crcs.data))
+        if not self._field.ragged:
+            return place
+        file.create_dataset(f"index/{self._name}", data=index)
+        return replace(place, index_crc32=crc32(index.data), num_rows=self._num_rows)
 
-
-class ChunkedColumn(Column):
-    """A filtered dataset, to which only whole chunks are written, but for the last."""
-
-    def __init__(self, name: str, field: Field, block_size: int) -> None:
-        """Take memory for one chunk; a dataset that does not fill it gets a smaller one."""
-        super().__init__(name, field)
-        self._step = 1 if field.ragged else block_size
-        num_rows = rows_per_chunk(field, block_size)
-        self._chunk = np.empty((num_rows, *field.shape), field.dtype)
-        self._num_waiting = 0
-
-    def append(self, rows: NDArray[Any]) -> None:
-        """Fill the chunk; write it when it is full."""
-        while len(rows):
-            some = rows[: len(self._chunk) - self._num_waiting]
-            self._chunk[self._num_waiting : self._num_waiting + len(some)] = some
-            self._num_waiting += len(some)
-            rows = rows[len(some) :]
-            if self._num_waiting == len(self._chunk):
-                self._write()
-
-    def move(self, file: h5py.File) -> None:
-        """Copy the chunks without decoding them."""
-        old, self._file = self._file, file
-        if self._num_rows:
-            file.copy(old[f"data/{self._name}"], file.require_group("data"), self._name)
-
-    def finish(self) -> None:
-        """Write the last chunk."""
-        if self._num_waiting or not self._num_rows:
-            self._write()
-
-    def _write(self) -> None:
-        if not self._num_rows:
-            self._create()
-        dataset, start = self._file[f"data/{self._name}"], self._num_rows
-        self._num_rows += self._num_waiting
-        dataset.resize(self._num_rows, axis=0)
-        dataset[start:] = self._chunk[: self._num_waiting]
-        self._num_waiting = 0
-
-    def _create(self) -> None:
-        num_steps = max(1, -(-self._num_waiting // self._step))
-        self._file.create_dataset(
-            f"data/{self._name}",
-            (0, *self._field.shape),
-            self._field.dtype,
-            maxshape=(None, *self._field.shape),
-            chunks=(num_steps * self._step, *self._field.shape),
-            **filters(),
+    def _write_values(self, file: h5py.File, block_size: int) -> None:
+        field, num_rows = self._field, self._num_rows
+        step = max(1, _COPY_BYTES // max(1, field.sample_bytes))
+        properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        properties.set_fill_time(h5py.h5d.FILL_TIME_NEVER)  # the argument needs h5py 3.12
+        options: dict[str, Any] = {"dcpl": properties}
+        if field.compression and field.sample_bytes:
+            step = _rows_of_chunk(field, block_size, num_rows)
+            maxshape, chunks = (None, *field.shape), (step, *field.shape)
+            options = {"maxshape": maxshape, "chunks": chunks, **filters()}
+        dataset = file.create_dataset(
+            f"data/{self._name}", (num_rows, *field.shape), field.dtype, **options
         )
+        self._spool.seek(0)
+        for start in range(0, num_rows if field.sample_bytes else 0, step):
+            stop = min(start + step, num_rows)
+            data = self._spool.read((stop - start) * field.sample_bytes)
+            rows = np.frombuffer(data, field.dtype)
+            dataset[start:stop] = rows.reshape(stop - start, *field.shape)
 
 
-def _contiguous(file: h5py.File, name: str, field: Field, num_rows: int) -> Any:
-    shape = (num_rows, *field.shape)
-    how = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-    how.set_fill_time(h5py.h5d.FILL_TIME_NEVER)  # the argument fill_time needs h5py 3.12
-    return file.create_dataset(f"data/{name}", shape, field.dtype, dcpl=how)
+def _rows_of_chunk(field: Field, block_size: int, num_rows: int) -> int:
+    """Return the rows of a chunk: whole blocks, and no more than needed for a small field."""
+    block = 1 if field.ragged else block_size
+    return min(rows_per_chunk(field, block_size), max(1, -(-num_rows // block)) * block)

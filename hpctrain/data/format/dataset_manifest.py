@@ -74,7 +74,8 @@ class Field:
         cls,
         shape: tuple[int, ...],
         dtype: str | np.dtype[Any],
-        ragged: bool = False,  # noqa: FBT001, FBT002 - a field is (shape, dtype, ragged, ...)
+        *,
+        ragged: bool = False,
         compression: str | None = None,
     ) -> Self:
         """Make a field from any numpy dtype; the byte order becomes little-endian."""
@@ -296,34 +297,26 @@ def _crc32(record: Mapping[str, Any]) -> int:
     return crc32(json.dumps(record, sort_keys=True, separators=(",", ":")).encode())
 
 
-def shard_of(record: dict[str, Any]) -> ShardEntry:
-    """Return a shard from what JSON has of it."""
-    return ShardEntry(
-        file=record["file"],
-        num_samples=record["n"],
-        num_bytes=record["bytes"],
-        crc32=record["crc32"],
-        places={name: Place(**place) for name, place in record["fields"].items()},
-    )
+_KEYS = {"num_samples": "n", "num_bytes": "bytes", "places": "fields"}
+"""Attributes of a shard whose keys in JSON have another name."""
+
+
+def shard_of(record: Mapping[str, Any]) -> ShardEntry:
+    """Return a shard from its record in JSON."""
+    values = {name: record[_KEYS.get(name, name)] for name in ShardEntry.__slots__}
+    places = {name: Place(**place) for name, place in values["places"].items()}
+    return ShardEntry(**{**values, "places": places})
 
 
 def shard_record(shard: ShardEntry) -> dict[str, Any]:
-    """Return a shard as JSON has it."""
-    return {
-        "file": shard.file,
-        "n": shard.num_samples,
-        "bytes": shard.num_bytes,
-        "crc32": shard.crc32,
-        "fields": {name: _place_record(place) for name, place in shard.places.items()},
-    }
-
-
-def _place_record(place: Place) -> dict[str, Any]:
-    # An earlier hpctrain knows no index, and refuses unknown keys.
-    record = asdict(place)
-    if place.num_rows is None:
-        for key in ("index_offset", "index_crc32", "num_rows"):
-            del record[key]
+    """Return the record of a shard in JSON."""
+    record = {_KEYS.get(name, name): value for name, value in asdict(shard).items()}
+    for place in record["fields"].values():
+        # An earlier hpctrain knows no index, and refuses unknown keys.
+        for key in (
+            ("index_offset", "index_crc32", "num_rows") if place["num_rows"] is None else ()
+        ):
+            del place[key]
     return record
 
 

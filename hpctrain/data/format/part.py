@@ -4,20 +4,19 @@ import io
 import json
 import os
 from collections.abc import Mapping
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import h5py
-import numpy as np
-from numpy.typing import NDArray
 
 from hpctrain import __version__
-from hpctrain.core.atomic import PART, crc32_of, sync
+from hpctrain.core.atomic import crc32_of, sync
 from hpctrain.core.checksum import crc32, crc32_combine
 from hpctrain.core.units import KIB
-from hpctrain.data.format.columns import RaggedRows, Rows, count, new_column
+from hpctrain.data.format.columns import Column, Rows, count
 from hpctrain.data.format.dataset_manifest import FORMAT, VERSION, Manifest, Place, ShardEntry
 from hpctrain.data.format.hdf5_values import own_dataset, raw_offset
 
@@ -71,28 +70,22 @@ class PartFile(io.FileIO):
 
 
 class ShardPart:
-    """A shard that grows to at most ``capacity`` samples.
+    """A shard of at most ``capacity`` samples; its file appears when it is finished.
 
-    Fields whose samples have one shape are contiguous, so that a reader can map them. Such a
-    field has its full size from the start, hence a shard that was not filled is copied at the end.
+    Fields without compression are contiguous, so that a reader can map them.
     """
 
     def __init__(self, path: Path, draft: Manifest, *, capacity: int) -> None:
-        """Create the file; ``draft`` has the shards before it."""
-        self.path = path
+        """Start a shard; ``draft`` has the shards before it."""
         self.num_samples = 0
-        self._draft = draft
-        self._capacity = capacity
-        self._crcs = {name: BlockCrcs(draft.block_size) for name in draft.fields}
-        self._lengths: dict[str, list[NDArray[np.int64]]] = {
-            name: [] for name, field in draft.fields.items() if field.ragged
-        }
-        self._columns = {
-            name: new_column(path, name, field, draft.block_size, capacity)
-            for name, field in draft.fields.items()
-        }
-        self._file = self._create()
-        self._storage.check()
+        self._path, self._draft, self._capacity = path, draft, capacity
+        self._columns: dict[str, Column] = {}
+        with ExitStack() as stack:
+            for name, field in draft.fields.items():
+                # A file without a name: nothing of it remains after a kill.
+                spool = stack.enter_context(TemporaryFile(dir=path.parent))
+                self._columns[name] = Column(name, field, spool)
+            self._spools = stack.pop_all()
 
     @property
     def num_free(self) -> int:
@@ -101,96 +94,61 @@ class ShardPart:
 
     def append(self, rows: Rows) -> None:
         """Add at most ``num_free`` samples, with the shapes and dtypes of the fields."""
-        for name, some in rows.items():
-            self._crcs[name].extend(some)
-            if isinstance(some, RaggedRows):
-                self._lengths[name].append(np.diff(some.offsets))
-            self._columns[name].append(_values_of(some))
+        for name, samples in rows.items():
+            self._columns[name].append(samples)
         self.num_samples += count(rows)
-        self._storage.check()
 
     def finish(self) -> ShardEntry:
-        """Complete the file, put it on disk and return its description."""
-        if self.num_free and any(column.capacity for column in self._columns.values()):
-            self._shorten()
-        for column in self._columns.values():
-            column.finish()
-        places = {name: self._finish_tables(name) for name in self._columns}
-        self._file.attrs.modify("n", self.num_samples)
-        self._file.attrs.modify("complete", 1)
-        self._close()
-        self._storage.check()
-        sync(self.path)
+        """Write the file, put it on disk and return its description."""
+        with closing(PartFile(self._path, "w+b")) as storage:
+            # HDF5 1.10 must read the file, so never libver="latest"; on a page boundary, direct
+            # reads that bypass the page cache are possible.
+            with h5py.File(
+                storage,
+                "w",
+                libver=("earliest", "v110"),
+                locking=False,
+                alignment_threshold=_PAGE_BYTES,
+                alignment_interval=_PAGE_BYTES,
+            ) as file:
+                file.attrs.update(self._attributes())
+                size = self._draft.block_size
+                places = {name: one.write(file, size) for name, one in self._columns.items()}
+            storage.check()
+        self._spools.close()
+        sync(self._path)
         return ShardEntry(
-            file=self.path.name,
+            file=self._path.name,
             num_samples=self.num_samples,
-            num_bytes=self.path.stat().st_size,
-            crc32=crc32_of(self.path),
-            places=with_offsets(self.path, places),
+            num_bytes=self._path.stat().st_size,
+            crc32=crc32_of(self._path),
+            places=_with_offsets(self._path, places),
         )
 
     def abandon(self) -> None:
-        """Close and remove the file."""
-        self._close()
-        self.path.unlink(missing_ok=True)
+        """Remove all files."""
+        self._spools.close()
+        self._path.unlink(missing_ok=True)
 
-    def _create(self) -> h5py.File:
-        # HDF5 1.10 must read the file, so never libver="latest"; on a page boundary, direct
-        # reads that bypass the page cache are possible.
-        self._storage = PartFile(self.path, "w+b")
-        file = h5py.File(
-            self._storage,
-            "w",
-            libver=("earliest", "v110"),
-            locking=False,
-            alignment_threshold=_PAGE_BYTES,
-            alignment_interval=_PAGE_BYTES,
-        )
+    def _attributes(self) -> dict[str, Any]:
         draft = self._draft
-        file.attrs.update(
-            format=FORMAT,
-            version=VERSION,
-            dataset_uuid=draft.uuid,
-            split=draft.split,
-            shard=len(draft.shards),
-            n=0,
-            first_index=draft.num_samples,
-            block_size=draft.block_size,
-            fields=json.dumps(draft.fields_record()),
-            created_by=f"hpctrain {__version__}, h5py {h5py.__version__}, "
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "dataset_uuid": draft.uuid,
+            "split": draft.split,
+            "shard": len(draft.shards),
+            "n": self.num_samples,
+            "first_index": draft.num_samples,
+            "block_size": draft.block_size,
+            "fields": json.dumps(draft.fields_record()),
+            "created_by": f"hpctrain {__version__}, h5py {h5py.__version__}, "
             f"HDF5 {h5py.version.hdf5_version}",
-            complete=0,
-        )
-        for column in self._columns.values():
-            column.move(file)
-        return file
-
-    def _shorten(self) -> None:
-        """Copy all values to a file of just that size."""
-        old, old_storage, old_path = self._file, self._storage, self.path
-        self.path = old_path.with_suffix(f".short{PART}")
-        self._file = self._create()
-        old.close()
-        old_storage.close()
-        old_path.unlink()
-
-    def _close(self) -> None:
-        self._file.close()
-        self._storage.close()
-
-    def _finish_tables(self, name: str) -> Place:
-        crcs = self._crcs[name].table
-        self._file.create_dataset(f"crc/{name}", data=crcs)
-        place = Place(offset=None, crc_offset=None, crc32=crc32(crcs.data))
-        if name not in self._lengths:
-            return place
-        none = np.zeros(1, np.int64)
-        index = np.cumsum(np.concatenate([none, *self._lengths[name]])).astype("<u8")
-        self._file.create_dataset(f"index/{name}", data=index)
-        return replace(place, index_crc32=crc32(index.data), num_rows=int(index[-1]))
+            "complete": 1,
+        }
 
 
-def with_offsets(path: Path, places: Mapping[str, Place]) -> dict[str, Place]:
+def _with_offsets(path: Path, places: Mapping[str, Place]) -> dict[str, Place]:
     """Return the places of fields and their tables in a finished file."""
     num_bytes = path.stat().st_size
     with h5py.File(path, "r", locking=False) as file:
@@ -207,37 +165,6 @@ def with_offsets(path: Path, places: Mapping[str, Place]) -> dict[str, Place]:
             )
             for name, place in places.items()
         }
-
-
-def _values_of(rows: NDArray[Any] | RaggedRows) -> NDArray[Any]:
-    return rows.used if isinstance(rows, RaggedRows) else rows
-
-
-class BlockCrcs:
-    """Checksums of one field of a shard."""
-
-    def __init__(self, block_size: int) -> None:
-        self._block_size = block_size
-        self._num_samples = 0
-        self._crcs: list[int] = []
-
-    def extend(self, rows: NDArray[Any] | RaggedRows) -> None:
-        """Add samples."""
-        done = 0
-        while done < len(rows):
-            inside = self._num_samples % self._block_size
-            if not inside:
-                self._crcs.append(0)
-            piece = rows[done : min(len(rows), done + self._block_size - inside)]
-            data = np.ascontiguousarray(_values_of(piece)).data
-            self._crcs[-1] = crc32(data, self._crcs[-1])
-            self._num_samples += len(piece)
-            done += len(piece)
-
-    @property
-    def table(self) -> NDArray[np.uint32]:
-        """Return ``(num_blocks,)``, as ``/crc/<field>`` has it."""
-        return np.array(self._crcs, "<u4")
 
 
 _PAGE_BYTES = 4096

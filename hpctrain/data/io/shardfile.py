@@ -1,6 +1,8 @@
 """The file of one shard, open for reading: its samples, or an error that names those it lacks."""
 
+import mmap
 import os
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -16,10 +18,10 @@ from numpy.typing import NDArray
 from hpctrain.core.atomic import reason_of
 from hpctrain.core.checksum import crc32
 from hpctrain.core.errors import CorruptError
+from hpctrain.core.libc import map_memory, memory_at, unmap_memory
 from hpctrain.core.units import MIB
 from hpctrain.data.format.dataset_manifest import Manifest, ShardEntry
 from hpctrain.data.format.hdf5_values import UNREADABLE, is_compressed, load_filters, own_dataset
-from hpctrain.data.io.mapped import PlainBlocks, Space, from_file, from_map, is_cached
 from hpctrain.data.io.values import (
     Array,
     CachedValues,
@@ -27,7 +29,6 @@ from hpctrain.data.io.values import (
     DirectValues,
     MappedValues,
     Values,
-    as_bytes,
     read_at,
 )
 
@@ -39,9 +40,9 @@ _SIGNATURE = b"\x89HDF\r\n\x1a\n"
 
 
 class RawShard:
-    """The file of a shard in whatever state it is: anything that is read of it may be damaged."""
+    """The file of a shard in any state: everything that is read from it may be damaged."""
 
-    _space: Space | None = None
+    _map: NDArray[np.uint8] | None = None
 
     def __init__(self, path: Path, manifest: Manifest, index: int) -> None:
         """Open the file of the shard ``index``. Raises ``OSError``: it cannot be opened."""
@@ -56,7 +57,7 @@ class RawShard:
         return self._array(f"crc/{name}", self.shard.places[name].crc_offset, shape, "<u4")
 
     def index(self, name: str) -> Array:
-        """Return between which rows of a ragged field each sample lies, ``(num_samples + 1,)``."""
+        """Return the first row of each sample of a ragged field, and the end."""
         place = self.shard.places[name]
         shape = (self.shard.num_samples + 1,)
         index = self._array(f"index/{name}", place.index_offset, shape, "<u8")
@@ -64,18 +65,14 @@ class RawShard:
         return index.view(np.int64)
 
     def values_of(self, name: str, chunks: ChunkCache) -> Values:
-        """Return the reader of the values of a field."""
+        """Return the reader of the values of a field, which maps no memory."""
         field, shape = self._manifest.fields[name], self._shape(name)
         offset = self.shard.places[name].offset
         if 0 in shape:
             return MappedValues(np.empty(shape, field.dtype))
         if offset is None:
             return CachedValues(self._dataset(f"data/{name}", shape, field.dtype), chunks)
-        return DirectValues(self.descriptor, offset, shape, np.dtype(field.dtype))
-
-    def _shape(self, name: str) -> tuple[int, ...]:
-        field, num_rows = self._manifest.fields[name], self.shard.places[name].num_rows
-        return ((num_rows or 0) if field.ragged else self.shard.num_samples, *field.shape)
+        return DirectValues(self.descriptor, offset, field.shape, np.dtype(field.dtype))
 
     def close_hdf5(self) -> None:
         """End all use of HDF5: open handles would be shared with the reopened file."""
@@ -87,12 +84,16 @@ class RawShard:
         if hasattr(self, "descriptor"):
             os.close(self.descriptor)
 
+    def _shape(self, name: str) -> tuple[int, ...]:
+        field, num_rows = self._manifest.fields[name], self.shard.places[name].num_rows
+        return ((num_rows or 0) if field.ragged else self.shard.num_samples, *field.shape)
+
     def _plain(self, offset: int, shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
         num_bytes = prod(shape) * np.dtype(dtype).itemsize
-        if self._space is None:
+        if self._map is None:
             found = read_at(self.descriptor, offset, num_bytes)
         else:
-            found = self._space.array()[offset : offset + num_bytes]
+            found = self._map[offset : offset + num_bytes]
         return found.view(dtype).reshape(shape)
 
     def _array(
@@ -107,7 +108,7 @@ class RawShard:
             load_filters(self._manifest.fields)
             self._hdf5 = open_hdf5(self._path)
         dataset = own_dataset(self._hdf5, what)
-        # The checksum covers the values, not what HDF5 says of them.
+        # The checksum covers the values, not their description by HDF5.
         is_dataset = isinstance(dataset, h5py.Dataset)
         if not is_dataset or (dataset.shape, dataset.dtype) != (shape, dtype):
             raise ValueError(f"/{what} is not what the manifest says")
@@ -129,43 +130,29 @@ class ShardFile(RawShard):
         self.checked = np.zeros(manifest.num_blocks(self.shard), bool)
         """Blocks whose crc32 was right."""
         self.all_checked = False
-        self.coming: dict[int, Any] = {}  # futures of blocks that are read ahead
-        self.is_replaced = False  # whether the file was reopened, as another object
         self.identity = self._identity()
         """Device, inode, size and time of change: all equal as long as the file is unchanged."""
         if problem := size_problem(self.shard, self.identity[2]):
             raise ValueError(problem)
-        self.was_cached = is_cached(self.descriptor, self.shard.num_bytes)
-        """Whether it was in memory when it was opened."""
-        self.is_mapped = io == "map" or (io == "auto" and self.was_cached)
-        if self.is_mapped:
-            self._space = Space((self.shard.num_bytes,), "|u1")
-            self._space.map_file(0, self.descriptor, 0, self.shard.num_bytes)
-        self.crcs = {name: self.table(name) for name in manifest.fields}
-        for name, crcs in self.crcs.items():
+        if io == "map":
+            self._map = _mapped(self.descriptor, self.shard.num_bytes)
+        self._crcs = {name: self.table(name) for name in manifest.fields}
+        for name, crcs in self._crcs.items():
             _check_table(f"crc/{name}", crcs, self.shard.places[name].crc32)
         self.indices = {
             name: self.index(name) for name, field in manifest.fields.items() if field.ragged
         }
-        """Of ragged fields: between which rows each sample lies, ``(num_samples + 1,)``."""
+        """Of ragged fields: the first row of each sample, and the end, ``(num_samples + 1,)``."""
         if bytes(self._plain(0, (len(_SIGNATURE),), "|u1")) != _SIGNATURE:
             raise ValueError("it is not the file that its manifest describes: it is not HDF5")
-        self.values = {name: self.values_of(name, chunks) for name in manifest.fields}
-        self._has_filters = is_compressed(manifest.fields)
-        self._plain_blocks = [
-            self._blocks_of(name, place.offset)
-            for name, place in self.shard.places.items()
-            if place.offset is not None
-        ]
+        self._unmapped = {name: self._unmapped_values(name, chunks) for name in manifest.fields}
+        self.values = {name: self._mapped_values(name) for name in manifest.fields}
 
-    def is_kept(self, name: str) -> bool:
-        """Return whether a field is as labels are: a call for each costs more than to keep all."""
-        field, place = self._manifest.fields[name], self.shard.places[name]
-        size = field.sample_bytes
-        is_small = (
-            size <= _KEPT_ROW_BYTES and self._manifest.num_samples * size <= _KEPT_FIELD_BYTES
-        )
-        return is_small and not field.ragged and place.offset is not None
+    @property
+    def is_in_memory(self) -> bool:
+        """Whether reading is a copy in memory, if blocks that were read stay there."""
+        is_mapped = self._map is not None and not is_compressed(self._manifest.fields)
+        return is_mapped and self.all_checked
 
     def is_changed(self) -> bool:
         """Return whether the file was written to or truncated since it was opened."""
@@ -173,16 +160,7 @@ class ShardFile(RawShard):
 
     def wrong_blocks(self, blocks: Array) -> list[int]:
         """Return which of these blocks are not as they were written; ``problem`` says why."""
-        wrong = {block for field in self._plain_blocks for block in field.wrong(blocks)}
-        if self._has_filters:
-            wrong.update(block for block in blocks.tolist() if self.problem(block))
-        return sorted(wrong)
-
-    def wait_for(self, blocks: Array) -> None:
-        """Return when none of these blocks is being read."""
-        for block in blocks.tolist():
-            if (future := self.coming.get(block)) is not None:
-                future.exception()
+        return [block for block in blocks.tolist() if self.problem(block)]
 
     def found(self, blocks: Array, wrong: list[int]) -> None:
         """Count blocks as checked, without the ``wrong`` ones.
@@ -194,10 +172,13 @@ class ShardFile(RawShard):
         self.all_checked = bool(self.checked.all())
 
     def problem(self, block: int) -> str | None:
-        """Return the fault of a block, None if its crc32 is right."""
-        start = block * self._manifest.block_size
-        stop = min(start + self._manifest.block_size, self.shard.num_samples)
-        for name, values in self.values.items():
+        """Return the fault of a block, None if its crc32 is right.
+
+        Reads without the map: a mapped page that the disk cannot read ends the process.
+        """
+        start = block * self.block_size
+        stop = min(start + self.block_size, self.shard.num_samples)
+        for name, values in self._unmapped.items():
             index = self.indices.get(name)
             begin, end = (start, stop) if index is None else (int(index[start]), int(index[stop]))
             try:
@@ -205,18 +186,18 @@ class ShardFile(RawShard):
             except UNREADABLE as error:
                 first_line = str(error).partition("\n")[0]
                 return f"block {block} of field {name} cannot be read ({first_line})"
-            if crc32(rows.data) != self.crcs[name][block]:
+            if crc32(rows.data) != self._crcs[name][block]:
                 return f"block {block} of field {name} has the wrong crc32"
         return None
 
     def extents(self, starts: Array, stops: Array) -> list[tuple[Array, Array]]:
-        """Return where samples ``[starts[i], stops[i])`` lie: of each field, from byte, to byte.
+        """Return the bytes of samples ``[starts[i], stops[i])``: of each field, starts and stops.
 
         Filtered fields and fields that were read already are omitted.
         """
         found = []
         for name, place in self.shard.places.items():
-            if place.offset is None or self.is_kept(name):
+            if place.offset is None or self._is_kept(name):
                 continue
             index, size = self.indices.get(name), self._manifest.fields[name].sample_bytes
             rows = (starts, stops) if index is None else (index[starts], index[stops])
@@ -227,31 +208,35 @@ class ShardFile(RawShard):
         status = os.fstat(self.descriptor)
         return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
-    def _blocks_of(self, name: str, offset: int) -> PlainBlocks:
-        size = self._manifest.fields[name].sample_bytes
-        edges = np.arange(len(self.checked) + 1) * self._manifest.block_size
-        edges[-1] = self.shard.num_samples
-        if name in self.indices:
-            edges = self.indices[name][edges]
-        edges *= size
-        if self.is_kept(name):
-            data = as_bytes(self.values[name].between(0, self.shard.num_samples))
-            return PlainBlocks(edges, self.crcs[name], lambda begin, end: data[begin:end])
-        read = from_file(self.descriptor, offset)
-        if self._space is not None:
-            read = from_map(self._space, offset, int(edges[-1]), otherwise=read)
-        return PlainBlocks(edges, self.crcs[name], read)
+    def _is_kept(self, name: str) -> bool:
+        """Return whether a field is small, as labels are: one read of all costs less than many."""
+        field, num_samples = self._manifest.fields[name], self._manifest.num_samples
+        size = field.sample_bytes
+        is_small = size <= _KEPT_ROW_BYTES and num_samples * size <= _KEPT_FIELD_BYTES
+        return is_small and not field.ragged and self.shard.places[name].offset is not None
 
-    def values_of(self, name: str, chunks: ChunkCache) -> Values:
-        """Return the values of a field: kept, mapped, or read on demand."""
-        field, shape = self._manifest.fields[name], self._shape(name)
-        offset = self.shard.places[name].offset
-        if offset is None or 0 in shape or not (self.is_mapped or self.is_kept(name)):
-            return super().values_of(name, chunks)
-        if not self.is_kept(name):
-            return MappedValues(self._plain(offset, shape, field.dtype))
-        data = read_at(self.descriptor, offset, shape[0] * field.sample_bytes)
-        return MappedValues(data.view(field.dtype).reshape(shape))
+    def _unmapped_values(self, name: str, chunks: ChunkCache) -> Values:
+        values = self.values_of(name, chunks)
+        if self._is_kept(name):
+            return MappedValues(values.between(0, self.shard.num_samples))
+        return values
+
+    def _mapped_values(self, name: str) -> Values:
+        values, offset = self._unmapped[name], self.shard.places[name].offset
+        if self._map is None or offset is None or isinstance(values, MappedValues):
+            return values
+        dtype = self._manifest.fields[name].dtype
+        return MappedValues(self._plain(offset, self._shape(name), dtype))
+
+
+def _mapped(descriptor: int, num_bytes: int) -> NDArray[np.uint8]:
+    """Map a file until no array refers to it; unlike Python's own maps, without a descriptor."""
+    address = map_memory(num_bytes, mmap.PROT_READ, mmap.MAP_SHARED, descriptor=descriptor)
+    segment = memory_at(address, num_bytes)
+    weakref.finalize(segment, unmap_memory, address, num_bytes).atexit = False
+    found: NDArray[np.uint8] = np.frombuffer(memoryview(segment), np.uint8)
+    found.flags.writeable = False
+    return found
 
 
 def _check_table(what: str, table: NDArray[Any], want: int | None) -> None:
@@ -318,8 +303,8 @@ class OpenShard:
     ) -> None:
         """Open the file of shard ``index`` in ``directory``.
 
-        ``io`` is as of ``ShardedDataset``; ``auto`` maps a file that is in memory. ``chunks``
-        keeps decoded chunks of several shards. Raises ``CorruptError``: the file is missing, or
+        ``io`` is as of ``ShardedDataset``; ``auto`` does not map. ``chunks`` keeps decoded chunks
+        of several shards. Raises ``CorruptError``: the file is missing, or
         not the one that the manifest describes.
         """
         self._manifest, self._index = manifest, index
@@ -342,7 +327,6 @@ class OpenShard:
             return
         blocks = np.unique(rows // self._manifest.block_size)
         if not again:
-            file.wait_for(blocks[~file.checked[blocks]])
             blocks = blocks[~file.checked[blocks]]
         wrong = file.wrong_blocks(blocks)
         file.found(blocks, wrong)
@@ -424,7 +408,7 @@ class OpenShard:
                 if new.identity == old.identity:
                     new.checked[:] = old.checked
                     new.all_checked = old.all_checked
-                self.file, old.is_replaced = new, True
+                self.file = new
             return self.file
 
 

@@ -19,8 +19,6 @@ from hpctrain.data.order.feistel import Feistel, Words, key_of, splitmix64_
 from hpctrain.data.order.order import as_indices, as_words, check_order, global_order
 from hpctrain.data.samples import Indices
 
-_PIECE = 1 << 16  # positions whose intermediate results fit the caches
-
 BLOCK_BYTES = 64 * KIB  # a read of this size from a disk costs little more than a smaller one
 LANES = 1024  # at most about this number by default: every rank of a usual job has its own lanes
 MIXED_PER_SAMPLE, MIXED = 32, 8192
@@ -102,12 +100,7 @@ class WindowOrder:
 
     def samples_at(self, positions: Indices) -> Indices:
         """Compute the samples."""
-        flat = positions.ravel()
-        samples = np.empty_like(flat)
-        for start in range(0, len(flat), _PIECE):
-            some = slice(start, start + _PIECE)
-            samples[some] = self._samples_at(flat[some])
-        return samples.reshape(positions.shape)
+        return self._samples_at(positions.ravel()).reshape(positions.shape)
 
     def lanes_of(self, positions: Indices) -> Indices:
         """Return the lanes of the samples at some positions, cheaper than the samples."""
@@ -115,38 +108,6 @@ class WindowOrder:
         _, lanes = _divided(numbers, self._num_lanes)
         lanes[rest] = self._rest.samples_at(rest_numbers) // self._block % self._num_lanes
         return lanes
-
-    def turn_of(self, position: int) -> int:
-        """Return how many blocks of each lane have been used up before a position, about."""
-        number = position - min(position // self._stride, self._num_rest)
-        return number // (self._num_lanes * self._block)
-
-    def turns_begun(self, position: int) -> range:
-        """Return the turns of the window around a position, up to one window after it."""
-        turn = self.turn_of(position)
-        if turn >= self._num_turns:
-            return range(self._num_turns, self._num_turns)
-        _, start, _ = self._windows.of(np.array([turn]))
-        return range(int(start[0]), self.turns_needed(position))
-
-    def turns_needed(self, position: int, together: int = 1) -> int:
-        """Return before which turn blocks should be in memory: one window after a position.
-
-        A multiple of ``together``, or the end.
-        """
-        turn = self.turn_of(position) + self._windows.longest
-        return min(self._num_turns, -(-turn // together) * together)
-
-    def blocks(self, lanes: range, turns: range) -> Indices:
-        """Return the numbers of the blocks that some lanes have in some turns."""
-        lane = np.tile(np.arange(lanes.start, lanes.stop), len(turns))
-        turn = np.repeat(np.arange(turns.start, turns.stop), len(lanes))
-        return self._in_slots(self._slots(lane, turn))
-
-    def rest_blocks(self, lanes: range) -> Indices:
-        """Return the numbers of the blocks of some lanes that have no turn."""
-        slots = self._num_turns * self._num_lanes + np.arange(lanes.start, lanes.stop)
-        return self._in_slots(slots[slots * self._block < self._n])
 
     def _in_slots(self, slots: Indices) -> Indices:
         """Return the blocks in some slots; a short last block keeps its number."""
@@ -187,20 +148,7 @@ class WindowOrder:
         tweaks = _tweaks(self._inside_key, windows * self._num_lanes + lanes)
         inside = as_indices(self._inside.forward(as_words(inside), limits, tweaks))
         turns, offsets = _divided(inside, self._block)
-        return self._lane_slots_blocks(lanes, turns + starts) * self._block + offsets
-
-    def _lane_slots_blocks(self, lanes: Indices, turns: Indices) -> Indices:
-        """Return the block of each lane and turn, computed once where they repeat."""
-        if not lanes.size:
-            return lanes
-        first_lane, first_turn = int(lanes.min()), int(turns.min())
-        all_lanes = range(first_lane, int(lanes.max()) + 1)
-        all_turns = range(first_turn, int(turns.max()) + 1)
-        if len(all_lanes) * len(all_turns) > lanes.size:
-            return self._in_slots(self._slots(lanes, turns))
-        table = self.blocks(all_lanes, all_turns)
-        blocks: Indices = table[(turns - first_turn) * len(all_lanes) + lanes - first_lane]
-        return blocks
+        return self._in_slots(self._slots(lanes, turns + starts)) * self._block + offsets
 
     def _slots(self, lanes: Indices, turns: Indices) -> Indices:
         turned = self._turn.forward(as_words(turns), None, _tweaks(self._turn_key, lanes))
@@ -232,11 +180,3 @@ def _tweaks(key: int, numbers: Indices) -> Words:
     words = as_words(numbers) + np.uint64(key)
     splitmix64_(words)
     return words
-
-
-def rank_lanes(first: int, last: int, *, size: int, lanes: int) -> range:
-    """Return the lanes that the ranks ``[first, last)`` of ``size`` read, in every epoch.
-
-    A few of their samples are of the next lane, where lanes do not go into ranks or batches.
-    """
-    return range(first * lanes // size, -(-last * lanes // size))

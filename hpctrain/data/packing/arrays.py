@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from hpctrain.core.errors import DataError
 from hpctrain.data.format.dataset_manifest import Field
-from hpctrain.data.format.hdf5_values import UNREADABLE, own_dataset, raw_offset
+from hpctrain.data.format.hdf5_values import UNREADABLE, own_dataset
 from hpctrain.data.packing.files import check_file
 from hpctrain.data.packing.source import (
     NUM_EXAMINED,
@@ -155,7 +155,7 @@ class Dataset:
             if last - first + 1 == len(indices):
                 rows = self._dataset[first : last + 1]
             else:
-                rows = (self._dataset if self._map is None else self._map)[indices]
+                rows = self._dataset[indices]
         return [_flat(row) for row in rows] if _element_of(self._dataset) else rows
 
     @cached_property
@@ -179,18 +179,6 @@ class Dataset:
             return self.field.sample_bytes
         lengths = [len(_flat(row)) for row in self._dataset[:NUM_EXAMINED]]
         return self.field.sample_bytes * sum(lengths) / max(len(lengths), 1)
-
-    @cached_property
-    def _map(self) -> Array | None:
-        """The values, where they are stored in the layout of numpy; texts, say, are pointers."""
-        dataset = self._dataset
-        as_numpy = h5py.h5t.py_create(dataset.dtype, logical=True)
-        if dataset.dtype.hasobject or not dataset.size or dataset.id.get_type() != as_numpy:
-            return None
-        offset = raw_offset(dataset, Path(self._path).stat().st_size)
-        if offset is None:
-            return None
-        return np.memmap(self._path, dataset.dtype, "r", offset, dataset.shape)
 
 
 def open_hdf5(files: Sequence[str], wanted: WantedFields) -> PackSource:

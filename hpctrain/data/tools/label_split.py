@@ -28,36 +28,48 @@ class LabelSplit:
     counts: NDArray[np.int64]  # ``(parts, labels)``: samples
 
 
-def split_by_label(  # noqa: PLR0913 - what a user may choose
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LabelShares:
+    """Shares of the labels in each part, drawn from a Dirichlet distribution."""
+
+    num_parts: int
+    alpha: float  # small: a part has few labels; ``inf``: the same share of each label
+    label: str = "y"  # field of the data set
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.alpha > 0:
+            raise DataError(f"ALPHA must be above 0, inf for equal shares, got {self.alpha}")
+        if self.num_parts < 1 or self.seed < 0:
+            raise DataError(
+                f"num_parts must be positive and seed at least 0, got {self.num_parts} and "
+                f"{self.seed}"
+            )
+
+
+def split_by_label(
     directory: Path | str,
     out: Path | str,
-    num_parts: int,
-    alpha: float,
+    shares: LabelShares,
     comm: Communicator | None = None,
     *,
-    label: str = "y",
-    seed: int = 0,
     start: Start | None = None,
 ) -> LabelSplit:
-    """Divide the samples of each label among parts, by shares from a Dirichlet distribution.
+    """Divide the samples of each label among parts.
 
-    Small ``alpha``, above 0, gives a part few labels; ``inf`` gives all parts the same share of
-    each (Hsu et al. 2019, arXiv:1909.06335, with the roles of labels and parts as in Li et al.
-    2021, arXiv:2102.02079). Every sample is in one part; ``out`` is a file, see ``Split``, and the
-    field ``label`` of the data set alone is read. Collective with ``comm``, whose ranks share out
-    the reading; ``start`` makes what follows the progress of this rank, in samples. Raises
-    ``DataError``: an argument is not valid, ``out`` exists, a part would get no sample, or files
-    cannot be read or written; on every rank.
+    Every sample is in one part; ``out`` is a file, see ``Split``, and only the labels are read.
+    Collective with ``comm``, whose ranks share the reading; ``start`` returns the function that
+    gets the progress of this rank, in samples. Raises ``DataError``: ``out`` exists, a part would
+    get no sample, or files cannot be read or written; on every rank.
+
+    Source: Hsu et al. 2019, arXiv:1909.06335, with the roles of labels and parts as in Li et al.
+    2021, arXiv:2102.02079.
     """
     directory, out, comm = Path(directory), Path(out), or_alone(comm)
-    with agreed(comm, DataError):
-        if not alpha > 0:
-            raise DataError(f"ALPHA is above 0, inf for equal shares, got {alpha}")
-        if num_parts < 1 or seed < 0:
-            raise DataError(f"there is at least 1 part, got {num_parts=}; seed is from 0, {seed=}")
+    label = shares.label
     with agreed(comm, DataError):
         if comm.rank == 0 and (out.exists() or out.is_symlink()):
-            raise DataError(f"{out} is there, and a split replaces nothing; choose another name")
+            raise DataError(f"{out} exists, and a split replaces nothing; choose another name")
     whole = ShardedDataset.open(directory, comm, io="read")
     with agreed(comm, DataError):
         labels = _labels_alone(whole, label)
@@ -74,6 +86,7 @@ def split_by_label(  # noqa: PLR0913 - what a user may choose
     found = np.concatenate([p for of_rank in comm.allgather_object(pieces) for p in of_rank])
 
     def write() -> LabelSplit:
+        num_parts, alpha, seed = shares.num_parts, shares.alpha, shares.seed
         parts = parts_by_label(found, num_parts, alpha, seed)
         split = Split(whole.uuid, parts, num_parts, f"alpha={alpha} seed={seed} label={label}")
         split.write(out)

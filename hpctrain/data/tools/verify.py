@@ -265,7 +265,7 @@ class _ShardCheck(RawShard):
         for start in range(0, num_bytes, PIECE_BYTES):
             piece = buffer[: num_bytes - start]
             try:
-                read_into(self.descriptor, [piece], start, len(piece))
+                read_into(self.descriptor, piece, start)
             except OSError:
                 crc = None
             else:

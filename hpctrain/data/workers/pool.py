@@ -28,7 +28,7 @@ from hpctrain.data.transform import (
     refused_draws,
 )
 from hpctrain.data.workers.processes import Processes
-from hpctrain.data.workers.shm_message import Inbox, ShmMessage
+from hpctrain.data.workers.shm_message import ShmMessage, unpack
 
 if TYPE_CHECKING:
     from hpctrain.data.samples import Columns, Samples
@@ -123,7 +123,7 @@ class _Worker:
     ) -> None:
         self._processes, self._number = processes, number
         self._dataset, self._timeout_s = dataset, timeout_s
-        self._connection, self._inbox = processes.workers[number], Inbox()
+        self._connection = processes.workers[number]
         self._task: bytes | None = task  # what the worker is to do, until it has loaded it
 
     def ask(self, indices: NDArray[np.int64], epoch: int, seed: int) -> "Columns":
@@ -133,21 +133,15 @@ class _Worker:
         if self._task is not None:
             self._load(self._task)
             self._task = None
-        offered, surplus = self._inbox.offer()
         with self._connected():
-            self._connection.send((offered, surplus, indices, epoch, seed))
+            self._connection.send((indices, epoch, seed))
             answer = self._answer(self._timeout_s, lambda: self._work(indices))
-            is_new = isinstance(answer, ShmMessage) and answer.new_bytes
-            descriptor = reduction.recv_handle(self._connection) if is_new else None
+            is_shared = isinstance(answer, ShmMessage) and answer.num_bytes
+            descriptor = reduction.recv_handle(self._connection) if is_shared else None
         if not isinstance(answer, ShmMessage):
-            self._inbox.take_back(offered)
             raise _remote(*answer)
-        try:
-            batch: Columns = self._inbox.unpack(answer, offered, descriptor)
-            return batch
-        finally:
-            if descriptor is not None:
-                os.close(descriptor)
+        batch: Columns = unpack(answer, descriptor)
+        return batch
 
     def _load(self, task: bytes) -> None:
         with self._connected():

@@ -8,7 +8,6 @@ a world that it is no part of. Workers are forks of the server, so that torch is
 import contextlib
 import faulthandler
 import json
-import mmap
 import os
 import signal
 import socket
@@ -22,13 +21,12 @@ from multiprocessing.connection import Connection, wait
 from typing import Any, TypeAlias
 
 import cloudpickle  # type: ignore[import-untyped]
-import numpy as np
 import torch
 
 from hpctrain.core.errors import DataError
 from hpctrain.core.user_error import user_lines
 from hpctrain.data.transform import begin_generators
-from hpctrain.data.workers.shm_message import Outbox, portable
+from hpctrain.data.workers.shm_message import pack, portable
 from hpctrain.launch.mpiexec import marks_rank
 
 END_S = 5.0
@@ -146,36 +144,35 @@ def _environment() -> dict[str, str]:
     return kept | dict.fromkeys(threads, "1") | {"MPI4PY_RC_INITIALIZE": "0"}
 
 
-_NONE = -1
+_NONE, _NUMBER_BYTES = -1, 8
 _MODULES = "\n\nExtension modules: "  # ``faulthandler`` writes this after the stacks
 
 
 class Notes:
-    """A page for the number of the sample in work, followed by the output of ``faulthandler``."""
+    """A file in memory: the number of the sample in work, then the output of ``faulthandler``."""
 
     def __init__(self, descriptor: int | None = None) -> None:
-        """Make the memory, or map that of the process from which a descriptor was inherited."""
+        """Make the file, or open the one of an inherited descriptor."""
         if descriptor is None:
             descriptor = os.memfd_create("hpctrain-notes", os.MFD_CLOEXEC)
-            os.ftruncate(descriptor, mmap.PAGESIZE)
         self._file = os.fdopen(descriptor, "r+b", buffering=0)
-        self._sample = np.frombuffer(mmap.mmap(descriptor, mmap.PAGESIZE), np.int64, 1)
         self.note(None)
 
     @property
     def descriptor(self) -> int:
-        """Of the memory, for a process that inherits it."""
+        """Descriptor of the file, for a process that inherits it."""
         return self._file.fileno()
 
     @property
     def sample(self) -> int | None:
         """The sample in work; None between samples and for transforms of whole batches."""
-        number = int(self._sample[0])
+        number = int.from_bytes(os.pread(self.descriptor, _NUMBER_BYTES, 0), "little", signed=True)
         return None if number == _NONE else number
 
     def note(self, index: int | None) -> None:
         """Note that the work on a sample begins, or with None that there is none in progress."""
-        self._sample[0] = _NONE if index is None else index
+        number = _NONE if index is None else index
+        os.pwrite(self.descriptor, number.to_bytes(_NUMBER_BYTES, "little", signed=True), 0)
 
     def catch_signals(self) -> None:
         """Let signals that end this process, SIGABRT too, write the stacks of its threads."""
@@ -185,8 +182,8 @@ class Notes:
     def stack(self) -> str:
         """Return the stack that the worker wrote at a signal, or an empty string."""
         with contextlib.suppress(OSError, ValueError):  # closed meanwhile
-            size = os.fstat(self.descriptor).st_size - mmap.PAGESIZE
-            text = os.pread(self.descriptor, size, mmap.PAGESIZE).decode(errors="replace")
+            size = os.fstat(self.descriptor).st_size - _NUMBER_BYTES
+            text = os.pread(self.descriptor, size, _NUMBER_BYTES).decode(errors="replace")
             # The signal is named in a separate paragraph, before the stacks.
             return text.partition(_MODULES)[0].partition("\n\n")[2].strip()
         return ""
@@ -267,10 +264,9 @@ def _run(descriptor: int, notes: int) -> None:
 
 
 def _work(rank: "Connection[Any, Any]", notes: Notes) -> None:
-    """Load the task, then answer every request with a parcel or a failure."""
+    """Load the task, then answer every request with a message or a failure."""
     notes.catch_signals()
     torch.set_num_threads(1)
-    outbox = Outbox()
     rank.send("started")
     try:
         task = cloudpickle.loads(rank.recv_bytes())
@@ -279,20 +275,17 @@ def _work(rank: "Connection[Any, Any]", notes: Notes) -> None:
         return
     rank.send("ready")
     while True:
-        offered, surplus, indices, epoch, seed = rank.recv()
-        outbox.forget(surplus)
+        indices, epoch, seed = rank.recv()
         try:
             # Random numbers depend on the samples, not on which worker happened to get them.
             begin_generators(indices, epoch, seed)
-            value = task(indices, epoch, seed, notes.note)
-            parcel, descriptor = outbox.pack(value, offered)
-            del value
+            message, descriptor = pack(task(indices, epoch, seed, notes.note))
         except Exception as error:  # the rank raises it
             rank.send(_failure(error))
             continue
         finally:
             notes.note(None)
-        rank.send(parcel)
+        rank.send(message)
         if descriptor is not None:
             reduction.send_handle(rank, descriptor, 0)
             os.close(descriptor)
