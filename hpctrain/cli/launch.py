@@ -1,91 +1,127 @@
 """``hpctrain launch``: start a command on several ranks."""
 
 import shlex
+import socket
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from hpctrain.cli.horovodrun import split, variables, with_options
-from hpctrain.cli.options import flag, option
-from hpctrain.cluster.env import STOPPED, WATCHED, scheduler
+from hpctrain.cli import horovodrun
+from hpctrain.cli.options import flag, option, takes
+from hpctrain.cluster import env
+from hpctrain.core import config
 from hpctrain.core.errors import LaunchError
-from hpctrain.launch import mpiexec
-from hpctrain.launch.installed_horovod import without_horovod
-from hpctrain.launch.mpiexec import read_hostfile
-from hpctrain.launch.mpirun import find_mpirun
-from hpctrain.launch.restart import Launch
+from hpctrain.launch import installed_horovod, mpiexec, mpirun, restart
 from hpctrain.launch.stderr import say
+from hpctrain.train import load
 
-CONTEXT_SETTINGS = {"allow_extra_args": True, "allow_interspersed_args": False}
-"""Options end where the command begins: those behind it are the command's own."""
+COMMAND_FOLLOWS = {"allow_extra_args": True, "allow_interspersed_args": False}
+"""Settings of a command whose options end where the user's command begins."""
 
-INTERRUPTED = 130  # exit code after Ctrl-C, as a shell has it
+INTERRUPTED = 130  # exit code after Ctrl-C, as in a shell
+
+app = typer.Typer()
 
 
-@with_options
-def launch(  # noqa: PLR0913 - a command's options
-    ctx: typer.Context,
-    *,
-    num_ranks: Annotated[int, option("N", "How many ranks.", "-n", "-np", "--ranks", min=1)],
-    nodes: Annotated[int | None, option("N", "Declare so many nodes on this host.", min=1)] = None,
+@dataclass(frozen=True, kw_only=True)
+class LaunchOptions:
+    """Arguments and options of ``hpctrain launch``."""
+
+    ctx: typer.Context
+    num_ranks: Annotated[int, option("N", "Number of ranks.", "-n", "-np", "--ranks", min=1)]
+    nodes: Annotated[
+        int | None,
+        option("N", "Divide the ranks of this host into N nodes, for tests.", default="1", min=1),
+    ] = None
     hosts: Annotated[
-        str | None, option("a:2,b:2", "Real hosts with their ranks.", "--hosts", "-H")
-    ] = None,
+        str | None,
+        option(
+            "a:2,b:2", "Hosts with their ranks.", "--hosts", "-H", default="this host, or the job"
+        ),
+    ] = None
     hostfile: Annotated[
         Path | None,
-        option("FILE", "The same, a line `host slots=2` each.", "--hostfile", "-hostfile"),
-    ] = None,
+        option(
+            "FILE", "File with a line `host slots=2` for each host.", "--hostfile", "-hostfile"
+        ),
+    ] = None
     network_interface: Annotated[
         list[str] | None,
         option(
             "eth0",
-            "Network between the hosts; MPI chooses.",
+            "Network interface between the hosts; may be repeated.",
             "--network-interface",
             "--network-interfaces",
+            default="chosen by MPI",
         ),
-    ] = None,
-    mpirun: Annotated[str | None, option("PATH", "The launcher to use.")] = None,
-    timeout: Annotated[float | None, option("S", "End all ranks after so many seconds.")] = None,
+    ] = None
+    mpirun: Annotated[
+        str | None, option("PATH", "Launcher.", default="the mpirun of this installation")
+    ] = None
+    timeout: Annotated[
+        float | None, option("S", "End all ranks after S seconds.", default="no limit")
+    ] = None
     recover: Annotated[
-        bool, flag("Go on without ranks that die (elastic.run, hpctrain train).", "--recover")
-    ] = False,
+        bool,
+        flag("Continue without ranks that die (elastic.run, hpctrain train).", "--recover"),
+    ] = False
     spares: Annotated[
         int,
-        option("K", "So many more ranks wait to replace those that die.", "--spares", min=0),
-    ] = 0,
+        option("K", "Start K more ranks that replace ranks that die.", "--spares", min=0),
+    ] = 0
     restart: Annotated[
-        int, option("N", "Start again up to N times when it fails.", "--restart", min=0)
-    ] = 0,
-    tag_output: Annotated[bool, flag("Each line names its rank.", "--tag-output")] = False,
-    no_bind: Annotated[bool, flag("Tie no rank to a core.", "--no-bind")] = False,
+        int, option("N", "Start again up to N times after a failure.", "--restart", min=0)
+    ] = 0
+    tag_output: Annotated[bool, flag("Prefix each line with its rank.", "--tag-output")] = False
+    no_bind: Annotated[bool, flag("Do not bind ranks to cores.", "--no-bind")] = False
     mpi_args: Annotated[
-        str | None, option("WORDS", "More words for this mpirun.", "--mpi-args")
-    ] = None,
-    verbose: Annotated[bool, flag("Print the mpirun line.", "--verbose")] = False,
+        str | None, option("WORDS", "More arguments for mpirun.", "--mpi-args")
+    ] = None
+    verbose: Annotated[bool, flag("Print the mpirun command line.", "--verbose")] = False
     dry_run: Annotated[
-        bool, flag("Print the mpirun line and start nothing.", "--dry-run")
-    ] = False,
-    **of_horovodrun: Any,
-) -> None:
-    """Start a command on several ranks with the mpirun that fits this installation.
+        bool, flag("Print the mpirun command line and start nothing.", "--dry-run")
+    ] = False
 
-    Behind the options comes the command: `python x.py`, `x.py`, `hpctrain ...`, any program.
+    def of_mpirun(self, hosts: str | None, variables: dict[str, str]) -> "mpiexec.Options":
+        """Return the options of mpirun for a launch on ``hosts``."""
+        is_allocated = bool(env.scheduler())
+        watched = {env.WATCHED: "1"} if self.restart else {}
+        return mpiexec.Options(
+            binding="none" if self.no_bind else "auto",
+            tag_output=self.tag_output,
+            recover=self.recover,
+            spares=self.spares,
+            allocated=is_allocated,
+            interfaces=horovodrun.split(self.network_interface or []),
+            variables=mpiexec.rendezvous(hosts, allocated=is_allocated) | variables | watched,
+            extra=tuple(shlex.split(self.mpi_args or "")),
+        )
 
-    The options of `horovodrun` are understood too. The ranks also find what torchrun sets (RANK,
-    WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, ...), so a script for torch.distributed runs unchanged.
 
-    One rank's death ends all ranks; under --recover those that are left go on from the last
-    commit of hpctrain.elastic, or checkpoint of hpctrain train. The exit code is the command's,
-    124 after --timeout, 87 after a rank was killed; 85 is a run that has stopped and wants to
-    continue.
+@app.command(context_settings=COMMAND_FOLLOWS)
+@takes(LaunchOptions, *horovodrun.PARAMETERS)
+def launch(asked: LaunchOptions, **of_horovodrun: Any) -> None:
+    """Start a command on several ranks, with the mpirun of this installation.
 
-    Under --recover --spares K so many more ranks wait, and take the place of those that die, in
-    elastic.run and hpctrain train: they keep their size.
+    The command follows the options: `python x.py`, `x.py`, `hpctrain ...`, any program.
 
-    Under --restart N a command that fails is started again, up to N times, of --hosts on those
-    where a program can still be started; hpctrain train goes on from its last checkpoint.
+    The options of `horovodrun` are accepted too. The ranks also get the variables of torchrun
+    (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, ...): a script for torch.distributed runs
+    unchanged.
+
+    The death of one rank ends all ranks; with --recover the other ranks continue from the last
+    commit of hpctrain.elastic, or the last checkpoint of hpctrain train. The exit code is the exit
+    code of the command; 124 after --timeout; 87 if a rank was killed; 85 if the run has saved its
+    state and can be continued.
+
+    With --recover --spares K, K more ranks wait and replace ranks that die, in elastic.run and
+    hpctrain train: the number of working ranks stays the same.
+
+    With --restart N a failed command is started again, up to N times, on the hosts of --hosts that
+    still start a program; hpctrain train continues from its last checkpoint.
 
     Examples:
       hpctrain launch -n 4 python train.py --epochs 3
@@ -96,77 +132,72 @@ def launch(  # noqa: PLR0913 - a command's options
 
       hpctrain launch -np 8 --hostfile hosts --network-interface eth0 train.py
 
-      hpctrain launch -n 4 --recover hpctrain train digits.toml
-
       hpctrain launch -n 4 --recover --spares 1 hpctrain train digits.toml
 
       hpctrain launch -n 4 --hosts a:2,b:2 --restart 3 hpctrain train digits.toml
 
       hpctrain launch -n 4 --dry-run python train.py
     """
-    if hosts and hostfile:
+    hosts, words = asked.hosts, asked.ctx.args
+    if hosts and asked.hostfile:
         raise LaunchError(
-            f"hosts come from one place, got --hosts {hosts} and --hostfile {hostfile}; "
+            f"hosts must be given once, got --hosts {hosts} and --hostfile {asked.hostfile}; "
             "leave one out"
         )
-    if hostfile:
-        hosts = read_hostfile(hostfile)
-    check_configuration(ctx.args)
-    found = find_mpirun(mpirun)
-    allocated = bool(scheduler())
-
-    def options(hosts: str | None) -> mpiexec.Options:
-        given = variables(of_horovodrun) | ({WATCHED: "1"} if restart else {})
-        return mpiexec.Options(
-            binding="none" if no_bind else "auto",
-            tag_output=tag_output,
-            recover=recover,
-            spares=spares,
-            allocated=allocated,
-            interfaces=split(network_interface or []),
-            variables=mpiexec.rendezvous(hosts, allocated=allocated) | given,
-            extra=tuple(shlex.split(mpi_args or "")),
-        )
-
-    started = Launch(
-        words=ctx.args,
-        num_ranks=num_ranks,
-        mpirun=found,
-        nodes=nodes,
+    if asked.hostfile:
+        hosts = mpiexec.read_hostfile(asked.hostfile)
+    check_configuration(words)
+    variables = horovodrun.variables(of_horovodrun)
+    started = restart.Launch(
+        words=words,
+        num_ranks=asked.num_ranks,
+        mpirun=mpirun.find_mpirun(asked.mpirun),
+        nodes=asked.nodes,
         hosts=hosts,
-        options=options,
+        options=lambda hosts: asked.of_mpirun(hosts, variables),
     )
     line = shlex.join(started.line())
-    if told := without_horovod(ctx.args):
-        say(told)
-    if dry_run:
+    if note := installed_horovod.without_horovod(words):
+        say(note)
+    if asked.dry_run:
         typer.echo(line)
         return
-    if verbose:
+    if asked.verbose:
         say(line)
     try:
-        code = started.run(restarts=restart, timeout_s=timeout)
+        code = started.run(restarts=asked.restart, timeout_s=asked.timeout)
     except KeyboardInterrupt:
         code = INTERRUPTED
-    if code == STOPPED:
+    if code == env.STOPPED:
         say(
-            f"the ranks have stopped with code {STOPPED} and saved their state; the same command "
-            f"continues, `hpctrain train` with --resume"
+            f"the ranks have stopped with code {env.STOPPED} and saved their state; the same "
+            f"command continues, `hpctrain train` with --resume"
         )
+    elif code and code != INTERRUPTED:
+        for host in filter(None, (hosts or "").split(",")):
+            explain_host(host.partition(":")[0])
     raise typer.Exit(code)
 
 
-def check_configuration(words: Sequence[str]) -> None:
-    """Read the configuration of an ``hpctrain train`` that is to be started, once for all ranks.
+def explain_host(host: str) -> None:
+    """Print a note about a host of a failed launch whose name has no address."""
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError:
+        say(
+            f"every host of --hosts must have an address, but {host} is unknown here; correct the "
+            f"name, or define it in /etc/hosts or ~/.ssh/config"
+        )
 
-    Raises ``ConfigError``: it, or what replaces its values, is wrong.
+
+def check_configuration(words: Sequence[str]) -> None:
+    """Read the configuration of an ``hpctrain train`` once, before any rank starts.
+
+    Raises ``ConfigError``: the file or an override of ``--set`` is not valid.
     """
     rest = list(words[2:])
     if [*words[:2]] != ["hpctrain", "train"] or {"--init", "--explain", "--help", "-h"} & {*rest}:
         return
-    from hpctrain.core.config import given  # noqa: PLC0415
-    from hpctrain.train.load import load  # noqa: PLC0415
-
     overrides, files = [], []
     while rest:
         name, mark, value = rest.pop(0).partition("=")
@@ -176,4 +207,4 @@ def check_configuration(words: Sequence[str]) -> None:
         elif not name.startswith("-"):
             files.append(f"{name}{mark}{value}")
     if len(files) == 1:
-        load(Path(files[0]), overrides, given())
+        load.load(Path(files[0]), overrides, config.given())

@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import typer
 from typer.testing import CliRunner
 
 from hpctrain.cli import main
@@ -142,7 +141,7 @@ def test_every_option_of_horovodrun_is_known():
     runner = Path(sys.executable).with_name("horovodrun")
     told = subprocess.run([runner, "--help"], capture_output=True, text=True, check=True).stdout
     wanted = set(re.findall(r"^ +(?:(-\w[\w-]*)[ ,].*)?(--[\w-]+)", told, re.MULTILINE))
-    launch = typer.main.get_command(main.app).commands["launch"]
+    launch = main.Command("launch").loaded()
     known = {name for parameter in launch.params for name in parameter.opts} | {"--help", "-h"}
     assert {name for names in wanted for name in names if name} - known == {"--num-proc"}
 

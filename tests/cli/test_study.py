@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from hpctrain.cli.study import study
+from hpctrain.cli.study import app
 from hpctrain.core.errors import ConfigError
 from hpctrain.studies.records import StudyFolder
 from tests.studies import generated
@@ -48,7 +48,7 @@ def here(tmp_path, monkeypatch):
 
 
 def run(*words):
-    result = CliRunner().invoke(study, list(map(str, words)))
+    result = CliRunner().invoke(app, list(map(str, words)))
     if result.exception and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result

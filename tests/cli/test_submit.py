@@ -5,10 +5,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import typer
 from typer.testing import CliRunner
 
-from hpctrain.cli.submit import SubmitCommand, submit
+from hpctrain.cli.submit import app
 from hpctrain.core.errors import ConfigError, LaunchError
 from hpctrain.launch.slurm import batch_script
 from hpctrain.launch.slurm.lint.lint import gather, lint
@@ -29,9 +28,6 @@ case $1 in
   *) echo "$@" >> submitted; wc -l < submitted ;;
 esac
 """
-
-app = typer.Typer()
-app.command(cls=SubmitCommand)(submit)
 
 
 @pytest.fixture(autouse=True)
