@@ -45,7 +45,11 @@ class LaunchOptions:
     hostfile: Annotated[
         Path | None,
         option(
-            "FILE", "File with a line `host slots=2` for each host.", "--hostfile", "-hostfile"
+            "FILE",
+            "File with a line `host slots=2` for each host.",
+            "--hostfile",
+            "-hostfile",
+            default="none",
         ),
     ] = None
     network_interface: Annotated[
@@ -78,7 +82,7 @@ class LaunchOptions:
     tag_output: Annotated[bool, flag("Prefix each line with its rank.", "--tag-output")] = False
     no_bind: Annotated[bool, flag("Do not bind ranks to cores.", "--no-bind")] = False
     mpi_args: Annotated[
-        str | None, option("WORDS", "More arguments for mpirun.", "--mpi-args")
+        str | None, option("WORDS", "More arguments for mpirun.", "--mpi-args", default="none")
     ] = None
     verbose: Annotated[bool, flag("Print the mpirun command line.", "--verbose")] = False
     dry_run: Annotated[
@@ -169,10 +173,11 @@ def launch(asked: LaunchOptions, **of_horovodrun: Any) -> None:
     except KeyboardInterrupt:
         code = INTERRUPTED
     if code == env.STOPPED:
-        say(
-            f"the ranks have stopped with code {env.STOPPED} and saved their state; the same "
-            f"command continues, `hpctrain train` with --resume"
-        )
+        if [*words[:2]] != ["hpctrain", "train"]:  # which reports its stop itself
+            say(
+                f"the ranks have stopped with code {env.STOPPED} and saved their state; the same "
+                f"command continues"
+            )
     elif code and code != INTERRUPTED:
         for host in filter(None, (hosts or "").split(",")):
             explain_host(host.partition(":")[0])

@@ -35,7 +35,7 @@ def shim(
     ctx: typer.Context,
     *,
     module: Annotated[
-        str | None, option("MODULE", "Run a module, as `python -m`.", "-m", "--module")
+        str | None, option("MODULE", "Run a module, as `python -m`.", "-m", "--module", default="none")
     ] = None,
 ) -> None:
     """Run a script that imports Horovod, unchanged, on hpctrain.

@@ -48,7 +48,11 @@ class TrainOptions:
     init: Annotated[bool, flag("Write CONFIG.toml with every key, and exit.", "--init")] = False
     explain: Annotated[
         str | None,
-        option("KEY", "Print meaning, value and origin of a key or of a table, and exit."),
+        option(
+            "KEY",
+            "Print meaning, value and origin of a key or of a table, and exit.",
+            default="none",
+        ),
     ] = None
 
 
