@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from typer.core import TyperGroup
@@ -52,30 +52,18 @@ def bench() -> None:
 class MeasureOptions:
     """Arguments and options of ``hpctrain bench measure``."""
 
-    operation: Annotated[
-        str,
-        argument(
-            "OPERATION",
-            "allreduce, reduce_scatter, all_gather, alltoall, broadcast, barrier or send.",
-        ),
-    ]
-    min_bytes: Annotated[str, option("SIZE", "Smallest message.")] = "8"
-    max_bytes: Annotated[str, option("SIZE", "Largest message.")] = "64MiB"
-    dtype: Annotated[str, option("NAME", "Data type of torch.")] = "float32"
-    iterations: Annotated[
-        int | None,
-        option("N", "Timed calls for each size.", default="as many as fit into 0.5 s", min=1),
-    ] = None
-    bucket: Annotated[
-        bool, flag("All-reduce buckets in node memory, like gradients.", "--bucket")
-    ] = False
-    peers: Annotated[bool, flag("Also measure MPI_Allreduce on the same memory.", "--peers")] = (
-        False
+    operation: str = argument(
+        "OPERATION", "allreduce, reduce_scatter, all_gather, alltoall, broadcast, barrier or send."
     )
-    json: Annotated[
-        Path | None,
-        option("FILE", "Write the points for hpctrain bench fit.", "--json", default="none"),
-    ] = None
+    min_bytes: str = option("8", "SIZE", "Smallest message.")
+    max_bytes: str = option("64MiB", "SIZE", "Largest message.")
+    dtype: str = option("float32", "NAME", "Data type of torch.")
+    iterations: int | None = option(
+        None, "N", "Timed calls for each size.", shown="as many as fit into 0.5 s", min=1
+    )
+    bucket: bool = flag("All-reduce buckets in node memory, like gradients.", "--bucket")
+    peers: bool = flag("Also measure MPI_Allreduce on the same memory.", "--peers")
+    json: Path | None = option(None, "FILE", "Write the points for hpctrain bench fit.", "--json")
 
 
 @app.command()
@@ -117,12 +105,9 @@ def measure(asked: MeasureOptions) -> None:
 
 @app.command()
 def fit(
-    files: Annotated[list[Path], argument("FILES", "Points of one machine.")],
+    files: list[Path] = argument("FILES", "Points of one machine."),
     *,
-    out: Annotated[
-        Path | None,
-        option("FILE", "Write the figures as a TOML file.", "--out", default="none"),
-    ] = None,
+    out: Path | None = option(None, "FILE", "Write the figures as a TOML file.", "--out"),
 ) -> None:
     """Fit latencies and bandwidths of a machine to measured all-reduces; print the residuals.
 

@@ -41,9 +41,9 @@ def info(
     path: Where,
     *,
     json: AsJson = False,
-    largest: Annotated[
-        int, option("N", "Number of tensors to list, largest first.", "--largest", min=0)
-    ] = 10,
+    largest: int = option(
+        10, "N", "Number of tensors to list, largest first.", "--largest", min=0
+    ),
 ) -> None:
     """Print the contents of a checkpoint: step, sizes, tensors, facts.
 
@@ -98,10 +98,10 @@ def verify(path: Where, *, json: AsJson = False) -> None:
 @app.command()
 def export(
     path: Where,
-    out: Annotated[Path, argument("OUT", "File to write, .pt or .safetensors.")],
+    out: Path = argument("OUT", "File to write, .pt or .safetensors."),
     *,
-    only: Annotated[str | None, option("PART", f"{PART}.", default="the whole state")] = None,
-    overwrite: Annotated[bool, flag("Replace OUT if it exists.", "--overwrite")] = False,
+    only: str | None = option(None, "PART", f"{PART}.", shown="the whole state"),
+    overwrite: bool = flag("Replace OUT if it exists.", "--overwrite"),
 ) -> None:
     """Write the state of a checkpoint, or of the newest one of a run, for other programs.
 
@@ -122,14 +122,13 @@ def export(
 
 @app.command()
 def diff(
-    first: Annotated[Path, argument("A", "A checkpoint, or a run directory.")],
-    second: Annotated[Path, argument("B", "The checkpoint or run directory to compare with A.")],
+    first: Path = argument("A", "A checkpoint, or a run directory."),
+    second: Path = argument("B", "The checkpoint or run directory to compare with A."),
     *,
-    only: Annotated[
-        list[str] | None,
-        option("PART", f"{PART}; may be repeated.", "--only", default="the whole state"),
-    ] = None,
-    lines: Annotated[int, option("N", "Number of differences to list.", "--lines", min=1)] = 10,
+    only: list[str] | None = option(
+        None, "PART", f"{PART}; may be repeated.", "--only", shown="the whole state"
+    ),
+    lines: int = option(10, "N", "Number of differences to list.", "--lines", min=1),
     json: AsJson = False,
 ) -> None:
     """List the bitwise differences of two states: the first tensor, and by how much.

@@ -42,9 +42,7 @@ def info(
     directory: Directory,
     *,
     json: AsJson = False,
-    sample: Annotated[
-        int | None, option("N", "Also show sample N, from 0.", default="none", min=0)
-    ] = None,
+    sample: int | None = option(None, "N", "Also show sample N, from 0.", min=0),
 ) -> None:
     """Print the contents of a data set: samples, fields, shards.
 
@@ -100,15 +98,12 @@ def verify(directory: Directory, *, json: AsJson = False) -> None:
 def repair(
     directory: Directory,
     *,
-    source: Annotated[
-        Path | None,
-        option(
-            "COPY",
-            "Another copy of the same data set, from which damaged and missing files are taken.",
-            "--from",
-            default="none",
-        ),
-    ] = None,
+    source: Path | None = option(
+        None,
+        "COPY",
+        "Another copy of the same data set, from which damaged and missing files are taken.",
+        "--from",
+    ),
 ) -> None:
     """Repair a damaged data set, and remove files that do not belong to it.
 
@@ -130,18 +125,16 @@ def reshard(
     directory: Directory,
     out: Out,
     *,
-    samples_per_shard: Annotated[
-        int | None, option("N", "Samples per shard.", default="unchanged", min=1)
-    ] = None,
-    shard_size: Annotated[
-        str | None, option("SIZE", "Approximate bytes per shard.", default="unchanged")
-    ] = None,
-    block_size: Annotated[
-        int | None, option("N", "Samples per checksum.", default="unchanged", min=1)
-    ] = None,
-    compression: Annotated[
-        str | None, option("zstd|none", "Compression of all fields.", default="unchanged")
-    ] = None,
+    samples_per_shard: int | None = option(
+        None, "N", "Samples per shard.", shown="unchanged", min=1
+    ),
+    shard_size: str | None = option(
+        None, "SIZE", "Approximate bytes per shard.", shown="unchanged"
+    ),
+    block_size: int | None = option(None, "N", "Samples per checksum.", shown="unchanged", min=1),
+    compression: str | None = option(
+        None, "zstd|none", "Compression of all fields.", shown="unchanged"
+    ),
 ) -> None:
     """Write a data set again with other shards, blocks or compression.
 
@@ -169,29 +162,22 @@ class SplitOptions:
     """Arguments and options of ``hpctrain data split``."""
 
     directory: Directory
-    out: Annotated[
-        Path, argument("OUT", "Directory of the parts; with --by-label the file to write.")
-    ]
-    shares: Annotated[
-        list[str] | None, argument("NAME=SHARE...", "Such as train=0.9 test=0.1.")
-    ] = None
-    seed: Annotated[int, option("N", "Seed of the random choice.", min=0)] = 0
-    by_label: Annotated[
-        float | None,
-        option(
-            "ALPHA",
-            "Draw the shares of each label from a Dirichlet distribution: few labels per part by "
-            "0.1, equal shares by inf.",
-            default="at random",
-        ),
-    ] = None
-    parts: Annotated[
-        int | None,
-        option("N", "Number of parts by label, at least one per rank.", default="none", min=1),
-    ] = None
-    label: Annotated[
-        str | None, option("FIELD", "Field of the label, an integer.", default="y")
-    ] = None
+    out: Path = argument("OUT", "Directory of the parts; with --by-label the file to write.")
+    shares: list[str] | None = argument(
+        "NAME=SHARE...", "Such as train=0.9 test=0.1.", default=None
+    )
+    seed: int = option(0, "N", "Seed of the random choice.", min=0)
+    by_label: float | None = option(
+        None,
+        "ALPHA",
+        "Draw the shares of each label from a Dirichlet distribution: few labels in a part for "
+        "0.1, equal shares for inf.",
+        shown="at random",
+    )
+    parts: int | None = option(
+        None, "N", "Number of parts of --by-label, one per rank or more.", min=1
+    )
+    label: str | None = option(None, "FIELD", "Field of the label, an integer.", shown="y")
 
     def check(self) -> None:
         """Raise ``ConfigError`` unless the options are either shares or a split by label."""
@@ -205,7 +191,7 @@ class SplitOptions:
             )
         if self.label is not None:
             raise ConfigError(
-                f"--label must come with --by-label and --parts, got --label {self.label} alone; "
+                f"--label must be used with --by-label and --parts, got --label {self.label} alone; "
                 f"leave it out"
             )
         if not self.shares:

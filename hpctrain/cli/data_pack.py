@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -43,76 +43,53 @@ def data() -> None:
 class PackOptions:
     """Arguments and options of ``hpctrain data pack``."""
 
-    source: Annotated[
-        str,
-        argument(
-            "SOURCE",
-            "File, directory, pattern in quotes such as 'shards/*.tar', or module:function.",
-        ),
-    ]
-    directory: Annotated[Path, argument("DIR", "Directory of the new data set.")]
-    field: Annotated[
-        list[str] | None,
-        option(
-            "NAME=SOURCE",
-            "A field and its source, such as x=/images; may be repeated.",
-            "--field",
-            default="every field of the source",
-        ),
-    ] = None
-    kind: Annotated[
-        str | None,
-        option(
-            "KIND",
-            "arrays, hdf5, tar, csv, parquet, arrow, text, folder or python.",
-            "--as",
-            default="by the name of SOURCE",
-        ),
-    ] = None
-    split: Annotated[str, option("NAME", "Name of this split of the data.")] = "train"
-    samples_per_shard: Annotated[
-        int | None, option("N", "Samples per shard.", default="by --shard-size", min=1)
-    ] = None
-    shard_size: Annotated[
-        str | None, option("SIZE", "Approximate bytes per shard.", default="512 MiB")
-    ] = None
-    block_size: Annotated[int, option("N", "Samples per checksum.", min=1)] = 16
-    compression: Annotated[
-        str | None, option("zstd", "Compress: less disk space, slower reading.", default="none")
-    ] = None
-    shuffle: Annotated[
-        int | None,
-        option(
-            "SEED",
-            "Write samples in random order, for instance if they are sorted by class.",
-            default="off",
-            min=0,
-        ),
-    ] = None
-    resize: Annotated[
-        str | None, option("HxW", "Resize images to H x W pixels.", default="unchanged")
-    ] = None
-    encoded: Annotated[bool, flag("Store the encoded files of images.", "--encoded")] = False
-    ragged: Annotated[
-        list[str] | None,
-        option(
-            "NAME",
-            "Field whose samples differ in length, also if the first samples do not; may be "
-            "repeated.",
-            default="found from the first samples",
-        ),
-    ] = None
-    length: Annotated[
-        int | None,
-        option("N", "Cut text into samples of N bytes or tokens.", default="lines", min=1),
-    ] = None
-    tokenizer: Annotated[
-        str | None,
-        option(
-            "MODULE:FUNCTION", "Function from text to integers.", default="the bytes of the text"
-        ),
-    ] = None
-    overwrite: Annotated[bool, flag("Replace a data set in DIR.", "--overwrite")] = False
+    source: str = argument(
+        "SOURCE", "File, directory, pattern in quotes such as 'shards/*.tar', or module:function."
+    )
+    directory: Path = argument("DIR", "Directory of the new data set.")
+    field: list[str] | None = option(
+        None,
+        "NAME=SOURCE",
+        "A field and its source, such as x=/images; may be repeated.",
+        "--field",
+        shown="every field of the source",
+    )
+    kind: str | None = option(
+        None,
+        "KIND",
+        "arrays, hdf5, tar, csv, parquet, arrow, text, folder or python.",
+        "--as",
+        shown="by the name of SOURCE",
+    )
+    split: str = option("train", "NAME", "Name of this split of the data.")
+    samples_per_shard: int | None = option(
+        None, "N", "Samples per shard.", shown="by --shard-size", min=1
+    )
+    shard_size: str | None = option(None, "SIZE", "Approximate bytes per shard.", shown="512 MiB")
+    block_size: int = option(16, "N", "Samples per checksum.", min=1)
+    compression: str | None = option(None, "zstd", "Compress: less disk space, slower reading.")
+    shuffle: int | None = option(
+        None,
+        "SEED",
+        "Write samples in random order, for instance if they are sorted by class.",
+        shown="off",
+        min=0,
+    )
+    resize: str | None = option(None, "HxW", "Resize images to H x W pixels.", shown="unchanged")
+    encoded: bool = flag("Store the encoded files of images.", "--encoded")
+    ragged: list[str] | None = option(
+        None,
+        "NAME",
+        "Field whose samples differ in length, also if the first samples do not; may be repeated.",
+        shown="found from the first samples",
+    )
+    length: int | None = option(
+        None, "N", "Cut text into samples of N bytes or tokens.", shown="lines", min=1
+    )
+    tokenizer: str | None = option(
+        None, "MODULE:FUNCTION", "Function from text to integers.", shown="the bytes of the text"
+    )
+    overwrite: bool = flag("Replace a data set in DIR.", "--overwrite")
 
     def config(self) -> "packing.PackConfig":
         """Return the configuration of the packer."""

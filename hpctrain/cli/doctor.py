@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -29,20 +28,12 @@ app = typer.Typer()
 def doctor(
     *,
     json: AsJson = False,
-    pmi: Annotated[bool, flag("Print the value for `srun --mpi=` only.", "--pmi")] = False,
-    lint: Annotated[
-        Path | None, option("JOB.sbatch", "Check a job script only.", "--lint", default="none")
-    ] = None,
-    directory: Annotated[
-        list[Path] | None,
-        option(
-            "DIR",
-            "Also test files, locks and HDF5 in DIR; may be repeated.",
-            "--dir",
-            default="none",
-        ),
-    ] = None,
-    verbose: Annotated[bool, flag("Also print checks without faults.", "--verbose", "-v")] = False,
+    pmi: bool = flag("Print the value for `srun --mpi=` only.", "--pmi"),
+    lint: Path | None = option(None, "JOB.sbatch", "Check a job script only.", "--lint"),
+    directory: list[Path] | None = option(
+        None, "DIR", "Also test files, locks and HDF5 in DIR; may be repeated.", "--dir"
+    ),
+    verbose: bool = flag("Also print checks without faults.", "--verbose", "-v"),
 ) -> None:
     """Find faults of this machine, job or launch, and print remedies.
 
@@ -115,7 +106,7 @@ _INDENT = 9
 
 
 def show(findings: Sequence[Finding], *, verbose: bool) -> None:
-    """Print the findings, the worst first, and a summary; with ``verbose`` also those that are ok.
+    """Print the findings, the worst first, and a summary; with ``verbose`` also findings of level ok.
 
     Lines are not wrapped, so that grep finds their text; a terminal gets colours.
     """

@@ -16,11 +16,16 @@ if TYPE_CHECKING:
     from hpctrain.train.task import Task
 
 Which = Annotated[
-    str, option("WHICH", "last, best (of the checkpoints that exist), or a step.", "--checkpoint")
+    str,
+    option(..., "WHICH", "last, best (of the checkpoints that exist), or a step.", "--checkpoint"),
 ]
 Split = Annotated[
     Literal["test", "train", "validation"],
-    option("test|train|validation", "Samples; validation: those that data.validation holds out."),
+    option(
+        ...,
+        "test|train|validation",
+        "Samples; validation: the samples held out by data.validation.",
+    ),
 ]
 
 app = typer.Typer()
@@ -62,7 +67,7 @@ def evaluate(
 def predict(
     run: RunFolder,
     *,
-    output: Annotated[Path, option("FILE.h5", "File to write; it must not exist.")],
+    output: Path = option(..., "FILE.h5", "File to write; it must not exist."),
     checkpoint: Which = "last",
     split: Split = "test",
     overrides: Overrides = None,

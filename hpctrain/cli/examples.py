@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from importlib.metadata import files
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
@@ -20,7 +19,7 @@ app = typer.Typer()
 
 @app.command()
 def examples(
-    folder: Annotated[Path, argument("DIR", "Directory to write into.", default=True)] = FOLDER,
+    folder: Path = argument("DIR", "Directory to write into.", default=FOLDER, shown=True),
 ) -> None:
     """Write the examples that the manual names into a directory.
 

@@ -1,7 +1,6 @@
 """``hpctrain guide``: the manual, by topic."""
 
 from importlib import resources
-from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -18,9 +17,7 @@ app = typer.Typer()
 
 @app.command()
 def guide(
-    topic: Annotated[
-        str | None, argument("TOPIC", "Page to show.", default="list the topics")
-    ] = None,
+    topic: str | None = argument("TOPIC", "Page to show.", default=None, shown="list the topics"),
 ) -> None:
     """Show a page of the manual, or list its topics.
 

@@ -3,7 +3,6 @@
 import signal
 import sys
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
@@ -27,24 +26,17 @@ def horovod() -> None:
 @app.command()
 def build(
     *,
-    jobs: Annotated[
-        int | None,
-        option("N", "Compilers at a time.", default="as many as cores and memory allow", min=1),
-    ] = None,
-    wheel_dir: Annotated[
-        Path | None,
-        option(
-            "DIR",
-            "Directory of the wheels, with a directory for each set of versions.",
-            default="~/.cache/hpctrain/horovod",
-        ),
-    ] = None,
-    no_install: Annotated[
-        bool, flag("Build the wheel and do not install it.", "--no-install")
-    ] = False,
-    force: Annotated[
-        bool, flag("Build also where a wheel of these versions exists.", "--force")
-    ] = False,
+    jobs: int | None = option(
+        None, "N", "Compilers at a time.", shown="as many as cores and memory allow", min=1
+    ),
+    wheel_dir: Path | None = option(
+        None,
+        "DIR",
+        "Directory of the wheels, with a directory for each set of versions.",
+        shown="~/.cache/hpctrain/horovod",
+    ),
+    no_install: bool = flag("Build the wheel and do not install it.", "--no-install"),
+    force: bool = flag("Build also where a wheel of these versions exists.", "--force"),
 ) -> None:
     """Build Horovod against the installed torch and MPI, and install it.
 

@@ -121,7 +121,7 @@ FULFILLED = {
     "--stall-check": 0,
     "--start-timeout": 1,
 }
-"""Options without effect, because hpctrain always works this way, and their number of values."""
+"""Options without effect, because hpctrain always does this, and their number of values."""
 
 _FIXED = (
     "the number of ranks is fixed by -np; --recover, --spares and --restart continue after a rank "

@@ -5,7 +5,7 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
@@ -31,63 +31,38 @@ class LaunchOptions:
     """Arguments and options of ``hpctrain launch``."""
 
     ctx: typer.Context
-    num_ranks: Annotated[int, option("N", "Number of ranks.", "-n", "-np", "--ranks", min=1)]
-    nodes: Annotated[
-        int | None,
-        option("N", "Divide the ranks of this host into N nodes, for tests.", default="1", min=1),
-    ] = None
-    hosts: Annotated[
-        str | None,
-        option(
-            "a:2,b:2", "Hosts with their ranks.", "--hosts", "-H", default="this host, or the job"
-        ),
-    ] = None
-    hostfile: Annotated[
-        Path | None,
-        option(
-            "FILE",
-            "File with a line `host slots=2` for each host.",
-            "--hostfile",
-            "-hostfile",
-            default="none",
-        ),
-    ] = None
-    network_interface: Annotated[
-        list[str] | None,
-        option(
-            "eth0",
-            "Network interface between the hosts; may be repeated.",
-            "--network-interface",
-            "--network-interfaces",
-            default="chosen by MPI",
-        ),
-    ] = None
-    mpirun: Annotated[
-        str | None, option("PATH", "Launcher.", default="the mpirun of this installation")
-    ] = None
-    timeout: Annotated[
-        float | None, option("S", "End all ranks after S seconds.", default="no limit")
-    ] = None
-    recover: Annotated[
-        bool,
-        flag("Continue without ranks that die (elastic.run, hpctrain train).", "--recover"),
-    ] = False
-    spares: Annotated[
-        int,
-        option("K", "Start K more ranks that replace ranks that die.", "--spares", min=0),
-    ] = 0
-    restart: Annotated[
-        int, option("N", "Start again up to N times after a failure.", "--restart", min=0)
-    ] = 0
-    tag_output: Annotated[bool, flag("Prefix each line with its rank.", "--tag-output")] = False
-    no_bind: Annotated[bool, flag("Do not bind ranks to cores.", "--no-bind")] = False
-    mpi_args: Annotated[
-        str | None, option("WORDS", "More arguments for mpirun.", "--mpi-args", default="none")
-    ] = None
-    verbose: Annotated[bool, flag("Print the mpirun command line.", "--verbose")] = False
-    dry_run: Annotated[
-        bool, flag("Print the mpirun command line and start nothing.", "--dry-run")
-    ] = False
+    num_ranks: int = option(..., "N", "Number of ranks.", "-n", "-np", "--ranks", min=1)
+    nodes: int | None = option(
+        None, "N", "Divide the ranks of this host into N nodes, for tests.", shown="1", min=1
+    )
+    hosts: str | None = option(
+        None, "a:2,b:2", "Hosts with their ranks.", "--hosts", "-H", shown="this host, or the job"
+    )
+    hostfile: Path | None = option(
+        None, "FILE", "File with a line `host slots=2` for each host.", "--hostfile", "-hostfile"
+    )
+    network_interface: list[str] | None = option(
+        None,
+        "eth0",
+        "Network interface between the hosts; may be repeated.",
+        "--network-interface",
+        "--network-interfaces",
+        shown="chosen by MPI",
+    )
+    mpirun: str | None = option(None, "PATH", "Launcher.", shown="the mpirun of this installation")
+    timeout: float | None = option(None, "S", "End all ranks after S seconds.", shown="no limit")
+    recover: bool = flag(
+        "Continue without ranks that die (elastic.run, hpctrain train).", "--recover"
+    )
+    spares: int = option(
+        0, "K", "Start K more ranks that replace ranks that die.", "--spares", min=0
+    )
+    restart: int = option(0, "N", "Start again up to N times after a failure.", "--restart", min=0)
+    tag_output: bool = flag("Prefix each line with its rank.", "--tag-output")
+    no_bind: bool = flag("Do not bind ranks to cores.", "--no-bind")
+    mpi_args: str | None = option(None, "WORDS", "More arguments for mpirun.", "--mpi-args")
+    verbose: bool = flag("Print the mpirun command line.", "--verbose")
+    dry_run: bool = flag("Print the mpirun command line and start nothing.", "--dry-run")
 
     def of_mpirun(self, hosts: str | None, variables: dict[str, str]) -> "mpiexec.Options":
         """Return the options of mpirun for a launch on ``hosts``."""
@@ -172,27 +147,26 @@ def launch(asked: LaunchOptions, **of_horovodrun: Any) -> None:
         code = started.run(restarts=asked.restart, timeout_s=asked.timeout)
     except KeyboardInterrupt:
         code = INTERRUPTED
-    if code == env.STOPPED:
-        if [*words[:2]] != ["hpctrain", "train"]:  # which reports its stop itself
-            say(
-                f"the ranks have stopped with code {env.STOPPED} and saved their state; the same "
-                f"command continues"
-            )
-    elif code and code != INTERRUPTED:
-        for host in filter(None, (hosts or "").split(",")):
-            explain_host(host.partition(":")[0])
+    explain(code, words, hosts or "")
     raise typer.Exit(code)
 
 
-def explain_host(host: str) -> None:
-    """Print a note about a host of a failed launch whose name has no address."""
-    try:
-        socket.getaddrinfo(host, None)
-    except OSError:
+def explain(code: int, words: Sequence[str], hosts: str) -> None:
+    """Print a note about the end of a launch where the ranks print none."""
+    if code == env.STOPPED and [*words[:2]] != ["hpctrain", "train"]:  # which reports its stop
         say(
-            f"every host of --hosts must have an address, but {host} is unknown here; correct the "
-            f"name, or define it in /etc/hosts or ~/.ssh/config"
+            f"the ranks have stopped with code {code} and saved their state; the same command "
+            f"continues"
         )
+    for entry in hosts.split(",") if code not in (0, env.STOPPED, INTERRUPTED) and hosts else ():
+        host = entry.partition(":")[0]
+        try:
+            socket.getaddrinfo(host, None)
+        except OSError:
+            say(
+                f"every host of --hosts must have an address, but {host} is unknown here; correct "
+                f"the name, or define it in /etc/hosts or ~/.ssh/config"
+            )
 
 
 def check_configuration(words: Sequence[str]) -> None:

@@ -3,7 +3,7 @@
 import math
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -30,34 +30,29 @@ def _fixed(text: str) -> tuple[str, int | str]:
     return name, int(value) if value.isdecimal() else value
 
 
-def _layout(metavar: str, text: str, *names: str, default: str = "none", **settings: Any) -> Any:
-    settings |= {"rich_help_panel": "Layouts"}
-    return option(metavar, text, *names, default=default, **settings)
+def _layout(metavar: str, text: str, *names: str, **settings: Any) -> Any:
+    return option(None, metavar, text, *names, rich_help_panel="Layouts", **settings)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SharedOptions:
     """Options of ``hpctrain plan`` for goals and for layouts."""
 
-    machine: Annotated[
-        Path | None,
-        option("FILE", "Machine as TOML: hpctrain guide plan.", "--machine", default="none"),
-    ] = None
-    parameters: Annotated[
-        float | None,
-        option(
-            "N",
-            "Parameters of the model, such as 25.6M or 7e9.",
-            "--parameters",
-            "--params",
-            parser=parse_number,
-            default="of the run or the model",
-        ),
-    ] = None
-    batch: Annotated[
-        int | None,
-        option("N", "Samples of a step, over all ranks.", default="of the run", min=1),
-    ] = None
+    machine: Path | None = option(
+        None, "FILE", "Machine as TOML: hpctrain guide plan.", "--machine"
+    )
+    parameters: float | None = option(
+        None,
+        "N",
+        "Parameters of the model, such as 25.6M or 7e9.",
+        "--parameters",
+        "--params",
+        parser=parse_number,
+        shown="of the run or the model",
+    )
+    batch: int | None = option(
+        None, "N", "Samples of a step, over all ranks.", shown="of the run", min=1
+    )
     as_json: AsJson = False
 
 
@@ -65,57 +60,36 @@ class SharedOptions:
 class LayoutOptions(SharedOptions):
     """Options of ``hpctrain plan`` for a layout."""
 
-    nodes: Annotated[int | None, _layout("N", "Nodes.", default="of the machine file", min=1)] = (
-        None
+    nodes: int | None = _layout("N", "Nodes.", shown="of the machine file", min=1)
+    gpus_per_node: int | None = _layout(
+        "N", "GPUs of each node, one rank each.", shown="of the machine file", min=1
     )
-    gpus_per_node: Annotated[
-        int | None,
-        _layout("N", "GPUs of each node, one rank each.", default="of the machine file", min=1),
-    ] = None
-    memory: Annotated[
-        int | None, _layout("40GB", "Memory of a GPU.", parser=parse_bytes, default="80 GB")
-    ] = None
-    flops: Annotated[
-        float | None,
-        _layout(
-            "150T",
-            "Floating-point operations per second that a GPU reaches.",
-            parser=parse_number,
-            default="of the machine file, 150T",
-        ),
-    ] = None
-    model: Annotated[
-        str | None,
-        _layout("MODULE:FUNCTION", "Function that builds the model; only its sizes are used."),
-    ] = None
-    layers: Annotated[int | None, _layout("N", "Layers.", default="from N", min=1)] = None
-    hidden: Annotated[int | None, _layout("N", "Hidden size.", default="from N", min=1)] = None
-    heads: Annotated[
-        int | None, _layout("N", "Attention heads.", default="from --hidden", min=1)
-    ] = None
-    sequence: Annotated[int | None, _layout("N", "Tokens of a sample.", default="2048", min=1)] = (
-        None
+    memory: int | None = _layout("40GB", "Memory of a GPU.", parser=parse_bytes, shown="80 GB")
+    flops: float | None = _layout(
+        "150T",
+        "Floating-point operations per second that a GPU reaches.",
+        parser=parse_number,
+        shown="of the machine file, 150T",
     )
-    vocabulary: Annotated[
-        int | None, _layout("N", "Tokens of the vocabulary.", default="51200", min=1)
-    ] = None
-    fused_attention: Annotated[
-        bool | None,
-        _layout("", "Attention does not store its scores.", "--fused-attention", default="off"),
-    ] = None
-    fix: Annotated[
-        list[Any] | None,
-        _layout(
-            "tp=8",
-            "Fix tp, pp, dp, cp, zero, micro_batch, recompute, virtual or schedule; may be "
-            "repeated.",
-            parser=_fixed,
-        ),
-    ] = None
-    tp_across_nodes: Annotated[
-        bool | None,
-        _layout("", "Allow tp groups that span nodes.", "--tp-across-nodes", default="off"),
-    ] = None
+    model: str | None = _layout(
+        "MODULE:FUNCTION", "Function that builds the model; only its sizes are used."
+    )
+    layers: int | None = _layout("N", "Layers.", shown="from N", min=1)
+    hidden: int | None = _layout("N", "Hidden size.", shown="from N", min=1)
+    heads: int | None = _layout("N", "Attention heads.", shown="from --hidden", min=1)
+    sequence: int | None = _layout("N", "Tokens of a sample.", shown="2048", min=1)
+    vocabulary: int | None = _layout("N", "Tokens of the vocabulary.", shown="51200", min=1)
+    fused_attention: bool | None = _layout(
+        "", "Attention does not store its scores.", "--fused-attention", shown="off"
+    )
+    fix: list[Any] | None = _layout(
+        "tp=8",
+        "Fix tp, pp, dp, cp, zero, micro_batch, recompute, virtual or schedule; may be repeated.",
+        parser=_fixed,
+    )
+    tp_across_nodes: bool | None = _layout(
+        "", "Allow tp groups that span nodes.", "--tp-across-nodes", shown="off"
+    )
 
     def of_machine(self) -> "Machine":
         """Return the machine of the file, or the assumed one, with the options that were given."""

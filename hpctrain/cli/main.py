@@ -7,7 +7,7 @@ import sys
 import time
 import traceback
 from contextlib import suppress
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -137,7 +137,7 @@ app = typer.Typer(
 def hpctrain(
     context: typer.Context,
     *,
-    version: Annotated[bool, flag("Print the version and exit.", "--version")] = False,
+    version: bool = flag("Print the version and exit.", "--version"),
 ) -> None:
     """Train PyTorch models across the nodes of a supercomputer, under plain mpirun or srun."""
     if version:

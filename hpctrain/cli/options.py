@@ -13,24 +13,28 @@ from hpctrain.core.errors import ConfigError
 FAILED = 1  # exit code of a command that ran and found a fault; 2 is that of a wrong command line
 
 
-def argument(metavar: str, text: str = "", *, default: str | bool = False) -> Any:
-    """Describe a positional argument; ``default`` is the default that the help shows."""
-    return typer.Argument(metavar=metavar, help=text, show_default=default)
+def argument(
+    metavar: str, text: str = "", *, default: Any = ..., shown: str | bool = False
+) -> Any:
+    """Describe a positional argument; the help shows the default ``shown``."""
+    return typer.Argument(default, metavar=metavar, help=text, show_default=shown)
 
 
 def option(
-    metavar: str, text: str, *names: str, default: str | bool = True, **settings: Any
+    default: Any, metavar: str, text: str, *names: str, shown: str = "", **settings: Any
 ) -> Any:
-    """Describe an option with a value; ``default`` is the default that the help shows.
+    """Describe an option with a value; the help shows its default, or ``shown`` in its place.
 
     Without ``names``, the option is named after its parameter.
     """
-    return typer.Option(*names, metavar=metavar, help=text, show_default=default, **settings)
+    shows = shown or ("none" if default is None else True)
+    settings |= {"metavar": metavar, "help": text, "show_default": shows}
+    return typer.Option(default, *names, **settings)
 
 
-def flag(text: str, *names: str, **settings: Any) -> Any:
+def flag(text: str, *names: str, default: Any = False, **settings: Any) -> Any:
     """Describe an option without a value."""
-    return typer.Option(*names, help=text, **settings)
+    return typer.Option(default, *names, help=text, **settings)
 
 
 def takes(
@@ -38,8 +42,8 @@ def takes(
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Fill the dataclass ``options`` from the command line; the command gets it as its argument.
 
-    A field ``Annotated[TYPE, option(...)]`` is an option with the default of the field. The
-    command gets the options that ``others`` describe as keyword arguments.
+    A field is an option if its value is ``option(...)``. The command gets the options that
+    ``others`` describe as keyword arguments.
     """
     signature = inspect.signature(options)
     own = signature.parameters
@@ -85,31 +89,36 @@ def require_name(path: Path | None, remedy: str) -> Path:
     return path
 
 
-AsJson = Annotated[bool, flag("Print JSON.", "--json")]
+AsJson = Annotated[bool, flag("Print JSON.", "--json", default=...)]
 RunFolder = Annotated[Path, argument("RUN", "Directory of the run.")]
 Overrides = Annotated[
     list[str] | None,
-    option("KEY=VALUE", "Replace a value of the configuration; may be repeated.", "--set"),
+    option(..., "KEY=VALUE", "Replace a value of the configuration; may be repeated.", "--set"),
 ]
 Partition = Annotated[
     str | None,
-    option("NAME", "Slurm partition.", "--partition", "-p", default="Slurm's default partition"),
+    option(
+        ..., "NAME", "Slurm partition.", "--partition", "-p", shown="Slurm's default partition"
+    ),
 ]
 Account = Annotated[
     str | None,
-    option("NAME", "Slurm account to charge.", "--account", "-A", default="your default account"),
+    option(
+        ..., "NAME", "Slurm account to charge.", "--account", "-A", shown="your default account"
+    ),
 ]
 TimeLimit = Annotated[
     str | None,
     option(
+        ...,
         "TIME",
         "Time limit of a job, such as 01:30:00 or 90min.",
         "--time",
         "-t",
-        default="the partition's limit",
+        shown="the partition's limit",
     ),
 ]
 Extra = Annotated[
     list[str] | None,
-    option("--qos=high", "Another option of sbatch; may be repeated.", "--option"),
+    option(..., "--qos=high", "Another option of sbatch; may be repeated.", "--option"),
 ]

@@ -3,7 +3,7 @@
 import math
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -32,70 +32,53 @@ def _norms(text: str) -> tuple[float, float]:
 class GoalOptions(SharedOptions):
     """Options of ``hpctrain plan`` for a goal."""
 
-    run: Annotated[
-        Path | None,
-        argument("RUN", "Directory of a run, which gives parameters, speed, batch and loss."),
-    ] = None
-    samples_per_s: Annotated[
-        float | None,
-        option("R", "Samples per second of one rank.", parser=parse_number, default="of the run"),
-    ] = None
-    rank_batch: Annotated[
-        int | None,
-        option("N", "Samples that a rank processes at once.", default="32", min=1),
-    ] = None
-    samples: Annotated[
-        float | None,
-        option(
-            "N",
-            "Samples until the goal is reached, in batches of --batch.",
-            parser=parse_number,
-            default="of the run",
-        ),
-    ] = None
-    target_loss: Annotated[
-        float | None,
-        option("LOSS", "Goal: a loss that the run has reached.", default="the whole run"),
-    ] = None
-    noise_scale: Annotated[
-        float | None,
-        option(
-            "N",
-            "Gradient noise scale in samples; other batches are tried too.",
-            parser=parse_number,
-            default="of the run",
-        ),
-    ] = None
-    gradient_norms: Annotated[
-        tuple[Any, Any] | None,
-        option(
-            "B1:N1 B2:N2",
-            "Two batches with mean squared norms of gradients, for the noise scale.",
-            parser=_norms,
-            default="none",
-        ),
-    ] = None
-    deadline: Annotated[
-        str | None,
-        option("TIME", "Find the fewest node-hours within TIME: 12h, 2d.", default="none"),
-    ] = None
-    max_local_steps: Annotated[
-        int, option("H", "Most steps between two averagings; 1: every step.", min=1)
-    ] = 8
-    codec: Annotated[
-        list[str] | None,
-        option(
-            "NAME:BYTES:SECONDS",
-            "Another codec: bytes per element, seconds per byte; may be repeated.",
-            default="none",
-        ),
-    ] = None
+    run: Path | None = argument(
+        "RUN", "Directory of a run, which gives parameters, speed, batch and loss.", default=None
+    )
+    samples_per_s: float | None = option(
+        None, "R", "Samples per second of one rank.", parser=parse_number, shown="of the run"
+    )
+    rank_batch: int | None = option(
+        None, "N", "Samples that a rank processes at once.", shown="32", min=1
+    )
+    samples: float | None = option(
+        None,
+        "N",
+        "Samples until the goal is reached, in batches of --batch.",
+        parser=parse_number,
+        shown="of the run",
+    )
+    target_loss: float | None = option(
+        None, "LOSS", "Goal: a loss that the run has reached.", shown="the whole run"
+    )
+    noise_scale: float | None = option(
+        None,
+        "N",
+        "Gradient noise scale in samples; other batches are tried too.",
+        parser=parse_number,
+        shown="of the run",
+    )
+    gradient_norms: tuple[Any, Any] | None = option(
+        None,
+        "B1:N1 B2:N2",
+        "Two batches with mean squared norms of gradients, for the noise scale.",
+        parser=_norms,
+    )
+    deadline: str | None = option(None, "TIME", "Find the fewest node-hours within TIME: 12h, 2d.")
+    max_local_steps: int = option(
+        8, "H", "Most steps between two averagings; 1: every step.", min=1
+    )
+    codec: list[str] | None = option(
+        None,
+        "NAME:BYTES:SECONDS",
+        "Another codec: bytes per element, seconds per byte; may be repeated.",
+    )
 
     def of_goal(self) -> tuple["Goal", "Model"]:
         """Return the goal and the model, from the options and the run."""
         if self.target_loss is not None and self.run is None:
             raise ConfigError(
-                "--target-loss must come with the directory of a run, got none; give RUN, or "
+                "--target-loss must be used with the directory of a run, got none; give RUN, or "
                 "--samples"
             )
         names = ("parameters", "samples_per_s", "rank_batch", "batch", "samples")

@@ -15,9 +15,10 @@ Runs = Annotated[list[Path], argument("RUN...", "Directories of runs.")]
 Smooth = Annotated[
     int,
     option(
+        ...,
         "N",
         "Records over which curves are averaged; 1 for none.",
-        default="a 50th of the records",
+        shown="a 50th of the records",
         min=0,
     ),
 ]
@@ -27,14 +28,12 @@ Smooth = Annotated[
 def plot(
     runs: Runs,
     *,
-    out: Annotated[
-        Path | None,
-        option(
-            "FILE",
-            "File to write: .png, .svg or .pdf.",
-            default="RUN/plots/training.png; runs.png for several runs",
-        ),
-    ] = None,
+    out: Path | None = option(
+        None,
+        "FILE",
+        "File to write: .png, .svg or .pdf.",
+        shown="RUN/plots/training.png; runs.png for several runs",
+    ),
     smooth: Smooth = 0,
 ) -> None:
     """Draw runs as a figure: loss, metrics, learning rate, speed, times.
@@ -59,10 +58,9 @@ def plot(
 def report(
     runs: Runs,
     *,
-    out: Annotated[
-        Path | None,
-        option("FILE", "Page to write.", default="RUN/report.html; runs.html for several runs"),
-    ] = None,
+    out: Path | None = option(
+        None, "FILE", "Page to write.", shown="RUN/report.html; runs.html for several runs"
+    ),
     smooth: Smooth = 0,
 ) -> None:
     """Write an HTML page about runs that needs no other file.
@@ -97,11 +95,11 @@ def compare(runs: Runs) -> None:
 
 @app.command("runs")
 def list_runs(
-    folder: Annotated[Path, argument("DIR", "Directory of runs.", default=True)] = Path("runs"),
+    folder: Path = argument("DIR", "Directory of runs.", default=Path("runs"), shown=True),
 ) -> None:
     """List the runs in a directory: state, step, loss, metric, ranks, start.
 
-    The states are those of hpctrain status, without a query of Slurm's queue.
+    The state is determined as by hpctrain status, without Slurm's queue.
 
     Examples:
       hpctrain runs

@@ -4,7 +4,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Any, NoReturn
 
 import typer
 from typer.core import TyperCommand
@@ -34,9 +34,7 @@ class ShimCommand(TyperCommand):
 def shim(
     ctx: typer.Context,
     *,
-    module: Annotated[
-        str | None, option("MODULE", "Run a module, as `python -m`.", "-m", "--module", default="none")
-    ] = None,
+    module: str | None = option(None, "MODULE", "Run a module, as `python -m`.", "-m", "--module"),
 ) -> None:
     """Run a script that imports Horovod, unchanged, on hpctrain.
 

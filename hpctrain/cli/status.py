@@ -1,9 +1,8 @@
-"""``hpctrain status``: the state of a run, for people and for batch scripts."""
+"""``hpctrain status``: the state of a run, for users and for batch scripts."""
 
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
@@ -22,12 +21,8 @@ app = typer.Typer()
 def status(
     directory: RunFolder,
     *,
-    watch: Annotated[
-        bool, flag("Print each change, until no job of the run waits or runs.", "--watch")
-    ] = False,
-    interval: Annotated[
-        float, option("SECONDS", "With --watch: time between two checks.", min=0.1)
-    ] = 10.0,
+    watch: bool = flag("Print each change, until no job of the run waits or runs.", "--watch"),
+    interval: float = option(10.0, "SECONDS", "With --watch: time between two checks.", min=0.1),
 ) -> None:
     """Print the state of a run: waiting, running, stopped or finished.
 

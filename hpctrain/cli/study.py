@@ -68,18 +68,12 @@ def study() -> None:
 def init(
     path: File,
     *,
-    mode: Annotated[
-        Literal["strong", "weak"],
-        option("strong|weak", "Same work on more ranks, or work that grows with the ranks."),
-    ] = "strong",
-    command: Annotated[
-        str,
-        option(
-            "COMMAND",
-            "Command to measure, such as 'python train.py'.",
-            default="handwritten digits",
-        ),
-    ] = "",
+    mode: Literal["strong", "weak"] = option(
+        "strong", "strong|weak", "Same work on more ranks, or work that grows with the ranks."
+    ),
+    command: str = option(
+        "", "COMMAND", "Command to measure, such as 'python train.py'.", shown="handwritten digits"
+    ),
 ) -> None:
     """Write STUDY.toml with every key and its meaning.
 
@@ -108,23 +102,14 @@ class RunOptions:
     """Arguments and options of ``hpctrain study run``."""
 
     path: File
-    out: Annotated[
-        Path | None, option("DIR", "Directory of the study.", default="studies/NAME")
-    ] = None
-    dry_run: Annotated[
-        bool, flag("List the points still to measure and their cost, and exit.", "--dry-run")
-    ] = False
-    seconds_per_point: Annotated[
-        float | None,
-        option("S", "Seconds per point, for the cost.", default="as measured", min=0),
-    ] = None
-    retry_failed: Annotated[bool, flag("Measure failed points again.", "--retry-failed")] = False
-    repeat: Annotated[
-        int | None, option("N", "Measure repeat N only, from 0.", default="all", min=0)
-    ] = None
-    slurm: Annotated[
-        bool, flag("Submit a job for each repeat, and a job that reports.", "--slurm")
-    ] = False
+    out: Path | None = option(None, "DIR", "Directory of the study.", shown="studies/NAME")
+    dry_run: bool = flag("List the points still to measure and their cost, and exit.", "--dry-run")
+    seconds_per_point: float | None = option(
+        None, "S", "Seconds per point, for the cost.", shown="as measured", min=0
+    )
+    retry_failed: bool = flag("Measure failed points again.", "--retry-failed")
+    repeat: int | None = option(None, "N", "Measure repeat N only, from 0.", shown="all", min=0)
+    slurm: bool = flag("Submit a job for each repeat, and a job that reports.", "--slurm")
     time: TimeLimit = None
     partition: Partition = None
     account: Account = None
@@ -200,17 +185,15 @@ def run(asked: RunOptions) -> None:
 
 @app.command()
 def report(
-    directory: Annotated[Path, argument("DIR", "Directory of a study.")],
+    directory: Path = argument("DIR", "Directory of a study."),
     *,
-    machine: Annotated[
-        Path | None, option("FILE", "Machine as TOML, for a bound.", default="none")
-    ] = None,
-    out: Annotated[Path | None, option("DIR", "Directory to write into.", default="DIR")] = None,
+    machine: Path | None = option(None, "FILE", "Machine as TOML, for a bound."),
+    out: Path | None = option(None, "DIR", "Directory to write into.", shown="DIR"),
 ) -> None:
     """Write the page report.html and figures as PNG and SVG, and print a summary.
 
     The page needs no network. Its checklist names the rules for performance reports that the study
-    follows, and what is missing for the others.
+    follows, and the missing facts for the others.
 
     Examples:
       hpctrain study report studies/digits-strong
@@ -227,16 +210,13 @@ def report(
 
 @app.command()
 def compare(
-    first: Annotated[Path, argument("A", "Directory of a study.")],
-    second: Annotated[Path, argument("B", "Directory of the study to compare with A.")],
+    first: Path = argument("A", "Directory of a study."),
+    second: Path = argument("B", "Directory of the study to compare with A."),
     *,
-    alpha: Annotated[
-        float,
-        option("P", "Probability that equal studies are found to differ.", min=1e-6, max=0.5),
-    ] = 0.05,
-    fail_slower: Annotated[
-        bool, flag("Exit with code 1 if B is slower beyond noise.", "--fail-slower")
-    ] = False,
+    alpha: float = option(
+        0.05, "P", "Probability that equal studies are found to differ.", min=1e-6, max=0.5
+    ),
+    fail_slower: bool = flag("Exit with code 1 if B is slower beyond noise.", "--fail-slower"),
 ) -> None:
     """Compare the times of a step at the points that two studies share.
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from textwrap import fill
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from typer.core import TyperCommand
@@ -134,68 +134,48 @@ class SubmitOptions:
     """Arguments and options of ``hpctrain submit``."""
 
     ctx: typer.Context
-    config: Annotated[Path | None, argument("CONFIG.toml", "Configuration to train.")] = None
-    template: Annotated[
-        str | None,
-        option(
-            "NAME",
-            "Template of the script; without NAME, list the templates.",
-            default="requeue, gpu, single_node or multi_node, by the other options",
-        ),
-    ] = None
+    config: Path | None = argument("CONFIG.toml", "Configuration to train.", default=None)
+    template: str | None = option(
+        None,
+        "NAME",
+        "Template of the script; without NAME, list the templates.",
+        shown="requeue, gpu, single_node or multi_node, by the other options",
+    )
     partition: Partition = None
     account: Account = None
-    nodes: Annotated[
-        int | None,
-        option("N", "Number of nodes.", "--nodes", "-N", default="of the template", min=1),
-    ] = None
-    tasks: Annotated[
-        int | None, option("N", "Ranks on each node.", default="one per GPU", min=1)
-    ] = None
-    cpus: Annotated[
-        int | None,
-        option("N", "CPUs of each rank.", default="all of a node, over its ranks", min=1),
-    ] = None
-    mem: Annotated[
-        str | None,
-        option("SIZE", "Memory on each node.", default="all, where --cpus takes all CPUs"),
-    ] = None
+    nodes: int | None = option(
+        None, "N", "Number of nodes.", "--nodes", "-N", shown="of the template", min=1
+    )
+    tasks: int | None = option(None, "N", "Ranks on each node.", shown="one per GPU", min=1)
+    cpus: int | None = option(
+        None, "N", "CPUs of each rank.", shown="all of a node, over its ranks", min=1
+    )
+    mem: str | None = option(
+        None, "SIZE", "Memory on each node.", shown="all, where --cpus takes all CPUs"
+    )
     time: TimeLimit = None
-    gpus: Annotated[int | None, option("N", "GPUs of each node.", default="none", min=1)] = None
-    name: Annotated[
-        str | None,
-        option(
-            "NAME",
-            "Name of the job and of its directory, runs/NAME.",
-            default="of the configuration or the script",
-        ),
-    ] = None
-    output: Annotated[
-        str | None, option("FILE", "Output of the job.", default="slurm-%j.out in the directory")
-    ] = None
-    array: Annotated[
-        str | None,
-        option("0-7%2", "A job array: one run for each index, DIRECTORY/INDEX.", default="none"),
-    ] = None
-    after: Annotated[
-        str | None,
-        option("JOB", "Start after job JOB has succeeded, or afterany:JOB.", default="none"),
-    ] = None
-    requeue: Annotated[
-        bool | None,
-        flag("Queue the job again until it has finished.", "--requeue/--no-requeue"),
-    ] = None
+    gpus: int | None = option(None, "N", "GPUs of each node.", min=1)
+    name: str | None = option(
+        None,
+        "NAME",
+        "Name of the job and of its directory, runs/NAME.",
+        shown="of the configuration or the script",
+    )
+    output: str | None = option(
+        None, "FILE", "Output of the job.", shown="slurm-%j.out in the directory"
+    )
+    array: str | None = option(
+        None, "0-7%2", "A job array: one run for each index, DIRECTORY/INDEX."
+    )
+    after: str | None = option(None, "JOB", "Start after job JOB has succeeded, or afterany:JOB.")
+    requeue: bool | None = flag(
+        "Queue the job again until it has finished.", "--requeue/--no-requeue", default=None
+    )
     overrides: Overrides = None
     extra: Extra = None
-    dry_run: Annotated[
-        bool, flag("Print and check the script; write and submit nothing.", "--dry-run")
-    ] = False
-    no_check: Annotated[
-        bool, flag("Do not call the functions of the configuration first.", "--no-check")
-    ] = False
-    print_only: Annotated[
-        bool, flag("Print the script, or an unchanged template, and exit.", "--print")
-    ] = False
+    dry_run: bool = flag("Print and check the script; write and submit nothing.", "--dry-run")
+    no_check: bool = flag("Do not call the functions of the configuration first.", "--no-check")
+    print_only: bool = flag("Print the script, or an unchanged template, and exit.", "--print")
 
     def job_and_program(self) -> tuple[JobOptions, Sequence[str]]:
         """Return the job and the command that it runs; no command for a configuration."""
@@ -347,7 +327,7 @@ def _command(words: Sequence[str], overrides: Sequence[str] | None) -> Sequence[
     """Return the command of a job. Raises ``ConfigError``: it cannot run."""
     if overrides:
         raise ConfigError(
-            f"--set must come with a configuration, got --set {overrides[0]} and the command "
+            f"--set must be used with a configuration, got --set {overrides[0]} and the command "
             f"`{shlex.join(words)}`; pass arguments to the script instead"
         )
     found = program.resolve([] if words == ["--"] else words)

@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console, Group
@@ -28,14 +28,10 @@ app = typer.Typer()
 def top(
     directory: RunFolder,
     *,
-    interval: Annotated[
-        float, option("SECONDS", "Time between two readings of the files.", min=0.1)
-    ] = 2.0,
-    ranks: Annotated[int, option("N", "Number of ranks to list, slowest first.", min=0)] = 16,
-    once: Annotated[
-        bool, flag("Print once and exit, as where the output is not a terminal.", "--once")
-    ] = False,
-    as_json: Annotated[bool, flag("Print a line of JSON for each reading.", "--json")] = False,
+    interval: float = option(2.0, "SECONDS", "Time between two readings of the files.", min=0.1),
+    ranks: int = option(16, "N", "Number of ranks to list, slowest first.", min=0),
+    once: bool = flag("Print once and exit, as where the output is not a terminal.", "--once"),
+    as_json: bool = flag("Print a line of JSON for each reading.", "--json"),
 ) -> None:
     """Watch a running job: steps, loss, speed, slow ranks, time left.
 

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
@@ -19,41 +18,26 @@ app = typer.Typer()
 class TrainOptions:
     """Arguments and options of ``hpctrain train``."""
 
-    config: Annotated[Path | None, argument("CONFIG.toml", "Configuration of the run.")] = None
+    config: Path | None = argument("CONFIG.toml", "Configuration of the run.", default=None)
     overrides: Overrides = None
-    dry_run: Annotated[
-        bool,
-        flag(
-            "Build and print everything, try one step and one test batch, save nothing.",
-            "--dry-run",
-        ),
-    ] = False
-    look: Annotated[bool, flag("", "--look", hidden=True)] = False
-    resume: Annotated[bool, flag("Continue the run in its directory.", "--resume")] = False
-    changed: Annotated[
-        bool,
-        flag("With --resume: accept a changed configuration, such as more epochs.", "--changed"),
-    ] = False
-    force: Annotated[
-        bool,
-        flag(
-            "With --resume: take the run from a job that is running in its directory, which "
-            "loses the progress since its last checkpoint.",
-            "--force",
-        ),
-    ] = False
-    verbose: Annotated[
-        bool, flag("Print the whole configuration, topology and plan.", "--verbose", "-v")
-    ] = False
-    init: Annotated[bool, flag("Write CONFIG.toml with every key, and exit.", "--init")] = False
-    explain: Annotated[
-        str | None,
-        option(
-            "KEY",
-            "Print meaning, value and origin of a key or of a table, and exit.",
-            default="none",
-        ),
-    ] = None
+    dry_run: bool = flag(
+        "Build and print everything, try one step and one test batch, save nothing.", "--dry-run"
+    )
+    look: bool = flag("", "--look", hidden=True)
+    resume: bool = flag("Continue the run in its directory.", "--resume")
+    changed: bool = flag(
+        "With --resume: accept a changed configuration, such as more epochs.", "--changed"
+    )
+    force: bool = flag(
+        "With --resume: take the run from a job that is running in its directory, which "
+        "loses the progress since its last checkpoint.",
+        "--force",
+    )
+    verbose: bool = flag("Print the whole configuration, topology and plan.", "--verbose", "-v")
+    init: bool = flag("Write CONFIG.toml with every key, and exit.", "--init")
+    explain: str | None = option(
+        None, "KEY", "Print meaning, value and origin of a key or of a table, and exit."
+    )
 
 
 @app.command()

@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from hpctrain.cli import main
+from hpctrain.cli.launch import explain
 from hpctrain.core.config import Settings
 from hpctrain.core.errors import HpctrainError
 from hpctrain.launch import installed_horovod
@@ -266,3 +267,17 @@ def test_what_all_ranks_meet_before_they_know_each_other_is_told_once(words):
     assert done.returncode == 2
     assert "told this" in done.stderr
     assert done.stderr.count(words[-1]) == 1, done.stderr
+
+
+@pytest.mark.launches
+def test_a_module_that_imports_horovod_is_told_of_the_shim_where_there_is_none(tmp_path):
+    (tmp_path / "inner.py").write_text("import sys\nsys.modules['horovod'] = None\nimport horovod")
+    code = "import sys; sys.path[:0] = [sys.argv[1]]; import inner"
+    done = hpctrain("launch", "-n", "2", "--", "python", "-c", code, tmp_path)
+    assert done.stderr.count("`hpctrain shim SCRIPT` in place of `python SCRIPT`") == 1
+
+
+def test_a_host_without_an_address_is_named_after_a_failure_only(capsys):
+    for code, num_notes in ((0, 0), (1, 1), (85, 0), (130, 0)):
+        explain(code, ["true"], "localhost:1,no-such-host.invalid:1")
+        assert capsys.readouterr().err.count("but no-such-host.invalid is unknown") == num_notes

@@ -76,7 +76,9 @@ def test_each_command_begins_with_an_imperative_and_has_examples():
     ]
     for name, command in (*commands.items(), *inner):
         assert "Examples:\n  " in command.help, name
-        assert any(f"hpctrain {name.split()[0]} " in f"{line} " for line in command.help.splitlines()), name
+        assert any(
+            f"hpctrain {name.split()[0]} " in f"{line} " for line in command.help.splitlines()
+        ), name
         verb = command.help.split()[0]
         assert verb[0].isupper(), name
         assert not verb.endswith("s") or verb == "Compress", (name, verb)

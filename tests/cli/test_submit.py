@@ -234,7 +234,9 @@ def test_a_dry_run_without_slurm_prints_the_script_and_ends_well(monkeypatch, tm
     result = run("my.toml", "--dry-run")
     assert result.exit_code == 0
     assert result.stdout.startswith("#!")
-    assert "note: Slurm has not checked the script: Slurm's sbatch must be in PATH" in result.stderr
+    assert (
+        "note: Slurm has not checked the script: Slurm's sbatch must be in PATH" in result.stderr
+    )
     Path("bin/sbatch").write_text(
         "#!/bin/sh\necho 'sbatch: error: contact slurm controller' >&2\nexit 1"
     )
@@ -244,7 +246,10 @@ def test_a_dry_run_without_slurm_prints_the_script_and_ends_well(monkeypatch, tm
     result = run("my.toml")
     assert result.exit_code == 1
     assert "its commands are installed here, but reach no controller" in result.stderr
-    assert "set SLURM_CONF to its slurm.conf; without Slurm, --print shows the script" in result.stderr
+    assert (
+        "set SLURM_CONF to its slurm.conf; without Slurm, --print shows the script"
+        in result.stderr
+    )
     Path("bin/sbatch").write_text(SBATCH)
     Path("refuse").touch()
     assert run("my.toml", "--dry-run").exit_code == 1
