@@ -191,8 +191,8 @@ class SplitOptions:
             )
         if self.label is not None:
             raise ConfigError(
-                f"--label must be used with --by-label and --parts, got --label {self.label} alone; "
-                f"leave it out"
+                f"--label must be used with --by-label and --parts, got only --label "
+                f"{self.label}; leave it out"
             )
         if not self.shares:
             raise ConfigError(

@@ -127,6 +127,9 @@ def pack(asked: PackOptions) -> None:
     A field whose SOURCE ends in a data type, such as :f4 or :i8, is stored in that type. NumPy's
     default is f8 (float64), which a model in float32 refuses.
 
+    Examples:
+      hpctrain data pack digits.npz data/train
+
     Arrays (.npy, .npz), a field for each array of an .npz:
 
       hpctrain data pack digits.npz data/train

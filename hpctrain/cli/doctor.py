@@ -106,7 +106,7 @@ _INDENT = 9
 
 
 def show(findings: Sequence[Finding], *, verbose: bool) -> None:
-    """Print the findings, the worst first, and a summary; with ``verbose`` also findings of level ok.
+    """Print findings, the worst first, and a summary; with ``verbose`` also findings that are ok.
 
     Lines are not wrapped, so that grep finds their text; a terminal gets colours.
     """

@@ -203,7 +203,7 @@ def _parameter(
         metavar=metavar or None,
         help=text,
         hidden=not text,
-        show_default=False,
+        show_default="none",
         rich_help_panel=PANEL,
     )
     return inspect.Parameter(

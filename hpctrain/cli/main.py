@@ -23,7 +23,7 @@ from hpctrain.core.errors import (
 )
 from hpctrain.core.lazy import postponed
 
-with postponed("hpctrain"):
+with postponed("hpctrain", "hpctrain.cli"):
     from hpctrain.cluster import env
     from hpctrain.core import user_error
     from hpctrain.launch import pmi
@@ -96,7 +96,7 @@ class Command(TyperCommand):
 
     def loaded(self) -> Any:
         """Load the module; return the command that it defines."""
-        with postponed("hpctrain"):
+        with postponed("hpctrain", "hpctrain.cli"):
             its_app = importlib.import_module(self._module).app
         found: Any = typer.main.get_command(its_app)
         found = getattr(found, "commands", {}).get(self.name, found)

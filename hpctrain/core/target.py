@@ -47,7 +47,9 @@ def resolve(
             remedy = ""
             if (error.name or "").startswith("horovod"):
                 remedy = "; write `import hpctrain as hvd` for `import horovod.torch as hvd`"
-            raise error_type(f'{where} = "{target}" cannot be imported: {error}{remedy}') from error
+            raise error_type(
+                f'{where} = "{target}" cannot be imported: {error}{remedy}'
+            ) from error
         raise error_type(
             f'{where} = "{target}": there is no module {error.name}; {way_out}'
         ) from None

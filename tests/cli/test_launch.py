@@ -271,9 +271,9 @@ def test_what_all_ranks_meet_before_they_know_each_other_is_told_once(words):
 
 @pytest.mark.launches
 def test_a_module_that_imports_horovod_is_told_of_the_shim_where_there_is_none(tmp_path):
-    (tmp_path / "inner.py").write_text("import sys\nsys.modules['horovod'] = None\nimport horovod")
-    code = "import sys; sys.path[:0] = [sys.argv[1]]; import inner"
-    done = hpctrain("launch", "-n", "2", "--", "python", "-c", code, tmp_path)
+    (tmp_path / "inner.py").write_text("import horovod.torch\n")
+    code = "import sys; sys.path = [sys.argv[1]]; import inner"  # no installed packages
+    done = hpctrain("launch", "-n", "2", "--", "python", "-S", "-c", code, str(tmp_path))
     assert done.stderr.count("`hpctrain shim SCRIPT` in place of `python SCRIPT`") == 1
 
 

@@ -123,7 +123,7 @@ def test_a_name_that_is_no_folder_and_a_repeat_that_is_not_asked_for_are_refused
     with pytest.raises(ConfigError, match=f"must be the name of a directory, got '{name}'"):
         run("run", "other.toml", "--dry-run")
     assert run("run", "other.toml", "--dry-run", "--out", "here").exit_code == 0
-    with pytest.raises(ConfigError, match="between 0 and 2 for study.toml, got 3"):
+    with pytest.raises(ConfigError, match=r"between 0 and 2 for study.toml, got 3"):
         run("run", "study.toml", "--repeat", 3)
 
 

@@ -146,7 +146,9 @@ def run(
     """
     program = shutil.which(line[0], path=environ.get("PATH"))
     if program is None:
-        raise LaunchError(f"Slurm's {line[0]} must be in PATH, but was not found; load the Slurm module")
+        raise LaunchError(
+            f"Slurm's {line[0]} must be in PATH, but was not found; load the Slurm module"
+        )
     try:
         return ask([program, *line[1:]], environ, text=text, timeout_s=timeout_s or ANSWER_S)
     except OSError as error:
