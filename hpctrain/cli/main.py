@@ -135,9 +135,7 @@ app = typer.Typer(
 
 @app.callback(invoke_without_command=True)
 def hpctrain(
-    context: typer.Context,
-    *,
-    version: bool = flag("Print the version and exit.", "--version"),
+    context: typer.Context, *, version: bool = flag("Print the version and exit.", "--version")
 ) -> None:
     """Train PyTorch models across the nodes of a supercomputer, under plain mpirun or srun."""
     if version:

@@ -28,8 +28,7 @@ class ShimCommand(TyperCommand):
 
 
 @app.command(
-    cls=ShimCommand,
-    context_settings={"allow_extra_args": True, "allow_interspersed_args": False},
+    cls=ShimCommand, context_settings={"allow_extra_args": True, "allow_interspersed_args": False}
 )
 def shim(
     ctx: typer.Context,

@@ -15,6 +15,7 @@ from rich.table import Table
 from hpctrain.cli.options import RunFolder, flag, option
 from hpctrain.core.units import format_seconds
 from hpctrain.train import stragglers, watch
+from hpctrain.train.console import figures
 
 if TYPE_CHECKING:
     from hpctrain.train.watch import RunView
@@ -84,10 +85,8 @@ def _table(view: "RunView", num_rows: int) -> Group:
     title = "of a step, in ms"
     if len(rows) < len(view.ranks):
         title += f"; the slowest {len(rows)} of {len(view.ranks)} ranks"
-    table = Table(title=title, title_justify="left", title_style="")
     columns = ("rank", "host", "compute", "wait", "input", "checkpoint", "/ median", "slow")
-    for column in columns:
-        table.add_column(column, justify="left" if column in ("host", "slow") else "right")
+    table = figures(title, columns, ())
     for rank in rows:
         times = (rank.compute_s, rank.communication_s, rank.input_s, rank.checkpoint_s)
         ratio = rank.work_s / view.median_work_s

@@ -39,6 +39,17 @@ class TrainOptions:
         None, "KEY", "Print meaning, value and origin of a key or of a table, and exit."
     )
 
+    def how(self) -> "run.How":
+        """Return the options of the run."""
+        return run.How(
+            dry_run=self.dry_run or self.look,
+            look=self.look,
+            resume=self.resume,
+            changed=self.changed,
+            force=self.force,
+            verbose=self.verbose,
+        )
+
 
 @app.command()
 @takes(TrainOptions)
@@ -93,14 +104,7 @@ def train(asked: TrainOptions) -> None:
     # that arrives meanwhile is kept.
     with stopping.held_back():
         mpi_world.doubt()
-        how = run.How(
-            dry_run=asked.dry_run or asked.look,
-            look=asked.look,
-            resume=asked.resume,
-            changed=asked.changed,
-            force=asked.force,
-            verbose=asked.verbose,
-        )
+        how = asked.how()
         given = config.given()
         code = run.run(load.load(path, overrides, given), given, how)
     if code:

@@ -18,7 +18,7 @@ def package(tmp_path, monkeypatch):
         "late": "from lazily import inner\nVALUE = [inner.NAME]\n",
         "inner": "NAME = 'inner'\n",
         "user/__init__": "",
-        "user/main": "from lazily import late\nfrom lazily.early import loaded\n",
+        "user/main": "from lazily.early import loaded\nfrom lazily import late\n",
     }.items():
         path = tmp_path / "lazily" / f"{name}.py"
         path.parent.mkdir(exist_ok=True)
