@@ -13,7 +13,7 @@ from click.exceptions import Exit
 from typer.main import get_command
 
 import hpctrain
-from hpctrain.cli.main import app
+from hpctrain.cli.main import Command, app
 from hpctrain.core.config import Settings
 from hpctrain.core.torch_compat import TESTED
 from tests.versions import ROWS
@@ -154,6 +154,7 @@ def parsed(words: list[str]) -> None:
             return
         assert name in command.commands, f"hpctrain has no command {name}: {words}"
         command = command.commands[name]
+        command = command.loaded() if isinstance(command, Command) else command
         if not rest and isinstance(command, Group):
             return
     if command.name == "launch":

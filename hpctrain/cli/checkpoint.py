@@ -1,202 +1,168 @@
-"""``hpctrain checkpoint info, verify, export, diff``: look at checkpoints, use them."""
+"""``hpctrain checkpoint``: inspect, check, compare and export checkpoints."""
 
 from collections import Counter
 from dataclasses import asdict
-from itertools import islice
-from json import dumps
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from hpctrain.cli.options import AsJson, argument, flag, option
+from hpctrain.checkpoint import export as exporting
+from hpctrain.checkpoint import inspection, state_diff
+from hpctrain.cli.options import FAILED, AsJson, argument, flag, option, show_json
+from hpctrain.cluster.env import launched
 
-FAULT = 1  # exit code when a checkpoint is not whole, or two states differ
-
-EXAMPLES = """
-For instance:
-
-  hpctrain checkpoint info runs/digits
-
-  hpctrain checkpoint verify runs/digits            exit code 1 if anything is damaged
-
-  hpctrain checkpoint export runs/digits model.pt --only model
-
-  hpctrain checkpoint diff runs/a runs/b            exit code 1 if they differ
-"""
-
-checkpoint = typer.Typer(
-    name="checkpoint",
-    help="Look at the checkpoints of a run, check, compare and export them.",
-    epilog=EXAMPLES,
-    no_args_is_help=True,
-    rich_markup_mode="rich",
-)
+app = typer.Typer(no_args_is_help=True)
 
 Where = Annotated[Path, argument("PATH", "A checkpoint, or a run directory.")]
+PART = "Part of the state, such as model or optimizer/state"
 
 
-@checkpoint.callback()
-def alone(context: typer.Context) -> None:
-    """Look at the checkpoints of a run, check, compare and export them."""
-    from hpctrain.cluster.env import launched  # noqa: PLC0415
+@app.callback()
+def checkpoint(context: typer.Context) -> None:
+    """Inspect, check, compare and export the checkpoints of a run.
 
+    Examples:
+      hpctrain checkpoint info runs/digits
+
+      hpctrain checkpoint verify runs/digits
+
+      hpctrain checkpoint export runs/digits model.pt --only model
+
+      hpctrain checkpoint diff runs/a runs/b
+    """
     found = launched()
     if context.invoked_subcommand and found is not None and found.rank > 0:
-        raise typer.Exit  # of ranks that were started together, one does the work
+        raise typer.Exit  # rank 0 of a launch does the work
 
 
-@checkpoint.command()
+@app.command()
 def info(
     path: Where,
     *,
     json: AsJson = False,
-    largest: Annotated[int, option("N", "How many tensors are listed.", "--largest", min=0)] = 10,
+    largest: int = option(
+        10, "N", "Number of tensors to list, largest first.", "--largest", min=0
+    ),
 ) -> None:
-    """Tell what a checkpoint holds, or the newest one of a run: step, sizes, tensors, facts.
+    """Print the contents of a checkpoint: step, sizes, tensors, facts.
 
-    Reads the manifest, no tensors. A run directory lists its checkpoints first.
+    Of a run directory: the list of its checkpoints, then the newest. Reads the manifest and no
+    tensors.
 
-    For instance:
-
+    Examples:
       hpctrain checkpoint info runs/digits
 
       hpctrain checkpoint info runs/digits/checkpoints/step-00001200 --largest 50
 
       hpctrain checkpoint info runs/digits --json | jq .step
     """
-    from hpctrain.checkpoint.inspection import checkpoints_in, describe, lines_of  # noqa: PLC0415
-
-    found = checkpoints_in(path)
-    told = describe(found[-1], num_largest=largest)
+    found = inspection.checkpoints_in(path)
+    facts = inspection.describe(found[-1], num_largest=largest)
     if json:
-        others = [str(place) for place in found]
-        typer.echo(dumps({**told, "checkpoints": others}, indent=1))
+        show_json(facts | {"checkpoints": [str(place) for place in found]})
         return
     if len(found) > 1:
         names = [place.name for place in found]
         shown = names if len(names) <= 8 else [names[0], "...", *names[-3:]]
         _say(f"{len(found)} checkpoints: {', '.join(shown)}; the newest is")
-    for line in lines_of(told):
+    for line in inspection.lines_of(facts):
         _say(line)
 
 
-@checkpoint.command()
+@app.command()
 def verify(path: Where, *, json: AsJson = False) -> None:
-    """Check every byte of a checkpoint, or of all of a run, against its checksums.
+    """Check every byte of a checkpoint, or of all checkpoints of a run, against its checksums.
 
-    The exit code is 0 if all are whole, 1 if anything is wrong, 2 if there is none.
+    The exit code is 0 if all are intact, 1 if one is damaged, 2 if there is none.
 
-    For instance:
-
+    Examples:
       hpctrain checkpoint verify runs/digits
 
       hpctrain checkpoint verify runs/digits/checkpoints/step-00001200
 
       hpctrain checkpoint verify runs/digits --json | jq '.[].faults'
     """
-    from hpctrain.checkpoint.inspection import verify as check  # noqa: PLC0415
-
     reports = []
-    for directory, faults in check(path):
+    for directory, faults in inspection.verify(path):
         reports.append({"directory": str(directory), "faults": faults})
-        told = [f"{directory}: {'not whole' if faults else 'whole'}", *(f"  {f}" for f in faults)]
-        for line in () if json else told:
+        state = "not whole" if faults else "whole"
+        for line in () if json else (f"{directory}: {state}", *(f"  {f}" for f in faults)):
             _say(line)
     if json:
-        typer.echo(dumps(reports, indent=1))
+        show_json(reports)
     if any(report["faults"] for report in reports):
-        raise typer.Exit(FAULT)
+        raise typer.Exit(FAILED)
 
 
-@checkpoint.command()
+@app.command()
 def export(
     path: Where,
-    out: Annotated[Path, argument("OUT", "What is written.")],
+    out: Path = argument("OUT", "File to write, .pt or .safetensors."),
     *,
-    only: Annotated[
-        str | None,
-        option(
-            "PART",
-            "This part of the state, such as model or optimizer/state.",
-            default="all of it",
-        ),
-    ] = None,
-    overwrite: Annotated[bool, flag("Replace what OUT is.", "--overwrite")] = False,
+    only: str | None = option(None, "PART", f"{PART}.", shown="the whole state"),
+    overwrite: bool = flag("Replace OUT if it exists.", "--overwrite"),
 ) -> None:
-    """Write the state of a checkpoint for other programs; of a run, that of the newest one.
+    """Write the state of a checkpoint, or of the newest one of a run, for other programs.
 
     OUT.pt is for torch.load(OUT, weights_only=True), OUT.safetensors for safetensors, which
-    holds tensors alone: a model. What each rank has of its own, such as random states, is not
+    holds tensors only: a model. The private state of each rank, such as random states, is not
     exported.
 
-    For instance:
-
+    Examples:
       hpctrain checkpoint export runs/digits model.pt --only model
 
       hpctrain checkpoint export runs/digits model.safetensors --only model
     """
-    from hpctrain.checkpoint.export import check_ending, newest_state  # noqa: PLC0415
-    from hpctrain.checkpoint.export import export as write  # noqa: PLC0415
-
-    check_ending(out)
-    source, state = newest_state(path, only)
-    write(state, out, overwrite=overwrite)
+    exporting.check_ending(out)
+    source, state = exporting.newest_state(path, only)
+    exporting.export(state, out, overwrite=overwrite)
     _say(f"{out}: {only or 'the whole state'} of {source}")
 
 
-@checkpoint.command()
+@app.command()
 def diff(
-    first: Annotated[Path, argument("A", "A checkpoint, or a run directory.")],
-    second: Annotated[Path, argument("B", "What A is compared with.")],
+    first: Path = argument("A", "A checkpoint, or a run directory."),
+    second: Path = argument("B", "The checkpoint or run directory to compare with A."),
     *,
-    only: Annotated[
-        list[str] | None,
-        option(
-            "PART",
-            "This part of the state, such as model or optimizer/state; may be repeated.",
-            "--only",
-            default="all of it",
-        ),
-    ] = None,
-    lines: Annotated[int, option("N", "How many differences are listed.", "--lines", min=1)] = 10,
+    only: list[str] | None = option(
+        None, "PART", f"{PART}; may be repeated.", "--only", shown="the whole state"
+    ),
+    lines: int = option(10, "N", "Number of differences to list.", "--lines", min=1),
     json: AsJson = False,
 ) -> None:
-    """Tell where two states differ, bit by bit: the first tensor, and by how much.
+    """List the bitwise differences of two states: the first tensor, and by how much.
 
-    A and B are checkpoints, or run directories, whose newest one counts. Tensors come first, in
-    the order of the state, then plain values, then what each rank has of its own. The exit code
-    is 0 if they are the same, 1 if they differ; times that a run has measured, and the number of
-    its records, are named, and do not count.
+    Of a run directory, the newest checkpoint counts. Tensors are listed first, in the order of
+    the state, then plain values, then the private state of each rank. The exit code is 0 if the
+    states are identical, 1 if they differ; measured times and the number of records are listed
+    but do not count.
 
-    For instance:
-
+    Examples:
       hpctrain checkpoint diff runs/a runs/b
 
       hpctrain checkpoint diff runs/a runs/b --only model --only optimizer
     """
-    from hpctrain.checkpoint.state_diff import NO_RESULTS, compare  # noqa: PLC0415
-
-    found = compare(first, second, only or ())
-    differ = [item for item in found if item.what not in NO_RESULTS]
+    found = state_diff.compare(first, second, only or ())
+    differ = [item for item in found if item.what not in state_diff.NO_RESULTS]
     if json:
-        typer.echo(dumps([asdict(item) for item in found], indent=1))
+        show_json([asdict(item) for item in found])
     elif differ:
         kinds = Counter(item.what for item in found)
         counts = ", ".join(f"{kind} ({count})" for kind, count in kinds.items())
         _say(f"A {first} and B {second} differ: {counts}; the first is")
-        for item in islice(found, lines):
+        for item in found[:lines]:
             _say(f"  {item.text}")
         if len(found) > lines:
             _say(f"  and {len(found) - lines} more; --lines {len(found)} lists all")
     else:
-        but = ", but for times that were measured and numbers of records: " * bool(found)
         names = ", ".join(item.path for item in found)
-        _say(f"{first} and {second} are the same, bit for bit{but}{names}")
+        but = f", except for measured times and numbers of records: {names}" if found else ""
+        _say(f"{first} and {second} are bitwise identical{but}")
     if differ:
-        raise typer.Exit(FAULT)
+        raise typer.Exit(FAILED)
 
 
 def _say(line: str) -> None:
-    """Print a line; what a name from a file would do to a terminal is spelled out."""
+    """Print a line; escape characters of names that could control a terminal."""
     typer.echo("".join(char if char.isprintable() else ascii(char)[1:-1] for char in line))

@@ -1,266 +1,262 @@
-"""``hpctrain data``: make data sets, look at them, keep them whole."""
+"""``hpctrain data``: create, inspect, check, repair and change data sets."""
 
-from contextlib import contextmanager
-from dataclasses import asdict
-from json import dumps
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hpctrain.cli.data_pack import pack, say, summary
-from hpctrain.cli.options import AsJson, argument, option
+from hpctrain.cli.data_pack import app, say, summary
+from hpctrain.cli.options import (
+    FAILED,
+    AsJson,
+    aligned,
+    argument,
+    option,
+    plural,
+    show_json,
+    takes,
+)
+from hpctrain.cli.shared_work import ranks
 from hpctrain.core.errors import ConfigError
+from hpctrain.core.units import format_bytes, parse_bytes
+from hpctrain.data.tools import info as information
+from hpctrain.data.tools import label_split, rewriting
+from hpctrain.data.tools import repair as repairing
+from hpctrain.data.tools import verify as checking
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from hpctrain.data.tools.label_split import LabelSplit
 
-    from hpctrain.comm.communicator import Communicator
-    from hpctrain.data.tools.rank_work import Start
+MAX_ROWS = 20  # shards or parts listed one by one
+MAX_LABELS = 12
 
-FAULT = 1  # exit code when a data set is not whole
-
-Directory = Annotated[Path, argument("DIR", "The data set.")]
-Out = Annotated[Path, argument("OUT", "Where the new one is written.")]
+Directory = Annotated[Path, argument("DIR", "Directory of the data set.")]
+Out = Annotated[Path, argument("OUT", "Directory of the new data set.")]
 
 
+@app.command()
 def info(
     directory: Directory,
     *,
     json: AsJson = False,
-    sample: Annotated[int | None, option("N", "Show this sample too.", min=0)] = None,
+    sample: int | None = option(None, "N", "Also show sample N, from 0.", min=0),
 ) -> None:
-    """Tell what a data set holds: samples, fields, shards.
+    """Print the contents of a data set: samples, fields, shards.
 
     Reads the manifest and the sizes of files, no data; with --sample one sample.
 
-    For instance:
-
+    Examples:
       hpctrain data info data/train
 
       hpctrain data info data/train --sample 0
 
       hpctrain data info data/train --json | jq .num_samples
     """
-    from hpctrain.data.tools.info import info as info_of  # noqa: PLC0415
-    from hpctrain.data.tools.info import peek  # noqa: PLC0415
-
-    record = info_of(directory)
-    shown = [] if sample is None else peek(directory, sample)
+    record = information.info(directory)
+    shown = [] if sample is None else information.peek(directory, sample)
     if json:
-        about = {} if sample is None else {"sample": {"index": sample, "fields": shown}}
-        typer.echo(dumps(record | about, indent=1))
+        show_json(
+            record | ({} if sample is None else {"sample": {"index": sample, "fields": shown}})
+        )
         return
     for line in _lines_of(record):
         typer.echo(line)
     for field in shown:
-        values = " ".join(map(_shown, field["values"]))
+        values = " ".join(f"{v:d}" if isinstance(v, int) else f"{v:.6g}" for v in field["values"])
         more = " ..." if prod(field["shape"]) > len(field["values"]) else ""
         typer.echo(f"sample {sample}: {field['name']} {field['shape']} {values}{more}")
 
 
+@app.command()
 def verify(directory: Directory, *, json: AsJson = False) -> None:
-    """Check every byte of a data set against the checksums that were written with it.
+    """Check every byte of a data set against its checksums.
 
-    All ranks that were started together share out the shards. The exit code is 0
-    if the data set is whole, 1 if anything is wrong, 2 if it could not be checked.
+    All ranks of the launch share the work. The exit code is 0 if the data set is intact, 1 if it
+    is damaged, 2 if it could not be checked.
 
-    For instance:
-
+    Examples:
       hpctrain data verify data/train
 
       mpirun -n 16 hpctrain data verify data/train
 
       hpctrain data verify data/train --json | jq .faults
     """
-    from hpctrain.data.tools.verify import verify as check  # noqa: PLC0415
-
-    with _together("checking") as (comm, start):
-        report = check(directory, comm, start=start)
-    say(comm, [dumps(asdict(report), indent=1)] if json else report.lines())
+    with ranks("checking") as (comm, bar):
+        report = checking.verify(directory, comm, start=bar.start)
+    if not json:
+        say(comm, report.lines())
+    elif comm is None or comm.rank == 0:
+        show_json(asdict(report))
     if not report.is_whole:
-        raise typer.Exit(FAULT)
+        raise typer.Exit(FAILED)
 
 
+@app.command()
 def repair(
     directory: Directory,
     *,
-    source: Annotated[
-        Path | None,
-        option(
-            "COPY",
-            "Take damaged and missing files from another copy of the same data set.",
-            "--from",
-        ),
-    ] = None,
+    source: Path | None = option(
+        None,
+        "COPY",
+        "Another copy of the same data set, from which damaged and missing files are taken.",
+        "--from",
+    ),
 ) -> None:
-    """Make a damaged data set whole again, and remove files that are no part of it.
+    """Repair a damaged data set, and remove files that do not belong to it.
 
-    Checks it as verify does, then takes shards, and a lost manifest, from a copy.
-    Each step is atomic. The exit code is 0 if the data set is whole afterwards,
-    else 1.
+    Checks the data set like verify, then takes shards, and a lost manifest, from a copy. Each step
+    is atomic. The exit code is 0 if the data set is intact afterwards, else 1.
 
-    For instance:
-
+    Examples:
       hpctrain data repair data/train --from /archive/train
     """
-    from hpctrain.data.tools.repair import repair as carry_out  # noqa: PLC0415
-
-    with _together("repairing") as (comm, start):
-        outcome = carry_out(directory, source, comm, start=start)
+    with ranks("repairing") as (comm, bar):
+        outcome = repairing.repair(directory, source, comm, start=bar.start)
     say(comm, [*outcome.deeds, *outcome.report.lines()])
     if not outcome.report.is_whole:
-        raise typer.Exit(FAULT)
+        raise typer.Exit(FAILED)
 
 
+@app.command()
 def reshard(
     directory: Directory,
     out: Out,
     *,
-    samples_per_shard: Annotated[int | None, option("N", "Samples of a shard.", min=1)] = None,
-    shard_size: Annotated[str | None, option("SIZE", "Bytes of a shard, about.")] = None,
-    block_size: Annotated[
-        int | None, option("N", "Samples of a block.", default="as it was", min=1)
-    ] = None,
-    compression: Annotated[
-        str | None, option("zstd|none", "Of all fields.", default="as it was")
-    ] = None,
+    samples_per_shard: int | None = option(
+        None, "N", "Samples per shard.", shown="unchanged", min=1
+    ),
+    shard_size: str | None = option(
+        None, "SIZE", "Approximate bytes per shard.", shown="unchanged"
+    ),
+    block_size: int | None = option(None, "N", "Samples per checksum.", shown="unchanged", min=1),
+    compression: str | None = option(
+        None, "zstd|none", "Compression of all fields.", shown="unchanged"
+    ),
 ) -> None:
-    """Write a data set anew with other shards, blocks or compression.
+    """Write a data set again with other shards, blocks or compression.
 
-    The samples and their order stay. All ranks that were started together share
-    the work. After a kill, the same command goes on where the finished shards end.
+    The samples and their order stay the same. All ranks of the launch share the work. After a
+    kill, the same command continues after the last finished shard.
 
-    For instance:
-
+    Examples:
       hpctrain data reshard data/train data/train-large --shard-size 1GiB
 
       mpirun -n 8 hpctrain data reshard data/train data/small --compression zstd
     """
-    from hpctrain.core.units import parse_bytes  # noqa: PLC0415
-    from hpctrain.data.tools.rewriting import Shape  # noqa: PLC0415
-    from hpctrain.data.tools.rewriting import reshard as write  # noqa: PLC0415
-
-    shape = Shape(
+    shape = rewriting.Shape(
         samples_per_shard=samples_per_shard,
         shard_bytes=parse_bytes(shard_size) if shard_size else None,
         block_size=block_size,
         compression=compression,
     )
-    with _together("writing") as (comm, start):
-        manifest = write(directory, out, shape, comm, start=start)
+    with ranks("writing") as (comm, bar):
+        manifest = rewriting.reshard(directory, out, shape, comm, start=bar.start)
     say(comm, [summary(out, manifest)])
 
 
-def split(  # noqa: PLR0913 - a command's options
-    directory: Directory,
-    out: Annotated[Path, argument("OUT", "Folder of the parts; the file, with --by-label.")],
-    shares: Annotated[
-        list[str] | None, argument("NAME=SHARE...", "Such as train=0.9 test=0.1.")
-    ] = None,
-    *,
-    seed: Annotated[int, option("N", "Another seed, other parts.", min=0)] = 0,
-    by_label: Annotated[
-        float | None,
-        option(
-            "ALPHA",
-            "Give each part other shares of the labels, drawn from a Dirichlet distribution: few "
-            "labels each by 0.1, equal shares by inf.",
-            default="at random",
-        ),
-    ] = None,
-    parts: Annotated[
-        int | None, option("N", "Parts by label, one for each rank or more.", min=1)
-    ] = None,
-    label: Annotated[
-        str | None, option("FIELD", "Field with the label, a whole number.", default="y")
-    ] = None,
-) -> None:
-    """Share out the samples of a data set at random: each part is a data set, OUT/NAME.
+@dataclass(frozen=True, kw_only=True)
+class SplitOptions:
+    """Arguments and options of ``hpctrain data split``."""
 
-    Every sample is in one part. The same seed makes the same parts, on any number
-    of ranks. All ranks that were started together share the work.
+    directory: Directory
+    out: Path = argument("OUT", "Directory of the parts; with --by-label the file to write.")
+    shares: list[str] | None = argument(
+        "NAME=SHARE...", "Such as train=0.9 test=0.1.", default=None
+    )
+    seed: int = option(0, "N", "Seed of the random choice.", min=0)
+    by_label: float | None = option(
+        None,
+        "ALPHA",
+        "Draw the shares of each label from a Dirichlet distribution: few labels in a part for "
+        "0.1, equal shares for inf.",
+        shown="at random",
+    )
+    parts: int | None = option(
+        None, "N", "Number of parts of --by-label, one per rank or more.", min=1
+    )
+    label: str | None = option(None, "FIELD", "Field of the label, an integer.", shown="y")
 
-    By label the parts are those of clients, each with labels of its own kind. The
-    data set stays as it is: OUT is a file that says which sample is in which part,
-    which data.split of a training, or Loader(split=OUT), gives to the ranks.
+    def check(self) -> None:
+        """Raise ``ConfigError`` unless the options are either shares or a split by label."""
+        if self.by_label is not None and self.parts is not None and not self.shares:
+            return
+        if self.by_label is not None or self.parts is not None:
+            raise ConfigError(
+                f"a split by label must have --by-label ALPHA, --parts N and no NAME=SHARE, got "
+                f"--by-label {self.by_label}, --parts {self.parts}, "
+                f"{' '.join(self.shares or ['no shares'])}"
+            )
+        if self.label is not None:
+            raise ConfigError(
+                f"--label must be used with --by-label and --parts, got only --label "
+                f"{self.label}; leave it out"
+            )
+        if not self.shares:
+            raise ConfigError(
+                "a split must have NAME=SHARE for each part, such as train=0.9 test=0.1, or "
+                "--by-label ALPHA and --parts N, got neither"
+            )
 
-    For instance:
 
+@app.command()
+@takes(SplitOptions)
+def split(asked: SplitOptions) -> None:
+    """Divide the samples of a data set at random; each part is a data set, OUT/NAME.
+
+    Every sample is in exactly one part. The same seed gives the same parts on any number of ranks.
+    All ranks of the launch share the work.
+
+    With --by-label, the parts have different label distributions, as clients of federated
+    learning do. The data set stays unchanged: OUT is a file with the samples of each part, which
+    data.split of a training, or Loader(split=OUT), assigns to the ranks.
+
+    Examples:
       hpctrain data split data/all data train=0.9 test=0.1
 
       hpctrain data split data/all data train=0.8 val=0.1 test=0.1 --seed 1
 
       hpctrain data split data/train clients.npz --by-label 0.1 --parts 4
     """
-    if by_label is not None or parts is not None or label is not None:
-        if by_label is None or parts is None or shares:
-            raise _no_split_by_label(by_label, parts, label, shares or [])
-        _split_by_label(directory, out, parts, by_label, label=label or "y", seed=seed)
+    asked.check()
+    if asked.by_label is not None and asked.parts is not None:
+        label = asked.label or "y"
+        with ranks("reading labels") as (comm, bar):
+            shares = label_split.LabelShares(
+                num_parts=asked.parts, alpha=asked.by_label, label=label, seed=asked.seed
+            )
+            found = label_split.split_by_label(
+                asked.directory, asked.out, shares, comm, start=bar.start
+            )
+        say(comm, _counts_of(found, label))
+        say(
+            comm, [f"{asked.out}: {found.counts.sum()} samples in {asked.parts} parts, by {label}"]
+        )
         return
-    if not shares:
-        raise ConfigError(
-            "a split takes NAME=SHARE of each part, such as train=0.9 test=0.1, or --by-label "
-            "ALPHA and --parts N, got neither"
+    shares = rewriting.parse_shares(asked.shares or [])
+    with ranks("writing") as (comm, bar):
+        manifests = rewriting.split(
+            asked.directory, asked.out, shares, comm, seed=asked.seed, start=bar.start
         )
-    from hpctrain.data.tools.rewriting import parse_shares  # noqa: PLC0415
-    from hpctrain.data.tools.rewriting import split as write  # noqa: PLC0415
-
-    with _together("writing") as (comm, start):
-        manifests = write(directory, out, parse_shares(shares), comm, seed=seed, start=start)
-    say(comm, [summary(out / name, manifest) for name, manifest in manifests.items()])
+    say(comm, [summary(asked.out / name, manifest) for name, manifest in manifests.items()])
 
 
-def _no_split_by_label(
-    by_label: float | None, parts: int | None, label: str | None, shares: list[str]
-) -> ConfigError:
-    if by_label is None and parts is None:
-        return ConfigError(
-            f"--label goes with --by-label and --parts, got --label {label} without; leave it out"
-        )
-    return ConfigError(
-        f"a split by label takes --by-label ALPHA and --parts N, and no NAME=SHARE; got "
-        f"--by-label {by_label}, --parts {parts}, {' '.join(shares) or 'no shares'}"
-    )
-
-
-def _split_by_label(
-    directory: Path, out: Path, parts: int, alpha: float, *, label: str, seed: int
-) -> None:
-    from hpctrain.data.tools.label_split import LabelShares, split_by_label  # noqa: PLC0415
-
-    shares = LabelShares(num_parts=parts, alpha=alpha, label=label, seed=seed)
-    with _together("reading labels") as (comm, start):
-        found = split_by_label(directory, out, shares, comm, start=start)
+def _counts_of(found: "LabelSplit", label: str) -> Iterable[str]:
+    """Return a table of the samples of each label in each part."""
     names, counts = found.labels.tolist(), found.counts
-    shown = range(min(len(names), _MOST_LABELS))
-    more = ["..."] if len(names) > _MOST_LABELS else []
+    shown = range(min(len(names), MAX_LABELS))
+    more = ["..."] * (len(names) > MAX_LABELS)
     rows = [["part", "samples", *(f"{label}={names[column]}" for column in shown), *more]]
-    for number in range(min(parts, _MOST_SHARDS)):
-        of = counts[number]
+    for number, of in enumerate(counts[:MAX_ROWS]):
         rows.append([str(number), str(of.sum()), *(str(of[column]) for column in shown), *more])
-    if parts > _MOST_SHARDS:
+    if len(counts) > MAX_ROWS:
         rows.append(["..."] * len(rows[0]))
-    say(comm, [*_columns(rows), f"{out}: {counts.sum()} samples in {parts} parts, by {label}"])
+    return aligned(rows)
 
 
-@contextmanager
-def _together(verb: str) -> "Iterator[tuple[Communicator | None, Start]]":
-    """Give the ranks that work, and what starts the bar of their progress."""
-    from hpctrain.cli.shared_work import ToolBar, ranks  # noqa: PLC0415
-
-    with ranks() as comm, ToolBar(verb, comm) as bar:
-        yield comm, bar.start
-
-
-_MOST_SHARDS = 20  # listed one by one; of more only the first and the last
-_MOST_LABELS = 12
-
-
-def _lines_of(about: "dict[str, Any]") -> "Iterator[str]":
-    from hpctrain.core.units import format_bytes  # noqa: PLC0415
-
+def _lines_of(about: dict[str, Any]) -> Iterator[str]:
     yield f"{about['directory']}: {about['num_samples']} samples of the split {about['split']}"
     yield f"uuid        {about['uuid']}"
     if about["created_by"]:
@@ -276,49 +272,15 @@ def _lines_of(about: "dict[str, Any]") -> "Iterator[str]":
             shape = f"length{', ' * bool(shape)}{shape}; mean length {mean:.1f}"
         dtype, size = field["dtype"].lstrip("|<"), format_bytes(field["num_bytes"])
         rows.append((field["name"], f"({shape})", dtype, field["compression"] or "none", size))
-    yield from _columns(rows)
+    yield from aligned(rows)
     yield ""
     shards = [
         (one["file"], str(one["num_samples"]), format_bytes(one["num_bytes"]), one["state"])
         for one in about["shards"]
     ]
-    num_shards = len(shards)
-    if num_shards > _MOST_SHARDS:
+    total = plural(len(shards), "shard")
+    if len(shards) > MAX_ROWS:
         faults = [row for row in shards[1:-1] if row[-1] != "here"]
-        shards = [shards[0], *faults[:_MOST_SHARDS], ("...", "", "", ""), shards[-1]]
-    yield from _columns([("shard", "samples", "bytes", "file"), *shards])
-    yield f"{num_shards} shard{'s' * (num_shards != 1)}, {format_bytes(about['num_bytes'])}"
-
-
-def _columns(rows: "Sequence[Sequence[str]]") -> "Iterator[str]":
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        texts = [f"{text:{width}}" for text, width in zip(row, widths, strict=True)]
-        yield "  ".join(texts).rstrip()
-
-
-def _shown(value: float) -> str:
-    return f"{value:d}" if isinstance(value, int) else f"{value:.6g}"
-
-
-EXAMPLES = """
-For instance:
-
-  hpctrain data pack photos/ data/train        a folder of images for each class
-
-  mpirun -n 8 hpctrain data pack big.h5 data/train --field x=/images --field y=/labels
-
-  hpctrain data info data/train
-
-  hpctrain data verify data/train              exit code 1 if anything is damaged
-"""
-
-data = typer.Typer(
-    name="data",
-    help="Make sharded HDF5 data sets, look at them, check and change them.",
-    epilog=EXAMPLES,
-    no_args_is_help=True,
-    rich_markup_mode="rich",
-)
-for command in (pack, info, verify, repair, reshard, split):
-    data.command()(command)
+        shards = [shards[0], *faults[:MAX_ROWS], ("...", "", "", ""), shards[-1]]
+    yield from aligned([("shard", "samples", "bytes", "file"), *shards])
+    yield f"{total}, {format_bytes(about['num_bytes'])}"

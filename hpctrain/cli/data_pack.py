@@ -1,94 +1,134 @@
-"""``hpctrain data pack``: make a data set of what is there."""
+"""``hpctrain data pack``: create a data set, and the group ``hpctrain data``."""
 
 import re
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
-from hpctrain.cli.options import argument, flag, option
+from hpctrain.cli.options import argument, flag, option, plural, takes
+from hpctrain.cli.shared_work import ranks
 from hpctrain.core.errors import ConfigError
+from hpctrain.core.units import format_bytes, parse_bytes
+from hpctrain.data.format import dataset_manifest
+from hpctrain.data.packing import pack as packing
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from hpctrain.comm.communicator import Communicator
     from hpctrain.data.format.dataset_manifest import Manifest
-    from hpctrain.data.packing.pack import PackConfig
 
 _RESIZE = re.compile(r"(\d+)(?:x(\d+))?")
 
+app = typer.Typer(no_args_is_help=True)
 
-def pack(  # noqa: PLR0913 - a command's options
-    source: Annotated[
-        str,
-        argument(
-            "SOURCE", "File, folder, pattern in quotes such as 'shards/*.tar', or module:function."
-        ),
-    ],
-    directory: Annotated[Path, argument("DIR", "Where the data set goes.")],
-    *,
-    field: Annotated[
-        list[str] | None,
-        option(
-            "NAME=WHAT",
-            "A field, and what of the source it holds; may be repeated. Without it, all there is.",
-            "--field",
-        ),
-    ] = None,
-    kind: Annotated[
-        str | None,
-        option(
-            "KIND",
-            "arrays, hdf5, tar, csv, parquet, arrow, text, folder or python, where the name of "
-            "SOURCE does not tell.",
-            "--as",
-        ),
-    ] = None,
-    split: Annotated[str, option("NAME", "Name of this part of the data.")] = "train",
-    samples_per_shard: Annotated[int | None, option("N", "Samples of a shard.", min=1)] = None,
-    shard_size: Annotated[
-        str | None, option("SIZE", "About how large a shard is.", default="512 MiB")
-    ] = None,
-    block_size: Annotated[int, option("N", "Samples per checksum.", min=1)] = 16,
-    compression: Annotated[
-        str | None, option("zstd", "Trade speed of reading for disk space.", default="none")
-    ] = None,
-    shuffle: Annotated[
-        int | None,
-        option(
-            "SEED",
-            "Write samples in another order, for instance where they are sorted by class.",
-            default="off",
-            min=0,
-        ),
-    ] = None,
-    resize: Annotated[str | None, option("HxW", "Bring images to one size, in pixels.")] = None,
-    encoded: Annotated[bool, flag("Keep images as they are in their files.", "--encoded")] = False,
-    ragged: Annotated[
-        list[str] | None,
-        option(
-            "NAME",
-            "A field whose samples differ in length, where the first ones do not show it; may be "
-            "repeated.",
-        ),
-    ] = None,
-    length: Annotated[
-        int | None, option("N", "Cut text into samples of N bytes or tokens.", min=1)
-    ] = None,
-    tokenizer: Annotated[
-        str | None,
-        option("MODULE:FUNCTION", "From text to whole numbers.", default="the bytes of the text"),
-    ] = None,
-    overwrite: Annotated[bool, flag("Replace a data set that DIR holds.", "--overwrite")] = False,
-) -> None:
-    """Make a data set of arrays, images, tables, archives, text or Python objects.
 
-    All ranks that were started together share the work. After a kill, the same
-    command goes on where the finished shards end. What is read is never changed.
+@app.callback()
+def data() -> None:
+    """Create, inspect, check, repair and change sharded HDF5 data sets.
 
-    A field whose WHAT ends in a type, such as :f4 or :i8, is stored in that
-    type. NumPy's default is f8 (float64), which a model in float32 refuses.
+    Examples:
+      hpctrain data pack photos/ data/train
+
+      mpirun -n 8 hpctrain data pack big.h5 data/train --field x=/images --field y=/labels
+
+      hpctrain data info data/train
+
+      hpctrain data verify data/train
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackOptions:
+    """Arguments and options of ``hpctrain data pack``."""
+
+    source: str = argument(
+        "SOURCE", "File, directory, pattern in quotes such as 'shards/*.tar', or module:function."
+    )
+    directory: Path = argument("DIR", "Directory of the new data set.")
+    field: list[str] | None = option(
+        None,
+        "NAME=SOURCE",
+        "A field and its source, such as x=/images; may be repeated.",
+        "--field",
+        shown="every field of the source",
+    )
+    kind: str | None = option(
+        None,
+        "KIND",
+        "arrays, hdf5, tar, csv, parquet, arrow, text, folder or python.",
+        "--as",
+        shown="by the name of SOURCE",
+    )
+    split: str = option("train", "NAME", "Name of this split of the data.")
+    samples_per_shard: int | None = option(
+        None, "N", "Samples per shard.", shown="by --shard-size", min=1
+    )
+    shard_size: str | None = option(None, "SIZE", "Approximate bytes per shard.", shown="512 MiB")
+    block_size: int = option(16, "N", "Samples per checksum.", min=1)
+    compression: str | None = option(None, "zstd", "Compress: less disk space, slower reading.")
+    shuffle: int | None = option(
+        None,
+        "SEED",
+        "Write samples in random order, for instance if they are sorted by class.",
+        shown="off",
+        min=0,
+    )
+    resize: str | None = option(None, "HxW", "Resize images to H x W pixels.", shown="unchanged")
+    encoded: bool = flag("Store the encoded files of images.", "--encoded")
+    ragged: list[str] | None = option(
+        None,
+        "NAME",
+        "Field whose samples differ in length, also if the first samples do not; may be repeated.",
+        shown="found from the first samples",
+    )
+    length: int | None = option(
+        None, "N", "Cut text into samples of N bytes or tokens.", shown="lines", min=1
+    )
+    tokenizer: str | None = option(
+        None, "MODULE:FUNCTION", "Function from text to integers.", shown="the bytes of the text"
+    )
+    overwrite: bool = flag("Replace a data set in DIR.", "--overwrite")
+
+    def config(self) -> "packing.PackConfig":
+        """Return the configuration of the packer."""
+        if self.samples_per_shard is not None and self.shard_size is not None:
+            raise ConfigError(
+                f"the size of a shard must be given once, got --samples-per-shard "
+                f"{self.samples_per_shard} and --shard-size {self.shard_size}; leave one out"
+            )
+        return packing.PackConfig(
+            fields=_fields(self.field or []),
+            ragged=tuple(self.ragged or ()),
+            resize=_size(self.resize) if self.resize else None,
+            encoded=self.encoded,
+            length=self.length,
+            tokenizer=self.tokenizer,
+            kind=self.kind,
+            split=self.split,
+            samples_per_shard=self.samples_per_shard,
+            shard_bytes=parse_bytes(self.shard_size or f"{packing.SHARD_BYTES} B"),
+            block_size=self.block_size,
+            compression=self.compression,
+            shuffle=self.shuffle,
+            overwrite=self.overwrite,
+        )
+
+
+@app.command()
+@takes(PackOptions)
+def pack(asked: PackOptions) -> None:
+    """Create a data set from arrays, images, tables, archives, text or Python objects.
+
+    All ranks of the launch share the work. After a kill, the same command continues after the
+    last finished shard. The source is never changed.
+
+    A field whose SOURCE ends in a data type, such as :f4 or :i8, is stored in that type. NumPy's
+    default is f8 (float64), which a model in float32 refuses.
+
+    Examples:
+      hpctrain data pack digits.npz data/train
 
     Arrays (.npy, .npz), a field for each array of an .npz:
 
@@ -103,7 +143,7 @@ def pack(  # noqa: PLR0913 - a command's options
       hpctrain data pack big.h5 data/train --field x=/images --field y=/labels
 
     Images (.jpg, .png, ...), one folder for each class; fields image and label.
-    Images of different sizes stay encoded, unless they are brought to one size:
+    Images of different sizes stay encoded, unless --resize gives them one size:
 
       hpctrain data pack photos/ data/train --resize 224x224 --shuffle 0
 
@@ -111,108 +151,74 @@ def pack(  # noqa: PLR0913 - a command's options
 
       hpctrain data pack spectra/ data/train --field x=array --field y=label
 
-    Archives of webdataset (.tar, .tar.gz), a field for each ending:
+    Archives of webdataset (.tar, .tar.gz), one field per file extension:
 
       hpctrain data pack 'shards/*.tar' data/train --field x=jpg --field y=cls
 
       hpctrain data pack shards/ data/train --field x=jpg:bytes --field y=cls
 
-    Tables (.csv, .tsv, .parquet, .arrow), a field for each column, or for
-    several; columns of CSV stay as they are written with :text:
+    Tables (.csv, .tsv, .parquet, .arrow), one field per column, or for several
+    columns; :text stores a column of a CSV file as text:
 
       hpctrain data pack table.csv data/train --field x=width,height:f4
 
       hpctrain data pack table.csv data/train --field id=id:text --field x=width
 
-    A folder of Hugging Face's save_to_disk(), of numbers, texts and lists:
+    A directory of Hugging Face's save_to_disk(), with numbers, texts and lists:
 
       hpctrain data pack saved/train data/train --field x=input_ids --field y=label
 
-    Text (.txt), lines as bytes, or samples of one length, of bytes or tokens:
+    Text (.txt), as lines of bytes, or as samples of equal length in bytes or tokens:
 
       hpctrain data pack books/ data/train
 
       hpctrain data pack books/ data/train --length 256 --tokenizer my_code:tokens
 
-    Whatever a function of yours returns that yields dicts of arrays, or has a
-    length and an index, such as a data set of torch:
+    A Python function that returns an iterable of dicts of arrays, or an object with
+    a length and an index, such as a data set of torch:
 
       hpctrain launch -n 8 hpctrain data pack my_code:make_set data/train
     """
-    from hpctrain.core.units import parse_bytes  # noqa: PLC0415
-    from hpctrain.data.packing.pack import SHARD_BYTES, PackConfig  # noqa: PLC0415
-
-    if samples_per_shard is not None and shard_size is not None:
-        raise ConfigError(
-            f"a shard ends after so many samples, or so many bytes: got --samples-per-shard "
-            f"{samples_per_shard} and --shard-size {shard_size}; leave one out"
-        )
-    config = PackConfig(
-        fields=_fields(field or []),
-        ragged=tuple(ragged or ()),
-        resize=_size(resize) if resize else None,
-        encoded=encoded,
-        length=length,
-        tokenizer=tokenizer,
-        kind=kind,
-        split=split,
-        samples_per_shard=samples_per_shard,
-        shard_bytes=parse_bytes(shard_size) if shard_size else SHARD_BYTES,
-        block_size=block_size,
-        compression=compression,
-        shuffle=shuffle,
-        overwrite=overwrite,
-    )
-    _run(source, directory, config)
+    config = asked.config()
+    with ranks("packing") as (comm, bar):
+        packed = packing.pack(asked.source, asked.directory, config, comm=comm, start=bar.start)
+    manifest = packed.manifest
+    lines = [*packed.notes, summary(asked.directory, manifest)]
+    for name, field in manifest.fields.items():
+        shape = ", ".join(map(str, (*(["length"] if field.ragged else []), *field.shape)))
+        lines.append(f"  {name:12} {field.dtype.lstrip('|<')} ({shape})")
+    if manifest.classes:
+        lines.append(f"  {len(manifest.classes)} classes, named in {dataset_manifest.CLASSES}")
+    say(comm, lines)
 
 
 def _fields(options: list[str]) -> dict[str, str]:
     fields: dict[str, str] = {}
     for text in options:
-        name, equals, what = text.partition("=")
-        if not (name.isidentifier() and equals and what) or name in fields:
+        name, equals, source = text.partition("=")
+        if not (name.isidentifier() and equals and source) or name in fields:
             raise ConfigError(
-                f"--field is NAME=WHAT, each NAME a word and given once, such as "
-                f"--field x=images; got {text!r}"
+                f"--field must be NAME=SOURCE, with NAME a word and given once, got {text!r}; "
+                f"say such as --field x=images"
             )
-        fields[name] = what
+        fields[name] = source
     return fields
 
 
 def _size(text: str) -> tuple[int, int]:
     match = _RESIZE.fullmatch(text)
     if not match:
-        raise ConfigError(f"--resize is height x width in pixels, such as 224x224; got {text!r}")
+        raise ConfigError(f"--resize must be HxW in pixels, got {text!r}; say such as 224x224")
     return int(match[1]), int(match[2] or match[1])
 
 
-def _run(source: str, directory: Path, config: "PackConfig") -> None:
-    from hpctrain.cli.shared_work import ToolBar, ranks  # noqa: PLC0415
-    from hpctrain.data.format.dataset_manifest import CLASSES  # noqa: PLC0415
-    from hpctrain.data.packing.pack import pack as pack_source  # noqa: PLC0415
-
-    with ranks() as comm, ToolBar("packing", comm) as bar:
-        packed = pack_source(source, directory, config, comm=comm, start=bar.start)
-    manifest = packed.manifest
-    lines = [*packed.notes, summary(directory, manifest)]
-    for name, field in manifest.fields.items():
-        shape = ", ".join(map(str, (*(["length"] if field.ragged else []), *field.shape)))
-        lines.append(f"  {name:12} {field.dtype.lstrip('|<')} ({shape})")
-    if manifest.classes:
-        lines.append(f"  {len(manifest.classes)} classes, named in {CLASSES}")
-    say(comm, lines)
-
-
-def say(comm: "Communicator | None", lines: "Iterable[str]") -> None:
-    """Print lines, once for all ranks."""
+def say(comm: "Communicator | None", lines: Iterable[str]) -> None:
+    """Print lines on rank 0."""
     for line in lines if comm is None or comm.rank == 0 else ():
         typer.echo(line)
 
 
 def summary(directory: Path, manifest: "Manifest") -> str:
-    """Tell in one line what was written."""
-    from hpctrain.core.units import format_bytes  # noqa: PLC0415
-
-    size, num_shards = format_bytes(manifest.num_bytes), len(manifest.shards)
-    shards = f"{num_shards} shard{'s' * (num_shards != 1)}"
+    """Describe a new data set in one line."""
+    shards, size = plural(len(manifest.shards), "shard"), format_bytes(manifest.num_bytes)
     return f"{directory}: {manifest.num_samples} samples in {shards}, {size}"

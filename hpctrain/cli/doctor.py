@@ -1,44 +1,48 @@
-"""``hpctrain doctor``: what is wrong with this machine, this job or this launch."""
+"""``hpctrain doctor``: faults of this machine, this job or this launch."""
 
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from json import dumps
 from pathlib import Path
-from typing import Annotated
 
 import typer
+from rich.console import Console
+from rich.text import Text
 
-from hpctrain.cli.options import AsJson, flag, option
+from hpctrain.cli.options import FAILED, AsJson, flag, option, plural, show_json
+from hpctrain.cluster.env import launched
+from hpctrain.core.errors import ConfigError, LaunchError
 from hpctrain.core.finding import LEVELS, Finding, Level
+from hpctrain.doctor.checks import table
+from hpctrain.doctor.host import gather
+from hpctrain.doctor.ranks import examine_ranks
+from hpctrain.launch import pmi as interfaces
+from hpctrain.launch.slurm import scheduler
+from hpctrain.launch.slurm.lint import lint as linting
+from hpctrain.launch.slurm.lint import shellcheck
 
-WRONG = 1  # exit code when there is a warning or an error
+app = typer.Typer()
 
 
+@app.command()
 def doctor(
     *,
     json: AsJson = False,
-    pmi: Annotated[
-        bool, flag("Print what `srun --mpi=` needs, and nothing else.", "--pmi")
-    ] = False,
-    lint: Annotated[Path | None, option("JOB.sbatch", "Check a job script.", "--lint")] = None,
-    directory: Annotated[
-        list[Path] | None,
-        option("DIR", "Try files, locks and HDF5 there too; may be repeated.", "--dir"),
-    ] = None,
-    verbose: Annotated[bool, flag("Show what is well, too.", "--verbose", "-v")] = False,
+    pmi: bool = flag("Print the value for `srun --mpi=` only.", "--pmi"),
+    lint: Path | None = option(None, "JOB.sbatch", "Check a job script only.", "--lint"),
+    directory: list[Path] | None = option(
+        None, "DIR", "Also test files, locks and HDF5 in DIR; may be repeated.", "--dir"
+    ),
+    verbose: bool = flag("Also print checks without faults.", "--verbose", "-v"),
 ) -> None:
-    """Look for what goes wrong on clusters, and say what to do about it.
+    """Find faults of this machine, job or launch, and print remedies.
 
-    By itself it looks at this machine and this job. Started as ranks, by
-    srun, mpirun or hpctrain launch, it also lets the ranks find each other
-    and measures what is between them; rank 0 prints.
+    A single process examines this machine and this job. Ranks started by srun, mpirun or
+    hpctrain launch also connect to each other and measure the links between them; rank 0 prints.
 
-    The exit code is 1 if there is a warning or an error, 2 for a mistake
-    in the command, else 0, also with notes.
+    The exit code is 1 if there is a warning or an error, 2 for a mistake in the command, else 0.
 
-    For instance:
-
+    Examples:
       hpctrain doctor
 
       hpctrain doctor --dir /scratch/me/data --verbose
@@ -50,67 +54,51 @@ def doctor(
       hpctrain launch -n 4 hpctrain doctor --json
     """
     if pmi:
-        from hpctrain.launch.pmi import needed_pmi  # noqa: PLC0415
-
-        typer.echo(needed_pmi())
+        typer.echo(interfaces.needed_pmi())
         return
     if lint is not None:
         findings, is_speaker = _lint(lint), True
     else:
         findings, is_speaker = _examine(directory or ())
     if not is_speaker:
-        return  # one exit code is enough, and one before rank 0 has spoken would end it
+        return  # an exit code of 1 would end the job before rank 0 has printed
     if json:
-        typer.echo(dumps([asdict(finding) for finding in findings], indent=2))
+        show_json([asdict(finding) for finding in findings])
     else:
         show(findings, verbose=verbose)
     if any(finding.is_wrong for finding in findings):
-        raise typer.Exit(WRONG)
+        raise typer.Exit(FAILED)
 
 
 def _lint(script: Path) -> list[Finding]:
-    from hpctrain.core.errors import ConfigError, LaunchError  # noqa: PLC0415
-    from hpctrain.launch.slurm.lint.lint import gather, lint  # noqa: PLC0415
-    from hpctrain.launch.slurm.lint.shellcheck import shellcheck  # noqa: PLC0415
-    from hpctrain.launch.slurm.scheduler import (  # noqa: PLC0415
-        NO_ANSWER,
-        find_sbatch,
-        try_out,
-    )
-
     try:
-        text = script.read_bytes().decode("utf-8")  # with the ends of its lines
+        text = script.read_bytes().decode("utf-8")  # keeps the line endings
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--lint needs a job script, {script} cannot be read: {error}") from None
-    found = lint(text, facts=gather(Path.cwd()))
-    found += shellcheck(text, str(script))
+        raise ConfigError(
+            f"--lint must get a job script, but {script} cannot be read: {error}"
+        ) from None
+    found = linting.lint(text, facts=linting.gather(Path.cwd()))
+    found += shellcheck.shellcheck(text, str(script))
     with suppress(LaunchError):
-        find_sbatch()
+        scheduler.find_sbatch()
         try:
-            try_out(text)
-        except LaunchError as error:  # in Slurm's own words
-            level: Level = "note" if str(error).startswith(NO_ANSWER) else "error"
+            scheduler.try_out(text)
+        except LaunchError as error:  # with Slurm's message
+            level: Level = "note" if str(error).startswith(scheduler.NO_ANSWER) else "error"
             found.append(Finding("sbatch --test-only", level, str(error), "sbatch --help"))
-    others = [each for each in found if each.level != "ok"]
-    return others or found
+    return [each for each in found if each.level != "ok"] or found
 
 
 def _examine(directories: Sequence[Path]) -> tuple[list[Finding], bool]:
-    """Return the findings, and whether this process is the one that tells them."""
-    from hpctrain.cluster.env import launched  # noqa: PLC0415
-    from hpctrain.doctor.checks.table import examine  # noqa: PLC0415
-    from hpctrain.doctor.host.gather import gather  # noqa: PLC0415
-
+    """Return the findings, and whether this process prints them."""
     found = launched()
     if found is None:
-        return examine(gather(directories=directories)), True
-    # Programs are started, files are written and so on by one rank of each node.
+        return table.examine(gather.gather(directories=directories)), True
+    # One rank of each node starts programs and writes files.
     is_first = not found.local_rank
-    facts = gather(directories=directories if is_first else (), lightly=not is_first)
-    from hpctrain.doctor.ranks.examine_ranks import probe  # noqa: PLC0415 - loads torch and MPI
-
-    # Where every rank is alone, each is the first of its world: the launcher's word counts.
-    return probe(facts), found.rank == 0
+    facts = gather.gather(directories=directories if is_first else (), lightly=not is_first)
+    # If the ranks do not find each other, each is rank 0 of its world: the launcher's rank counts.
+    return examine_ranks.probe(facts), found.rank == 0
 
 
 _STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "bold red"}
@@ -118,13 +106,10 @@ _INDENT = 9
 
 
 def show(findings: Sequence[Finding], *, verbose: bool) -> None:
-    """Print the findings, the worst first, and a line that sums them up; ``verbose`` all of them.
+    """Print findings, the worst first, and a summary; with ``verbose`` also findings that are ok.
 
-    No line is broken, so that grep finds things; a terminal gets colours.
+    Lines are not wrapped, so that grep finds their text; a terminal gets colours.
     """
-    from rich.console import Console  # noqa: PLC0415
-    from rich.text import Text  # noqa: PLC0415
-
     console = Console(highlight=False, markup=False, soft_wrap=True)
     shown = [finding for finding in findings if verbose or finding.level != "ok"]
     for finding in sorted(shown, key=lambda each: -LEVELS.index(each.level)):
@@ -136,13 +121,9 @@ def show(findings: Sequence[Finding], *, verbose: bool) -> None:
 
 
 def summary(findings: Sequence[Finding]) -> str:
-    """Sum up in a line."""
-    counts = {level: sum(f.level == level for f in findings) for level in LEVELS}
-    checks = len({finding.check for finding in findings})
-    parts = [
-        f"{counts[level]} {level}{'s' * (counts[level] != 1)}"
-        for level in reversed(LEVELS[1:])
-        if counts[level]
-    ]
+    """Return the numbers of checks, errors, warnings and notes in one line."""
+    counts = {level: sum(each.level == level for each in findings) for level in LEVELS}
+    checks = plural(len({finding.check for finding in findings}), "check")
+    parts = [plural(counts[level], level) for level in reversed(LEVELS[1:]) if counts[level]]
     verdict = "" if counts["warning"] or counts["error"] else "nothing wrong: "
-    return ", ".join([f"{verdict}{checks} check{'s' * (checks != 1)}", *parts])
+    return ", ".join([f"{verdict}{checks}", *parts])

@@ -1,30 +1,37 @@
-"""``hpctrain evaluate`` and ``hpctrain predict``: use what a run has learnt."""
+"""``hpctrain evaluate`` and ``hpctrain predict``: use the model of a run."""
 
 from dataclasses import asdict
-from json import dumps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from hpctrain.cli.options import AsJson, RunFolder, option
-from hpctrain.core.errors import ConfigError
-from hpctrain.core.paths import absolute
+from hpctrain.cli.options import AsJson, Overrides, RunFolder, option, show_json
+from hpctrain.core import paths
+from hpctrain.runtime import tool_ranks
+from hpctrain.train import evaluate as evaluation
+from hpctrain.train import predict as prediction
 
 if TYPE_CHECKING:
     from hpctrain.train.task import Task
 
 Which = Annotated[
-    str, option("WHICH", "last, best (of those that are kept), or its step.", "--checkpoint")
+    str,
+    option(..., "WHICH", "last, best (of the checkpoints that exist), or a step.", "--checkpoint"),
 ]
 Split = Annotated[
-    str, option("test|train|validation", "Samples: validation is what data.validation holds out.")
-]
-Overrides = Annotated[
-    list[str] | None, option("KEY=VALUE", "Replace a value of the run's configuration.", "--set")
+    Literal["test", "train", "validation"],
+    option(
+        ...,
+        "test|train|validation",
+        "Samples; validation: the samples held out by data.validation.",
+    ),
 ]
 
+app = typer.Typer()
 
+
+@app.command()
 def evaluate(
     run: RunFolder,
     *,
@@ -33,13 +40,12 @@ def evaluate(
     overrides: Overrides = None,
     json: AsJson = False,
 ) -> None:
-    """Test what a run has learnt, on all ranks that were started together; trains nothing.
+    """Test the model of a run, on all ranks of the launch.
 
-    The model is the one that the run's own tests judge: with averaged weights, where train.ema
-    is set. Nothing is written.
+    The model is the model that the tests of the run use: with averaged weights if train.ema is
+    set. Nothing is trained or written.
 
-    For instance:
-
+    Examples:
       hpctrain evaluate runs/digits
 
       hpctrain evaluate runs/digits --checkpoint best --set 'test.metric=["accuracy", "f1"]'
@@ -47,42 +53,39 @@ def evaluate(
       hpctrain launch -n 4 hpctrain evaluate runs/digits --set data.args.folder=other-data
     """
     task, source = _built(run, checkpoint, split, overrides)
-    from hpctrain.train.evaluate import evaluate as judged  # noqa: PLC0415
-
-    scores = judged(task)
+    scores = evaluation.evaluate(task)
     if task.comm.rank:
         return
     if json:
-        typer.echo(dumps({"checkpoint": str(source), "split": split, **asdict(scores)}))
+        show_json({"checkpoint": str(source), "split": split, **asdict(scores)})
         return
     typer.echo(f"{source}: {scores.num_samples} samples of {split}, loss {scores.loss:.4f}")
     typer.echo("\n".join(scores.lines(task.metric_name)))
 
 
+@app.command()
 def predict(
     run: RunFolder,
     *,
-    output: Annotated[Path, option("FILE.h5", "What is written.")],
+    output: Path = option(..., "FILE.h5", "File to write; it must not exist."),
     checkpoint: Which = "last",
     split: Split = "test",
     overrides: Overrides = None,
 ) -> None:
-    """Write the model's output for every sample, in their order, on any number of ranks.
+    """Write the model's output for every sample into an HDF5 file.
 
-    FILE.h5 has one data set, output, whose row i is of sample i. It appears whole or not at all,
-    and a file that is there stays. All ranks must see its folder.
+    FILE.h5 has one dataset, output, whose row i belongs to sample i, on any number of ranks. It
+    appears complete or not at all. All ranks must see its directory.
 
-    For instance:
-
+    Examples:
       hpctrain predict runs/digits --output predictions.h5
 
       hpctrain launch -n 4 hpctrain predict runs/digits --output all.h5 --split train
     """
-    file = absolute(output)  # now: modules of the run may change the directory
+    file = paths.absolute(output)  # before modules of the run may change the directory
     task, source = _built(run, checkpoint, split, overrides)
-    from hpctrain.train.predict import predict as written  # noqa: PLC0415
-
-    shape = written(task, file, {"run": str(run), "checkpoint": source.name, "split": split})
+    facts = {"run": str(run), "checkpoint": source.name, "split": split}
+    shape = prediction.predict(task, file, facts)
     if task.comm.rank == 0:
         typer.echo(f"{output}: output {shape} of {source}")
 
@@ -90,9 +93,7 @@ def predict(
 def _built(
     run: Path, checkpoint: str, split: str, overrides: list[str] | None
 ) -> "tuple[Task, Path]":
-    if split not in {"test", "train", "validation"}:
-        raise ConfigError(f"--split must be test, train or validation, got {split!r}")
-    from hpctrain.cli.shared_work import joined  # noqa: PLC0415
-    from hpctrain.train.predict import load_task  # noqa: PLC0415
-
-    return load_task(run, joined(), overrides=overrides or (), which=checkpoint, split=split)
+    comm = tool_ranks.join()
+    return prediction.load_task(
+        run, comm, overrides=overrides or (), which=checkpoint, split=split
+    )

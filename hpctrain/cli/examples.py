@@ -1,30 +1,31 @@
-"""``hpctrain examples``: the files of the examples, which guides name as ``examples/…``."""
+"""``hpctrain examples``: the files that guides name as ``examples/…``."""
 
 from collections.abc import Mapping
 from importlib.metadata import files
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
 from hpctrain.cli.options import argument
-from hpctrain.core.atomic import refusal
+from hpctrain.core import atomic
 from hpctrain.core.errors import ConfigError
 
 FOLDER = Path("examples")
 _INSTALLED = "share/hpctrain/examples/"
 _KINDS = (".py", ".toml", ".md", ".ipynb", ".yml", ".json", ".lua", ".def")
 
+app = typer.Typer()
 
+
+@app.command()
 def examples(
-    folder: Annotated[Path, argument("DIR", "Where they go.", default=True)] = FOLDER,
+    folder: Path = argument("DIR", "Directory to write into.", default=FOLDER, shown=True),
 ) -> None:
-    """Write the examples into a folder, which guides name as examples/.
+    """Write the examples that the manual names into a directory.
 
-    Files that exist are left as they are.
+    Files that exist are not replaced.
 
-    For instance:
-
+    Examples:
       hpctrain examples
 
       hpctrain launch -n 4 hpctrain train examples/digits.toml
@@ -34,9 +35,9 @@ def examples(
 
 
 def write_examples(folder: Path = FOLDER, prefix: str = "") -> list[Path]:
-    """Write the examples whose names begin with ``prefix``, where there is no such file.
+    """Write the examples whose names begin with ``prefix``; do not replace files.
 
-    Raises ``ConfigError``: the folder cannot be written.
+    Raises ``ConfigError``: the directory cannot be written.
     """
     written = []
     try:
@@ -46,13 +47,13 @@ def write_examples(folder: Path = FOLDER, prefix: str = "") -> list[Path]:
                 (folder / name).write_bytes(source.read_bytes())
                 written.append(folder / name)
     except OSError as error:
-        told = refusal(error, "name another one")
-        raise ConfigError(f"{folder} cannot be written: {told}") from None
+        reason = atomic.refusal(error, "name another directory")
+        raise ConfigError(f"{folder} cannot be written: {reason}") from None
     return written
 
 
 def _sources() -> Mapping[str, Path]:
-    """Return the files of the examples by their names, of a clone or of the installed package."""
+    """Return the files of the examples by name, of a clone or of the installed package."""
     clone = Path(__file__).parents[2]
     if (clone / "setup.cfg").exists():
         found = [path for path in (clone / "examples").rglob("*") if path.suffix in _KINDS]

@@ -1,11 +1,11 @@
-"""Options of ``horovodrun`` that ``hpctrain launch`` takes: what each means here, or the way out.
+"""Options of ``horovodrun`` that ``hpctrain launch`` accepts, and remedies for the others.
 
-Those that set a variable of Horovod set ours in its place where there is one.
+An option of a Horovod variable sets the variable of hpctrain if there is one.
 """
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, NamedTuple
 
 import typer
@@ -16,26 +16,26 @@ from hpctrain.core.errors import ConfigError, LaunchError
 PANEL = "Options of horovodrun"
 
 
-class Meant(NamedTuple):
+class Honoured(NamedTuple):
     """An option that sets a variable for the ranks."""
 
     names: str
     variable: str
-    metavar: str = ""  # of its value; a switch has none
+    metavar: str = ""  # of its value; empty for a switch
     value: str = "1"  # of a switch
-    factor: int = 1  # from the unit of the option to that of the variable
-    help: str = ""  # without one it is understood, and not shown
+    factor: int = 1  # from the unit of the option to the unit of the variable
+    help: str = ""  # an option without help is accepted but not shown
 
     def variables(self, given: str) -> dict[str, str]:
-        """Return what the ranks get in their environment."""
+        """Return the environment variables of the ranks; ``given`` is the value."""
         text = given if self.metavar else self.value
         try:
             if self.factor != 1:
                 text = str(int(_number(text) * self.factor))
-            for each in horovod_variables.HONOURED:
-                if each.name == self.variable:
-                    value = each.parse(text)
-                    name = f"HPCTRAIN_{each.setting.upper()}"
+            for known in horovod_variables.HONOURED:
+                if known.name == self.variable:
+                    value = known.parse(text)
+                    name = f"HPCTRAIN_{known.setting.upper()}"
                     return {} if value is None else {name: str(value)}
         except ConfigError as error:
             raise ConfigError(f"{self.names.split()[-1]} {given}: {error}") from None
@@ -43,10 +43,10 @@ class Meant(NamedTuple):
 
 
 class Refused(NamedTuple):
-    """An option that has no meaning here."""
+    """An option that hpctrain refuses."""
 
     names: str
-    way_out: str
+    remedy: str
     num_values: int = 1
 
 
@@ -59,48 +59,59 @@ _NUMBERS = (
     *("autotune-warmup-samples", "autotune-steps-per-sample", "autotune-bayes-opt-max-samples"),
     "autotune-gaussian-process-noise",
 )
-"""Options whose variables have their names."""
+"""Options whose variables are named after them."""
 
 
 def _variable(option: str) -> str:
     return f"HOROVOD_{option.upper().replace('-', '_')}"
 
 
-MEANT = (
-    Meant("--timeline-filename", "HOROVOD_TIMELINE", "FILE", help="Write a timeline of rank 0."),
-    Meant(
+ACCEPTED = (
+    Honoured(
+        "--timeline-filename", "HOROVOD_TIMELINE", "FILE", help="Write a timeline of rank 0."
+    ),
+    Honoured(
         "--timeline-mark-cycles",
         "HOROVOD_TIMELINE_MARK_CYCLES",
         help="Mark cycles in the timeline.",
     ),
-    Meant(
+    Honoured(
         "--fusion-threshold-mb",
         "HOROVOD_FUSION_THRESHOLD",
         "MIB",
         factor=1 << 20,
-        help="Most that small named operations travel in together.",
+        help="Size of the buffer in which small named operations are fused.",
     ),
-    Meant(
+    Honoured(
         "--cycle-time-ms",
         "HOROVOD_CYCLE_TIME",
         "MS",
-        help="Time in which named operations gather.",
+        help="Time in which named operations are collected.",
     ),
-    Meant("--no-stall-check", "HOROVOD_STALL_CHECK_DISABLE", help="Report no stalled operation."),
-    Meant("--stall-check-warning-time-seconds", "HOROVOD_STALL_CHECK_TIME_SECONDS", "S"),
-    Meant("--stall-check-shutdown-time-seconds", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "S"),
-    Meant("--log-level", "HOROVOD_LOG_LEVEL", "LEVEL", help="What the ranks print."),
-    Meant("--reset-limit", "HPCTRAIN_ELASTIC_RESET_LIMIT", "N", help="Of elastic.run."),
-    Meant("--log-without-timestamp --log-hide-timestamp", "HOROVOD_LOG_HIDE_TIME"),
-    Meant("--log-with-timestamp --no-log-hide-timestamp", "HOROVOD_LOG_HIDE_TIME", value="0"),
-    Meant("--autotune-log-file", "HOROVOD_AUTOTUNE_LOG", "FILE"),
+    Honoured(
+        "--no-stall-check", "HOROVOD_STALL_CHECK_DISABLE", help="Do not report stalled operations."
+    ),
+    Honoured("--stall-check-warning-time-seconds", "HOROVOD_STALL_CHECK_TIME_SECONDS", "S"),
+    Honoured("--stall-check-shutdown-time-seconds", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "S"),
+    Honoured(
+        "--log-level", "HOROVOD_LOG_LEVEL", "LEVEL", help="Level of messages that the ranks print."
+    ),
+    Honoured(
+        "--reset-limit",
+        "HPCTRAIN_ELASTIC_RESET_LIMIT",
+        "N",
+        help="Resets that elastic.run allows.",
+    ),
+    Honoured("--log-without-timestamp --log-hide-timestamp", "HOROVOD_LOG_HIDE_TIME"),
+    Honoured("--log-with-timestamp --no-log-hide-timestamp", "HOROVOD_LOG_HIDE_TIME", value="0"),
+    Honoured("--autotune-log-file", "HOROVOD_AUTOTUNE_LOG", "FILE"),
     *(
-        Meant(f"--{no}{name}", _variable(name), value=value)
+        Honoured(f"--{no}{name}", _variable(name), value=value)
         for name in _SWITCHES
         for no, value in (("", "1"), ("no-", "0"))
     ),
-    *(Meant(f"--{name}", _variable(name), "N") for name in _NUMBERS),
-    Meant("--no-timeline-mark-cycles", "HOROVOD_TIMELINE_MARK_CYCLES", value="0"),
+    *(Honoured(f"--{name}", _variable(name), "N") for name in _NUMBERS),
+    Honoured("--no-timeline-mark-cycles", "HOROVOD_TIMELINE_MARK_CYCLES", value="0"),
 )
 
 FULFILLED = {
@@ -110,13 +121,13 @@ FULFILLED = {
     "--stall-check": 0,
     "--start-timeout": 1,
 }
-"""What they ask for is so anyway, or of no account; and how many values they have."""
+"""Options without effect, because hpctrain always does this, and their number of values."""
 
 _FIXED = (
-    "the ranks stay the same from beginning to end: give their number by -np; a lost rank ends "
-    "the job, which goes on from its checkpoint (`hpctrain guide slurm`)"
+    "the number of ranks is fixed by -np; --recover, --spares and --restart continue after a rank "
+    "has died, see `hpctrain guide slurm`"
 )
-_SSH = "write it for these hosts into ~/.ssh/config, where ssh and the launcher find it"
+_SSH = "set it for these hosts in ~/.ssh/config, which ssh and the launcher read"
 
 REFUSED = (
     Refused("--min-np --min-num-proc", _FIXED),
@@ -124,62 +135,47 @@ REFUSED = (
     Refused("--host-discovery-script", _FIXED),
     Refused("--elastic-timeout", _FIXED),
     Refused("--blacklist-cooldown-range", _FIXED, num_values=2),
-    Refused("--slots-per-host", "say how many ranks each host takes by -H a:2,b:2"),
+    Refused("--slots-per-host", "set the ranks of each host by -H a:2,b:2"),
     Refused("-p --ssh-port", _SSH),
     Refused("-i --ssh-identity-file", _SSH),
-    Refused("--output-filename", "give each line its rank by --tag-output, and redirect that"),
+    Refused("--output-filename", "use --tag-output and redirect the output into a file"),
     Refused(
         "-prefix-timestamp --prefix-output-with-timestamp",
-        "leave it out, or say it in the words of your mpirun by --mpi-args",
+        "leave it out, or pass the option of your mpirun by --mpi-args",
         num_values=0,
     ),
     Refused("--tcp", "name the network by --network-interface", num_values=0),
-    Refused("--binding-args", "give mpirun its words by --mpi-args, with --no-bind"),
+    Refused("--binding-args", "pass the options of mpirun by --mpi-args, with --no-bind"),
     Refused("--config-file", "set variables: `hpctrain guide horovod-variables`"),
-    Refused("--jsrun", "start the ranks by jsrun itself: they find each other", num_values=0),
-    Refused("-cb --check-build", "see `hpctrain doctor`", num_values=0),
-    Refused("-v --version", "see `hpctrain --version`", num_values=0),
+    Refused("--jsrun", "start the ranks by jsrun itself instead", num_values=0),
+    Refused("-cb --check-build", "use `hpctrain doctor`", num_values=0),
+    Refused("-v --version", "use `hpctrain --version`", num_values=0),
 )
 
 
-def with_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Let a command of typer take these options too; they come to it as further keywords."""
-    signature = inspect.signature(command, eval_str=True)
-    own = [each for each in signature.parameters.values() if each.kind != each.VAR_KEYWORD]
-    taken = [
-        *(_parameter(m.names, int(bool(m.metavar)), m.metavar, m.help) for m in MEANT),
-        *(_parameter(names, num_values) for names, num_values in FULFILLED.items()),
-        *(_parameter(refused.names, refused.num_values) for refused in REFUSED),
-    ]
-    # typer looks at nothing else.
-    command.__signature__ = signature.replace(  # type: ignore[attr-defined]
-        parameters=[*own, *taken]
-    )
-    return command
-
-
 def variables(given: Mapping[str, Any]) -> dict[str, str]:
-    """Return what the ranks get in their environment, of what the command was called with.
+    """Return the environment variables of the ranks for the options that were ``given``.
 
-    Raises ``LaunchError``: an option has no meaning here; says what to do in its place.
-    ``ConfigError``: a value is not valid.
+    Raises:
+        LaunchError: hpctrain refuses an option; the message has the remedy.
+        ConfigError: a value is not valid.
     """
     asked = {name for name, value in given.items() if value not in (None, False)}
     for refused in REFUSED:
         if _keyword(refused.names) in asked:
             raise LaunchError(
-                f"hpctrain launch has no {refused.names.replace(' ', ', ')} of horovodrun's; "
-                f"{refused.way_out}"
+                f"hpctrain launch has no option {refused.names.replace(' ', ', ')} of horovodrun; "
+                f"{refused.remedy}"
             )
     found: dict[str, str] = {}
-    for meant in MEANT:
-        if _keyword(meant.names) in asked:
-            found |= meant.variables(str(given[_keyword(meant.names)]))
+    for each in ACCEPTED:
+        if _keyword(each.names) in asked:
+            found |= each.variables(str(given[_keyword(each.names)]))
     return found
 
 
 def split(interfaces: Iterable[str]) -> tuple[str, ...]:
-    """Return the network interfaces that were named, with commas or one by one, each once."""
+    """Return the names of network interfaces, which may be separated by commas, each once."""
     named = [name.strip() for words in interfaces for name in words.split(",")]
     return tuple(dict.fromkeys(name for name in named if name))
 
@@ -190,7 +186,7 @@ def _number(text: str) -> float:
     except ValueError:
         number = math.nan
     if not math.isfinite(number):
-        raise ConfigError(f"a number is needed, got {text!r}")
+        raise ConfigError(f"the value must be a finite number, got {text!r}")
     return number
 
 
@@ -207,7 +203,7 @@ def _parameter(
         metavar=metavar or None,
         help=text,
         hidden=not text,
-        show_default=False,
+        show_default="none",
         rich_help_panel=PANEL,
     )
     return inspect.Parameter(
@@ -216,3 +212,14 @@ def _parameter(
         default=None if num_values else False,
         annotation=Annotated[kind, option],
     )
+
+
+PARAMETERS = (
+    *(
+        _parameter(each.names, int(bool(each.metavar)), each.metavar, each.help)
+        for each in ACCEPTED
+    ),
+    *(_parameter(names, num_values) for names, num_values in FULFILLED.items()),
+    *(_parameter(refused.names, refused.num_values) for refused in REFUSED),
+)
+"""The options, for the signature of ``hpctrain launch``."""

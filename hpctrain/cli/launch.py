@@ -1,91 +1,106 @@
 """``hpctrain launch``: start a command on several ranks."""
 
 import shlex
+import socket
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
-from hpctrain.cli.horovodrun import split, variables, with_options
-from hpctrain.cli.options import flag, option
-from hpctrain.cluster.env import STOPPED, WATCHED, scheduler
+from hpctrain.cli import horovodrun
+from hpctrain.cli.options import flag, option, takes
+from hpctrain.cluster import env
+from hpctrain.core import config
 from hpctrain.core.errors import LaunchError
-from hpctrain.launch import mpiexec
-from hpctrain.launch.installed_horovod import without_horovod
-from hpctrain.launch.mpiexec import read_hostfile
-from hpctrain.launch.mpirun import find_mpirun
-from hpctrain.launch.restart import Launch
+from hpctrain.launch import installed_horovod, mpiexec, mpirun, restart
 from hpctrain.launch.stderr import say
+from hpctrain.train import load
 
-CONTEXT_SETTINGS = {"allow_extra_args": True, "allow_interspersed_args": False}
-"""Options end where the command begins: those behind it are the command's own."""
+COMMAND_FOLLOWS = {"allow_extra_args": True, "allow_interspersed_args": False}
+"""Settings of a command whose options end where the user's command begins."""
 
-INTERRUPTED = 130  # exit code after Ctrl-C, as a shell has it
+INTERRUPTED = 130  # exit code after Ctrl-C, as in a shell
+
+app = typer.Typer()
 
 
-@with_options
-def launch(  # noqa: PLR0913 - a command's options
-    ctx: typer.Context,
-    *,
-    num_ranks: Annotated[int, option("N", "How many ranks.", "-n", "-np", "--ranks", min=1)],
-    nodes: Annotated[int | None, option("N", "Declare so many nodes on this host.", min=1)] = None,
-    hosts: Annotated[
-        str | None, option("a:2,b:2", "Real hosts with their ranks.", "--hosts", "-H")
-    ] = None,
-    hostfile: Annotated[
-        Path | None,
-        option("FILE", "The same, a line `host slots=2` each.", "--hostfile", "-hostfile"),
-    ] = None,
-    network_interface: Annotated[
-        list[str] | None,
-        option(
-            "eth0",
-            "Network between the hosts; MPI chooses.",
-            "--network-interface",
-            "--network-interfaces",
-        ),
-    ] = None,
-    mpirun: Annotated[str | None, option("PATH", "The launcher to use.")] = None,
-    timeout: Annotated[float | None, option("S", "End all ranks after so many seconds.")] = None,
-    recover: Annotated[
-        bool, flag("Go on without ranks that die (elastic.run, hpctrain train).", "--recover")
-    ] = False,
-    spares: Annotated[
-        int,
-        option("K", "So many more ranks wait to replace those that die.", "--spares", min=0),
-    ] = 0,
-    restart: Annotated[
-        int, option("N", "Start again up to N times when it fails.", "--restart", min=0)
-    ] = 0,
-    tag_output: Annotated[bool, flag("Each line names its rank.", "--tag-output")] = False,
-    no_bind: Annotated[bool, flag("Tie no rank to a core.", "--no-bind")] = False,
-    mpi_args: Annotated[
-        str | None, option("WORDS", "More words for this mpirun.", "--mpi-args")
-    ] = None,
-    verbose: Annotated[bool, flag("Print the mpirun line.", "--verbose")] = False,
-    dry_run: Annotated[
-        bool, flag("Print the mpirun line and start nothing.", "--dry-run")
-    ] = False,
-    **of_horovodrun: Any,
-) -> None:
-    """Start a command on several ranks with the mpirun that fits this installation.
+@dataclass(frozen=True, kw_only=True)
+class LaunchOptions:
+    """Arguments and options of ``hpctrain launch``."""
 
-    Behind the options comes the command: `python x.py`, `x.py`, `hpctrain ...`, any program.
+    ctx: typer.Context
+    num_ranks: int = option(..., "N", "Number of ranks.", "-n", "-np", "--ranks", min=1)
+    nodes: int | None = option(
+        None, "N", "Divide the ranks of this host into N nodes, for tests.", shown="1", min=1
+    )
+    hosts: str | None = option(
+        None, "a:2,b:2", "Hosts with their ranks.", "--hosts", "-H", shown="this host, or the job"
+    )
+    hostfile: Path | None = option(
+        None, "FILE", "File with a line `host slots=2` for each host.", "--hostfile", "-hostfile"
+    )
+    network_interface: list[str] | None = option(
+        None,
+        "eth0",
+        "Network interface between the hosts; may be repeated.",
+        "--network-interface",
+        "--network-interfaces",
+        shown="chosen by MPI",
+    )
+    mpirun: str | None = option(None, "PATH", "Launcher.", shown="the mpirun of this installation")
+    timeout: float | None = option(None, "S", "End all ranks after S seconds.", shown="no limit")
+    recover: bool = flag(
+        "Continue without ranks that die (elastic.run, hpctrain train).", "--recover"
+    )
+    spares: int = option(
+        0, "K", "Start K more ranks that replace ranks that die.", "--spares", min=0
+    )
+    restart: int = option(0, "N", "Start again up to N times after a failure.", "--restart", min=0)
+    tag_output: bool = flag("Prefix each line with its rank.", "--tag-output")
+    no_bind: bool = flag("Do not bind ranks to cores.", "--no-bind")
+    mpi_args: str | None = option(None, "WORDS", "More arguments for mpirun.", "--mpi-args")
+    verbose: bool = flag("Print the mpirun command line.", "--verbose")
+    dry_run: bool = flag("Print the mpirun command line and start nothing.", "--dry-run")
 
-    The options of `horovodrun` are understood too. The ranks also find what torchrun sets (RANK,
-    WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, ...), so a script for torch.distributed runs unchanged.
+    def of_mpirun(self, hosts: str | None, variables: dict[str, str]) -> "mpiexec.Options":
+        """Return the options of mpirun for a launch on ``hosts``."""
+        is_allocated = bool(env.scheduler())
+        watched = {env.WATCHED: "1"} if self.restart else {}
+        return mpiexec.Options(
+            binding="none" if self.no_bind else "auto",
+            tag_output=self.tag_output,
+            recover=self.recover,
+            spares=self.spares,
+            allocated=is_allocated,
+            interfaces=horovodrun.split(self.network_interface or []),
+            variables=mpiexec.rendezvous(hosts, allocated=is_allocated) | variables | watched,
+            extra=tuple(shlex.split(self.mpi_args or "")),
+        )
 
-    One rank's death ends all ranks; under --recover those that are left go on from the last
-    commit of hpctrain.elastic, or checkpoint of hpctrain train. The exit code is the command's,
-    124 after --timeout, 87 after a rank was killed; 85 is a run that has stopped and wants to
-    continue.
 
-    Under --recover --spares K so many more ranks wait, and take the place of those that die, in
-    elastic.run and hpctrain train: they keep their size.
+@app.command(context_settings=COMMAND_FOLLOWS)
+@takes(LaunchOptions, *horovodrun.PARAMETERS)
+def launch(asked: LaunchOptions, **of_horovodrun: Any) -> None:
+    """Start a command on several ranks, with the mpirun of this installation.
 
-    Under --restart N a command that fails is started again, up to N times, of --hosts on those
-    where a program can still be started; hpctrain train goes on from its last checkpoint.
+    The command follows the options: `python x.py`, `x.py`, `hpctrain ...`, any program.
+
+    The options of `horovodrun` are accepted too. The ranks also get the variables of torchrun
+    (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, ...): a script for torch.distributed runs
+    unchanged.
+
+    The death of one rank ends all ranks; with --recover the other ranks continue from the last
+    commit of hpctrain.elastic, or the last checkpoint of hpctrain train. The exit code is the exit
+    code of the command; 124 after --timeout; 87 if a rank was killed; 85 if the run has saved its
+    state and can be continued.
+
+    With --recover --spares K, K more ranks wait and replace ranks that die, in elastic.run and
+    hpctrain train: the number of working ranks stays the same.
+
+    With --restart N a failed command is started again, up to N times, on the hosts of --hosts that
+    still start a program; hpctrain train continues from its last checkpoint.
 
     Examples:
       hpctrain launch -n 4 python train.py --epochs 3
@@ -96,77 +111,72 @@ def launch(  # noqa: PLR0913 - a command's options
 
       hpctrain launch -np 8 --hostfile hosts --network-interface eth0 train.py
 
-      hpctrain launch -n 4 --recover hpctrain train digits.toml
-
       hpctrain launch -n 4 --recover --spares 1 hpctrain train digits.toml
 
       hpctrain launch -n 4 --hosts a:2,b:2 --restart 3 hpctrain train digits.toml
 
       hpctrain launch -n 4 --dry-run python train.py
     """
-    if hosts and hostfile:
+    hosts, words = asked.hosts, asked.ctx.args
+    if hosts and asked.hostfile:
         raise LaunchError(
-            f"hosts come from one place, got --hosts {hosts} and --hostfile {hostfile}; "
+            f"hosts must be given once, got --hosts {hosts} and --hostfile {asked.hostfile}; "
             "leave one out"
         )
-    if hostfile:
-        hosts = read_hostfile(hostfile)
-    check_configuration(ctx.args)
-    found = find_mpirun(mpirun)
-    allocated = bool(scheduler())
-
-    def options(hosts: str | None) -> mpiexec.Options:
-        given = variables(of_horovodrun) | ({WATCHED: "1"} if restart else {})
-        return mpiexec.Options(
-            binding="none" if no_bind else "auto",
-            tag_output=tag_output,
-            recover=recover,
-            spares=spares,
-            allocated=allocated,
-            interfaces=split(network_interface or []),
-            variables=mpiexec.rendezvous(hosts, allocated=allocated) | given,
-            extra=tuple(shlex.split(mpi_args or "")),
-        )
-
-    started = Launch(
-        words=ctx.args,
-        num_ranks=num_ranks,
-        mpirun=found,
-        nodes=nodes,
+    if asked.hostfile:
+        hosts = mpiexec.read_hostfile(asked.hostfile)
+    check_configuration(words)
+    variables = horovodrun.variables(of_horovodrun)
+    started = restart.Launch(
+        words=words,
+        num_ranks=asked.num_ranks,
+        mpirun=mpirun.find_mpirun(asked.mpirun),
+        nodes=asked.nodes,
         hosts=hosts,
-        options=options,
+        options=lambda hosts: asked.of_mpirun(hosts, variables),
     )
     line = shlex.join(started.line())
-    if told := without_horovod(ctx.args):
-        say(told)
-    if dry_run:
+    if note := installed_horovod.without_horovod(words):
+        say(note)
+    if asked.dry_run:
         typer.echo(line)
         return
-    if verbose:
+    if asked.verbose:
         say(line)
     try:
-        code = started.run(restarts=restart, timeout_s=timeout)
+        code = started.run(restarts=asked.restart, timeout_s=asked.timeout)
     except KeyboardInterrupt:
         code = INTERRUPTED
-    if code == STOPPED:
-        say(
-            f"the ranks have stopped with code {STOPPED} and saved their state; the same command "
-            f"continues, `hpctrain train` with --resume"
-        )
+    explain(code, words, hosts or "")
     raise typer.Exit(code)
 
 
-def check_configuration(words: Sequence[str]) -> None:
-    """Read the configuration of an ``hpctrain train`` that is to be started, once for all ranks.
+def explain(code: int, words: Sequence[str], hosts: str) -> None:
+    """Print a note about the end of a launch where the ranks print none."""
+    if code == env.STOPPED and [*words[:2]] != ["hpctrain", "train"]:  # which reports its stop
+        say(
+            f"the ranks have stopped with code {code} and saved their state; the same command "
+            f"continues"
+        )
+    for entry in hosts.split(",") if code not in (0, env.STOPPED, INTERRUPTED) and hosts else ():
+        host = entry.partition(":")[0]
+        try:
+            socket.getaddrinfo(host, None)
+        except OSError:
+            say(
+                f"every host of --hosts must have an address, but {host} is unknown here; correct "
+                f"the name, or define it in /etc/hosts or ~/.ssh/config"
+            )
 
-    Raises ``ConfigError``: it, or what replaces its values, is wrong.
+
+def check_configuration(words: Sequence[str]) -> None:
+    """Read the configuration of an ``hpctrain train`` once, before any rank starts.
+
+    Raises ``ConfigError``: the file or an override of ``--set`` is not valid.
     """
     rest = list(words[2:])
     if [*words[:2]] != ["hpctrain", "train"] or {"--init", "--explain", "--help", "-h"} & {*rest}:
         return
-    from hpctrain.core.config import given  # noqa: PLC0415
-    from hpctrain.train.load import load  # noqa: PLC0415
-
     overrides, files = [], []
     while rest:
         name, mark, value = rest.pop(0).partition("=")
@@ -176,4 +186,4 @@ def check_configuration(words: Sequence[str]) -> None:
         elif not name.startswith("-"):
             files.append(f"{name}{mark}{value}")
     if len(files) == 1:
-        load(Path(files[0]), overrides, given())
+        load.load(Path(files[0]), overrides, config.given())

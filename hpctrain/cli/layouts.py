@@ -1,135 +1,187 @@
-"""The part of ``hpctrain plan`` that lays a model larger than a rank over ranks."""
+"""The part of ``hpctrain plan`` that divides a model larger than a GPU among ranks."""
 
 import math
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
+from hpctrain.cli.options import AsJson, option, show_json
+from hpctrain.core import target
 from hpctrain.core.errors import ConfigError
-from hpctrain.core.units import format_seconds
+from hpctrain.core.units import format_seconds, parse_bytes, parse_number
+from hpctrain.cost import layout_search, transformer
+from hpctrain.cost import machine as machines
+from hpctrain.train import console
+from hpctrain.train import model as models
 
 if TYPE_CHECKING:
     from hpctrain.cost.layout_search import LayoutAdvice, LayoutChoice
     from hpctrain.cost.machine import Machine
     from hpctrain.cost.transformer import Transformer
 
-BATCH_OF_RANK = 8  # samples, where nobody says how many a step takes
+BATCH_OF_RANK = 8  # samples of a step for each rank, without --batch
 SIZES = ("layers", "hidden", "heads", "sequence", "vocabulary")
-GOAL = (
-    *("run", "samples", "samples_per_s", "rank_batch", "target_loss", "noise_scale"),
-    *("gradient_norms", "deadline", "codec"),
-)
-BOTH = ("machine", "parameters", "batch", "max_local_steps", "as_json")
-"""Options of a goal, and those that say nothing of what is asked."""
 
 
-def asks_for_layouts(asked: dict[str, Any]) -> bool:
-    """Say what options of ``hpctrain plan`` ask for; ``ConfigError``: for both, or for nothing."""
-    given = {name for name, value in asked.items() if value is not None}
-    goal, layout = given & {*GOAL}, given - {*GOAL, *BOTH}
-    names = [f"--{name.replace('_', '-')}" for name in (*sorted(goal - {"run"}), *sorted(layout))]
-    names = ["a run directory"] * ("run" in goal) + names
-    if bool(goal) == bool(layout) and (goal or "parameters" not in given):
-        raise ConfigError(
-            f"a plan is for a goal (a run directory, or --samples) or for a layout (--params or "
-            f"--model on --nodes), got {', '.join(names) or 'neither'}; ask for one"
-        )
-    return not goal
+def _fixed(text: str) -> tuple[str, int | str]:
+    name, _, value = text.partition("=")
+    return name, int(value) if value.isdecimal() else value
 
 
-def plan_layouts(asked: dict[str, Any], *, as_json: bool) -> None:
-    """Print the fastest layouts of a model; ``asked`` has the options of the command by name."""
-    from hpctrain.cost.layout_search import LayoutRules, best_layouts  # noqa: PLC0415
+def _layout(metavar: str, text: str, *names: str, **settings: Any) -> Any:
+    return option(None, metavar, text, *names, rich_help_panel="Layouts", **settings)
 
-    names = [name for name, _ in asked["fix"] or ()]
-    if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
-        raise ConfigError(
-            f"--fix settles a name once, got {', '.join(twice)} twice; leave one out"
-        )
-    if (memory := asked["memory"]) is not None and memory < 2**20:
-        raise ConfigError(
-            f"--memory of a GPU is a number with a unit, at least 1 MiB, got {memory} bytes; say "
-            f"{memory}GB"
-        )
-    machine = _machine(asked)
-    model, guessed = _model(asked)
-    rules = LayoutRules(
-        batch=asked["batch"] or BATCH_OF_RANK * machine.num_ranks,
-        fixed=dict(asked["fix"] or ()),
-        tp_across_nodes=bool(asked["tp_across_nodes"]),
+
+@dataclass(frozen=True, kw_only=True)
+class SharedOptions:
+    """Options of ``hpctrain plan`` for goals and for layouts."""
+
+    machine: Path | None = option(
+        None, "FILE", "Machine as TOML: hpctrain guide plan.", "--machine"
     )
-    advice = best_layouts(machine, model, rules)
-    if as_json:
-        import json  # noqa: PLC0415
+    parameters: float | None = option(
+        None,
+        "N",
+        "Parameters of the model, such as 25.6M or 7e9.",
+        "--parameters",
+        "--params",
+        parser=parse_number,
+        shown="of the run or the model",
+    )
+    batch: int | None = option(
+        None, "N", "Samples of a step, over all ranks.", shown="of the run", min=1
+    )
+    as_json: AsJson = False
 
-        typer.echo(json.dumps(_as_dict(advice, machine, model, rules.batch), indent=1))
+
+@dataclass(frozen=True, kw_only=True)
+class LayoutOptions(SharedOptions):
+    """Options of ``hpctrain plan`` for a layout."""
+
+    nodes: int | None = _layout("N", "Nodes.", shown="of the machine file", min=1)
+    gpus_per_node: int | None = _layout(
+        "N", "GPUs of each node, one rank each.", shown="of the machine file", min=1
+    )
+    memory: int | None = _layout("40GB", "Memory of a GPU.", parser=parse_bytes, shown="80 GB")
+    flops: float | None = _layout(
+        "150T",
+        "Floating-point operations per second that a GPU reaches.",
+        parser=parse_number,
+        shown="of the machine file, 150T",
+    )
+    model: str | None = _layout(
+        "MODULE:FUNCTION", "Function that builds the model; only its sizes are used."
+    )
+    layers: int | None = _layout("N", "Layers.", shown="from N", min=1)
+    hidden: int | None = _layout("N", "Hidden size.", shown="from N", min=1)
+    heads: int | None = _layout("N", "Attention heads.", shown="from --hidden", min=1)
+    sequence: int | None = _layout("N", "Tokens of a sample.", shown="2048", min=1)
+    vocabulary: int | None = _layout("N", "Tokens of the vocabulary.", shown="51200", min=1)
+    fused_attention: bool | None = _layout(
+        "", "Attention does not store its scores.", "--fused-attention", shown="off"
+    )
+    fix: list[Any] | None = _layout(
+        "tp=8",
+        "Fix tp, pp, dp, cp, zero, micro_batch, recompute, virtual or schedule; may be repeated.",
+        parser=_fixed,
+    )
+    tp_across_nodes: bool | None = _layout(
+        "", "Allow tp groups that span nodes.", "--tp-across-nodes", shown="off"
+    )
+
+    def of_machine(self) -> "Machine":
+        """Return the machine of the file, or the assumed one, with the options that were given."""
+        given: dict[str, Any] = {
+            "nodes": self.nodes,
+            "ranks_per_node": self.gpus_per_node,
+            "flops_per_s": self.flops,
+            "memory_bytes": self.memory,
+        }
+        if self.machine is not None:
+            machine = machines.Machine.read(self.machine)
+        elif self.nodes is None or self.gpus_per_node is None:
+            raise ConfigError(
+                f"a layout must have nodes with GPUs, got {self.nodes or 'no'} nodes with "
+                f"{self.gpus_per_node or 'no'} GPUs; give --nodes and --gpus-per-node, or "
+                f"--machine with a file"
+            )
+        else:  # NVLink and InfiniBand
+            node, network = machines.Link(3e-6, 250e9), machines.Link(5e-6, 25e9)
+            nics = max(1, self.gpus_per_node // 2)
+            machine = machines.Machine(node=node, network=network, nics=nics)
+        changes = {name: value for name, value in given.items() if value is not None}
+        return replace(machine, **changes)
+
+    def of_model(self) -> tuple["Transformer", list[str]]:
+        """Return the model, and the names of assumed sizes."""
+        found: dict[str, Any] = {}
+        if self.model is not None:
+            target.make_importable(Path.cwd())
+            found = models.sizes_of(self.model)
+        names = (*SIZES, "parameters", "fused_attention")
+        given = {name: getattr(self, name) for name in names}
+        found |= {name: value for name, value in given.items() if value is not None}
+        guessed = [name for name in names[:-1] if name not in found]
+        unseen = [f"--{name}" for name in ("layers", "hidden", "heads") if name in guessed]
+        if self.model is not None and unseen:
+            raise ConfigError(
+                f"a layout must have the sizes of the model, which {self.model} does not show "
+                f"completely; give {', '.join(unseen)} too"
+            )
+        return transformer.Transformer.of(**found), guessed
+
+    def of_fixed(self) -> dict[str, int | str]:
+        """Return the values of ``--fix`` by name."""
+        names = [name for name, _ in self.fix or ()]
+        if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
+            raise ConfigError(
+                f"--fix must give a name once, got {', '.join(twice)} twice; leave one out"
+            )
+        return dict(self.fix or ())
+
+
+def plan_layouts(asked: LayoutOptions) -> None:
+    """Print the fastest layouts of a model."""
+    fixed = asked.of_fixed()
+    if asked.memory is not None and asked.memory < 2**20:
+        raise ConfigError(
+            f"--memory must be at least 1 MiB, got {asked.memory} bytes; say {asked.memory}GB"
+        )
+    machine = asked.of_machine()
+    model, guessed = asked.of_model()
+    rules = layout_search.LayoutRules(
+        batch=asked.batch or BATCH_OF_RANK * machine.num_ranks,
+        fixed=fixed,
+        tp_across_nodes=bool(asked.tp_across_nodes),
+    )
+    advice = layout_search.best_layouts(machine, model, rules)
+    if asked.as_json:
+        show_json(_as_dict(advice, machine, model, rules.batch))
         return
     sizes = ", ".join(f"{name} {getattr(model, name)}" for name in SIZES)
-    where = "" if asked["machine"] else "; assumed, a file for --machine says better"
+    where = "" if asked.machine else "; assumed: --machine FILE sets them"
     typer.echo(
         f"model    {model.parameters:,.0f} parameters: {sizes}"
         f"{'; assumed: ' * bool(guessed)}{', '.join(guessed)}\n"
         f"state    {_size(model.state_bytes * model.parameters)}: {model.state_bytes:g} bytes per "
         f"parameter (itself {model.parameter_bytes:g}, gradient {model.gradient_bytes:g}, "
         f"optimizer {model.optimizer_bytes:g})\n"
-        f"machine  {machine.nodes} x {machine.ranks_per_node} GPUs of "
-        f"{_size(machine.memory_bytes)}, {_size(rules.limit(machine))} of it for modelled bytes, "
-        f"{machine.flops_per_s / 1e12:.4g} Tflop/s reached\n"
-        f"links    {machine.node.bytes_per_s / 1e9:.4g} GB/s from GPU to GPU inside a node, "
+        f"machine  {machine.nodes} x {machine.ranks_per_node} GPUs with "
+        f"{_size(machine.memory_bytes)}, of which {_size(rules.limit(machine))} for the items "
+        f"below, {machine.flops_per_s / 1e12:.4g} Tflop/s reached\n"
+        f"links    {machine.node.bytes_per_s / 1e9:.4g} GB/s between GPUs of a node, "
         f"{machine.nics} x {machine.network.bytes_per_s / 1e9:.4g} GB/s between nodes{where}\n"
-        f"batch    {rules.batch} samples{'' if asked['batch'] else ', assumed: --batch'}\n"
+        f"batch    {rules.batch} samples{'' if asked.batch else ', assumed: --batch sets it'}\n"
     )
     _show(advice, machine, rules.batch)
-
-
-def _machine(asked: dict[str, Any]) -> "Machine":
-    from hpctrain.cost.machine import Link, Machine  # noqa: PLC0415
-
-    nodes, local = asked["nodes"], asked["gpus_per_node"]
-    given = {"nodes": nodes, "ranks_per_node": local, "flops_per_s": asked["flops"]}
-    given |= {"memory_bytes": asked["memory"]}
-    if asked["machine"] is not None:
-        machine = Machine.read(asked["machine"])
-    elif nodes is None or local is None:
-        raise ConfigError(
-            f"a layout is for nodes with GPUs, got {nodes or 'no'} nodes with {local or 'no'} "
-            f"GPUs; give --nodes and --gpus-per-node, or --machine with a file"
-        )
-    else:  # as machines with NVLink and InfiniBand are
-        nics = max(1, local // 2)
-        machine = Machine(node=Link(3e-6, 250e9), network=Link(5e-6, 25e9), nics=nics)
-    return replace(machine, **{name: value for name, value in given.items() if value is not None})
-
-
-def _model(asked: dict[str, Any]) -> tuple["Transformer", list[str]]:
-    """Return the model, and the names of sizes that nobody has given."""
-    from hpctrain.cost.transformer import Transformer  # noqa: PLC0415
-
-    found: dict[str, Any] = {}
-    if asked["model"] is not None:
-        from hpctrain.core.target import make_importable  # noqa: PLC0415
-        from hpctrain.train.model import sizes_of  # noqa: PLC0415
-
-        make_importable(Path.cwd())
-        found = sizes_of(asked["model"])
-    names = (*SIZES, "parameters", "fused_attention")
-    found |= {name: asked[name] for name in names if asked[name] is not None}
-    guessed = [name for name in names[:-1] if name not in found]
-    unseen = [f"--{name}" for name in ("layers", "hidden", "heads") if name in guessed]
-    if asked["model"] is not None and unseen:
-        raise ConfigError(
-            f"a model is laid out by its sizes, of which {asked['model']} does not show all; give "
-            f"{', '.join(unseen)} too"
-        )
-    return Transformer.of(**found), guessed
 
 
 def _as_dict(
     advice: "LayoutAdvice", machine: "Machine", model: "Transformer", batch: int
 ) -> dict[str, Any]:
-    def told(one: "LayoutChoice") -> dict[str, Any]:
+    def described(one: "LayoutChoice") -> dict[str, Any]:
         found: dict[str, Any] = {"memory_bytes": one.memory, "terms_s": one.terms}
         found = {name: each._asdict() for name, each in (found | {"load": one.load}).items()}
         totals = {"rank_bytes": sum(one.memory), "step_s": sum(one.terms), "bubble": one.bubble}
@@ -141,14 +193,12 @@ def _as_dict(
         "model": asdict(model) | {"state_bytes": model.state_bytes * model.parameters},
         "machine": finite,
         "batch": batch,
-        "best": [told(one) for one in advice.best],
+        "best": [described(one) for one in advice.best],
     } | {name: getattr(advice, name) for name in counts}
 
 
 def _show(advice: "LayoutAdvice", machine: "Machine", batch: int) -> None:
-    from hpctrain.train.console import figures, make_console  # noqa: PLC0415
-
-    console = make_console(shown=True)
+    screen, figures = console.make_console(shown=True), console.figures
     plans, fills, times = [], [], []
     for number, one in enumerate(advice.best, 1):
         layout, total_s = one.layout, sum(one.terms)
@@ -163,25 +213,25 @@ def _show(advice: "LayoutAdvice", machine: "Machine", batch: int) -> None:
         rate = one.terms.compute_s / total_s * machine.flops_per_s
         shares = (f"{each / total_s:.1%}" if each else "" for each in one.terms)
         times.append((str(number), *shares, f"{rate / 1e12:.3g}"))
-    title = "the best layouts, predicted; bytes through a link in a node and a card between nodes"
+    title = "the best layouts, predicted; bytes per link in a node and per adapter between nodes"
     heads = ("", "tp", "pp", "dp", "cp", "zero", "batches", "recompute", "bubble")
     parts = (name.removesuffix("_s") for name in advice.best[0].terms._fields)
-    console.print(figures(title, (*heads, "in node", "between", "step"), plans))
-    memory = ("", *advice.best[0].memory._fields, "in all")
-    console.print(figures("memory of the fullest rank", memory, fills))
-    console.print(figures("where the time of a step goes", ("", *parts, "Tflop/s"), times))
-    orders = "pp: ranks x stages of each; z: schedule zero_bubble, else one forward, one backward"
+    screen.print(figures(title, (*heads, "in node", "between", "step"), plans))
+    memory = ("", *advice.best[0].memory._fields, "total")
+    screen.print(figures("memory of the fullest rank", memory, fills))
+    screen.print(figures("shares of the time of a step", ("", *parts, "Tflop/s"), times))
+    orders = "pp: ranks x stages of each; z: schedule zero_bubble, else 1F1B"
     lines = [orders] * any(one.layout.pp > 1 for one in advice.best)
-    lines += [f"why the other layouts lost, of {advice.num_layouts}:"]
+    lines += [f"why the other layouts of {advice.num_layouts} are slower or impossible:"]
     lines += [f"{number:8}  {reason}" for reason, number in advice.lost.items()]
     if advice.broken:
-        lines += [f"and of {advice.num_meshes} ways to divide {machine.num_ranks} ranks:"]
+        lines += [f"and of {advice.num_meshes} divisions of {machine.num_ranks} ranks:"]
         lines += [f"{number:8}  {rule}" for rule, number in advice.broken.items()]
-    console.print("\n".join(lines), soft_wrap=True)
+    screen.print("\n".join(lines), soft_wrap=True)
 
 
 def _size(num_bytes: float) -> str:
-    """Write bytes in decimal units, in which the papers count."""
+    """Format bytes in decimal units, as publications do."""
     for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if num_bytes >= 0.9995 * size:
             return f"{num_bytes / size:.3g} {unit}"

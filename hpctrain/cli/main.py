@@ -1,34 +1,19 @@
-"""The command ``hpctrain``. Commands load what is heavy only when they run."""
+"""The command ``hpctrain``: the table of its commands, and the exit codes of errors."""
 
+import importlib
+import inspect
 import platform
 import sys
 import time
 import traceback
 from contextlib import suppress
-from typing import Annotated
+from typing import Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from hpctrain import __version__
-from hpctrain.cli.bench import bench
-from hpctrain.cli.checkpoint import checkpoint
-from hpctrain.cli.data import data
-from hpctrain.cli.doctor import doctor
-from hpctrain.cli.evaluate import evaluate, predict
-from hpctrain.cli.examples import examples
-from hpctrain.cli.guide import guide
-from hpctrain.cli.horovod import horovod
-from hpctrain.cli.launch import CONTEXT_SETTINGS, launch
-from hpctrain.cli.options import flag, unwrap_help
-from hpctrain.cli.plan import plan
-from hpctrain.cli.results import compare, plot, report, runs
-from hpctrain.cli.shim import CONTEXT_SETTINGS as SHIM_SETTINGS
-from hpctrain.cli.shim import ShimCommand, shim
-from hpctrain.cli.status import status
-from hpctrain.cli.study import study
-from hpctrain.cli.submit import SubmitCommand, submit
-from hpctrain.cli.top import top
-from hpctrain.cli.train import train
+from hpctrain.cli.options import FAILED, flag
 from hpctrain.core.errors import (
     HpctrainError,
     LaunchError,
@@ -36,12 +21,46 @@ from hpctrain.core.errors import (
     NotFiniteError,
     ReplicaError,
 )
+from hpctrain.core.lazy import postponed
+
+with postponed("hpctrain", "hpctrain.cli"):
+    from hpctrain.cluster import env
+    from hpctrain.core import user_error
+    from hpctrain.launch import pmi
 
 USAGE_ERROR = 2
-ROOT_SPEAKS_S = 2.0  # time in which rank 0's error ends the job, so that no other rank repeats it
+ROOT_SPEAKS_S = 2.0  # rank 0 reports an error within this time; the other ranks then stay silent
+
+COMMANDS = {
+    "train": ("train", "Train the model that a TOML file describes, on all ranks of the launch."),
+    "evaluate": ("evaluate", "Test the model of a run, on all ranks of the launch."),
+    "predict": ("evaluate", "Write the model's output for every sample into an HDF5 file."),
+    "launch": (
+        "launch",
+        "Start a command on several ranks, with the mpirun of this installation.",
+    ),
+    "shim": ("shim", "Run a script that imports Horovod, unchanged, on hpctrain."),
+    "submit": ("submit", "Write a batch script for Slurm, check it and submit it."),
+    "status": ("status", "Print the state of a run: waiting, running, stopped or finished."),
+    "top": ("top", "Watch a running job: steps, loss, speed, slow ranks, time left."),
+    "plot": ("results", "Draw runs as a figure: loss, metrics, learning rate, speed, times."),
+    "report": ("results", "Write an HTML page about runs that needs no other file."),
+    "compare": ("results", "Compare runs: results, speed, configuration, environment."),
+    "runs": ("results", "List the runs in a directory: state, step, loss, metric, ranks, start."),
+    "study": ("study", "Measure how a training scales, and report the measurements."),
+    "bench": ("bench", "Measure operations, or fit the figures of a machine to measurements."),
+    "plan": ("plan", "Predict the fastest setup for a goal, or for a model larger than a GPU."),
+    "data": ("data", "Create, inspect, check, repair and change sharded HDF5 data sets."),
+    "checkpoint": ("checkpoint", "Inspect, check, compare and export the checkpoints of a run."),
+    "horovod": ("horovod", "Build Horovod itself, as an engine that hpctrain can run on."),
+    "doctor": ("doctor", "Find faults of this machine, job or launch, and print remedies."),
+    "guide": ("guide", "Show a page of the manual, or list its topics."),
+    "examples": ("examples", "Write the examples that the manual names into a directory."),
+}
+"""Module and summary of each command; the summary is the first line of its help."""
 
 EXAMPLES = """
-For instance:
+Examples:
 
   hpctrain train my.toml --init        write a file with every key
 
@@ -53,126 +72,121 @@ For instance:
 
   hpctrain launch -n 4 hpctrain shim horovod_script.py
 
-  hpctrain launch -n 4 hpctrain bench allreduce --peers
-
-  hpctrain evaluate runs/digits        test what a run has learnt
-
-  hpctrain predict runs/digits --output predictions.h5
-
-  hpctrain plan runs/digits --machine machine.toml --target-loss 0.1
-
-  hpctrain plan --params 70e9 --nodes 16 --gpus-per-node 8
-
   hpctrain submit my.toml --nodes 2 --tasks 2 --time 30min
 
-  hpctrain top runs/digits             a job at work, rank by rank
-
-  hpctrain report runs/a runs/b        curves, differences, ranks: a page
-
-  hpctrain study run strong.toml       how a training scales, measured
-
-  hpctrain doctor                      what is wrong with this machine or job
+  hpctrain top runs/digits
 
   hpctrain data pack photos/ data/train
 
-  hpctrain data verify data/train
+  hpctrain doctor
 
-  hpctrain checkpoint verify runs/digits
+  hpctrain guide start
 
-  hpctrain horovod build               Horovod itself, for HPCTRAIN_ENGINE=horovod
-
-  hpctrain guide data                  the manual, by topic
-
-  hpctrain examples                    the files that the manual names as examples/
+hpctrain COMMAND --help describes a command, with examples.
 """
 
+
+class Command(TyperCommand):
+    """A command whose module is loaded when the command or its help is asked for."""
+
+    def __init__(self, name: str) -> None:
+        module, summary = COMMANDS[name]
+        super().__init__(name, help=summary)
+        self._module = f"hpctrain.cli.{module}"
+
+    def loaded(self) -> Any:
+        """Load the module; return the command that it defines."""
+        with postponed("hpctrain", "hpctrain.cli"):
+            its_app = importlib.import_module(self._module).app
+        found: Any = typer.main.get_command(its_app)
+        found = getattr(found, "commands", {}).get(self.name, found)
+        for each in (found, *getattr(found, "commands", {}).values()):
+            each.help = _unwrapped(each.help or "")
+        return found
+
+    def make_context(self, info_name: Any, args: Any, parent: Any = None, **extra: Any) -> Any:
+        """Parse the arguments of the command."""
+        return self.loaded().make_context(info_name, args, parent, **extra)
+
+
+def _unwrapped(text: str) -> str:
+    """Join the lines of each paragraph: typer keeps line breaks. Indented text is kept."""
+    paragraphs = inspect.cleandoc(text).split("\n\n")
+    return "\n\n".join(
+        each if "\n " in f"\n{each}" else each.replace("\n", " ") for each in paragraphs
+    )
+
+
+class Commands(TyperGroup):
+    """The commands by name, none of them loaded."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings | {"commands": {name: Command(name) for name in COMMANDS}})
+
+
 app = typer.Typer(
+    cls=Commands,
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
     epilog=EXAMPLES,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(train)
-app.command()(evaluate)
-app.command()(predict)
-app.command(context_settings=CONTEXT_SETTINGS)(launch)
-app.command(cls=ShimCommand, context_settings=SHIM_SETTINGS)(shim)
-app.command(cls=SubmitCommand)(submit)
-app.command()(status)
-app.command()(top)
-for command in (plot, report, compare, runs):
-    app.command()(command)
-app.add_typer(study)
-app.add_typer(bench)
-app.command()(plan)
-app.add_typer(data)
-app.add_typer(checkpoint)
-app.add_typer(horovod)
-app.command()(doctor)
-app.command()(guide)
-app.command()(examples)
-unwrap_help(app)
 
 
 @app.callback(invoke_without_command=True)
 def hpctrain(
-    context: typer.Context,
-    *,
-    version: Annotated[bool, flag("Print the version and stop.", "--version")] = False,
+    context: typer.Context, *, version: bool = flag("Print the version and exit.", "--version")
 ) -> None:
     """Train PyTorch models across the nodes of a supercomputer, under plain mpirun or srun."""
     if version:
         typer.echo(f"hpctrain {__version__}")
-        raise typer.Exit
-    if context.invoked_subcommand is None:
+    elif context.invoked_subcommand is None:
         typer.echo(context.get_help())
 
 
 def main() -> None:
-    """Run the command line; an error of ours is one line on stderr and exit code 2, or 1."""
+    """Run the command line.
+
+    An error of hpctrain is printed in one line on stderr; the exit code is 2, or 1 for an error
+    that training has found.
+    """
     if platform.system() == "Windows":
         sys.stderr.write(
-            "hpctrain: Windows itself has no MPI that hpctrain runs on; start it inside WSL: "
-            "https://learn.microsoft.com/windows/wsl/install\n"
+            "hpctrain: hpctrain must run on Linux, but this is Windows; start it "
+            "inside WSL: https://learn.microsoft.com/windows/wsl/install\n"
         )
         sys.exit(USAGE_ERROR)
     try:
         app()
     except HpctrainError as error:
         _stop(error)
-    except Exception as error:  # of a script or model of the user's
+    except Exception as error:  # of the user's script or model
         if _rank()[1]:
-            raise  # the hooks of the world tell it
-        if str(error).startswith("cannot load MPI library"):  # mpi4py's words
+            raise  # the exception hook of the world reports it
+        if str(error).startswith("cannot load MPI library"):  # the message of mpi4py
             _stop(_without_mpi(error))
-        _tell(error)
-        sys.exit(1)
+        _report(error)
+        sys.exit(FAILED)
 
 
 def _without_mpi(error: Exception) -> LaunchError:
-    """Say what brings an MPI library where there is none."""
-    from hpctrain.launch.pmi import load  # noqa: PLC0415
-
+    """Return the error of a missing MPI library, with the remedy."""
     try:
-        load()
-    except LaunchError as told:
-        return told
+        pmi.load()
+    except LaunchError as found:
+        return found
     return LaunchError(str(error))
 
 
-def _tell(error: Exception) -> None:
-    """Tell an error in the user's own code by the user's frames; keep all of it in the log.
+def _report(error: Exception) -> None:
+    """Print the user's frames of an error in the user's code; log the whole traceback.
 
-    Raises ``error`` itself where it is none of the user's.
+    Raises ``error`` itself where none of its frames is the user's.
     """
-    from hpctrain.core.user_error import folded  # noqa: PLC0415
-
-    module = sys.modules.get("hpctrain.runtime.world")
-    is_joined = module is not None and module.is_initialized()
-    folder = module.current().settings.log_dir if module is not None and is_joined else None
+    world = _world()
+    folder = world.current().settings.log_dir if world is not None else None
     log = folder / "rank-0.log" if folder else None
-    text = folded(error, log)
+    text = user_error.folded(error, log)
     if not text:
         raise error
     if log is not None:
@@ -182,13 +196,13 @@ def _tell(error: Exception) -> None:
 
 
 def _stop(error: HpctrainError) -> None:
-    """Say once what all ranks met, and stop; what one rank met alone is raised again."""
+    """Print an error of all ranks once and exit; raise an error of one rank again."""
     rank, is_joined = _rank()
-    code = 1 if isinstance(error, NotFiniteError | ReplicaError) else USAGE_ERROR
+    code = FAILED if isinstance(error, NotFiniteError | ReplicaError) else USAGE_ERROR
     if is_joined and not isinstance(error, MismatchError | NotFiniteError):
-        raise error  # the hooks of the world tag it with the rank and end all others
+        raise error  # the exception hook of the world adds the rank and ends all other ranks
     if rank and not is_joined:
-        # Rank 0 has most likely met the same, and its end is the end of this process too.
+        # Rank 0 usually has the same error, and ends this process when it exits.
         time.sleep(ROOT_SPEAKS_S)
         sys.stderr.write(f"hpctrain: rank {rank}: {error}\n")
     elif not rank:
@@ -197,11 +211,14 @@ def _stop(error: HpctrainError) -> None:
 
 
 def _rank() -> tuple[int, bool]:
-    """This rank, as the world or else the launcher says, and whether it has joined others."""
-    from hpctrain.cluster.env import launched  # noqa: PLC0415
-
-    module = sys.modules.get("hpctrain.runtime.world")
-    if module is not None and module.is_initialized():
-        return module.rank(), module.size() > 1
-    found = launched()
+    """Return the rank by the world or the launcher, and whether other ranks have been joined."""
+    if (world := _world()) is not None:
+        return world.rank(), world.size() > 1
+    found = env.launched()
     return (found.rank if found else 0), False
+
+
+def _world() -> Any:
+    """Return the module of the world if this process has joined one; do not load it."""
+    module = sys.modules.get("hpctrain.runtime.world")
+    return module if module is not None and module.is_initialized() else None

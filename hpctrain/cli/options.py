@@ -1,49 +1,124 @@
-"""Arguments and options of commands: what a value is called, and what it means."""
+"""Arguments, options and output that several commands share."""
 
 import inspect
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from hpctrain.core.errors import ConfigError
 
-def argument(metavar: str, text: str = "", *, default: str | bool = False) -> Any:
-    """Describe a word of a command line; ``default`` is what the help shows of it."""
-    return typer.Argument(metavar=metavar, help=text, show_default=default)
+FAILED = 1  # exit code of a command that ran and found a fault; 2 is that of a wrong command line
+
+
+def argument(
+    metavar: str, text: str = "", *, default: Any = ..., shown: str | bool = False
+) -> Any:
+    """Describe a positional argument; the help shows the default ``shown``."""
+    return typer.Argument(default, metavar=metavar, help=text, show_default=shown)
 
 
 def option(
-    metavar: str, text: str, *names: str, default: str | bool = True, **settings: Any
+    default: Any, metavar: str, text: str, *names: str, shown: str = "", **settings: Any
 ) -> Any:
-    """Describe an option with a value; ``default`` is what the help shows of it.
+    """Describe an option with a value; the help shows its default, or ``shown`` in its place.
 
-    Without ``names`` it has that of its parameter.
+    Without ``names``, the option is named after its parameter.
     """
-    return typer.Option(*names, metavar=metavar, help=text, show_default=default, **settings)
+    shows = shown or ("none" if default is None else True)
+    settings |= {"metavar": metavar, "help": text, "show_default": shows}
+    return typer.Option(default, *names, **settings)
 
 
-def flag(text: str, *names: str) -> Any:
+def flag(text: str, *names: str, default: Any = False, **settings: Any) -> Any:
     """Describe an option without a value."""
-    return typer.Option(*names, help=text)
+    return typer.Option(default, *names, help=text, **settings)
 
 
-def unwrap_help(app: typer.Typer) -> None:
-    """Join the lines of each paragraph of the help of all commands: typer keeps line breaks.
+def takes(
+    options: type, *others: inspect.Parameter
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Fill the dataclass ``options`` from the command line; the command gets it as its argument.
 
-    What is indented, such as examples, stays as it is.
+    A field is an option if its value is ``option(...)``. The command gets the options that
+    ``others`` describe as keyword arguments.
     """
-    for command in app.registered_commands:
-        text = inspect.getdoc(command.callback) or ""
-        paragraphs = [
-            each if "\n " in f"\n{each}" else each.replace("\n", " ")
-            for each in text.split("\n\n")
-        ]
-        if command.callback is not None:
-            command.callback.__doc__ = "\n\n".join(paragraphs)
-    for group in app.registered_groups:
-        if group.typer_instance is not None:
-            unwrap_help(group.typer_instance)
+    signature = inspect.signature(options)
+    own = signature.parameters
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        def filled(**values: Any) -> None:
+            rest = {name: value for name, value in values.items() if name not in own}
+            command(options(**{name: values[name] for name in own}), **rest)
+
+        filled.__name__, filled.__doc__ = command.__name__, command.__doc__
+        # typer reads the signature only.
+        filled.__signature__ = signature.replace(  # type: ignore[attr-defined]
+            parameters=[*own.values(), *others], return_annotation=None
+        )
+        return filled
+
+    return decorate
 
 
-AsJson = Annotated[bool, flag("Print JSON.", "--json")]
-RunFolder = Annotated[Path, argument("RUN", "The run's folder.")]
+def show_json(value: Any) -> None:
+    """Print a value as JSON."""
+    typer.echo(json.dumps(value, indent=1))
+
+
+def aligned(rows: Iterable[Sequence[str]], *, indent: str = "") -> Iterator[str]:
+    """Yield the lines of a table of text without borders."""
+    rows = list(rows)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        texts = [f"{text:{width}}" for text, width in zip(row, widths, strict=True)]
+        yield f"{indent}{'  '.join(texts)}".rstrip()
+
+
+def plural(number: int, noun: str) -> str:
+    """Return such as ``1 shard`` and ``2 shards``."""
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
+def require_name(path: Path | None, remedy: str) -> Path:
+    """Return ``path``. Raises ``ConfigError`` without one; ``remedy`` is the message."""
+    if path is None:
+        raise ConfigError(remedy)
+    return path
+
+
+AsJson = Annotated[bool, flag("Print JSON.", "--json", default=...)]
+RunFolder = Annotated[Path, argument("RUN", "Directory of the run.")]
+Overrides = Annotated[
+    list[str] | None,
+    option(..., "KEY=VALUE", "Replace a value of the configuration; may be repeated.", "--set"),
+]
+Partition = Annotated[
+    str | None,
+    option(
+        ..., "NAME", "Slurm partition.", "--partition", "-p", shown="Slurm's default partition"
+    ),
+]
+Account = Annotated[
+    str | None,
+    option(
+        ..., "NAME", "Slurm account to charge.", "--account", "-A", shown="your default account"
+    ),
+]
+TimeLimit = Annotated[
+    str | None,
+    option(
+        ...,
+        "TIME",
+        "Time limit of a job, such as 01:30:00 or 90min.",
+        "--time",
+        "-t",
+        shown="the partition's limit",
+    ),
+]
+Extra = Annotated[
+    list[str] | None,
+    option(..., "--qos=high", "Another option of sbatch; may be repeated.", "--option"),
+]

@@ -1,4 +1,4 @@
-"""``hpctrain plot``, ``report``, ``compare`` and ``runs``: what runs have come to."""
+"""``hpctrain plot``, ``report``, ``compare`` and ``runs``: the results of runs."""
 
 from pathlib import Path
 from typing import Annotated
@@ -7,116 +7,103 @@ import typer
 
 from hpctrain.cli.options import argument, option
 from hpctrain.core.errors import ConfigError
+from hpctrain.train import console, history, run_directory, run_figures, run_report
 
-Runs = Annotated[list[Path], argument("RUN...", "Folders of runs.")]
+app = typer.Typer()
+
+Runs = Annotated[list[Path], argument("RUN...", "Directories of runs.")]
 Smooth = Annotated[
     int,
     option(
+        ...,
         "N",
         "Records over which curves are averaged; 1 for none.",
-        default="a 50th of the records",
+        shown="a 50th of the records",
         min=0,
     ),
 ]
 
 
+@app.command()
 def plot(
     runs: Runs,
     *,
-    out: Annotated[
-        Path | None,
-        option(
-            "FILE",
-            "A file .png, .svg or .pdf.",
-            default="RUN/plots/training.png, of several runs.png",
-        ),
-    ] = None,
+    out: Path | None = option(
+        None,
+        "FILE",
+        "File to write: .png, .svg or .pdf.",
+        shown="RUN/plots/training.png; runs.png for several runs",
+    ),
     smooth: Smooth = 0,
 ) -> None:
-    """Draw runs into a picture: loss, metrics, learning rate, speed, where the time went.
+    """Draw runs as a figure: loss, metrics, learning rate, speed, times.
 
-    A run may be at work, stopped or failed. Several lie over each other. Dotted lines are parts
-    that have gone on from a checkpoint; what is not finite is marked. Needs matplotlib.
+    A run may be running, stopped or failed. Several runs are drawn in the same axes. Dotted lines
+    are parts that continued from a checkpoint; values that are not finite are marked. Needs
+    matplotlib.
 
-    For instance:
-
+    Examples:
       hpctrain plot runs/digits
 
       hpctrain plot runs/a runs/b --out both.svg
 
       hpctrain plot runs/digits --smooth 20
     """
-    from hpctrain.train.history import histories  # noqa: PLC0415
-    from hpctrain.train.run_directory import RunDirectory  # noqa: PLC0415
-    from hpctrain.train.run_figures import draw_runs  # noqa: PLC0415 - loaded where it is used
-
-    one = RunDirectory(runs[0]).plot if len(runs) == 1 else Path("runs.png")
-    draw_runs(histories(runs), out or one, smooth)
+    one = run_directory.RunDirectory(runs[0]).plot if len(runs) == 1 else Path("runs.png")
+    run_figures.draw_runs(history.histories(runs), out or one, smooth)
     typer.echo(out or one)
 
 
+@app.command()
 def report(
     runs: Runs,
     *,
-    out: Annotated[
-        Path | None, option("FILE", "The page.", default="RUN/report.html, of several runs.html")
-    ] = None,
+    out: Path | None = option(
+        None, "FILE", "Page to write.", shown="RUN/report.html; runs.html for several runs"
+    ),
     smooth: Smooth = 0,
 ) -> None:
-    """Write a page about runs, which needs no other file and no network.
+    """Write an HTML page about runs that needs no other file.
 
-    It has the curves of hpctrain plot, the times of each rank, results, parts, and how
-    configuration and environment differ between runs; of one run, from the defaults. Needs plotly.
+    The page has the curves of hpctrain plot, the times of each rank, results, parts, and the
+    differences of configuration and environment between runs; for one run, from the defaults.
+    Needs plotly.
 
-    For instance:
-
+    Examples:
       hpctrain report runs/digits
 
       hpctrain report runs/a runs/b --out both.html
     """
-    from hpctrain.train.history import histories  # noqa: PLC0415
-    from hpctrain.train.run_report import write_report  # noqa: PLC0415
-
     one = runs[0] / "report.html" if len(runs) == 1 else Path("runs.html")
-    typer.echo(write_report(histories(runs), out or one, smooth))
+    typer.echo(run_report.write_report(history.histories(runs), out or one, smooth))
 
 
+@app.command()
 def compare(runs: Runs) -> None:
-    """Tell how runs differ: results, speed, configuration, environment.
+    """Compare runs: results, speed, configuration, environment.
 
-    One run of each is no proof that one is faster: hpctrain study measures that. The exit code is
-    0, however much they differ.
+    One run of each does not prove that one is faster: hpctrain study measures that. The exit code
+    is 0 also where the runs differ.
 
-    For instance:
-
+    Examples:
       hpctrain compare runs/a runs/b
     """
-    from rich.console import Console  # noqa: PLC0415
-
-    from hpctrain.train.history import histories  # noqa: PLC0415
-    from hpctrain.train.run_report import comparison  # noqa: PLC0415
-
     if len(runs) < 2:
-        raise ConfigError(f"a comparison is of two runs or more, got {runs[0]}; name another one")
-    Console(highlight=False, markup=False).print(comparison(histories(runs)))
+        raise ConfigError(f"compare must get two runs or more, got {runs[0]}; name another run")
+    console.make_console(shown=True).print(run_report.comparison(history.histories(runs)))
 
 
-def runs(
-    folder: Annotated[Path, argument("DIR", "Where runs lie.", default=True)] = Path("runs"),
+@app.command("runs")
+def list_runs(
+    folder: Path = argument("DIR", "Directory of runs.", default=Path("runs"), shown=True),
 ) -> None:
-    """List the runs in a folder: name, state, step, loss, metric, ranks, start.
+    """List the runs in a directory: state, step, loss, metric, ranks, start.
 
-    The states are those of hpctrain status, without a look into the queue.
+    The state is determined as by hpctrain status, without Slurm's queue.
 
-    For instance:
-
+    Examples:
       hpctrain runs
 
       hpctrain runs /scratch/me/runs
     """
-    from rich.console import Console  # noqa: PLC0415
-
-    from hpctrain.train.history import found_in  # noqa: PLC0415
-    from hpctrain.train.run_report import overview  # noqa: PLC0415
-
-    Console(highlight=False, markup=False).print(overview(found_in(folder)))
+    console.make_console(shown=True).print(run_report.overview(history.found_in(folder)))

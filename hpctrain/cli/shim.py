@@ -4,7 +4,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Any, NoReturn
 
 import typer
 from typer.core import TyperCommand
@@ -13,36 +13,36 @@ from hpctrain.cli.options import option
 from hpctrain.core.errors import ConfigError, LaunchError
 from hpctrain.horovod.shim import sitecustomize
 
-CONTEXT_SETTINGS = {"allow_extra_args": True, "allow_interspersed_args": False}
-"""Options end where the script begins: those behind it are the script's own."""
+app = typer.Typer()
 
 
 class ShimCommand(TyperCommand):
-    """Leaves all that stands behind ``-m MODULE`` to the module, as Python does."""
+    """Passes all arguments after ``-m MODULE`` to the module, as Python does."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Put an end of options behind the module."""
+        """Insert an end of options after the module."""
         num_words = 2 if args[:1] in (["-m"], ["--module"]) else 1
         if len(args) > num_words and args[0].startswith(("-m", "--module")):
             args = [*args[:num_words], "--", *args[num_words:]]
         return super().parse_args(ctx, args)
 
 
+@app.command(
+    cls=ShimCommand, context_settings={"allow_extra_args": True, "allow_interspersed_args": False}
+)
 def shim(
     ctx: typer.Context,
     *,
-    module: Annotated[
-        str | None, option("MODULE", "Run a module, as `python -m`.", "-m", "--module")
-    ] = None,
+    module: str | None = option(None, "MODULE", "Run a module, as `python -m`.", "-m", "--module"),
 ) -> None:
-    """Run a script that says `import horovod.torch`, unchanged, with hpctrain in its place.
+    """Run a script that imports Horovod, unchanged, on hpctrain.
 
-    `horovod`, `horovod.torch` and what scripts import from below them are hpctrain's, in this
-    process and Pythons that it starts, whatever Horovod is installed. All else is as under `python
-    SCRIPT`. A name that hpctrain lacks is an error that says so; `hpctrain guide migrate` has a
-    row for every name.
+    `horovod`, `horovod.torch` and the modules below them are implemented by hpctrain, in this
+    process and in Python processes that it starts, also where Horovod is installed. Everything
+    else is as with `python SCRIPT`. A name that hpctrain lacks is an error with a remedy;
+    `hpctrain guide migrate` has a row for every name.
 
-    HPCTRAIN_ENGINE=horovod lets an installed Horovod move the data.
+    With HPCTRAIN_ENGINE=horovod an installed Horovod transfers the data.
 
     Examples:
       hpctrain shim train.py --epochs 3
@@ -56,19 +56,20 @@ def shim(
     if module is not None:
         become(["-m", module, *ctx.args])
     if not ctx.args:
-        raise ConfigError("a script is needed, got none; say e.g. `hpctrain shim train.py`")
+        raise ConfigError("shim must get a script, got none; say `hpctrain shim train.py`")
     path = Path(ctx.args[0])
     if not path.is_file():
         raise LaunchError(
-            f"a script is a file, {'a folder is' if path.is_dir() else 'nothing is'} at "
-            f"{path.absolute()}; a module is run by `hpctrain shim -m MODULE`"
+            f"shim must get a file, but {path.absolute()} "
+            f"{'is a directory' if path.is_dir() else 'does not exist'}; "
+            f"`hpctrain shim -m MODULE` runs a module"
         )
     become(ctx.args)
 
 
 def become(words: Sequence[str]) -> NoReturn:
-    """Let ``python WORDS`` take the place of this process; ``import horovod`` finds ours there."""
+    """Replace this process by ``python WORDS``, in which ``import horovod`` imports hpctrain."""
     environ = {**os.environ, sitecustomize.PYTHON: sys.executable}
     folders = filter(None, [str(sitecustomize.HERE), environ.get("PYTHONPATH")])
     environ["PYTHONPATH"] = os.pathsep.join(folders)
-    os.execve(sys.executable, [sys.executable, *words], environ)  # noqa: S606 - no shell is needed
+    os.execve(sys.executable, [sys.executable, *words], environ)  # noqa: S606 - needs no shell

@@ -1,31 +1,35 @@
-"""``hpctrain status``: how it stands with a run, for people and for batch scripts."""
+"""``hpctrain status``: the state of a run, for users and for batch scripts."""
 
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
-from hpctrain.cli.options import argument, flag, option
+from hpctrain.cli.options import RunFolder, flag, option
+from hpctrain.cluster import env
+from hpctrain.core import records
 from hpctrain.core.errors import LaunchError
+from hpctrain.launch.slurm import scheduler
+from hpctrain.train import run_directory
+from hpctrain.train import status as state
+
+app = typer.Typer()
 
 
+@app.command()
 def status(
-    directory: Annotated[Path, argument("RUN_DIRECTORY", "The run's folder.")],
+    directory: RunFolder,
     *,
-    watch: Annotated[
-        bool, flag("Tell each change, until the run waits for nobody.", "--watch")
-    ] = False,
-    interval: Annotated[
-        float, option("SECONDS", "With --watch: between two looks.", min=0.1)
-    ] = 10.0,
+    watch: bool = flag("Print each change, until no job of the run waits or runs.", "--watch"),
+    interval: float = option(10.0, "SECONDS", "With --watch: time between two checks.", min=0.1),
 ) -> None:
-    """Tell whether a run waits, is at work, has stopped or is finished, and which job it is.
+    """Print the state of a run: waiting, running, stopped or finished.
 
-    What has ended is told by the run's own last record, or for a script of your own by the exit
-    code of its last job: a launcher's says less, and may be 0 after a node was lost. Where Slurm
-    is there, its queue tells since when a job waits or runs, why, and when it is to start.
+    The last record of a run shows how it ended; for a script without hpctrain train, the exit
+    code of its last job. The exit code of a launcher is less reliable: it may be 0 after a node
+    was lost. Where Slurm is available, its queue shows since when a job waits or runs, the reason,
+    and the expected start.
 
     The exit code is
 
@@ -33,76 +37,64 @@ def status(
 
       1   failed: an error ended it
 
-      3   waiting: a job of it is in the queue, for the first time or again
+      3   waiting: a job of the run is in the queue, for the first time or again
 
-      4   running: a job is at work
+      4   running: a job is running
 
-      5   ended without a word: killed, or its node was lost
+      5   killed: it ended without a record, or its node was lost
 
-      6   there is no such run, or it has not begun
+      6   missing: the run does not exist or has not started
 
-      85  stopped: its state is saved, and it wants to go on
+      85  stopped: its state is saved, and it can be continued
 
-    With --watch it is that of the state in which nothing waits or runs any more.
+    With --watch it is the exit code of the last state.
 
-    For instance:
-
+    Examples:
       hpctrain status runs/digits
 
       hpctrain status runs/digits || echo "not finished"
 
       hpctrain status runs/digits --watch && hpctrain report runs/digits
     """
-    from hpctrain.train.status import CODES  # noqa: PLC0415
-
-    told = ""
+    last = ""
     with suppress(KeyboardInterrupt):
         while True:
-            what, code = _look(directory)
-            if what != told:
-                typer.echo(f"{time.strftime('%H:%M:%S')}  {what}" if watch else what)
-            told = what
-            if not watch or code not in (CODES["waiting"], CODES["running"]):
+            text, code = _inspect(directory)
+            if text != last:
+                typer.echo(f"{time.strftime('%H:%M:%S')}  {text}" if watch else text)
+            last = text
+            if not watch or code not in (state.CODES["waiting"], state.CODES["running"]):
                 raise typer.Exit(code)
             time.sleep(interval)
 
 
-def _look(directory: Path) -> tuple[str, int]:
-    """Return how it stands with a run, for people, and its exit code."""
-    from hpctrain.train.status import CODES  # noqa: PLC0415
-    from hpctrain.train.status import status as status_of  # noqa: PLC0415
-
-    found = status_of(directory)
-    job, state = (0, "") if found.state == "finished" else _queued(directory)
-    if not state:
+def _inspect(directory: Path) -> tuple[str, int]:
+    """Return a description of the state of a run, and its exit code."""
+    found = state.status(directory)
+    job, queued = (0, "") if found.state == "finished" else _queued(directory)
+    if not queued:
         return found.what, found.code
-    waits = state.startswith("PENDING")
-    # What Slurm starts again keeps its number.
+    waits = queued.startswith("PENDING")
+    # A requeued job keeps its number.
     again = " again" if waits and job in _known(directory) else ""
-    what = "" if found.state == "missing" else f"; {found.what}"
-    told = f"{directory}: job {job} is {state.replace('PENDING', f'PENDING{again}', 1)}{what}"
-    return told, CODES["waiting" if waits else "running"]
+    rest = "" if found.state == "missing" else f"; {found.what}"
+    text = f"{directory}: job {job} is {queued.replace('PENDING', f'PENDING{again}', 1)}{rest}"
+    return text, state.CODES["waiting" if waits else "running"]
 
 
 def _queued(directory: Path) -> tuple[int, str]:
-    """Return a job of the run that waits or runs, and how it stands with it; none in a job."""
-    from hpctrain.cluster.env import scheduler  # noqa: PLC0415
-    from hpctrain.launch.slurm.scheduler import in_queue, jobs_of  # noqa: PLC0415
-
+    """Return a job of the run that waits or runs, and its state; an empty state for none."""
     try:
-        jobs = jobs_of(directory) or jobs_of(directory.parent)  # which is an array's
+        jobs = scheduler.jobs_of(directory) or scheduler.jobs_of(directory.parent)  # of an array
         jobs = sorted({*jobs, *_known(directory)})
-        found = in_queue(jobs) if jobs and not scheduler() else {}
-    except (LaunchError, OSError, ValueError):  # then the records must do
+        found = scheduler.in_queue(jobs) if jobs and not env.scheduler() else {}
+    except (LaunchError, OSError, ValueError):  # without Slurm, the records show the state
         return 0, ""
     return min(found.items(), key=lambda each: each[1].startswith("PENDING"), default=(0, ""))
 
 
 def _known(directory: Path) -> list[int]:
-    """Return the jobs that have worked on the run, by its records."""
-    from hpctrain.core.records import read  # noqa: PLC0415
-    from hpctrain.train.run_directory import RunDirectory  # noqa: PLC0415
-
-    path = RunDirectory(directory).metrics
-    records = read(path) if path.exists() else []
-    return [int(job) for each in records if (job := str(each.get("job", ""))).isdigit()]
+    """Return the jobs that the records of the run name."""
+    path = run_directory.RunDirectory(directory).metrics
+    found = records.read(path) if path.exists() else []
+    return [int(job) for each in found if (job := str(each.get("job", ""))).isdigit()]

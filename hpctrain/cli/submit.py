@@ -1,4 +1,4 @@
-"""``hpctrain submit``: a job of Slurm that trains what a configuration or a script describes."""
+"""``hpctrain submit``: a Slurm job that trains a configuration or runs a script."""
 
 import os
 import re
@@ -6,204 +6,249 @@ import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from textwrap import fill
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from typer.core import TyperCommand
 
-from hpctrain.cli.options import argument, flag, option
+from hpctrain.cli.options import (
+    FAILED,
+    Account,
+    Extra,
+    Overrides,
+    Partition,
+    TimeLimit,
+    aligned,
+    argument,
+    flag,
+    option,
+    takes,
+)
+from hpctrain.core import config as configuration
 from hpctrain.core.errors import ConfigError, LaunchError
+from hpctrain.launch import installed_horovod, program
+from hpctrain.launch.slurm import batch_script, scheduler
+from hpctrain.launch.slurm.lint import lint
+from hpctrain.train import load
+from hpctrain.train import status as state
 
 if TYPE_CHECKING:
-    from hpctrain.core.finding import Finding
     from hpctrain.launch.slurm.batch_script import BatchSettings
 
 _OUTPUT_DIR = re.compile(r"\s*output_dir\s*=")
 
+TRY_S = 600.0  # time limit for building a configuration and reading one batch
+
+PRINTED_OUTPUT = "slurm-%x-%j.out"  # of a script that is only printed: job name and number
+
+LIST = "list"  # value of ``--template`` without a name
+
+WIDTH = 99  # columns of the list of templates
+
+app = typer.Typer()
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobOptions:
-    """A job before it is submitted."""
+    """Name and directory of a job before it is submitted."""
 
     name: str
-    folder: Path  # of the run; an array has one below it for each index
+    folder: Path  # of the run; an array has a directory for each index in it
     is_array: bool = False
 
     def __post_init__(self) -> None:
         if "$" in str(self.folder):
             raise ConfigError(
-                f"the folder of a job's run is a plain name without $, got {self.folder}; "
-                "say another with --name"
+                f"the directory of a job must be a name without $, got {self.folder}; choose one "
+                f"with --name"
             )
 
     @property
     def directory(self) -> str:
-        """The run's folder as the script says it."""
+        """The run directory as the script contains it."""
         return f"{self.folder}/$SLURM_ARRAY_TASK_ID" if self.is_array else str(self.folder)
 
     @property
     def output(self) -> str:
-        """File of the output, in Slurm's patterns."""
+        """File of the output, with Slurm's patterns."""
         return f"{self.folder}/slurm-{'%A_%a' if self.is_array else '%j'}.out"
 
     def check_free(self, after: str) -> None:
-        """Raise where another job works on this run, or it is finished.
+        """Raise an error if another job uses this run, or the run is finished.
 
-        ``after`` is for what the job will wait, so that it does not work at the same time.
+        ``after`` names the jobs that this job waits for.
         """
-        from hpctrain.launch.slurm.scheduler import in_queue, jobs_of  # noqa: PLC0415
-        from hpctrain.train.status import status  # noqa: PLC0415
-
-        found = status(self.folder)
+        found = state.status(self.folder)
         if found.state == "finished":
             raise ConfigError(
-                f"{found.what}; submit another run with --name {self.name}-2, or remove the folder"
+                f"{found.what}; submit another run with --name {self.name}-2, or delete the "
+                f"directory"
             )
         named = re.findall(r"\d+", after)
-        others = [job for job in jobs_of(self.folder) if str(job) not in named]
-        if others and (there := [*in_queue(others)]):
+        others = [job for job in scheduler.jobs_of(self.folder) if str(job) not in named]
+        if others and (active := [*scheduler.in_queue(others)]):
             raise LaunchError(
-                f"one job at a time works on a run, and job {there[-1]} waits or runs for "
-                f"{self.folder}; continue it with --after afterany:{there[-1]}, cancel it with "
-                f"`scancel {there[-1]}`, or submit another run with --name {self.name}-2"
+                f"a run must have one job at a time, but job {active[-1]} waits or runs for "
+                f"{self.folder}; continue it with --after afterany:{active[-1]}, cancel it with "
+                f"`scancel {active[-1]}`, or submit another run with --name {self.name}-2"
             )
 
     def how_to_watch(self, number: int, output: str) -> str:
-        """Return the lines that tell a user where to look; ``output`` is in Slurm's patterns."""
+        """Return commands for the job; ``output`` is its output file, with Slurm's patterns."""
         values = {"j": number, "A": number, "x": self.name, "a": "*", "%": "%"}
         file = re.sub(r"%\d*(.)", lambda found: str(values.get(found[1], "*")), output)
         run = self.folder / "INDEX" if self.is_array else self.folder
-        from hpctrain.launch.slurm.scheduler import SCRIPT  # noqa: PLC0415
-
         rows = (
-            (f"squeue -j {number}", "where it stands"),
-            (f"tail -F {file}", "its output"),
-            (f"hpctrain status {run}", "waiting, at work, stopped or finished"),
-            (f"touch {run}/STOP", "the run saves its state and stops"),
-            (f"scancel {number}", "the job ends at once"),
+            (f"squeue -j {number}", "state of the job"),
+            (f"tail -F {file}", "output of the job"),
+            (f"hpctrain status {run}", "waiting, running, stopped or finished"),
+            (f"touch {run}/STOP", "save the state and stop"),
+            (f"scancel {number}", "end the job at once"),
         )
-        width = max(len(command) for command, _ in rows)
-        lines = [f"  {command:<{width}}  {what}" for command, what in rows]
-        return "\n".join([f"job {number}: {self.folder / SCRIPT}", *lines])
-
-
-TRY_S = 600.0  # time in which a configuration must have read one batch
-
-PRINTED_OUTPUT = "slurm-%x-%j.out"  # beside the script: job name and number
-
-REFUSED = 1  # exit code where the checks or Slurm refuse the job
-
-
-Partition = Annotated[str | None, option("NAME", "Partition.", "--partition", "-p")]
-Account = Annotated[str | None, option("NAME", "Whom to charge.", "--account", "-A")]
-TimeLimit = Annotated[
-    str | None, option("TIME", "Limit of a job, such as 01:30:00 or 90min.", "--time", "-t")
-]
-Extra = Annotated[
-    list[str] | None, option("--qos=high", "A further option of sbatch.", "--option")
-]
-
-LIST = "list"  # what ``--template`` without a name stands for
-
-WIDTH = 99  # columns of the list of templates
+        return "\n".join(
+            [f"job {number}: {self.folder / scheduler.SCRIPT}", *aligned(rows, indent="  ")]
+        )
 
 
 class SubmitCommand(TyperCommand):
-    """Takes ``--template`` without a name too, and a command behind ``--``."""
+    """Accepts ``--template`` without a name, and a command after ``--``."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Put in the name where there is none, and leave the command to ``ctx.args``."""
+        """Insert ``LIST`` for an omitted name, and keep the command in ``ctx.args``."""
         if "--" in args:
             at = args.index("--")
             self.parse_args(ctx, args[:at])
             ctx.args = args[at + 1 :] or ["--"]
             return list(ctx.args)
-        option = "--template"
-        for at in [at for at, word in enumerate(args) if word == option]:
-            if at + 1 == len(args) or args[at + 1].startswith("-"):
-                args = [*args[: at + 1], LIST, *args[at + 1 :]]
-                break
+        at = args.index("--template") + 1 if "--template" in args else 0
+        if at and (at == len(args) or args[at].startswith("-")):
+            args = [*args[:at], LIST, *args[at:]]
         return super().parse_args(ctx, args)
 
 
-def submit(  # noqa: PLR0913 - a command's options
-    ctx: typer.Context,
-    config: Annotated[Path | None, argument("CONFIG.toml", "What to train.")] = None,
-    *,
-    template: Annotated[
-        str | None,
-        option(
-            "NAME",
-            "The script to start from; without NAME, list them.",
-            default="requeue, gpu, single_node or multi_node, by the other options",
-        ),
-    ] = None,
-    partition: Partition = None,
-    account: Account = None,
-    nodes: Annotated[int | None, option("N", "How many nodes.", "--nodes", "-N", min=1)] = None,
-    tasks: Annotated[
-        int | None, option("N", "Ranks on each node.", default="one per GPU", min=1)
-    ] = None,
-    cpus: Annotated[
-        int | None,
-        option("N", "CPUs of each rank.", default="all of a node, over its ranks", min=1),
-    ] = None,
-    mem: Annotated[
-        str | None,
-        option("SIZE", "Memory on each node.", default="all, where --cpus takes all CPUs"),
-    ] = None,
-    time: TimeLimit = None,
-    gpus: Annotated[int | None, option("N", "GPUs of each node.", min=1)] = None,
-    name: Annotated[
-        str | None,
-        option(
-            "NAME",
-            "Name of the job and of its folder, runs/NAME.",
-            default="the configuration's or the script's",
-        ),
-    ] = None,
-    output: Annotated[
-        str | None, option("FILE", "Output.", default="slurm-%j.out in the folder")
-    ] = None,
-    array: Annotated[
-        str | None, option("0-7%2", "A job array: a run for each index, FOLDER/INDEX.")
-    ] = None,
-    after: Annotated[
-        str | None, option("JOB", "Start when this job has ended well; afterany:JOB.")
-    ] = None,
-    requeue: Annotated[
-        bool | None, flag("Queue the job again until it has finished.", "--requeue/--no-requeue")
-    ] = None,
-    overrides: Annotated[
-        list[str] | None, option("KEY=VALUE", "Replace a value of the configuration.", "--set")
-    ] = None,
-    extra: Extra = None,
-    dry_run: Annotated[
-        bool, flag("Print and check the script, write and submit none.", "--dry-run")
-    ] = False,
-    no_check: Annotated[
-        bool, flag("Do not try the configuration's own functions before.", "--no-check")
-    ] = False,
-    print_only: Annotated[
-        bool, flag("Print the script, or a template as it is, and stop.", "--print")
-    ] = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class SubmitOptions:
+    """Arguments and options of ``hpctrain submit``."""
+
+    ctx: typer.Context
+    config: Path | None = argument("CONFIG.toml", "Configuration to train.", default=None)
+    template: str | None = option(
+        None,
+        "NAME",
+        "Template of the script; without NAME, list the templates.",
+        shown="requeue, gpu, single_node or multi_node, by the other options",
+    )
+    partition: Partition = None
+    account: Account = None
+    nodes: int | None = option(
+        None, "N", "Number of nodes.", "--nodes", "-N", shown="of the template", min=1
+    )
+    tasks: int | None = option(None, "N", "Ranks on each node.", shown="one per GPU", min=1)
+    cpus: int | None = option(
+        None, "N", "CPUs of each rank.", shown="all of a node, over its ranks", min=1
+    )
+    mem: str | None = option(
+        None, "SIZE", "Memory on each node.", shown="all, where --cpus takes all CPUs"
+    )
+    time: TimeLimit = None
+    gpus: int | None = option(None, "N", "GPUs of each node.", min=1)
+    name: str | None = option(
+        None,
+        "NAME",
+        "Name of the job and of its directory, runs/NAME.",
+        shown="of the configuration or the script",
+    )
+    output: str | None = option(
+        None, "FILE", "Output of the job.", shown="slurm-%j.out in the directory"
+    )
+    array: str | None = option(
+        None, "0-7%2", "A job array: one run for each index, DIRECTORY/INDEX."
+    )
+    after: str | None = option(None, "JOB", "Start after job JOB has succeeded, or afterany:JOB.")
+    requeue: bool | None = flag(
+        "Queue the job again until it has finished.", "--requeue/--no-requeue", default=None
+    )
+    overrides: Overrides = None
+    extra: Extra = None
+    dry_run: bool = flag("Print and check the script; write and submit nothing.", "--dry-run")
+    no_check: bool = flag("Do not call the functions of the configuration first.", "--no-check")
+    print_only: bool = flag("Print the script, or an unchanged template, and exit.", "--print")
+
+    def job_and_program(self) -> tuple[JobOptions, Sequence[str]]:
+        """Return the job and the command that it runs; no command for a configuration."""
+        words: Sequence[str] = self.ctx.args
+        config = self.config
+        if config is None:
+            words = _command(words, self.overrides)
+            script = next((word for word in words if word.endswith(".py")), words[0])
+            name = self.name or Path(script).stem
+            folder = Path("runs", name)
+        elif words:
+            raise ConfigError(
+                f"a job must have one program, got the configuration {config} and the command "
+                f"`{shlex.join(words)}`; leave one out"
+            )
+        else:
+            # Only the job knows the values of its variables; the index of an array is a number.
+            known = [text for text in map(_without_index, self.overrides or ()) if "$" not in text]
+            run = load.load(config, known, configuration.given()).config
+            name = self.name or run.name
+            folder = Path(run.output_dir or Path("runs", name))
+            folder = Path("runs", name) if self.name else folder
+        return JobOptions(name=name, folder=folder, is_array=self.array is not None), words
+
+    def settings(self, job: JobOptions, words: Sequence[str]) -> "BatchSettings":
+        """Return the settings of the batch script."""
+        tasks, extra, overrides = self.tasks or self.gpus, self.extra or (), self.overrides or ()
+        cpus, mem = self.cpus, self.mem
+        is_given = any(re.match("--(cpus-per|mem|exclusive)", each) for each in extra)
+        if tasks is not None and cpus is None and not is_given:
+            cpus, mem = _share_of_node(self.partition, tasks, mem)
+        return batch_script.BatchSettings(
+            job_name=job.name,
+            partition=self.partition,
+            account=self.account,
+            nodes=self.nodes,
+            ntasks_per_node=tasks,
+            cpus_per_task=cpus,
+            mem=mem,
+            time=None if self.time is None else scheduler.sbatch_time(self.time),
+            gpus_per_node=self.gpus,
+            # sbatch creates no directory, and the user submits a printed script without hpctrain.
+            output=self.output or (PRINTED_OUTPUT if self.print_only else job.output),
+            array=self.array,
+            dependency=None if self.after is None else scheduler.dependency(self.after),
+            requeue=self.requeue,
+            config=None if self.config is None else str(self.config),
+            program=tuple(words),
+            directory=job.directory,
+            # The directory belongs to the job: each index of an array has another.
+            overrides=tuple(each for each in overrides if not _OUTPUT_DIR.match(each)),
+            extra=tuple(extra),
+        )
+
+
+@app.command(cls=SubmitCommand)
+@takes(SubmitOptions)
+def submit(asked: SubmitOptions) -> None:
     """Write a batch script for Slurm, check it and submit it.
 
-    Behind -- stands a script of your own in place of a configuration. It finds the run's folder in
-    the variable RUN_DIRECTORY; hpctrain.should_stop() tells it when to save and end with code 85.
+    After -- follows your own command instead of a configuration. It finds the run directory in the
+    variable RUN_DIRECTORY; hpctrain.should_stop() returns True when it must save its state and
+    exit with code 85.
 
-    The batch script lies in the run's folder: output_dir of the configuration, or runs/NAME. A run
-    that has stopped there goes on. Before anything waits in a queue, the script is checked as by
-    hpctrain doctor --lint, Slurm is asked whether it would take it, and the functions that a
-    configuration names are called here and one batch is read; exit code 1 if something is wrong.
+    The batch script is written into the run directory: output_dir of the configuration, or
+    runs/NAME. A stopped run in that directory is continued. Before the job is queued, the script
+    is checked as by hpctrain doctor --lint, Slurm tests whether it accepts the job, and the
+    functions of the configuration are called on this machine and one batch is read; the exit code
+    is 1 if a check fails.
 
-    Under PBS, LSF and others: hpctrain launch starts the ranks inside a job of your own.
+    With PBS, LSF and other schedulers: hpctrain launch starts the ranks in your own job.
 
-    For instance:
-
+    Examples:
       hpctrain submit my.toml --nodes 2 --tasks 8 --time 2h
 
       hpctrain submit my.toml --nodes 4 --gpus 4 --partition gpu --requeue
@@ -218,154 +263,80 @@ def submit(  # noqa: PLR0913 - a command's options
 
       hpctrain submit --template requeue --print > my.sbatch
     """
-    from hpctrain.launch.installed_horovod import without_horovod  # noqa: PLC0415
-    from hpctrain.launch.slurm import batch_script  # noqa: PLC0415
-    from hpctrain.launch.slurm.scheduler import (  # noqa: PLC0415
-        dependency,
-        sbatch_time,
-        submit_in,
-    )
-
-    if template == LIST:
+    if asked.template == LIST:
         _list_templates()
         return
-    if config is None and not ctx.args:
-        _print_template(template, print_only=print_only)
+    if asked.config is None and not asked.ctx.args:
+        if asked.template is None or not asked.print_only:
+            raise ConfigError(
+                "submit must get a configuration or a command, got none: hpctrain submit "
+                "CONFIG.toml, or hpctrain submit -- python train.py; "
+                "hpctrain submit --template NAME --print prints a template"
+            )
+        typer.echo(batch_script.text(asked.template), nl=False)
         return
-    program: Sequence[str] = ()
-    if config is None:
-        program = _command(ctx.args, overrides)
-        job = _job_of(program, name, array)
-    elif ctx.args:
-        raise ConfigError(
-            f"a job trains one thing, got the configuration {config} and the command "
-            f"`{shlex.join(ctx.args)}`; leave one out"
-        )
-    else:
-        job = _job(config, name, overrides or (), array)
-    cpus, mem = _share_of_node(partition, tasks or gpus, (cpus, mem), extra or ())
-    settings = batch_script.BatchSettings(
-        job_name=job.name,
-        partition=partition,
-        account=account,
-        nodes=nodes,
-        ntasks_per_node=tasks or gpus,
-        cpus_per_task=cpus,
-        mem=mem,
-        time=None if time is None else sbatch_time(time),
-        gpus_per_node=gpus,
-        # sbatch makes no folder, and a script that is printed is submitted without hpctrain.
-        output=output or (PRINTED_OUTPUT if print_only else job.output),
-        array=array,
-        dependency=None if after is None else dependency(after),
-        requeue=requeue,
-        config=None if config is None else str(config),
-        program=tuple(program),
-        directory=job.directory,
-        # The folder is the job's: of an array each index has its own.
-        overrides=tuple(each for each in overrides or () if not _OUTPUT_DIR.match(each)),
-        extra=tuple(extra or ()),
-    )
-    script = batch_script.script(template or _default_template(settings), settings)
-    if print_only or dry_run:
+    job, words = asked.job_and_program()
+    settings = asked.settings(job, words)
+    script = batch_script.script(asked.template or _default_template(settings), settings)
+    if asked.print_only or asked.dry_run:
         typer.echo(script, nl=False)
-    if print_only:
+    if asked.print_only:
         return
-    if told := without_horovod(ctx.args):
-        typer.echo(f"warning: horovod: {told}", err=True)
-    job.check_free(after or "")
-    check(script, job.folder, needs_slurm=not dry_run)
-    if not dry_run:
-        if config is not None and not no_check:
-            try_configuration(config, overrides or ())
-        number = submit_in(job.folder, script)
-        typer.echo(job.how_to_watch(number, settings.output or ""))
+    if note := installed_horovod.without_horovod(words):
+        typer.echo(f"warning: horovod: {note}", err=True)
+    job.check_free(asked.after or "")
+    check(script, job.folder, needs_slurm=not asked.dry_run)
+    if asked.dry_run:
+        return
+    if asked.config is not None and not asked.no_check:
+        try_configuration(asked.config, asked.overrides or ())
+    number = scheduler.submit_in(job.folder, script)
+    typer.echo(job.how_to_watch(number, settings.output or ""))
 
 
 def _share_of_node(
-    partition: str | None,
-    tasks: int | None,
-    asked: tuple[int | None, str | None],
-    extra: Sequence[str],
+    partition: str | None, tasks: int, mem: str | None
 ) -> tuple[int | None, str | None]:
-    """Return CPUs per task and memory by which the ranks of a node take all of it.
+    """Return CPUs per task and memory that give the ranks of a node all of the node.
 
-    What the user has ``asked`` for stays, as it does where Slurm does not describe its nodes.
+    Where Slurm does not describe its nodes, ``mem`` is returned unchanged.
     """
-    from hpctrain.launch.slurm.scheduler import node_shape  # noqa: PLC0415
-
-    is_said = any(re.match("--(cpus-per|mem|exclusive)", each) for each in extra)
-    if tasks is None or asked[0] is not None or is_said:
-        return asked
-    shape = node_shape(partition)
+    shape = scheduler.node_shape(partition)
     cpus = shape.cpus_per_task(tasks) if shape is not None else 0
     if not cpus:
-        return asked
-    mem = asked[1] or "0"
+        return None, mem
+    mem = mem or "0"
     typer.echo(
         f"note: --cpus-per-task={cpus} --mem={mem} for {tasks} ranks on a node; --cpus and --mem "
-        f"ask for less",
+        f"request less",
         err=True,
     )
     return cpus, mem
 
 
 def _list_templates() -> None:
-    from hpctrain.launch.slurm import batch_script  # noqa: PLC0415
-
     width = max(map(len, batch_script.names())) + 2
     for name in batch_script.names():
-        # The first comment, up to its empty line, says what a template is for.
+        # The first comment, up to its empty line, describes the template.
         lines = batch_script.text(name).partition("\n# ")[2].partition("\n#\n")[0].split("\n# ")
-        what = " ".join(lines).rstrip(":")
-        typer.echo(fill(f"{name:<{width}}{what}", WIDTH, subsequent_indent=" " * width))
-
-
-def _print_template(template: str | None, *, print_only: bool) -> None:
-    from hpctrain.launch.slurm import batch_script  # noqa: PLC0415
-
-    if template is None or not print_only:
-        raise ConfigError(
-            "a job needs a configuration or a script: hpctrain submit CONFIG.toml, or "
-            "hpctrain submit -- python train.py; "
-            "hpctrain submit --template NAME --print prints a template"
-        )
-    typer.echo(batch_script.text(template), nl=False)
-
-
-def _job(
-    config: Path, name: str | None, overrides: Sequence[str], array: str | None
-) -> "JobOptions":
-    from hpctrain.core.config import given  # noqa: PLC0415
-    from hpctrain.train.load import load  # noqa: PLC0415
-
-    # Only the job knows the values of its variables; the index of an array is a number.
-    known = map(_without_index, overrides)
-    run = load(config, [text for text in known if "$" not in text], given()).config
-    where = Path("runs", name) if name else Path(run.output_dir or Path("runs", run.name))
-    return JobOptions(name=name or run.name, folder=where, is_array=array is not None)
+        text = " ".join(lines).rstrip(":")
+        typer.echo(fill(f"{name:<{width}}{text}", WIDTH, subsequent_indent=" " * width))
 
 
 def _command(words: Sequence[str], overrides: Sequence[str] | None) -> Sequence[str]:
-    """Return the command of a job, looked at first. Raises ``ConfigError``: it cannot be."""
-    from hpctrain.launch.program import resolve  # noqa: PLC0415
-
+    """Return the command of a job. Raises ``ConfigError``: it cannot run."""
     if overrides:
         raise ConfigError(
-            f"--set replaces values of a configuration, got --set {overrides[0]} and the command "
-            f"`{shlex.join(words)}`; give the script arguments of its own"
+            f"--set must be used with a configuration, got --set {overrides[0]} and the command "
+            f"`{shlex.join(words)}`; pass arguments to the script instead"
         )
-    found = resolve([] if words == ["--"] else words)
+    found = program.resolve([] if words == ["--"] else words)
     script = next((word for word in found[1:] if word.endswith(".py")), None)
     if script is not None and "$" not in script and not Path(script).is_file():
-        raise ConfigError(f"a job runs a script that is there, nothing is at {script}")
+        raise ConfigError(
+            f"a job must run a script that exists, but {script} does not; correct it"
+        )
     return ["python", *words] if words[0] == script else words
-
-
-def _job_of(words: Sequence[str], name: str | None, array: str | None) -> "JobOptions":
-    scripts = [word for word in words if word.endswith(".py")]
-    name = name or Path(scripts[0] if scripts else words[0]).stem
-    return JobOptions(name=name, folder=Path("runs", name), is_array=array is not None)
 
 
 def _default_template(settings: "BatchSettings") -> str:
@@ -377,61 +348,49 @@ def _default_template(settings: "BatchSettings") -> str:
 
 
 def check(script: str, made: Path, *, needs_slurm: bool = True) -> None:
-    """Print what is wrong with a script and what Slurm says of it; stop where it would not run.
+    """Print the faults of a script and Slurm's answer; exit with 1 if the job would not run.
 
-    Without Slurm that is a note where it is not needed.
+    ``made`` is the directory that hpctrain creates. Without ``needs_slurm``, a missing Slurm is a
+    note.
     """
-    from hpctrain.launch.slurm.lint.lint import gather, lint  # noqa: PLC0415
-    from hpctrain.launch.slurm.scheduler import RefusedJobError, try_out  # noqa: PLC0415
-
-    findings = [
-        finding for finding in lint(script, facts=gather(made=made)) if finding.level != "ok"
-    ]
-    for finding in findings:
-        _say(finding)
+    findings = lint.lint(script, facts=lint.gather(made=made))
+    for finding in (each for each in findings if each.level != "ok"):
+        typer.echo(f"{finding.level}: {finding.check}: {finding.what}", err=True)
+        if finding.do:
+            typer.echo(f"  do: {finding.do}", err=True)
+    is_wrong = any(finding.level == "error" for finding in findings)
     try:
-        typer.echo(f"Slurm: {try_out(script)}", err=True)
-    except RefusedJobError as error:
-        typer.echo(f"hpctrain: {error}", err=True)
-        raise typer.Exit(REFUSED) from None
+        typer.echo(f"Slurm: {scheduler.try_out(script)}", err=True)
     except LaunchError as error:
-        told = f"note: Slurm has not checked the script: {error}"
-        typer.echo(f"hpctrain: {error}" if needs_slurm else told, err=True)
-        if needs_slurm:
-            raise typer.Exit(REFUSED) from None
-    if any(finding.level == "error" for finding in findings):
-        raise typer.Exit(REFUSED)
+        is_fatal = needs_slurm or isinstance(error, scheduler.RefusedJobError)
+        note = "hpctrain: " if is_fatal else "note: Slurm has not checked the script: "
+        typer.echo(f"{note}{error}", err=True)
+        is_wrong = is_wrong or is_fatal
+    if is_wrong:
+        raise typer.Exit(FAILED)
 
 
 def try_configuration(config: Path, overrides: Sequence[str]) -> None:
-    """Build here, in another process, what the job will, and read one batch; stop if it fails."""
-    from importlib.util import find_spec  # noqa: PLC0415
-
-    from hpctrain.launch.program import ask  # noqa: PLC0415
-
+    """Build the configuration in another process and read one batch; exit with 1 if it fails."""
     if find_spec("torch") is None:
-        typer.echo("note: there is no torch here, so the configuration is not tried", err=True)
+        typer.echo(
+            "note: torch is not installed here, so the configuration is not tried", err=True
+        )
         return
     line = [sys.executable, "-m", "hpctrain", "train", str(config), "--look"]
     for override in (*map(_without_index, overrides), 'data.stage=""'):
         line += ["--set", override]
     environ = {**os.environ, "HPCTRAIN_ALONE": "1"}
     try:
-        done = ask(line, environ, timeout_s=TRY_S)
-        code, said = done.returncode, done.stderr
+        done = program.ask(line, environ, timeout_s=TRY_S)
+        code, text = done.returncode, done.stderr
     except (OSError, TimeoutError) as error:
-        code, said = REFUSED, f"hpctrain: {config} could not be tried: {error}\n"
+        code, text = FAILED, f"hpctrain: {config} could not be tried: {error}\n"
     if code:
-        typer.echo(f"{said}--no-check submits it all the same", err=True)
-        raise typer.Exit(REFUSED)
+        typer.echo(f"{text}--no-check submits it without this check", err=True)
+        raise typer.Exit(FAILED)
 
 
 def _without_index(override: str) -> str:
-    """Put the first index of an array in: only the job knows its own."""
+    """Replace the index of an array by its first value: only the job knows the index."""
     return re.sub(r"\$\{?SLURM_ARRAY_TASK_ID\}?", "0", override)
-
-
-def _say(finding: "Finding") -> None:
-    typer.echo(f"{finding.level}: {finding.check}: {finding.what}", err=True)
-    if finding.do:
-        typer.echo(f"  do: {finding.do}", err=True)

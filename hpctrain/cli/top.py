@@ -1,67 +1,62 @@
-"""``hpctrain top``: a live table of a job at work, from the files of its run directory."""
+"""``hpctrain top``: a live table of a running job, from the files of its run directory."""
 
 import json
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
 
 from hpctrain.cli.options import RunFolder, flag, option
 from hpctrain.core.units import format_seconds
-from hpctrain.train.stragglers import SLOW, verdict
+from hpctrain.train import stragglers, watch
+from hpctrain.train.console import figures
 
 if TYPE_CHECKING:
-    from rich.console import Group
-
     from hpctrain.train.watch import RunView
 
 SHOWN = 4  # stragglers in a line
 
+app = typer.Typer()
 
+
+@app.command()
 def top(
     directory: RunFolder,
     *,
-    interval: Annotated[
-        float, option("SECONDS", "Between two looks at the files.", min=0.1)
-    ] = 2.0,
-    ranks: Annotated[int, option("N", "Rows of ranks, the slowest first.", min=0)] = 16,
-    once: Annotated[
-        bool, flag("Print once and stop, as where there is no terminal.", "--once")
-    ] = False,
-    as_json: Annotated[bool, flag("Print JSON, a line a look.", "--json")] = False,
+    interval: float = option(2.0, "SECONDS", "Time between two readings of the files.", min=0.1),
+    ranks: int = option(16, "N", "Number of ranks to list, slowest first.", min=0),
+    once: bool = flag("Print once and exit, as where the output is not a terminal.", "--once"),
+    as_json: bool = flag("Print a line of JSON for each reading.", "--json"),
 ) -> None:
-    """Show how a running job does: steps, loss, speed, slow ranks, time left, whether it lives.
+    """Watch a running job: steps, loss, speed, slow ranks, time left.
 
-    It reads the files of the run directory and asks the job nothing, so it runs on a login
-    node, over ssh, as long as the folder is mounted there. It ends when the run has ended, or
-    by Ctrl-C, which the job does not notice. For scripts: hpctrain status.
+    Reads the files of the run directory and does not contact the job: it works on a login node
+    and over ssh, if the directory is mounted there. Ends when the run has ended, or on Ctrl-C,
+    which does not affect the job. For scripts: hpctrain status.
 
-    The times of a rank are means over the last steps: what it computed, how long it waited for
-    others and their messages, for its input, and for a checkpoint. The slowest computes and reads
-    longest. A rank is slow for good (persistent) in five of the last ten records, else passing.
+    The times of a rank, in ms, are means over the last steps: computation, waiting for other ranks
+    and their messages, input, and checkpoints. The slowest rank computes and reads longest. A rank
+    is slow persistently in five of the last ten records, else temporarily.
 
-    For instance:
-
+    Examples:
       hpctrain top runs/digits
 
       ssh login hpctrain top --once /scratch/me/runs/digits
 
       hpctrain top runs/digits --json --interval 60 >> watched.jsonl
     """
-    from rich.console import Console  # noqa: PLC0415 - loaded where a run is watched
-    from rich.live import Live  # noqa: PLC0415
-
-    from hpctrain.train.watch import RunWatch  # noqa: PLC0415
-
-    watch, console = RunWatch(directory), Console(highlight=False, markup=False)
+    reader, console = watch.RunWatch(directory), Console(highlight=False, markup=False)
     is_live = console.is_terminal and not (as_json or once)
     live = Live(console=console, auto_refresh=False) if is_live else None
     with suppress(KeyboardInterrupt), live or nullcontext():
         while True:
-            view = watch.look()
+            view = reader.look()
             if as_json:
                 typer.echo(json.dumps(asdict(view) | _derived(view)))
             elif live is not None:
@@ -78,10 +73,7 @@ def _derived(view: "RunView") -> dict[str, Any]:
     return {"left_s": view.left_s, "slowest_rank": slowest, "has_ended": view.has_ended}
 
 
-def _table(view: "RunView", num_rows: int) -> "Group":
-    from rich.console import Group  # noqa: PLC0415
-    from rich.table import Table  # noqa: PLC0415
-
+def _table(view: "RunView", num_rows: int) -> Group:
     summary = Table.grid(padding=(0, 2))
     summary.add_column()
     summary.add_column(overflow="fold")
@@ -93,10 +85,8 @@ def _table(view: "RunView", num_rows: int) -> "Group":
     title = "of a step, in ms"
     if len(rows) < len(view.ranks):
         title += f"; the slowest {len(rows)} of {len(view.ranks)} ranks"
-    table = Table(title=title, title_justify="left", title_style="")
     columns = ("rank", "host", "compute", "wait", "input", "checkpoint", "/ median", "slow")
-    for column in columns:
-        table.add_column(column, justify="left" if column in ("host", "slow") else "right")
+    table = figures(title, columns, ())
     for rank in rows:
         times = (rank.compute_s, rank.communication_s, rank.input_s, rank.checkpoint_s)
         ratio = rank.work_s / view.median_work_s
@@ -105,14 +95,14 @@ def _table(view: "RunView", num_rows: int) -> "Group":
             rank.host,
             *(f"{seconds * 1e3:.2f}" for seconds in times),
             f"{ratio:.2f}",
-            verdict(rank.slow),
-            style="bold" if ratio >= SLOW else None,
+            stragglers.verdict(rank.slow),
+            style="bold" if ratio >= stragglers.SLOW else None,
         )
     return Group(summary, table)
 
 
 def _summary(view: "RunView") -> Iterator[tuple[str, str]]:
-    """Name and text of each line above the table."""
+    """Yield name and text of each line above the table."""
     last, num_steps = view.last, view.begun.get("num_steps")
     yield "run", _life(view)
     if last:
@@ -135,12 +125,12 @@ def _summary(view: "RunView") -> Iterator[tuple[str, str]]:
         yield "slowest", f"rank {slowest.rank}{where}, {ratio:.2f} times the median rank's work"
     if slow := sorted((rank for rank in view.ranks if rank.slow), key=lambda rank: -rank.slow):
         named = [f"rank {r.rank}{f' on {r.host}' if r.host else ''}" for r in slow[:SHOWN]]
-        told = [f"{n}, {verdict(r.slow)}" for n, r in zip(named, slow, strict=False)]
-        yield "stragglers", "; ".join(told) + (" ..." if len(slow) > SHOWN else "")
+        shown = [f"{n}, {stragglers.verdict(r.slow)}" for n, r in zip(named, slow, strict=False)]
+        yield "stragglers", "; ".join(shown) + (" ..." if len(slow) > SHOWN else "")
 
 
 def _life(view: "RunView") -> str:
-    """Tell how it stands with the run, and whether its job lives."""
+    """Return the state of the run, and whether its job is alive."""
     age = "" if view.heartbeat_age_s is None else f" for {format_seconds(view.heartbeat_age_s)}"
     if view.status.state == "finished" or view.life == "none":
         return view.status.what

@@ -1,70 +1,71 @@
 """``hpctrain train``: a run from a TOML file."""
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
-from hpctrain.cli.options import argument, flag, option
-from hpctrain.core.atomic import refusal
-from hpctrain.core.errors import ConfigError
+from hpctrain.cli.options import Overrides, aligned, argument, flag, option, require_name, takes
+from hpctrain.comm import mpi_world
+from hpctrain.core import atomic, config, keys
+from hpctrain.runtime import stopping
+from hpctrain.train import load, run, toy_problem
+
+app = typer.Typer()
 
 
-def train(  # noqa: PLR0913 - a command's options
-    config: Annotated[Path | None, argument("CONFIG.toml", "What to train.")] = None,
-    *,
-    overrides: Annotated[
-        list[str] | None,
-        option("KEY=VALUE", "Replace a value of the file; may be repeated.", "--set"),
-    ] = None,
-    dry_run: Annotated[
-        bool,
-        flag(
-            "Build and describe everything, try a step and a test of one batch, keep none.",
-            "--dry-run",
-        ),
-    ] = False,
-    look: Annotated[bool, typer.Option("--look", hidden=True)] = False,
-    resume: Annotated[bool, flag("Go on with the run in its directory.", "--resume")] = False,
-    changed: Annotated[
-        bool,
-        flag("With --resume: go on with another configuration, such as more epochs.", "--changed"),
-    ] = False,
-    force: Annotated[
-        bool,
-        flag(
-            "With --resume: take the run from a job that is at work in its directory, which "
-            "loses what it has learnt since its last checkpoint.",
-            "--force",
-        ),
-    ] = False,
-    verbose: Annotated[
-        bool, flag("Tell all of configuration, topology and plan.", "--verbose", "-v")
-    ] = False,
-    init: Annotated[bool, flag("Write CONFIG.toml, with every key, and stop.", "--init")] = False,
-    key: Annotated[
-        str | None,
-        option(
-            "KEY",
-            "Tell what a key or a table means, its value and who set it, and stop.",
-            "--explain",
-        ),
-    ] = None,
-) -> None:
-    """Train what a TOML file describes, on all ranks that were started together.
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions:
+    """Arguments and options of ``hpctrain train``."""
 
-    A signal (SIGTERM, SIGUSR1, Ctrl-C), the end of its time or a file STOP in its directory stops
-    the run between two steps: its state is saved, and it ends with code 85. A second signal ends
-    it at once.
+    config: Path | None = argument("CONFIG.toml", "Configuration of the run.", default=None)
+    overrides: Overrides = None
+    dry_run: bool = flag(
+        "Build and print everything, try one step and one test batch, save nothing.", "--dry-run"
+    )
+    look: bool = flag("", "--look", hidden=True)
+    resume: bool = flag("Continue the run in its directory.", "--resume")
+    changed: bool = flag(
+        "With --resume: accept a changed configuration, such as more epochs.", "--changed"
+    )
+    force: bool = flag(
+        "With --resume: take the run from a job that is running in its directory, which "
+        "loses the progress since its last checkpoint.",
+        "--force",
+    )
+    verbose: bool = flag("Print the whole configuration, topology and plan.", "--verbose", "-v")
+    init: bool = flag("Write CONFIG.toml with every key, and exit.", "--init")
+    explain: str | None = option(
+        None, "KEY", "Print meaning, value and origin of a key or of a table, and exit."
+    )
 
-    One job at a time writes into a directory. A second one waits a minute for the first, so that a
-    job that is queued again goes on also after a kill; then it ends, and names the first.
+    def how(self) -> "run.How":
+        """Return the options of the run."""
+        return run.How(
+            dry_run=self.dry_run or self.look,
+            look=self.look,
+            resume=self.resume,
+            changed=self.changed,
+            force=self.force,
+            verbose=self.verbose,
+        )
 
-    Values come from --set, then HPCTRAIN_* variables, then the file, then the defaults.
 
-    For instance:
+@app.command()
+@takes(TrainOptions)
+def train(asked: TrainOptions) -> None:
+    """Train the model that a TOML file describes, on all ranks of the launch.
 
+    SIGTERM, SIGUSR1, Ctrl-C, the end of its time limit or a file STOP in the run directory stops
+    the run after the present step: it saves its state and exits with code 85. A second signal
+    ends it at once.
+
+    One job at a time writes into a run directory. A second job waits one minute for the first,
+    so that a requeued job also starts after a kill; then it exits and names the first job.
+
+    Values are taken from --set, then HPCTRAIN_* variables, then the file, then the defaults.
+
+    Examples:
       hpctrain train examples/digits.toml
 
       hpctrain train examples/digits.toml --set train.epochs=5 --set model.args.width=32
@@ -77,76 +78,34 @@ def train(  # noqa: PLR0913 - a command's options
 
       hpctrain launch -n 4 --nodes 2 hpctrain train examples/digits.toml
     """
-    if init:
-        _init(config)
-    elif key is not None:
-        _explain(key, config, overrides or ())
-    elif config is None:
-        raise ConfigError(
-            "a run needs a configuration: hpctrain train CONFIG.toml; "
-            "hpctrain train my.toml --init writes one with every key"
+    overrides = asked.overrides or ()
+    if asked.init:
+        path = require_name(
+            asked.config,
+            "--init must have the name of the file to write, got none; "
+            "say `hpctrain train my.toml --init`",
         )
-    else:
-        how = {
-            "dry_run": dry_run or look,
-            "look": look,
-            "resume": resume,
-            "changed": changed,
-            "force": force,
-            "verbose": verbose,
-        }
-        code = _run(config, overrides or (), **how)
-        if code:
-            raise typer.Exit(code)
-
-
-def _run(config: Path, overrides: Sequence[str], **how: bool) -> int:
-    from hpctrain.comm.mpi_world import doubt  # noqa: PLC0415
-    from hpctrain.runtime.stopping import held_back  # noqa: PLC0415
-
-    # torch takes seconds to load: a launch that cannot work ends before, and a request to stop
-    # that comes meanwhile is not lost.
-    with held_back():
-        doubt()
-        from hpctrain.core.config import given  # noqa: PLC0415
-        from hpctrain.train.load import load  # noqa: PLC0415
-        from hpctrain.train.run import How, run  # noqa: PLC0415
-
-        environment = given()
-        return run(load(config, overrides, environment), environment, How(**how))
-
-
-def _explain(key: str, config: Path | None, overrides: Sequence[str]) -> None:
-    from hpctrain.core.config import given  # noqa: PLC0415
-    from hpctrain.train.load import load  # noqa: PLC0415
-
-    rows = load(config, overrides, given()).explain(key)
-    width = max(len(name) for name, _ in rows)
-    typer.echo("\n".join(f"{name:{width}}  {text}" for name, text in rows))
-
-
-def _init(path: Path | None) -> None:
-    from hpctrain.core.keys import render  # noqa: PLC0415
-    from hpctrain.train import toy_problem  # noqa: PLC0415
-
-    if path is None:
-        raise ConfigError(
-            "--init writes a file, so it needs its name: hpctrain train my.toml --init"
+        atomic.write_new(path, keys.render(toy_problem.config()))
+        typer.echo(
+            f"{path} has every key and trains a small synthetic problem: hpctrain train {path}; "
+            f"then set model.target and data.target to your own functions"
         )
-    write_new(path, render(toy_problem.config()))
-    typer.echo(
-        f"{path} has every key; as it is, it trains a small made-up problem: "
-        f"hpctrain train {path}; then put your own model.target and data.target in"
+        return
+    if asked.explain is not None:
+        found = load.load(asked.config, overrides, config.given()).explain(asked.explain)
+        typer.echo("\n".join(aligned(found)))
+        return
+    path = require_name(
+        asked.config,
+        "a run must have a configuration, got none: hpctrain train CONFIG.toml; "
+        "hpctrain train my.toml --init writes one with every key",
     )
-
-
-def write_new(path: Path, text: str) -> None:
-    """Write a file that is not there yet. Raises ``ConfigError``: it is, or it cannot be."""
-    try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(text)
-    except FileExistsError:
-        raise ConfigError(f"{path} exists and is left as it is; choose another name") from None
-    except OSError as error:
-        told = refusal(error, "name another file")
-        raise ConfigError(f"{path} cannot be written: {told}") from None
+    # torch takes seconds to load: a launch that cannot work ends earlier, and a request to stop
+    # that arrives meanwhile is kept.
+    with stopping.held_back():
+        mpi_world.doubt()
+        how = asked.how()
+        given = config.given()
+        code = run.run(load.load(path, overrides, given), given, how)
+    if code:
+        raise typer.Exit(code)

@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from hpctrain.core.checksum import crc32
+from hpctrain.core.errors import ConfigError
 from hpctrain.core.libc import exchange_names
 from hpctrain.core.units import MIB
 
@@ -137,3 +138,16 @@ def crc32_of(path: Path) -> int:
         while piece := file.read(4 * MIB):
             crc = crc32(piece, crc)
     return crc
+
+
+def write_new(path: Path, text: str) -> None:
+    """Write a file. Raises ``ConfigError``: it exists already, or cannot be written."""
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise ConfigError(f"{path} exists and is not replaced; choose another name") from None
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be written: {refusal(error, 'name another file')}"
+        ) from None

@@ -44,7 +44,12 @@ def resolve(
     except ModuleNotFoundError as error:
         # A module that exists but misses an import of its own says so itself.
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise error_type(f'{where} = "{target}" cannot be imported: {error}') from error
+            remedy = ""
+            if (error.name or "").startswith("horovod"):
+                remedy = "; write `import hpctrain as hvd` for `import horovod.torch as hvd`"
+            raise error_type(
+                f'{where} = "{target}" cannot be imported: {error}{remedy}'
+            ) from error
         raise error_type(
             f'{where} = "{target}": there is no module {error.name}; {way_out}'
         ) from None

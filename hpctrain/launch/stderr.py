@@ -48,6 +48,10 @@ _BEGIN = re.compile(
 )
 """How errors begin that all ranks may meet before they know each other: of a script, of its
 arguments, of the interpreter and of the shell."""
+_WITHOUT_HOROVOD = (
+    b"hpctrain: Horovod is not installed; `hpctrain shim SCRIPT` in place of `python SCRIPT` runs "
+    b"the script unchanged, `hpctrain shim -m MODULE` a module\n"
+)
 _QUIET_S = 0.3  # silence after which all ranks have written an error that they have met
 _MOST_LINES = 10_000  # of errors that are held back meanwhile
 
@@ -119,6 +123,8 @@ def _new(error: Sequence[bytes], told: set[bytes]) -> bytes:
     text, num_ranks = merged(error)
     is_new = text not in told
     told.add(text)
+    if is_new and b"No module named 'horovod" in text:
+        text += _WITHOUT_HOROVOD
     if is_new and num_ranks == 1:
         return text
     ranks = "1 rank has" if num_ranks == 1 else f"{num_ranks} ranks have"

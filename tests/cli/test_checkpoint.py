@@ -112,7 +112,7 @@ def test_export_writes_what_torch_loads(run, tmp_path):
 
 def test_diff_names_the_first_tensor_and_by_how_much(run, tmp_path):
     same = call("diff", run, run / "checkpoints" / "step-00000010")
-    assert (same.exit_code, same.output.count("the same, bit for bit")) == (0, 1)
+    assert (same.exit_code, same.output.count("bitwise identical")) == (0, 1)
     other = write(tmp_path / "other", 20, lr=0.2, shift=0.5, rank=1)
     result = call("diff", run, other)
     assert result.exit_code == 1
@@ -144,7 +144,7 @@ def test_times_and_numbers_of_records_are_named_and_no_difference(tmp_path):
     times = [1.0, 1.0, 2.0, 2.0, 2.0, 1.0]
     code, told = diff_of_a_and("same", training_s=0.7, num_records=4, sums=times)
     assert code == 0
-    assert "the same, bit for bit, but for times that were measured and numbers of reco" in told
+    assert "are bitwise identical, except for measured times and numbers of reco" in told
     assert told.endswith("records: training_s, num_records, private/0/tally/sums ")
     code, told = diff_of_a_and("later", step=2, num_records=4)
     assert (code, "plain (1), records (1)" in told) == (1, True)

@@ -7,27 +7,24 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
 import hpctrain
-from hpctrain.cli.data_pack import pack
-from hpctrain.cli.shared_work import ToolBar, joined
+from hpctrain.cli.main import app
+from hpctrain.cli.shared_work import ToolBar
 from hpctrain.core.errors import ConfigError, DataError, MismatchError
 from hpctrain.data.format.dataset_manifest import Manifest
+from hpctrain.runtime import tool_ranks
 from hpctrain.runtime.world import current
 from tests.data.plain import read_whole
-
-app = typer.Typer()
-app.command()(pack)
 
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     np.savez(tmp_path / "a.npz", x=np.arange(60.0).reshape(20, 3), y=np.arange(20))
-    return lambda *words: CliRunner().invoke(app, list(words))
+    return lambda *words: CliRunner().invoke(app, ["data", "pack", *words])
 
 
 def test_it_tells_what_it_made(run):
@@ -43,7 +40,7 @@ def test_it_tells_what_it_made(run):
 
 
 def test_ranks_wait_for_each_other_as_long_as_they_live():
-    joined()
+    tool_ranks.join()
     assert current().settings.timeout == math.inf
     hpctrain.shutdown()
 
@@ -76,9 +73,9 @@ def test_classes_are_counted(run, tmp_path):
 @pytest.mark.parametrize(
     ("words", "text", "kind"),
     [
-        (["--field", "x"], "--field is NAME=WHAT", ConfigError),
+        (["--field", "x"], "--field must be NAME=SOURCE", ConfigError),
         (["--field", "x=x", "--field", "x=y"], "given once", ConfigError),
-        (["--resize", "2by2"], "such as 224x224; got '2by2'", ConfigError),
+        (["--resize", "2by2"], "got '2by2'; say such as 224x224", ConfigError),
         (["--samples-per-shard", "2", "--shard-size", "1MB"], "leave one out", ConfigError),
         (["--shard-size", "much"], 'such as "25 MiB"', ConfigError),
         (["--resize", "3", "--encoded"], "--resize 3x3 and --encoded", DataError),
@@ -118,7 +115,7 @@ def test_ranks_share_the_work_and_all_stop_at_an_error(tmp_path):
     folder = Path(comm.broadcast_object(str(tmp_path)))
     if comm.rank == 0:
         np.savez(folder / "a.npz", x=np.arange(101))
-    words = [str(folder / "a.npz"), str(folder / "set")]
+    words = ["data", "pack", str(folder / "a.npz"), str(folder / "set")]
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 0
     made = f"set: 101 samples in {comm.size} shards, "

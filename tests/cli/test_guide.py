@@ -10,13 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.main import get_command
 from typer.testing import CliRunner
 
 import hpctrain
 from hpctrain.cli import guide as guides
 from hpctrain.cli.launch import INTERRUPTED
-from hpctrain.cli.main import USAGE_ERROR, app
+from hpctrain.cli.main import COMMANDS, USAGE_ERROR, Command, app
 from hpctrain.cluster.env import RANK_LOST
 from hpctrain.core import errors
 from hpctrain.core.errors import ConfigError
@@ -27,9 +26,13 @@ from hpctrain.runtime.stopping import STOPPED
 from tests.harness import preload
 from tests.processes import ended
 
-TEXTS = guides._guides()
+TEXTS = guides.texts()
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LAUNCH = re.compile(r"^hpctrain launch (.*?)-- ")
+
+
+def loaded(name):
+    return Command(name).loaded()
 
 
 def lines_of(code):
@@ -83,11 +86,11 @@ def test_another_topic_is_an_error_with_a_way_out(word, text):
 @pytest.mark.parametrize("topic", TEXTS)
 def test_commands_within_sentences_exist(topic):
     prose = BLOCK.sub("", TEXTS[topic])
-    data = get_command(app).commands["data"].commands
+    data = loaded("data").commands
     for command, words in re.findall(r"`hpctrain data (\w+)([^`]*)`", prose):
         options = {option for each in data[command].params for option in each.opts}
         assert set(re.findall(r"--[\w-]+", words)) <= options | {"--help"}, (command, words)
-    found = list(get_command(app).commands.values())
+    found = [loaded(name) for name in COMMANDS]
     found += [inner for each in found for inner in getattr(each, "commands", {}).values()]
     every = {option for each in found for one in each.params for option in one.opts}
     assert set(re.findall(r"`(--[\w-]+)", prose)) <= every

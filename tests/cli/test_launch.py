@@ -6,10 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import typer
 from typer.testing import CliRunner
 
 from hpctrain.cli import main
+from hpctrain.cli.launch import explain
 from hpctrain.core.config import Settings
 from hpctrain.core.errors import HpctrainError
 from hpctrain.launch import installed_horovod
@@ -125,8 +125,8 @@ def test_options_of_horovodrun_set_the_variable_that_has_their_meaning(words, va
         (["-np", "2", "--fusion-threshold-mb", "x", "python"], "--fusion-threshold-mb x"),
         (["-np", "2", "--log-level", "loud", "python"], "--log-level loud"),
         (["-np", "2", "--min-np", "1", "--max-np", "4", "python"], "--min-np"),
-        (["-np", "2", "--host-discovery-script", "./x", "python"], "stay the same"),
-        (["-np", "2", "--blacklist-cooldown-range", "1", "2", "python"], "stay the same"),
+        (["-np", "2", "--host-discovery-script", "./x", "python"], "is fixed by -np"),
+        (["-np", "2", "--blacklist-cooldown-range", "1", "2", "python"], "is fixed by -np"),
         (["-np", "2", "-p", "22", "python"], "~/.ssh/config"),
         (["-np", "2", "--config-file", "x.yaml", "python"], "guide horovod-variables"),
     ],
@@ -142,7 +142,7 @@ def test_every_option_of_horovodrun_is_known():
     runner = Path(sys.executable).with_name("horovodrun")
     told = subprocess.run([runner, "--help"], capture_output=True, text=True, check=True).stdout
     wanted = set(re.findall(r"^ +(?:(-\w[\w-]*)[ ,].*)?(--[\w-]+)", told, re.MULTILINE))
-    launch = typer.main.get_command(main.app).commands["launch"]
+    launch = main.Command("launch").loaded()
     known = {name for parameter in launch.params for name in parameter.opts} | {"--help", "-h"}
     assert {name for names in wanted for name in names if name} - known == {"--num-proc"}
 
@@ -267,3 +267,17 @@ def test_what_all_ranks_meet_before_they_know_each_other_is_told_once(words):
     assert done.returncode == 2
     assert "told this" in done.stderr
     assert done.stderr.count(words[-1]) == 1, done.stderr
+
+
+@pytest.mark.launches
+def test_a_module_that_imports_horovod_is_told_of_the_shim_where_there_is_none(tmp_path):
+    (tmp_path / "inner.py").write_text("import horovod.torch\n")
+    code = "import sys; sys.path = [sys.argv[1]]; import inner"  # no installed packages
+    done = hpctrain("launch", "-n", "2", "--", "python", "-S", "-c", code, str(tmp_path))
+    assert done.stderr.count("`hpctrain shim SCRIPT` in place of `python SCRIPT`") == 1
+
+
+def test_a_host_without_an_address_is_named_after_a_failure_only(capsys):
+    for code, num_notes in ((0, 0), (1, 1), (85, 0), (130, 0)):
+        explain(code, ["true"], "localhost:1,no-such-host.invalid:1")
+        assert capsys.readouterr().err.count("but no-such-host.invalid is unknown") == num_notes

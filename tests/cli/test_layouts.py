@@ -41,7 +41,11 @@ def test_the_tables_have_five_layouts_and_the_reasons_of_all_others():
     assert "7,500,000,000 parameters: layers 36, hidden 4096, heads 32" in output
     assert "assumed: layers, hidden, heads, sequence, vocabulary" in output
     assert "120 GB: 16 bytes per parameter (itself 2, gradient 2, optimizer 12)" in output
-    for title in ("the best layouts, predicted", "memory of the fullest rank", "where the time"):
+    for title in (
+        "the best layouts, predicted",
+        "memory of the fullest rank",
+        "shares of the time",
+    ):
         rows = output.partition(title)[2].partition("┡")[2].partition("└")[0].splitlines()[1:]
         assert [row.split()[1] for row in rows if row.strip()] == ["1", "2", "3", "4", "5"]
     assert re.search(r"\d+  does not fit", output)
@@ -114,7 +118,7 @@ def test_a_plan_by_numbers_loads_neither_torch_nor_mpi():
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        ((), "a plan is for a goal .* got neither; ask for one"),
+        ((), "a plan must be for a goal .* got neither; ask for one"),
         ((*GIVEN, "--samples", "1M"), "got --samples, --gpus-per-node, --nodes; ask for one"),
         (("runs/x", "--nodes", "3"), "got a run directory, --nodes; ask for one"),
         (("--params", "1e9"), "got no nodes with no GPUs; give --nodes and --gpus-per-node"),

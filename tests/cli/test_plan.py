@@ -70,7 +70,7 @@ def test_json_has_every_figure_of_the_table(ask):
 
 def test_a_codec_of_one_s_own_joins_and_what_pays_is_told(ask):
     told = ask("--codec", "int8:1:2e-10", **GIVEN).output
-    assert "what pays on 16 nodes with a batch of 256" in told
+    assert "codecs and local steps on 16 nodes with a batch of 256" in told
     assert "Gbit/s" in told
     found = json.loads(ask("--json", "--codec", "int8:1:2e-10", **GIVEN).output)
     assert found["best"]["codec"] == "int8:1:2e-10"
@@ -98,7 +98,7 @@ def test_two_gradient_norms_stand_for_a_noise_scale(ask):
     told = ask("--json", "--noise-scale", str(scale), **GIVEN).output
     assert ask(*words, **GIVEN).output == told
     assert math.isfinite(json.loads(told)["best"]["seconds"])
-    assert "got both" in str(ask(*words, "--noise-scale", "9", **GIVEN).exception)
+    assert "leave one out" in str(ask(*words, "--noise-scale", "9", **GIVEN).exception)
 
 
 def test_a_run_that_has_told_its_noise_scale_is_planned_by_the_last_one(ask, run):
@@ -116,7 +116,7 @@ def test_what_is_missing_or_wrong_is_said(ask, tmp_path):
     for name in GIVEN:
         rest = {key: value for key, value in GIVEN.items() if key != name}
         assert name in str(ask(**rest).exception)
-    assert "give its directory" in str(ask("--target-loss", "1", **GIVEN).exception)
+    assert "give RUN" in str(ask("--target-loss", "1", **GIVEN).exception)
     assert "no run directory" in str(ask(str(tmp_path), **GIVEN).exception)
     assert ask(**GIVEN | {"--samples": "many"}).exit_code == 2
     assert "the fastest candidate takes" in str(ask("--deadline", "1s", **GIVEN).exception)

@@ -14,8 +14,8 @@ from tests.processes import ended
     ("words", "said"),
     [
         (["no-such.py"], "no-such.py"),
-        (["."], "a folder is at"),
-        ([], "a script is needed, got none"),
+        (["."], "is a directory"),
+        ([], "must get a script, got none"),
         (["-m"], "requires an argument"),
         (["--modul", "x"], "No such option"),
     ],

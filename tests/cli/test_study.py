@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from hpctrain.cli.study import study
+from hpctrain.cli.study import app
 from hpctrain.core.errors import ConfigError
 from hpctrain.studies.point_records import StudyFolder
 from tests.studies import generated
@@ -48,7 +48,7 @@ def here(tmp_path, monkeypatch):
 
 
 def run(*words):
-    result = CliRunner().invoke(study, list(map(str, words)))
+    result = CliRunner().invoke(app, list(map(str, words)))
     if result.exception and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result
@@ -58,18 +58,18 @@ def test_init_writes_a_file_that_runs_and_leaves_one_that_exists():
     Path("x.py").touch()
     said = run("init", "new.toml", "--mode", "weak", "--command", "python x.py {batch}").stdout
     assert "hpctrain study run new.toml --dry-run" in said
-    assert "20 of 20 are left" in run("run", "new.toml", "--dry-run").stdout
+    assert "20 of 20 are still" in run("run", "new.toml", "--dry-run").stdout
     Path("x.py").unlink()
     with pytest.raises(ConfigError, match=r"command.run of new.toml must .*x.py is not in"):
         run("run", "new.toml", "--dry-run")
-    with pytest.raises(ConfigError, match="left as it is"):
+    with pytest.raises(ConfigError, match="is not replaced"):
         run("init", "new.toml")
 
 
 def test_the_study_that_init_writes_runs_in_an_empty_folder():
     said = run("init", "strong.toml").stdout
     assert "wrote examples/digits.toml, which strong.toml measures" in said
-    assert "20 of 20 are left" in run("run", "strong.toml", "--dry-run").stdout
+    assert "20 of 20 are still" in run("run", "strong.toml", "--dry-run").stdout
     assert sorted(path.name for path in Path("examples").iterdir()) == ["digits.py", "digits.toml"]
 
 
@@ -113,17 +113,17 @@ def test_a_dry_run_lists_points_and_cost_and_writes_nothing():
     assert f"nodes=4 ranks_per_node=2 depth=2  x 3  {many}\n" in said
     assert "nodes=1 ranks_per_node=2 depth=1  x 3\n" in said
     assert "the first: hpctrain launch -n " in said
-    assert "12 of 12 are left to measure: 2 node-hours, 2 h in all\n" in said
+    assert "12 of 12 are still to measure: 2 node-hours, 2 h in all\n" in said
     assert not Path("studies").exists()
 
 
 @pytest.mark.parametrize("name", ["", "..", "a/b", "/tmp/x"])
 def test_a_name_that_is_no_folder_and_a_repeat_that_is_not_asked_for_are_refused(name):
     Path("other.toml").write_text(STUDY.replace('"s"', f'"{name}"'))
-    with pytest.raises(ConfigError, match=f"is that of a folder, got '{name}'; or say --out"):
+    with pytest.raises(ConfigError, match=f"must be the name of a directory, got '{name}'"):
         run("run", "other.toml", "--dry-run")
     assert run("run", "other.toml", "--dry-run", "--out", "here").exit_code == 0
-    with pytest.raises(ConfigError, match="has repeats 0 to 2, got 3"):
+    with pytest.raises(ConfigError, match=r"between 0 and 2 for study.toml, got 3"):
         run("run", "study.toml", "--repeat", 3)
 
 
@@ -136,7 +136,7 @@ def test_a_run_tells_each_point_and_ends_with_1_where_some_have_failed():
     assert result.stdout.count("depth=1  repeat 2: 2.00 s a step, 4 samples/s") == 1
     assert result.stdout.count("failed: it ended with exit code 7") == 3
     assert "3 of 6 measured, 3 failed; `hpctrain study report here`" in result.stdout
-    assert "--retry-failed measures again" in result.stdout
+    assert "--retry-failed measures the failed points again" in result.stdout
     assert len(StudyFolder(Path("here")).read_points()) == 6
     again = run("run", "study.toml", "--out", "here")
     assert "repeat" not in again.stdout

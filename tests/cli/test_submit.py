@@ -5,10 +5,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import typer
 from typer.testing import CliRunner
 
-from hpctrain.cli.submit import SubmitCommand, submit
+from hpctrain.cli.submit import app
 from hpctrain.core.errors import ConfigError, LaunchError
 from hpctrain.launch.slurm import batch_script
 from hpctrain.launch.slurm.lint.lint import gather, lint
@@ -29,9 +28,6 @@ case $1 in
   *) echo "$@" >> submitted; wc -l < submitted ;;
 esac
 """
-
-app = typer.Typer()
-app.command(cls=SubmitCommand)(submit)
 
 
 @pytest.fixture(autouse=True)
@@ -176,7 +172,7 @@ def test_a_configuration_that_names_what_is_not_there_is_never_queued(tmp_path):
     result = run(tmp_path / "my.toml")
     assert result.exit_code == 1
     assert 'model.target = "digits:model": there is no module digits' in result.stderr
-    assert "--no-check submits it all the same" in result.stderr
+    assert "--no-check submits it without this check" in result.stderr
     assert not Path("submitted").exists()
 
 
@@ -228,7 +224,7 @@ def test_no_slurm_is_a_clear_error(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     result = run("my.toml")
     assert result.exit_code == 1
-    assert "hpctrain: submitting a job needs sbatch" in result.stderr
+    assert "hpctrain: Slurm's sbatch must be in PATH, but was not found" in result.stderr
     (tmp_path / "bin/sbatch").rename(tmp_path / "qsub")
     assert "this machine has PBS (qsub)" in run("my.toml").stderr
 
@@ -238,7 +234,9 @@ def test_a_dry_run_without_slurm_prints_the_script_and_ends_well(monkeypatch, tm
     result = run("my.toml", "--dry-run")
     assert result.exit_code == 0
     assert result.stdout.startswith("#!")
-    assert "note: Slurm has not checked the script: submitting a job needs sbatch" in result.stderr
+    assert (
+        "note: Slurm has not checked the script: Slurm's sbatch must be in PATH" in result.stderr
+    )
     Path("bin/sbatch").write_text(
         "#!/bin/sh\necho 'sbatch: error: contact slurm controller' >&2\nexit 1"
     )
@@ -247,8 +245,11 @@ def test_a_dry_run_without_slurm_prints_the_script_and_ends_well(monkeypatch, tm
     assert (result.exit_code, "note: Slurm has not checked" in result.stderr) == (0, True)
     result = run("my.toml")
     assert result.exit_code == 1
-    assert "says: contact slurm controller; its commands are installed here" in result.stderr
-    assert "or set SLURM_CONF to its slurm.conf; without a cluster, `hpctrain l" in result.stderr
+    assert "its commands are installed here, but reach no controller" in result.stderr
+    assert (
+        "set SLURM_CONF to its slurm.conf; without Slurm, --print shows the script"
+        in result.stderr
+    )
     Path("bin/sbatch").write_text(SBATCH)
     Path("refuse").touch()
     assert run("my.toml", "--dry-run").exit_code == 1
@@ -282,10 +283,10 @@ def test_ranks_share_the_cores_of_their_node_where_nobody_says_how_many_they_get
 @pytest.mark.parametrize(
     ("words", "error", "text"),
     [
-        ([], ConfigError, "needs a configuration"),
+        ([], ConfigError, "must get a configuration"),
         (["--"], LaunchError, "needs a command"),
-        (["--", "python", "no.py"], ConfigError, "nothing is at no.py"),
-        (["--set", "a=1", "--", "python", "my.py"], ConfigError, "arguments of its own"),
+        (["--", "python", "no.py"], ConfigError, "but no.py does not"),
+        (["--set", "a=1", "--", "python", "my.py"], ConfigError, "pass arguments to the script"),
         (["my.toml", "--", "python", "x.py"], ConfigError, "leave one out"),
         (["--template", "gpu"], ConfigError, "--template NAME --print"),
         (

@@ -18,7 +18,7 @@ def test_init_writes_a_file_that_loads_and_never_replaces_one(tmp_path):
     path.write_text("precious")
     assert isinstance(invoke(path, "--init").exception, ConfigError)
     assert path.read_text() == "precious"
-    assert "needs its name" in str(invoke("--init").exception)
+    assert "must have the name" in str(invoke("--init").exception)
     assert "cannot be written" in str(invoke("/nowhere/at/all.toml", "--init").exception)
 
 

@@ -80,7 +80,7 @@ def test_a_slurm_that_does_not_answer_is_an_error_with_its_words(command, monkey
     monkeypatch.setattr(scheduler, "ANSWER_S", 0.2)
     with pytest.raises(LaunchError, match="timed out after"):
         job_end(command("squeue", "exec /bin/sleep 20"))
-    with pytest.raises(LaunchError, match="squeue in PATH"):
+    with pytest.raises(LaunchError, match="squeue must be in PATH"):
         job_end({"PATH": "/nowhere", "SLURM_JOB_ID": "17"})
 
 
@@ -101,7 +101,7 @@ def test_sbatch_is_preferred_to_slurms_imitation_of_other_schedulers(command, tm
 
 
 def test_no_scheduler_is_a_clear_error(tmp_path):
-    with pytest.raises(LaunchError, match=r"needs sbatch.*login node"):
+    with pytest.raises(LaunchError, match=r"sbatch must be in PATH.*login node.*--print shows.*hpctrain launch"):
         try_out("#!/bin/sh\n", {"PATH": str(tmp_path)})
 
 

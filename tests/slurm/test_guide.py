@@ -13,9 +13,8 @@ from importlib import resources
 from pathlib import Path
 
 import pytest
-from typer.main import get_command
 
-from hpctrain.cli.main import app
+from hpctrain.cli.main import COMMANDS, Command
 
 pytestmark = [pytest.mark.launches, pytest.mark.requires("slurm"), pytest.mark.limit(120)]
 
@@ -27,7 +26,7 @@ PYTHON = "/usr/bin/python3"  # one that every user of the machine may run
 
 
 def test_commands_of_hpctrain_exist_with_their_options():
-    commands = get_command(app).commands
+    commands = {name: Command(name).loaded() for name in COMMANDS}
     found = re.findall(r"(?<![\w/])hpctrain ([a-z]+)([^|)&>#\n`]*)", GUIDE)
     assert {name for name, _ in found} > {"train", "submit", "status", "doctor", "launch"}
     for name, words in found:

@@ -192,9 +192,10 @@ def test_a_run_names_its_best_checkpoint_and_commands_take_it(tmp_path, monkeypa
         assert told[-2:] == [others, last]
         for words, message in (
             (["evaluate", "runs/none"], "runs/none holds no run"),
-            (["evaluate", "runs/small", "--split", "all"], "test, train or validation, got 'all'"),
             (["predict", "runs/small", "--output", "small.toml"], "is there already"),
         ):
             assert message in str(runner.invoke(app, words).exception)
+        refused = runner.invoke(app, ["evaluate", "runs/small", "--split", "all"])
+        assert (refused.exit_code, "'all' is not one of" in refused.stderr) == (2, True)
     finally:
         hpctrain.shutdown()

@@ -299,7 +299,8 @@ def test_a_stopped_job_ends_with_85_and_goes_on_with_other_ranks(tmp_path, monke
     stopped = start(*launch, "--", *train, cwd=tmp_path)
     assert stopped.returncode == 85, stopped.stderr
     assert "stopped by SIGUSR1 after step 6 of 12" in stopped.stdout
-    assert stopped.stderr.count("hpctrain: the ranks have stopped with code 85") == 1
+    assert (stopped.stdout + stopped.stderr).count("--resume continues it") == 1
+    assert "the ranks have stopped" not in stopped.stderr
     assert "Traceback" not in stopped.stderr
     monkeypatch.chdir(tmp_path)
     whole = load_config(Path("small.toml"), ["output_dir=whole"])

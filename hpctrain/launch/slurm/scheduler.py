@@ -25,6 +25,11 @@ SCRIPT = "job.sbatch"  # in a run's folder: the script of its latest job
 
 JOBS = "jobs.txt"  # in a run's folder: the numbers of its jobs, one a line
 
+WITHOUT_SLURM = (
+    "without Slurm, --print shows the script and `hpctrain launch -n RANKS -- COMMAND` starts the "
+    "ranks here"
+)
+
 UNLIMITED = ("0", "unlimited", "infinite")  # time limits that are none
 
 _DAYS = re.compile(r"(\d+)-(\d+)(?::(\d+))?(?::(\d+))?")
@@ -141,7 +146,9 @@ def run(
     """
     program = shutil.which(line[0], path=environ.get("PATH"))
     if program is None:
-        raise LaunchError(f"asking Slurm needs {line[0]} in PATH, there is none")
+        raise LaunchError(
+            f"Slurm's {line[0]} must be in PATH, but was not found; load the Slurm module"
+        )
     try:
         return ask([program, *line[1:]], environ, text=text, timeout_s=timeout_s or ANSWER_S)
     except OSError as error:
@@ -151,9 +158,9 @@ def run(
 def no_answer(said: str) -> LaunchError:
     """Return the error that a command of Slurm found no controller; ``said`` is its output."""
     return LaunchError(
-        f"{NO_ANSWER}; it says: {_words(said)}; its commands are installed here, but reach no "
-        f"controller: use a login node of the cluster, or set SLURM_CONF to its slurm.conf; "
-        f"without a cluster, `hpctrain launch -n RANKS -- COMMAND` starts the ranks here"
+        f"{NO_ANSWER}: its commands are installed here, but reach no controller; use a login node "
+        f"of the cluster, or set SLURM_CONF to its slurm.conf; {WITHOUT_SLURM}; Slurm reports: "
+        f"{_words(said).rpartition('fatal: ')[2]}"
     )
 
 
@@ -165,14 +172,13 @@ def find_sbatch(environ: Mapping[str, str] = os.environ) -> str:
     for command, name in _OTHERS.items():
         if shutil.which(command, path=path):
             raise LaunchError(
-                f"hpctrain submits to Slurm only, this machine has {name} ({command}) and no "
-                "sbatch; inside a job of its own `hpctrain launch -n RANKS hpctrain train "
-                "CONFIG.toml` starts the ranks on the nodes of the job"
+                f"hpctrain submit must find Slurm's sbatch, but this machine has {name} "
+                f"({command}); in a job of {name}, `hpctrain launch -n RANKS -- COMMAND` starts "
+                f"the ranks on the nodes of the job"
             )
     raise LaunchError(
-        "submitting a job needs sbatch, there is none in PATH; go to a login node of the cluster "
-        "or load its Slurm module; without Slurm, `hpctrain launch -n RANKS hpctrain train "
-        "CONFIG.toml` starts the ranks here"
+        f"Slurm's sbatch must be in PATH, but was not found; use a login node of the cluster, or "
+        f"load its Slurm module; {WITHOUT_SLURM}"
     )
 
 
