@@ -7,6 +7,7 @@ from torch.nn import Parameter
 from hpctrain.comm.bucket import BucketPlan
 from hpctrain.comm.bucket_storage import ReduceBackend, new_storage
 from hpctrain.comm.communicator import Communicator
+from hpctrain.comm.tensor_bucket import TensorBucket
 from hpctrain.core.torch_compat import foreach_copy_
 from hpctrain.gradients.parameter_names import NamedParameters
 from hpctrain.gradients.sparse_gradients import GradientState, as_sparse
@@ -143,16 +144,10 @@ def _of_its_own(view: Tensor) -> Tensor:
     return torch.frombuffer(memory, dtype=view.dtype).as_strided(view.shape, view.stride())
 
 
-def _like(parameter: Parameter, place: Tensor) -> Tensor:
-    """View ``place`` with the parameter's strides, which fused optimizers want of gradients."""
-    dense = torch.empty_like(parameter, device="meta")  # keeps strides that have no gaps
-    return place.as_strided(parameter.shape, dense.stride())
-
-
-class GradientBucket:
+class GradientBucket(TensorBucket):
     """One message: its slots, and for each a mark that says whether any rank has a gradient."""
 
-    __slots__ = ("bucket", "marks", "memory", "num_empty", "parts", "place", "slots")
+    __slots__ = ("memory", "num_empty", "slots")
 
     def __init__(
         self,
@@ -167,26 +162,34 @@ class GradientBucket:
 
         ``backend`` is for ``new_storage``.
         """
-        num_marks, device = len(plan.members), parameters[plan.members[0]][1].device
+        num_marks, members = len(plan.members), [parameters[member] for member in plan.members]
+        tensors = [parameter for _, parameter in members]
         room = plan.numel - num_marks, num_marks, plan.dtype
-        self.bucket, self.place = new_storage(comm, device, *room, backend=backend)
-        flat, travels = self.place.flat, self.place.travels
-        self.marks = self.bucket.flat[self.bucket.numel - num_marks :]
-        self.slots, self.parts = list[Slot](), list[Tensor]()  # the latter: where each is summed
-        for member, offset, mark in zip(plan.members, plan.offsets, self.marks, strict=True):
-            name, parameter = parameters[member]
-            where = slice(offset, offset + parameter.numel())
-            self.slots.append(Slot(name, parameter, index, _like(parameter, flat[where]), mark))
-            self.parts.append(_like(parameter, travels[where]))
+        bucket, storage = new_storage(comm, tensors[0].device, *room, backend=backend)
+        super().__init__(
+            bucket,
+            tensors,
+            plan.offsets,
+            num_marks=num_marks,
+            storage=storage,
+            keeps_strides=True,  # fused optimizers want them of gradients
+        )
+        self.slots = [
+            Slot(name, parameter, index, place, mark)
+            for (name, parameter), place, mark in zip(
+                members, self.packed.places, self.marks, strict=True
+            )
+        ]
         self.num_empty = len(self.slots)
+        flat = self.packed.flat
         self.memory = flat.data_ptr(), flat.data_ptr() + flat.nbytes
         """Its first address, and the one behind it."""
 
     def fill_at_once(self, weight: float, *, keeps_result: bool) -> None:
         """Fill all its slots: an accelerator is not asked for each by itself."""
-        if self.place.makers is not None:
+        if self.storage.makers is not None:
             made = (slot.parameter.grad for slot in self.slots)
-            self.place.makers.join([g for g in made if g is not None and not g.is_sparse])
+            self.storage.makers.join([g for g in made if g is not None and not g.is_sparse])
         copies: list[tuple[Tensor, Tensor]] = []
         for slot in self.slots:
             slot.fill(weight, keeps_result=keeps_result, copies=copies)

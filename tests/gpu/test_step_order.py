@@ -88,7 +88,7 @@ class Program:
                     self.backward(model, batch)
                 self.step(optimizer)
             buckets = optimizer._exchange.reduction.layout.buckets
-            assert {type(bucket.place) for bucket in buckets} == {Staged}
+            assert {type(bucket.storage) for bucket in buckets} == {Staged}
         return list(self.checker.races)
 
     def backward(self, model, batch):
