@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm import requests
-from hpctrain.comm.mpi_start import MPI
-from hpctrain.comm.mpi_world import is_loss
+from hpctrain.comm.mpi_start import MPI, is_loss
 from hpctrain.comm.node.segments import Fence, Semaphore
 from hpctrain.comm.owner import Owner
 from hpctrain.comm.rail.rail import bytes_of

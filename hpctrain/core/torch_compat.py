@@ -6,9 +6,10 @@ the first version of torch that has the name.
 
 import importlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import cache, partial
 from inspect import signature
+from operator import attrgetter
 from types import CodeType
 from typing import Any, TypeAlias, TypeVar
 
@@ -100,7 +101,26 @@ def call_after_backward(function: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(function)
 
 
+def identity_of(tensor: Tensor) -> int:
+    """Return a number of what torch hooks; a conversion may swap it for another."""
+    return tensor._cdata
+
+
+def accumulation_hooks_of(tensor: Tensor) -> Collection[object]:
+    """Return the hooks that autograd calls when it has accumulated a gradient."""
+    return (tensor._post_accumulate_grad_hooks or {}).values()
+
+
+def rearm_hooks(tensor: Tensor) -> None:
+    """Hook a tensor again whose inside was swapped: only the Python side knows its hooks."""
+    for hooks in ("_post_accumulate_grad_hooks", "_backward_hooks"):
+        setattr(tensor, hooks, getattr(tensor, hooks))
+
+
 # -- tensors -----------------------------------------------------------------------------------
+
+version_of: Callable[[Tensor], int] = attrgetter("_version")
+"""Return how often a tensor was written to, as autograd counts; inference tensors have none."""
 
 foreach_add: Callable[..., Any] = torch._foreach_add
 foreach_add_: Callable[..., Any] = torch._foreach_add_
@@ -121,6 +141,11 @@ unscale_grads: Callable[..., dict[torch.device, Tensor]] = GradScaler._unscale_g
 def replace_unscale_grads(function: Callable[..., dict[torch.device, Tensor]]) -> None:
     """Let every ``GradScaler`` unscale the gradients of an optimizer by a function."""
     GradScaler._unscale_grads_ = function  # type: ignore[method-assign]
+
+
+def leave_scaling_to(optimizer: torch.optim.Optimizer) -> None:
+    """Let a ``GradScaler`` call ``step()`` in any case, and leave the scale to it."""
+    optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
 
 
 def first_state_of_adagrad(parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:

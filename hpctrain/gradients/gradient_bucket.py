@@ -8,7 +8,7 @@ from hpctrain.comm.bucket import BucketPlan
 from hpctrain.comm.bucket_storage import ReduceBackend, new_storage
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.tensor_bucket import TensorBucket
-from hpctrain.core.torch_compat import foreach_copy_
+from hpctrain.core.torch_compat import foreach_copy_, version_of
 from hpctrain.gradients.parameter_names import NamedParameters
 from hpctrain.gradients.sparse_gradients import GradientState, as_sparse
 
@@ -84,12 +84,12 @@ class Slot(GradientState):
         if self.sparse_dim is not None and self.parameter.grad is not None:
             self.parameter.grad = self._sparse_grad = as_sparse(self.view, self.sparse_dim)
         self.is_result = self.parameter.grad is not None
-        self.version = self._shown._version  # noqa: SLF001
+        self.version = version_of(self._shown)
 
     @property
     def is_written(self) -> bool:
         """Whether a program has written to the result where it lies, as clipping does."""
-        changed = self.version != self._shown._version  # noqa: SLF001
+        changed = self.version != version_of(self._shown)
         return changed and self.holds_result and self.view.numel() > 0
 
     def adopt(self) -> None:

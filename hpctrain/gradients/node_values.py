@@ -19,6 +19,7 @@ from hpctrain.comm.node.shared_memory import SharedMemory
 from hpctrain.comm.threaded import start_on
 from hpctrain.compress.codec import Codec, Identity, TensorByTensor
 from hpctrain.core.errors import ConfigError
+from hpctrain.core.torch_compat import version_of
 from hpctrain.gradients.elementwise import Part, PieceStep
 from hpctrain.gradients.gradient_bucket import GradientBucket, Slot
 from hpctrain.gradients.node_bucket import MASTER, Chunk, NodeBucket, Piece
@@ -50,7 +51,7 @@ class NodeValues:
     def is_written(self, optimizer: Optimizer, step: int) -> bool:
         """Say whether this rank's program has changed parameters, state, or what a step keeps."""
         if self._kinds != self._rule.kinds or any(
-            slot.parameter.data_ptr() != address or slot.parameter._version != version  # noqa: SLF001
+            slot.parameter.data_ptr() != address or version_of(slot.parameter) != version
             for slot, address, version in self._seen
         ):
             return True
@@ -60,7 +61,7 @@ class NodeValues:
         state = optimizer.state
         if any(e is not state.get(p) if e else state.get(p) for p, e in shown):
             return True
-        if self._versions != [v._version for v in self._shown()]:  # noqa: SLF001
+        if self._versions != [version_of(v) for v in self._shown()]:
             return True
         return self._differs_silently(step)
 
@@ -268,11 +269,11 @@ class NodeValues:
     def _note_versions(self) -> None:
         """Remember how the program's tensors look when nobody has written to them."""
         self._seen = [
-            (slot, slot.parameter.data_ptr(), slot.parameter._version)  # noqa: SLF001
+            (slot, slot.parameter.data_ptr(), version_of(slot.parameter))
             for bucket in self.buckets
             for slot in bucket.slots
         ]
-        self._versions = [value._version for value in self._shown()]  # noqa: SLF001
+        self._versions = [version_of(value) for value in self._shown()]
         for bucket in self.buckets:
             bucket.values.end_step()
 

@@ -43,6 +43,8 @@ class OptimizerExchange:
 
     unscales = False
     """Whether ``step()`` does what a ``GradScaler`` leaves to it, and is called in any case."""
+    was_synchronized = False  # whether ``synchronize()`` of this step had nothing to combine
+    warns = True  # whether ``step()`` warns of that
 
     @property
     def steps(self) -> StepFacts:
@@ -114,11 +116,12 @@ class OptimizerExchange:
         """Clamp the elements of the combined gradients."""
         clip_grad_value_(parameters, value)
 
-    def unscale(self, inverse_scale: Tensor, *, allows_fp16: bool) -> bool | None:  # noqa: ARG002
+    def unscale(self, inverse_scale: Tensor, *, allows_fp16: bool) -> bool | None:
         """Unscale gradients that are not in ``.grad``; return whether some are not finite.
 
         None where ``.grad`` is what the step uses, which torch unscales.
         """
+        del inverse_scale, allows_fp16
         return None
 
     def new_step(self) -> None:
@@ -133,18 +136,20 @@ class OptimizerExchange:
     def state_loaded(self, state_dict: dict[str, Any]) -> None:
         """Correct the state that torch has loaded."""
 
-    def begin_step(self, stepping: Optimizer, closure: Closure) -> Closure:  # noqa: ARG002
+    def begin_step(self, stepping: Optimizer, closure: Closure) -> Closure:
         """Begin ``step()``; return the closure that it is to call. Collective."""
+        del stepping
         return closure
 
     def end_step(self) -> None:
         """End ``step()``. Collective."""
 
-    def rebind(self, comm: Communicator, plan: Plan) -> None:  # noqa: ARG002
+    def rebind(self, comm: Communicator, plan: Plan) -> None:
         """Continue in a world without the ranks that were lost. Collective over ``comm``.
 
         Raises ``ConfigError`` on all ranks where the exchange cannot.
         """
+        del plan
         raise ConfigError(
             f"an optimizer with shard, op=Adasum or a process set does not go on without lost "
             f"ranks, got {comm.size} in the next world; start again from the checkpoint, or "
