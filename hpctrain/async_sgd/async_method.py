@@ -37,9 +37,8 @@ from hpctrain.core.errors import ConfigError, HpctrainError
 from hpctrain.core.torch_compat import dynamo_disable
 from hpctrain.gradients.sample_count import check_count
 from hpctrain.gradients.step_counter import check_over
-from hpctrain.gradients.step_header import StepAgreement
-from hpctrain.gradients.step_sync import StepSync
 from hpctrain.runtime import recovery, world
+from hpctrain.runtime.last_check import LastStates
 from hpctrain.runtime.process_sets import global_process_set
 
 
@@ -237,7 +236,7 @@ class AsyncMethod(CommonBlock):
 
     _farewell: Farewell | None = None
     """Lets servers know that this rank sends no more requests; None in a world of one."""
-    _check: StepSync | None = None
+    _states: LastStates | None = None
 
     _steps_here = False
     """Whether the optimizer takes its step on this rank, too, before servers are asked."""
@@ -359,8 +358,9 @@ class AsyncMethod(CommonBlock):
             self._farewell.detach()
         self._messages, self._farewell = connected(self._let_go, self.comm, mates, self.servers)
         if self._farewell is not None:
-            self._check = check_over(here.sets.communicator(global_process_set))
-            self._member = self._check.enter(self)
+            self._states = check_over(here.sets.communicator(global_process_set)).last_states
+            assert self._states is not None
+            self._name = self._states.enter((), self)
 
     def _let_go(self) -> None:
         """Remove the hooks at the end of the world."""
@@ -369,10 +369,9 @@ class AsyncMethod(CommonBlock):
             self._farewell.detach()
 
     def __del__(self) -> None:
-        """Keep what is compared at the end of the world, see ``StepCounter``."""
-        if self._check is not None and self._check.is_asked:
-            has_values = not self._check.collection.is_running
-            self._check.keep(self._member, self.left(has_values=has_values))
+        """Keep what is compared at the end of the world."""
+        if self._states is not None:
+            self._states.keep(self._name, self)
 
     def _start_server(self, make_server: Callable[..., ParameterServer]) -> None:
         self._server: ParameterServer | None = None
@@ -443,24 +442,16 @@ class AsyncMethod(CommonBlock):
 
     # -- checks ---------------------------------------------------------------------------------
 
-    @property
-    def steps(self) -> "AsyncMethod":
-        """Whose last step is compared when ranks take leave: see ``left``."""
-        return self
-
-    def left(self, *, has_values: bool = True) -> dict[str, str]:
+    def left(self, _: tuple[int, ...] = (), /, *, has_weights: bool = True) -> dict[str, str]:
         """Return what ranks have that did not settle, and that must be alike; not collective."""
         if self._is_settled or not self.is_compared:
             return {}
         how = f"{type(self).__name__}, whose block has not ended, by `with` or settle(), on all"
         values = zip(self._names, self._layout.parameters, strict=True)
-        hashes = value_hashes(dict(values)) if has_values else {}
+        hashes = value_hashes(dict(values)) if has_weights else {}
         return {f"the number of steps of {how}": str(self._clock)} | {
             f"{one} of {how}": text for one, text in hashes.items()
         }
-
-    def stand_in(self, agreement: StepAgreement) -> None:
-        """Do nothing: its steps are opened by no message."""
 
     def _describe(self, arguments: Mapping[str, object]) -> list[str]:
         lines = [f"{name}={value}" for name, value in arguments.items()]

@@ -64,12 +64,18 @@ class PackedTensors:
         """Copy what is in the places into tensors."""
         foreach_copy_(tensors, self.places)
 
+    @property
+    def offsets(self) -> list[int]:
+        """The element at which each place begins."""
+        start = self.flat.storage_offset()
+        return [int(place.storage_offset() - start) for place in self.places]
+
     def places_in(self, flat: Tensor) -> list[Tensor]:
         """Return the same places of another buffer of as many elements."""
-        shift = flat.storage_offset() - self.flat.storage_offset()
+        start = flat.storage_offset()
         return [
-            flat.as_strided(place.shape, place.stride(), place.storage_offset() + shift)
-            for place in self.places
+            flat.as_strided(place.shape, place.stride(), start + offset)
+            for place, offset in zip(self.places, self.offsets, strict=True)
         ]
 
 

@@ -20,9 +20,9 @@ from hpctrain.comm.threaded import start_on
 from hpctrain.compress.codec import Codec, Identity, TensorByTensor
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.torch_compat import version_of
-from hpctrain.gradients.elementwise import Part, PieceStep
+from hpctrain.gradients.elementwise import PieceStep, StateSpec
 from hpctrain.gradients.gradient_bucket import GradientBucket, Slot
-from hpctrain.gradients.node_bucket import MASTER, Chunk, NodeBucket, Piece
+from hpctrain.gradients.node_bucket import MASTER, Chunk, NodeBucket, ParameterPiece
 from hpctrain.gradients.weight_sample import checksum_of, due, sample_of
 from hpctrain.runtime import world
 
@@ -143,7 +143,7 @@ class NodeValues:
         self._kinds = self._rule.kinds
         self._rule.state.clear()
         owned = self._owned() if self._rule.takes_tensors else None
-        cut: list[list[list[Piece]]] = []
+        cut: list[list[list[ParameterPiece]]] = []
         for bucket in self.buckets:
             groups = [group_of[slot.parameter] for slot in bucket.slots]
             start_on(self._comm, bucket.make_room, self._parts(bucket, groups, state)).wait()
@@ -182,22 +182,22 @@ class NodeValues:
 
     def _parts(
         self, bucket: NodeBucket, groups: Sequence[int], state: Any
-    ) -> list[dict[str, Part]]:
+    ) -> list[dict[str, StateSpec]]:
         """Return what is kept of each parameter: what a step makes, and what is there already."""
-        parts, whole = list[dict[str, Part]](), self._rule.takes_tensors
+        parts, whole = list[dict[str, StateSpec]](), self._rule.takes_tensors
         dtypes: dict[str, torch.dtype] = {}  # what is there has the last word
         for slot, group in zip(bucket.slots, groups, strict=True):
             shape = slot.view.shape
             parts.append(dict(self._rule.parts(group, bucket.step_dtype, shape)))
             if bucket.has_masters:
-                parts[-1][MASTER] = Part(bucket.step_dtype, None)
+                parts[-1][MASTER] = StateSpec(bucket.step_dtype, None)
             dtypes |= {name: part.dtype for name, part in parts[-1].items()}
         for slot, of in zip(bucket.slots, parts, strict=True):
             for name, value in (state.get(slot.parameter) or {}).items():
                 if not isinstance(value, Tensor):
                     continue
                 form = tuple(value.shape) if whole or value.shape != slot.view.shape else None
-                known = of.get(name, Part(value.dtype, form))
+                known = of.get(name, StateSpec(value.dtype, form))
                 if known.shape is None and value.shape != slot.view.shape:
                     raise ConfigError(
                         f"{name} in the optimizer's state of {slot.name} has an element for each "
