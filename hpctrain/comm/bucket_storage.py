@@ -160,8 +160,9 @@ class StagedBucket(DeviceBucket):
         self._on_host.synchronize()
         scale_(self.travels, factor)
 
-    def reduce(self, sum_on_host: Callable[[], object], scale: float | None) -> None:  # noqa: ARG002
+    def reduce(self, sum_on_host: Callable[[], object], scale: float | None) -> None:
         """Let the host sum what has departed, and start for the device. Collective."""
+        del scale  # the host has it
         device = self._device
         self._on_host.synchronize()
         sum_on_host()

@@ -7,6 +7,7 @@ the first version of torch that has the name.
 import importlib
 import sys
 from collections.abc import Callable, Collection, Mapping
+from datetime import timedelta
 from functools import cache, partial
 from inspect import signature
 from operator import attrgetter
@@ -198,6 +199,23 @@ def replace_builtin_hooks(changed: Callable[[Callable[..., Any]], Callable[..., 
     """Change the function by which DistributedDataParallel takes a hook that torch has in C++."""
     of_torch = DistributedDataParallel._register_builtin_comm_hook
     DistributedDataParallel._register_builtin_comm_hook = changed(of_torch)  # type: ignore[method-assign]
+
+
+def backend_of(group: Any, device: torch.device) -> Any:
+    """Return what a process group moves tensors of a device by."""
+    return group._get_backend(device)
+
+
+def group_by_nccl(store: Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
+    """Make a process group for tensors on CUDA: only a group has all functions. Collective."""
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    kind = dist.ProcessGroup.BackendType.NCCL
+    group = dist.ProcessGroup(store, rank, size)
+    group._set_default_backend(kind)
+    nccl = dist.ProcessGroupNCCL(store, rank, size, options)
+    group._register_backend(torch.device("cuda"), kind, nccl)
+    return group
 
 
 def rendezvous_handlers() -> dict[str, Any]:
