@@ -13,6 +13,7 @@ from torch import Tensor
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.node.peer_memory import CudaSegment, Segment
 from hpctrain.comm.ops import Combination
+from hpctrain.comm.tensor_bucket import BucketStorage
 from hpctrain.core.errors import CommError
 
 _LOG = logging.getLogger(__name__)
@@ -142,12 +143,12 @@ def _are_same(one: torch.Stream, other: torch.Stream) -> bool:
     return one == other  # torch defines no right !=
 
 
-class DeviceBucket:
+class DeviceBucket(BucketStorage):
     """Elements of a bucket on an accelerator, which the caller's stream fills and reads."""
 
     def __init__(self, device: Device, flat: Tensor, full: torch.Event) -> None:
+        super().__init__(flat)
         self._device, self.makers = device, Makers(device)
-        self.flat = self.travels = flat
         self._full, self._back = full, device.new_event()
 
     def depart(self) -> None:

@@ -1,7 +1,7 @@
 """``TensorBucket``: tensors that are packed into one message, summed over ranks, and unpacked."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -84,54 +84,36 @@ def _strided_as(part: Tensor, tensor: Tensor) -> Tensor:
     return part.as_strided(tensor.shape, dense.stride())
 
 
-class BucketStorage(Protocol):
-    """The elements of a bucket without its marks: where they are made, where they are summed."""
+class BucketStorage:
+    """The elements of a bucket without its marks, where they are made and where they are summed.
 
-    flat: Tensor  # where tensors are made
-    travels: Tensor  # the same elements where they are summed
+    What is defined here is right for elements of the host, which are in the bucket itself.
+    """
 
-    @property
-    def makers(self) -> Any:
-        """The streams that make the elements; None on the host."""
+    makers: Any = None
+    """The streams that make the elements; None on the host."""
+
+    def __init__(self, flat: Tensor) -> None:
+        self.flat = flat  # where tensors are made
+        self.travels = flat  # the same elements where they are summed
 
     def depart(self) -> None:
         """Start, after all that the caller's stream has queued. Not collective."""
 
     def weigh(self, factor: float) -> None:
         """Multiply the elements of this rank that are about to be summed. Not collective."""
+        scale_(self.travels, factor)
 
     def reduce(self, sum_on_host: Callable[[], object], scale: float | None) -> None:
         """Sum over the ranks, times ``scale``; the host sums its elements. Collective."""
+        del scale  # the host has it
+        sum_on_host()
 
     def arrive(self) -> None:
         """Let the caller's stream continue once the sum is there, and not before."""
 
 
-class OnHost:
-    """Elements that are made and summed in the bucket itself."""
-
-    makers = None
-
-    def __init__(self, flat: Tensor) -> None:
-        self.flat = self.travels = flat
-
-    def depart(self) -> None:
-        """No-op: the elements are already on the host."""
-
-    def weigh(self, factor: float) -> None:
-        """Multiply in place."""
-        scale_(self.travels, factor)
-
-    def reduce(self, sum_on_host: Callable[[], object], scale: float | None) -> None:
-        """Let the host sum."""
-        del scale  # of sums that the host does not form
-        sum_on_host()
-
-    def arrive(self) -> None:
-        """No-op: the elements are already on the host."""
-
-
-class TensorBucket:
+class TensorBucket(PackedTensors):
     """One message of tensors: its memory, the places of the tensors, and its sum over the ranks.
 
     Args:
@@ -142,7 +124,7 @@ class TensorBucket:
         storage: the elements of the tensors; None where these are in the bucket.
     """
 
-    __slots__ = ("bucket", "marks", "message", "packed", "parts", "storage")
+    __slots__ = ("bucket", "marks", "message", "parts", "storage")
 
     def __init__(
         self,
@@ -154,19 +136,14 @@ class TensorBucket:
         storage: BucketStorage | None = None,
         keeps_strides: bool = False,
     ) -> None:
-        self.bucket = bucket
-        end = bucket.numel - num_marks
-        self.storage = OnHost(bucket.flat[:end]) if storage is None else storage
+        self.bucket, end = bucket, bucket.numel - num_marks
         self.marks = bucket.flat[end:]
         self.message: Bucket | Tensor = bucket  # what a communicator or codec sums
+        self.storage = storage or BucketStorage(bucket.flat[:end])
         flat, summed = self.storage.flat, self.storage.travels
-        self.packed = PackedTensors(flat, tensors, offsets, keeps_strides=keeps_strides)
-        self.parts = self.packed.places if summed is flat else self.packed.places_in(summed)
+        super().__init__(flat, tensors, offsets, keeps_strides=keeps_strides)
+        self.parts = self.places if summed is flat else self.places_in(summed)
         """Where each tensor is summed."""
-
-    def pack(self, tensors: list[Tensor]) -> None:
-        """Copy tensors into the bucket."""
-        self.packed.pack(tensors)
 
     def send(
         self, reduce: Callable[[Any], object], *, factor: float = 1.0, scale: float | None = None
@@ -179,7 +156,3 @@ class TensorBucket:
         if factor != 1.0:
             self.storage.weigh(factor)
         self.storage.reduce(lambda: reduce(self.message), scale)
-
-    def unpack(self, tensors: Sequence[Tensor]) -> None:
-        """Copy what is in the bucket into tensors."""
-        self.packed.unpack(tensors)

@@ -13,8 +13,6 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from hpctrain.comm.device import require_no_capture
-from hpctrain.compress.codec import Codec
-from hpctrain.compress.savings import Savings
 from hpctrain.core.errors import CommError, ConfigError, MismatchError
 from hpctrain.core.torch_compat import dynamo_disable, graph_task_id
 from hpctrain.gradients.autograd_hooks import BackwardPass, ParameterHooks, is_outermost
@@ -95,16 +93,6 @@ class Reducer:
     def count(self) -> SampleCount:
         """How the gradients of the ranks are weighted."""
         return self.reduction.count
-
-    @property
-    def codec(self) -> Codec:
-        """The codec of gradients, with a state of this rank."""
-        return self.reduction.codec
-
-    @property
-    def savings(self) -> Savings:
-        """Bytes that the codec saves between nodes."""
-        return self.reduction.savings
 
     @property
     def exposed_seconds(self) -> float:

@@ -177,11 +177,11 @@ class GradientBucket(TensorBucket):
         self.slots = [
             Slot(name, parameter, index, place, mark)
             for (name, parameter), place, mark in zip(
-                members, self.packed.places, self.marks, strict=True
+                members, self.places, self.marks, strict=True
             )
         ]
         self.num_empty = len(self.slots)
-        flat = self.packed.flat
+        flat = self.flat
         self.memory = flat.data_ptr(), flat.data_ptr() + flat.nbytes
         """Its first address, and the one behind it."""
 

@@ -170,8 +170,8 @@ class NodeBucket:
         self.has_masters = master_dtype is not None and self.dtype in _HALVES
         self.step_dtype = master_dtype if master_dtype and self.has_masters else self.dtype
         self.how = combination(self.dtype, Op.SUM)
-        self.num_elements = gradients.packed.flat.numel()
-        self.offsets = gradients.packed.offsets
+        self.num_elements = gradients.flat.numel()
+        self.offsets = gradients.offsets
         self._node = node
         self.values = NodeTensor(node, self.num_elements, self.dtype)
         self.values.freeze_in_children()

@@ -190,12 +190,14 @@ class DistributedMethods:
     @property
     def codec(self) -> Codec | None:
         """By what gradients travel, with a ``state_dict()`` of each rank; None if they do not."""
-        return self._exchange.codec
+        reduction = self._exchange.reduction
+        return None if reduction is None else reduction.codec
 
     @property
     def savings(self) -> Savings | None:
         """What ``codec`` spares between nodes; None if nothing travels."""
-        return self._exchange.savings
+        reduction = self._exchange.reduction
+        return None if reduction is None else reduction.savings
 
     @property
     def backward_passes_per_step(self) -> int:

@@ -82,11 +82,11 @@ class Averaging:
         self._held = {*self._tensors.held()}
         for number, bucket in enumerate(self._buckets):
             if weight == 0.0:
-                bucket.packed.flat.zero_()
+                bucket.flat.zero_()
             else:
                 self._fill(number, found)
                 if weight != 1.0:
-                    bucket.packed.flat.mul_(weight)
+                    bucket.flat.mul_(weight)
             self._works.append(start_on(self._comm, self._reduce, bucket, scale))
 
     @torch.no_grad()
@@ -128,7 +128,7 @@ class Averaging:
             work.wait()
         state: dict[str, Any] = {}
         if self._works:
-            flats = [bucket.packed.flat.clone() for bucket in self._buckets]
+            flats = [bucket.flat.clone() for bucket in self._buckets]
             state = {"names": self.names, "held": sorted(self._held), "flats": flats}
         if codec := self._codec.state_dict():
             state["codec"] = codec
@@ -142,7 +142,7 @@ class Averaging:
             self._lay_out_for(state["names"])
             self._held = {*state["held"]}
             for bucket, flat in zip(self._buckets, state["flats"], strict=True):
-                bucket.packed.flat.copy_(flat)
+                bucket.flat.copy_(flat)
                 self._works.append(FINISHED)
         if "codec" in state and self._codec.fits(state["codec"]):
             self._codec.load_state_dict(state["codec"])
@@ -221,7 +221,7 @@ class Averaging:
 
     def _require_finite(self, found: Mapping[str, Tensor]) -> None:
         """Raise if the mean, which is the same on every rank, is not finite. Collective then."""
-        if all(bool(bucket.packed.flat.isfinite().all()) for bucket in self._buckets):
+        if all(bool(bucket.flat.isfinite().all()) for bucket in self._buckets):
             return
         names = [n for n in self.names if n in found and not bool(found[n].isfinite().all())]
         of_ranks = self._comm.allgather_object(names[0] if names else None)
@@ -303,7 +303,7 @@ class AnchoredAveraging(Averaging):
         anchors, momenta = {**known}, {**before["momentum"]}
         for number, bucket in enumerate(self._buckets):
             places = [pair for pair in self._pairs(number, found) if pair[0] in new]
-            bucket.packed.flat.zero_()
+            bucket.flat.zero_()
             for _, tensor, place in places if weight else ():
                 place.copy_(tensor).mul_(weight)
             if places:
@@ -345,7 +345,7 @@ class AnchoredAveraging(Averaging):
         self._moves: list[Tensor] = []
 
     def _vector_for(self, bucket: TensorBucket) -> NodeVector:
-        flat = bucket.packed.flat
+        flat = bucket.flat
         return NodeVector(self._node, flat.numel(), flat.dtype)
 
     def _fill(self, number: int, found: Mapping[str, Tensor]) -> None:
@@ -353,7 +353,7 @@ class AnchoredAveraging(Averaging):
         self._subtract_from_anchor(number)
 
     def _restore_mean(self, number: int) -> None:
-        own = self._buckets[number].packed.flat[self._anchors[number].bounds]
+        own = self._buckets[number].flat[self._anchors[number].bounds]
         self._moves.append(own.clone())
         self._subtract_from_anchor(number)
 
@@ -374,20 +374,20 @@ class AnchoredAveraging(Averaging):
         self._node.barrier()
 
     def _read_result(self, number: int) -> None:
-        self._anchors[number].read(self._buckets[number].packed.flat)
+        self._anchors[number].read(self._buckets[number].flat)
 
     def _subtract_from_anchor(self, number: int) -> None:
-        flat = self._buckets[number].packed.flat
+        flat = self._buckets[number].flat
         for bounds, part in self._anchors[number].parts:
             torch.sub(part, flat[bounds], out=flat[bounds])
 
     def _by_name(self, vectors: Sequence[NodeVector]) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
         for number, vector in enumerate(vectors):
-            packed = self._buckets[number].packed
-            flat = torch.empty_like(packed.flat)
+            bucket = self._buckets[number]
+            flat = torch.empty_like(bucket.flat)
             vector.read(flat)
-            found |= zip(self._names_in(number), packed.places_in(flat), strict=True)
+            found |= zip(self._names_in(number), bucket.places_in(flat), strict=True)
         return found
 
     def _put(self, anchors: Mapping[str, Tensor], momenta: Mapping[str, Tensor]) -> None:
@@ -395,9 +395,9 @@ class AnchoredAveraging(Averaging):
         self._node.barrier()  # another rank may still read the slice that is overwritten now
         for vectors, tensors in ((self._anchors, anchors), (self._momenta, momenta)):
             for number, vector in enumerate(vectors):
-                packed = self._buckets[number].packed
-                flat = torch.zeros_like(packed.flat)
+                bucket = self._buckets[number]
+                flat = torch.zeros_like(bucket.flat)
                 named = self._names_in(number)
-                foreach_copy_(packed.places_in(flat), [tensors[name] for name in named])
+                foreach_copy_(bucket.places_in(flat), [tensors[name] for name in named])
                 vector.own.copy_(flat[vector.bounds])
         self._node.barrier()
