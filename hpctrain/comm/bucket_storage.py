@@ -143,7 +143,7 @@ class StagedBucket(DeviceBucket):
         """Make as many elements on the device. Not collective."""
         flat = device.zeros(host.numel(), host.dtype, (device.down, device.up))
         super().__init__(device, flat, device.new_event())
-        self.travels, self._on_host = host, device.new_event()
+        self.summed, self._on_host = host, device.new_event()
         device.pin(host, self, self._back)
 
     def depart(self) -> None:
@@ -152,13 +152,13 @@ class StagedBucket(DeviceBucket):
         device = self._device
         device.down.wait_event(self._full)
         with device.on(device.down):
-            self.travels.copy_(self.flat, non_blocking=True)
+            self.summed.copy_(self.flat, non_blocking=True)
         self._on_host.record(device.down)
 
     def weigh(self, factor: float) -> None:
         """Multiply what has departed."""
         self._on_host.synchronize()
-        scale_(self.travels, factor)
+        scale_(self.summed, factor)
 
     def reduce(self, sum_on_host: Callable[[], object], scale: float | None) -> None:
         """Let the host sum what has departed, and start for the device. Collective."""
@@ -167,5 +167,5 @@ class StagedBucket(DeviceBucket):
         self._on_host.synchronize()
         sum_on_host()
         with device.on(device.up):
-            self.flat.copy_(self.travels, non_blocking=True)
+            self.flat.copy_(self.summed, non_blocking=True)
         self._back.record(device.up)

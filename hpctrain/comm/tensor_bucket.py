@@ -95,14 +95,14 @@ class BucketStorage:
 
     def __init__(self, flat: Tensor) -> None:
         self.flat = flat  # where tensors are made
-        self.travels = flat  # the same elements where they are summed
+        self.summed = flat  # the same elements where they are summed
 
     def depart(self) -> None:
         """Start, after all that the caller's stream has queued. Not collective."""
 
     def weigh(self, factor: float) -> None:
         """Multiply the elements of this rank that are about to be summed. Not collective."""
-        scale_(self.travels, factor)
+        scale_(self.summed, factor)
 
     def reduce(self, sum_on_host: Callable[[], object], scale: float | None) -> None:
         """Sum over the ranks, times ``scale``; the host sums its elements. Collective."""
@@ -140,7 +140,7 @@ class TensorBucket(PackedTensors):
         self.marks = bucket.flat[end:]
         self.message: Bucket | Tensor = bucket  # what a communicator or codec sums
         self.storage = storage or BucketStorage(bucket.flat[:end])
-        flat, summed = self.storage.flat, self.storage.travels
+        flat, summed = self.storage.flat, self.storage.summed
         super().__init__(flat, tensors, offsets, keeps_strides=keeps_strides)
         self.parts = self.places if summed is flat else self.places_in(summed)
         """Where each tensor is summed."""

@@ -132,10 +132,10 @@ class DistributedMethods:
         return self._exchange.steps.raised_flags
 
     def raise_flags(self, flags: int) -> None:
-        """Let every rank see these bits in ``raised_flags`` when a step is over.
+        """Report these bits to every rank, in ``raised_flags`` at the end of a step.
 
-        They ride in a message that is sent anyway, in every step until other flags are given.
-        Not collective; call it before ``backward``.
+        The message that opens a step contains them, until other flags are given. Not collective;
+        call it before ``backward``.
 
         Args:
             flags: bits 0 to 3, such as "somebody asked me to stop".
@@ -149,18 +149,18 @@ class DistributedMethods:
 
     @property
     def mean_loss(self) -> float:
-        """Mean of what ranks have told by ``tell_loss``, over all samples of the last step.
+        """Mean of the losses given to ``tell_loss``, over all samples of the last step.
 
         The same on every rank, known when ``backward()`` has returned, with ``shard="node"`` when
-        ``synchronize()`` has; NaN before any was told.
+        ``synchronize()`` has; NaN before any loss is given.
         """
         return self._exchange.steps.mean_loss
 
     def tell_loss(self, loss: float) -> None:
-        """Let every rank see the mean loss of a step in ``mean_loss``.
+        """Report the loss of a step, of which every rank sees the mean in ``mean_loss``.
 
-        It rides in a message that is sent anyway, weighted as gradients are. Not collective, but
-        every rank calls it, before ``backward``; one without samples tells 0.
+        The message that opens a step contains it, weighted as gradients are. Not collective, but
+        every rank calls it, before ``backward``; a rank without samples gives 0.
         """
         self._exchange.steps.loss = loss
 
@@ -168,17 +168,17 @@ class DistributedMethods:
     def sums_are_finite(self) -> bool | None:
         """Whether the averages of the last backward are finite, as ``look_at_sums`` asks for.
 
-        The same on every rank, until the step. None where nobody knows: before a backward, with a
-        codec, sparse gradients, Adasum, ``shard``, accelerators that sum by themselves, ranks
-        without memory in common, and alone.
+        The same on every rank, until the step. None where that is not known: before a backward,
+        with a codec, sparse gradients, Adasum, ``shard``, accelerators that sum by themselves,
+        ranks without memory in common, and in a world of one.
         """
         return self._exchange.sums_are_finite
 
     def look_at_sums(self) -> None:
-        """Look at averages for what is not finite while they are summed, from the next step on.
+        """Search averages for NaN and infinity while they are summed, from the next step on.
 
-        That costs less than a percent of a step, where looking at all gradients behind it
-        costs several. Not collective, but every rank calls it, between two steps.
+        That costs less than a percent of a step; a search of all gradients after it costs
+        several. Not collective, but every rank calls it, between two steps.
         """
         self._exchange.look_at_sums()
 

@@ -19,7 +19,7 @@ class Staged(bucket_storage.StagedBucket):
 
     def reduce(self, sum_on_host, scale):
         def seen():
-            self.travels.mul_(1.0)
+            self.summed.mul_(1.0)
             sum_on_host()
 
         super().reduce(seen, scale)
