@@ -28,9 +28,8 @@ from hpctrain.core.errors import ConfigError
 from hpctrain.core.torch_compat import dynamo_disable
 from hpctrain.gradients.sample_count import SampleCount
 from hpctrain.gradients.step_counter import check_over
-from hpctrain.gradients.step_header import StepAgreement
-from hpctrain.gradients.step_sync import StepSync
 from hpctrain.runtime import recovery, world
+from hpctrain.runtime.last_check import LastStates
 from hpctrain.runtime.process_sets import global_process_set
 
 
@@ -64,7 +63,7 @@ class AsyncMethod(CommonBlock):
         same: further arguments that must be the same on every rank, by name.
     """
 
-    _check: StepSync | None = None
+    _states: LastStates | None = None
     _server: ParameterServer | None = None
 
     def __init__(
@@ -410,33 +409,25 @@ class AsyncMethod(CommonBlock):
         """Join the comparison of ranks at the end of the world."""
         if self._client.has_peers:
             sets = world.current().sets
-            self._check = check_over(sets.communicator(global_process_set))
-            self._member = self._check.enter(self)
+            self._states = check_over(sets.communicator(global_process_set)).last_states
+            assert self._states is not None
+            self._name = self._states.enter((), self)
 
     def __del__(self) -> None:
-        """Keep the values for the comparison at the end of the world, see ``StepCounter``."""
-        if self._check is not None and self._check.is_asked:
-            has_values = not self._check.collection.is_running
-            self._check.keep(self._member, self.left(has_values=has_values))
+        """Keep the values for the comparison at the end of the world."""
+        if self._states is not None:
+            self._states.keep(self._name, self)
 
-    @property
-    def steps(self) -> "AsyncMethod":
-        """The object whose ``left`` is compared at the end of the world."""
-        return self
-
-    def left(self, *, has_values: bool = True) -> dict[str, str]:
+    def left(self, _: tuple[int, ...] = (), /, *, has_weights: bool = True) -> dict[str, str]:
         """Return what must be equal between ranks that did not settle. Local."""
         if self._phase is not _Phase.STEPPING or not self.is_compared:
             return {}
         how = f"{type(self).__name__}, whose block has not ended, by `with` or settle(), on all"
         values = zip(self._layout.names, self._layout.parameters, strict=True)
-        hashes = value_hashes(dict(values)) if has_values else {}
+        hashes = value_hashes(dict(values)) if has_weights else {}
         return {f"the number of steps of {how}": str(self._clock)} | {
             f"{one} of {how}": text for one, text in hashes.items()
         }
-
-    def stand_in(self, agreement: StepAgreement) -> None:
-        """No-op: no message opens the steps of this method."""
 
     def _describe(self, arguments: Mapping[str, object]) -> list[str]:
         lines = [f"{name}={value}" for name, value in arguments.items()]

@@ -15,7 +15,7 @@ from hpctrain.async_sgd.sharded_embedding_ids import FirstRows
 from hpctrain.async_sgd.sharded_embedding_owners import RowOwners
 from hpctrain.async_sgd.sharded_embedding_rows import Bytes, Places, put, take
 from hpctrain.async_sgd.sharded_embedding_rules import Rule, learning_rate
-from hpctrain.checkpoint.format.shard import TensorPiece, Shard
+from hpctrain.checkpoint.format.shard import Shard, TensorPiece
 from hpctrain.cluster.resources import available_bytes
 from hpctrain.comm.agreement import agreed, raise_if_any
 from hpctrain.comm.communicator import Communicator

@@ -224,11 +224,11 @@ def split(asked: SplitOptions) -> None:
     if asked.by_label is not None and asked.parts is not None:
         label = asked.label or "y"
         with ranks("reading labels") as (comm, bar):
-            shares = label_split.LabelShares(
+            by_label = label_split.LabelShares(
                 num_parts=asked.parts, alpha=asked.by_label, label=label, seed=asked.seed
             )
             found = label_split.split_by_label(
-                asked.directory, asked.out, shares, comm, start=bar.start
+                asked.directory, asked.out, by_label, comm, start=bar.start
             )
         say(comm, _counts_of(found, label))
         say(

@@ -36,8 +36,8 @@ from hpctrain.studies import study_run as studies
 from hpctrain.train.console import Bar, make_console
 
 if TYPE_CHECKING:
-    from hpctrain.studies.points import PointRepeat
     from hpctrain.studies.point_records import PointRecord
+    from hpctrain.studies.points import PointRepeat
     from hpctrain.studies.study_run import Study
 
 app = typer.Typer(no_args_is_help=True)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.tensor_arguments import check_tensor, name_of
+from hpctrain.comm.tensor_bucket import PackedTensors
 from hpctrain.core.errors import CommError
 from hpctrain.cost.schedules import NOBODY, Fold, fold
 
@@ -51,12 +52,11 @@ def adasum_(comm: Communicator, tensors: Sequence[Tensor]) -> None:
         return
     wide = any(tensor.dtype is torch.float64 for tensor in tensors)
     dtype = torch.float64 if wide else torch.float32
-    flat = torch.cat([tensor.detach().reshape(-1).to(dtype) for tensor in tensors])
     numels = [tensor.numel() for tensor in tensors]
-    _Combining(comm, flat, numels).run()
     with torch.no_grad():
-        for tensor, values in zip(tensors, flat.split(numels), strict=True):
-            tensor.copy_(values.view(tensor.shape))
+        packed = PackedTensors.copied([*tensors], dtype)
+        _Combining(comm, packed.flat, numels).run()
+        packed.unpack(tensors)
 
 
 class _Partner(NamedTuple):

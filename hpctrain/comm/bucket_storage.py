@@ -12,18 +12,19 @@ Two streams, so that a bucket on its way back does not wait for one that is not 
 
 from collections.abc import Callable, Collection
 from dataclasses import replace
-from typing import Literal, NamedTuple, Protocol, TypeVar
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
 
 from hpctrain.comm.bucket import CHUNK_BYTES, Bucket, chunks_of
 from hpctrain.comm.communicator import Communicator
-from hpctrain.comm.device import Device, DeviceBucket, Makers, device_of
+from hpctrain.comm.device import Device, DeviceBucket, device_of
 from hpctrain.comm.nccl.nccl_bucket import NcclBucket
 from hpctrain.comm.nccl.nccl_communicator import nccl_over
 from hpctrain.comm.node.peer_bucket import PeerBucket
 from hpctrain.comm.ops import scale_
+from hpctrain.comm.tensor_bucket import BucketStorage
 from hpctrain.core import config, logs
 from hpctrain.core.errors import CommError, MismatchError
 from hpctrain.core.units import by_rank
@@ -35,59 +36,6 @@ ReduceBackend = Literal["host", "peers", "nccl"]
 accelerators of its node, or NCCL. What is on the host sums the host."""
 
 
-class BucketStorage(Protocol):
-    """The elements of a bucket, but for what the host writes there itself."""
-
-    flat: Tensor  # where gradients are made
-    travels: Tensor  # the same elements where they are summed
-
-    @property
-    def makers(self) -> Makers | None:
-        """Where what comes there is made; None for the host."""
-
-    def depart(self) -> None:
-        """Start, behind all that the caller's stream has to do. Not collective."""
-
-    def weigh(self, factor: float) -> None:
-        """Multiply the elements of this rank that are about to be summed. Not collective."""
-
-    def reduce(self, sum_on_host: Callable[[], object], scale: float | None) -> None:
-        """Sum over the ranks, times ``scale``; the host sums what it has. Collective."""
-
-    def arrive(self) -> None:
-        """Let the caller's stream go on when the sum is there, and not before."""
-
-
-class OnHost:
-    """Elements that are made and summed in the bucket itself."""
-
-    makers = None
-
-    def __init__(self, flat: Tensor) -> None:
-        self.flat = self.travels = flat
-
-    def depart(self) -> None:
-        """Be there."""
-
-    def weigh(self, factor: float) -> None:
-        """Multiply in place."""
-        scale_(self.travels, factor)
-
-    def reduce(self, sum_on_host: Callable[[], object], scale: float | None) -> None:  # noqa: ARG002
-        """Let the host sum."""
-        sum_on_host()
-
-    def arrive(self) -> None:
-        """Be there."""
-
-
-class New(NamedTuple):
-    """A bucket of the host, and where its elements are."""
-
-    bucket: Bucket  # of the host; behind elements that it sums come the marks
-    place: BucketStorage
-
-
 def new_storage(
     comm: Communicator,
     device: torch.device,
@@ -96,11 +44,15 @@ def new_storage(
     dtype: torch.dtype,
     *,
     backend: ReduceBackend,
-) -> New:
+) -> tuple[Bucket, BucketStorage | None]:
     """Make room for ``numel`` elements on a device, and for marks, on the host. Collective.
 
-    ``CommError``, on all ranks, where an accelerator cannot take that ``backend``. For ``peers``
-    the ranks of a node share memory.
+    Returns:
+        A bucket of the host, and the storage of the elements; None where these are in the bucket.
+
+    Raises:
+        CommError: an accelerator cannot take that ``backend``; on all ranks. For ``peers`` the
+            ranks of a node share memory.
     """
     there = device_of(device)
     if there is not None and backend != "host":
@@ -109,12 +61,11 @@ def new_storage(
             place = NcclBucket(there, nccl_over(comm, there), numel, dtype)
         else:
             place = PeerBucket(there, comm, numel, dtype)
-        return New(comm.new_bucket(num_marks, dtype), place)
+        return comm.new_bucket(num_marks, dtype), place
     bucket = comm.new_bucket(numel + num_marks, dtype)
-    elements = bucket.flat[:numel]
     if there is None:
-        return New(bucket, OnHost(elements))
-    return New(_for_all_cores(bucket), StagedBucket(there, elements))
+        return bucket, None
+    return _for_all_cores(bucket), StagedBucket(there, bucket.flat[:numel])
 
 
 def by_first_backend(
@@ -192,7 +143,7 @@ class StagedBucket(DeviceBucket):
         """Make as many elements on the device. Not collective."""
         flat = device.zeros(host.numel(), host.dtype, (device.down, device.up))
         super().__init__(device, flat, device.new_event())
-        self.travels, self._on_host = host, device.new_event()
+        self.summed, self._on_host = host, device.new_event()
         device.pin(host, self, self._back)
 
     def depart(self) -> None:
@@ -201,19 +152,20 @@ class StagedBucket(DeviceBucket):
         device = self._device
         device.down.wait_event(self._full)
         with device.on(device.down):
-            self.travels.copy_(self.flat, non_blocking=True)
+            self.summed.copy_(self.flat, non_blocking=True)
         self._on_host.record(device.down)
 
     def weigh(self, factor: float) -> None:
         """Multiply what has departed."""
         self._on_host.synchronize()
-        scale_(self.travels, factor)
+        scale_(self.summed, factor)
 
-    def reduce(self, sum_on_host: Callable[[], object], scale: float | None) -> None:  # noqa: ARG002
+    def reduce(self, sum_on_host: Callable[[], object], scale: float | None) -> None:
         """Let the host sum what has departed, and start for the device. Collective."""
+        del scale  # the host has it
         device = self._device
         self._on_host.synchronize()
         sum_on_host()
         with device.on(device.up):
-            self.flat.copy_(self.travels, non_blocking=True)
+            self.flat.copy_(self.summed, non_blocking=True)
         self._back.record(device.up)

@@ -13,6 +13,7 @@ from torch import Tensor
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.node.peer_memory import CudaSegment, Segment
 from hpctrain.comm.ops import Combination
+from hpctrain.comm.tensor_bucket import BucketStorage
 from hpctrain.core.errors import CommError
 
 _LOG = logging.getLogger(__name__)
@@ -81,10 +82,14 @@ class Device:
 
     def sum_of(
         self,
-        parts: Sequence[Tensor],  # noqa: ARG002 - for some
-        how: Combination,  # noqa: ARG002
+        parts: Sequence[Tensor],
+        how: Combination,
     ) -> Callable[[float | None], None] | None:
-        """Return what replaces each part by their sum, times a factor, in one pass; if any."""
+        """Return a function that replaces each part by their sum, times a factor, in one pass.
+
+        None where the accelerator has no kernel for it.
+        """
+        del parts, how
         return None
 
     def shared_event(
@@ -109,7 +114,7 @@ class Makers:
     def note(self) -> None:
         """Say that a part was made on the current stream."""
         stream = self._device.current_stream()
-        if self._last is None or not stream == self._last:  # noqa: SIM201 - != is wrong in torch
+        if self._last is None or not _are_same(stream, self._last):
             self._leave()
             self._last = stream
 
@@ -120,7 +125,7 @@ class Makers:
         """
         stream = self._device.current_stream()
         self.note()  # a stream that is left has recorded what it made
-        others = [event for one, event in self._left.items() if not one == stream]  # noqa: SIM201
+        others = [event for one, event in self._left.items() if not _are_same(one, stream)]
         self._left, self._last = {}, None
         for event in others:
             stream.wait_event(event)
@@ -134,12 +139,16 @@ class Makers:
             self._left[self._last].record(self._last)
 
 
-class DeviceBucket:
+def _are_same(one: torch.Stream, other: torch.Stream) -> bool:
+    return one == other  # torch defines no right !=
+
+
+class DeviceBucket(BucketStorage):
     """Elements of a bucket on an accelerator, which the caller's stream fills and reads."""
 
     def __init__(self, device: Device, flat: Tensor, full: torch.Event) -> None:
+        super().__init__(flat)
         self._device, self.makers = device, Makers(device)
-        self.flat = self.travels = flat
         self._full, self._back = full, device.new_event()
 
     def depart(self) -> None:

@@ -15,15 +15,14 @@ import torch
 from torch import Tensor
 
 from hpctrain.comm import requests
-from hpctrain.comm.mpi_start import MPI
-from hpctrain.comm.mpi_world import is_loss
+from hpctrain.comm.mpi_start import MPI, is_loss
 from hpctrain.comm.node.segments import Fence, Semaphore
 from hpctrain.comm.owner import Owner
 from hpctrain.comm.rail.rail import bytes_of
 from hpctrain.comm.request_thread import Polled, RequestThread
 from hpctrain.comm.requests import MpiRequest
 from hpctrain.comm.waiting import BY_MPI, Watch, wait_until
-from hpctrain.comm.watched_calls import WatchedCalls
+from hpctrain.comm.watched_calls import WatchedCalls, unpickled
 from hpctrain.core.errors import RankLostError
 
 _ASKING = BY_MPI._replace(yield_s=200e-6, shortest_s=50e-6, longest_s=1e-3)
@@ -119,7 +118,7 @@ class Channel:
             if not one.request.Test():
                 return False
             one.request = None
-            one.content, shapes = pickle.loads(one.packed)  # noqa: S301 - by ranks of this job
+            one.content, shapes = unpickled(one.packed)
             one.tensors = [torch.empty(numel, dtype=dtype) for numel, dtype in shapes]
             one.parts = [
                 requests.start(

@@ -14,8 +14,7 @@ from weakref import ref
 
 from hpctrain.cluster.process import STOPPED, birth, stat
 from hpctrain.comm import requests
-from hpctrain.comm.mpi_start import MPI
-from hpctrain.comm.mpi_world import is_loss
+from hpctrain.comm.mpi_start import MPI, is_loss
 from hpctrain.comm.owner import Owner
 from hpctrain.comm.waiting import Pace, wait_until
 from hpctrain.core.errors import CommError, RankLostError

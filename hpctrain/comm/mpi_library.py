@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hpctrain.comm import mpi_start
 from hpctrain.comm.ops import Op
 from hpctrain.comm.tensor_arguments import name_of
 from hpctrain.core.errors import CommError
@@ -28,18 +29,14 @@ LEVELS = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
 
 def version() -> str:
     """Return the library's version, such as ``Open MPI v5.0.11``; loads MPI. Not collective."""
-    from hpctrain.comm.mpi_start import MPI  # noqa: PLC0415 - a world of one needs no MPI
-
-    line = MPI.Get_library_version().strip("\0 \n").splitlines()[0]
+    line = mpi_start.MPI.Get_library_version().strip("\0 \n").splitlines()[0]
     return " ".join(line.partition(",")[0].split())
 
 
 def thread_level() -> str:
     """Return the thread level that was granted, one of ``LEVELS``. Not collective."""
-    from hpctrain.comm.mpi_start import MPI  # noqa: PLC0415 - a world of one needs no MPI
-
-    granted = MPI.Query_thread()
-    return next(level for level in LEVELS if getattr(MPI, f"THREAD_{level}") == granted)
+    granted = mpi_start.MPI.Query_thread()
+    return next(level for level in LEVELS if getattr(mpi_start.MPI, f"THREAD_{level}") == granted)
 
 
 def calls_from_threads() -> bool:
@@ -49,9 +46,7 @@ def calls_from_threads() -> bool:
     """
     if "mpi4py.MPI" not in sys.modules:
         return True
-    from hpctrain.comm.mpi_start import MPI  # noqa: PLC0415 - a world of one needs no MPI
-
-    return MPI.Query_thread() == MPI.THREAD_MULTIPLE
+    return mpi_start.MPI.Query_thread() == mpi_start.MPI.THREAD_MULTIPLE
 
 
 class BeforeFinalize:
@@ -62,22 +57,18 @@ class BeforeFinalize:
 
     def __init__(self, function: Callable[[], object]) -> None:
         """Take the function; after ``close`` it is not called any more."""
-        from hpctrain.comm.mpi_start import MPI  # noqa: PLC0415 - a world of one needs no MPI
-
         self._function: Callable[[], object] | None = function
         self.is_over = False  # whether the function was called
-        self._key: int | None = MPI.Comm.Create_keyval(delete_fn=self._on_delete)
-        MPI.COMM_SELF.Set_attr(self._key, self)
+        self._key: int | None = mpi_start.MPI.Comm.Create_keyval(delete_fn=self._on_delete)
+        mpi_start.MPI.COMM_SELF.Set_attr(self._key, self)
 
     def close(self) -> None:
         """Forget the function. Harmless the second time, and after ``MPI_Finalize``."""
-        from hpctrain.comm.mpi_start import MPI  # noqa: PLC0415 - a world of one needs no MPI
-
         self._function = None
-        if self._key is not None and not MPI.Is_finalized():
+        if self._key is not None and not mpi_start.MPI.Is_finalized():
             key, self._key = self._key, None
-            MPI.COMM_SELF.Delete_attr(key)
-            MPI.Comm.Free_keyval(key)
+            mpi_start.MPI.COMM_SELF.Delete_attr(key)
+            mpi_start.MPI.Comm.Free_keyval(key)
 
     def _on_delete(self, _comm: "MPI.Comm", _key: int, _value: object) -> None:
         self._key = None
@@ -100,15 +91,13 @@ class LibraryAllreduce:
         It is 1-D and contiguous, with fewer than 2^31 elements, of a dtype that the library
         reduces.
         """
-        from hpctrain.comm.mpi_start import MPI  # noqa: PLC0415 - a world of one needs no MPI
-
         require_type(flat.dtype)
         self._flat = flat
-        self._op: MPI.Op = getattr(MPI, _OPS[op])
-        kind = MPI.Datatype.fromcode(np.dtype(name_of(flat.dtype)).str[1:])
-        values = MPI.buffer.fromaddress(flat.data_ptr(), flat.numel() * flat.itemsize)
-        self._buffers = MPI.IN_PLACE, [values, flat.numel(), kind]
-        self._comm = MPI.COMM_WORLD.Dup()
+        self._op: mpi_start.MPI.Op = getattr(mpi_start.MPI, _OPS[op])
+        kind = mpi_start.MPI.Datatype.fromcode(np.dtype(name_of(flat.dtype)).str[1:])
+        values = mpi_start.MPI.buffer.fromaddress(flat.data_ptr(), flat.numel() * flat.itemsize)
+        self._buffers = mpi_start.MPI.IN_PLACE, [values, flat.numel(), kind]
+        self._comm = mpi_start.MPI.COMM_WORLD.Dup()
 
     def __call__(self) -> None:
         """Reduce in place."""

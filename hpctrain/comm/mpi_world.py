@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache, partial
-from typing import TYPE_CHECKING, TypeAlias, TypeGuard, cast
+from typing import TYPE_CHECKING, cast
 
 from hpctrain.cluster import env, preflight, process
 from hpctrain.cluster.libraries import (
@@ -18,6 +18,8 @@ from hpctrain.cluster.libraries import (
     mismatch,
     starter,
 )
+from hpctrain.comm import mpi_start
+from hpctrain.comm.mpi_start import is_communicator
 from hpctrain.core import config
 from hpctrain.core.errors import ConfigError, LaunchError
 from hpctrain.core.logs import logger
@@ -26,9 +28,8 @@ from hpctrain.core.units import format_numbers
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+    from hpctrain.comm.mpi_start import MpiComm
     from hpctrain.comm.watched_calls import WatchedCalls
-
-    MpiComm: TypeAlias = MPI.Intracomm
 
 _HEAD_START_S = 1.0
 """For rank 0 to say what is wrong: its process may begin a little later than others."""
@@ -103,54 +104,6 @@ def _calls_of(comm: "MpiComm", timeout_s: float, name: str = "HPCTRAIN_TIMEOUT")
     return WatchedCalls(comm, watch)
 
 
-def is_communicator(value: object) -> bool:
-    """Say whether this is an intracommunicator of mpi4py that this process is in."""
-    if "mpi4py.MPI" not in sys.modules:
-        return False
-    from mpi4py import MPI  # noqa: PLC0415 - only where somebody has loaded it
-
-    return isinstance(value, MPI.Intracomm) and value != MPI.COMM_NULL
-
-
-def is_of_mpi(error: BaseException) -> "TypeGuard[MPI.Exception]":
-    """Say whether MPI has raised an error."""
-    if "mpi4py.MPI" not in sys.modules:
-        return False
-    from hpctrain.comm.mpi_start import MPI  # noqa: PLC0415 - a world of one needs no MPI
-
-    return isinstance(error, MPI.Exception)
-
-
-def is_loss(error: BaseException) -> bool:
-    """Say whether MPI has found that a rank died, or that others wait no more for that reason."""
-    if not is_of_mpi(error):
-        return False
-    from hpctrain.comm.mpi_start import MPI  # noqa: PLC0415 - a world of one needs no MPI
-
-    signs = (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED)
-    return error.Get_error_class() in signs
-
-
-def numbers_in(world: "MPI.Intracomm | None", comm: "MPI.Intracomm") -> list[int]:
-    """Return which ranks of ``world`` those of ``comm`` are, sorted. Not collective.
-
-    ``ConfigError`` if one is not in ``world``.
-    """
-    from mpi4py import MPI  # noqa: PLC0415 - only where somebody has loaded it
-
-    theirs = comm.Get_group()
-    ours = (world or MPI.COMM_SELF).Get_group()
-    numbers = sorted(MPI.Group.Translate_ranks(theirs, None, ours))
-    theirs.Free()
-    ours.Free()
-    if MPI.UNDEFINED in numbers:
-        raise ConfigError(
-            "a process set is made of ranks of the world, got a communicator with others; "
-            "give init(comm=...) one that has them all"
-        )
-    return numbers
-
-
 def _checked(chosen: object, world: "MPI.Intracomm | None") -> list[int]:
     """Return the chosen ranks; Horovod takes an empty list for all."""
     size, rank = (world.size, world.rank) if world else (1, 0)
@@ -191,7 +144,7 @@ def _join(launched: env.Launched | None) -> "MPI.Intracomm | None":
     job, is_typed = None if may_be_alone else env.unstarted(), process.is_interactive()
     try:
         with process.named(process.JOINING):
-            from hpctrain.comm.mpi_start import MPI  # noqa: PLC0415 - a world of one needs no MPI
+            size = mpi_start.MPI.COMM_WORLD.size
     except (ImportError, RuntimeError) as error:
         _warn(preflight.check_job(job, None, is_typed=is_typed))
         if launched is None or launched.size == 1 or may_be_alone:
@@ -206,11 +159,10 @@ def _join(launched: env.Launched | None) -> "MPI.Intracomm | None":
             f"{os.getpid()}, was forked by {parent}, which has joined already; call init() in the "
             f"parent alone"
         )
-    size = MPI.COMM_WORLD.size
     expected = None if may_be_alone else launched
     preflight.check_world(expected, size, loaded_libmpi(), starter())
     if size > 1:
-        return MPI.COMM_WORLD
+        return mpi_start.MPI.COMM_WORLD
     _warn(preflight.check_job(job, next(iter(loaded_libmpi()), None), is_typed=is_typed))
     return None
 
@@ -237,12 +189,11 @@ _sessions: list[object] = []  # mpi4py's, which are open as long as they are ref
 
 def _leave_mpi_to_parent() -> None:
     """Let the ``MPI_Finalize`` that follows in this process do nothing."""
-    from mpi4py import MPI  # noqa: PLC0415 - it is loaded
-
     for library in loaded_libmpi():
         with suppress(ValueError, OSError):  # a library of another kind
             state = ctypes.c_int.in_dll(ctypes.CDLL(str(library)), "ompi_mpi_state")
             state.value = _PAST_COMM_SELF
             return
-    with suppress(MPI.Exception, NotImplementedError):  # MPI older than 4.0
-        _sessions.append(MPI.Session.Init())  # MPI is at its end when the last session is closed
+    mpi = mpi_start.MPI
+    with suppress(mpi.Exception, NotImplementedError):  # MPI older than 4.0
+        _sessions.append(mpi.Session.Init())  # MPI ends when the last session is closed

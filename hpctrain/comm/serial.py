@@ -65,8 +65,9 @@ class SerialCommunicator(Communicator):
         check_tensor(tensor)
         return [flat_of(tensor).clone().view(tensor.shape)]
 
-    def alltoall(self, tensors: Sequence[Tensor], call: str = "") -> list[Tensor]:  # noqa: ARG002
+    def alltoall(self, tensors: Sequence[Tensor], call: str = "") -> list[Tensor]:
         """Return a copy of the only tensor."""
+        del call
         check_alltoall(tensors, 1)
         return self.all_gather(tensors[0])
 
@@ -86,16 +87,19 @@ class SerialCommunicator(Communicator):
         check_rank(root, 1, "root")
         return [value]
 
-    def allgather_object(self, value: T, call: str = GATHER) -> list[T]:  # noqa: ARG002
+    def allgather_object(self, value: T, call: str = GATHER) -> list[T]:
         """Return ``[value]``."""
+        del call
         return [value]
 
-    def send(self, tensor: Tensor, dest: int, tag: int = 0) -> NoReturn:  # noqa: ARG002
+    def send(self, tensor: Tensor, dest: int, tag: int = 0) -> NoReturn:
         """Refuse: there is nobody to send to."""
+        del tensor
         raise CommError(f"a world of one rank has nobody to talk to, got dest={dest}, tag={tag}")
 
-    def recv_(self, tensor: Tensor, source: int, tag: int = 0) -> NoReturn:  # noqa: ARG002
+    def recv_(self, tensor: Tensor, source: int, tag: int = 0) -> NoReturn:
         """Refuse: there is nobody to receive from."""
+        del tensor
         raise CommError(f"a world of one rank has nobody to hear, got source={source}, tag={tag}")
 
     def barrier(self) -> None:

@@ -19,8 +19,7 @@ from typing import cast
 from hpctrain.cluster import process
 from hpctrain.comm import requests
 from hpctrain.comm.liveness import remake, revoke, shrink
-from hpctrain.comm.mpi_start import MPI
-from hpctrain.comm.mpi_world import is_loss
+from hpctrain.comm.mpi_start import MPI, is_loss
 from hpctrain.comm.waiting import Watch
 from hpctrain.comm.watched_calls import WatchedCalls
 from hpctrain.core.errors import ConfigError, RankLostError

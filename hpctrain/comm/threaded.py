@@ -115,7 +115,7 @@ class ThreadedCommunicator:
         lives; then another gets it, unless something is still under way.
         """
         lent = enumerate(zip(self._lent, self._owners, strict=True))
-        free = {i for i, (one, of) in lent if of() is None and one._is_idle}  # noqa: SLF001
+        free = {i for i, (one, of) in lent if of() is None and one.is_idle}
         of_all = set.intersection(*self.allgather_object(free))
         number = min(of_all, default=len(self._lent))
         if not of_all:
@@ -132,8 +132,8 @@ class ThreadedCommunicator:
     def drain(self) -> None:
         """Wait for all that was started, end the thread, and tell errors that nobody asked for."""
         for one in self._lent:  # what was begun there, for a step that did not come, is no error
-            one._thread.shutdown()  # noqa: SLF001
-        self._thread.shutdown()
+            one.end_thread()
+        self.end_thread()
         for work in self._works:
             if not work.is_awaited and (error := work.error()) is not None:
                 _LOG.error("an operation that nobody waited for has failed: %s", error)
@@ -141,19 +141,29 @@ class ThreadedCommunicator:
 
     def drop(self) -> None:
         """End the threads; what was started fails, since ranks are lost. Not collective."""
-        for one in (*self._lent, self):
-            one._thread.shutdown()  # noqa: SLF001
-            one._works = []  # noqa: SLF001
+        for one in self._lent:
+            one.drop()
+        self.end_thread()
+        self._works = []
+
+    def end_thread(self) -> None:
+        """Let the thread complete what was started, and end it."""
+        self._thread.shutdown()
+
+    def close_unread(self) -> None:
+        """Close the communicator after ``end_thread``; errors are not logged."""
+        self._comm.close()
 
     def close(self) -> None:
         """Do what ``drain`` does, then close the communicator."""
         self.drain()
         for one in self._lent:
-            one._comm.close()  # noqa: SLF001
-        self._comm.close()
+            one.close_unread()
+        self.close_unread()
 
     @property
-    def _is_idle(self) -> bool:
+    def is_idle(self) -> bool:
+        """Whether all that was started is complete."""
         return all(work.done() for work in self._works)
 
     def _start(self, function: Callable[[], T]) -> Future[T]:

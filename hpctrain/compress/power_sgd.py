@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from hpctrain.comm.communicator import Internode
+from hpctrain.comm.tensor_bucket import PackedTensors
 from hpctrain.compress.rail_codec import CodedShare, CodedTensor, RailCodec
 from hpctrain.core.checks import AtLeast0, Count, Number, checked
 
@@ -168,9 +169,8 @@ def _matrix(values: Tensor, place: CodedTensor) -> Tensor:
     return values[place.first : place.first + place.numel].view(-1, place.row)
 
 
-def _summed(thin: Sequence[Tensor], link: Internode) -> list[Tensor]:
+def _summed(thin: list[Tensor], link: Internode) -> list[Tensor]:
     """Return the sums of some matrices over the link, which travel as one message."""
-    flat = torch.cat([each.reshape(-1) for each in thin])
-    link.allreduce_(flat).wait()
-    sizes = [each.numel() for each in thin]
-    return [each.view(like.shape) for each, like in zip(flat.split(sizes), thin, strict=True)]
+    packed = PackedTensors.copied(thin)
+    link.allreduce_(packed.flat).wait()
+    return packed.places

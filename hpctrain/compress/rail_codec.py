@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from hpctrain.comm.bucket import Bucket, slice_bounds
 from hpctrain.comm.communicator import Communicator, Internode
 from hpctrain.comm.operation_result import Work
+from hpctrain.comm.tensor_bucket import PackedTensors
 from hpctrain.comm.threaded import start_on
 from hpctrain.core.errors import ConfigError
 
@@ -300,10 +301,9 @@ def gathered(bucket: Tensor, spans: Sequence[slice], dtype: torch.dtype) -> Iter
     if len(views) == 1 and bucket.dtype is dtype:
         yield views[0]
         return
-    values = torch.cat(views).to(dtype)
-    yield values
-    for view, value in zip(views, values.split([len(v) for v in views]), strict=True):
-        view.copy_(value)
+    packed = PackedTensors.copied(views, dtype)
+    yield packed.flat
+    packed.unpack(views)
 
 
 def exchanged(link: Internode, outgoing: Sequence[Tensor], numels: Sequence[int]) -> list[Tensor]:

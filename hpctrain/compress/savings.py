@@ -5,8 +5,7 @@ from typing import NamedTuple
 
 from hpctrain.comm.bucket import Bucket
 from hpctrain.comm.communicator import Communicator
-from hpctrain.comm.plan.choice import expected_s
-from hpctrain.comm.plan.plan import Plan
+from hpctrain.comm.plan.plan import Plan, expected_s
 from hpctrain.compress.codec import Codec
 
 

@@ -6,7 +6,8 @@ the first version of torch that has the name.
 
 import importlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from datetime import timedelta
 from functools import cache, partial
 from inspect import signature
 from types import CodeType
@@ -100,6 +101,22 @@ def call_after_backward(function: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(function)
 
 
+def identity_of(tensor: Tensor) -> int:
+    """Return a number of what torch hooks; a conversion may swap it for another."""
+    return tensor._cdata
+
+
+def accumulation_hooks_of(tensor: Tensor) -> Collection[object]:
+    """Return the hooks that autograd calls when it has accumulated a gradient."""
+    return (tensor._post_accumulate_grad_hooks or {}).values()
+
+
+def rearm_hooks(tensor: Tensor) -> None:
+    """Hook a tensor again whose inside was swapped: only the Python side knows its hooks."""
+    for hooks in ("_post_accumulate_grad_hooks", "_backward_hooks"):
+        setattr(tensor, hooks, getattr(tensor, hooks))
+
+
 # -- tensors -----------------------------------------------------------------------------------
 
 foreach_add: Callable[..., Any] = torch._foreach_add
@@ -131,6 +148,11 @@ def values_of(tensor: Tensor) -> Tensor:
 def replace_unscale_grads(function: Callable[..., dict[torch.device, Tensor]]) -> None:
     """Let every ``GradScaler`` unscale the gradients of an optimizer by a function."""
     GradScaler._unscale_grads_ = function  # type: ignore[method-assign]
+
+
+def leave_scaling_to(optimizer: torch.optim.Optimizer) -> None:
+    """Let a ``GradScaler`` call ``step()`` in any case, and leave the scale to it."""
+    optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
 
 
 def first_state_of_adagrad(parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
@@ -183,6 +205,23 @@ def replace_builtin_hooks(changed: Callable[[Callable[..., Any]], Callable[..., 
     """Change the function by which DistributedDataParallel takes a hook that torch has in C++."""
     of_torch = DistributedDataParallel._register_builtin_comm_hook
     DistributedDataParallel._register_builtin_comm_hook = changed(of_torch)  # type: ignore[method-assign]
+
+
+def backend_of(group: Any, device: torch.device) -> Any:
+    """Return what a process group moves tensors of a device by."""
+    return group._get_backend(device)
+
+
+def group_by_nccl(store: Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
+    """Make a process group for tensors on CUDA: only a group has all functions. Collective."""
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    kind = dist.ProcessGroup.BackendType.NCCL
+    group = dist.ProcessGroup(store, rank, size)
+    group._set_default_backend(kind)
+    nccl = dist.ProcessGroupNCCL(store, rank, size, options)
+    group._register_backend(torch.device("cuda"), kind, nccl)
+    return group
 
 
 def rendezvous_handlers() -> dict[str, Any]:

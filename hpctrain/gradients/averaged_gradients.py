@@ -13,6 +13,8 @@ from hpctrain.gradients.step_counter import steps_over
 class AveragedGradients(Reducer, OptimizerExchange):
     """Averages the gradients of an optimizer over all ranks by the end of ``backward()``."""
 
+    reduction: Reduction
+
     def __init__(
         self,
         reduction: Reduction,

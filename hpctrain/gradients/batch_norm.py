@@ -75,11 +75,11 @@ class SyncBatchNorm(_BatchNorm):
             self._track(mean, variance, int(count))
         return output
 
-    def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002 - torch's name
-        if input.dim() < 2 or input.size(1) != self.num_features:
+    def _check_input_dim(self, values: Tensor) -> None:
+        if values.dim() < 2 or values.size(1) != self.num_features:
             raise ConfigError(
                 f"SyncBatchNorm({self.num_features}) takes inputs (N, {self.num_features}, ...), "
-                f"got {tuple(input.shape)}"
+                f"got {tuple(values.shape)}"
             )
 
     @torch.no_grad()
@@ -105,32 +105,32 @@ class _Normalise(Function):
     @staticmethod
     def forward(
         ctx: Any,
-        input: Tensor,  # noqa: A002
+        values: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
         eps: float,
         controller: Controller,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        mean, variance, count = _statistics(input, controller)
-        wide = _wide(input)
+        mean, variance, count = _statistics(values, controller)
+        wide = _wide(values)
         scale, shift = (None if part is None else part.to(wide) for part in (weight, bias))
         at = mean.to(wide), variance.to(wide)
-        output = functional.batch_norm(input.to(wide), *at, scale, shift, training=False, eps=eps)
-        ctx.save_for_backward(input, weight, mean, variance)
+        output = functional.batch_norm(values.to(wide), *at, scale, shift, training=False, eps=eps)
+        ctx.save_for_backward(values, weight, mean, variance)
         ctx.eps, ctx.controller, ctx.count = eps, controller, count
         number = torch.tensor(count)
         ctx.mark_non_differentiable(mean, variance, number)
-        return output.to(input.dtype), mean, variance, number
+        return output.to(values.dtype), mean, variance, number
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        input, weight, mean, variance = ctx.saved_tensors  # noqa: A001
-        dims, wide = _other_dims(input), _wide(input)
-        shape = [-1 if dim == 1 else 1 for dim in range(input.dim())]
+        values, weight, mean, variance = ctx.saved_tensors
+        dims, wide = _other_dims(values), _wide(values)
+        shape = [-1 if dim == 1 else 1 for dim in range(values.dim())]
         inverse = torch.rsqrt(variance + ctx.eps)
         grad_wide = grad.to(wide)
-        normal = (input.to(wide) - mean.to(wide).view(shape)) * inverse.to(wide).view(shape)
+        normal = (values.to(wide) - mean.to(wide).view(shape)) * inverse.to(wide).view(shape)
         sums = torch.stack([grad_wide.sum(dims), (grad_wide * normal).sum(dims)])
         grad_bias, grad_weight = sums
         grad_input = None
@@ -138,7 +138,7 @@ class _Normalise(Function):
             means = _summed(sums, ctx.controller).to(wide) / max(ctx.count, 1)
             scale = inverse.to(wide) if weight is None else inverse.to(wide) * weight.to(wide)
             centred = grad_wide - means[0].view(shape) - normal * means[1].view(shape)
-            grad_input = (centred * scale.view(shape)).to(input.dtype)
+            grad_input = (centred * scale.view(shape)).to(values.dtype)
         return (
             grad_input,
             grad_weight.to(weight.dtype) if ctx.needs_input_grad[1] else None,

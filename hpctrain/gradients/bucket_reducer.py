@@ -13,14 +13,11 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from hpctrain.comm.device import require_no_capture
-from hpctrain.compress.codec import Codec
-from hpctrain.compress.savings import Savings
 from hpctrain.core.errors import CommError, ConfigError, MismatchError
 from hpctrain.core.torch_compat import dynamo_disable, graph_task_id
-from hpctrain.gradients.backward_pass import BackwardPass, is_outermost
+from hpctrain.gradients.autograd_hooks import BackwardPass, ParameterHooks, is_outermost
 from hpctrain.gradients.gradient_bucket import Slot
 from hpctrain.gradients.optimizer_exchange import Closure
-from hpctrain.gradients.parameter_hooks import ParameterHooks
 from hpctrain.gradients.parameter_names import NamedParameters
 from hpctrain.gradients.reduction import Reduction
 from hpctrain.gradients.sample_count import SampleCount
@@ -69,9 +66,9 @@ class Reducer:
         self._replaced_sum = ""
         """Name of a sum that was replaced before this backward, which adds to it."""
         self._backward = BackwardPass()
-        kind, sees_sums = type(self), self._sees_sums
-        before_sum = kind._before_sum if sees_sums else None  # noqa: SLF001
-        self._hooks = ParameterHooks(self, kind._on_ready, before_sum)  # noqa: SLF001
+        kind = type(self)
+        before_sum = kind.before_sum if self._sees_sums else None
+        self._hooks = ParameterHooks(self, kind.on_ready, before_sum)
         reduction.steps.enter(self)
         reduction.layout.build(self._today())
         self._hook_anew()
@@ -98,16 +95,6 @@ class Reducer:
         return self.reduction.count
 
     @property
-    def codec(self) -> Codec:
-        """The codec of gradients, with a state of this rank."""
-        return self.reduction.codec
-
-    @property
-    def savings(self) -> Savings:
-        """Bytes that the codec saves between nodes."""
-        return self.reduction.savings
-
-    @property
     def exposed_seconds(self) -> float:
         """Time in which the last step waited for other ranks."""
         return self.reduction.exposed_seconds
@@ -119,7 +106,7 @@ class Reducer:
 
     @property
     def _sees_sums(self) -> bool:
-        """Whether ``_before_sum`` is called before a gradient is added to another."""
+        """Whether ``before_sum`` is called before a gradient is added to another."""
         return not self.count.average
 
     @property
@@ -275,7 +262,7 @@ class Reducer:
 
     # -- while backward runs ----------------------------------------------------------------
 
-    def _on_ready(self, parameter: Tensor) -> None:
+    def on_ready(self, parameter: Tensor) -> None:
         """Take one gradient; autograd calls this as soon as it is accumulated."""
         if not self.is_on or self.superseded:
             return
@@ -292,7 +279,7 @@ class Reducer:
         if backward.takes_early:
             self.reduction.take(slot)
 
-    def _before_sum(self, parameter_id: int) -> None:
+    def before_sum(self, parameter_id: int) -> None:
         """Make room for a gradient that is about to be added to a sum: one rank keeps that."""
         slot = self.reduction.layout.slot_by_id.get(parameter_id)
         if not self.is_on or self.superseded or slot is None or not slot.is_result:

@@ -25,7 +25,7 @@ _NOT_OF_STEPS = {"param_groups", "state", "step", "_exchange"}
 _NUM_PROBED = 3  # elements: neither a scalar nor one element
 
 
-class Part(NamedTuple):
+class StateSpec(NamedTuple):
     """One tensor of an optimizer's state of a parameter."""
 
     dtype: torch.dtype
@@ -75,7 +75,7 @@ class PieceStep:
         self.kinds: list[tuple[object, ...]] = []
         """Of each group what decides which state a step leaves, such as a momentum or none."""
         self._settings: list[dict[str, Any]] = []
-        self._parts: dict[Any, dict[str, Part]] = {}
+        self._parts: dict[Any, dict[str, StateSpec]] = {}
 
     def read(self, optimizer: Optimizer) -> str:
         """Take over the settings of today; return them as a text that ranks can compare."""
@@ -104,7 +104,9 @@ class PieceStep:
                         self.state[piece] |= first_state_of_adagrad(piece, group)
         self._step(self._of)
 
-    def parts(self, group: int, dtype: torch.dtype, shape: tuple[int, ...]) -> dict[str, Part]:
+    def parts(
+        self, group: int, dtype: torch.dtype, shape: tuple[int, ...]
+    ) -> dict[str, StateSpec]:
         """Return what a step leaves as state of a parameter of a shape, found out on ones.
 
         ``ConfigError``: it holds something else than tensors; or, where a few elements stand for
@@ -126,7 +128,7 @@ class PieceStep:
                 self.state = before
         return self._parts[key]
 
-    def _parts_of(self, state: Mapping[str, Any]) -> Iterable[tuple[str, Part]]:
+    def _parts_of(self, state: Mapping[str, Any]) -> Iterable[tuple[str, StateSpec]]:
         for name, value in state.items():
             if value is None:
                 continue
@@ -138,7 +140,7 @@ class PieceStep:
                     f"{name} = {value!r:.100} of {type(self._of).__name__}; leave shard out"
                 )
             has_elements = not whole and value.numel() == _NUM_PROBED
-            yield name, Part(value.dtype, None if has_elements else tuple(value.shape))
+            yield name, StateSpec(value.dtype, None if has_elements else tuple(value.shape))
 
 
 def is_known_as(how: str, optimizer: Optimizer) -> bool:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.plan.planning import machine
+from hpctrain.comm.tensor_bucket import PackedTensors
 from hpctrain.core.errors import ConfigError
 
 ALIGNMENT = 64
@@ -184,7 +185,7 @@ def _sum_group_(
     numel = sum(value.numel() for value in rows[0])
     packed = torch.empty((len(rows), numel), dtype=rows[0][0].dtype)
     for row, room in zip(rows, packed, strict=True):
-        torch.cat([value.reshape(-1) for value in row], out=room)
+        PackedTensors(room, row).pack(row)
     received = comm.alltoall(packed.tensor_split(comm.size, dim=1))
     del packed
     pending: list[Node] = []
@@ -193,9 +194,7 @@ def _sum_group_(
             push(pending, Node(level, index, [part]), _nothing)
     (root,) = pending
     total = torch.cat(comm.all_gather(_present(root.values)[0]))
-    parts = total.split([value.numel() for value in rows[0]])
-    for value, part in zip(rows[0], parts, strict=True):
-        value.copy_(part.view(value.shape))
+    PackedTensors(total, rows[0]).unpack(rows[0])
 
 
 def _groups(values: Sequence[Tensor | None]) -> Iterator[list[int]]:

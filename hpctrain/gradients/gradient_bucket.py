@@ -1,4 +1,4 @@
-"""One message of gradients: the place of each in it, and a mark that says whether it is there."""
+"""One message of gradients: the place of each gradient, and a mark whether it is present."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,8 @@ from torch.nn import Parameter
 from hpctrain.comm.bucket import BucketPlan
 from hpctrain.comm.bucket_storage import ReduceBackend, new_storage
 from hpctrain.comm.communicator import Communicator
-from hpctrain.core.torch_compat import foreach_copy_
+from hpctrain.comm.tensor_bucket import TensorBucket
+from hpctrain.core.torch_compat import foreach_copy_, version_of
 from hpctrain.gradients.parameter_names import NamedParameters
 from hpctrain.gradients.sparse_gradients import GradientState, as_sparse
 
@@ -15,8 +16,8 @@ from hpctrain.gradients.sparse_gradients import GradientState, as_sparse
 class Slot(GradientState):
     """The place of one parameter's gradient in its bucket.
 
-    ``.grad`` shares its memory and nothing else: what a program does to the ``data`` or storage
-    of that tensor leaves the place as it is.
+    ``.grad`` shares the memory of the place and nothing else: a change of the ``data`` or storage
+    of ``.grad`` does not change the place.
     """
 
     def __init__(
@@ -25,13 +26,13 @@ class Slot(GradientState):
         super().__init__(name, parameter, None)
         self.bucket, self.view, self.mark = bucket, view, mark
         self.layout, self.is_filled = parameter.stride(), False
-        self.version = 0  # of ``.grad`` when it came out of a reduction
+        self.version = 0  # of ``.grad`` after the last reduction
         self._address = view.data_ptr()
         self._shown = _of_its_own(view)
         self._sparse_grad: Tensor | None = None
 
     def fits(self, parameter: Tensor) -> bool:
-        """Say whether the parameter still has the dtype, shape and strides of its place."""
+        """Return whether the parameter still has the dtype, shape and strides of its place."""
         return (
             self.view.dtype == parameter.dtype
             and self.view.shape == parameter.shape
@@ -46,11 +47,11 @@ class Slot(GradientState):
         keeps_result: bool,
         copies: list[tuple[Tensor, Tensor]] | None = None,
     ) -> None:
-        """Put the gradient, times ``weight``, into its place, and let ``.grad`` be that place.
+        """Copy the gradient, times ``weight``, into its place, and let ``.grad`` be that place.
 
-        Without a gradient that is zeros. With a weight of zero too: the mean over no samples is
-        NaN. What was reduced already is added where this rank ``keeps_result``. A mere copy is
-        left to the caller where there are ``copies``: it gets the place and what comes there.
+        The place is zeros without a gradient, and with a weight of zero, since the mean over no
+        samples is NaN. A gradient that was reduced before counts where this rank
+        ``keeps_result``. With ``copies``, a plain copy is not made but appended: place, source.
         """
         grad = self.parameter.grad
         self.is_filled = True
@@ -77,22 +78,22 @@ class Slot(GradientState):
         self.show()
 
     def settle(self) -> None:
-        """After the sum: give the parameter its gradient, also if only other ranks had one."""
+        """Give the parameter its gradient after the sum, also if only other ranks had one."""
         if not self.is_present and self.mark.item() > 0:
             self.show()
         if self.sparse_dim is not None and self.parameter.grad is not None:
             self.parameter.grad = self._sparse_grad = as_sparse(self.view, self.sparse_dim)
         self.is_result = self.parameter.grad is not None
-        self.version = self._shown._version  # noqa: SLF001
+        self.version = version_of(self._shown)
 
     @property
     def is_written(self) -> bool:
-        """Whether a program has written to the result where it lies, as clipping does."""
-        changed = self.version != self._shown._version  # noqa: SLF001
+        """Whether a program has written to the result in its place, as clipping does."""
+        changed = self.version != version_of(self._shown)
         return changed and self.holds_result and self.view.numel() > 0
 
     def adopt(self) -> None:
-        """Take over what is the same on all ranks already, from another place."""
+        """Copy a gradient that is the same on all ranks already into the place."""
         grad = self.parameter.grad
         self.is_present = self.is_result = grad is not None
         if grad is None:
@@ -106,7 +107,7 @@ class Slot(GradientState):
             self.parameter.grad = self._sparse_grad = as_sparse(grad, self.sparse_dim)
 
     def forget_result(self) -> None:
-        """Let ``.grad`` be zeros: another rank keeps the sum that was there."""
+        """Set ``.grad`` to zeros: another rank keeps the sum."""
         grad = self.parameter.grad
         if grad is not None and grad.is_sparse:
             self.parameter.grad = None
@@ -114,7 +115,7 @@ class Slot(GradientState):
             self.view.zero_()
 
     def holds(self, grad: Tensor) -> bool:
-        """Say whether a gradient of the parameter lies in its place, as it should."""
+        """Return whether a gradient of the parameter is in its place."""
         if grad.is_sparse:
             return grad is self._sparse_grad
         return (
@@ -132,7 +133,7 @@ class Slot(GradientState):
 
 
 def _of_its_own(view: Tensor) -> Tensor:
-    """Return a tensor on the same memory, which counts writes, and on the CPU has a storage."""
+    """Return a tensor on the same memory with its own count of writes, and storage on the CPU."""
     if not view.is_cpu:
         place = view.storage_offset(), view.shape, view.stride()
         return torch.empty_like(view[:0]).set_(view.untyped_storage(), *place)
@@ -143,16 +144,10 @@ def _of_its_own(view: Tensor) -> Tensor:
     return torch.frombuffer(memory, dtype=view.dtype).as_strided(view.shape, view.stride())
 
 
-def _like(parameter: Parameter, place: Tensor) -> Tensor:
-    """View ``place`` with the parameter's strides, which fused optimizers want of gradients."""
-    dense = torch.empty_like(parameter, device="meta")  # keeps strides that have no gaps
-    return place.as_strided(parameter.shape, dense.stride())
+class GradientBucket(TensorBucket):
+    """One message: slots of gradients, and for each a mark whether any rank has a gradient."""
 
-
-class GradientBucket:
-    """One message: its slots, and for each a mark that says whether any rank has a gradient."""
-
-    __slots__ = ("bucket", "marks", "memory", "num_empty", "parts", "place", "slots")
+    __slots__ = ("memory", "num_empty", "slots")
 
     def __init__(
         self,
@@ -163,30 +158,38 @@ class GradientBucket:
         *,
         backend: ReduceBackend,
     ) -> None:
-        """Make it by its plan, which numbers the parameters, all on one device. Collective.
+        """Allocate the bucket of a plan, whose parameters are on one device. Collective.
 
         ``backend`` is for ``new_storage``.
         """
-        num_marks, device = len(plan.members), parameters[plan.members[0]][1].device
+        num_marks, members = len(plan.members), [parameters[member] for member in plan.members]
+        tensors = [parameter for _, parameter in members]
         room = plan.numel - num_marks, num_marks, plan.dtype
-        self.bucket, self.place = new_storage(comm, device, *room, backend=backend)
-        flat, travels = self.place.flat, self.place.travels
-        self.marks = self.bucket.flat[self.bucket.numel - num_marks :]
-        self.slots, self.parts = list[Slot](), list[Tensor]()  # the latter: where each is summed
-        for member, offset, mark in zip(plan.members, plan.offsets, self.marks, strict=True):
-            name, parameter = parameters[member]
-            where = slice(offset, offset + parameter.numel())
-            self.slots.append(Slot(name, parameter, index, _like(parameter, flat[where]), mark))
-            self.parts.append(_like(parameter, travels[where]))
+        bucket, storage = new_storage(comm, tensors[0].device, *room, backend=backend)
+        super().__init__(
+            bucket,
+            tensors,
+            plan.offsets,
+            num_marks=num_marks,
+            storage=storage,
+            keeps_strides=True,  # fused optimizers want them of gradients
+        )
+        self.slots = [
+            Slot(name, parameter, index, place, mark)
+            for (name, parameter), place, mark in zip(
+                members, self.places, self.marks, strict=True
+            )
+        ]
         self.num_empty = len(self.slots)
+        flat = self.flat
         self.memory = flat.data_ptr(), flat.data_ptr() + flat.nbytes
-        """Its first address, and the one behind it."""
+        """The first address, and the address after the last byte."""
 
     def fill_at_once(self, weight: float, *, keeps_result: bool) -> None:
-        """Fill all its slots: an accelerator is not asked for each by itself."""
-        if self.place.makers is not None:
+        """Fill all slots, on an accelerator by one call."""
+        if self.storage.makers is not None:
             made = (slot.parameter.grad for slot in self.slots)
-            self.place.makers.join([g for g in made if g is not None and not g.is_sparse])
+            self.storage.makers.join([g for g in made if g is not None and not g.is_sparse])
         copies: list[tuple[Tensor, Tensor]] = []
         for slot in self.slots:
             slot.fill(weight, keeps_result=keeps_result, copies=copies)
@@ -195,7 +198,7 @@ class GradientBucket:
             foreach_copy_(places, gradients)
 
     def write_marks(self) -> None:
-        """Say which parameters have a gradient on this rank."""
+        """Write which parameters have a gradient on this rank."""
         self.marks.fill_(1)
         for slot in self.slots:
             if not slot.is_present:

@@ -17,7 +17,7 @@ from hpctrain.comm.bucket import slice_bounds
 from hpctrain.comm.node.segments import LINE_BYTES
 from hpctrain.comm.node.shared_memory import SharedMemory
 from hpctrain.comm.ops import Combination, Op, combination
-from hpctrain.gradients.elementwise import Part
+from hpctrain.gradients.elementwise import StateSpec
 from hpctrain.gradients.gradient_bucket import GradientBucket, Slot
 
 _STATE_BYTES = 2 << 20
@@ -77,7 +77,7 @@ MASTER = "master"
 """Name, in the state of a parameter of 16 bits, of its values before they were rounded."""
 
 
-class Piece:
+class ParameterPiece:
     """A part of one parameter that this rank updates, or all of it."""
 
     __slots__ = (
@@ -108,7 +108,7 @@ class Piece:
         return _formed(flat[self.start : self.start + self.like.numel()], self.like)
 
 
-def by_group(pieces: Sequence[Piece]) -> Mapping[int, list[Tensor]]:
+def by_group(pieces: Sequence[ParameterPiece]) -> Mapping[int, list[Tensor]]:
     """Return what a step takes of each group of the optimizer."""
     found: dict[int, list[Tensor]] = {}
     for piece in pieces:
@@ -136,7 +136,11 @@ class Chunk:
     __slots__ = ("blocks", "bounds", "groups", "parts", "pieces", "total")
 
     def __init__(
-        self, pieces: Sequence[Piece], peers: Sequence[Tensor], scratch: Tensor, how: Combination
+        self,
+        pieces: Sequence[ParameterPiece],
+        peers: Sequence[Tensor],
+        scratch: Tensor,
+        how: Combination,
     ) -> None:
         self.pieces, self.groups = pieces, by_group(pieces)
         self.bounds = slice(pieces[0].bounds.start, pieces[-1].bounds.stop)
@@ -166,17 +170,13 @@ class NodeBucket:
         self.has_masters = master_dtype is not None and self.dtype in _HALVES
         self.step_dtype = master_dtype if master_dtype and self.has_masters else self.dtype
         self.how = combination(self.dtype, Op.SUM)
-        self.num_elements = bucket.numel - len(self.slots)  # behind them come the marks
-        start = gradients.memory[0]
-        self.offsets = [
-            (slot.view.data_ptr() - start) // self.dtype.itemsize if slot.view.numel() else 0
-            for slot in self.slots
-        ]
+        self.num_elements = gradients.flat.numel()
+        self.offsets = gradients.offsets
         self._node = node
         self.values = NodeTensor(node, self.num_elements, self.dtype)
         self.values.freeze_in_children()
         self.state: dict[str, NodeTensor] = {}
-        self.parts: Sequence[Mapping[str, Part]] = ()
+        self.parts: Sequence[Mapping[str, StateSpec]] = ()
         """What a step leaves as state of each parameter."""
         self._rooms: dict[str, tuple[torch.dtype, list[int]]] = {}
         """Of each part its type, and where that of each parameter begins."""
@@ -191,7 +191,7 @@ class NodeBucket:
         num_parts = sum(part.shape is None for part in parts.values())
         return _STATE_BYTES // max(num_parts, 1) // self.step_dtype.itemsize
 
-    def cut(self, groups: Sequence[int], owned: Set[Slot] | None) -> list[list[Piece]]:
+    def cut(self, groups: Sequence[int], owned: Set[Slot] | None) -> list[list[ParameterPiece]]:
         """Return this rank's pieces, chunk by chunk; each parameter is of a group.
 
         They are those of its slice; with ``owned`` the parameters of these as a whole. One
@@ -199,7 +199,7 @@ class NodeBucket:
         """
         node, limit = self._node, self.chunk_numel
         mine = slice_bounds(self.num_elements, node.local_size, node.local_rank)
-        chunks, empty = list[list[Piece]](), list[list[Piece]]()
+        chunks, empty = list[list[ParameterPiece]](), list[list[ParameterPiece]]()
         for number, (first, slot) in enumerate(zip(self.offsets, self.slots, strict=True)):
             numel = slot.view.numel()
             low, high = (_cut_at(bound - first, numel) for bound in (mine.start, mine.stop))
@@ -209,7 +209,9 @@ class NodeBucket:
             for at in (0,) if is_empty else range(low, high, limit):
                 stop = min(at + limit, high)
                 like = slot.view if owned is not None else self.peers[0][at:stop]
-                piece = Piece(number, slice(first + at, first + stop), at, like, groups[number])
+                piece = ParameterPiece(
+                    number, slice(first + at, first + stop), at, like, groups[number]
+                )
                 piece.rounded = piece.values = self.values.place(like, first + at)
                 if self.has_masters:
                     piece.values = self._place(piece, MASTER)
@@ -222,11 +224,11 @@ class NodeBucket:
                 chunks[-1].append(piece)
         return chunks + empty
 
-    def make_room(self, parts: Sequence[Mapping[str, Part]]) -> None:
+    def make_room(self, parts: Sequence[Mapping[str, StateSpec]]) -> None:
         """Make room for these parts of each parameter's state. Collective over the node."""
         self.parts, line = parts, LINE_BYTES // self.dtype.itemsize
         for name in dict.fromkeys(chain(*parts)):
-            found = [of.get(name, Part(self.dtype, (0,))) for of in parts]
+            found = [of.get(name, StateSpec(self.dtype, (0,))) for of in parts]
             numels = [
                 slot.view.numel() if part.shape is None else math.prod(part.shape)
                 for slot, part in zip(self.slots, found, strict=True)
@@ -243,7 +245,7 @@ class NodeBucket:
         like = like if shape in (None, like.shape) else torch.empty(shape)
         return self.state[name].shown(like, self._rooms[name][1][number])
 
-    def keep(self, piece: Piece, made: dict[str, Any]) -> None:
+    def keep(self, piece: ParameterPiece, made: dict[str, Any]) -> None:
         """Let the state that a step has made of a piece lie where it belongs."""
         for name, value in made.items():
             place = piece.state.get(name)
@@ -254,7 +256,7 @@ class NodeBucket:
             place.copy_(value)
             made[name] = place
 
-    def _place(self, piece: Piece, name: str) -> Tensor:
+    def _place(self, piece: ParameterPiece, name: str) -> Tensor:
         part, first = self.parts[piece.number][name], self._rooms[name][1][piece.number]
         if part.shape is None:
             return self.state[name].place(piece.like, first + piece.start)

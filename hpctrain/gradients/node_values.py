@@ -19,9 +19,10 @@ from hpctrain.comm.node.shared_memory import SharedMemory
 from hpctrain.comm.threaded import start_on
 from hpctrain.compress.codec import Codec, Identity, TensorByTensor
 from hpctrain.core.errors import ConfigError
-from hpctrain.gradients.elementwise import Part, PieceStep
+from hpctrain.core.torch_compat import version_of
+from hpctrain.gradients.elementwise import PieceStep, StateSpec
 from hpctrain.gradients.gradient_bucket import GradientBucket, Slot
-from hpctrain.gradients.node_bucket import MASTER, Chunk, NodeBucket, Piece
+from hpctrain.gradients.node_bucket import MASTER, Chunk, NodeBucket, ParameterPiece
 from hpctrain.gradients.weight_sample import checksum_of, due, sample_of
 from hpctrain.runtime import world
 
@@ -50,7 +51,7 @@ class NodeValues:
     def is_written(self, optimizer: Optimizer, step: int) -> bool:
         """Say whether this rank's program has changed parameters, state, or what a step keeps."""
         if self._kinds != self._rule.kinds or any(
-            slot.parameter.data_ptr() != address or slot.parameter._version != version  # noqa: SLF001
+            slot.parameter.data_ptr() != address or version_of(slot.parameter) != version
             for slot, address, version in self._seen
         ):
             return True
@@ -60,7 +61,7 @@ class NodeValues:
         state = optimizer.state
         if any(e is not state.get(p) if e else state.get(p) for p, e in shown):
             return True
-        if self._versions != [v._version for v in self._shown()]:  # noqa: SLF001
+        if self._versions != [version_of(v) for v in self._shown()]:
             return True
         return self._differs_silently(step)
 
@@ -142,7 +143,7 @@ class NodeValues:
         self._kinds = self._rule.kinds
         self._rule.state.clear()
         owned = self._owned() if self._rule.takes_tensors else None
-        cut: list[list[list[Piece]]] = []
+        cut: list[list[list[ParameterPiece]]] = []
         for bucket in self.buckets:
             groups = [group_of[slot.parameter] for slot in bucket.slots]
             start_on(self._comm, bucket.make_room, self._parts(bucket, groups, state)).wait()
@@ -181,22 +182,22 @@ class NodeValues:
 
     def _parts(
         self, bucket: NodeBucket, groups: Sequence[int], state: Any
-    ) -> list[dict[str, Part]]:
+    ) -> list[dict[str, StateSpec]]:
         """Return what is kept of each parameter: what a step makes, and what is there already."""
-        parts, whole = list[dict[str, Part]](), self._rule.takes_tensors
+        parts, whole = list[dict[str, StateSpec]](), self._rule.takes_tensors
         dtypes: dict[str, torch.dtype] = {}  # what is there has the last word
         for slot, group in zip(bucket.slots, groups, strict=True):
             shape = slot.view.shape
             parts.append(dict(self._rule.parts(group, bucket.step_dtype, shape)))
             if bucket.has_masters:
-                parts[-1][MASTER] = Part(bucket.step_dtype, None)
+                parts[-1][MASTER] = StateSpec(bucket.step_dtype, None)
             dtypes |= {name: part.dtype for name, part in parts[-1].items()}
         for slot, of in zip(bucket.slots, parts, strict=True):
             for name, value in (state.get(slot.parameter) or {}).items():
                 if not isinstance(value, Tensor):
                     continue
                 form = tuple(value.shape) if whole or value.shape != slot.view.shape else None
-                known = of.get(name, Part(value.dtype, form))
+                known = of.get(name, StateSpec(value.dtype, form))
                 if known.shape is None and value.shape != slot.view.shape:
                     raise ConfigError(
                         f"{name} in the optimizer's state of {slot.name} has an element for each "
@@ -268,11 +269,11 @@ class NodeValues:
     def _note_versions(self) -> None:
         """Remember how the program's tensors look when nobody has written to them."""
         self._seen = [
-            (slot, slot.parameter.data_ptr(), slot.parameter._version)  # noqa: SLF001
+            (slot, slot.parameter.data_ptr(), version_of(slot.parameter))
             for bucket in self.buckets
             for slot in bucket.slots
         ]
-        self._versions = [value._version for value in self._shown()]  # noqa: SLF001
+        self._versions = [version_of(value) for value in self._shown()]
         for bucket in self.buckets:
             bucket.values.end_step()
 

@@ -20,20 +20,19 @@ from hpctrain.compress.codec import Codec
 from hpctrain.compress.half import Compression
 from hpctrain.compress.savings import Savings
 from hpctrain.core.errors import ConfigError
-from hpctrain.core.torch_compat import dynamo_disable
+from hpctrain.core.torch_compat import dynamo_disable, leave_scaling_to
 from hpctrain.gradients.adasum_step import AdasumStep
 from hpctrain.gradients.averaged_gradients import AveragedGradients
 from hpctrain.gradients.bucket_reducer import ParameterSource
 from hpctrain.gradients.loss_scale import unscale_by_exchange
 from hpctrain.gradients.node_values import is_shared, require_no_masters
-from hpctrain.gradients.optimizer_exchange import NoExchange, OptimizerExchange
+from hpctrain.gradients.optimizer_exchange import NoExchange, OptimizerExchange, exchange_of
 from hpctrain.gradients.parameter_names import Grouping, Groups, named, names_of, places_of
 from hpctrain.gradients.reduction import Reduction
-from hpctrain.gradients.sample_count import SampleCount
+from hpctrain.gradients.sample_count import NUM_FLAGS, SampleCount
 from hpctrain.gradients.sharded_reduction import ShardedReduction
 from hpctrain.gradients.sharded_step import ShardedStep
 from hpctrain.gradients.step_counter import steps_over
-from hpctrain.gradients.step_notes import StepNotes
 from hpctrain.negotiation.request import Adasum, Average, ReduceOp, Sum
 from hpctrain.runtime import world
 from hpctrain.runtime.process_sets import ProcessSet, global_process_set
@@ -120,14 +119,68 @@ def _averaging(
     )
 
 
-class DistributedMethods(StepNotes):
+class DistributedMethods:
     """What ``DistributedOptimizer`` adds to the optimizer that it is given."""
 
     _exchange: OptimizerExchange
     _parameter_names: dict[Tensor, str]  # of all parameters, the same on every rank
     _passes = 1
-    _is_synchronizing = True
-    _was_synchronized = False
+
+    @property
+    def raised_flags(self) -> int:
+        """Bits that any rank had raised for the last step; the same on every rank."""
+        return self._exchange.steps.raised_flags
+
+    def raise_flags(self, flags: int) -> None:
+        """Report these bits to every rank, in ``raised_flags`` at the end of a step.
+
+        The message that opens a step contains them, until other flags are given. Not collective;
+        call it before ``backward``.
+
+        Args:
+            flags: bits 0 to 3, such as "somebody asked me to stop".
+
+        Raises:
+            ConfigError: there are other bits.
+        """
+        if not 0 <= flags < 1 << NUM_FLAGS:
+            raise ConfigError(f"flags are bits 0 to {NUM_FLAGS - 1}, got {flags:#b}")
+        self._exchange.steps.flags = flags
+
+    @property
+    def mean_loss(self) -> float:
+        """Mean of the losses given to ``tell_loss``, over all samples of the last step.
+
+        The same on every rank, known when ``backward()`` has returned, with ``shard="node"`` when
+        ``synchronize()`` has; NaN before any loss is given.
+        """
+        return self._exchange.steps.mean_loss
+
+    def tell_loss(self, loss: float) -> None:
+        """Report the loss of a step, of which every rank sees the mean in ``mean_loss``.
+
+        The message that opens a step contains it, weighted as gradients are. Not collective, but
+        every rank calls it, before ``backward``; a rank without samples gives 0.
+        """
+        self._exchange.steps.loss = loss
+
+    @property
+    def sums_are_finite(self) -> bool | None:
+        """Whether the averages of the last backward are finite, as ``look_at_sums`` asks for.
+
+        The same on every rank, until the step. None where that is not known: before a backward,
+        with a codec, sparse gradients, Adasum, ``shard``, accelerators that sum by themselves,
+        ranks without memory in common, and in a world of one.
+        """
+        return self._exchange.sums_are_finite
+
+    def look_at_sums(self) -> None:
+        """Search averages for NaN and infinity while they are summed, from the next step on.
+
+        That costs less than a percent of a step; a search of all gradients after it costs
+        several. Not collective, but every rank calls it, between two steps.
+        """
+        self._exchange.look_at_sums()
 
     @property
     def communication_seconds(self) -> float:
@@ -137,12 +190,14 @@ class DistributedMethods(StepNotes):
     @property
     def codec(self) -> Codec | None:
         """By what gradients travel, with a ``state_dict()`` of each rank; None if they do not."""
-        return self._exchange.codec
+        reduction = self._exchange.reduction
+        return None if reduction is None else reduction.codec
 
     @property
     def savings(self) -> Savings | None:
         """What ``codec`` spares between nodes; None if nothing travels."""
-        return self._exchange.savings
+        reduction = self._exchange.reduction
+        return None if reduction is None else reduction.savings
 
     @property
     def backward_passes_per_step(self) -> int:
@@ -185,7 +240,7 @@ class DistributedMethods(StepNotes):
         they are about to step on, ``raised_flags`` are known then, and ``step()`` averages: all
         ranks call this, or those alone that skip ``backward()`` in this step.
         """
-        self._was_synchronized |= self._exchange.synchronize()
+        self._exchange.was_synchronized |= self._exchange.synchronize()
 
     def skip_synchronize(self) -> AbstractContextManager[None]:
         """Let ``step()`` inside come after ``synchronize()`` without a warning.
@@ -198,11 +253,11 @@ class DistributedMethods(StepNotes):
 
     @contextmanager
     def _without_warning(self) -> Iterator[None]:
-        self._is_synchronizing = False
+        self._exchange.warns = False
         try:
             yield
         finally:
-            self._is_synchronizing = True
+            self._exchange.warns = True
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
@@ -283,7 +338,9 @@ def before_step(
 
     A closure among the arguments makes gradients inside, so the exchange wraps it.
     """
-    if stepping._was_synchronized and stepping._is_synchronizing:  # noqa: SLF001
+    exchange = exchange_of(stepping)
+    assert exchange is not None
+    if exchange.was_synchronized and exchange.warns:
         warnings.warn(
             "optimizer.step() called without optimizer.skip_synchronize() after "
             "optimizer.synchronize(); it changes nothing here, since gradients are averaged once, "
@@ -291,15 +348,17 @@ def before_step(
             stacklevel=3,
         )
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-    wrapped = stepping._exchange.begin_step(stepping, closure)  # noqa: SLF001
+    wrapped = exchange.begin_step(stepping, closure)
     return None if wrapped is closure else (args[:1], kwargs | {"closure": wrapped})
 
 
 @dynamo_disable
 def after_step(stepped: Any, *_: object) -> None:
     """End a step of all ranks: torch calls this after ``step()``."""
-    stepped._was_synchronized = False  # noqa: SLF001
-    stepped._exchange.end_step()  # noqa: SLF001
+    exchange = exchange_of(stepped)
+    assert exchange is not None
+    exchange.was_synchronized = False
+    exchange.end_step()
 
 
 def _upgraded(
@@ -310,7 +369,7 @@ def _upgraded(
     optimizer.__class__ = type(kind.__name__, (DistributedMethods, kind), {})
     vars(optimizer).update(_exchange=exchange, _parameter_names=names, _passes=passes)
     if exchange.unscales:
-        optimizer._step_supports_amp_scaling = True  # noqa: SLF001 - of GradScaler
+        leave_scaling_to(optimizer)
     if not isinstance(exchange, NoExchange):
         # They find it by the optimizer: functions that held it would keep both for ever.
         optimizer.register_step_pre_hook(before_step)

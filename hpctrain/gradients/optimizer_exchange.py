@@ -11,9 +11,8 @@ from torch.optim import Optimizer
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.norms import clip_grad_norm_
 from hpctrain.comm.plan.plan import Plan
-from hpctrain.compress.codec import Codec
-from hpctrain.compress.savings import Savings
 from hpctrain.core.errors import ConfigError
+from hpctrain.gradients.reduction import Reduction
 from hpctrain.gradients.sample_count import SampleCount, check_count
 
 Closure = Callable[[], Any] | None
@@ -43,6 +42,9 @@ class OptimizerExchange:
 
     unscales = False
     """Whether ``step()`` does what a ``GradScaler`` leaves to it, and is called in any case."""
+    reduction: Reduction | None = None  # what sends gradients; None where none are sent
+    was_synchronized = False  # whether ``synchronize()`` of this step had nothing to combine
+    warns = True  # whether ``step()`` warns of that
 
     @property
     def steps(self) -> StepFacts:
@@ -57,16 +59,6 @@ class OptimizerExchange:
     @property
     def count(self) -> SampleCount | None:
         """How gradients of the ranks are weighted; None where no weights apply."""
-        return None
-
-    @property
-    def codec(self) -> Codec | None:
-        """The codec of gradients that are sent; None where no gradients are sent."""
-        return None
-
-    @property
-    def savings(self) -> Savings | None:
-        """Bytes that the codec saves between nodes; None where no gradients are sent."""
         return None
 
     @property
@@ -114,11 +106,12 @@ class OptimizerExchange:
         """Clamp the elements of the combined gradients."""
         clip_grad_value_(parameters, value)
 
-    def unscale(self, inverse_scale: Tensor, *, allows_fp16: bool) -> bool | None:  # noqa: ARG002
+    def unscale(self, inverse_scale: Tensor, *, allows_fp16: bool) -> bool | None:
         """Unscale gradients that are not in ``.grad``; return whether some are not finite.
 
         None where ``.grad`` is what the step uses, which torch unscales.
         """
+        del inverse_scale, allows_fp16
         return None
 
     def new_step(self) -> None:
@@ -133,18 +126,20 @@ class OptimizerExchange:
     def state_loaded(self, state_dict: dict[str, Any]) -> None:
         """Correct the state that torch has loaded."""
 
-    def begin_step(self, stepping: Optimizer, closure: Closure) -> Closure:  # noqa: ARG002
+    def begin_step(self, stepping: Optimizer, closure: Closure) -> Closure:
         """Begin ``step()``; return the closure that it is to call. Collective."""
+        del stepping
         return closure
 
     def end_step(self) -> None:
         """End ``step()``. Collective."""
 
-    def rebind(self, comm: Communicator, plan: Plan) -> None:  # noqa: ARG002
+    def rebind(self, comm: Communicator, plan: Plan) -> None:
         """Continue in a world without the ranks that were lost. Collective over ``comm``.
 
         Raises ``ConfigError`` on all ranks where the exchange cannot.
         """
+        del plan
         raise ConfigError(
             f"an optimizer with shard, op=Adasum or a process set does not go on without lost "
             f"ranks, got {comm.size} in the next world; start again from the checkpoint, or "
@@ -152,30 +147,25 @@ class OptimizerExchange:
         )
 
 
-class _OwnFacts:
-    """Flags and loss of the only rank."""
+class NoExchange(OptimizerExchange):
+    """The exchange of a rank that steps alone: flags and loss of all ranks are its own."""
 
     flags, loss = 0, math.nan
 
     @property
+    def steps(self) -> StepFacts:
+        """Flags and loss of this rank."""
+        return self
+
+    @property
     def raised_flags(self) -> int:
+        """Bits of this rank."""
         return self.flags
 
     @property
     def mean_loss(self) -> float:
+        """Loss of this rank."""
         return self.loss
-
-
-class NoExchange(OptimizerExchange):
-    """The exchange of a rank that steps alone."""
-
-    def __init__(self) -> None:
-        self._facts = _OwnFacts()
-
-    @property
-    def steps(self) -> StepFacts:
-        """Flags and loss of this rank."""
-        return self._facts
 
 
 def exchange_of(optimizer: Any) -> OptimizerExchange | None:

@@ -84,10 +84,11 @@ class RailSums:
     def lay_out(self, gradients: Sequence[GradientBucket]) -> None:
         """Make room for the sums of these buckets. Collective."""
         made: list[NodeTensor] = []
-        flats = [one.bucket.flat for one in gradients]
-        node = self._node
-        make = lambda: made.extend(NodeTensor(node, f.numel(), f.dtype) for f in flats)  # noqa: E731
-        start_on(self._comm, make).wait()
+
+        def make(flats: Sequence[Tensor]) -> None:
+            made.extend(NodeTensor(self._node, f.numel(), f.dtype) for f in flats)
+
+        start_on(self._comm, make, [one.bucket.flat for one in gradients]).wait()
         self.totals, self._gradients, self._due = made, gradients, {}
         self._chunks = [self._cut(*pair) for pair in zip(gradients, made, strict=True)]
 

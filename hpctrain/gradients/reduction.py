@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -217,7 +216,7 @@ class Reduction:
             with suppress(CommError):
                 work.wait()
         for bucket in self.layout.buckets:
-            bucket.place.arrive()
+            bucket.storage.arrive()
         self.forget()
 
     def forget(self) -> None:
@@ -243,7 +242,7 @@ class Reduction:
         if not slot.is_filled:
             self.layout.buckets[slot.bucket].num_empty -= 1
             self.layout.check_place(slot)
-            makers = self.layout.buckets[slot.bucket].place.makers
+            makers = self.layout.buckets[slot.bucket].storage.makers
             if makers is not None:
                 makers.note()
             else:
@@ -255,10 +254,10 @@ class Reduction:
     def _launch_next(self) -> None:
         bucket = self.layout.buckets[self._step.num_sent]
         self._step.num_sent += 1
-        if bucket.place.makers is not None:
+        if bucket.storage.makers is not None:
             with torch.no_grad():
                 bucket.fill_at_once(self.count.factor, keeps_result=self.keeps_result)
-        bucket.place.depart()
+        bucket.storage.depart()
         self._step.works.append(self._run(self._reduce, bucket))
 
     def _move(self) -> None:
@@ -275,7 +274,7 @@ class Reduction:
         for sparse in self.layout.sparse:
             sparse.arrive()
         for bucket in self.layout.buckets:
-            bucket.place.arrive()
+            bucket.storage.arrive()
 
     def _run(self, function: Callable[..., None], *args: object) -> Work:
         """Carry out what talks to other ranks; a wait of this thread for it is exposed."""
@@ -327,9 +326,7 @@ class Reduction:
                 what.reduce(self._comm, rest, count.scale)
             else:
                 what.write_marks()
-                if rest != 1.0:
-                    what.place.weigh(rest)
-                what.place.reduce(partial(self._sum_on_host, what.bucket), count.scale)
+                what.send(self._sum_on_host, factor=rest, scale=count.scale)
 
     def _sum_on_host(self, bucket: Bucket) -> None:
         def reduce() -> None:

@@ -24,7 +24,7 @@ from hpctrain.core.errors import (
     MismatchError,
     RankLostError,
 )
-from hpctrain.core.torch_compat import dynamo_disable, unscale_
+from hpctrain.core.torch_compat import dynamo_disable, unscale_, version_of
 from hpctrain.gradients.bucket_reducer import ParameterSource, Reducer
 from hpctrain.gradients.elementwise import PieceStep
 from hpctrain.gradients.gradient_bucket import Slot
@@ -76,7 +76,7 @@ class ShardedStep(Reducer, OptimizerExchange):
 
     # -- while backward runs ----------------------------------------------------------------
 
-    def _on_ready(self, parameter: Tensor) -> None:
+    def on_ready(self, parameter: Tensor) -> None:
         """Take one gradient; autograd calls this as soon as it is accumulated."""
         slot = self.reduction.layout.slot_of.get(parameter)
         if not self.is_on or self.superseded:
@@ -99,10 +99,10 @@ class ShardedStep(Reducer, OptimizerExchange):
 
     @property
     def _sees_sums(self) -> bool:
-        """Whether ``_before_sum`` is called before a gradient is added to another."""
+        """Whether ``before_sum`` is called before a gradient is added to another."""
         return True
 
-    def _before_sum(self, parameter_id: int) -> None:
+    def before_sum(self, parameter_id: int) -> None:
         """See whether a gradient was changed to which backward is about to add."""
         slot = self.reduction.layout.slot_by_id.get(parameter_id)
         if slot is None:
@@ -190,13 +190,14 @@ class ShardedStep(Reducer, OptimizerExchange):
             return False
         place = slot.view if isinstance(slot, Slot) else grad
         is_elsewhere = grad.data_ptr() != place.data_ptr()
-        was_moved = is_elsewhere and grad._version == self._own[parameter][0]  # noqa: SLF001
+        was_moved = is_elsewhere and version_of(grad) == self._own[parameter][0]
         return not (was_moved and same(grad, place)) and bool(grad.any())
 
     @dynamo_disable
     @torch.no_grad()
-    def finish(self, *, is_skipped: bool = False) -> bool:  # noqa: ARG002 - of others
+    def finish(self, *, is_skipped: bool = False) -> bool:
         """Average and step; the optimizer finds no gradients then. Collective."""
+        del is_skipped  # no step of these gradients is skipped
         optimizer = self._optimizer()
         if not self.is_on or optimizer is None:
             return False
@@ -279,8 +280,9 @@ class ShardedStep(Reducer, OptimizerExchange):
 
     # -- clipping ---------------------------------------------------------------------------
 
-    def clip_value(self, parameters: Sequence[Tensor], value: float) -> None:  # noqa: ARG002
+    def clip_value(self, parameters: Sequence[Tensor], value: float) -> None:
         """Clamp the averages in the step to come."""
+        del parameters  # all are clipped
         self._changes.append(Change(bound=float(value)))
 
     def clip_norm(
@@ -350,7 +352,7 @@ def _require_trusted(optimizer: Optimizer) -> None:
 
 def _version_of(slot: Slot) -> int:
     grad = slot.parameter.grad
-    return -1 if grad is None else grad._version  # noqa: SLF001 - autograd's
+    return -1 if grad is None else version_of(grad)
 
 
 def same(one: Tensor, other: Tensor) -> bool:

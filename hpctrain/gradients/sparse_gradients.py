@@ -6,6 +6,7 @@ from torch.nn import Parameter
 
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.ops import Op, combination
+from hpctrain.core.torch_compat import version_of
 
 
 class GradientState:
@@ -62,7 +63,7 @@ class GradientState:
 
 def writes_of(tensor: Tensor) -> tuple[int, int]:
     """Return what changes when a tensor is written to, or when its ``.data`` is another."""
-    return tensor._version, 0 if tensor.is_sparse else tensor.data_ptr()  # noqa: SLF001
+    return version_of(tensor), 0 if tensor.is_sparse else tensor.data_ptr()
 
 
 class SparseSlot(GradientState):

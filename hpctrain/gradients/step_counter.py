@@ -17,6 +17,7 @@ from hpctrain.gradients.step_header import StepAgreement, StepHeader, StepMessag
 from hpctrain.gradients.step_sync import LONG, Member, StepSync
 from hpctrain.gradients.weight_sample import WeightSample, checksum_of
 from hpctrain.runtime import world
+from hpctrain.runtime.last_check import LastStates
 
 PARTED = 1 << NUM_FLAGS
 """Is raised where the weights that were compared in the last message have parted."""
@@ -48,6 +49,7 @@ class StepCounter:
         self._check, self._check_weights = check, check_weights
         self._may_skip_alone = may_skip_alone
         self._member, self._is_first = 0, True
+        self._name = ""  # of what the last step leaves
         self._num_counted = 0
         """Steps with samples since it was last compared what backward reaches."""
         self._unreached: set[str] = set()  # parameters that none of them has reached
@@ -55,6 +57,8 @@ class StepCounter:
     def enter(self, member: Member) -> None:
         """Let the check know whose steps these are."""
         self._member = self._check.enter(member)
+        if self._check.last_states is not None:
+            self._name = self._check.last_states.enter((), self)
 
     def watch(self, parameters: Sequence[tuple[str, Parameter]]) -> None:
         """Compare samples of these parameters from here on."""
@@ -81,8 +85,12 @@ class StepCounter:
         else:
             self._sample.unmark()
 
-    def left(self, *, has_weights: bool = True) -> dict[str, str]:
-        """Return what the last step has left, as text by name; see ``StepSync.hand_over``."""
+    def left(self, _: tuple[int, ...] = (), /, *, has_weights: bool = True) -> dict[str, str]:
+        """Return what the last step has left, as text by name. Not collective.
+
+        This is the number of steps, and hashes of the weights except those to which somebody has
+        written since: a rank may do so on purpose, such as to test with averaged weights.
+        """
         if self._check_weights == "off" or self.number is None:
             return {}
         is_known = self._check.were_equal(self._member) and not self.may_differ
@@ -90,14 +98,9 @@ class StepCounter:
         return {"the number of steps": str(self.number), **hashes}
 
     def __del__(self) -> None:
-        """Leave behind what is compared at the end: a program may drop its optimizer before.
-
-        Garbage is collected at another time on each rank, between others of the writes to weights
-        that torch does not count: then only the number of steps.
-        """
-        if self._check.is_asked:
-            has_weights = not self._check.collection.is_running
-            self._check.keep(self._member, self.left(has_weights=has_weights))
+        """Keep what is compared at the end: a program may drop its optimizer before."""
+        if self._check.last_states is not None:
+            self._check.last_states.keep(self._name, self)
 
     def message(
         self,
@@ -187,5 +190,5 @@ def check_over(comm: Communicator) -> StepSync:
     """Return what compares the steps of these ranks. Collective for the first one."""
     checks = world.current().step_checks
     if comm not in checks:
-        checks[comm] = StepSync(comm, is_asked=True)
+        checks[comm] = StepSync(comm, LastStates())
     return cast("StepSync", checks[comm])

@@ -12,7 +12,6 @@ import torch
 
 from hpctrain.comm.agreement import differing
 from hpctrain.comm.communicator import Communicator
-from hpctrain.comm.owner import Owner
 from hpctrain.comm.threaded import start_on
 from hpctrain.core import logs
 from hpctrain.core.errors import MismatchError
@@ -25,25 +24,13 @@ from hpctrain.gradients.step_header import (
     describe,
     words_of,
 )
-from hpctrain.runtime.last_check import Collection
+from hpctrain.runtime.last_check import LastStates
 
-_MOST_KEPT = 16  # optimizers that are gone
 LONG = 16  # every so many steps it is compared which parameters no backward has reached in them
-
-
-class Leaving(Protocol):
-    """Steps of which the last one has left something."""
-
-    def left(self) -> Mapping[str, str]:
-        """Return what that is, as text by name. Not collective."""
 
 
 class Member(Protocol):
     """An optimizer whose steps begin with a header."""
-
-    @property
-    def steps(self) -> "Leaving":
-        """Its steps."""
 
     def stand_in(self, agreement: StepAgreement) -> None:
         """Take part in the step that begins so with nothing. Collective."""
@@ -52,22 +39,15 @@ class Member(Protocol):
 class StepSync:
     """Opens the steps of all optimizers that share a communicator."""
 
-    def __init__(self, comm: Communicator, *, is_asked: bool = False) -> None:
+    def __init__(self, comm: Communicator, last_states: LastStates | None = None) -> None:
         """Make the message. Collective."""
-        self._is_asked, self._owner = is_asked, Owner()
+        self.last_states = last_states
         self._message = comm.new_bucket(NUM_WORDS, torch.float64)
         self._members: list[weakref.ref[Member]] = []
         self._were_equal: set[int] = set()
         self._were_told: set[int] = set()
         self._unreached_told: set[int] = set()
         self._num_taken = 0  # exchanges since all ranks had joined in which this one had not
-        self._kept: dict[int, Mapping[str, str]] = {}  # what optimizers that are gone have left
-        self.collection = Collection(self)
-
-    @property
-    def is_asked(self) -> bool:
-        """Whether there is something to ``hand_over`` at the end; not in a forked child."""
-        return self._is_asked and self._owner.is_here
 
     def enter(self, member: Member) -> int:
         """Return the number of one more optimizer; all ranks enter theirs in the same order."""
@@ -129,23 +109,6 @@ class StepSync:
         start_on(comm, lambda: numbers.extend(comm.allgather_object(self._num_taken))).wait()
         self._num_taken = 0
         return [rank for rank, number in enumerate(numbers) if number == max(numbers)]
-
-    def hand_over(self) -> dict[int, Mapping[str, str]]:
-        """Return, by optimizer, what its last step has left; once, at the end. Not collective.
-
-        These are the number of steps, and hashes of all its weights but those to which somebody
-        has written since: ranks may do so for a purpose, such as to test with averaged weights.
-        """
-        self._is_asked = False
-        living = ((number, member()) for number, member in enumerate(self._members))
-        found = {number: one.steps.left() for number, one in living if one is not None}
-        return self._kept | found
-
-    def keep(self, number: int, left: Mapping[str, str]) -> None:
-        """Keep what an optimizer leaves that is about to go; that of the last few."""
-        self._kept[number] = left
-        while len(self._kept) > _MOST_KEPT:
-            del self._kept[min(self._kept)]
 
     def were_equal(self, member: int) -> bool:
         """Say whether the ranks have once found their weights to be the same."""

@@ -2,37 +2,23 @@
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hpctrain.comm.agreement import require_equal
-from hpctrain.comm.bucket import Bucket, TensorSpec, plan_buckets, slice_bounds
+from hpctrain.comm.bucket import TensorSpec, plan_buckets, slice_bounds
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.norms import norms
 from hpctrain.comm.operation_result import FINISHED, Work
+from hpctrain.comm.tensor_bucket import TensorBucket
 from hpctrain.comm.threaded import start_on
 from hpctrain.compress.codec import Codec, settings_of
 from hpctrain.core.errors import NotFiniteError
+from hpctrain.core.torch_compat import foreach_copy_
 from hpctrain.core.units import by_rank
 from hpctrain.local_sgd.averaged_tensors import NamedTensors, Tensors
-
-
-@dataclass(frozen=True, slots=True)
-class FilledBucket:
-    """One bucket, and the places of tensors in it."""
-
-    bucket: Bucket
-    places: tuple[tuple[int, Tensor], ...]  # number of each tensor, and its view
-
-    def places_in(self, flat: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Yield the same places in another tensor of the size of the bucket."""
-        first = self.bucket.flat.storage_offset()
-        for member, place in self.places:
-            start = place.storage_offset() - first
-            yield member, flat[start : start + place.numel()].view(place.shape)
 
 
 class Averaging:
@@ -59,7 +45,8 @@ class Averaging:
         self._tensors, self._bucket_bytes, self._names = tensors, bucket_bytes, names
         self._works: list[Work] = []
         self._held: set[str] = set()
-        self._loads: list[FilledBucket] = []
+        self._buckets: list[TensorBucket] = []
+        self._members: list[Sequence[int]] = []  # numbers of the tensors in each bucket
         self.build(float(comm.rank == 0), 1.0)
 
     @property
@@ -70,7 +57,7 @@ class Averaging:
     @property
     def num_bytes(self) -> int:
         """Bytes that a rank sends in a round."""
-        return sum(self._codec.num_bytes(load.bucket) for load in self._loads)
+        return sum(self._codec.num_bytes(one.bucket) for one in self._buckets)
 
     def fits(self) -> bool:
         """Return whether the current tensors have the names, shapes and dtypes of the buckets."""
@@ -102,14 +89,14 @@ class Averaging:
         """
         found = self._tensors.find()
         self._held = {*self._tensors.held()}
-        for number, load in enumerate(self._loads):
+        for number, bucket in enumerate(self._buckets):
             if weight == 0.0:
-                load.bucket.flat.zero_()
+                bucket.flat.zero_()
             else:
                 self._fill(number, found)
                 if weight != 1.0:
-                    load.bucket.flat.mul_(weight)
-            self._works.append(start_on(self._comm, self._reduce, load.bucket, scale))
+                    bucket.flat.mul_(weight)
+            self._works.append(start_on(self._comm, self._reduce, bucket, scale))
 
     @torch.no_grad()
     def finish(self, keep: float = 0.0) -> float:
@@ -126,7 +113,7 @@ class Averaging:
         """
         self.drop()
         found, squared = self._tensors.find(), 0.0
-        for number in range(len(self._loads)):
+        for number in range(len(self._buckets)):
             self._restore_mean(number)
             for _, tensor, place in self._pairs(number, found):
                 squared += float(norms([tensor - place.to(tensor.device)])) ** 2
@@ -134,14 +121,16 @@ class Averaging:
             self._require_finite(found)
         self._advance()
         replaced = []
-        for number in range(len(self._loads)):
+        for number in range(len(self._buckets)):
             self._read_result(number)
+            whole = []
             for name, tensor, place in self._pairs(number, found):
                 if keep and name not in self._held:
                     tensor.lerp_(place.to(tensor.device), 1.0 - keep)
                 else:
-                    tensor.copy_(place)
+                    whole.append((tensor, place))
                     replaced.append(name)
+            _copy(whole)
         self._tensors.became_equal({*replaced})
         return squared
 
@@ -154,7 +143,7 @@ class Averaging:
             work.wait()
         state: dict[str, Any] = {}
         if self._works:
-            flats = [load.bucket.flat.clone() for load in self._loads]
+            flats = [bucket.flat.clone() for bucket in self._buckets]
             state = {"names": self.names, "held": sorted(self._held), "flats": flats}
         if codec := self._codec.state_dict():
             state["codec"] = codec
@@ -167,8 +156,8 @@ class Averaging:
         if "flats" in state:
             self._lay_out_for(state["names"])
             self._held = {*state["held"]}
-            for load, flat in zip(self._loads, state["flats"], strict=True):
-                load.bucket.flat.copy_(flat)
+            for bucket, flat in zip(self._buckets, state["flats"], strict=True):
+                bucket.flat.copy_(flat)
                 self._works.append(FINISHED)
         if "codec" in state and self._codec.fits(state["codec"]):
             self._codec.load_state_dict(state["codec"])
@@ -200,17 +189,15 @@ class Averaging:
         ]
         require_equal(self._comm, lines, "averaged tensors")
         specs = [TensorSpec(name=n, numel=t.numel(), dtype=t.dtype) for n, t in today]
-        self._loads = []
+        self._buckets, self._members = [], []
         self._codec.forget()
         for plan in plan_buckets(specs, self._bucket_bytes):
-            bucket = self._comm.new_bucket(plan.numel, plan.dtype)
-            places = []
-            for member, offset in zip(plan.members, plan.offsets, strict=True):
-                tensor = today[member][1]
-                part = bucket.flat[offset : offset + tensor.numel()]
-                places.append((member, part.view(tensor.shape)))
-            self._codec.prepare(bucket, [*(v for _, v in places), bucket.flat[:0]], self._comm)
-            self._loads.append(FilledBucket(bucket, tuple(places)))
+            memory = self._comm.new_bucket(plan.numel, plan.dtype)
+            tensors = [today[member][1] for member in plan.members]
+            bucket = TensorBucket(memory, tensors, plan.offsets)
+            self._codec.prepare(bucket.bucket, [*bucket.parts, bucket.marks], self._comm)
+            self._buckets.append(bucket)
+            self._members.append(plan.members)
 
     def _lay_out_for(self, names: Collection[str]) -> None:
         """Lay out the buckets for the tensors of these names, unless they are. Collective."""
@@ -225,7 +212,7 @@ class Averaging:
 
         A bucket is in host memory, on any device of the tensors.
         """
-        for member, place in self._loads[number].places:
+        for member, place in zip(self._members[number], self._buckets[number].parts, strict=True):
             name, shape, _ = self._specs[member]
             tensor = found.get(name)
             if tensor is not None and tuple(tensor.shape) == shape:
@@ -233,8 +220,10 @@ class Averaging:
 
     def _fill(self, number: int, found: Mapping[str, Tensor]) -> None:
         """Copy tensors into a bucket, to be sent."""
-        for member, place in self._loads[number].places:
-            place.copy_(found[self._specs[member][0]])
+        self._buckets[number].pack([found[name] for name in self._names_in(number)])
+
+    def _names_in(self, number: int) -> list[str]:
+        return [self._specs[member][0] for member in self._members[number]]
 
     def _restore_mean(self, number: int) -> None:
         """Replace the result of a bucket by the mean of the tensors; no-op without an anchor."""
@@ -247,7 +236,7 @@ class Averaging:
 
     def _require_finite(self, found: Mapping[str, Tensor]) -> None:
         """Raise ``NotFiniteError`` if the mean is not finite, which all ranks find. Collective."""
-        if all(bool(load.bucket.flat.isfinite().all()) for load in self._loads):
+        if all(bool(bucket.flat.isfinite().all()) for bucket in self._buckets):
             return
         names = [n for n in self.names if n in found and not bool(found[n].isfinite().all())]
         of_ranks = self._comm.allgather_object(names[0] if names else None)
@@ -257,9 +246,16 @@ class Averaging:
             f"learning rate, or exclude that rank by take_part(takes_part=False)"
         )
 
-    def _reduce(self, bucket: Bucket, scale: float) -> None:
+    def _reduce(self, bucket: TensorBucket, scale: float) -> None:
         with torch.no_grad():
-            self._codec.allreduce_(bucket, self._comm, scale=scale).wait()
+            bucket.send(lambda one: self._codec.allreduce_(one, self._comm, scale=scale).wait())
+
+
+def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Copy the second tensor of each pair into the first."""
+    if pairs:
+        targets, sources = map(list, zip(*pairs, strict=True))
+        foreach_copy_(targets, sources)
 
 
 def _specs(tensors: NamedTensors) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
@@ -316,18 +312,18 @@ class AnchoredAveraging(Averaging):
 
         Anchors and momenta are kept. The anchor of a new tensor is its weighted mean.
         """
-        before = self.shared_state() if self._loads else {"momentum": {}, "anchor": {}}
+        before = self.shared_state() if self._buckets else {"momentum": {}, "anchor": {}}
         super().build(weight, scale)
         found, known = self._tensors.find(), before["anchor"]
         new = {n for n, shape, _ in self._specs if n not in known or known[n].shape != shape}
         anchors, momenta = {**known}, {**before["momentum"]}
-        for number, load in enumerate(self._loads):
+        for number, bucket in enumerate(self._buckets):
             places = [pair for pair in self._pairs(number, found) if pair[0] in new]
-            load.bucket.flat.zero_()
+            bucket.flat.zero_()
             for _, tensor, place in places if weight else ():
                 place.copy_(tensor).mul_(weight)
             if places:
-                self._comm.allreduce_(load.bucket, scale=scale).wait()
+                self._comm.allreduce_(bucket.bucket, scale=scale).wait()
             for name, _, place in places:
                 anchors[name], momenta[name] = place.clone(), torch.zeros_like(place)
         self._put(anchors, momenta)
@@ -353,20 +349,19 @@ class AnchoredAveraging(Averaging):
     def take_anchor(self) -> None:
         """Set this rank's tensors to the anchor. Local, but all ranks call it."""
         found = self._tensors.find()
-        for number in range(len(self._loads)):
+        for number in range(len(self._buckets)):
             self._read_result(number)
-            for _, tensor, place in self._pairs(number, found):
-                tensor.copy_(place)
+            _copy([(tensor, place) for _, tensor, place in self._pairs(number, found)])
         self._tensors.became_equal({*self.names})
 
     def _lay_out(self, today: NamedTensors) -> None:
         super()._lay_out(today)
-        self._anchors = [self._vector_for(load) for load in self._loads]
-        self._momenta = [self._vector_for(load) for load in self._loads if self._momentum]
+        self._anchors = [self._vector_for(bucket) for bucket in self._buckets]
+        self._momenta = [self._vector_for(bucket) for bucket in self._buckets if self._momentum]
         self._moves: list[Tensor] = []
 
-    def _vector_for(self, load: FilledBucket) -> NodeVector:
-        flat = load.bucket.flat
+    def _vector_for(self, bucket: TensorBucket) -> NodeVector:
+        flat = bucket.flat
         return NodeVector(self._node, flat.numel(), flat.dtype)
 
     def _fill(self, number: int, found: Mapping[str, Tensor]) -> None:
@@ -374,7 +369,7 @@ class AnchoredAveraging(Averaging):
         self._subtract_from_anchor(number)
 
     def _restore_mean(self, number: int) -> None:
-        own = self._loads[number].bucket.flat[self._anchors[number].bounds]
+        own = self._buckets[number].flat[self._anchors[number].bounds]
         self._moves.append(own.clone())
         self._subtract_from_anchor(number)
 
@@ -395,28 +390,30 @@ class AnchoredAveraging(Averaging):
         self._node.barrier()
 
     def _read_result(self, number: int) -> None:
-        self._anchors[number].read(self._loads[number].bucket.flat)
+        self._anchors[number].read(self._buckets[number].flat)
 
     def _subtract_from_anchor(self, number: int) -> None:
-        flat = self._loads[number].bucket.flat
+        flat = self._buckets[number].flat
         for bounds, part in self._anchors[number].parts:
             torch.sub(part, flat[bounds], out=flat[bounds])
 
     def _by_name(self, vectors: Sequence[NodeVector]) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
-        for load, vector in zip(self._loads, vectors, strict=True):
-            flat = torch.empty_like(load.bucket.flat)
+        for number, vector in enumerate(vectors):
+            bucket = self._buckets[number]
+            flat = torch.empty_like(bucket.flat)
             vector.read(flat)
-            found |= {self._specs[member][0]: place for member, place in load.places_in(flat)}
+            found |= zip(self._names_in(number), bucket.places_in(flat), strict=True)
         return found
 
     def _put(self, anchors: Mapping[str, Tensor], momenta: Mapping[str, Tensor]) -> None:
         """Write this rank's slices. Collective over the node."""
         self._node.barrier()  # another rank may still read the slice that is overwritten now
         for vectors, tensors in ((self._anchors, anchors), (self._momenta, momenta)):
-            for load, vector in zip(self._loads, vectors, strict=bool(vectors)):
-                flat = torch.zeros_like(load.bucket.flat)
-                for member, place in load.places_in(flat):
-                    place.copy_(tensors[self._specs[member][0]])
+            for number, vector in enumerate(vectors):
+                bucket = self._buckets[number]
+                flat = torch.zeros_like(bucket.flat)
+                named = self._names_in(number)
+                foreach_copy_(bucket.places_in(flat), [tensors[name] for name in named])
                 vector.own.copy_(flat[vector.bounds])
         self._node.barrier()

@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from hpctrain.comm.mpi_library import calls_from_threads
-from hpctrain.comm.mpi_world import is_loss
+from hpctrain.comm.mpi_start import is_loss
 from hpctrain.comm.owner import Owner
 from hpctrain.core.errors import CommError, HorovodInternalError, RankLostError
 from hpctrain.core.libc import Timer

@@ -3,15 +3,16 @@
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, cast
+from functools import partial
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 
 from hpctrain.comm.agreement import agreed
 from hpctrain.comm.bucket import Bucket
+from hpctrain.comm.tensor_bucket import TensorBucket
 from hpctrain.core.errors import CommError, NodeMemoryError, RankLostError
-from hpctrain.core.torch_compat import foreach_copy_
 from hpctrain.core.units import KIB, MIB
 from hpctrain.negotiation.reducing import Recipe, multiply_, recipe, reduce_, reduce_scatter
 from hpctrain.negotiation.request import Kind, ReduceOp, Request, Result
@@ -71,74 +72,62 @@ def fusible_bytes(request: Request) -> int | None:
     return sum([tensor.nbytes for tensor in tensors if tensor.nbytes < DIRECT_BYTES])
 
 
-class Layout(NamedTuple):
-    """The part of the buffer that is in use."""
-
-    whole: Bucket | Tensor  # for the communicator
-    flat: Tensor  # its values
-    views: list[Tensor]  # a view of it for every tensor
-    is_flat: bool  # whether all tensors have one dimension
-
-
 class FusionBuffer:
-    """Bytes that are looked at as tensors of some dtype, one after the other, again and again."""
+    """Memory that holds buckets of tensors of some dtype, one bucket at a time."""
 
     def __init__(self, comm: "Communicator") -> None:
         """Take the communicator over which messages are reduced; nothing is made yet."""
         self._comm = comm
-        self._bucket: Bucket | None = None
-        self._layouts: OrderedDict[Hashable, Layout] = OrderedDict()
+        self._memory: Bucket | None = None
+        self._buckets: OrderedDict[Hashable, TensorBucket] = OrderedDict()
         self._num_views = 0
 
-    def layout(self, tensors: Sequence[Tensor], shapes: Hashable) -> Layout:
-        """Return the buffer laid out for ``tensors`` of one dtype; until the next call.
+    def bucket_for(self, tensors: Sequence[Tensor], shapes: Hashable) -> TensorBucket:
+        """Return a bucket for ``tensors`` of one dtype; valid until the next call.
 
         Collective: the buffer grows where it has to, on all ranks at once. ``NodeMemoryError``, on
         every rank, if there is not enough memory.
         """
         dtype = tensors[0].dtype
         key = (dtype, shapes)
-        found = self._layouts.get(key)
+        found = self._buckets.get(key)
         if found is None:
             # Made outside of inference mode: what is made inside it cannot be written later.
             with torch.inference_mode(mode=False):
                 found = self._lay_out(dtype, tensors)
             self._keep(key, found)
         else:
-            self._layouts.move_to_end(key)
+            self._buckets.move_to_end(key)
         return found
 
-    def _lay_out(self, dtype: torch.dtype, tensors: Sequence[Tensor]) -> Layout:
-        numels = [tensor.numel() for tensor in tensors]
-        bucket = self._enough(sum(numels) * dtype.itemsize).part(sum(numels), dtype)
-        views = list(bucket.flat.split(numels))
-        is_flat = all(tensor.dim() == 1 for tensor in tensors)
-        if not is_flat:
-            pairs = zip(views, tensors, strict=True)
-            views = [part.view(tensor.shape) for part, tensor in pairs]
-        whole = bucket if bucket.flat.nbytes >= BUCKET_BYTES else bucket.flat
-        return Layout(whole, bucket.flat, views, is_flat)
+    def _lay_out(self, dtype: torch.dtype, tensors: Sequence[Tensor]) -> TensorBucket:
+        numel = sum([tensor.numel() for tensor in tensors])
+        memory = self._enough(numel * dtype.itemsize).part(numel, dtype)
+        bucket = TensorBucket(memory, tensors)
+        if memory.flat.nbytes < BUCKET_BYTES:
+            bucket.message = memory.flat
+        return bucket
 
     def _enough(self, num_bytes: int) -> Bucket:
         """Return a bucket that has at least so many bytes."""
-        if self._bucket is None or self._bucket.numel < num_bytes:
-            self._layouts.clear()  # they look at the memory that goes
+        if self._memory is None or self._memory.numel < num_bytes:
+            self._buckets.clear()  # they look at the memory that goes
             self._num_views = 0
-            self._bucket = None
+            self._memory = None
             size = MIB
             while size < num_bytes:
                 size *= 2
             with agreed(self._comm, NodeMemoryError):  # it fails on all ranks of one node
-                self._bucket = self._comm.new_bucket(size, torch.uint8)
-        assert self._bucket is not None
-        return self._bucket
+                self._memory = self._comm.new_bucket(size, torch.uint8)
+        assert self._memory is not None
+        return self._memory
 
-    def _keep(self, key: Hashable, layout: Layout) -> None:
-        self._layouts[key] = layout
-        self._num_views += len(layout.views)
-        while self._num_views > _MOST_VIEWS and len(self._layouts) > 1:
-            _, oldest = self._layouts.popitem(last=False)
-            self._num_views -= len(oldest.views)
+    def _keep(self, key: Hashable, bucket: TensorBucket) -> None:
+        self._buckets[key] = bucket
+        self._num_views += len(bucket.parts)
+        while self._num_views > _MOST_VIEWS and len(self._buckets) > 1:
+            _, oldest = self._buckets.popitem(last=False)
+            self._num_views -= len(oldest.parts)
 
 
 class Phases:
@@ -313,16 +302,13 @@ class Executor:
         shapes: Hashable,
     ) -> None:
         """Reduce ``given``, of these shapes, as one into ``taken``."""
-        layout = self._buffer.layout(given, shapes)
+        bucket = self._buffer.bucket_for(given, shapes)
         phases.enter("MEMCPY_IN_FUSION_BUFFER")
-        if layout.is_flat:
-            torch.cat(given, out=layout.flat)  # in half the time
-        else:
-            foreach_copy_(layout.views, given)
+        bucket.pack(given)
         phases.enter("MPI_ALLREDUCE")
-        reduce_(self._comm, layout.whole, how)
+        bucket.send(partial(reduce_, self._comm, how=how))
         phases.enter("MEMCPY_OUT_FUSION_BUFFER")
-        foreach_copy_(taken, layout.views)
+        bucket.unpack(taken)
 
     def _adasum(
         self, given: list[Tensor], taken: list[Tensor], how: Recipe, phases: Phases

@@ -75,7 +75,7 @@ class LastStep:
             for sample in self._samples.values():
                 sample.mark(None)
 
-    def left(self, ranks: Ranks, *, has_weights: bool = True) -> Mapping[str, str]:
+    def left(self, ranks: Ranks, /, *, has_weights: bool = True) -> Mapping[str, str]:
         """Return what these ranks compare, as text by name. Not collective."""
         found: dict[str, str] = {}
         for axis in self._axes.get(ranks, ()):

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NoReturn
 from hpctrain.cluster import env, process
 from hpctrain.cluster.env import ENDING, RANK_LOST
 from hpctrain.cluster.libraries import end_launch
-from hpctrain.comm.mpi_world import is_loss
+from hpctrain.comm.mpi_start import is_loss
 from hpctrain.core.errors import LaunchError, RankLostError
 from hpctrain.core.units import format_ranks
 from hpctrain.core.user_error import folded, user_lines
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from hpctrain.comm.liveness import Gather, Liveness
-    from hpctrain.comm.mpi_world import MpiComm
+    from hpctrain.comm.mpi_start import MpiComm
     from hpctrain.core.config import Settings
 
 FAILED = 1

@@ -12,7 +12,7 @@ from hpctrain.runtime.last_check import LastStates
 
 if TYPE_CHECKING:
     from hpctrain.comm.mpi_library import BeforeFinalize
-    from hpctrain.comm.mpi_world import MpiComm
+    from hpctrain.comm.mpi_start import MpiComm
     from hpctrain.comm.spares import Spares
 
 

@@ -14,7 +14,8 @@ from hpctrain.cluster import env
 from hpctrain.cluster.env import BEGUN, ENDED, sets_threads
 from hpctrain.cluster.start_watch import watched_start
 from hpctrain.comm.factory import Connection, connect
-from hpctrain.comm.mpi_world import find_world, is_communicator
+from hpctrain.comm.mpi_start import is_communicator
+from hpctrain.comm.mpi_world import find_world
 from hpctrain.comm.observed import Statistics, observed, trace
 from hpctrain.comm.threaded import ThreadedCommunicator
 from hpctrain.core import config, logs
@@ -35,7 +36,7 @@ from hpctrain.runtime.world import World, current, is_initialized, replace_curre
 
 if TYPE_CHECKING:
     from hpctrain.comm.mpi_library import BeforeFinalize
-    from hpctrain.comm.mpi_world import MpiComm
+    from hpctrain.comm.mpi_start import MpiComm
     from hpctrain.comm.spares import Spares
     from hpctrain.runtime.process_sets import ProcessSet
 

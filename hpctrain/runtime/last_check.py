@@ -27,9 +27,9 @@ _MAX_KEPT = 16  # states of models that no longer exist
 
 
 class LeavesState(Protocol):
-    """The steps of a model that several ranks divide."""
+    """The steps of an optimizer, or of a model that several ranks divide."""
 
-    def left(self, ranks: tuple[int, ...], *, has_weights: bool = True) -> Mapping[str, str]:
+    def left(self, ranks: tuple[int, ...], /, *, has_weights: bool = True) -> Mapping[str, str]:
         """Return what these ranks compare at the end, as text by name. Not collective."""
 
 
@@ -48,7 +48,10 @@ class Collection:
 
 
 class LastStates:
-    """States of divided models after their last step, by the ranks that compare them."""
+    """States after the last step, of models or optimizers, by the ranks that compare them.
+
+    The steps call ``keep`` when they are deleted: a program may drop a model before its end.
+    """
 
     def __init__(self) -> None:
         self._num_of = Counter[tuple[int, ...]]()
@@ -57,14 +60,14 @@ class LastStates:
         self._collection, self._owner = Collection(self), Owner()
 
     def enter(self, ranks: tuple[int, ...], steps: LeavesState) -> str:
-        """Return a name for one more model; all of these ranks enter theirs in the same order."""
+        """Return a name for more steps; all of these ranks enter theirs in the same order."""
         name = f"{ranks} {self._num_of[ranks]}"
         self._num_of[ranks] += 1
         self._living[name] = ranks, weakref.ref(steps)
         return name
 
     def keep(self, name: str, steps: LeavesState) -> None:
-        """Keep the state of a model that is about to be deleted; only of the last few.
+        """Keep the state that is left by steps that are about to be deleted; of the last few.
 
         Python collects garbage at a different time on each rank: then only numbers of steps.
         """
@@ -86,14 +89,14 @@ class LastStates:
 class OpenedSteps(Protocol):
     """The opening messages of steps, as a rank that has joined knows them."""
 
+    last_states: LastStates | None
+    """What the last step of each optimizer has left; None where that is not compared."""
+
     def take_part(self, comm: "Communicator") -> bool:
         """Take part in the next step of the other ranks with nothing. Collective.
 
         False if all ranks do so: there is no other step.
         """
-
-    def hand_over(self) -> Mapping[int, Mapping[str, str]]:
-        """Return, by optimizer, what its last step has left here; at the end. Not collective."""
 
     def last_to_step(self, comm: "Communicator") -> Sequence[int]:
         """Return the ranks that have taken every step since all ranks had joined. Collective."""
@@ -116,8 +119,8 @@ def compare(
     mine: dict[str, Left] = {
         f"{number}.{optimizer}": (ranks[number], values)
         for number, comm in sets.communicators().items()
-        if comm in step_checks
-        for optimizer, values in step_checks[comm].hand_over().items()
+        if comm in step_checks and (states := step_checks[comm].last_states)
+        for optimizer, (_, values) in states.hand_over().items()
     }
     mine |= last_states.hand_over()
     if sys.exc_info()[0] is not None:

@@ -3,13 +3,13 @@
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from hpctrain.comm.mpi_world import is_communicator, numbers_in
+from hpctrain.comm.mpi_start import is_communicator, numbers_in
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.units import format_numbers
 from hpctrain.runtime import world
 
 if TYPE_CHECKING:
-    from hpctrain.comm.mpi_world import MpiComm
+    from hpctrain.comm.mpi_start import MpiComm
     from hpctrain.runtime.process_set_table import Registered
 
 

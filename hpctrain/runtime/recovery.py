@@ -14,14 +14,14 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 from hpctrain.cluster.env import RANK_LOST
-from hpctrain.comm.mpi_world import is_loss, is_of_mpi
+from hpctrain.comm.mpi_start import is_loss, is_of_mpi
 from hpctrain.core.errors import CommError, RankLostError
 from hpctrain.core.logs import logger
 from hpctrain.core.units import format_ranks
 from hpctrain.runtime import initialization, world
 
 if TYPE_CHECKING:
-    from hpctrain.comm.mpi_world import MpiComm
+    from hpctrain.comm.mpi_start import MpiComm
 
 T = TypeVar("T")
 

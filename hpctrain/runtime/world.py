@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from hpctrain.cluster.topology import Topology
     from hpctrain.comm.communicator import Communicator
     from hpctrain.comm.liveness import Liveness
-    from hpctrain.comm.mpi_world import MpiComm
+    from hpctrain.comm.mpi_start import MpiComm
     from hpctrain.comm.plan.plan import Plan
     from hpctrain.core.config import Settings
     from hpctrain.negotiation.stall import LastCall

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from hpctrain.checkpoint.format.state_hash import state_hash
 from hpctrain.comm.communicator import Communicator
+from hpctrain.comm.tensor_bucket import PackedTensors
 from hpctrain.core.errors import ConfigError, DataError, ReplicaError
 from hpctrain.core.user_error import described
 from hpctrain.data.loader import Loader
@@ -342,11 +343,9 @@ class ModelParallel:
         self._guard.mark()
 
     def _average_bucket(self, gradients: list[Tensor]) -> None:
-        flat = torch.cat([gradient.flatten() for gradient in gradients])
-        dist.all_reduce(flat, dist.ReduceOp.AVG, group=self._averaging.get_group())
-        sizes = [gradient.numel() for gradient in gradients]
-        for gradient, mean in zip(gradients, flat.split(sizes), strict=True):
-            gradient.copy_(mean.view_as(gradient))
+        packed = PackedTensors.copied(gradients)
+        dist.all_reduce(packed.flat, dist.ReduceOp.AVG, group=self._averaging.get_group())
+        packed.unpack(gradients)
 
     def share_buffers(self) -> None:
         """Let all replicas have the buffers of the first one. Collective."""

@@ -59,7 +59,7 @@ class Staged:
         for bucket, weight in zip(self.buckets, self.weights, strict=True):
             self.fill(bucket, weight * 0.5 + 1)
             with self.checker.thread("progress"):
-                bucket.reduce(lambda twin=bucket.travels: twin.mul_(2.0), None)
+                bucket.reduce(lambda twin=bucket.summed: twin.mul_(2.0), None)
                 known = dict(self.checker.clocks["progress"])
             self.checker.join("host", known)  # the work of it was waited for
         for bucket, weight in zip(self.buckets, self.weights, strict=True):
@@ -127,7 +127,7 @@ class OneTwinForAll(Staged):
         for bucket, weight in zip(self.buckets, self.weights, strict=True):
             self.fill(bucket, weight * 0.5 + 1)
         for bucket in self.buckets:
-            bucket.reduce(lambda twin=bucket.travels: twin.mul_(2.0), None)
+            bucket.reduce(lambda twin=bucket.summed: twin.mul_(2.0), None)
         for bucket, weight in zip(self.buckets, self.weights, strict=True):
             self.arrive(bucket)
             weight.add_(bucket.flat, alpha=-0.1)
@@ -144,7 +144,7 @@ class FilledWhileComingBack(Staged):
 class HostWritesWhatTravels(Staged):
     def fill(self, bucket, gradient):
         super().fill(bucket, gradient)
-        bucket.travels.zero_()
+        bucket.summed.zero_()
 
 
 class DroppedUnderWay(Staged):

@@ -19,7 +19,7 @@ class Staged(bucket_storage.StagedBucket):
 
     def reduce(self, sum_on_host, scale):
         def seen():
-            self.travels.mul_(1.0)
+            self.summed.mul_(1.0)
             sum_on_host()
 
         super().reduce(seen, scale)
@@ -88,7 +88,7 @@ class Program:
                     self.backward(model, batch)
                 self.step(optimizer)
             buckets = optimizer._exchange.reduction.layout.buckets
-            assert {type(bucket.place) for bucket in buckets} == {Staged}
+            assert {type(bucket.storage) for bucket in buckets} == {Staged}
         return list(self.checker.races)
 
     def backward(self, model, batch):

@@ -62,7 +62,7 @@ def test_a_script_trains_as_replicas_of_plain_torch_do(world, worlds):
 def test_nccl_sums_buckets(hvd):
     _, optimizer = wrapped(hvd)
     buckets = optimizer._exchange.reduction.layout.buckets
-    assert {type(bucket.place).__name__ for bucket in buckets} == {"NcclBucket"}
+    assert {type(bucket.storage).__name__ for bucket in buckets} == {"NcclBucket"}
 
 
 @pytest.mark.ranks(2)

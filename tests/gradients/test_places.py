@@ -48,7 +48,7 @@ def test_the_way_is_taken_and_left_where_a_codec_has_to_act(hvd, way):
     for compression, expected in (("none", way), ("int8", "StagedBucket")):
         _, optimizer = wrapped(hvd, compression=compression)
         buckets = optimizer._exchange.reduction.layout.buckets
-        assert {type(bucket.place).__name__ for bucket in buckets} == {expected}
+        assert {type(bucket.storage).__name__ for bucket in buckets} == {expected}
 
 
 @MANY
@@ -59,7 +59,7 @@ def test_memory_of_a_wrap_that_is_gone_serves_the_next_one(hvd, way):
     for _ in range(3):
         model, optimizer = wrapped(hvd)
         seen.append(
-            [b.place.flat.data_ptr() for b in optimizer._exchange.reduction.layout.buckets]
+            [b.storage.flat.data_ptr() for b in optimizer._exchange.reduction.layout.buckets]
         )
         model(torch.ones(2, 64).double()).sum().backward()
         del model, optimizer

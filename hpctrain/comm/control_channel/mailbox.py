@@ -144,7 +144,8 @@ class Mailbox:
         if outlet is not None:
             outlet.send(message)
         else:
-            assert self._network is not None and to in self.tree.neighbours  # noqa: PT018
+            assert self._network is not None
+            assert to in self.tree.neighbours
             self._network.send(to, message)
 
     def receive(self) -> list[tuple[int, bytes]]:

@@ -290,12 +290,8 @@ class SharedMemory:
             if meanwhile is None:
                 self._watch.wait(mine.try_wait, self.pace, nap=mine.wait)
             else:
-
-                def done() -> bool:
-                    meanwhile.poll()
-                    return mine.try_wait()  # noqa: B023 - called in this turn
-
-                self._watch.wait(done, meanwhile.pace(), nap=mine.wait)
+                poll = partial(_polled, meanwhile, mine)
+                self._watch.wait(poll, meanwhile.pace(), nap=mine.wait)
         # A rank that came to the barrier and failed there may have changed its bucket since.
         if self._watch.sign[0]:
             self._watch.require_in_step()
@@ -383,6 +379,11 @@ NUM_PLACES = 11
 is copied out, and one that another rank may still be copying out."""
 _PLACE_ALIGN = 4096
 MOST_SEEN = 256  # views that are kept: making one costs as much as a small sum
+
+
+def _polled(work: "InFlight", mine: Semaphore) -> bool:
+    work.poll()
+    return mine.try_wait()
 
 
 class SharedSlots:

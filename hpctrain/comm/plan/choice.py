@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from hpctrain.cluster.topology import Topology
-from hpctrain.comm.plan.plan import Measurement, Plan, SizeTable
+from hpctrain.comm.plan.plan import Measurement, Plan, SizeTable, expected_s
 from hpctrain.comm.rail.algorithms import DOUBLING_BYTES
 from hpctrain.core.config import Settings
 from hpctrain.core.units import KIB, MIB
@@ -191,18 +191,6 @@ def faster(measured: Mapping[str, Measurement], default: str, least_gain: float 
         and max(m.runs) < min(rule.runs)
     ]
     return min(gain, key=lambda m: m.seconds).algorithm if gain else default
-
-
-def expected_s(times: Mapping[int, float], num_bytes: int) -> float:
-    """Estimate the seconds for a size from those for smaller ones, along a line; else 0."""
-    sizes = sorted(times)
-    if not sizes:
-        return 0.0
-    last = times[sizes[-1]]
-    if len(sizes) == 1:
-        return last
-    slope = (last - times[sizes[-2]]) / (sizes[-1] - sizes[-2])
-    return last + max(slope, 0.0) * (num_bytes - sizes[-1])
 
 
 BATCHING_SIZES = (KIB, 256 * KIB)

@@ -248,3 +248,15 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "chunk_bytes": _whole(0),
     "engine": _one_of(*ENGINES),
 }
+
+
+def expected_s(times: Mapping[int, float], num_bytes: int) -> float:
+    """Estimate the seconds for a size from those for smaller ones, along a line; else 0."""
+    sizes = sorted(times)
+    if not sizes:
+        return 0.0
+    last = times[sizes[-1]]
+    if len(sizes) == 1:
+        return last
+    slope = (last - times[sizes[-2]]) / (sizes[-1] - sizes[-2])
+    return last + max(slope, 0.0) * (num_bytes - sizes[-1])

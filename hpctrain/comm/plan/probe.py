@@ -26,10 +26,9 @@ from hpctrain.comm.plan.choice import (
     best_chunk,
     candidates,
     chunk_sizes,
-    expected_s,
     refine,
 )
-from hpctrain.comm.plan.plan import Measurement, Plan
+from hpctrain.comm.plan.plan import Measurement, Plan, expected_s
 from hpctrain.comm.waiting import Watch, wait_request
 from hpctrain.core.errors import CommError, RankLostError
 

@@ -21,6 +21,7 @@ from hpctrain.comm.process_group.reductions import GroupReduction, allreduce, sp
 from hpctrain.comm.process_group.transfers import Transfers
 from hpctrain.comm.process_group.work import Message
 from hpctrain.comm.tensor_arguments import flat_of, name_of, put_back
+from hpctrain.comm.tensor_bucket import PackedTensors
 
 if TYPE_CHECKING:
     from hpctrain.comm.communicator import Communicator
@@ -71,12 +72,10 @@ class HpctrainGroup(OrderedGroup):
                 for tensor in given:
                     allreduce(self.comm, tensor, how)
                 return
-            flats = [_flat_of(tensor) for tensor in given]
-            packed = torch.cat(flats)
-            allreduce(self.comm, packed, how)
-            parts = packed.split([flat.numel() for flat in flats])
-            for tensor, part in zip(given, parts, strict=True):
-                tensor.data.copy_(part.view(tensor.shape))
+            tensors = [_waited(tensor).data for tensor in given]
+            packed = PackedTensors.copied(tensors)
+            allreduce(self.comm, packed.flat, how)
+            packed.unpack(tensors)
 
         return self._start("all_reduce of several", reduce, given, opts, averages=how.averages)
 
@@ -421,9 +420,13 @@ def _put_all_back(values: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
 
 
 def _flat_of(tensor: Tensor) -> Tensor:
-    # Torch waits for what functional collectives have begun only before other collectives.
-    here = tensor.trigger_wait() if hasattr(tensor, "trigger_wait") else tensor
-    return flat_of(here.data)
+    return flat_of(_waited(tensor).data)
+
+
+def _waited(tensor: Any) -> Tensor:
+    """Return a tensor after its functional collective: torch waits before other ones only."""
+    here: Tensor = tensor.trigger_wait() if hasattr(tensor, "trigger_wait") else tensor
+    return here
 
 
 def _put_back(values: Tensor, tensor: Tensor) -> None:

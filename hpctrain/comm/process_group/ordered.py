@@ -16,7 +16,13 @@ from hpctrain.comm.owner import Owner
 from hpctrain.comm.process_group.work import Operation, OperationQueue, Several
 from hpctrain.comm.waiting import InStepError, Limit, Watch
 from hpctrain.core.errors import CommError, RankLostError
-from hpctrain.core.torch_compat import HashStore, PrefixStore, Store
+from hpctrain.core.torch_compat import (
+    HashStore,
+    PrefixStore,
+    Store,
+    backend_of,
+    group_by_nccl,
+)
 from hpctrain.core.units import format_ranks
 
 if TYPE_CHECKING:
@@ -247,10 +253,10 @@ class OrderedGroup(Base):  # type: ignore[misc]
             return [self._ranks[r] for r, key in keys.items() if not self._store.check([key])]
         return []
 
-    def _start_coalescing(self, device: torch.device) -> None:  # noqa: ARG002
+    def _start_coalescing(self, _: torch.device) -> None:
         self._coalesced = []
 
-    def _end_coalescing(self, device: torch.device) -> dist.Work:  # noqa: ARG002
+    def _end_coalescing(self, _: torch.device) -> dist.Work:
         works, self._coalesced = self._coalesced or [], None
         return cast("dist.Work", Several(works))
 
@@ -289,8 +295,9 @@ class OrderedGroup(Base):  # type: ignore[misc]
     _set_default_timeout = set_timeout
     supports_splitting = supports_coalescing = False
 
-    def supports_tensor_alloc(self, device: torch.device) -> bool:  # noqa: ARG002
-        """Say that FSDP2 allocates its own buffers, whatever it is asked."""
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        """Return False: FSDP2 allocates its own buffers."""
+        del device
         return False
 
     @property
@@ -305,7 +312,7 @@ class OrderedGroup(Base):  # type: ignore[misc]
             raise GroupError(
                 f"a group of backend hpctrain on this host has no backend for {device}"
             )
-        return self.group_of(device)._get_backend(device)  # noqa: SLF001
+        return backend_of(self.group_of(device), device)
 
     def group_of(self, device: torch.device) -> Any:
         """Return the same ranks with the backend for tensors of another device.
@@ -322,15 +329,9 @@ class OrderedGroup(Base):  # type: ignore[misc]
         return self._others["cuda"]
 
     def _by_nccl(self) -> dist.ProcessGroup:
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timedelta(seconds=min(self._limit.timeout_s, _MOST_S))  # noqa: SLF001
+        timeout = timedelta(seconds=min(self._limit.timeout_s, _MOST_S))
         store = PrefixStore("cuda/", self._store)
-        nccl = dist.ProcessGroupNCCL(store, self.comm.rank, self.comm.size, options)
-        kind = dist.ProcessGroup.BackendType.NCCL
-        group = dist.ProcessGroup(store, self.comm.rank, self.comm.size)
-        group._set_default_backend(kind)  # noqa: SLF001 - only a group has all functions
-        group._register_backend(torch.device("cuda"), kind, nccl)  # noqa: SLF001
-        return group
+        return group_by_nccl(store, self.comm.rank, self.comm.size, timeout)
 
     def _set_sequence_number_for_group(self) -> None:
         """Number operations from here: they are numbered anyway."""

@@ -151,8 +151,9 @@ class Several(Base):  # type: ignore[misc]
         super().__init__()
         self._works = works
 
-    def wait(self, timeout: timedelta | None = None) -> bool:  # noqa: ARG002 - of one, not of all
+    def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for each."""
+        del timeout  # the limit of the group counts
         for work in self._works:
             work.wait()
         return True
@@ -296,8 +297,9 @@ class Message(Base):  # type: ignore[misc]
         self._after, self._lock, self._named = after, lock, named
         self._is_over = False
 
-    def wait(self, timeout: timedelta | None = None) -> bool:  # noqa: ARG002 - the group's counts
+    def wait(self, timeout: timedelta | None = None) -> bool:
         """Return when it is complete; sleep meanwhile."""
+        del timeout  # the limit of the group counts
         try:
             if not self.is_completed():
                 self._wire.wait_for(self._transfer, self.is_completed)

@@ -1,0 +1,164 @@
+"""Hooks of autograd: on parameters, which several optimizers may share, and after a backward."""
+
+import inspect
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+from torch import Tensor
+from torch.nn import Parameter
+from torch.utils.hooks import RemovableHandle
+
+from hpctrain.core.torch_compat import (
+    BACKWARD,
+    accumulation_hooks_of,
+    call_after_backward,
+    dynamo_disable,
+    identity_of,
+    is_multithreading_enabled,
+    rearm_hooks,
+)
+from hpctrain.gradients.parameter_names import NamedParameters
+
+
+class HookOwner(Protocol):
+    """What reduces the gradients of hooked parameters."""
+
+    is_exclusive: bool  # of several exclusive owners only the last one reduces a gradient
+    superseded: str  # name of a parameter that a later owner has taken over
+
+
+class ParameterHooks:
+    """Calls functions of an owner when autograd makes gradients. The hooks go with the owner."""
+
+    def __init__(
+        self,
+        owner: HookOwner,
+        on_ready: Callable[[Any, Tensor], None],
+        before_sum: Callable[[Any, int], None] | None,
+    ) -> None:
+        """Take functions of the owner and a parameter.
+
+        ``on_ready`` gets a parameter whose gradient is accumulated; ``before_sum`` the id of one
+        whose gradient is about to be added to another.
+        """
+        self._owner, self._before_sum = weakref.ref(owner), before_sum
+        self._ready = _Hook(owner, on_ready, None)
+        self._handles: list[RemovableHandle] = []
+        self._hooked: dict[int, int] = {}
+        """By parameter: what torch had hooked; a conversion may swap it for another."""
+        weakref.finalize(owner, _remove, self._handles)
+
+    def hook(self, parameters: NamedParameters) -> None:
+        """Hook the parameters that are not hooked yet, frozen ones too: one may thaw. Local."""
+        for name, parameter in parameters:
+            if self.has(parameter) or not _can_have_gradient(parameter):
+                continue
+            self._hooked[id(parameter)] = identity_of(parameter)
+            if self._ready in accumulation_hooks_of(parameter):
+                rearm_hooks(parameter)
+                continue
+            owner = self._owner()
+            assert owner is not None
+            for hook in accumulation_hooks_of(parameter):
+                other = hook.owner() if isinstance(hook, _Hook) else None
+                if other is not None and owner.is_exclusive and other.is_exclusive:
+                    other.superseded = name
+            is_trained = parameter.requires_grad
+            parameter.requires_grad_()  # torch hooks no frozen parameter
+            self._handles.append(parameter.register_post_accumulate_grad_hook(self._ready))
+            if self._before_sum is not None:
+                hook = _Hook(owner, self._before_sum, id(parameter))
+                self._handles.append(parameter.register_hook(hook))
+            parameter.requires_grad_(is_trained)
+
+    def has(self, parameter: Parameter) -> bool:
+        """Return whether a parameter is hooked, and torch calls the hooks."""
+        is_armed = self._hooked.get(id(parameter)) == identity_of(parameter)
+        return is_armed and self._ready in accumulation_hooks_of(parameter)
+
+
+class _Hook:
+    """Calls a function of an owner; does not keep the owner."""
+
+    __slots__ = ("about", "call", "owner")
+    __torch_unserializable__ = True  # a worker that gets the model needs none, and no warning
+
+    def __init__(self, owner: HookOwner, call: Callable[[Any, Any], None], about: Any) -> None:
+        """Take the function and its argument; None for what autograd gives."""
+        self.owner, self.call, self.about = weakref.ref(owner), call, about
+
+    @dynamo_disable
+    def __call__(self, given: Tensor) -> None:
+        if (owner := self.owner()) is not None:
+            self.call(owner, given if self.about is None else self.about)
+
+
+def _remove(handles: list[RemovableHandle]) -> None:
+    while handles:
+        handles.pop().remove()
+
+
+def _can_have_gradient(parameter: Tensor) -> bool:
+    return parameter.is_leaf and (parameter.is_floating_point() or parameter.is_complex())
+
+
+class BackwardPass:
+    """The backward that runs, with those nested in it, and how often earlier ones have fired."""
+
+    def __init__(self) -> None:
+        """Expect the first backward."""
+        self.forget()
+        self.relearn()
+
+    def forget(self) -> None:
+        """Expect another backward."""
+        self.tasks: set[int] = set()  # graph tasks of autograd
+        self.has_outer_end = False  # whether the outermost backward reports its end
+        self.takes_early = False  # whether gradients are final as soon as they are made
+        self.num_fires = 0  # hooks that have fired
+
+    def relearn(self) -> None:
+        """Learn again how often hooks fire: the first step keeps all gradients to its end."""
+        self._is_first, self.fires_once = True, False
+        self._nested_fires = -1
+
+    def enter(self, task: int, on_end: Callable[[], None], *, is_outermost: bool) -> None:
+        """Note a graph task, and have its end reported."""
+        self.tasks.add(task)
+        self.has_outer_end |= is_outermost
+        call_after_backward(on_end)
+
+    def is_over(self, have_all_fired: Callable[[], bool]) -> bool:
+        """Return whether all is over at the end of a nested backward (reentrant checkpointing).
+
+        If no hook has fired in the outer one, the end is known by counting: all have fired, or as
+        many as in an earlier backward in which none ever did. Else ``step()`` reduces.
+        """
+        if self.has_outer_end:
+            return False
+        return self.num_fires == self._nested_fires or have_all_fired()
+
+    def learn(self, fires: Iterable[int], num_passes: int) -> None:
+        """Learn from the passes of a step how often each hook has fired."""
+        if self.num_fires:
+            once = all(number <= num_passes for number in fires)
+            self.fires_once = once and (self._is_first or self.fires_once)
+            self._is_first = False
+            if not self.has_outer_end:
+                self._nested_fires = self.num_fires // num_passes
+
+
+def is_outermost(parameter: Tensor) -> bool:
+    """Return whether the ``backward()`` that made a gradient was not called by another one.
+
+    Autograd does not tell: a callback queued in a nested backward runs at the nested one's end.
+    All of them enter the engine through one Python function, so its frames are counted. Gradients
+    of an accelerator are made by a thread of the engine, in which there is no frame of the first.
+    """
+    is_in_thread = not parameter.is_cpu and is_multithreading_enabled()
+    frame, depth = inspect.currentframe(), 0
+    while frame is not None:
+        depth += frame.f_code is BACKWARD
+        frame = frame.f_back
+    return depth <= (0 if is_in_thread else 1)
