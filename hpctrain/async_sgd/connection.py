@@ -7,7 +7,7 @@ from hpctrain.async_sgd.server import Leave, OwnMessages
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.direct_messages import DirectMessages
 from hpctrain.runtime import world
-from hpctrain.runtime.rebuild import Stage
+from hpctrain.runtime.rebuild import RebuildStage
 
 
 class Farewell(weakref.finalize):  # type: ignore[type-arg]
@@ -41,5 +41,5 @@ def connected(
             function()
         messages.close()
 
-    here.rebuild.register(Stage.HOLDERS, close=close)
+    here.rebuild.register(RebuildStage.HOLDERS, close=close)
     return messages, farewell

@@ -50,7 +50,7 @@ from hpctrain.core.torch_compat import dynamo_disable
 from hpctrain.gradients.optimizer_exchange import exchange_of
 from hpctrain.gradients.sample_count import SampleCount, check_count
 from hpctrain.runtime import world
-from hpctrain.runtime.rebuild import Stage
+from hpctrain.runtime.rebuild import RebuildStage
 
 T = TypeVar("T")
 
@@ -497,4 +497,4 @@ def _end_with_ranks(table: ShardedEmbedding) -> None:
         if (one := kept()) is not None:
             one._is_over = True  # noqa: SLF001
 
-    world.current().rebuild.register(Stage.HOLDERS, close=close, move=move)
+    world.current().rebuild.register(RebuildStage.HOLDERS, close=close, move=move)

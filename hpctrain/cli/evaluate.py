@@ -47,7 +47,7 @@ def evaluate(
       hpctrain launch -n 4 hpctrain evaluate runs/digits --set data.args.folder=other-data
     """
     task, source = _built(run, checkpoint, split, overrides)
-    from hpctrain.train.evaluate import evaluate as judged  # noqa: PLC0415
+    from hpctrain.train.evaluation import evaluate as judged  # noqa: PLC0415
 
     scores = judged(task)
     if task.comm.rank:

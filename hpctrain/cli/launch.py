@@ -165,7 +165,7 @@ def check_configuration(words: Sequence[str]) -> None:
     if [*words[:2]] != ["hpctrain", "train"] or {"--init", "--explain", "--help", "-h"} & {*rest}:
         return
     from hpctrain.core.config import given  # noqa: PLC0415
-    from hpctrain.train.load import load  # noqa: PLC0415
+    from hpctrain.train.load_config import load  # noqa: PLC0415
 
     overrides, files = [], []
     while rest:

@@ -53,7 +53,7 @@ def status(
 
       hpctrain status runs/digits --watch && hpctrain report runs/digits
     """
-    from hpctrain.train.status import CODES  # noqa: PLC0415
+    from hpctrain.train.run_status import CODES  # noqa: PLC0415
 
     told = ""
     with suppress(KeyboardInterrupt):
@@ -69,8 +69,8 @@ def status(
 
 def _look(directory: Path) -> tuple[str, int]:
     """Return how it stands with a run, for people, and its exit code."""
-    from hpctrain.train.status import CODES  # noqa: PLC0415
-    from hpctrain.train.status import status as status_of  # noqa: PLC0415
+    from hpctrain.train.run_status import CODES  # noqa: PLC0415
+    from hpctrain.train.run_status import status as status_of  # noqa: PLC0415
 
     found = status_of(directory)
     job, state = (0, "") if found.state == "finished" else _queued(directory)

@@ -54,7 +54,7 @@ class JobOptions:
         ``after`` is for what the job will wait, so that it does not work at the same time.
         """
         from hpctrain.launch.slurm.scheduler import in_queue, jobs_of  # noqa: PLC0415
-        from hpctrain.train.status import status  # noqa: PLC0415
+        from hpctrain.train.run_status import status  # noqa: PLC0415
 
         found = status(self.folder)
         if found.state == "finished":
@@ -337,7 +337,7 @@ def _job(
     config: Path, name: str | None, overrides: Sequence[str], array: str | None
 ) -> "JobOptions":
     from hpctrain.core.config import given  # noqa: PLC0415
-    from hpctrain.train.load import load  # noqa: PLC0415
+    from hpctrain.train.load_config import load  # noqa: PLC0415
 
     # Only the job knows the values of its variables; the index of an array is a number.
     known = map(_without_index, overrides)

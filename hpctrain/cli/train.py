@@ -109,16 +109,16 @@ def _run(config: Path, overrides: Sequence[str], **how: bool) -> int:
     with held_back():
         doubt()
         from hpctrain.core.config import given  # noqa: PLC0415
-        from hpctrain.train.load import load  # noqa: PLC0415
-        from hpctrain.train.run import How, run  # noqa: PLC0415
+        from hpctrain.train.load_config import load  # noqa: PLC0415
+        from hpctrain.train.run import RunOptions, run  # noqa: PLC0415
 
         environment = given()
-        return run(load(config, overrides, environment), environment, How(**how))
+        return run(load(config, overrides, environment), environment, RunOptions(**how))
 
 
 def _explain(key: str, config: Path | None, overrides: Sequence[str]) -> None:
     from hpctrain.core.config import given  # noqa: PLC0415
-    from hpctrain.train.load import load  # noqa: PLC0415
+    from hpctrain.train.load_config import load  # noqa: PLC0415
 
     rows = load(config, overrides, given()).explain(key)
     width = max(len(name) for name, _ in rows)

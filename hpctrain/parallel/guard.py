@@ -22,7 +22,7 @@ from hpctrain.core.config import Settings
 from hpctrain.core.errors import MismatchError, ReplicaError
 from hpctrain.core.torch_compat import call_after_backward, graph_task_id
 from hpctrain.gradients.weight_sample import WeightSample
-from hpctrain.parallel.guard_axes import Axis, Layout, difference, gathered, maxima
+from hpctrain.parallel.guard_axes import Axis, GuardLayout, difference, gathered, maxima
 from hpctrain.parallel.guard_facts import (
     NOTHING,
     Named,
@@ -73,7 +73,7 @@ _SAME = ("trained", "settings", "gradients", "writes")
 """Of ranks that have the same parameters, or parts of them. They come last, before flags."""
 
 # An object of its own: a stage without parameters has an equal layout, and compares, too.
-_UNKNOWN = Layout((), (), ())
+_UNKNOWN = GuardLayout((), (), ())
 
 Shared = Sequence[tuple[str, nn.Parameter | None]]
 """Each weight that several stages have: name and parameter, which is None on other ranks."""
@@ -254,7 +254,7 @@ class Guard:
         return words
 
     def _facts(
-        self, what: int, optimizer: Optimizer | None, layout: Layout
+        self, what: int, optimizer: Optimizer | None, layout: GuardLayout
     ) -> dict[str, int | None]:
         """Return the numbers that must be equal, None for any; ``_SAME`` come last."""
         settings = crc(settings_of(optimizer)) if optimizer else None
@@ -270,7 +270,7 @@ class Guard:
             "writes": crc(writes_of(layout.watched)),
         }
 
-    def _pattern(self, layout: Layout, what: int) -> int | None:
+    def _pattern(self, layout: GuardLayout, what: int) -> int | None:
         """Return the state of all gradients of this stage; None where they have several."""
         is_too_early = what < STEP and any(axis.is_averaged for axis in layout.axes)
         if self._stages is None or is_too_early:
@@ -341,7 +341,7 @@ class Guard:
         is_all = fault in ("trained", "pattern")
         return texts(fault, self._layout.named if is_all else self._layout.watched, optimizer)
 
-    def _now(self) -> Layout:
+    def _now(self) -> GuardLayout:
         """Return the current parameters; FSDP replaces them during forward."""
         named, before = self._named(), self._layout.named
         is_known = self._layout is not _UNKNOWN and len(named) == len(before)
@@ -361,7 +361,7 @@ class Guard:
         )
         return list({id(p): (name, p) for name, p in held}.values())
 
-    def _laid_out(self, named: Named) -> Layout:
+    def _laid_out(self, named: Named) -> GuardLayout:
         """Find the axes: those with replicas first, so that all ranks learn of differences."""
         replicated: dict[Any, list[tuple[str, nn.Parameter]]] = {}
         groups_of: dict[str, set[Any]] = {}
@@ -389,7 +389,7 @@ class Guard:
         if self._stages is not None:
             group, device = self._stages.get_group(), self._stages.device_type
             axes.append(Axis(group, device, (), is_stages=True))
-        return Layout(named, [a for a in axes if dist.get_world_size(a.group) > 1], watched)
+        return GuardLayout(named, [a for a in axes if dist.get_world_size(a.group) > 1], watched)
 
     def _number_of(self, optimizer: Optimizer) -> int | None:
         """Return which optimizer of this model it is, in the order of their first steps."""

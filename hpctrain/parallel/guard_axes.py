@@ -21,7 +21,7 @@ class Axis(NamedTuple):
     is_replica: bool = False  # of the whole model: a rank may change its own, as for a test
 
 
-class Layout(NamedTuple):
+class GuardLayout(NamedTuple):
     """Parameters, in the form in which a comparison finds them, and the axes."""
 
     named: Named

@@ -16,9 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.torch_compat import can_pipeline, require, without_outputs
+from hpctrain.parallel.dtensor import local, norm_of, whole
 from hpctrain.parallel.guard import EVALUATION, FORWARD, guarded, release
 from hpctrain.parallel.mesh import require_one_axis
-from hpctrain.parallel.parts import digest, form_of, gathered, local, norm_of, require_alike, whole
+from hpctrain.parallel.mesh_agreement import digest, gathered, require_identical, signature_of
 from hpctrain.parallel.split import Chain, cut, layers_of, seconds_of, shared_between
 from hpctrain.parallel.stage import (
     TWO_HALVES,
@@ -87,7 +88,7 @@ class Pipeline:
         self._mesh, self._group, self._size = mesh, mesh.get_group(), mesh.size()
         asked = f"{schedule=}, {num_microbatches=}, {stages_per_rank=}, layers={[*layers]}"
         first = f"sample {None if sample is None else (tuple(sample.shape), sample.dtype)}"
-        require_alike(mesh, [asked, first, *form_of(model)], "a pipeline", SAME)
+        require_identical(mesh, [asked, first, *signature_of(model)], "a pipeline", SAME)
         self._make, per_rank = checked(schedule, stages_per_rank, model)
         chain, total = layers_of(model, layers), per_rank * self._size
         check_microbatches(num_microbatches, self._size, schedule)
@@ -256,7 +257,7 @@ class Pipeline:
         is_new, differs = self._guard.compare(what, batch=mine, is_new=now != self._learnt)
         if differs:
             way_out = "divide data among the ranks of dp alone"
-            require_alike(self._mesh, lines, "a batch of a pipeline", way_out)
+            require_identical(self._mesh, lines, "a batch of a pipeline", way_out)
         if len(given) != len(target):
             raise ConfigError(
                 f"a batch has a target for each sample, got {len(given)} samples and "

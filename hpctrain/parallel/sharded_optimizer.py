@@ -12,9 +12,10 @@ from torch.optim import Optimizer
 
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.torch_compat import average_unused_parameters
+from hpctrain.parallel.dtensor import clip_grad_norm_, local
 from hpctrain.parallel.guard import guard_of
 from hpctrain.parallel.offload import FileState
-from hpctrain.parallel.parts import clip_grad_norm_, local, places_of
+from hpctrain.parallel.split import places_of
 
 
 class ShardedOptimizer(Optimizer):

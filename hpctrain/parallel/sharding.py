@@ -22,18 +22,13 @@ from hpctrain.comm.agreement import raise_if_any
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.torch_compat import has_cpu_streams, require
 from hpctrain.gradients.elementwise import is_known_as
+from hpctrain.parallel.dtensor import local
 from hpctrain.parallel.guard import guarded
 from hpctrain.parallel.mesh import build_mesh
+from hpctrain.parallel.mesh_agreement import gathered, require_identical, signature_of
 from hpctrain.parallel.offload import FileState
-from hpctrain.parallel.parts import (
-    form_of,
-    gathered,
-    local,
-    names_like,
-    places_of,
-    require_alike,
-)
 from hpctrain.parallel.sharded_optimizer import Gradients, ShardedOptimizer, upgraded
+from hpctrain.parallel.split import names_like, places_of
 
 _MASTER_BYTES = 4
 _LISTS = (nn.ModuleList, nn.ModuleDict)
@@ -125,10 +120,10 @@ def _checked(
         refusal = str(error)
     raise_if_any(gathered(refusal, mesh), ConfigError)
     lines = [f"stage {stage}, compute_dtype {compute_dtype}, layers {layers}, file {bool(file)}"]
-    lines += form_of(model)
+    lines += signature_of(model)
     lines += [" ".join(names[p] for p in group["params"]) for group in optimizer.param_groups]
     way_out = "give all ranks the same"
-    require_alike(mesh, lines, "the model and arguments of shard()", way_out)
+    require_identical(mesh, lines, "the model and arguments of shard()", way_out)
     return units, file
 
 

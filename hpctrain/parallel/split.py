@@ -1,15 +1,17 @@
-"""How a chain of layers is cut into the stages of a pipeline."""
+"""Selection of modules by name, and division of a chain of layers into pipeline stages."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor, nn
 
 from hpctrain.core.errors import ConfigError
-from hpctrain.parallel.parts import names_like
+from hpctrain.core.target import hint
 
 
 class Chain(nn.Module):
@@ -44,6 +46,34 @@ class Chain(nn.Module):
                     f"{name}; return what the next layer takes, or join both into one layer"
                 )
         return given
+
+
+def names_like(pattern: str, names: Iterable[str], *, same_depth: bool = False) -> list[str]:
+    """Return the module names that match a pattern, in which ``*`` stands for any text.
+
+    With ``same_depth`` a name must have as many parts as the pattern.
+
+    Raises:
+        ConfigError: no name matches.
+    """
+    found = [
+        name
+        for name in names
+        if fnmatchcase(name, pattern)
+        and not (same_depth and name.count(".") != pattern.count("."))
+    ]
+    if not found:
+        raise ConfigError(f"the model has no module {pattern}{hint(pattern, names)}")
+    return found
+
+
+def places_of(model: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
+    """Return the modules that hold each parameter, with the name of the parameter there."""
+    places = defaultdict(list)
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            places[parameter].append((module, name))
+    return places
 
 
 def matching(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:

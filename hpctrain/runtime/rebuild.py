@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 
-class Stage(enum.IntEnum):
+class RebuildStage(enum.IntEnum):
     """What comes before what: a holder may use what the stages before its own have made."""
 
     RECORDS = 0  # what writes down what this rank does: timelines
@@ -20,7 +20,7 @@ class Stage(enum.IntEnum):
 
 
 class _Holder(NamedTuple):
-    stage: Stage
+    stage: RebuildStage
     renew: Callable[[], object] | None
     close: Callable[[], object] | None
     move: Callable[[], object] | None
@@ -36,7 +36,7 @@ class Rebuild:
 
     def register(
         self,
-        stage: Stage,
+        stage: RebuildStage,
         *,
         renew: Callable[[], object] | None = None,
         close: Callable[[], object] | None = None,
@@ -61,7 +61,9 @@ class Rebuild:
     @property
     def all_move(self) -> bool:
         """Whether nothing ends with this world that was built upon it."""
-        return all(one.move is not None for one in self._holders if one.stage is Stage.HOLDERS)
+        return all(
+            one.move is not None for one in self._holders if one.stage is RebuildStage.HOLDERS
+        )
 
     def leave(self) -> list[_Holder]:
         """Give up what has registered or not moved yet: its world is over. Not collective."""

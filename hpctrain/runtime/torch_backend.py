@@ -78,7 +78,7 @@ def _create(options: Any, _: object = None) -> "HpctrainGroup":
     from hpctrain.comm.process_group.group import HpctrainGroup  # noqa: PLC0415
     from hpctrain.core.errors import LaunchError  # noqa: PLC0415
     from hpctrain.runtime import initialization, world  # noqa: PLC0415
-    from hpctrain.runtime.rebuild import Stage  # noqa: PLC0415
+    from hpctrain.runtime.rebuild import RebuildStage  # noqa: PLC0415
 
     initialization.init()
     here = world.current()
@@ -103,7 +103,7 @@ def _create(options: Any, _: object = None) -> "HpctrainGroup":
         has_thread=calls_from_threads(),
     )
     torch_functions.adapt()
-    here.rebuild.register(Stage.HOLDERS, close=partial(_shut_down, weakref.ref(group)))
+    here.rebuild.register(RebuildStage.HOLDERS, close=partial(_shut_down, weakref.ref(group)))
     return group
 
 

@@ -11,8 +11,8 @@ from hpctrain.async_sgd.async_method import AsyncMethod
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.ops import Op
 from hpctrain.core.errors import MismatchError
-from hpctrain.train.config import RunConfig
 from hpctrain.train.local_exchange import OwnStepsExchange
+from hpctrain.train.run_config import RunConfig
 from hpctrain.train.stateful import Precision
 from hpctrain.train.step_exchange import Figures
 

@@ -17,8 +17,8 @@ from hpctrain.core.logs import logger
 from hpctrain.core.user_error import noted
 from hpctrain.gradients.noise_watch import watch_noise
 from hpctrain.optim.noise_scale import Measured, NoiseScale
-from hpctrain.train.config import RunConfig
 from hpctrain.train.refusals import step_name
+from hpctrain.train.run_config import RunConfig
 from hpctrain.train.stateful import Precision
 from hpctrain.train.step_exchange import Forward, LossObserver, StepBatch, StepExchange
 from hpctrain.train.tables import Tables

@@ -14,7 +14,7 @@ from hpctrain.core.errors import CheckpointError
 from hpctrain.local_sgd.local_method import LocalMethod
 from hpctrain.local_sgd.staged_sgd import StagedSGD
 from hpctrain.train.averaged_exchange import AccumulatedExchange
-from hpctrain.train.config import RunConfig
+from hpctrain.train.run_config import RunConfig
 from hpctrain.train.stateful import Precision
 from hpctrain.train.step_exchange import Figures
 from hpctrain.train.sync_config import SYNCHRONOUS

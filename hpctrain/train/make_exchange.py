@@ -26,9 +26,9 @@ from hpctrain.local_sgd.local_sgd import HierarchicalLocalSGD, LocalSGD, PostLoc
 from hpctrain.local_sgd.staged_sgd import StagedSGD
 from hpctrain.train.async_exchange import AsyncExchange
 from hpctrain.train.averaged_exchange import AveragedExchange, ShardedExchange
-from hpctrain.train.config import RunConfig
 from hpctrain.train.local_exchange import LocalExchange
 from hpctrain.train.reproducible_exchange import ReproducibleExchange
+from hpctrain.train.run_config import RunConfig
 from hpctrain.train.stateful import Precision
 from hpctrain.train.step_exchange import StepExchange
 from hpctrain.train.sync_config import SyncConfig

@@ -30,7 +30,7 @@ from hpctrain.optim.optimizer_config import OptimizerConfig
 from hpctrain.parallel.parallel_config import ParallelConfig
 from hpctrain.parallel.recomputation import recompute
 from hpctrain.parallel.split import layers_of
-from hpctrain.train.config import ModelConfig, RunConfig, TrainingConfig
+from hpctrain.train.run_config import ModelConfig, RunConfig, TrainingConfig
 
 EMA = "ema"
 """Part of a checkpoint's state: the model with averaged weights, a state dict as that of model."""

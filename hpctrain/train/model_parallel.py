@@ -22,15 +22,15 @@ from hpctrain.gradients.batch_norm import SyncBatchNorm
 from hpctrain.gradients.elementwise import is_known_as
 from hpctrain.gradients.sample_count import bits_of, flags_of
 from hpctrain.parallel import shard
+from hpctrain.parallel.dtensor import clip_grad_norm_, local, whole
 from hpctrain.parallel.guard import Guard, guard_of, guarded
 from hpctrain.parallel.mesh import build_mesh, gradient_mesh
-from hpctrain.parallel.parts import clip_grad_norm_, local, whole
 from hpctrain.parallel.pipeline import Pipeline
 from hpctrain.parallel.sharded_optimizer import ShardedOptimizer
 from hpctrain.parallel.tensor import tensor_parallel
-from hpctrain.train.config import RunConfig
 from hpctrain.train.divided_state import DividedState
 from hpctrain.train.model import asked
+from hpctrain.train.run_config import RunConfig
 from hpctrain.train.stateful import Precision
 
 Loss = Callable[[Tensor, Tensor], Tensor]

@@ -10,9 +10,9 @@ from hpctrain.checkpoint.format.shard import Shard
 from hpctrain.comm.communicator import Communicator
 from hpctrain.core.user_error import noted
 from hpctrain.data.loader import Loader
-from hpctrain.train.config import RunConfig
 from hpctrain.train.model_parallel import ModelParallel
 from hpctrain.train.refusals import step_name
+from hpctrain.train.run_config import RunConfig
 from hpctrain.train.step_exchange import Forward, LossObserver, StepBatch, StepExchange
 
 

@@ -38,26 +38,26 @@ from hpctrain.launch.slurm.scheduler import job_end
 from hpctrain.runtime import initialization, recovery, world
 from hpctrain.runtime.stopping import StopRequests, deadline
 from hpctrain.train.attempts import RunInDirectory
-from hpctrain.train.config import RunConfig
 from hpctrain.train.console import make_console
-from hpctrain.train.evaluate import evaluate
+from hpctrain.train.evaluation import evaluate
 from hpctrain.train.failure_record import FailureRecord
 from hpctrain.train.finite import StepGuard
 from hpctrain.train.history import RunHistory
-from hpctrain.train.load import LoadedData
+from hpctrain.train.load_config import LoadedData
 from hpctrain.train.loggers import check as check_loggers
 from hpctrain.train.loop import Outcome, Stopped, train_step
 from hpctrain.train.metrics import Metrics, result
 from hpctrain.train.resume import check_same, finished, goes_on, plan_to_keep, settled
+from hpctrain.train.run_config import RunConfig
 from hpctrain.train.run_directory import RunDirectory
 from hpctrain.train.run_figures import draw_runs
-from hpctrain.train.status import last_record
+from hpctrain.train.run_status import last_record
 from hpctrain.train.task import Task, build
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class How:
-    """How to run what a configuration describes."""
+class RunOptions:
+    """Options of a command that runs a configuration."""
 
     dry_run: bool = False  # only build and describe everything: write nothing and train nothing
     look: bool = False  # of a dry run: build everything, read one batch, and calculate nothing
@@ -67,7 +67,7 @@ class How:
     verbose: bool = False  # tell all of configuration, topology and plan, as a dry run does
 
 
-def run(loaded: LoadedData, environment_settings: Mapping[str, Any], how: How) -> int:
+def run(loaded: LoadedData, environment_settings: Mapping[str, Any], how: RunOptions) -> int:
     """Train as ``loaded`` says, from the start or from the last checkpoint; return the exit code.
 
     Collective over all ranks that were started together. 0 is the end of the run, 85 a stop.
@@ -81,7 +81,7 @@ def run(loaded: LoadedData, environment_settings: Mapping[str, Any], how: How) -
 
 
 class _Run:
-    def __init__(self, loaded: LoadedData, how: How) -> None:
+    def __init__(self, loaded: LoadedData, how: RunOptions) -> None:
         self._started = time.time()
         self._loaded, self._how = loaded, how
         self._directory = RunDirectory(absolute(loaded.config.directory))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hpctrain.core.errors import NotFiniteError
 from hpctrain.core.units import by_rank
-from hpctrain.parallel.parts import local
+from hpctrain.parallel.dtensor import local
 from hpctrain.train.model import EMA
 from hpctrain.train.scores import Scores
 from hpctrain.train.stateful import BestTest, GuardMemory

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from hpctrain.core.torch_compat import foreach_lerp_
 from hpctrain.optim.loss_spikes import LossSpikes
-from hpctrain.train.config import TrainingConfig
+from hpctrain.train.run_config import TrainingConfig
 
 _TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -28,8 +28,8 @@ from hpctrain.core.errors import CheckpointError
 from hpctrain.data.loader import Loader
 from hpctrain.gradients.fixed_tree import exact_sum
 from hpctrain.gradients.replica_check import require_equal_replicas
-from hpctrain.train.config import RunConfig
 from hpctrain.train.model import misfits
+from hpctrain.train.run_config import RunConfig
 
 Forward = Callable[..., tuple[Tensor, Tensor]]
 """Returns output and mean loss of inputs and labels; see ``Task.forward``."""

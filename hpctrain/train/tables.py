@@ -15,7 +15,7 @@ from hpctrain.checkpoint.loading import load
 from hpctrain.comm.agreement import on_root
 from hpctrain.comm.communicator import Communicator
 from hpctrain.core.errors import CheckpointError, ConfigError
-from hpctrain.train.config import RunConfig
+from hpctrain.train.run_config import RunConfig
 
 
 class Tables:

@@ -28,7 +28,6 @@ from hpctrain.data.staging import stage
 from hpctrain.data.subset import Subset
 from hpctrain.data.transform import PerSample, Transform
 from hpctrain.runtime import world
-from hpctrain.train.config import LossConfig, RunConfig
 from hpctrain.train.make_exchange import make_exchange
 from hpctrain.train.model import (
     choose_device,
@@ -40,6 +39,7 @@ from hpctrain.train.model import (
     with_shard,
 )
 from hpctrain.train.refusals import targets, told_of
+from hpctrain.train.run_config import LossConfig, RunConfig
 from hpctrain.train.scores import LOSS, Metric, make_metric
 from hpctrain.train.stateful import Ema, Precision
 from hpctrain.train.step_exchange import StepExchange

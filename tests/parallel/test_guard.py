@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hpctrain import ConfigError, HpctrainError, MismatchError
 from hpctrain.parallel import Pipeline, build_mesh, hybrid_mesh, shard, tensor_parallel
-from hpctrain.parallel.parts import whole
+from hpctrain.parallel.dtensor import whole
 from tests.parallel.training import loss_of
 
 pytestmark = pytest.mark.usefixtures("nodes")

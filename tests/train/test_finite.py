@@ -11,7 +11,7 @@ from hpctrain.train.attempts import RunPart
 from hpctrain.train.finite import NotFiniteFinding, _told
 from hpctrain.train.loop import Outcome
 from hpctrain.train.resume import check_same
-from hpctrain.train.status import status
+from hpctrain.train.run_status import status
 from tests.train.job import Job, assert_same_bits
 
 FLAWED = [

@@ -8,9 +8,9 @@ from hpctrain import ConfigError
 from hpctrain.checkpoint.export import newest_state
 from hpctrain.core.errors import MismatchError, NotFiniteError, ReplicaError, TopologyError
 from hpctrain.core.records import read
-from hpctrain.parallel.parts import local
+from hpctrain.parallel.dtensor import local
 from hpctrain.runtime.world import current
-from hpctrain.train.load import load
+from hpctrain.train.load_config import load
 from hpctrain.train.model import prepare
 from tests.train import divided
 from tests.train.job import Job
