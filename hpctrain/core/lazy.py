@@ -1,4 +1,4 @@
-"""Public names that are loaded at their first use (PEP 562).
+"""Names that are loaded at their first use; public ones of a package by PEP 562.
 
 The stub beside a package's ``__init__``, which type checkers read too, says where each name is: a
 line ``from MODULE import NAME as NAME``.
@@ -12,6 +12,15 @@ from pathlib import Path
 from typing import Any
 
 _IMPORT = re.compile(r"^from (\S+) import \(?\s*(\w+) as", re.MULTILINE)
+
+
+def imported(target: str) -> Any:
+    """Import the module of ``"module:name"``, and return the object of that name.
+
+    For implementations that a table lists by name, of which a program uses few.
+    """
+    module, _, name = target.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 def exports(

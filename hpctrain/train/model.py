@@ -4,7 +4,7 @@ import pickle
 from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,8 @@ from hpctrain.parallel.parallel_config import ParallelConfig
 from hpctrain.parallel.recomputation import recompute
 from hpctrain.parallel.split import layers_of
 from hpctrain.train.run_config import ModelConfig, RunConfig, TrainingConfig
+from hpctrain.train.stateful import Precision
+from hpctrain.train.tables import Tables
 
 EMA = "ema"
 """Part of a checkpoint's state: the model with averaged weights, a state dict as that of model."""
@@ -43,6 +45,17 @@ _MOST_LINES = 20
 _HEADS = ("num_heads", "n_head", "n_heads", "num_attention_heads", "nhead", "heads")
 _SEQUENCE = ("max_position_embeddings", "n_positions", "block_size", "max_seq_len", "sequence")
 """Names under which modules, or their ``config``, hold what their parameters do not tell."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BuiltModel:
+    """A model as a configuration describes it, before ranks divide it or share its steps."""
+
+    model: nn.Module
+    optimizer: Optimizer  # plain, without state
+    loss: Callable[[Tensor, Tensor], Tensor]  # mean over the samples of a batch
+    precision: Precision  # of forward and loss
+    tables: Tables  # embeddings whose rows are divided among the ranks
 
 
 def make_model(config: ModelConfig) -> nn.Module:

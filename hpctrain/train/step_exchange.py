@@ -25,10 +25,11 @@ from hpctrain.comm.tensor_arguments import on_host
 from hpctrain.compress.codec import Codec
 from hpctrain.compress.savings import Savings
 from hpctrain.core.errors import CheckpointError
+from hpctrain.core.python_compat import Self
 from hpctrain.data.loader import Loader
 from hpctrain.gradients.fixed_tree import exact_sum
 from hpctrain.gradients.replica_check import require_equal_replicas
-from hpctrain.train.model import misfits
+from hpctrain.train.model import BuiltModel, misfits
 from hpctrain.train.run_config import RunConfig
 
 Forward = Callable[..., tuple[Tensor, Tensor]]
@@ -93,6 +94,19 @@ class StepExchange:
         self.model, self.optimizer = model, optimizer
         self.method: Any = method  # each implementation annotates its type
         self._peaks = [group["lr"] for group in optimizer.param_groups]
+
+    @classmethod
+    def build(
+        cls, config: RunConfig, comm: Communicator, built: BuiltModel, *, epoch_steps: int
+    ) -> Self:
+        """Return the exchange of a model that is the same on all ranks. Collective.
+
+        It may replace model and optimizer. ``epoch_steps`` is the number of steps of an epoch.
+
+        Raises:
+            MismatchError: the method refuses its arguments; on all ranks.
+        """
+        raise NotImplementedError
 
     # -- one step -------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 import hpctrain
 from hpctrain.checkpoint.format.state_hash import state_hash
 from hpctrain.data.loader import Loader
-from hpctrain.train import make_exchange, task
+from hpctrain.train import averaged_exchange, task
 from hpctrain.train.finite import StepGuard
 from hpctrain.train.loop import train_step
 from hpctrain.train.metrics import Metrics
@@ -60,7 +60,7 @@ class Run:
         self.config = configure(*settings, *EXCHANGES[exchange], *overrides)
         with pytest.MonkeyPatch.context() as patched:
             if exchange == "adasum":
-                patched.setattr(make_exchange, "distributed", by_adasum)
+                patched.setattr(averaged_exchange, "distributed", by_adasum)
             self.task = task.build(self.config, here.comm)
         self.state = RunState(task=self.task)
         self.guard = StepGuard(self.task, Metrics(None), self.state.guard)

@@ -119,8 +119,8 @@ def test_a_run_goes_on_in_many_layouts(job):
     ("layout", "compared", "told"),
     [
         ("pp=2", "error", "ranks must hold the same values of replicated parameters"),
-        ("tp=2", "off", "have parted"),  # as is seen before a test
-        ("pp=2", "off", "have parted"),
+        ("tp=2", "off", "must be equal, but"),  # as is seen before a test
+        ("pp=2", "off", "must be equal, but"),
     ],
 )
 def test_replicas_that_part_are_an_error_on_all_ranks(job, layout, compared, told, monkeypatch):
