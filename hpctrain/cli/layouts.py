@@ -110,7 +110,7 @@ def _model(asked: dict[str, Any]) -> tuple["Transformer", list[str]]:
     found: dict[str, Any] = {}
     if asked["model"] is not None:
         from hpctrain.core.target import make_importable  # noqa: PLC0415
-        from hpctrain.train.model import sizes_of  # noqa: PLC0415
+        from hpctrain.train.model_sizes import sizes_of  # noqa: PLC0415
 
         make_importable(Path.cwd())
         found = sizes_of(asked["model"])

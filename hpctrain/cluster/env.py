@@ -132,6 +132,9 @@ BEGUN = "hpctrain: all ranks have begun"
 ENDED = "hpctrain: all ranks have come to their end"
 """Written once each by rank 0 of a world, however many ranks it loses meanwhile."""
 
+EXIT_CODE_FILE = "exit_code"
+"""File in the run directory of a user's program: the exit code of its last job that has ended."""
+
 ENDING = "hpctrain: all ranks end with exit code "
 """Written, with the code, by a rank that lets the launcher end all ranks."""
 

@@ -7,15 +7,19 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
-from typing import Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 
 import torch
 
+from hpctrain.core.lazy import imported
 from hpctrain.core.units import MIB
+from hpctrain.data.data_config import WORKER_TIMEOUT_S
 from hpctrain.data.samples import Batch, Columns, Ragged, Samples, Values
 from hpctrain.data.steps import Division, Skipped, StepPart, Steps
 from hpctrain.data.transform import ThreadDraws, Transform, apply
-from hpctrain.data.workers.pool import TIMEOUT_S, DecodePool
+
+if TYPE_CHECKING:
+    from hpctrain.data.workers.pool import DecodePool
 
 T = TypeVar("T")
 _ColumnsOf = Callable[[StepPart], Columns]
@@ -37,7 +41,7 @@ class Reading(Division):
     threads: int = 4  # how many steps are read at the same time
     prefetch: int = 4  # batches read ahead; more for more ``workers``
     workers: int = 0  # processes that read and transform, for a transform that holds Python's lock
-    worker_timeout_s: float = TIMEOUT_S
+    worker_timeout_s: float = WORKER_TIMEOUT_S
     """How long a worker may take for a batch, ``inf`` for no limit. One that takes longer is
     ended, and the error names what it was doing. Less than ``HPCTRAIN_TIMEOUT``, after which the
     other ranks fail."""
@@ -46,7 +50,7 @@ class Reading(Division):
     """Samples of different lengths come as ``Ragged``, or as a tensor filled up with zeros and a
     field ``<field>_lengths``."""
     _draws: ThreadDraws = field(default_factory=ThreadDraws, init=False, repr=False)
-    _pool: DecodePool | None = field(default=None, init=False, repr=False)
+    _pool: "DecodePool | None" = field(default=None, init=False, repr=False)
 
     def close(self) -> None:
         """End the worker processes, if there are any; the next pass starts new ones."""
@@ -70,7 +74,7 @@ class Reading(Division):
     ) -> AbstractContextManager[Iterator[list[Batch | Exception]]]:
         """Begin to read the parts of ``steps`` ahead: their batches, or what prevents them."""
         if self.workers and self._pool is None:
-            self._pool = DecodePool(
+            self._pool = imported("hpctrain.data.workers.pool:DecodePool")(
                 self.dataset,
                 self.transform,
                 self.workers,
@@ -111,7 +115,9 @@ class Reading(Division):
         except Exception as error:  # raised when its step is delivered
             return error
 
-    def _columns(self, pool: DecodePool | None, epoch: int, seed: int, part: StepPart) -> Columns:
+    def _columns(
+        self, pool: "DecodePool | None", epoch: int, seed: int, part: StepPart
+    ) -> Columns:
         if pool is not None:
             return pool.take(part.indices, epoch, seed)
         columns = self.dataset.take(part.indices)

@@ -11,7 +11,7 @@ import torch
 from hpctrain.core.errors import NotFiniteError
 from hpctrain.core.logs import logger
 from hpctrain.core.units import format_ranks
-from hpctrain.gradients.reproducible import StepValues
+from hpctrain.gradients.step_values import StepValues
 from hpctrain.train.boundary import NOT_FINITE
 from hpctrain.train.metrics import Metrics
 from hpctrain.train.run_state import require_finite_weights, unfinite_weights

@@ -2,7 +2,6 @@
 
 import pickle
 from array import array
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from inspect import Parameter, signature
@@ -42,9 +41,6 @@ _PARTS = (EMA, "model", "state_dict", "model_state_dict")
 _PREFIXES = ("module.", "_orig_mod.")  # of wrappers, which the names of a state dict may keep
 _UNREADABLE = (pickle.UnpicklingError, safetensors.SafetensorError)
 _MOST_LINES = 20
-_HEADS = ("num_heads", "n_head", "n_heads", "num_attention_heads", "nhead", "heads")
-_SEQUENCE = ("max_position_embeddings", "n_positions", "block_size", "max_seq_len", "sequence")
-"""Names under which modules, or their ``config``, hold what their parameters do not tell."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,62 +65,6 @@ def make_model(config: ModelConfig) -> nn.Module:
             f"{type(model).__name__}"
         )
     return model
-
-
-def sizes_of(target: str) -> dict[str, Any]:
-    """Build the model that ``module:function`` makes; return those of its sizes that show.
-
-    Layers are those of the list of modules that are alike which holds most parameters; vocabulary
-    and hidden size are of the longest embedding. Raises ``ConfigError``: there is no such
-    function, it makes no model, or not on the meta device.
-    """
-    resolve(target, "--model", way_out="start hpctrain in its folder, or install it")
-    try:
-        with torch.device("meta"):
-            model = make_model(ModelConfig(target=target))
-    except (NotImplementedError, RuntimeError) as error:
-        raise ConfigError(
-            f"a model is planned on torch's meta device, without values, and {target} asks for "
-            f"them: {error}; give --params, --layers, --hidden and --heads instead"
-        ) from error
-    parameters = [each for each in model.parameters() if each.requires_grad]
-    found: dict[str, Any] = {
-        "parameters": sum(each.numel() for each in parameters),
-        "layers": _layers(model),
-        "heads": _told(model, _HEADS),
-    }
-    embeddings = [each for each in model.modules() if isinstance(each, nn.Embedding)]
-    if embeddings:
-        words = max(embeddings, key=lambda each: each.num_embeddings)
-        found |= {"vocabulary": words.num_embeddings, "hidden": words.embedding_dim}
-        shapes = Counter(tuple(each.shape) for each in parameters)
-        found["tied"] = shapes[words.num_embeddings, words.embedding_dim] < 2
-        positions = [each.num_embeddings for each in embeddings if each is not words]
-        found["sequence"] = _told(model, _SEQUENCE) or max(positions, default=None)
-    return {name: value for name, value in found.items() if value is not None}
-
-
-def _layers(model: nn.Module) -> int | None:
-    """Return how many modules that are alike follow each other, where most parameters are."""
-    most, layers = (False, 0), None
-    for module in model.modules():
-        alike = Counter(
-            (type(child), sum(each.numel() for each in child.parameters()))
-            for child in module.children()
-            if isinstance(module, nn.ModuleList | nn.Sequential)
-        )
-        for (_, size), number in alike.items():
-            if size and (number > 1, number * size) > most:
-                most, layers = (number > 1, number * size), number
-    return layers
-
-
-def _told(model: nn.Module, names: tuple[str, ...]) -> int | None:
-    owners = (
-        each for module in model.modules() for each in (module, getattr(module, "config", 0))
-    )
-    values = (getattr(owner, name, None) for owner in owners for name in names)
-    return next((value for value in values if type(value) is int), None)
 
 
 def load_first_weights(model: nn.Module, config: ModelConfig) -> None:

@@ -16,7 +16,6 @@ from hpctrain.cluster.env import STOPPED
 from hpctrain.comm.agreement import agreed, on_root
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.plan.plan import Plan
-from hpctrain.compress.auto import Auto
 from hpctrain.core.checks import seconds
 from hpctrain.core.config import Settings
 from hpctrain.core.errors import (
@@ -27,6 +26,7 @@ from hpctrain.core.errors import (
     ReplicaError,
 )
 from hpctrain.core.keys import render
+from hpctrain.core.lazy import imported
 from hpctrain.core.logs import logger
 from hpctrain.core.paths import absolute
 from hpctrain.core.target import make_importable, resolve
@@ -42,7 +42,6 @@ from hpctrain.train.console import make_console
 from hpctrain.train.evaluation import evaluate
 from hpctrain.train.failure_record import FailureRecord
 from hpctrain.train.finite import StepGuard
-from hpctrain.train.history import RunHistory
 from hpctrain.train.load_config import LoadedData
 from hpctrain.train.loggers import check as check_loggers
 from hpctrain.train.loop import Outcome, Stopped, train_step
@@ -50,7 +49,6 @@ from hpctrain.train.metrics import Metrics, result
 from hpctrain.train.resume import check_same, finished, goes_on, plan_to_keep, settled
 from hpctrain.train.run_config import RunConfig
 from hpctrain.train.run_directory import RunDirectory
-from hpctrain.train.run_figures import draw_runs
 from hpctrain.train.run_status import last_record
 from hpctrain.train.task import Task, build
 
@@ -230,11 +228,8 @@ class _Run:
         if lease is None or not (self._loaded.config.log.plots and lease.is_held(looks=True)):
             return
         try:
-            draw_runs(
-                [RunHistory.read(self._directory.path)],
-                self._directory.plot,
-                elsewhere="train without plots by --set log.plots=false",
-            )
+            draw_run = imported("hpctrain.train.run_figures:draw_run")
+            draw_run(self._directory.path, self._directory.plot)
         except ConfigError as error:  # the run itself is saved
             logger.warning(str(error))
 
@@ -264,12 +259,13 @@ class _Run:
         return 0
 
     def _told_compression(self, task: Task) -> Iterator[str]:
-        """Say for people what compression has spared, and why ``auto`` has chosen what it has."""
-        codec = task.exchange.codec
-        if isinstance(codec, Auto) and codec.reason:
-            yield f"compression auto took {codec.name}: {codec.reason}"
-        if spared := RunHistory.read(self._directory.path).spared:
-            yield f"compression {task.config.sync.compression}: {spared}"
+        """Yield lines about the bytes that compression saves, and the choice of ``auto``."""
+        name = task.config.sync.compression
+        if choice := getattr(task.exchange.codec, "choice", ""):
+            yield f"compression {name} took {choice}"
+        savings = imported("hpctrain.train.history:RunHistory").read(self._directory.path).spared
+        if savings:
+            yield f"compression {name}: {savings}"
 
     def _told_tests(self, task: Task, outcome: Outcome) -> Iterator[str]:
         """Say for people how the tests went: the last one, and the best where it is another."""

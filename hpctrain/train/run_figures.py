@@ -78,6 +78,12 @@ def draw_runs(
         raise ConfigError(f"{path} cannot be written: {refusal(error, elsewhere)}") from None
 
 
+def draw_run(directory: Path, path: Path) -> None:
+    """Draw a run from its files at the end of training. Raises ``ConfigError`` as draw_runs."""
+    elsewhere = "train without plots by --set log.plots=false"
+    draw_runs([RunHistory.read(directory)], path, elsewhere=elsewhere)
+
+
 def _losses(runs: Sequence[RunHistory], smooth: int) -> Figure:
     steps: Rows = lambda run: run.of("step")  # noqa: E731
     tests: Rows = lambda run: run.of("test")  # noqa: E731

@@ -5,10 +5,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from hpctrain.cluster.env import STOPPED, STOPPING
+from hpctrain.cluster.env import EXIT_CODE_FILE, STOPPED, STOPPING
 from hpctrain.core.records import record_of
 from hpctrain.launch.lease import Holder
-from hpctrain.launch.slurm.batch_script import ENDED
 from hpctrain.train.metrics import result
 from hpctrain.train.run_directory import RunDirectory
 
@@ -75,7 +74,7 @@ def _by_records(path: Path) -> Status:
 def _by_exit_code(path: Path) -> Status:
     """Judge the run of a program of the user's own by what its last job has left."""
     try:
-        code = int((path / ENDED).read_text(encoding="ascii"))
+        code = int((path / EXIT_CODE_FILE).read_text(encoding="ascii"))
     except OSError:
         return Status("missing", f"{path} holds no run that has begun to train")
     except ValueError:  # its job has begun, and its script was ended too

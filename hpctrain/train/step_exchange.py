@@ -20,14 +20,13 @@ from hpctrain.checkpoint.format.shard import Shard
 from hpctrain.checkpoint.format.state_hash import state_hash
 from hpctrain.checkpoint.format.state_tree import mapped
 from hpctrain.comm.communicator import Communicator
-from hpctrain.comm.norms import clip_grad_norm_, total_norm
+from hpctrain.comm.norms import clip_grad_norm_, exact_sum, total_norm
 from hpctrain.comm.tensor_arguments import on_host
 from hpctrain.compress.codec import Codec
 from hpctrain.compress.savings import Savings
 from hpctrain.core.errors import CheckpointError
 from hpctrain.core.python_compat import Self
 from hpctrain.data.loader import Loader
-from hpctrain.gradients.fixed_tree import exact_sum
 from hpctrain.gradients.replica_check import require_equal_replicas
 from hpctrain.train.model import BuiltModel, misfits
 from hpctrain.train.run_config import RunConfig
