@@ -4,9 +4,7 @@ import socket
 import statistics
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -15,19 +13,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from hpctrain.core.errors import ConfigError
-from hpctrain.core.torch_compat import can_pipeline, require, without_outputs
-from hpctrain.parallel.dtensor import local, norm_of, whole
-from hpctrain.parallel.guard import EVALUATION, FORWARD, guarded, release
+from hpctrain.core.torch_compat import can_pipeline, require
+from hpctrain.parallel.dtensor import norm_of, whole
+from hpctrain.parallel.guard import EVALUATION, FORWARD, attach, guarded, release
 from hpctrain.parallel.mesh import require_one_axis
 from hpctrain.parallel.mesh_agreement import digest, gathered, require_identical, signature_of
-from hpctrain.parallel.split import Chain, cut, layers_of, seconds_of, shared_between
-from hpctrain.parallel.stage import (
-    TWO_HALVES,
-    Stage,
-    check_microbatches,
-    checked,
-    rank_of_stage,
-)
+from hpctrain.parallel.split import Chain, cut, layers_of, seconds_of
+from hpctrain.parallel.stage import PipelineSchedule
+from hpctrain.parallel.tied_weights import TiedWeights
 
 SAME = "make the same on every rank"
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -85,114 +78,42 @@ class Pipeline:
         """
         require_one_axis(mesh, "pp")
         require("a pipeline", can_pipeline, "2.7")
-        self._mesh, self._group, self._size = mesh, mesh.get_group(), mesh.size()
+        self._mesh, self._group = mesh, mesh.get_group()
         asked = f"{schedule=}, {num_microbatches=}, {stages_per_rank=}, layers={[*layers]}"
         first = f"sample {None if sample is None else (tuple(sample.shape), sample.dtype)}"
         require_identical(mesh, [asked, first, *signature_of(model)], "a pipeline", SAME)
-        self._make, per_rank = checked(schedule, stages_per_rank, model)
-        chain, total = layers_of(model, layers), per_rank * self._size
-        check_microbatches(num_microbatches, self._size, schedule)
-        self._halves = schedule in TWO_HALVES
-        self._rank_of = [rank_of_stage(stage, self._size, schedule) for stage in range(total)]
+        self._loss = loss
+        self._schedule = PipelineSchedule(
+            schedule, mesh.size(), stages_per_rank, num_microbatches, model
+        )
+        chain, rank_of = layers_of(model, layers), self._schedule.rank_of
         costs = _agreed_costs([layer for _, layer in chain], sample)
-        self.split = cut(costs, total)
+        self.split = cut(costs, len(rank_of))
         """Layers of each stage, by their numbers."""
-        self._loss, self._num_microbatches = loss, num_microbatches
-        self._wrap = wrap or (lambda stage: stage)
         self._device = next(model.parameters()).device
-        self._shared, self._groups = shared_between(chain), dict[tuple[int, ...], Any]()
         release(model)
-        self.model = Chain([])
-        self._guard = guarded(self.model, stages=mesh, shared=self._shared_weights)
-        self._place({n: chain[n] for stage in self._mine() for n in self.split[stage]})
-
-    def _mine(self) -> list[int]:
-        """Return the stages of this rank."""
-        number = self._mesh.get_local_rank()
-        return [stage for stage, rank in enumerate(self._rank_of) if rank == number]
-
-    def _place(self, layers: Mapping[int, tuple[str, nn.Module]]) -> None:
-        """Make the stages of this rank from its layers. Collective over all ranks."""
-        total, mine = len(self._rank_of), self._mine()
-        self.model.fill([layers[number] for number in sorted(layers)])
-        self._tie()
-        self._chains = [Chain([layers[number] for number in self.split[stage]]) for stage in mine]
-        wrapped = [self._wrap(chain) for chain in self._chains]
-        self._stages = [
-            Stage(one, stage, total, self._device, group=self._group)
-            for stage, one in zip(mine, wrapped, strict=True)
-        ]
-        self._watch(wrapped)
-        for stage_of_rank in self._stages:
-            stage_of_rank.halves = self._halves
+        mine = [stage for stage, rank in enumerate(rank_of) if rank == mesh.get_local_rank()]
+        own = {number: chain[number] for stage in mine for number in self.split[stage]}
+        self.model = Chain([own[number] for number in sorted(own)])
+        ranks = zip(rank_of, self.split, strict=True)
+        rank_of_layer = {layer: rank for rank, part in ranks for layer in part}
+        self._tied = TiedWeights(chain, rank_of_layer, mesh, self.model)
+        self._guard = guarded(self.model, stages=mesh, shared=self._tied.shared)
+        chains = {stage: Chain([own[number] for number in self.split[stage]]) for stage in mine}
+        wrapped = {stage: wrap(part) if wrap else part for stage, part in chains.items()}
+        self._stages = self._schedule.make_stages(wrapped, self._device, self._group)
+        self._watch([*chains.values()], [*wrapped.values()])
         self._seconds = 0.0
         self._learnt: object = None
 
-    def _watch(self, wrapped: Sequence[nn.Module]) -> None:
-        """Let one guard compare what ranks do with all stages, and with replicas of them."""
+    def _watch(self, chains: Sequence[nn.Module], wrapped: Sequence[nn.Module]) -> None:
+        """Let one guard compare the calls of ranks for all stages, and for their replicas."""
         guard = self._guard
-        for chain in self._chains:
+        for chain in chains:
             guard.num_flags = max(guard.num_flags, release(chain))
-            chain._guard = guard  # type: ignore[assignment]  # noqa: SLF001
+            attach(chain, guard)
         groups = {one.process_group for one in wrapped if isinstance(one, DistributedDataParallel)}
-        guard.replicas = [(group, self._device.type, False) for group in groups]
-        guard.refresh()
-
-    def _shared_weights(self) -> list[tuple[str, nn.Parameter | None]]:
-        """Return the weights of several stages, by one of their names, and those that are here."""
-        here = dict(self.model.named_parameters(remove_duplicate=False))
-        tied = dict(self._tied)
-        return [
-            (places[0][1], next((here[name] for _, name in places if name in tied), None))
-            for places in self._shared
-        ]
-
-    def _learn(self) -> None:
-        """Let torch ask anew what stages hand on, and who trains. Collective over the axis.
-
-        Raises ``ConfigError``: a weight of several stages is trained by some; on every rank.
-        """
-        named = self.model.named_parameters(remove_duplicate=False)
-        found = gathered({name: p.requires_grad for name, p in named}, self._mesh)
-        trained = {name: trains for of_rank in found for name, trains in of_rank.items()}
-        self._guard.do_all_step = all(any(of_rank.values()) for of_rank in found)
-        for places in self._shared:
-            if len({trained[name] for _, name in places}) > 1:
-                words = (f"{name} {('frozen', 'trained')[trained[name]]}" for _, name in places)
-                raise ConfigError(
-                    f"a weight of several stages is trained by all or by none, got "
-                    f"{', '.join(words)}; set requires_grad alike"
-                )
-        given: Any = self._stages if len(self._stages) > 1 else self._stages[0]
-        # Not by torch, which would divide what earlier batches have left, too.
-        num, loss = self._num_microbatches, self._loss
-        share = lambda out, target: loss(out, target) / num  # noqa: E731
-        schedule = self._make(given, num, loss_fn=share, scale_grads=False)
-        runs = {"step": schedule.step, "eval": schedule.eval}
-        self._runs = {what: partial(run, **without_outputs(run)) for what, run in runs.items()}
-
-    def _tie(self) -> None:
-        """Find the weights that stages of several ranks have. Collective over them."""
-        self._tied: list[tuple[str, Any]] = []
-        self._counted_elsewhere: set[str] = set()
-        ranks, mine = dist.get_process_group_ranks(self._group), self._mesh.get_local_rank()
-        rank_of = self._ranks_of_layers(self.split)
-        for places in self._shared:
-            name_on = {rank_of[layer]: name for layer, name in reversed(places)}
-            if mine not in name_on or len(name_on) == 1:
-                continue
-            members = tuple(sorted(ranks[rank] for rank in name_on))
-            if members not in self._groups:
-                made = dist.new_group([*members], use_local_synchronization=True)
-                self._groups[members] = made
-            self._tied.append((name_on[mine], self._groups[members]))
-            if mine != min(name_on):
-                self._counted_elsewhere.add(name_on[mine])
-
-    def _ranks_of_layers(self, split: Sequence[range]) -> dict[int, int]:
-        return {
-            layer: rank for rank, part in zip(self._rank_of, split, strict=True) for layer in part
-        }
+        guard.add_replicas(groups, self._device.type, is_averaged=False)
 
     def step(self, given: Tensor, target: Tensor) -> Tensor:
         """Calculate gradients of a batch, which add to those there are. Collective over the axis.
@@ -216,9 +137,9 @@ class Pipeline:
                 gradients, weights and settings since; on every rank of the axis.
         """
         self._check_batch(given, target, FORWARD)
-        kept = self._take_tied_gradients()
+        self._tied.begin_step()
         loss = self._run("step", given, target)
-        self._sum_tied_gradients(kept)
+        self._tied.end_step()
         self._guard.mark()
         return loss
 
@@ -239,12 +160,12 @@ class Pipeline:
         inputs = (given.contiguous(),) if self._stages[0].is_first else ()
         told = target if self._stages[-1].is_last else None
         start = time.perf_counter()
-        self._runs[what](*inputs, target=told, losses=losses)
+        self._schedule.run(what, *inputs, target=told, losses=losses)
         self._seconds = time.perf_counter() - start
         mean = torch.zeros((), dtype=torch.float64)
         if losses:
             mean = torch.stack([whole(loss.detach()) for loss in losses]).sum().to(mean)
-        source = dist.get_process_group_ranks(self._group)[self._rank_of[-1]]
+        source = dist.get_process_group_ranks(self._group)[self._schedule.rank_of[-1]]
         dist.broadcast(mean, source, group=self._group)
         return mean
 
@@ -263,35 +184,16 @@ class Pipeline:
                 f"a batch has a target for each sample, got {len(given)} samples and "
                 f"{len(target)} targets; give as many"
             )
-        if len(given) % self._num_microbatches:
+        num = self._schedule.num_microbatches
+        if len(given) % num:
             raise ConfigError(
-                f"{self._num_microbatches} micro-batches must divide a batch, got {len(given)} "
-                f"samples; take a multiple"
+                f"{num} micro-batches must divide a batch, got {len(given)} samples; use a "
+                f"multiple of {num}"
             )
         if is_new:
-            self._learn()
+            self._guard.do_all_step = self._tied.check_trained()
+            self._schedule.prepare(self._stages, self._loss)
             self._learnt = now
-
-    def _take_tied_gradients(self) -> list[Tensor | None]:
-        """Set aside what earlier steps have summed already."""
-        kept = []
-        for name, _ in self._tied:
-            parameter = self.model.get_parameter(name)
-            kept.append(parameter.grad)
-            parameter.grad = None
-        return kept
-
-    def _sum_tied_gradients(self, kept: Sequence[Tensor | None]) -> None:
-        for (name, group), before in zip(self._tied, kept, strict=True):
-            parameter = self.model.get_parameter(name)
-            if not parameter.requires_grad:  # nor is it on other ranks
-                parameter.grad = before
-                continue
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            dist.all_reduce(local(parameter.grad), group=group)
-            if before is not None:
-                parameter.grad += before
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the gradients of all stages so that their norm is ``max_norm`` at most.
@@ -301,9 +203,7 @@ class Pipeline:
         Returns:
             The norm before, on every rank.
         """
-        named = self.model.named_parameters()
-        mine = (p.grad for name, p in named if name not in self._counted_elsewhere)
-        norm = norm_of(gradient for gradient in mine if gradient is not None)
+        norm = norm_of(p.grad for p in self._tied.counted() if p.grad is not None)
         total = norm.to("cpu", torch.float64).square()
         dist.all_reduce(total, group=self._group)
         norm = total.sqrt()
@@ -331,8 +231,9 @@ class Pipeline:
         found = gathered((mine, self._seconds, here), self._mesh)
         busy = [seconds for seconds, _, _ in found]
         # Ranks leave a step one after the other: the last one says how long it took.
-        bubble = 1 - sum(busy) / (self._size * max(seconds for _, seconds, _ in found))
-        ideal = (self._size - 1) / (self._num_microbatches + self._size - 1)
+        size = self._mesh.size()
+        bubble = 1 - sum(busy) / (size * max(seconds for _, seconds, _ in found))
+        ideal = (size - 1) / (self._schedule.num_microbatches + size - 1)
         return (
             f"bubble {bubble:.3f}, (P - 1) / (M + P - 1) is {ideal:.3f}; "
             f"{_against_others(busy, [place for _, _, place in found])}"

@@ -1,7 +1,9 @@
 """A stage of a pipeline, and torch's schedules by which stages work."""
 
 import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +12,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from torch.nn.parallel import DistributedDataParallel
 
 from hpctrain.core.errors import ConfigError
+from hpctrain.core.torch_compat import without_outputs
 from hpctrain.parallel.recomputation import selective_in
 from hpctrain.parallel.split import left_as_they_are
 
@@ -110,6 +113,64 @@ class Stage(PipelineStage):
         """Calculate the gradients of weights that were left for later."""
         with self._busy("weights"):
             return super().backward_weight_one_chunk(*args, **options)
+
+
+class PipelineSchedule:
+    """The order in which the stages of a pipeline work on micro-batches.
+
+    Args:
+        name: one of ``SCHEDULES``.
+        size: number of ranks.
+        stages_per_rank: None for the usual number.
+        num_microbatches: parts of a batch.
+        model: to be divided.
+
+    Raises:
+        ConfigError: there is no such schedule, it needs another number of stages or micro-batches,
+            or recomputes selectively where backward is cut in two.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        size: int,
+        stages_per_rank: int | None,
+        num_microbatches: int,
+        model: nn.Module,
+    ) -> None:
+        self._make, per_rank = checked(name, stages_per_rank, model)
+        check_microbatches(num_microbatches, size, name)
+        self.rank_of = [rank_of_stage(stage, size, name) for stage in range(per_rank * size)]
+        """Rank of each stage."""
+        self.num_microbatches = num_microbatches
+        self._halves = name in TWO_HALVES
+        self._runs: dict[str, Any] = {}
+
+    def make_stages(
+        self, modules: Mapping[int, nn.Module], device: torch.device, group: Any
+    ) -> list[Stage]:
+        """Return the stages of this rank, by their modules and numbers."""
+        total = len(self.rank_of)
+        stages = [Stage(one, n, total, device, group=group) for n, one in modules.items()]
+        for stage in stages:
+            stage.halves = self._halves
+        return stages
+
+    def prepare(self, stages: Sequence[Stage], loss: Callable[..., Any]) -> None:
+        """Let torch learn shapes in the next run: stages, inputs or parameters have changed."""
+        given: Any = stages if len(stages) > 1 else stages[0]
+
+        # torch would divide gradients by the number, also those of earlier batches.
+        def mean(output: Any, target: Any) -> Any:
+            return loss(output, target) / self.num_microbatches
+
+        made = self._make(given, self.num_microbatches, loss_fn=mean, scale_grads=False)
+        runs = {"step": made.step, "eval": made.eval}
+        self._runs = {what: partial(run, **without_outputs(run)) for what, run in runs.items()}
+
+    def run(self, what: str, *inputs: Any, **options: Any) -> None:
+        """Run a batch through the stages: ``step`` or ``eval``. Collective."""
+        self._runs[what](*inputs, **options)
 
 
 def checked(schedule: str, given: int | None, model: nn.Module) -> tuple[Any, int]:

@@ -128,8 +128,8 @@ class ModelParallel:
         guard = guard_of(self.model) if has_one else guarded(self.model)
         if not self._config.zero:
             averaging = self._layout.averaging
-            guard.replicas.append((averaging.get_group(), averaging.device_type, True))
-            guard.refresh()
+            group, device = averaging.get_group(), averaging.device_type
+            guard.add_replicas([group], device, is_averaged=True)
         return guard
 
     def backward(self, both: tuple[Tensor, Tensor], loss_of: Loss, *, num_samples: int) -> float:
