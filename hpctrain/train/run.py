@@ -52,6 +52,11 @@ from hpctrain.train.run_directory import RunDirectory
 from hpctrain.train.run_status import last_record
 from hpctrain.train.task import Task, build
 
+_DIVIDED_RULE = (
+    "a run with [parallel] must end when it loses a rank, because groups of torch.distributed "
+    "keep their ranks; continue it with --resume, or start it with hpctrain launch --restart N"
+)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunOptions:
@@ -94,9 +99,10 @@ class _Run:
         settings = self._settings(given)
         kept = plan_to_keep(directory, config, settings.engine) if continues else None
         initialization.join(replace(settings, plan=settings.plan or kept))
-        # Groups of torch.distributed, which divide a model, end with the ranks that they have.
-        recovers = recovery.is_on() and not config.parallel.divides
-        if not recovers:
+        if config.parallel.divides:
+            with recovery.ends_with_losses(_DIVIDED_RULE):
+                return self._take_part()
+        if not recovery.is_on():
             return self._take_part()
         while True:
             code: int | None
