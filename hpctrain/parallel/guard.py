@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from hpctrain.core import logs
 from hpctrain.core.config import Settings
 from hpctrain.core.errors import MismatchError, ReplicaError
-from hpctrain.core.torch_compat import call_after_backward, graph_task_id
+from hpctrain.core.torch_compat import call_after_backward, graph_task_id, move_to_front
 from hpctrain.gradients.weight_sample import WeightSample
 from hpctrain.parallel.guard_axes import Axis, GuardLayout, difference, gathered, maxima
 from hpctrain.parallel.guard_facts import (
@@ -168,10 +168,14 @@ class Guard:
         facts = self._facts(what, optimizer, layout)
         tail = [*flags, *[0] * (self.num_flags - len(flags))]
         compares = what < STEP or (self.do_all_step and self._taken.total() == 1)
-        words, batch_differs = self._compared(facts, what, [is_new, *tail], batch, compares)
+        words, batch_differs = self._compared(
+            facts, what, [is_new, *tail], batch, compares=compares
+        )
         if _FAULTS[words[0]] == "gradients" and self._is_clamp():
             facts["gradients"] = None
-            words, batch_differs = self._compared(facts, what, [is_new, *tail], batch, compares)
+            words, batch_differs = self._compared(
+                facts, what, [is_new, *tail], batch, compares=compares
+            )
         if words[0]:
             self._raise(_FAULTS[words[0]], what, optimizer)
         if what < STEP:
@@ -189,7 +193,8 @@ class Guard:
         what: int,
         flags: Sequence[int],
         batch: int | None,
-        compares: bool,  # noqa: FBT001 - of the stages
+        *,
+        compares: bool,
     ) -> tuple[list[int], bool]:
         """Return the words of all ranks and whether ``batch`` differs. Collective."""
         layout = self._layouts.layout
@@ -369,8 +374,7 @@ class Guard:
         if self._model() is not module:  # a copy
             return
         # Before FSDP gathers parameters, though fully_shard() may have come later.
-        hooks: Any = module._forward_pre_hooks  # noqa: SLF001
-        hooks.move_to_end(self._handles[2].id, last=False)
+        move_to_front(module, self._handles[2])
         # Recomputation during backward belongs to a forward that was compared.
         is_backward = graph_task_id() != -1
         if torch.is_grad_enabled() and not is_backward:

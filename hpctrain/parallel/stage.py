@@ -12,7 +12,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from torch.nn.parallel import DistributedDataParallel
 
 from hpctrain.core.errors import ConfigError
-from hpctrain.core.torch_compat import without_outputs
+from hpctrain.core.torch_compat import as_own_tensor, without_outputs
 from hpctrain.parallel.recomputation import selective_in
 from hpctrain.parallel.split import left_as_they_are
 
@@ -76,7 +76,7 @@ class Stage(PipelineStage):
         from outputs to inputs, which frozen layers before this stage would leave without one.
         """
         if self.halves and torch.is_grad_enabled() and out.is_floating_point():
-            return (out.clone() if out._is_view() else out).requires_grad_()  # noqa: SLF001 - no other name
+            return as_own_tensor(out).requires_grad_()
         return out
 
     def _get_init_p2p_neighbors_ops(self) -> list[Any]:

@@ -109,11 +109,12 @@ class StepExchange:
 
     # -- one step -------------------------------------------------------------------------------
 
-    def begin(self, rate: float, *, must_agree: bool) -> None:  # noqa: ARG002 - of methods
+    def begin(self, rate: float, *, must_agree: bool) -> None:
         """Set the learning rates of a step to ``rate`` times those of the configuration. Local.
 
         Where ranks take steps of their own they synchronize after this one if ``must_agree``.
         """
+        del must_agree
         for group, peak in zip(self.optimizer.param_groups, self._peaks, strict=True):
             group["lr"] = peak * rate
 
@@ -199,12 +200,14 @@ class StepExchange:
         """Update the parameters. Collective where the optimizer is."""
         self.optimizer.step()
 
-    def skip(self, flags: int) -> None:  # noqa: ARG002 - of methods
+    def skip(self, flags: int) -> None:
         """Leave this step out; ``flags`` inform ranks that do not know. Collective."""
+        del flags
         self.optimizer.zero_grad()
 
-    def counted(self, loss: float, batch: StepBatch, num_samples: int) -> tuple[float, int]:  # noqa: ARG002
+    def counted(self, loss: float, batch: StepBatch, num_samples: int) -> tuple[float, int]:
         """Return loss and number of samples of this rank in the sums of a record."""
+        del batch
         return loss, num_samples
 
     # -- rounds and epochs ----------------------------------------------------------------------
@@ -403,12 +406,13 @@ class StepExchange:
             for name, parameter in self.model.named_parameters():
                 parameter.copy_(own["parameters"][name])
 
-    def wanted(self, latest: Callable[[], Any]) -> Mapping[str, Shard] | None:  # noqa: ARG002
+    def wanted(self, latest: Callable[[], Any]) -> Mapping[str, Shard] | None:
         """Return the shards that this rank reads of the newest checkpoint; None for all.
 
         Args:
             latest: returns the folder of the newest checkpoint, None without one. Collective.
         """
+        del latest
         return None
 
     # -- records and text -----------------------------------------------------------------------
