@@ -73,11 +73,8 @@ class AsyncExchange(OwnStepsExchange):
         self._hook = method.optimizer.register_step_post_hook(lambda *_: self._end_step())
 
     @classmethod
-    def build(
-        cls, config: RunConfig, comm: Communicator, built: BuiltModel, *, epoch_steps: int
-    ) -> Self:
+    def build(cls, config: RunConfig, comm: Communicator, built: BuiltModel) -> Self:
         """Return the exchange of this rank's replica. Collective."""
-        del epoch_steps
         with agreed(comm):
             method = _make_method(config.sync, built)
             return cls(config, comm, built.model, method, built.precision)

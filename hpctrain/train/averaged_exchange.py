@@ -136,11 +136,8 @@ class AveragedExchange(AccumulatedExchange):
         self._measured = list[Measured]()  # of the first piece, on a single rank
 
     @classmethod
-    def build(
-        cls, config: RunConfig, comm: Communicator, built: BuiltModel, *, epoch_steps: int
-    ) -> Self:
+    def build(cls, config: RunConfig, comm: Communicator, built: BuiltModel) -> Self:
         """Return the exchange of a model that all ranks have. Collective."""
-        del epoch_steps
         optimizer = distributed(config, built.model, built.optimizer)
         return cls(config, comm, built.model, optimizer, built.precision, built.tables)
 

@@ -141,12 +141,10 @@ class LocalExchange(OwnStepsExchange):
         self.wants_epoch_loss = isinstance(method, StagedSGD)
 
     @classmethod
-    def build(
-        cls, config: RunConfig, comm: Communicator, built: BuiltModel, *, epoch_steps: int
-    ) -> Self:
+    def build(cls, config: RunConfig, comm: Communicator, built: BuiltModel) -> Self:
         """Return the exchange of this rank's replica. Collective."""
         with agreed(comm):
-            method = _make_method(config, built, epoch_steps)
+            method = _make_method(config, built)
             return cls(config, comm, built.model, built.optimizer, method, built.precision)
 
     def begin(self, rate: float, *, must_agree: bool) -> None:
@@ -269,8 +267,8 @@ def naming(method: str) -> Iterator[None]:
         raise ConfigError(f"[sync] {method} refuses: {error}") from error
 
 
-def _make_method(config: RunConfig, built: BuiltModel, epoch_steps: int) -> LocalMethod:
-    sync = config.sync
+def _make_method(config: RunConfig, built: BuiltModel) -> LocalMethod:
+    sync, epoch_steps = config.sync, built.epoch_steps
     kind = _KINDS[sync.method]
     args = {
         "steps": sync.steps,

@@ -19,16 +19,13 @@ _EXCHANGES = {
 """Module and class of each exchange. A run imports the module of its own exchange only."""
 
 
-def make_exchange(
-    config: RunConfig, comm: Communicator, built: BuiltModel, *, epoch_steps: int
-) -> StepExchange:
+def make_exchange(config: RunConfig, comm: Communicator, built: BuiltModel) -> StepExchange:
     """Return the exchange that ``config`` names; it may replace model and optimizer. Collective.
 
     Args:
         config: of the run, with ``train.shard`` resolved.
         comm: all ranks.
         built: the same model on all ranks, and a plain optimizer without state.
-        epoch_steps: number of steps of an epoch.
 
     Raises:
         MismatchError: a method refuses its arguments; on all ranks.
@@ -36,7 +33,7 @@ def make_exchange(
     with agreed(comm):
         _check(config, comm)
         kind: type[StepExchange] = imported(f"hpctrain.train.{_EXCHANGES[_name(config)]}")
-    return kind.build(config, comm, built, epoch_steps=epoch_steps)
+    return kind.build(config, comm, built)
 
 
 def _name(config: RunConfig) -> str:

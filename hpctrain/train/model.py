@@ -52,6 +52,7 @@ class BuiltModel:
     loss: Callable[[Tensor, Tensor], Tensor]  # mean over the samples of a batch
     precision: Precision  # of forward and loss
     tables: Tables  # embeddings whose rows are divided among the ranks
+    epoch_steps: int  # steps of an epoch of its training data
 
 
 def make_model(config: ModelConfig) -> nn.Module:

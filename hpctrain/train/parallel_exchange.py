@@ -49,11 +49,8 @@ class ParallelExchange(StepExchange):
         self._flags, self._loss, self._mean_loss = 0, 0.0, math.nan
 
     @classmethod
-    def build(
-        cls, config: RunConfig, comm: Communicator, built: BuiltModel, *, epoch_steps: int
-    ) -> Self:
+    def build(cls, config: RunConfig, comm: Communicator, built: BuiltModel) -> Self:
         """Divide the model among the ranks, and return the exchange. Collective."""
-        del epoch_steps
         with agreed(comm):
             device_type = next(built.model.parameters()).device.type
             layout = ParallelLayout(config.parallel, device_type)

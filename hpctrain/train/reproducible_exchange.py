@@ -40,11 +40,8 @@ class ReproducibleExchange(StepExchange):
     method: Reproducible
 
     @classmethod
-    def build(
-        cls, config: RunConfig, comm: Communicator, built: BuiltModel, *, epoch_steps: int
-    ) -> Self:
+    def build(cls, config: RunConfig, comm: Communicator, built: BuiltModel) -> Self:
         """Return the exchange of a model that all ranks have. Collective."""
-        del epoch_steps
         with agreed(comm):
             num_micro_shards = config.train.micro_shards_on(comm.size)
             assert num_micro_shards is not None

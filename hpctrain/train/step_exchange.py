@@ -95,12 +95,10 @@ class StepExchange:
         self._peaks = [group["lr"] for group in optimizer.param_groups]
 
     @classmethod
-    def build(
-        cls, config: RunConfig, comm: Communicator, built: BuiltModel, *, epoch_steps: int
-    ) -> Self:
+    def build(cls, config: RunConfig, comm: Communicator, built: BuiltModel) -> Self:
         """Return the exchange of a model that is the same on all ranks. Collective.
 
-        It may replace model and optimizer. ``epoch_steps`` is the number of steps of an epoch.
+        It may replace model and optimizer.
 
         Raises:
             MismatchError: the method refuses its arguments; on all ranks.

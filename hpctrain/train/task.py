@@ -224,9 +224,14 @@ def build(config: RunConfig, comm: Communicator, *, is_new: bool = True) -> Task
     config, reason = with_shard(config, model, optimizer, [*map(len, nodes)])
     precision = Precision(config.train.precision, model)
     built = BuiltModel(
-        model=model, optimizer=optimizer, loss=loss, precision=precision, tables=tables
+        model=model,
+        optimizer=optimizer,
+        loss=loss,
+        precision=precision,
+        tables=tables,
+        epoch_steps=len(train),
     )
-    exchange = make_exchange(config, comm, built, epoch_steps=len(train))
+    exchange = make_exchange(config, comm, built)
     exchange.share_out(train, *tests)
     # From here on ranks draw different random numbers: dropout must differ, but in a tp group.
     seed_all(config.seed + exchange.seed_offset)
