@@ -26,7 +26,7 @@ def pairs(values: Sequence[int | None]) -> list[int]:
 
 
 def differ(words: Sequence[int]) -> bool:
-    """Return whether the maxima of a pair come from values that differ."""
+    """Return whether the maxima of a pair show that values differ."""
     most, least = words
     return most not in (NOTHING, -least)
 

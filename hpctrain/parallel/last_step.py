@@ -46,7 +46,7 @@ class LastStep:
         self._names: dict[Ranks, str] = {}
 
     def begin(self, layout: GuardLayout, optimizer: Optimizer, number: int) -> None:
-        """Note that a step begins. Not collective, but the ranks of each axis call it alike."""
+        """Record that a step begins. Local, but all ranks of an axis call it."""
         self._optimizers[optimizer] = number
         if layout is self._layout:
             return
@@ -69,7 +69,7 @@ class LastStep:
         self._layout, self._axes = None, {}
 
     def end(self, optimizer: Optimizer) -> None:
-        """Note that a step has left the parameters as they are."""
+        """Record that a step has ended with the present parameters."""
         if optimizer in self._optimizers:
             self._num_steps[self._optimizers[optimizer]] += 1
             for sample in self._samples.values():

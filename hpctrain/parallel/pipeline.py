@@ -38,7 +38,7 @@ class Pipeline:
     (1F1B, interleaved); Qi et al. 2024, arXiv:2401.10241 (zero bubble).
     """
 
-    def __init__(  # noqa: PLR0913 - what a pipeline is made of; all but the first three by name
+    def __init__(  # noqa: PLR0913 - all but the first three by name
         self,
         model: nn.Module,
         mesh: DeviceMesh,
@@ -116,7 +116,7 @@ class Pipeline:
         guard.add_replicas(groups, self._device.type, is_averaged=False)
 
     def step(self, given: Tensor, target: Tensor) -> Tensor:
-        """Calculate gradients of a batch, which add to those there are. Collective over the axis.
+        """Compute gradients of a batch, and add them to existing ones. Collective over the axis.
 
         All ranks of the axis give the same batch; gradients of tied weights are summed. Between
         two steps batches may change their size, and parameters their ``requires_grad``. With
@@ -146,7 +146,7 @@ class Pipeline:
     def evaluate(self, given: Tensor, target: Tensor) -> Tensor:
         """Return the mean loss of a batch, without gradients. Collective over the axis.
 
-        What is given, returned and raised is that of ``step``.
+        Arguments, result and errors are those of ``step``.
         """
         self._check_batch(given, target, EVALUATION)
         with torch.no_grad():
@@ -216,7 +216,7 @@ class Pipeline:
         return sum(stage.most_in_flight for stage in self._stages)
 
     def report(self) -> str:
-        """Say where the time of the last step went. Collective over the axis.
+        """Describe where the last step spent its time. Collective over the axis.
 
         Returns:
             The bubble, which is the share of the step in which ranks wait for each other, beside
@@ -230,7 +230,7 @@ class Pipeline:
         here = dist.get_rank(), socket.gethostname()
         found = gathered((mine, self._seconds, here), self._mesh)
         busy = [seconds for seconds, _, _ in found]
-        # Ranks leave a step one after the other: the last one says how long it took.
+        # Ranks leave a step one after the other: the longest time is that of the step.
         size = self._mesh.size()
         bubble = 1 - sum(busy) / (size * max(seconds for _, seconds, _ in found))
         ideal = (size - 1) / (self._schedule.num_microbatches + size - 1)
@@ -241,7 +241,7 @@ class Pipeline:
 
 
 def _agreed_costs(layers: Sequence[nn.Module], sample: Tensor | None) -> list[float]:
-    """Return what each layer costs, the mean of what all ranks have measured. Collective."""
+    """Return the cost of each layer, the mean of the times of all ranks. Collective."""
     if sample is None:
         return [1.0 + sum(p.numel() for p in layer.parameters()) for layer in layers]
     found = gathered(seconds_of(layers, sample))

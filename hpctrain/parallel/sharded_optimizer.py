@@ -48,19 +48,19 @@ class ShardedOptimizer(Optimizer):
             gradients.sync(is_last=True)
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's own
-        """Forget the gradients; see ``torch.optim.Optimizer.zero_grad``."""
+        """Clear the gradients; see ``torch.optim.Optimizer.zero_grad``."""
         self._gradients.forget()
         super().zero_grad(set_to_none)
 
 
 class Gradients:
-    """Knows which parameters have had a gradient since the last step, on any rank."""
+    """Records which parameters have had a gradient since the last step, on any rank."""
 
     def __init__(self, model: nn.Module, stage: int) -> None:
-        """Look at each parameter while it is whole. Collective.
+        """Hook each parameter while it is gathered. Collective.
 
-        Autograd tells who had a gradient; torch then averages zeros for those that had none, as
-        other ranks may have used them.
+        Autograd reports which parameters had a gradient; torch then averages zeros for the others,
+        as other ranks may have used them.
         """
         self.model, self.stage = cast("Any", model), stage
         self._used: set[str] = set()
@@ -77,7 +77,7 @@ class Gradients:
             unit.reshard()
 
     def sync(self, *, is_last: bool) -> None:
-        """Say whether the next backward is the last one before a step."""
+        """Set whether the next backward is the last one before a step."""
         self.model.set_requires_gradient_sync(is_last or self.stage > 1)
         self.model.set_reshard_after_backward(is_last or self.stage > 2)
 
@@ -94,7 +94,7 @@ class Gradients:
         self._used.add(name)
 
     def forget(self) -> None:
-        """Drop what backward has left, also gradients that are whole."""
+        """Drop all gradients, also those of gathered parameters."""
         self._used.clear()
         for whole in self._whole.values():
             whole.grad = None
@@ -126,7 +126,7 @@ class Gradients:
         self._used.clear()
 
     def _has_gradient(self, name: str, parameter: Tensor) -> bool:
-        """Say whether backward or the program has made it; else it is none, or torch's zeros."""
+        """Return whether backward or the program has made it; else it is None or zeros."""
         gradient = parameter.grad
         if name in self._used or gradient is None:
             return gradient is not None
@@ -151,7 +151,7 @@ def before_step(
 
 
 def after_step(stepped: Any, *_: object) -> None:
-    """End a step of parameters in a file: torch calls this behind ``step()``."""
+    """End a step of parameters in a file: torch calls this after ``step()``."""
     if file := vars(stepped)["_file"]:
         file.end_step()
 

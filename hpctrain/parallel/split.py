@@ -18,7 +18,7 @@ class Chain(nn.Module):
     """Layers that take what the one before returns, under the names that they have in a model."""
 
     def __init__(self, layers: Sequence[tuple[str, nn.Module]]) -> None:
-        """Take names and modules in the order of forward."""
+        """Keep names and modules in the order of forward."""
         super().__init__()
         self.fill(layers)
 
@@ -107,7 +107,7 @@ def layers_of(model: nn.Module, names: Sequence[str]) -> list[tuple[str, nn.Modu
 def seconds_of(layers: Sequence[nn.Module], sample: Tensor, repeats: int = 3) -> list[float]:
     """Time forward and backward of each layer on one micro-batch; the best of several.
 
-    Gradients that the layers have are lost; buffers and random numbers are left as they are.
+    Gradients that the layers have are lost; buffers and random numbers do not change.
     """
     best = [float("inf")] * len(layers)
     with left_as_they_are(layers, sample.device):
@@ -128,7 +128,7 @@ def seconds_of(layers: Sequence[nn.Module], sample: Tensor, repeats: int = 3) ->
 
 @contextmanager
 def left_as_they_are(modules: Sequence[nn.Module], device: torch.device) -> Iterator[None]:
-    """Let a forward that is no part of training have copies of buffers and of random numbers."""
+    """Run a forward pass outside of training with copies of buffers and random numbers."""
     held = {id(each): vars(each)["_buffers"] for one in modules for each in one.modules()}
     kept = [(buffers, dict(buffers)) for buffers in held.values()]
     copies = {id(b): b.clone() for _, own in kept for b in own.values() if b is not None}
@@ -182,7 +182,7 @@ def cut(costs: Sequence[float], num_stages: int) -> list[range]:
 
 
 def shared_between(layers: Sequence[tuple[str, nn.Module]]) -> list[list[tuple[int, str]]]:
-    """Return where parameters lie that several layers have: layer and name in the model."""
+    """Return the places of parameters that several layers share: layer and name."""
     places: dict[nn.Parameter, list[tuple[int, str]]] = {}
     for number, (prefix, layer) in enumerate(layers):
         for name, parameter in layer.named_parameters(prefix, remove_duplicate=False):

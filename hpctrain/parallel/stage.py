@@ -23,26 +23,26 @@ SCHEDULES = {
     "zero_bubble": (schedules.ScheduleInterleavedZeroBubble, 2),
     "zbv": (schedules.ScheduleZBVZeroBubble, 2),
 }
-"""Torch's schedule, and stages of each rank, unless told otherwise."""
+"""Schedule of torch, and the default number of stages of each rank."""
 
 TWO_HALVES = ("zero_bubble", "zbv")
-"""Schedules by which gradients of weights come later than those of inputs."""
+"""Schedules that compute gradients of weights later than gradients of inputs."""
 
 
 class Stage(PipelineStage):
-    """A stage that knows how long it has calculated, and how many micro-batches wait in it."""
+    """A stage that measures its time and counts the micro-batches in flight."""
 
     in_flight = most_in_flight = 0
-    halves = False  # whether gradients of weights come later than those of inputs
+    halves = False  # whether gradients of weights are computed later
 
     def reset(self) -> None:
-        """Forget the times and counts of the last step."""
+        """Reset the times and counts of the last step."""
         self.seconds: dict[str, list[float]] = {}
         self.in_flight = self.most_in_flight = 0
 
     @property
     def busy_s(self) -> float:
-        """Of all micro-batches."""
+        """Seconds of all micro-batches."""
         return sum(map(sum, self.seconds.values()))
 
     @contextmanager
@@ -72,7 +72,7 @@ class Stage(PipelineStage):
     def _divisible(self, out: Any) -> Any:
         """Return outputs whose backward torch can cut in two halves.
 
-        It cuts them off their graph, which views cannot be, and looks for weights along the ways
+        It cuts them off their graph, which views cannot be, and searches weights on the paths
         from outputs to inputs, which frozen layers before this stage would leave without one.
         """
         if self.halves and torch.is_grad_enabled() and out.is_floating_point():
@@ -96,21 +96,21 @@ class Stage(PipelineStage):
             super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
     def forward_one_chunk(self, *args: Any, **options: Any) -> Any:
-        """Calculate a micro-batch, and count it."""
+        """Compute a micro-batch, and count it."""
         self.in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
         with self._busy("forward"):
             return super().forward_one_chunk(*args, **options)
 
     def backward_one_chunk(self, *args: Any, **options: Any) -> Any:
-        """Calculate its gradients, of inputs alone where backward is cut in two."""
+        """Compute its gradients, of inputs only where backward is cut in two."""
         with self._busy("backward"):
             found = super().backward_one_chunk(*args, **options)
         self.in_flight -= 1
         return found
 
     def backward_weight_one_chunk(self, *args: Any, **options: Any) -> Any:
-        """Calculate the gradients of weights that were left for later."""
+        """Compute the gradients of weights that are still missing."""
         with self._busy("weights"):
             return super().backward_weight_one_chunk(*args, **options)
 
@@ -194,7 +194,7 @@ def checked(schedule: str, given: int | None, model: nn.Module) -> tuple[Any, in
 
 
 def check_microbatches(number: int, size: int, schedule: str) -> None:
-    """Raise unless ``size`` ranks can take so many micro-batches by a schedule of torch."""
+    """Raise unless a schedule of torch supports this number of micro-batches."""
     least, rounds = size if schedule == "1f1b" else 1, max(1, number // size)
     if number < least:
         raise ConfigError(
@@ -209,6 +209,6 @@ def check_microbatches(number: int, size: int, schedule: str) -> None:
 
 
 def rank_of_stage(stage: int, size: int, schedule: str) -> int:
-    """Return which rank has a stage: in turn, or there and back."""
+    """Return the rank of a stage: round robin, or there and back."""
     there = stage % size
     return size - 1 - there if schedule == "zbv" and stage >= size else there

@@ -1,4 +1,4 @@
-"""What tensor parallel ranks must do alike in forward, or each has another model."""
+"""Checks of forward passes on tensor parallel ranks, which must do the same."""
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +18,7 @@ MIXING = (
     *(nn.RNNBase, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.GroupNorm, nn.MultiheadAttention),
     *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.InstanceNorm1d),
 )
-"""Layers that look at several places of a sequence."""
+"""Layers that combine several positions of a sequence."""
 SOFTMAX = (softmax, torch.softmax, Tensor.softmax)
 
 
@@ -53,7 +53,7 @@ class CheckedSamples:
     def check(self, _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         """Raise on all ranks, or on none; a forward pre-hook."""
         given, is_first = inputs[0], self._is_first
-        if self._is_first:  # whoever divides data by rank does so from the first step on
+        if self._is_first:  # a program that divides data by rank does so in the first step
             self._is_first = False
             way_out = "divide data among the ranks of dp alone"
             what = "a batch of tensor parallel ranks"
@@ -75,14 +75,14 @@ class CheckedSamples:
 
 
 class ForwardChecks:
-    """Looks at calls of a model, or of layers that are called alone: how ranks draw, and attend.
+    """Checks random numbers and attention in calls of a model, or of layers called alone.
 
     At the first, second, fourth, eighth, ... call that draws random numbers the ranks compare
     what they draw from. With ``parts``, attention to a part of the sequence is an error.
     """
 
     def __init__(self, mesh: DeviceMesh, parts: int) -> None:
-        """Take the ranks, and of how many parts the stream is."""
+        """Keep the ranks, and the number of parts of the stream."""
         self._mesh, self._device_type, self._parts = mesh, mesh.device_type, parts
         self._outer: nn.Module | None = None
         self._calls: dict[nn.Module, int] = {}
@@ -90,7 +90,7 @@ class ForwardChecks:
         self._mode: _WholeAttention | None = None
 
     def watch(self, model: nn.Module) -> None:
-        """Look at whichever module of a model is called from outside."""
+        """Check every module of a model that is called from outside."""
         for module in model.modules():
             module.register_forward_pre_hook(self._enter)
             module.register_forward_hook(self._leave, always_call=True)
@@ -160,7 +160,7 @@ class _WholeAttention(TorchFunctionMode):
 
 
 def _state(device_type: str) -> bytes:
-    """Return what the next random numbers come from."""
+    """Return the state of the random generators."""
     if device_type == "cpu":
         return bytes(host_bytes(torch.get_rng_state()))
     state: Tensor = torch.get_device_module(device_type).get_rng_state()

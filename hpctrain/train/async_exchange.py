@@ -24,7 +24,7 @@ from hpctrain.train.step_exchange import Figures
 from hpctrain.train.sync_config import SyncConfig
 
 MEETING_STEPS = 16
-"""All ranks know of a stop, or of a checkpoint by the clock, after at most so many steps."""
+"""All ranks know of a stop, or of a checkpoint by the clock, after at most these steps."""
 
 
 _KINDS: Mapping[str, tuple[type[AsyncMethod], str]] = {
@@ -80,7 +80,7 @@ class AsyncExchange(OwnStepsExchange):
             return cls(config, comm, built.model, method, built.precision)
 
     def begin(self, rate: float, *, must_agree: bool) -> None:
-        """Set the learning rates of a step, and whether the ranks meet after it. Local."""
+        """Set the learning rates of a step, and whether the ranks synchronize after it. Local."""
         super().begin(rate, must_agree=must_agree)
         self._must_meet = must_agree
 
@@ -100,13 +100,13 @@ class AsyncExchange(OwnStepsExchange):
         """Do nothing: all passes add up in this rank's gradient."""
 
     def skip(self, flags: int) -> None:
-        """Leave out this rank's own step. Collective where the ranks meet after it."""
+        """Leave out this rank's own step. Collective where the ranks synchronize after it."""
         super().skip(flags)
         self._end_step()
 
     @property
     def is_between_rounds(self) -> bool:
-        """Whether the ranks have met after the last step."""
+        """Whether the ranks have synchronized after the last step."""
         return self._step_since_meeting == 0
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""Exchange of local methods: ranks take steps of their own and average their replicas."""
+"""Exchange of local methods: ranks take separate steps and average their replicas."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -32,7 +32,7 @@ WITHIN_S = 1.0
 
 
 class OwnStepsExchange(AccumulatedExchange):
-    """Ranks take steps of their own: what local and asynchronous methods have in common."""
+    """Ranks take separate steps: the common base of local and asynchronous methods."""
 
     takes_own_steps = True
 

@@ -37,7 +37,7 @@ EMA = "ema"
 """Part of a checkpoint's state: the model with averaged weights, a state dict as that of model."""
 
 _PARTS = (EMA, "model", "state_dict", "model_state_dict")
-"""Names under which a file or a checkpoint may hold the weights, beside others."""
+"""Names under which a file or a checkpoint may hold the weights."""
 _PREFIXES = ("module.", "_orig_mod.")  # of wrappers, which the names of a state dict may keep
 _UNREADABLE = (pickle.UnpicklingError, safetensors.SafetensorError)
 _MOST_LINES = 20
@@ -104,9 +104,9 @@ def _read(path: Path) -> dict[str, Tensor]:
                 state = load_file(path)
             else:
                 state = torch.load(path, map_location="cpu", weights_only=True)
-        # Of pickle, zip and torch: what is no file of weights raises anything.
+        # pickle, zip and torch raise any of these for a file without weights.
         except (OSError, RuntimeError, ValueError, LookupError, EOFError, *_UNREADABLE) as error:
-            is_other = isinstance(error, pickle.UnpicklingError)  # torch tells much of that
+            is_other = isinstance(error, pickle.UnpicklingError)  # torch writes a long text for it
             said = "it holds other things than tensors" if is_other else str(error).splitlines()[0]
             raise ConfigError(
                 f'model.init_from = "{path}" cannot be read: {said}; name a run directory, a '
@@ -142,7 +142,7 @@ def misfits(have: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> list[str]
 
 
 def choose_device(config: TrainingConfig, num_devices: int) -> tuple[torch.device, str]:
-    """Return where the model is calculated, and why; ``num_devices`` are what every rank sees.
+    """Return the device of the model, and the reason; every rank sees ``num_devices``.
 
     Not collective. Nothing is said where there is no choice. Raises ``ConfigError``: this rank has
     no such device.
@@ -172,7 +172,7 @@ def choose_device(config: TrainingConfig, num_devices: int) -> tuple[torch.devic
 
 
 def prepare(model: nn.Module, run: RunConfig) -> None:
-    """Let the model calculate as ``[train]`` says; the names of its state stay."""
+    """Apply recomputation and compilation of ``[train]``; the names of the state stay."""
     config = run.train
     _recompute_layers(model, run.parallel)
     modules = {name: module for name, module in model.named_modules() if name}
@@ -192,7 +192,7 @@ def prepare(model: nn.Module, run: RunConfig) -> None:
 
 
 def asked(model: nn.Module, what: str, given: Any) -> Any:
-    """Return what a key or the model says of how it is divided: ``roles`` or ``layers``.
+    """Return the ``roles`` or ``layers`` of a model, from a key or from the model itself.
 
     Raises ``ConfigError``: neither does.
     """
@@ -207,7 +207,7 @@ def asked(model: nn.Module, what: str, given: Any) -> Any:
 
 
 def _recompute_layers(model: nn.Module, config: ParallelConfig) -> None:
-    """Let all layers but the first and the last calculate once more, or only some of it."""
+    """Let backward recompute all layers but the first and the last, or a part of each."""
     if config.recompute != "none":
         layers = layers_of(model, asked(model, "layers", config.layers))[1:-1]
         recompute(model, [name for name, _ in layers], selective=config.recompute == "selective")
@@ -313,7 +313,7 @@ def with_shard(
 ) -> tuple[RunConfig, str]:
     """Return the configuration with what ``train.shard = "auto"`` means here, and why.
 
-    Not collective: from facts that are alike on all ranks. ``local_sizes`` are of nodes whose
+    Local: from facts that are identical on all ranks. ``local_sizes`` are of nodes whose
     ranks share memory.
     """
     train, most = config.train, max(local_sizes, default=1)

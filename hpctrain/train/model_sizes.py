@@ -13,13 +13,13 @@ from hpctrain.train.run_config import ModelConfig
 
 _HEADS = ("num_heads", "n_head", "n_heads", "num_attention_heads", "nhead", "heads")
 _SEQUENCE = ("max_position_embeddings", "n_positions", "block_size", "max_seq_len", "sequence")
-"""Names under which modules, or their ``config``, hold what their parameters do not tell."""
+"""Names under which modules, or their ``config``, hold sizes that parameters do not show."""
 
 
 def sizes_of(target: str) -> dict[str, Any]:
-    """Build the model that ``module:function`` makes; return those of its sizes that show.
+    """Build the model that ``module:function`` makes; return the sizes that it shows.
 
-    Layers are those of the list of modules that are alike which holds most parameters; vocabulary
+    Layers are counted in the list of equal modules that holds most parameters; vocabulary
     and hidden size are of the longest embedding. Raises ``ConfigError``: there is no such
     function, it makes no model, or not on the meta device.
     """
@@ -50,7 +50,7 @@ def sizes_of(target: str) -> dict[str, Any]:
 
 
 def _layers(model: nn.Module) -> int | None:
-    """Return how many modules that are alike follow each other, where most parameters are."""
+    """Return the length of the list of equal modules that holds most parameters."""
     most, layers = (False, 0), None
     for module in model.modules():
         alike = Counter(

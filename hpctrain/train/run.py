@@ -63,11 +63,11 @@ class RunOptions:
     """Options of a command that runs a configuration."""
 
     dry_run: bool = False  # only build and describe everything: write nothing and train nothing
-    look: bool = False  # of a dry run: build everything, read one batch, and calculate nothing
-    resume: bool = False  # go on with the run in the directory
-    changed: bool = False  # go on also where the configuration makes it another training
-    force: bool = False  # take the run also from another job that is at work
-    verbose: bool = False  # tell all of configuration, topology and plan, as a dry run does
+    look: bool = False  # of a dry run: build everything, read one batch, and compute nothing
+    resume: bool = False  # continue the run in the directory
+    changed: bool = False  # continue also with a configuration that trains differently
+    force: bool = False  # take the run also from a job that is running
+    verbose: bool = False  # print topology and plan in full, as a dry run does
 
 
 def run(loaded: LoadedData, environment_settings: Mapping[str, Any], how: RunOptions) -> int:
@@ -125,12 +125,12 @@ class _Run:
         self._console = make_console(shown=self._comm.rank == 0)
         if self._how.dry_run:
             return self._train()
-        self._plan_part()  # at once: nobody is waited for, or forced out
+        self._plan_part()  # fails before this job waits for the lease
         with held(self._directory, self._comm, self._console, force=self._how.force) as lease:
             return self._train(lease)
 
     def _settings(self, given: Mapping[str, Any]) -> Settings:
-        """All settings of this process: the configuration has the last word on what it covers."""
+        """Return all settings of this process; keys of the configuration take precedence."""
         comm = self._loaded.config.comm
         values = {
             "log_dir": None if self._how.dry_run else self._directory.logs,
@@ -144,7 +144,7 @@ class _Run:
         return Settings(**values)
 
     def _plan_part(self) -> tuple[RunConfig, bool, list[str]]:
-        """Return the configuration, whether a run goes on, and what changes in it. Collective.
+        """Return the configuration, whether a run continues, and its changes. Collective.
 
         Raises ``MismatchError``: the directory is not to be used so; on all ranks.
         """
@@ -171,7 +171,7 @@ class _Run:
         return config, continues, on_root(comm, changes)
 
     def _train(self, lease: Lease | None = None) -> int:
-        """Train, or with ``dry_run`` only tell of it; ``lease`` is that of rank 0. Collective."""
+        """Train, or describe the run with ``dry_run``; ``lease`` is that of rank 0. Collective."""
         directory, console = self._directory, self._console
         # Again: the job before may have begun the run, or ended it, by now.
         config, continues, changes = self._plan_part()
@@ -240,7 +240,7 @@ class _Run:
             logger.warning(str(error))
 
     def _end(self, task: Task, outcome: Outcome | Stopped) -> int:
-        """Tell how the part has ended, and return its exit code."""
+        """Print how the part has ended, and return its exit code."""
         if isinstance(outcome, Stopped):
             self._console.print(
                 f"stopped by {outcome.reason} after step {outcome.step} of {task.num_steps}; "
@@ -274,7 +274,7 @@ class _Run:
             yield f"compression {name}: {savings}"
 
     def _told_tests(self, task: Task, outcome: Outcome) -> Iterator[str]:
-        """Say for people how the tests went: the last one, and the best where it is another."""
+        """Yield lines about the last test, and about the best one if it is another."""
         best = outcome.best
         if task.config.keep_best and best and best["step"] != outcome.step:
             folder = RunDirectory(task.config.directory).checkpoints  # as the user calls it
@@ -286,7 +286,7 @@ class _Run:
 def rehearse(task: Task) -> None:
     """Take one step and test one batch, of which nothing is kept. Collective.
 
-    Raises what a run would raise there.
+    Raises the errors that a run would raise.
     """
     guard = StepGuard(task, Metrics(None))
     guard.begin(1, task.config.optimizer.lr, 0)
@@ -311,7 +311,7 @@ class _FirstBatch:
 def requests_of(
     config: RunConfig, directory: RunDirectory, started: float, comm: Communicator
 ) -> StopRequests:
-    """Look for who wants a stop: signals on every rank, clock and file on rank 0."""
+    """Watch for requests to stop: signals on every rank, clock and file on rank 0."""
     if comm.rank:
         return StopRequests()
     try:
@@ -327,7 +327,7 @@ def requests_of(
 
 
 def _introduce(console: Console, here: world.World, task: Task) -> None:
-    """Tell in a few lines what is trained, on what, and where."""
+    """Print model, data and machine in a few lines."""
     config, number = task.config, task.config.train.epochs
     epochs = "1 epoch" if number == 1 else f"{number} epochs"
     machine, [(name, plan), *_] = dict(here.topology.describe()), here.plan.describe()
@@ -411,7 +411,7 @@ def held(
 
 
 def _losses(directory: RunDirectory, holder: Holder) -> str:
-    """Say what a job loses from which the run is taken."""
+    """Return a message about the work that the job loses from which the run is taken."""
     newest, last = None, 0
     with suppress(CheckpointError):
         newest, _ = CheckpointDirectory(directory.checkpoints).newest()

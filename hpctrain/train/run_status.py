@@ -31,7 +31,7 @@ class Status:
 
     state: Literal["finished", "failed", "running", "killed", "missing", "stopped"]
     """``killed`` is ended without a word; ``running`` is known by who holds the lease."""
-    what: str  # in one line, for people
+    what: str  # one human-readable line
     where: str = ""  # how far it has come, where it has not said how it ended
 
     @property
@@ -40,7 +40,7 @@ class Status:
         return CODES[self.state]
 
     def with_holder(self, path: Path, holder: Holder | None) -> "Status":
-        """Return what is known besides by who holds the lease on the run's directory."""
+        """Return the status with the holder of the lease on the run's directory."""
         if holder is None:
             return self
         told = f"{holder.describe()} holds it"
@@ -55,7 +55,7 @@ def status(path: Path) -> Status:
     """Judge the run in a directory by its last record.
 
     A launcher's exit code says less: it may be 0 after a node was lost, or 1 although all ranks
-    have saved. Who holds the lease of the directory is told besides.
+    have saved. The status includes the holder of the lease of the directory.
     """
     return _by_records(path).with_holder(path, Holder.read(path))
 
@@ -112,7 +112,7 @@ def _place(record: Mapping[str, Any]) -> str:
 def last_record(path: Path) -> dict[str, Any]:
     """Return the last whole record of ``metrics.jsonl``; an empty one where there is none.
 
-    Raises ``OSError``: the file cannot be read. ``ValueError``: what it holds are no records.
+    Raises ``OSError``: the file cannot be read. ``ValueError``: it does not contain records.
     """
     lines = path.read_bytes().split(b"\n")[:-1]
     record = next(filter(None, map(record_of, reversed(lines))), None)

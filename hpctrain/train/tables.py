@@ -1,4 +1,4 @@
-"""Sharded embeddings of a model that is trained: they step beside its optimizer."""
+"""Sharded embeddings of a model, which step next to its optimizer."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,12 +19,12 @@ from hpctrain.train.run_config import RunConfig
 
 @runtime_checkable
 class RowTable(Protocol):
-    """A module that steps rows of its own, divided among the ranks: ``ShardedEmbedding``."""
+    """A module that steps its rows itself, divided among the ranks: ``ShardedEmbedding``."""
 
     lr: float
 
     def zero_grad(self) -> None:
-        """Forget gradients."""
+        """Clear the gradients."""
 
     def set_num_samples(self, num_samples: float, nominal: float) -> None:
         """Set the weight of this rank in the next step."""
@@ -46,7 +46,7 @@ class Tables:
     """The sharded embeddings of a model, by name; false where there are none."""
 
     def __init__(self, model: nn.Module, config: RunConfig) -> None:
-        """Find them. Raises ``ConfigError``: the configuration has what they do not know."""
+        """Find the tables. Raises ``ConfigError``: the configuration does not allow them."""
         named = model.named_modules()
         self._tables = {name: m for name, m in named if isinstance(m, RowTable)}
         self._peaks = {name: table.lr for name, table in self._tables.items()}
@@ -70,7 +70,7 @@ class Tables:
         return bool(self._tables)
 
     def begin(self, num_samples: int, nominal: float) -> None:
-        """Forget gradients, and count by so many samples of this rank in the step to come."""
+        """Clear gradients, and set the number of samples of this rank in the next step."""
         for table in self._tables.values():
             table.zero_grad()
             table.set_num_samples(num_samples, nominal)
@@ -107,7 +107,7 @@ class Tables:
         return found
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from what ``state`` has returned, on any number of ranks. Collective."""
+        """Continue from ``state()`` of any number of ranks. Collective."""
         for name, table in self._tables.items():
             if name not in state:
                 raise CheckpointError(
