@@ -92,19 +92,24 @@ class Pipeline:
         """Layers of each stage, by their numbers."""
         self._device = next(model.parameters()).device
         release(model)
+        self._place(chain, wrap)
+        self._seconds = 0.0
+        self._learnt: object = None
+
+    def _place(self, chain: Sequence[tuple[str, nn.Module]], wrap: Wrap | None) -> None:
+        """Make the stages of this rank. Collective over all ranks."""
+        rank_of, mesh = self._schedule.rank_of, self._mesh
         mine = [stage for stage, rank in enumerate(rank_of) if rank == mesh.get_local_rank()]
-        own = {number: chain[number] for stage in mine for number in self.split[stage]}
-        self.model = Chain([own[number] for number in sorted(own)])
+        parts = {stage: [chain[number] for number in self.split[stage]] for stage in mine}
+        self.model = Chain([layer for stage in sorted(parts) for layer in parts[stage]])
         ranks = zip(rank_of, self.split, strict=True)
         rank_of_layer = {layer: rank for rank, part in ranks for layer in part}
         self._tied = TiedWeights(chain, rank_of_layer, mesh, self.model)
         self._guard = guarded(self.model, stages=mesh, shared=self._tied.shared)
-        chains = {stage: Chain([own[number] for number in self.split[stage]]) for stage in mine}
+        chains = {stage: Chain(layers) for stage, layers in parts.items()}
         wrapped = {stage: wrap(part) if wrap else part for stage, part in chains.items()}
         self._stages = self._schedule.make_stages(wrapped, self._device, self._group)
         self._watch([*chains.values()], [*wrapped.values()])
-        self._seconds = 0.0
-        self._learnt: object = None
 
     def _watch(self, chains: Sequence[nn.Module], wrapped: Sequence[nn.Module]) -> None:
         """Let one guard compare the calls of ranks for all stages, and for their replicas."""
