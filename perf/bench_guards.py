@@ -41,7 +41,7 @@ from hpctrain.comm.flight_recorder import CallStream
 from hpctrain.data import ShardedDataset, write_arrays
 from hpctrain.runtime.world import current
 from hpctrain.train.finite import StepGuard
-from hpctrain.train.load import load
+from hpctrain.train.load_config import load
 from hpctrain.train.loop import train_step
 from hpctrain.train.metrics import Metrics
 from hpctrain.train.run_state import RunState

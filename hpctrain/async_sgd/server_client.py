@@ -19,7 +19,7 @@ from hpctrain.async_sgd.server_messages import (
 from hpctrain.comm.direct_messages import DirectMessages
 from hpctrain.core.errors import HpctrainError
 from hpctrain.runtime import world
-from hpctrain.runtime.rebuild import Stage
+from hpctrain.runtime.rebuild import RebuildStage
 
 
 class _Farewell(weakref.finalize):  # type: ignore[type-arg]
@@ -80,7 +80,7 @@ class ServerClient:
                 function()
             messages.close()
 
-        here.rebuild.register(Stage.HOLDERS, close=close)
+        here.rebuild.register(RebuildStage.HOLDERS, close=close)
 
     def move(self, numbers: Mapping[int, int]) -> None:
         """Stop in a world that has lost ranks; ``reconnect`` continues in the current world.

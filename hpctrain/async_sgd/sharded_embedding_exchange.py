@@ -32,7 +32,7 @@ from hpctrain.comm.threaded import start_on
 from hpctrain.core.errors import ConfigError, MismatchError, NodeMemoryError, NotInitializedError
 from hpctrain.core.units import by_rank
 from hpctrain.runtime import world
-from hpctrain.runtime.rebuild import Stage
+from hpctrain.runtime.rebuild import RebuildStage
 
 T = TypeVar("T")
 
@@ -118,7 +118,7 @@ class RowExchange:
             if (one := kept()) is not None:
                 one.is_over = True
 
-        world.current().rebuild.register(Stage.HOLDERS, close=close, move=move)
+        world.current().rebuild.register(RebuildStage.HOLDERS, close=close, move=move)
 
     def require_world(self) -> None:
         """Raise ``NotInitializedError`` if the world of the table was shut down."""

@@ -9,7 +9,7 @@ import typer
 from hpctrain.cli.options import AsJson, Overrides, RunFolder, option, show_json
 from hpctrain.core import paths
 from hpctrain.runtime import tool_ranks
-from hpctrain.train import evaluate as evaluation
+from hpctrain.train import evaluation
 from hpctrain.train import predict as prediction
 
 if TYPE_CHECKING:

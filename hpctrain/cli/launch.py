@@ -16,7 +16,7 @@ from hpctrain.core import config
 from hpctrain.core.errors import LaunchError
 from hpctrain.launch import installed_horovod, mpiexec, mpirun, restart
 from hpctrain.launch.stderr import say
-from hpctrain.train import load
+from hpctrain.train import load_config
 
 COMMAND_FOLLOWS = {"allow_extra_args": True, "allow_interspersed_args": False}
 """Settings of a command whose options end where the user's command begins."""
@@ -186,4 +186,4 @@ def check_configuration(words: Sequence[str]) -> None:
         elif not name.startswith("-"):
             files.append(f"{name}{mark}{value}")
     if len(files) == 1:
-        load.load(Path(files[0]), overrides, config.given())
+        load_config.load(Path(files[0]), overrides, config.given())

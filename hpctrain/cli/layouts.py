@@ -13,8 +13,7 @@ from hpctrain.core.errors import ConfigError
 from hpctrain.core.units import format_seconds, parse_bytes, parse_number
 from hpctrain.cost import layout_search, transformer
 from hpctrain.cost import machine as machines
-from hpctrain.train import console
-from hpctrain.train import model as models
+from hpctrain.train import console, model_sizes
 
 if TYPE_CHECKING:
     from hpctrain.cost.layout_search import LayoutAdvice, LayoutChoice
@@ -119,7 +118,7 @@ class LayoutOptions(SharedOptions):
         found: dict[str, Any] = {}
         if self.model is not None:
             target.make_importable(Path.cwd())
-            found = models.sizes_of(self.model)
+            found = model_sizes.sizes_of(self.model)
         names = (*SIZES, "parameters", "fused_attention")
         given = {name: getattr(self, name) for name in names}
         found |= {name: value for name, value in given.items() if value is not None}

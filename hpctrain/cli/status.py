@@ -12,7 +12,7 @@ from hpctrain.core import records
 from hpctrain.core.errors import LaunchError
 from hpctrain.launch.slurm import scheduler
 from hpctrain.train import run_directory
-from hpctrain.train import status as state
+from hpctrain.train import run_status as state
 
 app = typer.Typer()
 

@@ -32,8 +32,8 @@ from hpctrain.core.errors import ConfigError, LaunchError
 from hpctrain.launch import installed_horovod, program
 from hpctrain.launch.slurm import batch_script, scheduler
 from hpctrain.launch.slurm.lint import lint
-from hpctrain.train import load
-from hpctrain.train import status as state
+from hpctrain.train import load_config
+from hpctrain.train import run_status as state
 
 if TYPE_CHECKING:
     from hpctrain.launch.slurm.batch_script import BatchSettings
@@ -194,7 +194,7 @@ class SubmitOptions:
         else:
             # Only the job knows the values of its variables; the index of an array is a number.
             known = [text for text in map(_without_index, self.overrides or ()) if "$" not in text]
-            run = load.load(config, known, configuration.given()).config
+            run = load_config.load(config, known, configuration.given()).config
             name = self.name or run.name
             folder = Path(run.output_dir or Path("runs", name))
             folder = Path("runs", name) if self.name else folder

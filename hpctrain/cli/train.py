@@ -9,7 +9,7 @@ from hpctrain.cli.options import Overrides, aligned, argument, flag, option, req
 from hpctrain.comm import mpi_world
 from hpctrain.core import atomic, config, keys
 from hpctrain.runtime import stopping
-from hpctrain.train import load, run, toy_problem
+from hpctrain.train import load_config, run, toy_problem
 
 app = typer.Typer()
 
@@ -39,9 +39,9 @@ class TrainOptions:
         None, "KEY", "Print meaning, value and origin of a key or of a table, and exit."
     )
 
-    def how(self) -> "run.How":
+    def how(self) -> "run.RunOptions":
         """Return the options of the run."""
-        return run.How(
+        return run.RunOptions(
             dry_run=self.dry_run or self.look,
             look=self.look,
             resume=self.resume,
@@ -92,7 +92,7 @@ def train(asked: TrainOptions) -> None:
         )
         return
     if asked.explain is not None:
-        found = load.load(asked.config, overrides, config.given()).explain(asked.explain)
+        found = load_config.load(asked.config, overrides, config.given()).explain(asked.explain)
         typer.echo("\n".join(aligned(found)))
         return
     path = require_name(
@@ -106,6 +106,6 @@ def train(asked: TrainOptions) -> None:
         mpi_world.doubt()
         how = asked.how()
         given = config.given()
-        code = run.run(load.load(path, overrides, given), given, how)
+        code = run.run(load_config.load(path, overrides, given), given, how)
     if code:
         raise typer.Exit(code)

@@ -132,6 +132,9 @@ BEGUN = "hpctrain: all ranks have started"
 ENDED = "hpctrain: all ranks have finished"
 """Each is written once, by rank 0 of a world, even if ranks die meanwhile."""
 
+EXIT_CODE_FILE = "exit_code"
+"""File in the run directory of a user's program: the exit code of its last job that has ended."""
+
 ENDING = "hpctrain: all ranks end with exit code "
 """Written, with the code, by a rank that asks the launcher to end all ranks."""
 

@@ -3,6 +3,7 @@
 import socket
 from dataclasses import dataclass, field
 from functools import partial
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 import torch
@@ -127,11 +128,10 @@ def _together(
     notes = [preflight.core_warning(topology), about_devices]
     comm: Communicator
     if settings.engine == "horovod":
-        from hpctrain.comm import horovod_engine  # noqa: PLC0415 - only where it is wanted
-
         decision = decide(node_memory="none")
-        comm = horovod_engine.join(world, topology, decision.plan, settings, watch)
-        notes.append(horovod_engine.unmet_wish(topology, settings))
+        engine = import_module("hpctrain.comm.horovod_engine")  # imports Horovod, if it is there
+        comm = engine.join(world, topology, decision.plan, settings, watch)
+        notes.append(engine.unmet_wish(topology, settings))
     else:
         way = planning.memory_wanted(settings, stored)
         node, refusal = build.share_memory(world, topology, way, watch)

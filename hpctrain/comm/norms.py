@@ -78,3 +78,11 @@ def _doubtful(found: Tensor, order: float = 2.0) -> Tensor:
     """Return which norms of this order may have lost powers, or are not finite."""
     least = _LEAST_SUM ** (1.0 / order) if 0.0 < order < math.inf else 0.0
     return ~((found >= least) & found.isfinite())
+
+
+def exact_sum(values: Iterable[float]) -> float:
+    """Return the sum, rounded once; NaN if it overflows or adds infinities of both signs."""
+    try:
+        return math.fsum(values)
+    except (OverflowError, ValueError):
+        return math.nan

@@ -53,6 +53,11 @@ class Auto(Codec):
         """Those of the codec; see ``Codec``."""
         return 0.0 if self._codec is None else self._codec.rail_s
 
+    @property
+    def choice(self) -> str:
+        """Name of the chosen codec and the reason; empty before the first bucket."""
+        return f"{self.name}: {self.reason}" if self.reason else ""
+
     def prepare(self, bucket: Bucket, parts: Sequence[Tensor], comm: Communicator) -> None:
         """Choose with the first bucket, then prepare what was chosen; see ``Codec``."""
         if self._codec is None:

@@ -4,7 +4,6 @@ import copy
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
-from importlib import import_module
 from typing import Any, cast
 
 import torch
@@ -13,6 +12,7 @@ from torch.optim import Optimizer
 from hpctrain.compress.codec import Codec, Compressor, Identity, TensorByTensor
 from hpctrain.compress.half import Compression, Half, HalfCodec, NoCompression
 from hpctrain.core.errors import ConfigError
+from hpctrain.core.lazy import imported
 from hpctrain.core.target import check_arguments
 
 CODECS: Mapping[str, str | Callable[..., Codec]] = {
@@ -51,8 +51,7 @@ def _maker(name: str) -> Callable[..., Codec]:
     found = CODECS[name]
     if not isinstance(found, str):
         return found
-    module, _, kind = found.partition(":")
-    made: Callable[..., Codec] = getattr(import_module(f"hpctrain.compress.{module}"), kind)
+    made: Callable[..., Codec] = imported(f"hpctrain.compress.{found}")
     return made
 
 

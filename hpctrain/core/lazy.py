@@ -18,6 +18,15 @@ from typing import Any
 _IMPORT = re.compile(r"^from (\S+) import \(?\s*(\w+) as", re.MULTILINE)
 
 
+def imported(target: str) -> Any:
+    """Import the module of ``"module:name"``, and return the object of that name.
+
+    For implementations that a table lists by name, of which a program uses few.
+    """
+    module, _, name = target.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
 def exports(
     package: str, file: str
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:

@@ -323,3 +323,32 @@ def _fill_in_zeros(group: Any, parameter: Any, accumulate: Callable[[], None]) -
         return
     if whole.grad is None and parameter.unsharded_accumulated_grad is None:
         whole.grad = torch.zeros_like(whole)
+
+
+def gather_asynchronously(unit: Any) -> None:
+    """Let FSDP2 gather the parameters of a module on a CPU without waiting for them."""
+    unit._set_unshard_async_op(async_op=True)
+
+
+def drop_gathered(unit: Any) -> None:
+    """Drop parameters of an FSDP2 module that were gathered ahead and not used."""
+    group = unit._get_fsdp_state()._fsdp_param_group
+    if group is not None and group._all_gather_result is not None:
+        group.wait_for_unshard()
+        unit.reshard()
+
+
+def flattened(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """Return the axes of a mesh as one axis. Collective at the first call for a mesh."""
+    return mesh._flatten(name)
+
+
+def as_own_tensor(tensor: Tensor) -> Tensor:
+    """Return a tensor that is no view; a copy of a view."""
+    return tensor.clone() if tensor._is_view() else tensor
+
+
+def move_to_front(module: nn.Module, handle: Any) -> None:
+    """Make a forward pre-hook the first one of its module."""
+    hooks: Any = module._forward_pre_hooks
+    hooks.move_to_end(handle.id, last=False)

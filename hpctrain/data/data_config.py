@@ -6,6 +6,9 @@ from typing import Any, ClassVar, Literal
 
 from hpctrain.core.checks import CheckedFields, Count, Decay, Number, Positive, require
 
+WORKER_TIMEOUT_S = 300.0
+"""Time limit of a worker for a batch; ranks that wait for it give up after 600 s."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig(CheckedFields):
@@ -35,7 +38,7 @@ class DataConfig(CheckedFields):
     their order is chance."""
     workers: Count = 0
     """Processes on each rank that transform; 0 does it in threads."""
-    worker_timeout_s: Positive = 300.0
+    worker_timeout_s: Positive = WORKER_TIMEOUT_S
     """Seconds that a worker may take for a batch before all ranks end with its stack; inf for
     ever."""
     prefetch: Number = 4

@@ -6,12 +6,16 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
+from hpctrain.core.lazy import imported
+from hpctrain.data.data_config import WORKER_TIMEOUT_S
 from hpctrain.data.samples import Batch, Columns, Indices, Ragged, Samples, Values
 from hpctrain.data.steps import Division, Skipped, Steps
 from hpctrain.data.transform import ThreadDraws, Transform, apply
-from hpctrain.data.workers.pool import TIMEOUT_S, DecodePool
+
+if TYPE_CHECKING:
+    from hpctrain.data.workers.pool import DecodePool
 
 T = TypeVar("T")
 
@@ -28,7 +32,7 @@ class Reading(Division):
     threads: int = 4  # how many steps are read at the same time
     prefetch: int = 4  # batches read ahead; more for more ``workers``
     workers: int = 0  # processes that read and transform, for a transform that holds Python's lock
-    worker_timeout_s: float = TIMEOUT_S
+    worker_timeout_s: float = WORKER_TIMEOUT_S
     """How long a worker may take for a batch, ``inf`` for no limit. One that takes longer is
     ended, and the error names what it was doing. Less than ``HPCTRAIN_TIMEOUT``, after which the
     other ranks fail."""
@@ -37,7 +41,7 @@ class Reading(Division):
     """Samples of different lengths come as ``Ragged``, or as a tensor filled up with zeros and a
     field ``<field>_lengths``."""
     _draws: ThreadDraws = field(default_factory=ThreadDraws, init=False, repr=False)
-    _pool: DecodePool | None = field(default=None, init=False, repr=False)
+    _pool: "DecodePool | None" = field(default=None, init=False, repr=False)
 
     def close(self) -> None:
         """End the worker processes, if there are any; the next pass starts new ones."""
@@ -50,7 +54,7 @@ class Reading(Division):
     ) -> AbstractContextManager[Iterator[Batch | Exception]]:
         """Begin to read the batches of ``steps`` ahead: each one, or what prevents it."""
         if self.workers and self._pool is None:
-            self._pool = DecodePool(
+            self._pool = imported("hpctrain.data.workers.pool:DecodePool")(
                 self.dataset,
                 self.transform,
                 self.workers,

@@ -16,8 +16,7 @@ from hpctrain.core.units import GIB
 from hpctrain.data.mixture import Mixture
 from hpctrain.data.order.order import Order, Sequential, global_order
 from hpctrain.data.order.window import WindowOrder, WindowShape
-from hpctrain.data.samples import Indices, Samples
-from hpctrain.data.tools.verify import merged
+from hpctrain.data.samples import Indices, Samples, merged
 
 OrderName = Literal["auto", "global", "window", "sequential"]
 

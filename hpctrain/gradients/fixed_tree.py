@@ -6,8 +6,7 @@ they allow; what is left are the largest whole nodes of its range, at most 2 log
 """
 
 import hashlib
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -239,14 +238,6 @@ def _present(values: Sequence[Tensor | None]) -> list[Tensor]:
 
 def _nothing(entry: int, level: int) -> Tensor:
     raise AssertionError(f"entry {entry} of a node of level {level} has no value")
-
-
-def exact_sum(values: Iterable[float]) -> float:
-    """Return the sum, rounded once; NaN where it has none, as of two infinities or beyond all."""
-    try:
-        return math.fsum(values)
-    except (OverflowError, ValueError):
-        return math.nan
 
 
 def arithmetic(num_threads: int) -> dict[str, str]:

@@ -36,7 +36,7 @@ from hpctrain.gradients.step_counter import steps_over
 from hpctrain.negotiation.request import Adasum, Average, ReduceOp, Sum
 from hpctrain.runtime import world
 from hpctrain.runtime.process_sets import ProcessSet, global_process_set
-from hpctrain.runtime.rebuild import Stage
+from hpctrain.runtime.rebuild import RebuildStage
 
 
 def DistributedOptimizer(  # noqa: N802, PLR0913, PLR0917 - Horovod's name and arguments
@@ -388,7 +388,7 @@ def _let_move(exchange: OptimizerExchange) -> None:
             moved.rebind(here.comm, here.plan)
             _let_move(moved)
 
-    world.current().rebuild.register(Stage.HOLDERS, move=move)
+    world.current().rebuild.register(RebuildStage.HOLDERS, move=move)
 
 
 def _groups(num_groups: int, groups: Groups | None) -> Groups | None:

@@ -4,7 +4,7 @@ import functools
 import operator
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from hpctrain.comm.agreement import raise_if_any, require_equal
 from hpctrain.comm.communicator import Communicator
+from hpctrain.comm.norms import exact_sum
 from hpctrain.core.errors import ConfigError, DataError, MismatchError
 from hpctrain.core.logs import logger
 from hpctrain.core.units import by_rank
@@ -25,7 +26,6 @@ from hpctrain.gradients.fixed_tree import (
     Node,
     aligned_part,
     arithmetic,
-    exact_sum,
     num_samples_of,
     own_micro_shards,
     push,
@@ -34,90 +34,7 @@ from hpctrain.gradients.fixed_tree import (
     sum_over_ranks,
 )
 from hpctrain.gradients.optimizer import DistributedMethods
-
-
-class StepValues:
-    """The gradients of some parameters and the buffers of their model, in one row of entries.
-
-    Every pass begins with the buffers of the start of the step, of which there are copies.
-    """
-
-    def __init__(self, model: nn.Module, parameters: Sequence[Parameter] = ()) -> None:
-        """Forget all gradients, and keep copies of all buffers."""
-        found: dict[int, tuple[nn.Module, str, Tensor]] = {}
-        for module in model.modules():
-            for name, buffer in module.named_buffers(recurse=False):
-                found.setdefault(id(buffer), (module, name, buffer))
-        self._parameters, self._places = parameters, list(found.values())
-        self._start = [buffer.detach().clone() for _, _, buffer in self._places]
-        for parameter in parameters:
-            parameter.grad = None
-
-    def __len__(self) -> int:
-        """Return the number of entries."""
-        return len(self._parameters) + len(self._places)
-
-    def take(self) -> tuple[list[Tensor | None], dict[int, Tensor]]:
-        """Take what forward and backward of a micro-shard have left, and put the buffers back.
-
-        Entry by entry, in memory that nobody else has: gradients, and changed buffers that have a
-        mean; None for all else. Then the changed buffers that have none, by entry.
-        """
-        values: list[Tensor | None] = []
-        memories: set[int] = set()
-        for parameter in self._parameters:
-            gradient, parameter.grad = parameter.grad, None
-            if gradient is not None:
-                gradient = gradient.to_dense() if gradient.is_sparse else gradient
-                memory = gradient.untyped_storage().data_ptr()
-                if memory in memories:  # autograd may hand out two views of one tensor
-                    gradient = gradient.clone()
-                memories.add(memory)
-            values.append(gradient)
-        counters = {}
-        for (module, name, _), start in zip(self._places, self._start, strict=True):
-            now, entry = getattr(module, name).detach(), len(values)
-            # By value: batch_norm changes its statistics without a new version of the tensor.
-            changed = None if torch.equal(now, start) else now.clone()
-            has_mean = start.is_floating_point() or start.is_complex()
-            values.append(changed if has_mean else None)
-            if changed is not None:
-                self._put(entry, start)
-                if not has_mean:
-                    counters[entry] = changed
-        return values, counters
-
-    @torch.no_grad()
-    def put_back(self) -> None:
-        """Give all buffers what they held at the start of the step."""
-        for entry, start in enumerate(self._start, len(self._parameters)):
-            self._put(entry, start)
-
-    def absent(self, entry: int, level: int) -> Tensor:
-        """Return what 2^level micro-shards without a value sum to: no gradient, an old buffer."""
-        if entry < len(self._parameters):
-            return torch.zeros_like(self._parameters[entry])
-        return self._start[entry - len(self._parameters)].mul(2**level)
-
-    def settle(
-        self, sums: Sequence[Tensor | None], scale: float, counters: Mapping[int, Tensor]
-    ) -> None:
-        """Give parameters and buffers the sums times ``scale``; other buffers ``counters``."""
-        for entry, total in enumerate(sums):
-            if total is not None:
-                self._put(entry, total.mul_(scale))
-        for entry, counter in counters.items():
-            self._put(entry, counter)
-
-    def _put(self, entry: int, value: Tensor) -> None:
-        """Give an entry a value; a pass may have put another tensor into a buffer's place."""
-        if entry < len(self._parameters):
-            self._parameters[entry].grad = value
-            return
-        module, name, buffer = self._places[entry - len(self._parameters)]
-        buffer.detach().copy_(value)
-        if getattr(module, name) is not buffer:
-            setattr(module, name, buffer)
+from hpctrain.gradients.step_values import StepValues
 
 
 @dataclass(slots=True)

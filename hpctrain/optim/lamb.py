@@ -78,8 +78,9 @@ class LAMB(AdaptiveOptimizer):
         is_range = phi is None or (len(phi) == 2 and 0 <= phi[0] <= phi[1] and phi[1] > 0)
         require(is_range, "phi must be a least and a largest norm, from 0 on, or None", phi)
 
-    def state_names(self, group: Mapping[str, Any]) -> Sequence[str]:  # noqa: ARG002
+    def state_names(self, group: Mapping[str, Any]) -> Sequence[str]:
         """Name the moments as ``torch.optim.Adam`` does."""
+        del group
         return "step", "exp_avg", "exp_avg_sq"
 
     def update(

@@ -1,4 +1,4 @@
-from hpctrain.parallel.context import context_attention as context_attention
+from hpctrain.parallel.context_attention import context_attention as context_attention
 from hpctrain.parallel.mesh import build_mesh as build_mesh
 from hpctrain.parallel.mesh import gradient_mesh as gradient_mesh
 from hpctrain.parallel.mesh import hybrid_mesh as hybrid_mesh

@@ -2,14 +2,13 @@
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -20,12 +19,11 @@ from torch.utils._pytree import tree_leaves
 from hpctrain.core import logs
 from hpctrain.core.config import Settings
 from hpctrain.core.errors import MismatchError, ReplicaError
-from hpctrain.core.torch_compat import call_after_backward, graph_task_id
+from hpctrain.core.torch_compat import call_after_backward, graph_task_id, move_to_front
 from hpctrain.gradients.weight_sample import WeightSample
-from hpctrain.parallel.guard_axes import Axis, Layout, difference, gathered, maxima
+from hpctrain.parallel.guard_axes import Axis, GuardLayout, difference, gathered, maxima
 from hpctrain.parallel.guard_facts import (
     NOTHING,
-    Named,
     bounds_of,
     crc,
     differ,
@@ -39,6 +37,7 @@ from hpctrain.parallel.guard_facts import (
     texts,
     writes_of,
 )
+from hpctrain.parallel.guard_layout import LayoutFinder
 from hpctrain.parallel.last_step import LastStep
 
 FORWARD, EVALUATION, STEP = 0, 1, 2
@@ -72,9 +71,6 @@ _HEAD = 4  # words before the facts: a fault, ``is_new``, a number of one axis a
 _SAME = ("trained", "settings", "gradients", "writes")
 """Of ranks that have the same parameters, or parts of them. They come last, before flags."""
 
-# An object of its own: a stage without parameters has an equal layout, and compares, too.
-_UNKNOWN = Layout((), (), ())
-
 Shared = Sequence[tuple[str, nn.Parameter | None]]
 """Each weight that several stages have: name and parameter, which is None on other ranks."""
 
@@ -82,7 +78,7 @@ Shared = Sequence[tuple[str, nn.Parameter | None]]
 class Guard:
     """Compares what ranks do with a model, before each forward in training and each step.
 
-    The axes are the axes of the meshes of DTensors, ``replicas``, and ``stages``. A comparison is
+    The axes are those of the meshes of DTensors, of replicas, and of ``stages``. A comparison is
     an all-reduce of some 20 numbers along each axis.
     """
 
@@ -94,22 +90,16 @@ class Guard:
         shared: Callable[[], Shared] = lambda: (),
     ) -> None:
         """Watch a model, and every optimizer of its parameters."""
-        self.replicas: list[tuple[Any, str, bool]] = []
-        """Groups that have the same plain parameters: their type of device, and whether their
-        gradients differ until they are averaged before a step."""
         self.num_flags = 0  # numbers that every ``compare`` takes the maximum of
         self.do_all_step = True
         """Whether each rank of a pipeline has parameters to step, and compares before steps."""
-        self._model, self._stages, self._shared = weakref.ref(model), stages, shared
+        self._model, self._shared = weakref.ref(model), shared
+        self._layouts = LayoutFinder(model, stages)
         self._check_weights = Settings.from_env().check_weights
         self._numbers = weakref.WeakKeyDictionary[Optimizer, tuple[int, int]]()
-        self._are_uniform: dict[
-            int, bool
-        ] = {}  # of an optimizer: whether stages began with the same
+        self._are_uniform = dict[int, bool]()  # of an optimizer: whether stages began equally
         self._num_steps, self._is_queued = 0, False
         self._taken = Counter[int]()  # steps of each optimizer since the last forward
-        self._groups: dict[tuple[int, ...], tuple[Any, str]] = {}
-        """Group and type of device of all DTensors so far, by ranks."""
         self._last = last = LastStep(shared, self._taken, self._are_uniform)
         self.refresh()
         self._handles: list[Any] = [
@@ -132,14 +122,21 @@ class Guard:
 
     def refresh(self) -> None:
         """Find the parameters again: the model has other modules."""
-        self._modules: list[tuple[str, nn.Module]] = []
-        self._layout = _UNKNOWN
+        self._layouts.refresh()
         self._samples: dict[Any, tuple[list[Tensor], WeightSample]] = {}
 
+    def add_replicas(self, groups: Iterable[Any], device: str, *, is_averaged: bool) -> None:
+        """Compare also along groups of ranks with the same plain parameters.
+
+        ``is_averaged`` is whether their gradients differ until they are averaged before a step.
+        """
+        self._layouts.replicas += [(group, device, is_averaged) for group in groups]
+        self.refresh()
+
     def mark(self) -> None:
-        """Note that backward, or an average over ``replicas``, has left the gradients."""
+        """Note that backward, or an average over replicas, has left the gradients."""
         self._is_queued = False
-        mark([p for _, p in self._now().named])
+        mark([p for _, p in self._layouts.now().named])
 
     def compare(
         self,
@@ -166,20 +163,24 @@ class Guard:
             ReplicaError: replicated parameters have different values.
             MismatchError: the ranks differ in something else.
         """
-        layout = self._now()
+        layout = self._layouts.now()
         self._count(what)
         facts = self._facts(what, optimizer, layout)
         tail = [*flags, *[0] * (self.num_flags - len(flags))]
         compares = what < STEP or (self.do_all_step and self._taken.total() == 1)
-        words, batch_differs = self._compared(facts, what, [is_new, *tail], batch, compares)
+        words, batch_differs = self._compared(
+            facts, what, [is_new, *tail], batch, compares=compares
+        )
         if _FAULTS[words[0]] == "gradients" and self._is_clamp():
             facts["gradients"] = None
-            words, batch_differs = self._compared(facts, what, [is_new, *tail], batch, compares)
+            words, batch_differs = self._compared(
+                facts, what, [is_new, *tail], batch, compares=compares
+            )
         if words[0]:
             self._raise(_FAULTS[words[0]], what, optimizer)
         if what < STEP:
             self._taken.clear()
-        elif self._stages is not None and compares:
+        elif self._layouts.has_stages and compares:
             self._are_uniform.setdefault(what - STEP, True)
         if optimizer is not None and self._check_weights != "off":
             self._last.begin(layout, optimizer, what - STEP)
@@ -192,10 +193,11 @@ class Guard:
         what: int,
         flags: Sequence[int],
         batch: int | None,
-        compares: bool,  # noqa: FBT001 - of the stages
+        *,
+        compares: bool,
     ) -> tuple[list[int], bool]:
         """Return the words of all ranks and whether ``batch`` differs. Collective."""
-        layout = self._layout
+        layout = self._layouts.layout
         words = [0, flags[0], *pairs([None, *facts.values()]), *flags[1:]]
         for axis in layout.in_order():
             own = self._checksum(axis, what)
@@ -214,7 +216,7 @@ class Guard:
 
         It may change the largest element of the part of one rank and of no other.
         """
-        layout = self._layout
+        layout = self._layouts.layout
         bounds = bounds_of([p for _, p in layout.watched])
         for axis in layout.in_order():
             bounds = bounds.to(axis.device)
@@ -254,7 +256,7 @@ class Guard:
         return words
 
     def _facts(
-        self, what: int, optimizer: Optimizer | None, layout: Layout
+        self, what: int, optimizer: Optimizer | None, layout: GuardLayout
     ) -> dict[str, int | None]:
         """Return the numbers that must be equal, None for any; ``_SAME`` come last."""
         settings = crc(settings_of(optimizer)) if optimizer else None
@@ -270,10 +272,10 @@ class Guard:
             "writes": crc(writes_of(layout.watched)),
         }
 
-    def _pattern(self, layout: Layout, what: int) -> int | None:
+    def _pattern(self, layout: GuardLayout, what: int) -> int | None:
         """Return the state of all gradients of this stage; None where they have several."""
         is_too_early = what < STEP and any(axis.is_averaged for axis in layout.axes)
-        if self._stages is None or is_too_early:
+        if not self._layouts.has_stages or is_too_early:
             return None
         states = {*states_of([p for _, p in layout.named if p.requires_grad])}
         return states.pop() if len(states) == 1 else None
@@ -310,7 +312,7 @@ class Guard:
     def _raise(self, fault: str, what: int, optimizer: Optimizer | None) -> None:
         """Raise on all ranks what the ranks of some axis differ in. Collective."""
         self._last.forget()
-        text, axes = "", self._layout.axes
+        text, axes = "", self._layouts.layout.axes
         for axis in axes:
             if axis.is_stages != (fault in (*_SAME, "contents")) or fault == "what":
                 mine = self._texts(fault, what, optimizer, axis)
@@ -339,64 +341,18 @@ class Guard:
                 for key, value in shared_texts(p, self._num_steps).items()
             }
         is_all = fault in ("trained", "pattern")
-        return texts(fault, self._layout.named if is_all else self._layout.watched, optimizer)
-
-    def _now(self) -> Layout:
-        """Return the current parameters; FSDP replaces them during forward."""
-        named, before = self._named(), self._layout.named
-        is_known = self._layout is not _UNKNOWN and len(named) == len(before)
-        if not is_known or any(p is not q for (_, p), (_, q) in zip(named, before, strict=True)):
-            self._layout = self._laid_out(named)
-        return self._layout
-
-    def _named(self) -> Named:
-        model = self._model()
-        if not self._modules and model is not None:
-            self._modules = [(f"{name}." * bool(name), one) for name, one in model.named_modules()]
-        held = (
-            (prefix + name, p)
-            for prefix, module in self._modules
-            for name, p in module._parameters.items()  # noqa: SLF001 - quicker than named_parameters()
-            if p is not None
+        return texts(
+            fault,
+            self._layouts.layout.named if is_all else self._layouts.layout.watched,
+            optimizer,
         )
-        return list({id(p): (name, p) for name, p in held}.values())
-
-    def _laid_out(self, named: Named) -> Layout:
-        """Find the axes: those with replicas first, so that all ranks learn of differences."""
-        replicated: dict[Any, list[tuple[str, nn.Parameter]]] = {}
-        groups_of: dict[str, set[Any]] = {}
-        for name, p in named:
-            groups_of[name] = set()
-            if not isinstance(p, DTensor):
-                continue
-            for dim, placement in enumerate(p.placements):
-                group = p.device_mesh.get_group(dim)
-                ranks = tuple(dist.get_process_group_ranks(group))
-                groups_of[name].add(ranks)
-                self._groups.setdefault(ranks, (group, p.device_mesh.device_type))
-                if isinstance(placement, Replicate):
-                    replicated.setdefault(ranks, []).append((name, p))
-        axes = [Axis(*group, replicated.get(ranks, ())) for ranks, group in self._groups.items()]
-        axes += [
-            Axis(group, device, named, is_averaged=is_averaged, is_replica=True)
-            for group, device, is_averaged in self.replicas
-        ]
-        axes.sort(key=lambda axis: not axis.replicated)
-        wanted = {*self._groups}
-        watched = [
-            (n, p) for n, p in named if groups_of[n] == wanted and (wanted or self.replicas)
-        ]
-        if self._stages is not None:
-            group, device = self._stages.get_group(), self._stages.device_type
-            axes.append(Axis(group, device, (), is_stages=True))
-        return Layout(named, [a for a in axes if dist.get_world_size(a.group) > 1], watched)
 
     def _number_of(self, optimizer: Optimizer) -> int | None:
         """Return which optimizer of this model it is, in the order of their first steps."""
         count = sum(len(group["params"]) for group in optimizer.param_groups)
         number, before = self._numbers.get(optimizer, (-1, -1))
         if number < 0 and count != before:
-            mine = {id(p) for _, p in self._named()}
+            mine = {id(p) for _, p in self._layouts.named()}
             is_mine = any(
                 id(p) in mine for group in optimizer.param_groups for p in group["params"]
             )
@@ -418,8 +374,7 @@ class Guard:
         if self._model() is not module:  # a copy
             return
         # Before FSDP gathers parameters, though fully_shard() may have come later.
-        hooks: Any = module._forward_pre_hooks  # noqa: SLF001
-        hooks.move_to_end(self._handles[2].id, last=False)
+        move_to_front(module, self._handles[2])
         # Recomputation during backward belongs to a forward that was compared.
         is_backward = graph_task_id() != -1
         if torch.is_grad_enabled() and not is_backward:
@@ -448,13 +403,18 @@ def guarded(model: nn.Module, **options: Any) -> Guard:
     """Return a new guard of a model, in place of the guards of its modules."""
     release(model)
     guard = Guard(model, **options)
-    model._guard = guard  # type: ignore[assignment]  # noqa: SLF001
+    attach(model, guard)
     return guard
+
+
+def attach(model: nn.Module, guard: Guard) -> None:
+    """Let ``guard_of`` return a guard for a model."""
+    vars(model)["_guard"] = guard
 
 
 def guard_of(model: nn.Module) -> Guard:
     """Return the guard of a model."""
-    found: Guard = model._guard  # type: ignore[assignment]  # noqa: SLF001
+    found: Guard = vars(model)["_guard"]
     return found
 
 

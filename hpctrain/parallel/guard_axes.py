@@ -1,4 +1,4 @@
-"""Axes: the groups of ranks along which a guard compares, and what is exchanged along them."""
+"""Axes: the groups of ranks along which a guard compares, and their exchanges."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ class Axis(NamedTuple):
     is_replica: bool = False  # of the whole model: a rank may change its own, as for a test
 
 
-class Layout(NamedTuple):
+class GuardLayout(NamedTuple):
     """Parameters, in the form in which a comparison finds them, and the axes."""
 
     named: Named
@@ -38,7 +38,7 @@ class Layout(NamedTuple):
         """Yield the axes but stages, so that every rank learns of every difference.
 
         Values of replicas are compared along one axis alone, so a difference along a later one
-        goes along the earlier ones once more.
+        is sent along the earlier ones again.
         """
         first = [axis for axis in self.axes if axis.replicated]
         yield from first

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from hpctrain.core.checksum import crc32
-from hpctrain.core.torch_compat import foreach_norm
+from hpctrain.core.torch_compat import foreach_norm, version_of
 from hpctrain.gradients.weight_sample import WeightSample
 
 Named = Sequence[tuple[str, nn.Parameter]]
@@ -26,7 +26,7 @@ def pairs(values: Sequence[int | None]) -> list[int]:
 
 
 def differ(words: Sequence[int]) -> bool:
-    """Return whether the maxima of a pair come from values that differ."""
+    """Return whether the maxima of a pair show that values differ."""
     most, least = words
     return most not in (NOTHING, -least)
 
@@ -63,7 +63,7 @@ def mark(parameters: Sequence[nn.Parameter]) -> None:
     sizes = _sizes(held)
     for gradient in held:
         left = _version(gradient), sizes.get(gradient)
-        gradient._left = left  # type: ignore[attr-defined]  # noqa: SLF001
+        gradient.left_by_backward = left  # type: ignore[attr-defined]
 
 
 def states_of(parameters: Sequence[nn.Parameter]) -> list[int]:
@@ -73,7 +73,7 @@ def states_of(parameters: Sequence[nn.Parameter]) -> list[int]:
     for number, parameter in enumerate(parameters):
         gradient = parameter.grad
         if gradient is not None:
-            version, size = getattr(gradient, "_left", (None, None))
+            version, size = getattr(gradient, "left_by_backward", (None, None))
             is_same = version == _version(gradient)
             found[number] = _SET if version is None else _LEFT if is_same else _CHANGED
             if is_same and size is not None:
@@ -101,7 +101,7 @@ def bounds_of(parameters: Sequence[nn.Parameter]) -> Tensor:
     now = _sizes(gradients)
     rows = torch.full((4, len(parameters)), -torch.inf, dtype=torch.float64)
     for number, (p, state) in enumerate(zip(parameters, states, strict=True)):
-        version, size = getattr(p.grad, "_left", (None, None))
+        version, size = getattr(p.grad, "left_by_backward", (None, None))
         if p.grad is not None and size is not None and version == _version(p.grad):
             is_changed = state == _CHANGED
             rows[int(not is_changed), number] = now[p.grad].cpu() * (-1 if is_changed else 1)
@@ -124,8 +124,8 @@ def is_clamp(bounds: Tensor) -> bool:
 
 def _version(tensor: Tensor) -> int:
     """Return what counts the writes to a tensor; of a divided one only DTensor operations."""
-    here = 0 if is_divided(tensor) or tensor is part(tensor) else part(tensor)._version  # noqa: SLF001
-    return tensor._version + here  # noqa: SLF001
+    own = 0 if is_divided(tensor) or tensor is part(tensor) else version_of(part(tensor))
+    return version_of(tensor) + own
 
 
 def _sizes(gradients: Sequence[Tensor]) -> dict[Tensor, Tensor]:
@@ -156,7 +156,7 @@ def _has_all(tensor: DTensor) -> Iterator[bool]:
 
 def writes_of(named: Named) -> list[int]:
     """Return how often each divided parameter was written to as a whole."""
-    return [p._version for _, p in named if is_divided(p)]  # noqa: SLF001
+    return [version_of(p) for _, p in named if is_divided(p)]
 
 
 def shared_texts(parameter: nn.Parameter, step: int) -> dict[str, str]:
@@ -175,7 +175,7 @@ def texts(fact: str, named: Named, optimizer: Optimizer | None) -> Mapping[str, 
     if fact == "trained":
         return {f"requires_grad of {name}": str(p.requires_grad) for name, p in named}
     if fact == "writes":
-        return {n: f"{p._version} writes" for n, p in named if is_divided(p)}  # noqa: SLF001
+        return {n: f"{version_of(p)} writes" for n, p in named if is_divided(p)}
     if fact == "pattern":
         states = states_of([p for _, p in named if p.requires_grad])
         return {"the gradients": STATES[states[0]]}

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from hpctrain.checkpoint.format.state_hash import is_dense, value_hashes
 from hpctrain.gradients.weight_sample import WeightSample
-from hpctrain.parallel.guard_axes import Axis, Layout
+from hpctrain.parallel.guard_axes import Axis, GuardLayout
 from hpctrain.parallel.guard_facts import part, settings_of
 from hpctrain.runtime import world
 
@@ -41,12 +41,12 @@ class LastStep:
         """Values that optimizers have left, of replicas to which a rank may write alone."""
         self._optimizers = weakref.WeakKeyDictionary[Optimizer, int]()
         self._num_steps = Counter[int]()
-        self._layout: Layout | None = None
+        self._layout: GuardLayout | None = None
         self._states: LastStates | None = None
         self._names: dict[Ranks, str] = {}
 
-    def begin(self, layout: Layout, optimizer: Optimizer, number: int) -> None:
-        """Note that a step begins. Not collective, but the ranks of each axis call it alike."""
+    def begin(self, layout: GuardLayout, optimizer: Optimizer, number: int) -> None:
+        """Record that a step begins. Local, but all ranks of an axis call it."""
         self._optimizers[optimizer] = number
         if layout is self._layout:
             return
@@ -69,7 +69,7 @@ class LastStep:
         self._layout, self._axes = None, {}
 
     def end(self, optimizer: Optimizer) -> None:
-        """Note that a step has left the parameters as they are."""
+        """Record that a step has ended with the present parameters."""
         if optimizer in self._optimizers:
             self._num_steps[self._optimizers[optimizer]] += 1
             for sample in self._samples.values():

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from hpctrain.cluster.topology import Topology
 from hpctrain.comm.agreement import agreed, raise_if_any, require_equal
 from hpctrain.core.errors import ConfigError, TopologyError
-from hpctrain.core.torch_compat import forget_earlier_meshes, unflattened
+from hpctrain.core.torch_compat import flattened, forget_earlier_meshes, unflattened
 from hpctrain.core.units import format_numbers
 from hpctrain.runtime import initialization, world
 
@@ -93,7 +93,7 @@ def gradient_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """
     if mesh["cp"].size() == 1:
         return mesh["dp"]
-    return mesh["dp", "cp"]._flatten("dp_cp")  # noqa: SLF001 - torch has no other name for it
+    return flattened(mesh["dp", "cp"], "dp_cp")
 
 
 def hybrid_mesh(mesh: DeviceMesh | None = None) -> DeviceMesh:

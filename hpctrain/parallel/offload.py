@@ -19,6 +19,7 @@ from hpctrain.core.libc import advise_memory, file_system_magic, trim_heap
 from hpctrain.core.paths import absolute
 from hpctrain.core.units import MIB, format_bytes
 from hpctrain.gradients.elementwise import PieceStep
+from hpctrain.parallel.guard_facts import part
 
 BUCKET_ELEMENTS = 2 * MIB
 """Elements of parameters that are stepped at once."""
@@ -83,7 +84,8 @@ class FileState:
         for number, group in enumerate(self._optimizer.param_groups):
             for p in group["params"]:
                 # Not to_local(), which wraps it: torch's FSDP looks for the memory of this one.
-                local, whole = p._local_tensor, next(slots)  # noqa: SLF001
+                local: Any = part(p)
+                whole = next(slots)
                 numel, begin = local.numel(), 0
                 self._slots[p] = {key: slot[:numel] for key, slot in whole.items()}
                 local.set_(self._slots[p][_VALUES].view(local.shape).copy_(local))

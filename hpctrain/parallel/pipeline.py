@@ -4,9 +4,7 @@ import socket
 import statistics
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -15,18 +13,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from hpctrain.core.errors import ConfigError
-from hpctrain.core.torch_compat import can_pipeline, require, without_outputs
-from hpctrain.parallel.guard import EVALUATION, FORWARD, guarded, release
+from hpctrain.core.torch_compat import can_pipeline, require
+from hpctrain.parallel.dtensor import norm_of, whole
+from hpctrain.parallel.guard import EVALUATION, FORWARD, attach, guarded, release
 from hpctrain.parallel.mesh import require_one_axis
-from hpctrain.parallel.parts import digest, form_of, gathered, local, norm_of, require_alike, whole
-from hpctrain.parallel.split import Chain, cut, layers_of, seconds_of, shared_between
-from hpctrain.parallel.stage import (
-    TWO_HALVES,
-    Stage,
-    check_microbatches,
-    checked,
-    rank_of_stage,
-)
+from hpctrain.parallel.mesh_agreement import digest, gathered, require_identical, signature_of
+from hpctrain.parallel.split import Chain, cut, layers_of, seconds_of
+from hpctrain.parallel.stage import PipelineSchedule
+from hpctrain.parallel.tied_weights import TiedWeights
 
 SAME = "make the same on every rank"
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -44,7 +38,7 @@ class Pipeline:
     (1F1B, interleaved); Qi et al. 2024, arXiv:2401.10241 (zero bubble).
     """
 
-    def __init__(  # noqa: PLR0913 - what a pipeline is made of; all but the first three by name
+    def __init__(  # noqa: PLR0913 - all but the first three by name
         self,
         model: nn.Module,
         mesh: DeviceMesh,
@@ -84,117 +78,50 @@ class Pipeline:
         """
         require_one_axis(mesh, "pp")
         require("a pipeline", can_pipeline, "2.7")
-        self._mesh, self._group, self._size = mesh, mesh.get_group(), mesh.size()
+        self._mesh, self._group = mesh, mesh.get_group()
         asked = f"{schedule=}, {num_microbatches=}, {stages_per_rank=}, layers={[*layers]}"
         first = f"sample {None if sample is None else (tuple(sample.shape), sample.dtype)}"
-        require_alike(mesh, [asked, first, *form_of(model)], "a pipeline", SAME)
-        self._make, per_rank = checked(schedule, stages_per_rank, model)
-        chain, total = layers_of(model, layers), per_rank * self._size
-        check_microbatches(num_microbatches, self._size, schedule)
-        self._halves = schedule in TWO_HALVES
-        self._rank_of = [rank_of_stage(stage, self._size, schedule) for stage in range(total)]
+        require_identical(mesh, [asked, first, *signature_of(model)], "a pipeline", SAME)
+        self._loss = loss
+        self._schedule = PipelineSchedule(
+            schedule, mesh.size(), stages_per_rank, num_microbatches, model
+        )
+        chain, rank_of = layers_of(model, layers), self._schedule.rank_of
         costs = _agreed_costs([layer for _, layer in chain], sample)
-        self.split = cut(costs, total)
+        self.split = cut(costs, len(rank_of))
         """Layers of each stage, by their numbers."""
-        self._loss, self._num_microbatches = loss, num_microbatches
-        self._wrap = wrap or (lambda stage: stage)
         self._device = next(model.parameters()).device
-        self._shared, self._groups = shared_between(chain), dict[tuple[int, ...], Any]()
         release(model)
-        self.model = Chain([])
-        self._guard = guarded(self.model, stages=mesh, shared=self._shared_weights)
-        self._place({n: chain[n] for stage in self._mine() for n in self.split[stage]})
-
-    def _mine(self) -> list[int]:
-        """Return the stages of this rank."""
-        number = self._mesh.get_local_rank()
-        return [stage for stage, rank in enumerate(self._rank_of) if rank == number]
-
-    def _place(self, layers: Mapping[int, tuple[str, nn.Module]]) -> None:
-        """Make the stages of this rank from its layers. Collective over all ranks."""
-        total, mine = len(self._rank_of), self._mine()
-        self.model.fill([layers[number] for number in sorted(layers)])
-        self._tie()
-        self._chains = [Chain([layers[number] for number in self.split[stage]]) for stage in mine]
-        wrapped = [self._wrap(chain) for chain in self._chains]
-        self._stages = [
-            Stage(one, stage, total, self._device, group=self._group)
-            for stage, one in zip(mine, wrapped, strict=True)
-        ]
-        self._watch(wrapped)
-        for stage_of_rank in self._stages:
-            stage_of_rank.halves = self._halves
+        self._place(chain, wrap)
         self._seconds = 0.0
         self._learnt: object = None
 
-    def _watch(self, wrapped: Sequence[nn.Module]) -> None:
-        """Let one guard compare what ranks do with all stages, and with replicas of them."""
+    def _place(self, chain: Sequence[tuple[str, nn.Module]], wrap: Wrap | None) -> None:
+        """Make the stages of this rank. Collective over all ranks."""
+        rank_of, mesh = self._schedule.rank_of, self._mesh
+        mine = [stage for stage, rank in enumerate(rank_of) if rank == mesh.get_local_rank()]
+        parts = {stage: [chain[number] for number in self.split[stage]] for stage in mine}
+        self.model = Chain([layer for stage in sorted(parts) for layer in parts[stage]])
+        ranks = zip(rank_of, self.split, strict=True)
+        rank_of_layer = {layer: rank for rank, part in ranks for layer in part}
+        self._tied = TiedWeights(chain, rank_of_layer, mesh, self.model)
+        self._guard = guarded(self.model, stages=mesh, shared=self._tied.shared)
+        chains = {stage: Chain(layers) for stage, layers in parts.items()}
+        wrapped = {stage: wrap(part) if wrap else part for stage, part in chains.items()}
+        self._stages = self._schedule.make_stages(wrapped, self._device, self._group)
+        self._watch([*chains.values()], [*wrapped.values()])
+
+    def _watch(self, chains: Sequence[nn.Module], wrapped: Sequence[nn.Module]) -> None:
+        """Let one guard compare the calls of ranks for all stages, and for their replicas."""
         guard = self._guard
-        for chain in self._chains:
+        for chain in chains:
             guard.num_flags = max(guard.num_flags, release(chain))
-            chain._guard = guard  # type: ignore[assignment]  # noqa: SLF001
+            attach(chain, guard)
         groups = {one.process_group for one in wrapped if isinstance(one, DistributedDataParallel)}
-        guard.replicas = [(group, self._device.type, False) for group in groups]
-        guard.refresh()
-
-    def _shared_weights(self) -> list[tuple[str, nn.Parameter | None]]:
-        """Return the weights of several stages, by one of their names, and those that are here."""
-        here = dict(self.model.named_parameters(remove_duplicate=False))
-        tied = dict(self._tied)
-        return [
-            (places[0][1], next((here[name] for _, name in places if name in tied), None))
-            for places in self._shared
-        ]
-
-    def _learn(self) -> None:
-        """Let torch ask anew what stages hand on, and who trains. Collective over the axis.
-
-        Raises ``ConfigError``: a weight of several stages is trained by some; on every rank.
-        """
-        named = self.model.named_parameters(remove_duplicate=False)
-        found = gathered({name: p.requires_grad for name, p in named}, self._mesh)
-        trained = {name: trains for of_rank in found for name, trains in of_rank.items()}
-        self._guard.do_all_step = all(any(of_rank.values()) for of_rank in found)
-        for places in self._shared:
-            if len({trained[name] for _, name in places}) > 1:
-                words = (f"{name} {('frozen', 'trained')[trained[name]]}" for _, name in places)
-                raise ConfigError(
-                    f"a weight of several stages is trained by all or by none, got "
-                    f"{', '.join(words)}; set requires_grad alike"
-                )
-        given: Any = self._stages if len(self._stages) > 1 else self._stages[0]
-        # Not by torch, which would divide what earlier batches have left, too.
-        num, loss = self._num_microbatches, self._loss
-        share = lambda out, target: loss(out, target) / num  # noqa: E731
-        schedule = self._make(given, num, loss_fn=share, scale_grads=False)
-        runs = {"step": schedule.step, "eval": schedule.eval}
-        self._runs = {what: partial(run, **without_outputs(run)) for what, run in runs.items()}
-
-    def _tie(self) -> None:
-        """Find the weights that stages of several ranks have. Collective over them."""
-        self._tied: list[tuple[str, Any]] = []
-        self._counted_elsewhere: set[str] = set()
-        ranks, mine = dist.get_process_group_ranks(self._group), self._mesh.get_local_rank()
-        rank_of = self._ranks_of_layers(self.split)
-        for places in self._shared:
-            name_on = {rank_of[layer]: name for layer, name in reversed(places)}
-            if mine not in name_on or len(name_on) == 1:
-                continue
-            members = tuple(sorted(ranks[rank] for rank in name_on))
-            if members not in self._groups:
-                made = dist.new_group([*members], use_local_synchronization=True)
-                self._groups[members] = made
-            self._tied.append((name_on[mine], self._groups[members]))
-            if mine != min(name_on):
-                self._counted_elsewhere.add(name_on[mine])
-
-    def _ranks_of_layers(self, split: Sequence[range]) -> dict[int, int]:
-        return {
-            layer: rank for rank, part in zip(self._rank_of, split, strict=True) for layer in part
-        }
+        guard.add_replicas(groups, self._device.type, is_averaged=False)
 
     def step(self, given: Tensor, target: Tensor) -> Tensor:
-        """Calculate gradients of a batch, which add to those there are. Collective over the axis.
+        """Compute gradients of a batch, and add them to existing ones. Collective over the axis.
 
         All ranks of the axis give the same batch; gradients of tied weights are summed. Between
         two steps batches may change their size, and parameters their ``requires_grad``. With
@@ -215,16 +142,16 @@ class Pipeline:
                 gradients, weights and settings since; on every rank of the axis.
         """
         self._check_batch(given, target, FORWARD)
-        kept = self._take_tied_gradients()
+        self._tied.begin_step()
         loss = self._run("step", given, target)
-        self._sum_tied_gradients(kept)
+        self._tied.end_step()
         self._guard.mark()
         return loss
 
     def evaluate(self, given: Tensor, target: Tensor) -> Tensor:
         """Return the mean loss of a batch, without gradients. Collective over the axis.
 
-        What is given, returned and raised is that of ``step``.
+        Arguments, result and errors are those of ``step``.
         """
         self._check_batch(given, target, EVALUATION)
         with torch.no_grad():
@@ -238,12 +165,12 @@ class Pipeline:
         inputs = (given.contiguous(),) if self._stages[0].is_first else ()
         told = target if self._stages[-1].is_last else None
         start = time.perf_counter()
-        self._runs[what](*inputs, target=told, losses=losses)
+        self._schedule.run(what, *inputs, target=told, losses=losses)
         self._seconds = time.perf_counter() - start
         mean = torch.zeros((), dtype=torch.float64)
         if losses:
             mean = torch.stack([whole(loss.detach()) for loss in losses]).sum().to(mean)
-        source = dist.get_process_group_ranks(self._group)[self._rank_of[-1]]
+        source = dist.get_process_group_ranks(self._group)[self._schedule.rank_of[-1]]
         dist.broadcast(mean, source, group=self._group)
         return mean
 
@@ -256,41 +183,22 @@ class Pipeline:
         is_new, differs = self._guard.compare(what, batch=mine, is_new=now != self._learnt)
         if differs:
             way_out = "divide data among the ranks of dp alone"
-            require_alike(self._mesh, lines, "a batch of a pipeline", way_out)
+            require_identical(self._mesh, lines, "a batch of a pipeline", way_out)
         if len(given) != len(target):
             raise ConfigError(
                 f"a batch has a target for each sample, got {len(given)} samples and "
                 f"{len(target)} targets; give as many"
             )
-        if len(given) % self._num_microbatches:
+        num = self._schedule.num_microbatches
+        if len(given) % num:
             raise ConfigError(
-                f"{self._num_microbatches} micro-batches must divide a batch, got {len(given)} "
-                f"samples; take a multiple"
+                f"{num} micro-batches must divide a batch, got {len(given)} samples; use a "
+                f"multiple of {num}"
             )
         if is_new:
-            self._learn()
+            self._guard.do_all_step = self._tied.check_trained()
+            self._schedule.prepare(self._stages, self._loss)
             self._learnt = now
-
-    def _take_tied_gradients(self) -> list[Tensor | None]:
-        """Set aside what earlier steps have summed already."""
-        kept = []
-        for name, _ in self._tied:
-            parameter = self.model.get_parameter(name)
-            kept.append(parameter.grad)
-            parameter.grad = None
-        return kept
-
-    def _sum_tied_gradients(self, kept: Sequence[Tensor | None]) -> None:
-        for (name, group), before in zip(self._tied, kept, strict=True):
-            parameter = self.model.get_parameter(name)
-            if not parameter.requires_grad:  # nor is it on other ranks
-                parameter.grad = before
-                continue
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            dist.all_reduce(local(parameter.grad), group=group)
-            if before is not None:
-                parameter.grad += before
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the gradients of all stages so that their norm is ``max_norm`` at most.
@@ -300,9 +208,7 @@ class Pipeline:
         Returns:
             The norm before, on every rank.
         """
-        named = self.model.named_parameters()
-        mine = (p.grad for name, p in named if name not in self._counted_elsewhere)
-        norm = norm_of(gradient for gradient in mine if gradient is not None)
+        norm = norm_of(p.grad for p in self._tied.counted() if p.grad is not None)
         total = norm.to("cpu", torch.float64).square()
         dist.all_reduce(total, group=self._group)
         norm = total.sqrt()
@@ -315,7 +221,7 @@ class Pipeline:
         return sum(stage.most_in_flight for stage in self._stages)
 
     def report(self) -> str:
-        """Say where the time of the last step went. Collective over the axis.
+        """Describe where the last step spent its time. Collective over the axis.
 
         Returns:
             The bubble, which is the share of the step in which ranks wait for each other, beside
@@ -329,9 +235,10 @@ class Pipeline:
         here = dist.get_rank(), socket.gethostname()
         found = gathered((mine, self._seconds, here), self._mesh)
         busy = [seconds for seconds, _, _ in found]
-        # Ranks leave a step one after the other: the last one says how long it took.
-        bubble = 1 - sum(busy) / (self._size * max(seconds for _, seconds, _ in found))
-        ideal = (self._size - 1) / (self._num_microbatches + self._size - 1)
+        # Ranks leave a step one after the other: the longest time is that of the step.
+        size = self._mesh.size()
+        bubble = 1 - sum(busy) / (size * max(seconds for _, seconds, _ in found))
+        ideal = (size - 1) / (self._schedule.num_microbatches + size - 1)
         return (
             f"bubble {bubble:.3f}, (P - 1) / (M + P - 1) is {ideal:.3f}; "
             f"{_against_others(busy, [place for _, _, place in found])}"
@@ -339,7 +246,7 @@ class Pipeline:
 
 
 def _agreed_costs(layers: Sequence[nn.Module], sample: Tensor | None) -> list[float]:
-    """Return what each layer costs, the mean of what all ranks have measured. Collective."""
+    """Return the cost of each layer, the mean of the times of all ranks. Collective."""
     if sample is None:
         return [1.0 + sum(p.numel() for p in layer.parameters()) for layer in layers]
     found = gathered(seconds_of(layers, sample))

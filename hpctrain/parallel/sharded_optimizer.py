@@ -12,9 +12,10 @@ from torch.optim import Optimizer
 
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.torch_compat import average_unused_parameters
+from hpctrain.parallel.dtensor import clip_grad_norm_, local
 from hpctrain.parallel.guard import guard_of
 from hpctrain.parallel.offload import FileState
-from hpctrain.parallel.parts import clip_grad_norm_, local, places_of
+from hpctrain.parallel.split import places_of
 
 
 class ShardedOptimizer(Optimizer):
@@ -47,19 +48,19 @@ class ShardedOptimizer(Optimizer):
             gradients.sync(is_last=True)
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's own
-        """Forget the gradients; see ``torch.optim.Optimizer.zero_grad``."""
+        """Clear the gradients; see ``torch.optim.Optimizer.zero_grad``."""
         self._gradients.forget()
         super().zero_grad(set_to_none)
 
 
 class Gradients:
-    """Knows which parameters have had a gradient since the last step, on any rank."""
+    """Records which parameters have had a gradient since the last step, on any rank."""
 
     def __init__(self, model: nn.Module, stage: int) -> None:
-        """Look at each parameter while it is whole. Collective.
+        """Hook each parameter while it is gathered. Collective.
 
-        Autograd tells who had a gradient; torch then averages zeros for those that had none, as
-        other ranks may have used them.
+        Autograd reports which parameters had a gradient; torch then averages zeros for the others,
+        as other ranks may have used them.
         """
         self.model, self.stage = cast("Any", model), stage
         self._used: set[str] = set()
@@ -76,7 +77,7 @@ class Gradients:
             unit.reshard()
 
     def sync(self, *, is_last: bool) -> None:
-        """Say whether the next backward is the last one before a step."""
+        """Set whether the next backward is the last one before a step."""
         self.model.set_requires_gradient_sync(is_last or self.stage > 1)
         self.model.set_reshard_after_backward(is_last or self.stage > 2)
 
@@ -93,7 +94,7 @@ class Gradients:
         self._used.add(name)
 
     def forget(self) -> None:
-        """Drop what backward has left, also gradients that are whole."""
+        """Drop all gradients, also those of gathered parameters."""
         self._used.clear()
         for whole in self._whole.values():
             whole.grad = None
@@ -121,15 +122,15 @@ class Gradients:
             if has_any and not is_known:
                 parameter.grad = None
             elif parameter.grad is not None:
-                parameter.grad._is_average = True  # type: ignore[attr-defined]  # noqa: SLF001
+                parameter.grad.is_average = True  # type: ignore[attr-defined]
         self._used.clear()
 
     def _has_gradient(self, name: str, parameter: Tensor) -> bool:
-        """Say whether backward or the program has made it; else it is none, or torch's zeros."""
+        """Return whether backward or the program has made it; else it is None or zeros."""
         gradient = parameter.grad
         if name in self._used or gradient is None:
             return gradient is not None
-        return hasattr(gradient, "_is_average") or bool(local(gradient).any())
+        return hasattr(gradient, "is_average") or bool(local(gradient).any())
 
 
 def before_step(
@@ -142,23 +143,24 @@ def before_step(
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     with torch.enable_grad():
         loss = closure() if closure else None
-    stepping._gradients.settle(stepping)  # noqa: SLF001
-    if stepping._file:  # noqa: SLF001
-        stepping._file.step()  # noqa: SLF001
+    parts = vars(stepping)
+    parts["_gradients"].settle(stepping)
+    if parts["_file"]:
+        parts["_file"].step()
     return args[:1], {"closure": lambda: loss} if closure else {}
 
 
 def after_step(stepped: Any, *_: object) -> None:
-    """End a step of parameters in a file: torch calls this behind ``step()``."""
-    if stepped._file:  # noqa: SLF001
-        stepped._file.end_step()  # noqa: SLF001
+    """End a step of parameters in a file: torch calls this after ``step()``."""
+    if file := vars(stepped)["_file"]:
+        file.end_step()
 
 
 def upgraded(optimizer: Any, gradients: Gradients, file: FileState | None) -> ShardedOptimizer:
     """Give an optimizer its methods."""
     kind = type(optimizer)
     optimizer.__class__ = type(kind.__name__, (ShardedOptimizer, kind), {})
-    optimizer._gradients, optimizer._file = gradients, file  # noqa: SLF001
+    vars(optimizer).update(_gradients=gradients, _file=file)
     optimizer.register_step_pre_hook(before_step)
     optimizer.register_step_post_hook(after_step)
     return cast("ShardedOptimizer", optimizer)

@@ -20,20 +20,20 @@ from torch.optim import Optimizer, Rprop
 
 from hpctrain.comm.agreement import raise_if_any
 from hpctrain.core.errors import ConfigError
-from hpctrain.core.torch_compat import has_cpu_streams, require
+from hpctrain.core.torch_compat import (
+    drop_gathered,
+    gather_asynchronously,
+    has_cpu_streams,
+    require,
+)
 from hpctrain.gradients.elementwise import is_known_as
+from hpctrain.parallel.dtensor import local
 from hpctrain.parallel.guard import guarded
 from hpctrain.parallel.mesh import build_mesh
+from hpctrain.parallel.mesh_agreement import gathered, require_identical, signature_of
 from hpctrain.parallel.offload import FileState
-from hpctrain.parallel.parts import (
-    form_of,
-    gathered,
-    local,
-    names_like,
-    places_of,
-    require_alike,
-)
 from hpctrain.parallel.sharded_optimizer import Gradients, ShardedOptimizer, upgraded
+from hpctrain.parallel.split import names_like, places_of
 
 _MASTER_BYTES = 4
 _LISTS = (nn.ModuleList, nn.ModuleDict)
@@ -125,10 +125,10 @@ def _checked(
         refusal = str(error)
     raise_if_any(gathered(refusal, mesh), ConfigError)
     lines = [f"stage {stage}, compute_dtype {compute_dtype}, layers {layers}, file {bool(file)}"]
-    lines += form_of(model)
+    lines += signature_of(model)
     lines += [" ".join(names[p] for p in group["params"]) for group in optimizer.param_groups]
     way_out = "give all ranks the same"
-    require_alike(mesh, lines, "the model and arguments of shard()", way_out)
+    require_identical(mesh, lines, "the model and arguments of shard()", way_out)
     return units, file
 
 
@@ -159,15 +159,12 @@ def _gather_ahead(model: nn.Module, units: Sequence[nn.Module]) -> None:
     for unit, following in pairwise(sharded[1:]):
         unit.set_modules_to_forward_prefetch([following])
     for unit in sharded:
-        unit._set_unshard_async_op(True)  # noqa: FBT003, SLF001 - there is no public name
+        gather_asynchronously(unit)
 
     def forget(*_: object) -> None:
         """Drop what a pass has left out: it would be old in the next."""
         for unit in sharded:
-            group = unit._get_fsdp_state()._fsdp_param_group  # noqa: SLF001
-            if group is not None and group._all_gather_result is not None:  # noqa: SLF001
-                group.wait_for_unshard()
-                unit.reshard()
+            drop_gathered(unit)
 
     model.register_forward_hook(forget, always_call=True)
 

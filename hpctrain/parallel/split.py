@@ -1,22 +1,24 @@
-"""How a chain of layers is cut into the stages of a pipeline."""
+"""Selection of modules by name, and division of a chain of layers into pipeline stages."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor, nn
 
 from hpctrain.core.errors import ConfigError
-from hpctrain.parallel.parts import names_like
+from hpctrain.core.target import hint
 
 
 class Chain(nn.Module):
     """Layers that take what the one before returns, under the names that they have in a model."""
 
     def __init__(self, layers: Sequence[tuple[str, nn.Module]]) -> None:
-        """Take names and modules in the order of forward."""
+        """Keep names and modules in the order of forward."""
         super().__init__()
         self.fill(layers)
 
@@ -44,6 +46,34 @@ class Chain(nn.Module):
                     f"{name}; return what the next layer takes, or join both into one layer"
                 )
         return given
+
+
+def names_like(pattern: str, names: Iterable[str], *, same_depth: bool = False) -> list[str]:
+    """Return the module names that match a pattern, in which ``*`` stands for any text.
+
+    With ``same_depth`` a name must have as many parts as the pattern.
+
+    Raises:
+        ConfigError: no name matches.
+    """
+    found = [
+        name
+        for name in names
+        if fnmatchcase(name, pattern)
+        and not (same_depth and name.count(".") != pattern.count("."))
+    ]
+    if not found:
+        raise ConfigError(f"the model has no module {pattern}{hint(pattern, names)}")
+    return found
+
+
+def places_of(model: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
+    """Return the modules that hold each parameter, with the name of the parameter there."""
+    places = defaultdict(list)
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            places[parameter].append((module, name))
+    return places
 
 
 def matching(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
@@ -77,7 +107,7 @@ def layers_of(model: nn.Module, names: Sequence[str]) -> list[tuple[str, nn.Modu
 def seconds_of(layers: Sequence[nn.Module], sample: Tensor, repeats: int = 3) -> list[float]:
     """Time forward and backward of each layer on one micro-batch; the best of several.
 
-    Gradients that the layers have are lost; buffers and random numbers are left as they are.
+    Gradients that the layers have are lost; buffers and random numbers do not change.
     """
     best = [float("inf")] * len(layers)
     with left_as_they_are(layers, sample.device):
@@ -98,8 +128,8 @@ def seconds_of(layers: Sequence[nn.Module], sample: Tensor, repeats: int = 3) ->
 
 @contextmanager
 def left_as_they_are(modules: Sequence[nn.Module], device: torch.device) -> Iterator[None]:
-    """Let a forward that is no part of training have copies of buffers and of random numbers."""
-    held = {id(each): each._buffers for one in modules for each in one.modules()}  # noqa: SLF001
+    """Run a forward pass outside of training with copies of buffers and random numbers."""
+    held = {id(each): vars(each)["_buffers"] for one in modules for each in one.modules()}
     kept = [(buffers, dict(buffers)) for buffers in held.values()]
     copies = {id(b): b.clone() for _, own in kept for b in own.values() if b is not None}
     for buffers, own in kept:  # others in their place: torch sees what is changed in place
@@ -152,7 +182,7 @@ def cut(costs: Sequence[float], num_stages: int) -> list[range]:
 
 
 def shared_between(layers: Sequence[tuple[str, nn.Module]]) -> list[list[tuple[int, str]]]:
-    """Return where parameters lie that several layers have: layer and name in the model."""
+    """Return the places of parameters that several layers share: layer and name."""
     places: dict[nn.Parameter, list[tuple[int, str]]] = {}
     for number, (prefix, layer) in enumerate(layers):
         for name, parameter in layer.named_parameters(prefix, remove_duplicate=False):

@@ -1,7 +1,9 @@
 """A stage of a pipeline, and torch's schedules by which stages work."""
 
 import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +12,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from torch.nn.parallel import DistributedDataParallel
 
 from hpctrain.core.errors import ConfigError
+from hpctrain.core.torch_compat import as_own_tensor, without_outputs
 from hpctrain.parallel.recomputation import selective_in
 from hpctrain.parallel.split import left_as_they_are
 
@@ -20,26 +23,26 @@ SCHEDULES = {
     "zero_bubble": (schedules.ScheduleInterleavedZeroBubble, 2),
     "zbv": (schedules.ScheduleZBVZeroBubble, 2),
 }
-"""Torch's schedule, and stages of each rank, unless told otherwise."""
+"""Schedule of torch, and the default number of stages of each rank."""
 
 TWO_HALVES = ("zero_bubble", "zbv")
-"""Schedules by which gradients of weights come later than those of inputs."""
+"""Schedules that compute gradients of weights later than gradients of inputs."""
 
 
 class Stage(PipelineStage):
-    """A stage that knows how long it has calculated, and how many micro-batches wait in it."""
+    """A stage that measures its time and counts the micro-batches in flight."""
 
     in_flight = most_in_flight = 0
-    halves = False  # whether gradients of weights come later than those of inputs
+    halves = False  # whether gradients of weights are computed later
 
     def reset(self) -> None:
-        """Forget the times and counts of the last step."""
+        """Reset the times and counts of the last step."""
         self.seconds: dict[str, list[float]] = {}
         self.in_flight = self.most_in_flight = 0
 
     @property
     def busy_s(self) -> float:
-        """Of all micro-batches."""
+        """Seconds of all micro-batches."""
         return sum(map(sum, self.seconds.values()))
 
     @contextmanager
@@ -69,11 +72,11 @@ class Stage(PipelineStage):
     def _divisible(self, out: Any) -> Any:
         """Return outputs whose backward torch can cut in two halves.
 
-        It cuts them off their graph, which views cannot be, and looks for weights along the ways
+        It cuts them off their graph, which views cannot be, and searches weights on the paths
         from outputs to inputs, which frozen layers before this stage would leave without one.
         """
         if self.halves and torch.is_grad_enabled() and out.is_floating_point():
-            return (out.clone() if out._is_view() else out).requires_grad_()  # noqa: SLF001 - no other name
+            return as_own_tensor(out).requires_grad_()
         return out
 
     def _get_init_p2p_neighbors_ops(self) -> list[Any]:
@@ -93,23 +96,81 @@ class Stage(PipelineStage):
             super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
     def forward_one_chunk(self, *args: Any, **options: Any) -> Any:
-        """Calculate a micro-batch, and count it."""
+        """Compute a micro-batch, and count it."""
         self.in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
         with self._busy("forward"):
             return super().forward_one_chunk(*args, **options)
 
     def backward_one_chunk(self, *args: Any, **options: Any) -> Any:
-        """Calculate its gradients, of inputs alone where backward is cut in two."""
+        """Compute its gradients, of inputs only where backward is cut in two."""
         with self._busy("backward"):
             found = super().backward_one_chunk(*args, **options)
         self.in_flight -= 1
         return found
 
     def backward_weight_one_chunk(self, *args: Any, **options: Any) -> Any:
-        """Calculate the gradients of weights that were left for later."""
+        """Compute the gradients of weights that are still missing."""
         with self._busy("weights"):
             return super().backward_weight_one_chunk(*args, **options)
+
+
+class PipelineSchedule:
+    """The order in which the stages of a pipeline work on micro-batches.
+
+    Args:
+        name: one of ``SCHEDULES``.
+        size: number of ranks.
+        stages_per_rank: None for the usual number.
+        num_microbatches: parts of a batch.
+        model: to be divided.
+
+    Raises:
+        ConfigError: there is no such schedule, it needs another number of stages or micro-batches,
+            or recomputes selectively where backward is cut in two.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        size: int,
+        stages_per_rank: int | None,
+        num_microbatches: int,
+        model: nn.Module,
+    ) -> None:
+        self._make, per_rank = checked(name, stages_per_rank, model)
+        check_microbatches(num_microbatches, size, name)
+        self.rank_of = [rank_of_stage(stage, size, name) for stage in range(per_rank * size)]
+        """Rank of each stage."""
+        self.num_microbatches = num_microbatches
+        self._halves = name in TWO_HALVES
+        self._runs: dict[str, Any] = {}
+
+    def make_stages(
+        self, modules: Mapping[int, nn.Module], device: torch.device, group: Any
+    ) -> list[Stage]:
+        """Return the stages of this rank, by their modules and numbers."""
+        total = len(self.rank_of)
+        stages = [Stage(one, n, total, device, group=group) for n, one in modules.items()]
+        for stage in stages:
+            stage.halves = self._halves
+        return stages
+
+    def prepare(self, stages: Sequence[Stage], loss: Callable[..., Any]) -> None:
+        """Let torch learn shapes in the next run: stages, inputs or parameters have changed."""
+        given: Any = stages if len(stages) > 1 else stages[0]
+
+        # torch would divide gradients by the number, also those of earlier batches.
+        def mean(output: Any, target: Any) -> Any:
+            return loss(output, target) / self.num_microbatches
+
+        made = self._make(given, self.num_microbatches, loss_fn=mean, scale_grads=False)
+        runs = {"step": made.step, "eval": made.eval}
+        self._runs = {what: partial(run, **without_outputs(run)) for what, run in runs.items()}
+
+    def run(self, what: str, *inputs: Any, **options: Any) -> None:
+        """Run a batch through the stages: ``step`` or ``eval``. Collective."""
+        self._runs[what](*inputs, **options)
 
 
 def checked(schedule: str, given: int | None, model: nn.Module) -> tuple[Any, int]:
@@ -133,7 +194,7 @@ def checked(schedule: str, given: int | None, model: nn.Module) -> tuple[Any, in
 
 
 def check_microbatches(number: int, size: int, schedule: str) -> None:
-    """Raise unless ``size`` ranks can take so many micro-batches by a schedule of torch."""
+    """Raise unless a schedule of torch supports this number of micro-batches."""
     least, rounds = size if schedule == "1f1b" else 1, max(1, number // size)
     if number < least:
         raise ConfigError(
@@ -148,6 +209,6 @@ def check_microbatches(number: int, size: int, schedule: str) -> None:
 
 
 def rank_of_stage(stage: int, size: int, schedule: str) -> int:
-    """Return which rank has a stage: in turn, or there and back."""
+    """Return the rank of a stage: round robin, or there and back."""
     there = stage % size
     return size - 1 - there if schedule == "zbv" and stage >= size else there

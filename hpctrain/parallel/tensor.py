@@ -15,10 +15,11 @@ from torch.distributed.tensor.parallel import (
 )
 
 from hpctrain.core.errors import ConfigError
-from hpctrain.parallel.alike import Alike, require_a_divided_stream
 from hpctrain.parallel.guard import guarded
 from hpctrain.parallel.mesh import require_one_axis
-from hpctrain.parallel.parts import digest, form_of, names_like, places_of, require_alike
+from hpctrain.parallel.mesh_agreement import require_identical, signature_of
+from hpctrain.parallel.split import names_like, places_of
+from hpctrain.parallel.tensor_checks import CheckedSamples, ForwardChecks, require_divided_stream
 
 ROLES = ("column", "row", "vocabulary")
 
@@ -73,7 +74,7 @@ def tensor_parallel(
     found = _checked(model, mesh, roles, sequence=sequence)
     shared = [places for places in places_of(model).values() if len(places) > 1]
     _divide(model, found, mesh, sequence=sequence)
-    Alike(mesh, mesh.size() if sequence else 1).watch(model)
+    ForwardChecks(mesh, mesh.size() if sequence else 1).watch(model)
     for (first, name), *others in shared:
         for module, other in others:
             module.register_parameter(other, getattr(first, name))
@@ -87,14 +88,14 @@ def _checked(
     """Return module and role by name; raise on all ranks if these cannot divide the model so."""
     told = [f"sequence={sequence}", *(f"{name}: {role}" for name, role in roles.items())]
     way_out = "give the same on every rank"
-    require_alike(mesh, told, "what tensor_parallel is told", way_out)
-    require_alike(mesh, form_of(model), "the model of tensor parallel ranks")
+    require_identical(mesh, told, "what tensor_parallel is told", way_out)
+    require_identical(mesh, signature_of(model), "the model of tensor parallel ranks")
     found = _modules_of(model, roles)
     for name, (module, role) in found.items():
         _check(name, module, role, mesh.size())
         _check_counterpart(name, role, found)
     if sequence:
-        require_a_divided_stream(model, found)
+        require_divided_stream(model, found)
     return found
 
 
@@ -117,7 +118,7 @@ def _divide(
             module.register_forward_pre_hook(inputs[parent].whole)
         if isinstance(module, nn.Embedding):
             module.register_forward_pre_hook(
-                _CheckedSamples(mesh, name, module.num_embeddings, sequence=sequence).check
+                CheckedSamples(mesh, name, module.num_embeddings, sequence=sequence).check
             )
         parallelize_module(module, mesh, _style(module, role, stream))
     for module in model.modules():
@@ -236,38 +237,6 @@ class _SharedInput:
     def forget(self, *_: object) -> None:
         """Let go of both tensors; a forward hook of what the matrices are in."""
         self._given = self._whole = None
-
-
-class _CheckedSamples:
-    """Checks what the embedding is given: a length that ranks divide, on all of them the same."""
-
-    def __init__(self, mesh: DeviceMesh, name: str, rows: int, *, sequence: bool) -> None:
-        self._mesh, self._parts = mesh, mesh.size() if sequence else 1
-        self._name, self._rows = name, rows
-        self._is_first = True
-
-    def check(self, _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        """Raise on all ranks, or on none; a forward pre-hook."""
-        given, is_first = inputs[0], self._is_first
-        if self._is_first:  # whoever divides data by rank does so from the first step on
-            self._is_first = False
-            way_out = "divide data among the ranks of dp alone"
-            what = "a batch of tensor parallel ranks"
-            require_alike(self._mesh, [digest(given)], what, way_out)
-        if given.numel() and (
-            is_first or given.device.type == "cpu"
-        ):  # else devices are waited for
-            least, most = (int(each) for each in given.aminmax())
-            if least < 0 or most >= self._rows:
-                raise ConfigError(
-                    f"the embedding {self._name} has the tokens 0 to {self._rows - 1}, got "
-                    f"{least if least < 0 else most}; take a larger vocabulary"
-                )
-        if self._parts > 1 and (given.dim() < 2 or given.shape[1] % self._parts):
-            raise ConfigError(
-                f"sequence parallel ranks must divide the length of samples, got "
-                f"{given.shape[-1]} for {self._parts} ranks; pad them, or leave sequence out"
-            )
 
 
 def _replicate(module: nn.Module, mesh: DeviceMesh, stream: Placement) -> None:

@@ -7,10 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from hpctrain.cluster.env import EXIT_CODE_FILE
 from hpctrain.core.errors import LaunchError
 from hpctrain.core.paths import absolute
 from hpctrain.launch.slurm import batch_script, scheduler
-from hpctrain.launch.slurm.batch_script import ENDED, BatchSettings
+from hpctrain.launch.slurm.batch_script import BatchSettings
 from hpctrain.runtime.run import environment_of_ranks, results_in, write_call
 
 POLL_S = 1.0  # between two questions to Slurm, of a program that waits for a job
@@ -46,7 +47,7 @@ class Job:
         if said := scheduler.state_of(self.id):
             return said
         try:
-            code = int((self.folder / ENDED).read_text(encoding="ascii"))
+            code = int((self.folder / EXIT_CODE_FILE).read_text(encoding="ascii"))
         except (OSError, ValueError):
             return "UNKNOWN"
         return "FAILED" if code else "COMPLETED"

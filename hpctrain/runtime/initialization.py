@@ -30,7 +30,7 @@ from hpctrain.runtime.attachments import Attachments, Origin
 from hpctrain.runtime.last_check import compare
 from hpctrain.runtime.process_set_table import Controllers, ProcessSets, beside
 from hpctrain.runtime.process_sets import numbers_of
-from hpctrain.runtime.rebuild import Rebuild, Stage
+from hpctrain.runtime.rebuild import Rebuild, RebuildStage
 from hpctrain.runtime.stopping import CommonStop
 from hpctrain.runtime.world import World, current, is_initialized, replace_current
 
@@ -213,8 +213,8 @@ def _make(
         end=hooks.abort if hooks is not None else None,
     )
     sets, rebuild = ProcessSets(inside, comm, controllers), Rebuild()
-    rebuild.register(Stage.RECORDS, close=controllers.timelines.stop)
-    rebuild.register(Stage.SETS, renew=sets.renew, close=sets.close)
+    rebuild.register(RebuildStage.RECORDS, close=controllers.timelines.stop)
+    rebuild.register(RebuildStage.SETS, renew=sets.renew, close=sets.close)
     made = World(
         comm=comm,
         sets=sets,

@@ -1,9 +1,9 @@
-"""Rebuild: who holds state about the ranks, and in what order it is made anew and let go.
+"""Registry of the objects that depend on the ranks, in the order of rebuilding and closing.
 
-Communicators are reached through the world of the moment and kept by nobody. What else depends on
-who the ranks are registers here: numbers of ranks, operations under way, shares of data. When the
-ranks change, or what they have under way must be given up, all of it is made anew in one order;
-at the end it is let go in the reverse one.
+Communicators are reached through the current world, and no object keeps one. Other objects that
+depend on the ranks register here: numbers of ranks, operations in flight, shares of data. When
+the ranks change, or operations in flight are cancelled, all objects are rebuilt in one order; at
+the end they are closed in the reverse order.
 """
 
 import enum
@@ -11,16 +11,16 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 
-class Stage(enum.IntEnum):
-    """What comes before what: a holder may use what the stages before its own have made."""
+class RebuildStage(enum.IntEnum):
+    """Order of rebuilding: an object may use objects of earlier stages."""
 
-    RECORDS = 0  # what writes down what this rank does: timelines
+    RECORDS = 0  # timelines
     SETS = 1  # process sets and the controllers of their named operations
-    HOLDERS = 2  # what is built upon them: optimizers, samplers, loaders
+    HOLDERS = 2  # optimizers, samplers, loaders
 
 
 class _Holder(NamedTuple):
-    stage: Stage
+    stage: RebuildStage
     renew: Callable[[], object] | None
     close: Callable[[], object] | None
     move: Callable[[], object] | None
@@ -36,46 +36,50 @@ class Rebuild:
 
     def register(
         self,
-        stage: Stage,
+        stage: RebuildStage,
         *,
         renew: Callable[[], object] | None = None,
         close: Callable[[], object] | None = None,
         move: Callable[[], object] | None = None,
     ) -> None:
-        """Take one more; in the same order on every rank, as both functions may be collective.
+        """Add an object; in the same order on every rank, as the functions may be collective.
 
-        ``stage`` says when its turn is, those of one stage take turns as they came; ``renew``
-        makes anew what it holds, None where nothing of it depends on the ranks; ``close`` lets go
-        of it, None where nothing has to be done; ``move`` makes it anew in a world of other
-        ranks, where it registers again, None for what ends with this world.
+        Args:
+            stage: when it is rebuilt; objects of one stage in the order of registration.
+            renew: rebuilds it; None if it does not depend on the ranks.
+            close: closes it; None if nothing has to be done.
+            move: rebuilds it in a world of other ranks, where it registers again; None if it ends
+                with this world.
         """
         self._holders.append(_Holder(stage, renew, close, move))
         self._holders.sort(key=lambda holder: holder.stage)  # stable
 
     def renew(self) -> None:
-        """Make everything anew, the first stage first. Collective."""
+        """Rebuild all objects, the first stage first. Collective."""
         for holder in self._holders:
             if holder.renew is not None:
                 holder.renew()
 
     @property
     def all_move(self) -> bool:
-        """Whether nothing ends with this world that was built upon it."""
-        return all(one.move is not None for one in self._holders if one.stage is Stage.HOLDERS)
+        """Whether all objects of users can move to another world."""
+        return all(
+            one.move is not None for one in self._holders if one.stage is RebuildStage.HOLDERS
+        )
 
     def leave(self) -> list[_Holder]:
-        """Give up what has registered or not moved yet: its world is over. Not collective."""
+        """Return and remove the objects of this world, which has ended. Local."""
         left, self._holders, self._left_behind = [*self._holders, *self._left_behind], [], []
         return left
 
     def follow(self, left: list[_Holder]) -> None:
-        """Take over what the world before has left, until it moves. Not collective."""
+        """Keep the objects of the previous world until they move. Local."""
         self._left_behind = left
 
     def move(self) -> None:
-        """Let what outlives the world before go into this one, and register here. Collective.
+        """Move the objects of the previous world into this one. Collective.
 
-        What has not moved when an error is raised is still there for another try, or world.
+        After an error the remaining objects are kept for another attempt, or world.
         """
         while self._left_behind:
             if (move := self._left_behind[0].move) is not None:
@@ -83,7 +87,7 @@ class Rebuild:
             del self._left_behind[0]
 
     def close(self) -> None:
-        """Let go of everything, the last stage first. Collective."""
+        """Close all objects, the last stage first. Collective."""
         while self._holders:
             holder = self._holders.pop()
             if holder.close is not None:

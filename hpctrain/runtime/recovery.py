@@ -89,6 +89,20 @@ def survive(error: Exception, allows: Callable[[list[int]], object]) -> list[int
     return lost
 
 
+@contextmanager
+def ends_with_losses(remedy: str) -> Iterator[None]:
+    """Add a rule and a remedy to the error of a lost rank that the ranks left cannot survive.
+
+    Local. For work inside that does not run in ``attempt``.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not is_on() or not _is_of_loss(error):
+            raise
+        raise RankLostError(f"{error}; {remedy}") from error
+
+
 def give_up(error: Exception) -> NoReturn:
     """Raise an ``error`` of MPI by which a rank was lost as ``RankLostError``, others as they are.
 

@@ -8,16 +8,31 @@ import torch
 from torch import nn
 
 from hpctrain.async_sgd.async_method import AsyncMethod
+from hpctrain.async_sgd.downpour import AsyncSGD, Downpour
+from hpctrain.async_sgd.stale_synchronous import StaleSynchronous
+from hpctrain.comm.agreement import agreed
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.ops import Op
 from hpctrain.core.errors import MismatchError
-from hpctrain.train.config import RunConfig
-from hpctrain.train.local_exchange import OwnStepsExchange
+from hpctrain.core.python_compat import Self
+from hpctrain.core.target import check_arguments
+from hpctrain.train.local_exchange import OwnStepsExchange, naming
+from hpctrain.train.model import BuiltModel
+from hpctrain.train.run_config import RunConfig
 from hpctrain.train.stateful import Precision
 from hpctrain.train.step_exchange import Figures
+from hpctrain.train.sync_config import SyncConfig
 
 MEETING_STEPS = 16
-"""All ranks know of a stop, or of a checkpoint by the clock, after at most so many steps."""
+"""All ranks know of a stop, or of a checkpoint by the clock, after at most these steps."""
+
+
+_KINDS: Mapping[str, tuple[type[AsyncMethod], str]] = {
+    "ssp": (StaleSynchronous, "staleness"),
+    "downpour": (Downpour, "most_ahead"),
+    "async": (AsyncSGD, "most_ahead"),
+}
+"""Methods, and the argument that ``sync.staleness`` sets."""
 
 
 class AsyncExchange(OwnStepsExchange):
@@ -57,8 +72,15 @@ class AsyncExchange(OwnStepsExchange):
         self._counted = (0, 0)
         self._hook = method.optimizer.register_step_post_hook(lambda *_: self._end_step())
 
+    @classmethod
+    def build(cls, config: RunConfig, comm: Communicator, built: BuiltModel) -> Self:
+        """Return the exchange of this rank's replica. Collective."""
+        with agreed(comm):
+            method = _make_method(config.sync, built)
+            return cls(config, comm, built.model, method, built.precision)
+
     def begin(self, rate: float, *, must_agree: bool) -> None:
-        """Set the learning rates of a step, and whether the ranks meet after it. Local."""
+        """Set the learning rates of a step, and whether the ranks synchronize after it. Local."""
         super().begin(rate, must_agree=must_agree)
         self._must_meet = must_agree
 
@@ -78,13 +100,13 @@ class AsyncExchange(OwnStepsExchange):
         """Do nothing: all passes add up in this rank's gradient."""
 
     def skip(self, flags: int) -> None:
-        """Leave out this rank's own step. Collective where the ranks meet after it."""
+        """Leave out this rank's own step. Collective where the ranks synchronize after it."""
         super().skip(flags)
         self._end_step()
 
     @property
     def is_between_rounds(self) -> bool:
-        """Whether the ranks have met after the last step."""
+        """Whether the ranks have synchronized after the last step."""
         return self._step_since_meeting == 0
 
     @contextmanager
@@ -185,3 +207,13 @@ class AsyncExchange(OwnStepsExchange):
         mean = float(sums[1] / sums[0]) if sums[0] else 0.0
         self._figures = {"staleness": mean, "staleness_most": int(flat[6])}
         self._must_meet, self._step_since_meeting = False, 0
+
+
+def _make_method(config: SyncConfig, built: BuiltModel) -> AsyncMethod:
+    kind, name = _KINDS[config.method]
+    args = {name: config.staleness, **config.args}
+    check_arguments(kind, 2, args, "sync.args")
+    make: Any = kind  # the classes differ in their arguments, which were checked
+    with naming(config.method):
+        made: AsyncMethod = make(built.model, built.optimizer, **args)
+    return made

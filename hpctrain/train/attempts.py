@@ -29,7 +29,7 @@ from hpctrain.runtime import world
 from hpctrain.runtime.stopping import StopRequests
 from hpctrain.train.boundary import Boundary
 from hpctrain.train.console import Progress
-from hpctrain.train.evaluate import evaluate
+from hpctrain.train.evaluation import evaluate
 from hpctrain.train.loggers import Loggers
 from hpctrain.train.loop import Outcome, Stopped, TrainingLoop, left_out
 from hpctrain.train.metrics import Metrics

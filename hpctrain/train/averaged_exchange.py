@@ -7,18 +7,23 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from hpctrain.checkpoint.format.shard import Shard
 from hpctrain.comm.agreement import agreed
 from hpctrain.comm.communicator import Communicator
+from hpctrain.compress.by_name import codec_named
 from hpctrain.compress.codec import Codec
 from hpctrain.compress.savings import Savings
 from hpctrain.core.logs import logger
+from hpctrain.core.python_compat import Self
 from hpctrain.core.user_error import noted
 from hpctrain.gradients.noise_watch import watch_noise
+from hpctrain.gradients.optimizer import DistributedOptimizer
 from hpctrain.optim.noise_scale import Measured, NoiseScale
-from hpctrain.train.config import RunConfig
+from hpctrain.train.model import BuiltModel
 from hpctrain.train.refusals import step_name
+from hpctrain.train.run_config import RunConfig
 from hpctrain.train.stateful import Precision
 from hpctrain.train.step_exchange import Forward, LossObserver, StepBatch, StepExchange
 from hpctrain.train.tables import Tables
@@ -129,6 +134,12 @@ class AveragedExchange(AccumulatedExchange):
         super().__init__(config, comm, model, optimizer, optimizer, precision)
         self._tables, self.noise = tables, _noise(config, comm, optimizer)
         self._measured = list[Measured]()  # of the first piece, on a single rank
+
+    @classmethod
+    def build(cls, config: RunConfig, comm: Communicator, built: BuiltModel) -> Self:
+        """Return the exchange of a model that all ranks have. Collective."""
+        optimizer = distributed(config, built.model, built.optimizer)
+        return cls(config, comm, built.model, optimizer, built.precision, built.tables)
 
     def begin(self, rate: float, *, must_agree: bool) -> None:
         """Set the learning rates of optimizer and tables. Local."""
@@ -254,6 +265,18 @@ class ShardedExchange(AveragedExchange):
 
     def _end_backward(self) -> None:
         self.method.synchronize()  # flags are known before the step
+
+
+def distributed(config: RunConfig, model: nn.Module, optimizer: Optimizer) -> Any:
+    """Return an optimizer that averages gradients as ``[train]`` and ``[sync]`` describe."""
+    train, sync = config.train, config.sync
+    return DistributedOptimizer(
+        optimizer,
+        model.named_parameters(),
+        codec_named(sync.compression, sync.compression_args, "sync.compression_args"),
+        shard=None if train.shard == "none" else train.shard,
+        master_dtype=None if train.master_dtype == "none" else torch.float32,
+    )
 
 
 def _aligned(values: Tensor) -> Tensor:

@@ -20,10 +20,10 @@ RETRY_S = 60.0  # after a checkpoint that could not be written, as when a disk i
 
 
 class Boundary:
-    """The ranks agree in each step on what they do after it.
+    """Saves and stops between two steps, as the ranks agree in each step.
 
-    A rank may learn of a stop at any time; rank 0's clock says when a checkpoint is due. Both
-    travel with the step, so that no step costs a message more.
+    A rank may receive a request to stop at any time; the clock of rank 0 decides when a checkpoint
+    is due. The message of the step has both, so that no step costs an additional message.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class Boundary:
         facts: Mapping[str, Any],
         lease: Lease | None,
     ) -> None:
-        """Take what is needed: ``facts`` are what checkpoints tell people about the run.
+        """Keep the arguments; ``facts`` are stored in checkpoints to describe the run.
 
         ``lease`` is that of the run directory, on the rank that holds it.
         """
@@ -56,14 +56,14 @@ class Boundary:
         return wishes | (SAVE if may_save and self._manager.due(step) else 0)
 
     def saves_after(self, step: int) -> bool:
-        """Say whether a checkpoint is due after ``step``; not collective.
+        """Return whether a checkpoint is due after ``step``; local.
 
-        The same on every rank where checkpoints come by a number of steps.
+        The same on every rank where checkpoints are due after a number of steps.
         """
         return self._manager.due(step)
 
     def save(self, state: RunState, *, score: float | None = None) -> None:
-        """Save while training goes on; a disk that refuses is a warning. Collective.
+        """Save while training continues; a failed write is a warning. Collective.
 
         Raises as ``finish``, but for a state that cannot be written.
         """
@@ -79,7 +79,7 @@ class Boundary:
         self._metrics.write("checkpoint", step=state.step, **last)
 
     def finish(self, state: RunState, *, score: float | None) -> None:
-        """Save what the run has led to, unless that is done. Collective.
+        """Save the result of the run, unless it is saved. Collective.
 
         Raises ``CheckpointError``: the state cannot be written; on every rank. ``NotFiniteError``:
         the parameters are not finite, and nothing was written; on every rank. ``MismatchError``:
@@ -88,7 +88,7 @@ class Boundary:
         self._write(state, wait=True, score=score)
 
     def stop(self, state: RunState) -> str:
-        """Save, and return who wanted the stop, for people. Collective; raises as ``finish``."""
+        """Save, and return the reasons of the stop. Collective; raises as ``finish``."""
         reasons = self._comm.allgather_object(self._requests.reason)
         self._write(state, wait=True, score=None)
         return ", ".join(sorted({reason for reason in reasons if reason}))

@@ -15,7 +15,8 @@ from hpctrain.checkpoint.format.shard import Shard, TensorPiece
 from hpctrain.checkpoint.format.state_tree import component
 from hpctrain.checkpoint.format.tensor_file import DTYPES
 from hpctrain.core.errors import CheckpointError
-from hpctrain.parallel.parts import gathered, local
+from hpctrain.parallel.dtensor import local
+from hpctrain.parallel.mesh_agreement import gathered
 from hpctrain.train.model import misfits
 
 _Place = tuple[str | int, ...]

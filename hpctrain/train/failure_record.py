@@ -9,7 +9,7 @@ from hpctrain.core.records import Records
 from hpctrain.launch.lease import Holder, Lease
 from hpctrain.runtime import world
 from hpctrain.train.run_directory import RunDirectory
-from hpctrain.train.status import last_record
+from hpctrain.train.run_status import last_record
 
 COMMON = (MismatchError, NotFiniteError)
 """Errors that all ranks raise together; the record of any other names its rank."""

@@ -1,7 +1,8 @@
-"""Exchange of local methods: ranks take steps of their own and average their replicas."""
+"""Exchange of local methods: ranks take separate steps and average their replicas."""
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from inspect import signature
 from typing import Any
 
 from torch import Tensor, nn
@@ -9,19 +10,29 @@ from torch.optim import Optimizer
 
 from hpctrain.checkpoint.format.state_hash import state_hash
 from hpctrain.checkpoint.format.state_tree import mapped
+from hpctrain.comm.agreement import agreed
 from hpctrain.comm.communicator import Communicator
-from hpctrain.core.errors import CheckpointError
+from hpctrain.compress.by_name import codec_named
+from hpctrain.core.errors import CheckpointError, ConfigError
+from hpctrain.core.python_compat import Self
+from hpctrain.core.target import check_arguments
+from hpctrain.local_sgd.diloco import DiLoCo
 from hpctrain.local_sgd.local_method import LocalMethod
+from hpctrain.local_sgd.local_sgd import HierarchicalLocalSGD, LocalSGD, PostLocalSGD
 from hpctrain.local_sgd.staged_sgd import StagedSGD
 from hpctrain.train.averaged_exchange import AccumulatedExchange
-from hpctrain.train.config import RunConfig
+from hpctrain.train.model import BuiltModel
+from hpctrain.train.run_config import RunConfig
 from hpctrain.train.stateful import Precision
 from hpctrain.train.step_exchange import Figures
-from hpctrain.train.sync_config import SYNCHRONOUS
+from hpctrain.train.sync_config import SYNCHRONOUS, SyncConfig
+
+WITHIN_S = 1.0
+"""All ranks know of a stop, or of a checkpoint by the clock, after about this time."""
 
 
 class OwnStepsExchange(AccumulatedExchange):
-    """Ranks take steps of their own: what local and asynchronous methods have in common."""
+    """Ranks take separate steps: the common base of local and asynchronous methods."""
 
     takes_own_steps = True
 
@@ -94,6 +105,15 @@ class OwnStepsExchange(AccumulatedExchange):
         raise NotImplementedError
 
 
+_KINDS: Mapping[str, type[LocalMethod]] = {
+    "local_sgd": LocalSGD,
+    "post_local_sgd": PostLocalSGD,
+    "hierarchical_local_sgd": HierarchicalLocalSGD,
+    "diloco": DiLoCo,
+    "staged_sgd": StagedSGD,
+}
+
+
 class LocalExchange(OwnStepsExchange):
     """Averages replicas at the end of a round by a method of ``[sync]``, such as local SGD.
 
@@ -119,6 +139,13 @@ class LocalExchange(OwnStepsExchange):
     ) -> None:
         super().__init__(config, comm, model, optimizer, method, precision)
         self.wants_epoch_loss = isinstance(method, StagedSGD)
+
+    @classmethod
+    def build(cls, config: RunConfig, comm: Communicator, built: BuiltModel) -> Self:
+        """Return the exchange of this rank's replica. Collective."""
+        with agreed(comm):
+            method = _make_method(config, built)
+            return cls(config, comm, built.model, built.optimizer, method, built.precision)
 
     def begin(self, rate: float, *, must_agree: bool) -> None:
         """Set the learning rates of a step, and whether the ranks synchronize after it. Local."""
@@ -229,3 +256,74 @@ class LocalExchange(OwnStepsExchange):
         if sync.compression != "none":
             text += f", compressed by {sync.compression}"
         return [("sync", text)]
+
+
+@contextmanager
+def naming(method: str) -> Iterator[None]:
+    """Raise ``ConfigError`` with the name of a method that refuses its arguments."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:  # a ConfigError is a ValueError
+        raise ConfigError(f"[sync] {method} refuses: {error}") from error
+
+
+def _make_method(config: RunConfig, built: BuiltModel) -> LocalMethod:
+    sync, epoch_steps = config.sync, built.epoch_steps
+    kind = _KINDS[sync.method]
+    args = {
+        "steps": sync.steps,
+        "compression": codec_named(
+            sync.compression, sync.compression_args, "sync.compression_args"
+        ),
+        **_in_steps(sync, epoch_steps, epoch_steps * config.train.epochs),
+    }
+    if sync.fraction != 1 or sync.proximal:
+        drawn = {"fraction": sync.fraction, "proximal": sync.proximal, "seed": config.seed}
+        args = {**drawn, **args}
+    _check(kind, args)
+    with naming(sync.method):
+        made = kind(built.model, built.optimizer, **args)
+    made.clock.within_s = WITHIN_S
+    return made
+
+
+def _check(kind: type[LocalMethod], args: Mapping[str, Any]) -> None:
+    """Raise if a method does not take an argument; subclasses pass others to ``LocalSGD``."""
+    if kind is not LocalSGD and issubclass(kind, LocalSGD):
+        own = signature(kind).parameters
+        args = {name: value for name, value in args.items() if name not in own}
+        kind = LocalSGD
+    check_arguments(kind, 2, args, "sync.args")
+
+
+def _in_steps(config: SyncConfig, epoch_steps: int, num_steps: int) -> dict[str, Any]:
+    """Return the arguments of a method, with numbers of epochs as numbers of steps."""
+    args = dict(config.args)
+    if config.method == "post_local_sgd":
+        start = _taken(args, "start_epochs", "start", epoch_steps)
+        args |= {} if start is None else {"start": start}
+    elif config.method == "staged_sgd":
+        warmup = _taken(args, "warmup_epochs", "warmup_steps", epoch_steps)
+        cooldown = _taken(args, "cooldown_epochs", "cooldown_start", epoch_steps)
+        tenth = num_steps // 10
+        args.setdefault("warmup_steps", tenth if warmup is None else warmup)
+        args.setdefault("cooldown_start", num_steps - (tenth if cooldown is None else cooldown))
+    return args
+
+
+def _taken(args: dict[str, Any], name: str, other: str, epoch_steps: int) -> int | None:
+    """Remove a number of epochs from the arguments; return it in steps, None without it."""
+    epochs = args.pop(name, None)
+    if epochs is None:
+        return None
+    if other in args:
+        raise ConfigError(
+            f"sync.args must have {name} or {other}, but has {name}={epochs!r} and "
+            f"{other}={args[other]!r}; leave one out"
+        )
+    if isinstance(epochs, bool) or not isinstance(epochs, int | float) or not epochs >= 0:
+        raise ConfigError(
+            f"sync.args.{name} must be a number of epochs, at least 0, got {epochs!r}; use 0 or "
+            f"more"
+        )
+    return round(epochs * epoch_steps)

@@ -5,11 +5,13 @@ import importlib.util
 import json
 from collections.abc import Callable, Iterable, Mapping
 from hashlib import sha256
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from hpctrain.core.atomic import publishing
 from hpctrain.core.errors import ConfigError
+from hpctrain.core.lazy import imported
 from hpctrain.core.logs import logger
 from hpctrain.core.records import read
 from hpctrain.core.target import hint, resolve
@@ -140,11 +142,10 @@ class TensorBoardLogger:
     def write(self, record: Record) -> None:
         """Write each value of a record as a scalar."""
         if self._writer is None:
-            from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415
-
-            # What came behind the checkpoint comes again.
+            # Records after the checkpoint are written again.
             first = record.get("step", 0) + 1
-            self._writer = SummaryWriter(str(self._folder), purge_step=first)
+            make = imported("torch.utils.tensorboard:SummaryWriter")
+            self._writer = make(str(self._folder), purge_step=first)
             text = json.dumps(self._config, indent=2, default=str)
             self._writer.add_text("configuration", f"```\n{text}\n```", global_step=first)
         for name, value in scalars(record).items():
@@ -164,8 +165,7 @@ class WandbLogger:
     """
 
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
-        import wandb  # noqa: PLC0415
-
+        wandb = import_module("wandb")
         begun = json.loads(RunDirectory(folder).environment.read_bytes())["started"]
         self._run = wandb.init(
             name=folder.resolve().name,

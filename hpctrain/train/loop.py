@@ -16,7 +16,7 @@ from hpctrain.gradients.step_counter import PARTED
 from hpctrain.runtime import world
 from hpctrain.train.boundary import SAVE, STOP, Boundary
 from hpctrain.train.console import Progress
-from hpctrain.train.evaluate import StopPoll, evaluate
+from hpctrain.train.evaluation import StopPoll, evaluate
 from hpctrain.train.finite import StepGuard
 from hpctrain.train.metrics import Metrics
 from hpctrain.train.profiler import Profiler

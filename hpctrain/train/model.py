@@ -2,9 +2,8 @@
 
 import pickle
 from array import array
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any
@@ -30,19 +29,30 @@ from hpctrain.optim.optimizer_config import OptimizerConfig
 from hpctrain.parallel.parallel_config import ParallelConfig
 from hpctrain.parallel.recomputation import recompute
 from hpctrain.parallel.split import layers_of
-from hpctrain.train.config import ModelConfig, RunConfig, TrainingConfig
+from hpctrain.train.run_config import ModelConfig, RunConfig, TrainingConfig
+from hpctrain.train.stateful import Precision
+from hpctrain.train.tables import Tables
 
 EMA = "ema"
 """Part of a checkpoint's state: the model with averaged weights, a state dict as that of model."""
 
 _PARTS = (EMA, "model", "state_dict", "model_state_dict")
-"""Names under which a file or a checkpoint may hold the weights, beside others."""
+"""Names under which a file or a checkpoint may hold the weights."""
 _PREFIXES = ("module.", "_orig_mod.")  # of wrappers, which the names of a state dict may keep
 _UNREADABLE = (pickle.UnpicklingError, safetensors.SafetensorError)
 _MOST_LINES = 20
-_HEADS = ("num_heads", "n_head", "n_heads", "num_attention_heads", "nhead", "heads")
-_SEQUENCE = ("max_position_embeddings", "n_positions", "block_size", "max_seq_len", "sequence")
-"""Names under which modules, or their ``config``, hold what their parameters do not tell."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BuiltModel:
+    """A model as a configuration describes it, before ranks divide it or share its steps."""
+
+    model: nn.Module
+    optimizer: Optimizer  # plain, without state
+    loss: Callable[[Tensor, Tensor], Tensor]  # mean over the samples of a batch
+    precision: Precision  # of forward and loss
+    tables: Tables  # embeddings whose rows are divided among the ranks
+    epoch_steps: int  # steps of an epoch of its training data
 
 
 def make_model(config: ModelConfig) -> nn.Module:
@@ -56,62 +66,6 @@ def make_model(config: ModelConfig) -> nn.Module:
             f"{type(model).__name__}"
         )
     return model
-
-
-def sizes_of(target: str) -> dict[str, Any]:
-    """Build the model that ``module:function`` makes; return those of its sizes that show.
-
-    Layers are those of the list of modules that are alike which holds most parameters; vocabulary
-    and hidden size are of the longest embedding. Raises ``ConfigError``: there is no such
-    function, it makes no model, or not on the meta device.
-    """
-    resolve(target, "--model", way_out="start hpctrain in its folder, or install it")
-    try:
-        with torch.device("meta"):
-            model = make_model(ModelConfig(target=target))
-    except (NotImplementedError, RuntimeError) as error:
-        raise ConfigError(
-            f"a model is planned on torch's meta device, without values, and {target} asks for "
-            f"them: {error}; give --params, --layers, --hidden and --heads instead"
-        ) from error
-    parameters = [each for each in model.parameters() if each.requires_grad]
-    found: dict[str, Any] = {
-        "parameters": sum(each.numel() for each in parameters),
-        "layers": _layers(model),
-        "heads": _told(model, _HEADS),
-    }
-    embeddings = [each for each in model.modules() if isinstance(each, nn.Embedding)]
-    if embeddings:
-        words = max(embeddings, key=lambda each: each.num_embeddings)
-        found |= {"vocabulary": words.num_embeddings, "hidden": words.embedding_dim}
-        shapes = Counter(tuple(each.shape) for each in parameters)
-        found["tied"] = shapes[words.num_embeddings, words.embedding_dim] < 2
-        positions = [each.num_embeddings for each in embeddings if each is not words]
-        found["sequence"] = _told(model, _SEQUENCE) or max(positions, default=None)
-    return {name: value for name, value in found.items() if value is not None}
-
-
-def _layers(model: nn.Module) -> int | None:
-    """Return how many modules that are alike follow each other, where most parameters are."""
-    most, layers = (False, 0), None
-    for module in model.modules():
-        alike = Counter(
-            (type(child), sum(each.numel() for each in child.parameters()))
-            for child in module.children()
-            if isinstance(module, nn.ModuleList | nn.Sequential)
-        )
-        for (_, size), number in alike.items():
-            if size and (number > 1, number * size) > most:
-                most, layers = (number > 1, number * size), number
-    return layers
-
-
-def _told(model: nn.Module, names: tuple[str, ...]) -> int | None:
-    owners = (
-        each for module in model.modules() for each in (module, getattr(module, "config", 0))
-    )
-    values = (getattr(owner, name, None) for owner in owners for name in names)
-    return next((value for value in values if type(value) is int), None)
 
 
 def load_first_weights(model: nn.Module, config: ModelConfig) -> None:
@@ -150,9 +104,9 @@ def _read(path: Path) -> dict[str, Tensor]:
                 state = load_file(path)
             else:
                 state = torch.load(path, map_location="cpu", weights_only=True)
-        # Of pickle, zip and torch: what is no file of weights raises anything.
+        # pickle, zip and torch raise any of these for a file without weights.
         except (OSError, RuntimeError, ValueError, LookupError, EOFError, *_UNREADABLE) as error:
-            is_other = isinstance(error, pickle.UnpicklingError)  # torch tells much of that
+            is_other = isinstance(error, pickle.UnpicklingError)  # torch writes a long text for it
             said = "it holds other things than tensors" if is_other else str(error).splitlines()[0]
             raise ConfigError(
                 f'model.init_from = "{path}" cannot be read: {said}; name a run directory, a '
@@ -188,7 +142,7 @@ def misfits(have: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> list[str]
 
 
 def choose_device(config: TrainingConfig, num_devices: int) -> tuple[torch.device, str]:
-    """Return where the model is calculated, and why; ``num_devices`` are what every rank sees.
+    """Return the device of the model, and the reason; every rank sees ``num_devices``.
 
     Not collective. Nothing is said where there is no choice. Raises ``ConfigError``: this rank has
     no such device.
@@ -218,7 +172,7 @@ def choose_device(config: TrainingConfig, num_devices: int) -> tuple[torch.devic
 
 
 def prepare(model: nn.Module, run: RunConfig) -> None:
-    """Let the model calculate as ``[train]`` says; the names of its state stay."""
+    """Apply recomputation and compilation of ``[train]``; the names of the state stay."""
     config = run.train
     _recompute_layers(model, run.parallel)
     modules = {name: module for name, module in model.named_modules() if name}
@@ -238,7 +192,7 @@ def prepare(model: nn.Module, run: RunConfig) -> None:
 
 
 def asked(model: nn.Module, what: str, given: Any) -> Any:
-    """Return what a key or the model says of how it is divided: ``roles`` or ``layers``.
+    """Return the ``roles`` or ``layers`` of a model, from a key or from the model itself.
 
     Raises ``ConfigError``: neither does.
     """
@@ -253,7 +207,7 @@ def asked(model: nn.Module, what: str, given: Any) -> Any:
 
 
 def _recompute_layers(model: nn.Module, config: ParallelConfig) -> None:
-    """Let all layers but the first and the last calculate once more, or only some of it."""
+    """Let backward recompute all layers but the first and the last, or a part of each."""
     if config.recompute != "none":
         layers = layers_of(model, asked(model, "layers", config.layers))[1:-1]
         recompute(model, [name for name, _ in layers], selective=config.recompute == "selective")
@@ -359,7 +313,7 @@ def with_shard(
 ) -> tuple[RunConfig, str]:
     """Return the configuration with what ``train.shard = "auto"`` means here, and why.
 
-    Not collective: from facts that are alike on all ranks. ``local_sizes`` are of nodes whose
+    Local: from facts that are identical on all ranks. ``local_sizes`` are of nodes whose
     ranks share memory.
     """
     train, most = config.train, max(local_sizes, default=1)

@@ -1,18 +1,29 @@
 """Exchange of ranks that divide the model as ``[parallel]`` says."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping
+from time import perf_counter
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hpctrain.checkpoint.format.manifest import CheckpointManifest
 from hpctrain.checkpoint.format.shard import Shard
+from hpctrain.checkpoint.format.state_hash import state_hash
+from hpctrain.comm.agreement import agreed
 from hpctrain.comm.communicator import Communicator
+from hpctrain.core.errors import ReplicaError
+from hpctrain.core.python_compat import Self
 from hpctrain.core.user_error import noted
 from hpctrain.data.loader import Loader
-from hpctrain.train.config import RunConfig
+from hpctrain.gradients.sample_count import bits_of, flags_of
+from hpctrain.parallel.dtensor import local
+from hpctrain.train.model import BuiltModel
 from hpctrain.train.model_parallel import ModelParallel
+from hpctrain.train.parallel_layout import ParallelLayout
 from hpctrain.train.refusals import step_name
+from hpctrain.train.run_config import RunConfig
 from hpctrain.train.step_exchange import Forward, LossObserver, StepBatch, StepExchange
 
 
@@ -22,22 +33,41 @@ class ParallelExchange(StepExchange):
     Args:
         config: of the run.
         comm: all ranks.
+        layout: of the ranks.
         method: this rank's part of the model, and its optimizer.
     """
 
     method: ModelParallel
+    raised_flags = 0
+    communication_seconds = 0.0
 
-    def __init__(self, config: RunConfig, comm: Communicator, method: ModelParallel) -> None:
+    def __init__(
+        self, config: RunConfig, comm: Communicator, layout: ParallelLayout, method: ModelParallel
+    ) -> None:
         super().__init__(config, comm, method.model, method.optimizer, method)
+        self._layout = layout
+        self._flags, self._loss, self._mean_loss = 0, 0.0, math.nan
+
+    @classmethod
+    def build(cls, config: RunConfig, comm: Communicator, built: BuiltModel) -> Self:
+        """Divide the model among the ranks, and return the exchange. Collective."""
+        with agreed(comm):
+            device_type = next(built.model.parameters()).device.type
+            layout = ParallelLayout(config.parallel, device_type)
+            return cls(config, comm, layout, ModelParallel(config, built, layout))
+
+    def raise_flags(self, flags: int) -> None:
+        """Send these bits to all ranks with the message of the step. Local."""
+        self._flags |= flags
 
     def report_loss(self, loss: float) -> None:
         """Send this rank's loss with the message of the step. Local."""
-        self.method.tell_loss(loss)
+        self._loss = loss
 
     def mean_loss(self, loss: float) -> float:
         """Return the mean loss of all samples of the step."""
         del loss
-        return self.method.mean_loss
+        return self._mean_loss
 
     def backward(
         self, batch: StepBatch, forward: Forward, observer: LossObserver
@@ -45,12 +75,23 @@ class ParallelExchange(StepExchange):
         """Compute and average the gradients of this rank's part of the model. Collective."""
         with noted(step_name(self.config), *batch.tensors):
             loss = self.method.backward(
-                batch.tensors,
-                lambda *part: forward(*part)[1],
-                num_samples=batch.num_global,
-                see=observer.see_loss,
+                batch.tensors, lambda *part: forward(*part)[1], num_samples=batch.num_global
             )
-        return loss, batch.num_samples if self.method.leads else 0
+        observer.see_loss(loss)
+        began = perf_counter()
+        self.method.average()
+        num_samples = batch.num_samples if self._layout.leads else 0
+        self._exchange_flags(num_samples / batch.num_global)
+        self.communication_seconds = perf_counter() - began
+        return loss, num_samples
+
+    def _exchange_flags(self, weight: float) -> None:
+        """Combine the flags of all ranks, and average their losses. Collective."""
+        loss = self._loss * weight if weight else 0.0  # a loss that does not count may be NaN
+        words = torch.tensor([loss, *bits_of(self._flags)], dtype=torch.float64)
+        self.comm.allreduce_(words).wait()
+        self._mean_loss, *bits = words.tolist()
+        self.raised_flags, self._flags = flags_of(bits), 0
 
     def clip(self, max_norm: float) -> float:
         """Clip the gradient of the whole model; return its norm before. Collective."""
@@ -58,15 +99,17 @@ class ParallelExchange(StepExchange):
 
     def gradient_norm(self) -> float:
         """Return the norm of the gradient of the whole model. Collective."""
-        return self.method.clip(float("inf"))
+        return self.method.clip(math.inf)
 
     def clip_values(self, max_value: float) -> None:
         """Clip each element of this rank's gradients. Local."""
-        self.method.clip_values(max_value)
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                local(parameter.grad).clamp_(-max_value, max_value)
 
     def share_buffers(self) -> None:
         """Give all replicas the buffers of the first one. Collective."""
-        self.method.share_buffers()
+        self._layout.share_buffers(self.model)
 
     def test_parts(
         self, values: tuple[Tensor, Tensor], loader: Loader
@@ -79,12 +122,27 @@ class ParallelExchange(StepExchange):
 
     def check_replicas(self) -> bool:
         """Compare the replicas of each part of the model. Collective."""
-        self.method.check_replicas()
+        if self.config.parallel.zero:
+            return True  # each rank has its own shard
+        mine = str([self._layout.place(axis)[0] for axis in ("pp", "tp")]), self._own_hash()
+        found = dict[str, set[str]]()
+        for where, value in self.comm.allgather_object(mine):
+            found.setdefault(where, set()).add(value)
+        if differ := [where for where, values in found.items() if len(values) > 1]:
+            raise ReplicaError(
+                f"replicas must be equal, but those at [pp, tp] = {', '.join(differ)} differ; "
+                f"look for a change on some ranks alone, such as one outside optimizer.step()"
+            )
         return True
+
+    def _own_hash(self) -> str:
+        named = self.model.named_parameters()
+        return state_hash({name: local(value.detach()) for name, value in named})
 
     def hash(self) -> str:
         """Return a hash of the parts of all ranks; other layouts have another one. Collective."""
-        return self.method.hash()
+        mine = {name: local(value) for name, value in self.model.state_dict().items()}
+        return state_hash({"ranks": self.comm.allgather_object(state_hash(mine))})
 
     @property
     def num_parameters(self) -> int:
@@ -94,16 +152,16 @@ class ParallelExchange(StepExchange):
     @property
     def layout(self) -> str | None:
         """How ranks divide the model, such as ``dp=2 x tp=2``."""
-        return self.method.describe()
+        return self._layout.describe()
 
     @property
     def seed_offset(self) -> int:
         """Number of the replica: ranks of a tp group draw the same numbers."""
-        return self.method.seed
+        return self._layout.seed_offset
 
     def share_out(self, *loaders: Loader) -> None:
         """Let the loaders read the samples of this rank's replica. Local."""
-        self.method.share_out(*loaders)
+        self._layout.share_out(*loaders)
 
     def local_state(self) -> dict[str, Any]:
         """Return model and optimizer as shards of whole tensors. Collective."""

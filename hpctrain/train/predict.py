@@ -24,7 +24,7 @@ from hpctrain.core.target import make_importable
 from hpctrain.data.loader import Loader
 from hpctrain.data.samples import Batch
 from hpctrain.parallel.parallel_config import ParallelConfig
-from hpctrain.train.load import load
+from hpctrain.train.load_config import load
 from hpctrain.train.refusals import targets, told_of
 from hpctrain.train.run_directory import RunDirectory
 from hpctrain.train.stateful import widened

@@ -8,7 +8,7 @@ from torch.profiler import ProfilerActivity, profile
 from hpctrain.core.atomic import make_folder, publishing
 from hpctrain.core.logs import logger
 from hpctrain.core.python_compat import Self
-from hpctrain.train.config import LogConfig
+from hpctrain.train.run_config import LogConfig
 
 
 class Profiler:

@@ -10,7 +10,7 @@ from torch import Tensor
 from hpctrain.core.errors import DataError, HpctrainError
 from hpctrain.core.logs import logger
 from hpctrain.core.user_error import described, layer_of, noted, user_lines
-from hpctrain.train.config import RunConfig
+from hpctrain.train.run_config import RunConfig
 
 _REFUSALS = (RuntimeError, TypeError, ValueError, IndexError, AttributeError)
 

@@ -5,11 +5,16 @@ from typing import Any
 
 from torch import Tensor
 
+from hpctrain.comm.agreement import agreed
+from hpctrain.comm.communicator import Communicator
+from hpctrain.core.python_compat import Self
 from hpctrain.core.user_error import noted
 from hpctrain.data.loader import Loader
 from hpctrain.gradients.fixed_tree import aligned_parts
 from hpctrain.gradients.reproducible import Reproducible
+from hpctrain.train.model import BuiltModel
 from hpctrain.train.refusals import step_name
+from hpctrain.train.run_config import RunConfig
 from hpctrain.train.step_exchange import (
     Figures,
     Forward,
@@ -33,6 +38,21 @@ class ReproducibleExchange(StepExchange):
 
     is_reproducible = True
     method: Reproducible
+
+    @classmethod
+    def build(cls, config: RunConfig, comm: Communicator, built: BuiltModel) -> Self:
+        """Return the exchange of a model that all ranks have. Collective."""
+        with agreed(comm):
+            num_micro_shards = config.train.micro_shards_on(comm.size)
+            assert num_micro_shards is not None
+            method = Reproducible(
+                built.model,
+                built.optimizer,
+                comm,
+                num_micro_shards=num_micro_shards,
+                seed=config.seed,
+            )
+        return cls(config, comm, built.model, built.optimizer, method)
 
     def backward(
         self, batch: StepBatch, forward: Forward, observer: LossObserver

@@ -13,8 +13,8 @@ from hpctrain.core.errors import ConfigError
 from hpctrain.core.keys import dumps, keys_of
 from hpctrain.core.records import read
 from hpctrain.optim.groups import EXEMPTIONS
-from hpctrain.train.config import RunConfig
-from hpctrain.train.load import load
+from hpctrain.train.load_config import load
+from hpctrain.train.run_config import RunConfig
 from hpctrain.train.run_directory import RunDirectory
 
 _MATHEMATICS = ("model", "data", "loss", "optimizer", "schedule", "train", "sync")

@@ -16,7 +16,6 @@ from hpctrain.cluster.env import STOPPED
 from hpctrain.comm.agreement import agreed, on_root
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.plan.plan import Plan
-from hpctrain.compress.auto import Auto
 from hpctrain.core.checks import seconds
 from hpctrain.core.config import Settings
 from hpctrain.core.errors import (
@@ -27,6 +26,7 @@ from hpctrain.core.errors import (
     ReplicaError,
 )
 from hpctrain.core.keys import render
+from hpctrain.core.lazy import imported
 from hpctrain.core.logs import logger
 from hpctrain.core.paths import absolute
 from hpctrain.core.target import make_importable, resolve
@@ -38,36 +38,39 @@ from hpctrain.launch.slurm.scheduler import job_end
 from hpctrain.runtime import initialization, recovery, world
 from hpctrain.runtime.stopping import StopRequests, deadline
 from hpctrain.train.attempts import RunInDirectory
-from hpctrain.train.config import RunConfig
 from hpctrain.train.console import make_console
-from hpctrain.train.evaluate import evaluate
+from hpctrain.train.evaluation import evaluate
 from hpctrain.train.failure_record import FailureRecord
 from hpctrain.train.finite import StepGuard
-from hpctrain.train.history import RunHistory
-from hpctrain.train.load import LoadedData
+from hpctrain.train.load_config import LoadedData
 from hpctrain.train.loggers import check as check_loggers
 from hpctrain.train.loop import Outcome, Stopped, train_step
 from hpctrain.train.metrics import Metrics, result
 from hpctrain.train.resume import check_same, finished, goes_on, plan_to_keep, settled
+from hpctrain.train.run_config import RunConfig
 from hpctrain.train.run_directory import RunDirectory
-from hpctrain.train.run_figures import draw_runs
-from hpctrain.train.status import last_record
+from hpctrain.train.run_status import last_record
 from hpctrain.train.task import Task, build
+
+_DIVIDED_RULE = (
+    "a run with [parallel] must end when it loses a rank, because groups of torch.distributed "
+    "keep their ranks; continue it with --resume, or start it with hpctrain launch --restart N"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class How:
-    """How to run what a configuration describes."""
+class RunOptions:
+    """Options of a command that runs a configuration."""
 
     dry_run: bool = False  # only build and describe everything: write nothing and train nothing
-    look: bool = False  # of a dry run: build everything, read one batch, and calculate nothing
-    resume: bool = False  # go on with the run in the directory
-    changed: bool = False  # go on also where the configuration makes it another training
-    force: bool = False  # take the run also from another job that is at work
-    verbose: bool = False  # tell all of configuration, topology and plan, as a dry run does
+    look: bool = False  # of a dry run: build everything, read one batch, and compute nothing
+    resume: bool = False  # continue the run in the directory
+    changed: bool = False  # continue also with a configuration that trains differently
+    force: bool = False  # take the run also from a job that is running
+    verbose: bool = False  # print topology and plan in full, as a dry run does
 
 
-def run(loaded: LoadedData, environment_settings: Mapping[str, Any], how: How) -> int:
+def run(loaded: LoadedData, environment_settings: Mapping[str, Any], how: RunOptions) -> int:
     """Train as ``loaded`` says, from the start or from the last checkpoint; return the exit code.
 
     Collective over all ranks that were started together. 0 is the end of the run, 85 a stop.
@@ -81,7 +84,7 @@ def run(loaded: LoadedData, environment_settings: Mapping[str, Any], how: How) -
 
 
 class _Run:
-    def __init__(self, loaded: LoadedData, how: How) -> None:
+    def __init__(self, loaded: LoadedData, how: RunOptions) -> None:
         self._started = time.time()
         self._loaded, self._how = loaded, how
         self._directory = RunDirectory(absolute(loaded.config.directory))
@@ -96,9 +99,10 @@ class _Run:
         settings = self._settings(given)
         kept = plan_to_keep(directory, config, settings.engine) if continues else None
         initialization.join(replace(settings, plan=settings.plan or kept))
-        # Groups of torch.distributed, which divide a model, end with the ranks that they have.
-        recovers = recovery.is_on() and not config.parallel.divides
-        if not recovers:
+        if config.parallel.divides:
+            with recovery.ends_with_losses(_DIVIDED_RULE):
+                return self._take_part()
+        if not recovery.is_on():
             return self._take_part()
         while True:
             code: int | None
@@ -121,12 +125,12 @@ class _Run:
         self._console = make_console(shown=self._comm.rank == 0)
         if self._how.dry_run:
             return self._train()
-        self._plan_part()  # at once: nobody is waited for, or forced out
+        self._plan_part()  # fails before this job waits for the lease
         with held(self._directory, self._comm, self._console, force=self._how.force) as lease:
             return self._train(lease)
 
     def _settings(self, given: Mapping[str, Any]) -> Settings:
-        """All settings of this process: the configuration has the last word on what it covers."""
+        """Return all settings of this process; keys of the configuration take precedence."""
         comm = self._loaded.config.comm
         values = {
             "log_dir": None if self._how.dry_run else self._directory.logs,
@@ -140,7 +144,7 @@ class _Run:
         return Settings(**values)
 
     def _plan_part(self) -> tuple[RunConfig, bool, list[str]]:
-        """Return the configuration, whether a run goes on, and what changes in it. Collective.
+        """Return the configuration, whether a run continues, and its changes. Collective.
 
         Raises ``MismatchError``: the directory is not to be used so; on all ranks.
         """
@@ -167,7 +171,7 @@ class _Run:
         return config, continues, on_root(comm, changes)
 
     def _train(self, lease: Lease | None = None) -> int:
-        """Train, or with ``dry_run`` only tell of it; ``lease`` is that of rank 0. Collective."""
+        """Train, or describe the run with ``dry_run``; ``lease`` is that of rank 0. Collective."""
         directory, console = self._directory, self._console
         # Again: the job before may have begun the run, or ended it, by now.
         config, continues, changes = self._plan_part()
@@ -230,16 +234,13 @@ class _Run:
         if lease is None or not (self._loaded.config.log.plots and lease.is_held(looks=True)):
             return
         try:
-            draw_runs(
-                [RunHistory.read(self._directory.path)],
-                self._directory.plot,
-                elsewhere="train without plots by --set log.plots=false",
-            )
+            draw_run = imported("hpctrain.train.run_figures:draw_run")
+            draw_run(self._directory.path, self._directory.plot)
         except ConfigError as error:  # the run itself is saved
             logger.warning(str(error))
 
     def _end(self, task: Task, outcome: Outcome | Stopped) -> int:
-        """Tell how the part has ended, and return its exit code."""
+        """Print how the part has ended, and return its exit code."""
         if isinstance(outcome, Stopped):
             self._console.print(
                 f"stopped by {outcome.reason} after step {outcome.step} of {task.num_steps}; "
@@ -264,15 +265,16 @@ class _Run:
         return 0
 
     def _told_compression(self, task: Task) -> Iterator[str]:
-        """Say for people what compression has spared, and why ``auto`` has chosen what it has."""
-        codec = task.exchange.codec
-        if isinstance(codec, Auto) and codec.reason:
-            yield f"compression auto took {codec.name}: {codec.reason}"
-        if spared := RunHistory.read(self._directory.path).spared:
-            yield f"compression {task.config.sync.compression}: {spared}"
+        """Yield lines about the bytes that compression saves, and the choice of ``auto``."""
+        name = task.config.sync.compression
+        if choice := getattr(task.exchange.codec, "choice", ""):
+            yield f"compression {name} took {choice}"
+        savings = imported("hpctrain.train.history:RunHistory").read(self._directory.path).spared
+        if savings:
+            yield f"compression {name}: {savings}"
 
     def _told_tests(self, task: Task, outcome: Outcome) -> Iterator[str]:
-        """Say for people how the tests went: the last one, and the best where it is another."""
+        """Yield lines about the last test, and about the best one if it is another."""
         best = outcome.best
         if task.config.keep_best and best and best["step"] != outcome.step:
             folder = RunDirectory(task.config.directory).checkpoints  # as the user calls it
@@ -284,7 +286,7 @@ class _Run:
 def rehearse(task: Task) -> None:
     """Take one step and test one batch, of which nothing is kept. Collective.
 
-    Raises what a run would raise there.
+    Raises the errors that a run would raise.
     """
     guard = StepGuard(task, Metrics(None))
     guard.begin(1, task.config.optimizer.lr, 0)
@@ -309,7 +311,7 @@ class _FirstBatch:
 def requests_of(
     config: RunConfig, directory: RunDirectory, started: float, comm: Communicator
 ) -> StopRequests:
-    """Look for who wants a stop: signals on every rank, clock and file on rank 0."""
+    """Watch for requests to stop: signals on every rank, clock and file on rank 0."""
     if comm.rank:
         return StopRequests()
     try:
@@ -325,7 +327,7 @@ def requests_of(
 
 
 def _introduce(console: Console, here: world.World, task: Task) -> None:
-    """Tell in a few lines what is trained, on what, and where."""
+    """Print model, data and machine in a few lines."""
     config, number = task.config, task.config.train.epochs
     epochs = "1 epoch" if number == 1 else f"{number} epochs"
     machine, [(name, plan), *_] = dict(here.topology.describe()), here.plan.describe()
@@ -409,7 +411,7 @@ def held(
 
 
 def _losses(directory: RunDirectory, holder: Holder) -> str:
-    """Say what a job loses from which the run is taken."""
+    """Return a message about the work that the job loses from which the run is taken."""
     newest, last = None, 0
     with suppress(CheckpointError):
         newest, _ = CheckpointDirectory(directory.checkpoints).newest()

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +36,9 @@ def figures_of(runs: Sequence[RunHistory], smooth: int = 0) -> list[Figure]:
 
     ``smooth`` is over how many records curves are averaged, 1 not at all, 0 by their number.
     """
-    drifts: Rows = lambda run: [each for each in run.of("step") if "drift" in each]  # noqa: E731
-    noises: Rows = lambda run: [r for r in run.of("step") if r.get("noise_scale")]  # noqa: E731
     noise = "Samples of a batch whose gradient is as much noise as signal."
     away = "Root of the mean square distance from the mean of all replicas."
-    coded: Rows = lambda run: [each for each in run.of("step") if "won_s" in each]  # noqa: E731
+    coded = _steps_with("won_s")
     won = "Of a step, against the probed link without compression."
     found = [
         _losses(runs, smooth),
@@ -47,13 +46,24 @@ def figures_of(runs: Sequence[RunHistory], smooth: int = 0) -> list[Figure]:
         _by_step(runs, "lr", "Learning rate", "As set for the last step of a record."),
         _times(runs),
         _by_step(runs, "samples_per_s", "Samples per second", "Over all ranks.", smooth=smooth),
-        _by_step(runs, "drift", "Distance of replicas", away, drifts),
-        _by_step(runs, "noise_scale", "Gradient noise scale", noise, noises),
-        _by_step(runs, "rail_bytes", "Bytes between nodes", "Of a step, compressed.", coded),
+        _by_step(runs, "drift", "Distance of replicas", away, _steps_with("drift")),
+        _by_step(runs, "noise_scale", "Gradient noise scale", noise, _steps_with("noise_scale")),
+        _by_step(
+            runs,
+            "rail_bytes",
+            "Bytes between nodes",
+            "Of a step, compressed.",
+            _steps_with("won_s"),
+        ),
         _by_step(runs, "won_s", "Seconds won by compression", won, coded),
         *_ranks(runs),
     ]
     return [figure for figure in found if any(s.x for s in figure.series if s.kind != "marks")]
+
+
+def _steps_with(name: str) -> Rows:
+    """Return a function that returns the records of steps which have an entry."""
+    return lambda run: [each for each in run.of("step") if name in each]
 
 
 def draw_runs(
@@ -78,11 +88,15 @@ def draw_runs(
         raise ConfigError(f"{path} cannot be written: {refusal(error, elsewhere)}") from None
 
 
+def draw_run(directory: Path, path: Path) -> None:
+    """Draw a run from its files at the end of training. Raises ``ConfigError`` as draw_runs."""
+    elsewhere = "train without plots by --set log.plots=false"
+    draw_runs([RunHistory.read(directory)], path, elsewhere=elsewhere)
+
+
 def _losses(runs: Sequence[RunHistory], smooth: int) -> Figure:
-    steps: Rows = lambda run: run.of("step")  # noqa: E731
-    tests: Rows = lambda run: run.of("test")  # noqa: E731
-    series = _curves(runs, steps, LOSS, _TRAINING, smooth)
-    series += _curves(runs, tests, LOSS, _tests(runs))
+    series = _curves(runs, methodcaller("of", "step"), LOSS, _TRAINING, smooth)
+    series += _curves(runs, methodcaller("of", "test"), LOSS, _tests(runs))
     values = [y for each in series for y in each.y if y is not None and y > 0]
     is_wide = bool(values) and max(values) > 10 * min(values)
     return Figure(
@@ -112,8 +126,7 @@ def _metrics(runs: Sequence[RunHistory]) -> Iterator[Figure]:
     splits = _splits(runs)
     found = (run.metrics_of(test) for run in runs for test in run.of("test"))
     for number, name in enumerate(dict.fromkeys(name for metrics in found for name in metrics)):
-        rows: Rows = lambda run: tests[run.label]  # noqa: E731
-        series = _curves(runs, rows, name, _tests(runs))
+        series = _curves(runs, lambda run: tests[run.label], name, _tests(runs))
         yield Figure(
             name=f"metric-{number}",
             title=f"{splits.capitalize()} {name}",

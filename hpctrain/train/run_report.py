@@ -22,8 +22,8 @@ from hpctrain.report.page import (
     value_cell,
     write_page,
 )
-from hpctrain.train.config import RunConfig
 from hpctrain.train.history import LOSS, RunHistory, number, told
+from hpctrain.train.run_config import RunConfig
 from hpctrain.train.run_figures import figures_of
 
 _PARTS = ("run", "part", "begins after step", "ranks", "nodes", "job", "the part before")

@@ -1,4 +1,4 @@
-"""State of a run: all that makes its next step what it would have been without a stop."""
+"""State of a run: everything on which its next step depends."""
 
 import random
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hpctrain.core.errors import NotFiniteError
 from hpctrain.core.units import by_rank
-from hpctrain.parallel.parts import local
+from hpctrain.parallel.dtensor import local
 from hpctrain.train.model import EMA
 from hpctrain.train.scores import Scores
 from hpctrain.train.stateful import BestTest, GuardMemory
@@ -35,7 +35,7 @@ class RunState:
     tally: StepMeter = field(default_factory=StepMeter)
     guard: GuardMemory = field(init=False)  # of losses, and of steps that were left out
     epoch_tally: StepMeter = field(default_factory=StepMeter)
-    """Of the present epoch, where the method of ``[sync]`` is told its loss."""
+    """Of the present epoch, where the method of ``[sync]`` receives its loss."""
 
     def __post_init__(self) -> None:
         self.guard = GuardMemory(self.task.config.train)
@@ -52,16 +52,16 @@ class RunState:
 
     @property
     def _parts(self) -> dict[str, Any]:
-        """What has a state of its own, the same on every rank, by its name in a checkpoint."""
+        """Parts with a separate state, the same on every rank, by their names in a checkpoint."""
         precision, ema = self.task.precision, self.task.ema
         parts = {"precision": precision, "best": self.best, EMA: ema, "guard": self.guard}
         return {name: part for name, part in parts.items() if part is not None}
 
     def shared(self) -> dict[str, Any]:
-        """Return what is the same on every rank. Collective.
+        """Return the state that is the same on every rank. Collective.
 
-        Buffers such as running means differ between ranks: here are those of rank 0, or their
-        mean where replicas differ.
+        Buffers such as running means differ between ranks: the state has the buffers of rank 0, or
+        their mean where replicas differ.
         """
         exchange, comm = self.task.exchange, self.task.comm
         state = exchange.shared_state()
@@ -84,7 +84,7 @@ class RunState:
         }
 
     def own(self) -> dict[str, Any]:
-        """Return what each rank has for itself. Collective."""
+        """Return the state of this rank alone. Collective."""
         return {
             **self.task.exchange.own_state(),
             "random": random_states(self.task.device),
@@ -94,9 +94,9 @@ class RunState:
         }
 
     def restore(self, shared: Mapping[str, Any], own: Mapping[str, Any] | None) -> None:
-        """Go on from what ``shared`` and ``own`` returned. Collective.
+        """Continue from ``shared()`` and ``own()``. Collective.
 
-        ``own`` is None where the number of ranks has changed: then random numbers begin anew, and
+        ``own`` is None where the number of ranks has changed: then random numbers start again, and
         each rank has the buffers of rank 0, and the mean of the replicas. Raises
         ``CheckpointError``: the model, the optimizer or the local method does not fit the state.
         ``DataError``: the data set is another one.
@@ -110,7 +110,7 @@ class RunState:
         self.num_skipped = shared.get("num_skipped", 0)
         self.owes_test = shared.get("owes_test", False)
         for name, part in self._parts.items():
-            if shared.get(name):  # else it begins anew: older checkpoints do not have them all
+            if shared.get(name):  # older checkpoints do not have all parts
                 part.load_state_dict(shared[name])
         self._restore_tallies(shared, own)
         if own is None:
@@ -123,7 +123,7 @@ class RunState:
         set_random_states(own["random"], task.device)
 
     def _restore_tallies(self, shared: Mapping[str, Any], own: Mapping[str, Any] | None) -> None:
-        """Go on with sums of this rank, or of all; older checkpoints do not have them all."""
+        """Continue with sums of this rank, or of all; older checkpoints lack some."""
         for name, tally in (("tally", self.tally), ("epoch_tally", self.epoch_tally)):
             if own is not None and name in own:
                 tally.load_state_dict(own[name])
@@ -178,9 +178,9 @@ def random_states(device: torch.device) -> dict[str, Any]:
 
 
 def set_random_states(states: dict[str, Any], device: torch.device) -> None:
-    """Let the generators go on from what ``random_states`` returned."""
+    """Restore the generators from ``random_states()``."""
     torch.set_rng_state(states["torch"].clone())
-    # What was calculated elsewhere has no numbers for this device: it begins with those of a seed.
+    # A state of another device has no numbers for this one, which keeps its seed.
     if device.type != "cpu" and states.get("device") is not None:
         torch.get_device_module(device).set_rng_state(states["device"].clone(), device)
     of_numpy, of_python = states["numpy"], states["python"]

@@ -1,4 +1,4 @@
-"""Snapshot in memory of what steps change, to which a run can go back."""
+"""Snapshots in memory of everything that steps change, and the return of a run to one."""
 
 import torch
 from torch import Tensor
@@ -12,8 +12,8 @@ from hpctrain.train.task import Task
 class Snapshot:
     """Copies of this rank's weights, buffers, optimizer state and generators between two steps.
 
-    Not the number of the step, which counts batches: where a run goes back those that came since
-    stay left out, and its schedule, its tests and its checkpoints are where they would be.
+    The number of the step is not restored, because it counts batches: after a rollback the batches
+    since the snapshot stay left out, and schedule, tests and checkpoints keep their steps.
     """
 
     def __init__(self, task: Task, memory: GuardMemory, step: int) -> None:
@@ -31,7 +31,7 @@ class Snapshot:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Give all of it back, in the place of a step; may be called again. Not collective."""
+        """Restore the copies in the place of a step; may be called again. Local."""
         self._task.exchange.restore_model(self._replica, None)
         for buffer, value in zip(self._task.model.buffers(), self._buffers, strict=True):
             buffer.copy_(value)
@@ -41,6 +41,39 @@ class Snapshot:
             part.load_state_dict(mapped(state, _copy))
         self._memory.spikes.load_state_dict(self._spikes)
         set_random_states(self._random, self._task.device)
+
+
+class Rollback:
+    """Takes a snapshot every some steps, and returns a run to the last one.
+
+    Args:
+        task: of the run.
+        memory: of earlier steps; restored too.
+        every: number of steps between snapshots.
+    """
+
+    def __init__(self, task: Task, memory: GuardMemory, every: int) -> None:
+        self._task, self._memory, self._every = task, memory, every
+        self._snapshot: Snapshot | None = None
+        self._left_out_to = 0  # last step that earlier rollbacks have left out
+
+    def begin(self, step: int) -> None:
+        """Take a snapshot before a step if one is due. Collective where ranks divide the model."""
+        if self._snapshot is None or (step - 1) % self._every == 0:
+            self._snapshot = Snapshot(self._task, self._memory, step)
+
+    def go_back(self, step: int) -> tuple[int, int]:
+        """Restore the last snapshot in the place of a step. Local.
+
+        Returns:
+            The step whose state is restored, and the number of steps that are left out now.
+        """
+        assert self._snapshot is not None
+        since = self._snapshot.step - 1
+        num_left_out = step - max(since, self._left_out_to)
+        self._left_out_to = step
+        self._snapshot.restore()
+        return since, num_left_out
 
 
 def _copy(tensor: Tensor) -> Tensor:

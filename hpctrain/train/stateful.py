@@ -1,4 +1,4 @@
-"""What a run keeps from step to step beside model and optimizer: scale, average, best test."""
+"""State of a run next to model and optimizer: loss scale, averaged weights, best test."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -11,16 +11,16 @@ from torch.optim import Optimizer
 
 from hpctrain.core.torch_compat import foreach_lerp_
 from hpctrain.optim.loss_spikes import LossSpikes
-from hpctrain.train.config import TrainingConfig
+from hpctrain.train.run_config import TrainingConfig
 
 _TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Precision:
-    """How a step calculates: forward by autocast, and a scaled loss where gradients are fp16.
+    """Precision of a step: autocast in forward, and a scaled loss where gradients are fp16.
 
-    Gradients are averaged before they are looked at, so that all ranks see the same overflow, and
-    have the same scale.
+    Gradients are averaged before they are checked, so that all ranks find the same overflow and
+    keep the same scale.
     """
 
     def __init__(self, name: str, model: nn.Module) -> None:
@@ -32,7 +32,7 @@ class Precision:
         # It has a scale from here on: a part may begin with a step in which a rank has no samples.
 
     def autocast(self) -> AbstractContextManager[object]:
-        """Let forward inside calculate as ``train.precision`` says."""
+        """Run forward passes inside in ``train.precision``."""
         if self._dtype is None:
             return nullcontext()
         return torch.autocast(self._device, dtype=self._dtype)
@@ -43,9 +43,9 @@ class Precision:
         return scaled
 
     def unscale(self, optimizer: Optimizer) -> bool:
-        """Give all gradients their true size; say whether the step is left out for an overflow.
+        """Unscale all gradients; return whether the step is left out because of an overflow.
 
-        One below a scale of 1 is none of the scale: then those who look at gradients decide.
+        Below a scale of 1 the scale is not the cause: then the check of gradients decides.
         """
         if not self._scaler.is_enabled():
             return False
@@ -59,12 +59,12 @@ class Precision:
         return self._scaler.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state; nothing where nothing is scaled."""
+        """Continue from a state; no-op without a scale."""
         self._scaler.load_state_dict(dict(state))
 
 
 def widened(output: Any) -> Any:
-    """Return an output of autocast in 32 bits, for metrics and numpy; others as they are."""
+    """Return an output of autocast in 32 bits, for metrics and numpy; others unchanged."""
     is_half = isinstance(output, Tensor) and output.dtype in _TYPES.values()
     return output.float() if is_half else output
 
@@ -105,7 +105,7 @@ class Ema:
         return {name: average[id(p)] for name, p in state.items() if id(p) in average}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state, which may have buffers too."""
+        """Continue from a state, which may have buffers too."""
         names = {id(p): name for name, p in self._model.state_dict(keep_vars=True).items()}
         parameters = self._parameters if state else []  # none before the first step
         self._averages = [state[names[id(p)]].to(p.device, copy=True) for p in parameters]
@@ -136,7 +136,7 @@ class BestTest:
             self.load_state_dict({"score": score, **place})
 
     def is_over(self, patience: int) -> bool:
-        """Say whether so many tests in a row were not better; never for 0."""
+        """Return whether the last ``patience`` tests were not better; False for 0."""
         return 0 < patience <= self.num_since
 
     @property
@@ -151,12 +151,12 @@ class BestTest:
         return dict(vars(self))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state."""
+        """Continue from a state."""
         vars(self).update(state)
 
 
 class GuardMemory:
-    """What guards of steps know of earlier ones: the last losses, and what they have done."""
+    """Memory of a ``StepGuard``: the last losses, and its earlier decisions."""
 
     def __init__(self, config: TrainingConfig) -> None:
         self.spikes = LossSpikes(config.spike_deviations, config.spike_window)
@@ -176,6 +176,6 @@ class GuardMemory:
         return {**own, **self.spikes.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state."""
+        """Continue from a state."""
         self.num_left_out, self.lowered_at = state["num_left_out"], state["lowered_at"]
         self.spikes.load_state_dict(state)

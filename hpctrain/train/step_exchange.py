@@ -20,16 +20,16 @@ from hpctrain.checkpoint.format.shard import Shard
 from hpctrain.checkpoint.format.state_hash import state_hash
 from hpctrain.checkpoint.format.state_tree import mapped
 from hpctrain.comm.communicator import Communicator
-from hpctrain.comm.norms import clip_grad_norm_, total_norm
+from hpctrain.comm.norms import clip_grad_norm_, exact_sum, total_norm
 from hpctrain.comm.tensor_arguments import on_host
 from hpctrain.compress.codec import Codec
 from hpctrain.compress.savings import Savings
 from hpctrain.core.errors import CheckpointError
+from hpctrain.core.python_compat import Self
 from hpctrain.data.loader import Loader
-from hpctrain.gradients.fixed_tree import exact_sum
 from hpctrain.gradients.replica_check import require_equal_replicas
-from hpctrain.train.config import RunConfig
-from hpctrain.train.model import misfits
+from hpctrain.train.model import BuiltModel, misfits
+from hpctrain.train.run_config import RunConfig
 
 Forward = Callable[..., tuple[Tensor, Tensor]]
 """Returns output and mean loss of inputs and labels; see ``Task.forward``."""
@@ -94,13 +94,25 @@ class StepExchange:
         self.method: Any = method  # each implementation annotates its type
         self._peaks = [group["lr"] for group in optimizer.param_groups]
 
+    @classmethod
+    def build(cls, config: RunConfig, comm: Communicator, built: BuiltModel) -> Self:
+        """Return the exchange of a model that is the same on all ranks. Collective.
+
+        It may replace model and optimizer.
+
+        Raises:
+            MismatchError: the method refuses its arguments; on all ranks.
+        """
+        raise NotImplementedError
+
     # -- one step -------------------------------------------------------------------------------
 
-    def begin(self, rate: float, *, must_agree: bool) -> None:  # noqa: ARG002 - of methods
+    def begin(self, rate: float, *, must_agree: bool) -> None:
         """Set the learning rates of a step to ``rate`` times those of the configuration. Local.
 
         Where ranks take steps of their own they synchronize after this one if ``must_agree``.
         """
+        del must_agree
         for group, peak in zip(self.optimizer.param_groups, self._peaks, strict=True):
             group["lr"] = peak * rate
 
@@ -186,12 +198,14 @@ class StepExchange:
         """Update the parameters. Collective where the optimizer is."""
         self.optimizer.step()
 
-    def skip(self, flags: int) -> None:  # noqa: ARG002 - of methods
+    def skip(self, flags: int) -> None:
         """Leave this step out; ``flags`` inform ranks that do not know. Collective."""
+        del flags
         self.optimizer.zero_grad()
 
-    def counted(self, loss: float, batch: StepBatch, num_samples: int) -> tuple[float, int]:  # noqa: ARG002
+    def counted(self, loss: float, batch: StepBatch, num_samples: int) -> tuple[float, int]:
         """Return loss and number of samples of this rank in the sums of a record."""
+        del batch
         return loss, num_samples
 
     # -- rounds and epochs ----------------------------------------------------------------------
@@ -390,12 +404,13 @@ class StepExchange:
             for name, parameter in self.model.named_parameters():
                 parameter.copy_(own["parameters"][name])
 
-    def wanted(self, latest: Callable[[], Any]) -> Mapping[str, Shard] | None:  # noqa: ARG002
+    def wanted(self, latest: Callable[[], Any]) -> Mapping[str, Shard] | None:
         """Return the shards that this rank reads of the newest checkpoint; None for all.
 
         Args:
             latest: returns the folder of the newest checkpoint, None without one. Collective.
         """
+        del latest
         return None
 
     # -- records and text -----------------------------------------------------------------------

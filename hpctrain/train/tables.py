@@ -1,13 +1,12 @@
-"""Sharded embeddings of a model that is trained: they step beside its optimizer."""
+"""Sharded embeddings of a model, which step next to its optimizer."""
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
-from hpctrain.async_sgd.sharded_embedding import ShardedEmbedding
 from hpctrain.checkpoint.format.shard import Shard
 from hpctrain.checkpoint.format.state_tree import component
 from hpctrain.checkpoint.inspection import checkpoint_of
@@ -15,16 +14,41 @@ from hpctrain.checkpoint.loading import load
 from hpctrain.comm.agreement import on_root
 from hpctrain.comm.communicator import Communicator
 from hpctrain.core.errors import CheckpointError, ConfigError
-from hpctrain.train.config import RunConfig
+from hpctrain.train.run_config import RunConfig
+
+
+@runtime_checkable
+class RowTable(Protocol):
+    """A module that steps its rows itself, divided among the ranks: ``ShardedEmbedding``."""
+
+    lr: float
+
+    def zero_grad(self) -> None:
+        """Clear the gradients."""
+
+    def set_num_samples(self, num_samples: float, nominal: float) -> None:
+        """Set the weight of this rank in the next step."""
+
+    def step(self) -> None:
+        """Average gradients, and step their rows. Collective."""
+
+    def sharded_state(self) -> dict[str, Any]:
+        """Return rows and state of this rank."""
+
+    def wanted(self, path: str) -> dict[str, Shard]:
+        """Return the shards that this rank reads of a state at ``path``."""
+
+    def load_sharded_state(self, state: Mapping[str, Any]) -> None:
+        """Continue from ``sharded_state()`` of any number of ranks. Collective."""
 
 
 class Tables:
     """The sharded embeddings of a model, by name; false where there are none."""
 
     def __init__(self, model: nn.Module, config: RunConfig) -> None:
-        """Find them. Raises ``ConfigError``: the configuration has what they do not know."""
+        """Find the tables. Raises ``ConfigError``: the configuration does not allow them."""
         named = model.named_modules()
-        self._tables = {name: m for name, m in named if isinstance(m, ShardedEmbedding)}
+        self._tables = {name: m for name, m in named if isinstance(m, RowTable)}
         self._peaks = {name: table.lr for name, table in self._tables.items()}
         self.factor = 1.0  # of the learning rates, in this step
         train = config.train
@@ -46,7 +70,7 @@ class Tables:
         return bool(self._tables)
 
     def begin(self, num_samples: int, nominal: float) -> None:
-        """Forget gradients, and count by so many samples of this rank in the step to come."""
+        """Clear gradients, and set the number of samples of this rank in the next step."""
         for table in self._tables.values():
             table.zero_grad()
             table.set_num_samples(num_samples, nominal)
@@ -83,7 +107,7 @@ class Tables:
         return found
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from what ``state`` has returned, on any number of ranks. Collective."""
+        """Continue from ``state()`` of any number of ranks. Collective."""
         for name, table in self._tables.items():
             if name not in state:
                 raise CheckpointError(

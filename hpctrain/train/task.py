@@ -28,9 +28,9 @@ from hpctrain.data.staging import stage
 from hpctrain.data.subset import Subset
 from hpctrain.data.transform import PerSample, Transform
 from hpctrain.runtime import world
-from hpctrain.train.config import LossConfig, RunConfig
 from hpctrain.train.make_exchange import make_exchange
 from hpctrain.train.model import (
+    BuiltModel,
     choose_device,
     load_first_weights,
     make_model,
@@ -40,6 +40,7 @@ from hpctrain.train.model import (
     with_shard,
 )
 from hpctrain.train.refusals import targets, told_of
+from hpctrain.train.run_config import LossConfig, RunConfig
 from hpctrain.train.scores import LOSS, Metric, make_metric
 from hpctrain.train.stateful import Ema, Precision
 from hpctrain.train.step_exchange import StepExchange
@@ -222,9 +223,15 @@ def build(config: RunConfig, comm: Communicator, *, is_new: bool = True) -> Task
     nodes = world.current().topology.nodes if comm.node is not None else ()
     config, reason = with_shard(config, model, optimizer, [*map(len, nodes)])
     precision = Precision(config.train.precision, model)
-    exchange = make_exchange(
-        config, comm, model, optimizer, loss, precision, tables, epoch_steps=len(train)
+    built = BuiltModel(
+        model=model,
+        optimizer=optimizer,
+        loss=loss,
+        precision=precision,
+        tables=tables,
+        epoch_steps=len(train),
     )
+    exchange = make_exchange(config, comm, built)
     exchange.share_out(train, *tests)
     # From here on ranks draw different random numbers: dropout must differ, but in a tp group.
     seed_all(config.seed + exchange.seed_offset)

@@ -16,7 +16,7 @@ from hpctrain.data.format.dataset_manifest import MANIFEST
 from hpctrain.data.reader import ShardedDataset
 from hpctrain.data.writer import write_arrays
 from hpctrain.optim.optimizer_config import OptimizerConfig
-from hpctrain.train.config import ModelConfig, RunConfig
+from hpctrain.train.run_config import ModelConfig, RunConfig
 
 NUM_ARMS = 3
 NUM_POINTS = {"train": 2000, "test": 500}

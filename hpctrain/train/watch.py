@@ -14,7 +14,7 @@ from hpctrain.core.errors import ConfigError
 from hpctrain.core.records import record_of
 from hpctrain.launch.lease import BEAT, TIMES, Holder
 from hpctrain.train.run_directory import RunDirectory
-from hpctrain.train.status import Status, by_record
+from hpctrain.train.run_status import Status, by_record
 
 RECENT = 10  # records by which the time left is judged
 

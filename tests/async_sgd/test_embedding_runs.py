@@ -13,8 +13,8 @@ from hpctrain.checkpoint.manager import Manager
 from hpctrain.core.errors import MismatchError
 from hpctrain.data.loader import Loader
 from hpctrain.runtime.world import current
-from hpctrain.train.evaluate import evaluate
-from hpctrain.train.load import load
+from hpctrain.train.evaluation import evaluate
+from hpctrain.train.load_config import load
 from hpctrain.train.predict import load_task
 from tests.async_sgd.embedding_oracle import copy_of, ids_of
 from tests.async_sgd.problem import DIM, ROWS, Model, copied

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from hpctrain.cli.main import app
 from hpctrain.launch.lease import NAME, Holder
 from hpctrain.launch.slurm.scheduler import JOBS
-from hpctrain.train.status import CODES
+from hpctrain.train.run_status import CODES
 
 STEP = {"event": "step", "step": 7}
 FINISHED = {"event": "finished", "step": 12, "metric": 0.75, "metric_name": "accuracy"}

@@ -4,7 +4,7 @@ from typer.testing import CliRunner
 from hpctrain.cli.main import app
 from hpctrain.core.errors import ConfigError
 from hpctrain.train import toy_problem
-from hpctrain.train.load import load
+from hpctrain.train.load_config import load
 
 
 def invoke(*words):

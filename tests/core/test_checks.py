@@ -12,7 +12,7 @@ import pytest
 from hpctrain.core import checks
 from hpctrain.core.checks import CheckedFields, checked, require_values
 from hpctrain.core.errors import ConfigError
-from hpctrain.train.config import RunConfig
+from hpctrain.train.run_config import RunConfig
 
 ALLOWED = [
     (checks.Count, [0, 7, np.int64(7)], [-1, True, 1.0, "1", None]),

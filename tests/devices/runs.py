@@ -15,10 +15,10 @@ from torch import Tensor, nn
 import hpctrain
 from hpctrain.core.records import read
 from hpctrain.runtime.world import current
-from hpctrain.train.config import RunConfig
-from hpctrain.train.evaluate import evaluate
-from hpctrain.train.load import load
+from hpctrain.train.evaluation import evaluate
+from hpctrain.train.load_config import load
 from hpctrain.train.predict import load_task, predict
+from hpctrain.train.run_config import RunConfig
 from tests.devices.calls import load_simulated
 from tests.train import problem
 from tests.train.job import Job, assert_same_run

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from hpctrain.optim import LAMB, LARS, exclusions
-from hpctrain.train.load import load
+from hpctrain.train.load_config import load
 from hpctrain.train.model import make_schedule
 
 pytestmark = [pytest.mark.conformance, pytest.mark.limit(120)]

@@ -10,7 +10,7 @@ import hpctrain
 from hpctrain.comm.norms import clip_grad_norm_, norms, row_norms, total_norm
 from hpctrain.optim import LAMB, LARS, NoiseScale
 from hpctrain.parallel import shard
-from hpctrain.parallel.parts import whole
+from hpctrain.parallel.dtensor import whole
 
 SIZES = (1e-45, 1e-40, 1e-25, 1e-19, 1.0, 1e19, 1e25, 1e37, 3.3e38)
 BY_SIZE = pytest.mark.parametrize("size", SIZES)

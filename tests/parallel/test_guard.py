@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hpctrain import ConfigError, HpctrainError, MismatchError
 from hpctrain.parallel import Pipeline, build_mesh, hybrid_mesh, shard, tensor_parallel
-from hpctrain.parallel.parts import whole
+from hpctrain.parallel.dtensor import whole
 from tests.parallel.training import loss_of
 
 pytestmark = pytest.mark.usefixtures("nodes")
@@ -180,7 +180,7 @@ def require_an_error(layout, action, who, at=2):
     program = Program(layout)
     kind, match = MismatchError, rf"^ranks .*must .* differ in .*rank.*{who}"
     if action == "freeze" and layout == "pp":
-        kind, match = ConfigError, "a weight of several stages is trained by all or by none"
+        kind, match = ConfigError, "all stages must train a shared weight, or none"
     with pytest.raises(kind, match=match) as told:
         trained(program, action, at=at, is_actor=dist.get_rank() == who)
     texts = [None] * dist.get_world_size()

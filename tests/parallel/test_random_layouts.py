@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.functional import gelu, scaled_dot_product_attention
 
 from hpctrain.parallel import Pipeline, build_mesh, recompute, shard, tensor_parallel
-from hpctrain.parallel.parts import clip_grad_norm_, local, whole
+from hpctrain.parallel.dtensor import clip_grad_norm_, local, whole
 from hpctrain.parallel.stage import SCHEDULES
 from tests.parallel.training import loss_of
 

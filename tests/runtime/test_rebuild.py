@@ -2,7 +2,7 @@
 
 import pytest
 
-from hpctrain.runtime.rebuild import Rebuild, Stage
+from hpctrain.runtime.rebuild import Rebuild, RebuildStage
 
 
 def world_before(calls: list[str], failing: list[str]) -> Rebuild:
@@ -16,10 +16,10 @@ def world_before(calls: list[str], failing: list[str]) -> Rebuild:
             raise OSError(name)
 
     for stage, name in (
-        (Stage.HOLDERS, "optimizer"),
-        (Stage.RECORDS, "timeline"),
-        (Stage.HOLDERS, "sampler"),
-        (Stage.SETS, "set"),
+        (RebuildStage.HOLDERS, "optimizer"),
+        (RebuildStage.RECORDS, "timeline"),
+        (RebuildStage.HOLDERS, "sampler"),
+        (RebuildStage.SETS, "set"),
     ):
         before.register(stage, move=lambda name=name: move(name))
     return before
@@ -44,7 +44,7 @@ def test_what_has_not_moved_is_left_to_the_world_after_the_next():
     second.follow(world_before(calls, ["optimizer"]).leave())
     with pytest.raises(OSError, match="optimizer"):
         second.move()
-    second.register(Stage.SETS, move=lambda: calls.append("moved before"))
+    second.register(RebuildStage.SETS, move=lambda: calls.append("moved before"))
     third = Rebuild()
     third.follow(second.leave())
     third.move()

@@ -7,8 +7,8 @@ import pytest
 
 import hpctrain
 from hpctrain.runtime.world import World, current
-from hpctrain.train.config import RunConfig
-from hpctrain.train.load import load
+from hpctrain.train.load_config import load
+from hpctrain.train.run_config import RunConfig
 
 
 @pytest.fixture

@@ -21,8 +21,8 @@ from hpctrain.data.loader import Loader
 from hpctrain.gradients.reproducible import Reproducible
 from hpctrain.runtime.stopping import StopRequests
 from hpctrain.train.attempts import RunInDirectory
-from hpctrain.train.config import RunConfig
 from hpctrain.train.console import make_console
+from hpctrain.train.run_config import RunConfig
 from hpctrain.train.run_directory import RunDirectory
 from hpctrain.train.task import Task, build
 from tests.train import problem

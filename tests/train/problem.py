@@ -39,6 +39,19 @@ def model(width: int = 8, *, dropout: float = 0.0, norm: bool = False) -> nn.Seq
     return nn.Sequential(*layers).to(torch.float64)
 
 
+def dying_model(width: int = 12) -> nn.Sequential:
+    """The process that was rank 1 at the start is killed in the forward pass of its third step."""
+    made, passes = model(width), iter(range(1, 100))
+
+    def die(module: nn.Module, _: object) -> None:
+        is_due = module.training and next(passes) == 3
+        if is_due and os.environ.get("OMPI_COMM_WORLD_RANK") == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    made.register_forward_pre_hook(die)
+    return made
+
+
 class Noise(nn.Module):
     """Draws from every random generator that a process has."""
 

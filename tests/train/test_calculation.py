@@ -5,7 +5,7 @@ import torch
 
 from hpctrain.core.errors import MismatchError
 from hpctrain.core.records import read
-from hpctrain.train.evaluate import evaluate
+from hpctrain.train.evaluation import evaluate
 from hpctrain.train.task import build
 from tests.train.job import Job, assert_same_bits, assert_same_checkpoint, assert_same_run
 from tests.train.problem import NUM_SAMPLES, samples

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hpctrain.core.errors import ConfigError, MismatchError
-from hpctrain.train.config import RunConfig, TrainingConfig
+from hpctrain.train.run_config import RunConfig, TrainingConfig
 from hpctrain.train.task import build
 
 

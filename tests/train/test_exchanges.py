@@ -5,6 +5,8 @@ Each law runs through ``train_step`` for all of them, and compares with one proc
 
 import copy
 import math
+import subprocess
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,14 +15,18 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 
 import hpctrain
+from hpctrain.checkpoint.export import newest_state
 from hpctrain.checkpoint.format.state_hash import state_hash
+from hpctrain.cluster.env import RANK_LOST
+from hpctrain.core.records import read
 from hpctrain.data.loader import Loader
-from hpctrain.train import make_exchange, task
+from hpctrain.train import averaged_exchange, task
 from hpctrain.train.finite import StepGuard
 from hpctrain.train.loop import train_step
 from hpctrain.train.metrics import Metrics
 from hpctrain.train.run_state import RunState
 from tests.comm.test_adasum import reference
+from tests.harness import preload
 from tests.train import divided, problem
 from tests.train.starting import start, write_config
 
@@ -60,7 +66,7 @@ class Run:
         self.config = configure(*settings, *EXCHANGES[exchange], *overrides)
         with pytest.MonkeyPatch.context() as patched:
             if exchange == "adasum":
-                patched.setattr(make_exchange, "distributed", by_adasum)
+                patched.setattr(averaged_exchange, "distributed", by_adasum)
             self.task = task.build(self.config, here.comm)
         self.state = RunState(task=self.task)
         self.guard = StepGuard(self.task, Metrics(None), self.state.guard)
@@ -222,3 +228,49 @@ def test_an_error_in_backward_on_one_rank_ends_all_ranks(exchange, tmp_path):
     assert done.returncode == 1, done.stderr
     assert "[rank 1] ValueError: this layer has no gradient" in done.stderr
     assert "test accuracy" not in done.stdout
+
+
+def with_a_lost_rank(exchange: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Train on 3 ranks, of which rank 1 dies in step 3, after the checkpoint of step 2."""
+    write_config(folder, "tests.train.problem:dying_model", epochs=1, batch=BATCH)
+    keys = ["checkpoint.every=2", "checkpoint.background=false", f"optimizer.lr={RATE}"]
+    keys += ["output_dir=run", "schedule.name=constant", *EXCHANGES[exchange]]
+    keys += ["parallel.tp=3"] * (exchange == "model-parallel")
+    words = [word for key in keys for word in ("--set", key)]
+    line = [*preload.python(), "-m", "hpctrain", "train", "small.toml", *words]
+    return start("-m", "hpctrain", "launch", "-n", "3", "--recover", *line, cwd=folder)
+
+
+@pytest.mark.launches
+@pytest.mark.ranks(1)
+@pytest.mark.requires("recovery")
+@pytest.mark.parametrize(
+    "exchange",
+    [
+        *("averaged", "node-sharded", "local"),
+        *(
+            pytest.param(n, marks=pytest.mark.conformance)
+            for n in ("asynchronous", "reproducible")
+        ),
+    ],
+)
+def test_steps_after_a_lost_rank_are_those_of_one_process(here, configure, exchange, tmp_path):
+    done = with_a_lost_rank(exchange, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "rank 1 of 3 died; the 2 that are left go on" in done.stderr
+    records = read(tmp_path / "run" / "metrics.jsonl")
+    assert [r["world_size"] for r in records if "world_size" in r] == [3, 2, 2]
+    _, state = newest_state(tmp_path / "run", "model")
+    expected, _ = alone(Run(here, configure, "averaged"), EPOCH_STEPS)
+    torch.testing.assert_close([*state.values()], expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.launches
+@pytest.mark.ranks(1)
+@pytest.mark.requires("recovery")
+def test_a_divided_run_ends_with_a_lost_rank_and_names_the_remedy(tmp_path):
+    done = with_a_lost_rank("model-parallel", tmp_path)
+    assert done.returncode == RANK_LOST
+    assert "a run with [parallel] must end when it loses a rank" in done.stderr
+    assert "continue it with --resume" in done.stderr
+    assert "hpctrain.elastic.run" not in done.stderr  # of runs that could recover

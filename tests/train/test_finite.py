@@ -8,10 +8,10 @@ from hpctrain.checkpoint.manager import Manager
 from hpctrain.core.errors import NotFiniteError
 from hpctrain.core.records import read
 from hpctrain.train.attempts import RunPart
-from hpctrain.train.finite import NotFiniteFinding, _told
 from hpctrain.train.loop import Outcome
 from hpctrain.train.resume import check_same
-from hpctrain.train.status import status
+from hpctrain.train.run_status import status
+from hpctrain.train.step_findings import NotFiniteFinding, message_of
 from tests.train.job import Job, assert_same_bits
 
 FLAWED = [
@@ -63,7 +63,7 @@ def test_all_ranks_stop_before_the_step_and_name_step_rate_norm_and_samples(
     here.comm.barrier()
     told, lines = read(job.directory.metrics), str(caught.value).splitlines()
     assert max(map(len, lines)) < 140
-    assert lines[0].startswith("loss and gradients must be finite, those of rank")
+    assert lines[0].startswith("loss and gradients must be finite, but those of rank")
     newest = f"step-{told[-1]['step']:08}" if told[-1]["step"] else ""
     assert lines[-1] == f"then {f'go on from {newest}' if newest else 'begin again'} by --resume"
     assert "checkpoint" not in "".join(lines)
@@ -123,14 +123,12 @@ def test_looking_costs_no_byte(here, configure, shared):
 
 
 UNSEEN = [
-    pytest.param([], "the weights behind step", id="next loss"),
-    pytest.param(FIXED, "the weights behind step", id="reproducible", marks=LONG),
+    pytest.param([], "the weights after step", id="next loss"),
+    pytest.param(FIXED, "the weights after step", id="reproducible", marks=LONG),
     pytest.param(
         ["checkpoint.every=1"], "that are kept must be finite", id="checkpoint", marks=LONG
     ),
-    pytest.param(
-        ["sync.method=local_sgd", "sync.steps=50"], "the weights behind step", id="local"
-    ),
+    pytest.param(["sync.method=local_sgd", "sync.steps=50"], "the weights after step", id="local"),
     pytest.param(["sync.method=local_sgd", "sync.steps=1"], "a mean over replicas", id="mean"),
 ]
 
@@ -234,8 +232,10 @@ def test_who_does_not_look_trains_on(here, configure, shared):
 def test_a_message_names_a_few_samples_of_a_few_ranks():
     place = {"step": 7, "epoch": 1, "lr": 0.1, "loss": float("nan"), "norm": 1.0}
     found = {rank: NotFiniteFinding(samples=[*range(64)], **place) for rank in range(100)}
-    lines = _told(found).splitlines()
-    assert lines[0].startswith("loss and gradients must be finite, those of ranks 0-99 are not")
+    lines = message_of(found).splitlines()
+    assert lines[0].startswith(
+        "loss and gradients must be finite, but those of ranks 0-99 are not"
+    )
     assert sum("samples 0, 1, 2, 3, 4, 5, 6, 7 and 56 more" in line for line in lines) == 4
     assert lines[5] == "  and 96 more ranks"
     assert max(map(len, lines)) < 140
@@ -267,6 +267,6 @@ def test_where_such_a_test_is_no_end_it_is_told_once_and_is_never_the_best(
     job = Job(here, configure, shared / "run", *EVAL)
     job.config = configure(*job.overrides, *EVAL, f"train.on_non_finite={mode}")
     assert isinstance(job.part(), Outcome)
-    said = "of the test after step 6 (epoch 1) is nan: its accuracy is made of"
+    said = "of the test after step 6 (epoch 1) is nan: its accuracy is computed from"
     assert "score" not in last_checkpoint(here, job).facts
     assert caplog.text.count(said) == caplog.text.count("its accuracy is") == (not here.comm.rank)

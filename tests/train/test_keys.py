@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from hpctrain.core.checks import TYPE_NAMES, alternatives, checked, value_of
 from hpctrain.core.keys import dumps, keys_of, render, tables_of
 from hpctrain.core.python_compat import tomllib
-from hpctrain.train.config import ModelConfig, RunConfig
-from hpctrain.train.load import load
+from hpctrain.train.load_config import load
+from hpctrain.train.run_config import ModelConfig, RunConfig
 
 KEYS = keys_of(RunConfig).values()
 

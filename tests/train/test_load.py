@@ -3,7 +3,7 @@
 import pytest
 
 from hpctrain.core.errors import ConfigError
-from hpctrain.train.load import load
+from hpctrain.train.load_config import load
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from hpctrain.core.records import read
 from hpctrain.runtime.stopping import StopRequests
 from hpctrain.train.attempts import RunInDirectory
 from hpctrain.train.console import make_console
-from hpctrain.train.evaluate import evaluate
+from hpctrain.train.evaluation import evaluate
 from hpctrain.train.loop import ends_interval
 from hpctrain.train.run_directory import RunDirectory
 from hpctrain.train.task import Task, build

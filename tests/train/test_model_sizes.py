@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from hpctrain.core.errors import ConfigError
-from hpctrain.train.model import sizes_of
+from hpctrain.train.model_sizes import sizes_of
 
 
 class Plain(nn.Module):

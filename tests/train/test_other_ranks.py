@@ -7,8 +7,8 @@ import pytest
 
 import hpctrain
 from hpctrain.core.records import read
-from hpctrain.train.load import load
-from hpctrain.train.run import How, run
+from hpctrain.train.load_config import load
+from hpctrain.train.run import RunOptions, run
 from tests.train.job import assert_same_bits, newest_model
 from tests.train.problem import NUM_SAMPLES
 from tests.train.starting import start, write_config
@@ -20,11 +20,11 @@ EPOCHS = 4
 PART = """
 import sys
 from pathlib import Path
-from hpctrain.train.load import load
-from hpctrain.train.run import How, run
+from hpctrain.train.load_config import load
+from hpctrain.train.run import RunOptions, run
 
 for name, overrides in {kinds!r}.items():
-    how = How(resume=sys.argv[1] == "resume")
+    how = RunOptions(resume=sys.argv[1] == "resume")
     done = run(load(Path("small.toml"), [f"name={{name}}", *overrides]), {{}}, how)
     print(name, done, flush=True)
 """
@@ -72,7 +72,7 @@ def test_a_run_goes_on_from_4_to_2_to_4_to_3_ranks(carry_out):
     try:
         for name, overrides in KINDS.items():
             more = [f"name={name}-alone", "train.micro_shards=4", "model.args.notes=alone.txt"]
-            assert run(load(Path("small.toml"), [*overrides, *more]), {}, How()) == 0
+            assert run(load(Path("small.toml"), [*overrides, *more]), {}, RunOptions()) == 0
     finally:
         hpctrain.shutdown()
     once = Counter(set(Path("alone.txt").read_text().split()))

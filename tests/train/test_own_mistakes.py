@@ -8,8 +8,8 @@ import hpctrain
 from hpctrain.core.errors import HpctrainError
 from hpctrain.core.user_error import MAX_LINES, folded
 from hpctrain.launch import mpiexec
-from hpctrain.train.load import load
-from hpctrain.train.run import How, run
+from hpctrain.train.load_config import load
+from hpctrain.train.run import RunOptions, run
 from tests.processes import ended
 from tests.train.starting import ROOT
 
@@ -237,7 +237,7 @@ def test_a_dry_run_tells_each_mistake_with_target_and_shapes(folder, monkeypatch
             ]
             text = "nothing"
             try:
-                run(load(folder / "mine.toml", overrides), {}, How(dry_run=True))
+                run(load(folder / "mine.toml", overrides), {}, RunOptions(dry_run=True))
             except HpctrainError as error:
                 text = str(error)
             except Exception as error:
@@ -248,7 +248,7 @@ def test_a_dry_run_tells_each_mistake_with_target_and_shapes(folder, monkeypatch
         assert wrong == {}
         assert len(MISTAKES) >= 12
         good = load(folder / "mine.toml", [f"data.args.folder={folder}/good"])
-        assert run(good, {}, How(dry_run=True)) == 0
+        assert run(good, {}, RunOptions(dry_run=True)) == 0
         assert not (folder / "runs").exists()
     finally:
         hpctrain.shutdown()

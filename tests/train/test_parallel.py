@@ -8,9 +8,9 @@ from hpctrain import ConfigError
 from hpctrain.checkpoint.export import newest_state
 from hpctrain.core.errors import MismatchError, NotFiniteError, ReplicaError, TopologyError
 from hpctrain.core.records import read
-from hpctrain.parallel.parts import local
+from hpctrain.parallel.dtensor import local
 from hpctrain.runtime.world import current
-from hpctrain.train.load import load
+from hpctrain.train.load_config import load
 from hpctrain.train.model import prepare
 from tests.train import divided
 from tests.train.job import Job
@@ -119,8 +119,8 @@ def test_a_run_goes_on_in_many_layouts(job):
     ("layout", "compared", "told"),
     [
         ("pp=2", "error", "ranks must hold the same values of replicated parameters"),
-        ("tp=2", "off", "have parted"),  # as is seen before a test
-        ("pp=2", "off", "have parted"),
+        ("tp=2", "off", "must be equal, but"),  # as is seen before a test
+        ("pp=2", "off", "must be equal, but"),
     ],
 )
 def test_replicas_that_part_are_an_error_on_all_ranks(job, layout, compared, told, monkeypatch):

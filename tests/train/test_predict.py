@@ -15,12 +15,12 @@ from hpctrain.checkpoint.inspection import checkpoint_of, checkpoints_in
 from hpctrain.cli.main import app
 from hpctrain.core.errors import CheckpointError, MismatchError
 from hpctrain.core.records import read
-from hpctrain.train.evaluate import evaluate
-from hpctrain.train.load import load as load_config
+from hpctrain.train.evaluation import evaluate
+from hpctrain.train.load_config import load as load_config
 from hpctrain.train.loop import Outcome
 from hpctrain.train.predict import load_task, predict
 from hpctrain.train.resume import check_same
-from hpctrain.train.run import How, run
+from hpctrain.train.run import RunOptions, run
 from hpctrain.train.task import build
 from tests.train.job import Job, assert_same_bits, assert_same_run
 from tests.train.problem import NUM_SAMPLES, samples
@@ -176,7 +176,7 @@ def test_a_run_names_its_best_checkpoint_and_commands_take_it(tmp_path, monkeypa
     write_config(tmp_path, "tests.train.problem:model", epochs=5)
     judged = ['test.metric=["loss", "top2"]', "test.mode=max", "test.patience=1"]
     try:
-        assert run(load_config(Path("small.toml"), judged), {}, How()) == 0
+        assert run(load_config(Path("small.toml"), judged), {}, RunOptions()) == 0
         *_, why, _, best, others, last = capsys.readouterr().out.splitlines()
         assert why == "ended after step 8 of 20: no better test in the last 1 (test.patience)"
         assert best.endswith("in runs/small/checkpoints/step-00000004")

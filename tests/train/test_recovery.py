@@ -70,17 +70,6 @@ def test_a_reproducible_run_that_loses_ranks_has_the_bits_of_one_that_does_not(t
     assert "rank 0 of 3 died; the 2 that are left go on" in said
 
 
-@pytest.mark.parametrize(
-    "keys", [("sync.method=diloco", "sync.steps=2"), ("train.shard=node",)], ids=["diloco", "node"]
-)
-def test_other_methods_go_on_with_those_that_are_left(tmp_path, keys):
-    records, said = trained(tmp_path, "run", *keys, kills="2:6 3:6")
-    assert records[-1]["event"] == "finished"
-    assert "ranks 2-3 of 4 died; the 2 that are left go on" in said
-    steps = [record["step"] for record in records if record["event"] == "step"]
-    assert steps == sorted(set(steps))  # what was learnt twice is told once
-
-
 def sizes(records):
     return [r["world_size"] for r in records if r["event"] in ("started", "resumed")]
 

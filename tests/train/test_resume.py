@@ -16,10 +16,10 @@ from hpctrain.core.errors import CheckpointError, ConfigError, MismatchError
 from hpctrain.core.keys import render
 from hpctrain.core.records import read
 from hpctrain.launch.lease import Lease
-from hpctrain.train.load import load as load_config
+from hpctrain.train.load_config import load as load_config
 from hpctrain.train.loop import Outcome, Stopped
 from hpctrain.train.resume import check_same, finished, goes_on
-from hpctrain.train.run import How, run
+from hpctrain.train.run import RunOptions, run
 from hpctrain.train.run_directory import RunDirectory
 from hpctrain.train.run_state import RunState
 from hpctrain.train.step_exchange import check_fit
@@ -134,7 +134,7 @@ def draw(module, *_):
 def test_a_stop_in_the_middle_of_a_test_is_made_up_for(
     here, configure, shared, overrides, monkeypatch
 ):
-    monkeypatch.setattr("hpctrain.train.evaluate.LOOK_S", 0.0)  # asks before each batch
+    monkeypatch.setattr("hpctrain.train.evaluation.LOOK_S", 0.0)  # asks before each batch
     whole = Job(here, configure, shared / "whole", *overrides)
     task = whole.built()
     task.model.register_forward_pre_hook(draw)
@@ -254,13 +254,13 @@ def test_force_is_for_jobs_and_changed_for_configurations(tmp_path, monkeypatch,
     assert lease.attempt() == ""
     try:
         with pytest.raises(MismatchError, match=r"train\.epochs was 3, is 1; .* add --changed"):
-            run(after, {}, How(resume=True, force=True))
+            run(after, {}, RunOptions(resume=True, force=True))
         assert lease.is_held(looks=True)  # nobody is forced out by a command that is refused
         lease.release()
         for config in (after, before):  # the second one goes on with a run that has ended
-            assert run(config, {}, How(resume=True, changed=True)) == 0
+            assert run(config, {}, RunOptions(resume=True, changed=True)) == 0
         with pytest.raises(MismatchError, match=r"has taken \d+ steps, and train.epochs = 1"):
-            run(after, {}, How(resume=True, changed=True))
+            run(after, {}, RunOptions(resume=True, changed=True))
     finally:
         lease.release()
         hpctrain.shutdown()
@@ -307,7 +307,11 @@ def test_a_stopped_job_ends_with_85_and_goes_on_with_other_ranks(tmp_path, monke
     again = load_config(Path("small.toml"))
     told = []
     try:
-        for config, how in ((whole, How()), (again, How(resume=True)), (again, How(resume=True))):
+        for config, how in (
+            (whole, RunOptions()),
+            (again, RunOptions(resume=True)),
+            (again, RunOptions(resume=True)),
+        ):
             assert run(config, {}, how) == 0
             told.append(capsys.readouterr().out)
     finally:

@@ -14,10 +14,10 @@ from hpctrain.core.errors import ConfigError, MismatchError
 from hpctrain.core.records import read
 from hpctrain.launch.lease import Holder
 from hpctrain.runtime.stopping import STOPPED
-from hpctrain.train.load import load
-from hpctrain.train.run import How, run
+from hpctrain.train.load_config import load
+from hpctrain.train.run import RunOptions, run
 from hpctrain.train.run_directory import RunDirectory
-from hpctrain.train.status import status
+from hpctrain.train.run_status import status
 from tests.train.job import newest_model
 from tests.train.starting import last_line, start, write_config
 
@@ -86,22 +86,22 @@ def test_a_dry_run_and_a_place_that_is_used_or_cannot_be_written(folder, monkeyp
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
     try:
-        assert run(load(Path("small.toml")), {}, How(dry_run=True)) == 0
+        assert run(load(Path("small.toml")), {}, RunOptions(dry_run=True)) == 0
         told = capsys.readouterr().out
         for text in ("83 parameters", "8 steps, 2 epochs", "network adapters", "one rank"):
             assert text in told
         assert not (folder / "runs").exists()
         (folder / "file").touch()
         with pytest.raises(ConfigError, match=r"the run directory .*/file/out cannot be written"):
-            run(load(Path("small.toml"), ["output_dir=file/out"]), {}, How())
+            run(load(Path("small.toml"), ["output_dir=file/out"]), {}, RunOptions())
         RunDirectory(Path("used")).create("", {}, {})
         Path("used", "metrics.jsonl").write_text('{"event": "test", "step": 1}\n')
         with pytest.raises(MismatchError, match="used already contains the results of a run"):
-            run(load(Path("small.toml"), ["output_dir=used"]), {}, How())
+            run(load(Path("small.toml"), ["output_dir=used"]), {}, RunOptions())
         other = asdict(replace(Holder.here(), pid=1))
         Path("used", "lease.json").write_text(json.dumps(other))
         with pytest.raises(MismatchError, match=r"used is in use: process 1 on .* by --resume"):
-            run(load(Path("small.toml"), ["output_dir=used"]), {}, How())
+            run(load(Path("small.toml"), ["output_dir=used"]), {}, RunOptions())
     finally:
         hpctrain.shutdown()
         sys.modules.pop("task", None)
@@ -116,7 +116,7 @@ def test_a_model_that_changes_the_directory_moves_no_file_of_the_run(folder, mon
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
     try:
-        assert run(load(Path("small.toml")), {}, How()) == 0
+        assert run(load(Path("small.toml")), {}, RunOptions()) == 0
         assert Path.cwd() == elsewhere
     finally:
         hpctrain.shutdown()
@@ -136,7 +136,7 @@ def test_a_run_that_stops_leaves_its_plot_too(folder, monkeypatch):
     directory.path.mkdir(parents=True)
     directory.stop.touch()
     try:
-        assert run(load(Path("small.toml"), ["train.epochs=9000"]), {}, How()) == STOPPED
+        assert run(load(Path("small.toml"), ["train.epochs=9000"]), {}, RunOptions()) == STOPPED
     finally:
         hpctrain.shutdown()
         sys.modules.pop("task", None)
@@ -146,7 +146,7 @@ def test_a_run_that_stops_leaves_its_plot_too(folder, monkeypatch):
 def test_an_error_of_all_ranks_is_told_once_and_has_its_code(folder):
     done = train(folder, "--set=model.target=tests.train.problem:flawed_model", num_ranks=2)
     assert done.returncode == 1, done.stderr
-    assert done.stderr.count("hpctrain: loss and gradients must be finite, those of rank") == 1
+    assert done.stderr.count("hpctrain: loss and gradients must be finite, but those of rank") == 1
     assert "Traceback" not in done.stderr
     assert (folder / "runs/small/plots/training.png").stat().st_size > 10_000
 

@@ -13,11 +13,11 @@ from hpctrain.core.errors import ConfigError
 from hpctrain.core.provenance import project
 from hpctrain.core.records import read
 from hpctrain.train.attempts import KILLED, RunPart
-from hpctrain.train.config import RunConfig
 from hpctrain.train.metrics import Metrics, cut
 from hpctrain.train.run import requests_of
+from hpctrain.train.run_config import RunConfig
 from hpctrain.train.run_directory import RunDirectory, environment
-from hpctrain.train.status import status
+from hpctrain.train.run_status import status
 
 
 def test_a_new_directory_has_all_its_parts(tmp_path):

@@ -7,7 +7,7 @@ from rich.console import Console
 
 from hpctrain.comm.mpi import MpiCommunicator
 from hpctrain.train.console import Progress, make_console
-from hpctrain.train.evaluate import Scores
+from hpctrain.train.evaluation import Scores
 from hpctrain.train.step_meter import Interval, StepMeter
 
 

@@ -15,7 +15,7 @@ from hpctrain.core.records import read
 from hpctrain.data.tools.label_split import LabelShares, split_by_label
 from hpctrain.local_sgd.federated import Draw
 from hpctrain.local_sgd.staged_sgd import StagedSGD
-from hpctrain.train import make_exchange
+from hpctrain.train import local_exchange
 from hpctrain.train.history import RunHistory
 from hpctrain.train.loop import Outcome, Stopped
 from hpctrain.train.run_report import write_report
@@ -141,7 +141,7 @@ def test_what_cannot_be_drawn_or_pulled_is_refused(here, configure):
 def test_records_wait_for_the_end_of_a_round_and_no_other_step_sends_anything(
     here, configure, shared, monkeypatch
 ):
-    monkeypatch.setattr(make_exchange, "WITHIN_S", 1e9)
+    monkeypatch.setattr(local_exchange, "WITHIN_S", 1e9)
 
     def sent_by(job: Job) -> list[int]:
         totals: list[int] = []

@@ -9,7 +9,7 @@ from hpctrain.core.errors import ConfigError, DataError, MismatchError
 from hpctrain.core.target import call, make_importable, resolve
 from hpctrain.gradients.optimizer_exchange import exchange_of
 from hpctrain.gradients.sharded_step import ShardedStep
-from hpctrain.train.evaluate import evaluate
+from hpctrain.train.evaluation import evaluate
 from hpctrain.train.finite import StepGuard
 from hpctrain.train.loop import train_step
 from hpctrain.train.metrics import Metrics

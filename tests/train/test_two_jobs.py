@@ -23,9 +23,9 @@ from hpctrain.core.errors import MismatchError
 from hpctrain.core.records import read
 from hpctrain.launch import mpiexec
 from hpctrain.launch.lease import NAME, Holder
-from hpctrain.train.load import load
-from hpctrain.train.run import How, run
-from hpctrain.train.status import status
+from hpctrain.train.load_config import load
+from hpctrain.train.run import RunOptions, run
+from hpctrain.train.run_status import status
 from hpctrain.train.step_exchange import StepExchange
 from tests.harness import preload
 from tests.harness.pace import scaled
@@ -169,7 +169,7 @@ def test_a_job_that_loses_its_run_at_its_last_record_is_no_success(tmp_path, mon
     monkeypatch.setattr(StepExchange, "hash", taken)  # it is part of the last record
     try:
         with pytest.raises(MismatchError, match=r"lease\.json of this one is gone"):
-            run(load(folder.config, ["train.epochs=1"]), {}, How())
+            run(load(folder.config, ["train.epochs=1"]), {}, RunOptions())
     finally:
         hpctrain.shutdown()
 

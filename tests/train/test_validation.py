@@ -7,7 +7,7 @@ import pytest
 
 from hpctrain.core.errors import ConfigError, MismatchError
 from hpctrain.core.records import read
-from hpctrain.train.evaluate import evaluate
+from hpctrain.train.evaluation import evaluate
 from hpctrain.train.predict import load_task, predict
 from hpctrain.train.task import build
 from tests.train.job import Job, assert_same_run

@@ -21,6 +21,7 @@ from hpctrain.data.format.dataset_manifest import MANIFEST, Manifest, leftovers
 from hpctrain.data.format.hdf5_values import UNREADABLE, load_filters
 from hpctrain.data.io.shardfile import RawShard
 from hpctrain.data.io.values import Array, ChunkCache, read_into
+from hpctrain.data.samples import Range, merged
 from hpctrain.data.tools.rank_work import Advance, Start, followed, in_turns, or_alone
 
 if TYPE_CHECKING:
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
 PIECE_BYTES = 4 * MIB  # of a file, read at once
 _MAX_THREADS = 4  # more do not read faster: a crc32 takes 7 GB each second
 _UNREADABLE = (*UNREADABLE, DataError)
-
-Range = tuple[int, int]  # samples ``[start, stop)`` of the data set
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,17 +116,6 @@ class FaultReport:
             f"{self.num_samples} samples in {self.num_shards} "
             f"shard{'s' * (self.num_shards != 1)}, {format_bytes(self.num_bytes)}"
         )
-
-
-def merged(ranges: Iterable[Range]) -> tuple[Range, ...]:
-    """Return the union of some ranges, in growing order, none touching the next."""
-    found: list[Range] = []
-    for start, stop in sorted(ranges):
-        if found and start <= found[-1][1]:
-            found[-1] = found[-1][0], max(stop, found[-1][1])
-        else:
-            found.append((start, stop))
-    return tuple(found)
 
 
 def verify(

@@ -18,6 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from hpctrain.core.errors import DataError
 from hpctrain.core.python_compat import add_note
+from hpctrain.data.data_config import WORKER_TIMEOUT_S
 from hpctrain.data.samples import file_of
 from hpctrain.data.transform import (
     OnSample,
@@ -33,8 +34,6 @@ from hpctrain.data.workers.shm_message import ShmMessage, unpack
 if TYPE_CHECKING:
     from hpctrain.data.samples import Columns, Samples
 
-TIMEOUT_S = 300.0
-"""How long a worker may take for a batch; ranks that wait for it give up after 600 s."""
 START_S = 120.0  # how long the first start may take at least, from a file system that is cold
 _NAMED = 5  # samples and files that an error names
 
@@ -54,7 +53,7 @@ class DecodePool:
         dataset: "Samples",
         transform: Transform | None,
         num_workers: int,
-        timeout_s: float = TIMEOUT_S,
+        timeout_s: float = WORKER_TIMEOUT_S,
         *,
         any_ranks: bool = False,
     ) -> None:

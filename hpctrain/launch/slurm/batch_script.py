@@ -5,14 +5,13 @@ import shlex
 from dataclasses import dataclass, fields
 from importlib import resources
 
-from hpctrain.cluster.env import STOPPING
+from hpctrain.cluster.env import EXIT_CODE_FILE, STOPPING
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.python_compat import Traversable
 from hpctrain.launch.slurm.scheduler import time_limit_s
 
 SUFFIX = ".sbatch"
 
-ENDED = "exit_code"  # file in the run's folder: exit code of the last job of a program
 
 _CONFIG = re.compile(r"^config=.*$", re.MULTILINE)
 _DIRECTORY = re.compile(r"^directory=.*$", re.MULTILINE)
@@ -132,11 +131,11 @@ def _starting(whole: str, program: tuple[str, ...]) -> str:
     whole = _CONFIG.sub(lambda _: f"program=({words})", whole, count=1)
     begin = (
         f'mkdir -p "$directory" && rm -f "$directory/{STOPPING}"\n'
-        f'echo begun >"$directory/{ENDED}"\nexport RUN_DIRECTORY=$directory'
+        f'echo begun >"$directory/{EXIT_CODE_FILE}"\nexport RUN_DIRECTORY=$directory'
     )
     whole = _DIRECTORY.sub(lambda found: f"{found[0]}\n{begin}", whole, count=1)
     whole = _TRAIN.sub('"${program[@]}" ', whole)
-    whole = _JUDGED.sub(rf'\1echo "$code" >"$directory/{ENDED}"\n\1', whole)
+    whole = _JUDGED.sub(rf'\1echo "$code" >"$directory/{EXIT_CODE_FILE}"\n\1', whole)
     return re.sub(r"CONFIG=\$config[ ,]", "", whole)
 
 

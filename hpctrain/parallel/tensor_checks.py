@@ -1,4 +1,4 @@
-"""What tensor parallel ranks must do alike in forward, or each has another model."""
+"""Checks of forward passes on tensor parallel ranks, which must do the same."""
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -12,17 +12,17 @@ from torch.overrides import TorchFunctionMode
 
 from hpctrain.comm.tensor_arguments import host_bytes
 from hpctrain.core.errors import ConfigError
-from hpctrain.parallel.parts import require_alike
+from hpctrain.parallel.mesh_agreement import digest, require_identical
 
 MIXING = (
     *(nn.RNNBase, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.GroupNorm, nn.MultiheadAttention),
     *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.InstanceNorm1d),
 )
-"""Layers that look at several places of a sequence."""
+"""Layers that combine several positions of a sequence."""
 SOFTMAX = (softmax, torch.softmax, Tensor.softmax)
 
 
-def require_a_divided_stream(model: nn.Module, found: Mapping[str, tuple[nn.Module, str]]) -> None:
+def require_divided_stream(model: nn.Module, found: Mapping[str, tuple[nn.Module, str]]) -> None:
     """Raise ``ConfigError`` unless the stream can be divided along the sequence."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding) and name not in found:
@@ -42,15 +42,47 @@ def require_a_divided_stream(model: nn.Module, found: Mapping[str, tuple[nn.Modu
         )
 
 
-class Alike:
-    """Looks at calls of a model, or of layers that are called alone: how ranks draw, and attend.
+class CheckedSamples:
+    """Checks what the embedding is given: a length that ranks divide, on all of them the same."""
+
+    def __init__(self, mesh: DeviceMesh, name: str, rows: int, *, sequence: bool) -> None:
+        self._mesh, self._parts = mesh, mesh.size() if sequence else 1
+        self._name, self._rows = name, rows
+        self._is_first = True
+
+    def check(self, _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        """Raise on all ranks, or on none; a forward pre-hook."""
+        given, is_first = inputs[0], self._is_first
+        if self._is_first:  # a program that divides data by rank does so in the first step
+            self._is_first = False
+            way_out = "divide data among the ranks of dp alone"
+            what = "a batch of tensor parallel ranks"
+            require_identical(self._mesh, [digest(given)], what, way_out)
+        if given.numel() and (
+            is_first or given.device.type == "cpu"
+        ):  # else devices are waited for
+            least, most = (int(each) for each in given.aminmax())
+            if least < 0 or most >= self._rows:
+                raise ConfigError(
+                    f"the embedding {self._name} has the tokens 0 to {self._rows - 1}, got "
+                    f"{least if least < 0 else most}; take a larger vocabulary"
+                )
+        if self._parts > 1 and (given.dim() < 2 or given.shape[1] % self._parts):
+            raise ConfigError(
+                f"sequence parallel ranks must divide the length of samples, got "
+                f"{given.shape[-1]} for {self._parts} ranks; pad them, or leave sequence out"
+            )
+
+
+class ForwardChecks:
+    """Checks random numbers and attention in calls of a model, or of layers called alone.
 
     At the first, second, fourth, eighth, ... call that draws random numbers the ranks compare
     what they draw from. With ``parts``, attention to a part of the sequence is an error.
     """
 
     def __init__(self, mesh: DeviceMesh, parts: int) -> None:
-        """Take the ranks, and of how many parts the stream is."""
+        """Keep the ranks, and the number of parts of the stream."""
         self._mesh, self._device_type, self._parts = mesh, mesh.device_type, parts
         self._outer: nn.Module | None = None
         self._calls: dict[nn.Module, int] = {}
@@ -58,7 +90,7 @@ class Alike:
         self._mode: _WholeAttention | None = None
 
     def watch(self, model: nn.Module) -> None:
-        """Look at whichever module of a model is called from outside."""
+        """Check every module of a model that is called from outside."""
         for module in model.modules():
             module.register_forward_pre_hook(self._enter)
             module.register_forward_hook(self._leave, always_call=True)
@@ -88,7 +120,7 @@ class Alike:
             return
         self._calls[module] = calls = self._calls.get(module, 0) + 1
         if calls & (calls - 1) == 0:
-            require_alike(
+            require_identical(
                 self._mesh,
                 [f"crc32 {zlib.crc32(self._before):08x} of their state"],
                 "the random numbers of tensor parallel ranks, such as those of dropout",
@@ -128,7 +160,7 @@ class _WholeAttention(TorchFunctionMode):
 
 
 def _state(device_type: str) -> bytes:
-    """Return what the next random numbers come from."""
+    """Return the state of the random generators."""
     if device_type == "cpu":
         return bytes(host_bytes(torch.get_rng_state()))
     state: Tensor = torch.get_device_module(device_type).get_rng_state()

@@ -5,10 +5,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from hpctrain.cluster.env import STOPPED, STOPPING
+from hpctrain.cluster.env import EXIT_CODE_FILE, STOPPED, STOPPING
 from hpctrain.core.records import record_of
 from hpctrain.launch.lease import Holder
-from hpctrain.launch.slurm.batch_script import ENDED
 from hpctrain.train.metrics import result
 from hpctrain.train.run_directory import RunDirectory
 
@@ -32,7 +31,7 @@ class Status:
 
     state: Literal["finished", "failed", "running", "killed", "missing", "stopped"]
     """``killed`` is ended without a word; ``running`` is known by who holds the lease."""
-    what: str  # in one line, for people
+    what: str  # one human-readable line
     where: str = ""  # how far it has come, where it has not said how it ended
 
     @property
@@ -41,7 +40,7 @@ class Status:
         return CODES[self.state]
 
     def with_holder(self, path: Path, holder: Holder | None) -> "Status":
-        """Return what is known besides by who holds the lease on the run's directory."""
+        """Return the status with the holder of the lease on the run's directory."""
         if holder is None:
             return self
         told = f"{holder.describe()} holds it"
@@ -56,7 +55,7 @@ def status(path: Path) -> Status:
     """Judge the run in a directory by its last record.
 
     A launcher's exit code says less: it may be 0 after a node was lost, or 1 although all ranks
-    have saved. Who holds the lease of the directory is told besides.
+    have saved. The status includes the holder of the lease of the directory.
     """
     return _by_records(path).with_holder(path, Holder.read(path))
 
@@ -75,7 +74,7 @@ def _by_records(path: Path) -> Status:
 def _by_exit_code(path: Path) -> Status:
     """Judge the run of a program of the user's own by what its last job has left."""
     try:
-        code = int((path / ENDED).read_text(encoding="ascii"))
+        code = int((path / EXIT_CODE_FILE).read_text(encoding="ascii"))
     except OSError:
         return Status("missing", f"{path} holds no run that has begun to train")
     except ValueError:  # its job has begun, and its script was ended too
@@ -113,7 +112,7 @@ def _place(record: Mapping[str, Any]) -> str:
 def last_record(path: Path) -> dict[str, Any]:
     """Return the last whole record of ``metrics.jsonl``; an empty one where there is none.
 
-    Raises ``OSError``: the file cannot be read. ``ValueError``: what it holds are no records.
+    Raises ``OSError``: the file cannot be read. ``ValueError``: it does not contain records.
     """
     lines = path.read_bytes().split(b"\n")[:-1]
     record = next(filter(None, map(record_of, reversed(lines))), None)

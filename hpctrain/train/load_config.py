@@ -11,7 +11,7 @@ from hpctrain.core.keys import dumps, keys_of, tables_of
 from hpctrain.core.paths import absolute
 from hpctrain.core.python_compat import tomllib
 from hpctrain.core.toml_values import TomlValues, read_toml, unknown_key
-from hpctrain.train.config import RunConfig
+from hpctrain.train.run_config import RunConfig
 
 DEFAULT = "default"
 

@@ -47,7 +47,7 @@ def context_attention(query: Tensor, key: Tensor, value: Tensor, mesh: DeviceMes
         out: Tensor = _Ring.apply(query, key, value, group)  # type: ignore[no-untyped-call]
         return out
     together = torch.stack((query, key, value))
-    # (3, n, heads, part, width): heads of each rank first, then those that have come from each.
+    # (3, n, heads, part, width): heads of each rank first, then the received ones of each.
     parts = together.unflatten(2, (size, -1)).movedim(2, 0)
     q, k, v = _exchanged(parts, group).movedim(0, 3).flatten(3, 4)
     seen = scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -80,7 +80,7 @@ class _Exchange(torch.autograd.Function):
 class _Ring(torch.autograd.Function):
     """Attention of one part of the queries to the parts of keys and values, one after another.
 
-    Numbers of 16 bits are sent as they are, and reckoned with in float32.
+    16-bit numbers are sent unchanged, and computed with in float32.
     """
 
     @staticmethod
@@ -120,7 +120,7 @@ class _Ring(torch.autograd.Function):
                     grown[0] + steep.mT @ query * scale,
                     grown[1] + likely.mT @ gradient,
                 )
-            # With its keys and values: after a whole turn they are where these came from.
+            # With its keys and values: after a full turn they are back at the rank that has these.
             grown = _pass_on(ctx.group, *grown)
         of_query, of_key, of_value = (each.to(key.dtype) for each in (of_query, *grown))
         return of_query, of_key, of_value, None
@@ -131,7 +131,7 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def _scores(query: Tensor, keys: Tensor, *, is_own: bool) -> Tensor:
-    """Return ``(n, heads, part, part)`` scores; of a rank's own part only what lies before."""
+    """Return ``(n, heads, part, part)`` scores; of a rank's own part only earlier positions."""
     scores: Tensor = query @ keys.mT * query.shape[-1] ** -0.5
     if is_own:
         ahead = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
@@ -140,7 +140,7 @@ def _scores(query: Tensor, keys: Tensor, *, is_own: bool) -> Tensor:
 
 
 def _around(group: dist.ProcessGroup, *tensors: Tensor) -> Any:
-    """Yield whose tensors are here, and the tensors, of each rank in turn. Collective."""
+    """Yield the rank whose tensors are here, and the tensors, for each rank. Collective."""
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     for turn in range(size):
         yield (rank - turn) % size, *tensors
@@ -149,7 +149,7 @@ def _around(group: dist.ProcessGroup, *tensors: Tensor) -> Any:
 
 
 def _pass_on(group: dist.ProcessGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Give tensors to the next rank, and take those of the one before. Collective."""
+    """Send tensors to the next rank, and receive those of the previous rank. Collective."""
     ranks, rank = dist.get_process_group_ranks(group), dist.get_rank(group)
     following, before = ranks[(rank + 1) % len(ranks)], ranks[rank - 1]
     given = torch.stack([tensor.contiguous() for tensor in tensors])

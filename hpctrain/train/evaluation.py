@@ -93,7 +93,7 @@ def evaluate(task: Task, poll: StopPoll | None = None) -> Scores:
 def _judge(
     task: Task, output: Tensor, labels: Tensor, counts: dict[str, Tensor]
 ) -> Iterator[float]:
-    """Yield the sums that are means in the end, and add to what is counted."""
+    """Yield the sums of metrics that are means, and add to the counts of others."""
     for metric, name in zip(task.metrics, task.config.test.metrics, strict=True):
         with noted(f'test.metric = "{name}"', output, labels):
             if metric.values is not None:
@@ -116,7 +116,7 @@ def _score(metric: Metric, counts: Tensor | None, comm: Communicator) -> float:
 def _parts(task: Task, poll: StopPoll | None) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
     """Yield what this rank judges at once: its part of a batch, or a micro-shard.
 
-    With the output, where ranks have calculated it together: that of a replica goes to one rank.
+    With the output where ranks compute it together: one rank gets the output of a replica.
     """
     loader = task.test
     for batch in loader:

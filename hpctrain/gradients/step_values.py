@@ -1,0 +1,92 @@
+"""Gradients and buffers of one step, which can be taken, summed and restored."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+
+class StepValues:
+    """The gradients of some parameters and the buffers of their model, as numbered entries.
+
+    Every pass begins with the buffers of the start of the step, of which this object has copies.
+    """
+
+    def __init__(self, model: nn.Module, parameters: Sequence[Parameter] = ()) -> None:
+        """Clear all gradients, and copy all buffers."""
+        found: dict[int, tuple[nn.Module, str, Tensor]] = {}
+        for module in model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                found.setdefault(id(buffer), (module, name, buffer))
+        self._parameters, self._places = parameters, list(found.values())
+        self._start = [buffer.detach().clone() for _, _, buffer in self._places]
+        for parameter in parameters:
+            parameter.grad = None
+
+    def __len__(self) -> int:
+        """Return the number of entries."""
+        return len(self._parameters) + len(self._places)
+
+    def take(self) -> tuple[list[Tensor | None], dict[int, Tensor]]:
+        """Return the results of a pass over a micro-shard, and restore the buffers.
+
+        Returns:
+            For each entry a gradient, or a changed buffer of floating point, in memory of its
+            own; None for other entries. Then the other changed buffers, by entry.
+        """
+        values: list[Tensor | None] = []
+        memories: set[int] = set()
+        for parameter in self._parameters:
+            gradient, parameter.grad = parameter.grad, None
+            if gradient is not None:
+                gradient = gradient.to_dense() if gradient.is_sparse else gradient
+                memory = gradient.untyped_storage().data_ptr()
+                if memory in memories:  # autograd may hand out two views of one tensor
+                    gradient = gradient.clone()
+                memories.add(memory)
+            values.append(gradient)
+        counters = {}
+        for (module, name, _), start in zip(self._places, self._start, strict=True):
+            now, entry = getattr(module, name).detach(), len(values)
+            # By value: batch_norm changes its statistics without a new version of the tensor.
+            changed = None if torch.equal(now, start) else now.clone()
+            has_mean = start.is_floating_point() or start.is_complex()
+            values.append(changed if has_mean else None)
+            if changed is not None:
+                self._put(entry, start)
+                if not has_mean:
+                    counters[entry] = changed
+        return values, counters
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Restore the values of all buffers at the start of the step."""
+        for entry, start in enumerate(self._start, len(self._parameters)):
+            self._put(entry, start)
+
+    def absent(self, entry: int, level: int) -> Tensor:
+        """Return the sum of 2^level micro-shards without a value: zeros, or unchanged buffers."""
+        if entry < len(self._parameters):
+            return torch.zeros_like(self._parameters[entry])
+        return self._start[entry - len(self._parameters)].mul(2**level)
+
+    def settle(
+        self, sums: Sequence[Tensor | None], scale: float, counters: Mapping[int, Tensor]
+    ) -> None:
+        """Set gradients and buffers to the sums times ``scale``, other buffers to ``counters``."""
+        for entry, total in enumerate(sums):
+            if total is not None:
+                self._put(entry, total.mul_(scale))
+        for entry, counter in counters.items():
+            self._put(entry, counter)
+
+    def _put(self, entry: int, value: Tensor) -> None:
+        """Set an entry; a pass may have replaced the tensor of a buffer."""
+        if entry < len(self._parameters):
+            self._parameters[entry].grad = value
+            return
+        module, name, buffer = self._places[entry - len(self._parameters)]
+        buffer.detach().copy_(value)
+        if getattr(module, name) is not buffer:
+            setattr(module, name, buffer)

@@ -1,0 +1,42 @@
+"""Tensors that may be divided among ranks: local and full values, norms and clipping."""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hpctrain.comm.norms import total_norm
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's shard of a ``DTensor``, in the same memory; other tensors unchanged."""
+    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return part
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return the full value of a tensor. Collective over the ranks that have shards of it."""
+    full: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return full
+
+
+def norm_of(gradients: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
+    """Return the norm of all gradients. Collective over the ranks that have shards of them."""
+    kinds: dict[Any, list[Tensor]] = defaultdict(list)
+    for gradient in gradients:
+        kinds[getattr(gradient, "device_mesh", None), gradient.dtype].append(gradient)
+    norms = [total_norm(some, norm_type, whole) for some in kinds.values()]
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms or [torch.zeros(())]), norm_type)
+    return total
+
+
+def clip_grad_norm_(
+    parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0
+) -> Tensor:
+    """Clip gradients by their norm; return the norm before. Collective as ``norm_of``."""
+    held = [parameter for parameter in parameters if parameter.grad is not None]
+    total = norm_of([p.grad for p in held if p.grad is not None], norm_type)
+    nn.utils.clip_grads_with_norm_(held, max_norm, total)
+    return total

@@ -1,0 +1,221 @@
+"""Layout of the ranks that divide a model, and what the layout does to batches and gradients."""
+
+from collections.abc import Callable
+from itertools import compress
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hpctrain.comm.tensor_bucket import PackedTensors
+from hpctrain.core.errors import DataError
+from hpctrain.core.user_error import described
+from hpctrain.data.loader import Loader
+from hpctrain.parallel.dtensor import local, whole
+from hpctrain.parallel.mesh import build_mesh, gradient_mesh
+from hpctrain.parallel.parallel_config import ParallelConfig
+from hpctrain.train.stateful import Precision
+
+
+class ParallelLayout:
+    """The mesh of all ranks as ``[parallel]`` describes it, and the place of this rank in it.
+
+    Ranks of one ``tp``, ``pp`` or ``cp`` group learn from the same samples, ranks along ``dp``
+    from different ones. Collective to construct.
+
+    Raises:
+        TopologyError: the axes do not multiply to the number of ranks; on every rank.
+    """
+
+    def __init__(self, config: ParallelConfig, device_type: str) -> None:
+        self.config = config
+        inner = {axis: getattr(config, axis) for axis in ("tp", "pp", "cp")}
+        self.mesh = build_mesh(**inner, dp=config.dp or None, device=device_type)
+        self.averaging = gradient_mesh(self.mesh)
+        """The ranks whose gradients are averaged."""
+
+    def place(self, axis: str) -> tuple[int, int]:
+        """Return this rank's number along an axis, and the size of the axis."""
+        return self.mesh[axis].get_local_rank(), self.mesh[axis].size()
+
+    @property
+    def num_replicas(self) -> int:
+        """Number of groups of ranks that learn from different samples."""
+        return self.place("dp")[1]
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank counts the samples of its replica; the last stage has outputs."""
+        stage, stages = self.place("pp")
+        return stage == stages - 1 and not self.place("tp")[0] and not self.place("cp")[0]
+
+    @property
+    def seed_offset(self) -> int:
+        """The same number on ranks that compute the same values, as those of a tp group do."""
+        return int(self.averaging.get_local_rank())
+
+    @property
+    def micro_batches(self) -> int:
+        """Parts in which a replica's samples pass through the pipeline; 1 without a pipeline."""
+        config = self.config
+        return 1 if config.pp == 1 else config.micro_batches or 2 * config.pp
+
+    def share_out(self, *loaders: Loader) -> None:
+        """Let the loaders read the samples of this rank's replica. Local."""
+        for loader in loaders:
+            loader.rank, loader.size = self.place("dp")
+
+    def share_buffers(self, model: nn.Module) -> None:
+        """Give all replicas the buffers of the first one. Collective."""
+        group = self.averaging.get_group()
+        source = dist.get_process_group_ranks(group)[0]
+        for buffer in model.buffers():
+            dist.broadcast(local(buffer), source, group=group)
+
+    def describe(self) -> str:
+        """Return the axes in one line, such as ``dp=2 x tp=2``."""
+        return self.config.describe(self.num_replicas)
+
+
+class BatchPadding:
+    """Brings a replica's part of a batch to the sizes that its ranks compute with.
+
+    The ranks of a pipeline, and those of sharded parameters, must all compute. Copies of a sample
+    fill up batches; their loss has no weight.
+
+    Args:
+        layout: of all ranks.
+        global_batch: samples of a full batch of all replicas.
+    """
+
+    def __init__(self, layout: ParallelLayout, global_batch: int) -> None:
+        self._layout = layout
+        self.size = -(-global_batch // layout.num_replicas)
+        """Maximum number of samples of a replica in a batch."""
+        self._spare: list[Tensor] = []
+
+    def own(self, *tensors: Tensor) -> list[Tensor]:
+        """Return this rank's part of each sequence, and keep a sample of it. Local.
+
+        Raises:
+            DataError: the ranks of cp do not divide the sequence.
+        """
+        part, parts = self._layout.place("cp")
+        for values in tensors:
+            if parts > 1 and (values.dim() < 2 or values.shape[1] % parts):
+                raise DataError(
+                    f"parallel.cp = {parts} must divide dimension 1 of input and label, the "
+                    f"sequence, got {described(values)}; pad the samples in data.transform, or "
+                    f"leave cp out"
+                )
+        mine = [values.chunk(parts, dim=1)[part] if parts > 1 else values for values in tensors]
+        if len(mine[0]):
+            self._spare = [values[-1:].clone() for values in mine]
+        elif not self._spare:  # this replica has had no sample so far
+            self._spare = [values.new_zeros((1, *values.shape[1:])) for values in mine]
+        return mine
+
+    def filled(self, *tensors: Tensor, size: int = 1) -> list[Tensor]:
+        """Return the tensors of ``own``, or parts of them, with at least ``size`` samples."""
+        return [
+            torch.cat([values, spare.expand(size - len(values), *spare.shape[1:])])
+            if len(values) < size
+            else values
+            for values, spare in zip(tensors, self._spare, strict=False)
+        ]
+
+
+class MicroBatches:
+    """Passes of a replica's batch through a pipeline, and the loss of each micro-batch.
+
+    Args:
+        padding: of the batches.
+        loss: mean over samples.
+        precision: of the loss.
+        number: of micro-batches in a pass.
+    """
+
+    def __init__(
+        self,
+        padding: BatchPadding,
+        loss: Callable[[Tensor, Tensor], Tensor],
+        precision: Precision,
+        number: int,
+    ) -> None:
+        self._padding, self._loss, self._precision = padding, loss, precision
+        self._number = number
+        self._batch = torch.empty(0), 0, 0.0  # labels, number of own samples, weight of each
+        self._outputs: dict[int, Tensor] | None = None  # by first sample, if they are collected
+
+    def train(
+        self, step: Callable[..., Tensor], inputs: Tensor, labels: Tensor, weight: float
+    ) -> Tensor:
+        """Return the loss times ``weight`` of a pass with gradients. Collective over stages."""
+        # The pipeline divides the sum of the losses by the number of micro-batches.
+        return self._run(step, inputs, labels, weight * self._number / max(len(inputs), 1))
+
+    def outputs(
+        self, evaluate: Callable[..., Tensor], inputs: Tensor, labels: Tensor
+    ) -> Tensor | None:
+        """Return the output of a pass without gradients, on the last stage. Collective."""
+        self._outputs = {}
+        self._run(evaluate, inputs, labels, 0.0)
+        parts = [self._outputs[place] for place in sorted(self._outputs)]
+        self._outputs = None
+        return torch.cat(parts) if parts else None
+
+    def _run(
+        self, call: Callable[..., Tensor], inputs: Tensor, labels: Tensor, weight: float
+    ) -> Tensor:
+        size = -(-self._padding.size // self._number) * self._number
+        given, target = self._padding.filled(inputs, labels, size=size)
+        self._batch = target, len(inputs), weight
+        return call(given, torch.arange(size, device=labels.device))
+
+    def loss(self, output: Tensor, places: Tensor) -> Tensor:
+        """Return the weighted loss of the own samples at some places of the batch."""
+        labels, num_own, weight = self._batch
+        size = int((places < num_own).sum())
+        if self._outputs is not None:
+            self._outputs[int(places[0])] = whole(output)[:size]
+            return torch.zeros(())
+        learnt = slice(max(size, 1))
+        with self._precision.autocast():
+            return self._loss(output[learnt], labels[places[learnt]]) * (weight * size)
+
+
+class GradientAverage:
+    """Averages the gradients of replicas in buckets.
+
+    Args:
+        layout: of all ranks.
+        model: the part of this rank.
+        bucket_bytes: size from which a bucket is sent.
+    """
+
+    def __init__(self, layout: ParallelLayout, model: nn.Module, bucket_bytes: int) -> None:
+        self._model, self._bucket_bytes = model, bucket_bytes
+        self._group = layout.averaging.get_group()
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Replace the gradients of this rank by their average. Collective over replicas."""
+        buckets: dict[torch.dtype, list[Tensor]] = {}
+        trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+        used = torch.tensor([parameter.grad is not None for parameter in trained]).int()
+        dist.all_reduce(used, dist.ReduceOp.MAX, group=self._group)
+        for parameter in compress(trained, used.tolist()):
+            if parameter.grad is None:  # another replica has one
+                parameter.grad = torch.zeros_like(parameter)
+            gradient = local(parameter.grad)
+            bucket = buckets.setdefault(gradient.dtype, [])
+            bucket.append(gradient)
+            if sum(each.nbytes for each in bucket) >= self._bucket_bytes:
+                self._average(buckets.pop(gradient.dtype))
+        for bucket in buckets.values():
+            self._average(bucket)
+
+    def _average(self, gradients: list[Tensor]) -> None:
+        packed = PackedTensors.copied(gradients)
+        dist.all_reduce(packed.flat, dist.ReduceOp.AVG, group=self._group)
+        packed.unpack(gradients)

@@ -1,0 +1,132 @@
+"""Findings about steps that must not be taken: what each rank saw, for records and messages."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hpctrain.core.units import format_ranks
+from hpctrain.train.metrics import Metrics
+from hpctrain.train.run_state import unfinite_weights
+from hpctrain.train.task import Task
+
+_MAX_SAMPLES, _MAX_RANKS = 8, 4
+"""Numbers of samples of a rank, and of ranks, in a message; the record has all."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NotFiniteFinding:
+    """What a rank saw in a step that must not be taken."""
+
+    step: int
+    epoch: int
+    lr: float
+    loss: float  # of this rank's samples
+    norm: float | None
+    """Of the gradients, averaged where ranks average them; None where it was not computed."""
+    samples: list[int]  # numbers of this rank's samples in the data set
+
+    def describe(self) -> str:
+        """Return a human-readable line."""
+        shown = ", ".join(map(str, self.samples[:_MAX_SAMPLES])) or "none"
+        more = len(self.samples) - _MAX_SAMPLES
+        norm = "" if self.norm is None else f" and gradient norm {self.norm:g}"
+        return (
+            f"loss {self.loss:g}{norm} in step {self.step} (epoch {self.epoch}, learning rate "
+            f"{self.lr:g}), samples {shown}" + (f" and {more} more" if more > 0 else "")
+        )
+
+    def record(self, rank: int) -> dict[str, Any]:
+        """Return an entry of ``metrics.jsonl``, which has no numbers that are not finite."""
+        norm = {} if self.norm is None else {"gradient_norm": str(self.norm)}
+        figures = {"loss": str(self.loss), **norm}
+        place = {"step": self.step, "epoch": self.epoch, "lr": self.lr}
+        return {"rank": rank, **place, **figures, "samples": self.samples}
+
+
+class StepFindings:
+    """The finding of this rank until all ranks report theirs.
+
+    Args:
+        task: of the run.
+        metrics: receives the findings of all ranks, on rank 0.
+    """
+
+    def __init__(self, task: Task, metrics: Metrics) -> None:
+        self._task, self._metrics = task, metrics
+        self.own: NotFiniteFinding | None = None
+        self._of_last: Callable[[], NotFiniteFinding] | None = None
+        self.is_reported = False  # whether the error that stops the run has the findings
+
+    def step_taken(self, finding: Callable[[], NotFiniteFinding]) -> None:
+        """Keep how to describe a step that is taken; it may turn out to be the cause. Local."""
+        self._of_last = finding
+
+    def note_last(self) -> None:
+        """Make the last step that was taken this rank's finding. Local."""
+        assert self._of_last is not None
+        self.own = self._of_last()
+
+    def note(self, finding: Callable[[], NotFiniteFinding], *, may_be_older: bool) -> None:
+        """Make a step this rank's finding, unless it has an earlier one. Local.
+
+        If weights are not finite already and ``may_be_older``, the last step that was taken is
+        the cause.
+        """
+        if self.own is None:
+            is_older = may_be_older and self._of_last and unfinite_weights(self._task)
+            self.own = self._of_last() if is_older and self._of_last else finding()
+
+    def report(
+        self, step: int, event: str = "not_finite", **about: Any
+    ) -> dict[int, NotFiniteFinding]:
+        """Record the findings of all ranks; return those to show, by rank. Collective.
+
+        Ranks whose own loss is not finite are shown, or all ranks if no loss is the cause.
+        """
+        findings = self._task.comm.allgather_object(self.own)
+        records = [f.record(rank) for rank, f in enumerate(findings) if f is not None]
+        if records:
+            self._metrics.write(event, step=step, **about, ranks=records)
+        own = [f is not None and not math.isfinite(f.loss) for f in findings]
+        return {
+            rank: f
+            for rank, f in enumerate(findings)
+            if f is not None and (own[rank] or not any(own))
+        }
+
+    def lines(self, step: int) -> list[str]:
+        """Return lines for an error that all ranks have raised for another reason. Collective."""
+        if self.is_reported:
+            return []
+        if self.own is None and self._of_last and unfinite_weights(self._task):
+            self.own = self._of_last()
+        return _lines_of(self.report(step))
+
+
+def message_of(shown: Mapping[int, NotFiniteFinding]) -> str:
+    """Return the message of the error that stops a run."""
+    step = min(finding.step for finding in shown.values())
+    was_taken = all(finding.norm is None for finding in shown.values())
+    rule = "loss and gradients must be finite,"
+    cause = (
+        f"{rule} but the weights after step {step} are not: the step was too large, or one of its "
+        f"gradients was not finite"
+        if was_taken
+        else f"{rule} but those of {format_ranks(shown)} are not in step {step}, which was not "
+        f"taken"
+    )
+    remedies = (
+        "look at these samples; metrics.jsonl has all of them",
+        "use a smaller optimizer.lr, or train.clip_norm (both with --changed), or",
+        'train.on_non_finite = "skip", which leaves such steps out',
+    )
+    return "\n".join((cause, *_lines_of(shown), *remedies))
+
+
+def _lines_of(shown: Mapping[int, NotFiniteFinding]) -> list[str]:
+    """Return a line for each of the first findings."""
+    lines = [f"  rank {rank}: {finding.describe()}" for rank, finding in shown.items()]
+    if more := lines[_MAX_RANKS:]:
+        lines[_MAX_RANKS:] = [f"  and {len(more)} more ranks"]
+    return lines
