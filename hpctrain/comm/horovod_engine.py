@@ -22,8 +22,7 @@ from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.mpi import MpiCommunicator
 from hpctrain.comm.mpi_start import MPI
 from hpctrain.comm.ops import Combination, Op
-from hpctrain.comm.plan.choice import has_equal_nodes
-from hpctrain.comm.plan.plan import Plan
+from hpctrain.comm.plan.plan import Plan, SizeTable
 from hpctrain.comm.tensor_arguments import name_of
 from hpctrain.comm.waiting import Limit, Watch
 from hpctrain.comm.watched_calls import WatchedCalls
@@ -47,16 +46,20 @@ class HorovodCommunicator(MpiCommunicator):
         *,
         watch: Watch,
         world_ranks: Sequence[int] = (),
+        table: SizeTable,
         levels: "_Levels | None" = None,
         name: str = "hpctrain",
     ) -> None:
-        """Take all ranks of the world that Horovod serves, in any order; ``close`` frees ``comm``.
+        """Store the communicator of all ranks that Horovod serves, in any order.
 
-        Sums take the ``levels`` if there are any. All names of operations begin with ``name``,
-        which no other communicator has.
+        ``close`` frees ``comm``. ``table`` has the algorithm of sums by size: ``flat``, or
+        ``two-level``, which needs ``levels``. All names of operations begin with ``name``, which
+        no other communicator has.
         """
         super().__init__(comm, watch=watch, world_ranks=world_ranks)
         self._library, self._hvd = library, library.torch
+        self.table = table
+        """Algorithm by size; every rank changes it between the same two operations."""
         self._levels = levels
         self._name = name
         self._num_groups = 0
@@ -68,7 +71,8 @@ class HorovodCommunicator(MpiCommunicator):
         elif total.numel():
             wire, levels = total.to(_WIRE[total.dtype]), self._levels
             op = getattr(self._hvd, name)
-            if levels and name == "Sum" and wire.numel() >= levels.local_size:
+            two_level = self.table.at(wire.nbytes) == "two-level" and name == "Sum"
+            if levels and two_level and wire.numel() >= levels.local_size:
                 self._sum_by_levels_(wire, levels)
             else:
                 self._run(self._hvd.allreduce_async_, wire, f"allreduce {_size(wire)}", op=op)
@@ -99,6 +103,7 @@ class HorovodCommunicator(MpiCommunicator):
             self._library,
             watch=self._watch.of_group(of_world, limit),
             world_ranks=of_world,
+            table=self.table,
             levels=self._levels,
             name=f"{self._name}.{self._num_groups}",
         )
@@ -147,16 +152,20 @@ class _World(HorovodCommunicator):
     """All ranks, with which Horovod begins and ends; collective."""
 
     def __init__(
-        self, world: MPI.Intracomm, library: "Library", settings: Settings, watch: Watch
+        self,
+        world: MPI.Intracomm,
+        library: "Library",
+        settings: Settings,
+        watch: Watch,
+        table: SizeTable,
+        nodes: Sequence[Sequence[int]],
     ) -> None:
-        super().__init__(world, library, watch=watch)
+        super().__init__(world, library, watch=watch, table=table)
         self._world = self._calls.duplicate()
         with variables(variables_for(settings)):
             self._hvd.init(comm=self._world)
-
-    def take_levels(self, nodes: Sequence[Sequence[int]]) -> None:
-        """Let sums travel in two levels from now on. Collective."""
-        self._levels = _Levels.make(self._hvd, nodes, self.rank)
+        if any(algorithm == "two-level" for _, algorithm in table.steps):
+            self._levels = _Levels.make(self._hvd, nodes, self.rank)
 
     def close(self) -> None:
         """Free the MPI communicator, and end Horovod."""
@@ -187,21 +196,7 @@ def join(
         refusal = str(error)
     raise_if_any(WatchedCalls(world, watch).allgather(refusal), LaunchError)
     assert here is not None
-    made = _World(world, here, settings, watch)
-    if plan.tensors.at(0) == "two-level":
-        made.take_levels(topology.nodes)
-    return made
-
-
-def unmet_wish(topology: Topology, settings: Settings) -> str:
-    """Return what to tell where two levels are wanted and cannot be; empty else."""
-    if settings.horovod_way != "two-level" or has_equal_nodes(topology):
-        return ""
-    sizes = [len(ranks) for ranks in topology.nodes]
-    return (
-        f"two levels of Horovod need several nodes with several ranks each, as many on every one, "
-        f"got {sizes}: sums go flat; set HPCTRAIN_HOROVOD_WAY=flat"
-    )
+    return _World(world, here, settings, watch, plan.tensors, topology.nodes)
 
 
 _WIRE = {torch.float32: torch.float32, torch.float64: torch.float64, torch.int64: torch.int64}

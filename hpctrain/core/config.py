@@ -119,9 +119,6 @@ class Settings:
     --spares``."""
     engine: Engine = "hpctrain"
     """What moves tensors between ranks: ``hpctrain``, or ``horovod`` where that is installed."""
-    horovod_way: Literal["auto", "flat", "two-level"] = "auto"
-    """How sums of the engine ``horovod`` travel between nodes: ``flat``, ``two-level``, or
-    ``auto``, which is ``flat``."""
     device_sums: Literal["auto", "host", "nccl"] = "auto"
     """Where gradients of accelerators are summed: ``auto`` inside a node where they are, if that
     can be, else by way of the ``host``; by ``nccl`` over all ranks, or not at all."""
