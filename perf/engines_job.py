@@ -52,9 +52,7 @@ def start(package: str, engine: str | None, algorithm: str | None) -> Any:
         hvd.init(engine=engine)
         require(current().plan.engine == engine, f"the engine is not {engine}")
         if algorithm is not None:
-            sets = current().sets
-            for comm in (sets.everyone.inside, sets.global_controller.comm):
-                comm.table = SizeTable(((0, algorithm),))
+            current().sets.everyone.inside.sums.table = SizeTable(((0, algorithm),))
     require(hvd.size() == WORLD.size, f"the world has {hvd.size()} ranks, not {WORLD.size}")
     return hvd
 

@@ -5,6 +5,7 @@ import importlib
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -46,21 +47,17 @@ class HorovodCommunicator(MpiCommunicator):
         *,
         watch: Watch,
         world_ranks: Sequence[int] = (),
-        table: SizeTable,
-        levels: "_Levels | None" = None,
+        sums: "Sums",
         name: str = "hpctrain",
     ) -> None:
         """Store the communicator of all ranks that Horovod serves, in any order.
 
-        ``close`` frees ``comm``. ``table`` has the algorithm of sums by size: ``flat``, or
-        ``two-level``, which needs ``levels``. All names of operations begin with ``name``, which
-        no other communicator has.
+        ``close`` frees ``comm``. All names of operations begin with ``name``, which no other
+        communicator has.
         """
         super().__init__(comm, watch=watch, world_ranks=world_ranks)
         self._library, self._hvd = library, library.torch
-        self.table = table
-        """Algorithm by size; every rank changes it between the same two operations."""
-        self._levels = levels
+        self.sums = sums
         self._name = name
         self._num_groups = 0
 
@@ -69,9 +66,9 @@ class HorovodCommunicator(MpiCommunicator):
         if name is None:
             super()._allreduce_wide_(total, how)
         elif total.numel():
-            wire, levels = total.to(_WIRE[total.dtype]), self._levels
+            wire, levels = total.to(_WIRE[total.dtype]), self.sums.levels
             op = getattr(self._hvd, name)
-            two_level = self.table.at(wire.nbytes) == "two-level" and name == "Sum"
+            two_level = self.sums.table.at(wire.nbytes) == "two-level" and name == "Sum"
             if levels and two_level and wire.numel() >= levels.local_size:
                 self._sum_by_levels_(wire, levels)
             else:
@@ -103,8 +100,7 @@ class HorovodCommunicator(MpiCommunicator):
             self._library,
             watch=self._watch.of_group(of_world, limit),
             world_ranks=of_world,
-            table=self.table,
-            levels=self._levels,
+            sums=self.sums,
             name=f"{self._name}.{self._num_groups}",
         )
 
@@ -148,6 +144,15 @@ class _Levels(NamedTuple):
         return cls(node, rail, len(on_nodes[0]))
 
 
+@dataclass
+class Sums:
+    """The algorithm of sums by size, of a communicator of Horovod and all of its groups."""
+
+    table: SizeTable
+    """``flat`` or ``two-level``; every rank changes it between the same two operations."""
+    levels: _Levels | None = None
+
+
 class _World(HorovodCommunicator):
     """All ranks, with which Horovod begins and ends; collective."""
 
@@ -157,15 +162,12 @@ class _World(HorovodCommunicator):
         library: "Library",
         settings: Settings,
         watch: Watch,
-        table: SizeTable,
-        nodes: Sequence[Sequence[int]],
+        sums: Sums,
     ) -> None:
-        super().__init__(world, library, watch=watch, table=table)
+        super().__init__(world, library, watch=watch, sums=sums)
         self._world = self._calls.duplicate()
         with variables(variables_for(settings)):
             self._hvd.init(comm=self._world)
-        if any(algorithm == "two-level" for _, algorithm in table.steps):
-            self._levels = _Levels.make(self._hvd, nodes, self.rank)
 
     def close(self) -> None:
         """Free the MPI communicator, and end Horovod."""
@@ -196,7 +198,10 @@ def join(
         refusal = str(error)
     raise_if_any(WatchedCalls(world, watch).allgather(refusal), LaunchError)
     assert here is not None
-    return _World(world, here, settings, watch, plan.tensors, topology.nodes)
+    made = _World(world, here, settings, watch, Sums(plan.tensors))
+    if any(algorithm == "two-level" for _, algorithm in plan.tensors.steps):
+        made.sums.levels = _Levels.make(here.torch, topology.nodes, world.rank)
+    return made
 
 
 _WIRE = {torch.float32: torch.float32, torch.float64: torch.float64, torch.int64: torch.int64}

@@ -116,8 +116,8 @@ def test_flat_and_two_level_sums_are_measured_and_each_is_used_at_its_sizes(call
     with connected(replace(HOROVOD, ranks_per_node=2, probe="fresh")) as made:
         measured = {(each.num_bytes, each.algorithm) for each in made.plan.measured}
         assert {algorithm for _, algorithm in measured} == {"flat", "two-level"}
-        assert made.comm.table == made.plan.tensors
-        made.comm.table = SizeTable(((0, "flat"), (1024, "two-level")))
+        assert made.comm.sums.table == made.plan.tensors
+        made.comm.sums.table = SizeTable(((0, "flat"), (1024, "two-level")))
         for numel, num_calls in ((255, 1), (256, 3)):
             calls.clear()
             total = made.comm.allreduce(torch.ones(numel))

@@ -62,12 +62,12 @@ def measure_horovod(
     """
 
     def run_by(algorithm: str, values: torch.Tensor) -> None:
-        comm.table = SizeTable(((0, algorithm),))
+        comm.sums.table = SizeTable(((0, algorithm),))
         comm.allreduce_(values)
 
     found = _table("tensors", plan, run_by, Stopwatch(world, watch), budget_s)
-    comm.table = refine(plan.tensors, found, SIZES["tensors"])
-    return replace(plan, tensors=comm.table, measured=tuple(found))
+    comm.sums.table = refine(plan.tensors, found, SIZES["tensors"])
+    return replace(plan, tensors=comm.sums.table, measured=tuple(found))
 
 
 def measure(
