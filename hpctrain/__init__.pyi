@@ -85,6 +85,7 @@ from hpctrain.runtime.abilities import mpi_threads_supported as mpi_threads_supp
 from hpctrain.runtime.abilities import nccl_built as nccl_built
 from hpctrain.runtime.abilities import rocm_built as rocm_built
 from hpctrain.runtime.function_job import Job as Job
+from hpctrain.runtime.function_job import Resources as Resources
 from hpctrain.runtime.function_job import submit as submit
 from hpctrain.runtime.initialization import init as init
 from hpctrain.runtime.initialization import shutdown as shutdown

@@ -178,7 +178,7 @@ def _(comm):
 @case("submit(folder)", "Job(folder)")
 def _(comm):
     if comm.rank == 0:
-        job = hpctrain.submit(print, folder="made")
+        job = hpctrain.submit(print, hpctrain.Resources(folder="made"))
         assert repr(Job(7, Path("made"), 1)) == repr(job)
     yield
     if comm.rank == 0:

@@ -40,7 +40,6 @@ class ShardedDataset(Indexable):
         *,
         verify: Verify = "first",
         io: IO = "auto",
-        opener: Opener = OpenShard,
         manifest: Manifest | None = None,
     ) -> None:
         """Read the manifest and check that every shard is there with its full size.
@@ -52,7 +51,6 @@ class ShardedDataset(Indexable):
                 that fits into free memory twice, and shards that are in memory already. A mapped
                 page that the disk cannot read ends the process; the blocks of a shard not in
                 memory are read before, to be checked: so this is rare.
-            opener: opens a shard.
             manifest: of this directory, where it was read and checked before.
 
         Raises:
@@ -66,7 +64,7 @@ class ShardedDataset(Indexable):
         self.manifest = manifest or Manifest.read(self.path)
         self._verify: Verify = verify
         self._io: IO = io
-        self._opener = opener
+        self._opener: Opener = OpenShard
         self._starts = np.cumsum([0] + [shard.num_samples for shard in self.manifest.shards])
         self._num_samples = int(self._starts[-1])
         self._fields = [
@@ -87,7 +85,6 @@ class ShardedDataset(Indexable):
         *,
         verify: Verify = "first",
         io: IO = "auto",
-        opener: Opener = OpenShard,
     ) -> Self:
         """Open a data set on all ranks: one reads the manifest, each checks some of the shards.
 
@@ -100,7 +97,7 @@ class ShardedDataset(Indexable):
         # At least one each, so that a rank without the mount finds out.
         num_shards = len(found.shards)
         with agreed(comm, DataError):
-            dataset = cls(path, verify=verify, io=io, opener=opener, manifest=found)
+            dataset = cls(path, verify=verify, io=io, manifest=found)
             dataset._check_files(range(comm.rank % num_shards, num_shards, comm.size))
         return dataset
 
@@ -140,9 +137,9 @@ class ShardedDataset(Indexable):
 
     def with_opener(self, opener: Opener) -> "ShardedDataset":
         """Return this data set with its shards opened by another opener."""
-        return ShardedDataset(
-            self.path, verify=self._verify, io=self._io, opener=opener, manifest=self.manifest
-        )
+        made = ShardedDataset(self.path, verify=self._verify, io=self._io, manifest=self.manifest)
+        vars(made)["_opener"] = opener
+        return made
 
     def take(self, indices: ArrayLike) -> dict[str, Values]:
         """Gather samples.
