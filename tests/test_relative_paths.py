@@ -175,7 +175,7 @@ def _(comm):
     assert table(torch.tensor([1, 2])).shape == (2, 4)
 
 
-@case("submit(folder)", "Job(folder)")
+@case("Resources(folder)", "Job(folder)")
 def _(comm):
     if comm.rank == 0:
         job = hpctrain.submit(print, hpctrain.Resources(folder="made"))
