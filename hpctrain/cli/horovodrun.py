@@ -51,8 +51,7 @@ class Refused(NamedTuple):
 
 
 _SWITCHES = (
-    *("hierarchical-allreduce", "hierarchical-allgather", "torus-allreduce", "autotune"),
-    "mpi-threads-disable",
+    *("hierarchical-allreduce", "hierarchical-allgather", "autotune", "mpi-threads-disable"),
 )
 _NUMBERS = (
     *("cache-capacity", "num-nccl-streams", "thread-affinity", "gloo-timeout-seconds"),
@@ -91,16 +90,12 @@ MEANT = (
     Meant("--stall-check-shutdown-time-seconds", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "S"),
     Meant("--log-level", "HOROVOD_LOG_LEVEL", "LEVEL", help="What the ranks print."),
     Meant("--reset-limit", "HPCTRAIN_ELASTIC_RESET_LIMIT", "N", help="Of elastic.run."),
-    Meant("--log-without-timestamp --log-hide-timestamp", "HOROVOD_LOG_HIDE_TIME"),
-    Meant("--log-with-timestamp --no-log-hide-timestamp", "HOROVOD_LOG_HIDE_TIME", value="0"),
+    Meant("--log-hide-timestamp", "HOROVOD_LOG_HIDE_TIME"),
+    Meant("--log-with-timestamp", "HOROVOD_LOG_HIDE_TIME", value="0"),
     Meant("--autotune-log-file", "HOROVOD_AUTOTUNE_LOG", "FILE"),
-    *(
-        Meant(f"--{no}{name}", _variable(name), value=value)
-        for name in _SWITCHES
-        for no, value in (("", "1"), ("no-", "0"))
-    ),
+    *(Meant(f"--{name}", _variable(name)) for name in _SWITCHES),
+    Meant("--no-hierarchical-allgather", "HOROVOD_HIERARCHICAL_ALLGATHER", value="0"),
     *(Meant(f"--{name}", _variable(name), "N") for name in _NUMBERS),
-    Meant("--no-timeline-mark-cycles", "HOROVOD_TIMELINE_MARK_CYCLES", value="0"),
 )
 
 FULFILLED = {
@@ -116,7 +111,6 @@ _FIXED = (
     "the ranks stay the same from beginning to end: give their number by -np; a lost rank ends "
     "the job, which goes on from its checkpoint (`hpctrain guide slurm`)"
 )
-_SSH = "write it for these hosts into ~/.ssh/config, where ssh and the launcher find it"
 
 REFUSED = (
     Refused("--min-np --min-num-proc", _FIXED),
@@ -125,8 +119,10 @@ REFUSED = (
     Refused("--elastic-timeout", _FIXED),
     Refused("--blacklist-cooldown-range", _FIXED, num_values=2),
     Refused("--slots-per-host", "say how many ranks each host takes by -H a:2,b:2"),
-    Refused("-p --ssh-port", _SSH),
-    Refused("-i --ssh-identity-file", _SSH),
+    Refused(
+        "-p --ssh-port",
+        "write it for these hosts into ~/.ssh/config, where ssh and the launcher find it",
+    ),
     Refused("--output-filename", "give each line its rank by --tag-output, and redirect that"),
     Refused(
         "-prefix-timestamp --prefix-output-with-timestamp",

@@ -19,7 +19,7 @@ class Stage(enum.IntEnum):
     HOLDERS = 2  # what is built upon them: optimizers, samplers, loaders
 
 
-class _Holder(NamedTuple):
+class _Registered(NamedTuple):
     stage: Stage
     renew: Callable[[], object] | None
     close: Callable[[], object] | None
@@ -31,8 +31,8 @@ class Rebuild:
 
     def __init__(self) -> None:
         """Start with none."""
-        self._holders: list[_Holder] = []
-        self._left_behind: list[_Holder] = []  # of a world before, until they move
+        self._holders: list[_Registered] = []
+        self._left_behind: list[_Registered] = []  # of a world before, until they move
 
     def register(
         self,
@@ -49,7 +49,7 @@ class Rebuild:
         of it, None where nothing has to be done; ``move`` makes it anew in a world of other
         ranks, where it registers again, None for what ends with this world.
         """
-        self._holders.append(_Holder(stage, renew, close, move))
+        self._holders.append(_Registered(stage, renew, close, move))
         self._holders.sort(key=lambda holder: holder.stage)  # stable
 
     def renew(self) -> None:
@@ -63,12 +63,12 @@ class Rebuild:
         """Whether nothing ends with this world that was built upon it."""
         return all(one.move is not None for one in self._holders if one.stage is Stage.HOLDERS)
 
-    def leave(self) -> list[_Holder]:
+    def leave(self) -> list[_Registered]:
         """Give up what has registered or not moved yet: its world is over. Not collective."""
         left, self._holders, self._left_behind = [*self._holders, *self._left_behind], [], []
         return left
 
-    def follow(self, left: list[_Holder]) -> None:
+    def follow(self, left: list[_Registered]) -> None:
         """Take over what the world before has left, until it moves. Not collective."""
         self._left_behind = left
 

@@ -30,7 +30,7 @@ _HALF = "hpctrain.compress.half"
 _OURS = "hpctrain.horovod.shim.functions"
 
 _OWN = {"__version__", "check_replicas", "current", "elastic", "is_homogeneous", "record", "run"}
-_OWN |= {"shard", "submit", "Job", "should_stop", "STOPPED", "watch_noise"}
+_OWN |= {"shard", "submit", "Job", "Resources", "should_stop", "STOPPED", "watch_noise"}
 _OWN |= {"DiLoCo", "HierarchicalLocalSGD", "LocalSGD", "PostLocalSGD", "StagedSGD"}
 _OWN |= {"AsyncSGD", "Downpour", "Hogwild", "StaleSynchronous", "stable_rate", "ShardedEmbedding"}
 _OWN |= {name for name in hpctrain.__all__ if name.endswith("Error")} - {"HorovodInternalError"}
@@ -51,7 +51,6 @@ MODULES: Mapping[str, Names] = MappingProxyType(
         "horovod.common.exceptions": {
             **_names(("HorovodInternalError",)),
             **_names(("HostsUpdatedInterrupt",), _STATES),
-            **_names(("HorovodVersionMismatchError",), _OURS),
         },
         "horovod.common.process_sets": _names(_SETS),
         "horovod.common.util": {**_names(_BUILT), **_names(("env",), _OURS)},
