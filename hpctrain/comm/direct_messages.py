@@ -25,6 +25,7 @@ from hpctrain.comm.requests import MpiRequest
 from hpctrain.comm.waiting import BY_MPI, Watch, wait_until
 from hpctrain.comm.watched_calls import WatchedCalls
 from hpctrain.core.errors import RankLostError
+from hpctrain.core.pickles import unpickled
 
 _ASKING = BY_MPI._replace(yield_s=200e-6, shortest_s=50e-6, longest_s=1e-3)
 """Of who waits for servers, which nap: no sooner than they can answer."""
@@ -119,7 +120,7 @@ class Channel:
             if not one.request.Test():
                 return False
             one.request = None
-            one.content, shapes = pickle.loads(one.packed)  # noqa: S301 - by ranks of this job
+            one.content, shapes = unpickled(one.packed)
             one.tensors = [torch.empty(numel, dtype=dtype) for numel, dtype in shapes]
             one.parts = [
                 requests.start(

@@ -15,6 +15,7 @@ from hpctrain.comm import requests
 from hpctrain.comm.mpi_library import calls_from_threads
 from hpctrain.comm.mpi_start import MPI
 from hpctrain.comm.waiting import Watch, wait_request
+from hpctrain.core.pickles import unpickled
 
 T = TypeVar("T")
 
@@ -135,7 +136,7 @@ class WatchedCalls:
             for rank, part in enumerate(parts):
                 for piece in _pieces(part):
                     self.run(self._comm.Ibcast, [piece, MPI.BYTE], rank)
-        return [pickle.loads(part) for part in parts]  # noqa: S301 - by ranks of this job
+        return [unpickled(part) for part in parts]
 
     def gather(self, value: T, root: int = 0) -> list[T] | None:
         """Return the objects of all ranks, by rank, on ``root`` and None elsewhere."""
@@ -151,7 +152,7 @@ class WatchedCalls:
             part = mine if rank == root else memoryview(bytearray(size))
             for piece in _pieces(part) if rank != root else ():
                 self.run(self._comm.Irecv, [piece, MPI.BYTE], rank)
-            found.append(pickle.loads(part))  # noqa: S301 - by ranks of this job
+            found.append(unpickled(part))
         return found
 
     def alltoall(self, values: Sequence[T]) -> list[T]:
@@ -163,7 +164,7 @@ class WatchedCalls:
         joined = memoryview(bytearray(sum(sizes)))
         outgoing = [b"".join(given), counts.tolist(), MPI.BYTE]
         self.run(self._comm.Ialltoallv, outgoing, [joined, sizes.tolist(), MPI.BYTE])
-        return [pickle.loads(part) for part in _cut(joined, sizes)]  # noqa: S301
+        return [unpickled(part) for part in _cut(joined, sizes)]
 
 
 class _Pickle:
@@ -176,7 +177,7 @@ class _Pickle:
 
 
 def _loaded(parts: Sequence[memoryview]) -> Any:
-    return pickle.loads(parts[0], buffers=parts[1:])  # noqa: S301 - by a rank of this job
+    return unpickled(parts[0], buffers=parts[1:])
 
 
 def _cut(joined: memoryview, sizes: Sequence[int]) -> list[memoryview]:
