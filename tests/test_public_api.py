@@ -96,6 +96,11 @@ EVERY_PACKAGE = pytest.mark.parametrize(
 )
 
 
+def test_other_spellings_are_the_same_functions():
+    assert hpctrain.reduce_scatter is hpctrain.reducescatter
+    assert hpctrain.grouped_all_gather_async is hpctrain.grouped_allgather_async
+
+
 @EVERY_PACKAGE
 def test_every_public_function_has_a_docstring(package):
     for name in package.__all__:

@@ -1,7 +1,7 @@
 """Public names that are loaded at their first use (PEP 562).
 
 The stub beside a package's ``__init__``, which type checkers read too, says where each name is: a
-line ``from MODULE import NAME as NAME``.
+line ``from MODULE import NAME as NAME``, or ``ALIAS = NAME``.
 """
 
 import importlib
@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+_ALIAS = re.compile(r"^(\w+) = (\w+)$", re.MULTILINE)
 _IMPORT = re.compile(r"^from (\S+) import \(?\s*(\w+) as", re.MULTILINE)
 
 
@@ -20,8 +21,11 @@ def exports(
     """Make the ``__getattr__``, ``__dir__`` and ``__all__`` of a package, whose file is given."""
     stub = Path(file).with_suffix(".pyi").read_text("utf-8")
     module_of = {name: module for module, name in _IMPORT.findall(stub)}
+    alias_of = dict(_ALIAS.findall(stub))
 
     def load(name: str) -> Any:
+        if name in alias_of:
+            return getattr(sys.modules[package], alias_of[name])
         if name not in module_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         if module_of[name] == package:
@@ -31,6 +35,6 @@ def exports(
         return value
 
     def names() -> list[str]:
-        return sorted({*vars(sys.modules[package]), *module_of})
+        return sorted({*vars(sys.modules[package]), *module_of, *alias_of})
 
-    return load, names, sorted(module_of)
+    return load, names, sorted([*module_of, *alias_of])
