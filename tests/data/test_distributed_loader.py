@@ -220,7 +220,9 @@ def test_other_floating_point_numbers_on_a_rank_are_told(world, caplog):
 @pytest.mark.parametrize("make", [Numbers, Counting])
 def test_uneven_batches_are_refused_where_nothing_weights_them_but_not_in_evaluation(world, make):
     loader = hpctrain.shard_data(DataLoader(make(world.size * 4 + 1), batch_size=world.size * 2))
-    with pytest.raises(ConfigError, match=r"got a batch of 1 for .*shard_data_data\(loader, optimizer\)"):
+    with pytest.raises(
+        ConfigError, match=r"got a batch of 1 for .*shard_data\(loader, optimizer\)"
+    ):
         list(loader)
     with torch.no_grad():
         seen = world.allgather(joined(map(as_list, loader)))
@@ -244,7 +246,7 @@ REFUSED = {
     "overrides __iter__": lambda: Own(NUMBERS),
     "batch_size=None": lambda: DataLoader(NUMBERS, batch_size=None),
     "every size\\(\\)-th batch": lambda: DataLoader(Counting(9), batch_size=None),
-    "shard_data_data\\(\\) takes": lambda: 3,
+    "shard_data\\(\\) takes": lambda: 3,
 }
 
 
