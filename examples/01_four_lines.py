@@ -48,7 +48,7 @@ def main(output: Path | None) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.9)
     optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())  # 3
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)  # 4
-    loader = hvd.shard(loader, optimizer)  # 5: this rank's part of every batch
+    loader = hvd.shard_data(loader, optimizer)  # 5: this rank's part of every batch
 
     for _ in range(EPOCHS):
         for images, labels in loader:

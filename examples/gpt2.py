@@ -54,7 +54,7 @@ def main() -> None:
     optimizer = hvd.DistributedOptimizer(optimizer, network.named_parameters())  # 2
     hvd.broadcast_parameters(network.state_dict(), root_rank=0)  # 3
     loader = DataLoader(train, batch_size=32, shuffle=True, drop_last=True)
-    loader = hvd.shard(loader, optimizer)  # 4
+    loader = hvd.shard_data(loader, optimizer)  # 4
     for batch in loader:
         optimizer.zero_grad()
         text.loss(network(batch["bytes"]), batch["bytes"]).backward()
@@ -62,7 +62,7 @@ def main() -> None:
     network.eval()
     bits = torch.zeros(2, dtype=torch.float64)
     with torch.no_grad():
-        for batch in hvd.shard(DataLoader(test, batch_size=50)):
+        for batch in hvd.shard_data(DataLoader(test, batch_size=50)):
             found = text.bits_per_byte(network(batch["bytes"]), batch["bytes"])
             bits += torch.tensor([found.sum(), len(found)])
     total, number = hvd.allreduce(bits, op=hvd.Sum).tolist()

@@ -58,7 +58,7 @@ from hpctrain.core.errors import RankLostError as RankLostError
 from hpctrain.core.errors import ReplicaError as ReplicaError
 from hpctrain.core.errors import TopologyError as TopologyError
 from hpctrain.core.records import record as record
-from hpctrain.data.distributed_loader import shard as shard
+from hpctrain.data.distributed_loader import shard_data as shard_data
 from hpctrain.gradients.batch_norm import SyncBatchNorm as SyncBatchNorm
 from hpctrain.gradients.noise_watch import watch_noise as watch_noise
 from hpctrain.gradients.optimizer import DistributedOptimizer as DistributedOptimizer
@@ -85,6 +85,7 @@ from hpctrain.runtime.abilities import mpi_threads_supported as mpi_threads_supp
 from hpctrain.runtime.abilities import nccl_built as nccl_built
 from hpctrain.runtime.abilities import rocm_built as rocm_built
 from hpctrain.runtime.function_job import Job as Job
+from hpctrain.runtime.function_job import Resources as Resources
 from hpctrain.runtime.function_job import submit as submit
 from hpctrain.runtime.initialization import init as init
 from hpctrain.runtime.initialization import shutdown as shutdown
@@ -106,6 +107,16 @@ from hpctrain.runtime.world import should_stop as should_stop
 from hpctrain.runtime.world import size as size
 from hpctrain.runtime.world import start_timeline as start_timeline
 from hpctrain.runtime.world import stop_timeline as stop_timeline
+
+# The spelling of torch.distributed and of ``Communicator``, next to Horovod's.
+all_gather = allgather
+all_gather_async = allgather_async
+grouped_all_gather = grouped_allgather
+grouped_all_gather_async = grouped_allgather_async
+grouped_reduce_scatter = grouped_reducescatter
+grouped_reduce_scatter_async = grouped_reducescatter_async
+reduce_scatter = reducescatter
+reduce_scatter_async = reducescatter_async
 
 __all__: list[str]
 __version__: str

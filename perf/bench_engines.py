@@ -99,13 +99,11 @@ WAYS = {
     "hpctrain": Way(package="hpctrain", engine="hpctrain"),
     "Horovod": Way(package="horovod.torch"),
     "Horovod, cycle 0.1 ms": Way(package="horovod.torch", environ={"HOROVOD_CYCLE_TIME": "0.1"}),
-    "on Horovod, flat": Way(
-        package="hpctrain", engine="horovod", environ={"HPCTRAIN_HOROVOD_WAY": "flat"}
-    ),
+    "on Horovod, flat": Way(package="hpctrain", engine="horovod", words=("--algorithm", "flat")),
     "on Horovod, two-level": Way(
         package="hpctrain",
         engine="horovod",
-        environ={"HPCTRAIN_HOROVOD_WAY": "two-level"},
+        words=("--algorithm", "two-level"),
         several_nodes=True,
     ),
     "no communication": Way(package="none"),

@@ -24,6 +24,7 @@ from peers import start_gloo
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from hpctrain.comm.plan.plan import SizeTable
 from hpctrain.core.units import KIB, MIB
 from hpctrain.runtime.world import current
 
@@ -36,8 +37,8 @@ WEIGHTS_DIFFER = 1e-6
 """At most, after one step: float32 sums of other orders, times the learning rate."""
 
 
-def start(package: str, engine: str | None) -> Any:
-    """Import and start the package. Collective.
+def start(package: str, engine: str | None, algorithm: str | None) -> Any:
+    """Import and start the package; hpctrain on Horovod sums by ``algorithm``. Collective.
 
     Returns:
         The module; None where there is none.
@@ -50,6 +51,8 @@ def start(package: str, engine: str | None) -> Any:
     else:
         hvd.init(engine=engine)
         require(current().plan.engine == engine, f"the engine is not {engine}")
+        if algorithm is not None:
+            current().sets.everyone.inside.sums.table = SizeTable(((0, algorithm),))
     require(hvd.size() == WORLD.size, f"the world has {hvd.size()} ranks, not {WORLD.size}")
     return hvd
 
@@ -172,13 +175,14 @@ def main() -> None:
     parser.add_argument("package", choices=("hpctrain", "horovod.torch", *SILENT))
     parser.add_argument("--shard", help="of hpctrain's optimizer")
     parser.add_argument("--engine", help="what hpctrain is to run on")
+    parser.add_argument("--algorithm", help="of sums of hpctrain on Horovod, by default measured")
     parser.add_argument("--sizes", type=int, nargs="*", default=[4 * KIB], help="bytes")
     parser.add_argument("--most-bytes", type=int, default=64 * MIB, help="counted for each size")
     parser.add_argument("--steps", type=int, default=6, help="counted training steps")
     parser.add_argument("--warm-up", type=int, default=2, help="steps that are not counted")
     parser.add_argument("--json", type=Path, required=True, help="file for the figures")
     options = parser.parse_args()
-    hvd = start(options.package, options.engine)
+    hvd = start(options.package, options.engine, options.algorithm)
     torch.set_num_threads(1)
     found: dict[str, Any] = {
         "sums": {

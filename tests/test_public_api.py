@@ -1,12 +1,11 @@
 """The public surface is the committed list: a change of it needs a line in CHANGELOG.md.
 
-``python -m tests.test_public_api`` writes the list anew.
+``python -m tests.test_public_api`` rewrites the list.
 """
 
 import dataclasses
 import inspect
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -35,27 +34,51 @@ PACKAGES = (
 
 
 def surface() -> list[str]:
+    """Return each public name with its signature, and each member of a public class."""
     lines = []
-    for package in (hpctrain, *PACKAGES):
+    for package in (hpctrain, *PACKAGES, hpctrain.elastic):
         prefix = package.__name__.removeprefix("hpctrain").lstrip(".")
+        prefix = "elastic" if package is hpctrain.elastic else prefix
         for name in sorted(package.__all__):
             value = getattr(package, name)
-            signature = _signature(value) if callable(value) else ""
-            lines.append(f"{prefix}{'.' * bool(prefix)}{name}{signature}")
-    elastic = hpctrain.elastic
-    lines += [f"elastic.{name}{_signature(getattr(elastic, name))}" for name in elastic.__all__]
-    # An optimizer made by DistributedOptimizer is of torch's class, with these methods added.
-    for name, member in sorted(vars(DistributedMethods).items()):
-        if not name.startswith("_"):
-            signature = _signature(member) if inspect.isfunction(member) else ""
-            lines.append(f"DistributedOptimizer().{name}{signature}")
+            full = f"{prefix}{'.' * bool(prefix)}{name}"
+            lines.append(f"{full}{_signature(value)}")
+            if inspect.isclass(value) and not issubclass(value, BaseException):
+                lines += _members(f"{full}()", value)
+    # An optimizer made by DistributedOptimizer is of torch's class, with these members added.
+    lines += _members("DistributedOptimizer()", DistributedMethods)
     lines += [f"HPCTRAIN_{field.name.upper()}" for field in dataclasses.fields(Settings)]
     return lines
 
 
-def _signature(value: Callable[..., object]) -> str:
-    if inspect.isclass(value) and issubclass(value, BaseException):
-        return ""  # errors are caught, not made
+_ATTRIBUTE = re.compile(r"\bself\.([a-z]\w*)(?:, self\.([a-z]\w*))*(?::[^=\n]+)? = ")
+
+
+def _members(prefix: str, cls: type) -> list[str]:
+    """Return the public members that hpctrain defines, inherited ones and attributes included."""
+    found: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        if not base.__module__.startswith("hpctrain"):
+            continue
+        stored = {
+            name
+            for match in _ATTRIBUTE.finditer(inspect.getsource(base))
+            for name in match.groups()
+        }
+        for name in sorted(
+            {*vars(base), *vars(base).get("__annotations__", {}), *stored} - {None}
+        ):
+            if not name.startswith("_"):
+                member = inspect.getattr_static(cls, name, None)
+                member = getattr(member, "__func__", member)
+                found[name] = _signature(member) if inspect.isfunction(member) else ""
+    return [f"{prefix}.{name}{found[name]}" for name in sorted(found)]
+
+
+def _signature(value: object) -> str:
+    is_error = inspect.isclass(value) and issubclass(value, BaseException)
+    if is_error or not callable(value):  # errors are caught by users, who make none
+        return ""
     parameters = inspect.signature(value).parameters.values()
     bare = [p.replace(annotation=inspect.Parameter.empty) for p in parameters]
     return re.sub(r" object at 0x[0-9a-f]+", "", str(inspect.Signature(bare)))
@@ -63,7 +86,7 @@ def _signature(value: Callable[..., object]) -> str:
 
 def test_the_public_surface_is_the_committed_list():
     assert surface() == LIST.read_text().splitlines(), (
-        "the public names changed: tell it in CHANGELOG.md, then run "
+        "the public names changed: add an entry to CHANGELOG.md, then run "
         "`python -m tests.test_public_api`"
     )
 
@@ -71,6 +94,11 @@ def test_the_public_surface_is_the_committed_list():
 EVERY_PACKAGE = pytest.mark.parametrize(
     "package", [hpctrain, *PACKAGES], ids=lambda package: package.__name__
 )
+
+
+def test_other_spellings_are_the_same_functions():
+    assert hpctrain.reduce_scatter is hpctrain.reducescatter
+    assert hpctrain.grouped_all_gather_async is hpctrain.grouped_allgather_async
 
 
 @EVERY_PACKAGE

@@ -175,10 +175,10 @@ def _(comm):
     assert table(torch.tensor([1, 2])).shape == (2, 4)
 
 
-@case("submit(folder)", "Job(folder)")
+@case("Resources(folder)", "Job(folder)")
 def _(comm):
     if comm.rank == 0:
-        job = hpctrain.submit(print, folder="made")
+        job = hpctrain.submit(print, hpctrain.Resources(folder="made"))
         assert repr(Job(7, Path("made"), 1)) == repr(job)
     yield
     if comm.rank == 0:

@@ -16,6 +16,7 @@ from hpctrain.checkpoint.refusal import explained, mismatches, of_save
 from hpctrain.checkpoint.schedule import CheckpointSchedule
 from hpctrain.comm.agreement import agreed, on_root, require_equal
 from hpctrain.comm.communicator import Communicator
+from hpctrain.core.checks import Count, Number, checked
 from hpctrain.core.errors import CheckpointError, ConfigError
 from hpctrain.core.paths import absolute
 from hpctrain.core.units import parse_seconds
@@ -94,11 +95,8 @@ class Manager:
             ConfigError: a value is not valid.
         """
         with agreed(comm, ConfigError):
-            if keep < 1 or keep_best < 0:
-                raise ConfigError(
-                    f"at least the last checkpoint is kept, and 0 or more of the best ones, got "
-                    f"keep={keep} and keep_best={keep_best}"
-                )
+            checked("keep", keep, Number)
+            checked("keep_best", keep_best, Count)
             mtbf_s = parse_seconds(mtbf) if isinstance(mtbf, str) else mtbf
             self._schedule = CheckpointSchedule(every, mtbf_s=mtbf_s, now=time.monotonic())
             self._shelf = CheckpointDirectory(absolute(directory))

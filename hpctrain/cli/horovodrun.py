@@ -51,8 +51,7 @@ class Refused(NamedTuple):
 
 
 _SWITCHES = (
-    *("hierarchical-allreduce", "hierarchical-allgather", "torus-allreduce", "autotune"),
-    "mpi-threads-disable",
+    *("hierarchical-allreduce", "hierarchical-allgather", "autotune", "mpi-threads-disable"),
 )
 _NUMBERS = (
     *("cache-capacity", "num-nccl-streams", "thread-affinity", "gloo-timeout-seconds"),
@@ -102,16 +101,12 @@ ACCEPTED = (
         "N",
         help="Resets that elastic.run allows.",
     ),
-    Honoured("--log-without-timestamp --log-hide-timestamp", "HOROVOD_LOG_HIDE_TIME"),
-    Honoured("--log-with-timestamp --no-log-hide-timestamp", "HOROVOD_LOG_HIDE_TIME", value="0"),
+    Honoured("--log-hide-timestamp", "HOROVOD_LOG_HIDE_TIME"),
+    Honoured("--log-with-timestamp", "HOROVOD_LOG_HIDE_TIME", value="0"),
     Honoured("--autotune-log-file", "HOROVOD_AUTOTUNE_LOG", "FILE"),
-    *(
-        Honoured(f"--{no}{name}", _variable(name), value=value)
-        for name in _SWITCHES
-        for no, value in (("", "1"), ("no-", "0"))
-    ),
+    *(Honoured(f"--{name}", _variable(name)) for name in _SWITCHES),
+    Honoured("--no-hierarchical-allgather", "HOROVOD_HIERARCHICAL_ALLGATHER", value="0"),
     *(Honoured(f"--{name}", _variable(name), "N") for name in _NUMBERS),
-    Honoured("--no-timeline-mark-cycles", "HOROVOD_TIMELINE_MARK_CYCLES", value="0"),
 )
 
 FULFILLED = {
@@ -127,7 +122,6 @@ _FIXED = (
     "the number of ranks is fixed by -np; --recover, --spares and --restart continue after a rank "
     "has died, see `hpctrain guide slurm`"
 )
-_SSH = "set it for these hosts in ~/.ssh/config, which ssh and the launcher read"
 
 REFUSED = (
     Refused("--min-np --min-num-proc", _FIXED),
@@ -136,8 +130,10 @@ REFUSED = (
     Refused("--elastic-timeout", _FIXED),
     Refused("--blacklist-cooldown-range", _FIXED, num_values=2),
     Refused("--slots-per-host", "set the ranks of each host by -H a:2,b:2"),
-    Refused("-p --ssh-port", _SSH),
-    Refused("-i --ssh-identity-file", _SSH),
+    Refused(
+        "-p --ssh-port",
+        "set it for these hosts in ~/.ssh/config, which ssh and the launcher read",
+    ),
     Refused("--output-filename", "use --tag-output and redirect the output into a file"),
     Refused(
         "-prefix-timestamp --prefix-output-with-timestamp",

@@ -6,7 +6,9 @@ from typing import Any, cast
 from torch import Tensor
 
 from hpctrain.collectives.operation import (
+    AverageFlag,
     CarriedOut,
+    Scaled,
     carried_out,
     check_group,
     chosen_op,
@@ -17,13 +19,13 @@ from hpctrain.collectives.operation import (
 )
 from hpctrain.compress.codec import Compressor
 from hpctrain.compress.half import Compression
-from hpctrain.negotiation.request import Handle, Kind, ReduceOp, Request
+from hpctrain.negotiation.request import Handle, Kind, ReduceOp
 from hpctrain.runtime.process_sets import ProcessSet, global_process_set
 
 
 def allreduce(  # noqa: PLR0913, PLR0917 - Horovod's arguments, in its order
     tensor: Tensor,
-    average: bool | None = None,  # noqa: FBT001
+    average: AverageFlag = None,
     name: str | None = None,
     compression: Compressor | type[Compressor] | None = Compression.none,
     op: ReduceOp | None = None,
@@ -64,7 +66,7 @@ def allreduce(  # noqa: PLR0913, PLR0917 - Horovod's arguments, in its order
 
 def allreduce_async(  # noqa: PLR0913, PLR0917 - Horovod's arguments, in its order
     tensor: Tensor,
-    average: bool | None = None,  # noqa: FBT001
+    average: AverageFlag = None,
     name: str | None = None,
     op: ReduceOp | None = None,
     prescale_factor: float = 1.0,
@@ -80,13 +82,14 @@ def allreduce_async(  # noqa: PLR0913, PLR0917 - Horovod's arguments, in its ord
         DuplicateNameError: an operation of this name is still under way on this rank.
         ConfigError: as ``allreduce``.
     """
-    request = _request((tensor,), name, op, average, prescale_factor, postscale_factor)
+    scaled = Scaled(chosen_op(op, average), prescale_factor, postscale_factor)
+    request = reduction(Kind.ALLREDUCE, (tensor,), name, scaled)
     return controller_of(process_set).submit(request, only)
 
 
 def allreduce_(  # noqa: PLR0913, PLR0917 - Horovod's arguments, in its order
     tensor: Tensor,
-    average: bool | None = None,  # noqa: FBT001
+    average: AverageFlag = None,
     name: str | None = None,
     op: ReduceOp | None = None,
     prescale_factor: float = 1.0,
@@ -97,14 +100,14 @@ def allreduce_(  # noqa: PLR0913, PLR0917 - Horovod's arguments, in its order
 
     As ``allreduce``, but not differentiable.
     """
-    factors = prescale_factor, postscale_factor
-    handle = _started(tensor, average, name, op, factors, process_set, is_awaited=True)
+    op, factors = chosen_op(op, average), (prescale_factor, postscale_factor)
+    handle = _started(tensor, name, op, factors, process_set, is_awaited=True)
     return cast("Tensor", handle.wait())
 
 
 def allreduce_async_(  # noqa: PLR0913, PLR0917 - Horovod's arguments, in its order
     tensor: Tensor,
-    average: bool | None = None,  # noqa: FBT001
+    average: AverageFlag = None,
     name: str | None = None,
     op: ReduceOp | None = None,
     prescale_factor: float = 1.0,
@@ -112,13 +115,13 @@ def allreduce_async_(  # noqa: PLR0913, PLR0917 - Horovod's arguments, in its or
     process_set: ProcessSet | None = global_process_set,
 ) -> Handle:
     """Start what ``allreduce_`` does; see ``allreduce_async``."""
-    factors = prescale_factor, postscale_factor
-    return _started(tensor, average, name, op, factors, process_set)
+    op, factors = chosen_op(op, average), (prescale_factor, postscale_factor)
+    return _started(tensor, name, op, factors, process_set)
 
 
 def grouped_allreduce(  # noqa: PLR0913, PLR0917 - Horovod's arguments, in its order
     tensors: Sequence[Tensor],
-    average: bool | None = None,  # noqa: FBT001
+    average: AverageFlag = None,
     name: str | None = None,
     compression: Compressor | type[Compressor] | None = Compression.none,
     op: ReduceOp | None = None,
@@ -149,17 +152,17 @@ def grouped_allreduce(  # noqa: PLR0913, PLR0917 - Horovod's arguments, in its o
         HorovodInternalError: as ``allreduce``.
         RankLostError: as ``allreduce``.
     """
-    op, factors = chosen_op(op, average), (prescale_factor, postscale_factor)
+    scaled = Scaled(chosen_op(op, average), prescale_factor, postscale_factor)
     return compressed(
         compression,
         check_group(tensors),
-        lambda small: _reduced(small, name, op, *factors, process_set),
+        lambda small: _reduced(small, name, scaled, process_set),
     )
 
 
 def grouped_allreduce_async(  # noqa: PLR0913, PLR0917 - Horovod's arguments, in its order
     tensors: Sequence[Tensor],
-    average: bool | None = None,  # noqa: FBT001
+    average: AverageFlag = None,
     name: str | None = None,
     op: ReduceOp | None = None,
     prescale_factor: float = 1.0,
@@ -175,14 +178,14 @@ def grouped_allreduce_async(  # noqa: PLR0913, PLR0917 - Horovod's arguments, in
         DuplicateNameError: an operation of this name is still under way on this rank.
         ConfigError: as ``allreduce``.
     """
-    group = check_group(tensors)
-    request = _request(group, name, op, average, prescale_factor, postscale_factor)
+    scaled = Scaled(chosen_op(op, average), prescale_factor, postscale_factor)
+    request = reduction(Kind.ALLREDUCE, check_group(tensors), name, scaled)
     return controller_of(process_set).submit(request)
 
 
 def grouped_allreduce_(  # noqa: PLR0913, PLR0917 - Horovod's arguments, in its order
     tensors: Sequence[Tensor],
-    average: bool | None = None,  # noqa: FBT001
+    average: AverageFlag = None,
     name: str | None = None,
     op: ReduceOp | None = None,
     prescale_factor: float = 1.0,
@@ -200,7 +203,7 @@ def grouped_allreduce_(  # noqa: PLR0913, PLR0917 - Horovod's arguments, in its 
 
 def grouped_allreduce_async_(  # noqa: PLR0913, PLR0917 - Horovod's arguments, in its order
     tensors: Sequence[Tensor],
-    average: bool | None = None,  # noqa: FBT001
+    average: AverageFlag = None,
     name: str | None = None,
     op: ReduceOp | None = None,
     prescale_factor: float = 1.0,
@@ -208,59 +211,36 @@ def grouped_allreduce_async_(  # noqa: PLR0913, PLR0917 - Horovod's arguments, i
     process_set: ProcessSet | None = global_process_set,
 ) -> Handle:
     """Start what ``grouped_allreduce_`` does; see ``grouped_allreduce_async``."""
-    group = check_group(tensors)
-    request = _request(group, name, op, average, prescale_factor, postscale_factor, in_place=True)
+    scaled = Scaled(chosen_op(op, average), prescale_factor, postscale_factor)
+    request = reduction(Kind.ALLREDUCE, check_group(tensors), name, scaled, in_place=True)
     return controller_of(process_set).submit(request)
 
 
-def _started(  # noqa: PLR0913 - what users give
+def _started(
     tensor: Tensor,
-    average: bool | None,  # noqa: FBT001
     name: str | None,
-    op: ReduceOp | None,
+    op: ReduceOp,
     factors: tuple[float, float],
     process_set: ProcessSet | None,
     *,
     is_awaited: bool = False,
 ) -> Handle:
-    """Start a reduction in place; what was checked once is known by its name."""
-    if average is not None or op.__class__ is not ReduceOp:
-        op = chosen_op(op, average, stacklevel=4)
-    assert op is not None
+    """Start a reduction in place; a repeated one is found by its name, already checked."""
     controller = controller_of(process_set)
     if name is not None:  # there may be thousands in a step
         handle = controller.submit_tensor(name, tensor, op, *factors, is_awaited=is_awaited)
         if handle is not None:
             return handle
-    request = reduction(Kind.ALLREDUCE, (tensor,), name, op, *factors, in_place=True)
+    request = reduction(Kind.ALLREDUCE, (tensor,), name, Scaled(op, *factors), in_place=True)
     if name is not None:
         controller.repeat(name, request)
     return controller.submit(request, only, is_awaited=is_awaited)
 
 
-def _request(  # noqa: PLR0913 - what users give
-    tensors: Sequence[Tensor],
-    name: str | None,
-    op: ReduceOp | None,
-    average: bool | None,  # noqa: FBT001
-    prescale: float,
-    postscale: float,
-    *,
-    in_place: bool = False,
-) -> Request:
-    op = chosen_op(op, average, stacklevel=4)
-    return reduction(Kind.ALLREDUCE, tensors, name, op, prescale, postscale, in_place=in_place)
-
-
 def _reduced(
-    tensors: Sequence[Tensor],
-    name: str | None,
-    op: ReduceOp,
-    prescale: float,
-    postscale: float,
-    process_set: ProcessSet | None,
+    tensors: Sequence[Tensor], name: str | None, scaled: Scaled, process_set: ProcessSet | None
 ) -> list[Tensor]:
-    request = reduction(Kind.ALLREDUCE, tensors, name, op, prescale, postscale)
+    request = reduction(Kind.ALLREDUCE, tensors, name, scaled)
     return carried_out(_Allreduce, request, tensors, process_set)
 
 
@@ -270,5 +250,5 @@ class _Allreduce(CarriedOut):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         _, _, _, op, prescale, postscale, _, _ = ctx.signature
-        reduced = _reduced(gradients, None, op, prescale, postscale, ctx.process_set)
+        reduced = _reduced(gradients, None, Scaled(op, prescale, postscale), ctx.process_set)
         return None, None, *reduced

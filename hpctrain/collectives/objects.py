@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hpctrain.comm.tensor_arguments import host_bytes
 from hpctrain.core.errors import HorovodInternalError
+from hpctrain.core.pickles import unpickled
 from hpctrain.negotiation.request import Kind, Request
 from hpctrain.runtime.process_sets import ProcessSet, global_process_set, in_set
 from hpctrain.runtime.world import current
@@ -99,7 +100,7 @@ def _pickled(obj: object) -> tuple[bytes, BaseException | None]:
 
 def _unpickled(data: memoryview, failure: BaseException | None) -> Any:
     """Return the object of some rank, or raise its refusal from what failed on this one."""
-    value = pickle.loads(data)  # noqa: S301 - of our ranks
+    value = unpickled(data)
     if isinstance(value, _Refusal):
         raise HorovodInternalError(value.message) from failure
     return value

@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -47,8 +47,12 @@ def named(kind: Kind, name: str | None) -> str | None:
     return None if name is None else f"{_PREFIX[kind]}{name}"
 
 
-def chosen_op(op: ReduceOp | None, average: bool | None, *, stacklevel: int = 3) -> ReduceOp:  # noqa: FBT001
-    """Return the operation; ``ConfigError`` if it is none, or said in Horovod's old way too."""
+AverageFlag: TypeAlias = bool | None
+"""Horovod's deprecated argument ``average``, which ``op`` replaces; None if not given."""
+
+
+def chosen_op(op: ReduceOp | None, average: AverageFlag, *, stacklevel: int = 3) -> ReduceOp:
+    """Return the operation. ``ConfigError`` for another value, or if both arguments are given."""
     if average is None:
         if op is None:
             return ReduceOp.AVERAGE
@@ -58,7 +62,9 @@ def chosen_op(op: ReduceOp | None, average: bool | None, *, stacklevel: int = 3)
             f"op must be one of Average, Sum, Adasum, Min, Max and Product, got {op!r}"
         )
     if op is not None:
-        raise ConfigError(f"say op or average, not both, got op={op!r} and average={average}")
+        raise ConfigError(
+            f"op and average exclude each other, got op={op!r} and average={average}; use op"
+        )
     warnings.warn(
         "the argument average is deprecated; use op=Average or op=Sum",
         DeprecationWarning,
@@ -113,56 +119,47 @@ def check_group(tensors: Iterable[Tensor]) -> list[Tensor]:
     return group
 
 
+class Scaled(NamedTuple):
+    """An operation, and the factors of this rank's tensors and of the result."""
+
+    op: ReduceOp
+    prescale: float = 1.0
+    postscale: float = 1.0
+
+
 @dynamo_disable
-def reduction(  # noqa: PLR0913 - what users give
+def reduction(
     kind: Kind,
     tensors: Sequence[Tensor],
     name: str | None,
-    op: ReduceOp,
-    prescale: float,
-    postscale: float,
+    scaled: Scaled,
     *,
     in_place: bool = False,
 ) -> Request:
     """Return the request for a reduction of some tensors.
 
-    Raises ``ConfigError``: ``check_tensor`` does, or values of a dtype cannot be so reduced.
+    Raises ``ConfigError``: ``check_tensor`` raises, or the dtype has no such reduction.
     """
-    if len(tensors) == 1:  # as a rule, and there may be thousands, again and again
+    scaled = Scaled(scaled.op, float(scaled.prescale), float(scaled.postscale))
+    if len(tensors) == 1:  # the common case, which a program may repeat thousands of times
         (tensor,) = tensors
         check_tensor(tensor)
-        full_name, signature = _of_one(
-            kind, name, tensor.dtype, tensor.shape, op, float(prescale), float(postscale)
-        )
+        full_name, signature = _of_one(kind, name, tensor.dtype, tensor.shape, scaled)
         return Request.signed(signature, full_name, (tensor,), in_place=in_place)
     for tensor in tensors:
         check_tensor(tensor)
-        _check_values(tensor.dtype, op, prescale != 1.0 or postscale != 1.0)
-    return Request(
-        kind,
-        named(kind, name),
-        tensors,
-        in_place=in_place,
-        op=op,
-        prescale=float(prescale),
-        postscale=float(postscale),
-    )
+        _check_values(tensor.dtype, scaled)
+    full_name = named(kind, name)
+    return Request(kind, full_name, tensors, in_place=in_place, **scaled._asdict())
 
 
 @lru_cache(maxsize=NUM_SLOTS)
-def _of_one(  # noqa: PLR0913, PLR0917 - what users give
-    kind: Kind,
-    name: str | None,
-    dtype: torch.dtype,
-    shape: torch.Size,
-    op: ReduceOp,
-    prescale: float,
-    postscale: float,
+def _of_one(
+    kind: Kind, name: str | None, dtype: torch.dtype, shape: torch.Size, scaled: Scaled
 ) -> tuple[str | None, Signature]:
-    """Return the whole name, and the signature of a reduction of one tensor on the CPU."""
-    _check_values(dtype, op, prescale != 1.0 or postscale != 1.0)
-    what = kind, (dtype,), (shape,), op, prescale, postscale, None, ("cpu",)
-    return named(kind, name), Signature(*what)
+    """Return the full name and the signature of a reduction of one tensor on the CPU."""
+    _check_values(dtype, scaled)
+    return named(kind, name), Signature(kind, (dtype,), (shape,), *scaled, None, ("cpu",))
 
 
 def compressed(
@@ -248,9 +245,10 @@ def _checked(handle: Handle) -> Handle:
 
 
 @lru_cache(maxsize=256)
-def _check_values(dtype: torch.dtype, op: ReduceOp, is_scaled: bool) -> None:  # noqa: FBT001
-    """Refuse, by ``ConfigError``, what cannot be done with values of a dtype."""
-    name = name_of(dtype)
+def _check_values(dtype: torch.dtype, scaled: Scaled) -> None:
+    """Raise ``ConfigError`` if a dtype has no such reduction."""
+    name, op = name_of(dtype), scaled.op
+    is_scaled = scaled.prescale != 1.0 or scaled.postscale != 1.0
     if dtype is torch.bool and (is_scaled or op is ReduceOp.AVERAGE):
         raise ConfigError(
             f"there are no averages and factors of {name}; use op=Max for 'any', op=Min for "

@@ -8,6 +8,7 @@ from torch import Tensor
 from hpctrain.collectives.allgather import grouped_allgather
 from hpctrain.collectives.operation import (
     CarriedOut,
+    Scaled,
     UnsupportedError,
     carried_out,
     check_group,
@@ -82,7 +83,7 @@ def reducescatter_async(
         UnsupportedError: as ``reducescatter``.
         ConfigError: as ``reducescatter``.
     """
-    request = _request([tensor], name, op, prescale_factor, postscale_factor)
+    request = _request([tensor], name, Scaled(op, prescale_factor, postscale_factor))
     return controller_of(process_set).submit(request, only)
 
 
@@ -105,11 +106,12 @@ def grouped_reducescatter(  # noqa: PLR0913, PLR0917 - Horovod's arguments, in i
         HorovodInternalError: as ``reducescatter``.
         RankLostError: as ``reducescatter``.
     """
-    return compressed(
-        compression,
-        check_group(tensors),
-        lambda small: _scattered(small, name, op, process_set, prescale_factor, postscale_factor),
-    )
+    scaled = Scaled(op, prescale_factor, postscale_factor)
+
+    def scattered(small: Sequence[Tensor]) -> list[Tensor]:
+        return carried_out(_Reducescatter, _request(small, name, scaled), small, process_set)
+
+    return compressed(compression, check_group(tensors), scattered)
 
 
 def grouped_reducescatter_async(
@@ -121,37 +123,19 @@ def grouped_reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> Handle:
     """Start what ``grouped_reducescatter`` does; see ``reducescatter_async``."""
-    request = _request(check_group(tensors), name, op, prescale_factor, postscale_factor)
+    scaled = Scaled(op, prescale_factor, postscale_factor)
+    request = _request(check_group(tensors), name, scaled)
     return controller_of(process_set).submit(request)
 
 
-def _request(
-    tensors: Sequence[Tensor],
-    name: str | None,
-    op: ReduceOp,
-    prescale: float,
-    postscale: float,
-) -> Request:
-    op = chosen_op(op, None)
-    if op is ReduceOp.ADASUM:
+def _request(tensors: Sequence[Tensor], name: str | None, scaled: Scaled) -> Request:
+    if chosen_op(scaled.op, None) is ReduceOp.ADASUM:
         raise UnsupportedError(
             "reducescatter takes Average, Sum, Min, Max and Product, got op=Adasum; use allreduce"
         )
     for tensor in tensors:
         check_rows(tensor, "reducescatter")
-    return reduction(Kind.REDUCESCATTER, tensors, name, op, prescale, postscale)
-
-
-def _scattered(
-    tensors: Sequence[Tensor],
-    name: str | None,
-    op: ReduceOp,
-    process_set: ProcessSet | None,
-    prescale: float,
-    postscale: float,
-) -> list[Tensor]:
-    request = _request(tensors, name, op, prescale, postscale)
-    return carried_out(_Reducescatter, request, tensors, process_set)
+    return reduction(Kind.REDUCESCATTER, tensors, name, scaled)
 
 
 class _Reducescatter(CarriedOut):

@@ -22,8 +22,9 @@ from hpctrain.comm.rail.rail import bytes_of
 from hpctrain.comm.request_thread import Polled, RequestThread
 from hpctrain.comm.requests import MpiRequest
 from hpctrain.comm.waiting import BY_MPI, Watch, wait_until
-from hpctrain.comm.watched_calls import WatchedCalls, unpickled
+from hpctrain.comm.watched_calls import WatchedCalls
 from hpctrain.core.errors import RankLostError
+from hpctrain.core.pickles import unpickled
 
 _ASKING = BY_MPI._replace(yield_s=200e-6, shortest_s=50e-6, longest_s=1e-3)
 """Of who waits for servers, which nap: no sooner than they can answer."""

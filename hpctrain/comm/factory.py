@@ -131,14 +131,13 @@ def _together(
         decision = decide(node_memory="none")
         engine = import_module("hpctrain.comm.horovod_engine")  # imports Horovod, if it is there
         comm = engine.join(world, topology, decision.plan, settings, watch)
-        notes.append(engine.unmet_wish(topology, settings))
     else:
         way = planning.memory_wanted(settings, stored)
         node, refusal = build.share_memory(world, topology, way, watch)
         decision = decide(node_memory="memfd" if node else "none")
         comm = build.join(world, node, topology, decision.plan, watch)
-        decision = planning.measured(decision, comm, world, topology, watch)
         notes.append(refusal and f"gradients go flat over MPI: {refusal}")
+    decision = planning.measured(decision, comm, world, topology, watch)
     return Connection(
         comm=comm,
         topology=topology,

@@ -5,6 +5,7 @@ import importlib
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -22,8 +23,7 @@ from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.mpi import MpiCommunicator
 from hpctrain.comm.mpi_start import MPI
 from hpctrain.comm.ops import Combination, Op
-from hpctrain.comm.plan.choice import has_equal_nodes
-from hpctrain.comm.plan.plan import Plan
+from hpctrain.comm.plan.plan import Plan, SizeTable
 from hpctrain.comm.tensor_arguments import name_of
 from hpctrain.comm.waiting import Limit, Watch
 from hpctrain.comm.watched_calls import WatchedCalls
@@ -47,17 +47,17 @@ class HorovodCommunicator(MpiCommunicator):
         *,
         watch: Watch,
         world_ranks: Sequence[int] = (),
-        levels: "_Levels | None" = None,
+        sums: "Sums",
         name: str = "hpctrain",
     ) -> None:
-        """Take all ranks of the world that Horovod serves, in any order; ``close`` frees ``comm``.
+        """Store the communicator of all ranks that Horovod serves, in any order.
 
-        Sums take the ``levels`` if there are any. All names of operations begin with ``name``,
-        which no other communicator has.
+        ``close`` frees ``comm``. All names of operations begin with ``name``, which no other
+        communicator has.
         """
         super().__init__(comm, watch=watch, world_ranks=world_ranks)
         self._library, self._hvd = library, library.torch
-        self._levels = levels
+        self.sums = sums
         self._name = name
         self._num_groups = 0
 
@@ -66,9 +66,10 @@ class HorovodCommunicator(MpiCommunicator):
         if name is None:
             super()._allreduce_wide_(total, how)
         elif total.numel():
-            wire, levels = total.to(_WIRE[total.dtype]), self._levels
+            wire, levels = total.to(_WIRE[total.dtype]), self.sums.levels
             op = getattr(self._hvd, name)
-            if levels and name == "Sum" and wire.numel() >= levels.local_size:
+            two_level = self.sums.table.at(wire.nbytes) == "two-level" and name == "Sum"
+            if levels and two_level and wire.numel() >= levels.local_size:
                 self._sum_by_levels_(wire, levels)
             else:
                 self._run(self._hvd.allreduce_async_, wire, f"allreduce {_size(wire)}", op=op)
@@ -99,7 +100,7 @@ class HorovodCommunicator(MpiCommunicator):
             self._library,
             watch=self._watch.of_group(of_world, limit),
             world_ranks=of_world,
-            levels=self._levels,
+            sums=self.sums,
             name=f"{self._name}.{self._num_groups}",
         )
 
@@ -143,20 +144,30 @@ class _Levels(NamedTuple):
         return cls(node, rail, len(on_nodes[0]))
 
 
+@dataclass
+class Sums:
+    """The algorithm of sums by size, of a communicator of Horovod and all of its groups."""
+
+    table: SizeTable
+    """``flat`` or ``two-level``; every rank changes it between the same two operations."""
+    levels: _Levels | None = None
+
+
 class _World(HorovodCommunicator):
     """All ranks, with which Horovod begins and ends; collective."""
 
     def __init__(
-        self, world: MPI.Intracomm, library: "Library", settings: Settings, watch: Watch
+        self,
+        world: MPI.Intracomm,
+        library: "Library",
+        settings: Settings,
+        watch: Watch,
+        sums: Sums,
     ) -> None:
-        super().__init__(world, library, watch=watch)
+        super().__init__(world, library, watch=watch, sums=sums)
         self._world = self._calls.duplicate()
         with variables(variables_for(settings)):
             self._hvd.init(comm=self._world)
-
-    def take_levels(self, nodes: Sequence[Sequence[int]]) -> None:
-        """Let sums travel in two levels from now on. Collective."""
-        self._levels = _Levels.make(self._hvd, nodes, self.rank)
 
     def close(self) -> None:
         """Free the MPI communicator, and end Horovod."""
@@ -187,21 +198,10 @@ def join(
         refusal = str(error)
     raise_if_any(WatchedCalls(world, watch).allgather(refusal), LaunchError)
     assert here is not None
-    made = _World(world, here, settings, watch)
-    if plan.tensors.at(0) == "two-level":
-        made.take_levels(topology.nodes)
+    made = _World(world, here, settings, watch, Sums(plan.tensors))
+    if any(algorithm == "two-level" for _, algorithm in plan.tensors.steps):
+        made.sums.levels = _Levels.make(here.torch, topology.nodes, world.rank)
     return made
-
-
-def unmet_wish(topology: Topology, settings: Settings) -> str:
-    """Return what to tell where two levels are wanted and cannot be; empty else."""
-    if settings.horovod_way != "two-level" or has_equal_nodes(topology):
-        return ""
-    sizes = [len(ranks) for ranks in topology.nodes]
-    return (
-        f"two levels of Horovod need several nodes with several ranks each, as many on every one, "
-        f"got {sizes}: sums go flat; set HPCTRAIN_HOROVOD_WAY=flat"
-    )
 
 
 _WIRE = {torch.float32: torch.float32, torch.float64: torch.float64, torch.int64: torch.int64}

@@ -9,12 +9,13 @@ import threading
 from array import array
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 from hpctrain.comm import requests
 from hpctrain.comm.mpi_library import calls_from_threads
 from hpctrain.comm.mpi_start import MPI
 from hpctrain.comm.waiting import Watch, wait_request
+from hpctrain.core.pickles import unpickled
 
 T = TypeVar("T")
 
@@ -173,11 +174,6 @@ class _Pickle:
         buffers: list[pickle.PickleBuffer] = []
         head = pickle.dumps(value, 5, buffer_callback=buffers.append)
         self.parts = [memoryview(head), *(buffer.raw() for buffer in buffers)]
-
-
-def unpickled(head: memoryview | bytearray, buffers: Sequence[memoryview] = ()) -> Any:
-    """Return the object that another rank has pickled."""
-    return pickle.loads(head, buffers=buffers)  # noqa: S301 - by a rank of this job
 
 
 def _cut(joined: memoryview, sizes: Sequence[int]) -> list[memoryview]:

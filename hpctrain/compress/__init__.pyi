@@ -5,7 +5,6 @@ from hpctrain.compress.largest import DeepGradientCompression as DeepGradientCom
 from hpctrain.compress.largest import TopK as TopK
 from hpctrain.compress.power_sgd import PowerSGD as PowerSGD
 from hpctrain.compress.qsgd import QSGD as QSGD
-from hpctrain.compress.rail_codec import CodedShare as CodedShare
 from hpctrain.compress.rail_codec import RailCodec as RailCodec
 from hpctrain.compress.sign import OneBit as OneBit
 from hpctrain.compress.sign import SignSGD as SignSGD

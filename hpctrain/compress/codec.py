@@ -6,6 +6,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from hpctrain.comm.bucket import Bucket
 from hpctrain.comm.communicator import Communicator
@@ -107,7 +108,8 @@ class TensorByTensor(Codec):
         self._compressor = compressor
         self._parts_of: dict[int, Sequence[Tensor]] = {}
 
-    def prepare(self, bucket: Bucket, parts: Sequence[Tensor], comm: Communicator) -> None:  # noqa: ARG002
+    @override
+    def prepare(self, bucket: Bucket, parts: Sequence[Tensor], comm: Communicator) -> None:
         """Keep the parts."""
         self._parts_of[id(bucket)] = parts
 

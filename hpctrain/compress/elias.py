@@ -81,10 +81,10 @@ class Reader:
         positions += used
         if not used.all():
             long = np.flatnonzero(used == 0)
-            gap[long], level[long] = self._gap(long), self._level(long)
+            gap[long], level[long] = self.gap_at(long), self.level_at(long)
         return gap, level
 
-    def _gap(self, streams: Integers) -> Integers:
+    def gap_at(self, streams: Integers) -> Integers:
         """Return the next number of these streams."""
         numbers = np.ones(len(streams), np.int64)
         going = np.arange(len(streams))
@@ -102,10 +102,11 @@ class Reader:
         self.positions[streams] += 1
         return numbers
 
-    def _level(self, streams: Integers) -> Integers:
+    def level_at(self, streams: Integers) -> Integers:
+        """Read a signed level from each stream."""
         signs = 1 - 2 * self._bit(streams)
         self.positions[streams] += 1
-        return signs * self._gap(streams)
+        return signs * self.gap_at(streams)
 
     def _bit(self, streams: Integers, ahead: int = 0) -> Integers:
         at = self.positions[streams] + ahead
@@ -121,6 +122,6 @@ def _looked_up() -> tuple[Integers, Integers, Integers]:
     starts = np.arange(len(windows)) * 128
     reader = Reader(windows.ravel(), starts)
     every = np.arange(len(windows))
-    gaps, levels = reader._gap(every), reader._level(every)  # noqa: SLF001 - its own
+    gaps, levels = reader.gap_at(every), reader.level_at(every)
     used = reader.positions - starts
     return np.where(used <= _WINDOW, used, 0), gaps, levels

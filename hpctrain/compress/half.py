@@ -5,27 +5,29 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from hpctrain.comm.bucket import Bucket
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.operation_result import Work
 from hpctrain.comm.threaded import start_on
-from hpctrain.compress.codec import Codec
+from hpctrain.compress.codec import Codec, Compressor
 
 
-class NoCompression:
+class NoCompression(Compressor):
     """The compressor that changes nothing."""
 
     def compress(self, tensor: Tensor) -> tuple[Tensor, None]:
         """Return the tensor itself."""
         return tensor, None
 
-    def decompress(self, tensor: Tensor, ctx: None) -> Tensor:  # noqa: ARG002 - Horovod's
+    @override
+    def decompress(self, tensor: Tensor, ctx: None) -> Tensor:
         """Return the tensor itself."""
         return tensor
 
 
-class Half:
+class Half(Compressor):
     """The compressor that rounds floating point tensors to 16 bits, and leaves all others."""
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -67,7 +69,8 @@ class HalfCodec(Codec):
         self._dtype = dtype
         self._half_of: dict[int, Tensor] = {}
 
-    def prepare(self, bucket: Bucket, parts: Sequence[Tensor], comm: Communicator) -> None:  # noqa: ARG002
+    @override
+    def prepare(self, bucket: Bucket, parts: Sequence[Tensor], comm: Communicator) -> None:
         """Allocate the 16-bit copy of this rank's part, if the bucket crosses a rail."""
         dtype = bucket.flat.dtype
         is_longer = dtype.is_floating_point and dtype.itemsize > self._dtype.itemsize

@@ -4,8 +4,9 @@ from enum import IntEnum
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from hpctrain.compress.quantized import Quantized, is_finite
+from hpctrain.compress.quantized import Format, Quantized, is_finite
 from hpctrain.compress.rail_codec import CodedShare
 from hpctrain.core.checks import Number, checked
 
@@ -27,7 +28,7 @@ class _Kind(IntEnum):
     """The blocks are of a quarter of the values."""
 
 
-class Int8Blocks:
+class Int8Blocks(Format):
     """The format of one byte per value, and eight per block.
 
     A value is rounded to the nearest of 256 between the smallest and the largest of its block.
@@ -38,7 +39,8 @@ class Int8Blocks:
     def __init__(self, unit: int) -> None:
         self.unit = unit
 
-    def num_bytes(self, share: CodedShare, piece: slice) -> int:  # noqa: ARG002 - every piece alike
+    @override
+    def num_bytes(self, share: CodedShare, piece: slice) -> int:
         """Return a byte per value, eight per block, and one."""
         numel: int = piece.stop - piece.start
         return 1 + numel + _HEAD * -(-numel // self.unit)
@@ -61,7 +63,8 @@ class Int8Blocks:
         packet[-1] = kind
         return packet
 
-    def unpack(self, share: CodedShare, piece: slice, packet: Tensor, out: Tensor) -> None:  # noqa: ARG002
+    @override
+    def unpack(self, share: CodedShare, piece: slice, packet: Tensor, out: Tensor) -> None:
         """Write the rounded values, or NaN."""
         kind = _Kind(int(packet[-1]))
         if kind is _Kind.NOT_FINITE:

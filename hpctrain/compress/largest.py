@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from hpctrain.comm.communicator import Internode
 from hpctrain.comm.norms import norms
@@ -89,7 +90,8 @@ class TopK(Sparse):
         checked("error_feedback", error_feedback, bool)
         self.keeps_unsent = error_feedback
 
-    def warning(self, optimizer: Optimizer) -> str:  # noqa: ARG002 - of any
+    @override
+    def warning(self, optimizer: Optimizer) -> str:
         """Say that small values are lost without feedback; see ``Codec``."""
         if self.keeps_unsent or self._density == 1.0:
             return ""

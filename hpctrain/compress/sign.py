@@ -4,12 +4,13 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from typing_extensions import override
 
-from hpctrain.compress.quantized import Quantized, is_finite
+from hpctrain.compress.quantized import Format, Quantized, is_finite
 from hpctrain.compress.rail_codec import CodedShare
 
 
-class Signs:
+class Signs(Format):
     """The format of one bit per value, which says +1 or -1; zero is +1.
 
     Values of which one is not finite are NaN.
@@ -17,7 +18,8 @@ class Signs:
 
     unit = 8
 
-    def num_bytes(self, share: CodedShare, piece: slice) -> int:  # noqa: ARG002 - every piece alike
+    @override
+    def num_bytes(self, share: CodedShare, piece: slice) -> int:
         """Return a bit per value, and a byte."""
         numel: int = piece.stop - piece.start
         return 1 + -(-numel // 8)
@@ -29,7 +31,8 @@ class Signs:
         packet[1:] = _bits_of(values)
         return packet
 
-    def unpack(self, share: CodedShare, piece: slice, packet: Tensor, out: Tensor) -> None:  # noqa: ARG002
+    @override
+    def unpack(self, share: CodedShare, piece: slice, packet: Tensor, out: Tensor) -> None:
         """Write 1 and -1, or NaN."""
         if packet[0]:
             out.fill_(torch.nan)

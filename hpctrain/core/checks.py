@@ -13,7 +13,7 @@ from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
-from hpctrain.core.errors import ConfigError
+from hpctrain.core.errors import ConfigError, HpctrainError
 from hpctrain.core.units import parse_bytes, parse_seconds
 
 TYPE_NAMES: dict[type, str] = {
@@ -119,11 +119,18 @@ def value_of(config: object, name: str) -> Any:
     return functools.reduce(getattr, name.split("."), config)
 
 
-def checked(name: str, value: Any, hint: Any) -> Any:
+def checked(name: str, value: Any, hint: Any, error: type[HpctrainError] = ConfigError) -> Any:
     """Return a value that a type hint allows; an integer becomes a float where one is wanted.
 
-    Raises ``ConfigError``: the hint does not allow the value of ``name``.
+    Raises ``error``: the hint does not allow the value of ``name``.
     """
+    try:
+        return _checked(name, value, hint)
+    except ConfigError as found:
+        raise error(str(found)) from None
+
+
+def _checked(name: str, value: Any, hint: Any) -> Any:
     choices = alternatives(hint)
     for kind, rule in choices:
         if isinstance(rule, str):

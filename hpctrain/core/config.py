@@ -41,11 +41,11 @@ COMPRESSIONS = (
     "dgc",
     "power_sgd",
 )
-"""Codecs of what crosses between nodes, by name."""
+"""Names of the codecs for messages between nodes."""
 
 Engine = Literal["hpctrain", "horovod"]
 ENGINES: tuple[str, ...] = get_args(Engine)
-"""What moves tensors: our own communicators, or Horovod's operations."""
+"""Libraries that move tensors: our own communicators, or Horovod's operations."""
 
 Bytes = Annotated[int, Bounds(least=0, unit="bytes")]
 Duration = Annotated[float, Bounds(unit="time")]
@@ -55,78 +55,74 @@ Duration = Annotated[float, Bounds(unit="time")]
 class Settings:
     """Values of ``HPCTRAIN_*`` variables; ``HPCTRAIN_BUCKET_BYTES`` sets ``bucket_bytes``.
 
-    Each has its type, which is the check, its default and its description. Relative paths start
-    at the directory in which this process imported ``hpctrain``.
+    The type of a field is its check, its docstring the description in ``hpctrain guide settings``.
+    Relative paths start at the directory in which this process imported ``hpctrain``.
     """
 
     ranks_per_node: Number | None = None
-    """Declares nodes on one host: every so many ranks of a host are a node of their own."""
+    """Declares nodes on one host: every so many ranks of a host form a node."""
     shared_memory: Literal["auto", "memfd", "off"] = "auto"
-    """How the ranks of a node share memory; ``auto`` ends at plain MPI where they cannot,
-    ``memfd`` is an error there, ``off`` never tries."""
+    """How the ranks of a node share memory: ``auto`` uses plain MPI where they cannot,
+    ``memfd`` is an error there, and ``off`` always uses plain MPI."""
     overlap: Overlap = "auto"
-    """When gradients travel: ``thread``, ``inline``, ``end``, or ``auto``."""
+    """When gradients are sent: on a ``thread``, ``inline`` in the backward pass, at its ``end``,
+    or ``auto``."""
     bucket_bytes: Bytes = 25 * MIB
-    """Largest message while gradients travel during backward."""
+    """Largest message of gradients that are sent during the backward pass."""
     check_weights: Literal["error", "warn", "off"] = "error"
-    """What replicas that part lead to, which each step compares by a sample of their weights, and
-    the end of the program by all of them: ``error``, ``warn``, or ``off``."""
+    """Result of replicas that differ. Each step compares a sample of their weights, the end of the
+    program compares all of them."""
     timeout: Positive = 600.0
-    """Seconds that a wait for other ranks may last; ``inf`` for ever."""
+    """Longest wait for other ranks, in seconds; ``inf`` for no limit."""
     plan: Path | None = None
-    """File with the plan to use, such as the ``plan.json`` of an earlier run."""
+    """File with the communication plan to use, such as the ``plan.json`` of an earlier run."""
     probe: Literal["auto", "off", "fresh"] = "auto"
-    """Whether algorithms are measured: ``auto`` once for each shape of world, ``off`` never,
-    ``fresh`` now, whatever was measured before."""
+    """Whether algorithms are measured: ``auto`` once per shape of world, ``fresh`` at each start,
+    ``off`` never."""
     stats: bool = False
-    """Print what was moved, and how long was waited, at the end."""
+    """Print bytes, time and waits of each operation at the end."""
     trace: bool = False
     """Print one line per collective."""
     log_dir: Path | None = None
-    """Folder for ``rank-N.log`` of each rank; none when unset."""
+    """Folder for a log file ``rank-N.log`` of each rank."""
     records: Path | None = None
-    """Folder in which ``hpctrain.record`` writes a file for each rank; ``hpctrain study`` sets
-    it."""
+    """Folder in which ``hpctrain.record`` writes one file per rank; set by ``hpctrain study``."""
     stage_dir: Path | None = None
-    """Folder of each node to which ``stage="auto"`` copies data sets; else what the job has."""
+    """Folder on each node for the copies of data sets that ``stage="auto"`` makes; by default that
+    of the job."""
     budget: Duration | None = None
-    """Seconds after which a run of ``hpctrain train`` stops, saves and exits with code 85."""
+    """Time after which ``hpctrain train`` stops, saves and exits with code 85, such as ``11h``."""
     log_level: Literal["debug", "info", "warning", "error", "critical"] = "warning"
-    """What of hpctrain's own messages is printed: ``debug``, ``info``, ``warning``, ..."""
+    """Lowest level of hpctrain's own messages that are printed."""
     fusion_bytes: Bytes | None = None
-    """Most bytes of small named operations that travel as one; 0 for each by itself. When unset
-    what the plan says."""
+    """Most bytes of small named operations that are sent as one message; 0 sends each separately.
+    By default from the plan."""
     cycle_s: AtLeast0 | None = None
-    """Seconds in which named operations gather before they travel. When unset what the plan
-    says."""
+    """Seconds for which named operations are collected before they are sent. By default from the
+    plan."""
     stall_s: Positive = 30.0
-    """Seconds after which a collective that some rank does not come to is reported; ``inf`` for
-    never."""
+    """Seconds until a collective that a rank does not call is reported; ``inf`` for never."""
     stall_abort_s: Positive = math.inf
-    """Seconds after which such a collective ends all ranks with exit code 86."""
+    """Seconds until such a collective ends all ranks with exit code 86."""
     timeline: Path | None = None
-    """File for a timeline of the named operations of rank 0; of all ranks, a file for each, where
-    the name has ``{rank}``."""
+    """File for the timeline of the named operations of rank 0; with ``{rank}`` in the name, one
+    file per rank."""
     timeline_mark_cycles: bool = False
-    """Mark in the timeline where each cycle of the controller begins."""
+    """Mark the start of each cycle of the controller in the timeline."""
     elastic_reset_limit: Count | None = None
-    """How often ``elastic.run`` may begin again; as often as needed when unset."""
+    """How often ``elastic.run`` may restart; unset for no limit."""
     recover: bool = False
-    """Let the ranks that are left go on when one dies; ``hpctrain launch --recover`` sets it, and
-    starts an MPI that can."""
+    """Continue with the remaining ranks when a rank dies; set by ``hpctrain launch --recover``,
+    which also starts an MPI that supports it."""
     spares: Count = 0
-    """How many of the ranks wait to take the place of others that die; set by ``hpctrain launch
-    --spares``."""
+    """How many ranks wait to replace ranks that die; set by ``hpctrain launch --spares``."""
     engine: Engine = "hpctrain"
-    """What moves tensors between ranks: ``hpctrain``, or ``horovod`` where that is installed."""
-    horovod_way: Literal["auto", "flat", "two-level"] = "auto"
-    """How sums of the engine ``horovod`` travel between nodes: ``flat``, ``two-level``, or
-    ``auto``, which is ``flat``."""
+    """Library that moves tensors between ranks; ``horovod`` must be installed."""
     device_sums: Literal["auto", "host", "nccl"] = "auto"
-    """Where gradients of accelerators are summed: ``auto`` inside a node where they are, if that
-    can be, else by way of the ``host``; by ``nccl`` over all ranks, or not at all."""
+    """Where gradients on GPUs are summed inside a node: on the GPUs where ``auto`` finds that
+    possible, on the ``host``, or by ``nccl`` over all ranks."""
     alone: bool = False
-    """Allow a process to be a world of one where a launcher or a job speaks of several ranks."""
+    """Allow a world of one process where a launcher or a job has several ranks."""
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> Self:
@@ -142,10 +138,9 @@ class OwnSettings:
     """Variables that programs of hpctrain set for each other; users do not set them."""
 
     asked: Path | None = None
-    """File in which ``hpctrain launch`` writes the signal that it passes on as SIGUSR1."""
+    """File in which ``hpctrain launch`` writes the signal that it forwards as SIGUSR1."""
     watched: bool = False
-    """Write when all ranks have begun and ended, for the launcher: one that loses a node may
-    return 0, too."""
+    """Write when all ranks have started and ended: a launcher that loses a node may return 0."""
     shim_python: Path | None = None
     """Python whose ``import horovod`` finds hpctrain; ``hpctrain shim`` sets it."""
     site: str = ""
@@ -163,12 +158,12 @@ _TABLE: dict[str, Any] = {
 
 
 def variable_of(setting: str) -> str:
-    """Return the variable that sets what ``Settings`` calls so."""
+    """Return the variable of a field of ``Settings``."""
     return PREFIX + setting.upper()
 
 
 class Given(NamedTuple):
-    """What a variable says."""
+    """The value of a variable, and its name."""
 
     value: Any
     variable: str
@@ -243,9 +238,9 @@ def _parsed(variable: str, text: str, hint: Any) -> Any:
 
 
 def cache_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
-    """Return the user's folder for what can be made again; None where there is no home."""
+    """Return the user's cache folder; None without a home directory."""
     chosen = Path(environ.get("XDG_CACHE_HOME", ""))
-    if chosen.is_absolute():  # the standard says to ignore others
+    if chosen.is_absolute():  # the XDG standard ignores relative ones
         return chosen / "hpctrain"
     try:
         return Path.home() / ".cache" / "hpctrain"
@@ -256,7 +251,7 @@ def cache_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
 def unknown_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
     """Return a sentence for every ``HPCTRAIN_*`` variable that no setting reads.
 
-    One that has the name of Horovod's, but for the prefix, means ours of another name.
+    A name of Horovod's with our prefix is suggested as our setting of the same meaning.
     """
     known = [variable_of(name) for name in _TABLE]
     meant = {
@@ -274,7 +269,7 @@ def unknown_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
 def remarks(environ: Mapping[str, str] = os.environ, *, engine: str = "hpctrain") -> list[str]:
     """Return the warnings at start about ``HPCTRAIN_*`` and ``HOROVOD_*`` variables.
 
-    The engine ``horovod`` reads all of Horovod's by itself.
+    The engine ``horovod`` reads Horovod's variables itself.
     """
     theirs = [] if engine == "horovod" else horovod_variables.remarks(environ)
     return [*unknown_variables(environ), *theirs]

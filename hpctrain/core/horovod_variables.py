@@ -59,11 +59,6 @@ HONOURED = (
     Variable("HOROVOD_STALL_CHECK_TIME_SECONDS", "stall_s", lambda text: _number(text) or None),
     Variable("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "stall_abort_s", lambda t: _number(t) or None),
     Variable("HOROVOD_LOG_LEVEL", "log_level", _level),
-    Variable(
-        "HOROVOD_HIERARCHICAL_ALLREDUCE",
-        "horovod_way",
-        lambda text: "two-level" if _number(text) else None,
-    ),
 )
 """In the order in which they are asked: of two for one setting the first that says something."""
 
@@ -73,6 +68,7 @@ FULFILLED: Mapping[str, tuple[str, ...]] = {
     "HOROVOD_CPU_OPERATIONS": ("mpi",),
     "HOROVOD_DISABLE_NVTX_RANGES": (),
     "HOROVOD_DYNAMIC_PROCESS_SETS": (),
+    "HOROVOD_HIERARCHICAL_ALLREDUCE": (),
     "HOROVOD_LOG_HIDE_TIME": (),
 }
 """What they ask for is so without them, for these values; for any where there are none."""

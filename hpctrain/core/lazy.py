@@ -1,7 +1,8 @@
 """Names and modules that are loaded at their first use.
 
 Public names follow PEP 562: the stub next to a package's ``__init__``, which type checkers read
-too, lists the module of each name, in lines ``from MODULE import NAME as NAME``.
+too, lists the module of each name, in lines ``from MODULE import NAME as NAME``, or ``ALIAS =
+NAME``.
 """
 
 import importlib
@@ -15,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+_ALIAS = re.compile(r"^(\w+) = (\w+)$", re.MULTILINE)
 _IMPORT = re.compile(r"^from (\S+) import \(?\s*(\w+) as", re.MULTILINE)
 
 
@@ -33,8 +35,11 @@ def exports(
     """Make the ``__getattr__``, ``__dir__`` and ``__all__`` of a package, whose file is given."""
     stub = Path(file).with_suffix(".pyi").read_text("utf-8")
     module_of = {name: module for module, name in _IMPORT.findall(stub)}
+    alias_of = dict(_ALIAS.findall(stub))
 
     def load(name: str) -> Any:
+        if name in alias_of:
+            return getattr(sys.modules[package], alias_of[name])
         if name not in module_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         if module_of[name] == package:
@@ -44,9 +49,9 @@ def exports(
         return value
 
     def names() -> list[str]:
-        return sorted({*vars(sys.modules[package]), *module_of})
+        return sorted({*vars(sys.modules[package]), *module_of, *alias_of})
 
-    return load, names, sorted(module_of)
+    return load, names, sorted([*module_of, *alias_of])
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""This rank's part of a plain data set or ``DataLoader``: ``hpctrain.shard``."""
+"""This rank's part of a plain data set or ``DataLoader``: ``hpctrain.shard_data``."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
@@ -35,7 +35,7 @@ class Counts(Protocol):
         """Set the number of samples that this rank's loss is the mean of."""
 
 
-def shard(data: T, optimizer: Counts | None = None) -> T:
+def shard_data(data: T, optimizer: Counts | None = None) -> T:
     """Return this rank's part of a ``DataLoader`` or of a data set. Collective.
 
     Of a loader the ranks see together what one process with it would see: the same samples in
@@ -75,8 +75,8 @@ def shard(data: T, optimizer: Counts | None = None) -> T:
     raise_if_any(refusals)
     if len(set(all_facts)) > 1:
         raise MismatchError(
-            f"shard() must get the same data on every rank, got {by_rank(all_facts)}; let every "
-            "rank open the same data"
+            f"shard_data() must get the same data on every rank, got {by_rank(all_facts)}; "
+            "let every rank open the same data"
         )
     _compare(identities)
     rank, size = topology.rank, topology.size
@@ -84,7 +84,7 @@ def shard(data: T, optimizer: Counts | None = None) -> T:
         return data
     if isinstance(data, DataLoader):
         made = StreamLoader if isinstance(data.dataset, IterableDataset) else SharedLoader
-        name = f"the loader of shard() call {next(_NUMBERS)}"
+        name = f"the loader of shard_data() call {next(_NUMBERS)}"
         weigh = _Weights(optimizer, data.batch_size, size)
         return made(data, rank, size, weigh, name)  # type: ignore[return-value]
     if isinstance(data, IterableDataset):
@@ -102,10 +102,10 @@ def _compare(identities: Sequence[Mapping[str, str]]) -> None:
         if len(set(of_ranks)) == 1:
             continue
         text = (
-            f"shard() needs the same data set on every rank, got {name} with the checksums "
+            f"shard_data() needs the same data set on every rank, got {name} with the checksums "
             f"{by_rank(of_ranks)}; split and shuffle it with the same seed on every rank, as "
             "in random_split(data, sizes, generator=torch.Generator().manual_seed(0)); one "
-            "that holds a part for each rank needs no shard()"
+            "that holds a part for each rank needs no shard_data()"
         )
         if not of_ranks[0].startswith(_OF_FLOATS):
             raise MismatchError(text)
@@ -117,18 +117,18 @@ def _refusal(data: object, optimizer: object) -> str | None:
     """Say why this cannot be divided, or need not be."""
     kind = type(data).__name__
     if isinstance(data, Loader | DividedLoader):
-        return f"{kind} is divided among the ranks already; leave shard() out"
+        return f"{kind} is divided among the ranks already; leave shard_data() out"
     if optimizer is not None and not hasattr(optimizer, "set_num_samples"):
         return (
-            f"the optimizer of shard() must be a DistributedOptimizer, or the result of "
+            f"the optimizer of shard_data() must be a DistributedOptimizer, or the result of "
             f"hvd.LocalSGD() and its like, got {type(optimizer).__name__}; wrap it first, or use "
-            f"shard(loader, method) inside `with hvd.LocalSGD(model, optimizer, ...) as method`"
+            f"shard_data(loader, method) inside `with hvd.LocalSGD(model, optimizer) as method`"
         )
     if isinstance(data, DataLoader):
         return _refusal_of_loader(data)
     if isinstance(data, IterableDataset) or (_length(data) and hasattr(data, "__getitem__")):
         return None
-    return f"shard() takes a torch DataLoader or a data set with samples, got {kind}"
+    return f"shard_data() takes a torch DataLoader or a data set with samples, got {kind}"
 
 
 def _refusal_of_loader(loader: "DataLoader[Any]") -> str | None:
@@ -136,16 +136,16 @@ def _refusal_of_loader(loader: "DataLoader[Any]") -> str | None:
     if any(hasattr(it, "num_replicas") for it in samplers):
         return (
             "this DataLoader is divided among the ranks already, by its sampler; "
-            "leave shard() out, or give the DataLoader a sampler for one process"
+            "leave shard_data() out, or give the DataLoader a sampler for one process"
         )
     if type(loader).__iter__ is not DataLoader.__iter__:
         kind = type(loader).__name__
-        return f"{kind} overrides __iter__; divide its data set: shard(loader.dataset)"
+        return f"{kind} overrides __iter__; divide its data set: shard_data(loader.dataset)"
     if loader.batch_size is None and loader.batch_sampler is None:
         return (
             "a DataLoader with batch_size=None gives batches that only its data set can divide; "
             "give it samples and a batch_size, or let each rank take every size()-th batch: "
-            "DataLoader(shard(dataset), batch_size=None)"
+            "DataLoader(shard_data(dataset), batch_size=None)"
         )
     return None
 
@@ -332,9 +332,9 @@ class StreamLoader(DividedLoader):
         identities = allgather_object(identity, name=self._name)
         if len(set(identities)) > 1 and self._rank == 0:
             logger.warning(
-                "shard() takes every %dth sample of what each rank reads whole, and the first "
-                "batches differ, by the checksums %s: let the data set give every rank the same "
-                "samples in the same order, without dividing by rank and with the same seed",
+                "shard_data() takes every %dth sample of what each rank reads whole, and the "
+                "first batches differ, by the checksums %s: let the data set give every rank the "
+                "same samples in the same order, without dividing by rank and with the same seed",
                 self._size,
                 by_rank(identities),
             )
@@ -372,7 +372,7 @@ class _Weights:
             raise ConfigError(
                 f"without an optimizer to weight gradients all ranks must have equally many "
                 f"samples, but got a batch of {num_samples} for {self._size} ranks; use "
-                "shard(loader, optimizer), or drop_last=True and a batch size that divides; "
+                "shard_data(loader, optimizer), or drop_last=True and a batch size that divides; "
                 "evaluate below torch.no_grad()"
             )
         passes = getattr(self._optimizer, "backward_passes_per_step", 1)

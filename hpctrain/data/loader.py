@@ -12,6 +12,7 @@ import torch
 
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.ops import Op
+from hpctrain.core.checks import Count, Number, Positive, checked
 from hpctrain.core.errors import CorruptError, DataError
 from hpctrain.core.python_compat import Self, add_note
 from hpctrain.core.units import by_rank
@@ -28,10 +29,15 @@ _LOG = logging.getLogger(__name__)
 STATE_FORMAT = 1
 """Of ``state_dict``, in which nothing depends on the number of ranks or on the global batch."""
 
-_CHOICES = {
-    "tail": ("short", "drop"),
-    "ragged": ("packed", "padded"),
-    "on_corrupt": ("raise", "skip"),
+_RULES = {
+    "global_batch": Number,
+    "threads": Number,
+    "prefetch": Number,
+    "workers": Count,
+    "worker_timeout_s": Positive,
+    "tail": Literal["short", "drop"],
+    "ragged": Literal["packed", "padded"],
+    "on_corrupt": Literal["raise", "skip"],
 }
 
 
@@ -214,15 +220,8 @@ class Loader(Reading):
         self.close()
 
     def _check(self) -> None:
-        for name in ("global_batch", "threads", "prefetch"):
-            number = getattr(self, name)
-            _require(number >= 1, f"{name} must be positive, got {number}")
-        for name, choices in _CHOICES.items():
-            value = getattr(self, name)
-            _require(value in choices, f"{name} is one of {', '.join(choices)}, got {value!r}")
-        workers, limit_s = self.workers, self.worker_timeout_s
-        _require(workers >= 0, f"workers is a number of processes or 0, got {workers}")
-        _require(limit_s > 0, f"worker_timeout_s is positive, inf for no limit, got {limit_s}")
+        for name, hint in _RULES.items():
+            checked(name, getattr(self, name), hint, DataError)
         rank, size, shards = self.rank, self.size, self.micro_shards
         _require(0 <= rank < size, f"rank must be in [0, size), got rank {rank} of {size}")
         _require(

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hpctrain.comm.agreement import agreed, on_root
 from hpctrain.comm.communicator import Communicator
+from hpctrain.core.checks import checked
 from hpctrain.core.errors import DataError
 from hpctrain.core.paths import absolute
 from hpctrain.core.python_compat import Self
@@ -55,10 +56,8 @@ class ShardedDataset(Indexable):
         Raises:
             DataError: the data set is missing, damaged or incomplete.
         """
-        if verify not in ("first", "always", "off"):
-            raise DataError(f"verify is first, always or off, got {verify!r}")
-        if io not in ("map", "read", "auto"):
-            raise DataError(f"io is map, read or auto, got {io!r}")
+        checked("verify", verify, Verify, DataError)
+        checked("io", io, IO, DataError)
         self.path = absolute(path)
         self.manifest = manifest or Manifest.read(self.path)
         self._verify: Verify = verify

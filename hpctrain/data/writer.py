@@ -14,6 +14,7 @@ from hpctrain.comm.agreement import agreed
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.serial import SerialCommunicator
 from hpctrain.core.atomic import make_folder
+from hpctrain.core.checks import Number, checked
 from hpctrain.core.errors import DataError
 from hpctrain.core.paths import absolute
 from hpctrain.core.python_compat import Self
@@ -134,8 +135,7 @@ class ShardWriter:
             self._directory = absolute(directory)
             draft = _draft(fields, split, block_size, compression)
             self.manifest = replace(draft, classes=classes)
-            if samples_per_shard < 1:
-                raise DataError(f"samples_per_shard must be positive, got {samples_per_shard}")
+            checked("samples_per_shard", samples_per_shard, Number, DataError)
             terms = {"key": resume_key, "per_shard": samples_per_shard, "ranks": self._comm.size}
             journal = Journal(self._directory, self.manifest, self._comm.rank, terms)
         self._journal = None if resume_key is None else journal

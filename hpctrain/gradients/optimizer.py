@@ -1,12 +1,11 @@
 """``DistributedOptimizer``: any torch optimizer, stepping on gradients averaged over all ranks."""
 
-import math
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor
@@ -19,6 +18,7 @@ from hpctrain.compress.by_name import Compressing, codec_for, compressor_for
 from hpctrain.compress.codec import Codec
 from hpctrain.compress.half import Compression
 from hpctrain.compress.savings import Savings
+from hpctrain.core.checks import Amount, Number, checked
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.torch_compat import dynamo_disable, leave_scaling_to
 from hpctrain.gradients.adasum_step import AdasumStep
@@ -398,8 +398,7 @@ def _groups(num_groups: int, groups: Groups | None) -> Groups | None:
 
 
 def _check_passes(passes: int) -> None:
-    if passes < 1:
-        raise ConfigError(f"backward_passes_per_step must be > 0, got {passes}")
+    checked("backward_passes_per_step", passes, Number)
 
 
 def _check(
@@ -415,10 +414,8 @@ def _check(
             f"gradient_predivide_factor splits the division of op=Average, got {predivide} with "
             f"{op!r}; leave it out"
         )
-    if not 0 < predivide < math.inf:
-        raise ConfigError(f"gradient_predivide_factor must be above 0, got {predivide}")
-    if shard not in (None, "node"):
-        raise ConfigError(f'shard is None or "node", got {shard!r}')
+    checked("gradient_predivide_factor", predivide, Amount)
+    checked("shard", shard, Literal["node"] | None)
     if shard and op is Adasum:
         raise ConfigError('op=Adasum combines whole steps of ranks, not with shard="node"')
 

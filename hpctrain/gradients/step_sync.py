@@ -81,7 +81,7 @@ class StepSync:
         if agreement.weights.first_alike and comm.rank == 0:
             text = (
                 f"all {comm.size} ranks have found the same gradients in their first step: do "
-                f"they read the same samples? hvd.shard(loader) gives each rank its own part"
+                f"they read the same samples? hvd.shard_data(loader) gives each rank its own part"
             )
             logs.warn_merged([[text]])
         if agreement.weights.unreached_differ and agreement.member not in self._unreached_told:

@@ -394,7 +394,7 @@ def _reducescatter(comm: "Communicator", request: Request) -> Result:
     return results
 
 
-def _barrier(comm: "Communicator", request: Request) -> Result:  # noqa: ARG001 - as its siblings
+def _barrier(comm: "Communicator", _: Request) -> Result:
     """Return nothing, when all ranks are here."""
     comm.barrier()
     return []

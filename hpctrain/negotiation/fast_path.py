@@ -46,6 +46,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from hpctrain.comm.control_channel.mailbox import WORDS, NodeChannel
 from hpctrain.comm.node.segments import yield_core
@@ -136,7 +137,8 @@ class NodeVotes(Wire):
         if self.is_open:
             self.outcome()
 
-    def start_send(self, tensor: Tensor, dest: int, tag: int = 0) -> None:  # noqa: ARG002
+    @override
+    def start_send(self, tensor: Tensor, dest: int, tag: int = 0) -> None:
         """Send the number and, unless that is a refusal, ``tensor``."""
         message = self._number.to_bytes(_NUMBER_BYTES, "little", signed=True)
         if self._number != _REFUSED:
@@ -145,7 +147,8 @@ class NodeVotes(Wire):
         self._count(len(message))
         self._network.send(self._leaders[dest], message, is_vote=True)
 
-    def start_receive(self, tensor: Tensor, source: int, tag: int = 0) -> tuple[Tensor, int]:  # noqa: ARG002
+    @override
+    def start_receive(self, tensor: Tensor, source: int, tag: int = 0) -> tuple[Tensor, int]:
         """Expect the next vote of ``source``."""
         return tensor, source
 

@@ -174,7 +174,7 @@ class ProgressEngine:
             return
         assert self.fast_path is not None
         queue.remove(handle)
-        self._settle(self.fast_path.poll_awake())
+        self._settle(verdict=self.fast_path.poll_awake())
 
     def check_stalls(self) -> None:
         """Ask, with the next turn, about operations that have waited for long."""
@@ -280,11 +280,11 @@ class ProgressEngine:
         """Carry out what was committed, and say so; announce by mail what was aborted."""
         if self.fast_path is None or self._prepared is None:
             return False
-        is_committed = self._settle(self.fast_path.commit.poll())
+        is_committed = self._settle(verdict=self.fast_path.commit.poll())
         self._announce_submitted()  # the rest, if nothing is prepared any more
         return is_committed
 
-    def _settle(self, verdict: bool | None) -> bool:  # noqa: FBT001
+    def _settle(self, *, verdict: bool | None) -> bool:
         assert self._prepared is not None
         fast_path = self.fast_path
         if verdict is None and not (self.submitted and fast_path and fast_path.commit.withdraw()):

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from hpctrain.core.python_compat import Self
 
@@ -318,6 +319,7 @@ class TensorHandle(Handle):
             raise self._error
         return self.tensor
 
-    def succeed(self, result: Result) -> None:  # noqa: ARG002 - it is in the tensor
+    @override
+    def succeed(self, result: Result) -> None:
         """Say that it is done; called once, by the controller."""
         self.is_done = True

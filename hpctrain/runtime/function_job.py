@@ -3,46 +3,47 @@
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from hpctrain.cluster.env import EXIT_CODE_FILE
-from hpctrain.core.errors import LaunchError
+from hpctrain.core.checks import CheckedFields, Count, Number, Texts
+from hpctrain.core.errors import ConfigError, LaunchError
 from hpctrain.core.paths import absolute
 from hpctrain.launch.slurm import batch_script, scheduler
 from hpctrain.launch.slurm.batch_script import BatchSettings
 from hpctrain.runtime.run import environment_of_ranks, results_in, write_call
 
-POLL_S = 1.0  # between two questions to Slurm, of a program that waits for a job
+POLL_S = 1.0  # between two requests to Slurm while a program waits for a job
 
-VISIBLE_S = 10.0  # time in which what a node has written appears here, on a shared file system
+VISIBLE_S = 10.0  # until a file that a node has written is visible here on a shared file system
 
 _ENDS = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "DEADLINE")
-"""States that a job does not leave by itself."""
+"""States in which a job has ended."""
 
 
 class Job:
-    """A function in the queue of Slurm, at work, or done; ``hpctrain.submit`` makes it.
+    """A function call in a job of Slurm, made by ``hpctrain.submit``.
 
-    The names are submitit's. Every question is one to Slurm, or to files that all nodes see.
+    The names are submitit's. Every method asks Slurm, or reads files that all nodes see.
     """
 
     def __init__(self, number: int, folder: Path, num_ranks: int) -> None:
-        """Take the job's number, its folder, and how many ranks leave a result there."""
+        """Store the job's number, its folder, and the number of ranks that write results."""
         self.id, self.folder = number, absolute(folder)
         self._num_ranks = num_ranks
 
     def __repr__(self) -> str:
-        """Name it."""
+        """Return the number and the folder."""
         return f"Job({self.id}, {self.folder})"
 
     @property
     def state(self) -> str:
-        """State as Slurm calls it: ``PENDING``, ``RUNNING``, ``COMPLETED``, ``FAILED``, ...
+        """State by Slurm's name: ``PENDING``, ``RUNNING``, ``COMPLETED``, ``FAILED``, ...
 
-        Of a job that Slurm has forgotten, what its batch script has left tells. Raises
-        ``LaunchError``: Slurm does not answer.
+        For a job that Slurm no longer knows, the exit code that its batch script wrote decides.
+        Raises ``LaunchError``: Slurm does not answer.
         """
         if said := scheduler.state_of(self.id):
             return said
@@ -53,13 +54,13 @@ class Job:
         return "FAILED" if code else "COMPLETED"
 
     def done(self) -> bool:
-        """Say whether it has ended, well or not."""
+        """Return True if the job has ended, whatever its result."""
         return self.state in (*_ENDS, "UNKNOWN")
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Wait for its end, through all requeues.
+        """Wait for the end of the job, including all requeues.
 
-        Raises ``TimeoutError``: it has not ended in ``timeout_s`` seconds.
+        Raises ``TimeoutError``: the job has not ended after ``timeout_s`` seconds.
         """
         give_up = None if timeout_s is None else time.monotonic() + timeout_s
         while not self.done():
@@ -68,15 +69,15 @@ class Job:
             time.sleep(POLL_S)
 
     def result(self, timeout_s: float | None = None) -> Any:
-        """Return what the function has returned on rank 0; raises as ``results``."""
+        """Return the function's result on rank 0; raises as ``results``."""
         return self.results(timeout_s)[0]
 
     def results(self, timeout_s: float | None = None) -> list[Any]:
-        """Wait for the end; return what the function has returned, by rank.
+        """Wait for the end of the job; return the function's results by rank.
 
-        Raises ``RankError``: it raised; holds the traceback of the first rank that did, with the
-        exception itself as its cause. ``LaunchError``: the job ended without all results.
-        ``TimeoutError``: it has not ended in ``timeout_s`` seconds.
+        Raises ``RankError``: the function raised; holds the traceback of the first rank that
+        raised, with the exception itself as its cause. ``LaunchError``: the job ended without all
+        results. ``TimeoutError``: the job has not ended after ``timeout_s`` seconds.
         """
         self.wait(timeout_s)
         give_up = time.monotonic() + (VISIBLE_S if self.state == "COMPLETED" else POLL_S)
@@ -84,78 +85,86 @@ class Job:
             if time.monotonic() > give_up:
                 last = "\n".join(self.stdout().splitlines()[-20:])
                 raise LaunchError(
-                    f"every rank must return from the function, job {self.id} is {self.state} "
+                    f"every rank must return from the function, but job {self.id} is {self.state} "
                     f"with {len(found)} of {self._num_ranks} results; its output ends:\n{last}"
                 )
             time.sleep(POLL_S)
         return [found[rank] for rank in range(self._num_ranks)]
 
     def stdout(self) -> str:
-        """Return what all ranks have printed so far, standard error included."""
+        """Return the output of all ranks so far, standard error included."""
         file = self.folder / f"slurm-{self.id}.out"
         return file.read_text("utf-8", "replace") if file.exists() else ""
 
     def cancel(self) -> None:
-        """End it, or take it from the queue."""
+        """End the job, or remove it from the queue."""
         scheduler.cancel(self.id)
 
 
-def submit(  # noqa: PLR0913 - options of a job
-    fn: Callable[..., Any],
-    /,
-    *args: Any,
-    nodes: int = 1,
-    tasks: int = 1,
-    time: str = "1h",
-    cpus: int | None = None,
-    gpus: int | None = None,
-    partition: str | None = None,
-    account: str | None = None,
-    requeue: bool | None = None,
-    options: Sequence[str] = (),
-    folder: Path | str | None = None,
-    **kwargs: Any,
-) -> Job:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Resources(CheckedFields):
+    """What a job of ``hpctrain.submit`` asks Slurm for.
+
+    Raises ``ConfigError``: a value breaks the rule of its field.
+    """
+
+    nodes: Number = 1
+    tasks: Number = 1
+    """Ranks on each node."""
+    time: str = "1h"
+    """Time limit, such as ``"90min"`` or ``"01:30:00"``."""
+    cpus: Number | None = None
+    """Cores of each rank."""
+    gpus: Count | None = None
+    """GPUs of each node."""
+    partition: str | None = None
+    account: str | None = None
+    """Slurm account to charge."""
+    requeue: bool | None = None
+    """Whether Slurm queues the job again when it ends with code 85 or loses a node."""
+    options: Texts = field(default_factory=list)
+    """Further options of sbatch, such as ``"--qos=high"``."""
+    folder: Path | str | None = None
+    """Folder of the call, its results and its output, which all nodes must see; by default a new
+    one in ``runs``."""
+
+
+def submit(fn: Callable[..., Any], resources: Resources, /, *args: Any, **kwargs: Any) -> Job:
     """Call ``fn(*args, **kwargs)`` on every rank of a new job of Slurm, and return at once.
 
     Not collective: a program on the login node calls it, which needs neither torch nor MPI. Each
-    rank calls ``hpctrain.init()`` first. Function and arguments travel by cloudpickle; a keyword
-    argument of one of the names below is given by ``functools.partial``.
+    rank calls ``hpctrain.init()`` first. Function and arguments are sent by cloudpickle.
 
     Args:
         fn: the function; what it returns must be picklable.
-        args: its positional arguments, the same on every rank.
-        nodes: how many nodes.
-        tasks: ranks on each node.
-        time: time limit, such as ``"90min"`` or ``"01:30:00"``.
-        cpus: cores of each rank.
-        gpus: GPUs of each node.
-        partition: where; the site's default.
-        account: whom to charge.
-        requeue: whether the job is queued again when it ends with code 85 or loses a node.
-        options: further options of sbatch, such as ``"--qos=high"``.
-        folder: of the call, its results and its output, seen by all nodes; by default a new one
-            in ``runs``.
-        kwargs: its keyword arguments.
+        resources: of the job.
+        args: positional arguments of ``fn``, the same on every rank.
+        kwargs: keyword arguments of ``fn``.
 
     Raises:
         ConfigError: an option is not valid, or the folder cannot be written.
-        LaunchError: there is no Slurm, or it refuses the job; holds Slurm's own words.
+        LaunchError: there is no Slurm, or Slurm refuses the job; holds Slurm's message.
 
     Source: the names of ``Job`` are submitit's.
     """
+    if not isinstance(resources, Resources):
+        raise ConfigError(
+            f"the second argument of submit must be the resources of the job, got {resources!r}; "
+            f"use hpctrain.submit(fn, hpctrain.Resources(nodes=1), ...)"
+        )
     settings = BatchSettings(
         job_name=getattr(fn, "__name__", "function").strip("<>"),
-        partition=partition,
-        account=account,
-        nodes=nodes,
-        ntasks_per_node=tasks,
-        cpus_per_task=cpus,
-        time=scheduler.sbatch_time(time),
-        gpus_per_node=gpus,
-        requeue=requeue,
-        extra=tuple(options),
+        partition=resources.partition,
+        account=resources.account,
+        nodes=resources.nodes,
+        ntasks_per_node=resources.tasks,
+        cpus_per_task=resources.cpus,
+        time=scheduler.sbatch_time(resources.time),
+        gpus_per_node=resources.gpus,
+        requeue=resources.requeue,
+        extra=tuple(resources.options),
     )
+    folder = resources.folder
     where = _new_folder(settings.job_name or "") if folder is None else folder
     return _sent(settings, absolute(where), fn, args, kwargs)
 
@@ -167,7 +176,7 @@ def _sent(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> Job:
-    """Write the call and its script into a folder, and hand it over to Slurm."""
+    """Write the call and its script into a folder, and submit it to Slurm."""
     folder.mkdir(parents=True, exist_ok=True)
     settings = replace(
         settings,

@@ -19,7 +19,7 @@ class RebuildStage(enum.IntEnum):
     HOLDERS = 2  # optimizers, samplers, loaders
 
 
-class _Holder(NamedTuple):
+class _Registered(NamedTuple):
     stage: RebuildStage
     renew: Callable[[], object] | None
     close: Callable[[], object] | None
@@ -31,8 +31,8 @@ class Rebuild:
 
     def __init__(self) -> None:
         """Start with none."""
-        self._holders: list[_Holder] = []
-        self._left_behind: list[_Holder] = []  # of a world before, until they move
+        self._holders: list[_Registered] = []
+        self._left_behind: list[_Registered] = []  # of a world before, until they move
 
     def register(
         self,
@@ -51,7 +51,7 @@ class Rebuild:
             move: rebuilds it in a world of other ranks, where it registers again; None if it ends
                 with this world.
         """
-        self._holders.append(_Holder(stage, renew, close, move))
+        self._holders.append(_Registered(stage, renew, close, move))
         self._holders.sort(key=lambda holder: holder.stage)  # stable
 
     def renew(self) -> None:
@@ -67,13 +67,13 @@ class Rebuild:
             one.move is not None for one in self._holders if one.stage is RebuildStage.HOLDERS
         )
 
-    def leave(self) -> list[_Holder]:
-        """Return and remove the objects of this world, which has ended. Local."""
+    def leave(self) -> list[_Registered]:
+        """Give up what has registered or not moved yet: its world is over. Not collective."""
         left, self._holders, self._left_behind = [*self._holders, *self._left_behind], [], []
         return left
 
-    def follow(self, left: list[_Holder]) -> None:
-        """Keep the objects of the previous world until they move. Local."""
+    def follow(self, left: list[_Registered]) -> None:
+        """Take over what the world before has left, until it moves. Not collective."""
         self._left_behind = left
 
     def move(self) -> None:

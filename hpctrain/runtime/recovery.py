@@ -11,6 +11,7 @@ communication capability: design and rationale".
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 from hpctrain.cluster.env import RANK_LOST
@@ -110,9 +111,7 @@ def give_up(error: Exception) -> NoReturn:
     """
     if not is_loss(error) or not is_on():
         raise error
-    from hpctrain.comm.liveness import failed  # noqa: PLC0415 - a world of one needs no MPI
-
-    raise RankLostError(_died(failed(_ranks()))) from error
+    raise RankLostError(_died(_liveness().failed(_ranks()))) from error
 
 
 def _died(lost: list[int]) -> str:
@@ -136,9 +135,9 @@ def _is_of_loss(error: BaseException) -> bool:
 
     What a collective returns as one of its ranks dies may be anything, and any error come of that.
     """
-    from hpctrain.comm.liveness import knows_of_loss  # noqa: PLC0415 - a world of one needs no MPI
-
-    return isinstance(error, RankLostError) or is_loss(error) or knows_of_loss(_ranks())
+    return (
+        isinstance(error, RankLostError) or is_loss(error) or _liveness().knows_of_loss(_ranks())
+    )
 
 
 def _all_are_well(*, am_well: bool) -> bool:
@@ -148,12 +147,10 @@ def _all_are_well(*, am_well: bool) -> bool:
     end with exit code 87 after ``HPCTRAIN_TIMEOUT`` seconds: to MPI a rank is not dead that stands
     still, or has ended by an exit code of its own.
     """
-    from hpctrain.comm.liveness import agree  # noqa: PLC0415 - a world of one needs no MPI
-
     if not am_well:
         _end_waits()
     with _limited(world.current().settings.timeout):
-        return agree(_ranks(), am_well=am_well)
+        return bool(_liveness().agree(_ranks(), am_well=am_well))
 
 
 def _shrink(
@@ -165,9 +162,7 @@ def _shrink(
     ``make`` is told the ranks of the next world, and is called again if more of them die in it.
     All end with exit code 87 where that takes longer than ``LIMIT_S`` seconds.
     """
-    from hpctrain.comm import liveness  # noqa: PLC0415 - a world of one needs no MPI
-
-    before, ranks = world.current(), _ranks()
+    before, ranks, liveness = world.current(), _ranks(), _liveness()
     lost: list[int] = []
 
     def remade(left: "MpiComm") -> None:
@@ -229,9 +224,13 @@ def _ranks() -> "MpiComm":
     return ranks
 
 
+def _liveness() -> ModuleType:
+    from hpctrain.comm import liveness  # noqa: PLC0415 - a world of one needs no MPI
+
+    return liveness
+
+
 def _end_waits() -> None:
     """Let nobody wait in this world any more, on whichever rank. Not collective."""
-    from hpctrain.comm.liveness import end_waits, revoke  # noqa: PLC0415 - as above
-
-    revoke(_ranks())
-    end_waits()
+    _liveness().revoke(_ranks())
+    _liveness().end_waits()

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import pickle
 import sys
 import tempfile
 import time
@@ -14,6 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import cloudpickle  # type: ignore[import-untyped]
 
 from hpctrain.core.errors import HpctrainError, LaunchError
+from hpctrain.core.pickles import unpickled
 from hpctrain.launch import mpiexec
 from hpctrain.launch.supervise import TIMED_OUT, supervise
 
@@ -109,11 +109,7 @@ def results_in(folder: Path, num_ranks: int) -> dict[int, Any]:
     Raises ``RankError``: the function raised on one; the first failure is told.
     """
     files = {rank: _outcome(folder, rank) for rank in range(num_ranks)}
-    results = {
-        rank: pickle.loads(file.read_bytes())  # noqa: S301 - ours
-        for rank, file in files.items()
-        if file.exists()
-    }
+    results = {rank: unpickled(file.read_bytes()) for rank, file in files.items() if file.exists()}
     failures = [result for result in results.values() if isinstance(result, Failure)]
     if failures:  # says more than the exit code
         first = min(failures, key=lambda failure: failure.when_s)
@@ -133,7 +129,7 @@ def _require_all(missing: list[str], code: int) -> None:
 def _exception(failure: Failure) -> BaseException | None:
     """Unpickle the exception; one that cannot be built again here is described well enough."""
     try:
-        exception = pickle.loads(failure.exception)  # noqa: S301 - our own rank wrote it
+        exception = unpickled(failure.exception)
     except Exception:  # its class may raise anything
         return None
     return exception if isinstance(exception, BaseException) else None
@@ -155,7 +151,7 @@ def work() -> None:
     rank = world.rank()
     _outcome(folder, rank).unlink(missing_ok=True)  # of a job that is queued again
     try:
-        fn, args, kwargs = pickle.loads((folder / CALL).read_bytes())  # noqa: S301 - ours
+        fn, args, kwargs = unpickled((folder / CALL).read_bytes())
         result = cloudpickle.dumps(fn(*args, **kwargs))
     except BaseException as error:
         _write(_outcome(folder, rank), cloudpickle.dumps(_describe(rank, error)))

@@ -286,7 +286,7 @@ def _loaders(
             f"data.target returns two data sets (train, test), such as ShardedDataset.open makes "
             f"them, {config.data.target} returned {described(data)}; pack yours by write_arrays "
             f"or hpctrain data pack (see hpctrain guide train), or train a script of your own on "
-            f"hpctrain.shard(dataset)"
+            f"hpctrain.shard_data(dataset)"
         )
     train, *tests = data
     if config.data.validation:

@@ -48,7 +48,7 @@ def test_the_default_is_the_average_and_the_old_argument_is_understood(hvd):
         assert hvd.allreduce(tensor, average=True).item() == pytest.approx(mean)
     with pytest.warns(DeprecationWarning, match="op=Average"):
         assert hvd.allreduce_(tensor.clone(), average=False).item() == sum(range(hvd.size()))
-    with pytest.raises(ValueError, match="not both"):
+    with pytest.raises(ValueError, match="exclude each other"):
         hvd.allreduce(tensor, average=True, op=hvd.Sum)
 
 

@@ -21,9 +21,7 @@ PATHS = {
 
 if not FEATURES["horovod"]():
     # Two levels at 4 ranks; flat on one node and on unequal ones.
-    PATHS["Horovod"] = Settings(
-        probe="off", engine="horovod", ranks_per_node=2, horovod_way="two-level"
-    )
+    PATHS["Horovod"] = Settings(probe="off", engine="horovod", ranks_per_node=2)
 
 
 SAME = {1: {*PATHS} - {"one node"}, 2: {"nodes of two"}}.get(MPI.COMM_WORLD.size, set())

@@ -91,7 +91,7 @@ def test_a_group_of_all_ranks_is_horovod_s_in_any_order_and_of_some_is_mpi_s(wor
 
 @pytest.mark.ranks(4)
 def test_two_levels_take_three_operations_and_give_the_same(calls):
-    with connected(replace(HOROVOD, ranks_per_node=2, horovod_way="two-level")) as made:
+    with connected(replace(HOROVOD, ranks_per_node=2)) as made:
         assert made.plan.tensors == SizeTable(((0, "two-level"),))
         value = torch.full((5,), made.comm.rank, dtype=torch.float64)
         made.comm.allreduce_(value, scale=0.5)
@@ -104,10 +104,25 @@ def test_two_levels_take_three_operations_and_give_the_same(calls):
 
 
 @pytest.mark.ranks(2, 3)
-def test_two_levels_that_cannot_be_are_flat_and_it_is_said():
-    with connected(replace(HOROVOD, horovod_way="two-level")) as made:
-        assert made.plan.tensors == SizeTable(((0, "flat"),))
-        assert any("two levels of Horovod need several nodes" in note for note in made.notes)
+def test_sums_of_one_node_and_of_nodes_of_one_rank_are_flat():
+    for ranks_per_node in (None, 1):
+        with connected(replace(HOROVOD, ranks_per_node=ranks_per_node)) as made:
+            assert made.plan.tensors == SizeTable(((0, "flat"),))
+            assert not made.plan.measured
+
+
+@pytest.mark.ranks(4)
+def test_flat_and_two_level_sums_are_measured_and_each_is_used_at_its_sizes(calls):
+    with connected(replace(HOROVOD, ranks_per_node=2, probe="fresh")) as made:
+        measured = {(each.num_bytes, each.algorithm) for each in made.plan.measured}
+        assert {algorithm for _, algorithm in measured} == {"flat", "two-level"}
+        assert made.comm.sums.table == made.plan.tensors
+        made.comm.sums.table = SizeTable(((0, "flat"), (1024, "two-level")))
+        for numel, num_calls in ((255, 1), (256, 3)):
+            calls.clear()
+            total = made.comm.allreduce(torch.ones(numel))
+            assert total.tolist() == [4.0] * numel
+            assert len(calls) == num_calls
 
 
 @pytest.mark.ranks(2, 3)

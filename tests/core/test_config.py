@@ -82,8 +82,6 @@ def test_a_name_of_horovods_under_our_prefix_means_what_horovods_does():
     texts = unknown_variables({f"HPCTRAIN_{name}": "7" for name in names})
     ours = [text.rpartition(" mean ")[2] for text in texts]
     assert ours == [f"HPCTRAIN_{name}?" for name in ("FUSION_BYTES", "STALL_S", "STALL_ABORT_S")]
-    (text,) = unknown_variables({"HPCTRAIN_HIERARCHICAL_ALLREDUCE": "1"})
-    assert "did you mean HPCTRAIN_HOROVOD_WAY?" in text
 
 
 def test_variables_of_settings_and_of_the_test_suite_are_known():

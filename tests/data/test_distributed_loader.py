@@ -110,7 +110,7 @@ def test_the_ranks_see_the_batches_of_one_process_in_every_epoch(world, name):
     if "workers" in name and world.size > 2:
         return  # two ranks show it, and processes take long to start
     plain, notes = LOADERS[name](), Notes()
-    loader = hpctrain.shard(LOADERS[name](), notes)
+    loader = hpctrain.shard_data(LOADERS[name](), notes)
     torch.manual_seed(world.rank)  # ranks differ in all that they draw
     for epoch in range(2):
         expected = [as_list(batch) for batch in plain] if world.rank == 0 else None
@@ -141,7 +141,7 @@ def test_an_order_from_the_global_generator_is_that_of_rank_0_and_new_in_each_ep
     expected = [[as_list(batch) for batch in plain] for _ in range(2)]
     assert expected[0] != expected[1]
     torch.manual_seed(3 + world.rank)
-    loader = hpctrain.shard(DataLoader(Numbers(), batch_size=4, shuffle=True))
+    loader = hpctrain.shard_data(DataLoader(Numbers(), batch_size=4, shuffle=True))
     with torch.no_grad():
         seen = world.allgather([[as_list(batch) for batch in loader] for _ in range(2)])
     for epoch in range(2):
@@ -168,7 +168,7 @@ def train(distributed):
     if distributed:
         optimizer = hpctrain.DistributedOptimizer(optimizer, model.named_parameters())
         hpctrain.broadcast_parameters(model.state_dict(), root_rank=0)
-        loader = hpctrain.shard(loader, optimizer)
+        loader = hpctrain.shard_data(loader, optimizer)
     for _ in range(3):
         for x, y in loader:
             optimizer.zero_grad()
@@ -186,7 +186,7 @@ def test_training_by_the_lines_of_the_readme_equals_one_process():
 @RANKS
 @pytest.mark.parametrize("make", [Numbers, Counting])
 def test_a_data_set_is_divided_into_parts_of_equal_length(world, make):
-    part = hpctrain.shard(make(22))
+    part = hpctrain.shard_data(make(22))
     seen = [part[i] for i in range(len(part))] if make is Numbers else list(part)
     seen = world.allgather([int(number) for number in seen])
     assert len({len(numbers) for numbers in seen}) == 1
@@ -197,12 +197,14 @@ def test_a_data_set_is_divided_into_parts_of_equal_length(world, make):
 
 @pytest.mark.ranks(2, 3, 4)
 def test_streams_without_batches_are_dealt_in_turn_and_unequal_ones_end_together(world):
-    part = hpctrain.shard(Counting(11))
+    part = hpctrain.shard_data(Counting(11))
     seen = world.allgather(list(DataLoader(part, batch_size=None)))
     steps = 11 // world.size
     assert [len(numbers) for numbers in seen] == [steps] * world.size
     assert sorted(joined(seen)) == list(range(steps * world.size))
-    loader = hpctrain.shard(DataLoader(Counting(40 - 10 * world.rank), batch_size=12), Notes())
+    loader = hpctrain.shard_data(
+        DataLoader(Counting(40 - 10 * world.rank), batch_size=12), Notes()
+    )
     assert len(list(loader)) == -(-(40 - 10 * (world.size - 1)) // 12)
 
 
@@ -210,15 +212,17 @@ def test_streams_without_batches_are_dealt_in_turn_and_unequal_ones_end_together
 def test_other_floating_point_numbers_on_a_rank_are_told(world, caplog):
     for seed, is_told in ((0, False), (world.rank, world.rank == 0)):
         samples = torch.rand(2, 20, generator=torch.Generator().manual_seed(seed))
-        hpctrain.shard(TensorDataset(samples.T[::2]))
+        hpctrain.shard_data(TensorDataset(samples.T[::2]))
         assert caplog.text.count("TensorDataset.tensors.0 with the checksums") == is_told
 
 
 @pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize("make", [Numbers, Counting])
 def test_uneven_batches_are_refused_where_nothing_weights_them_but_not_in_evaluation(world, make):
-    loader = hpctrain.shard(DataLoader(make(world.size * 4 + 1), batch_size=world.size * 2))
-    with pytest.raises(ConfigError, match=r"got a batch of 1 for .*shard\(loader, optimizer\)"):
+    loader = hpctrain.shard_data(DataLoader(make(world.size * 4 + 1), batch_size=world.size * 2))
+    with pytest.raises(
+        ConfigError, match=r"got a batch of 1 for .*shard_data\(loader, optimizer\)"
+    ):
         list(loader)
     with torch.no_grad():
         seen = world.allgather(joined(map(as_list, loader)))
@@ -242,7 +246,7 @@ REFUSED = {
     "overrides __iter__": lambda: Own(NUMBERS),
     "batch_size=None": lambda: DataLoader(NUMBERS, batch_size=None),
     "every size\\(\\)-th batch": lambda: DataLoader(Counting(9), batch_size=None),
-    "shard\\(\\) takes": lambda: 3,
+    "shard_data\\(\\) takes": lambda: 3,
 }
 
 
@@ -252,17 +256,17 @@ def test_what_cannot_or_need_not_be_divided_is_refused_on_every_rank(world, why)
     text = "divided among the ranks already" if why in ("in batches", "elastic") else why
     wrong = world.rank == world.size - 1
     with pytest.raises(MismatchError, match=text):
-        hpctrain.shard(REFUSED[why]() if wrong else DataLoader(NUMBERS))
+        hpctrain.shard_data(REFUSED[why]() if wrong else DataLoader(NUMBERS))
 
 
 @RANKS
 def test_different_data_and_a_plain_optimizer_are_refused_on_every_rank(world):
     plain = torch.optim.SGD([torch.ones(1)], lr=0.1)
     with pytest.raises(MismatchError, match=r"DistributedOptimizer, .* got SGD; wrap it"):
-        hpctrain.shard(DataLoader(NUMBERS), plain)
+        hpctrain.shard_data(DataLoader(NUMBERS), plain)
     if world.size > 1:
         with pytest.raises(MismatchError, match=r"the same data on every rank, got rank"):
-            hpctrain.shard(Numbers(20 + world.rank))
+            hpctrain.shard_data(Numbers(20 + world.rank))
 
 
 class Labelled(Dataset):
@@ -292,12 +296,12 @@ OTHERS = {
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_samples_or_another_order_on_a_rank_are_an_error_on_every_rank(world, name):
-    hpctrain.shard(OTHERS[name](5))
+    hpctrain.shard_data(OTHERS[name](5))
     with pytest.raises(MismatchError, match=rf"got {name} with the checksums rank.*same seed"):
-        hpctrain.shard(OTHERS[name](int(world.rank == 1)))
+        hpctrain.shard_data(OTHERS[name](int(world.rank == 1)))
     data = Labelled(0)
     data.noise += world.rank  # numbers that may round differently are not compared
-    assert hpctrain.shard(DataLoader(data, batch_size=2 * world.size))
+    assert hpctrain.shard_data(DataLoader(data, batch_size=2 * world.size))
 
 
 class Of(IterableDataset):
@@ -334,7 +338,7 @@ def test_samples_of_a_stream_may_be_anything(world, caplog):
         kept = [] if name == "iterator" else [make(number) for number in range(10)]
         data = Of(make)
         with torch.no_grad():
-            loader = hpctrain.shard(DataLoader(data, batch_size=4, collate_fn=list))
+            loader = hpctrain.shard_data(DataLoader(data, batch_size=4, collate_fn=list))
             mine = joined(loader)
         if name == "iterator":  # which is not read by what compares samples
             mine, kept = joined(mine), [*range(10)]
@@ -346,7 +350,7 @@ def test_samples_of_a_stream_may_be_anything(world, caplog):
         caplog.clear()
         data = Of(lambda number, make=SAMPLES[name]: make(number + world.rank))
         with torch.no_grad():
-            list(hpctrain.shard(DataLoader(data, batch_size=4, collate_fn=list)))
+            list(hpctrain.shard_data(DataLoader(data, batch_size=4, collate_fn=list)))
         assert caplog.text.count("the first batches differ") == (world.rank == 0), name
 
 
@@ -367,7 +371,7 @@ def test_a_stream_that_divides_itself_is_told(world, num_workers, caplog):
     rank, size = world.rank, world.size
     for step, told in ((1, 0), (size, rank == 0)):
         data = Streamed(float(rank), step)
-        loader = hpctrain.shard(DataLoader(data, batch_size=size, num_workers=num_workers))
+        loader = hpctrain.shard_data(DataLoader(data, batch_size=size, num_workers=num_workers))
         for _ in range(2):
             list(loader)
         assert caplog.text.count("the first batches differ") == told
@@ -379,7 +383,7 @@ def test_a_short_batch_among_passes_and_a_sampler_that_fails_are_errors_on_every
     wrapped = hpctrain.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1), backward_passes_per_step=2
     )
-    loader = hpctrain.shard(DataLoader(Numbers(22), batch_size=4), wrapped)
+    loader = hpctrain.shard_data(DataLoader(Numbers(22), batch_size=4), wrapped)
     with pytest.raises(ConfigError, match=r"got one of 2 samples where batch_size is 4"):
         iter(loader)
     wrapped.set_backward_passes_per_step(1)
@@ -390,7 +394,7 @@ def test_a_short_batch_among_passes_and_a_sampler_that_fails_are_errors_on_every
             yield [0, 1]
             raise ValueError("no more")
 
-    loader = hpctrain.shard(DataLoader(NUMBERS, batch_sampler=Failing()), Notes())
+    loader = hpctrain.shard_data(DataLoader(NUMBERS, batch_sampler=Failing()), Notes())
     with pytest.raises(DataError, match="fails on rank 0: ValueError: no more"):
         list(loader)
     assert world.allgather(0) == [0] * world.size
@@ -411,7 +415,7 @@ def test_a_loader_keeps_what_it_was_made_with():
         "generator": torch.Generator(),
     }
     plain = DataLoader(NUMBERS, **settings)
-    loader = hpctrain.shard(plain, Notes())
+    loader = hpctrain.shard_data(plain, Notes())
     for name in (*settings, "dataset", "pin_memory", "sampler"):
         assert getattr(loader, name) == getattr(plain, name), name
     assert len(loader) == len(plain) == 1
@@ -420,7 +424,7 @@ def test_a_loader_keeps_what_it_was_made_with():
 @pytest.mark.ranks(2, 3)
 def test_a_rank_keeps_the_indices_of_its_own_samples_only(world):
     total, integer_bytes = 400_000, 32 + 8  # of an integer, and of its place in a list
-    loader = hpctrain.shard(DataLoader(Numbers(total), batch_size=40_000), Notes())
+    loader = hpctrain.shard_data(DataLoader(Numbers(total), batch_size=40_000), Notes())
     tracemalloc.start()
     try:
         order = iter(loader.batch_sampler)
@@ -439,7 +443,7 @@ def test_an_order_that_comes_in_several_pieces_is_the_same(world, monkeypatch, o
     seen = {}
     for limit in (1, 7, 1 << 20):
         monkeypatch.setattr(distributed_loader, "INDICES_PER_MESSAGE", limit)
-        loader = hpctrain.shard(DataLoader(NUMBERS, batch_sampler=batches), Notes())
+        loader = hpctrain.shard_data(DataLoader(NUMBERS, batch_sampler=batches), Notes())
         seen[limit] = list(loader.batch_sampler)
     own = [batch[world.rank :: world.size] or batch[:1] for batch in batches]
     assert list(map(repr, own)) == list(map(repr, seen[1]))

@@ -195,5 +195,5 @@ def test_the_default_shape_mixes_many_blocks_of_whole_reads(
 
 @pytest.mark.parametrize("wrong", ["block", "window", "lanes"])
 def test_a_shape_of_nothing_is_told(wrong):
-    with pytest.raises(DataError, match="positive"):
+    with pytest.raises(DataError, match="of a window order must be at least 1"):
         WindowShape(**{"block": 1, "window": 1, "lanes": 1, wrong: 0})

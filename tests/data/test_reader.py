@@ -159,9 +159,9 @@ def test_an_index_out_of_range_is_told(directory, indices):
 
 
 def test_arguments_that_cannot_be_are_told(directory):
-    with pytest.raises(DataError, match="first, always or off, got 'never'"):
+    with pytest.raises(DataError, match="first, always, off, got 'never'"):
         ShardedDataset(directory, verify="never")
-    with pytest.raises(DataError, match="map, read or auto, got 'mmap'"):
+    with pytest.raises(DataError, match="map, read, auto, got 'mmap'"):
         ShardedDataset(directory, io="mmap")
 
 

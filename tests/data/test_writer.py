@@ -116,7 +116,7 @@ def test_a_directory_holds_one_split(directory):
 
 
 def test_arguments_that_cannot_be_are_told(tmp_path):
-    with pytest.raises(DataError, match="samples_per_shard must be positive, got 0"):
+    with pytest.raises(DataError, match="samples_per_shard must be at least 1, got 0"):
         write_arrays(tmp_path, numbered(5), samples_per_shard=0)
     with pytest.raises(DataError, match="has no dimension"):
         write_arrays(tmp_path, {"x": 5}, samples_per_shard=1)

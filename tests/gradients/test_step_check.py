@@ -38,7 +38,7 @@ def test_equal_gradients_in_the_first_step_are_told_once_by_one_rank(hvd, caplog
     model, optimizer = wrapped(hvd)
     for _ in range(3):
         step(hvd, model, optimizer, value=0.5)
-    told = warnings_of(caplog, "hvd.shard")
+    told = warnings_of(caplog, "hvd.shard_data")
     assert len(told) == (hvd.rank() == 0)
 
 
@@ -48,7 +48,7 @@ def test_gradients_of_own_samples_and_zeros_are_not_told(hvd, caplog, value):
     model = nn.Linear(64, 2, bias=False).double()
     hvd.broadcast_parameters(model.state_dict())
     step(hvd, model, distributed(hvd, model), value=value)
-    assert not warnings_of(caplog, "hvd.shard")
+    assert not warnings_of(caplog, "hvd.shard_data")
 
 
 @MANY
@@ -142,7 +142,7 @@ def test_equal_gradients_of_a_rank_without_samples_are_not_told(hvd, caplog):
     model, optimizer = wrapped(hvd)
     optimizer.set_num_samples(hvd.rank() == 0)
     step(hvd, model, optimizer, value=0.5)
-    assert not warnings_of(caplog, "hvd.shard")
+    assert not warnings_of(caplog, "hvd.shard_data")
 
 
 @MANY

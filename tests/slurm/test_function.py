@@ -2,20 +2,21 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
 import hpctrain
-from hpctrain import RankError
+from hpctrain import ConfigError, RankError, Resources
 
 pytestmark = [pytest.mark.launches, pytest.mark.requires("slurm"), pytest.mark.limit(300)]
 
 
-def total(first, *, second):
+def total(first, *, nodes):  # an argument of the function with the name of a resource
     hvd = hpctrain
     sys.stdout.write(f"rank {hvd.rank()} of {hvd.size()}\n")
     ranks = hvd.allgather_object(hvd.rank())
-    return first + second + sum(ranks), hvd.rank(), hvd.current().topology.num_nodes
+    return first + nodes + sum(ranks), hvd.rank(), hvd.current().topology.num_nodes
 
 
 def fails():
@@ -24,10 +25,10 @@ def fails():
 
 @pytest.mark.usefixtures("login")
 def test_a_function_returns_by_rank_raises_with_its_traceback_and_is_cancelled():
-    small = {"tasks": 1, "time": "10min"}
-    good = hpctrain.submit(total, 1, second=10, nodes=2, **small)
-    bad = hpctrain.submit(fails, **small)
-    held = hpctrain.submit(total, 1, second=2, options=("--hold",), **small)
+    small = Resources(tasks=1, time="10min")
+    good = hpctrain.submit(total, replace(small, nodes=2), 1, nodes=10)
+    bad = hpctrain.submit(fails, small)
+    held = hpctrain.submit(total, replace(small, options=["--hold"]), 1, nodes=2)
     assert held.state == "PENDING"
     assert not held.done()
     with pytest.raises(TimeoutError, match=r"is PENDING after 0 s"):
@@ -44,6 +45,13 @@ def test_a_function_returns_by_rank_raises_with_its_traceback_and_is_cancelled()
     assert (bad.state, held.state) == ("FAILED", "CANCELLED")
     with pytest.raises(hpctrain.LaunchError, match="CANCELLED with 0 of 1 results"):
         held.result()
+
+
+def test_resources_are_checked_and_are_the_second_argument():
+    with pytest.raises(ConfigError, match="nodes must be at least 1, got 0"):
+        Resources(nodes=0)
+    with pytest.raises(ConfigError, match=r"the resources of the job, got 1; use hpctrain.submit"):
+        hpctrain.submit(total, 1)
 
 
 def test_a_login_node_needs_neither_torch_nor_mpi():

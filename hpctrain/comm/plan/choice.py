@@ -58,8 +58,7 @@ def choose_plan(
     one_level = topology.num_nodes == 1 or node_memory == "none"
     tensors = _tensors_of(topology, node_memory, in_turns=bool(topology.shared_cores))
     if settings.engine == "horovod" and node_memory != "alone":
-        two_level = settings.horovod_way == "two-level" and has_equal_nodes(topology)
-        tensors = SizeTable(((0, "two-level" if two_level else "flat"),))
+        tensors = SizeTable(((0, BY_HOROVOD[has_equal_nodes(topology)]),))
     return Plan(
         node_memory=node_memory,
         num_rails=0 if one_level else min(topology.max_rails, 2 * topology.cards),
@@ -143,7 +142,9 @@ def plan_for_group(plan: Plan, topology: Topology) -> Plan:
 
 def candidates(what: str, num_bytes: int, plan: Plan) -> tuple[str, ...]:
     """Return the algorithms worth measuring at a size: the plan's first, then in a fixed order."""
-    if what == "tensors" and plan.num_rails:
+    if plan.engine == "horovod":
+        sensible = BY_HOROVOD
+    elif what == "tensors" and plan.num_rails:
         sensible = BETWEEN_NODES
         if num_bytes < SMALL_BYTES:
             sensible = BETWEEN_NODES[:1]

@@ -162,7 +162,8 @@ def decide(
             )
         return PlanDecision(plan=stored.plan, origin=str(settings.plan))
     by_rule = PlanDecision(plan=rule, origin="rule")
-    if settings.probe == "off" or rule.node_memory in ("none", "alone"):  # there is no choice
+    one_choice = rule.node_memory in ("none", "alone") and rule.tensors.at(0) != "two-level"
+    if settings.probe == "off" or one_choice:
         return by_rule
     key = key_of(
         {
@@ -195,10 +196,10 @@ def measured(
     """Measure where that is wanted, use what is fastest, and remember it. Collective."""
     if not decision.key:
         return decision
-    from hpctrain.comm.hierarchical import HierarchicalCommunicator  # noqa: PLC0415 - needs MPI
-    from hpctrain.comm.plan.probe import measure  # noqa: PLC0415
+    from hpctrain.comm.plan import probe  # noqa: PLC0415 - needs MPI
 
-    assert isinstance(comm, HierarchicalCommunicator), "others have no choice of algorithms"
+    by_horovod = decision.plan.engine == "horovod"
+    measure: Any = probe.measure_horovod if by_horovod else probe.measure
     plan = measure(comm, world, decision.plan, watch)
     if world.rank == 0:
         store_cached(decision.key, StoredPlan.of(topology, plan))

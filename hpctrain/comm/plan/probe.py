@@ -16,6 +16,7 @@ import torch
 
 from hpctrain.comm import requests
 from hpctrain.comm.hierarchical import HierarchicalCommunicator
+from hpctrain.comm.horovod_engine import HorovodCommunicator
 from hpctrain.comm.mpi_start import MPI
 from hpctrain.comm.ops import Op, combination
 from hpctrain.comm.plan.choice import (
@@ -28,7 +29,7 @@ from hpctrain.comm.plan.choice import (
     chunk_sizes,
     refine,
 )
-from hpctrain.comm.plan.plan import Measurement, Plan, expected_s
+from hpctrain.comm.plan.plan import Measurement, Plan, SizeTable, expected_s
 from hpctrain.comm.waiting import Watch, wait_request
 from hpctrain.core.errors import CommError, RankLostError
 
@@ -45,6 +46,27 @@ FIRST_SHARE = 1 / 3
 RunBy = Callable[[str, torch.Tensor], object]  # sums a flat tensor by the algorithm of this name
 
 _LOG = logging.getLogger(__name__)
+
+
+def measure_horovod(
+    comm: HorovodCommunicator,
+    world: MPI.Intracomm,
+    plan: Plan,
+    watch: Watch,
+    budget_s: float = BUDGET_S,
+) -> Plan:
+    """Measure Horovod's flat and two-level sums; make ``comm`` use the faster. Collective.
+
+    Returns the plan that follows. ``RankLostError`` if a rank was lost meanwhile.
+    """
+
+    def run_by(algorithm: str, values: torch.Tensor) -> None:
+        comm.sums.table = SizeTable(((0, algorithm),))
+        comm.allreduce_(values)
+
+    found = _table("tensors", plan, run_by, Stopwatch(world, watch), budget_s)
+    comm.sums.table = refine(plan.tensors, found, SIZES["tensors"])
+    return replace(plan, tensors=comm.sums.table, measured=tuple(found))
 
 
 def measure(

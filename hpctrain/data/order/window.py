@@ -13,6 +13,7 @@ from math import ceil
 
 import numpy as np
 
+from hpctrain.core.checks import Number, checked
 from hpctrain.core.errors import DataError
 from hpctrain.core.units import KIB
 from hpctrain.data.order.feistel import Feistel, Words, key_of, splitmix64_
@@ -39,11 +40,8 @@ class WindowShape:
     lanes: int  # parts of the data that are read side by side
 
     def __post_init__(self) -> None:
-        if min(self.block, self.window, self.lanes) < 1:
-            raise DataError(
-                f"block, window and lanes of a window order must be positive, got {self.block}, "
-                f"{self.window} and {self.lanes}"
-            )
+        for name in ("block", "window", "lanes"):
+            checked(f"{name} of a window order", getattr(self, name), Number, DataError)
 
     @classmethod
     def of(cls, global_batch: int, sample_bytes: float, block_size: int) -> "WindowShape":

@@ -28,7 +28,7 @@ S = TypeVar("S", bound=State)
 MAX_STRAYS = 1000  # operations that other ranks may still have under way when one wants to agree
 
 
-class End(enum.IntEnum):
+class AttemptEnd(enum.IntEnum):
     """How an attempt has ended, the gravest last."""
 
     DONE = 0
@@ -41,7 +41,7 @@ class End(enum.IntEnum):
 class Ending(NamedTuple):
     """The end of an attempt on one rank, or on all together."""
 
-    end: End
+    end: AttemptEnd
     error: Exception | None = None
     skip_sync: bool = False
     text: str = ""  # what went wrong, by rank; of all ranks together
@@ -56,13 +56,15 @@ def agree(mine: Ending) -> Ending:
     tries again.
     """
     here = world.current()
-    if mine.end is not End.DONE:  # fetches those who wait for a named operation of this rank
+    if (
+        mine.end is not AttemptEnd.DONE
+    ):  # fetches those who wait for a named operation of this rank
         here.sets.break_off(f"rank {here.comm.rank} left for its last commit: {mine.error}")
     told = (mine.end, mine.skip_sync, None if mine.error is None else str(mine.error))
     endings = _gather(here.comm, told)
     worst = max(end for end, _, _ in endings)
     text = by_rank([message if end == worst else None for end, _, message in endings])
-    skip_sync = all(end is End.UPDATED and skip for end, skip, _ in endings)
+    skip_sync = all(end is AttemptEnd.UPDATED and skip for end, skip, _ in endings)
     return Ending(worst, mine.error, skip_sync, text, mine.result)
 
 
@@ -110,7 +112,7 @@ def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
     def training(state: S, *args: P.args, **kwargs: P.kwargs) -> R:
         def attempt(before: Ending | None) -> R:
             resets.take_up()
-            if before is not None and before.end in (End.FAILED, End.LOST):
+            if before is not None and before.end in (AttemptEnd.FAILED, AttemptEnd.LOST):
                 state.restore()
             if resets.number:
                 state.on_reset()
@@ -124,11 +126,11 @@ def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
         while True:
             tried = functools.partial(attempt, together)
             together = _agreed_in_place(tried) if recovery.is_on() else agree(_ending_of(tried))
-            if together.end is End.DONE:
+            if together.end is AttemptEnd.DONE:
                 return cast("R", together.result)
-            if together.end is not End.LOST:
+            if together.end is not AttemptEnd.LOST:
                 world.current().rebuild.renew()
-            if together.end is End.MET_OTHERS:
+            if together.end is AttemptEnd.MET_OTHERS:
                 raise together.error or MismatchError(together.text)
             resets.count(together)
 
@@ -155,18 +157,18 @@ def _agreed_in_place(attempt: Callable[[], object]) -> Ending:
     Collective over those. A program's own error passes through, and ends all ranks.
     """
     together, lost, error = recovery.attempt(lambda: agree(_ending_of(attempt)))
-    return together or Ending(End.LOST, error, text=f"{format_ranks(lost)} died")
+    return together or Ending(AttemptEnd.LOST, error, text=f"{format_ranks(lost)} died")
 
 
 def _ending_of(attempt: Callable[[], object]) -> Ending:
     try:
-        return Ending(End.DONE, result=attempt())
+        return Ending(AttemptEnd.DONE, result=attempt())
     except HorovodInternalError as error:
-        return Ending(End.FAILED, error)
+        return Ending(AttemptEnd.FAILED, error)
     except MismatchError as error:  # perhaps met ranks that had failed already
-        return Ending(End.MET_OTHERS, error)
+        return Ending(AttemptEnd.MET_OTHERS, error)
     except HostsUpdatedInterrupt as interrupt:
-        return Ending(End.UPDATED, interrupt, interrupt.skip_sync)
+        return Ending(AttemptEnd.UPDATED, interrupt, interrupt.skip_sync)
 
 
 MAX_IN_VAIN = 3
@@ -214,11 +216,11 @@ class Resets:
 
     def count(self, ending: Ending) -> None:
         """Count one more, and say on rank 0 why; ``CommError``, on all ranks, if one too many."""
-        is_failure = ending.end in (End.FAILED, End.LOST)
+        is_failure = ending.end in (AttemptEnd.FAILED, AttemptEnd.LOST)
         if self._state.num_commits != self._commits or not is_failure:
             self._in_vain = 0
         self._commits = self._state.num_commits
-        self._in_vain += ending.end is End.FAILED  # who is lost is not lost again
+        self._in_vain += ending.end is AttemptEnd.FAILED  # who is lost is not lost again
         if self._limit is not None and self.number >= self._limit:
             raise CommError(
                 f"training may be taken up again {self._limit} times and should be once more: "

@@ -13,18 +13,8 @@ from hpctrain.horovod.shim.modules import install
 from hpctrain.launch.mpiexec import check_hosts
 from hpctrain.runtime.run import run as hpctrain_run
 
-HARMLESS = {
-    "disable_cache",
-    "network_interface",
-    "network_interfaces",
-    "ssh_identity_file",
-    "ssh_port",
-    "start_timeout",
-    "use_gloo",
-    "use_mpi",
-    "verbose",
-}
-"""Arguments about how Horovod reaches other hosts, and itself: ranks of one host need none."""
+HARMLESS = {"disable_cache", "ssh_port", "start_timeout", "use_gloo", "use_mpi", "verbose"}
+"""Arguments that concern Horovod's own messages and other hosts; ranks of one host need none."""
 
 
 def run(
@@ -96,7 +86,3 @@ def env(**variables: str | None) -> Iterator[None]:
     values = {name: value for name, value in variables.items() if value is not None}
     with set_variables(values):
         yield
-
-
-class HorovodVersionMismatchError(ImportError):
-    """Never raised here: nothing is compiled that could not fit the installed torch."""

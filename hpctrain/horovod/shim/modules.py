@@ -30,9 +30,10 @@ _HALF = "hpctrain.compress.half"
 _OURS = "hpctrain.horovod.shim.functions"
 
 _OWN = {"__version__", "check_replicas", "current", "elastic", "is_homogeneous", "record", "run"}
-_OWN |= {"shard", "submit", "Job", "should_stop", "STOPPED", "watch_noise"}
+_OWN |= {"shard_data", "submit", "Job", "Resources", "should_stop", "STOPPED", "watch_noise"}
 _OWN |= {"DiLoCo", "HierarchicalLocalSGD", "LocalSGD", "PostLocalSGD", "StagedSGD"}
 _OWN |= {"AsyncSGD", "Downpour", "Hogwild", "StaleSynchronous", "stable_rate", "ShardedEmbedding"}
+_OWN |= {name for name in hpctrain.__all__ if "all_gather" in name or "reduce_scatter" in name}
 _OWN |= {name for name in hpctrain.__all__ if name.endswith("Error")} - {"HorovodInternalError"}
 """What ``hpctrain`` has and ``horovod.torch`` has not, or as a module."""
 _TORCH = _names(set(hpctrain.__all__) - _OWN)
@@ -51,7 +52,6 @@ MODULES: Mapping[str, Names] = MappingProxyType(
         "horovod.common.exceptions": {
             **_names(("HorovodInternalError",)),
             **_names(("HostsUpdatedInterrupt",), _STATES),
-            **_names(("HorovodVersionMismatchError",), _OURS),
         },
         "horovod.common.process_sets": _names(_SETS),
         "horovod.common.util": {**_names(_BUILT), **_names(("env",), _OURS)},

@@ -19,7 +19,7 @@ def asked(monkeypatch):
 def test_ranks_are_counted_by_either_name_and_what_matters_on_other_hosts_is_taken(asked):
     functions.run(print, num_proc=2)
     functions.run(print, np=3)
-    functions.run(print, network_interface="eth0", ssh_port=22, min_num_proc=None)
+    functions.run(print, start_timeout=9, ssh_port=22, min_num_proc=None)
     functions.run(print, (), {}, 2, hosts="localhost:1,127.0.0.1:1", use_gloo=True, verbose=2)
     assert asked == [2, 3, 1, 2]
 
