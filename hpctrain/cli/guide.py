@@ -1,25 +1,28 @@
 """``hpctrain guide``: the manual, by topic."""
 
+from collections.abc import Callable, Iterator
 from importlib import resources
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from hpctrain.cli.options import argument
 from hpctrain.core.errors import ConfigError
 from hpctrain.core.target import hint
+from hpctrain.guide.contents import KINDS
 
 MAX_WIDTH = 100  # columns of a guide on a wide terminal
 
 
 def guide(
+    context: typer.Context,
     topic: Annotated[
         str | None, argument("TOPIC", "What to read about.", default="list the topics")
     ] = None,
 ) -> None:
     """Show a part of the manual, or list its topics.
 
-    A pipe or a file gets the Markdown text as it is.
+    A pipe or a file gets the Markdown text unchanged.
 
     For instance:
 
@@ -29,28 +32,83 @@ def guide(
 
       hpctrain guide data | less
     """
-    guides = _guides()
+    found = pages(context.find_root().command)
     if topic is None:
-        width = max(map(len, guides))
-        for name, text in guides.items():
-            typer.echo(f"hpctrain guide {name:<{width}}   {text.splitlines()[0].lstrip('# ')}")
+        typer.echo("\n".join(_contents(found)))
         return
-    if topic not in guides:
-        raise ConfigError(f'there is no guide "{topic}"{hint(topic, guides)}')
-    _show(guides[topic])
+    if topic not in found:
+        raise ConfigError(f'there is no guide "{topic}"{hint(topic, found)}')
+    show(found[topic]())
 
 
-def _guides() -> dict[str, str]:
-    """The text of each guide by its topic."""
-    files = resources.files("hpctrain.guide").iterdir()
-    return {
-        file.name.removesuffix(".md"): file.read_text(encoding="utf-8")
-        for file in sorted(files, key=lambda file: file.name)
+def pages(root: Any) -> dict[str, Callable[[], str]]:
+    """Return a function for each topic that returns its text; ``root`` is the command line."""
+    files = {
+        file.name.removesuffix(".md"): file
+        for file in resources.files("hpctrain.guide").iterdir()
         if file.name.endswith(".md")
     }
+    written = {name: lambda file=file: file.read_text("utf-8") for name, file in files.items()}
+    return {**written, "commands": lambda: _commands(root), "keys": _keys}
 
 
-def _show(text: str) -> None:
+def _contents(found: dict[str, Callable[[], str]]) -> Iterator[str]:
+    """Yield a line for each topic, below the kind of guide that it is."""
+    width = max(map(len, found))
+    for kind, topics in KINDS.items():
+        yield f"{kind}:"
+        for name in topics:
+            title = found[name]().partition("\n")[0].lstrip("# ")
+            yield f"  hpctrain guide {name:<{width}}   {title}"
+
+
+def _keys() -> str:
+    """Return the page of all configuration keys, from the classes of the configuration."""
+    from hpctrain.core.keys import render  # noqa: PLC0415 - most guides need no configuration
+    from hpctrain.train.config import RunConfig  # noqa: PLC0415
+
+    return (
+        "# Configuration keys and their defaults\n\n"
+        "`hpctrain train FILE --init` writes this text to a file; `hpctrain train FILE --explain "
+        "KEY` shows one key, its value in FILE and where the value was set. `--set KEY=VALUE` "
+        "changes a key for one run. Keys that a file omits have the defaults below.\n\n"
+        f"```toml\n{render(RunConfig())}```\n"
+    )
+
+
+def _commands(root: Any) -> str:
+    """Return the page of all commands, from their docstrings and options."""
+    lines = ["# Commands and their options", ""]
+    lines += ["`hpctrain COMMAND --help` shows one command with examples.", ""]
+    for name, command in root.commands.items():
+        lines += _command(f"hpctrain {name}", command)
+    return "\n".join(lines)
+
+
+def _command(name: str, command: Any) -> Iterator[str]:
+    """Yield the section of a command, then those of its subcommands."""
+    summary = (command.help or "").partition("\n\n")[0].replace("\n", " ")
+    yield from (f"## {name}", "", summary, "")
+    rows = [row for row in map(_row, command.params) if row]
+    if rows:
+        yield from ("| argument or option | meaning |", "|---|---|", *rows, "")
+    for inner, each in getattr(command, "commands", {}).items():
+        yield from _command(f"{name} {inner}", each)
+
+
+def _row(parameter: Any) -> str:
+    text = " ".join((getattr(parameter, "help", "") or "").split()).replace("|", "\\|")
+    if getattr(parameter, "hidden", False) or not text:
+        return ""
+    is_option = parameter.param_type_name == "option"
+    names = ", ".join(parameter.opts) if is_option else ""
+    value = parameter.metavar or ""
+    shown = " ".join(filter(None, (names, value))).replace("|", "\\|")
+    return f"| `{shown}` | {text} |"
+
+
+def show(text: str) -> None:
+    """Print Markdown: laid out on a terminal, unchanged to a pipe or a file."""
     from rich.console import Console  # noqa: PLC0415 - loaded where a guide is read
     from rich.markdown import Markdown  # noqa: PLC0415
 

@@ -20,14 +20,21 @@ from hpctrain.cli.main import USAGE_ERROR, app
 from hpctrain.cluster.env import RANK_LOST
 from hpctrain.core import errors
 from hpctrain.core.errors import ConfigError
+from hpctrain.core.keys import render
+from hpctrain.core.python_compat import tomllib
+from hpctrain.guide.contents import KINDS
 from hpctrain.launch.supervise import TIMED_OUT
 from hpctrain.negotiation.stall import HANG
 from hpctrain.runtime import abort
 from hpctrain.runtime.stopping import STOPPED
+from hpctrain.train.config import RunConfig
 from tests.harness import preload
 from tests.processes import ended
 
-TEXTS = guides._guides()
+ROOT = get_command(app)
+PAGES = guides.pages(ROOT)
+TEXTS = {name: text_of() for name, text_of in PAGES.items()}
+WRITTEN = [name for name in PAGES if name not in ("commands", "keys")]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LAUNCH = re.compile(r"^hpctrain launch (.*?)-- ")
 
@@ -50,12 +57,29 @@ def run(line):
     return result.output
 
 
-def test_without_a_topic_every_guide_is_listed_with_its_title():
+def test_without_a_topic_every_guide_is_listed_once_with_its_title_below_its_kind():
     output = run("hpctrain guide")
-    assert len(output.splitlines()) == len(TEXTS)
-    assert re.search(
-        r"hpctrain guide data +Training data: make it, read it, keep it whole\n", output
+    assert re.findall(r"^(\S.*):$", output, re.MULTILINE) == list(KINDS)
+    listed = dict(re.findall(r"^  hpctrain guide (\S+) +(.+)$", output, re.MULTILINE))
+    assert len(output.splitlines()) == len(KINDS) + len(TEXTS)
+    assert listed == {name: text.splitlines()[0].lstrip("# ") for name, text in TEXTS.items()}
+
+
+def test_the_written_guides_together_are_short():
+    assert sum(len(TEXTS[name].split()) for name in WRITTEN) <= 46_000
+
+
+def test_generated_pages_have_every_key_with_its_default_and_every_option():
+    (block,) = (code for _, code in BLOCK.findall(TEXTS["keys"]))
+    assert tomllib.loads(block) == tomllib.loads(render(RunConfig()))
+    sections = re.findall(
+        r"^## hpctrain (.+)\n((?:(?!## ).*\n)*)", TEXTS["commands"], re.MULTILINE
     )
+    assert {name for name, _ in sections} >= set(ROOT.commands) | {"data pack", "study run"}
+    options = [each for each in ROOT.commands["train"].params if each.name != "help"]
+    names = [each.opts[0] for each in options if each.param_type_name == "option"]
+    assert len(names) > 5
+    assert [name for name in names if f"`{name}" not in dict(sections)["train"]] == []
 
 
 def test_a_pipe_gets_the_text_as_it_is():
@@ -65,7 +89,7 @@ def test_a_pipe_gets_the_text_as_it_is():
 def test_a_terminal_gets_it_laid_out(monkeypatch, capsys):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "300")
-    guides.guide("data")
+    guides.show(TEXTS["data"])
     shown = capsys.readouterr().out
     assert "```" not in shown
     assert "\x1b[" in shown
@@ -77,7 +101,7 @@ def test_a_terminal_gets_it_laid_out(monkeypatch, capsys):
 @pytest.mark.parametrize(("word", "text"), [("dta", "did you mean data?"), ("?", "there are ")])
 def test_another_topic_is_an_error_with_a_way_out(word, text):
     with pytest.raises(ConfigError, match=re.escape(f'there is no guide "{word}"; {text}')):
-        guides.guide(word)
+        CliRunner().invoke(app, ["guide", word], catch_exceptions=False)
 
 
 @pytest.mark.parametrize("topic", TEXTS)
@@ -134,7 +158,7 @@ def test_the_script_of_start_stops_when_it_is_asked_and_goes_on(tmp_path):
     assert "begin at step 1\nfinished after 300 steps" in done.stdout
 
 
-@pytest.mark.parametrize("topic", TEXTS)
+@pytest.mark.parametrize("topic", WRITTEN)
 def test_lines_of_code_are_short_enough_for_a_terminal(topic):
     for _, code in BLOCK.findall(TEXTS[topic]):
         assert max(map(len, code.splitlines())) <= guides.MAX_WIDTH - 4

@@ -1,0 +1,16 @@
+"""Order and kind of the guides, for ``hpctrain guide`` and for the HTML manual."""
+
+KINDS = {
+    "Tutorials": ("start",),
+    "How-to guides": (
+        *("ddp", "migrate", "torch-distributed", "horovod", "train", "data", "checkpoints"),
+        *("slurm", "gpu", "parallel", "sharded", "embeddings"),
+        *("compression", "local-sgd", "async-sgd", "large-batch"),
+        *("plan", "cost", "studies", "results", "performance"),
+    ),
+    "Reference": (
+        *("commands", "keys", "settings", "errors", "horovod-variables", "versions", "glossary"),
+    ),
+    "Explanation": ("step", "tour"),
+}
+"""Topics by kind, in reading order. ``commands`` and ``keys`` are generated from the code."""
