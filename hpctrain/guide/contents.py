@@ -4,13 +4,14 @@ KINDS = {
     "Tutorials": ("start",),
     "How-to guides": (
         *("ddp", "migrate", "torch-distributed", "horovod", "train", "data", "checkpoints"),
-        *("slurm", "gpu", "parallel", "sharded", "embeddings"),
+        *("slurm", "recover", "gpu", "parallel", "sharded", "embeddings"),
         *("compression", "local-sgd", "async-sgd", "large-batch"),
         *("plan", "cost", "studies", "results", "performance"),
     ),
     "Reference": (
-        *("commands", "keys", "settings", "errors", "horovod-variables", "versions", "glossary"),
+        *("commands", "keys", "settings", "errors", "horovod-names", "horovod-variables"),
+        *("versions", "glossary"),
     ),
-    "Explanation": ("step", "tour"),
+    "Explanation": ("step", "consistency", "tour"),
 }
 """Topics by kind, in reading order. ``commands`` and ``keys`` are generated from the code."""
