@@ -5,7 +5,7 @@ KINDS = {
     "How-to guides": (
         *("ddp", "migrate", "torch-distributed", "horovod", "train", "data", "checkpoints"),
         *("slurm", "recover", "gpu", "parallel", "sharded", "embeddings"),
-        *("compression", "local-sgd", "async-sgd", "large-batch"),
+        *("compression", "local-sgd", "federated", "async-sgd", "large-batch"),
         *("plan", "cost", "studies", "results", "performance"),
     ),
     "Reference": (
