@@ -4,7 +4,7 @@ KINDS = {
     "Tutorials": ("start",),
     "How-to guides": (
         *("ddp", "migrate", "torch-distributed", "horovod", "train", "data", "checkpoints"),
-        *("slurm", "recover", "gpu", "parallel", "sharded", "embeddings"),
+        *("slurm", "recover", "gpu", "parallel", "parallel-script", "sharded", "embeddings"),
         *("compression", "local-sgd", "federated", "async-sgd", "large-batch"),
         *("plan", "cost", "studies", "results", "performance"),
     ),
