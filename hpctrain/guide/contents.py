@@ -6,7 +6,7 @@ KINDS = {
         *("ddp", "migrate", "torch-distributed", "horovod", "train", "data", "checkpoints"),
         *("slurm", "recover", "gpu", "parallel", "parallel-script", "sharded", "embeddings"),
         *("compression", "local-sgd", "federated", "async-sgd", "large-batch"),
-        *("plan", "cost", "studies", "results", "performance"),
+        *("plan", "cost", "studies", "results", "performance", "hangs"),
     ),
     "Reference": (
         *("commands", "keys", "settings", "errors", "horovod-names", "horovod-variables"),
