@@ -1,7 +1,7 @@
 """Order and kind of the guides, for ``hpctrain guide`` and for the HTML manual."""
 
 KINDS = {
-    "Tutorials": ("start",),
+    "Tutorials": ("start", "cluster"),
     "How-to guides": (
         *("ddp", "migrate", "torch-distributed", "horovod", "train", "data", "checkpoints"),
         *("slurm", "recover", "gpu", "parallel", "parallel-script", "sharded", "embeddings"),
