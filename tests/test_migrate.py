@@ -1,4 +1,4 @@
-"""The guide ``horovod-names`` has every name of Horovod, and our functions take what Horovod's take."""
+"""The guide ``horovod-names`` has every name of Horovod; our functions take its arguments."""
 
 import ast
 import importlib
