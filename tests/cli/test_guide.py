@@ -19,6 +19,7 @@ from hpctrain.cli import guide as guides
 from hpctrain.cli.launch import INTERRUPTED
 from hpctrain.cli.main import USAGE_ERROR, app
 from hpctrain.cluster.env import RANK_LOST
+from hpctrain.comm.process_group.buckets_in_place import LARGE_BYTES
 from hpctrain.compress import by_name
 from hpctrain.core import errors
 from hpctrain.core.config import Settings
@@ -32,7 +33,7 @@ from hpctrain.data.order import window
 from hpctrain.data.packing import pack
 from hpctrain.guide.contents import KINDS
 from hpctrain.horovod.elastic.run import MAX_IN_VAIN
-from hpctrain.launch import restart, supervise
+from hpctrain.launch import lease, restart, supervise
 from hpctrain.launch.supervise import TIMED_OUT
 from hpctrain.negotiation.stall import HANG
 from hpctrain.runtime import abort
@@ -259,6 +260,9 @@ FIGURES = [
     ("data", f"`global` for samples of {KB} kB and more"),
     ("data", f"for sets up to {steps.CACHED_BYTES // GIB} GiB, else `window`"),
     ("data", f"read into memory for this, up to {pack.SHUFFLED_BYTES // GIB} GiB"),
+    ("slurm", f"otherwise after {lease.TIMES.stale_s:g} seconds without a heartbeat"),
+    ("slurm", f"still active after {lease.TIMES.wait_s:g} seconds, the second ends"),
+    ("torch-distributed", f"DDP buckets of {LARGE_BYTES // MIB} MiB and more"),
     ("plan", f"in buckets of {BUCKET // MIB} MiB"),
     ("local-sgd", f'`state="{default(hpctrain.LocalSGD, "state")}"` (default)'),
     ("embeddings", f"`cache_steps={default(hpctrain.ShardedEmbedding, 'cache_steps')}` (default)"),
