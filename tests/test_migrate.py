@@ -1,4 +1,4 @@
-"""The guide ``migrate`` has every name of Horovod, and our functions take what Horovod's take."""
+"""The guide ``horovod-names`` has every name of Horovod; our functions take its arguments."""
 
 import ast
 import importlib
@@ -13,10 +13,8 @@ import pytest
 import hpctrain
 from tests.horovod_vocabulary import FUNCTIONS, METHODS, OTHERS
 
-GUIDE = resources.files("hpctrain.guide").joinpath("migrate.md").read_text(encoding="utf-8")
-ROWS = re.findall(
-    r"^\| `([\w.()]+)` \| (.+) \|$", GUIDE.partition("## Every name")[2], re.MULTILINE
-)
+GUIDE = resources.files("hpctrain.guide").joinpath("horovod-names.md").read_text(encoding="utf-8")
+ROWS = re.findall(r"^\| `([\w.()]+)` \| (.+) \|$", GUIDE, re.MULTILINE)
 IN_THE_TABLE = {name for name, _ in ROWS}
 OWN = {"DistributedOptimizer()", "is_homogeneous", "elastic.State", "elastic.ObjectState"}
 """What rows are about that ``dir(horovod.torch)`` does not have."""

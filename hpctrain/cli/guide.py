@@ -1,14 +1,18 @@
 """``hpctrain guide``: the manual, by topic."""
 
+from collections.abc import Callable, Iterator
 from importlib import resources
+from typing import Any
 
 import typer
 from rich.console import Console
 from rich.markdown import Markdown
 
-from hpctrain.cli.options import aligned, argument
-from hpctrain.core import target
+from hpctrain.cli.options import argument
+from hpctrain.core import keys, target
 from hpctrain.core.errors import ConfigError
+from hpctrain.guide.contents import KINDS
+from hpctrain.train import run_config
 
 MAX_WIDTH = 100  # columns of a page on a wide terminal
 
@@ -17,6 +21,7 @@ app = typer.Typer()
 
 @app.command()
 def guide(
+    context: typer.Context,
     topic: str | None = argument("TOPIC", "Page to show.", default=None, shown="list the topics"),
 ) -> None:
     """Show a page of the manual, or list its topics.
@@ -30,28 +35,84 @@ def guide(
 
       hpctrain guide data | less
     """
-    guides = texts()
+    found = pages(context.find_root().command)
     if topic is None:
-        titles = {name: text.splitlines()[0].lstrip("# ") for name, text in guides.items()}
-        rows = [(f"hpctrain guide {name}", title) for name, title in titles.items()]
-        typer.echo("\n".join(aligned(rows)))
+        typer.echo("\n".join(_contents(found)))
         return
-    if topic not in guides:
-        raise ConfigError(f'there is no guide "{topic}"{target.hint(topic, guides)}')
-    console = Console()
-    if not console.is_terminal:
-        typer.echo(guides[topic], nl=False)
-        return
-    # The 16 colours that the terminal defines: they fit its background.
-    page = Markdown(guides[topic], code_theme="ansi_dark", hyperlinks=False)
-    console.print(page, width=min(console.width, MAX_WIDTH))
+    if topic not in found:
+        raise ConfigError(f'there is no guide "{topic}"{target.hint(topic, found)}')
+    show(found[topic]())
 
 
-def texts() -> dict[str, str]:
-    """Return the text of each page by its topic."""
-    files = resources.files("hpctrain.guide").iterdir()
-    return {
-        file.name.removesuffix(".md"): file.read_text(encoding="utf-8")
-        for file in sorted(files, key=lambda file: file.name)
+def pages(root: Any) -> dict[str, Callable[[], str]]:
+    """Return a function for each topic that returns its text; ``root`` is the command line."""
+    files = {
+        file.name.removesuffix(".md"): file
+        for file in resources.files("hpctrain.guide").iterdir()
         if file.name.endswith(".md")
     }
+    written = {name: lambda file=file: file.read_text("utf-8") for name, file in files.items()}
+    return {**written, "commands": lambda: _commands(root), "keys": _keys}
+
+
+def _contents(found: dict[str, Callable[[], str]]) -> Iterator[str]:
+    """Yield a line for each topic, below the kind of guide that it is."""
+    width = max(map(len, found))
+    for kind, topics in KINDS.items():
+        yield f"{kind}:"
+        for name in topics:
+            title = found[name]().partition("\n")[0].lstrip("# ")
+            yield f"  hpctrain guide {name:<{width}}   {title}"
+
+
+def _keys() -> str:
+    """Return the page of all configuration keys, from the classes of the configuration."""
+    return (
+        "# Configuration keys and their defaults\n\n"
+        "`hpctrain train FILE --init` writes this text to a file; `hpctrain train FILE --explain "
+        "KEY` shows one key, its value in FILE and where the value was set. `--set KEY=VALUE` "
+        "changes a key for one run. Keys that a file omits have the defaults below.\n\n"
+        f"```toml\n{keys.render(run_config.RunConfig())}```\n"
+    )
+
+
+def _commands(root: Any) -> str:
+    """Return the page of all commands, from their docstrings and options."""
+    lines = ["# Commands and their options", ""]
+    lines += ["`hpctrain COMMAND --help` shows one command with examples.", ""]
+    for name, command in root.commands.items():
+        lines += _command(f"hpctrain {name}", command.loaded())
+    return "\n".join(lines)
+
+
+def _command(name: str, command: Any) -> Iterator[str]:
+    """Yield the section of a command, then those of its subcommands."""
+    summary = (command.help or "").partition("\n\n")[0].replace("\n", " ")
+    yield from (f"## {name}", "", summary, "")
+    rows = [row for row in map(_row, command.params) if row]
+    if rows:
+        yield from ("| argument or option | meaning |", "|---|---|", *rows, "")
+    for inner, each in getattr(command, "commands", {}).items():
+        yield from _command(f"{name} {inner}", each)
+
+
+def _row(parameter: Any) -> str:
+    text = " ".join((getattr(parameter, "help", "") or "").split()).replace("|", "\\|")
+    if getattr(parameter, "hidden", False) or not text:
+        return ""
+    is_option = parameter.param_type_name == "option"
+    names = ", ".join(parameter.opts) if is_option else ""
+    value = parameter.metavar or ""
+    shown = " ".join(filter(None, (names, value))).replace("|", "\\|")
+    return f"| `{shown}` | {text} |"
+
+
+def show(text: str) -> None:
+    """Print Markdown: laid out on a terminal, unchanged to a pipe or a file."""
+    console = Console()
+    if not console.is_terminal:
+        typer.echo(text, nl=False)
+        return
+    # The 16 colours of the terminal itself, which fit its background.
+    document = Markdown(text, code_theme="ansi_dark", hyperlinks=False)
+    console.print(document, width=min(console.width, MAX_WIDTH))

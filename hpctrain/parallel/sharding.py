@@ -68,14 +68,14 @@ def shard(  # noqa: PLR0913 - each is one choice
         stage: 1, 2 or 3.
         mesh: one axis of shards, or two, of replicas and of shards (HSDP), as ``hybrid_mesh()``
             makes them; all ranks, unless given.
-        layers: names of the modules that are gathered at once; ``*`` stands for anything. The
-            members of the outermost ``nn.ModuleList``s and ``nn.Sequential``s, unless given.
+        layers: names of the modules that are gathered at once; ``*`` stands for any text. By
+            default the members of the outermost ``nn.ModuleList`` and ``nn.Sequential`` modules.
         compute_dtype: of forward and backward; parameters and state are float32 at least then.
         offload: a folder on a disk of the node that holds parameters and state, for ranks on
             CPUs; or ``"cpu"``: they lie, and are stepped, in the memory of the CPU.
 
     Returns:
-        The optimizer, whose state and parameters are ``DTensor``s.
+        The optimizer, whose state and parameters are ``DTensor`` objects.
 
     Raises:
         ConfigError: an argument does not fit; on every rank.

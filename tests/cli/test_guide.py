@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import inspect
 import os
 import re
 import shlex
@@ -10,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 from typer.testing import CliRunner
 
 import hpctrain
@@ -17,16 +19,33 @@ from hpctrain.cli import guide as guides
 from hpctrain.cli.launch import INTERRUPTED
 from hpctrain.cli.main import COMMANDS, USAGE_ERROR, Command, app
 from hpctrain.cluster.env import RANK_LOST
+from hpctrain.comm.process_group.buckets_in_place import LARGE_BYTES
+from hpctrain.compress import by_name
 from hpctrain.core import errors
+from hpctrain.core.config import Settings
 from hpctrain.core.errors import ConfigError
+from hpctrain.core.keys import render
+from hpctrain.core.python_compat import tomllib
+from hpctrain.core.units import GIB, KIB, MIB
+from hpctrain.cost import Model as StepModel
+from hpctrain.data import steps
+from hpctrain.data.order import window
+from hpctrain.data.packing import pack
+from hpctrain.guide.contents import KINDS
+from hpctrain.horovod.elastic.run import MAX_IN_VAIN
+from hpctrain.launch import lease, restart, supervise
 from hpctrain.launch.supervise import TIMED_OUT
 from hpctrain.negotiation.stall import HANG
 from hpctrain.runtime import abort
 from hpctrain.runtime.stopping import STOPPED
+from hpctrain.train.run_config import RunConfig
 from tests.harness import preload
 from tests.processes import ended
 
-TEXTS = guides.texts()
+ROOT = get_command(app)
+PAGES = guides.pages(ROOT)
+TEXTS = {name: text_of() for name, text_of in PAGES.items()}
+WRITTEN = [name for name in PAGES if name not in ("commands", "keys")]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LAUNCH = re.compile(r"^hpctrain launch (.*?)-- ")
 
@@ -53,12 +72,35 @@ def run(line):
     return result.output
 
 
-def test_without_a_topic_every_guide_is_listed_with_its_title():
+def test_without_a_topic_every_guide_is_listed_once_with_its_title_below_its_kind():
     output = run("hpctrain guide")
-    assert len(output.splitlines()) == len(TEXTS)
-    assert re.search(
-        r"hpctrain guide data +Training data: make it, read it, keep it whole\n", output
+    assert re.findall(r"^(\S.*):$", output, re.MULTILINE) == list(KINDS)
+    listed = dict(re.findall(r"^  hpctrain guide (\S+) +(.+)$", output, re.MULTILINE))
+    assert len(output.splitlines()) == len(KINDS) + len(TEXTS)
+    assert listed == {name: text.splitlines()[0].lstrip("# ") for name, text in TEXTS.items()}
+
+
+def test_the_written_guides_together_are_short():
+    assert sum(len(TEXTS[name].split()) for name in WRITTEN) <= 32_000
+
+
+def test_generated_pages_have_every_key_with_its_default_and_every_option():
+    (block,) = (code for _, code in BLOCK.findall(TEXTS["keys"]))
+    assert tomllib.loads(block) == tomllib.loads(render(RunConfig()))
+    sections = re.findall(
+        r"^## hpctrain (.+)\n((?:(?!## ).*\n)*)", TEXTS["commands"], re.MULTILINE
     )
+    assert {name for name, _ in sections} >= set(ROOT.commands) | {"data pack", "study run"}
+    options = [
+        each for each in ROOT.commands["train"].loaded().params if not getattr(each, "hidden", 0)
+    ]
+    names = [
+        each.opts[0]
+        for each in options
+        if each.name != "help" and each.param_type_name == "option"
+    ]
+    assert len(names) > 5
+    assert [name for name in names if f"`{name}" not in dict(sections)["train"]] == []
 
 
 def test_a_pipe_gets_the_text_as_it_is():
@@ -68,7 +110,7 @@ def test_a_pipe_gets_the_text_as_it_is():
 def test_a_terminal_gets_it_laid_out(monkeypatch, capsys):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "300")
-    guides.guide("data")
+    guides.show(TEXTS["data"])
     shown = capsys.readouterr().out
     assert "```" not in shown
     assert "\x1b[" in shown
@@ -80,7 +122,7 @@ def test_a_terminal_gets_it_laid_out(monkeypatch, capsys):
 @pytest.mark.parametrize(("word", "text"), [("dta", "did you mean data?"), ("?", "there are ")])
 def test_another_topic_is_an_error_with_a_way_out(word, text):
     with pytest.raises(ConfigError, match=re.escape(f'there is no guide "{word}"; {text}')):
-        guides.guide(word)
+        CliRunner().invoke(app, ["guide", word], catch_exceptions=False)
 
 
 @pytest.mark.parametrize("topic", TEXTS)
@@ -137,7 +179,7 @@ def test_the_script_of_start_stops_when_it_is_asked_and_goes_on(tmp_path):
     assert "begin at step 1\nfinished after 300 steps" in done.stdout
 
 
-@pytest.mark.parametrize("topic", TEXTS)
+@pytest.mark.parametrize("topic", WRITTEN)
 def test_lines_of_code_are_short_enough_for_a_terminal(topic):
     for _, code in BLOCK.findall(TEXTS[topic]):
         assert max(map(len, code.splitlines())) <= guides.MAX_WIDTH - 4
@@ -151,7 +193,7 @@ def test_files_of_the_project_that_a_guide_names_exist(topic):
 
 
 @pytest.mark.ranks(2, 3)
-@pytest.mark.parametrize("topic", ["ddp", "checkpoints", "embeddings"])
+@pytest.mark.parametrize("topic", ["ddp", "migrate", "recover", "checkpoints", "embeddings"])
 def test_snippets_for_scripts_of_ones_own_run_on_several_ranks(topic, world, tmp_path):
     """What a shell does between them, rank 0 does."""
     names: dict[str, object] = {"__name__": "guide"}
@@ -201,3 +243,66 @@ def test_messages_that_the_guide_of_errors_quotes_are_those_of_the_code():
     for message in quoted:
         pattern = ".*".join(map(re.escape, message.split("...")))
         assert re.search(pattern, every), message
+
+
+# -- figures -----------------------------------------------------------------------------------
+
+
+def default(function, name):
+    return inspect.signature(function).parameters[name].default
+
+
+SETTINGS, BUCKET = Settings(), StepModel.__dataclass_fields__["bucket_bytes"].default
+KB, WINDOW = steps.FAST_ALONE_BYTES // 1000, f"{window.MIXED:,}"
+FIGURES = [
+    ("hangs", f"| {SETTINGS.stall_s:g} s (`HPCTRAIN_STALL_S`) |"),
+    ("hangs", f"| {SETTINGS.timeout:g} s (`HPCTRAIN_TIMEOUT`) |"),
+    ("hangs", f"| {supervise.FEW_S:g} s | under `hpctrain launch`: a rank ended"),
+    ("recover", f"within {restart.ANSWER_S:g} seconds"),
+    ("recover", f"After {['no', 'one', 'two', 'three'][MAX_IN_VAIN]} unsuccessful retries"),
+    ("data", f"A window mixes {window.MIXED_PER_SAMPLE} blocks per sample"),
+    ("data", f"global batch, and at least {WINDOW}. A block has at least"),
+    ("data", f"A block has at least {window.BLOCK_BYTES // KIB} KiB"),
+    ("data", f"`global` for samples of {KB} kB and more"),
+    ("data", f"for sets up to {steps.CACHED_BYTES // GIB} GiB, else `window`"),
+    ("data", f"read into memory for this, up to {pack.SHUFFLED_BYTES // GIB} GiB"),
+    ("slurm", f"otherwise after {lease.TIMES.stale_s:g} seconds without a heartbeat"),
+    ("slurm", f"still active after {lease.TIMES.wait_s:g} seconds, the second ends"),
+    ("torch-distributed", f"DDP buckets of {LARGE_BYTES // MIB} MiB and more"),
+    ("plan", f"in buckets of {BUCKET // MIB} MiB"),
+    ("local-sgd", f'`state="{default(hpctrain.LocalSGD, "state")}"` (default)'),
+    ("embeddings", f"`cache_steps={default(hpctrain.ShardedEmbedding, 'cache_steps')}` (default)"),
+]
+"""Figures of the code that guides state, as they are written there."""
+
+
+@pytest.mark.parametrize(("topic", "text"), FIGURES)
+def test_figures_in_guides_are_those_of_the_code(topic, text):
+    assert text in " ".join(TEXTS[topic].split())
+
+
+@pytest.mark.parametrize("topic", ["local-sgd", "async-sgd"])
+def test_arguments_in_the_tables_of_methods_are_the_defaults(topic):
+    table = TEXTS[topic].partition("## Choose a method")[2].partition("## ")[0]
+    calls = re.findall(r"^\| `((\w+)\(.*?\))` \|", table, re.MULTILINE)
+    assert calls
+    for text, name in calls:
+        for each in ast.parse(text).body[0].value.keywords:
+            value = ast.literal_eval(each.value)
+            usual = default(getattr(hpctrain, name), each.arg)
+            assert value in (usual, EXAMPLES.get(each.arg)), text
+
+
+EXAMPLES = {"warmup_steps": 100, "cooldown_start": 900}  # required arguments
+
+
+def test_the_guide_of_compression_has_every_codec():
+    table = re.search(r"^\| name \|.*?(?=\n\n)", TEXTS["compression"], re.MULTILINE | re.DOTALL)
+    names = "".join(re.findall(r"^\| ([^|]+) \|", table[0], re.MULTILINE))
+    assert set(re.findall(r"`(\w+)`", names)) == {*by_name.CODECS} - {"none"}
+
+
+def test_guides_name_only_guides_that_exist():
+    for name in WRITTEN:
+        named = re.findall(r"`hpctrain\s+guide\s+([a-z-]+)`", TEXTS[name])
+        assert set(named) <= set(TEXTS), name

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 import hpctrain
 
-TEXT = (Path(hpctrain.__file__).parent / "guide/parallel.md").read_text()
+TEXT = (Path(hpctrain.__file__).parent / "guide/parallel-script.md").read_text()
 
 
 @pytest.mark.ranks(4)

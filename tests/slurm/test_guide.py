@@ -122,7 +122,10 @@ def test_five_commands_lead_from_an_empty_home_to_a_finished_job(slurm, home, wh
     assert "runs/run is finished" in shown
 
 
-START = resources.files("hpctrain.guide").joinpath("start.md").read_text(encoding="utf-8")
+START = "".join(
+    resources.files("hpctrain.guide").joinpath(name).read_text(encoding="utf-8")
+    for name in ("start.md", "cluster.md")
+)
 
 
 @pytest.mark.conformance

@@ -22,15 +22,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from typer.main import get_command
+
+from hpctrain.cli import guide
+from hpctrain.cli.main import app
+from hpctrain.guide.contents import KINDS
+
 ROOT = Path(__file__).parents[3]
 GUIDES = ROOT / "hpctrain/guide"
-
-FIRST = (
-    ("Begin", ("start", "ddp", "train", "data", "checkpoints", "gpu", "slurm")),
-    ("When something is wrong or slow", ("errors", "performance", "versions")),
-    ("Horovod", ("horovod", "migrate", "horovod-variables")),
-)
-"""Topics in reading order; what is not named here follows by its name."""
 
 PARTS = ("data", "checkpoint", "comm", "compress", "optim", "parallel", "cost", "elastic")
 PACKAGES = ("hpctrain", *(f"hpctrain.{part}" for part in PARTS))
@@ -76,7 +75,7 @@ class Pages:
         folder.mkdir(parents=True)
         self._folder = folder
         self._with_output = with_output
-        self._topics = {path.stem for path in GUIDES.glob("*.md")}
+        self._guides = guide.pages(get_command(app))
         self._examples = sorted(
             path.relative_to(ROOT)
             for path in (ROOT / "examples").rglob("*")
@@ -85,8 +84,8 @@ class Pages:
 
     def write(self) -> None:
         """Write all of them."""
-        for source in GUIDES.glob("*.md"):
-            self._document(source, Path("guide", source.name))
+        for topic, text_of in self._guides.items():
+            self._put(Path("guide", f"{topic}.md"), self._converted(text_of(), GUIDES))
         for source in (ROOT / "examples").rglob("*.md"):
             self._document(source, source.relative_to(ROOT), self._examples_of(source.parent))
         for name in ("CHANGELOG.md", "CONTRIBUTING.md", "perf/README.md"):
@@ -102,12 +101,10 @@ class Pages:
 
     def _contents(self) -> Iterator[str]:
         """The tables of contents, which the page itself does not show."""
-        rest = self._topics - {topic for _, topics in FIRST for topic in topics}
-        for caption, topics in (*FIRST, ("More topics", sorted(rest))):
-            there = [f"{topic} <guide/{topic}>" for topic in topics if topic in self._topics]
-            yield from _toctree(caption, there)
+        for caption, topics in KINDS.items():
+            yield from _toctree(caption, [f"{topic} <guide/{topic}>" for topic in topics])
+        yield from _toctree("Public names", [f"{name} <reference/{name}>" for name in PACKAGES])
         yield from _toctree("Examples", ["examples <examples/README>"])
-        yield from _toctree("Reference", [f"{name} <reference/{name}>" for name in PACKAGES])
         yield from _toctree("Project", PROJECT)
 
     def _examples_of(self, folder: Path) -> str:
@@ -126,15 +123,19 @@ class Pages:
         return "\n".join(_toctree("", entries))
 
     def _document(self, source: Path, place: Path, behind: str = "") -> None:
-        text = "".join(self._linked(part) for part in _parts(source.read_text(encoding="utf-8")))
-        text = LINK.sub(lambda found: self._to_page(found, source.parent), text)
+        text = self._converted(source.read_text(encoding="utf-8"), source.parent)
         self._put(place, f"{text}\n{behind}")
+
+    def _converted(self, text: str, folder: Path) -> str:
+        """Return Markdown whose names of guides and examples are links."""
+        text = "".join(self._linked(part) for part in _parts(text))
+        return LINK.sub(lambda found: self._to_page(found, folder), text)
 
     def _linked(self, part: str) -> str:
         """Make links of the topics and examples that prose names."""
         if part.startswith(("```", "    ")):
             return part
-        topics, examples = self._topics, self._examples
+        topics, examples = self._guides, self._examples
 
         def to_guide(found: re.Match[str]) -> str:
             known = found[1] in topics

@@ -1,0 +1,17 @@
+"""Order and kind of the guides, for ``hpctrain guide`` and for the HTML manual."""
+
+KINDS = {
+    "Tutorials": ("start", "cluster"),
+    "How-to guides": (
+        *("ddp", "migrate", "torch-distributed", "horovod", "train", "data", "checkpoints"),
+        *("slurm", "recover", "gpu", "parallel", "parallel-script", "sharded", "embeddings"),
+        *("compression", "local-sgd", "federated", "async-sgd", "large-batch"),
+        *("plan", "cost", "studies", "results", "performance", "hangs"),
+    ),
+    "Reference": (
+        *("commands", "keys", "settings", "errors", "horovod-names", "horovod-variables"),
+        *("versions", "glossary"),
+    ),
+    "Explanation": ("step", "architecture", "consistency", "tour"),
+}
+"""Topics by kind, in reading order. ``commands`` and ``keys`` are generated from the code."""
