@@ -4,6 +4,7 @@ import shlex
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -153,7 +154,8 @@ def launch(asked: LaunchOptions, **of_horovodrun: Any) -> None:
 
 def explain(code: int, words: Sequence[str], hosts: str) -> None:
     """Print a note about the end of a launch where the ranks print none."""
-    if code == env.STOPPED and [*words[:2]] != ["hpctrain", "train"]:  # which reports its stop
+    reports_itself = ("hpctrain", "train") in pairwise(words)
+    if code == env.STOPPED and not reports_itself:
         say(
             f"the ranks have stopped with code {code} and saved their state; the same command "
             f"continues"

@@ -101,9 +101,7 @@ def test_sbatch_is_preferred_to_slurms_imitation_of_other_schedulers(command, tm
 
 
 def test_no_scheduler_is_a_clear_error(tmp_path):
-    with pytest.raises(
-        LaunchError, match=r"sbatch must be in PATH.*login node.*--print shows.*hpctrain launch"
-    ):
+    with pytest.raises(LaunchError, match=r"must be in PATH.*--print shows.*hpctrain launch"):
         try_out("#!/bin/sh\n", {"PATH": str(tmp_path)})
 
 

@@ -10,7 +10,7 @@ release = hpctrain.__version__
 extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "myst_parser"]
 highlight_language = "text"
 myst_heading_anchors = 4
-# An array's repr tells an address, so defaults are shown as they are written.
+# The repr of an array contains an address, so defaults are shown as in the source.
 autodoc_preserve_defaults = True
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented_params"

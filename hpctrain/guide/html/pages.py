@@ -108,7 +108,7 @@ class Pages:
         yield from _toctree("Project", PROJECT)
 
     def _examples_of(self, folder: Path) -> str:
-        """The table of contents of a folder of examples, those of folders without one included."""
+        """Return the table of contents of a folder of examples, with subfolders without a page."""
         with_readme = {path.parent.relative_to(ROOT) for path in ROOT.glob("examples/*/README.md")}
         place = folder.relative_to(ROOT)
         mine = [
@@ -145,7 +145,7 @@ class Pages:
             known = Path(found[1]) in examples
             return f"[`{found[1]}`](/{found[1]}.md)" if known else found[0]
 
-        bare = re.split(r"(\[[^\]]*\]\([^)]*\))", part)  # what is a link already stays as it is
+        bare = re.split(r"(\[[^\]]*\]\([^)]*\))", part)  # existing links are kept
         return "".join(
             each if each.startswith("[") else EXAMPLE.sub(to_example, GUIDE.sub(to_guide, each))
             for each in bare
@@ -215,7 +215,7 @@ def command_of(example: Path) -> str:
 
 
 def output_of(command: str) -> tuple[str, bytes | None]:
-    """Run the command of an example in a folder of its own: what it prints, and its figure.
+    """Run the command of an example in a new folder; return its output and its figure.
 
     Raises ``SystemExit``: it has failed.
     """
@@ -243,7 +243,7 @@ def output_of(command: str) -> tuple[str, bytes | None]:
 
 
 def cells_of(notebook: Path, *, is_run: bool) -> Iterator[str]:
-    """Yield the cells of a notebook as Markdown, with what they print if it is run."""
+    """Yield the cells of a notebook as Markdown, with their output if it is run."""
     import nbformat  # noqa: PLC0415 - of the extra `docs`
     from nbclient import NotebookClient  # noqa: PLC0415
 
@@ -313,7 +313,7 @@ def _entry(full: str, value: Any, package: str) -> list[str]:
 
 
 def _comment(name: str, module: str) -> list[str]:
-    """Return the docstring below the assignment of a name, or the comment behind it."""
+    """Return the docstring below the assignment of a name, or the comment after it."""
     from sphinx.pycode import ModuleAnalyzer  # noqa: PLC0415 - its tests need no Sphinx
 
     analyzer = ModuleAnalyzer.for_module(module)
@@ -324,7 +324,7 @@ def _comment(name: str, module: str) -> list[str]:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("folder", type=Path, help="where the sources are written, anew")
+    parser.add_argument("folder", type=Path, help="folder of the sources, which is replaced")
     parser.add_argument("--output", action="store_true", help="run the examples, show the output")
     arguments = parser.parse_args()
     Pages(arguments.folder, with_output=arguments.output).write()
