@@ -149,8 +149,7 @@ class Manager:
             step: number of steps done.
             private: values of this rank.
             facts: values for JSON, for example for checks before a load.
-            wait: return when the checkpoint is on disk. An error of the last save is only logged,
-                as this one replaces it.
+            wait: return when the checkpoint is on disk; an error of the last save is only logged.
             score: how good the model is, the larger the better; for ``keep_best``.
             source_rank: write the state of this rank alone; see ``save``.
 
@@ -182,10 +181,8 @@ class Manager:
         self._step, self._has_score = step, bool(scored)
         self._stall_s = time.monotonic() - began
         stall_s = None if self._writer.at_once else self._stall_s
-        damaged = {*self._damaged}
-        self._writer.start(
-            lambda comm: self._write(comm, taken, options, stall_s=stall_s, damaged=damaged)
-        )
+        write = partial(self._write, stall_s=stall_s, damaged={*self._damaged})
+        self._writer.start(lambda comm: write(comm, taken, options))
         if wait or self._writer.at_once:
             self.wait()
         self._damaged.pop(step, None)

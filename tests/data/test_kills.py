@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from hpctrain.core.atomic import PART
-from hpctrain.data.format.dataset_manifest import LOCK, MANIFEST
+from hpctrain.data.format.dataset_manifest import LOCK, MANIFEST, Field
 from hpctrain.data.samples import Ragged
 from hpctrain.data.tools.repair import repair
 from hpctrain.data.writer import ShardWriter, write_arrays
@@ -126,7 +126,7 @@ def test_a_killed_rank_leaves_a_whole_data_set(tmp_path, attempt):
     assert len(list(folder.iterdir())) == 2
 
 
-FIELDS = {"x": ((), "i8"), "words": ((), "i8", True)}
+FIELDS = {"x": ((), "i8"), "words": Field.of((), "i8", ragged=True)}
 
 
 def write(folder, comm, key):
