@@ -409,7 +409,8 @@ class ShardedEmbedding(nn.Module):
         own = f"steps={state['steps']}, lr={state['lr']}"
         require_equal(comm, [own], "a table's state", "load the same checkpoint on every rank")
         self._memory.restore(state["tensors"])
-        self.steps, self.lr, self._pending = state["steps"], state["lr"], []
+        self.steps, self._pending = state["steps"], []
+        self._rule.lr = learning_rate(state["lr"])
         comm.barrier()
 
     def _warn(self, text: str) -> None:

@@ -32,7 +32,7 @@ WRONG = [
     ("LocalSGD", {"steps": 0}, "at least 1 step"),
     ("LocalSGD", {"steps": "often"}, '"auto"'),
     ("LocalSGD", {"state": "mean"}, "local, average, reset"),
-    ("LocalSGD", {"steps": "auto", "share": 1.5}, "between 0 and 1"),
+    ("LocalSGD", {"steps": "auto", "share": 1.5}, "above 0 and below 1"),
     ("LocalSGD", {"steps": "auto", "most": 0}, "most=0"),
     ("PostLocalSGD", {"start": -1}, "lr_drop"),
     ("PostLocalSGD", {"start": "soon"}, "lr_drop"),
