@@ -1,4 +1,4 @@
-"""This process: which one it is, in words that mean the same to others."""
+"""This process: which one it is, with an identity that other processes understand."""
 
 import builtins
 import multiprocessing
@@ -25,7 +25,7 @@ class ProcessIdentity(NamedTuple):
 
 
 def identity() -> ProcessIdentity:
-    """Return the identity of this process; where there is no /proc it sees nobody."""
+    """Return the identity of this process; without /proc it is alone in its namespace."""
     try:
         namespace = (_BOOT.read_text().strip(), _NAMESPACE.stat().st_ino)
     except OSError:
@@ -34,14 +34,14 @@ def identity() -> ProcessIdentity:
 
 
 def is_interactive() -> bool:
-    """Say whether a person types into this process: a Python prompt or a notebook."""
+    """Return True in an interactive process: a Python prompt or a notebook."""
     return hasattr(sys, "ps1") or hasattr(builtins, "get_ipython")
 
 
 def is_child() -> bool:
-    """Say whether multiprocessing has started this process, or a server for such processes.
+    """Return True if multiprocessing started this process, or it is a server for such processes.
 
-    That holds already while it imports the program's main module.
+    Also True while the process imports the main module of the program.
     """
     process = multiprocessing.current_process()
     return multiprocessing.parent_process() is not None or hasattr(process, "_inheriting")
@@ -49,22 +49,17 @@ def is_child() -> bool:
 
 @contextmanager
 def named(name: str) -> Iterator[None]:
-    """Let this process have another name inside, of 15 characters at most, for who looks at it."""
-    try:
-        before = _NAME.read_bytes().removesuffix(b"\n")  # is no part of it
-        _NAME.write_text(name)
-    except OSError:  # no /proc
-        yield
-        return
+    """Rename this process inside the block; at most 15 characters."""
+    before = name_of(os.getpid())
+    rename(name)
     try:
         yield
     finally:
-        with suppress(OSError):
-            _NAME.write_bytes(before)
+        rename(before)
 
 
 def rename(name: str) -> None:
-    """Let this process have another name, of 15 characters at most, for who looks at it."""
+    """Rename this process, as other processes see it; at most 15 characters."""
     with suppress(OSError):  # no /proc
         _NAME.write_text(name)
 
