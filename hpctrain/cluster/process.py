@@ -1,4 +1,4 @@
-"""Identity, name and state of this process, in terms that other processes understand."""
+"""This process: which one it is, with an identity that other processes understand."""
 
 import builtins
 import multiprocessing
@@ -25,7 +25,7 @@ class ProcessIdentity(NamedTuple):
 
 
 def identity() -> ProcessIdentity:
-    """Return the identity of this process; without /proc its namespace contains no other."""
+    """Return the identity of this process; without /proc it is alone in its namespace."""
     try:
         namespace = (_BOOT.read_text().strip(), _NAMESPACE.stat().st_ino)
     except OSError:
@@ -34,12 +34,12 @@ def identity() -> ProcessIdentity:
 
 
 def is_interactive() -> bool:
-    """Return whether this process is a Python prompt or a notebook."""
+    """Return True in an interactive process: a Python prompt or a notebook."""
     return hasattr(sys, "ps1") or hasattr(builtins, "get_ipython")
 
 
 def is_child() -> bool:
-    """Return whether multiprocessing has started this process, or a server for such processes.
+    """Return True if multiprocessing started this process, or it is a server for such processes.
 
     Also True while the process imports the main module of the program.
     """
@@ -49,22 +49,17 @@ def is_child() -> bool:
 
 @contextmanager
 def named(name: str) -> Iterator[None]:
-    """Rename this process inside this context, for tools such as ps; at most 15 characters."""
-    try:
-        before = _NAME.read_bytes().removesuffix(b"\n")  # not part of the name
-        _NAME.write_text(name)
-    except OSError:  # no /proc
-        yield
-        return
+    """Rename this process inside the block; at most 15 characters."""
+    before = name_of(os.getpid())
+    rename(name)
     try:
         yield
     finally:
-        with suppress(OSError):
-            _NAME.write_bytes(before)
+        rename(before)
 
 
 def rename(name: str) -> None:
-    """Rename this process for tools such as ps; at most 15 characters."""
+    """Rename this process, as other processes see it; at most 15 characters."""
     with suppress(OSError):  # no /proc
         _NAME.write_text(name)
 

@@ -26,7 +26,7 @@ from hpctrain.core.atomic import publishing, reason_of
 from hpctrain.core.config import cache_folder
 from hpctrain.core.errors import LaunchError
 from hpctrain.core.units import GIB
-from hpctrain.launch.pmi import NAMES, TIMEOUT_S, Mpi, load
+from hpctrain.launch.pmi import TIMEOUT_S, Mpi, load
 from hpctrain.launch.program import ask, start
 
 Say = Callable[[str], None]  # receives progress, one line per call
@@ -95,7 +95,7 @@ def build(
     mpi, torch = load(), _torch()
     cache = wheel_dir or (cache_folder() or Path.cwd()) / "horovod"
     folder = (cache / key_of(mpi, torch)).absolute()
-    say(f"Horovod {VERSION} for torch {torch}, {NAMES[mpi.vendor]} {mpi.version} ({mpi.library})")
+    say(f"Horovod {VERSION} for torch {torch}, {mpi.name} {mpi.version} ({mpi.library})")
     wheel = None if force else max(folder.glob("horovod-*.whl"), default=None)
     kind = "built" if wheel is None else "built before, --force rebuilds it"
     if wheel is None:

@@ -23,22 +23,14 @@ print("MPI_Get_library_version:", MPI.Get_library_version())
 """
 
 
-_VERSIONS = (
-    ("openmpi", re.compile(r"Open MPI v([\w.]+)")),
-    ("intelmpi", re.compile(r"Intel\(R\) MPI Library ([\w.]+)")),
-    ("craympich", re.compile(r"CRAY MPICH version\s+([\w.]+)")),
-    ("mvapich", re.compile(r"MVAPICH2? Version\s*:\s*([\w.]+)")),
-    ("mpich", re.compile(r"MPICH Version:\s*([\w.]+)")),
-)
-NAMES = {
-    "openmpi": "Open MPI",
-    "intelmpi": "Intel MPI",
-    "craympich": "Cray MPICH",
-    "mvapich": "MVAPICH",
-    "mpich": "MPICH",
-    "mpi": "MPI",
+_VENDORS = {
+    "openmpi": ("Open MPI", r"Open MPI v([\w.]+)"),
+    "intelmpi": ("Intel MPI", r"Intel\(R\) MPI Library ([\w.]+)"),
+    "craympich": ("Cray MPICH", r"CRAY MPICH version\s+([\w.]+)"),
+    "mvapich": ("MVAPICH", r"MVAPICH2? Version\s*:\s*([\w.]+)"),
+    "mpich": ("MPICH", r"MPICH Version:\s*([\w.]+)"),
 }
-"""How people call them."""
+"""Name, and pattern of the version in ``MPI_Get_library_version``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,13 +38,18 @@ class Mpi:
     """An MPI library."""
 
     library: Path  # the file that mpi4py loads
-    vendor: str = "mpi"  # a key of ``NAMES``; ``mpi`` for one that nobody has met
+    vendor: str = "mpi"  # a key of ``_VENDORS``; ``mpi`` for another vendor
     version: str = ""
 
     @property
     def label(self) -> str:
-        """As it stands in the version of a wheel: ``openmpi5.0.11``."""
+        """Vendor and version as in the version of a wheel: ``openmpi5.0.11``."""
         return f"{self.vendor}{self.version}"
+
+    @property
+    def name(self) -> str:
+        """Name of the vendor's MPI for messages."""
+        return _VENDORS.get(self.vendor, ("MPI",))[0]
 
 
 def needed_pmi(library: Path | None = None) -> str:
@@ -66,7 +63,7 @@ def needed_pmi(library: Path | None = None) -> str:
 def load(environ: Mapping[str, str] | None = None) -> Mpi:
     """Find the MPI library that mpi4py loads in a rank with this environment.
 
-    A process of its own loads it, so this one stays free of MPI.
+    A separate process loads the library, so that this process does not.
 
     Raises:
         LaunchError: mpi4py is not installed, or there is no library for it.
@@ -89,7 +86,7 @@ def load(environ: Mapping[str, str] | None = None) -> Mpi:
     if not found:
         raise LaunchError(
             f"mpi4py of {sys.prefix} has loaded, but no file named libmpi is among its memory "
-            "maps; say what srun needs yourself, e.g. `srun --mpi=pmix`"
+            "maps; name the interface yourself, such as `srun --mpi=pmix`"
         )
     vendor, number = parse_version(version)
     return Mpi(library=found[0], vendor=vendor, version=number)
@@ -97,8 +94,8 @@ def load(environ: Mapping[str, str] | None = None) -> Mpi:
 
 def parse_version(text: str) -> tuple[str, str]:
     """Read vendor and version from what ``MPI_Get_library_version`` says; ``mpi`` for others."""
-    for vendor, pattern in _VERSIONS:
-        if match := pattern.search(text):
+    for vendor, (_, pattern) in _VENDORS.items():
+        if match := re.search(pattern, text):
             return vendor, match[1].rstrip(".")
     return "mpi", ""
 
