@@ -7,7 +7,6 @@ from hpctrain.cluster.topology import Topology
 from hpctrain.comm import requests
 from hpctrain.comm.communicator import Communicator
 from hpctrain.comm.hierarchical import HierarchicalCommunicator
-from hpctrain.comm.liveness import use
 from hpctrain.comm.mpi import MpiCommunicator
 from hpctrain.comm.mpi_start import MPI
 from hpctrain.comm.node.shared_memory import SharedMemory
@@ -15,6 +14,7 @@ from hpctrain.comm.plan.choice import plan_for_group
 from hpctrain.comm.plan.plan import Plan
 from hpctrain.comm.rail.rail import Rail
 from hpctrain.comm.serial import SerialCommunicator
+from hpctrain.comm.survivors import use
 from hpctrain.comm.waiting import Limit, Watch
 from hpctrain.comm.watched_calls import WatchedCalls
 from hpctrain.core.errors import NodeMemoryError

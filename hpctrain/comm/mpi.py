@@ -14,7 +14,6 @@ from hpctrain.comm.bucket import Bucket
 from hpctrain.comm.call_check import call_of, meet, tensor_call
 from hpctrain.comm.communicator import GATHER, Communicator
 from hpctrain.comm.control_channel import mailbox
-from hpctrain.comm.liveness import use
 from hpctrain.comm.member_meeting import MemberMeeting
 from hpctrain.comm.mpi_start import MPI
 from hpctrain.comm.operation_result import FINISHED, Traffic, Work
@@ -26,6 +25,7 @@ from hpctrain.comm.rail.algorithms import (
     pairwise_reduce_scatter,
 )
 from hpctrain.comm.rail.rail import CHUNK_ELEMENTS, MpiWire, buffer_of, bytes_of, library_sums
+from hpctrain.comm.survivors import use
 from hpctrain.comm.tensor_arguments import (
     check_alltoall,
     check_group,

@@ -18,8 +18,8 @@ from typing import cast
 
 from hpctrain.cluster import process
 from hpctrain.comm import requests
-from hpctrain.comm.liveness import remake, revoke, shrink
 from hpctrain.comm.mpi_start import MPI, is_loss
+from hpctrain.comm.survivors import remake, revoke, shrink
 from hpctrain.comm.waiting import Watch
 from hpctrain.comm.watched_calls import WatchedCalls
 from hpctrain.core.errors import ConfigError, RankLostError
@@ -73,7 +73,7 @@ class Spares:
     def replace(self, make: Callable[[MPI.Intracomm], object]) -> None:
         """Let spares take the place of lost workers. Collective over all that are left.
 
-        Those that work then ``make`` something of their communicator, see ``liveness.remake``.
+        Those that work then ``make`` something of their communicator, see ``survivors.remake``.
         """
 
         def arranged(whole: MPI.Intracomm) -> None:

@@ -269,7 +269,7 @@ def _verdict(error: BaseException, world: "MpiComm", *, recovers: bool) -> tuple
     text, rule = str(error), _MPI_RULE if is_of_mpi else ""
     is_outside = recovers and "hpctrain.runtime.recovery" not in modules
     if is_outside and any(name.startswith("hpctrain.") for name in modules):
-        from hpctrain.comm.liveness import failed  # noqa: PLC0415 - a world of one needs no MPI
+        from hpctrain.comm.survivors import failed  # noqa: PLC0415 - a world of one needs no MPI
 
         with contextlib.suppress(Exception):  # MPI may be over
             if is_of_mpi and (dead := failed(world)):

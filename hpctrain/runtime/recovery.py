@@ -111,7 +111,7 @@ def give_up(error: Exception) -> NoReturn:
     """
     if not is_loss(error) or not is_on():
         raise error
-    raise RankLostError(_died(_liveness().failed(_ranks()))) from error
+    raise RankLostError(_died(_survivors().failed(_ranks()))) from error
 
 
 def _died(lost: list[int]) -> str:
@@ -136,7 +136,7 @@ def _is_of_loss(error: BaseException) -> bool:
     What a collective returns as one of its ranks dies may be anything, and any error come of that.
     """
     return (
-        isinstance(error, RankLostError) or is_loss(error) or _liveness().knows_of_loss(_ranks())
+        isinstance(error, RankLostError) or is_loss(error) or _survivors().knows_of_loss(_ranks())
     )
 
 
@@ -150,7 +150,7 @@ def _all_are_well(*, am_well: bool) -> bool:
     if not am_well:
         _end_waits()
     with _limited(world.current().settings.timeout):
-        return bool(_liveness().agree(_ranks(), am_well=am_well))
+        return bool(_survivors().agree(_ranks(), am_well=am_well))
 
 
 def _shrink(
@@ -162,23 +162,23 @@ def _shrink(
     ``make`` is told the ranks of the next world, and is called again if more of them die in it.
     All end with exit code 87 where that takes longer than ``LIMIT_S`` seconds.
     """
-    before, ranks, liveness = world.current(), _ranks(), _liveness()
+    before, ranks, survivors = world.current(), _ranks(), _survivors()
     lost: list[int] = []
 
     def remade(left: "MpiComm") -> None:
         nonlocal lost
-        lost = liveness.lost(ranks, left)
+        lost = survivors.lost(ranks, left)
         check(lost)
         make(left)
 
     _end_waits()  # of whoever has not heard of it yet
     with _limited(LIMIT_S):
-        left = liveness.shrink(ranks)
+        left = survivors.shrink(ranks)
         if left.size == ranks.size:
             return []
-        check(liveness.lost(ranks, left))
+        check(survivors.lost(ranks, left))
         if before.origin.spares is None:
-            liveness.remake(left, remade)
+            survivors.remake(left, remade)
         else:
             before.origin.spares.replace(remade)
     if world.rank() == 0:
@@ -224,13 +224,13 @@ def _ranks() -> "MpiComm":
     return ranks
 
 
-def _liveness() -> ModuleType:
-    from hpctrain.comm import liveness  # noqa: PLC0415 - a world of one needs no MPI
+def _survivors() -> ModuleType:
+    from hpctrain.comm import survivors  # noqa: PLC0415 - a world of one needs no MPI
 
-    return liveness
+    return survivors
 
 
 def _end_waits() -> None:
     """Let nobody wait in this world any more, on whichever rank. Not collective."""
-    _liveness().revoke(_ranks())
-    _liveness().end_waits()
+    _survivors().revoke(_ranks())
+    _survivors().end_waits()

@@ -21,8 +21,8 @@ from torch import nn
 import hpctrain as hvd
 from hpctrain import elastic
 from hpctrain.checkpoint import save
-from hpctrain.comm.liveness import remake
 from hpctrain.comm.spares import Spares
+from hpctrain.comm.survivors import remake
 
 NUM_SAMPLES, EPOCHS, BATCH = 96, 2, 4
 
