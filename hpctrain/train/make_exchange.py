@@ -30,8 +30,8 @@ def make_exchange(config: RunConfig, comm: Communicator, built: BuiltModel) -> S
     Raises:
         MismatchError: a method refuses its arguments; on all ranks.
     """
+    _check(config, comm)  # raises on all ranks, which have one configuration
     with agreed(comm):
-        _check(config, comm)
         kind: type[StepExchange] = imported(f"hpctrain.train.{_EXCHANGES[_name(config)]}")
     return kind.build(config, comm, built)
 

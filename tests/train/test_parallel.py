@@ -259,7 +259,7 @@ def test_what_a_divided_model_cannot_do_is_refused_with_the_configuration(layout
         ),
         ("pp=2", "model.target=tests.train.problem:model", "by an attribute parallel_layers of S"),
         ("cp=2", "model.target=tests.train.problem:model", "with a method parallel_context"),
-        ("zero=1", "optimizer.name=LAMB", "steps each element by itself"),
+        ("zero=1", "optimizer.name=LAMB", "must step each element by itself"),
         ("tp=2", "model.target=tests.train.divided:odd_model", "must divide the 9 outputs"),
         ("pp=2", 'parallel.layers=["embedding"]', "every parameter of a pipeline is in one of"),
         ("tp=2 dp=2", "seed=1", "must multiply to the 2 ranks"),

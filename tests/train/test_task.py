@@ -191,7 +191,10 @@ def test_what_one_rank_meets_is_raised_on_all_with_its_number(here, configure):
     ("overrides", "message"),
     [
         (["sync.args.stat=reset"], "sync.args: LocalSGD got an unexpected .* did you mean state?"),
-        (["sync.args.state=lost"], "local_sgd refuses: state must be one of local, average, reset"),
+        (
+            ["sync.args.state=lost"],
+            "local_sgd refuses: state must be one of local, average, reset",
+        ),
         (["sync.args.most=many"], r"\[sync\] local_sgd refuses: .*'str'"),
         (["sync.method=diloco", "sync.args.outer_lr=-1"], "outer_lr must be above 0, got -1"),
         (
