@@ -1,4 +1,4 @@
-"""A forked child may compute and end in any way: its parent goes on, and the launch ends."""
+"""Forked children may compute and end in any way without effect on parent and launch."""
 
 import sys
 from pathlib import Path
@@ -89,7 +89,7 @@ def launched(tmp_path, python, environment, nodes, first):
 THIS = (Path(sys.executable), ".venv")
 
 
-FIRST = "from mpi4py import MPI"  # which hpctrain finds loaded then
+FIRST = "from mpi4py import MPI"  # so that hpctrain finds mpi4py.MPI already imported
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,9 @@ FIRST = "from mpi4py import MPI"  # which hpctrain finds loaded then
         pytest.param(MPICH, ".venv-mpich", 1, FIRST, marks=pytest.mark.requires("mpich")),
     ],
 )
-def test_children_end_without_effect_on_their_parents(tmp_path, python, environment, nodes, first):
+def test_the_end_of_a_child_does_not_affect_its_parent(
+    tmp_path, python, environment, nodes, first
+):
     done = launched(tmp_path, python, environment, nodes, first)
     assert done.returncode == 0, done.stderr
     ends = [
@@ -109,4 +111,5 @@ def test_children_end_without_effect_on_their_parents(tmp_path, python, environm
         "the child comes to the end of the program",
     ]
     assert [done.stdout.count(end) for end in ends] == [1, 1, 1], done.stdout
-    assert done.stderr.count("ValueError: of the child") in (1, 2)  # as ranks are told together
+    # identical messages of several ranks are merged
+    assert done.stderr.count("ValueError: of the child") in (1, 2)

@@ -1,4 +1,4 @@
-"""A rank dies while those that are left make their world: they make a smaller one."""
+"""After a death during the rebuild, the surviving ranks build a still smaller world."""
 
 import pytest
 
@@ -63,8 +63,8 @@ print("of", found.result)
 """
 
 
-def test_a_rank_that_is_late_in_a_new_world_outlives_a_second_death(tmp_path):
-    """A rank that finds the death revokes communicators which another one is still making."""
+def test_a_slow_rank_in_a_new_world_survives_a_second_death(tmp_path):
+    """The rank that detects the death revokes communicators that a slow rank still creates."""
     (tmp_path / "program.py").write_text(PROGRAM)
     line = [*preload.python(), "-m", "hpctrain", "launch", "-n", "4", "--recover"]
     done = ended(
