@@ -57,7 +57,7 @@ def environment(**changes):
 
 
 def record(point, repeat, order, **changes):
-    """Return the record of one repeat; step times grow with the logarithm of the ranks."""
+    """Return the record of one repeat; communication grows with the logarithm of the ranks."""
     noise = np.random.default_rng([order, repeat])
     ranks = point["ranks"]
     compute = 0.08 / ranks * noise.lognormal(0, 0.02, NUM_STEPS)
