@@ -177,7 +177,8 @@ def required() -> set[str]:
     names = {name for name in os.environ.get("HPCTRAIN_REQUIRE", "").split(",") if name}
     if unknown := names - FEATURES.keys():
         raise pytest.UsageError(
-            f"HPCTRAIN_REQUIRE names {', '.join(sorted(unknown))}, known are {', '.join(FEATURES)}"
+            f"HPCTRAIN_REQUIRE must name known features, got {', '.join(sorted(unknown))}; "
+            f"use {', '.join(FEATURES)}"
         )
     return names
 

@@ -155,8 +155,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items if SIZE == 1 else ():
         if sizes_of(item) != (1,) and not names_ranks(item.path):
             raise pytest.UsageError(
-                f"{item.nodeid} runs on {sizes_of(item)} ranks, but nothing in its file says so: "
-                "write `ranks(` or a mark in capitals as decorator, else several ranks skip it"
+                "a file with tests on several ranks must contain `ranks(` or a decorator in "
+                f"capitals, but that of {item.nodeid}, on {sizes_of(item)} ranks, has neither; "
+                "add one, because launches on several ranks skip other files"
             )
     asked = "conformance" in config.option.markexpr
     keep = selected(items, SIZE, long_ones=asked, spread=config.getoption("--spread"))

@@ -38,7 +38,7 @@ def pids(tmp_path):
 
 
 def wait_for(condition, limit_s=30.0):
-    assert wait_until(condition, limit_s), "waited in vain"
+    assert wait_until(condition, limit_s), f"the condition must hold within {limit_s:g} s"
 
 
 def ranks_are_gone(tmp_path):

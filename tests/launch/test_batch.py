@@ -63,11 +63,11 @@ def options_of(text: str) -> dict[str, str]:
         if line.startswith("#SBATCH "):
             (option,) = shlex.split(line.removeprefix("#SBATCH "))
             name, _, value = option.partition("=")
-            assert name not in found, f"{name} stands twice"
+            assert name not in found, f"{name} must occur once"
             found[name] = value
         elif line and not line.startswith("#"):
             break
-    assert text.count("#SBATCH ") == len(found), "an option behind the first command is not read"
+    assert text.count("#SBATCH ") == len(found), "all options must precede the first command"
     return found
 
 

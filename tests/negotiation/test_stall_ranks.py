@@ -21,7 +21,7 @@ def test_a_late_rank_is_reported_and_a_hang_ends_with_code_86(tmp_path, monkeypa
         def a_long_holiday():
             time.sleep(1000)
 
-        for _ in range(5):  # known by then: who waits has sent no mail
+        for _ in range(5):  # cached: later calls send no control messages
             hvd.allreduce(torch.ones(3), name="loss")
         hvd.allreduce(torch.ones(3), name="first")
         if rank == 1:
@@ -32,7 +32,7 @@ def test_a_late_rank_is_reported_and_a_hang_ends_with_code_86(tmp_path, monkeypa
         if rank == 1:
             a_long_holiday()
         if rank == 2:
-            ctypes.PyDLL(None).sleep(1000)  # keeps Python's lock
+            ctypes.PyDLL(None).sleep(1000)  # holds the GIL
         hvd.allreduce(torch.ones(3), name="more")
     """
     outcome = run_ranks(tmp_path, body, num_ranks=3)

@@ -83,7 +83,7 @@ def test_a_layer_is_gathered_while_the_previous_one_computes(stage):
         group = layers[to_come]._get_fsdp_state()._fsdp_param_group
         end = time.monotonic() + 20
         while not group._all_gather_result.all_gather_work.is_completed():
-            assert time.monotonic() < end, "nothing moves while a layer is at work"
+            assert time.monotonic() < end, "an all-gather must complete while a layer computes"
             time.sleep(0.001)
         seen.append((number, to_come))
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from hpctrain.runtime.abort import FailureHooks
 
 class World:
-    "Ends nobody, and says what it was asked for."
+    "Prints calls of Abort and ends no process."
     rank = 7
     def Abort(self, errorcode=0):
         print("abort", errorcode, flush=True)
@@ -41,7 +41,7 @@ def test_an_abort_that_hangs_still_ends_the_process(tmp_path: Path) -> None:
     start = time.monotonic()
     ended = run(
         """
-World.Abort = lambda self, code: ctypes.PyDLL(None).sleep(20)  # and holds the GIL
+World.Abort = lambda self, code: ctypes.PyDLL(None).sleep(20)  # holds the GIL
 FailureHooks(World(), None)
 raise ValueError("bad luck")
 """,
@@ -116,7 +116,7 @@ def in_thread(target, *args):
     thread = threading.Thread(target=target, args=args)
     thread.start(); thread.join()
 
-threading.excepthook = lambda args: print("heard", args.exc_value)  # the user's own
+threading.excepthook = lambda args: print("heard", args.exc_value)  # set by the user
 before = sys.excepthook, threading.excepthook
 hooks = FailureHooks(World(), LOG)
 assert (sys.excepthook, threading.excepthook) != before

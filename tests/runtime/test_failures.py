@@ -152,7 +152,7 @@ def test_an_exception_in_a_helper_thread_is_reported_and_the_run_continues(tmp_p
             bar.join()
         train(steps=3)
         print("trained")
-        sys.exit(5)  # on all ranks alike: that is kept
+        sys.exit(5)  # identical on all ranks, so the launcher returns it
         """,
     )
     assert (outcome.code, outcome.out.splitlines()[:2]) == (5, ["trained"] * 2), outcome.err
@@ -236,7 +236,7 @@ def test_idle_ranks_use_less_than_one_percent_of_a_core_and_may_finish_early(
             handle = hvd.allreduce_async(torch.ones(10), name="early")
             hvd.allreduce(torch.ones(10), name="late")
             hvd.synchronize(handle)
-        used = time.process_time()  # of all threads
+        used = time.process_time()  # over all threads
         time.sleep(3)
         share = (time.process_time() - used) / 3
         (HERE / f"share-{rank}").write_text(str(share))
@@ -244,7 +244,7 @@ def test_idle_ranks_use_less_than_one_percent_of_a_core_and_may_finish_early(
             hvd.shutdown()
             hvd.shutdown()
             sys.exit()
-        time.sleep(3)  # without a call of ours, as in a long computation
+        time.sleep(3)  # without calls of hpctrain, as in a long computation
         print("result written")
         """,
         nodes=nodes,
@@ -282,7 +282,7 @@ def test_a_rank_that_ends_during_a_transfer_between_nodes_ends_all(
         from hpctrain.runtime.world import current
 
         comm = current().comm
-        levels = comm._comm if hasattr(comm._comm, "use") else comm  # perhaps with a thread
+        levels = comm._comm if hasattr(comm._comm, "use") else comm  # may be wrapped by a thread
         levels.use(replace(levels.plan, chunk_bytes=4096))
         started, whole = [], rails.InFlight._start
 

@@ -25,7 +25,7 @@ for again in range(2):
     hvd.init()
     mean = hvd.allreduce(torch.full((4,), float(hvd.rank())))
 if hvd.rank() == 1:
-    time.sleep(1.2)  # the others are done, and wait
+    time.sleep(1.2)  # the other ranks wait in Finalize
 MPI.Finalize()
 if hvd.rank() == 0:
     print("mean", mean[0].item(), "of", hvd.size())

@@ -24,7 +24,7 @@ hvd.init()
 assert not hvd.should_stop()
 size = hvd.size()
 total = torch.full((4,), float(hvd.rank()))
-model = torch.nn.Linear(2, 1)  # a child drops both when it ends
+model = torch.nn.Linear(2, 1)  # a child frees both at its end
 optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
 hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 model(torch.ones(3, 2) + hvd.rank()).mean().backward()
@@ -61,7 +61,7 @@ for name, (end, code) in ENDS.items():
             end()
     for number, child in enumerate(children):
         if name == "signal":
-            time.sleep(1.1 * number)  # as long as a second signal of the parent's would count
+            time.sleep(1.1 * number)  # far enough apart to count as a second signal
             os.kill(child, signal.SIGTERM)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == code, name
     assert hvd.allreduce(total).tolist() == [(size - 1) / 2] * 4, name

@@ -18,7 +18,7 @@ def stands_in():
 
 def train(kind):
     optimizer = kind(model.parameters(), lr=0.1)
-    def closure():  # without backward, whose threads a fork would lose
+    def closure():  # no backward, because a fork does not copy its threads
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
         return torch.tensor(1.0)

@@ -28,7 +28,7 @@ def die():
     os.kill(os.getpid(), signal.SIGKILL)
 
 def share_memory(*arguments):
-    "Let rank 2 die here once the next world has its control communicator, and rank 0 see that."
+    "Kill rank 2 after the creation of the control communicator, and let rank 0 detect it."
     global is_remade
     if is_remade or ME == 1:
         return share(*arguments)
@@ -40,7 +40,7 @@ def share_memory(*arguments):
     raise RankLostError("rank 2 died")
 
 def wait_request(request, watch):
-    "Let rank 1 be late to see that it has a duplicate."
+    "Let rank 1 detect late that its duplicate is complete."
     while not request.Test():
         watch.look(0.0)
         time.sleep(0.1)

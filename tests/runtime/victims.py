@@ -32,11 +32,11 @@ rank, size = hvd.rank(), hvd.size()
 hvd.barrier()
 
 def now():
-    "Note the instant of the failure."
+    "Record the time of the failure."
     (HERE / "failed_at").write_text(str(time.time()))
 
 def train(steps=10**9, pause_s=0.01):
-    "Go on as ranks do that have not failed."
+    "Train, as the ranks that have not failed."
     for step in range(steps):
         hvd.allreduce_(torch.ones(1000))
         time.sleep(pause_s)

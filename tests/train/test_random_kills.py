@@ -180,7 +180,7 @@ def check(run: Run, reference: list[Counter], hash_of_whole: str | None) -> tupl
     assert run.code == 0, run.said
     ends = run.ends()
     assert sorted({*range(run.num_ranks)} - {*run.killed}) == sorted(ends), run.said
-    assert len({*ends.values()}) == 1, "the replicas differ"
+    assert len({*ends.values()}) == 1, "replicas must be identical"
     records = run.records()
     assert records[-1]["event"] == "finished"
     assert hash_of_whole in (None, records[-1]["state_hash"])
@@ -194,8 +194,12 @@ def check(run: Run, reference: list[Counter], hash_of_whole: str | None) -> tupl
             continue
         start = reference.index(whole[0])
         assert start % EVERY == 0
-        assert start <= reached <= start + 2 * EVERY, "more is repeated than since a checkpoint"
-        assert whole == reference[start : start + len(whole)], "samples are lost or repeated"
+        assert start <= reached <= start + 2 * EVERY, (
+            "a world must repeat at most two checkpoint intervals"
+        )
+        assert whole == reference[start : start + len(whole)], (
+            "each step must have the samples of the reference"
+        )
         following = reference[start + len(whole) : start + len(whole) + 2]
         assert rest <= sum(following, Counter())
         again += max(0, reached - start)

@@ -55,5 +55,5 @@ def _server(interpreter: Path) -> str:
         folder.cleanup()
 
     atexit.register(end)
-    assert process.stdout.readline() == "ready\n", "the server of preloaded ranks does not start"
+    assert process.stdout.readline() == "ready\n", "the server of preloaded ranks must print ready"
     return socket
