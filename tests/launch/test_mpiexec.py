@@ -56,7 +56,7 @@ def test_open_mpi_oversubscribes_only_with_more_ranks_than_cores(mpirun, num_ran
 
 @pytest.mark.parametrize("mpirun", [*OPENMPI, MPICH])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-def test_ranks_are_bound_only_where_they_fill_the_machine(mpirun, num_ranks, cores):
+def test_ranks_are_bound_only_if_they_use_every_core_of_the_machine(mpirun, num_ranks, cores):
     mine, machine = cores
     bound = "bind-to core" in line(mpirun, num_ranks)
     assert bound == (num_ranks == mine == machine)

@@ -40,7 +40,7 @@ def node_comm():
 @pytest.mark.usefixtures("hvd_nodes")
 @pytest.mark.parametrize("bucket_bytes", [1, 4096, 1 << 25])
 @pytest.mark.parametrize("anchored", [False, True])
-def test_every_tensor_becomes_the_weighted_mean(world, bucket_bytes, anchored):
+def test_every_tensor_is_set_to_the_weighted_mean(world, bucket_bytes, anchored):
     mine = tensors(world.rank)
     weights = [0.0 if rank == 1 else rank + 0.5 for rank in range(world.size)]
     expected = [

@@ -48,7 +48,7 @@ def test_times_are_recorded_per_rank_and_as_mean(world):
     assert interval.compute_s == pytest.approx(1.5 * (world.size + 1) / 2)
 
 
-def test_each_interval_begins_empty(world):
+def test_each_interval_starts_without_samples(world):
     tally = StepMeter()
     for loss in (1.0, 2.0):
         tally.add(loss=loss, num_samples=1, work_s=1.0, communication_s=0.0)

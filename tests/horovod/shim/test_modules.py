@@ -31,7 +31,7 @@ def test_every_module_has_its_names_and_submodules(module):
         getattr(found, name)
 
 
-def test_functions_and_classes_are_those_of_hpctrain():
+def test_functions_and_classes_are_identical_to_those_of_hpctrain():
     from horovod.torch import allreduce, elastic  # noqa: PLC0415
     from horovod.torch.mpi_ops import Average, is_homogeneous  # noqa: PLC0415
 

@@ -37,7 +37,7 @@ def wrong(script, facts=FACTS):
 
 
 @pytest.mark.parametrize("facts", [FACTS, None], ids=["machine", "nothing known"])
-def test_a_healthy_script_gives_one_ok(facts):
+def test_a_correct_script_has_one_finding_of_level_ok(facts):
     (found,) = lint(HEALTHY, facts=facts)
     assert found.level == "ok"
 
